@@ -1,0 +1,1 @@
+"""penstock: a server for large language models."""

@@ -1,0 +1,52 @@
+"""Binds the service of `shard.proto` to an object, or to a stub. Knows names and message types, nothing of their meaning.
+
+It replaces grpc's generated `_pb2_grpc` module: everything that is needed stands in the service's descriptor.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+from google.protobuf import message_factory
+
+from . import shard_pb2
+
+SERVICE = shard_pb2.DESCRIPTOR.services_by_name["Shard"]
+
+# Prompts of a full prefill step are the largest messages; grpc's default of 4 MiB would refuse some.
+OPTIONS = [("grpc.max_receive_message_length", 256 << 20), ("grpc.max_send_message_length", 256 << 20)]
+
+
+def handler(servicer: object) -> grpc.GenericRpcHandler:
+    """A grpc handler that calls `servicer.<Method>(request, context)` for every method of the service."""
+    methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+    for method in SERVICE.methods:
+        make: Callable[..., Any] = (
+            grpc.stream_stream_rpc_method_handler if method.client_streaming else grpc.unary_unary_rpc_method_handler
+        )
+        request = message_factory.GetMessageClass(method.input_type)
+        methods[method.name] = make(
+            getattr(servicer, method.name),
+            request_deserializer=request.FromString,
+            response_serializer=lambda reply: reply.SerializeToString(),
+        )
+    return grpc.method_handlers_generic_handler(SERVICE.full_name, methods)
+
+
+class Stub:
+    """One callable per method of the service, on a channel of grpc or grpc.aio."""
+
+    def __init__(self, channel: Any) -> None:
+        for method in SERVICE.methods:
+            make = channel.stream_stream if method.client_streaming else channel.unary_unary
+            reply = message_factory.GetMessageClass(method.output_type)
+            call = make(
+                f"/{SERVICE.full_name}/{method.name}",
+                request_serializer=lambda request: request.SerializeToString(),
+                response_deserializer=reply.FromString,
+            )
+            setattr(self, method.name, call)
+
+    def __getattr__(self, name: str) -> Any:
+        """For type checkers: the methods are set in the constructor."""
+        raise AttributeError(f"the Shard service has no method {name!r}")

@@ -1,0 +1,255 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class InfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class InfoReply(_message.Message):
+    __slots__ = ("rank", "ranks", "model", "dtype", "device", "page_size", "vocabulary", "max_positions", "loaded", "stage")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    VOCABULARY_FIELD_NUMBER: _ClassVar[int]
+    MAX_POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    LOADED_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    ranks: int
+    model: str
+    dtype: str
+    device: str
+    page_size: int
+    vocabulary: int
+    max_positions: int
+    loaded: bool
+    stage: str
+    def __init__(self, rank: _Optional[int] = ..., ranks: _Optional[int] = ..., model: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., page_size: _Optional[int] = ..., vocabulary: _Optional[int] = ..., max_positions: _Optional[int] = ..., loaded: _Optional[bool] = ..., stage: _Optional[str] = ...) -> None: ...
+
+class HealthRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class HealthReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WarmupRequest(_message.Message):
+    __slots__ = ("max_step_tokens", "max_step_rows", "max_total_tokens")
+    MAX_STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_STEP_ROWS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    max_step_tokens: int
+    max_step_rows: int
+    max_total_tokens: int
+    def __init__(self, max_step_tokens: _Optional[int] = ..., max_step_rows: _Optional[int] = ..., max_total_tokens: _Optional[int] = ...) -> None: ...
+
+class WarmupReply(_message.Message):
+    __slots__ = ("pages", "page_size", "bytes_per_page", "weight_bytes")
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_PAGE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    pages: int
+    page_size: int
+    bytes_per_page: int
+    weight_bytes: int
+    def __init__(self, pages: _Optional[int] = ..., page_size: _Optional[int] = ..., bytes_per_page: _Optional[int] = ..., weight_bytes: _Optional[int] = ...) -> None: ...
+
+class Sampling(_message.Message):
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed", "bias_ids", "bias_values", "final_logprobs")
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    TYPICAL_P_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    BIAS_IDS_FIELD_NUMBER: _ClassVar[int]
+    BIAS_VALUES_FIELD_NUMBER: _ClassVar[int]
+    FINAL_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    typical_p: float
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    seed: int
+    bias_ids: _containers.RepeatedScalarFieldContainer[int]
+    bias_values: _containers.RepeatedScalarFieldContainer[float]
+    final_logprobs: bool
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., typical_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., bias_ids: _Optional[_Iterable[int]] = ..., bias_values: _Optional[_Iterable[float]] = ..., final_logprobs: _Optional[bool] = ...) -> None: ...
+
+class Group(_message.Message):
+    __slots__ = ("uid", "tokens", "prompt_length", "max_new_tokens", "end_ids", "sampling", "top_n", "prompt_logprobs")
+    UID_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    END_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    TOP_N_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    uid: int
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    prompt_length: int
+    max_new_tokens: int
+    end_ids: _containers.RepeatedScalarFieldContainer[int]
+    sampling: Sampling
+    top_n: int
+    prompt_logprobs: bool
+    def __init__(self, uid: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., end_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., top_n: _Optional[int] = ..., prompt_logprobs: _Optional[bool] = ...) -> None: ...
+
+class PrefillRequest(_message.Message):
+    __slots__ = ("step", "batch", "groups", "chunk_uids", "chunk_lengths", "decode_batches")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_UIDS_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_BATCHES_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    batch: int
+    groups: _containers.RepeatedCompositeFieldContainer[Group]
+    chunk_uids: _containers.RepeatedScalarFieldContainer[int]
+    chunk_lengths: _containers.RepeatedScalarFieldContainer[int]
+    decode_batches: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, step: _Optional[int] = ..., batch: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., chunk_uids: _Optional[_Iterable[int]] = ..., chunk_lengths: _Optional[_Iterable[int]] = ..., decode_batches: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class DecodeRequest(_message.Message):
+    __slots__ = ("step", "batches")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    BATCHES_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    batches: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, step: _Optional[int] = ..., batches: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class StepReply(_message.Message):
+    __slots__ = ("step", "uids", "choices", "tokens", "logprobs", "finishes", "top_counts", "top_ids", "top_logprobs", "prompt_uids", "prompt_counts", "prompt_logprobs", "held_uids", "held", "grow", "free", "failed_uids", "failed_messages", "seconds")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    UIDS_FIELD_NUMBER: _ClassVar[int]
+    CHOICES_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    FINISHES_FIELD_NUMBER: _ClassVar[int]
+    TOP_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    TOP_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_UIDS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    HELD_UIDS_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    GROW_FIELD_NUMBER: _ClassVar[int]
+    FREE_FIELD_NUMBER: _ClassVar[int]
+    FAILED_UIDS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    uids: _containers.RepeatedScalarFieldContainer[int]
+    choices: _containers.RepeatedScalarFieldContainer[int]
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    finishes: _containers.RepeatedScalarFieldContainer[int]
+    top_counts: _containers.RepeatedScalarFieldContainer[int]
+    top_ids: _containers.RepeatedScalarFieldContainer[int]
+    top_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    prompt_uids: _containers.RepeatedScalarFieldContainer[int]
+    prompt_counts: _containers.RepeatedScalarFieldContainer[int]
+    prompt_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    held_uids: _containers.RepeatedScalarFieldContainer[int]
+    held: _containers.RepeatedScalarFieldContainer[int]
+    grow: _containers.RepeatedScalarFieldContainer[int]
+    free: int
+    failed_uids: _containers.RepeatedScalarFieldContainer[int]
+    failed_messages: _containers.RepeatedScalarFieldContainer[str]
+    seconds: float
+    def __init__(self, step: _Optional[int] = ..., uids: _Optional[_Iterable[int]] = ..., choices: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., finishes: _Optional[_Iterable[int]] = ..., top_counts: _Optional[_Iterable[int]] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., prompt_uids: _Optional[_Iterable[int]] = ..., prompt_counts: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Iterable[float]] = ..., held_uids: _Optional[_Iterable[int]] = ..., held: _Optional[_Iterable[int]] = ..., grow: _Optional[_Iterable[int]] = ..., free: _Optional[int] = ..., failed_uids: _Optional[_Iterable[int]] = ..., failed_messages: _Optional[_Iterable[str]] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class FilterRequest(_message.Message):
+    __slots__ = ("step", "drop", "pause")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    DROP_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    drop: _containers.RepeatedScalarFieldContainer[int]
+    pause: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, step: _Optional[int] = ..., drop: _Optional[_Iterable[int]] = ..., pause: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class FilterReply(_message.Message):
+    __slots__ = ("step", "free", "paused")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    FREE_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    free: int
+    paused: _containers.RepeatedCompositeFieldContainer[Group]
+    def __init__(self, step: _Optional[int] = ..., free: _Optional[int] = ..., paused: _Optional[_Iterable[_Union[Group, _Mapping]]] = ...) -> None: ...
+
+class ConcatRequest(_message.Message):
+    __slots__ = ("step", "into", "batches")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    INTO_FIELD_NUMBER: _ClassVar[int]
+    BATCHES_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    into: int
+    batches: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, step: _Optional[int] = ..., into: _Optional[int] = ..., batches: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ConcatReply(_message.Message):
+    __slots__ = ("step",)
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    def __init__(self, step: _Optional[int] = ...) -> None: ...
+
+class ClearCacheRequest(_message.Message):
+    __slots__ = ("step",)
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    def __init__(self, step: _Optional[int] = ...) -> None: ...
+
+class ClearCacheReply(_message.Message):
+    __slots__ = ("step", "free")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    FREE_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    free: int
+    def __init__(self, step: _Optional[int] = ..., free: _Optional[int] = ...) -> None: ...
+
+class Command(_message.Message):
+    __slots__ = ("prefill", "decode", "filter", "concat", "clear_cache")
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    FILTER_FIELD_NUMBER: _ClassVar[int]
+    CONCAT_FIELD_NUMBER: _ClassVar[int]
+    CLEAR_CACHE_FIELD_NUMBER: _ClassVar[int]
+    prefill: PrefillRequest
+    decode: DecodeRequest
+    filter: FilterRequest
+    concat: ConcatRequest
+    clear_cache: ClearCacheRequest
+    def __init__(self, prefill: _Optional[_Union[PrefillRequest, _Mapping]] = ..., decode: _Optional[_Union[DecodeRequest, _Mapping]] = ..., filter: _Optional[_Union[FilterRequest, _Mapping]] = ..., concat: _Optional[_Union[ConcatRequest, _Mapping]] = ..., clear_cache: _Optional[_Union[ClearCacheRequest, _Mapping]] = ...) -> None: ...
+
+class Reply(_message.Message):
+    __slots__ = ("step", "filter", "concat", "clear_cache")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    FILTER_FIELD_NUMBER: _ClassVar[int]
+    CONCAT_FIELD_NUMBER: _ClassVar[int]
+    CLEAR_CACHE_FIELD_NUMBER: _ClassVar[int]
+    step: StepReply
+    filter: FilterReply
+    concat: ConcatReply
+    clear_cache: ClearCacheReply
+    def __init__(self, step: _Optional[_Union[StepReply, _Mapping]] = ..., filter: _Optional[_Union[FilterReply, _Mapping]] = ..., concat: _Optional[_Union[ConcatReply, _Mapping]] = ..., clear_cache: _Optional[_Union[ClearCacheReply, _Mapping]] = ...) -> None: ...

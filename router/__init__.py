@@ -1,0 +1,1 @@
+"""The router: it decides what flows, when, and what waits. It imports no torch."""

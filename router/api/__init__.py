@@ -1,0 +1,1 @@
+"""HTTP: JSON to requests and streams to JSON, nothing else."""

@@ -1,0 +1,31 @@
+"""What the router process is told by the launcher. Standard library only."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """Settings of the router. 0 stands for "decide after warm-up" where a comment says so. TGI's meaning where TGI has the name."""
+
+    folder: str  # of the model: tokenizer.json, tokenizer_config.json, chat template, config.json
+    model: str  # model id that clients see
+    revision: str = ""
+    shards: tuple[str, ...] = ()  # unix sockets of the ranks' services, rank 0 first
+    hostname: str = "0.0.0.0"
+    port: int = 3000
+    api_key: str = ""  # none: no authorization asked
+    max_concurrent_requests: int = 128
+    max_best_of: int = 2
+    max_stop_sequences: int = 4
+    max_top_n_tokens: int = 5
+    max_client_batch_size: int = 4
+    max_input_tokens: int = 0  # 0: max_total_tokens - 1
+    max_total_tokens: int = 0  # 0: min(pool's capacity, model's positions)
+    max_batch_prefill_tokens: int = 4096  # most query tokens in a step; may be smaller than a prompt
+    max_batch_total_tokens: int = 0  # 0: the pool's capacity
+    max_batch_size: int = 0  # most groups that run at once; 0: no limit
+    max_waiting_tokens: int = 20
+    waiting_served_ratio: float = 0.3
+    payload_limit: int = 2_000_000  # bytes of a request's body
+    graceful_termination_timeout: float = 90.0  # seconds that running streams get after SIGTERM
+    json_output: bool = False  # log lines as JSON

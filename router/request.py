@@ -1,0 +1,107 @@
+"""The router's own words: what a request asks and what its stream yields. They belong to no HTTP API and know no protobuf."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen. Defaults are neutral: greedy decoding."""
+
+    temperature: float = 0.0  # 0: greedy
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0  # 1: off
+    min_p: float = 0.0  # 0: off
+    typical_p: float = 1.0  # 1: off
+    repetition_penalty: float = 1.0  # 1: off; over prompt and output
+    frequency_penalty: float = 0.0  # over the output
+    presence_penalty: float = 0.0  # over the output
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
+    seed: int = 0  # unsigned 64 bit
+    final_logprobs: bool = False  # logprobs of the distribution sampled from (TGI), not of the model's own (OpenAI)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A validated request. Its prompt fits, its numbers are in range."""
+
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    sampling: Sampling = Sampling()
+    stop: tuple[str, ...] = ()  # strings that end the text; the stop string itself is part of the stream's tokens
+    include_stop: bool = True  # the finished text keeps the stop string (TGI) or loses it (OpenAI)
+    end_ids: tuple[int, ...] = ()  # EOS and other tokens that end the sequence; () under ignore_eos
+    top_n: int = 0  # alternatives per token
+    prompt_logprobs: bool = False
+    skip_special_tokens: bool = True  # in the text
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """One of the most probable tokens at a position."""
+
+    id: int
+    text: str
+    logprob: float
+    special: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """First item of a stream: the prompt with its log-probabilities, as soon as its first token is there."""
+
+    logprobs: tuple[float | None, ...]  # None for the first token; () unless they were asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A generated token. `text` is what it adds to the stream: "" while a character is incomplete."""
+
+    id: int
+    text: str  # the token's own text, special tokens written out (TGI's `token.text`)
+    delta: str  # what it adds to the text for a reader: no special tokens, held back while a stop string may begin
+    logprob: float
+    special: bool
+    top: tuple[Alternative, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Last item of a stream."""
+
+    reason: str  # "length", "eos_token", "stop_sequence"
+    text: str  # the whole generated text
+    delta: str  # the end of the text that no Token's delta held
+    generated_tokens: int
+    queue_seconds: float  # from arrival to the first step that computed something of it
+    inference_seconds: float  # from that step to the end
+
+
+class Failure(Exception):
+    """What a client is told when its request can't be answered. Turned into a status in `api/app.py` only.
+
+    Failure
+      Refused      its own fault: the request is invalid
+      Overloaded   no room now: try again later
+      NotReady     the model is still loading, or the server is draining
+      Broken       the shards failed while they computed it
+    """
+
+
+class Refused(Failure):
+    """The request is invalid; the message says which value and what would do. `parameter` names the field, if one is to blame."""
+
+    def __init__(self, message: str, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
+class Overloaded(Failure):
+    """As many requests as the operator allows are in flight."""
+
+
+class NotReady(Failure):
+    """The model is still loading, or the server is shutting down."""
+
+
+class Broken(Failure):
+    """The shards failed while they computed this request."""

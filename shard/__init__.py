@@ -1,0 +1,1 @@
+"""The shard: one accelerator's half of the work. It only computes."""

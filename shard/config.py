@@ -1,0 +1,25 @@
+"""What one shard process is told by the launcher. Standard library only."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardConfig:
+    """Settings of one rank. Sizes are tokens unless a name says otherwise."""
+
+    folder: str  # of the model: config.json, safetensors
+    model: str  # what the operator asked for, to be shown
+    rank: int = 0
+    ranks: int = 1
+    device: str = "cpu"  # "cpu" or "cuda"; on "cuda" a rank takes the device of its local number
+    dtype: str = "float32"  # of weights and keys/values: "float32", "bfloat16", "float16"
+    load_format: str = "auto"  # "auto": safetensors of the folder; "dummy": random weights from config.json alone
+    page_size: int = 16
+    kv_pages: int = 0  # size of the pool in pages; 0: from the memory that is left after warm-up
+    memory_fraction: float = 0.9  # of the device's memory (on a CPU: of this rank's share of what is available) to be used
+    threads: int = 1  # compute threads of this rank (CPU)
+    socket: str = ""  # unix socket of this rank's service
+    relay: str = ""  # unix socket on which rank 0 passes commands to the other ranks; unused with one rank
+    master_addr: str = "127.0.0.1"  # torch.distributed rendezvous
+    master_port: int = 29500
+    json_output: bool = False  # log lines as JSON

@@ -1,0 +1,1 @@
+"""Decoding strategies, one a file."""

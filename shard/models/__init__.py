@@ -1,0 +1,1 @@
+"""The decoder, and the families of models as data for it."""
