@@ -1,0 +1,60 @@
+"""Noise as a pure function: Gumbel noise of (seed, choice, output position, token id), by a counter-based generator.
+
+There is no generator state, so nothing that happens to a batch can change it. The generator is Philox4x32-10 (Salmon et al.
+2011, "Parallel random numbers: as easy as 1, 2, 3"): key = the seed's two halves, counter = (token id // 4, position,
+choice, STREAM), and the token takes word id % 4 of the result.
+"""
+
+import torch
+from torch import Tensor
+
+MASK = 0xFFFFFFFF
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
+ROUNDS = 10
+# Last counter word: which use of the seed this is, so that later ones (another kind of draw) stay independent.
+STREAM = 0
+
+
+def philox(key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox4x32-10. All tensors are int64 that hold unsigned 32-bit values, and broadcast; so are the four results."""
+    key_0, key_1 = key
+    word_0, word_1, word_2, word_3 = counter
+    for _ in range(ROUNDS):
+        # The product wraps around in 64 bits, which keeps both halves right.
+        product_0, product_1 = word_0 * MULTIPLIERS[0], word_2 * MULTIPLIERS[1]
+        word_0, word_2 = (product_1 >> 32 & MASK) ^ word_1 ^ key_0, (product_0 >> 32 & MASK) ^ word_3 ^ key_1
+        word_1, word_3 = product_1 & MASK, product_0 & MASK
+        key_0, key_1 = key_0 + WEYL[0] & MASK, key_1 + WEYL[1] & MASK
+    return word_0, word_1, word_2, word_3
+
+
+def gumbel(seeds: Tensor, choices: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+    """Gumbel noise for some tokens of every row.
+
+    seeds (the 64 bits of an unsigned number), choices, positions: [rows] int64; ids: [rows, n] int64; result [rows, n] float32.
+    """
+    words = torch.stack(philox(*_keyed(seeds, choices, positions, ids >> 2)), -1)
+    return _to_gumbel(words.gather(-1, (ids & 3).unsqueeze(-1)).squeeze(-1))
+
+
+def gumbel_all(seeds: Tensor, choices: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
+    """`gumbel` for the ids 0 to vocabulary - 1, at a quarter of the cost: [rows, vocabulary] float32."""
+    quads = torch.arange(-(-vocabulary // 4), device=seeds.device).unsqueeze(0)
+    words = torch.stack(philox(*_keyed(seeds, choices, positions, quads)), -1)
+    return _to_gumbel(words.view(len(seeds), -1)[:, :vocabulary])
+
+
+def _keyed(
+    seeds: Tensor, choices: Tensor, positions: Tensor, quads: Tensor
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]:
+    seeds, choices, positions = seeds.unsqueeze(1), choices.unsqueeze(1), positions.unsqueeze(1)
+    key = (seeds & MASK, seeds >> 32 & MASK)
+    return key, (quads, positions, choices, torch.full_like(choices, STREAM))
+
+
+def _to_gumbel(words: Tensor) -> Tensor:
+    # u = (word + 1/2) / 2^32 is in (0, 1) and finest near 0, where -log(1 - u) is small and the noise large: the tail that
+    # decides rare draws is resolved to 2^-33. Near 1 float32 would round up to 1, whose noise is -inf: hence the clamp.
+    uniform = words.float().add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
+    return uniform.neg_().log1p_().neg_().log_().neg_()

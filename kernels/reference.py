@@ -1,0 +1,42 @@
+"""Elementwise operations in plain torch: what each one means, and how it runs on a CPU. Knows tensors only."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """x / rms(x) * weight over the last dimension, computed in float32 (Zhang and Sennrich 2019, arXiv:1910.07467).
+
+    x: [..., size]; weight: [size], same dtype; the result has x's dtype.
+    """
+    if x.dtype == torch.float32:
+        return functional.rms_norm(x, weight.shape, weight, epsilon)
+    normal = functional.rms_norm(x.float(), weight.shape, None, epsilon)
+    return normal.to(x.dtype) * weight
+
+
+def rotary_table(frequencies: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cosines and signed sines of some positions, so that `rotate` needs two multiplications.
+
+    frequencies: [size / 2] float32, radians per position; positions: [tokens]; result: [tokens, 2, 1, size] in `dtype`.
+    """
+    angles = torch.outer(positions.float(), frequencies)
+    cosine, sine = angles.cos(), angles.sin()
+    return torch.stack((torch.cat((cosine, cosine), -1), torch.cat((-sine, sine), -1)), 1).unsqueeze(2).to(dtype)
+
+
+def rotate(x: Tensor, table: Tensor) -> Tensor:
+    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864), halves paired as Hugging Face's checkpoints have them.
+
+    x: [tokens, heads, size], overwritten; table: of `rotary_table`, x's dtype. Returns x.
+    """
+    half = x.shape[-1] // 2
+    swapped = torch.cat((x[..., half:], x[..., :half]), -1)
+    return x.mul_(table[:, 0]).addcmul_(swapped, table[:, 1])
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up (Shazeer 2020, arXiv:2002.05202). gate_up: [tokens, 2 * size], gate first; result [tokens, size]."""
+    gate, up = gate_up.chunk(2, -1)
+    return functional.silu(gate).mul_(up)

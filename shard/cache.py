@@ -1,0 +1,41 @@
+"""The key/value tensors, nothing else."""
+
+from collections.abc import Iterable
+
+import numpy
+import torch
+from torch import Tensor
+
+from .models.families import Shape
+
+
+class Cache:
+    """Keys and values of every layer in pages. Page 0 is padding and stays zero.
+
+    A layer is a tensor [slots, 2, kv_heads, size], keys first; slot = page * page_size + place in the page.
+    """
+
+    def __init__(self, shape: Shape, ranks: int, pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.page_size = page_size
+        size = (shape.layers, (pages + 1) * page_size, 2, shape.kv_heads // ranks, shape.head_size)
+        self.layers = list(_zeros(size, dtype, device).unbind(0))
+
+    def write(self, layer: int, slots: Tensor, rows: Tensor) -> None:
+        """rows: [tokens, 2 * kv_heads * size], rotated keys and values, to `slots` [tokens]."""
+        cache = self.layers[layer]
+        cache.view(len(cache), -1).index_copy_(0, slots, rows)
+
+    def clear(self, pages: Iterable[int]) -> None:
+        """Zeroes `pages`: what is masked must still be finite, so numbers that are not must not outlive their request."""
+        for page in pages:
+            for cache in self.layers:
+                cache[page * self.page_size : (page + 1) * self.page_size] = 0
+
+
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros which, on a CPU, take no memory until they are written: the system hands out zeroed pages on first touch."""
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    bytes_each = torch.empty((), dtype=dtype).element_size()
+    untouched = numpy.zeros(int(numpy.prod(size)) * bytes_each, dtype=numpy.uint8)
+    return torch.from_numpy(untouched).view(dtype).view(size)

@@ -1,0 +1,35 @@
+"""Plain decoding: every sequence of the group goes on by one token, greedy or sampled."""
+
+from collections.abc import Sequence as Listing
+
+from ..sequence import Group
+from ..step import Span
+from .sampler import Pick, Row
+from .strategy import Emitted, Finish, Verdict
+
+
+class Sample:
+    """See Strategy."""
+
+    def draft(self, group: Group) -> list[Span]:
+        """One token per sequence: the last one."""
+        return [Span(sequence, sequence.tokens[sequence.computed :]) for sequence in group.sequences]
+
+    def rows(self, group: Group) -> list[Row]:
+        """One per sequence."""
+        return [Row(group.sampling, s.tokens, s.prompt_length, s.choice, group.top_n) for s in group.sequences]
+
+    def judge(self, group: Group, picks: Listing[Pick]) -> Verdict:
+        """Appends each pick; sequences that end leave the group."""
+        emitted, going = [], []
+        for sequence, pick in zip(group.sequences, picks, strict=True):
+            sequence.tokens.append(pick.token)
+            finish = Finish.NOT
+            if pick.token in group.end_ids:
+                finish = Finish.END
+            elif sequence.generated >= group.max_new_tokens:
+                finish = Finish.LENGTH
+            else:
+                going.append(sequence)
+            emitted.append(Emitted(sequence.choice, pick, finish))
+        return Verdict(emitted, ended=not going)

@@ -1,0 +1,48 @@
+"""How a group goes on: two verbs. A new method of decoding is a new file with a class that has them."""
+
+from collections.abc import Sequence as Listing
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+from ..sequence import Group
+from ..step import Span
+from .sampler import Pick, Row
+
+
+class Finish(IntEnum):
+    """Why a sequence ended, in the numbers of the wire."""
+
+    NOT = 0
+    END = 1  # its last token is one of the group's end tokens
+    LENGTH = 2  # max_new_tokens are there
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """A new token of one of a group's sequences."""
+
+    choice: int
+    pick: Pick
+    finish: Finish
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a step meant for a group."""
+
+    emitted: list[Emitted]
+    ended: bool  # nothing more will come: its pages can be released
+
+
+class Strategy(Protocol):
+    """Stateless: what a group remembers is in its sequences."""
+
+    def draft(self, group: Group) -> list[Span]:
+        """The spans to run in the next decode step. Every wanted row is sampled as `rows` says."""
+
+    def rows(self, group: Group) -> list[Row]:
+        """One per wanted row of `draft`, or of the prompt's last chunk: how its logits become a pick."""
+
+    def judge(self, group: Group, picks: Listing[Pick]) -> Verdict:
+        """Takes the picks of the rows into the group's sequences, whose spans count as computed already."""

@@ -1,0 +1,74 @@
+"""From a folder to an engine: device, ranks, weights, with progress for people."""
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from .config import ShardConfig
+from .engine import Engine
+from .models.decoder import Decoder
+from .models.families import Unsupported, shape
+from .parallel import Ranks
+from .weights import DummyWeights, Source, Weights
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SECONDS_BETWEEN_LINES = 2.0
+
+
+class Progress:
+    """Turns bytes that were read into a stage for people, and now and then into a log line."""
+
+    def __init__(self, total: int, stage: Callable[[str], None]) -> None:
+        self._total = total
+        self._stage = stage
+        self._read = 0
+        self._logged = time.monotonic()
+
+    def __call__(self, read: int) -> None:
+        """`read` more bytes are there."""
+        self._read += read
+        line = f"loading weights {100 * self._read / self._total:.0f} % ({self._read / 1e9:.2f} of {self._total / 1e9:.2f} GB)"
+        self._stage(line)
+        if time.monotonic() - self._logged > SECONDS_BETWEEN_LINES:
+            self._logged = time.monotonic()
+            log.info(line)
+
+
+def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
+    """The engine of this rank, its pool still empty. `stage` is told what is going on. Raises Unsupported."""
+    folder = Path(config.folder)
+    try:
+        model = shape(json.loads((folder / "config.json").read_text()))
+    except FileNotFoundError:
+        raise Unsupported(f"{folder} has no config.json: is it a model's folder?") from None
+    model.check_ranks(config.ranks)
+    device = _device(config)
+    dtype = DTYPES[config.dtype]
+    if config.ranks > 1:
+        stage(f"waiting for {config.ranks} ranks")
+    ranks = Ranks(config.rank, config.ranks, device, config.master_addr, config.master_port)
+    # Checkpoints are mostly of 2 bytes an element; the line is for people.
+    progress = Progress(model.parameters(config.ranks) * 2, stage)
+    source: Source = (
+        DummyWeights(dtype, device, progress) if config.load_format == "dummy" else Weights(folder, dtype, device, progress)
+    )
+    stage("loading weights")
+    return Engine(Decoder(model, source, ranks, device), device, config.page_size)
+
+
+def _device(config: ShardConfig) -> torch.device:
+    if config.device != "cuda":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise Unsupported("torch sees no CUDA device: install its CUDA build, or use --device cpu")
+    if config.rank >= torch.cuda.device_count():
+        raise Unsupported(f"rank {config.rank} has no device: there are {torch.cuda.device_count()}; use a smaller --num-shard")
+    device = torch.device("cuda", config.rank)
+    torch.cuda.set_device(device)
+    return device

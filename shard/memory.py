@@ -1,0 +1,93 @@
+"""How many pages fit: measures what the largest step takes and gives the rest of the memory to keys and values."""
+
+import logging
+from pathlib import Path
+
+import torch
+
+from .decoding.strategy import Finish
+from .engine import Engine
+from .models.families import Unsupported
+from .sequence import Group, Sampling, Sequence
+
+log = logging.getLogger(__name__)
+
+# On a CPU activations grow in proportion to the tokens of a step, so a small step is measured and multiplied: a full one of a
+# large model would take minutes.
+SAMPLE_TOKENS = 64
+# Every feature of the sampler that takes memory.
+GREEDIEST = Sampling(temperature=1.0, top_p=0.999999, typical_p=0.99, repetition_penalty=1.1, bias=((0, 1.0),), final_logprobs=True)
+
+
+def size_pool(engine: Engine, page_size: int, pages: int, fraction: float, tokens: int, rows: int, total: int) -> int:
+    """The number of pages that this rank's pool should have.
+
+    pages: what the operator asked for, 0 to decide here; fraction: of the memory that may be used; tokens, rows: of the largest
+    step; total: tokens of the longest sequence. Raises Unsupported if it isn't enough for anything.
+    """
+    ranks = engine.decoder.ranks.size
+    page_bytes = engine.decoder.shape.kv_elements(ranks) * engine.decoder.embedding.element_size() * page_size
+    needed = _step_bytes(engine, page_size, tokens, min(rows, tokens))
+    available = int(_available(engine.device) * fraction) // (ranks if engine.device.type == "cpu" else 1)
+    room = (available - needed) // page_bytes
+    useful = rows * -(-total // page_size)  # every row as long as can be: more pages could never be filled
+    if pages > room or room < 1:
+        raise Unsupported(
+            f"{available / 1e9:.2f} GB of memory can be used and a step needs {needed / 1e9:.2f} GB: room for {max(0, room)} pages "
+            f"of {page_bytes} bytes, {pages or 1} are wanted. Lower --kv-pages or --max-batch-prefill-tokens, or use more ranks"
+        )
+    chosen = pages or min(room, useful)
+    log.info(
+        f"pool: {chosen} pages of {page_size} tokens ({chosen * page_size} tokens, {chosen * page_bytes / 1e9:.2f} GB); "
+        f"a step takes up to {needed / 1e9:.2f} GB, room for {room} pages"
+    )
+    return int(chosen)
+
+
+def _step_bytes(engine: Engine, page_size: int, tokens: int, rows: int) -> int:
+    """What the largest step takes beside weights and pages."""
+    sample = tokens if engine.device.type == "cuda" else min(tokens, SAMPLE_TOKENS)
+    prompts = max(1, min(rows, sample))
+    lengths = [sample // prompts + (i < sample % prompts) for i in range(prompts)]
+    engine.resize(sum(-(-length // page_size) for length in lengths), page_size)
+    groups = [
+        Group(uid, [Sequence([0] * length, length)], GREEDIEST, int(Finish.LENGTH), frozenset(), top_n=5)
+        for uid, length in enumerate(lengths)
+    ]
+    before = _peak(engine.device, reset=True)
+    engine.prefill(0, groups, list(enumerate(lengths)), [])
+    measured = max(0, _peak(engine.device) - before)
+    engine.clear()
+    return measured * -(-tokens // sample)
+
+
+def _peak(device: torch.device, reset: bool = False) -> int:
+    """The most memory in use since it was last reset, in bytes; with `reset`, what is in use now."""
+    if device.type == "cuda":
+        if reset:
+            torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if not status.is_file():
+        return 0
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak resident set
+    return _kilobytes(status, "VmHWM:") * 1024
+
+
+def _available(device: torch.device) -> int:
+    """Bytes that can still be taken."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = _kilobytes(Path("/proc/meminfo"), "MemAvailable:") * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.is_file() and limit.read_text().strip() != "max":
+        free = min(free, int(limit.read_text()) - int(used.read_text()))
+    return free
+
+
+def _kilobytes(path: Path, name: str) -> int:
+    for line in path.read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1])
+    raise Unsupported(f"{path} has no {name}: give the pool's size with --kv-pages")

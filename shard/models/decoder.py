@@ -1,0 +1,174 @@
+"""The decoder, on one page: what all families share, driven by a `Shape`. Knows no sequence, page or request.
+
+It runs a `Step`: any mix of prompt chunks, decodes, chains and trees. Weights are divided among ranks as in Megatron-LM
+(Shoeybi et al. 2019, arXiv:1909.08053): heads and intermediate features by columns, what follows them by rows, tables by
+vocabulary.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ...kernels.attention import attention
+from ...kernels.linear import Weight
+from ...kernels.reference import rms_norm, rotary_table, rotate, swiglu
+from ..cache import Cache
+from ..parallel import Ranks
+from ..step import Step
+from ..weights import Source
+from .families import Rope, Shape
+
+
+def frequencies(rope: Rope, size: int) -> Tensor:
+    """Radians per position of every pair of features: [size / 2] float32."""
+    plain = 1.0 / rope.theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
+    if rope.kind == "linear":
+        return plain / rope.factor
+    if rope.kind == "default":
+        return plain
+    # Llama 3.1: long waves are stretched, short ones left alone, those between interpolated.
+    turns = rope.original_positions * plain / (2 * math.pi)  # over the positions that the model was first trained on
+    smooth = (turns - rope.low_frequency_factor) / (rope.high_frequency_factor - rope.low_frequency_factor)
+    smooth = smooth.clamp(0, 1)
+    return plain * smooth + plain / rope.factor * (1 - smooth)
+
+
+class Loader:
+    """Cuts this rank's part out of the named tensors of one layer (or of the model, with an empty prefix)."""
+
+    def __init__(self, source: Source, shape: Shape, ranks: Ranks, prefix: str) -> None:
+        self.source = source
+        self.shape = shape
+        self.ranks = ranks
+        self.prefix = prefix
+
+    def vector(self, name: str, size: int) -> Tensor:
+        """A vector that every rank has whole."""
+        return self.source.tensor(f"{self.prefix}{name}.weight", (size,))
+
+    def columns(self, names: list[str], sizes: list[int], bias: bool) -> Weight:
+        """Matrices [size, hidden] side by side, of each this rank's part of the outputs."""
+        weights = [self._part(f"{name}.weight", (size, self.shape.hidden), 0) for name, size in zip(names, sizes, strict=True)]
+        biases = [self._part(f"{name}.bias", (size,), 0) for name, size in zip(names, sizes, strict=True)] if bias else None
+        return Weight(torch.cat(weights), torch.cat(biases) if biases else None)
+
+    def rows(self, name: str, size: int, bias: bool) -> Weight:
+        """A matrix [hidden, size], this rank's part of the inputs. Rank 0 adds the bias, so that the sum has it once."""
+        weight = self._part(f"{name}.weight", (self.shape.hidden, size), 1)
+        own = bias and self.ranks.rank == 0
+        return Weight(weight, self.source.tensor(f"{self.prefix}{name}.bias", (self.shape.hidden,)) if own else None)
+
+    def table(self, name: str) -> Tensor:
+        """This rank's rows of a matrix [vocabulary, hidden], with zeros beyond its end."""
+        size = self.shape.vocabulary_slice(self.ranks.size)
+        start = self.ranks.rank * size
+        return self.source.tensor(name, (self.shape.vocabulary, self.shape.hidden), (0, start, start + size))
+
+    def _part(self, name: str, full: tuple[int, ...], dimension: int) -> Tensor:
+        if self.ranks.size == 1:
+            return self.source.tensor(self.prefix + name, full)
+        size = full[dimension] // self.ranks.size
+        start = self.ranks.rank * size
+        return self.source.tensor(self.prefix + name, full, (dimension, start, start + size))
+
+
+class Layer:
+    """Attention and MLP, each behind a norm and added to what came in."""
+
+    def __init__(self, index: int, shape: Shape, source: Source, ranks: Ranks) -> None:
+        self.index = index
+        self.shape = shape
+        self.ranks = ranks
+        self.window = shape.windows[index]
+        load = Loader(source, shape, ranks, f"model.layers.{index}.")
+        sizes = [n * shape.head_size for n in (shape.heads, shape.kv_heads, shape.kv_heads)]
+        names = [f"self_attn.{name}_proj" for name in "qkv"]
+        self.input_norm = load.vector("input_layernorm", shape.hidden)
+        self.query_key_value = load.columns(names, sizes, shape.qkv_bias)
+        self.query_norm = load.vector("self_attn.q_norm", shape.head_size) if shape.qk_norm else None
+        self.key_norm = load.vector("self_attn.k_norm", shape.head_size) if shape.qk_norm else None
+        self.output = load.rows("self_attn.o_proj", sizes[0], shape.output_bias)
+        self.mlp_norm = load.vector("post_attention_layernorm", shape.hidden)
+        self.gate_up = load.columns(["mlp.gate_proj", "mlp.up_proj"], [shape.intermediate] * 2, shape.mlp_bias)
+        self.down = load.rows("mlp.down_proj", shape.intermediate, shape.mlp_bias)
+
+    def __call__(self, hidden: Tensor, step: Step, rotary: Tensor, cache: Cache, rows: Tensor | None) -> Tensor:
+        """hidden: [tokens, hidden]; rows: the tokens that anything is still wanted of after attention, None for all."""
+        attended = self.attend(rms_norm(hidden, self.input_norm, self.shape.norm_epsilon), step, rotary, cache)
+        if rows is not None:
+            hidden, attended = hidden[rows], attended[rows]
+            if not len(rows):
+                return hidden
+        hidden = hidden + self.ranks.add(self.output(attended))
+        wide = swiglu(self.gate_up(rms_norm(hidden, self.mlp_norm, self.shape.norm_epsilon)))
+        return hidden + self.ranks.add(self.down(wide))
+
+    def attend(self, x: Tensor, step: Step, rotary: Tensor, cache: Cache) -> Tensor:
+        """x: [tokens, hidden], normalized; result: [tokens, this rank's heads * head size]. Writes keys and values to the cache."""
+        size, heads, kv_heads = (
+            self.shape.head_size,
+            self.shape.heads // self.ranks.size,
+            self.shape.kv_heads // self.ranks.size,
+        )
+        joint = self.query_key_value(x)
+        turned = joint.view(len(x), -1, size)[:, : heads + kv_heads]
+        if self.query_norm is not None and self.key_norm is not None:
+            turned[:, :heads] = rms_norm(turned[:, :heads], self.query_norm, self.shape.norm_epsilon)
+            turned[:, heads:] = rms_norm(turned[:, heads:], self.key_norm, self.shape.norm_epsilon)
+        rotate(turned, rotary)
+        cache.write(self.index, step.slots, joint[:, heads * size :])
+        query = joint[:, : heads * size].view(len(x), heads, size)
+        return attention(query, cache.layers[self.index], step.blocks, self.window, size**-0.5).view(len(x), -1)
+
+
+class Decoder:
+    """The model: tokens to hidden states, hidden states to logits."""
+
+    def __init__(self, shape: Shape, source: Source, ranks: Ranks, device: torch.device) -> None:
+        self.shape = shape
+        self.ranks = ranks
+        load = Loader(source, shape, ranks, "")
+        self.embedding = load.table("model.embed_tokens.weight")
+        self.layers = [Layer(index, shape, source, ranks) for index in range(shape.layers)]
+        self.norm = load.vector("model.norm", shape.hidden)
+        self.head = Weight(self.embedding if shape.tied else load.table("lm_head.weight"))
+        self.frequencies = frequencies(shape.rope, shape.head_size).to(device)
+
+    def __call__(self, step: Step, cache: Cache) -> Tensor:
+        """Computes the step's tokens, writes their keys and values, and returns the wanted rows' states: [rows, hidden]."""
+        hidden = self.embed(step.tokens)
+        rotary = rotary_table(self.frequencies, step.positions, hidden.dtype)
+        for layer in self.layers:
+            last = layer is self.layers[-1]
+            hidden = layer(hidden, step, rotary, cache, step.rows if last else None)
+        return rms_norm(hidden, self.norm, self.shape.norm_epsilon)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[tokens, hidden]."""
+        if self.ranks.size == 1:
+            return functional.embedding(tokens, self.embedding)
+        own = tokens - self.ranks.rank * len(self.embedding)
+        elsewhere = (own < 0) | (own >= len(self.embedding))
+        rows = functional.embedding(own.masked_fill(elsewhere, 0), self.embedding)
+        return self.ranks.add(rows.masked_fill_(elsewhere.unsqueeze(1), 0))
+
+    def logits(self, hidden: Tensor) -> Tensor | None:
+        """hidden: [rows, hidden]; on rank 0 [rows, vocabulary] in float32, elsewhere None."""
+        joined = self.ranks.join(self.head(hidden))
+        return joined[:, : self.shape.vocabulary].float() if joined is not None else None
+
+    @property
+    def weight_bytes(self) -> int:
+        """What this rank's weights take in memory."""
+        return sum(_bytes(self)) + sum(size for layer in self.layers for size in _bytes(layer))
+
+
+def _bytes(part: object) -> Iterator[int]:
+    for value in vars(part).values():
+        if isinstance(value, Weight):
+            yield value.bytes
+        elif isinstance(value, Tensor):
+            yield value.nbytes

@@ -1,0 +1,62 @@
+"""The ranks of a group: what each adds up, gathers and is told. Knows torch.distributed, no model.
+
+With one rank everything here does nothing, and torch.distributed is not started.
+"""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as distributed
+from torch import Tensor
+
+RENDEZVOUS_SECONDS = 120
+
+
+class Ranks:
+    """One rank's view of its group. NCCL on CUDA, Gloo on CPU."""
+
+    def __init__(self, rank: int, size: int, device: torch.device, address: str, port: int) -> None:
+        self.rank = rank
+        self.size = size
+        if size > 1:
+            distributed.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo",
+                init_method=f"tcp://{address}:{port}",
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=RENDEZVOUS_SECONDS),
+            )
+
+    def add(self, x: Tensor) -> Tensor:
+        """x, overwritten by the sum of all ranks' x."""
+        if self.size > 1:
+            distributed.all_reduce(x)
+        return x
+
+    def join(self, x: Tensor) -> Tensor | None:
+        """On rank 0: all ranks' x [rows, n] side by side, [rows, size * n]. Elsewhere: None."""
+        if self.size == 1:
+            return x
+        parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else None
+        distributed.gather(x.contiguous(), parts, dst=0)
+        return torch.cat(parts, dim=-1) if parts else None
+
+    def tell(self, x: Tensor) -> Tensor:
+        """Rank 0's x, written over the other ranks' x of the same shape."""
+        if self.size > 1:
+            distributed.broadcast(x, src=0)
+        return x
+
+    def least(self, value: int) -> int:
+        """The smallest of all ranks' values."""
+        if self.size == 1:
+            return value
+        device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
+        tensor = torch.tensor([value], dtype=torch.int64, device=device)
+        distributed.all_reduce(tensor, op=distributed.ReduceOp.MIN)
+        return int(tensor.item())
+
+    def close(self) -> None:
+        """Leaves the group."""
+        if self.size > 1 and distributed.is_initialized():
+            distributed.destroy_process_group()

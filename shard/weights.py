@@ -1,0 +1,122 @@
+"""Reads this rank's slices of a checkpoint. Knows safetensors and names, no model.
+
+`Weights` reads a folder in Hugging Face's layout; `DummyWeights` has the same method and makes numbers up from the names.
+"""
+
+import json
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from .models.families import Unsupported
+
+INDEX = "model.safetensors.index.json"
+Progress = Callable[[int], None]  # is told bytes that were read since the last call
+
+
+class Source(Protocol):
+    """Where weights come from."""
+
+    def tensor(self, name: str, shape: tuple[int, ...], cut: tuple[int, int, int] | None = None) -> Tensor:
+        """The tensor `name`, whose full shape must be `shape`, on the device and in the dtype of the source.
+
+        cut: (dimension, start, stop) reads only that slice; what lies beyond the tensor's end is zero.
+        Raises Unsupported, in one line with the remedy, if it isn't there or has another shape.
+        """
+
+
+class Weights:
+    """A folder with one safetensors file, or with several and their index."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, progress: Progress) -> None:
+        self._folder = folder
+        self._dtype = dtype
+        self._device = device
+        self._progress = progress
+        self._files: dict[Path, Any] = {}
+        self._places = _places(folder)
+
+    def tensor(self, name: str, shape: tuple[int, ...], cut: tuple[int, int, int] | None = None) -> Tensor:
+        """See Source."""
+        path = self._places.get(name)
+        if path is None:
+            raise Unsupported(f"{self._folder} has no tensor {name}: is the download complete, and config.json the model's own?")
+        try:
+            stored = self._open(path).get_slice(name)
+        except SafetensorError as error:
+            raise Unsupported(f"{path} has no tensor {name} ({error}): download it again") from None
+        found = tuple(stored.get_shape())
+        if found != shape:
+            raise Unsupported(f"tensor {name} is {list(found)}, config.json says {list(shape)}: they belong to different models")
+        tensor = _sliced(stored, cut)
+        self._progress(tensor.nbytes)
+        return tensor.to(self._device, self._dtype)
+
+    def _open(self, path: Path) -> Any:
+        if path not in self._files:
+            self._files[path] = _opened(path)
+        return self._files[path]
+
+
+class DummyWeights:
+    """Random weights that depend on nothing but their names: for trying sizes and speeds without a checkpoint."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, progress: Progress) -> None:
+        self._dtype = dtype
+        self._device = device
+        self._progress = progress
+
+    def tensor(self, name: str, shape: tuple[int, ...], cut: tuple[int, int, int] | None = None) -> Tensor:
+        """See Source. Every rank draws the whole tensor, so that slices fit together."""
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        full = torch.randn(shape, generator=generator).mul_(0.02)
+        if name.endswith("norm.weight"):
+            full += 1
+        tensor = _sliced(full, cut)
+        self._progress(tensor.nbytes)
+        return tensor.to(self._device, self._dtype)
+
+
+def _places(folder: Path) -> dict[str, Path]:
+    """Which file each tensor is in."""
+    index = folder / INDEX
+    if index.is_file():
+        names = json.loads(index.read_text())["weight_map"]
+        missing = sorted({file for file in names.values() if not (folder / file).is_file()})
+        if missing:
+            raise Unsupported(f"{folder} lacks {', '.join(missing)}, which {INDEX} lists: complete the download")
+        return {name: folder / file for name, file in names.items()}
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise Unsupported(f"{folder} has no safetensors files: penstock reads no other format; convert the checkpoint first")
+    return {name: path for path in files for name in _names(path)}
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise Unsupported(f"{path} can't be read ({error}): download it again") from None
+
+
+def _names(path: Path) -> list[str]:
+    return list(_opened(path).keys())
+
+
+def _sliced(stored: Any, cut: tuple[int, int, int] | None) -> Tensor:
+    if cut is None:
+        return stored[:]  # type: ignore[no-any-return]
+    dimension, start, stop = cut
+    part: Tensor = stored[start:stop] if dimension == 0 else stored[:, start:stop]
+    lacking = stop - start - part.shape[dimension]
+    if not lacking:
+        # A slice of columns is a view of a larger tensor: the copy lets that go.
+        return part.contiguous()
+    padding = list(part.shape)
+    padding[dimension] = lacking
+    return torch.cat((part, part.new_zeros(padding)), dimension)
