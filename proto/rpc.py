@@ -17,7 +17,7 @@ SERVICE = shard_pb2.DESCRIPTOR.services_by_name["Shard"]
 OPTIONS = [("grpc.max_receive_message_length", 256 << 20), ("grpc.max_send_message_length", 256 << 20)]
 
 
-def handler(servicer: object) -> grpc.GenericRpcHandler:
+def handler(servicer: object) -> "grpc.GenericRpcHandler[Any, Any]":
     """A grpc handler that calls `servicer.<Method>(request, context)` for every method of the service."""
     methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
     for method in SERVICE.methods:

@@ -1,7 +1,11 @@
-"""Frozen dataclasses as JSON in a process's arguments. The launcher writes them, the router and the shards read them."""
+"""Frozen dataclasses as JSON in a process's arguments. The launcher writes them, the router and the shards read them.
+
+An argument `@PATH` names a file that holds the JSON, for settings with a secret in them: arguments are public (`ps`).
+"""
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any, TypeVar
 
 Settings = TypeVar("Settings")
@@ -14,6 +18,8 @@ def dump(settings: Any) -> str:
 
 def load(kind: type[Settings], text: str) -> Settings:
     """The inverse of `dump`. Raises ValueError that names a key which `kind` does not have, or one that is missing."""
+    if text.startswith("@"):
+        text = Path(text[1:]).read_text(encoding="utf-8")
     values = json.loads(text)
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     unknown = sorted(set(values) - set(fields))

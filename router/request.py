@@ -36,6 +36,15 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class Limits:
+    """How long a request may be. Known after warm-up."""
+
+    max_input_tokens: int  # prompt
+    max_total_tokens: int  # prompt and max_new_tokens
+    vocabulary: int  # ids that the model knows: 0 to this, exclusive
+
+
+@dataclass(frozen=True, slots=True)
 class Alternative:
     """One of the most probable tokens at a position."""
 

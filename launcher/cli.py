@@ -1,0 +1,180 @@
+"""The `penstock` command: options -> model folder -> plan -> the two configs -> a running server.
+
+Imports nothing heavy, so that `--help` answers at once and the children are started within a blink.
+"""
+
+import argparse
+import dataclasses
+import importlib.metadata
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from ..proto import settings
+from ..router.config import RouterConfig
+from ..shard.config import ShardConfig
+from . import checkpoint, greeting, hub, machine, options, plan, rundir
+from .console import Console
+from .mistake import Mistake
+from .options import Options
+from .plan import Plan
+from .serve import Command, Server
+
+ENVIRONMENT = (
+    "Every flag can also be set by an environment variable of the same name in upper case, such as MAX_TOTAL_TOKENS=4096; "
+    "the flag wins."
+)
+SECRETS = ("API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # no child needs them
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command. Returns the exit code: 2 for what the operator can mend."""
+    try:
+        return _run(sys.argv[1:] if arguments is None else list(arguments), os.environ)
+    except Mistake as mistake:
+        print(f"penstock: error: {mistake}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130  # before anything was started, during a download for instance
+    except BrokenPipeError:
+        # `penstock plan | head`. Python would complain once more when it flushes at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _run(arguments: list[str], environment: Mapping[str, str]) -> int:
+    commands: dict[str, Callable[[Options, Mapping[str, str]], int]] = {"serve": _serve, "plan": _plan}
+    top, parsers = _parsers()
+    if not arguments:
+        top.print_help()
+        return 0
+    if arguments[0] not in commands:
+        if arguments[0].startswith("-"):
+            top.parse_args(arguments[:1])  # --help and --version end here
+        raise Mistake(f"{arguments[0]} is no command: did you mean penstock serve {arguments[0]}?")
+    asked = options.parse(parsers[arguments[0]], arguments[1:], environment)
+    if asked.env:
+        Console(asked.json_output).say(greeting.describe())
+    return commands[arguments[0]](asked, environment)
+
+
+def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    top = options.Parser(
+        prog="penstock",
+        description="A server for large language models, with the HTTP APIs of text-generation-inference and OpenAI.",
+        epilog="penstock serve               serves the small model that comes with it\n"
+        "penstock serve FOLDER|ID     serves a model of a folder, or of the Hugging Face hub\n"
+        "penstock plan FOLDER|ID      shows how it would run: ranks, memory, capacity\n"
+        "penstock serve --help        lists every flag",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="penstock [-h] [--version] {serve,plan} [MODEL] [FLAG ...]",
+    )
+    top.add_argument("--version", action="version", version=f"penstock {importlib.metadata.version('penstock')}")
+    described = {
+        "serve": "Starts shards and router, and serves MODEL until Ctrl-C.",
+        "plan": "Shows how MODEL would run with these flags. Starts nothing.",
+    }
+    parsers: dict[str, argparse.ArgumentParser] = {}
+    for name, description in described.items():
+        parser = options.Parser(
+            prog=f"penstock {name}",
+            usage=f"penstock {name} [MODEL] [FLAG ...]",
+            description=description,
+            epilog=ENVIRONMENT,
+            formatter_class=options.Formatter,
+            allow_abbrev=False,
+        )
+        options.add(parser)
+        parsers[name] = parser
+    return top, parsers
+
+
+def _plan(asked: Options, environment: Mapping[str, str]) -> int:
+    name, folder = _locate(asked)
+    print(plan.table(plan.make(asked, checkpoint.read(folder, asked.load_format)), name))
+    return 0
+
+
+def _serve(asked: Options, environment: Mapping[str, str]) -> int:
+    began = time.monotonic()
+    console = Console(asked.json_output)
+    machine.check_port(asked.hostname, asked.port)
+    name, folder = _locate(asked)
+    model = checkpoint.read(folder, asked.load_format)
+    planned = plan.make(asked, model)
+    console.say(f"{name} on {planned.device}, {planned.dtype}, ranks: {planned.ranks}, threads of each: {planned.threads}")
+    with ExitStack() as stack:
+        private = stack.enter_context(rundir.private())
+        names = [*(str(rank) for rank in range(planned.ranks)), "relay"]
+        prefix = asked.shard_uds_path or str(private / "shard")
+        *sockets, relay = stack.enter_context(rundir.prefixed(prefix, names))
+        router = router_config(asked, name, folder, sockets)
+        shards = shard_configs(asked, name, planned, sockets, relay)
+        # The router's settings may hold the API key, which `ps` would show.
+        router_file = private / "router.json"
+        router_file.write_text(settings.dump(router))
+        server = Server(
+            router=Command("router", _command("penstock.router", f"@{router_file}")),
+            shards=[Command(f"shard {shard.rank}", _command("penstock.shard", settings.dump(shard))) for shard in shards],
+            environment=child_environment(environment, planned.threads),
+            console=console,
+            health=(greeting.reachable(asked.hostname), asked.port),
+            ready=lambda: console.say(greeting.banner(asked, name, folder, time.monotonic() - began)),
+            grace=asked.graceful_termination_timeout,
+        )
+        return server.run()
+
+
+def _locate(asked: Options) -> tuple[str, Path]:
+    return hub.locate(asked.model_id, asked.revision, asked.huggingface_hub_cache, progress=not asked.json_output)
+
+
+def _command(module: str, configuration: str) -> list[str]:
+    # -P: modules come from where penstock is installed, never from the folder that the operator happens to be in.
+    return [sys.executable, "-P", "-m", module, configuration]
+
+
+def router_config(asked: Options, name: str, folder: Path, sockets: Sequence[str]) -> RouterConfig:
+    """Options and settings that bear the same name are the same."""
+    fields = {field.name for field in dataclasses.fields(RouterConfig)} & set(options.FIELDS)
+    return RouterConfig(folder=str(folder), model=name, shards=tuple(sockets), **{field: getattr(asked, field) for field in fields})
+
+
+def shard_configs(asked: Options, name: str, planned: Plan, sockets: Sequence[str], relay: str) -> list[ShardConfig]:
+    """One per rank."""
+    port = asked.master_port or (machine.free_port(options.SHARD.master_port) if planned.ranks > 1 else options.SHARD.master_port)
+    return [
+        ShardConfig(
+            folder=str(planned.checkpoint.folder),
+            model=name,
+            rank=rank,
+            ranks=planned.ranks,
+            device=planned.device,
+            dtype=planned.dtype,
+            load_format=asked.load_format,
+            page_size=asked.page_size,
+            kv_pages=asked.kv_pages,
+            memory_fraction=asked.cuda_memory_fraction,
+            threads=planned.threads,
+            socket=sockets[rank],
+            relay=relay if planned.ranks > 1 else "",
+            master_addr=asked.master_addr,
+            master_port=port,
+            json_output=asked.json_output,
+        )
+        for rank in range(planned.ranks)
+    ]
+
+
+def child_environment(environment: Mapping[str, str], threads: int) -> dict[str, str]:
+    """Ours, without secrets, and with what native libraries read before any code of ours runs."""
+    libraries = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads}
+    return {
+        **{name: value for name, value in environment.items() if name not in SECRETS},
+        **{name: str(value) for name, value in libraries.items()},
+        "PYTHONUNBUFFERED": "1",  # their lines reach us when they are written
+        "TOKENIZERS_PARALLELISM": "false",  # one prompt at a time gains nothing from it
+    }

@@ -1,0 +1,60 @@
+"""What the operator reads: the first request to try once the server runs, and the machine's facts for a bug report."""
+
+import importlib.metadata
+import json
+import platform
+import shlex
+from pathlib import Path
+
+from . import machine, plan
+from .options import Options
+
+
+def reachable(hostname: str) -> str:
+    """An address at which a client on this machine reaches a server that listens on `hostname`."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(hostname, hostname)
+
+
+def banner(asked: Options, name: str, folder: Path, seconds: float) -> str:
+    """What to do now that it runs."""
+    host = reachable(asked.hostname)
+    url = f"http://{f'[{host}]' if ':' in host else host}:{asked.port}"
+    ready = f"ready in {seconds:.1f} s: {name} at {url}"
+    return ready if asked.json_output else f"{ready}\n\n{example(url, name, folder, bool(asked.api_key))}\n\nCtrl-C stops it."
+
+
+def example(url: str, name: str, folder: Path, key: bool) -> str:
+    """A request to be pasted into a shell; it streams."""
+    if _has_chat_template(folder):
+        route = "/v1/chat/completions"
+        messages = [{"role": "user", "content": "Tell me a story."}]
+        body: dict[str, object] = {"model": name, "messages": messages, "max_tokens": 200, "stream": True}
+    else:
+        route, body = "/generate_stream", {"inputs": "Once upon a time", "parameters": {"max_new_tokens": 200}}
+    lines = [f"curl -N {url}{route}", "-H 'Content-Type: application/json'", f"-d {shlex.quote(json.dumps(body))}"]
+    if key:
+        lines.insert(1, '-H "Authorization: Bearer $API_KEY"')
+    return " \\\n     ".join(["  " + lines[0], *lines[1:]])
+
+
+def _has_chat_template(folder: Path) -> bool:
+    if any((folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
+        return True
+    configuration = folder / "tokenizer_config.json"
+    return configuration.is_file() and '"chat_template"' in configuration.read_text(encoding="utf-8")
+
+
+def describe() -> str:
+    """Versions and machine, for a bug report."""
+    found = machine.inspect()
+    packages = ("penstock", "torch", "grpcio", "protobuf", "aiohttp", "tokenizers", "safetensors", "huggingface_hub")
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
+    gpus = ", ".join(plan.size(free) for free in found.gpu_memory) or "none"
+    return "\n".join(
+        [
+            f"Python {platform.python_version()}, {platform.platform()}, {platform.machine()}",
+            f"  {versions}",
+            f"  cores: {found.cores}, memory: {plan.size(found.memory)}, GPUs (free): {gpus}",
+            f"  multiplies bfloat16 in hardware: {'yes' if found.fast_bfloat16 else 'no'}",
+        ]
+    )

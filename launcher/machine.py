@@ -1,0 +1,180 @@
+"""What this machine has: cores, memory, GPUs, a free port. Reads /proc and /sys; imports no torch, knows no model."""
+
+import errno
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from .mistake import Mistake
+
+PROC = Path("/proc")
+SYSTEM = Path("/sys")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Sizes in bytes. `gpu_memory` is the free memory of each GPU; () where there is none."""
+
+    cores: int  # physical ones that we may use
+    memory: int  # that can be taken without swapping
+    fast_bfloat16: bool  # the CPU multiplies bfloat16 in hardware
+    gpu_memory: tuple[int, ...] = ()
+
+
+def inspect() -> Machine:
+    return Machine(cores=cores(), memory=available_memory(), fast_bfloat16=_fast_bfloat16(), gpu_memory=_gpu_memory())
+
+
+def cores() -> int:
+    """Physical cores in our affinity mask, up to the container's quota. Two threads of a core multiply no faster than one."""
+    usable = os.sched_getaffinity(0)
+    physical = set()
+    for cpu in usable:
+        siblings = SYSTEM / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        physical.add(siblings.read_text().strip() if siblings.exists() else str(cpu))
+    return max(1, min([len(physical), *_cpu_quotas()]))
+
+
+def available_memory() -> int:
+    """MemAvailable, or what the container's limit leaves, whichever is less."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for line in _lines(PROC / "meminfo"):
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) << 10
+    return min([available, *_cgroup_headroom()])
+
+
+def _cgroup_headroom() -> list[int]:
+    """Limit minus use, for every control group above us (version 2), or for ours (version 1)."""
+    room = []
+    for folder in _cgroup_folders("memory"):
+        for limit, use, cache in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            text = "".join(_lines(folder / limit)).strip()
+            if text.isdigit():
+                used = int("".join(_lines(folder / use)) or 0)
+                # Cached files count as used, but make way for us.
+                used -= sum(int(line.split()[1]) for line in _lines(folder / "memory.stat") if line.split()[0] == cache)
+                room.append(max(0, int(text) - used))
+    return room
+
+
+def _cpu_quotas() -> list[int]:
+    """Whole CPUs that each control group above us allows on average. One thread more, and all are put to sleep by force."""
+    quotas = []
+    for folder in _cgroup_folders("cpu"):
+        quota, _, period = "".join(_lines(folder / "cpu.max")).strip().partition(" ")
+        if not quota:
+            quota = "".join(_lines(folder / "cpu.cfs_quota_us")).strip()
+            period = "".join(_lines(folder / "cpu.cfs_period_us")).strip()
+        if quota.isdigit() and period.isdigit() and int(period):
+            quotas.append(int(quota) // int(period))
+    return quotas
+
+
+def _cgroup_folders(controller: str) -> list[Path]:
+    """Our control group and those above it, as far as this container sees them."""
+    root = SYSTEM / "fs/cgroup"
+    folders = []
+    for line in _lines(PROC / "self/cgroup"):
+        _, controllers, path = line.strip().split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        base = root / controller if controllers else root
+        own = base / path.lstrip("/")
+        folders += [folder for folder in (own, *own.parents) if folder.is_relative_to(base) and folder.is_dir()]
+    return folders
+
+
+def _fast_bfloat16() -> bool:
+    for line in _lines(PROC / "cpuinfo"):
+        if line.startswith("flags"):
+            return not {"avx512_bf16", "amx_bf16"}.isdisjoint(line.split())
+    return False
+
+
+def _gpu_memory() -> tuple[int, ...]:
+    """Free bytes of each NVIDIA GPU that we may see, as nvidia-smi says it."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.strip() in ("", "-1"):
+        return ()  # the operator hides all GPUs
+    if not shutil.which("nvidia-smi") or not (PROC / "driver/nvidia").exists():
+        return ()
+    command = ["nvidia-smi", "--query-gpu=index,uuid,memory.free", "--format=csv,noheader,nounits"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    rows = [[cell.strip() for cell in line.split(",")] for line in answer.stdout.splitlines()] if answer.returncode == 0 else []
+    if visible is not None:
+        asked = [name.strip() for name in visible.split(",")]
+        rows = [row for name in asked for row in rows if name == row[0] or (name and row[1].startswith(name))]
+    return tuple(int(row[2]) << 20 for row in rows)
+
+
+def _lines(path: Path) -> list[str]:
+    """The lines of a file of /proc or /sys; [] where the kernel or the container has no such file."""
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def check_port(hostname: str, port: int) -> None:
+    """Raises Mistake, which names the holder, unless `hostname`:`port` can be listened on."""
+    family = socket.AF_INET6 if ":" in hostname else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the router does: lingering connections are no obstacle
+        try:
+            probe.bind((hostname, port))
+            probe.listen()
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                by = _holder(port)
+                raise Mistake(f"port {port} is in use{by}: choose another with --port") from None
+            if error.errno == errno.EACCES:
+                raise Mistake(f"port {port} needs privileges: choose one from 1024 with --port") from None
+            raise Mistake(f"can't listen on {hostname}: {error.strerror}") from None
+
+
+def _holder(port: int) -> str:
+    """ " by process 12 (command)", as far as we may look into other processes; else ""."""
+    inodes = {
+        f"socket:[{fields[9]}]"
+        for table in ("tcp", "tcp6")
+        for fields in (line.split() for line in _lines(PROC / "net" / table)[1:])
+        if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port  # 0A: listening
+    }
+    for process in PROC.iterdir():
+        if process.name.isdigit() and not inodes.isdisjoint(_descriptors(process)):
+            command = " ".join("".join(_lines(process / "cmdline")).split("\0")).strip()
+            return f" by process {process.name} ({command[:80]})"
+    return ""
+
+
+def _descriptors(process: Path) -> Iterator[str]:
+    """What its descriptors point to, as far as we may look: none of another user's, none that is closed meanwhile."""
+    try:
+        for descriptor in (process / "fd").iterdir():
+            with suppress(FileNotFoundError):
+                yield os.readlink(descriptor)
+    except OSError:
+        return
+
+
+def free_port(preferred: int) -> int:
+    """`preferred` if nobody listens there, else any free one."""
+    for port in (preferred, 0):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+                probe.listen()
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
+    raise Mistake("this machine has no free TCP port")

@@ -1,0 +1,337 @@
+"""Every flag of `penstock serve` and `penstock plan`, once: its name, environment variable, default, check and help.
+
+Names and meanings are text-generation-inference's where it has the flag. Knows nothing of models or processes.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import ipaddress
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from ..router.config import RouterConfig
+from ..shard.config import ShardConfig
+from .mistake import Mistake
+
+ROUTER = RouterConfig(folder="", model="")  # their defaults are ours
+SHARD = ShardConfig(folder="", model="")
+
+MODEL = "model"
+REQUESTS = "limits of a request"
+BATCHING = "batching and memory"
+COMPUTE = "where and how it computes"
+HTTP = "HTTP and operation"
+
+# Flags of text-generation-inference that penstock lacks: who moves is not pointed to a flag that only looks alike.
+TGI_ONLY = (
+    "--validation-workers --quantize --speculate --kv-cache-dtype --trust-remote-code --cuda-graphs --prometheus-port "
+    "--weights-cache-override --disable-custom-kernels --rope-scaling --rope-factor --otlp-endpoint --otlp-service-name "
+    "--cors-allow-origin --watermark-gamma --watermark-delta --tokenizer-config-path --disable-grammar-support "
+    "--lora-adapters --usage-stats --enable-prefill-logprobs --disable-usage-stats --disable-crash-reports"
+)
+
+
+def count(text: str) -> int:
+    """A whole number from 1."""
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise ValueError("a whole number from 1 is needed")
+    return int(text)
+
+
+def port(text: str) -> int:
+    value = count(text)
+    if value > 65535:
+        raise ValueError("a port is at most 65535")
+    return value
+
+
+def number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError("a number is needed") from None
+
+
+def fraction(text: str) -> float:
+    value = number(text)
+    if not 0 < value <= 1:
+        raise ValueError("a number above 0 and up to 1 is needed")
+    return value
+
+
+def seconds(text: str) -> float:
+    value = number(text)
+    if not 0 <= value < float("inf"):
+        raise ValueError("a number from 0 is needed")
+    return value
+
+
+def boolean(text: str) -> bool:
+    values = {"true": True, "1": True, "false": False, "0": False}
+    if text.lower() not in values:
+        raise ValueError("true or false is needed")
+    return values[text.lower()]
+
+
+def address(text: str) -> str:
+    """What the router can bind: an IP address, or localhost."""
+    if text != "localhost":
+        ipaddress.ip_address(text)
+    return text
+
+
+def option(
+    group: str,
+    help: str,
+    *,
+    default: Any,
+    kind: Callable[[str], Any] = str,
+    choices: tuple[str, ...] = (),
+    short: str = "",
+    also: str = "",
+    environment: bool = True,
+) -> Any:
+    """A field of `Options`. `choices` replaces `kind`; a `default` of bool False without `kind` makes a switch."""
+    details = {
+        "group": group,
+        "help": help,
+        "kind": kind,
+        "choices": choices,
+        "short": short,
+        "also": also,
+        "environment": environment,
+        "switch": default is False and kind is str,
+    }
+    return dataclasses.field(default=default, metadata=details)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the operator asks for. 0, "" and None mean that penstock decides."""
+
+    model_id: str = option(MODEL, "what MODEL says: a folder, or a model id of the Hugging Face hub", default="")
+    revision: str = option(MODEL, "branch, tag or commit of a hub model (default: main)", default="")
+    huggingface_hub_cache: str = option(MODEL, "folder that downloads go to (default: the hub's own, ~/.cache/...)", default="")
+    load_format: str = option(
+        MODEL, "dummy: random weights from config.json alone", default=SHARD.load_format, choices=("auto", "dummy")
+    )
+    dtype: str = option(
+        MODEL,
+        "of weights and keys/values. auto: float32 on a CPU without bfloat16 units, else as stored (never float32 on cuda)",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+
+    max_input_tokens: int = option(
+        REQUESTS,
+        "longest prompt (also --max-input-length; default: --max-total-tokens - 1)",
+        default=ROUTER.max_input_tokens,
+        kind=count,
+        also="max_input_length",
+    )
+    max_total_tokens: int = option(
+        REQUESTS,
+        "longest prompt and answer together (default: what the model's positions and the pool allow)",
+        default=ROUTER.max_total_tokens,
+        kind=count,
+    )
+    max_best_of: int = option(REQUESTS, "largest best_of", default=ROUTER.max_best_of, kind=count)
+    max_stop_sequences: int = option(REQUESTS, "most stop strings", default=ROUTER.max_stop_sequences, kind=count)
+    max_top_n_tokens: int = option(REQUESTS, "most alternatives per token", default=ROUTER.max_top_n_tokens, kind=count)
+    max_client_batch_size: int = option(
+        REQUESTS, "most prompts in one /v1/completions", default=ROUTER.max_client_batch_size, kind=count
+    )
+    payload_limit: int = option(REQUESTS, "most bytes of a body", default=ROUTER.payload_limit, kind=count)
+
+    max_concurrent_requests: int = option(
+        BATCHING, "requests in flight; one more is answered 429", default=ROUTER.max_concurrent_requests, kind=count
+    )
+    max_batch_prefill_tokens: int = option(
+        BATCHING,
+        "most tokens computed in a step; longer prompts are computed in chunks",
+        default=ROUTER.max_batch_prefill_tokens,
+        kind=count,
+    )
+    max_batch_total_tokens: int = option(
+        BATCHING,
+        "most tokens that running requests may hold together (default: the pool's capacity)",
+        default=ROUTER.max_batch_total_tokens,
+        kind=count,
+    )
+    max_batch_size: int = option(
+        BATCHING, "most requests that run at once (default: no limit)", default=ROUTER.max_batch_size, kind=count
+    )
+    max_waiting_tokens: int = option(
+        BATCHING,
+        "decode steps before waiting requests must be let in; as prefill never pauses decoding here, it has its full meaning "
+        "only with the coming --prefill-policy pause",
+        default=ROUTER.max_waiting_tokens,
+        kind=count,
+    )
+    waiting_served_ratio: float = option(
+        BATCHING,
+        "waiting to running requests at which decoding pauses for prefill; full meaning as for --max-waiting-tokens",
+        default=ROUTER.waiting_served_ratio,
+        kind=seconds,
+    )
+    page_size: int = option(BATCHING, "tokens per page of the key/value pool", default=SHARD.page_size, kind=count)
+    kv_pages: int = option(
+        BATCHING, "pages of the pool (default: what memory is left after warm-up)", default=SHARD.kv_pages, kind=count
+    )
+    cuda_memory_fraction: float = option(
+        BATCHING,
+        "share of the device's memory that may be used; on a CPU, of the memory available",
+        default=SHARD.memory_fraction,
+        kind=fraction,
+    )
+
+    device: str = option(COMPUTE, "auto: cuda where there is a GPU", default="auto", choices=("auto", "cpu", "cuda"))
+    num_shard: int = option(COMPUTE, "ranks that share the model (default: 1; all GPUs with --sharded true)", default=0, kind=count)
+    sharded: bool | None = option(
+        COMPUTE,
+        "true: one rank per GPU, at least 2; false: one rank (default: as --num-shard says)",
+        default=None,
+        kind=boolean,
+    )
+    threads: int = option(COMPUTE, "compute threads of a rank (default: the cores divided between ranks)", default=0, kind=count)
+    master_addr: str = option(COMPUTE, "where the ranks meet (torch.distributed)", default=SHARD.master_addr)
+    master_port: int = option(
+        COMPUTE, f"its port (default: {SHARD.master_port}, or a free one if that is taken)", default=0, kind=port
+    )
+    shard_uds_path: str = option(COMPUTE, "prefix of the shards' sockets, PREFIX-RANK (default: in a private folder)", default="")
+
+    hostname: str = option(
+        HTTP,
+        "address to listen on; from the environment only if it is an IP address, as shells and containers set it to the "
+        "machine's name",
+        default=ROUTER.hostname,
+        kind=address,
+    )
+    port: int = option(HTTP, "port to listen on", default=ROUTER.port, kind=port, short="-p")
+    api_key: str = option(HTTP, "ask clients for `Authorization: Bearer KEY`; the environment keeps it out of `ps`", default="")
+    graceful_termination_timeout: float = option(
+        HTTP,
+        "seconds that running streams get after SIGTERM or Ctrl-C",
+        default=ROUTER.graceful_termination_timeout,
+        kind=seconds,
+        short="-g",
+    )
+    json_output: bool = option(HTTP, "log lines as JSON", default=ROUTER.json_output)
+    env: bool = option(HTTP, "print versions and machine first, for a bug report", default=False, short="-e", environment=False)
+
+
+FIELDS = {field.name: field for field in dataclasses.fields(Options)}
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose complaints are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise Mistake(f"{message} ({self.prog} --help lists what there is)")
+
+
+class Formatter(argparse.HelpFormatter):
+    """Aligned wide enough that most flags take one line."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=36, width=118)
+
+
+METAVARS: dict[Any, str] = {count: "N", port: "PORT", fraction: "X", seconds: "X", boolean: "{true,false}", address: "ADDRESS"}
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Gives `parser` every flag, in groups, and the positional MODEL."""
+    parser.add_argument("model", metavar="MODEL", nargs="?", default="", help="folder or hub id (default: the embedded demo model)")
+    groups = {title: parser.add_argument_group(title) for title in (MODEL, REQUESTS, BATCHING, COMPUTE, HTTP)}
+    for name, field in FIELDS.items():
+        details = field.metadata
+        group = groups[details["group"]]
+        names = [details["short"], flag(name)] if details["short"] else [flag(name)]
+        default = "" if field.default in (0, "", None) else f" (default: {field.default})"
+        help = (details["help"] + default).replace("%", "%%")
+        if details["switch"]:
+            group.add_argument(*names, dest=name, action="store_const", const="true", help=help)
+            continue
+        metavar = "{" + ",".join(details["choices"]) + "}" if details["choices"] else METAVARS.get(details["kind"], "TEXT")
+        group.add_argument(*names, dest=name, metavar=metavar, help=help)
+        if details["also"]:
+            group.add_argument(flag(details["also"]), dest=details["also"], help=argparse.SUPPRESS)
+
+
+def parse(parser: argparse.ArgumentParser, arguments: Sequence[str], environment: Mapping[str, str]) -> Options:
+    """The options that a command line gives, and the environment where the command line is silent. Raises Mistake."""
+    values, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        raise Mistake(_unknown(parser.prog, unknown))
+    given: dict[str, Any] = {}
+    for name, field in FIELDS.items():
+        sources = [(flag(spelling), getattr(values, spelling, None)) for spelling in _spellings(field)]
+        if field.metadata["environment"] and not any(text is not None for _, text in sources):
+            sources = [(spelling.upper(), environment.get(spelling.upper()) or None) for spelling in _spellings(field)]
+            if name == "hostname":
+                sources = [(source, text) for source, text in sources if text and _is_address(text)]
+        found = [(source, text) for source, text in sources if text is not None]
+        if len(found) > 1:
+            raise Mistake(f"{found[0][0]} and {found[1][0]} mean the same: set one of them")
+        if found:
+            given[name] = _value(field, *found[0])
+    if values.model:
+        if getattr(values, "model_id", None) not in (None, values.model):
+            raise Mistake(f"MODEL says {values.model} and --model-id says {values.model_id}: give one of them")
+        given["model_id"] = values.model
+    return check(Options(**given))
+
+
+def check(options: Options) -> Options:
+    """The same options. Raises Mistake where two of them contradict each other."""
+    if options.max_total_tokens and options.max_input_tokens >= options.max_total_tokens:
+        raise Mistake(
+            f"--max-input-tokens {options.max_input_tokens} must be below --max-total-tokens {options.max_total_tokens}: "
+            "an answer has at least one token"
+        )
+    if options.sharded is False and options.num_shard > 1:
+        raise Mistake(f"--sharded false and --num-shard {options.num_shard} contradict each other: leave one out")
+    if options.sharded and options.num_shard == 1:
+        raise Mistake("--sharded true and --num-shard 1 contradict each other: leave one out")
+    return options
+
+
+def _spellings(field: "dataclasses.Field[Any]") -> list[str]:
+    return [field.name, field.metadata["also"]] if field.metadata["also"] else [field.name]
+
+
+def _is_address(text: str) -> bool:
+    try:
+        address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _value(field: "dataclasses.Field[Any]", source: str, text: str) -> Any:
+    """`text` as the field's type. `source` is the flag or the variable, for the complaint."""
+    choices = field.metadata["choices"]
+    if choices and text not in choices:
+        raise Mistake(f"{source}={text}: one of {', '.join(choices)} is needed")
+    try:
+        return (boolean if field.metadata["switch"] else field.metadata["kind"])(text)
+    except ValueError as error:
+        raise Mistake(f"{source}={text}: {error}") from None
+
+
+def _unknown(program: str, arguments: Sequence[str]) -> str:
+    """A complaint about the first of `arguments`, with the flag that was probably meant."""
+    name = arguments[0].partition("=")[0]
+    if not name.startswith("-"):
+        return f"{arguments[0]} is one argument too many: {program} takes one MODEL"
+    if name in TGI_ONLY.split():
+        return f"{name} is text-generation-inference's, penstock has no such flag ({program} --help lists what there is)"
+    spellings = [flag(spelling) for field in FIELDS.values() for spelling in _spellings(field)]
+    close = difflib.get_close_matches(name, spellings, n=1)
+    return f"no flag {name}" + (f": did you mean {close[0]}?" if close else f" ({program} --help lists what there is)")

@@ -1,0 +1,160 @@
+"""What will run: ranks, number format, threads, and how memory divides into weights and key/value pages.
+
+An estimate made before any process starts, so that what can't work fails in a moment and in one line. The shards
+measure, once the model is loaded, what the pool really gets. Pure, apart from `make`, which looks at the machine.
+"""
+
+from dataclasses import dataclass
+
+from ..shard.models.families import Shape, shape
+from . import machine
+from .checkpoint import Checkpoint
+from .machine import Machine
+from .mistake import Mistake
+from .options import Options
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Bytes are per rank."""
+
+    shape: Shape
+    checkpoint: Checkpoint
+    device: str
+    ranks: int
+    dtype: str
+    threads: int
+    weight_bytes: int
+    token_bytes: int  # of one token's keys and values
+    memory: int  # that the rank may use
+    page_size: int
+    pages: int  # on every rank, for the same tokens
+
+    @property
+    def capacity(self) -> int:
+        """Tokens whose keys and values fit."""
+        return self.pages * self.page_size
+
+
+def make(options: Options, model: Checkpoint) -> Plan:
+    return divide(options, model, machine.inspect())
+
+
+def divide(options: Options, model: Checkpoint, machine: Machine) -> Plan:
+    """The plan for `model` on `machine`. Raises Mistake."""
+    device = _device(options, machine)
+    ranks = _ranks(options, device, machine)
+    try:
+        form = shape(model.config)
+        form.check_ranks(ranks)
+    except ValueError as error:
+        raise Mistake(f"{model.folder}: {error}") from None
+    if options.max_total_tokens > form.max_positions:
+        raise Mistake(f"--max-total-tokens {options.max_total_tokens} is more than the model's {form.max_positions} positions")
+    dtype = _dtype(options, model, device, machine)
+    weights = form.parameters(ranks) * ITEM_BYTES[dtype]
+    token = form.kv_elements(ranks) * ITEM_BYTES[dtype]
+    total = min(machine.gpu_memory[:ranks]) if device == "cuda" else machine.memory // ranks
+    usable = int(total * options.cuda_memory_fraction)
+    page = token * options.page_size
+    # More pages than all requests together can fill would lie idle.
+    longest = options.max_total_tokens or form.max_positions
+    together = min(options.max_batch_size or options.max_concurrent_requests, options.max_concurrent_requests)
+    useful = together * -(-longest // options.page_size)
+    pages = options.kv_pages or min(useful, (usable - weights) // page)
+    if pages < 1 or weights + pages * page > usable:
+        asked = f"{options.kv_pages} pages" if options.kv_pages else "one page"
+        allowed = f"{size(usable)} may be used ({options.cuda_memory_fraction:.0%} of {size(total)})"
+        raise Mistake(
+            f"weights take {size(weights)} and {asked} {size(page * max(1, options.kv_pages))} per rank, but {allowed}: "
+            f"{_remedy(options, form, ranks, dtype)}"
+        )
+    return Plan(
+        shape=form,
+        checkpoint=model,
+        device=device,
+        ranks=ranks,
+        dtype=dtype,
+        threads=options.threads or max(1, machine.cores // ranks),
+        weight_bytes=weights,
+        token_bytes=token,
+        memory=usable,
+        page_size=options.page_size,
+        pages=pages,
+    )
+
+
+def _device(options: Options, machine: Machine) -> str:
+    if options.device == "cuda" and not machine.gpu_memory:
+        raise Mistake("--device cuda, but nvidia-smi shows no GPU here (or CUDA_VISIBLE_DEVICES hides it): use --device cpu")
+    if options.device != "auto":
+        return options.device
+    return "cuda" if machine.gpu_memory else "cpu"
+
+
+def _ranks(options: Options, device: str, machine: Machine) -> int:
+    gpus = len(machine.gpu_memory)
+    if options.sharded and (gpus < 2 if device == "cuda" else not options.num_shard):
+        found = f"{gpus} GPU{'' if gpus == 1 else 's'} here" if device == "cuda" else "a CPU"
+        raise Mistake(f"--sharded true needs at least 2 GPUs, and there is {found}: say how many ranks with --num-shard")
+    ranks = options.num_shard or (gpus if options.sharded else 1)
+    if device == "cuda" and ranks > gpus:
+        raise Mistake(f"--num-shard {ranks}, but there are {gpus} GPUs: at most one rank per GPU")
+    return ranks
+
+
+def _dtype(options: Options, model: Checkpoint, device: str, machine: Machine) -> str:
+    """float32 on a CPU unless it has bfloat16 units and the weights are bfloat16; on a GPU float32 only if asked."""
+    if options.dtype != "auto":
+        return options.dtype
+    if device == "cuda":
+        return "float16" if model.dtype == "float16" else "bfloat16"
+    return "bfloat16" if machine.fast_bfloat16 and model.dtype == "bfloat16" else "float32"
+
+
+def _remedy(options: Options, form: Shape, ranks: int, dtype: str) -> str:
+    if options.kv_pages:
+        return "lower --kv-pages"
+    if ITEM_BYTES[dtype] > 2:
+        return "free memory, or halve the weights with --dtype bfloat16"
+    return "free memory, or take more ranks with --num-shard" if form.kv_heads > ranks else "free memory, or take a smaller model"
+
+
+def table(plan: Plan, name: str) -> str:
+    """The plan for people, aligned."""
+    form, model = plan.shape, plan.checkpoint
+    stored = (
+        f"{model.dtype}, {size(model.bytes)} in {model.files} file{'' if model.files == 1 else 's'}" if model.files else "random"
+    )
+    rows = [
+        ("model", name),
+        ("folder", str(model.folder)),
+        ("architecture", f"{form.architecture}, {form.parameters() / 1e6:,.1f} M parameters, {form.max_positions:,} positions"),
+        ("weights", stored),
+        ("device", f"{plan.device}, {plan.dtype}"),
+        (
+            "ranks",
+            f"{plan.ranks}" + (f", {plan.threads} thread{'' if plan.threads == 1 else 's'} each" if plan.device == "cpu" else ""),
+        ),
+        ("", ""),
+        ("of each rank", ""),
+        ("  memory", f"{size(plan.memory):>10}  may be used"),
+        ("  weights", f"{size(plan.weight_bytes):>10}"),
+        ("  keys/values", f"{size(plan.pages * plan.page_size * plan.token_bytes):>10}  {size(plan.token_bytes)} per token"),
+        ("", ""),
+        ("pages", f"{plan.pages:,} of {plan.page_size} token{'' if plan.page_size == 1 else 's'}"),
+        ("capacity", f"{plan.capacity:,} tokens (an estimate: the shards measure at start what activations leave)"),
+    ]
+    return "\n".join(f"{left:<14}{right}".rstrip() for left, right in rows)
+
+
+def size(count: int) -> str:
+    """Bytes for people: 1536 -> 1.5 KiB."""
+    value, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"

@@ -1,0 +1,117 @@
+"""Starts child processes, passes on what they write, tells when one ends, and ends them. Knows nothing of what they are for."""
+
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import IO
+
+from .console import Console
+
+ERROR = re.compile(r'^\S+ ERROR |"level": "ERROR"')  # in a line of either form that proto/process.py writes
+TAIL = 5  # last lines of a child that are repeated when it fails
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@dataclass(eq=False)
+class Child:
+    """A process we started. It leads a process group of its own, so that Ctrl-C reaches only us."""
+
+    name: str
+    process: subprocess.Popen[str]
+    errors: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL))  # last lines of its stderr, and errors in its log
+
+    def terminate(self) -> None:
+        """Asks it to end. Nothing happens if it has ended."""
+        self.process.terminate()
+
+    def kill(self) -> None:
+        """Ends it, and whatever it started, at once."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return  # all gone already
+
+    def verdict(self) -> str:
+        """How it ended, for people; its last words included."""
+        code = self.process.returncode
+        if code >= 0:
+            how = f"ended with exit code {code}"
+        else:
+            how = f"was killed by {signal.Signals(-code).name}"
+            if code == -signal.SIGKILL:
+                how += " (the kernel does that when memory runs out: see dmesg)"
+        return "\n".join(
+            [f"{self.name} {how}" + (", its last words:" if self.errors else ""), *(f"    {line}" for line in self.errors)]
+        )
+
+
+def start(name: str, command: Sequence[str], environment: Mapping[str, str]) -> Child:
+    """A child that the kernel kills when the calling *thread* ends, so start it from the main thread, before other threads."""
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+        bufsize=1,
+        process_group=0,
+        preexec_fn=_bind(os.getpid()),
+    )
+    return Child(name, process)
+
+
+def _bind(parent: int) -> Callable[[], None] | None:
+    """Runs in the child between fork and exec: its life is bound to ours from its first moment.
+
+    Children do the same when they run (proto/process.py), but until a child has come so far, a launcher that is killed would
+    leave it behind.
+    """
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl = ctypes.CDLL(None).prctl
+
+    def bind() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return bind
+
+
+def follow(child: Child, console: Console, ended: Callable[[Child], None]) -> None:
+    """From now on its lines go to the console; `ended(child)` is called, in another thread, when it is gone."""
+    assert child.process.stdout is not None
+    assert child.process.stderr is not None
+    readers = [
+        threading.Thread(target=_read, args=(child, child.process.stdout, console, False), daemon=True),
+        threading.Thread(target=_read, args=(child, child.process.stderr, console, True), daemon=True),
+    ]
+
+    def wait() -> None:
+        child.process.wait()
+        for reader in readers:
+            reader.join(1)  # its last lines first; not forever, since a process that it started may hold the pipe open
+        ended(child)
+
+    for reader in readers:
+        reader.start()
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _read(child: Child, pipe: IO[str], console: Console, error: bool) -> None:
+    with pipe:
+        for line in pipe:
+            text = line.rstrip("\n")
+            if error or ERROR.search(text):
+                child.errors.append(text)
+            console.relay(child.name, text, error)

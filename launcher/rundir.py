@@ -1,0 +1,91 @@
+"""Where the sockets of one server lie: a private folder, or beside a prefix that the operator names.
+
+A server holds a lock while it lives. So a second one on the same prefix is refused, and what one left that was killed with
+SIGKILL is told from what is in use, and removed by the next start.
+"""
+
+import fcntl
+import os
+import shutil
+import socket
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from .mistake import Mistake
+
+PREFIX = "penstock-"
+LOCK = "lock"
+LONGEST_SOCKET = 107  # bytes of a path that fit into sockaddr_un, without the closing 0
+
+
+@contextmanager
+def private() -> Iterator[Path]:
+    """A new folder that only this user can enter; gone afterwards, with everything in it."""
+    home = Path(tempfile.gettempdir())
+    if len(os.fsencode(home)) > LONGEST_SOCKET - 40:
+        home = Path("/tmp")  # an unusually long TMPDIR leaves no room for a socket's name
+    _sweep(home)
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=home))
+    # Locked before it gets its name: a sweep never sees it unlocked.
+    with (folder / "unlocked").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        (folder / "unlocked").rename(folder / LOCK)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder)
+
+
+def _sweep(home: Path) -> None:
+    """Removes the folders of servers that no longer live."""
+    for lock in home.glob(f"{PREFIX}*/{LOCK}"):
+        try:
+            if lock.parent.stat().st_uid != os.getuid():
+                continue
+            with lock.open("r+") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent)
+        except (BlockingIOError, FileNotFoundError):
+            continue  # it lives, or another start sweeps it at this moment
+
+
+@contextmanager
+def prefixed(prefix: str, names: list[str]) -> Iterator[list[str]]:
+    """Paths `prefix`-name, free to listen on; gone afterwards. Raises Mistake while another server has them."""
+    paths = [Path(f"{prefix}-{name}").absolute() for name in names]
+    if not paths[0].parent.is_dir():
+        raise Mistake(f"--shard-uds-path {prefix}: there is no folder {paths[0].parent}")
+    longest = max(paths, key=lambda path: len(os.fsencode(path)))
+    if len(os.fsencode(longest)) > LONGEST_SOCKET:
+        raise Mistake(f"--shard-uds-path: {longest} is longer than the {LONGEST_SOCKET} bytes that a socket's path may have")
+    lock = Path(f"{prefix}-{LOCK}").absolute()
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Mistake(f"--shard-uds-path {prefix} is in use by another server: choose another prefix") from None
+        for path in paths:
+            _clear(path)
+        try:
+            yield [str(path) for path in paths]
+        finally:
+            for path in (*paths, lock):
+                path.unlink(missing_ok=True)
+
+
+def _clear(path: Path) -> None:
+    """Removes a socket nobody listens on. Refuses anything else that is in the way."""
+    if not path.exists():
+        return
+    if not stat.S_ISSOCK(path.stat().st_mode):
+        raise Mistake(f"--shard-uds-path: {path} exists and is no socket: choose another prefix")
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+    raise Mistake(f"--shard-uds-path: a live process listens on {path}: stop it, or choose another prefix")

@@ -1,0 +1,73 @@
+"""What goes wrong, as HTTP: one table from failures to statuses, and the two shapes in which clients want to be told.
+
+Knows no route and no request.
+"""
+
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from ..request import Broken, Failure, NotReady, Overloaded, Refused
+
+RETRY = {"Retry-After": "1"}
+OPENAI_PATH = "/v1/"
+# Seen by a client of /v1, where the fields have other names than in TGI's rules.
+OPENAI_NAMES = {"inputs": "prompt", "max_new_tokens": "max_tokens", "top_n_tokens": "top_logprobs"}
+OPENAI_TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "overloaded_error"}
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """An error as a client sees it. `status` and `kind` are TGI's, where TGI has one."""
+
+    status: int
+    kind: str
+    message: str
+    parameter: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+class Rejected(Exception):
+    """HTTP itself is wrong: a body that does not parse, a missing key..."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.message)
+        self.problem = problem
+
+
+def problem_of(failure: Failure) -> Problem:
+    """The table."""
+    match failure:
+        case Refused():
+            return Problem(422, "validation", str(failure), failure.parameter)
+        case Overloaded():
+            return Problem(429, "overloaded", "Model is overloaded", headers=RETRY)
+        case NotReady():
+            return Problem(503, "unavailable", str(failure), headers=RETRY)
+        case Broken():
+            return Problem(424, "generation", f"Request failed during generation: {failure}")
+        case _:
+            raise failure
+
+
+def tgi_body(problem: Problem) -> bytes:
+    prefix = "Input validation error: " if problem.kind == "validation" else ""
+    return msgspec.json.encode({"error": prefix + problem.message, "error_type": problem.kind})
+
+
+def as_openai(problem: Problem) -> Problem:
+    """The same in OpenAI's terms."""
+    message = problem.message
+    for name, theirs in OPENAI_NAMES.items():
+        message = message.replace(f"`{name}`", f"`{theirs}`")
+    parameter = OPENAI_NAMES.get(problem.parameter or "", problem.parameter)
+    status = {422: 400, 424: 500}.get(problem.status, problem.status)
+    return replace(problem, status=status, message=message, parameter=parameter)
+
+
+def openai_body(problem: Problem) -> bytes:
+    """`error_type` stands beside `error` for huggingface_hub, which looks for it in the middle of a stream."""
+    problem = as_openai(problem)
+    kind = OPENAI_TYPES.get(problem.status, "invalid_request_error" if problem.status < 500 else "server_error")
+    error = {"message": problem.message, "type": kind, "param": problem.parameter, "code": problem.kind}
+    return msgspec.json.encode({"error": error, "error_type": problem.kind})

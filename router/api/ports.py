@@ -1,0 +1,34 @@
+"""What the HTTP API asks of the rest of the router. Tests put small things of their own in these places."""
+
+from collections.abc import AsyncGenerator
+from typing import Protocol
+
+from ..request import Finish, Limits, NotReady, Prompt, Request, Token
+
+Item = Prompt | Token | Finish
+
+
+class Batcher(Protocol):
+    """Runs requests; see `batcher.Batcher`."""
+
+    @property
+    def ready(self) -> bool: ...
+    @property
+    def stage(self) -> str: ...
+    @property
+    def limits(self) -> Limits | None: ...
+    def submit(self, request: Request, /) -> AsyncGenerator[Item, None]: ...
+
+
+class Metrics(Protocol):
+    """Counts; see `metrics.Metrics`."""
+
+    def failed(self, kind: str, /) -> None: ...
+    def render(self) -> bytes: ...
+
+
+def limits_of(batcher: Batcher) -> Limits:
+    """What a request may ask. Raises NotReady while that is unknown."""
+    if batcher.limits is None:
+        raise NotReady(f"not ready: {batcher.stage}")
+    return batcher.limits

@@ -1,0 +1,313 @@
+"""text-generation-inference's own routes: its JSON to a `Request`, a stream of items to its JSON. Nothing else."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from ..config import RouterConfig
+from ..request import Alternative, Finish, Refused, Request, Token
+from ..text import Tokenizer
+from ..validation import Parameters, Validator
+from .body import json_response, read
+from .errors import tgi_body
+from .ports import Batcher, Item, limits_of
+from .stream import Answer, Clock, fold, headers_of, last_with_finish, send, stream_headers_of
+
+
+class GenerateParameters(msgspec.Struct):
+    """`parameters`. An explicit null is the same as nothing."""
+
+    best_of: int | None = None
+    temperature: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None  # ours
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None  # ours
+    typical_p: float | None = None
+    logit_bias: dict[int, float] | None = None  # ours
+    do_sample: bool | None = None
+    max_new_tokens: int | None = None
+    return_full_text: bool | None = None
+    stop: list[str] | None = None
+    truncate: int | None = None
+    watermark: bool | None = None
+    details: bool | None = None
+    decoder_input_details: bool | None = None
+    seed: int | None = None
+    top_n_tokens: int | None = None
+    grammar: Any = None
+    adapter_id: str | None = None
+
+
+class GenerateBody(msgspec.Struct):
+    """Of /generate, /generate_stream and /; only the last looks at `stream`."""
+
+    inputs: str
+    parameters: GenerateParameters | None = None
+    stream: bool | None = None
+
+
+class TokenizeBody(msgspec.Struct):
+    """TGI says `inputs`, vLLM says `prompt`: each gets its own answer."""
+
+    inputs: str | None = None
+    prompt: str | None = None
+    parameters: GenerateParameters | None = None
+    add_special_tokens: bool | None = None
+
+
+class TokenJson(msgspec.Struct):
+    """A generated token."""
+
+    id: int
+    text: str
+    logprob: float
+    special: bool
+
+
+class PrefillJson(msgspec.Struct):
+    """A token of the prompt."""
+
+    id: int
+    text: str
+    logprob: float | None
+
+
+class Details(msgspec.Struct):
+    """Of a whole answer."""
+
+    finish_reason: str
+    generated_tokens: int
+    seed: int | None
+    prefill: list[PrefillJson]
+    tokens: list[TokenJson]
+    top_tokens: list[list[TokenJson]] | msgspec.UnsetType = msgspec.UNSET
+
+
+class StreamDetails(msgspec.Struct):
+    """Of a stream, in its last event."""
+
+    finish_reason: str
+    generated_tokens: int
+    seed: int | None
+    input_length: int
+
+
+class GenerateAnswer(msgspec.Struct):
+    generated_text: str
+    details: Details | msgspec.UnsetType = msgspec.UNSET
+
+
+class Event(msgspec.Struct):
+    """One of a stream, with one token."""
+
+    index: int  # from 1
+    token: TokenJson
+    top_tokens: list[TokenJson] | msgspec.UnsetType = msgspec.UNSET
+    generated_text: str | None = None
+    details: StreamDetails | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request, and how its answer shall look."""
+
+    request: Request
+    inputs: str
+    full_text: bool  # prompt and answer in one
+    details: bool
+
+    @property
+    def prefix(self) -> str:
+        """Of the generated text."""
+        return self.inputs if self.full_text else ""
+
+    @property
+    def seed(self) -> int | None:
+        return self.request.sampling.seed if self.request.sampling.temperature else None
+
+
+class Tgi:
+    """The handlers."""
+
+    def __init__(self, config: RouterConfig, tokenizer: Tokenizer, validator: Validator, batcher: Batcher) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._validator = validator
+        self._batcher = batcher
+        self._generate = msgspec.json.Decoder(GenerateBody)
+        self._tokenize = msgspec.json.Decoder(TokenizeBody)
+
+    async def root(self, http: web.Request) -> web.StreamResponse:
+        """POST /: what Hugging Face's clients use. The body says whether to stream; the whole text is the default."""
+        clock = Clock()
+        body = await read(http, self._generate, self._config.payload_limit)
+        asked = await self._asked(body, streaming=bool(body.stream), full_text=True)
+        clock.valid()
+        return await (self._streamed(http, asked, clock) if body.stream else self._whole(asked, clock, wrapped=True))
+
+    async def generate(self, http: web.Request) -> web.StreamResponse:
+        """POST /generate."""
+        clock = Clock()
+        body = await read(http, self._generate, self._config.payload_limit)
+        asked = await self._asked(body, streaming=False, full_text=False)
+        clock.valid()
+        return await self._whole(asked, clock, wrapped=False)
+
+    async def generate_stream(self, http: web.Request) -> web.StreamResponse:
+        """POST /generate_stream."""
+        clock = Clock()
+        body = await read(http, self._generate, self._config.payload_limit)
+        asked = await self._asked(body, streaming=True, full_text=False)
+        clock.valid()
+        return await self._streamed(http, asked, clock)
+
+    async def tokenize(self, http: web.Request) -> web.Response:
+        """POST /tokenize: no shard is needed."""
+        body = await read(http, self._tokenize, self._config.payload_limit)
+        special = body.add_special_tokens is not False
+        if body.prompt is not None:
+            ids = await self._validator.encode(body.prompt, special)
+            limits = self._batcher.limits
+            return json_response({"count": len(ids), "max_model_len": limits and limits.max_total_tokens, "tokens": ids})
+        if body.inputs is None:
+            raise Refused("Object missing required field `inputs`", "inputs")
+        data = body.inputs.encode()
+        truncate = max((body.parameters and body.parameters.truncate) or 0, 0)
+        spans = (await self._validator.offsets(body.inputs, special))[-truncate:]
+        return json_response(
+            [
+                {"id": id, "text": data[start:stop].decode(errors="replace"), "start": start, "stop": stop}
+                for id, start, stop in spans
+            ]
+        )
+
+    async def info(self, http: web.Request) -> web.Response:
+        """GET /info."""
+        config, limits = self._config, self._batcher.limits
+        return json_response(
+            {
+                "model_id": config.model,
+                "model_sha": config.revision or None,
+                "model_pipeline_tag": "text-generation",
+                "max_concurrent_requests": config.max_concurrent_requests,
+                "max_best_of": config.max_best_of,
+                "max_stop_sequences": config.max_stop_sequences,
+                "max_input_tokens": limits.max_input_tokens if limits else config.max_input_tokens,
+                "max_total_tokens": limits.max_total_tokens if limits else config.max_total_tokens,
+                "validation_workers": 1,
+                "max_client_batch_size": config.max_client_batch_size,
+                "router": "penstock",
+                "version": version("penstock"),
+                "sha": None,
+                "docker_label": None,
+            }
+        )
+
+    async def _asked(self, body: GenerateBody, *, streaming: bool, full_text: bool) -> Asked:
+        # TGI samples when `parameters` is missing, and is greedy when it is {}.
+        given = body.parameters or GenerateParameters(do_sample=True)
+        _refuse_unsupported(given, streaming)
+        parameters = Parameters(
+            best_of=given.best_of,
+            temperature=given.temperature,
+            repetition_penalty=given.repetition_penalty,
+            frequency_penalty=given.frequency_penalty,
+            presence_penalty=given.presence_penalty,
+            top_k=given.top_k,
+            top_p=given.top_p,
+            min_p=given.min_p,
+            typical_p=given.typical_p,
+            logit_bias=given.logit_bias or {},
+            do_sample=bool(given.do_sample),
+            seed=given.seed,
+            max_new_tokens=given.max_new_tokens,
+            truncate=given.truncate,
+            stop=given.stop or (),
+            top_n_tokens=given.top_n_tokens,
+            prompt_logprobs=bool(given.decoder_input_details),
+            final_logprobs=True,
+        )
+        request = await self._validator.request(body.inputs, parameters, limits_of(self._batcher))
+        full = full_text if given.return_full_text is None else given.return_full_text
+        return Asked(request, body.inputs, full, bool(given.details or given.decoder_input_details))
+
+    async def _whole(self, asked: Asked, clock: Clock, *, wrapped: bool) -> web.Response:
+        (answer,) = await fold([self._batcher.submit(asked.request)])
+        content = GenerateAnswer(asked.prefix + answer.finish.text)
+        if asked.details:
+            content.details = self._details(asked, answer)
+        headers = headers_of(clock, [asked.request], [answer]) | _characters(asked)
+        return json_response([content] if wrapped else content, headers)
+
+    async def _streamed(self, http: web.Request, asked: Asked, clock: Clock) -> web.StreamResponse:
+        events = _events(asked, self._batcher.submit(asked.request))
+        headers = stream_headers_of(clock, [asked.request]) | _characters(asked)
+        return await send(http, events, headers, lambda problem: [tgi_body(problem)])
+
+    def _details(self, asked: Asked, answer: Answer) -> Details:
+        request, finish = asked.request, answer.finish
+        prefill = zip(request.prompt, answer.prompt.logprobs, strict=True) if request.prompt_logprobs else ()
+        details = Details(
+            finish_reason=finish.reason,
+            generated_tokens=finish.generated_tokens,
+            seed=asked.seed,
+            prefill=[PrefillJson(id, self._tokenizer.token_text(id), logprob) for id, logprob in prefill],
+            tokens=[_token(token) for token in answer.tokens],
+        )
+        if request.top_n:
+            details.top_tokens = [_top(token) for token in answer.tokens]
+        return details
+
+
+async def _events(asked: Asked, stream: AsyncGenerator[Item, None]) -> AsyncGenerator[bytes, None]:
+    encode = msgspec.json.Encoder().encode
+    index = 0
+    async with aclosing(last_with_finish(stream, asked.request)) as tokens:
+        async for token, finish in tokens:
+            index += 1
+            event = Event(index, _token(token))
+            if asked.request.top_n:
+                event.top_tokens = _top(token)
+            if finish is not None:
+                event.generated_text = asked.prefix + finish.text
+                event.details = _stream_details(asked, finish)
+            yield encode(event)
+
+
+def _stream_details(asked: Asked, finish: Finish) -> StreamDetails | None:
+    if not asked.details:
+        return None
+    return StreamDetails(finish.reason, finish.generated_tokens, asked.seed, len(asked.request.prompt))
+
+
+def _characters(asked: Asked) -> dict[str, str]:
+    return {"x-compute-characters": str(len(asked.inputs))}
+
+
+def _token(token: Token | Alternative) -> TokenJson:
+    return TokenJson(token.id, token.text, token.logprob, token.special)
+
+
+def _top(token: Token) -> list[TokenJson]:
+    return [_token(alternative) for alternative in token.top]
+
+
+def _refuse_unsupported(given: GenerateParameters, streaming: bool) -> None:
+    if streaming and given.best_of not in (None, 1):
+        raise Refused("`best_of` != 1 is not supported when streaming tokens", "best_of")
+    if streaming and given.decoder_input_details:
+        raise Refused("`decoder_input_details` == true is not supported when streaming tokens", "decoder_input_details")
+    if given.grammar is not None:
+        raise Refused("grammar is not supported", "grammar")
+    if given.watermark:
+        raise Refused("`watermark` is not supported", "watermark")
+    if given.adapter_id is not None:
+        raise Refused("`adapter_id` is not supported: the server has no adapters", "adapter_id")

@@ -1,0 +1,338 @@
+"""Text and tokens: the tokenizer, how a stream of tokens becomes text, where a stop string ends it.
+
+Knows the files of a model's folder and the text of one sequence. Knows no request, no API and no torch.
+
+A token stands for some bytes, wherever it occurs; so the text of a sequence is its bytes, decoded as they come. That is
+exact for byte-level BPE and for SentencePiece with byte fallback, takes about 1 us per token, and can't drift as decoding a
+sliding window can. What a tokenizer's `decode` does at the very start of a text (it strips one space) matters only if
+nothing visible precedes.
+"""
+
+import codecs
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from .request import Refused
+from .template import ChatTemplate, Message
+
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+PROBE = "Hello, world! It's 12:30 -- naïve\n\n  你好 👩‍👧"
+CONTEXT = 4  # tokens of the prompt that may hold the beginning of the first generated character: UTF-8 has at most 4 bytes
+
+
+class Unusable(Exception):
+    """The folder has no tokenizer that can be used; the message says what would do."""
+
+
+class Tokenizer:
+    """The tokenizer of a model's folder, with its chat template and the tokens that end a sequence."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise Unusable(
+                f"{path} does not exist. Save the tokenizer in the fast format first: "
+                "transformers.AutoTokenizer.from_pretrained(model).save_pretrained(folder)"
+            )
+        self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        settings = _read(folder / "tokenizer_config.json")
+        named = {**_special_tokens(_read(folder / "special_tokens_map.json")), **_special_tokens(settings)}
+        self.eos_ids = self._eos_ids(folder, named.get("eos_token"))
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(id for id, token in added.items() if token.special) | frozenset(self.eos_ids)
+        source = _template_source(folder, settings)
+        self._template = None if source is None else ChatTemplate(source, named)
+        decoders = _decoders(json.loads(self._tokenizer.to_str())["decoder"])
+        self._byte_level = _byte_level_alphabet() if "ByteLevel" in decoders else None
+        self._byte_fallback = "ByteFallback" in decoders
+        # tokenizers writes one U+FFFD for each byte of a broken byte-fallback run, and one for a broken character elsewhere.
+        self.errors = EACH_BYTE if self._byte_fallback else "replace"
+        self._anchor = self._tokenizer.encode("a", add_special_tokens=False).ids
+        self._pieces: dict[int, str | bytes] = {}
+        self._check()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def offsets(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, int, int]]:
+        """(id, start, stop) of each token; offsets in the text's bytes, as TGI counts."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        if text.isascii():
+            return [(id, *span) for id, span in zip(encoding.ids, encoding.offsets, strict=True)]
+        at = [0]
+        for character in text:
+            at.append(at[-1] + len(character.encode()))
+        return [(id, at[start], at[stop]) for id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True)]
+
+    def is_special(self, id: int) -> bool:
+        """It is no part of a text for a reader."""
+        return id in self._special
+
+    def piece(self, id: int) -> str | bytes:
+        """What the token adds to a text; bytes if they are no characters by themselves. "" for an id without a token."""
+        piece = self._pieces.get(id)
+        if piece is None:
+            piece = self._pieces[id] = self._find_piece(id)
+        return piece
+
+    def token_text(self, id: int) -> str:
+        """The token by itself, special tokens written out, U+FFFD for a part of a character."""
+        piece = self.piece(id)
+        return piece if isinstance(piece, str) else piece.decode(errors=self.errors)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of a whole sequence, as the tokenizers library gives it."""
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
+        """The prompt's text, special tokens included: encode it without adding more."""
+        if self._template is None:
+            raise Refused("the model has no chat template: use /v1/completions or /generate", "messages")
+        return self._template.render(
+            messages,
+            tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+
+    def stream(
+        self,
+        prompt: Sequence[int],
+        stop: Sequence[str] = (),
+        include_stop: bool = True,
+        skip_special_tokens: bool = True,
+    ) -> "TextStream":
+        """The text that follows the prompt."""
+        return TextStream(self, prompt, stop, include_stop, skip_special_tokens)
+
+    def starts_text(self, id: int) -> str | bytes:
+        """The piece of a token that nothing visible precedes: SentencePiece's first space is missing."""
+        piece = self.piece(id)
+        return self.decode([id], skip_special_tokens=False) if isinstance(piece, str) and piece.startswith(" ") else piece
+
+    def _find_piece(self, id: int) -> str | bytes:
+        token = self._tokenizer.id_to_token(id)
+        if token is None:
+            return ""
+        if self._byte_level is not None:
+            data = bytes(self._byte_level.get(character, 256) for character in token) if self._all_bytes(token) else token.encode()
+        elif self._byte_fallback and (match := BYTE_TOKEN.fullmatch(token)):
+            data = bytes([int(match[1], 16)])
+        else:
+            return self.decode([*self._anchor, id], False)[len(self.decode(self._anchor, False)) :]
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return data
+
+    def _all_bytes(self, token: str) -> bool:
+        """Whether byte-level decoding takes the token's characters for bytes. If one is none, it takes the token as it is."""
+        return self._byte_level is not None and all(character in self._byte_level for character in token)
+
+    def _check(self) -> None:
+        """A decoder whose tokens are no fixed bytes would give wrong text without anybody noticing."""
+        ids = self.encode(PROBE, add_special_tokens=False)
+        stream = self.stream(ids[:1], skip_special_tokens=False)
+        found = "".join(stream.push(id).delta for id in ids[1:]) + stream.end()
+        whole, first = self.decode(ids, False), self.decode(ids[:1], False)
+        if whole != first + found:
+            raise Unusable(
+                f"the tokenizer's decoder is of an unknown kind: it makes {whole!r} of what we would call {first + found!r}"
+            )
+
+    def _eos_ids(self, folder: Path, named: str | None) -> tuple[int, ...]:
+        """All that generation_config.json names (config.json where that is silent), and the tokenizer's own."""
+        for name in ("generation_config.json", "config.json"):
+            found = _read(folder / name).get("eos_token_id")
+            if found is not None:
+                break
+        ids = [] if found is None else [found] if isinstance(found, int) else list(found)
+        own = self._tokenizer.token_to_id(named) if named else None
+        return tuple(dict.fromkeys(ids if own is None else [*ids, own]))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one token adds to a stream of text."""
+
+    text: str  # the token's own text; "" while a character is incomplete, then the whole character
+    delta: str  # what it adds for a reader
+    stopped: bool  # a stop string has ended the text: push no more
+
+
+class TextStream:
+    """The text of one sequence as its tokens come. All deltas and `end()` together are the text, cut at the stop string.
+
+    Several stop strings: the one that ends first counts, of those the longest. A character never comes in parts. Where
+    `decode` turns a whole run of byte tokens into U+FFFD because its end is broken, the good characters before stay.
+    """
+
+    __slots__ = ("_errors", "_finders", "_fresh", "_held", "_include_stop", "_parts", "_pending", "_skip", "_tokenizer")
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str], include_stop: bool, skip_special_tokens: bool
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._include_stop = include_stop
+        self._errors = tokenizer.errors
+        self._finders = [Finder(string) for string in stop]
+        self._pending = b""  # the beginning of a character
+        self._held = ""  # the text's end, which may be the beginning of a stop string; "" if that will be kept anyway
+        self._parts: list[str] = []
+        self._fresh = skip_special_tokens and all(tokenizer.is_special(id) for id in prompt)  # no visible text precedes
+        for id in prompt[-CONTEXT:]:
+            self._decode(id)
+
+    @property
+    def text(self) -> str:
+        """All deltas so far."""
+        return "".join(self._parts)
+
+    def push(self, id: int) -> Piece:
+        """The next token. After one that `stopped`, only `end` may follow."""
+        if self._skip and self._tokenizer.is_special(id):
+            return Piece(self._tokenizer.token_text(id), "", False)
+        text = self._decode(id)
+        if not text or not self._finders:
+            self._parts.append(text)
+            return Piece(text, text, False)
+        delta, stopped = self._until_stop(text)
+        self._parts.append(delta)
+        return Piece(text, delta, stopped)
+
+    def end(self) -> str:
+        """No more tokens: what was held back, and U+FFFD for an incomplete character. The stream is then used up."""
+        rest = self._held + codecs.utf_8_decode(self._pending, self._errors, True)[0]
+        self._held, self._pending = "", b""
+        self._parts.append(rest)
+        return rest
+
+    def _decode(self, id: int) -> str:
+        piece = self._tokenizer.starts_text(id) if self._fresh else self._tokenizer.piece(id)
+        self._fresh = self._fresh and self._tokenizer.is_special(id)
+        if isinstance(piece, str):
+            if not self._pending or not piece:
+                return piece
+            text = codecs.utf_8_decode(self._pending, self._errors, True)[0] + piece  # no byte has continued the character
+            self._pending = b""
+            return text
+        data = self._pending + piece
+        text, length = codecs.utf_8_decode(data, self._errors, False)
+        self._pending = data[length:]
+        return text
+
+    def _until_stop(self, text: str) -> tuple[str, bool]:
+        """What of the held and the new text may go out now, and whether a stop string ends it."""
+        ends = [(end, -len(finder.string)) for finder in self._finders if (end := finder.find(text)) > 0]
+        whole = self._held + text
+        if ends:
+            end, length = min(ends)
+            cut = len(self._held) + end if self._include_stop else len(self._held) + end + length
+            self._held, self._pending = "", b""
+            return whole[:cut], True
+        if self._include_stop:
+            return whole, False
+        size = max(finder.matched for finder in self._finders)
+        self._held = whole[len(whole) - size :]
+        return whole[: len(whole) - size], False
+
+
+class Finder:
+    """Finds one string in a text that comes in pieces, in linear time (Knuth, Morris, Pratt).
+
+    `matched` characters at the text's end are the beginning of the string.
+    """
+
+    __slots__ = ("_back", "matched", "string")
+
+    def __init__(self, string: str) -> None:
+        assert string
+        self.string = string
+        self.matched = 0
+        # _back[n]: the longest beginning of the string, shorter than n, that also ends its first n characters
+        self._back = back = [0, 0]
+        for character in string[1:]:
+            length = back[-1]
+            while length and string[length] != character:
+                length = back[length]
+            back.append(length + (string[length] == character))
+
+    def find(self, text: str) -> int:
+        """How many characters of `text` lead to the string's first end; 0 if it does not end in them."""
+        string, back, matched = self.string, self._back, self.matched
+        if not matched and string[0] not in text:
+            return 0
+        for index, character in enumerate(text, 1):
+            while matched and string[matched] != character:
+                matched = back[matched]
+            matched += string[matched] == character
+            if matched == len(string):
+                return index
+        self.matched = matched
+        return 0
+
+
+def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
+    return "\ufffd" * (error.end - error.start), error.end
+
+
+EACH_BYTE = "penstock-each-byte"
+codecs.register_error(EACH_BYTE, _replace_each_byte)
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's printable character for each byte, the other way round."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+def _decoders(decoder: dict[str, Any] | None) -> set[str]:
+    """The kinds of a tokenizer.json's decoder and of its parts."""
+    if decoder is None:
+        return set()
+    return {decoder["type"]}.union(*(_decoders(part) for part in decoder.get("decoders", ())))
+
+
+def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
+    """Names to texts; a token is written as a string or as an object with its content."""
+    found = {name: settings[name] for name in SPECIAL_NAMES if settings.get(name)}
+    return {name: token if isinstance(token, str) else token["content"] for name, token in found.items()}
+
+
+def _template_source(folder: Path, settings: dict[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    source = settings.get("chat_template") or _read(folder / "chat_template.json").get("chat_template")
+    if isinstance(source, list):
+        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+    return source if isinstance(source, str) else None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A JSON file's object; {} if there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise Unusable(f"{path} is no JSON: {error}") from error
+    return content

@@ -1,0 +1,213 @@
+"""Raw parameters in, a `Request` out: every rule about what a client may ask, in text-generation-inference's words.
+
+Knows the limits and the tokenizer. Knows no HTTP and no JSON; both APIs use it. A value is refused, never bent.
+"""
+
+import asyncio
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from .config import RouterConfig
+from .request import Limits, Refused, Request, Sampling
+from .text import Tokenizer
+
+LONG_TEXT = 8192  # characters; longer ones are tokenized beside the event loop: 100k take 50 ms and more
+MAX_STOP_CHARACTERS = 1024
+LARGEST_FLOAT = 3.4e38  # the shards compute in 32 bit
+SMALLEST_FLOAT = 1.2e-38
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """What a client said, before anybody has looked at it. None: nothing. Names are TGI's, where TGI has one."""
+
+    best_of: int | None = None
+    temperature: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    do_sample: bool = False
+    seed: int | None = None
+    max_new_tokens: int | None = None
+    truncate: int | None = None
+    stop: Sequence[str] = ()
+    include_stop: bool = True
+    end_ids: Sequence[int] = ()  # beside the model's own
+    ignore_eos: bool = False
+    top_n_tokens: int | None = None
+    prompt_logprobs: bool = False
+    final_logprobs: bool = False
+    skip_special_tokens: bool = True
+
+    @property
+    def sampled(self) -> bool:
+        """Whether tokens are drawn, as TGI infers it."""
+        return self.do_sample or any(
+            value is not None for value in (self.temperature, self.top_k, self.top_p, self.typical_p, self.min_p)
+        )
+
+
+class Validator:
+    """The rules for one model under one operator's settings."""
+
+    def __init__(self, config: RouterConfig, tokenizer: Tokenizer) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+
+    async def request(
+        self, prompt: str | Sequence[int], parameters: Parameters, limits: Limits, *, add_special_tokens: bool = True
+    ) -> Request:
+        """The request that these parameters ask for. Raises Refused."""
+        self._check_numbers(parameters)
+        self._check_counts(parameters)
+        _check_ids(parameters.logit_bias, "logit_bias", limits)
+        _check_ids(parameters.end_ids, "stop_token_ids", limits)
+        if not prompt:
+            raise Refused("`inputs` cannot be empty", "inputs")
+        most = limits.max_input_tokens
+        if parameters.truncate is not None and not 0 < parameters.truncate <= most:
+            raise Refused(f"`truncate` must be strictly positive and less than {most}. Given: {parameters.truncate}", "truncate")
+        if isinstance(prompt, str):
+            ids: Sequence[int] = await self.encode(prompt, add_special_tokens)
+        else:
+            _check_ids(prompt, "inputs", limits)
+            ids = prompt
+        ids = ids[-parameters.truncate :] if parameters.truncate else ids
+        return Request(
+            prompt=tuple(ids),
+            max_new_tokens=_max_new_tokens(len(ids), parameters.max_new_tokens, limits),
+            sampling=_sampling(parameters, limits),
+            stop=tuple(dict.fromkeys(parameters.stop)),
+            include_stop=parameters.include_stop,
+            end_ids=() if parameters.ignore_eos else tuple(dict.fromkeys((*self._tokenizer.eos_ids, *parameters.end_ids))),
+            top_n=parameters.top_n_tokens or 0,
+            prompt_logprobs=parameters.prompt_logprobs,
+            skip_special_tokens=parameters.skip_special_tokens,
+        )
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The text's tokens, without holding up the event loop."""
+        if len(text) <= LONG_TEXT:
+            return self._tokenizer.encode(text, add_special_tokens)
+        return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens)
+
+    async def offsets(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, int, int]]:
+        """The same with each token's place in the text's bytes."""
+        if len(text) <= LONG_TEXT:
+            return self._tokenizer.offsets(text, add_special_tokens)
+        return await asyncio.to_thread(self._tokenizer.offsets, text, add_special_tokens)
+
+    def _check_numbers(self, given: Parameters) -> None:
+        """In TGI's order."""
+        _check_best_of(given, self._config.max_best_of)
+        _positive("temperature", given.temperature)
+        _positive("repetition_penalty", given.repetition_penalty)
+        _between("frequency_penalty", given.frequency_penalty, -2.0, 2.0)
+        _between("presence_penalty", given.presence_penalty, -2.0, 2.0)
+        _fraction("top_p", given.top_p)
+        _fraction("typical_p", given.typical_p)
+        _between("min_p", given.min_p, 0.0, 1.0)
+        for bias in given.logit_bias.values():
+            _between("logit_bias", bias, -100.0, 100.0)
+        _positive("top_k", given.top_k)
+        _positive("max_new_tokens", given.max_new_tokens)
+        if given.seed is not None and not 0 <= given.seed < 2**64:
+            raise Refused(f"`seed` must be an unsigned integer of 64 bits. Given: {given.seed}", "seed")
+
+    def _check_counts(self, given: Parameters) -> None:
+        most = self._config.max_stop_sequences
+        if len(given.stop) > most:
+            raise Refused(f"`stop` supports up to {most} stop sequences. Given: {len(given.stop)}", "stop")
+        if not all(0 < len(string) <= MAX_STOP_CHARACTERS for string in given.stop):
+            raise Refused(f"`stop` sequences must have from 1 to {MAX_STOP_CHARACTERS} characters", "stop")
+        most = self._config.max_top_n_tokens
+        if given.top_n_tokens is not None and not 0 <= given.top_n_tokens <= most:
+            raise Refused(f"`top_n_tokens` must be >= 0 and <= {most}. Given: {given.top_n_tokens}", "top_n_tokens")
+
+
+def _check_best_of(given: Parameters, most: int) -> None:
+    best_of = 1 if given.best_of is None else given.best_of
+    if best_of > 1 and not given.sampled:
+        raise Refused("you must use sampling when `best_of` is > 1", "best_of")
+    if best_of > 1 and given.seed is not None:
+        raise Refused("`seed` must not be set when `best_of` > 1", "best_of")
+    if not 0 < best_of <= most and most > 1:
+        raise Refused(f"`best_of` must be > 0 and <= {most}. Given: {best_of}", "best_of")
+    if best_of != 1:
+        raise Refused("`best_of` != 1 is not allowed for this endpoint", "best_of")
+
+
+def _finite(name: str, value: float) -> None:
+    if not math.isfinite(value) or abs(value) > LARGEST_FLOAT:
+        raise Refused(f"`{name}` must be a finite number of 32 bits", name)
+
+
+def _positive(name: str, value: float | None) -> None:
+    if value is None:
+        return
+    _finite(name, value)
+    if value < SMALLEST_FLOAT:
+        raise Refused(f"`{name}` must be strictly positive", name)
+
+
+def _fraction(name: str, value: float | None) -> None:
+    if value is not None and not SMALLEST_FLOAT <= value < 1.0:
+        raise Refused(f"`{name}` must be > 0.0 and < 1.0", name)
+
+
+def _between(name: str, value: float | None, low: float, high: float) -> None:
+    if value is not None and not low <= value <= high:
+        raise Refused(f"`{name}` must be >= {low} and <= {high}", name)
+
+
+def _check_ids(ids: Sequence[int] | Mapping[int, float], name: str, limits: Limits) -> None:
+    for id in ids:
+        if not 0 <= id < limits.vocabulary:
+            raise Refused(f"`{name}` has the token id {id}; the model knows 0 to {limits.vocabulary - 1}", name)
+
+
+def _max_new_tokens(length: int, given: int | None, limits: Limits) -> int:
+    """How many tokens may follow a prompt of this length: exactly what was asked, or all that fit."""
+    total = limits.max_total_tokens
+    if given is not None and length + given > total:
+        raise Refused(
+            f"`inputs` tokens + `max_new_tokens` must be <= {total}. Given: {length} `inputs` tokens and {given} `max_new_tokens`",
+            "max_new_tokens",
+        )
+    if not 0 < length <= min(limits.max_input_tokens, total - 1):
+        raise Refused(f"`inputs` must have less than {limits.max_input_tokens} tokens. Given: {length}", "inputs")
+    return total - length if given is None else given
+
+
+def _sampling(given: Parameters, limits: Limits) -> Sampling:
+    """Checked parameters, with what their absence means."""
+
+    def or_neutral(value: float | None, neutral: float) -> float:
+        return neutral if value is None else value
+
+    return Sampling(
+        temperature=or_neutral(given.temperature, 1.0) if given.sampled else 0.0,
+        top_k=min(given.top_k or 0, limits.vocabulary),  # more than all is all; the wire's integers are small
+        top_p=or_neutral(given.top_p, 1.0),
+        min_p=or_neutral(given.min_p, 0.0),
+        typical_p=or_neutral(given.typical_p, 1.0),
+        repetition_penalty=or_neutral(given.repetition_penalty, 1.0),
+        frequency_penalty=or_neutral(given.frequency_penalty, 0.0),
+        presence_penalty=or_neutral(given.presence_penalty, 0.0),
+        logit_bias=tuple(given.logit_bias.items()),
+        seed=_seed(given),
+        final_logprobs=given.final_logprobs,
+    )
+
+
+def _seed(given: Parameters) -> int:
+    if not given.sampled:
+        return 0
+    return secrets.randbits(64) if given.seed is None else given.seed

@@ -1,0 +1,192 @@
+"""Stands where the batcher stands, in front of the real HTTP application: says the tokens that a test has written down.
+
+Also the small tokenizer of the API's tests, and the server and client around it.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import tokenizers
+from aiohttp import web
+from tokenizers import decoders, models, pre_tokenizers
+
+from penstock.router.api.app import make_app
+from penstock.router.api.ports import Item
+from penstock.router.config import RouterConfig
+from penstock.router.request import Alternative, Failure, Finish, Limits, NotReady, Prompt, Request, Token
+from penstock.router.text import Tokenizer
+
+LIMITS = Limits(max_input_tokens=100, max_total_tokens=128, vocabulary=300)
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+
+
+def make_tokenizer(folder: Path) -> Tokenizer:
+    """A token per byte; <s> is put in front, </s> ends."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {name: index for index, name in enumerate(["<s>", "</s>", *alphabet])}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    return Tokenizer(folder)
+
+
+@dataclass
+class FakeBatcher:
+    """Answers every request with `says`, as a shard would: it ends at </s>, at a stop string, at max_new_tokens."""
+
+    tokenizer: Tokenizer
+    says: str = "Hello you</s>"
+    ready: bool = True
+    stage: str = "ready"
+    limits: Limits | None = LIMITS
+    refuses: Failure | None = None  # at the first item
+    breaks: tuple[int, Failure] | None = None  # after so many tokens
+    pace: asyncio.Semaphore | None = None  # a permit for each token
+    logprob: float = -0.5
+    requests: list[Request] = field(default_factory=list)
+    opened: int = 0
+    closed: int = 0
+    told: int = 0  # tokens that left
+
+    def submit(self, request: Request) -> AsyncGenerator[Item, None]:
+        self.requests.append(request)
+        return self._items(request)
+
+    async def _items(self, request: Request) -> AsyncGenerator[Item, None]:
+        if self.refuses is not None:
+            raise self.refuses
+        if not self.ready:
+            raise NotReady(self.stage)
+        self.opened += 1
+        try:
+            text = self.tokenizer.stream(request.prompt, request.stop, request.include_stop, request.skip_special_tokens)
+            ids = self.tokenizer.encode(self.says, add_special_tokens=False)[: request.max_new_tokens]
+            for count, id in enumerate(ids, 1):
+                await self._turn(count)
+                if count == 1:
+                    logprobs = (None, *[-1.0] * (len(request.prompt) - 1)) if request.prompt_logprobs else ()
+                    yield Prompt(logprobs)
+                piece = text.push(id)
+                top = tuple(
+                    Alternative(other, self.tokenizer.token_text(other), -1.0 - other, False)
+                    for other in range(2, 2 + request.top_n)
+                )
+                self.told += 1
+                yield Token(id, piece.text, piece.delta, self.logprob, self.tokenizer.is_special(id), top)
+                reason = self._reason(request, id, count, piece.stopped)
+                if reason:
+                    delta = text.end()
+                    yield Finish(reason, text.text, delta, count, 0.25, 0.5)
+                    return
+            raise AssertionError("`says` must be as long as max_new_tokens, or end")
+        finally:
+            self.closed += 1
+
+    async def _turn(self, count: int) -> None:
+        await asyncio.sleep(0)
+        if self.breaks is not None and count > self.breaks[0]:
+            raise self.breaks[1]
+        if self.pace is not None:
+            await self.pace.acquire()
+
+    def _top(self, count: int) -> tuple[Alternative, ...]:
+        return tuple(Alternative(id, self.tokenizer.token_text(id), -1.0 - id, False) for id in range(2, 2 + count))
+
+    def _reason(self, request: Request, id: int, count: int, stopped: bool) -> str:
+        if stopped:
+            return "stop_sequence"
+        if id in request.end_ids:
+            return "eos_token"
+        return "length" if count == request.max_new_tokens else ""
+
+
+@dataclass
+class FakeMetrics:
+    failures: list[str] = field(default_factory=list)
+
+    def failed(self, kind: str) -> None:
+        self.failures.append(kind)
+
+    def render(self) -> bytes:
+        return b"tgi_queue_size 0\n"
+
+
+@dataclass
+class Server:
+    """The application, served, and a client that talks to it."""
+
+    batcher: FakeBatcher
+    metrics: FakeMetrics
+    client: aiohttp.ClientSession
+
+    async def post(self, path: str, body: object, **options: Any) -> tuple[int, Any, aiohttp.ClientResponse]:
+        """Status, JSON (None if the body is empty) and the response. Bytes are sent as they are."""
+        content: dict[str, Any] = {"data": body} if isinstance(body, bytes) else {"json": body}
+        async with self.client.post(path, **content, **options) as response:
+            data = await response.read()
+            return response.status, json.loads(data) if data else None, response
+
+    async def get(self, path: str, **options: Any) -> tuple[int, bytes, aiohttp.ClientResponse]:
+        async with self.client.get(path, **options) as response:
+            return response.status, await response.read(), response
+
+    async def events(self, path: str, body: object) -> list[Any]:
+        """All events of a stream; "[DONE]" as a string. Fails on anything that is no `data: ` line with a blank line behind."""
+        async with self.client.post(path, json=body) as response:
+            assert response.status == 200
+            assert response.headers["Content-Type"] == "text/event-stream"
+            assert response.headers["X-Accel-Buffering"] == "no"
+            blocks = (await response.read()).decode().split("\n\n")
+        assert blocks.pop() == ""
+        assert all(block.startswith("data: ") and "\n" not in block for block in blocks)
+        texts = [block.removeprefix("data: ") for block in blocks]
+        return ["[DONE]" if text == "[DONE]" else json.loads(text) for text in texts]
+
+
+@asynccontextmanager
+async def serving(tokenizer: Tokenizer, config: RouterConfig, batcher: FakeBatcher) -> AsyncIterator[Server]:
+    """Real HTTP on a free port, with the runner's settings that the router uses."""
+    metrics = FakeMetrics()
+    app = make_app(config, tokenizer, batcher, metrics)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, auto_decompress=False, shutdown_timeout=1.0)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    host, port = runner.addresses[0][:2]
+    try:
+        async with aiohttp.ClientSession(f"http://{host}:{port}") as client:
+            yield Server(batcher, metrics, client)
+    finally:
+        await runner.cleanup()
+
+
+def serve(
+    tokenizer: Tokenizer, test: Callable[[Server], Awaitable[None]], *, settings: dict[str, Any] | None = None, **behaviour: Any
+) -> None:
+    """Runs a test against a server whose batcher behaves so. When it is over, every stream must be closed."""
+
+    async def run() -> None:
+        batcher = FakeBatcher(tokenizer, **behaviour)
+        config = RouterConfig(folder="", model="some/model", **(settings or {}))
+        async with asyncio.timeout(20), serving(tokenizer, config, batcher) as server:
+            await test(server)
+        assert batcher.opened == batcher.closed
+
+    asyncio.run(run())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits for it, a short while."""
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110 (what is waited for tells nobody)
+            await asyncio.sleep(0.005)

@@ -1,0 +1,456 @@
+"""OpenAI's routes over real HTTP: shapes, chunks, errors, and what real clients send."""
+
+import asyncio
+import contextlib
+from typing import Any
+
+import pytest
+
+from penstock.router.request import Broken, Overloaded
+from penstock.router.text import Tokenizer
+from penstock.tests.router.fake_batcher import Server, make_tokenizer, serve, until
+
+TOO_MANY = "`prompt` tokens + `max_tokens` must be <= 128."
+CHAT_PATH = "/v1/chat/completions"
+PATH = "/v1/completions"
+CHAT = {"model": "any", "messages": [{"role": "user", "content": "hi"}]}
+COMPLETION = {"model": "any", "prompt": "hi"}
+BOTH = pytest.mark.parametrize(("path", "body"), [(CHAT_PATH, CHAT), (PATH, COMPLETION)])
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def test_chat(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        status, body, response = await server.post(CHAT_PATH, CHAT)
+        assert status == 200
+        assert list(body) == ["id", "object", "created", "model", "system_fingerprint", "choices", "usage"]
+        assert body["id"].startswith("chatcmpl-")
+        assert (body["object"], body["model"]) == ("chat.completion", "any")
+        assert body["choices"] == [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "Hello you", "refusal": None},
+                "logprobs": None,
+                "finish_reason": "stop",
+            }
+        ]
+        (request,) = server.batcher.requests
+        assert request.prompt == tuple(tokenizer.encode("[user]hi[assistant]", False))
+        assert body["usage"] == {
+            "prompt_tokens": len(request.prompt),
+            "completion_tokens": 10,
+            "total_tokens": len(request.prompt) + 10,
+        }
+        assert request.max_new_tokens == 128 - len(request.prompt)
+        assert request.sampling.temperature == 1.0
+        assert not request.sampling.final_logprobs
+        assert not request.include_stop
+        assert response.headers["x-generated-tokens"] == "10"
+
+    serve(tokenizer, test)
+
+
+def test_chat_stream(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        chunks = await server.events(CHAT_PATH, {**CHAT, "stream": True})
+        assert chunks.pop() == "[DONE]"
+        assert len({(chunk["id"], chunk["created"]) for chunk in chunks}) == 1
+        assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+        assert all("usage" not in chunk for chunk in chunks)
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        assert deltas[0] == {"role": "assistant", "content": ""}
+        assert deltas[1:] == [*({"content": letter} for letter in "Hello you"), {"content": ""}, {}]  # one for each token
+        assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * 11 + ["stop"]
+
+    serve(tokenizer, test)
+
+
+def test_completion(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        status, body, _ = await server.post(PATH, COMPLETION)
+        assert status == 200
+        assert body["id"].startswith("cmpl-")
+        assert body["object"] == "text_completion"
+        assert body["choices"] == [{"index": 0, "text": "Hello you", "logprobs": None, "finish_reason": "stop"}]
+        assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 10, "total_tokens": 13}
+        assert server.batcher.requests[0].max_new_tokens == 16  # OpenAI's default
+        _, body, _ = await server.post(PATH, {"prompt": "hi", "max_tokens": 4})
+        assert (body["model"], body["choices"][0]["finish_reason"]) == ("some/model", "length")
+
+    serve(tokenizer, test)
+
+
+def test_completion_stream_with_usage(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        body = {**COMPLETION, "max_tokens": 3, "stream": True}
+        chunks = await server.events(PATH, {**body, "stream_options": {"include_usage": True}})
+        assert chunks.pop() == "[DONE]"
+        last = chunks.pop()
+        assert last["choices"] == []
+        assert last["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+        assert [chunk["choices"][0]["text"] for chunk in chunks] == ["H", "e", "l", ""]
+        assert [chunk["usage"] for chunk in chunks] == [None] * 4
+        assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, None, None, "length"]
+        chunks = await server.events(PATH, {**body, "stream_options": {"include_usage": True, "continuous_usage_stats": True}})
+        assert [chunk["usage"]["completion_tokens"] for chunk in chunks[:-1]] == [1, 2, 3, 3, 3]
+        chunks = await server.events(PATH, {**body, "stream_options": None})
+        assert all("usage" not in chunk for chunk in chunks[:-1])
+
+    serve(tokenizer, test)
+
+
+@BOTH
+def test_the_stop_string_is_cut_off(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> None:
+    async def test(server: Server) -> None:
+        for stop in ("o y", ["zz", "o y"]):
+            _, whole, _ = await server.post(path, {**body, "stop": stop})
+            chunks = await server.events(path, {**body, "stop": stop, "stream": True})
+            choices = [chunk["choices"][0] for chunk in chunks[:-1]]
+            text = "".join(choice["text"] if "text" in choice else choice["delta"].get("content", "") for choice in choices)
+            choice = whole["choices"][0]
+            assert text == (choice["text"] if "text" in choice else choice["message"]["content"]) == "Hell"
+            assert choice["finish_reason"] == choices[-1]["finish_reason"] == "stop"
+
+    serve(tokenizer, test)
+
+
+def test_held_text_that_was_no_stop_string_comes_at_the_end(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        chunks = await server.events(CHAT_PATH, {**CHAT, "stop": "you!", "stream": True})
+        contents = [chunk["choices"][0]["delta"].get("content") for chunk in chunks[:-1]]
+        assert contents == ["", "H", "e", "l", "l", "o", " ", "", "", "", "", "you"]
+
+    serve(tokenizer, test)
+
+
+def test_chat_logprobs(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        _, body, _ = await server.post(CHAT_PATH, {**CHAT, "logprobs": True, "top_logprobs": 2, "max_tokens": 2})
+        first, second = body["choices"][0]["logprobs"]["content"]
+        assert (first["token"], first["logprob"], first["bytes"]) == ("H", -0.5, [72])
+        assert [set(other) for other in first["top_logprobs"]] == [{"token", "logprob", "bytes"}] * 2
+        assert second["token"] == "e"
+        chunks = await server.events(CHAT_PATH, {**CHAT, "logprobs": True, "max_tokens": 2, "stream": True})
+        told = [chunk["choices"][0]["logprobs"] for chunk in chunks[:-1]]
+        assert (told[0], told[3]) == (None, None)
+        assert [entry["token"] for part in told[1:3] for entry in part["content"]] == ["H", "e"]
+        assert told[1]["content"][0]["top_logprobs"] == []
+
+    serve(tokenizer, test)
+
+
+def test_completion_logprobs(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        expected = {"tokens": ["H", "e", "l"], "token_logprobs": [-0.5] * 3, "text_offset": [0, 1, 2]}
+        _, body, _ = await server.post(PATH, {**COMPLETION, "logprobs": 1, "max_tokens": 3})
+        found = body["choices"][0]["logprobs"]
+        assert {name: found[name] for name in expected} == expected
+        assert [len(tops) for tops in found["top_logprobs"]] == [2, 2, 2]
+        assert found["top_logprobs"][0]["H"] == -0.5
+        _, body, _ = await server.post(PATH, {**COMPLETION, "logprobs": 0, "max_tokens": 3})
+        assert body["choices"][0]["logprobs"] == {**expected, "top_logprobs": None}
+        chunks = await server.events(PATH, {**COMPLETION, "logprobs": 0, "max_tokens": 3, "stream": True})
+        assert [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in chunks[:3]] == [[0], [1], [2]]
+
+    serve(tokenizer, test)
+
+
+def test_infinite_logprobs_are_a_number(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        _, body, _ = await server.post(PATH, {**COMPLETION, "logprobs": 0})
+        assert body["choices"][0]["logprobs"]["token_logprobs"][0] == -9999.0
+
+    serve(tokenizer, test, logprob=float("-inf"))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("hi", ["hi"]),
+        (["hi", "you"], ["hi", "you"]),
+        ([5, 6], [(5, 6)]),
+        ([[5, 6], [7]], [(5, 6), (7,)]),
+    ],
+)
+def test_prompts_of_every_kind(tokenizer: Tokenizer, prompt: object, expected: list[Any]) -> None:
+    async def test(server: Server) -> None:
+        _, body, _ = await server.post(PATH, {"prompt": prompt})
+        prompts = [tuple(tokenizer.encode(entry)) if isinstance(entry, str) else entry for entry in expected]
+        assert [request.prompt for request in server.batcher.requests] == prompts
+        assert [choice["index"] for choice in body["choices"]] == list(range(len(expected)))
+        assert [choice["text"] for choice in body["choices"]] == ["Hello you"] * len(expected)
+        assert body["usage"]["completion_tokens"] == 10 * len(expected)
+        chunks = await server.events(PATH, {"prompt": prompt, "stream": True})
+        for index in range(len(expected)):
+            choices = [choice for chunk in chunks[:-1] for choice in chunk["choices"] if choice["index"] == index]
+            assert "".join(choice["text"] for choice in choices) == "Hello you"
+            assert [choice["finish_reason"] for choice in choices] == [None] * 10 + ["stop"]
+
+    serve(tokenizer, test)
+
+
+def test_content_in_parts(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+        await server.post(CHAT_PATH, {"messages": [{"role": "user", "content": parts}]})
+        assert server.batcher.requests[0].prompt == tuple(tokenizer.encode("[user]hi[assistant]", False))
+
+    serve(tokenizer, test)
+
+
+def test_an_answer_that_was_begun_is_continued(tokenizer: Tokenizer) -> None:
+    messages = [*CHAT["messages"], {"role": "assistant", "content": "Well"}]  # type: ignore[misc]
+
+    async def test(server: Server) -> None:
+        for extra in ({}, {"continue_final_message": True}, {"add_generation_prompt": True}):
+            await server.post(CHAT_PATH, {"messages": messages, **extra})
+        begun, asked, new = (tokenizer.decode(request.prompt) for request in server.batcher.requests)
+        assert begun == asked == "[user]hi[assistant]Well"
+        assert new == "[user]hi[assistant]Well[assistant]"
+        both = {"messages": messages, "continue_final_message": True, "add_generation_prompt": True}
+        assert (await server.post(CHAT_PATH, both))[0] == 400
+
+    serve(tokenizer, test)
+
+
+@BOTH
+def test_parameters_arrive(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> None:
+    async def test(server: Server) -> None:
+        given = {
+            "temperature": 0.5,
+            "top_p": 0.9,
+            "top_k": 7,
+            "min_p": 0.1,
+            "presence_penalty": 0.5,
+            "frequency_penalty": -0.5,
+            "repetition_penalty": 1.1,
+            "logit_bias": {"5": -100},
+            "seed": -1,
+            "max_tokens": 9,
+            "stop_token_ids": [77],
+            "skip_special_tokens": False,
+            "include_stop_str_in_output": True,
+        }
+        await server.post(path, {**body, **given})
+        (request,) = server.batcher.requests
+        sampling = request.sampling
+        assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.9, 7, 0.1)
+        assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0.5, -0.5, 1.1)
+        assert (sampling.logit_bias, sampling.seed) == (((5, -100.0),), 2**64 - 1)
+        assert (request.max_new_tokens, request.end_ids) == (9, (1, 77))
+        assert (request.skip_special_tokens, request.include_stop) == (False, True)
+
+    serve(tokenizer, test)
+
+
+@BOTH
+def test_neutral_values_are_neutral(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> None:
+    async def test(server: Server) -> None:
+        neutral = {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0, "presence_penalty": 0, "frequency_penalty": 0}
+        neutral |= {"n": 1, "ignore_eos": True, "max_tokens": 10, "stop": [], "tools": [], "tool_choice": "none", "echo": False}
+        neutral |= {"logit_bias": {}, "response_format": {"type": "text"}, "user": "me", "unheard_of": {"x": 1}}
+        status, answer, _ = await server.post(path, {**body, **neutral})
+        assert status == 200, answer
+        assert answer["choices"][0]["finish_reason"] == "length"  # the end token is the last that is allowed, and is ignored
+        (request,) = server.batcher.requests
+        assert request.sampling == type(request.sampling)()
+        assert request.end_ids == ()
+
+    serve(tokenizer, test)
+
+
+@BOTH
+def test_nulls_are_nothing(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> None:
+    names = (
+        "stream stream_options temperature top_p top_k min_p frequency_penalty presence_penalty repetition_penalty logit_bias seed "
+        "max_tokens max_completion_tokens stop stop_token_ids ignore_eos n best_of echo suffix tools tool_choice response_format "
+        "logprobs top_logprobs user model"
+    )
+
+    async def test(server: Server) -> None:
+        assert (await server.post(path, {**body, **dict.fromkeys(names.split())}))[0] == 200
+
+    serve(tokenizer, test)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("given", "parameter", "message"),
+    [
+        ({"n": 2}, "n", "`n` > 1 is not supported yet"),
+        ({"suffix": "x"}, "suffix", "Suffix is not supported and can be achieved by preprocessing the prompt."),
+        ({"tools": [{"type": "function"}]}, "tools", "`tools` is not supported yet"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "`response_format` is not supported yet"),
+        ({"echo": True}, "echo", "`echo` is not supported yet"),
+        ({"guided_regex": "a+"}, "guided_regex", "`guided_regex` is not supported yet"),
+        ({"temperature": -1}, "temperature", "`temperature` must be strictly positive"),
+        ({"top_p": 1.5}, "top_p", "`top_p` must be > 0.0 and < 1.0"),
+        ({"presence_penalty": 3}, "presence_penalty", "`presence_penalty` must be >= -2.0 and <= 2.0"),
+        ({"max_tokens": 0}, "max_tokens", "`max_tokens` must be strictly positive"),
+        ({"logit_bias": {"999": 1}}, "logit_bias", "`logit_bias` has the token id 999; the model knows 0 to 299"),
+        ({"stop": ["a"] * 5}, "stop", "`stop` supports up to 4 stop sequences. Given: 5"),
+        ({"stop": ""}, "stop", "`stop` sequences must have from 1 to 1024 characters"),
+        ({"seed": "x"}, "seed", "Expected `int | null`, got `str` - at `$.seed`"),
+        ({"logit_bias": [1.0]}, "logit_bias", "Expected `object | null`, got `array` - at `$.logit_bias`"),
+    ],
+)
+def test_what_is_invalid_is_a_400(
+    tokenizer: Tokenizer, path: str, body: dict[str, Any], given: dict[str, Any], parameter: str, message: str
+) -> None:
+    async def test(server: Server) -> None:
+        for streaming in (False, True):
+            status, answer, _ = await server.post(path, {**body, **given, "stream": streaming})
+            assert status == 400
+            error = {"message": message, "type": "invalid_request_error", "param": parameter, "code": "validation"}
+            assert answer["error"] == error
+        assert server.metrics.failures == ["validation"] * 2
+
+    serve(tokenizer, test)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (PATH, {}, "Object missing required field `prompt`"),
+        (PATH, {"prompt": ""}, "`prompt` cannot be empty"),
+        (PATH, {"prompt": []}, "`prompt` must be a string, a list of strings, a list of token ids or a list of such lists"),
+        (PATH, {"prompt": ["a", 1]}, "`prompt` must be a string, a list of strings, a list of token ids or a list of such lists"),
+        (PATH, {"prompt": [[]]}, "`prompt` cannot be empty"),
+        (PATH, {"prompt": [10**30]}, f"`prompt` has the token id {10**30}; the model knows 0 to 299"),
+        (PATH, {"prompt": ["a"] * 5}, "Number of prompts exceeds the maximum allowed batch size of 4"),
+        (
+            PATH,
+            {"prompt": "x" * 500},
+            "`prompt` tokens + `max_tokens` must be <= 128. Given: 501 `prompt` tokens and 16 `max_tokens`",
+        ),
+        (PATH, {"prompt": "a", "logprobs": 6}, "`top_logprobs` must be >= 0 and <= 5. Given: 6"),
+        (CHAT_PATH, {"messages": []}, "`messages` cannot be empty"),
+        (CHAT_PATH, {"messages": [{"content": "x"}]}, "`messages[0].role` must be a string"),
+        (CHAT_PATH, {"messages": [{"role": "user", "content": 5}]}, "`messages[0].content` must be a string or a list of parts"),
+        (
+            CHAT_PATH,
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
+            "`messages[0].content` has a part that is no text: only text is supported",
+        ),
+        (CHAT_PATH, {**CHAT, "top_logprobs": 2}, "`top_logprobs` needs `logprobs`: true"),
+    ],
+)
+def test_bad_prompts(tokenizer: Tokenizer, path: str, body: dict[str, Any], message: str) -> None:
+    async def test(server: Server) -> None:
+        status, answer, _ = await server.post(path, body)
+        assert (status, answer["error"]["message"]) == (400, message)
+
+    serve(tokenizer, test)
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b'{"prompt": "\xff"}', b"[" * 100_000, b'{"x": ' + b"[" * 100_000])
+def test_bad_json(tokenizer: Tokenizer, data: bytes) -> None:
+    async def test(server: Server) -> None:
+        for path in (PATH, CHAT_PATH):
+            status, answer, _ = await server.post(path, data)
+            assert status == 400
+            assert set(answer["error"]) == {"message", "type", "param", "code"}
+
+    serve(tokenizer, test)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("behaviour", "status", "kind"),
+    [
+        ({"refuses": Overloaded("full")}, 429, "overloaded_error"),
+        ({"refuses": Broken("rank 0 died")}, 500, "server_error"),
+        ({"ready": False, "stage": "loading", "limits": None}, 503, "server_error"),
+    ],
+)
+def test_failures_before_the_first_byte_are_statuses(
+    tokenizer: Tokenizer, path: str, body: dict[str, Any], behaviour: dict[str, Any], status: int, kind: str
+) -> None:
+    async def test(server: Server) -> None:
+        for streaming in (False, True):
+            found, answer, response = await server.post(path, {**body, "stream": streaming})
+            assert (found, answer["error"]["type"]) == (status, kind)
+            assert ("Retry-After" in response.headers) == (status != 500)
+
+    serve(tokenizer, test, **behaviour)
+
+
+@BOTH
+def test_a_failure_in_the_middle_is_an_event_before_done(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> None:
+    async def test(server: Server) -> None:
+        *_, error, done = await server.events(path, {**body, "stream": True})
+        assert done == "[DONE]"
+        assert error["error"]["message"] == "Request failed during generation: gone"
+        assert error["error_type"] == "generation"
+
+    serve(tokenizer, test, breaks=(3, Broken("gone")))
+
+
+def test_one_failure_of_several_prompts_ends_all(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        status, answer, _ = await server.post(PATH, {"prompt": ["a", "b", "c"]})
+        assert (status, answer["error"]["code"]) == (500, "generation")
+        await until(lambda: server.batcher.closed == 3)
+
+    serve(tokenizer, test, breaks=(3, Broken("gone")))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(("path", "body"), [(CHAT_PATH, CHAT), (PATH, {"prompt": ["a", "b", "c"]})])
+@pytest.mark.parametrize("tokens", [0, 4])
+def test_a_client_that_leaves_closes_all_streams(
+    tokenizer: Tokenizer, path: str, body: dict[str, Any], tokens: int, streaming: bool
+) -> None:
+    count = 3 if path == PATH else 1
+
+    async def test(server: Server) -> None:
+        task = asyncio.create_task(server.post(path, {**body, "stream": streaming}))
+        await until(lambda: server.batcher.opened == count)
+        assert server.batcher.pace is not None
+        for _ in range(tokens):
+            server.batcher.pace.release()
+        await until(lambda: server.batcher.told == tokens)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        await until(lambda: server.batcher.closed == count)
+
+    serve(tokenizer, test, pace=asyncio.Semaphore(0))
+
+
+def test_models_answer_while_loading(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        async with server.client.get("/v1/models") as response:
+            body = await response.json()
+        model = {"id": "some/model", "object": "model", "created": 0, "owned_by": "some/model"}
+        assert body == {"object": "list", "data": [model]}
+
+    serve(tokenizer, test, ready=False, limits=None)
+
+
+def test_models_tell_the_length(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        async with server.client.get("/v1/models") as response:
+            assert (await response.json())["data"][0]["max_model_len"] == 128
+
+    serve(tokenizer, test)
+
+
+def test_http_errors_have_openais_shape(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        key = {"Authorization": "Bearer key"}
+        cases: list[tuple[str, dict[str, str], int, str]] = [
+            (CHAT_PATH, {}, 401, "authentication_error"),
+            ("/v1/responses", key, 404, "not_found_error"),
+            ("/v1/models", key, 405, "invalid_request_error"),
+            (CHAT_PATH, {**key, "Content-Encoding": "gzip"}, 415, "invalid_request_error"),
+        ]
+        for path, headers, status, kind in cases:
+            found, answer, _ = await server.post(path, CHAT, headers=headers)
+            assert (found, answer["error"]["type"]) == (status, kind)
+
+    serve(tokenizer, test, settings={"api_key": "key"})

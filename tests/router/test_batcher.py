@@ -1,0 +1,347 @@
+"""Streams: what a reader gets, and what becomes of the shards' pages, whatever readers, shards and operators do."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from penstock.proto import shard_pb2
+from penstock.router.batcher import Batcher, Item, Misconfigured, bounds_of
+from penstock.router.config import RouterConfig
+from penstock.router.metrics import Metrics
+from penstock.router.request import Alternative, Broken, Finish, Limits, NotReady, Overloaded, Prompt, Request, Token
+from penstock.tests.router.fakes import END, ByteTokenizer, FakeShards, letter
+
+Test = Callable[[Batcher, FakeShards], Awaitable[None]]
+
+
+def config(**changes: Any) -> RouterConfig:
+    return RouterConfig(**{"folder": "", "model": "fake", "max_batch_prefill_tokens": 16, **changes})
+
+
+def run(test: Test, shards: FakeShards | None = None, **changes: Any) -> None:
+    """Runs `test` with a batcher that has started, then looks whether everything was given back."""
+
+    async def main() -> None:
+        fake = shards or FakeShards()
+        batcher = Batcher(config(**changes), ByteTokenizer(), fake, Metrics())
+        async with asyncio.timeout(60):
+            await batcher.start()
+            await test(batcher, fake)
+            await batcher.close()
+        assert fake.closed
+        assert not batcher.ready
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(main())
+
+
+async def quiet(batcher: Batcher, shards: FakeShards) -> None:
+    """Returns when the shard has forgotten everything."""
+    while shards.model.groups or value(batcher, "penstock_pages_free") != shards.model.pages:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    assert shards.model.free == shards.model.pages
+    for name in ("penstock_waiting", "penstock_running", "penstock_pages_held"):
+        assert value(batcher, name) == 0
+
+
+def value(batcher: Batcher, name: str) -> float:
+    lines = batcher._metrics.render().decode().splitlines()
+    return float(next(line.rsplit(" ", 1)[1] for line in lines if line.startswith(name + " ")))
+
+
+async def read(batcher: Batcher, request: Request) -> list[Item]:
+    return [item async for item in batcher.submit(request)]
+
+
+def ask(text: str, most: int = 5, **changes: Any) -> Request:
+    return Request(prompt=tuple(text.encode()), max_new_tokens=most, **changes)
+
+
+def answer(text: str, most: int) -> str:
+    return "".join(chr(letter(text.encode(), position)) for position in range(most))
+
+
+def test_a_stream_is_a_prompt_then_tokens_then_a_finish() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        first, *tokens, last = await read(batcher, ask("hello", 4))
+        assert first == Prompt(())
+        text = answer("hello", 4)
+        assert tokens == [Token(ord(character), character, character, -1.0, False) for character in text]
+        assert isinstance(last, Finish)
+        assert (last.reason, last.text, last.delta, last.generated_tokens) == ("length", text, "", 4)
+        assert 0 <= last.queue_seconds < 5
+        assert 0 <= last.inference_seconds < 5
+        await quiet(batcher, shards)
+        assert value(batcher, "tgi_request_success") == 1
+        assert value(batcher, "penstock_inter_token_latency_seconds_count") == 3
+
+    run(test)
+
+
+def test_the_end_token_is_part_of_the_stream() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        *_, end, last = await read(batcher, ask("hello", 9, end_ids=(END,)))
+        assert end == Token(END, "<end>", "", -1.0, True)
+        assert isinstance(last, Finish)
+        assert (last.reason, last.text, last.generated_tokens) == ("eos_token", answer("hello", 2), 3)
+
+    run(test, FakeShards(ends_at=lambda prompt: 3))
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_ends_the_text_and_drops_the_group(include: bool) -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        text = answer("hello", 10)
+        stop = text[2:4]
+        items = await read(batcher, ask("hello", 40, stop=("never", stop), include_stop=include))
+        assert len(items) == 6, "tokens past the stop string are thrown away"
+        last = items[-1]
+        assert isinstance(last, Finish)
+        assert (last.reason, last.generated_tokens) == ("stop_sequence", 4)
+        assert last.text == text[: 4 if include else 2]
+        await quiet(batcher, shards)
+        assert [command.WhichOneof("kind") for command in shards.commands].count("filter") == 1
+
+    run(test)
+
+
+def test_alternatives_and_prompt_logprobs_come_where_they_were_asked_for() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        plain, rich = await asyncio.gather(read(batcher, ask("plain")), read(batcher, ask("rich", top_n=2, prompt_logprobs=True)))
+        assert plain[0] == Prompt(())
+        assert rich[0] == Prompt((None, -105.0, -99.0, -104.0))
+        assert all(item.top == () for item in plain if isinstance(item, Token))
+        assert all(
+            item.top == (Alternative(32, " ", 0.0, False), Alternative(33, "!", -1.0, False))
+            for item in rich
+            if isinstance(item, Token)
+        )
+
+    run(test)
+
+
+def test_many_at_once_get_what_each_gets_alone() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        choose = random.Random(1)
+        texts = ["x" * choose.randint(1, 60) + str(number) for number in range(100)]
+        lengths = [choose.randint(1, 30) for _ in texts]
+
+        async def one(text: str, most: int) -> str:
+            await asyncio.sleep(choose.random() / 20)
+            last = (await read(batcher, ask(text, most)))[-1]
+            assert isinstance(last, Finish)
+            return last.text
+
+        found = await asyncio.gather(*(one(text, most) for text, most in zip(texts, lengths, strict=True)))
+        assert found == [answer(text, most) for text, most in zip(texts, lengths, strict=True)]
+        await quiet(batcher, shards)
+        assert shards.warmup is not None
+        assert shards.model.largest <= shards.warmup.max_step_tokens
+
+    run(test)
+
+
+def test_the_next_step_is_on_its_way_before_tokens_become_text() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        async with aclosing(batcher.submit(ask("hello", 9))) as stream:
+            await anext(stream)
+            assert len(shards.commands) == 2
+            await anext(stream)
+            await anext(stream)
+            assert len(shards.commands) == 3
+
+    run(test)
+
+
+def test_closing_a_stream_cancels_it_wherever_it_is() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        async with aclosing(batcher.submit(ask("runs", 90))) as running:
+            await anext(running)
+            shards.gate.clear()
+            prefilling = asyncio.create_task(read(batcher, ask("p" * 100, 20)))
+            queued = asyncio.create_task(read(batcher, ask("q" * 100, 20)))
+            for _ in range(2):  # the gate lets the step that is under way and the next one through
+                shards.gate.set()
+                await asyncio.sleep(0.001)
+                shards.gate.clear()
+            await asyncio.sleep(0.01)
+            assert value(batcher, "penstock_running") == 2
+            assert value(batcher, "penstock_waiting") == 1
+            for task in (prefilling, queued):
+                task.cancel()
+            await asyncio.wait([prefilling, queued])
+            assert value(batcher, "penstock_running") == 1
+            assert value(batcher, "penstock_waiting") == 0
+            shards.gate.set()
+            await anext(running)
+        await quiet(batcher, shards)
+        assert value(batcher, "penstock_client_disconnects_total") == 3
+
+    run(test, FakeShards(pages=64, page_size=4, seconds=0.001))
+
+
+def test_a_thousand_random_cancels_leave_all_pages_free() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        choose = random.Random(2)
+
+        async def one(number: int) -> None:
+            await asyncio.sleep(choose.random() / 2)
+            try:
+                async with aclosing(batcher.submit(ask("y" * choose.randint(1, 80), choose.randint(1, 40)))) as stream:
+                    patience = choose.randint(0, 20)
+                    async with asyncio.timeout(choose.random() / 50 if number % 2 else None):
+                        async for _ in stream:
+                            patience -= 1
+                            if patience < 0:
+                                break
+            except (TimeoutError, Overloaded):
+                pass
+
+        await asyncio.gather(*(one(number) for number in range(1000)))
+        await quiet(batcher, shards)
+        assert value(batcher, "penstock_client_disconnects_total") > 300
+
+    run(test, max_concurrent_requests=50)
+
+
+def test_more_than_allowed_are_refused_until_one_ends() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        first, second = batcher.submit(ask("a", 90)), batcher.submit(ask("b", 3))
+        await anext(first)
+        rest = asyncio.create_task(read(batcher, ask("c", 3)))
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match="2 requests are in flight"):
+            batcher.submit(ask("d"))
+        with pytest.raises(Overloaded):
+            await anext(second)
+        await rest
+        assert len(await read(batcher, ask("d", 3))) == 5
+        await first.aclose()
+        await quiet(batcher, shards)
+
+    run(test, max_concurrent_requests=2)
+
+
+def test_a_group_that_fails_fails_alone() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        shards.fail = {2: "not finite"}
+        good, bad, other = await asyncio.gather(*(read(batcher, ask(text)) for text in ("a", "b", "c")), return_exceptions=True)
+        assert isinstance(bad, Broken)
+        assert str(bad) == "not finite"
+        assert isinstance(good, list)
+        assert isinstance(other, list)
+        assert len(good) == len(other) == 7
+        await quiet(batcher, shards)
+        assert batcher.ready
+
+    run(test)
+
+
+def test_when_the_shards_break_every_stream_is_told_and_the_batcher_ends() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        shards.break_at = 4
+        ends = await asyncio.gather(*(read(batcher, ask(text)) for text in ("a", "b")), return_exceptions=True)
+        assert [str(end) for end in ends] == ["shard rank 0 has ended"] * 2
+        with pytest.raises(Broken):
+            await batcher.wait()
+        assert not batcher.ready
+        assert batcher.stage == "shard rank 0 has ended"
+        with pytest.raises(Broken):
+            batcher.submit(ask("c"))
+
+    run(test)
+
+
+def test_nothing_is_taken_before_the_start() -> None:
+    async def main() -> None:
+        batcher = Batcher(config(), ByteTokenizer(), FakeShards(), Metrics())
+        assert (batcher.ready, batcher.limits, batcher.stage) == (False, None, "waiting")
+        with pytest.raises(NotReady, match="waiting"):
+            batcher.submit(ask("a"))
+        await batcher.start()
+        assert (batcher.ready, batcher.stage) == (True, "ready")
+        assert batcher.limits == Limits(max_input_tokens=255, max_total_tokens=256, vocabulary=256)
+        assert batcher.info is not None
+        assert batcher.info.dtype == "float32"
+        await batcher.close()
+
+    asyncio.run(main())
+
+
+def test_draining_lets_streams_end_and_takes_no_more() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        running = asyncio.create_task(read(batcher, ask("a", 20)))
+        await asyncio.sleep(0.01)
+        drain = asyncio.create_task(batcher.drain(30))
+        await asyncio.sleep(0)
+        assert (batcher.ready, batcher.stage) == (False, "shutting down")
+        with pytest.raises(NotReady, match="shutting down"):
+            batcher.submit(ask("b"))
+        await drain
+        assert running.done()
+        assert len(running.result()) == 22
+
+    run(test, FakeShards(seconds=0.002))
+
+
+def test_draining_cuts_what_lasts_longer() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        running = asyncio.create_task(read(batcher, ask("a", 200)))
+        waiting = asyncio.create_task(read(batcher, ask("b", 200)))
+        await asyncio.sleep(0.01)
+        await batcher.drain(0.02)
+        for task in (running, waiting):
+            with pytest.raises(Broken, match="shut down"):
+                await task
+        await quiet(batcher, shards)
+
+    run(test, FakeShards(seconds=0.002))
+
+
+def test_warm_up_covers_the_largest_step() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        assert shards.warmup == shard_pb2.WarmupRequest(max_step_tokens=16, max_step_rows=8, max_total_tokens=100)
+
+    run(test, max_concurrent_requests=20, max_batch_size=8, max_total_tokens=100)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (1023, 1024, 1600)),
+        ({"max_total_tokens": 100}, (99, 100, 1600)),
+        ({"max_total_tokens": 100, "max_input_tokens": 50}, (50, 100, 1600)),
+        ({"max_batch_total_tokens": 300}, (299, 300, 300)),
+        ({"max_total_tokens": 4000}, "--max-total-tokens 4000 is more than the model's 1024 positions"),
+        (
+            {"max_batch_total_tokens": 2000},
+            "2000 is more than the pool's capacity of 1600 .100 pages of 16.: lower it, or give",
+        ),
+        ({"max_batch_total_tokens": 300, "max_total_tokens": 400}, "400 is more than --max-batch-total-tokens 300"),
+        ({"max_input_tokens": 1024}, "leaves no room for an answer within 1024 tokens"),
+        ({"max_total_tokens": 1}, "no request fits"),
+    ],
+)
+def test_settings_fit_model_and_memory_or_are_refused(changes: dict[str, int], expected: tuple[int, int, int] | str) -> None:
+    info = shard_pb2.InfoReply(max_positions=1024, vocabulary=99)
+    warm = shard_pb2.WarmupReply(pages=100, page_size=16)
+    if isinstance(expected, str):
+        with pytest.raises(Misconfigured, match=expected) as caught:
+            bounds_of(config(**changes), info, warm)
+        assert "\n" not in str(caught.value)
+    else:
+        limits, bounds = bounds_of(config(**changes), info, warm)
+        assert (limits.max_input_tokens, limits.max_total_tokens, bounds.total_tokens) == expected
+        assert (limits.vocabulary, bounds.pages, bounds.page_size, bounds.step_tokens) == (99, 100, 16, 16)
+
+
+def test_a_small_pool_bounds_what_a_request_may_ask() -> None:
+    info = shard_pb2.InfoReply(max_positions=1024)
+    limits, _ = bounds_of(config(), info, shard_pb2.WarmupReply(pages=3, page_size=16))
+    assert limits.max_total_tokens == 48
+    with pytest.raises(Misconfigured, match="--max-total-tokens 100 is more than the pool's capacity of 48"):
+        bounds_of(config(max_total_tokens=100), info, shard_pb2.WarmupReply(pages=3, page_size=16))

@@ -1,0 +1,229 @@
+"""`GrpcShards` against a real gRPC server on a unix socket, with a servicer that only counts."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from penstock.proto import shard_pb2
+from penstock.proto.rpc import handler
+from penstock.router.request import Broken, Request, Sampling
+from penstock.router.shards import GrpcShards, group
+
+WARMUP = shard_pb2.WarmupRequest(max_step_tokens=8, max_step_rows=4)
+
+
+class Servicer:
+    """A rank that does nothing, in order."""
+
+    def __init__(self, rank: int, ranks: int, warm: asyncio.Barrier) -> None:
+        self.rank = rank
+        self.ranks = ranks
+        self.warm = warm
+        self.steps: list[tuple[str, int]] = []
+        self.warmups = 0
+        self.stages = iter(["loading weights 40 %"])
+        self.dies_at = 0
+        self.lies_at = 0
+
+    async def Info(self, request: Any, context: Any) -> shard_pb2.InfoReply:  # noqa: N802
+        stage = next(self.stages, "ready")
+        return shard_pb2.InfoReply(rank=self.rank, ranks=self.ranks, stage=stage, loaded=stage == "ready")
+
+    async def Health(self, request: Any, context: Any) -> shard_pb2.HealthReply:  # noqa: N802
+        return shard_pb2.HealthReply()
+
+    async def Warmup(self, request: shard_pb2.WarmupRequest, context: Any) -> shard_pb2.WarmupReply:  # noqa: N802
+        assert request == WARMUP
+        await self.warm.wait()  # as ranks of tensor parallelism do
+        self.warmups += 1
+        return shard_pb2.WarmupReply(pages=10, page_size=4)
+
+    async def Steps(self, commands: AsyncIterator[shard_pb2.Command], context: Any) -> AsyncIterator[shard_pb2.Reply]:  # noqa: N802
+        async for command in commands:
+            kind = command.WhichOneof("kind")
+            step = getattr(command, kind).step
+            self.steps.append((kind, step))
+            if step == self.dies_at:
+                await context.abort(grpc.StatusCode.INTERNAL, "out of memory")
+            reply = shard_pb2.Reply()
+            getattr(reply, {"prefill": "step", "decode": "step"}.get(kind, kind)).step = 99 if step == self.lies_at else step
+            yield reply
+
+    async def refuse(self, request: Any, context: Any) -> None:
+        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "not here")
+
+    Prefill = Decode = Filter = Concat = ClearCache = refuse
+
+
+Test = Callable[[GrpcShards, list[Servicer]], Awaitable[None]]
+
+
+def serve(folder: Path, ranks: int, test: Test, late: float = 0.0) -> None:
+    """Runs `test` with a client and `ranks` servers that begin to listen `late` seconds later."""
+
+    async def main() -> None:
+        barrier = asyncio.Barrier(ranks)
+        servicers = [Servicer(rank, ranks, barrier) for rank in range(ranks)]
+        servers = []
+        sockets = [str(folder / f"{rank}") for rank in range(ranks)]
+
+        async def start() -> None:
+            await asyncio.sleep(late)
+            for socket, servicer in zip(sockets, servicers, strict=True):
+                server = grpc.aio.server()
+                server.add_generic_rpc_handlers((handler(servicer),))
+                server.add_insecure_port(f"unix:{socket}")
+                await server.start()
+                servers.append(server)
+
+        starting = asyncio.create_task(start())
+        shards = GrpcShards(sockets)
+        try:
+            async with asyncio.timeout(20):
+                await test(shards, servicers)
+                await starting
+        finally:
+            await shards.close()
+            await asyncio.gather(*(server.stop(None) for server in servers))
+
+    asyncio.run(main())
+
+
+def decode() -> shard_pb2.Command:
+    return shard_pb2.Command(decode=shard_pb2.DecodeRequest(batches=[1]))
+
+
+def drop(uid: int) -> shard_pb2.Command:
+    return shard_pb2.Command(filter=shard_pb2.FilterRequest(drop=[uid]))
+
+
+def test_commands_are_numbered_and_answered_in_order(tmp_path: Path) -> None:
+    async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
+        await shards.connect()
+        assert shards.stage == "loading weights 40 %"
+        assert (await shards.warm_up(WARMUP)).pages == 10
+        assert shards.stage == "ready"
+        assert shards.info.loaded
+        futures = [shards.execute(command) for command in (decode(), drop(7), decode())]
+        replies = await asyncio.gather(*futures)
+        assert [reply.WhichOneof("kind") for reply in replies] == ["step", "filter", "step"]
+        assert servicers[0].steps == [("clear_cache", 1), ("decode", 2), ("filter", 3), ("decode", 4)]
+
+    serve(tmp_path, 1, test)
+
+
+def test_all_ranks_warm_up_together_and_rank_0_takes_the_commands(tmp_path: Path) -> None:
+    async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
+        await shards.connect()
+        await shards.warm_up(WARMUP)
+        await shards.execute(decode())
+        assert [servicer.warmups for servicer in servicers] == [1, 1, 1]
+        assert [len(servicer.steps) for servicer in servicers] == [2, 0, 0]
+
+    serve(tmp_path, 3, test)
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_a_shard_that_starts_later_is_found_at_once(tmp_path: Path, stale: bool) -> None:
+    async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
+        assert shards.stage == "waiting for the shards to start"
+        begin = asyncio.get_running_loop().time()
+        await shards.connect()
+        assert 0.3 <= asyncio.get_running_loop().time() - begin < 1.5
+
+    if stale:  # a socket file whose server is gone
+        import socket
+
+        with socket.socket(socket.AF_UNIX) as left:
+            left.bind(str(tmp_path / "0"))
+    serve(tmp_path, 1, test, late=0.3)
+
+
+def test_when_the_stream_fails_the_reason_is_told_from_then_on(tmp_path: Path) -> None:
+    async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
+        await shards.connect()
+        await shards.warm_up(WARMUP)
+        servicers[0].dies_at = 2
+        for _ in range(2):
+            with pytest.raises(Broken, match="rank 0: out of memory"):
+                await shards.execute(decode())
+
+    serve(tmp_path, 1, test)
+
+
+def test_when_the_stream_fails_everybody_who_waits_is_told(tmp_path: Path) -> None:
+    async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
+        await shards.connect()
+        await shards.warm_up(WARMUP)
+        servicers[0].dies_at = 3
+        first, *others = [shards.execute(decode()) for _ in range(4)]
+        assert (await first).step.step == 2
+        for future in others:
+            with pytest.raises(Broken):  # gRPC has its own reason for a command that was still to be written
+                await future
+
+    serve(tmp_path, 1, test)
+
+
+def test_an_answer_to_another_question_breaks_the_connection(tmp_path: Path) -> None:
+    async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
+        await shards.connect()
+        await shards.warm_up(WARMUP)
+        servicers[0].lies_at = 2
+        with pytest.raises(Broken, match="answered step 99 instead of 2"):
+            await shards.execute(decode())
+
+    serve(tmp_path, 1, test)
+
+
+def test_sockets_of_another_rank_group_are_refused(tmp_path: Path) -> None:
+    async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
+        servicers[1].ranks = 4
+        with pytest.raises(Broken, match="is rank 1 of 4, rank 1 of 2 was expected"):
+            await shards.connect()
+
+    serve(tmp_path, 2, test)
+
+
+def test_neutral_sampling_stays_off_the_wire() -> None:
+    request = Request(prompt=(5, 6), max_new_tokens=3, end_ids=(2,))
+    assert group(9, request) == shard_pb2.Group(
+        uid=9, tokens=[5, 6], prompt_length=2, max_new_tokens=3, end_ids=[2], sampling=shard_pb2.Sampling()
+    )
+
+
+def test_every_setting_of_sampling_reaches_the_wire() -> None:
+    sampling = Sampling(
+        temperature=0.5,
+        top_k=3,
+        top_p=0.25,
+        min_p=0.125,
+        typical_p=0.75,
+        repetition_penalty=1.5,
+        frequency_penalty=0.5,
+        presence_penalty=-0.5,
+        logit_bias=((4, 2.0), (5, -2.0)),
+        seed=2**64 - 1,
+        final_logprobs=True,
+    )
+    sent = group(1, Request(prompt=(1,), max_new_tokens=1, sampling=sampling, top_n=4, prompt_logprobs=True))
+    assert (sent.top_n, sent.prompt_logprobs) == (4, True)
+    assert sent.sampling == shard_pb2.Sampling(
+        temperature=0.5,
+        top_k=3,
+        top_p=0.25,
+        min_p=0.125,
+        typical_p=0.75,
+        repetition_penalty=1.5,
+        frequency_penalty=0.5,
+        presence_penalty=-0.5,
+        bias_ids=[4, 5],
+        bias_values=[2.0, -2.0],
+        seed=2**64 - 1,
+        final_logprobs=True,
+    )

@@ -1,0 +1,164 @@
+"""Every rule about parameters, with TGI's words for it."""
+
+import asyncio
+import math
+import threading
+from typing import Any
+
+import pytest
+
+from penstock.router.config import RouterConfig
+from penstock.router.request import Refused, Request
+from penstock.router.text import Tokenizer
+from penstock.router.validation import LONG_TEXT, Parameters, Validator
+from penstock.tests.router.fake_batcher import LIMITS, make_tokenizer
+
+CONFIG = RouterConfig(folder="", model="m")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def validate(tokenizer: Tokenizer, prompt: Any = "hi", config: RouterConfig = CONFIG, **given: Any) -> Request:
+    return asyncio.run(Validator(config, tokenizer).request(prompt, Parameters(**given), LIMITS))
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": 0.0}, "`temperature` must be strictly positive"),
+    ({"temperature": -1.0}, "`temperature` must be strictly positive"),
+    ({"repetition_penalty": 0.0}, "`repetition_penalty` must be strictly positive"),
+    ({"frequency_penalty": 2.1}, "`frequency_penalty` must be >= -2.0 and <= 2.0"),
+    ({"presence_penalty": -2.1}, "`presence_penalty` must be >= -2.0 and <= 2.0"),
+    ({"top_k": 0}, "`top_k` must be strictly positive"),
+    ({"top_k": -1}, "`top_k` must be strictly positive"),
+    ({"top_p": 0.0}, "`top_p` must be > 0.0 and < 1.0"),
+    ({"top_p": 1.0}, "`top_p` must be > 0.0 and < 1.0"),
+    ({"typical_p": 1.5}, "`typical_p` must be > 0.0 and < 1.0"),
+    ({"min_p": 1.5}, "`min_p` must be >= 0.0 and <= 1.0"),
+    ({"max_new_tokens": 0}, "`max_new_tokens` must be strictly positive"),
+    ({"max_new_tokens": -5}, "`max_new_tokens` must be strictly positive"),
+    ({"stop": ["a"] * 5}, "`stop` supports up to 4 stop sequences. Given: 5"),
+    ({"stop": [""]}, "`stop` sequences must have from 1 to 1024 characters"),
+    ({"stop": ["a" * 1025]}, "`stop` sequences must have from 1 to 1024 characters"),
+    ({"truncate": 0}, "`truncate` must be strictly positive and less than 100. Given: 0"),
+    ({"truncate": 101}, "`truncate` must be strictly positive and less than 100. Given: 101"),
+    ({"top_n_tokens": 6}, "`top_n_tokens` must be >= 0 and <= 5. Given: 6"),
+    ({"top_n_tokens": -1}, "`top_n_tokens` must be >= 0 and <= 5. Given: -1"),
+    ({"best_of": 2}, "you must use sampling when `best_of` is > 1"),
+    ({"best_of": 2, "do_sample": True, "seed": 1}, "`seed` must not be set when `best_of` > 1"),
+    ({"best_of": 3, "do_sample": True}, "`best_of` must be > 0 and <= 2. Given: 3"),
+    ({"best_of": 0}, "`best_of` must be > 0 and <= 2. Given: 0"),
+    ({"best_of": 2, "do_sample": True}, "`best_of` != 1 is not allowed for this endpoint"),
+    ({"seed": -1}, "`seed` must be an unsigned integer of 64 bits. Given: -1"),
+    ({"seed": 2**64}, f"`seed` must be an unsigned integer of 64 bits. Given: {2**64}"),
+    ({"logit_bias": {5: 101.0}}, "`logit_bias` must be >= -100.0 and <= 100.0"),
+    ({"logit_bias": {300: 1.0}}, "`logit_bias` has the token id 300; the model knows 0 to 299"),
+    ({"end_ids": [-1]}, "`stop_token_ids` has the token id -1; the model knows 0 to 299"),
+    ({"prompt": ""}, "`inputs` cannot be empty"),
+    ({"prompt": []}, "`inputs` cannot be empty"),
+    ({"prompt": [1, 300]}, "`inputs` has the token id 300; the model knows 0 to 299"),
+    ({"prompt": "x" * 100}, "`inputs` must have less than 100 tokens. Given: 101"),
+    (
+        {"prompt": "x" * 50, "max_new_tokens": 100},
+        "`inputs` tokens + `max_new_tokens` must be <= 128. Given: 51 `inputs` tokens and 100 `max_new_tokens`",
+    ),
+    (
+        {"max_new_tokens": 10**30},
+        f"`inputs` tokens + `max_new_tokens` must be <= 128. Given: 3 `inputs` tokens and {10**30} `max_new_tokens`",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), BAD)
+def test_it_is_refused_in_tgis_words(tokenizer: Tokenizer, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(Refused) as refused:
+        validate(tokenizer, **given)
+    assert str(refused.value) == message
+    assert refused.value.parameter is not None
+
+
+@pytest.mark.parametrize(
+    "name", ["temperature", "repetition_penalty", "frequency_penalty", "presence_penalty", "top_p", "typical_p", "min_p"]
+)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e39])
+def test_numbers_that_are_none_are_refused_by_name(tokenizer: Tokenizer, name: str, value: float) -> None:
+    with pytest.raises(Refused, match=f"`{name}`"):
+        validate(tokenizer, **{name: value})
+
+
+def test_numbers_that_32_bits_make_zero_are_zero(tokenizer: Tokenizer) -> None:
+    with pytest.raises(Refused, match="strictly positive"):
+        validate(tokenizer, temperature=1e-300)
+
+
+def test_max_best_of_one_allows_none(tokenizer: Tokenizer) -> None:
+    with pytest.raises(Refused, match="`best_of` != 1 is not allowed"):
+        validate(tokenizer, config=RouterConfig(folder="", model="m", max_best_of=1), best_of=3, do_sample=True)
+
+
+def test_nothing_said_is_greedy_to_the_end(tokenizer: Tokenizer) -> None:
+    request = validate(tokenizer)
+    assert request.prompt == tuple(tokenizer.encode("hi"))
+    assert request.max_new_tokens == 128 - 3
+    assert request.sampling.temperature == 0.0
+    assert request.sampling.seed == 0
+    assert request.end_ids == tokenizer.eos_ids == (1,)
+
+
+@pytest.mark.parametrize("given", [{"do_sample": True}, {"top_k": 3}, {"top_p": 0.9}, {"typical_p": 0.9}, {"temperature": 1.0}])
+def test_any_of_these_means_sampling(tokenizer: Tokenizer, given: dict[str, Any]) -> None:
+    request = validate(tokenizer, **given)
+    assert request.sampling.temperature == 1.0
+    assert 0 < request.sampling.seed < 2**64
+    assert validate(tokenizer, **given).sampling.seed != request.sampling.seed
+
+
+def test_what_is_given_arrives(tokenizer: Tokenizer) -> None:
+    request = validate(
+        tokenizer,
+        temperature=0.5,
+        top_k=10**12,
+        top_p=0.9,
+        min_p=0.1,
+        typical_p=0.8,
+        repetition_penalty=1.2,
+        frequency_penalty=0.3,
+        presence_penalty=0.4,
+        logit_bias={3: -100.0},
+        seed=2**64 - 1,
+        max_new_tokens=125,
+        stop=["a", "b", "a"],
+        ignore_eos=True,
+        top_n_tokens=5,
+        final_logprobs=True,
+    )
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 300, 0.9, 0.1)
+    assert (sampling.typical_p, sampling.repetition_penalty) == (0.8, 1.2)
+    assert (sampling.frequency_penalty, sampling.presence_penalty) == (0.3, 0.4)
+    assert (sampling.logit_bias, sampling.seed, sampling.final_logprobs) == (((3, -100.0),), 2**64 - 1, True)
+    assert (request.max_new_tokens, request.stop, request.end_ids, request.top_n) == (125, ("a", "b"), (), 5)
+
+
+def test_truncate_keeps_the_end(tokenizer: Tokenizer) -> None:
+    assert validate(tokenizer, "x" * 200 + "abc", truncate=3).prompt == tuple(tokenizer.encode("abc", False))
+
+
+def test_token_ids_are_taken_as_they_are(tokenizer: Tokenizer) -> None:
+    assert validate(tokenizer, [7, 8, 299]).prompt == (7, 8, 299)
+
+
+def test_long_texts_are_tokenized_beside_the_event_loop(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+    encode = tokenizer.encode
+
+    def spy(text: str, add_special_tokens: bool = True) -> list[int]:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return encode(text, add_special_tokens)
+
+    monkeypatch.setattr(tokenizer, "encode", spy)
+    for text in ("short", "x" * (LONG_TEXT + 1)):
+        validate(tokenizer, text, truncate=5)
+    assert threads == [True, False]
