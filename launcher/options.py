@@ -149,7 +149,7 @@ class Options:
     )
     max_batch_prefill_tokens: int = option(
         BATCHING,
-        "most tokens computed in a step; longer prompts are computed in chunks",
+        "most tokens computed in a step; longer prompts are computed in chunks (default: 4096 on a GPU, 512 on a CPU)",
         default=ROUTER.max_batch_prefill_tokens,
         kind=count,
     )

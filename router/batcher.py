@@ -23,6 +23,7 @@ from .request import Alternative, Broken, Finish, Limits, NotReady, Overloaded, 
 from .scheduler import BATCH, Action, Bounds, Decode, Filter, Job, Prefill, Scheduler, largest_step
 from .shards import Shards, group
 
+STEP_TOKENS, CPU_STEP_TOKENS = 4096, 512  # of a step, unless the operator says: see `_step_tokens`
 REASONS = {1: "eos_token", 2: "length"}  # by StepReply.finishes
 
 Item = Prompt | Token | Finish
@@ -64,7 +65,7 @@ def bounds_of(config: RouterConfig, info: shard_pb2.InfoReply, warm: shard_pb2.W
     """What a request may ask and what may run at once, from settings, model and memory. Raises Misconfigured."""
     capacity = warm.pages * warm.page_size
     pool = f"the pool's capacity of {capacity} ({warm.pages} pages of {warm.page_size})"
-    more = "or give the pool more memory (--kv-pages, --memory-fraction, more shards)"
+    more = "or give the pool more memory (--kv-pages, --cuda-memory-fraction, more shards)"
     batch = config.max_batch_total_tokens or capacity
     if batch > capacity:
         raise Misconfigured(f"--max-batch-total-tokens {batch} is more than {pool}: lower it, {more}")
@@ -87,13 +88,18 @@ def bounds_of(config: RouterConfig, info: shard_pb2.InfoReply, warm: shard_pb2.W
     bounds = Bounds(
         pages=warm.pages,
         page_size=warm.page_size,
-        step_tokens=config.max_batch_prefill_tokens,
+        step_tokens=_step_tokens(config, info),
         total_tokens=batch,
         groups=_groups(config),
         waiting_tokens=config.max_waiting_tokens,
         waiting_served_ratio=config.waiting_served_ratio,
     )
     return limits, bounds
+
+
+def _step_tokens(config: RouterConfig, info: shard_pb2.InfoReply) -> int:
+    """Most query tokens in a step. A CPU computes a few hundred a second, and streams wait while a step runs."""
+    return config.max_batch_prefill_tokens or (CPU_STEP_TOKENS if info.device == "cpu" else STEP_TOKENS)
 
 
 def _groups(config: RouterConfig) -> int:
@@ -164,7 +170,7 @@ class Batcher:
         await self._shards.connect()
         warm = await self._shards.warm_up(
             shard_pb2.WarmupRequest(
-                max_step_tokens=largest_step(config.max_batch_prefill_tokens, groups),
+                max_step_tokens=largest_step(_step_tokens(config, self._shards.info), groups),
                 max_step_rows=groups,
                 max_total_tokens=config.max_total_tokens,
             )

@@ -21,7 +21,7 @@ class RouterConfig:
     max_client_batch_size: int = 4
     max_input_tokens: int = 0  # 0: max_total_tokens - 1
     max_total_tokens: int = 0  # 0: min(pool's capacity, model's positions)
-    max_batch_prefill_tokens: int = 4096  # most query tokens in a step; may be smaller than a prompt
+    max_batch_prefill_tokens: int = 0  # most query tokens in a step; may be smaller than a prompt; 0: by the shards' device
     max_batch_total_tokens: int = 0  # 0: the pool's capacity
     max_batch_size: int = 0  # most groups that run at once; 0: no limit
     max_waiting_tokens: int = 20

@@ -4,16 +4,14 @@ Knows the limits and the tokenizer. Knows no HTTP and no JSON; both APIs use it.
 """
 
 import asyncio
-import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .config import RouterConfig
 from .request import Limits, Refused, Request, Sampling
-from .text import Tokenizer
+from .text import LONG_TEXT, Tokenizer
 
-LONG_TEXT = 8192  # characters; longer ones are tokenized beside the event loop: 100k take 50 ms and more
 MAX_STOP_CHARACTERS = 1024
 LARGEST_FLOAT = 3.4e38  # the shards compute in 32 bit
 SMALLEST_FLOAT = 1.2e-38
@@ -145,7 +143,7 @@ def _check_best_of(given: Parameters, most: int) -> None:
 
 
 def _finite(name: str, value: float) -> None:
-    if not math.isfinite(value) or abs(value) > LARGEST_FLOAT:
+    if not abs(value) <= LARGEST_FLOAT:  # so that NaN fails too, and integers of any size can be compared
         raise Refused(f"`{name}` must be a finite number of 32 bits", name)
 
 

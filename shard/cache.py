@@ -27,9 +27,9 @@ class Cache:
 
     def clear(self, pages: Iterable[int]) -> None:
         """Zeroes `pages`: what is masked must still be finite, so numbers that are not must not outlive their request."""
-        for page in pages:
-            for cache in self.layers:
-                cache[page * self.page_size : (page + 1) * self.page_size] = 0
+        rows = torch.tensor(list(pages), dtype=torch.int64, device=self.layers[0].device)
+        for cache in self.layers:
+            cache.view(len(cache) // self.page_size, -1).index_fill_(0, rows, 0)
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

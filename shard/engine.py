@@ -139,7 +139,7 @@ class Engine:
 
     def _decodes(self, batches: Iterable[int]) -> list[Run]:
         groups = [group for uid in dict.fromkeys(batches) if uid in self.batches for group in self.batches[uid].groups]
-        ready = [group for group in groups if all(s.lacking == 1 and s.generated for s in group.sequences)]
+        ready = [group for group in groups if all(s.running and s.lacking == 1 for s in group.sequences)]
         return [Run(group, self.strategy.draft(group), sampled=True) for group in ready]
 
     @torch.inference_mode()
@@ -218,12 +218,15 @@ class Engine:
             own = [choice for choice in picks[group.uid] if choice is not None]
             if len(own) < len(picks[group.uid]):
                 outcome.failed.append((group.uid, "the model's logits are not finite numbers: non_finite_logits"))
-                self.cache.clear({page for sequence in group.sequences for page in sequence.pages})
+                for sequence in group.sequences:
+                    sequence.running = False
                 self.filter([group.uid])
                 return
             if group.prompt_logprobs:
                 outcome.prompts.append((group.uid, group.prompt_scores))
                 group.prompt_logprobs = False
+            for sequence in group.sequences:
+                sequence.running = True
             verdict = self.strategy.judge(group, own)
             outcome.emitted += [(group.uid, emitted) for emitted in verdict.emitted]
             if verdict.ended:
@@ -233,8 +236,10 @@ class Engine:
 
     def _release(self, group: Group) -> None:
         for sequence in group.sequences:
+            if not sequence.running:
+                self.cache.clear(sequence.pages)
             self.pool.release(sequence.pages)
-            sequence.pages, sequence.computed = [], 0
+            sequence.pages, sequence.computed, sequence.running = [], 0, False
 
 
 def _chunk(group: Group, count: int) -> Run:

@@ -41,6 +41,7 @@ class Sequence:
     choice: int = 0  # which of the group's sequences: part of the key of its noise
     computed: int = 0  # tokens whose keys and values are in `pages`
     pages: list[int] = field(default_factory=list)
+    running: bool = False  # a token was chosen from what is in `pages`: it can be decoded, and all numbers there are finite
 
     @property
     def generated(self) -> int:

@@ -6,7 +6,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from ..config import RouterConfig
-from ..request import Failure, Refused
+from ..request import Failure
 from ..text import Tokenizer
 from ..validation import Validator
 from .body import json_response
@@ -70,12 +70,12 @@ def _problems(metrics: Metrics) -> Middleware:
             return await handler(request)
         except Failure as failure:
             problem = problem_of(failure)
-            if isinstance(failure, Refused):  # it never came to the batcher, which counts all others
-                metrics.failed("validation")
         except Rejected as rejected:
             problem = rejected.problem
         except web.HTTPException as error:
             problem = _problem_of_http(error)
+        if problem.kind == "validation":  # it never came to the batcher, which counts all others
+            metrics.failed("validation")
         if request.path.startswith(OPENAI_PATH):
             return _response(as_openai(problem), openai_body(problem))
         return _response(problem, tgi_body(problem))

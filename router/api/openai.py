@@ -193,7 +193,9 @@ class OpenAI:
         # As in TGI, an answer that the client has begun is continued, unless it says otherwise.
         continued = body.continue_final_message
         if continued is None:
-            continued = messages[-1]["role"] == "assistant" and not body.add_generation_prompt
+            last = messages[-1]
+            begun = last["role"] == "assistant" and isinstance(last.get("content"), str)
+            continued = begun and not body.add_generation_prompt
         return self._tokenizer.render_chat(
             messages,
             add_generation_prompt=body.add_generation_prompt is not False,

@@ -121,7 +121,7 @@ class Layer:
         rotate(turned, rotary)
         cache.write(self.index, step.slots, joint[:, heads * size :])
         query = joint[:, : heads * size].view(len(x), heads, size)
-        return attention(query, cache.layers[self.index], step.blocks, self.window, size**-0.5).view(len(x), -1)
+        return attention(query, cache.layers[self.index], step.blocks, self.window, size**-0.5).flatten(1)
 
 
 class Decoder:

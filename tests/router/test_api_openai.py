@@ -211,6 +211,8 @@ def test_an_answer_that_was_begun_is_continued(tokenizer: Tokenizer) -> None:
         begun, asked, new = (tokenizer.decode(request.prompt) for request in server.batcher.requests)
         assert begun == asked == "[user]hi[assistant]Well"
         assert new == "[user]hi[assistant]Well[assistant]"
+        called = [*CHAT["messages"], {"role": "assistant", "content": None, "tool_calls": []}]  # type: ignore[misc]
+        assert (await server.post(CHAT_PATH, {"messages": called}))[0] == 200
         both = {"messages": messages, "continue_final_message": True, "add_generation_prompt": True}
         assert (await server.post(CHAT_PATH, both))[0] == 400
 

@@ -222,6 +222,11 @@ BODIES: list[tuple[bytes, int]] = [
     (b'{"inputs": "a", "parameters": {"max_new_tokens": -1}}', 422),
     (b'{"inputs": "a", "parameters": {"max_new_tokens": 99999999999999999999999999}}', 422),
     (b'{"inputs": "a", "parameters": {"logit_bias": {"x": 1}}}', 422),
+    (b'{"inputs": "a", "parameters": {"seed": ' + b"9" * 5000 + b"}}", 422),
+    (b'{"inputs": "a", "parameters": {"max_new_tokens": ' + b"9" * 4000 + b"}}", 422),
+    (b'{"inputs": "a", "parameters": {"top_k": ' + b"9" * 5000 + b"}}", 422),
+    (b'{"inputs": "a", "parameters": {"temperature": ' + b"9" * 400 + b"}}", 422),
+    (b'{"inputs": "a", "parameters": {"logit_bias": {"' + b"9" * 5000 + b'": 1}}}', 422),
 ]
 
 
@@ -233,6 +238,7 @@ def test_bad_bodies(tokenizer: Tokenizer, data: bytes, expected: int) -> None:
             assert status == expected, body
             assert body["error_type"] == "validation"
             assert set(body) == {"error", "error_type"}
+        assert server.metrics.failures == ["validation"] * 3
         assert (await server.post("/generate", HELLO))[0] == 200  # unharmed
 
     serve(tokenizer, test)

@@ -2,6 +2,7 @@
 
 import json
 import random
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from penstock.router.request import Refused
-from penstock.router.text import Tokenizer, Unusable
+from penstock.router.text import LONG_TEXT, Tokenizer, Unusable
 
 CORPUS = ["the cat sat on the mat and the dog sat too", "naïve café 你好世界 你 好", "👩‍👧‍👦 👍🏽 e\u0301 नमस्ते ", "a\n\n  b\tc"]
 TEXTS = [
@@ -257,6 +258,22 @@ def test_it_is_fast_enough(tmp_path: Path) -> None:
     for id in ids:
         stream.push(id)
     assert (time.thread_time() - start) / len(ids) < 20e-6
+
+
+def test_a_long_text_leaves_the_interpreter_to_others(tmp_path: Path) -> None:
+    """`encode` of tokenizers holds the lock to the end: no thread would help."""
+    tokenizer = save(tmp_path, byte_level())
+    text = "the cat sat on the mat 你好 " * 20_000
+    assert tokenizer.encode(text[: 5 * LONG_TEXT]) == tokenizer._tokenizer.encode(text[: 5 * LONG_TEXT]).ids
+    ended: list[int] = []
+    turns = 0
+    thread = threading.Thread(target=lambda: ended.append(len(tokenizer.encode(text))))
+    thread.start()
+    while not ended:
+        turns += 1
+        time.sleep(0.001)
+    thread.join()
+    assert turns > 10
 
 
 def test_offsets_count_bytes(tmp_path: Path) -> None:

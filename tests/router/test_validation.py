@@ -9,8 +9,8 @@ import pytest
 
 from penstock.router.config import RouterConfig
 from penstock.router.request import Refused, Request
-from penstock.router.text import Tokenizer
-from penstock.router.validation import LONG_TEXT, Parameters, Validator
+from penstock.router.text import LONG_TEXT, Tokenizer
+from penstock.router.validation import Parameters, Validator
 from penstock.tests.router.fake_batcher import LIMITS, make_tokenizer
 
 CONFIG = RouterConfig(folder="", model="m")

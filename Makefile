@@ -1,0 +1,59 @@
+# From a clean clone, in a folder of any name: `make serve` runs a server, `make test` runs the tests. Neither needs anything before.
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/installed
+MODEL ?=
+FLAGS ?=
+# torch on its own first, and pinned to what is tested: left to itself pip takes the newest, and with it, even where there is no GPU,
+# gigabytes of CUDA. The package itself accepts 2.11 and newer. Another build: make install TORCH='torch==2.13.0 --index-url ...'
+TORCH := torch==2.13.0
+
+CHECKED := proto kernels shard router launcher demo benchmarks  # as in pyproject.toml
+
+.PHONY: install serve plan test lint format proto bench clean
+
+install: $(INSTALLED)
+
+# Made again when the dependencies change, and only then.
+$(INSTALLED): pyproject.toml
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "penstock needs Python 3.11 or newer: make PYTHON=python3.12 ..."'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	touch $(INSTALLED)
+
+# make serve MODEL=folder FLAGS='--port 8080'
+serve: $(INSTALLED)
+	@$(BIN)/penstock serve $(MODEL) $(FLAGS)
+
+plan: $(INSTALLED)
+	@$(BIN)/penstock plan $(MODEL) $(FLAGS)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+# The root is the package, and tools take the checkout's folder for its name: through this link that is always `penstock`.
+build/penstock:
+	mkdir -p build
+	ln -sfn .. build/penstock
+
+lint: $(INSTALLED) build/penstock
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	cd build && ../$(BIN)/mypy --config-file ../pyproject.toml --explicit-package-bases $(CHECKED:%=penstock/%)
+
+format: $(INSTALLED)
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+# Through the link the generated module lands in proto/ and says `penstock.proto`.
+proto: $(INSTALLED) build/penstock
+	$(BIN)/python -m grpc_tools.protoc -Ipenstock/proto=proto --python_out=build --pyi_out=build penstock/proto/shard.proto
+
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/cpu.py
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

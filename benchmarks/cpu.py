@@ -1,0 +1,261 @@
+"""penstock over HTTP against other engines on one core, all in one run: tokens per CPU-second and their ratios.
+
+    python benchmarks/cpu.py                                   what is installed here
+    python benchmarks/cpu.py --python vllm=PATH/bin/python     an engine that lives in another environment
+
+Machines are shared, so CPU time of the whole process tree is measured, with one compute thread, and the engines take turns;
+medians are printed. Decode is the difference between a long and a one-token answer to the same prompts.
+"""
+
+import argparse
+import asyncio
+import importlib.util
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import torch
+
+from penstock.benchmarks import checkpoint, limits
+
+HERE = Path(__file__).parent
+PROMPT = 16  # tokens: short, so that what is subtracted adds no noise
+MODULES = {
+    "transformers": "transformers",
+    "transformers-continuous": "transformers",
+    "vllm": "vllm",
+    "onnxruntime": "onnxruntime_genai",
+    "openvino": "openvino_genai",
+    "llamacpp": "llama_cpp",
+}
+GOALS = {  # of issue 2, against these peers
+    ("transformers", "decode 1"): 1.15,
+    ("transformers", "decode 8"): 1.4,
+    ("transformers", "decode 32"): 1.25,
+    ("transformers", "prefill 512"): 1.05,
+    ("transformers-continuous", "decode 8"): 2.0,
+    ("transformers-continuous", "decode 32"): 2.9,
+}
+Prompts = list[list[int]]
+
+
+@dataclass
+class Engine:
+    """Something that answers workloads: `run(prompts, new)` returns CPU seconds of its process tree."""
+
+    name: str
+    run: Callable[[Prompts, int], float]
+    stop: Callable[[], None]
+    speeds: dict[str, list[float]] = field(default_factory=dict)
+
+
+def tree_cpu(root: int) -> float:
+    """CPU seconds that a process and its living descendants have used."""
+    parents: dict[int, int] = {}
+    used: dict[int, float] = {}
+    ticks = os.sysconf("SC_CLK_TCK")
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                values = (entry / "stat").read_text().rpartition(")")[2].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            parents[int(entry.name)] = int(values[1])
+            used[int(entry.name)] = (int(values[11]) + int(values[12])) / ticks
+
+    def below(pid: int) -> bool:
+        while pid in parents and pid != root:
+            pid = parents[pid]
+        return pid == root
+
+    return sum(seconds for pid, seconds in used.items() if below(pid))
+
+
+def penstock(folder: Path) -> Engine:
+    """Our own server, asked over HTTP with a stream per prompt."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    began = time.perf_counter()
+    command = [sys.executable, "-m", "penstock.launcher", "serve", str(folder), "--port", str(port), "--hostname", "127.0.0.1"]
+    log = open(folder.parent / "penstock.log", "w")  # noqa: SIM115 - the server writes to it until `stop`
+    server = subprocess.Popen([*command, "--threads", "1", "--max-total-tokens", "1024"], stdout=log, stderr=log)
+    asyncio.run(_ready(port, server))
+    print(f"penstock: ready {time.perf_counter() - began:.1f} s after its start")
+
+    def run(prompts: Prompts, new: int) -> float:
+        before = tree_cpu(server.pid)
+        tokens = asyncio.run(_ask(port, prompts, new))
+        assert tokens == len(prompts) * new, f"{tokens} tokens came, {len(prompts) * new} were asked for"
+        return tree_cpu(server.pid) - before
+
+    def stop() -> None:
+        server.send_signal(signal.SIGTERM)
+        server.wait(30)
+        log.close()
+
+    return Engine("penstock", run, stop)
+
+
+async def _ready(port: int, server: "subprocess.Popen[bytes]") -> None:
+    async with aiohttp.ClientSession() as session:
+        while server.poll() is None:
+            try:
+                async with session.get(f"http://127.0.0.1:{port}/health") as answer:
+                    if answer.status == 200:
+                        return
+            except aiohttp.ClientError:
+                pass
+            await asyncio.sleep(0.05)
+    raise SystemExit("penstock did not start: see penstock.log beside the model")
+
+
+async def _ask(port: int, prompts: Prompts, new: int) -> int:
+    timeout = aiohttp.ClientTimeout(total=3600)
+    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+        return sum(await asyncio.gather(*(_stream(session, port, prompt, new) for prompt in prompts)))
+
+
+async def _stream(session: aiohttp.ClientSession, port: int, prompt: list[int], new: int) -> int:
+    body = {"model": "", "prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True, "stream": True}
+    body["stream_options"] = {"include_usage": True}
+    used = 0
+    async with session.post(f"http://127.0.0.1:{port}/v1/completions", json=body) as answer:
+        if answer.status != 200:
+            raise SystemExit(f"penstock answered {answer.status}: {await answer.text()}")
+        async for line in answer.content:
+            if line.startswith(b"data: {"):
+                used = (json.loads(line[6:]).get("usage") or {}).get("completion_tokens", used)
+    return used
+
+
+def peer(name: str, python: str, folder: Path) -> Engine:
+    """Another engine, in a process of `python`."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    log = open(folder.parent / f"{name}.log", "w")  # noqa: SIM115 - the peer writes to it until `stop`
+    process = subprocess.Popen(
+        [python, str(HERE / "peer.py"), name, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        env=environment,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    to, back = process.stdin, process.stdout
+    if not back.readline():
+        raise RuntimeError(f"{name} did not start: see {log.name}")
+
+    def run(prompts: Prompts, new: int) -> float:
+        before = tree_cpu(process.pid)
+        to.write(json.dumps({"prompts": prompts, "new": new}) + "\n")
+        to.flush()
+        answer = json.loads(back.readline() or "{}")
+        if answer.get("tokens") != len(prompts) * new:
+            raise RuntimeError(f"{name} answered {answer}: see {log.name}")
+        return tree_cpu(process.pid) - before
+
+    def stop() -> None:
+        to.close()
+        process.wait(30)
+        log.close()
+
+    return Engine(name, run, stop)
+
+
+def measure(engine: Engine, new: int, batches: list[int], prefill: int) -> None:
+    """One round of all workloads, into `engine.speeds`."""
+    numbers = random.Random(len(engine.speeds.get("decode 1", ())))
+
+    def prompts(count: int, length: int) -> Prompts:
+        return [[numbers.randrange(3, checkpoint.SHAPE["vocab_size"]) for _ in range(length)] for _ in range(count)]
+
+    for batch in batches:
+        asked = prompts(batch, PROMPT)
+        short, long = engine.run(asked, 1), engine.run(asked, new)
+        engine.speeds.setdefault(f"decode {batch}", []).append(batch * (new - 1) / (long - short))
+    engine.speeds.setdefault(f"prefill {prefill}", []).append(prefill / engine.run(prompts(1, prefill), 1))
+
+
+def report(engines: list[Engine], parameters: int, element: int, print_goals: bool) -> dict[str, Any]:
+    """Prints the table and returns it."""
+    bandwidth, flops, how = limits.measure()
+    print(f"\nlimits of one thread: {bandwidth / 1e9:.1f} GB/s read, {flops / 1e9:.0f} GFLOP/s ({how})\n")
+    works = list(engines[0].speeds)
+    ours = {work: statistics.median(engines[0].speeds[work]) for work in works}
+    print(f"{'tokens per CPU-second':28}" + "".join(f"{work:>16}" for work in works))
+    table: dict[str, Any] = {"bandwidth": bandwidth, "flops": flops, "engines": {}}
+    for engine in engines:
+        medians = {work: statistics.median(engine.speeds[work]) for work in works}
+        table["engines"][engine.name] = medians
+        cells = "".join(f"{medians[work]:9.1f}" + (f" {ours[work] / medians[work]:5.2f}x" if engine is not engines[0] else " " * 7)
+                        for work in works)  # fmt: skip
+        print(f"{engine.name:28}{cells}")
+    shares = [
+        f"{ours[w] / int(w.split()[1]) * parameters * element / bandwidth:15.0%} " if w[0] == "d" else " " * 16 for w in works
+    ]
+    print(f"{'penstock: share of bandwidth':28}" + "".join(shares))
+    print(f"{'penstock: share of FMA peak':28}" + "".join(f"{ours[w] * 2 * parameters / flops:15.0%} " for w in works))
+    for engine in engines[1:] if print_goals else ():
+        for work in works:
+            goal = GOALS.get((engine.name, work))
+            if goal:
+                ratio = ours[work] / statistics.median(engine.speeds[work])
+                print(f"goal {work} >= {goal}x {engine.name}: {ratio:.2f}x {'met' if ratio >= goal else 'MISSED'}")
+    return table
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("build/benchmark"), help="where the random-weight model is kept")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the checkpoint")
+    parser.add_argument("--peers", default=",".join(MODULES), help="comma-separated; those that are not installed are left out")
+    parser.add_argument("--python", action="append", default=[], metavar="PEER=PATH", help="interpreter that has this peer")
+    parser.add_argument("--new", type=int, default=64, help="tokens of a long answer")
+    parser.add_argument("--batches", default="1,8,32")
+    parser.add_argument("--prefill", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="write the table there, too")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    dtype = getattr(torch, options.dtype)
+    folder = checkpoint.write(options.folder.absolute() / f"random-200m-{options.dtype}", dtype)
+    pythons = dict(entry.split("=", 1) for entry in options.python)
+    names = [name for name in options.peers.split(",") if name in pythons or importlib.util.find_spec(MODULES[name])]
+    batches = [int(batch) for batch in options.batches.split(",")]
+    engines = []
+    for name in ["penstock", *names]:
+        try:
+            engine = penstock(folder) if name == "penstock" else peer(name, pythons.get(name, sys.executable), folder)
+            engine.run([[5] * PROMPT], 2)
+            engines.append(engine)
+        except RuntimeError as error:
+            print(f"{name} is left out: {error}")
+    for turn in range(options.rounds):
+        for engine in engines:
+            measure(engine, options.new, batches, options.prefill)
+            last = {work: round(speeds[-1], 1) for work, speeds in engine.speeds.items()}
+            print(f"round {turn + 1}: {engine.name} {last}", flush=True)
+    # Weights are kept in float32 by penstock where the processor has no bfloat16 units, so a step reads 4 bytes each.
+    table = report(engines, checkpoint.parameters_read(), 4, options.dtype == "float32")
+    if options.json:
+        options.json.write_text(json.dumps(table, indent=2))
+    for engine in engines:
+        engine.stop()
+
+
+if __name__ == "__main__":
+    main()

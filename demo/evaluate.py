@@ -1,0 +1,157 @@
+"""Knows how good the shipped weights are: right answers to held-out questions, and how often the draft agrees.
+
+    python -m penstock.demo.evaluate
+
+loads `model/` and `draft/` beside this file with transformers, in fp32, and answers greedily. It exits with 1 when a
+kind of question is answered right less than 9 times in 10, or the draft agrees on less than 70 % of the tokens.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
+
+from .grammar import KINDS, Question, questions
+
+HERE = Path(__file__).parent
+LEAST_RIGHT = 0.9
+LEAST_AGREEMENT = 0.7
+MOST_TOKENS = 240
+
+
+class Answer(NamedTuple):
+    """A question's prompt and the target's greedy reply, as tokens and as text."""
+
+    question: Question
+    prompt: list[int]
+    reply: list[int]
+    text: str
+
+    @property
+    def right(self) -> bool:
+        """Whether the reply ended by itself and answers the question."""
+        return len(self.reply) < MOST_TOKENS and self.question.check(self.text)
+
+
+def load_model(folder: Path) -> LlamaForCausalLM:
+    """The model in that folder, in fp32."""
+    model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer in that folder, with its chat template."""
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+    return tokenizer
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, question: Question) -> list[int]:
+    """The question as the model is to see it, up to where its reply begins."""
+    messages = [{"role": message["role"], "content": message["content"]} for message in question.messages]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return [int(token) for token in tokenizer.encode(str(text), add_special_tokens=False)]
+
+
+@torch.inference_mode()
+def answer(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, asked: Sequence[Question]) -> list[Answer]:
+    """The greedy reply to each question, all of them in one batch."""
+    prompts = [encode(tokenizer, question) for question in asked]
+    longest = max(map(len, prompts))
+    pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
+    tokens = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts])
+    output = model.generate(  # type: ignore[misc]
+        tokens, attention_mask=(tokens != pad).long(), do_sample=False, max_new_tokens=MOST_TOKENS, pad_token_id=pad
+    )
+    replies = [_until(row, end) for row in output[:, longest:].tolist()]
+    texts = [str(tokenizer.decode(reply, skip_special_tokens=True)) for reply in replies]
+    return [Answer(*each) for each in zip(asked, prompts, replies, texts, strict=True)]
+
+
+def _until(tokens: list[int], end: int) -> list[int]:
+    return tokens[: tokens.index(end) + 1] if end in tokens else tokens
+
+
+@torch.inference_mode()
+def agreed(draft: LlamaForCausalLM, given: Answer) -> int:
+    """How many tokens of the target's reply the draft would have said too, each after the target's own text."""
+    logits = draft(torch.tensor([given.prompt + given.reply])).logits[0]
+    said = logits[len(given.prompt) - 1 : -1].argmax(dim=-1)
+    return int((said == torch.tensor(given.reply)).sum())
+
+
+class Score(NamedTuple):
+    """Right answers of all answers, agreed tokens of all tokens, and some wrong answers."""
+
+    right: int
+    answers: int
+    agreed: int
+    tokens: int
+    wrong: list[Answer]
+
+
+def score(
+    target: LlamaForCausalLM,
+    draft: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    asked: Sequence[Question],
+    batch: int = 40,
+) -> Score:
+    """Answer all these questions and count."""
+    given: list[Answer] = []
+    for start in range(0, len(asked), batch):
+        given += answer(target, tokenizer, asked[start : start + batch])
+    return Score(
+        right=sum(each.right for each in given),
+        answers=len(given),
+        agreed=sum(agreed(draft, each) for each in given),
+        tokens=sum(len(each.reply) for each in given),
+        wrong=[each for each in given if not each.right],
+    )
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Measure the demo model on held-out questions.")
+    parser.add_argument("--folder", type=Path, default=HERE, help="folder with model/ and draft/")
+    parser.add_argument("--questions", type=int, default=200, help="questions of each kind")
+    parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
+    parser.add_argument("--show", type=int, default=0, help="wrong answers to show of each kind")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=1)
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Print the scores of each kind; 1 if any is too low."""
+    options = arguments()
+    torch.set_num_threads(options.threads)
+    target, draft = load_model(options.folder / "model"), load_model(options.folder / "draft")
+    tokenizer = load_tokenizer(options.folder / "model")
+    agreed_tokens = tokens = 0
+    weakest = 1.0
+    for kind in options.kinds:
+        started = time.monotonic()
+        result = score(target, draft, tokenizer, list(islice(questions(options.seed, kind), options.questions)))
+        weakest = min(weakest, result.right / result.answers)
+        agreed_tokens, tokens = agreed_tokens + result.agreed, tokens + result.tokens
+        print(
+            f"{kind:>13}: {result.right / result.answers:6.1%} right, draft agrees on "
+            f"{result.agreed / result.tokens:6.1%} of {result.tokens} tokens, {time.monotonic() - started:.0f} s",
+            flush=True,
+        )
+        for each in result.wrong[: options.show]:
+            print(
+                f"    {each.question.messages[-1]['content'][-100:]!r} -> {each.text!r}, not {each.question.answer!r}"
+            )
+    print(f"weakest kind {weakest:.1%} right, draft agrees on {agreed_tokens / tokens:.1%}")
+    return 0 if weakest >= LEAST_RIGHT and agreed_tokens / tokens >= LEAST_AGREEMENT else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""The command as a whole; its children are stand-ins."""
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from penstock.launcher import checkpoint, cli, greeting, hub, machine, plan
+from penstock.launcher.machine import Machine
+from penstock.launcher.options import Options
+from penstock.proto import settings
+from penstock.router.config import RouterConfig
+from penstock.shard.config import ShardConfig
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+}
+# Runs the command with stand-ins for children, which write what they were given into the folder `seen`.
+SCRIPT = """
+import sys
+from penstock.launcher import cli
+stand_in, seen, port = sys.argv[1:4]
+def command(module, configuration):
+    name = module.rpartition(".")[2]
+    return [sys.executable, "-S", stand_in, name, port, "serves" if name == "router" else "runs", "records", seen, configuration]
+cli._command = command
+sys.exit(cli.main(sys.argv[4:]))
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "penstock.launcher", *arguments], capture_output=True, text=True, timeout=60)
+
+
+def test_version_and_help() -> None:
+    assert run("--version").stdout.startswith("penstock 0.")
+    assert "penstock serve --help" in run().stdout
+    assert "--max-batch-prefill-tokens" in run("serve", "--help").stdout
+
+
+def test_help_needs_nothing_heavy() -> None:
+    code = (
+        "import sys; from penstock.launcher import cli\ntry: cli.main(['serve', '--help'])\nexcept SystemExit: pass\n"
+        "print(sorted({'torch', 'numpy', 'huggingface_hub', 'grpc', 'google.protobuf', 'aiohttp', 'asyncio'} & set(sys.modules)))"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert answer.stdout.endswith("\n[]\n")
+
+
+def test_a_mistake_is_one_line_and_exit_code_2() -> None:
+    for arguments in (["srve"], ["--nonsense"], ["serve", "--nonsense"], ["plan", "/no/such/folder"]):
+        answer = run(*arguments)
+        assert answer.returncode == 2
+        assert answer.stdout == ""
+        assert answer.stderr.startswith("penstock: error: ")
+        assert answer.stderr.count("\n") == 1
+    assert "did you mean penstock serve srve?" in run("srve").stderr
+
+
+def test_a_plan_starts_nothing(model: Path) -> None:
+    answer = run("plan", str(model), "--load-format", "dummy", "--kv-pages", "10", "--device", "cpu", "--num-shard", "2")
+    assert answer.returncode == 0
+    assert "ranks         2" in answer.stdout
+    assert "capacity      160 tokens" in answer.stdout
+
+
+def test_a_whole_life(model: Path, tmp_path: Path) -> None:
+    seen, temporary = tmp_path / "seen", tmp_path / "tmp"
+    seen.mkdir()
+    temporary.mkdir()
+    port = machine.free_port(0)
+    stand_in = str(Path(__file__).with_name("stand_in.py"))
+    flags = ["--load-format", "dummy", "--device", "cpu", "--num-shard", "2", "--threads", "3", "--port", str(port)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, stand_in, str(seen), str(port), "serve", str(model), *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "API_KEY": "secret!", "HF_TOKEN": "hf_secret!", "TMPDIR": str(temporary)},
+    )
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if "Ctrl-C stops it" in line:
+            process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == 0, lines
+    process.stdout.close()
+    text = "".join(lines)
+    assert f"at http://127.0.0.1:{port}" in text
+    assert "curl -N" in text
+    assert "secret!" not in text
+    assert list(temporary.iterdir()) == []
+
+    children = [json.loads(path.read_text()) for path in sorted(seen.iterdir(), key=lambda path: path.name)]
+    assert len(children) == 3
+    for arguments, environment, _ in children:
+        assert "secret!" not in str(arguments)
+        assert "secret!" not in str(environment)
+        assert environment["OMP_NUM_THREADS"] == "3"
+    router = settings.load(RouterConfig, children[0][2])
+    shards = sorted((settings.load(ShardConfig, child[2]) for child in children[1:]), key=lambda shard: shard.rank)
+    assert (router.api_key, router.port, router.folder) == ("secret!", port, str(model))
+    assert router.shards == tuple(shard.socket for shard in shards)
+    assert [shard.rank for shard in shards] == [0, 1]
+    assert len({shard.relay for shard in shards}) == 1
+    assert shards[0].relay
+    assert (shards[0].ranks, shards[0].threads, shards[0].load_format, shards[0].dtype) == (2, 3, "dummy", "float32")
+
+
+def test_a_port_in_use_is_noticed_before_anything_starts(model: Path) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        began = time.monotonic()
+        answer = run("serve", str(model), "--load-format", "dummy", "--port", str(server.getsockname()[1]))
+        assert time.monotonic() - began < 5
+    assert answer.returncode == 2
+    assert "is in use by process" in answer.stderr
+
+
+def test_options_reach_the_configs(tmp_path: Path) -> None:
+    asked = Options(
+        max_total_tokens=100, api_key="k", page_size=4, kv_pages=9, cuda_memory_fraction=0.5, master_port=1234, json_output=True
+    )
+    router = cli.router_config(asked, "name", tmp_path, ["a", "b"])
+    assert (router.max_total_tokens, router.api_key, router.model, router.shards) == (100, "k", "name", ("a", "b"))
+    model = checkpoint.Checkpoint(folder=tmp_path, config=CONFIG, dtype="float32", bytes=0, files=0)
+    planned = plan.divide(asked, model, Machine(cores=2, memory=1 << 30, fast_bfloat16=False))
+    [shard] = cli.shard_configs(asked, "name", planned, ["a"], "r")
+    assert (shard.page_size, shard.kv_pages, shard.memory_fraction, shard.master_port) == (4, 9, 0.5, 1234)
+    assert (shard.json_output, shard.relay, shard.socket, shard.model) == (True, "", "a", "name")
+
+
+def test_a_taken_master_port_is_avoided_unless_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "free_port", lambda preferred: preferred + 1)
+    model = checkpoint.Checkpoint(folder=tmp_path, config=CONFIG, dtype="float32", bytes=0, files=0)
+    for asked, expected in ((Options(num_shard=2), 29501), (Options(num_shard=2, master_port=29500), 29500), (Options(), 29500)):
+        planned = plan.divide(asked, model, Machine(cores=2, memory=1 << 30, fast_bfloat16=False))
+        assert {shard.master_port for shard in cli.shard_configs(asked, "n", planned, ["a", "b"], "r")} == {expected}
+
+
+def test_the_example_fits_the_model(tmp_path: Path) -> None:
+    assert "/generate_stream" in greeting.example("http://u", "n", tmp_path, key=False)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    text = greeting.example("http://u", "n", tmp_path, key=True)
+    assert "/v1/chat/completions" in text
+    assert "$API_KEY" in text
+    assert greeting.reachable("::") == "::1"
+    assert "http://[::1]:3000" in greeting.banner(Options(hostname="::"), "n", tmp_path, 1.0)
+
+
+def test_the_example_is_a_command_for_the_shell(tmp_path: Path) -> None:
+    """A shell splits it as curl needs it, apostrophes in a model's name included."""
+    words = shlex.split(greeting.example("http://u", "it's", tmp_path, key=False))
+    assert words[:3] == ["curl", "-N", "http://u/generate_stream"]
+    assert json.loads(words[-1])["inputs"]
+    (tmp_path / "chat_template.jinja").touch()
+    words = shlex.split(greeting.example("http://u", "it's", tmp_path, key=False))
+    assert json.loads(words[-1])["model"] == "it's"
+
+
+def test_a_bug_report_names_versions() -> None:
+    assert "torch 2." in greeting.describe()
+    assert hub.DEMO == "penstock-demo"

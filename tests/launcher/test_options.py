@@ -1,0 +1,119 @@
+"""Flags and environment variables."""
+
+import dataclasses
+
+import pytest
+
+from penstock.launcher import cli, options
+from penstock.launcher.mistake import Mistake
+from penstock.launcher.options import Options
+from penstock.router.config import RouterConfig
+from penstock.shard.config import ShardConfig
+
+
+def parse(line: str, **environment: str) -> Options:
+    return options.parse(cli._parsers()[1]["serve"], line.split(), environment)
+
+
+def test_silence_means_the_defaults() -> None:
+    assert parse("") == Options()
+    assert parse("").port == 3000
+    assert parse("").hostname == "0.0.0.0"
+
+
+def test_flags() -> None:
+    asked = parse("some/model -p 8080 --num-shard 2 --json-output --waiting-served-ratio 1.2 --sharded true --dtype bfloat16")
+    expected = Options(
+        model_id="some/model",
+        port=8080,
+        num_shard=2,
+        json_output=True,
+        waiting_served_ratio=1.2,
+        sharded=True,
+        dtype="bfloat16",
+    )
+    assert asked == expected
+
+
+def test_every_option_is_read_from_its_variable() -> None:
+    samples = {int: "7", float: "0.5", str: "text", bool: "true"}
+    for name, field in options.FIELDS.items():
+        if name in ("env", "max_input_tokens"):  # ENV is others' word; the second needs a larger max_total_tokens
+            continue
+        kind = type(field.default) if field.default is not None else bool
+        choices = field.metadata["choices"]
+        text = choices[-1] if choices else "127.0.0.1" if name == "hostname" else samples[kind]
+        asked = parse("", **{name.upper(): text})
+        assert str(getattr(asked, name)).lower() == text, name
+
+
+def test_env_is_a_flag_only() -> None:
+    assert not parse("", ENV="production").env
+    assert parse("-e").env
+
+
+def test_the_flag_wins() -> None:
+    assert parse("--port 1", PORT="2").port == 1
+    assert parse("--max-input-length 5", MAX_INPUT_TOKENS="6").max_input_tokens == 5
+    assert parse("here", MODEL_ID="there").model_id == "here"
+    assert parse("", PORT="").port == 3000  # an empty variable is none
+
+
+def test_a_machine_name_in_hostname_is_no_setting() -> None:
+    assert parse("", HOSTNAME="a1b2c3").hostname == "0.0.0.0"
+    assert parse("", HOSTNAME="127.0.0.1").hostname == "127.0.0.1"
+    assert parse("", HOSTNAME="::1").hostname == "::1"
+
+
+@pytest.mark.parametrize(
+    ("line", "environment", "words"),
+    [
+        ("", {"MAX_INPUT_TOKENS": "many"}, "MAX_INPUT_TOKENS=many: a whole number from 1 is needed"),
+        ("--port 70000", {}, "--port=70000: a port is at most 65535"),
+        ("--port 0", {}, "--port=0: a whole number from 1 is needed"),
+        ("--cuda-memory-fraction 1.5", {}, "--cuda-memory-fraction=1.5: a number above 0 and up to 1 is needed"),
+        ("--cuda-memory-fraction x", {}, "--cuda-memory-fraction=x: a number is needed"),
+        ("--waiting-served-ratio nan", {}, "--waiting-served-ratio=nan: a number from 0 is needed"),
+        ("", {"DTYPE": "int4"}, "DTYPE=int4: one of auto, float32, bfloat16, float16 is needed"),
+        ("", {"JSON_OUTPUT": "maybe"}, "JSON_OUTPUT=maybe: true or false is needed"),
+        ("--hostname nowhere", {}, "--hostname=nowhere: 'nowhere' does not appear to be an IPv4 or IPv6 address"),
+        ("--max-total-token 5", {}, "no flag --max-total-token: did you mean --max-total-tokens?"),
+        ("--max-totl-tokens=5", {}, "did you mean --max-total-tokens?"),
+        ("--max 5", {}, "no flag --max"),  # no abbreviations: a later flag could change their meaning
+        ("--xyzzy", {}, "no flag --xyzzy (penstock serve --help lists what there is)"),
+        ("--quantize awq", {}, "--quantize is text-generation-inference's, penstock has no such flag"),
+        ("one two", {}, "two is one argument too many"),
+        ("one --model-id two", {}, "MODEL says one and --model-id says two"),
+        ("--port", {}, "expected one argument (penstock serve --help lists what there is)"),
+        ("--max-input-tokens 5 --max-input-length 5", {}, "--max-input-tokens and --max-input-length mean the same"),
+        ("", {"MAX_INPUT_TOKENS": "5", "MAX_INPUT_LENGTH": "5"}, "MAX_INPUT_TOKENS and MAX_INPUT_LENGTH mean the same"),
+        ("--max-input-tokens 5 --max-total-tokens 5", {}, "--max-input-tokens 5 must be below --max-total-tokens 5"),
+        ("--sharded false --num-shard 2", {}, "contradict each other"),
+        ("--sharded true --num-shard 1", {}, "contradict each other"),
+    ],
+)
+def test_mistakes_are_named(line: str, environment: dict[str, str], words: str) -> None:
+    with pytest.raises(Mistake) as caught:
+        parse(line, **environment)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_flag_has_an_effect() -> None:
+    """It is a setting of a process, or the launcher's own."""
+    own = {"model_id", "huggingface_hub_cache", "num_shard", "sharded", "shard_uds_path", "cuda_memory_fraction", "env"}
+    settings = {field.name for config in (RouterConfig, ShardConfig) for field in dataclasses.fields(config)}
+    assert set(options.FIELDS) - settings == own
+
+
+def test_every_setting_of_the_router_has_a_flag() -> None:
+    found = {"folder", "model", "shards"}  # by the launcher itself
+    assert {field.name for field in dataclasses.fields(RouterConfig)} - set(options.FIELDS) == found
+
+
+def test_help_shows_every_flag_and_default() -> None:
+    text = " ".join(cli._parsers()[1]["serve"].format_help().split())
+    for name, field in options.FIELDS.items():
+        assert options.flag(name) in text
+        if field.default not in (0, "", None):
+            assert f"(default: {field.default})" in text

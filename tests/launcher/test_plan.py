@@ -1,0 +1,214 @@
+"""From files and a machine to a plan."""
+
+import json
+import struct
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.launcher import checkpoint, plan
+from penstock.launcher.checkpoint import Checkpoint
+from penstock.launcher.machine import Machine
+from penstock.launcher.mistake import Mistake
+from penstock.launcher.options import Options
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 256,
+    "dtype": "bfloat16",
+}
+MACHINE = Machine(cores=4, memory=8 << 20, fast_bfloat16=False)
+GPUS = replace(MACHINE, gpu_memory=(4 << 20, 3 << 20))
+
+
+def safetensors(path: Path, tensors: dict[str, tuple[str, int]], cut: int = 0) -> None:
+    """A file of zeros, `cut` bytes short: name -> (dtype, bytes)."""
+    header, position = {}, 0
+    for name, (dtype, size) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": [size], "data_offsets": [position, position + size]}
+        position += size
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + b"\0" * (position - cut))
+
+
+def folder(path: Path, **config: Any) -> Path:
+    (path / "config.json").write_text(json.dumps(CONFIG | config))
+    (path / "tokenizer.json").write_text("{}")
+    return path
+
+
+def whole(path: Path, **config: Any) -> Checkpoint:
+    safetensors(folder(path, **config) / "model.safetensors", {"a": ("BF16", 1000), "b": ("F32", 4)})
+    return checkpoint.read(path, "auto")
+
+
+def test_a_single_file(tmp_path: Path) -> None:
+    model = whole(tmp_path)
+    assert (model.dtype, model.bytes, model.files) == ("bfloat16", 1004, 1)
+
+
+def test_files_of_an_index(tmp_path: Path) -> None:
+    safetensors(folder(tmp_path) / "one.safetensors", {"a": ("F16", 10)})
+    safetensors(tmp_path / "two.safetensors", {"b": ("F16", 20)})
+    (tmp_path / checkpoint.INDEX).write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
+    model = checkpoint.read(tmp_path, "auto")
+    assert (model.dtype, model.bytes, model.files) == ("float16", 30, 2)
+    (tmp_path / "two.safetensors").unlink()
+    with pytest.raises(Mistake, match=r"lacks two.safetensors, which its index names: complete the download"):
+        checkpoint.read(tmp_path, "auto")
+
+
+def test_random_weights_need_no_files(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    model = checkpoint.read(tmp_path, "dummy")
+    assert (model.dtype, model.bytes, model.files) == ("bfloat16", 0, 0)
+
+
+def test_what_is_wrong_with_a_folder(tmp_path: Path) -> None:
+    def complaint() -> str:
+        with pytest.raises(Mistake) as caught:
+            checkpoint.read(tmp_path, "auto")
+        return str(caught.value)
+
+    assert "has no config.json" in complaint()
+    (tmp_path / "config.json").write_text("{")
+    assert "config.json can't be read" in complaint()
+    (tmp_path / "config.json").write_text("[]")
+    assert "holds no JSON object" in complaint()
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert "lacks tokenizer.json" in complaint()
+    folder(tmp_path)
+    assert "has no weights" in complaint()
+    (tmp_path / "pytorch_model.bin").touch()
+    assert "only as pytorch_model.bin, a pickle" in complaint()
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"123")
+    assert "is no safetensors file, or is cut short" in complaint()
+    weights.write_bytes(struct.pack("<Q", 1 << 60) + b"{}")
+    assert "is no safetensors file, or is cut short" in complaint()
+    weights.write_bytes(struct.pack("<Q", 2) + b"{:")
+    assert "has a broken header" in complaint()
+    weights.write_bytes(struct.pack("<Q", 8) + b'{"a": 1}')
+    assert "has a broken header" in complaint()
+    safetensors(weights, {"a": ("F32", 40)}, cut=1)
+    assert "is cut short, a lies beyond its end" in complaint()
+    safetensors(weights, {"a": ("I8", 40)})
+    assert "are I8: only F32, BF16, F16 can be loaded" in complaint()
+    (tmp_path / checkpoint.INDEX).write_text("{}")
+    assert "has no weight_map" in complaint()
+
+
+def test_the_arithmetic(tmp_path: Path) -> None:
+    """By hand: 2 layers; per token 2 (k, v) * 2 layers * 2 heads * 16 = 128 elements."""
+    model = whole(tmp_path)
+    planned = plan.divide(Options(page_size=4), model, MACHINE)
+    attention = 64 * (4 + 2 + 2) * 16 + 64 * 64
+    parameters = 2 * (attention + 3 * 64 * 128 + 2 * 64) + 2 * 100 * 64 + 64
+    assert planned.weight_bytes == 4 * parameters
+    assert planned.token_bytes == 4 * 128
+    assert planned.memory == int(0.9 * (8 << 20))
+    assert planned.pages == (planned.memory - 4 * parameters) // (4 * 4 * 128)
+    assert planned.capacity == 4 * planned.pages
+    assert (planned.device, planned.ranks, planned.dtype, planned.threads) == ("cpu", 1, "float32", 4)
+
+
+def test_ranks_share(tmp_path: Path) -> None:
+    planned = plan.divide(Options(num_shard=2), whole(tmp_path), MACHINE)
+    assert planned.token_bytes == 4 * 64
+    assert planned.memory == int(0.9 * (4 << 20))
+    assert planned.threads == 2
+    assert plan.divide(Options(num_shard=2), whole(tmp_path), replace(MACHINE, cores=1)).threads == 1
+    assert plan.divide(Options(num_shard=2, threads=3), whole(tmp_path), MACHINE).threads == 3
+
+
+def test_no_more_pages_than_requests_can_fill(tmp_path: Path) -> None:
+    """256 positions are 16 pages of 16."""
+    model = whole(tmp_path)
+    rich = replace(MACHINE, memory=1 << 40)
+    assert plan.divide(Options(), model, rich).pages == 128 * 16
+    assert plan.divide(Options(max_batch_size=3), model, rich).pages == 3 * 16
+    assert plan.divide(Options(max_concurrent_requests=2, max_total_tokens=17), model, rich).pages == 2 * 2
+
+
+def test_pages_by_the_operator(tmp_path: Path) -> None:
+    assert plan.divide(Options(kv_pages=3), whole(tmp_path), MACHINE).capacity == 48
+
+
+@pytest.mark.parametrize(
+    ("stored", "device", "fast", "asked", "expected"),
+    [
+        ("bfloat16", "cpu", False, "auto", "float32"),
+        ("bfloat16", "cpu", True, "auto", "bfloat16"),
+        ("float16", "cpu", True, "auto", "float32"),
+        ("float32", "cpu", True, "auto", "float32"),
+        ("float32", "cpu", False, "bfloat16", "bfloat16"),
+        ("bfloat16", "cuda", False, "auto", "bfloat16"),
+        ("float16", "cuda", False, "auto", "float16"),
+        ("float32", "cuda", False, "auto", "bfloat16"),
+        ("bfloat16", "cuda", False, "float32", "float32"),
+    ],
+)
+def test_number_formats(stored: str, device: str, fast: bool, asked: str, expected: str, tmp_path: Path) -> None:
+    model = replace(whole(tmp_path), dtype=stored)
+    assert plan.divide(Options(dtype=asked, device=device), model, replace(GPUS, fast_bfloat16=fast)).dtype == expected
+
+
+def test_gpus(tmp_path: Path) -> None:
+    model = whole(tmp_path)
+    assert plan.divide(Options(), model, MACHINE).device == "cpu"
+    assert plan.divide(Options(), model, GPUS).device == "cuda"
+    assert plan.divide(Options(device="cpu"), model, GPUS).device == "cpu"
+    assert plan.divide(Options(), model, GPUS).ranks == 1
+    both = plan.divide(Options(sharded=True), model, GPUS)
+    assert both.ranks == 2
+    assert both.memory == int(0.9 * (3 << 20))  # the smaller one's
+
+
+@pytest.mark.parametrize(
+    ("options", "config", "machine", "words"),
+    [
+        (Options(num_shard=3), {}, MACHINE, "4 attention heads can't be divided by 3 ranks: use --num-shard 1, 2"),
+        (Options(), {"architectures": ["GPT2LMHeadModel"]}, MACHINE, "architecture GPT2LMHeadModel is not supported"),
+        (Options(), {"hidden_act": "gelu"}, MACHINE, "hidden_act 'gelu' is not supported"),
+        (Options(max_total_tokens=257), {}, MACHINE, "--max-total-tokens 257 is more than the model's 256 positions"),
+        (Options(device="cuda"), {}, MACHINE, "nvidia-smi shows no GPU here"),
+        (Options(num_shard=4), {}, GPUS, "--num-shard 4, but there are 2 GPUs"),
+        (Options(sharded=True), {}, MACHINE, "--sharded true needs at least 2 GPUs"),
+        (
+            Options(kv_pages=1000),
+            {},
+            MACHINE,
+            "1000 pages 7.8 MiB per rank, but 7.2 MiB may be used (90% of 8.0 MiB): lower --kv-pages",
+        ),
+        (Options(), {}, replace(MACHINE, memory=300_000), "or halve the weights with --dtype bfloat16"),
+        (Options(dtype="bfloat16"), {}, replace(MACHINE, memory=150_000), "or take more ranks with --num-shard"),
+    ],
+)
+def test_what_cannot_run(options: Options, config: dict[str, Any], machine: Machine, words: str, tmp_path: Path) -> None:
+    model = whole(tmp_path, **config)
+    with pytest.raises(Mistake) as caught:
+        plan.divide(options, model, machine)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_table_is_aligned(tmp_path: Path) -> None:
+    lines = plan.table(plan.divide(Options(), whole(tmp_path), MACHINE), "a name").splitlines()
+    assert lines[0] == "model         a name"
+    assert all(line[13:14] in ("", " ") for line in lines)
+    assert "ranks         1, 4 threads each" in lines
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 30, "3.0 GiB"), (1 << 50, "1024.0 TiB")]
+)
+def test_sizes(count: int, text: str) -> None:
+    assert plan.size(count) == text

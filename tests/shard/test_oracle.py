@@ -1,0 +1,454 @@
+"""The shard computes what transformers computes, to 1e-4 in the logits and to the token, however the work is cut into steps, spread
+over ranks and pages, interrupted and mixed with other requests."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.kernels import attention, noise
+from penstock.shard import step
+from penstock.shard.cache import Cache
+from penstock.shard.engine import Engine
+from penstock.shard.parallel import Ranks
+from penstock.shard.sequence import Group, Sampling
+from penstock.shard.sequence import Sequence as Tokens
+from penstock.tests.shard import tiny
+from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
+from penstock.tests.shard.tiny import VOCABULARY, WINDOW
+
+FAMILIES = sorted(tiny.FAMILIES)
+COUNT = 12  # tokens generated
+TOLERANCE = 1e-4
+
+
+def prompt(seed: int, length: int, vocabulary: int = VOCABULARY) -> tuple[int, ...]:
+    chance = random.Random(seed)
+    return tuple(chance.randrange(vocabulary) for _ in range(length))
+
+
+def prompts(count: int, longest: int = 90, vocabulary: int = VOCABULARY) -> tuple[tuple[int, ...], ...]:
+    """Of lengths from 1 on, some beyond the largest page."""
+    chance = random.Random(count)
+    lengths = [chance.choice([1, 2, 15, 16, 17, longest, chance.randint(1, longest)]) for _ in range(count)]
+    return tuple(prompt(seed, length, vocabulary) for seed, length in enumerate(lengths))
+
+
+def requests(asked: Sequence[Sequence[int]], sampling: Sampling | None = None) -> list[Group]:
+    return [tiny.group(uid, tokens, COUNT, sampling) for uid, tokens in enumerate(asked)]
+
+
+def at_rest(engine: Engine) -> bool:
+    """Every page is back."""
+    return engine.pool.free == engine.pool.pages and not any(engine.pool._references)
+
+
+# Logits
+
+
+class Bench:
+    """A decoder and pages, without an engine: spans in, logits out."""
+
+    def __init__(self, name: str, page_size: int) -> None:
+        self.engine = tiny.engine(name, page_size, 1024)
+        self.cache: Cache = self.engine.cache
+
+    @torch.inference_mode()
+    def run(self, spans: Sequence[step.Span]) -> Tensor:
+        """[wanted rows, vocabulary]. The spans' tokens count as computed then, unless they are a tree."""
+        engine = self.engine
+        for span in spans:
+            engine.pool.extend(span.sequence.pages, span.sequence.computed + len(span.tokens))
+        plan = step.plan(spans, engine.pool.page_size, engine._windows, engine._elements, tiny.CPU)
+        logits = engine.decoder.logits(engine.decoder(plan, self.cache))
+        for span in spans:
+            span.sequence.computed += len(span.tokens) if span.parents is None else 0
+        assert logits is not None
+        return logits
+
+    def start(self, tokens: Sequence[int]) -> Tokens:
+        """A sequence of which all of `tokens` is computed."""
+        sequence = Tokens(list(tokens), len(tokens))
+        if tokens:
+            self.run([step.Span(sequence, sequence.tokens)])
+        return sequence
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "demo"])
+def test_logits_of_chunks_equal_transformers(name: str) -> None:
+    """Five prompts side by side, each cut at random places."""
+    chance = random.Random(1)
+    bench = Bench(name, 16)
+    asked = [prompt(seed, length) for seed, length in enumerate((1, 3, 17, 40, 90))]
+    sequences = [Tokens(list(tokens), len(tokens)) for tokens in asked]
+    found: list[list[Tensor]] = [[] for _ in asked]
+    while any(sequence.lacking for sequence in sequences):
+        going = [i for i, sequence in enumerate(sequences) if sequence.lacking and chance.random() < 0.7]
+        cuts = [chance.randint(1, min(30, sequences[i].lacking)) for i in going]
+        spans = [
+            step.Span(sequences[i], sequences[i].tokens[sequences[i].computed :][:cut], wanted=cut)
+            for i, cut in zip(going, cuts, strict=True)
+        ]
+        if spans:
+            for i, part in zip(going, bench.run(spans).split(cuts), strict=True):
+                found[i].append(part)
+    for tokens, parts in zip(asked, found, strict=True):
+        close(torch.cat(parts), tiny.expected_logits(name, tokens))
+
+
+# Trees
+
+
+def tree(nodes: int, seed: int) -> list[int]:
+    """Parents: several roots, branches and chains."""
+    chance = random.Random(seed)
+    return [chance.choice([-1, *range(i), *[i - 1] * i]) for i in range(nodes)]
+
+
+def check_tree(name: str, page_size: int) -> None:
+    """Trees of two sequences, a chain of drafts, a decode and a prompt's chunk in one step."""
+    bench = Bench(name, page_size)
+    base = [prompt(seed, length) for seed, length in ((1, 21), (2, 3), (3, 9), (4, 30), (5, 4))]
+    nodes = [prompt(10, 13), prompt(11, 9), prompt(12, 9), prompt(13, 1), prompt(14, 25)]
+    parents = [tree(13, 7), tree(9, 8), None, None, None]
+    sequences = [bench.start(tokens) for tokens in base]
+    spans = [
+        step.Span(sequence, own, parents=above, wanted=len(own))
+        for sequence, own, above in zip(sequences, nodes, parents, strict=True)
+    ]
+    rows = bench.run(spans).split([len(own) for own in nodes])
+    for start, own, above, logits in zip(base, nodes, parents, rows, strict=True):
+        for i in range(len(own)):
+            path = []
+            node = i
+            while node >= 0:
+                path.insert(0, own[node])
+                node = above[node] if above is not None else node - 1
+            close(logits[i], tiny.expected_logits(name, [*start, *path])[-1])
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_every_node_of_a_tree_sees_its_path(name: str, page_size: int) -> None:
+    check_tree(name, page_size)
+
+
+def test_the_tree_check_finds_positions_that_are_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = attention.ancestry
+    monkeypatch.setattr(attention, "ancestry", lambda parents: (right(parents)[0], list(range(len(parents)))))
+    with pytest.raises(AssertionError):
+        check_tree("llama", 16)
+
+
+def test_the_tree_check_finds_a_mask_that_is_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = attention.ancestry
+    triangle = [[j <= i for j in range(64)] for i in range(64)]
+    monkeypatch.setattr(
+        attention,
+        "ancestry",
+        lambda parents: ([row[: len(parents)] for row in triangle[: len(parents)]], right(parents)[1]),
+    )
+    with pytest.raises(AssertionError):
+        check_tree("llama", 16)
+
+
+# Tokens
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "demo"])
+def test_the_reference_is_what_generate_does(name: str) -> None:
+    """`tiny.greedy`, which everything below is compared with, against the real thing."""
+    asked = prompts(4)[-1]
+    tokens = torch.tensor([list(asked)])
+    options = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
+    answer = tiny.reference(name).generate(tokens, attention_mask=torch.ones_like(tokens), **options)
+    assert answer[0, len(asked) :].tolist() == tiny.greedy(name, (asked,), 6)[0]
+
+
+def check_greedy(name: str, engine: Engine, asked: tuple[tuple[int, ...], ...], habits: Habits, seed: int = 0) -> World:
+    world = drive(engine, requests(asked), habits, seed)
+    assert world.failed == {}
+    assert world.answers == dict(enumerate(tiny.greedy(name, asked, COUNT)))
+    assert at_rest(engine)
+    return world
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16, 64])
+@pytest.mark.parametrize("chunk", [1, 7, 64, UNLIMITED])
+def test_64_staggered_requests_get_transformers_tokens(page_size: int, chunk: int) -> None:
+    pages = 64 * -(-(90 + COUNT) // page_size)
+    world = check_greedy("mistral", tiny.engine("mistral", page_size, pages), prompts(64), Habits(chunk), page_size + chunk)
+    assert world.mixed > 5
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "demo"])
+def test_every_family_gets_transformers_tokens(name: str) -> None:
+    check_greedy(name, tiny.engine(name), prompts(10), Habits(chunk=7, pause=0.1))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_on_two_ranks(name: str) -> None:
+    """Ranks as threads; test_processes.py has them as processes."""
+    asked = prompts(6, 40)
+
+    def work(ranks: Ranks) -> dict[int, list[int]]:
+        engine = tiny.engine_of(name, ranks)
+        answers = drive(engine, requests(asked), Habits(chunk=16, pause=0.1)).answers
+        assert at_rest(engine)
+        return answers
+
+    first, second = tiny.Pair().run(work)
+    assert first == second == dict(enumerate(tiny.greedy(name, asked, COUNT)))
+
+
+def test_two_ranks_have_the_logits_of_one() -> None:
+    """Prompt log-probabilities and alternatives included: they are computed from joined slices."""
+    asked = prompts(3, 40)
+    sampling = Sampling(temperature=0.8, seed=3)
+
+    def work(ranks: Ranks) -> list[float]:
+        engine = tiny.engine_of("qwen2", ranks)
+        groups = [tiny.group(uid, tokens, 4, sampling, top_n=3, prompt_logprobs=True) for uid, tokens in enumerate(asked)]
+        outcome = engine.prefill(1, groups, [(uid, len(tokens)) for uid, tokens in enumerate(asked)], [])
+        scores = [score for _, values in outcome.prompts for score in values]
+        return scores + [value for _, emitted in outcome.emitted for _, value in emitted.pick.top]
+
+    first, _ = tiny.Pair().run(work)
+    [alone] = [work(Ranks(0, 1, tiny.CPU, "", 0))]
+    assert first == pytest.approx(alone, abs=TOLERANCE)
+    assert len(first) == sum(map(len, asked)) - 3 + 9
+
+
+def test_the_token_check_finds_a_page_that_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    write = Cache.write
+
+    def forgetful(self: Cache, layer: int, slots: Tensor, rows: Tensor) -> None:
+        own = slots % self.page_size != 5
+        write(self, layer, slots[own], rows[own])
+
+    monkeypatch.setattr(Cache, "write", forgetful)
+    with pytest.raises(AssertionError):
+        check_greedy("llama", tiny.engine("llama"), prompts(10), Habits())
+
+
+# Seeds
+
+
+SEEDED = Sampling(temperature=0.9, top_p=0.95, seed=12345, repetition_penalty=1.1)
+
+
+def neighbours(count: int) -> list[Group]:
+    """Requests with all kinds of parameters."""
+    chance = random.Random(4)
+    result = []
+    for uid, tokens in enumerate(prompts(count, 40)):
+        sampling = Sampling(
+            temperature=chance.choice([0, 0.5, 1.5]),
+            top_k=chance.choice([0, 1, 5, 1000]),
+            top_p=chance.choice([1, 0.5]),
+            min_p=chance.choice([0, 0.1]),
+            typical_p=chance.choice([1, 0.8]),
+            repetition_penalty=chance.choice([1, 1.3]),
+            presence_penalty=chance.choice([0, 0.7]),
+            bias=chance.choice([(), ((3, 5.0),)]),
+            seed=chance.getrandbits(64),
+            final_logprobs=chance.random() < 0.5,
+        )
+        more = {"top_n": chance.choice([0, 0, 4]), "prompt_logprobs": chance.random() < 0.3}
+        result.append(tiny.group(1000 + uid, tokens, chance.randint(1, 20), sampling, **more))
+    return result
+
+
+def alone(uid: int, asked: Sequence[int], sampling: Sampling) -> list[int]:
+    return drive(tiny.engine("qwen3"), [tiny.group(uid, asked, 24, sampling)], Habits()).answers[uid]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), SEEDED, Sampling(temperature=1.0, seed=2**64 - 1)])
+@pytest.mark.parametrize(("page_size", "chunk", "pause"), [(1, 7, 0.0), (16, UNLIMITED, 0.0), (4, 1, 0.1), (64, 16, 0.3)])
+def test_an_answer_is_the_same_alone_and_among_64_neighbours(sampling: Sampling, page_size: int, chunk: int, pause: float) -> None:
+    """Also when it is paused and resumed: with chance 0.3 that happens several times in each answer."""
+    asked = prompt(5, 33)
+    groups = neighbours(64)
+    groups.insert(20, tiny.group(7, asked, 24, sampling))
+    world = drive(tiny.engine("qwen3", page_size, 8192 // page_size), groups, Habits(chunk, pause), seed=chunk)
+    assert world.answers[7] == alone(7, asked, sampling)
+    assert len(world.answers[7]) == 24
+    assert world.pauses > 10 or not pause
+
+
+def test_the_check_for_neighbours_finds_noise_that_knows_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = noise.gumbel
+
+    def keyed_by_row(seeds: Tensor, choices: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+        return right(seeds, choices + torch.arange(len(choices)), positions, ids)
+
+    monkeypatch.setattr(noise, "gumbel", keyed_by_row)
+    with pytest.raises(AssertionError):
+        test_an_answer_is_the_same_alone_and_among_64_neighbours(SEEDED, 16, UNLIMITED, 0.0)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), SEEDED])
+@pytest.mark.parametrize("computed", [0, 1, 6, 9])
+def test_a_group_that_was_dropped_goes_on_where_it_was(sampling: Sampling, computed: int) -> None:
+    """Paused after `computed` tokens (0: within its prompt), it is added again with them, as after a crash."""
+    asked = prompt(9, 20)
+    engine = tiny.engine("llama", 4)
+    group = tiny.group(1, asked, 12, sampling)
+    first = engine.prefill(1, [group], [(1, len(asked) if computed else 7)], [])
+    got = [emitted.pick.token for _, emitted in first.emitted]
+    while len(got) < computed:
+        got += [emitted.pick.token for _, emitted in engine.decode([1]).emitted]
+    [paused] = engine.pause([1])
+    assert at_rest(engine)
+    assert paused.sequences[0].tokens == [*asked, *got]
+    again = tiny.group(1, [*asked, *got], 12, sampling, prompt_length=len(asked))
+    got += drive(engine, [again], Habits(chunk=5)).answers[1]
+    expected = drive(tiny.engine("llama"), [tiny.group(1, asked, 12, sampling)], Habits()).answers[1]
+    assert got == expected
+
+
+# Ends, pages and failures
+
+
+def test_an_end_token_ends_its_sequence_and_is_part_of_it() -> None:
+    asked = prompts(10)
+    full = tiny.greedy("llama", asked, COUNT)
+    groups = [tiny.group(uid, tokens, COUNT, end_ids={full[uid][uid], VOCABULARY - 1}) for uid, tokens in enumerate(asked)]
+    engine = tiny.engine("llama")
+    world = drive(engine, groups, Habits())
+    for uid, tokens in enumerate(full):
+        ends = [i for i, token in enumerate(tokens) if token in (full[uid][uid], VOCABULARY - 1)]
+        assert world.answers[uid] == tokens[: ends[0] + 1]
+        assert world.finishes[uid] == 1
+    assert at_rest(engine)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_cancels_and_pauses_leave_every_page_free(seed: int) -> None:
+    engine = tiny.engine("llama", page_size=4, pages=64 * 26)
+    asked = prompts(64)
+    world = drive(engine, requests(asked), Habits(chunk=16, cancel=0.6, pause=0.1), seed)
+    expected = tiny.greedy("llama", asked, COUNT)
+    assert len(world.cancelled) > 15
+    assert at_rest(engine)
+    for uid, tokens in world.answers.items():
+        assert tokens == (expected[uid] if uid not in world.cancelled else expected[uid][: len(tokens)])
+
+
+def test_held_grow_and_free_are_exact() -> None:
+    engine = tiny.engine("llama", page_size=4, pages=100)
+    asked = prompts(8, 30)
+    outcome = engine.prefill(1, requests(asked), [(uid, len(tokens)) for uid, tokens in enumerate(asked)], [])
+    for _ in range(COUNT - 1):
+        standing = outcome.standing
+        assert engine.pool.free == 100 - sum(held for _, held, _ in standing)
+        free, grow = engine.pool.free, sum(grow for _, _, grow in standing)
+        outcome = engine.decode([1])
+        if outcome.standing:
+            assert engine.pool.free == free - grow
+    assert at_rest(engine)
+
+
+def test_a_full_pool_fails_only_who_asked() -> None:
+    asked = prompts(10)
+    expected = tiny.greedy("llama", asked, COUNT)
+    engine = tiny.engine("llama", page_size=4, pages=60)
+    world = drive(engine, requests(asked), Habits(arrivals=10))
+    assert 0 < len(world.failed) < 10
+    assert all(message.startswith("the pool is full") for message in world.failed.values())
+    for uid, tokens in world.answers.items():
+        assert tokens == (expected[uid] if uid not in world.failed else expected[uid][: len(tokens)])
+    assert at_rest(engine)
+
+
+BEFORE, AFTER = prompts(4, 20), prompts(5, 20)  # of users of a pool with a poisoned prompt
+
+
+@pytest.fixture
+def poison() -> int:
+    """A token that they neither have nor get."""
+    used = {token for asked in (BEFORE, AFTER) for token in sum(asked, ()) + tuple(sum(tiny.greedy("mistral", asked, COUNT), []))}
+    return min(set(range(VOCABULARY)) - used)
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch, poison: int) -> Engine:
+    """An engine in which the embedding of `poison` is not a number; its pool is small, so that pages are reused at once."""
+    engine = tiny.engine("mistral", page_size=16, pages=16)
+    embedding = engine.decoder.embedding.clone()
+    embedding[poison] = torch.nan
+    monkeypatch.setattr(engine.decoder, "embedding", embedding)
+    return engine
+
+
+def unharmed(engine: Engine) -> None:
+    """Later users of the pool's pages get what they should."""
+    assert at_rest(engine)
+    world = drive(engine, requests(AFTER), Habits(arrivals=5))
+    assert (world.failed, world.answers) == ({}, dict(enumerate(tiny.greedy("mistral", AFTER, COUNT))))
+
+
+def test_logits_that_are_not_numbers_fail_only_their_group(poisoned: Engine, poison: int) -> None:
+    groups = requests(BEFORE)
+    groups.insert(2, tiny.group(9, [1, 2, poison, *range(30)], COUNT))
+    world = drive(poisoned, groups, Habits(arrivals=6))
+    assert world.failed.keys() == {9}
+    assert "non_finite_logits" in world.failed[9]
+    assert [world.answers[uid] for uid in range(4)] == tiny.greedy("mistral", BEFORE, COUNT)
+    unharmed(poisoned)
+
+
+@pytest.mark.parametrize("how", ["cancelled", "paused", "out of pages", "cleared"])
+def test_pages_of_a_poisoned_prompt_that_was_never_judged_harm_nobody(poisoned: Engine, poison: int, how: str) -> None:
+    room = poisoned.pool.pages * poisoned.pool.page_size
+    poisoned.prefill(1, [tiny.group(9, [poison] * (room + 1), COUNT)], [(9, room)], [])
+    if how == "cancelled":
+        poisoned.filter([9])
+    elif how == "paused":
+        poisoned.pause([9])
+    elif how == "cleared":
+        poisoned.clear()
+    else:
+        assert poisoned.prefill(1, [], [(9, 1)], []).failed
+    unharmed(poisoned)
+
+
+def test_bad_groups_fail_alone() -> None:
+    engine = tiny.engine("llama")
+    good = prompt(3, 12)
+    engine.prefill(1, [tiny.group(1, good, COUNT)], [(1, 5)], [])
+    bad = [
+        tiny.group(1, [1], 1),
+        tiny.group(2, [], 1),
+        tiny.group(3, [1, VOCABULARY], 1),
+        tiny.group(4, [1], 1, end_ids=[VOCABULARY]),
+        tiny.group(5, [1], 1, Sampling(bias=((VOCABULARY, 1.0),))),
+        tiny.group(6, [1, 2], COUNT),
+    ]
+    outcome = engine.prefill(2, bad, [(2, 1), (3, 2), (4, 1), (5, 1), (6, 2), (77, 4)], [])
+    failed = dict(outcome.failed)
+    assert set(failed) == {1, 2, 3, 4, 5, 77}
+    assert "already" in failed[1]
+    assert "no tokens" in failed[2]
+    assert "token 131 is not in the model's vocabulary of 131" in failed[3]
+    assert "doesn't know" in failed[77]
+    assert [uid for uid, _ in outcome.emitted] == [6]
+    got = [emitted.pick.token for _, emitted in engine.prefill(1, [], [(1, 7)], [2]).emitted][:1]
+    for _ in range(COUNT):
+        got += [emitted.pick.token for uid, emitted in engine.decode([1, 2]).emitted if uid == 1]
+    assert got == tiny.greedy("llama", (good,), COUNT)[0]
+    assert at_rest(engine)
+
+
+def test_a_window_is_smaller_than_what_is_tested() -> None:
+    """Else the families with windows would show nothing."""
+    for name in ("mistral", "qwen2-window"):
+        windows = tiny.decoder(name).shape.windows
+        assert max(windows) == WINDOW < 20
+    assert tiny.decoder("qwen2-window").shape.windows == (0, WINDOW)

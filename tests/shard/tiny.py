@@ -1,0 +1,202 @@
+"""Tiny random models of every family, made with transformers' own classes, and what transformers computes with them."""
+
+import atexit
+import functools
+import json
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import transformers
+from torch import Tensor
+
+from penstock.shard.config import ShardConfig
+from penstock.shard.engine import Engine
+from penstock.shard.loading import load
+from penstock.shard.models.decoder import Decoder
+from penstock.shard.models.families import shape
+from penstock.shard.parallel import Ranks
+from penstock.shard.sequence import Group, Sampling
+from penstock.shard.sequence import Sequence as Tokens
+from penstock.shard.weights import Weights
+
+Result = TypeVar("Result")
+
+# Matrices this small are slower on two threads, much slower where cores are shared.
+torch.set_num_threads(1)
+
+DEMO = Path(__file__).parents[2] / "demo" / "model"
+CPU = torch.device("cpu")
+VOCABULARY = 131  # odd, so that two ranks have tables of different sizes
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 88,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
+WINDOW = 8  # less than the context of every test
+
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaConfig(**SMALL),
+    "llama-3.1": lambda: transformers.LlamaConfig(**SMALL, rope_parameters=LLAMA3),
+    "llama-linear": lambda: transformers.LlamaConfig(**SMALL, rope_parameters=LINEAR),
+    "llama-tied": lambda: transformers.LlamaConfig(**SMALL, tie_word_embeddings=True),
+    "llama-biases": lambda: transformers.LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True),
+    "mistral": lambda: transformers.MistralConfig(**SMALL, head_dim=8, sliding_window=WINDOW),
+    "qwen2": lambda: transformers.Qwen2Config(**SMALL),
+    "qwen2-window": lambda: transformers.Qwen2Config(
+        **SMALL, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
+    ),
+    "qwen3": lambda: transformers.Qwen3Config(**SMALL, head_dim=16),
+}
+
+
+@functools.cache
+def _scratch() -> Path:
+    folder = tempfile.TemporaryDirectory(prefix="penstock-tiny-")
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
+
+
+@functools.cache
+def folder(name: str) -> Path:
+    """The checkpoint of a family; "demo" is the trained one that ships."""
+    if name == "demo":
+        return DEMO
+    transformers.utils.logging.disable_progress_bar()
+    torch.manual_seed(len(name))
+    model = {
+        "LlamaConfig": transformers.LlamaForCausalLM,
+        "MistralConfig": transformers.MistralForCausalLM,
+        "Qwen2Config": transformers.Qwen2ForCausalLM,
+        "Qwen3Config": transformers.Qwen3ForCausalLM,
+    }[type(config := FAMILIES[name]()).__name__](config)
+    with torch.no_grad():
+        for key, value in model.named_parameters():
+            # Wide, so that logits lie far apart; norms around 1, so that leaving one out shows.
+            value.normal_(1 if "norm" in key else 0, 0.3)
+    model.save_pretrained(_scratch() / name)
+    return _scratch() / name
+
+
+@functools.cache
+def reference(name: str) -> Any:
+    """transformers' model, in float32."""
+    transformers.utils.logging.disable_progress_bar()
+    return transformers.AutoModelForCausalLM.from_pretrained(folder(name), dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def expected_logits(name: str, tokens: Sequence[int]) -> Tensor:
+    """[tokens, vocabulary], by transformers."""
+    return reference(name)(torch.tensor([list(tokens)])).logits[0]  # type: ignore[no-any-return]
+
+
+@functools.cache
+@torch.inference_mode()
+def greedy(name: str, prompts: tuple[tuple[int, ...], ...], count: int) -> list[list[int]]:
+    """`count` tokens for each prompt, by transformers' model: all at once, padded on the right, where causal attention never looks."""
+    rows = [list(prompt) for prompt in prompts]
+    for _ in range(count):
+        longest = max(map(len, rows))
+        logits = reference(name)(torch.tensor([row + [0] * (longest - len(row)) for row in rows])).logits
+        for row, own in zip(rows, logits, strict=True):
+            row.append(int(own[len(row) - 1].argmax()))
+    return [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
+
+
+@functools.cache
+def decoder(name: str) -> Decoder:
+    """Ours, on one rank."""
+    return load(ShardConfig(folder=str(folder(name)), model=name), lambda stage: None).decoder
+
+
+def engine(name: str, page_size: int = 16, pages: int = 1024) -> Engine:
+    """A fresh one with an empty pool."""
+    result = Engine(decoder(name), CPU, page_size)
+    result.resize(pages, page_size)
+    return result
+
+
+class Pair:
+    """Ranks as two threads of one process, with the methods of `parallel.Ranks`."""
+
+    def __init__(self) -> None:
+        self._barrier = threading.Barrier(2, timeout=60)
+        self._shown: list[Any] = [None, None]
+
+    def show(self, rank: int, value: Any) -> list[Any]:
+        """Both ranks' values, once both are there."""
+        self._shown[rank] = value
+        self._barrier.wait()
+        both = list(self._shown)
+        self._barrier.wait()
+        return both
+
+    def run(self, work: Callable[[Ranks], Result]) -> list[Result]:
+        """What `work` returns on each of the two ranks."""
+        with ThreadPoolExecutor(2) as threads:
+            futures = [threads.submit(self._guarded, work, HalfOfPair(self, rank)) for rank in range(2)]
+            return [future.result() for future in futures]
+
+    def _guarded(self, work: Callable[[Ranks], Result], rank: Ranks) -> Result:
+        try:
+            return work(rank)
+        except BaseException:
+            self._barrier.abort()
+            raise
+
+
+class HalfOfPair(Ranks):
+    """One of them."""
+
+    def __init__(self, pair: Pair, rank: int) -> None:
+        self.rank = rank
+        self.size = 2
+        self._pair = pair
+
+    def add(self, x: Tensor) -> Tensor:
+        first, second = self._pair.show(self.rank, x.clone())
+        return x.copy_(first + second)
+
+    def join(self, x: Tensor) -> Tensor | None:
+        both = self._pair.show(self.rank, x)
+        return torch.cat(both, -1) if self.rank == 0 else None
+
+    def tell(self, x: Tensor) -> Tensor:
+        return x.copy_(self._pair.show(self.rank, x.clone())[0])
+
+    def least(self, value: int) -> int:
+        return min(self._pair.show(self.rank, value))
+
+
+def engine_of(name: str, ranks: Ranks, page_size: int = 16, pages: int = 1024) -> Engine:
+    """One rank's engine."""
+    model = shape(json.loads((folder(name) / "config.json").read_text()))
+    weights = Weights(folder(name), torch.float32, CPU, lambda read: None)
+    result = Engine(Decoder(model, weights, ranks, CPU), CPU, page_size)
+    result.resize(pages, page_size)
+    return result
+
+
+def group(uid: int, tokens: Sequence[int], count: int, sampling: Sampling | None = None, **more: Any) -> Group:
+    """A request for `count` tokens, greedy unless it says otherwise."""
+    end_ids = frozenset(more.pop("end_ids", ()))
+    prompt = more.pop("prompt_length", len(tokens))
+    return Group(uid, [Tokens(list(tokens), prompt)], sampling or Sampling(), count, end_ids, **more)

@@ -1,0 +1,139 @@
+"""The embedded demo model: its grammar keeps questions apart from training, and its weights answer them."""
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from penstock.demo import grammar
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from penstock.demo import evaluate, train  # noqa: E402
+
+FOLDER = Path(grammar.__file__).parent
+MODEL, DRAFT = FOLDER / "model", FOLDER / "draft"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> evaluate.PreTrainedTokenizerBase:
+    return evaluate.load_tokenizer(MODEL)
+
+
+def held_out_text(question: grammar.Question) -> str:
+    """The message that training must never have seen: the story, the introduction, or else the question itself."""
+    contents = [message["content"] for message in question.messages]
+    return max(contents, key=len) if question.kind == "reading" else contents[0 if question.kind == "name" else -1]
+
+
+def leaks(conversations: list[list[grammar.Message]], kind: str) -> list[str]:
+    """The held-out messages of that kind which the conversations contain, in any of their turns."""
+    asked = {held_out_text(question) for question in islice(grammar.questions(3, kind), 200)}
+    return sorted(asked & {message["content"] for messages in conversations for message in messages})
+
+
+@cache
+def training(count: int) -> list[list[grammar.Message]]:
+    return list(islice(grammar.conversations(1), count))
+
+
+def test_fits_in_12_mb() -> None:
+    assert sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file()) <= 12_000_000
+
+
+def test_grammar_is_deterministic() -> None:
+    assert training(50) == list(islice(grammar.conversations(1), 50)) != list(islice(grammar.conversations(2), 50))
+    for kind in grammar.KINDS:
+        first, second = (list(islice(grammar.questions(1, kind), 5)) for _ in range(2))
+        assert [(each.messages, each.answer) for each in first] == [(each.messages, each.answer) for each in second]
+
+
+@pytest.mark.parametrize("kind", grammar.KINDS)
+def test_reference_answers_pass_their_own_check_and_others_do_not(kind: str) -> None:
+    for question in islice(grammar.questions(2, kind), 50):
+        assert question.check(question.answer)
+        assert not question.check("The answer is green.")
+
+
+# Small talk is a fixed list, of which nothing is held out.
+@pytest.mark.parametrize("kind", sorted(set(grammar.KINDS) - {"small_talk"}))
+def test_training_holds_nothing_that_is_held_out(kind: str) -> None:
+    conversations = training(6000)
+    assert leaks(conversations, kind) == []
+    planted = next(grammar.questions(3, kind))
+    assert leaks([*conversations, list(planted.messages)], kind) == [held_out_text(planted)]
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(0, "zero"), (15, "fifteen"), (47, "forty-seven"), (312, "three hundred and twelve"), (900, "nine hundred")],
+)
+def test_spells_numbers(number: int, words: str) -> None:
+    assert grammar.spell(number) == words
+
+
+def test_folders_have_the_hugging_face_layout() -> None:
+    index = json.loads((MODEL / "model.safetensors.index.json").read_text())
+    shards = set(index["weight_map"].values())
+    assert len(shards) >= 2
+    assert shards == {path.name for path in MODEL.glob("*.safetensors")}
+    for folder in (MODEL, DRAFT):
+        config = json.loads((folder / "config.json").read_text())
+        assert config["architectures"] == ["LlamaForCausalLM"]
+        assert config["num_attention_heads"] % 4 == 0
+        assert config["num_key_value_heads"] % 2 == 0
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (MODEL / name).read_bytes() == (DRAFT / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    "text", ["Once upon a time", "naïve café", "日本語", "👩‍🚀 🎈", "tab\tand\nline", "  two  ", "12 + 30 = 42"]
+)
+def test_tokenizer_gives_back_any_text(tokenizer: evaluate.PreTrainedTokenizerBase, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+
+
+def test_tokenizer_knows_every_byte(tokenizer: evaluate.PreTrainedTokenizerBase) -> None:
+    for start in range(0, 0x11000, 64):
+        text = "".join(chr(code) for code in range(start, start + 64) if not 0xD800 <= code < 0xE000)
+        assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+
+
+def test_plain_text_begins_with_the_begin_token(tokenizer: evaluate.PreTrainedTokenizerBase) -> None:
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("Hello"))[0] == train.BEGIN == tokenizer.bos_token
+    assert tokenizer.eos_token == train.END
+
+
+def test_digits_are_tokens_of_their_own(tokenizer: evaluate.PreTrainedTokenizerBase) -> None:
+    assert tokenizer.tokenize("a 427") == ["a", "Ġ", "4", "2", "7"]
+
+
+def test_chat_template_says_what_the_training_saw(tokenizer: evaluate.PreTrainedTokenizerBase) -> None:
+    for messages in training(6000)[-50:]:
+        if messages[0]["role"] != "text":
+            rendered = tokenizer.apply_chat_template(messages, tokenize=False)
+            assert rendered == "".join(text for text, _ in train.render(messages))
+    opened = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert opened == "<|begin|><|user|>Hi<|end|><|assistant|>"
+
+
+def test_answers_held_out_questions_and_the_draft_agrees(tokenizer: evaluate.PreTrainedTokenizerBase) -> None:
+    target, draft = evaluate.load_model(MODEL), evaluate.load_model(DRAFT)
+    asked = [question for kind in grammar.KINDS for question in islice(grammar.questions(7, kind), 20)]
+    result = evaluate.score(target, draft, tokenizer, asked, batch=80)
+    assert result.right / result.answers >= evaluate.LEAST_RIGHT, result.wrong[:5]
+    assert result.agreed / result.tokens >= evaluate.LEAST_AGREEMENT

@@ -1,0 +1,195 @@
+"""Keeps the picture of docs/architecture.md true: who may import whom, and who may look at the environment.
+
+Imports inside functions and under TYPE_CHECKING count like any other: they hide a circle, they do not remove it.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ("proto", "kernels", "shard", "router", "launcher", "demo")
+
+# What a module in a room may import of ours, beyond its own room; a name covers what is below it.
+ALLOWED: dict[str, tuple[str, ...]] = {
+    "proto": (),
+    "kernels": (),
+    "shard": ("proto", "kernels"),
+    "router": ("proto",),
+    "launcher": ("proto", "router.config", "shard.config", "shard.models.families"),
+    "demo": (),
+}
+# Packages that a room must not need. What the launcher imports of the shard must not bring torch in either: see below.
+FOREIGN: dict[str, tuple[str, ...]] = {
+    "router": ("torch", "transformers", "triton"),
+    "launcher": ("torch", "transformers", "triton"),
+    "proto": ("torch", "transformers", "triton"),
+    "kernels": ("transformers", "grpc"),
+    "shard": ("transformers", "aiohttp", "tokenizers"),
+}
+# Words of the shard's bookkeeping. Kernels know tensors; a class or a parameter of theirs with such a name knows too much.
+SEQUENCE_WORDS = ("sequence", "sequences", "group", "groups", "batch", "request", "requests", "pagepool", "pool")
+
+
+def modules(root: Path) -> dict[str, Path]:
+    """Every module of the rooms by its dotted name within the package."""
+    found = {}
+    for room in ROOMS:
+        for path in sorted((root / room).rglob("*.py")):
+            parts = path.relative_to(root).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(name: str, path: Path, known: Iterable[str]) -> Iterator[str]:
+    """Whatever `name` imports: ours by the name within the package (the deepest known module), others by their full name."""
+    known = set(known)
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.removeprefix("penstock.") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = package.split(".")
+                base = ".".join([*parts[: len(parts) - node.level + 1], *base.split(".")]).strip(".")
+            base = base.removeprefix("penstock").strip(".") if base.split(".")[0] == "penstock" else base
+            for alias in node.names:
+                inner = f"{base}.{alias.name}".strip(".")
+                yield inner if inner in known or not base else base
+
+
+def covers(prefix: str, name: str) -> bool:
+    return name == prefix or name.startswith(prefix + ".")
+
+
+def faults(root: Path) -> list[str]:
+    """Every breach of the rules in the tree under `root`, as a line each."""
+    known = modules(root)
+    found = []
+    arrows: dict[str, set[str]] = {name: set() for name in known}
+    for name, path in known.items():
+        room = name.split(".")[0]
+        for target in imports(name, path, known):
+            other = target.split(".")[0]
+            if other not in ROOMS:
+                found += [f"{name} imports {target}" for package in FOREIGN.get(room, ()) if covers(package, target)]
+                continue
+            if other != room and not any(covers(prefix, target) for prefix in ALLOWED[room]):
+                found.append(f"{name} imports {target}")
+            if target in known and target != name:
+                arrows[name].add(target)
+        found += [f"{name} reads the environment" for _ in environment_reads(path) if room not in ("launcher", "demo")]
+        if room == "kernels":
+            found += [f"{name} knows {word}" for word in sorted(words(path)) if word.lower() in SEQUENCE_WORDS]
+    return found + [f"circle: {' > '.join(circle)}" for circle in circles(arrows)]
+
+
+def environment_reads(path: Path) -> Iterator[ast.AST]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv"):
+            yield node
+        elif isinstance(node, ast.ImportFrom) and node.module == "os":
+            yield from (alias for alias in node.names if alias.name in ("environ", "environb", "getenv"))
+
+
+def words(path: Path) -> set[str]:
+    """Names of its classes and of the parameters of its functions."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    classes = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
+    return classes | {node.arg for node in nodes if isinstance(node, ast.arg)}
+
+
+def circles(arrows: dict[str, set[str]]) -> Iterator[list[str]]:
+    """One circle for each module from which a walk comes back to it; each circle once."""
+    seen: set[frozenset[str]] = set()
+    for start in arrows:
+        paths = [[start]]
+        visited = {start}
+        while paths:
+            path = paths.pop()
+            for target in sorted(arrows[path[-1]]):
+                if target == start and frozenset(path) not in seen:
+                    seen.add(frozenset(path))
+                    yield [*path, start]
+                elif target not in visited:
+                    visited.add(target)
+                    paths.append([*path, target])
+
+
+def test_the_tree_keeps_its_layers() -> None:
+    assert faults(ROOT) == []
+
+
+def test_every_room_is_looked_at() -> None:
+    assert {name.split(".")[0] for name in modules(ROOT)} == set(ROOMS)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"router/batcher.py": "from ..shard import engine"}, "router.batcher imports shard"),
+        ({"router/batcher.py": "from ..shard import config", "shard/config.py": ""}, "router.batcher imports shard.config"),
+        ({"router/text.py": "import penstock.shard.config"}, "router.text imports shard.config"),
+        ({"router/text.py": "import torch"}, "router.text imports torch"),
+        ({"router/text.py": "def load():\n    from transformers import AutoTokenizer"}, "router.text imports transformers"),
+        ({"router/api/app.py": "from ...kernels import norm"}, "router.api.app imports kernels"),
+        ({"shard/engine.py": "from ..router import request"}, "shard.engine imports router"),
+        ({"shard/engine.py": "from penstock.router.request import Token"}, "shard.engine imports router.request"),
+        ({"shard/engine.py": "from ..launcher.plan import Plan"}, "shard.engine imports launcher.plan"),
+        ({"kernels/norm.py": "from ..shard.sequence import Sequence"}, "kernels.norm imports shard.sequence"),
+        ({"kernels/norm.py": "from ..proto import rpc"}, "kernels.norm imports proto"),
+        ({"kernels/norm.py": "class Batch:\n    pass"}, "kernels.norm knows Batch"),
+        ({"kernels/norm.py": "def norm(group):\n    pass"}, "kernels.norm knows group"),
+        ({"proto/rpc.py": "from ..router import config"}, "proto.rpc imports router"),
+        ({"launcher/plan.py": "from ..shard.models import decoder"}, "launcher.plan imports shard.models"),
+        ({"launcher/plan.py": "from .. import router"}, "launcher.plan imports router"),
+        ({"demo/train.py": "from ..shard.config import ShardConfig"}, "demo.train imports shard.config"),
+        ({"shard/cache.py": "import os\nx = os.environ['X']"}, "shard.cache reads the environment"),
+        ({"router/text.py": "import os\nx = os.getenv('X')"}, "router.text reads the environment"),
+        ({"proto/rpc.py": "from os import environ"}, "proto.rpc reads the environment"),
+        ({"shard/a.py": "from . import b", "shard/b.py": "from .a import x"}, "circle: shard.a > shard.b > shard.a"),
+        (
+            {
+                "router/a.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .b import x",
+                "router/b.py": "def f():\n    from .c import y",
+                "router/c.py": "from . import a",
+            },
+            "circle: router.a > router.b > router.c > router.a",
+        ),
+    ],
+)
+def test_a_planted_fault_is_found(tmp_path: Path, files: dict[str, str], expected: str) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert faults(tmp_path) == [expected]
+
+
+def test_what_is_allowed_is_no_fault(tmp_path: Path) -> None:
+    files = {
+        "proto/rpc.py": "import grpc",
+        "kernels/norm.py": "import torch\nfrom . import reference",
+        "kernels/reference.py": "import torch",
+        "shard/config.py": "",
+        "shard/engine.py": "import torch\nfrom ..kernels import norm\nfrom ..proto.rpc import Stub\nfrom . import config",
+        "router/config.py": "",
+        "router/shards.py": "from ..proto import rpc",
+        "launcher/cli.py": "import os\nfrom ..router.config import RouterConfig\nfrom ..shard import config\nx = os.environ",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert faults(tmp_path) == []
+
+
+@pytest.mark.parametrize("module", ["penstock.router.__main__", "penstock.launcher.cli"])
+def test_it_runs_without_the_heavy_packages(module: str) -> None:
+    """The same as the rule above, at run time: whatever libraries bring in is seen here too."""
+    code = f"import sys, {module}; print([name for name in ('torch', 'transformers', 'triton', 'scipy') if name in sys.modules])"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert answer.stdout == "[]\n", answer.stderr

@@ -1,0 +1,115 @@
+"""What gets installed is what is in the tree."""
+
+import email
+import importlib.metadata
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+NOT_INSTALLED = {"tests", "benchmarks", "build", "dist", "docs", "deploy", "shared"}
+
+
+def folders_with_modules() -> set[str]:
+    """The packages that the tree has, by the place of their files."""
+    found = {"penstock"}
+    for path in ROOT.rglob("*.py"):
+        parts = path.parent.relative_to(ROOT).parts
+        if parts and not parts[0].startswith(".") and parts[0] not in NOT_INSTALLED:
+            found.add(".".join(["penstock", *parts]))
+    return found
+
+
+def test_every_folder_is_in_the_package_list() -> None:
+    """A forgotten one works in an editable install, and is missing in the wheel."""
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) - {"penstock.kernels"} == folders_with_modules() - {"penstock.kernels"}
+    assert "penstock.kernels" in PROJECT["tool"]["setuptools"]["packages"]
+
+
+def test_proto_and_kernels_are_namespace_folders() -> None:
+    """Run from the root, a regular package of these names would shadow Hugging Face's `kernels` and Google's `proto-plus`."""
+    assert not (ROOT / "proto" / "__init__.py").exists()
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def test_every_other_package_has_its_init() -> None:
+    for name in set(PROJECT["tool"]["setuptools"]["packages"]) - {"penstock.proto", "penstock.kernels"}:
+        assert ROOT.joinpath(*name.split(".")[1:], "__init__.py").is_file(), name
+
+
+def test_every_dependency_is_justified() -> None:
+    """One line each in docs/dependencies.md, and no line for what is not a dependency."""
+    lines = (ROOT / "docs" / "dependencies.md").read_text().splitlines()
+    justified = {line.split("`")[1] for line in lines if line.startswith("| `")}
+    extras = PROJECT["project"]["optional-dependencies"]["dev"]
+    named = {item.partition(";")[0] for item in [*PROJECT["project"]["dependencies"], *extras]}
+    assert justified == {item.partition(">")[0].strip() for item in named}
+
+
+def test_the_command_is_installed() -> None:
+    [entry] = importlib.metadata.entry_points(group="console_scripts", name="penstock")
+    assert entry.value == "penstock.launcher.cli:main"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with wheel and sdist, built from a copy, without a network: setuptools is called as pip would call it."""
+    pytest.importorskip("setuptools", minversion="77")
+    copy = tmp_path_factory.mktemp("source")
+    for path in ROOT.iterdir():
+        if path.name.startswith(".") or path.name in ("build", "dist") or path.name.endswith(".egg-info"):
+            continue
+        if path.is_dir():
+            shutil.copytree(path, copy / path.name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(path, copy)
+    out = tmp_path_factory.mktemp("dist")
+    for kind in ("wheel", "sdist"):
+        code = f"import setuptools.build_meta as build; build.build_{kind}({str(out)!r})"
+        answer = subprocess.run([sys.executable, "-c", code], cwd=copy, capture_output=True, text=True, timeout=60)
+        assert answer.returncode == 0, answer.stderr
+    return out
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Iterator[zipfile.ZipFile]:
+    [path] = built.glob("*.whl")
+    with zipfile.ZipFile(path) as file:
+        yield file
+
+
+def test_the_wheel_holds_everything(wheel: zipfile.ZipFile) -> None:
+    inside = set(wheel.namelist())
+    expected = {
+        path.relative_to(ROOT)
+        for folder in ("proto", "kernels", "shard", "router", "launcher", "demo")
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    missing = {str(path) for path in expected if f"penstock/{path}" not in inside}
+    assert missing == set()
+    assert {name.split("/")[0].partition("-")[0] for name in inside} == {"penstock"}  # nothing beside our own package
+    assert not any(name.startswith("penstock/tests/") for name in inside)
+
+
+def test_the_wheel_says_what_it_is(wheel: zipfile.ZipFile) -> None:
+    [metadata] = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+    values = email.message_from_bytes(wheel.read(metadata))
+    assert values["License-Expression"] == "Apache-2.0"
+    assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())
+
+
+def test_the_source_distribution_can_be_worked_with(built: Path) -> None:
+    [path] = built.glob("*.tar.gz")
+    with tarfile.open(path) as file:
+        inside = {name.partition("/")[2] for name in file.getnames()}
+    assert {"pyproject.toml", "Makefile", "README.md", "LICENSE", "proto/shard.proto", "tests/test_packaging.py"} <= inside
+    assert "docs/dependencies.md" in inside
