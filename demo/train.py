@@ -321,7 +321,7 @@ def main() -> None:
         train(Llama(target_dimensions(vocabulary)), tokenizer, plan, options.out / "model")
     if options.only != "model":
         torch.manual_seed(options.seed)
-        plan = Plan(options.draft_tokens, options.draft_minutes, 2 * options.rate, options.seed + 1)
+        plan = Plan(options.draft_tokens, options.draft_minutes, 1.5 * options.rate, options.seed + 1)
         train(Llama(draft_dimensions(vocabulary)), tokenizer, plan, options.out / "draft")
 
 

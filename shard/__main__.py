@@ -60,12 +60,12 @@ def _serve(config: ShardConfig, service: Service, ends: "queue.SimpleQueue[int]"
     torch.set_num_threads(config.threads)
     began = time.perf_counter()
     relay = Sender(config.relay, config.ranks - 1 if config.rank == 0 else 0)
-    engine: Engine = load(config, lambda stage: setattr(service, "stage", stage))
-    receiver = Receiver(config.relay) if config.rank else None
-    relay.connect()
-    service.start(engine, relay)
-    log.info(f"loaded {config.model} in {time.perf_counter() - began:.1f} s")
     try:
+        engine: Engine = load(config, lambda stage: setattr(service, "stage", stage))
+        receiver = Receiver(config.relay) if config.rank else None
+        relay.connect()
+        service.start(engine, relay)
+        log.info(f"loaded {config.model} in {time.perf_counter() - began:.1f} s")
         if receiver is None:
             return ends.get()
         return _follow(service, receiver)

@@ -163,7 +163,11 @@ class Service:
     def _abandon(self) -> None:
         with self._lock:
             command = wire.Command(clear_cache=wire.ClearCacheRequest(step=self._last[0] + 1))
-            self._relay_to_peers(command)
+            try:
+                self._relay_to_peers(command)
+            except OSError as error:
+                log.error(f"another rank is gone: {error}")
+                self._end(1)
             self._dispatch(command)
             self._last = (command.clear_cache.step, wire.Reply())
 

@@ -102,6 +102,17 @@ def test_logits_of_chunks_equal_transformers(name: str) -> None:
         close(torch.cat(parts), tiny.expected_logits(name, tokens))
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("cut", [0, 1, 64, 129])
+def test_logits_of_a_long_prompt_equal_transformers(name: str, cut: int) -> None:
+    """In one or two pieces, with no other row in the step."""
+    bench = Bench(name, 16)
+    tokens = prompt(cut, 200)
+    sequence = bench.start(tokens[:cut])
+    found = bench.run([step.Span(sequence, tokens[cut:], wanted=200 - cut)])
+    close(found, tiny.expected_logits(name, tokens)[cut:])
+
+
 # Trees
 
 
@@ -311,6 +322,14 @@ def test_a_group_that_was_dropped_goes_on_where_it_was(sampling: Sampling, compu
     got += drive(engine, [again], Habits(chunk=5)).answers[1]
     expected = drive(tiny.engine("llama"), [tiny.group(1, asked, 12, sampling)], Habits()).answers[1]
     assert got == expected
+
+
+def test_a_group_that_lacks_one_token_of_its_restoration_is_not_decoded() -> None:
+    """It looks like one whose last token was just chosen."""
+    engine = tiny.engine("llama")
+    outcome = engine.prefill(1, [tiny.group(1, [5, 6, 7, 8], 9, prompt_length=2)], [(1, 3)], [])
+    assert outcome.emitted == engine.decode([1]).emitted == []
+    assert len(engine.prefill(1, [], [(1, 1)], [1]).emitted) == len(engine.decode([1]).emitted) == 1
 
 
 # Ends, pages and failures

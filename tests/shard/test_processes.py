@@ -1,0 +1,144 @@
+"""Two ranks as real processes: the same tokens as transformers, and clean ends."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+
+from penstock.proto import rpc, settings
+from penstock.proto import shard_pb2 as wire
+from penstock.shard.config import ShardConfig
+from penstock.shard.sequence import Sampling
+from penstock.tests.shard import tiny
+from penstock.tests.shard.driver import Habits, Remote, drive
+from penstock.tests.shard.test_oracle import COUNT, prompts, requests
+
+SECONDS = 60  # to start
+WARMUP = wire.WarmupRequest(max_step_tokens=256, max_step_rows=64, max_total_tokens=512)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Ranks:
+    """Two processes of one model."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.folder = folder
+        port = free_port()
+        self.processes = []
+        for rank in range(2):
+            config = ShardConfig(
+                folder=str(tiny.folder(name)),
+                model=name,
+                rank=rank,
+                ranks=2,
+                page_size=4,
+                kv_pages=1024,
+                socket=str(folder / f"rank-{rank}"),
+                relay=str(folder / "relay"),
+                master_port=port,
+            )
+            command = [sys.executable, "-m", "penstock.shard", settings.dump(config)]
+            self.processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        self.channels = [grpc.insecure_channel(f"unix:{folder}/rank-{rank}") for rank in range(2)]
+
+    def warm(self) -> list[wire.WarmupReply]:
+        """Both have to be asked at once: they measure together."""
+        with ThreadPoolExecutor(2) as threads:
+            return list(threads.map(self._warm, self.channels))
+
+    def _warm(self, channel: grpc.Channel) -> wire.WarmupReply:
+        until = time.monotonic() + SECONDS
+        while True:
+            try:
+                return rpc.Stub(channel).Warmup(WARMUP, timeout=SECONDS)  # type: ignore[no-any-return]
+            except grpc.RpcError as error:
+                if error.code() != grpc.StatusCode.UNAVAILABLE or time.monotonic() > until:
+                    raise
+                time.sleep(0.05)
+
+    def codes(self, seconds: float) -> list[int]:
+        """Exit codes of both, which have to end within `seconds`."""
+        return [process.wait(seconds) for process in self.processes]
+
+    def close(self) -> None:
+        for channel in self.channels:
+            channel.close()
+        for process in self.processes:
+            process.kill()
+            process.communicate(timeout=10)
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ranks]:
+    result = Ranks(request.param, tmp_path)
+    try:
+        yield result
+    finally:
+        result.close()
+
+
+@pytest.mark.parametrize("ranks", ["demo"], indirect=True)
+def test_two_processes_answer_on_a_stream_and_end_on_sigterm(ranks: Ranks) -> None:
+    first, second = ranks.warm()
+    assert first == second
+    assert (first.pages, first.page_size) == (1024, 4)
+    asked = prompts(10)
+    shard = Remote(ranks.channels[0], stream=True)
+    world = drive(shard, requests(asked), Habits(chunk=16, pause=0.1))
+    assert world.failed == {}
+    assert world.answers == dict(enumerate(tiny.greedy("demo", asked, COUNT)))
+    assert shard.clear() == 1024
+    with pytest.raises(grpc.RpcError, match="rank 0"):
+        Remote(ranks.channels[1], stream=False).decode([1])
+    for process in ranks.processes:
+        process.terminate()
+    codes = ranks.codes(10)
+    assert codes[0] == 0
+    assert codes[1] in (0, 1)  # 1 when it learns of rank 0's end before its own signal
+    assert list(ranks.folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("ranks", ["qwen3"], indirect=True)
+def test_a_rank_that_dies_ends_the_other(ranks: Ranks) -> None:
+    ranks.warm()
+    asked = prompts(10)
+    shard = Remote(ranks.channels[0], stream=False)
+    sampling = Sampling(temperature=0.8, top_p=0.9, seed=11)
+    world = drive(shard, requests(asked, sampling), Habits(chunk=7, pause=0.1, cancel=0.05), seed=3)
+    alone = drive(tiny.engine("qwen3"), requests(asked, sampling), Habits()).answers
+    assert all(tokens == alone[uid][: len(tokens)] for uid, tokens in world.answers.items())
+    assert {uid for uid in alone if world.answers[uid] == alone[uid]} >= set(alone) - world.cancelled
+    assert shard.clear() == 1024
+
+    os.kill(ranks.processes[1].pid, signal.SIGKILL)
+    ranks.processes[1].wait(5)
+    began = time.monotonic()
+    with pytest.raises(grpc.RpcError, match="the shard failed"):
+        drive(shard, requests(asked), Habits())
+    assert ranks.codes(10) == [1, -signal.SIGKILL]
+    assert time.monotonic() - began < 10
+    assert list(ranks.folder.iterdir()) == [ranks.folder / "rank-1"]  # of the one that had no time to clean up
+
+
+@pytest.mark.parametrize("ranks", ["llama"], indirect=True)
+def test_sigterm_while_loading_ends_at_once(ranks: Ranks) -> None:
+    for rank in range(2):
+        while not (ranks.folder / f"rank-{rank}").exists():
+            time.sleep(0.01)
+    for process in ranks.processes:
+        process.terminate()
+    assert set(ranks.codes(10)) <= {0, 1}
+    assert list(ranks.folder.iterdir()) == []

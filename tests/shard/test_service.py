@@ -1,0 +1,248 @@
+"""The service on a unix socket, one rank in this process: who is refused, what is repeated, what the columns hold."""
+
+import dataclasses
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+
+from penstock.proto import rpc
+from penstock.proto import shard_pb2 as wire
+from penstock.shard.config import ShardConfig
+from penstock.shard.relay import Sender
+from penstock.shard.sequence import Sampling
+from penstock.shard.service import Service, group_from, group_to
+from penstock.tests.shard import tiny
+from penstock.tests.shard.driver import Habits, Remote, drive
+from penstock.tests.shard.test_oracle import COUNT, prompt, prompts, requests
+
+NAME = "llama"
+WARMUP = wire.WarmupRequest(max_step_tokens=128, max_step_rows=8, max_total_tokens=256)
+
+
+class Process:
+    """What `__main__` builds, without a process."""
+
+    def __init__(self, socket: Path, **settings: Any) -> None:
+        self.config = ShardConfig(folder=str(tiny.folder(NAME)), model=NAME, page_size=4, **{"kv_pages": 500} | settings)
+        self.codes: list[int] = []
+        self.service = Service(self.config, self.codes.append)
+        self.server = grpc.server(ThreadPoolExecutor(4), handlers=[rpc.handler(self.service)], options=rpc.OPTIONS)
+        self.server.add_insecure_port(f"unix:{socket}")
+        self.server.start()
+        self.channel = grpc.insecure_channel(f"unix:{socket}")
+        self.stub = rpc.Stub(self.channel)
+
+    def start(self) -> None:
+        """The model is loaded."""
+        self.service.start(tiny.engine(NAME, page_size=4, pages=0), Sender("", 0))
+
+    def close(self) -> None:
+        self.channel.close()
+        self.server.stop(None).wait(5)
+
+
+@pytest.fixture
+def process(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Process]:
+    result = Process(tmp_path / "socket", **getattr(request, "param", {}))
+    yield result
+    result.close()
+
+
+@pytest.fixture
+def warm(process: Process) -> Process:
+    process.start()
+    process.stub.Warmup(WARMUP, timeout=30)
+    return process
+
+
+def code_of(error: pytest.ExceptionInfo[grpc.RpcError]) -> grpc.StatusCode:
+    return error.value.code()  # type: ignore[no-any-return]
+
+
+def prefill(step: int, uid: int, tokens: list[int], count: int = 4, **fields: Any) -> wire.PrefillRequest:
+    one = wire.Group(uid=uid, tokens=tokens, prompt_length=len(tokens), max_new_tokens=count, **fields)
+    return wire.PrefillRequest(step=step, batch=1, groups=[one], chunk_uids=[uid], chunk_lengths=[len(tokens)])
+
+
+def test_info_and_health_answer_before_the_model_is_there(process: Process) -> None:
+    process.service.stage = "loading weights 40 %"
+    info = process.stub.Info(wire.InfoRequest(), timeout=5)
+    assert (info.model, info.ranks, info.page_size, info.dtype, info.device) == (NAME, 1, 4, "float32", "cpu")
+    assert (info.stage, info.loaded, info.vocabulary) == ("loading weights 40 %", False, 0)
+    assert process.stub.Health(wire.HealthRequest(), timeout=5) == wire.HealthReply()
+    process.start()
+    info = process.stub.Info(wire.InfoRequest(), timeout=5)
+    assert (info.loaded, info.vocabulary, info.max_positions) == (True, tiny.VOCABULARY, 512)
+
+
+def test_warmup_sizes_the_pool_and_repeats_its_answer(warm: Process) -> None:
+    reply = warm.stub.Warmup(WARMUP, timeout=5)
+    shape = warm.service.engine.decoder.shape
+    assert (reply.pages, reply.page_size) == (500, 4)
+    assert reply.bytes_per_page == 2 * shape.layers * shape.kv_heads * shape.head_size * 4 * 4
+    assert reply.weight_bytes == shape.parameters() * 4
+    assert reply == warm.stub.Warmup(WARMUP, timeout=5)
+    assert warm.stub.Info(wire.InfoRequest(), timeout=5).stage == "ready"
+
+
+@pytest.mark.parametrize("process", [{"kv_pages": 0}], indirect=True)
+def test_a_pool_without_a_given_size_is_never_larger_than_what_can_be_used(process: Process) -> None:
+    process.start()
+    assert process.stub.Warmup(WARMUP, timeout=30).pages == 8 * 256 // 4
+
+
+@pytest.mark.parametrize("process", [{"kv_pages": 1 << 31}], indirect=True)
+def test_too_many_pages_are_refused_with_the_remedy(process: Process) -> None:
+    process.start()
+    with pytest.raises(grpc.RpcError, match=r"room for \d+ pages of 4096 bytes, 2147483648 are wanted\. Lower --kv-pages") as error:
+        process.stub.Warmup(WARMUP, timeout=30)
+    assert code_of(error) == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert process.codes == [2]
+
+
+def test_commands_before_warmup_are_refused(process: Process) -> None:
+    process.start()
+    calls = [
+        lambda: process.stub.Decode(wire.DecodeRequest(step=1), timeout=5),
+        lambda: process.stub.ClearCache(wire.ClearCacheRequest(step=1), timeout=5),
+        lambda: list(process.stub.Steps(iter([wire.Command(decode=wire.DecodeRequest(step=1))]), timeout=5)),
+    ]
+    for call in calls:
+        with pytest.raises(grpc.RpcError, match="call Warmup first") as error:
+            call()
+        assert code_of(error) == grpc.StatusCode.FAILED_PRECONDITION
+
+
+@pytest.mark.parametrize("process", [{"rank": 1, "ranks": 2}], indirect=True)
+def test_other_ranks_refuse_commands(process: Process) -> None:
+    with pytest.raises(grpc.RpcError, match="send commands to rank 0") as error:
+        process.stub.Decode(wire.DecodeRequest(step=1), timeout=5)
+    assert code_of(error) == grpc.StatusCode.FAILED_PRECONDITION
+    assert process.stub.Info(wire.InfoRequest(), timeout=5).rank == 1
+
+
+def test_a_repeated_step_is_answered_from_memory_and_an_older_one_refused(warm: Process) -> None:
+    request = prefill(5, 7, [1, 2, 3])
+    first = warm.stub.Prefill(request, timeout=5)
+    assert warm.stub.Prefill(request, timeout=5).SerializeToString() == first.SerializeToString()
+    assert warm.service.engine.batches[1].groups[0].sequences[0].generated == 1
+    second = warm.stub.Decode(wire.DecodeRequest(step=8, batches=[1]), timeout=5)
+    assert warm.stub.Decode(wire.DecodeRequest(step=8, batches=[1]), timeout=5) == second
+    assert warm.service.engine.batches[1].groups[0].sequences[0].generated == 2
+    with pytest.raises(grpc.RpcError, match="step 7 is older than the last one, 8") as error:
+        warm.stub.Decode(wire.DecodeRequest(step=7, batches=[1]), timeout=5)
+    assert code_of(error) == grpc.StatusCode.INVALID_ARGUMENT
+    cleared = warm.stub.ClearCache(wire.ClearCacheRequest(step=1), timeout=5)
+    assert (cleared.step, cleared.free) == (1, 500)
+    assert warm.stub.Prefill(prefill(2, 7, [1, 2, 3]), timeout=5).tokens == first.tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_driver_gets_transformers_tokens_over_the_wire(warm: Process, stream: bool) -> None:
+    asked = prompts(12, 40)
+    shard = Remote(warm.channel, stream)
+    world = drive(shard, requests(asked), Habits(chunk=16, pause=0.1))
+    assert (world.failed, world.answers) == ({}, dict(enumerate(tiny.greedy(NAME, asked, COUNT))))
+    assert warm.service.engine.pool.free == 500
+
+
+def test_the_end_of_a_stream_drops_everything(warm: Process) -> None:
+    commands = [wire.Command(prefill=prefill(step, step, [1, 2, 3])) for step in (1, 2)]
+    replies = list(warm.stub.Steps(iter(commands), timeout=10))
+    assert [reply.step.free for reply in replies] == [499, 498]
+    # The last reply leaves before the stream has ended on the shard; a command after it waits its turn.
+    again = warm.stub.ClearCache(wire.ClearCacheRequest(step=1), timeout=5)
+    assert again.free == 500
+    assert warm.service.engine.batches == {}
+    assert warm.codes == []
+
+
+def test_filter_and_concat_over_the_wire(warm: Process) -> None:
+    warm.stub.Prefill(prefill(1, 1, [1, 2, 3], 9, end_ids=[5]), timeout=5)
+    other = prefill(2, 2, [4, 5], 9, top_n=2)
+    other.batch = 6
+    first = warm.stub.Prefill(other, timeout=5)
+    assert warm.stub.Concat(wire.ConcatRequest(step=3, into=1, batches=[6, 99]), timeout=5).step == 3
+    assert warm.stub.Decode(wire.DecodeRequest(step=4, batches=[6]), timeout=5).uids == []
+    reply = warm.stub.Decode(wire.DecodeRequest(step=5, batches=[1]), timeout=5)
+    assert list(reply.uids) == [1, 2]
+    paused = warm.stub.Filter(wire.FilterRequest(step=6, drop=[1, 77], pause=[2, 78]), timeout=5)
+    assert paused.free == 500
+    [group] = paused.paused
+    assert (group.uid, group.prompt_length, group.top_n) == (2, 2, 2)
+    assert list(group.tokens) == [4, 5, first.tokens[0], reply.tokens[1]]
+
+
+def test_a_group_survives_the_wire() -> None:
+    sampling = Sampling(
+        temperature=0.5,
+        top_k=3,
+        top_p=0.25,
+        min_p=0.125,
+        typical_p=0.75,
+        repetition_penalty=1.5,
+        frequency_penalty=-0.5,
+        presence_penalty=2.0,
+        bias=((3, 1.5), (9, -100.0)),
+        seed=2**64 - 1,
+        final_logprobs=True,
+    )
+    one = tiny.group(2**63 + 1, [1, 2, 3], 9, sampling, prompt_length=2, end_ids=[4, 5], top_n=3, prompt_logprobs=True)
+    assert all(getattr(sampling, field.name) != field.default for field in dataclasses.fields(Sampling))
+    assert group_from(wire.Group.FromString(group_to(one).SerializeToString())) == one
+    plain = tiny.group(1, [1], 1)
+    assert group_from(group_to(plain)) == plain
+    assert group_from(wire.Group()).sampling == Sampling()
+
+
+def test_columns_hold_log_probabilities_of_transformers(warm: Process) -> None:
+    """Of the tokens, of the alternatives and of the prompt, which is computed in two chunks."""
+    tokens = list(prompt(8, 30))
+    request = prefill(1, 1, tokens, top_n=3, prompt_logprobs=True)
+    request.chunk_lengths[:] = [13]
+    assert list(warm.stub.Prefill(request, timeout=5).prompt_uids) == []
+    other = prefill(2, 2, [7, 8])
+    other.chunk_uids.append(1)
+    other.chunk_lengths.append(17)
+    reply = warm.stub.Prefill(other, timeout=5)
+    assert list(reply.uids) == [2, 1]
+    assert (list(reply.top_counts), list(reply.finishes), list(reply.choices)) == ([0, 3], [0, 0], [0, 0])
+    assert (list(reply.prompt_uids), list(reply.prompt_counts)) == ([1], [29])
+    expected = tiny.expected_logits(NAME, tokens).log_softmax(-1)
+    predicted = expected[:-1].gather(1, torch.tensor(tokens[1:]).unsqueeze(1)).squeeze(1)
+    assert list(reply.prompt_logprobs) == pytest.approx(predicted.tolist(), abs=1e-4)
+    values, ids = expected[-1].topk(3)
+    assert list(reply.top_ids) == ids.tolist()
+    assert list(reply.top_logprobs) == pytest.approx(values.tolist(), abs=1e-4)
+    assert reply.tokens[1] == ids[0]
+    assert reply.logprobs[1] == pytest.approx(values[0].item(), abs=1e-4)
+    assert reply.logprobs[0] == pytest.approx(tiny.expected_logits(NAME, [7, 8])[-1].log_softmax(-1).max().item(), abs=1e-4)
+    assert dict(zip(reply.held_uids, zip(reply.held, reply.grow, strict=True), strict=True)) == {2: (1, 0), 1: (8, 0)}
+    assert reply.free == 500 - 9
+    assert reply.seconds > 0
+
+
+def test_failures_are_columns_too(warm: Process) -> None:
+    request = prefill(1, 1, [1, 2])
+    request.groups.append(wire.Group(uid=2, tokens=[tiny.VOCABULARY], prompt_length=1, max_new_tokens=1))
+    request.chunk_uids.append(2)
+    request.chunk_lengths.append(1)
+    reply = warm.stub.Prefill(request, timeout=5)
+    assert (list(reply.uids), list(reply.failed_uids)) == ([1], [2])
+    assert "token 131 is not in the model's vocabulary" in reply.failed_messages[0]
+
+
+def test_a_fault_of_our_own_ends_the_process(warm: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*rest: object) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(warm.service.engine, "decode", broken)
+    with pytest.raises(grpc.RpcError, match="the shard failed and ends; its log says why") as error:
+        warm.stub.Decode(wire.DecodeRequest(step=1), timeout=5)
+    assert code_of(error) == grpc.StatusCode.INTERNAL
+    assert warm.codes == [1]
