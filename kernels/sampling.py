@@ -112,7 +112,8 @@ def _covered(values: Tensor, scores: Tensor, draws: Draws) -> Tensor:
     by_k = (draws.top_k > 0) & (kth > lowest)
     mass = (values.logsumexp(-1) - scores.logsumexp(-1)).exp()
     by_p = (draws.top_k == 0) & (draws.top_p < 1) & (mass > draws.top_p)
-    by_min = (draws.min_p > 0) & (lowest < values[:, 0] + draws.min_p.log())
+    # With a top-k that isn't covered the mass that top-p is a share of isn't known either.
+    by_min = (draws.top_k == 0) & (draws.min_p > 0) & (lowest < values[:, 0] + draws.min_p.log())
     return by_k | by_p | by_min
 
 

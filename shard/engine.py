@@ -88,11 +88,11 @@ class Engine:
                 home.groups.append(group)
         runs, chunked = [], set()
         for uid, count in chunks:
-            if uid in known and uid not in chunked:
+            if uid in known and uid not in chunked and count:
                 chunked.add(uid)
                 runs.append(_chunk(known[uid], count))
             elif uid not in dict(outcome.failed):
-                outcome.failed.append((uid, "the shard doesn't know this group, or it has two chunks in one step"))
+                outcome.failed.append((uid, "the shard doesn't know this group, or its chunk in this step is empty, or its second"))
         runs += [run for run in self._decodes(decode) if run.group.uid not in chunked]
         return self._run(runs, outcome)
 

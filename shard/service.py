@@ -34,6 +34,7 @@ class Service:
         self._relay: Sender | None = None
         self._warmup: wire.WarmupReply | None = None
         self._last: tuple[int, wire.Reply] = (0, wire.Reply())
+        self._speaker: object = None  # the call that brought the last command
         self.stage = "starting"
 
     @property
@@ -123,7 +124,7 @@ class Service:
             for command in commands:
                 yield self._execute(command, context)
         finally:
-            self._abandon()
+            self._abandon(context)
 
     def follow(self, message: bytes) -> None:
         """Executes a command that rank 0 passed on."""
@@ -144,6 +145,7 @@ class Service:
                 if step < last:
                     context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"step {step} is older than the last one, {last}")
             try:
+                self._speaker = context
                 self._relay_to_peers(command)
                 reply = self._dispatch(command)
             except Exception:
@@ -160,8 +162,10 @@ class Service:
         if self._relay is not None and self._config.ranks > 1:
             self._relay.send(command.SerializeToString())
 
-    def _abandon(self) -> None:
+    def _abandon(self, stream: object) -> None:
         with self._lock:
+            if self._speaker is not stream:
+                return  # another router came before this stream's end was noticed: all that runs is its own
             command = wire.Command(clear_cache=wire.ClearCacheRequest(step=self._last[0] + 1))
             try:
                 self._relay_to_peers(command)

@@ -86,7 +86,10 @@ def _places(folder: Path) -> dict[str, Path]:
     """Which file each tensor is in."""
     index = folder / INDEX
     if index.is_file():
-        names = json.loads(index.read_text())["weight_map"]
+        try:
+            names = json.loads(index.read_text())["weight_map"]
+        except (json.JSONDecodeError, KeyError) as error:
+            raise Unsupported(f"{index} is not an index of tensors ({error!r}): download it again") from None
         missing = sorted({file for file in names.values() if not (folder / file).is_file()})
         if missing:
             raise Unsupported(f"{folder} lacks {', '.join(missing)}, which {INDEX} lists: complete the download")

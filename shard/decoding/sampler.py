@@ -121,7 +121,7 @@ def _own_tops(logits: Tensor, own: Tensor, rows: Listing[Row]) -> dict[int, tupl
     indices = [i for i, row in enumerate(rows) if row.top_n and not row.final]
     if not indices:
         return {}
-    values, ids = logits[indices].topk(max(rows[i].top_n for i in indices))
+    values, ids = logits[indices].topk(min(max(rows[i].top_n for i in indices), logits.shape[1]))
     return _listed(indices, ids, values - own[indices].unsqueeze(1), rows)
 
 
