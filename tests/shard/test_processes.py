@@ -131,14 +131,3 @@ def test_a_rank_that_dies_ends_the_other(ranks: Ranks) -> None:
     assert ranks.codes(10) == [1, -signal.SIGKILL]
     assert time.monotonic() - began < 10
     assert list(ranks.folder.iterdir()) == [ranks.folder / "rank-1"]  # of the one that had no time to clean up
-
-
-@pytest.mark.parametrize("ranks", ["llama"], indirect=True)
-def test_sigterm_while_loading_ends_at_once(ranks: Ranks) -> None:
-    for rank in range(2):
-        while not (ranks.folder / f"rank-{rank}").exists():
-            time.sleep(0.01)
-    for process in ranks.processes:
-        process.terminate()
-    assert set(ranks.codes(10)) <= {0, 1}
-    assert list(ranks.folder.iterdir()) == []

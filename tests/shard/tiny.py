@@ -31,6 +31,7 @@ torch.set_num_threads(1)
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"
 CPU = torch.device("cpu")
+MAKING = threading.Lock()
 VOCABULARY = 131  # odd, so that two ranks have tables of different sizes
 SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -60,9 +61,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "llama-biases": lambda: transformers.LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True),
     "mistral": lambda: transformers.MistralConfig(**SMALL, head_dim=8, sliding_window=WINDOW),
     "qwen2": lambda: transformers.Qwen2Config(**SMALL),
-    "qwen2-window": lambda: transformers.Qwen2Config(
-        **SMALL, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
-    ),
+    "qwen2-window": lambda: transformers.Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
     "qwen3": lambda: transformers.Qwen3Config(**SMALL, head_dim=16),
 }
 
@@ -74,13 +73,16 @@ def _scratch() -> Path:
     return Path(folder.name)
 
 
-@functools.cache
 def folder(name: str) -> Path:
     """The checkpoint of a family; "demo" is the trained one that ships."""
-    if name == "demo":
-        return DEMO
+    with MAKING:  # ranks that are threads come at the same time
+        return DEMO if name == "demo" else _made(name)
+
+
+@functools.cache
+def _made(name: str) -> Path:
     transformers.utils.logging.disable_progress_bar()
-    torch.manual_seed(len(name))
+    generator = torch.Generator().manual_seed(len(name))
     model = {
         "LlamaConfig": transformers.LlamaForCausalLM,
         "MistralConfig": transformers.MistralForCausalLM,
@@ -90,7 +92,7 @@ def folder(name: str) -> Path:
     with torch.no_grad():
         for key, value in model.named_parameters():
             # Wide, so that logits lie far apart; norms around 1, so that leaving one out shows.
-            value.normal_(1 if "norm" in key else 0, 0.3)
+            value.normal_(1 if "norm" in key else 0, 0.3, generator=generator)
     model.save_pretrained(_scratch() / name)
     return _scratch() / name
 
@@ -111,7 +113,7 @@ def expected_logits(name: str, tokens: Sequence[int]) -> Tensor:
 @functools.cache
 @torch.inference_mode()
 def greedy(name: str, prompts: tuple[tuple[int, ...], ...], count: int) -> list[list[int]]:
-    """`count` tokens for each prompt, by transformers' model: all at once, padded on the right, where causal attention never looks."""
+    """`count` tokens for each prompt, by transformers: all at once, padded on the right, where causal attention never looks."""
     rows = [list(prompt) for prompt in prompts]
     for _ in range(count):
         longest = max(map(len, rows))

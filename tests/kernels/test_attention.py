@@ -1,0 +1,141 @@
+"""Attention over ragged rows in pages equals a plain softmax in float64, row by row: chains and trees, with windows and without."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.kernels import attention as kernel
+from penstock.kernels.attention import BLOCK_ELEMENTS, SPREAD, Row, ancestry, attention, blocks, order
+
+CPU = torch.device("cpu")
+KV_HEADS = 2
+SIZE = 8
+
+
+class Paged:
+    """Rows over a cache of random numbers. Every page is some row's own; what no row uses holds numbers as well."""
+
+    def __init__(
+        self, shapes: Sequence[tuple[int, int]], page_size: int, trees: float = 0.0, seed: int = 0, spare: int = 0
+    ) -> None:
+        chance = random.Random(seed)
+        torch.manual_seed(seed)
+        self.page_size = page_size
+        counts = [-(-(queries + context) // page_size) + chance.randint(0, spare) for queries, context in shapes]
+        pages = list(range(1, sum(counts) + 1))
+        chance.shuffle(pages)
+        rows = []
+        for (queries, context), count in zip(shapes, counts, strict=True):
+            parents = [chance.randint(-1, i - 1) for i in range(queries)] if chance.random() < trees else None
+            rows.append(Row(queries, context, [pages.pop() for _ in range(count)], parents))
+        self.rows = [rows[i] for i in order(rows)]
+        self.cache = torch.randn((sum(counts) + 1) * page_size, 2, KV_HEADS, SIZE)
+
+    def slots(self, row: Row) -> list[int]:
+        return [row.pages[i // self.page_size] * self.page_size + i % self.page_size for i in range(row.context + row.queries)]
+
+    def check(self, group: int, window: int) -> None:
+        """Against the plain way; `group` query heads share a key head."""
+        query = torch.randn(sum(row.queries for row in self.rows), KV_HEADS * group, SIZE)
+        plan = blocks(self.rows, self.page_size, sorted({0, window}), 2 * KV_HEADS * SIZE, CPU)
+        found = attention(query, self.cache, plan, window, SIZE**-0.5)
+        expected = [
+            plain(part, self.cache[self.slots(row)], row, window)
+            for part, row in zip(query.split([row.queries for row in self.rows]), self.rows, strict=True)
+        ]
+        torch.testing.assert_close(found, torch.cat(expected).float())
+
+
+def plain(query: Tensor, cached: Tensor, row: Row, window: int) -> Tensor:
+    """query: [queries, heads, size], cached: [length, 2, kv_heads, size]; every sum on its own, in float64."""
+    result = torch.zeros_like(query, dtype=torch.float64)
+    group = query.shape[1] // KV_HEADS
+    parents = row.parents if row.parents is not None else list(range(-1, row.queries - 1))
+    for i in range(row.queries):
+        path = [i]
+        while parents[path[-1]] >= 0:
+            path.append(parents[path[-1]])
+        position = row.context + len(path) - 1
+        seen = [k for k in range(row.context) if not window or position - k < window]
+        seen += [row.context + node for back, node in enumerate(path) if not window or back < window]
+        keys, values = cached[seen].double().unbind(1)
+        for head in range(query.shape[1]):
+            weights = (keys[:, head // group] @ query[i, head].double() * SIZE**-0.5).softmax(0)
+            result[i, head] = weights @ values[:, head // group]
+    return result
+
+
+SHAPES = [(1, 0), (1, 1), (1, 40), (1, 41), (1, 90), (1, 93), (7, 0), (7, 30), (7, 31), (3, 5), (3, 200), (20, 4), (1, 63), (1, 65)]
+
+
+@pytest.mark.parametrize("trees", [0.0, 0.6])
+@pytest.mark.parametrize("window", [0, 1, 5, 50])
+@pytest.mark.parametrize(("page_size", "group"), [(1, 1), (3, 2), (16, 4)])
+def test_ragged_rows_equal_plain_attention(page_size: int, group: int, window: int, trees: float) -> None:
+    Paged(SHAPES, page_size, trees, spare=2).check(group, window)
+
+
+@pytest.mark.parametrize("window", [0, 30, 100])
+@pytest.mark.parametrize("shape", [(64, 0), (65, 0), (130, 0), (130, 70), (64, 1), (200, 3)])
+def test_a_long_chain_alone(shape: tuple[int, int], window: int) -> None:
+    """As long prompts are: cut into tiles, some of which see all and some a part."""
+    Paged([shape], 16).check(2, window)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_rows(seed: int) -> None:
+    chance = random.Random(seed)
+    shapes = [
+        (chance.choice([1, 1, 1, 2, 5, chance.randint(1, 80)]), chance.choice([0, chance.randint(0, 150)])) for _ in range(12)
+    ]
+    Paged(shapes, chance.choice([1, 3, 16]), trees=0.3, seed=seed, spare=1).check(chance.choice([1, 2, 4]), chance.choice([0, 9]))
+
+
+def test_the_check_finds_a_mask_that_hides_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    def open_tree(parents: Sequence[int]) -> tuple[list[list[bool]], list[int]]:
+        return [[True] * len(parents) for _ in parents], ancestry(parents)[1]
+
+    monkeypatch.setattr(kernel, "ancestry", open_tree)
+    with pytest.raises(AssertionError):
+        Paged(SHAPES, 16, trees=0.6).check(2, 0)
+
+
+def test_what_a_row_does_not_see_may_be_anything() -> None:
+    """Slots of other rows and beyond a row's end have no weight at all, so answers don't change by a bit."""
+    paged = Paged(SHAPES, 16, spare=2)
+    query = torch.randn(sum(row.queries for row in paged.rows), KV_HEADS, SIZE)
+    plan = blocks(paged.rows, 16, [0], 2 * KV_HEADS * SIZE, CPU)
+    before = attention(query, paged.cache, plan, 0, 1.0)
+    used = {slot for row in paged.rows for slot in paged.slots(row)}
+    paged.cache[[slot for slot in range(len(paged.cache)) if slot not in used]] = 1e30
+    assert attention(query, paged.cache, plan, 0, 1.0).equal(before)
+
+
+def test_blocks_are_of_equal_rows_and_bounded_size() -> None:
+    chance = random.Random(1)
+    shapes = [(chance.choice([1, 1, 1, 4]), chance.randint(0, 3000)) for _ in range(200)]
+    rows = Paged(shapes, 16).rows
+    elements = 256
+    plan = blocks(rows, 16, [0], elements, CPU)
+    place = 0
+    for block in plan:
+        own = rows[place : place + block.rows]
+        place += block.rows
+        assert {row.queries for row in own} == {block.queries}
+        assert block.length == max(row.queries + row.context for row in own)
+        assert block.length <= max(64, SPREAD * min(row.queries + row.context for row in own))
+        assert block.rows == 1 or block.rows * block.length * elements <= BLOCK_ELEMENTS
+        assert len(block.slots) == block.rows * block.length
+    assert place == len(rows)
+    starts = [block.start for block in plan]
+    assert starts == [sum(block.rows * block.queries for block in plan[:i]) for i in range(len(plan))]
+    assert len(plan) < 100  # rows do share blocks
+
+
+def test_ancestry() -> None:
+    sees, depths = ancestry([-1, 0, 0, 2, -1])
+    assert depths == [0, 1, 1, 2, 0]
+    assert [[i for i, seen in enumerate(row) if seen] for row in sees] == [[0], [0, 1], [0, 2], [0, 2, 3], [4]]

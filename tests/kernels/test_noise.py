@@ -1,0 +1,84 @@
+"""Noise is Philox4x32-10's, as published, and Gumbel distributed; words of different keys have nothing to do with each other."""
+
+import math
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from penstock.kernels.noise import _to_gumbel, gumbel, gumbel_all, philox
+
+VOCABULARY = 1001  # no multiple of four
+EULER = 0.5772156649
+
+
+def words(text: str) -> tuple[Tensor, ...]:
+    return tuple(torch.tensor(int(word, 16)) for word in text.split())
+
+
+def noises(seed: int = 1, choice: int = 0, position: int = 0, vocabulary: int = VOCABULARY) -> Tensor:
+    return gumbel_all(torch.tensor([seed]), torch.tensor([choice]), torch.tensor([position]), vocabulary)[0]
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [  # kat_vectors of Random123 (Salmon et al. 2011)
+        ("0 0 0 0", "0 0", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    ],
+)
+def test_known_answers(counter: str, key: str, expected: str) -> None:
+    found = philox(words(key), words(counter))  # type: ignore[arg-type]
+    assert [f"{int(word):08x}" for word in found] == expected.split()
+
+
+def test_some_ids_have_the_noise_that_all_have() -> None:
+    seeds, choices, positions = torch.tensor([3, -1, 3]), torch.tensor([0, 1, 2]), torch.tensor([5, 0, 70000])
+    everything = gumbel_all(seeds, choices, positions, VOCABULARY)
+    ids = torch.stack([torch.randperm(VOCABULARY)[:50] for _ in range(3)])
+    assert gumbel(seeds, choices, positions, ids).equal(everything.gather(1, ids))
+    assert gumbel_all(seeds, choices, positions, 7).equal(everything[:, :7])
+
+
+def test_a_row_is_the_same_among_any_neighbours() -> None:
+    seeds = torch.arange(40)
+    rows = gumbel_all(seeds, seeds % 3, seeds % 7, VOCABULARY)
+    assert rows[17].equal(noises(17, 17 % 3, 17 % 7))
+
+
+def test_it_is_gumbel_distributed() -> None:
+    sample = noises(vocabulary=1 << 19).double()
+    assert stats.kstest(sample.numpy(), "gumbel_r").pvalue > 0.01
+    assert sample.mean().item() == pytest.approx(EULER, abs=0.01)
+    assert sample.var().item() == pytest.approx(math.pi**2 / 6, abs=0.02)
+
+
+def test_the_check_finds_another_distribution() -> None:
+    assert stats.kstest(noises(vocabulary=1 << 19).numpy() * 1.02, "gumbel_r").pvalue < 0.01
+
+
+@pytest.mark.parametrize("what", ["seed", "choice", "position"])
+def test_rows_with_different_keys_are_independent(what: str) -> None:
+    """Of 200 rows no two have more in common than chance allows, and each id's column is Gumbel distributed as well."""
+    rows = torch.stack([noises(**{what: value}) for value in range(200)])
+    correlation = torch.corrcoef(rows).fill_diagonal_(0)
+    assert correlation.abs().max() < 0.2  # standard deviation 1 / sqrt(1001), 19,900 pairs
+    assert correlation.std().item() == pytest.approx(VOCABULARY**-0.5, rel=0.1)
+    assert torch.corrcoef(rows.T).fill_diagonal_(0).abs().max() < 0.45  # of 200 values each, 500,500 pairs
+    assert stats.kstest(rows[:, 0].numpy(), "gumbel_r").pvalue > 0.001
+
+
+def test_every_bit_of_the_key_matters() -> None:
+    found = [noises(seed=1 << bit if bit < 63 else -(1 << 63), vocabulary=8) for bit in range(64)]
+    found += [noises(choice=1, vocabulary=8), noises(position=1, vocabulary=8), noises(position=1 << 31, vocabulary=8)]
+    assert len({tuple(row.tolist()) for row in found}) == len(found)
+
+
+def test_no_noise_is_infinite() -> None:
+    """Word 0 and word 2^32 - 1 are the ends of the range."""
+    ends = _to_gumbel(torch.tensor([0, 2**32 - 1]))
+    assert ends.isfinite().all()
+    assert ends[0] > 20  # the most probable tail is resolved finely: u near 0 is a large noise
+    assert -4 < ends[1] < -2.5

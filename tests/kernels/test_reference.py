@@ -1,0 +1,75 @@
+"""The elementwise operations and the packed matrix product mean what their papers and transformers say."""
+
+import pytest
+import torch
+import transformers
+from torch.nn import functional
+from transformers.models.llama import modeling_llama
+
+from penstock.kernels.linear import Weight
+from penstock.kernels.reference import rms_norm, rotary_table, rotate, swiglu
+
+SIZES = [1, 7, 1000]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", SIZES)
+def test_rms_norm_is_transformers(size: int, dtype: torch.dtype) -> None:
+    x = (torch.randn(3, 5, size) * 4).to(dtype)
+    module = modeling_llama.LlamaRMSNorm(size, eps=1e-3)
+    module.weight.data = torch.randn(size).to(dtype)
+    found = rms_norm(x, module.weight.data, 1e-3)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, module(x).detach())
+
+
+@pytest.mark.parametrize("size", [2, 6, 64])
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_rotation_is_transformers(tokens: int, size: int) -> None:
+    config = transformers.LlamaConfig(hidden_size=size * 2, num_attention_heads=2, head_dim=size)
+    embedding = modeling_llama.LlamaRotaryEmbedding(config)
+    positions = torch.randint(0, 5000, (tokens,))
+    query, key = torch.randn(tokens, 2, size), torch.randn(tokens, 3, size)
+    cosine, sine = embedding(query, positions.unsqueeze(0))
+    expected = modeling_llama.apply_rotary_pos_emb(query.transpose(0, 1)[None], key.transpose(0, 1)[None], cosine, sine)
+    table = rotary_table(embedding.inv_freq, positions, torch.float32)
+    for x, wanted in zip((query, key), expected, strict=True):
+        # Two multiplications in another order, of angles up to 5000.
+        torch.testing.assert_close(rotate(x.clone(), table), wanted[0].transpose(0, 1))
+
+
+def test_rotation_is_in_place_and_leaves_position_0_alone() -> None:
+    table = rotary_table(torch.rand(4), torch.tensor([0, 3]), torch.float32)
+    x = torch.randn(2, 5, 8)
+    before = x.clone()
+    assert rotate(x, table) is x
+    assert x[0].equal(before[0])
+    torch.testing.assert_close(x.norm(dim=-1), before.norm(dim=-1))
+    assert not x[1].equal(before[1])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_swiglu_is_transformers(size: int) -> None:
+    gate, up = torch.randn(4, size), torch.randn(4, size)
+    torch.testing.assert_close(swiglu(torch.cat((gate, up), -1)), transformers.activations.ACT2FN["silu"](gate) * up)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 7, 33])
+@pytest.mark.parametrize(("wide", "high"), [(1, 1), (1, 7), (7, 1000), (1000, 1), (1000, 7)])
+def test_a_weight_multiplies_as_linear_does(wide: int, high: int, rows: int, bias: bool, dtype: torch.dtype) -> None:
+    matrix, x = torch.randn(high, wide, dtype=dtype), torch.randn(rows, wide, dtype=dtype)
+    vector = torch.randn(high, dtype=dtype) if bias else None
+    weight = Weight(matrix, vector)
+    assert weight.bytes == (high * wide + high * bias) * dtype.itemsize
+    # Sums of a thousand products in another order: their error grows with the root of their number.
+    torch.testing.assert_close(
+        weight(x), functional.linear(x, matrix, vector), rtol=1.3e-6 if dtype.itemsize == 4 else 1.6e-2, atol=5e-5
+    )
+
+
+def test_a_weight_takes_rows_that_are_a_view() -> None:
+    """Slices of columns, as attention's output may be."""
+    matrix, x = torch.randn(5, 8), torch.randn(6, 16)
+    torch.testing.assert_close(Weight(matrix)(x[:, 8:]), x[:, 8:] @ matrix.T)

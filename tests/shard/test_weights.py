@@ -1,0 +1,294 @@
+"""Checkpoints: every layout loads to the same model, a rank reads only its slices, and whatever is wrong is named in one line."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from torch import Tensor
+
+from penstock.shard.config import ShardConfig
+from penstock.shard.loading import load
+from penstock.shard.models.decoder import Decoder
+from penstock.shard.models.families import Unsupported, shape
+from penstock.shard.parallel import Ranks
+from penstock.shard.weights import INDEX, DummyWeights, Weights
+from penstock.tests.shard import tiny
+
+WEIGHTS = "model.safetensors"
+
+
+def decoder(folder: Path, **settings: Any) -> Decoder:
+    return load(ShardConfig(folder=str(folder), model="m", **settings), lambda stage: None).decoder
+
+
+def tensors(model: Decoder) -> dict[str, Tensor]:
+    """Every weight, in its plain layout."""
+    found: dict[str, Tensor] = {}
+    parts = [("", model), *((f"{layer.index}.", layer) for layer in model.layers)]
+    for prefix, part in parts:
+        for name, value in vars(part).items():
+            if hasattr(value, "packed"):
+                found[prefix + name] = value.weight.to_dense() if value.packed else value.weight
+                if value.bias is not None:
+                    found[f"{prefix}{name} bias"] = value.bias
+            elif isinstance(value, Tensor):
+                found[prefix + name] = value
+    return found
+
+
+def same(first: Decoder, second: Decoder) -> None:
+    one, other = tensors(first), tensors(second)
+    assert one.keys() == other.keys()
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], rtol=0, atol=0, msg=name)
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A checkpoint to be spoiled."""
+    return Path(shutil.copytree(tiny.folder("qwen2"), tmp_path / "model"))
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    target = tmp_path / "sharded"
+    tiny.reference("qwen2").save_pretrained(target, max_shard_size="60KB")
+    assert len(list(target.glob("*.safetensors"))) > 3
+    return target
+
+
+def test_a_sharded_checkpoint_is_the_same_model(sharded: Path) -> None:
+    same(decoder(sharded), tiny.decoder("qwen2"))
+
+
+def test_a_bfloat16_checkpoint_is_the_same_model_in_float32(tmp_path: Path) -> None:
+    """Computed in float32 whatever it is stored in; equal to transformers' own upcast."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny.folder("qwen2"), dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "half")
+    model.float().save_pretrained(tmp_path / "full")
+    half = decoder(tmp_path / "half")
+    assert half.embedding.dtype == torch.float32
+    same(half, decoder(tmp_path / "full"))
+    assert decoder(tmp_path / "half", dtype="bfloat16").embedding.dtype == torch.bfloat16
+
+
+def test_a_tied_model_has_no_second_table() -> None:
+    model = tiny.decoder("llama-tied")
+    torch.testing.assert_close(tensors(model)["head"], model.embedding, rtol=0, atol=0)
+    assert "lm_head.weight" not in safetensors.torch.load_file(tiny.folder("llama-tied") / WEIGHTS)
+
+
+# Slices
+
+
+class Counting(Weights):
+    """Notes the full shape of what is asked for, and what is handed out."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, torch.float32, tiny.CPU, self.count)
+        self.read = 0
+        self.given: dict[str, tuple[torch.Size, tuple[int, ...]]] = {}
+
+    def count(self, read: int) -> None:
+        self.read += read
+
+    def tensor(self, name: str, shape: tuple[int, ...], cut: tuple[int, int, int] | None = None) -> Tensor:
+        result = super().tensor(name, shape, cut)
+        self.given[name] = (result.shape, shape)
+        return result
+
+
+class Alone(Ranks):
+    """A rank that only loads."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.size = 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_reads_only_its_slices(rank: int) -> None:
+    folder = tiny.folder("llama-biases")
+    source = Counting(folder)
+    model = shape(json.loads((folder / "config.json").read_text()))
+    built = Decoder(model, source, Alone(rank), tiny.CPU)
+    for name, (given, full) in source.given.items():
+        whole = "norm" in name or re.search(r"(o|down)_proj\.bias", name)
+        wanted = torch.Size(full).numel() / (1 if whole else 2)
+        assert given.numel() == pytest.approx(wanted, abs=64), name  # half a row: 131 rows of a table, 66 and 65
+    biases_of_sums = 0 if rank == 0 else 2 * model.layers * model.hidden
+    assert source.read == 4 * (model.parameters(2) - biases_of_sums)
+    assert built.weight_bytes == pytest.approx(source.read, abs=100)
+
+
+def test_the_slices_of_two_ranks_are_the_whole() -> None:
+    folder = tiny.folder("qwen3")
+    source = Weights(folder, torch.float32, tiny.CPU, lambda read: None)
+    stored = safetensors.torch.load_file(folder / WEIGHTS)
+    for name, dimension in (("model.embed_tokens.weight", 0), ("model.layers.1.mlp.down_proj.weight", 1)):
+        full = tuple(stored[name].shape)
+        middle = -(-full[dimension] // 2)
+        parts = [source.tensor(name, full, (dimension, start, start + middle)) for start in (0, middle)]
+        joined = torch.cat(parts, dimension)
+        torch.testing.assert_close(joined.narrow(dimension, 0, full[dimension]), stored[name], rtol=0, atol=0)
+        assert not joined.narrow(dimension, full[dimension], joined.shape[dimension] - full[dimension]).any()
+
+
+def test_dummy_weights_of_two_ranks_fit_together(tmp_path: Path) -> None:
+    dummy = DummyWeights(torch.float32, tiny.CPU, lambda read: None)
+    full = dummy.tensor("a.weight", (7, 6))
+    torch.testing.assert_close(full, DummyWeights(torch.float32, tiny.CPU, lambda read: None).tensor("a.weight", (7, 6)))
+    assert not full.equal(dummy.tensor("b.weight", (7, 6)))
+    rows = torch.cat([dummy.tensor("a.weight", (7, 6), (0, start, start + 4)) for start in (0, 4)])
+    assert rows[:7].equal(full)
+    assert not rows[7:].any()
+    columns = torch.cat([dummy.tensor("a.weight", (7, 6), (1, start, start + 3)) for start in (0, 3)], 1)
+    assert columns.equal(full)
+    shutil.copy(tiny.folder("llama") / "config.json", tmp_path)  # a config alone is enough
+    assert decoder(tmp_path, load_format="dummy").shape == tiny.decoder("llama").shape
+
+
+# What is wrong, and what helps
+
+
+def refuses(folder: Path, *words: str, **settings: Any) -> None:
+    with pytest.raises(Unsupported) as error:
+        decoder(folder, **settings)
+    line = str(error.value)
+    assert "\n" not in line
+    for word in words:
+        assert word in line
+
+
+def change(folder: Path, **fields: Any) -> None:
+    """Fields of config.json; None takes one away."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | fields
+    path.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+
+
+def test_a_missing_tensor(copy: Path) -> None:
+    stored = safetensors.torch.load_file(copy / WEIGHTS)
+    del stored["model.layers.1.mlp.up_proj.weight"]
+    safetensors.torch.save_file(stored, copy / WEIGHTS)
+    refuses(copy, "has no tensor model.layers.1.mlp.up_proj.weight", "is the download complete")
+
+
+def test_a_tensor_that_the_index_puts_elsewhere(sharded: Path) -> None:
+    index = json.loads((sharded / INDEX).read_text())
+    other = index["weight_map"]["model.norm.weight"]
+    name = "model.embed_tokens.weight"
+    assert index["weight_map"][name] != other
+    index["weight_map"][name] = other
+    (sharded / INDEX).write_text(json.dumps(index))
+    refuses(sharded, name, other, "download it again")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_wrong_shape(copy: Path, ranks: int) -> None:
+    change(copy, intermediate_size=90)
+    model = shape(json.loads((copy / "config.json").read_text()))
+    source = Weights(copy, torch.float32, tiny.CPU, lambda read: None)
+    with pytest.raises(Unsupported, match=r"mlp.gate_proj.weight is \[88, 64\], config.json says \[90, 64\]: they belong to"):
+        Decoder(model, source, Alone(0) if ranks == 2 else Ranks(0, 1, tiny.CPU, "", 0), tiny.CPU)
+
+
+def test_a_missing_file(sharded: Path) -> None:
+    gone = min(sharded.glob("*.safetensors"))
+    gone.unlink()
+    refuses(sharded, gone.name, INDEX, "complete the download")
+
+
+def test_no_file_at_all(copy: Path) -> None:
+    (copy / WEIGHTS).rename(copy / "pytorch_model.bin")
+    refuses(copy, "no safetensors files", "convert the checkpoint")
+
+
+def test_no_config(copy: Path) -> None:
+    (copy / "config.json").unlink()
+    refuses(copy, "has no config.json", "is it a model's folder?")
+
+
+@pytest.mark.parametrize("length", [0, 5, 5000])
+def test_a_corrupt_file(copy: Path, length: int) -> None:
+    content = (copy / WEIGHTS).read_bytes()
+    (copy / WEIGHTS).write_bytes(content[:length])
+    refuses(copy, WEIGHTS, "can't be read", "download it again")
+
+
+def test_a_corrupt_file_of_several(sharded: Path) -> None:
+    spoilt = max(sharded.glob("*.safetensors"))
+    spoilt.write_bytes(b"no tensors here, at least not that anyone could read")
+    refuses(sharded, spoilt.name, "can't be read", "download it again")
+
+
+@pytest.mark.parametrize(("file", "text"), [("config.json", ""), ("config.json", "{"), (INDEX, ""), (INDEX, "{"), (INDEX, "{}")])
+def test_json_of_an_interrupted_download(sharded: Path, file: str, text: str) -> None:
+    (sharded / file).write_text(text)
+    refuses(sharded, file, "download it again")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel is not supported", "LlamaForCausalLM, MistralForCausalLM"]),
+        ({"architectures": None}, ["architecture none named"]),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+            ["rotary scaling 'yarn' is not supported", "linear and llama3"],
+        ),
+        ({"quantization_config": {"quant_method": "gptq"}}, ["quantized checkpoints are not supported", "unquantized weights"]),
+        ({"hidden_act": "gelu"}, ["hidden_act 'gelu' is not supported", "silu"]),
+        ({"num_hidden_layers": None}, ["Qwen2ForCausalLM lacks 'num_hidden_layers'", "complete?"]),
+        ({"rope_parameters": {"rope_type": "linear"}}, ["lacks 'factor'", "complete?"]),
+    ],
+)
+def test_what_the_decoder_does_not_have(copy: Path, fields: dict[str, Any], words: list[str]) -> None:
+    change(copy, **fields)
+    refuses(copy, *words)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (3, ["8 attention heads can't be divided by 3 ranks", "--num-shard 1, 2, 4"]),
+        (8, ["4 key/value heads can't be divided by 8 ranks", "--num-shard 1, 2, 4"]),
+    ],
+)
+def test_heads_that_the_ranks_do_not_divide(ranks: int, words: list[str]) -> None:
+    refuses(tiny.folder("llama"), *words, ranks=ranks)
+
+
+def test_no_cuda_device() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    refuses(tiny.folder("llama"), "torch sees no CUDA device", "--device cpu", device="cuda")
+
+
+# Configs of older transformers
+
+
+def test_rotary_settings_of_older_configs() -> None:
+    plain = json.loads((tiny.folder("llama") / "config.json").read_text())
+    theta = {key: value for key, value in plain.items() if key != "rope_parameters"} | {"rope_theta": 500.0}
+    assert shape(theta).rope.theta == 500.0
+    assert shape(theta | {"rope_scaling": None}) == shape(theta)
+    linear = shape(theta | {"rope_scaling": {"type": "linear", "factor": 4.0}})
+    assert linear.rope == tiny.decoder("llama-linear").shape.rope
+    llama3 = {key: value for key, value in tiny.LLAMA3.items() if key != "rope_theta"}
+    assert shape(theta | {"rope_theta": 10000.0, "rope_scaling": llama3}).rope == tiny.decoder("llama-3.1").shape.rope
+
+
+def test_windows_of_older_configs() -> None:
+    """Without `layer_types`: by the layer's number."""
+    config = json.loads((tiny.folder("qwen2-window") / "config.json").read_text())
+    del config["layer_types"]
+    assert shape(config).windows == tiny.decoder("qwen2-window").shape.windows == (0, tiny.WINDOW)
+    assert shape(config | {"use_sliding_window": False}).windows == (0, 0)
+    assert tiny.decoder("mistral").shape.windows == (tiny.WINDOW,) * 2
