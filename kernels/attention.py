@@ -37,16 +37,23 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class View:
+    """What a block sees through a window: from where its first query may look to its last query."""
+
+    length: int  # of the longest row
+    slots: Tensor  # [rows * length]
+    mask: Tensor | None  # [rows, 1, queries, length], 0 or -inf; None: nothing is hidden
+
+
+@dataclass(frozen=True, slots=True)
 class Block:
     """Rows of one shape, ready for every layer. Their query tokens are `start` to `start + rows * queries` of the step."""
 
     start: int
     rows: int
     queries: int
-    length: int  # of the longest row: context and queries
-    slots: Tensor  # [rows * length]
-    masks: dict[int, Tensor | None]  # per window: [rows, 1, queries, length], 0 or -inf; None: nothing is hidden
-    tiled: bool  # one chain of many queries: `masks` are [1, 1, TILE, length], of the last TILE queries and right for all
+    views: dict[int, View]  # per window
+    tiled: bool  # one chain of many queries: its masks are [1, 1, TILE, length], of the last TILE queries and right for all
 
 
 def order(rows: Sequence[Row]) -> list[int]:
@@ -88,10 +95,19 @@ def _block(rows: Sequence[Row], start: int, page_size: int, windows: Sequence[in
     tables = torch.tensor([[*row.pages[:width], *(0,) * (width - len(row.pages))] for row in rows])
     slots = (tables.unsqueeze(-1) * page_size + torch.arange(page_size)).view(len(rows), -1)[:, :length]
     tiled = queries > TILE and rows[0].parents is None
+    views = {window: _view(rows, slots, window, tiled, device) for window in windows}
+    return Block(start, len(rows), queries, views, tiled)
+
+
+def _view(rows: Sequence[Row], slots: Tensor, window: int, tiled: bool, device: torch.device) -> View:
+    """slots: [rows, length], without a window. What lies before one is not gathered: the context just seems shorter."""
+    unseen = [max(0, row.context - window + 1) if window else 0 for row in rows]
+    seen = [Row(row.queries, row.context - skip, (), row.parents) for row, skip in zip(rows, unseen, strict=True)]
+    length = seen[0].queries + max(row.context for row in seen)
+    part = slots.gather(1, torch.tensor(unseen).unsqueeze(1) + torch.arange(length))
     # Seen from its end, every tile of a chain looks the same: the mask of the last one serves all.
-    shown = [Row(TILE, length - TILE, rows[0].pages)] if tiled else rows
-    masks = {window: _mask(shown, length, window, device) for window in windows}
-    return Block(start, len(rows), queries, length, slots.reshape(-1).to(device), masks, tiled)
+    mask = _mask([Row(TILE, length - TILE, ())] if tiled else seen, length, window, device)
+    return View(length, part.reshape(-1).to(device), mask)
 
 
 def _mask(rows: Sequence[Row], length: int, window: int, device: torch.device) -> Tensor | None:
@@ -102,7 +118,7 @@ def _mask(rows: Sequence[Row], length: int, window: int, device: torch.device) -
 
 
 def _visible(rows: Sequence[Row], length: int, window: int) -> Tensor:
-    """[rows, queries, length]: which slots each query sees."""
+    """[rows, queries, length]: which of a row's slots each query sees."""
     queries = rows[0].queries
     keys = torch.arange(length)
     if all(row.parents is None for row in rows):
@@ -145,13 +161,11 @@ def attention(query: Tensor, cache: Tensor, plan: Sequence[Block], window: int, 
 def _attend(query: Tensor, cache: Tensor, block: Block, window: int, scale: float) -> Tensor:
     heads, size = query.shape[1:]
     kv_heads = cache.shape[2]
-    count, queries, length = block.rows, block.queries, block.length
-    gathered = cache.view(len(cache), -1).index_select(0, block.slots).view(count, length, 2, kv_heads, size)
+    count, queries, view = block.rows, block.queries, block.views[window]
+    gathered = cache.view(len(cache), -1).index_select(0, view.slots).view(count, view.length, 2, kv_heads, size)
     keys, values = gathered[:, :, 0].transpose(1, 2), gathered[:, :, 1].transpose(1, 2)  # [rows, kv_heads, length, size]
     asked = query[block.start : block.start + count * queries]
-    mask = block.masks[window]
-    if mask is not None:
-        mask = mask.to(query.dtype)
+    mask = view.mask if view.mask is None else view.mask.to(query.dtype)
     if queries == 1:  # all query heads of a key head in one tile: keys and values are read once
         tile = asked.view(count, kv_heads, -1, size)
         return functional.scaled_dot_product_attention(tile, keys, values, mask, scale=scale).reshape(count, heads, size)

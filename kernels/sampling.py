@@ -71,7 +71,7 @@ class Candidates:
     """The filtered distribution of some rows, without the tokens that have probability 0 in all of them."""
 
     rows: Tensor  # [rows] int64: which rows these are
-    scores: Tensor  # [rows, n] float32: logit / temperature, -inf where filtered out
+    scores: Tensor  # [rows, n] float32: (logit - the row's largest) / temperature, -inf where filtered out
     ids: Tensor | None  # [rows, n] int64; None: n is the vocabulary and ids are 0, 1, ...
 
 
@@ -80,7 +80,8 @@ def candidates(logits: Tensor, draws: Draws) -> list[Candidates]:
 
     logits: [rows, vocabulary] float32.
     """
-    scores = logits / draws.temperature.unsqueeze(1)
+    # Relative to the best: whatever the temperature, nothing overflows.
+    scores = (logits - logits.amax(-1, keepdim=True)) / draws.temperature.unsqueeze(1)
     rows = torch.arange(len(scores), device=scores.device)
     filtered = (draws.top_k > 0) | (draws.top_p < 1) | (draws.min_p > 0) | (draws.typical_p < 1)
     parts = []
@@ -141,11 +142,12 @@ def _typical(scores: Tensor, mass: Tensor) -> Tensor:
     """Keeps the tokens whose surprise is nearest to the entropy, until they have `mass` (Meister et al. 2022, arXiv:2202.00666)."""
     logprobs = scores.log_softmax(-1)
     entropy = -(logprobs.exp() * logprobs).nansum(-1, keepdim=True)
-    order = torch.sort((-logprobs - entropy).abs(), dim=-1, stable=True).indices
+    distances = (-logprobs - entropy).abs()
+    sorted_distances, order = torch.sort(distances, dim=-1, stable=True)
     probabilities = logprobs.exp().gather(1, order)
     before = probabilities.cumsum(-1) - probabilities
-    keep = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, order, before < mass.unsqueeze(1))
-    return scores.masked_fill(~keep, -torch.inf)
+    last = (before < mass.unsqueeze(1)).sum(-1, keepdim=True).sub(1).clamp(min=0)
+    return scores.masked_fill(distances > sorted_distances.gather(1, last), -torch.inf)  # what ties with the last stays
 
 
 def draw(part: Candidates, draws: Draws) -> Tensor:

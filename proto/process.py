@@ -1,4 +1,7 @@
-"""What each of our processes does on its start: die with its parent, write a log. Does not know what the process is for."""
+"""What each of our processes needs of the system: die with its parent, write a log, know the memory it may take.
+
+Does not know what the process is for.
+"""
 
 import ctypes
 import json
@@ -7,8 +10,11 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+PROC = Path("/proc")
+SYSTEM = Path("/sys")
 
 
 def die_with_parent() -> None:
@@ -62,3 +68,51 @@ class _JsonLine(_Line):
         if record.exc_info:
             values["exception"] = self.formatException(record.exc_info)
         return json.dumps(values)
+
+
+def available_memory() -> int:
+    """MemAvailable, or what the container's limit leaves, whichever is less."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for line in lines_of(PROC / "meminfo"):
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) << 10
+    return min([available, *_cgroup_headroom()])
+
+
+def _cgroup_headroom() -> list[int]:
+    """Limit minus use, for every control group above us (version 2), or for ours (version 1)."""
+    room = []
+    for folder in control_groups("memory"):
+        for limit, use, cache in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            text = "".join(lines_of(folder / limit)).strip()
+            if text.isdigit():
+                used = int("".join(lines_of(folder / use)) or 0)
+                # Cached files count as used, but make way for us.
+                used -= sum(int(line.split()[1]) for line in lines_of(folder / "memory.stat") if line.split()[0] == cache)
+                room.append(max(0, int(text) - used))
+    return room
+
+
+def control_groups(controller: str) -> list[Path]:
+    """Our control group and those above it, as far as this container sees them."""
+    root = SYSTEM / "fs/cgroup"
+    folders = []
+    for line in lines_of(PROC / "self/cgroup"):
+        _, controllers, path = line.strip().split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        base = root / controller if controllers else root
+        own = base / path.lstrip("/")
+        folders += [folder for folder in (own, *own.parents) if folder.is_relative_to(base) and folder.is_dir()]
+    return folders
+
+
+def lines_of(path: Path) -> list[str]:
+    """The lines of a file of /proc or /sys; [] where the kernel or the container has no such file."""
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

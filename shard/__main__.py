@@ -5,10 +5,11 @@ import os
 import queue
 import signal
 import sys
+import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import FrameType
 
 import grpc
 import torch
@@ -16,7 +17,6 @@ import torch
 from ..proto import rpc, settings
 from ..proto.process import configure_logging, die_with_parent
 from .config import ShardConfig
-from .engine import Engine
 from .loading import load
 from .models.families import Unsupported
 from .relay import Receiver, Sender
@@ -33,57 +33,46 @@ def main() -> None:
     die_with_parent()
     config = settings.load(ShardConfig, sys.argv[1])
     configure_logging(f"shard {config.rank}", config.json_output)
+    # The main thread only waits: it hears signals even while another waits for a peer inside torch.
     ends: queue.SimpleQueue[int] = queue.SimpleQueue()
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, lambda signum, frame: ends.put(0))
     service = Service(config, ends.put)
     server = grpc.server(ThreadPoolExecutor(SERVICE_THREADS), handlers=[rpc.handler(service)], options=rpc.OPTIONS)
     server.add_insecure_port(f"unix:{config.socket}")
     server.start()
-    code = 0
-    try:
-        code = _serve(config, service, ends)
-    except Unsupported as error:
-        log.error(str(error))
-        code = 2
-    except SystemExit:
-        log.info("stopping")
-    except Exception:
-        log.exception("the shard failed")
-        code = 1
+    threading.Thread(target=_work, args=(config, service, ends.put), daemon=True).start()
+    code = ends.get()
+    log.info("stopping")
     server.stop(grace=None)
-    Path(config.socket).unlink(missing_ok=True)
+    for path in (config.socket, config.relay if config.rank == 0 else ""):
+        if path:
+            Path(path).unlink(missing_ok=True)
     logging.shutdown()
     os._exit(code)  # a thread that waits for a peer that is gone would keep the interpreter from ending
 
 
-def _serve(config: ShardConfig, service: Service, ends: "queue.SimpleQueue[int]") -> int:
-    torch.set_num_threads(config.threads)
-    began = time.perf_counter()
-    relay = Sender(config.relay, config.ranks - 1 if config.rank == 0 else 0)
+def _work(config: ShardConfig, service: Service, end: Callable[[int], None]) -> None:
+    """Loads the model; after that rank 0 is moved by its service, the others here, by what rank 0 passes on."""
     try:
-        engine: Engine = load(config, lambda stage: setattr(service, "stage", stage))
+        torch.set_num_threads(config.threads)
+        began = time.perf_counter()
+        relay = Sender(config.relay, config.ranks - 1 if config.rank == 0 else 0)
+        engine = load(config, lambda stage: setattr(service, "stage", stage))
         receiver = Receiver(config.relay) if config.rank else None
         relay.connect()
         service.start(engine, relay)
         log.info(f"loaded {config.model} in {time.perf_counter() - began:.1f} s")
-        if receiver is None:
-            return ends.get()
-        return _follow(service, receiver)
-    finally:
-        relay.close()
-
-
-def _follow(service: Service, receiver: Receiver) -> int:
-    try:
-        while True:
+        while receiver is not None:
             service.follow(receiver.receive())
+    except Unsupported as error:
+        log.error(str(error))
+        end(2)
     except (EOFError, ConnectionError):
         log.error("rank 0 is gone")
-        return 1
-
-
-def _leave(signum: int, frame: FrameType | None) -> None:
-    raise SystemExit(0)
+        end(1)
+    except Exception:
+        log.exception("the shard failed")
+        end(1)
 
 
 if __name__ == "__main__":

@@ -86,14 +86,15 @@ class Engine:
             else:
                 known[group.uid] = group
                 home.groups.append(group)
-        runs, chunked = [], set()
-        for uid, count in chunks:
-            if uid in known and uid not in chunked and count:
-                chunked.add(uid)
-                runs.append(_chunk(known[uid], count))
-            elif uid not in dict(outcome.failed):
+        counts = dict(chunks)
+        asked = [uid for uid, _ in chunks]
+        for uid in counts.keys() - dict(outcome.failed).keys():
+            if uid not in known or not counts[uid] or asked.count(uid) > 1:
                 outcome.failed.append((uid, "the shard doesn't know this group, or its chunk in this step is empty, or its second"))
-        runs += [run for run in self._decodes(decode) if run.group.uid not in chunked]
+        self.filter(uid for uid, _ in outcome.failed)
+        gone = dict(outcome.failed)
+        runs = [_chunk(known[uid], count) for uid, count in counts.items() if uid not in gone]
+        runs += [run for run in self._decodes(decode) if run.group.uid not in counts]
         return self._run(runs, outcome)
 
     def decode(self, batches: Listing[int]) -> Outcome:

@@ -22,7 +22,7 @@ SECONDS_BETWEEN_LINES = 2.0
 
 
 class Progress:
-    """Turns bytes that were read into a stage for people, and now and then into a log line."""
+    """Turns elements that were read into a stage for people, and now and then into a log line."""
 
     def __init__(self, total: int, stage: Callable[[str], None]) -> None:
         self._total = total
@@ -31,9 +31,9 @@ class Progress:
         self._logged = time.monotonic()
 
     def __call__(self, read: int) -> None:
-        """`read` more bytes are there."""
+        """`read` more elements are there."""
         self._read += read
-        line = f"loading weights {100 * self._read / self._total:.0f} % ({self._read / 1e9:.2f} of {self._total / 1e9:.2f} GB)"
+        line = f"loading weights {self._read / self._total:.0%} of {self._total / 1e6:.0f} M parameters"
         self._stage(line)
         if time.monotonic() - self._logged > SECONDS_BETWEEN_LINES:
             self._logged = time.monotonic()
@@ -55,8 +55,7 @@ def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
     if config.ranks > 1:
         stage(f"waiting for {config.ranks} ranks")
     ranks = Ranks(config.rank, config.ranks, device, config.master_addr, config.master_port)
-    # Checkpoints are mostly of 2 bytes an element; the line is for people.
-    progress = Progress(model.parameters(config.ranks) * 2, stage)
+    progress = Progress(model.parameters(config.ranks), stage)
     source: Source = (
         DummyWeights(dtype, device, progress) if config.load_format == "dummy" else Weights(folder, dtype, device, progress)
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from .decoding.strategy import Finish
+from ..proto.process import available_memory
 from .engine import Engine
 from .models.families import Unsupported
 from .sequence import Group, Sampling, Sequence
@@ -27,7 +27,9 @@ def size_pool(engine: Engine, page_size: int, pages: int, fraction: float, token
     """
     ranks = engine.decoder.ranks.size
     page_bytes = engine.decoder.shape.kv_elements(ranks) * engine.decoder.embedding.element_size() * page_size
-    needed = _step_bytes(engine, page_size, tokens, min(rows, tokens))
+    # The measured step has no context. A long one is gathered, and copied once more by head, one layer at a time.
+    context = 2 * total * page_bytes // page_size // engine.decoder.shape.layers
+    needed = _step_bytes(engine, page_size, tokens, min(rows, tokens)) + context
     available = int(_available(engine.device) * fraction) // (ranks if engine.device.type == "cpu" else 1)
     room = (available - needed) // page_bytes
     useful = rows * -(-total // page_size)  # every row as long as can be: more pages could never be filled
@@ -47,12 +49,11 @@ def size_pool(engine: Engine, page_size: int, pages: int, fraction: float, token
 def _step_bytes(engine: Engine, page_size: int, tokens: int, rows: int) -> int:
     """What the largest step takes beside weights and pages."""
     sample = tokens if engine.device.type == "cuda" else min(tokens, SAMPLE_TOKENS)
-    prompts = max(1, min(rows, sample))
+    prompts = max(1, min(rows, rows * sample // tokens))  # as many rows a token as the largest step has
     lengths = [sample // prompts + (i < sample % prompts) for i in range(prompts)]
     engine.resize(sum(-(-length // page_size) for length in lengths), page_size)
     groups = [
-        Group(uid, [Sequence([0] * length, length)], GREEDIEST, int(Finish.LENGTH), frozenset(), top_n=5)
-        for uid, length in enumerate(lengths)
+        Group(uid, [Sequence([0] * length, length)], GREEDIEST, 2, frozenset(), top_n=5) for uid, length in enumerate(lengths)
     ]
     before = _peak(engine.device, reset=True)
     engine.prefill(0, groups, list(enumerate(lengths)), [])
@@ -72,22 +73,10 @@ def _peak(device: torch.device, reset: bool = False) -> int:
         return 0
     if reset:
         Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak resident set
-    return _kilobytes(status, "VmHWM:") * 1024
+    lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
+    return int(lines["VmHWM"].split()[0]) * 1024
 
 
 def _available(device: torch.device) -> int:
     """Bytes that can still be taken."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    free = _kilobytes(Path("/proc/meminfo"), "MemAvailable:") * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and limit.read_text().strip() != "max":
-        free = min(free, int(limit.read_text()) - int(used.read_text()))
-    return free
-
-
-def _kilobytes(path: Path, name: str) -> int:
-    for line in path.read_text().splitlines():
-        if line.startswith(name):
-            return int(line.split()[1])
-    raise Unsupported(f"{path} has no {name}: give the pool's size with --kv-pages")
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()

@@ -1,11 +1,6 @@
 """Passes commands from rank 0 to the other ranks as bytes, in order. A rank whose peer is gone learns it at once."""
 
-import time
 from multiprocessing.connection import Client, Connection, Listener
-from pathlib import Path
-
-PATIENCE_SECONDS = 120.0
-POLL_SECONDS = 0.02
 
 
 class Sender:
@@ -35,14 +30,9 @@ class Sender:
 
 
 class Receiver:
-    """Another rank's end."""
+    """Another rank's end. To be constructed after rank 0 listens, as it does before the rendezvous of the ranks."""
 
     def __init__(self, path: str) -> None:
-        patience = time.monotonic() + PATIENCE_SECONDS
-        while not Path(path).exists():
-            if time.monotonic() > patience:
-                raise TimeoutError(f"rank 0 did not listen on {path} within {PATIENCE_SECONDS:.0f} s")
-            time.sleep(POLL_SECONDS)
         self._connection = Client(path, family="AF_UNIX")
 
     def receive(self) -> bytes:

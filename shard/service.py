@@ -140,6 +140,8 @@ class Service:
         with self._lock:
             last, reply = self._last
             if command.WhichOneof("kind") != "clear_cache":
+                if not step:
+                    context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a command needs a step, counted from 1")
                 if step == last:
                     return reply
                 if step < last:

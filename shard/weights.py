@@ -16,7 +16,7 @@ from torch import Tensor
 from .models.families import Unsupported
 
 INDEX = "model.safetensors.index.json"
-Progress = Callable[[int], None]  # is told bytes that were read since the last call
+Progress = Callable[[int], None]  # is told how many elements were read since the last call
 
 
 class Source(Protocol):
@@ -54,7 +54,7 @@ class Weights:
         if found != shape:
             raise Unsupported(f"tensor {name} is {list(found)}, config.json says {list(shape)}: they belong to different models")
         tensor = _sliced(stored, cut)
-        self._progress(tensor.nbytes)
+        self._progress(tensor.numel())
         return tensor.to(self._device, self._dtype)
 
     def _open(self, path: Path) -> Any:
@@ -78,7 +78,7 @@ class DummyWeights:
         if name.endswith("norm.weight"):
             full += 1
         tensor = _sliced(full, cut)
-        self._progress(tensor.nbytes)
+        self._progress(tensor.numel())
         return tensor.to(self._device, self._dtype)
 
 

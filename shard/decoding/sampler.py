@@ -5,6 +5,7 @@ Everything runs on rank 0: the other ranks are told the tokens.
 
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -63,12 +64,15 @@ def _penalized(logits: Tensor, rows: Listing[Row]) -> Tensor:
         return logits
     own = [rows[i] for i in indices]
     device = logits.device
-    seen = [(k, token, float(place >= row.prompt_length)) for k, row in enumerate(own) for place, token in enumerate(row.tokens)]
+    lengths = torch.tensor([len(row.tokens) for row in own], device=device)
+    starts = lengths.cumsum(0) - lengths
+    prompts = torch.tensor([row.prompt_length for row in own], device=device)
+    places = torch.arange(int(lengths.sum()), device=device) - starts.repeat_interleave(lengths)  # of tokens in their sequences
     bias = [(k, token, value) for k, row in enumerate(own) for token, value in row.sampling.bias]
     penalties = Penalties(
-        rows=torch.tensor([entry[0] for entry in seen], dtype=torch.int64, device=device),
-        ids=torch.tensor([entry[1] for entry in seen], dtype=torch.int64, device=device),
-        output=torch.tensor([entry[2] for entry in seen], dtype=torch.float32, device=device),
+        rows=torch.arange(len(own), device=device).repeat_interleave(lengths),
+        ids=torch.tensor(list(chain.from_iterable(row.tokens for row in own)), device=device),
+        output=(places >= prompts.repeat_interleave(lengths)).float(),
         repetition=torch.tensor([row.sampling.repetition_penalty for row in own], device=device),
         frequency=torch.tensor([row.sampling.frequency_penalty for row in own], device=device),
         presence=torch.tensor([row.sampling.presence_penalty for row in own], device=device),

@@ -67,15 +67,15 @@ class Shape:
         """Elements of keys and values that one token takes on one rank, all layers."""
         return 2 * self.layers * self.kv_heads // ranks * self.head_size
 
-    def parameters(self, ranks: int = 1) -> int:
-        """Elements of all weights on one rank."""
+    def parameters(self, ranks: int = 1, tables: int | None = None) -> int:
+        """Elements of all weights on one rank. `tables`: how often the vocabulary's table is held, if not as in the checkpoint."""
         heads, kv_heads = self.heads // ranks, self.kv_heads // ranks
         qkv = (heads + 2 * kv_heads) * self.head_size
         attention = self.hidden * qkv + heads * self.head_size * self.hidden + self.qkv_bias * qkv + self.output_bias * self.hidden
         mlp = 3 * self.hidden * self.intermediate // ranks + self.mlp_bias * (2 * self.intermediate // ranks + self.hidden)
         norms = 2 * self.hidden + 2 * self.qk_norm * self.head_size
-        tables = self.vocabulary_slice(ranks) * self.hidden * (1 if self.tied else 2)
-        return self.layers * (attention + mlp + norms) + tables + self.hidden
+        held = tables or (1 if self.tied else 2)
+        return self.layers * (attention + mlp + norms) + held * self.vocabulary_slice(ranks) * self.hidden + self.hidden
 
 
 def shape(config: Config) -> Shape:
@@ -146,8 +146,8 @@ def _llama(config: Config) -> Shape:
 
 
 def _mistral(config: Config) -> Shape:
-    base = _common(config)
-    return replace(base, windows=((config.get("sliding_window") or 0),) * base.layers)
+    base = _common({"num_key_value_heads": 8, **config})
+    return replace(base, windows=(config.get("sliding_window", 4096) or 0,) * base.layers)
 
 
 def _qwen(config: Config) -> Shape:
@@ -167,7 +167,7 @@ def _qwen2(config: Config) -> Shape:
 
 def _qwen3(config: Config) -> Shape:
     bias = config.get("attention_bias", False)
-    return replace(_qwen(config), qk_norm=True, qkv_bias=bias, output_bias=bias)
+    return replace(_qwen({"head_dim": 128, **config}), qk_norm=True, qkv_bias=bias, output_bias=bias)
 
 
 FAMILIES: dict[str, Callable[[Config], Shape]] = {

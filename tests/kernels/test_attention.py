@@ -125,10 +125,10 @@ def test_blocks_are_of_equal_rows_and_bounded_size() -> None:
         own = rows[place : place + block.rows]
         place += block.rows
         assert {row.queries for row in own} == {block.queries}
-        assert block.length == max(row.queries + row.context for row in own)
-        assert block.length <= max(64, SPREAD * min(row.queries + row.context for row in own))
-        assert block.rows == 1 or block.rows * block.length * elements <= BLOCK_ELEMENTS
-        assert len(block.slots) == block.rows * block.length
+        assert block.views[0].length == max(row.queries + row.context for row in own)
+        assert block.views[0].length <= max(64, SPREAD * min(row.queries + row.context for row in own))
+        assert block.rows == 1 or block.rows * block.views[0].length * elements <= BLOCK_ELEMENTS
+        assert len(block.views[0].slots) == block.rows * block.views[0].length
     assert place == len(rows)
     starts = [block.start for block in plan]
     assert starts == [sum(block.rows * block.queries for block in plan[:i]) for i in range(len(plan))]

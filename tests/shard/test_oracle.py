@@ -460,7 +460,7 @@ def test_pages_of_a_poisoned_prompt_that_was_never_judged_harm_nobody(poisoned: 
 def test_bad_groups_fail_alone() -> None:
     engine = tiny.engine("llama")
     good = prompt(3, 12)
-    engine.prefill(1, [tiny.group(1, good, COUNT)], [(1, 5)], [])
+    engine.prefill(1, [tiny.group(1, good, COUNT), tiny.group(10, good, COUNT)], [(1, 5), (10, 5)], [])
     bad = [
         tiny.group(1, [1], 1),
         tiny.group(2, [], 1),
@@ -472,15 +472,16 @@ def test_bad_groups_fail_alone() -> None:
     outcome = engine.prefill(2, bad, [(2, 1), (3, 2), (4, 1), (5, 1), (6, 2), (77, 4)], [])
     failed = dict(outcome.failed)
     assert set(failed) == {1, 2, 3, 4, 5, 77}
-    assert [uid for uid, _ in engine.prefill(1, [], [(1, 0)], []).failed] == [1]
+    assert [uid for uid, _ in engine.prefill(1, [tiny.group(11, good, COUNT)], [(11, 0)], []).failed] == [11]
+    assert {group.uid for batch in engine.batches.values() for group in batch.groups} == {6, 10}  # what failed is gone
     assert "already" in failed[1]
     assert "no tokens" in failed[2]
     assert "token 131 is not in the model's vocabulary of 131" in failed[3]
     assert "doesn't know" in failed[77]
     assert [uid for uid, _ in outcome.emitted] == [6]
-    got = [emitted.pick.token for _, emitted in engine.prefill(1, [], [(1, 7)], [2]).emitted][:1]
+    got = [emitted.pick.token for _, emitted in engine.prefill(1, [], [(10, 7)], [2]).emitted][:1]
     for _ in range(COUNT):
-        got += [emitted.pick.token for uid, emitted in engine.decode([1, 2]).emitted if uid == 1]
+        got += [emitted.pick.token for uid, emitted in engine.decode([1, 2]).emitted if uid == 10]
     assert got == tiny.greedy("llama", (good,), COUNT)[0]
     assert at_rest(engine)
 
