@@ -5,8 +5,8 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 MODEL ?=
 FLAGS ?=
-# torch on its own first, and pinned to what is tested: left to itself pip takes the newest, and with it, even where there is no GPU,
-# gigabytes of CUDA. The package itself accepts 2.11 and newer. Another build: make install TORCH='torch==2.13.0 --index-url ...'
+# torch on its own first, and pinned to what is tested; the package itself accepts 2.11 and newer. Whether this is the CPU build or
+# gigabytes of CUDA depends on the indexes that pip is configured with. Another one: make install TORCH='torch==2.13.0 --index-url ...'
 TORCH := torch==2.13.0
 
 CHECKED := proto kernels shard router launcher demo benchmarks  # as in pyproject.toml
@@ -18,7 +18,7 @@ install: $(INSTALLED)
 # Made again when the dependencies change, and only then.
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "penstock needs Python 3.11 or newer: make PYTHON=python3.12 ..."'
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv  # one that is half-made is made anew
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet -e '.[dev]'
 	touch $(INSTALLED)

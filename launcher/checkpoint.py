@@ -6,10 +6,12 @@ when it loads them.
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .hub import Remote
 from .mistake import Mistake
 
 INDEX = "model.safetensors.index.json"
@@ -20,39 +22,84 @@ LARGEST_HEADER = 100_000_000  # bytes; the format's own limit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A model folder whose files are all there."""
+    """A model folder whose files are all there, or, for a plan of a hub model, all but the weights."""
 
     folder: Path
     config: dict[str, Any]
     dtype: str  # of most bytes of the weights; of config.json where there are none
     bytes: int  # of all weights as stored
-    files: int  # safetensors files
+    files: int  # safetensors files; 0: none, or nobody could say how many
+    random: bool = False  # the weights are not read
+    here: bool = True  # the weights are in the folder
 
 
-def read(folder: Path, load_format: str) -> Checkpoint:
-    """The checkpoint in `folder`; with `load_format` "dummy" its weights need not be there. Raises Mistake."""
+def read(folder: Path, load_format: str, ask: Callable[[], Remote] | None = None) -> Checkpoint:
+    """The checkpoint in `folder`. Raises Mistake.
+
+    The weights need not be there with `load_format` "dummy", nor if there is somebody to `ask` about them.
+    """
     config = _json(folder / "config.json", "name a folder that holds a Hugging Face model")
     if load_format == "dummy":
-        return Checkpoint(folder=folder, config=config, dtype=_named_dtype(config), bytes=0, files=0)
-    if not (folder / "tokenizer.json").is_file():
+        return Checkpoint(folder=folder, config=config, dtype=_named_dtype(config), bytes=0, files=0, random=True)
+    if not has_tokenizer(folder):
         raise Mistake(f"{folder} lacks tokenizer.json: save its tokenizer with transformers' AutoTokenizer, which writes one")
+    if ask is not None and not _has_weights(folder):
+        return _absent(folder, config, ask)
     sizes: Counter[str] = Counter()
     paths = _weight_files(folder)
     for path in paths:
         sizes.update(_header(path))
+    return Checkpoint(folder=folder, config=config, dtype=_stored_dtype(folder, sizes), bytes=sizes.total(), files=len(paths))
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return (folder / "tokenizer.json").is_file()
+
+
+def vocabulary(folder: Path) -> int:
+    """How many token ids the model in `folder` knows."""
+    return int(_json(folder / "config.json", "install penstock again")["vocab_size"])
+
+
+def _has_weights(folder: Path) -> bool:
+    if (folder / INDEX).is_file():
+        return all((folder / name).is_file() for name in _index(folder)[1])
+    return (folder / SINGLE).is_file()
+
+
+def _absent(folder: Path, config: dict[str, Any], ask: Callable[[], Remote]) -> Checkpoint:
+    """The index says how large the weights are; a single file has none."""
+    dtype = _named_dtype(config)
+    if (folder / INDEX).is_file():
+        total, names = _index(folder)
+        return Checkpoint(folder=folder, config=config, dtype=dtype, bytes=total, files=len(names) if total else 0, here=False)
+    remote = ask()
+    if remote.files:
+        dtype = _stored_dtype(folder, remote.sizes)
+    return Checkpoint(folder=folder, config=config, dtype=dtype, bytes=remote.sizes.total(), files=remote.files, here=False)
+
+
+def _index(folder: Path) -> tuple[int, list[str]]:
+    """Bytes of all weights, 0 if the index doesn't say, and the files that hold them."""
+    index = _json(folder / INDEX, "download the model again")
+    weights, metadata = index.get("weight_map"), index.get("metadata")
+    if not isinstance(weights, dict):
+        raise Mistake(f"{folder / INDEX} has no weight_map: download the model again")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    return int(total) if isinstance(total, int | float) else 0, sorted(set(weights.values()))
+
+
+def _stored_dtype(folder: Path, sizes: Counter[str]) -> str:
     floats = [name for name, _ in sizes.most_common() if name in FLOATS]
     if not floats:
         raise Mistake(f"the weights in {folder} are {', '.join(sizes)}: only {', '.join(FLOATS)} can be loaded")
-    return Checkpoint(folder=folder, config=config, dtype=FLOATS[floats[0]], bytes=sizes.total(), files=len(paths))
+    return FLOATS[floats[0]]
 
 
 def _weight_files(folder: Path) -> list[Path]:
     """Every safetensors file of the model, all there."""
     if (folder / INDEX).is_file():
-        weights = _json(folder / INDEX, "download the model again").get("weight_map")
-        if not isinstance(weights, dict):
-            raise Mistake(f"{folder / INDEX} has no weight_map: download the model again")
-        names = sorted(set(weights.values()))
+        _, names = _index(folder)
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise Mistake(f"{folder} lacks {', '.join(missing)}, which its index names: complete the download")

@@ -5,6 +5,7 @@ Imports nothing heavy, so that `--help` answers at once and the children are sta
 
 import argparse
 import dataclasses
+import functools
 import importlib.metadata
 import os
 import sys
@@ -93,8 +94,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
 
 
 def _plan(asked: Options, environment: Mapping[str, str]) -> int:
-    name, folder = _locate(asked)
-    print(plan.table(plan.make(asked, checkpoint.read(folder, asked.load_format)), name))
+    name, folder = _locate(asked, weights=False)
+    ask = functools.partial(hub.remote, asked.model_id, asked.revision) if hub.on_hub(asked.model_id) else None
+    print(plan.table(plan.make(asked, checkpoint.read(folder, asked.load_format, ask)), name))
     return 0
 
 
@@ -102,16 +104,20 @@ def _serve(asked: Options, environment: Mapping[str, str]) -> int:
     began = time.monotonic()
     console = Console(asked.json_output)
     machine.check_port(asked.hostname, asked.port)
-    name, folder = _locate(asked)
-    model = checkpoint.read(folder, asked.load_format)
-    planned = plan.make(asked, model)
+    name, folder = _locate(asked, weights=asked.load_format != "dummy")
+    planned = plan.make(asked, checkpoint.read(folder, asked.load_format))
+    text = text_folder(planned)
     console.say(f"{name} on {planned.device}, {planned.dtype}, ranks: {planned.ranks}, threads of each: {planned.threads}")
+    if text != folder:
+        console.say(f"{folder} has no tokenizer.json: the embedded demo model's tokenizer stands in")
+    if idle := [options.flag(option) for option in options.IDLE if getattr(asked, option) is not None]:
+        console.say(f"no effect, as decoding is never paused for prefill: {', '.join(idle)}")
     with ExitStack() as stack:
         private = stack.enter_context(rundir.private())
         names = [*(str(rank) for rank in range(planned.ranks)), "relay"]
         prefix = asked.shard_uds_path or str(private / "shard")
         *sockets, relay = stack.enter_context(rundir.prefixed(prefix, names))
-        router = router_config(asked, name, folder, sockets)
+        router = router_config(asked, name, text, sockets)
         shards = shard_configs(asked, name, planned, sockets, relay)
         # The router's settings may hold the API key, which `ps` would show.
         router_file = private / "router.json"
@@ -122,14 +128,29 @@ def _serve(asked: Options, environment: Mapping[str, str]) -> int:
             environment=child_environment(environment, planned.threads),
             console=console,
             health=(greeting.reachable(asked.hostname), asked.port),
-            ready=lambda: console.say(greeting.banner(asked, name, folder, time.monotonic() - began)),
+            ready=lambda: console.say(greeting.banner(asked, name, text, time.monotonic() - began)),
             grace=asked.graceful_termination_timeout,
         )
         return server.run()
 
 
-def _locate(asked: Options) -> tuple[str, Path]:
-    return hub.locate(asked.model_id, asked.revision, asked.huggingface_hub_cache, progress=not asked.json_output)
+def _locate(asked: Options, weights: bool) -> tuple[str, Path]:
+    return hub.locate(asked.model_id, asked.revision, asked.huggingface_hub_cache, not asked.json_output, weights)
+
+
+def text_folder(planned: Plan) -> Path:
+    """Where the router finds tokenizer and chat template: with random weights, the demo model's do. Raises Mistake."""
+    folder = planned.checkpoint.folder
+    if checkpoint.has_tokenizer(folder):
+        return folder
+    _, demo = hub.locate("")
+    needed, there = checkpoint.vocabulary(demo), planned.shape.vocabulary
+    if there < needed:
+        raise Mistake(
+            f"{folder} has no tokenizer.json, and its vocab_size {there} is below the {needed} tokens of the embedded tokenizer "
+            "that would stand in: raise it, or put a tokenizer.json there"
+        )
+    return demo
 
 
 def _command(module: str, configuration: str) -> list[str]:
@@ -140,7 +161,8 @@ def _command(module: str, configuration: str) -> list[str]:
 def router_config(asked: Options, name: str, folder: Path, sockets: Sequence[str]) -> RouterConfig:
     """Options and settings that bear the same name are the same."""
     fields = {field.name for field in dataclasses.fields(RouterConfig)} & set(options.FIELDS)
-    return RouterConfig(folder=str(folder), model=name, shards=tuple(sockets), **{field: getattr(asked, field) for field in fields})
+    given = {field: value for field in fields if (value := getattr(asked, field)) is not None}
+    return RouterConfig(folder=str(folder), model=name, shards=tuple(sockets), **given)
 
 
 def shard_configs(asked: Options, name: str, planned: Plan, sockets: Sequence[str], relay: str) -> list[ShardConfig]:

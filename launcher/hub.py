@@ -4,6 +4,8 @@ Knows nothing of what is in the files.
 """
 
 import re
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 from .mistake import Mistake
@@ -11,12 +13,26 @@ from .mistake import Mistake
 DEMO = "penstock-demo"  # the name under which clients see the embedded model
 DEMO_FOLDER = Path(__file__).resolve().parents[1] / "demo" / "model"
 
+SMALL = ["*.json", "*.jinja", "tokenizer*"]
 # Weights only as safetensors: other formats are pickles, which run code when they are loaded.
-PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer*"]
+PATTERNS = ["*.safetensors", *SMALL]
+# The same weights once more: in Mistral's own format, or in folders for other programs.
+IGNORED = ["consolidated*", "*/*"]
 
 
-def locate(model: str, revision: str = "", cache: str = "", progress: bool = True) -> tuple[str, Path]:
-    """The name and the folder of `model` ("": the demo model). Downloads what a hub model lacks. Raises Mistake."""
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """Weights on the hub: their bytes by safetensors' name of the number format, and how many files. Empty where it can't say."""
+
+    sizes: Counter[str]
+    files: int
+
+
+def locate(model: str, revision: str = "", cache: str = "", progress: bool = True, weights: bool = True) -> tuple[str, Path]:
+    """The name and the folder of `model` ("": the demo model). Downloads what a hub model lacks. Raises Mistake.
+
+    weights: whether they are needed; without, a download takes the small files only.
+    """
     if not model:
         if not DEMO_FOLDER.is_dir():
             raise Mistake("this installation lacks the embedded demo model: name a model (penstock serve MODEL), or install again")
@@ -30,10 +46,33 @@ def locate(model: str, revision: str = "", cache: str = "", progress: bool = Tru
         raise Mistake(f"{model} is a file: name the folder that holds config.json")
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", model):
         raise Mistake(f"no folder {model} (and that is no id of a hub model, which looks like owner/name)")
-    return model, _download(model, revision, cache, progress)
+    return model, _download(model, revision, cache, progress, PATTERNS if weights else SMALL)
 
 
-def _download(model: str, revision: str, cache: str, progress: bool) -> Path:
+def on_hub(model: str) -> bool:
+    """Whether `model`, which has been located, is a model of the hub."""
+    return bool(model) and not Path(model).expanduser().is_dir()
+
+
+def remote(model: str, revision: str) -> Remote:
+    """What the hub says of a model's weights, without a download: it reads the headers of the files. Raises Mistake."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        found = huggingface_hub.get_safetensors_metadata(model, revision=revision or None).files_metadata
+    except errors.NotASafetensorsRepoError:
+        raise Mistake(f"{model} has no weights as safetensors on the hub: take another model, or convert it") from None
+    except Exception:  # offline, a strange header, a hub that is no hub: then a plan does with an estimate
+        return Remote(Counter(), 0)
+    sizes: Counter[str] = Counter()
+    for file in found.values():
+        for tensor in file.tensors.values():
+            sizes[tensor.dtype] += tensor.data_offsets[1] - tensor.data_offsets[0]
+    return Remote(sizes, len(found))
+
+
+def _download(model: str, revision: str, cache: str, progress: bool, patterns: list[str]) -> Path:
     # Lazy: takes half a second that the demo model and a local folder need not wait for.
     import huggingface_hub
     from huggingface_hub import errors
@@ -44,7 +83,9 @@ def _download(model: str, revision: str, cache: str, progress: bool) -> Path:
     at = f"{model} at revision {revision}" if revision else model
     try:
         return Path(
-            huggingface_hub.snapshot_download(model, revision=revision or None, cache_dir=cache or None, allow_patterns=PATTERNS)
+            huggingface_hub.snapshot_download(
+                model, revision=revision or None, cache_dir=cache or None, allow_patterns=patterns, ignore_patterns=IGNORED
+            )
         )
     except errors.GatedRepoError:
         raise Mistake(f"{model} asks for consent: accept its terms on the hub, then set HF_TOKEN or run `hf auth login`") from None

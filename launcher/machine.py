@@ -10,10 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..proto import process
+from ..proto.process import available_memory, control_groups, lines_of
 from .mistake import Mistake
-
-PROC = Path("/proc")
-SYSTEM = Path("/sys")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,66 +34,26 @@ def cores() -> int:
     usable = os.sched_getaffinity(0)
     physical = set()
     for cpu in usable:
-        siblings = SYSTEM / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        siblings = process.SYSTEM / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
         physical.add(siblings.read_text().strip() if siblings.exists() else str(cpu))
     return max(1, min([len(physical), *_cpu_quotas()]))
-
-
-def available_memory() -> int:
-    """MemAvailable, or what the container's limit leaves, whichever is less."""
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for line in _lines(PROC / "meminfo"):
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) << 10
-    return min([available, *_cgroup_headroom()])
-
-
-def _cgroup_headroom() -> list[int]:
-    """Limit minus use, for every control group above us (version 2), or for ours (version 1)."""
-    room = []
-    for folder in _cgroup_folders("memory"):
-        for limit, use, cache in (
-            ("memory.max", "memory.current", "inactive_file"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-        ):
-            text = "".join(_lines(folder / limit)).strip()
-            if text.isdigit():
-                used = int("".join(_lines(folder / use)) or 0)
-                # Cached files count as used, but make way for us.
-                used -= sum(int(line.split()[1]) for line in _lines(folder / "memory.stat") if line.split()[0] == cache)
-                room.append(max(0, int(text) - used))
-    return room
 
 
 def _cpu_quotas() -> list[int]:
     """Whole CPUs that each control group above us allows on average. One thread more, and all are put to sleep by force."""
     quotas = []
-    for folder in _cgroup_folders("cpu"):
-        quota, _, period = "".join(_lines(folder / "cpu.max")).strip().partition(" ")
+    for folder in control_groups("cpu"):
+        quota, _, period = "".join(lines_of(folder / "cpu.max")).strip().partition(" ")
         if not quota:
-            quota = "".join(_lines(folder / "cpu.cfs_quota_us")).strip()
-            period = "".join(_lines(folder / "cpu.cfs_period_us")).strip()
+            quota = "".join(lines_of(folder / "cpu.cfs_quota_us")).strip()
+            period = "".join(lines_of(folder / "cpu.cfs_period_us")).strip()
         if quota.isdigit() and period.isdigit() and int(period):
             quotas.append(int(quota) // int(period))
     return quotas
 
 
-def _cgroup_folders(controller: str) -> list[Path]:
-    """Our control group and those above it, as far as this container sees them."""
-    root = SYSTEM / "fs/cgroup"
-    folders = []
-    for line in _lines(PROC / "self/cgroup"):
-        _, controllers, path = line.strip().split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        base = root / controller if controllers else root
-        own = base / path.lstrip("/")
-        folders += [folder for folder in (own, *own.parents) if folder.is_relative_to(base) and folder.is_dir()]
-    return folders
-
-
 def _fast_bfloat16() -> bool:
-    for line in _lines(PROC / "cpuinfo"):
+    for line in lines_of(process.PROC / "cpuinfo"):
         if line.startswith("flags"):
             return not {"avx512_bf16", "amx_bf16"}.isdisjoint(line.split())
     return False
@@ -105,7 +64,7 @@ def _gpu_memory() -> tuple[int, ...]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return ()  # the operator hides all GPUs
-    if not shutil.which("nvidia-smi") or not (PROC / "driver/nvidia").exists():
+    if not shutil.which("nvidia-smi") or not (process.PROC / "driver/nvidia").exists():
         return ()
     command = ["nvidia-smi", "--query-gpu=index,uuid,memory.free", "--format=csv,noheader,nounits"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=20)
@@ -114,14 +73,6 @@ def _gpu_memory() -> tuple[int, ...]:
         asked = [name.strip() for name in visible.split(",")]
         rows = [row for name in asked for row in rows if name == row[0] or (name and row[1].startswith(name))]
     return tuple(int(row[2]) << 20 for row in rows)
-
-
-def _lines(path: Path) -> list[str]:
-    """The lines of a file of /proc or /sys; [] where the kernel or the container has no such file."""
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []
 
 
 def check_port(hostname: str, port: int) -> None:
@@ -146,20 +97,20 @@ def _holder(port: int) -> str:
     inodes = {
         f"socket:[{fields[9]}]"
         for table in ("tcp", "tcp6")
-        for fields in (line.split() for line in _lines(PROC / "net" / table)[1:])
+        for fields in (line.split() for line in lines_of(process.PROC / "net" / table)[1:])
         if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port  # 0A: listening
     }
-    for process in PROC.iterdir():
-        if process.name.isdigit() and not inodes.isdisjoint(_descriptors(process)):
-            command = " ".join("".join(_lines(process / "cmdline")).split("\0")).strip()
-            return f" by process {process.name} ({command[:80]})"
+    for holder in process.PROC.iterdir():
+        if holder.name.isdigit() and not inodes.isdisjoint(_descriptors(holder)):
+            command = " ".join("".join(lines_of(holder / "cmdline")).split("\0")).strip()
+            return f" by process {holder.name} ({command[:80]})"
     return ""
 
 
-def _descriptors(process: Path) -> Iterator[str]:
+def _descriptors(holder: Path) -> Iterator[str]:
     """What its descriptors point to, as far as we may look: none of another user's, none that is closed meanwhile."""
     try:
-        for descriptor in (process / "fd").iterdir():
+        for descriptor in (holder / "fd").iterdir():
             with suppress(FileNotFoundError):
                 yield os.readlink(descriptor)
     except OSError:

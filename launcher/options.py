@@ -136,7 +136,7 @@ class Options:
         default=ROUTER.max_total_tokens,
         kind=count,
     )
-    max_best_of: int = option(REQUESTS, "largest best_of", default=ROUTER.max_best_of, kind=count)
+    max_best_of: int = option(REQUESTS, "largest best_of; above 1 is not there yet", default=ROUTER.max_best_of, kind=count)
     max_stop_sequences: int = option(REQUESTS, "most stop strings", default=ROUTER.max_stop_sequences, kind=count)
     max_top_n_tokens: int = option(REQUESTS, "most alternatives per token", default=ROUTER.max_top_n_tokens, kind=count)
     max_client_batch_size: int = option(
@@ -162,18 +162,11 @@ class Options:
     max_batch_size: int = option(
         BATCHING, "most requests that run at once (default: no limit)", default=ROUTER.max_batch_size, kind=count
     )
-    max_waiting_tokens: int = option(
-        BATCHING,
-        "decode steps before waiting requests must be let in; as prefill never pauses decoding here, it has its full meaning "
-        "only with the coming --prefill-policy pause",
-        default=ROUTER.max_waiting_tokens,
-        kind=count,
+    max_waiting_tokens: int | None = option(
+        BATCHING, "taken and of no effect: decoding is never paused for prefill", default=None, kind=count
     )
-    waiting_served_ratio: float = option(
-        BATCHING,
-        "waiting to running requests at which decoding pauses for prefill; full meaning as for --max-waiting-tokens",
-        default=ROUTER.waiting_served_ratio,
-        kind=seconds,
+    waiting_served_ratio: float | None = option(
+        BATCHING, "taken and of no effect: decoding is never paused for prefill", default=None, kind=seconds
     )
     page_size: int = option(BATCHING, "tokens per page of the key/value pool", default=SHARD.page_size, kind=count)
     kv_pages: int = option(
@@ -221,6 +214,7 @@ class Options:
     env: bool = option(HTTP, "print versions and machine first, for a bug report", default=False, short="-e", environment=False)
 
 
+IDLE = ("max_waiting_tokens", "waiting_served_ratio")  # settings that nothing reads: who sets one is told
 FIELDS = {field.name: field for field in dataclasses.fields(Options)}
 
 
@@ -295,6 +289,8 @@ def check(options: Options) -> Options:
             f"--max-input-tokens {options.max_input_tokens} must be below --max-total-tokens {options.max_total_tokens}: "
             "an answer has at least one token"
         )
+    if options.max_best_of > 1:
+        raise Mistake(f"--max-best-of {options.max_best_of}: several samples of a prompt are not there yet, only 1 is possible")
     if options.sharded is False and options.num_shard > 1:
         raise Mistake(f"--sharded false and --num-shard {options.num_shard} contradict each other: leave one out")
     if options.sharded and options.num_shard == 1:

@@ -54,7 +54,9 @@ def divide(options: Options, model: Checkpoint, machine: Machine) -> Plan:
     if options.max_total_tokens > form.max_positions:
         raise Mistake(f"--max-total-tokens {options.max_total_tokens} is more than the model's {form.max_positions} positions")
     dtype = _dtype(options, model, device, machine)
-    weights = form.parameters(ranks) * ITEM_BYTES[dtype]
+    # In float32 a CPU packs its matrices: a table that is also the output matrix is held in both forms.
+    tables = 2 if device == "cpu" and dtype == "float32" else None
+    weights = form.parameters(ranks, tables) * ITEM_BYTES[dtype]
     token = form.kv_elements(ranks) * ITEM_BYTES[dtype]
     total = min(machine.gpu_memory[:ranks]) if device == "cuda" else machine.memory // ranks
     usable = int(total * options.cuda_memory_fraction)
@@ -125,14 +127,11 @@ def _remedy(options: Options, form: Shape, ranks: int, dtype: str) -> str:
 def table(plan: Plan, name: str) -> str:
     """The plan for people, aligned."""
     form, model = plan.shape, plan.checkpoint
-    stored = (
-        f"{model.dtype}, {size(model.bytes)} in {model.files} file{'' if model.files == 1 else 's'}" if model.files else "random"
-    )
     rows = [
         ("model", name),
         ("folder", str(model.folder)),
         ("architecture", f"{form.architecture}, {form.parameters() / 1e6:,.1f} M parameters, {form.max_positions:,} positions"),
-        ("weights", stored),
+        ("weights", _stored(form, model)),
         ("device", f"{plan.device}, {plan.dtype}"),
         (
             "ranks",
@@ -148,6 +147,17 @@ def table(plan: Plan, name: str) -> str:
         ("capacity", f"{plan.capacity:,} tokens (an estimate: the shards measure at start what activations leave)"),
     ]
     return "\n".join(f"{left:<14}{right}".rstrip() for left, right in rows)
+
+
+def _stored(form: Shape, model: Checkpoint) -> str:
+    """The weights as they are stored."""
+    if model.random:
+        return "random"
+    if not model.files:
+        estimate = form.parameters() * ITEM_BYTES[model.dtype]
+        return f"{model.dtype}, about {size(estimate)}, estimated from config.json; not downloaded"
+    there = "" if model.here else "; not downloaded"
+    return f"{model.dtype}, {size(model.bytes)} in {model.files} file{'' if model.files == 1 else 's'}{there}"
 
 
 def size(count: int) -> str:

@@ -100,7 +100,10 @@ async def _batch(batcher: Batcher) -> None:
     await batcher.start()
     if batcher.limits is not None:
         logger.info(
-            "ready: %d tokens of prompt, %d with the answer", batcher.limits.max_input_tokens, batcher.limits.max_total_tokens
+            "ready: %d tokens of prompt, %d with the answer; requests of full length that fit at once: %d",
+            batcher.limits.max_input_tokens,
+            batcher.limits.max_total_tokens,
+            batcher.together,
         )
     await batcher.wait()
 

@@ -134,6 +134,7 @@ class Batcher:
     def __init__(self, config: RouterConfig, tokenizer: Tokenizer, shards: Shards, metrics: Metrics) -> None:
         self.limits: Limits | None = None  # until it has started
         self.info: shard_pb2.InfoReply | None = None  # dtype, device, ...; until it has started
+        self.together = 0  # requests of full length that fit at once; until it has started
         self._config = config
         self._tokenizer = tokenizer
         self._shards = shards
@@ -177,6 +178,7 @@ class Batcher:
         )
         self.info = self._shards.info
         self.limits, bounds = bounds_of(config, self.info, warm)
+        self.together = bounds.together(self.limits.max_total_tokens)
         self._scheduler = scheduler = Scheduler(bounds)
         for name in ("tgi_queue_size", "penstock_waiting"):
             self._metrics.watch(name, lambda: scheduler.waiting)

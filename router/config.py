@@ -7,7 +7,7 @@ from dataclasses import dataclass
 class RouterConfig:
     """Settings of the router. 0 stands for "decide after warm-up" where a comment says so. TGI's meaning where TGI has the name."""
 
-    folder: str  # of the model: tokenizer.json, tokenizer_config.json, chat template, config.json
+    folder: str  # with tokenizer.json, tokenizer_config.json, chat template, config.json: the model's, or one that stands in
     model: str  # model id that clients see
     revision: str = ""
     shards: tuple[str, ...] = ()  # unix sockets of the ranks' services, rank 0 first
@@ -15,7 +15,7 @@ class RouterConfig:
     port: int = 3000
     api_key: str = ""  # none: no authorization asked
     max_concurrent_requests: int = 128
-    max_best_of: int = 2
+    max_best_of: int = 1  # more when there are parallel samples
     max_stop_sequences: int = 4
     max_top_n_tokens: int = 5
     max_client_batch_size: int = 4

@@ -29,7 +29,7 @@ class Request:
     sampling: Sampling = Sampling()
     stop: tuple[str, ...] = ()  # strings that end the text; the stop string itself is part of the stream's tokens
     include_stop: bool = True  # the finished text keeps the stop string (TGI) or loses it (OpenAI)
-    end_ids: tuple[int, ...] = ()  # EOS and other tokens that end the sequence; () under ignore_eos
+    end_ids: tuple[int, ...] = ()  # EOS, unless it is ignored, and other tokens that end the sequence
     top_n: int = 0  # alternatives per token
     prompt_logprobs: bool = False
     skip_special_tokens: bool = True  # in the text

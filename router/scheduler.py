@@ -36,6 +36,10 @@ class Bounds:
     waiting_tokens: int = 20  # max_waiting_tokens
     waiting_served_ratio: float = 0.3
 
+    def together(self, tokens: int) -> int:
+        """How many jobs of so many tokens fit at once."""
+        return min(self.pages // -(-tokens // self.page_size), self.total_tokens // tokens, self.groups)
+
 
 @dataclass(slots=True)
 class Job:

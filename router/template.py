@@ -1,6 +1,7 @@
 """Chat templates: messages in, the prompt's text out. Knows Jinja and the dialect of Hugging Face; knows no tokens."""
 
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -36,12 +37,24 @@ class ChatTemplate:
         continue_final_message: bool,
     ) -> str:
         """The prompt's text. With `continue_final_message` it ends where the last message's own text ends."""
+        if not continue_final_message:
+            return self._run(messages, tools, add_generation_prompt)
+        content = messages[-1].get("content")
+        if not isinstance(content, str):
+            raise Refused("the last message has no text that could be continued", "messages")
+        if not content:  # nothing to continue: the answer begins
+            return self._run(messages[:-1], tools, True)
+        mark = secrets.token_hex(16)
+        marked = {**messages[-1], "content": f"{content}{mark} "}
+        return _cut(self._run([*messages[:-1], marked], tools, False), content, mark)
+
+    def _run(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, add_generation_prompt: bool) -> str:
         try:
-            text = self._template.render(
+            return self._template.render(
                 messages=messages,
                 tools=tools,
                 documents=None,
-                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )
         # A template is a program of somebody else's, run on a client's data: it may fail in any of these ways.
@@ -55,7 +68,6 @@ class ChatTemplate:
             RecursionError,
         ) as error:
             raise Refused(f"the chat template refuses the messages: {error}", "messages") from error
-        return _cut(text, messages[-1]) if continue_final_message else text
 
 
 class Generation(Extension):
@@ -68,17 +80,13 @@ class Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _cut(text: str, message: Message) -> str:
-    """The text without what the template put behind the message's content, as transformers cuts it."""
-    content = message.get("content")
-    if not isinstance(content, str):
-        raise Refused("the last message has no text that could be continued", "messages")
-    start = text.rfind(content.strip())
-    if start < 0:
+def _cut(text: str, content: str, mark: str) -> str:
+    """The text up to the `mark`, which stands behind the last message's content with a space after it, as transformers cuts."""
+    head, found, tail = text.rpartition(mark)
+    if not found or not head.rstrip().endswith(content.strip()):
         raise Refused("the chat template changes the last message, so it can't be continued", "messages")
-    # A template that strips the content also strips what would follow: no space is invented.
-    kept = content.lstrip()
-    return text[: start + len(kept)] if text.startswith(kept, start) else text[: start + len(content.strip())]
+    # A template that strips the content (the mark's space is missing) would have stripped its last spaces too.
+    return head if tail.startswith(" ") or not content.strip() else head.rstrip()
 
 
 def _raise(message: str) -> NoReturn:

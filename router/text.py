@@ -85,6 +85,11 @@ class Tokenizer:
         """It is no part of a text for a reader."""
         return id in self._special
 
+    def special_id(self, text: str) -> int | None:
+        """The special token that is written so, if there is one."""
+        id = self._tokenizer.token_to_id(text)
+        return id if id is not None and self.is_special(id) else None
+
     def piece(self, id: int) -> str | bytes:
         """What the token adds to a text; bytes if they are no characters by themselves. "" for an id without a token."""
         piece = self._pieces.get(id)

@@ -78,13 +78,14 @@ class Validator:
             _check_ids(prompt, "inputs", limits)
             ids = prompt
         ids = ids[-parameters.truncate :] if parameters.truncate else ids
+        stop, end_ids = self._ends(parameters, limits)
         return Request(
             prompt=tuple(ids),
             max_new_tokens=_max_new_tokens(len(ids), parameters.max_new_tokens, limits),
             sampling=_sampling(parameters, limits),
-            stop=tuple(dict.fromkeys(parameters.stop)),
+            stop=stop,
             include_stop=parameters.include_stop,
-            end_ids=() if parameters.ignore_eos else tuple(dict.fromkeys((*self._tokenizer.eos_ids, *parameters.end_ids))),
+            end_ids=end_ids,
             top_n=parameters.top_n_tokens or 0,
             prompt_logprobs=parameters.prompt_logprobs,
             skip_special_tokens=parameters.skip_special_tokens,
@@ -102,9 +103,21 @@ class Validator:
             return self._tokenizer.offsets(text, add_special_tokens)
         return await asyncio.to_thread(self._tokenizer.offsets, text, add_special_tokens)
 
+    def _ends(self, given: Parameters, limits: Limits) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """Strings and token ids that end the answer. `ignore_eos` is about the model's own ends, not about what is asked for.
+
+        A stop string that is a special token has no text where these are skipped: it can only be seen as a token.
+        """
+        found = {string: self._tokenizer.special_id(string) for string in given.stop} if given.skip_special_tokens else {}
+        strings = dict.fromkeys(string for string in given.stop if found.get(string) is None)
+        own = () if given.ignore_eos else self._tokenizer.eos_ids
+        ids = dict.fromkeys((*own, *given.end_ids, *(id for id in found.values() if id is not None)))
+        return tuple(strings), tuple(id for id in ids if id < limits.vocabulary)  # a tokenizer may have more tokens than the model
+
     def _check_numbers(self, given: Parameters) -> None:
         """In TGI's order."""
-        _check_best_of(given, self._config.max_best_of)
+        if given.best_of not in (None, 1):  # until there are parallel samples
+            raise Refused("`best_of` != 1 is not allowed for this endpoint", "best_of")
         _positive("temperature", given.temperature)
         _positive("repetition_penalty", given.repetition_penalty)
         _between("frequency_penalty", given.frequency_penalty, -2.0, 2.0)
@@ -128,18 +141,6 @@ class Validator:
         most = self._config.max_top_n_tokens
         if given.top_n_tokens is not None and not 0 <= given.top_n_tokens <= most:
             raise Refused(f"`top_n_tokens` must be >= 0 and <= {most}. Given: {given.top_n_tokens}", "top_n_tokens")
-
-
-def _check_best_of(given: Parameters, most: int) -> None:
-    best_of = 1 if given.best_of is None else given.best_of
-    if best_of > 1 and not given.sampled:
-        raise Refused("you must use sampling when `best_of` is > 1", "best_of")
-    if best_of > 1 and given.seed is not None:
-        raise Refused("`seed` must not be set when `best_of` > 1", "best_of")
-    if not 0 < best_of <= most and most > 1:
-        raise Refused(f"`best_of` must be > 0 and <= {most}. Given: {best_of}", "best_of")
-    if best_of != 1:
-        raise Refused("`best_of` != 1 is not allowed for this endpoint", "best_of")
 
 
 def _finite(name: str, value: float) -> None:

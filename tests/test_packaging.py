@@ -59,6 +59,27 @@ def test_the_command_is_installed() -> None:
     assert entry.value == "penstock.launcher.cli:main"
 
 
+def test_make_mends_a_half_made_environment(tmp_path: Path) -> None:
+    """Where Python has no ensurepip, `python3 -m venv` fails and leaves a folder without pip behind."""
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    broken, python = tmp_path / ".venv/bin/python", tmp_path / "python"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    python.write_text("#!/bin/sh\necho made \"$@\"\nif [ $1 = -m ]; then printf '#!/bin/sh\\n' > .venv/bin/python; fi\n")
+    for path in (broken, python):
+        path.chmod(0o755)
+    first, second = (
+        subprocess.run(["make", "-B", "install", "PYTHON=./python"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        for _ in range(2)
+    )
+    assert "made -m venv --clear .venv" in first.stdout, first.stderr
+    assert (tmp_path / ".venv/installed").exists()
+    assert "made -m venv" not in second.stdout
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with wheel and sdist, built from a copy, without a network: setuptools is called as pip would call it."""
@@ -89,10 +110,10 @@ def wheel(built: Path) -> Iterator[zipfile.ZipFile]:
 def test_the_wheel_holds_everything(wheel: zipfile.ZipFile) -> None:
     inside = set(wheel.namelist())
     expected = {
-        path.relative_to(ROOT)
+        path
         for folder in ("proto", "kernels", "shard", "router", "launcher", "demo")
-        for path in (ROOT / folder).rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
+        for path in (found.relative_to(ROOT) for found in (ROOT / folder).rglob("*") if found.is_file())
+        if path.suffix != ".md" and not any(part.startswith((".", "__pycache__")) for part in path.parts)
     }
     missing = {str(path) for path in expected if f"penstock/{path}" not in inside}
     assert missing == set()

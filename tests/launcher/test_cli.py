@@ -26,7 +26,7 @@ CONFIG = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "vocab_size": 100,
+    "vocab_size": 2048,
 }
 # Runs the command with stand-ins for children, which write what they were given into the folder `seen`.
 SCRIPT = """
@@ -92,12 +92,13 @@ def test_a_whole_life(model: Path, tmp_path: Path) -> None:
     port = machine.free_port(0)
     stand_in = str(Path(__file__).with_name("stand_in.py"))
     flags = ["--load-format", "dummy", "--device", "cpu", "--num-shard", "2", "--threads", "3", "--port", str(port)]
+    flags += ["--waiting-served-ratio", "0.3"]
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, stand_in, str(seen), str(port), "serve", str(model), *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "API_KEY": "secret!", "HF_TOKEN": "hf_secret!", "TMPDIR": str(temporary)},
+        env={**os.environ, "API_KEY": "secret!", "HF_TOKEN": "hf_secret!", "TMPDIR": str(temporary), "MAX_WAITING_TOKENS": "5"},
     )
     assert process.stdout is not None
     lines = []
@@ -121,12 +122,24 @@ def test_a_whole_life(model: Path, tmp_path: Path) -> None:
         assert environment["OMP_NUM_THREADS"] == "3"
     router = settings.load(RouterConfig, children[0][2])
     shards = sorted((settings.load(ShardConfig, child[2]) for child in children[1:]), key=lambda shard: shard.rank)
-    assert (router.api_key, router.port, router.folder) == ("secret!", port, str(model))
+    assert (router.api_key, router.port, router.folder) == ("secret!", port, str(hub.DEMO_FOLDER))
+    assert "has no tokenizer.json: the embedded demo model's tokenizer stands in" in text
+    assert "no effect, as decoding is never paused for prefill: --max-waiting-tokens, --waiting-served-ratio" in text
     assert router.shards == tuple(shard.socket for shard in shards)
     assert [shard.rank for shard in shards] == [0, 1]
     assert len({shard.relay for shard in shards}) == 1
     assert shards[0].relay
     assert (shards[0].ranks, shards[0].threads, shards[0].load_format, shards[0].dtype) == (2, 3, "dummy", "float32")
+
+
+def test_the_embedded_tokenizer_stands_in_where_it_fits(model: Path) -> None:
+    (model / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 100}))
+    answer = run("serve", str(model), "--load-format", "dummy", "--device", "cpu", "--port", str(machine.free_port(0)))
+    assert answer.returncode == 2
+    assert "vocab_size 100 is below the 2048 tokens of the embedded tokenizer that would stand in: raise it" in answer.stderr
+    planned = plan.divide(Options(), checkpoint.read(model, "dummy"), Machine(cores=2, memory=1 << 30, fast_bfloat16=False))
+    (model / "tokenizer.json").touch()
+    assert cli.text_folder(planned) == model
 
 
 def test_a_port_in_use_is_noticed_before_anything_starts(model: Path) -> None:

@@ -1,11 +1,14 @@
 """Where a model is found; up to the network, not across it."""
 
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
 import pytest
 from huggingface_hub import errors
+from huggingface_hub.utils import filter_repo_objects
 
 from penstock.launcher import hub
 from penstock.launcher.mistake import Mistake
@@ -39,7 +42,44 @@ def test_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "revision": "abc",
         "cache_dir": "/cache",
         "allow_patterns": ["*.safetensors", "*.json", "*.jinja", "tokenizer*"],
+        "ignore_patterns": ["consolidated*", "*/*"],
     }
+    hub.locate("owner/name", weights=False)
+    assert asked["allow_patterns"] == ["*.json", "*.jinja", "tokenizer*"]
+
+
+def test_what_is_downloaded() -> None:
+    names = ["config.json", "model.safetensors", "tokenizer.model", "chat_template.jinja", "README.md", "pytorch_model.bin"]
+    names += ["consolidated.safetensors", "consolidated.00.pth", "onnx/config.json", "original/tokenizer.model"]
+    found = filter_repo_objects(names, allow_patterns=hub.PATTERNS, ignore_patterns=hub.IGNORED)
+    assert list(found) == names[:4]
+
+
+def test_what_the_hub_says_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(repository: str, revision: str | None) -> Any:
+        tensors = {
+            "a": SimpleNamespace(dtype="BF16", data_offsets=(0, 20)),
+            "b": SimpleNamespace(dtype="F32", data_offsets=(20, 24)),
+        }
+        return SimpleNamespace(files_metadata={"model.safetensors": SimpleNamespace(tensors=tensors)})
+
+    def fail(repository: str, revision: str | None) -> Any:
+        raise OSError
+
+    def refuse(repository: str, revision: str | None) -> Any:
+        raise errors.NotASafetensorsRepoError
+
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", answer)
+    assert hub.remote("owner/name", "") == hub.Remote(Counter(BF16=20, F32=4), 1)
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", fail)
+    assert hub.remote("owner/name", "") == hub.Remote(Counter(), 0)
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", refuse)
+    with pytest.raises(Mistake, match="owner/name has no weights as safetensors"):
+        hub.remote("owner/name", "")
+
+
+def test_what_is_on_the_hub(tmp_path: Path) -> None:
+    assert [hub.on_hub(name) for name in ("owner/name", str(tmp_path), "")] == [True, False, False]
 
 
 def test_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

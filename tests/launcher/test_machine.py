@@ -8,13 +8,14 @@ import pytest
 
 from penstock.launcher import machine
 from penstock.launcher.mistake import Mistake
+from penstock.proto import process
 
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """4 CPUs on 2 cores, 1 GiB available, no control groups, no GPU."""
-    monkeypatch.setattr(machine, "PROC", tmp_path / "proc")
-    monkeypatch.setattr(machine, "SYSTEM", tmp_path / "sys")
+    monkeypatch.setattr(process, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(process, "SYSTEM", tmp_path / "sys")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
     for cpu, siblings in enumerate(["0,2", "1,3", "0,2", "1,3"]):
         write(tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", siblings + "\n")
@@ -57,7 +58,7 @@ def test_a_memory_limit_of_version_2(tree: Path) -> None:
     write(tree / "sys/fs/cgroup/pod/memory.max", f"{512 << 20}\n")
     write(tree / "sys/fs/cgroup/pod/memory.current", f"{200 << 20}\n")
     write(tree / "sys/fs/cgroup/pod/memory.stat", f"anon 5\ninactive_file {100 << 20}\n")
-    assert machine.available_memory() == 412 << 20
+    assert process.available_memory() == 412 << 20
 
 
 def test_limits_of_version_1(tree: Path) -> None:
@@ -67,7 +68,7 @@ def test_limits_of_version_1(tree: Path) -> None:
     write(tree / "sys/fs/cgroup/memory/memory.usage_in_bytes", f"{56 << 20}\n")
     write(tree / "sys/fs/cgroup/cpu/cpu.cfs_quota_us", "-1\n")
     write(tree / "sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000\n")
-    assert machine.available_memory() == 200 << 20
+    assert process.available_memory() == 200 << 20
     assert machine.cores() == 2
 
 

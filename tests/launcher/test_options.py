@@ -36,13 +36,13 @@ def test_flags() -> None:
 
 
 def test_every_option_is_read_from_its_variable() -> None:
-    samples = {int: "7", float: "0.5", str: "text", bool: "true"}
+    samples = {options.count: "1", options.port: "7", options.fraction: "0.5", options.seconds: "0.5", str: "text"}
     for name, field in options.FIELDS.items():
         if name in ("env", "max_input_tokens"):  # ENV is others' word; the second needs a larger max_total_tokens
             continue
-        kind = type(field.default) if field.default is not None else bool
         choices = field.metadata["choices"]
-        text = choices[-1] if choices else "127.0.0.1" if name == "hostname" else samples[kind]
+        text = choices[-1] if choices else "127.0.0.1" if name == "hostname" else samples.get(field.metadata["kind"], "true")
+        text = "true" if field.metadata["switch"] else text
         asked = parse("", **{name.upper(): text})
         assert str(getattr(asked, name)).lower() == text, name
 
@@ -88,6 +88,7 @@ def test_a_machine_name_in_hostname_is_no_setting() -> None:
         ("--max-input-tokens 5 --max-input-length 5", {}, "--max-input-tokens and --max-input-length mean the same"),
         ("", {"MAX_INPUT_TOKENS": "5", "MAX_INPUT_LENGTH": "5"}, "MAX_INPUT_TOKENS and MAX_INPUT_LENGTH mean the same"),
         ("--max-input-tokens 5 --max-total-tokens 5", {}, "--max-input-tokens 5 must be below --max-total-tokens 5"),
+        ("--max-best-of 2", {}, "--max-best-of 2: several samples of a prompt are not there yet"),
         ("--sharded false --num-shard 2", {}, "contradict each other"),
         ("--sharded true --num-shard 1", {}, "contradict each other"),
     ],

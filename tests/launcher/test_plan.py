@@ -2,6 +2,7 @@
 
 import json
 import struct
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from penstock.launcher import checkpoint, plan
 from penstock.launcher.checkpoint import Checkpoint
+from penstock.launcher.hub import Remote
 from penstock.launcher.machine import Machine
 from penstock.launcher.mistake import Mistake
 from penstock.launcher.options import Options
@@ -72,6 +74,27 @@ def test_random_weights_need_no_files(tmp_path: Path) -> None:
     assert (model.dtype, model.bytes, model.files) == ("bfloat16", 0, 0)
 
 
+def test_weights_on_the_hub_are_not_needed_for_a_plan(tmp_path: Path) -> None:
+    """The index tells; without one the hub is asked; if it can't say, the config gives an estimate."""
+    replies = [Remote(Counter(F16=10, F32=4), 1), Remote(Counter(), 0)]
+    folder(tmp_path)
+    found = [checkpoint.read(tmp_path, "auto", lambda reply=reply: reply) for reply in replies]  # type: ignore[misc]
+    assert [(model.dtype, model.bytes, model.files, model.here) for model in found] == [
+        ("float16", 14, 1, False),
+        ("bfloat16", 0, 0, False),
+    ]
+    index = {"metadata": {"total_size": 3 << 20}, "weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
+    (tmp_path / checkpoint.INDEX).write_text(json.dumps(index))
+    found.append(checkpoint.read(tmp_path, "auto", lambda: pytest.fail("there is an index")))
+    tables = [plan.table(plan.divide(Options(), model, MACHINE), "owner/name") for model in found]
+    assert "weights       float16, 14 B in 1 file; not downloaded\n" in tables[0]
+    assert "weights       bfloat16, about 169.6 KiB, estimated from config.json; not downloaded\n" in tables[1]
+    assert "weights       bfloat16, 3.0 MiB in 2 files; not downloaded\n" in tables[2]
+    for name, size in (("one", 10), ("two", 20)):
+        safetensors(tmp_path / f"{name}.safetensors", {"a": ("F16", size)})
+    assert checkpoint.read(tmp_path, "auto", lambda: pytest.fail("all is there")).bytes == 30
+
+
 def test_what_is_wrong_with_a_folder(tmp_path: Path) -> None:
     def complaint() -> str:
         with pytest.raises(Mistake) as caught:
@@ -118,6 +141,14 @@ def test_the_arithmetic(tmp_path: Path) -> None:
     assert planned.pages == (planned.memory - 4 * parameters) // (4 * 4 * 128)
     assert planned.capacity == 4 * planned.pages
     assert (planned.device, planned.ranks, planned.dtype, planned.threads) == ("cpu", 1, "float32", 4)
+
+
+def test_a_tied_table_is_held_twice_on_a_cpu_in_float32(tmp_path: Path) -> None:
+    tied, untied = (whole(tmp_path, tie_word_embeddings=tied) for tied in (True, False))
+    assert plan.divide(Options(), tied, MACHINE).weight_bytes == plan.divide(Options(), untied, MACHINE).weight_bytes
+    for options in (Options(dtype="bfloat16"), Options(device="cuda", dtype="float32")):
+        less = plan.divide(options, untied, GPUS).weight_bytes - plan.divide(options, tied, GPUS).weight_bytes
+        assert less == 100 * 64 * plan.ITEM_BYTES[options.dtype]
 
 
 def test_ranks_share(tmp_path: Path) -> None:

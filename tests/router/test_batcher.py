@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from penstock.router.batcher import Batcher, Item, Misconfigured, bounds_of
 from penstock.router.config import RouterConfig
 from penstock.router.metrics import Metrics
 from penstock.router.request import Alternative, Broken, Finish, Limits, NotReady, Overloaded, Prompt, Request, Token
+from penstock.router.scheduler import Bounds
 from penstock.tests.router.fakes import END, ByteTokenizer, FakeShards, letter
 
 Test = Callable[[Batcher, FakeShards], Awaitable[None]]
@@ -339,9 +341,17 @@ def test_settings_fit_model_and_memory_or_are_refused(changes: dict[str, int], e
         assert (limits.vocabulary, bounds.pages, bounds.page_size, bounds.step_tokens) == (99, 100, 16, 16)
 
 
+def test_how_many_full_requests_fit_at_once() -> None:
+    """By pages, by tokens, by number."""
+    bounds = Bounds(pages=100, page_size=16, step_tokens=16, total_tokens=1000, groups=20)
+    assert [bounds.together(tokens) for tokens in (17, 100, 33, 1000)] == [20, 10, 20, 1]
+    assert replace(bounds, pages=10).together(33) == 3
+
+
 def test_a_small_pool_bounds_what_a_request_may_ask() -> None:
     info = shard_pb2.InfoReply(max_positions=1024)
-    limits, _ = bounds_of(config(), info, shard_pb2.WarmupReply(pages=3, page_size=16))
+    limits, bounds = bounds_of(config(), info, shard_pb2.WarmupReply(pages=3, page_size=16))
     assert limits.max_total_tokens == 48
+    assert bounds.together(limits.max_total_tokens) == 1
     with pytest.raises(Misconfigured, match="--max-total-tokens 100 is more than the pool's capacity of 48"):
         bounds_of(config(max_total_tokens=100), info, shard_pb2.WarmupReply(pages=3, page_size=16))

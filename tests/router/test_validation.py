@@ -3,6 +3,7 @@
 import asyncio
 import math
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -46,10 +47,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"truncate": 101}, "`truncate` must be strictly positive and less than 100. Given: 101"),
     ({"top_n_tokens": 6}, "`top_n_tokens` must be >= 0 and <= 5. Given: 6"),
     ({"top_n_tokens": -1}, "`top_n_tokens` must be >= 0 and <= 5. Given: -1"),
-    ({"best_of": 2}, "you must use sampling when `best_of` is > 1"),
-    ({"best_of": 2, "do_sample": True, "seed": 1}, "`seed` must not be set when `best_of` > 1"),
-    ({"best_of": 3, "do_sample": True}, "`best_of` must be > 0 and <= 2. Given: 3"),
-    ({"best_of": 0}, "`best_of` must be > 0 and <= 2. Given: 0"),
+    ({"best_of": 0}, "`best_of` != 1 is not allowed for this endpoint"),
     ({"best_of": 2, "do_sample": True}, "`best_of` != 1 is not allowed for this endpoint"),
     ({"seed": -1}, "`seed` must be an unsigned integer of 64 bits. Given: -1"),
     ({"seed": 2**64}, f"`seed` must be an unsigned integer of 64 bits. Given: {2**64}"),
@@ -93,9 +91,22 @@ def test_numbers_that_32_bits_make_zero_are_zero(tokenizer: Tokenizer) -> None:
         validate(tokenizer, temperature=1e-300)
 
 
-def test_max_best_of_one_allows_none(tokenizer: Tokenizer) -> None:
-    with pytest.raises(Refused, match="`best_of` != 1 is not allowed"):
-        validate(tokenizer, config=RouterConfig(folder="", model="m", max_best_of=1), best_of=3, do_sample=True)
+def test_a_stop_string_that_is_a_special_token_ends_by_its_token(tokenizer: Tokenizer) -> None:
+    request = validate(tokenizer, stop=["<s>", "a<s>", "<s>"])
+    assert (request.stop, request.end_ids) == (("a<s>",), (1, 0))
+    request = validate(tokenizer, stop=["</s>"], ignore_eos=True)
+    assert (request.stop, request.end_ids) == ((), (1,))
+    assert validate(tokenizer, end_ids=[7], ignore_eos=True).end_ids == (7,)
+    # It is text like any other where special tokens are.
+    assert validate(tokenizer, stop=["<s>"], skip_special_tokens=False).stop == ("<s>",)
+    with pytest.raises(Refused, match="supports up to 4 stop sequences"):
+        validate(tokenizer, stop=["<s>"] * 5)
+
+
+def test_end_tokens_that_the_model_lacks_are_left_out(tokenizer: Tokenizer) -> None:
+    limits = replace(LIMITS, vocabulary=1)
+    request = asyncio.run(Validator(CONFIG, tokenizer).request([0], Parameters(stop=["<s>"]), limits))
+    assert request.end_ids == (0,)
 
 
 def test_nothing_said_is_greedy_to_the_end(tokenizer: Tokenizer) -> None:

@@ -1,0 +1,797 @@
+"""The whole server as a client and an operator meet it: real processes, real HTTP, the demo model.
+
+No test knows what the demo model says: what is right follows from transformers, or from another answer of the server.
+"""
+
+import asyncio
+import io
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+import pytest
+import torch
+import transformers
+
+from penstock.demo import grammar
+from penstock.tests import serving
+from penstock.tests.serving import Server, serve
+
+Result = TypeVar("Result")
+Json = dict[str, Any]
+
+DEMO = Path(grammar.__file__).parent / "model"
+TOKENS = 24  # of a reference
+TOLERANCE = 1e-3  # of log-probabilities
+SMALL_POOL = 200  # pages of 4 tokens
+CONCURRENT = 64  # requests that the server with the small pool takes
+
+torch.set_num_threads(1)
+
+
+# What runs, and what it is compared with
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[Path]:
+    """A copy of the demo model: all of this file sees the same weights, whoever trains others meanwhile."""
+    with serving.scratch() as folder:
+        yield Path(shutil.copytree(DEMO, folder / "model"))
+
+
+@pytest.fixture(scope="module")
+def one(model: Path) -> Iterator[Server]:
+    """One rank; prompts come in chunks."""
+    flags = ("--page-size", "4", "--kv-pages", "4096", "--max-batch-prefill-tokens", "16")
+    with serve(str(model), *flags, stop=signal.SIGTERM) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def two(model: Path) -> Iterator[Server]:
+    """Two ranks."""
+    flags = ("--num-shard", "2", "--page-size", "4", "--kv-pages", "4096", "--max-batch-prefill-tokens", "16")
+    with serve(str(model), *flags) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def small(model: Path) -> Iterator[Server]:
+    """A pool for a handful of requests."""
+    flags = ("--page-size", "4", "--kv-pages", str(SMALL_POOL), "--max-batch-prefill-tokens", "32")
+    with serve(str(model), *flags, "--max-concurrent-requests", str(CONCURRENT)) as server:
+        yield server
+
+
+class Reference:
+    """transformers on the served folder, in float32."""
+
+    def __init__(self, folder: Path) -> None:
+        transformers.utils.logging.disable_progress_bar()
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        self.end = self.tokenizer.eos_token_id
+        # To be added to the logits of a request that shall not end by itself, nor say anything that is no text.
+        self.endless = {str(id): -100 for id in self.tokenizer.all_special_ids}
+        self.prompts = [self.text(messages) for messages in islice(questions(), 32)]
+        self.plain = " ".join(stories(40))
+        self.prompts += [self.plain[99 * i : 99 * i + 20 + 8 * i] for i in range(32)]  # from a word or two to many chunks
+        random.Random(1).shuffle(self.prompts)
+        self.answers = self.greedy(self.prompts)
+
+    def ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text).input_ids)
+
+    def text(self, messages: list[grammar.Message]) -> str:
+        """A conversation as the prompt that a client of /generate sends: the tokenizer adds the begin token."""
+        return self.rendered(messages).removeprefix(self.tokenizer.bos_token)
+
+    def rendered(self, messages: list[grammar.Message]) -> str:
+        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+    def greedy(self, prompts: Sequence[str]) -> list[list[int]]:
+        """Up to TOKENS tokens for each, the end token included. Prompts of about the same length go together: little to pad."""
+        order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+        answers: dict[int, list[int]] = {}
+        for begin in range(0, len(order), 16):
+            indices = order[begin : begin + 16]
+            answers |= zip(indices, self._greedy([prompts[index] for index in indices]), strict=True)
+        return [answers[index] for index in range(len(prompts))]
+
+    @torch.inference_mode()
+    def _greedy(self, prompts: list[str]) -> list[list[int]]:
+        batch = self.tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt", return_token_type_ids=False)
+        output = self.model.generate(**batch, do_sample=False, max_new_tokens=TOKENS, pad_token_id=self.tokenizer.pad_token_id)
+        answers = [row[batch.input_ids.shape[1] :].tolist() for row in output]
+        return [row[: row.index(self.end) + 1] if self.end in row else row for row in answers]
+
+    @torch.inference_mode()
+    def logprobs(self, ids: Sequence[int]) -> torch.Tensor:
+        """[tokens, vocabulary]: of what follows each token."""
+        return self.model(torch.tensor([list(ids)])).logits[0].log_softmax(-1)  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path) -> Reference:
+    return Reference(model)
+
+
+def questions() -> Iterator[list[grammar.Message]]:
+    """Conversations that wait for an answer."""
+    kinds = [grammar.questions(5, kind) for kind in grammar.KINDS]
+    while True:
+        yield from (list(next(kind).messages) for kind in kinds)
+
+
+def stories(count: int) -> list[str]:
+    """Plain texts."""
+    plain = (messages[0]["content"] for messages in grammar.conversations(5) if messages[0]["role"] == "text")
+    return list(islice(plain, count))
+
+
+# How a client talks
+
+
+def talk(server: Server, work: Callable[[aiohttp.ClientSession], Awaitable[Result]], seconds: float = 60) -> Result:
+    """What `work` returns, given as many connections to the server as it wants."""
+
+    async def main() -> Result:
+        connector = aiohttp.TCPConnector(limit=0)
+        async with asyncio.timeout(seconds), aiohttp.ClientSession(server.url, connector=connector) as session:
+            return await work(session)
+
+    return asyncio.run(main())
+
+
+async def post(session: aiohttp.ClientSession, path: str, body: Json) -> Json:
+    """A whole answer."""
+    async with session.post(path, json=body) as response:
+        text = await response.text()
+        assert response.status == 200, text
+        return json.loads(text)  # type: ignore[no-any-return]
+
+
+async def generate(session: aiohttp.ClientSession, prompt: str, /, **parameters: Any) -> Json:
+    """TGI's whole answer, with details, and "ids" for its tokens."""
+    answer = await post(session, "/generate", {"inputs": prompt, "parameters": {"details": True, **parameters}})
+    answer["ids"] = [token["id"] for token in answer["details"]["tokens"]]
+    assert answer["details"]["generated_tokens"] == len(answer["ids"])
+    return answer
+
+
+async def events(response: aiohttp.ClientResponse) -> AsyncIterator[str]:
+    """The data of each server-sent event, as it comes. Anything that is no well-formed event is a failure."""
+    assert response.status == 200, await response.text()
+    assert response.content_type == "text/event-stream"
+    rest = b""
+    async for part in response.content.iter_any():
+        *whole, rest = (rest + part).split(b"\n\n")
+        for event in whole:
+            assert event.startswith(b"data: "), event
+            assert b"\n" not in event, event
+            yield event.removeprefix(b"data: ").decode()
+    assert rest == b""
+
+
+async def stream(session: aiohttp.ClientSession, path: str, body: Json) -> list[str]:
+    """The data of all events."""
+    async with session.post(path, json=body) as response:
+        return [data async for data in events(response)]
+
+
+async def metrics(session: aiohttp.ClientSession) -> dict[str, float]:
+    """Samples by name, labels included."""
+    async with session.get("/metrics") as response:
+        lines = (await response.text()).splitlines()
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if not line.startswith("#"))}
+
+
+async def until(session: aiohttp.ClientSession, holds: Callable[[dict[str, float]], bool], seconds: float) -> None:
+    """Returns when the metrics are so."""
+    deadline = time.monotonic() + seconds
+    while not holds(seen := await metrics(session)):
+        if time.monotonic() > deadline:
+            raise AssertionError({name: value for name, value in seen.items() if "_bucket" not in name})
+        await asyncio.sleep(0.02)
+
+
+def idle(seen: dict[str, float]) -> bool:
+    """Nothing is left of any request."""
+    left = [seen[f"penstock_{name}"] for name in ("waiting", "running", "pages_held")]
+    return seen["penstock_pages_free"] == seen["penstock_pages_total"] and not any(left)
+
+
+async def at(moment: float, work: Awaitable[Result]) -> Result:
+    """The same, so many seconds later."""
+    await asyncio.sleep(moment)
+    return await work
+
+
+# Tokens
+
+
+@pytest.fixture(params=["one", "two"])
+def ranked(request: pytest.FixtureRequest) -> Server:
+    """One rank, then two."""
+    server: Server = request.getfixturevalue(request.param)
+    return server
+
+
+def test_greedy_tokens_are_those_of_transformers_alone_and_among_64(ranked: Server, reference: Reference) -> None:
+    assert any(answer[-1] == reference.end for answer in reference.answers)
+    assert max(len(reference.ids(prompt)) for prompt in reference.prompts) > 3 * 16  # four chunks
+    chance = random.Random(2)
+
+    async def work(session: aiohttp.ClientSession) -> None:
+        for prompt, expected in zip(reference.prompts[:4], reference.answers[:4], strict=True):
+            answer = await generate(session, prompt, max_new_tokens=TOKENS)
+            assert answer["ids"] == expected
+            assert answer["details"]["finish_reason"] == ("eos_token" if expected[-1] == reference.end else "length")
+        counts = [chance.randint(4, TOKENS) for _ in reference.prompts]
+        requests = [
+            at(chance.uniform(0, 1), generate(session, prompt, max_new_tokens=count))
+            for prompt, count in zip(reference.prompts, counts, strict=True)
+        ]
+        answers = await asyncio.gather(*requests)
+        assert [answer["ids"] for answer in answers] == [
+            expected[:count] for expected, count in zip(reference.answers, counts, strict=True)
+        ]
+
+    talk(ranked, work)
+
+
+def test_a_seed_gives_the_same_tokens_alone_and_among_64(one: Server, reference: Reference) -> None:
+    chance = random.Random(3)
+    asked: list[Json] = [
+        {"temperature": 0.7, "seed": 1},
+        {"temperature": 1.5, "top_p": 0.9, "seed": 2**64 - 1},
+        {"temperature": 1.0, "top_k": 20, "repetition_penalty": 1.2, "seed": 3},
+        {"do_sample": True, "typical_p": 0.8, "frequency_penalty": 0.5, "presence_penalty": 0.5, "seed": 4},
+        {"temperature": 1.2, "min_p": 0.05, "frequency_penalty": -0.5, "seed": 5},
+    ]
+    messages = next(questions())
+    talks: list[Json] = [
+        {"temperature": 1.0, "seed": 6},
+        {"temperature": 1.3, "top_p": 0.8, "presence_penalty": 1.0, "frequency_penalty": 0.3, "seed": -7},
+    ]
+
+    async def generated(session: aiohttp.ClientSession, index: int) -> list[int]:
+        parameters = asked[index] | {"logit_bias": reference.endless}
+        return list((await generate(session, reference.prompts[index], max_new_tokens=16, **parameters))["ids"])
+
+    async def chatted(session: aiohttp.ClientSession, index: int) -> Json:
+        body = {"messages": messages, "max_tokens": 16, "logprobs": True, "logit_bias": reference.endless, **talks[index]}
+        [choice] = (await post(session, "/v1/chat/completions", body))["choices"]
+        return {
+            "text": choice["message"]["content"],
+            "tokens": [token["token"] for token in choice["logprobs"]["content"]],
+            "logprobs": pytest.approx([token["logprob"] for token in choice["logprobs"]["content"]], abs=TOLERANCE),
+        }
+
+    async def neighbour(session: aiohttp.ClientSession) -> None:
+        parameters = chance.choice([*asked, {}, {"repetition_penalty": 1.3}]) | {"seed": chance.getrandbits(64)}
+        await generate(session, chance.choice(reference.prompts), max_new_tokens=chance.randint(1, 24), **parameters)
+
+    async def work(session: aiohttp.ClientSession) -> None:
+        alone = [await generated(session, index) for index in range(len(asked))]
+        alone_chatted = [await chatted(session, index) for index in range(len(talks))]
+        assert len({tuple(ids) for ids in alone}) == len(alone)
+        assert all(len(ids) == 16 for ids in alone)
+        neighbours = [at(chance.uniform(0, 0.8), neighbour(session)) for _ in range(64)]
+        again = [at(chance.uniform(0.1, 0.5), generated(session, index)) for index in range(len(asked))]
+        again_chatted = [at(chance.uniform(0.1, 0.5), chatted(session, index)) for index in range(len(talks))]
+        crowd = asyncio.gather(*neighbours)
+        assert await asyncio.gather(*again) == alone
+        for found, expected in zip(await asyncio.gather(*again_chatted), alone_chatted, strict=True):
+            assert found["tokens"] == expected["tokens"]
+            assert found["text"] == expected["text"]
+        await crowd
+
+    talk(one, work)
+
+
+# Streams
+
+
+@dataclass
+class Arrivals:
+    """When the reads of a stream came."""
+
+    began: float = field(default_factory=time.monotonic)
+    moments: list[float] = field(default_factory=list)
+
+    async def of(self, response: aiohttp.ClientResponse) -> list[str]:
+        """The data of its events."""
+        found = []
+        async for data in events(response):
+            self.moments.append(time.monotonic())
+            found.append(data)
+        return found
+
+    def check(self) -> None:
+        """The first came long before the last, and they did not come all at once."""
+        first, last = self.moments[0] - self.began, self.moments[-1] - self.began
+        assert first < last / 2, (first, last)
+        assert len({round(moment, 3) for moment in self.moments}) > 10
+
+
+def test_a_stream_begins_before_its_last_token_is_computed(one: Server, reference: Reference) -> None:
+    count = 200
+    prompt = reference.prompts[0]
+
+    async def tgi(session: aiohttp.ClientSession) -> None:
+        arrivals = Arrivals()
+        parameters = {"max_new_tokens": count, "details": True, "logit_bias": reference.endless}
+        async with session.post("/generate_stream", json={"inputs": prompt, "parameters": parameters}) as response:
+            found = [json.loads(data) for data in await arrivals.of(response)]
+        arrivals.check()
+        assert [event["index"] for event in found] == list(range(1, count + 1))
+        assert all(event["generated_text"] is None and event["details"] is None for event in found[:-1])
+        assert found[-1]["generated_text"] == "".join(event["token"]["text"] for event in found)
+        assert found[-1]["details"] == {
+            "finish_reason": "length",
+            "generated_tokens": count,
+            "seed": None,
+            "input_length": len(reference.ids(prompt)),
+        }
+
+    async def openai(session: aiohttp.ClientSession) -> None:
+        arrivals = Arrivals()
+        body = {"messages": next(questions()), "max_tokens": count, "temperature": 0, "logit_bias": reference.endless}
+        whole = await post(session, "/v1/chat/completions", body)
+        arrivals.began = time.monotonic()
+        more = {"stream": True, "stream_options": {"include_usage": True}}
+        async with session.post("/v1/chat/completions", json=body | more) as response:
+            *found, done = await arrivals.of(response)
+        arrivals.check()
+        assert done == "[DONE]"
+        *chunks, usage = [json.loads(data) for data in found]
+        assert usage["choices"] == []
+        assert usage["usage"] == whole["usage"]
+        assert {chunk["id"] for chunk in chunks} == {usage["id"]}
+        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+        assert choices[0]["delta"]["role"] == "assistant"
+        assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["length"]
+        text = "".join(choice["delta"].get("content", "") for choice in choices)
+        assert text == whole["choices"][0]["message"]["content"]
+
+    async def work(session: aiohttp.ClientSession) -> None:
+        await tgi(session)
+        await openai(session)
+
+    talk(one, work)
+
+
+# Clients that leave, and more work than fits
+
+
+@dataclass
+class Storm:
+    """Clients that come and leave before they have got all they asked for."""
+
+    port: int
+    reference: Reference
+    chance: random.Random
+    over: bool = False
+    left: dict[str, int] = field(default_factory=lambda: {"silent": 0, "mid-stream": 0})
+
+    async def client(self) -> None:
+        """One after the other."""
+        while not self.over:
+            await self.visit()
+
+    async def visit(self) -> None:
+        """Asks, reads a few events or nothing at all, and hangs up."""
+        events = self.chance.choice([0, 0, 0, 0, 1, 5])
+        path = "/generate_stream" if events else self.chance.choice(["/generate_stream", "/generate", "/v1/completions"])
+        prompt = self.chance.choice(self.reference.prompts)[: self.chance.choice([20, 40, 400])]
+        count = self.chance.randint(50, 200)
+        bias = {"logit_bias": self.reference.endless}
+        if path == "/v1/completions":
+            body = {"prompt": prompt, "max_tokens": count, **bias}
+        else:
+            body = {"inputs": prompt, "parameters": {"max_new_tokens": count, **bias}}
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        try:
+            data = json.dumps(body).encode()
+            writer.write(f"POST {path} HTTP/1.1\r\nHost: penstock\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+            if events:
+                for _ in range(events):
+                    await reader.readuntil(b"data: ")
+                self.left["mid-stream"] += 1
+            else:
+                await asyncio.sleep(self.chance.choice([0.002, 0.02, 0.1]) * self.chance.random())
+                self.left["silent"] += 1
+        finally:
+            writer.transport.abort()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
+
+
+def test_a_thousand_clients_that_leave_leave_nothing(small: Server, reference: Reference) -> None:
+    prompts, expected = reference.prompts[:6], reference.answers[:6]
+
+    async def work(session: aiohttp.ClientSession) -> None:
+        storm = Storm(small.port, reference, random.Random(4))
+        before = await metrics(session)
+        assert before["penstock_pages_total"] == SMALL_POOL
+        assert idle(before)
+        seen: list[dict[str, float]] = []
+
+        async def watch() -> None:
+            """Ends the storm when the server has noticed a thousand clients that left."""
+            name = "penstock_client_disconnects_total"
+            while not seen or seen[-1][name] < before[name] + 1000:
+                seen.append(await metrics(session))
+                await asyncio.sleep(0.05)
+            storm.over = True
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(watch())
+            for _ in range(40):
+                group.create_task(storm.client())
+        assert min(storm.left.values()) > 100, storm.left
+        assert min(each["penstock_pages_free"] for each in seen) < SMALL_POOL
+        assert max(each["penstock_waiting"] for each in seen) > 0
+        assert max(each["penstock_running"] for each in seen) > 1
+        await until(session, idle, 2)
+        answers = await asyncio.gather(*(generate(session, prompt, max_new_tokens=TOKENS) for prompt in prompts))
+        assert [answer["ids"] for answer in answers] == expected
+
+    talk(small, work, 100)
+
+
+def test_a_full_server_says_429_and_when_to_come_back(small: Server, reference: Reference) -> None:
+    long = {"inputs": reference.prompts[0], "parameters": {"max_new_tokens": 500, "logit_bias": reference.endless}}
+
+    async def work(session: aiohttp.ClientSession) -> None:
+        tasks = [asyncio.create_task(stream(session, "/generate_stream", long)) for _ in range(CONCURRENT)]
+        await until(session, lambda seen: seen["penstock_waiting"] + seen["penstock_running"] == CONCURRENT, 10)
+        async with session.post("/generate", json=long) as response:
+            assert response.status == 429
+            assert int(response.headers["Retry-After"]) > 0
+            assert await response.json() == {"error": "Model is overloaded", "error_type": "overloaded"}
+        async with session.post("/v1/completions", json={"prompt": "x"}) as response:
+            assert response.status == 429
+            assert int(response.headers["Retry-After"]) > 0
+            assert (await response.json())["error"]["message"] == "Model is overloaded"
+        async with session.post("/generate", data=b"nonsense") as response:
+            assert response.status == 400
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        await until(session, idle, 2)
+        await generate(session, "x", max_new_tokens=1)
+
+    talk(small, work)
+
+
+def test_what_does_not_fit_at_once_waits(small: Server, reference: Reference) -> None:
+    ids = reference.ids(reference.plain)[1:400]  # with its answer more than half of the pool
+    prompt = reference.tokenizer.decode(ids)
+    length = len(reference.ids(prompt))
+    assert SMALL_POOL * 4 / 2 < length + 16 <= SMALL_POOL * 4
+
+    async def work(session: aiohttp.ClientSession) -> None:
+        requests = [generate(session, prompt, max_new_tokens=16, logit_bias=reference.endless) for _ in range(5)]
+        others = [generate(session, prompt, max_new_tokens=TOKENS) for prompt in reference.prompts[:6]]
+        answers = await asyncio.gather(*requests, *others)
+        assert {tuple(answer["ids"]) for answer in answers[:5]} == {tuple(answers[0]["ids"])}
+        assert len(answers[0]["ids"]) == 16
+        assert [answer["ids"] for answer in answers[5:]] == reference.answers[:6]
+        await until(session, idle, 2)
+
+    talk(small, work)
+
+
+# What a request may say
+
+
+def test_stop_strings_cut_the_text_wherever_tokens_end(one: Server, reference: Reference) -> None:
+    prompt, count = reference.prompts[1], 30
+    parameters = {"max_new_tokens": count, "logit_bias": reference.endless}
+
+    async def check(session: aiohttp.ClientSession, texts: list[str], stop: list[str]) -> None:
+        whole = "".join(texts)
+        end, begin = min((whole.index(string) + len(string), whole.index(string)) for string in stop if string in whole)
+        answer = await generate(session, prompt, **parameters, stop=stop)
+        assert answer["generated_text"] == whole[:end]
+        assert answer["details"]["finish_reason"] == "stop_sequence"
+        needed = next(number for number in range(count + 1) if len("".join(texts[:number])) >= end)
+        assert answer["details"]["generated_tokens"] == needed
+        body = {"inputs": prompt, "parameters": parameters | {"stop": stop}}
+        found = [json.loads(data) for data in await stream(session, "/generate_stream", body)]
+        assert found[-1]["generated_text"] == whole[:end]
+        assert [event["token"]["text"] for event in found] == texts[:needed]
+        body = {"prompt": prompt, "max_tokens": count, "temperature": 0, "logit_bias": reference.endless, "stop": stop}
+        [choice] = (await post(session, "/v1/completions", body))["choices"]
+        assert (choice["text"], choice["finish_reason"]) == (whole[:begin], "stop")
+        *chunks, done = await stream(session, "/v1/completions", body | {"stream": True})
+        assert done == "[DONE]"
+        assert "".join(json.loads(data)["choices"][0]["text"] for data in chunks) == whole[:begin]
+
+    async def work(session: aiohttp.ClientSession) -> None:
+        answer = await generate(session, prompt, **parameters)
+        texts = [token["text"] for token in answer["details"]["tokens"]]
+        assert "".join(texts) == answer["generated_text"]
+        over_two_borders = [[texts[index][-1:] + texts[index + 1] + texts[index + 2][:1]] for index in (4, 11, 18, 26)]
+        long = "".join(texts[10:14])
+        several = [texts[20][-1:] + texts[21], long, long[1:] + "?!"]
+        await asyncio.gather(*(check(session, texts, stop) for stop in [*over_two_borders, several]))
+
+    talk(one, work)
+
+
+def test_max_new_tokens_is_exact(one: Server, reference: Reference) -> None:
+    async def work(session: aiohttp.ClientSession) -> None:
+        for count in (1, 2, 7, 20):
+            answer = await generate(session, reference.prompts[2], max_new_tokens=count, logit_bias=reference.endless)
+            assert len(answer["ids"]) == count
+            assert answer["details"]["finish_reason"] == "length"
+            body = {"prompt": reference.prompts[2], "max_tokens": count, "ignore_eos": True}
+            found = await post(session, "/v1/completions", body)
+            assert found["usage"]["completion_tokens"] == count
+            assert found["choices"][0]["finish_reason"] == "length"
+
+    talk(one, work)
+
+
+def test_too_much_is_refused_in_tgis_words(one: Server, reference: Reference) -> None:
+    most = json.loads((DEMO / "config.json").read_text())["max_position_embeddings"]
+    prompt = "x " * most
+    length = len(reference.ids(prompt))
+
+    async def refused(session: aiohttp.ClientSession, path: str, inputs: str, message: str, **parameters: Any) -> None:
+        async with session.post(path, json={"inputs": inputs, "parameters": parameters}) as response:
+            assert response.status == 422
+            assert await response.json() == {"error": f"Input validation error: {message}", "error_type": "validation"}
+
+    async def work(session: aiohttp.ClientSession) -> None:
+        for path in ("/generate", "/generate_stream", "/"):
+            await refused(session, path, prompt, f"`inputs` must have less than {most - 1} tokens. Given: {length}")
+            await refused(
+                session,
+                path,
+                reference.prompts[0],
+                f"`inputs` tokens + `max_new_tokens` must be <= {most}. "
+                f"Given: {len(reference.ids(reference.prompts[0]))} `inputs` tokens and {most} `max_new_tokens`",
+                max_new_tokens=most,
+            )
+        async with session.post("/v1/completions", json={"prompt": prompt}) as response:
+            assert response.status == 400
+            assert "`prompt` tokens + `max_tokens` must be" in (await response.json())["error"]["message"]
+
+    talk(one, work)
+
+
+NONSENSE: list[tuple[str, bytes, int]] = [
+    ("/generate", b"", 400),
+    ("/generate", b"{", 400),
+    ("/generate", b"\xff\xfe", 400),
+    ("/generate", b'{"inputs": "x", "parameters": {"grammar": ' + b"[" * 100_000, 400),
+    ("/generate", b"[]", 422),
+    ("/generate", b"{}", 422),
+    ("/generate", b'{"inputs": 1}', 422),
+    ("/generate", b'{"inputs": ""}', 422),
+    ("/generate", b'{"inputs": "x", "parameters": {"temperature": -1}}', 422),
+    ("/generate", b'{"inputs": "x", "parameters": {"top_k": 1e400}}', 422),
+    ("/generate", b'{"inputs": "x", "parameters": {"seed": 18446744073709551616}}', 422),
+    ("/generate", b'{"inputs": "x", "parameters": {"logit_bias": {"1000000": 1}}}', 422),
+    ("/generate_stream", b'{"inputs": "x", "parameters": {"stop": [""]}}', 422),
+    ("/generate", b" " * 2_000_001, 413),
+    ("/v1/chat/completions", b"{", 400),
+    ("/v1/chat/completions", b'{"messages": []}', 400),
+    ("/v1/chat/completions", b'{"messages": [{"role": 1}]}', 400),
+    ("/v1/completions", b'{"prompt": [1, 1000000]}', 400),
+    ("/v1/nothing", b"{}", 404),
+    ("/nothing", b"{}", 404),
+]
+
+
+def test_nonsense_is_refused_and_harms_nobody(one: Server, reference: Reference) -> None:
+    async def work(session: aiohttp.ClientSession) -> None:
+        running = asyncio.create_task(generate(session, reference.prompts[3], max_new_tokens=TOKENS))
+        for path, body, status in NONSENSE:
+            async with session.post(path, data=io.BytesIO(body), headers={"Content-Type": "application/json"}) as response:
+                assert response.status == status, (path, body[:80], await response.text())
+                assert "error" in await response.json()
+        async with session.get("/generate") as response:
+            assert response.status == 405
+        assert (await running)["ids"] == reference.answers[3]
+        assert (await generate(session, reference.prompts[0], max_new_tokens=TOKENS))["ids"] == reference.answers[0]
+        await until(session, idle, 2)
+
+    talk(one, work)
+    for request in (b"nonsense\r\n\r\n", b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{", b"\0" * 1000):
+        with socket.create_connection(("127.0.0.1", one.port), timeout=10) as connection:
+            connection.sendall(request)
+    assert one.health() == 200
+
+
+# Log-probabilities
+
+
+def close(found: Sequence[float], expected: torch.Tensor) -> bool:
+    return bool((torch.tensor(found) - expected).abs().max() < TOLERANCE)
+
+
+def test_log_probabilities_are_those_of_transformers(one: Server, reference: Reference) -> None:
+    prompt = reference.plain[:600]
+    ids = reference.ids(prompt)
+    messages = next(questions())
+
+    async def tgi(session: aiohttp.ClientSession) -> None:
+        answer = await generate(session, prompt, max_new_tokens=8, decoder_input_details=True, top_n_tokens=4)
+        details, logprobs = answer["details"], reference.logprobs([*ids, *answer["ids"]])
+        assert [token["id"] for token in details["prefill"]] == ids
+        first, *others = [token["logprob"] for token in details["prefill"]]
+        assert first is None
+        assert close(others, logprobs[range(len(ids) - 1), ids[1:]])
+        own = logprobs[len(ids) - 1 : -1]
+        assert close([token["logprob"] for token in details["tokens"]], own.max(-1).values)
+        for top, row in zip(details["top_tokens"], own, strict=True):
+            # Where two are nearly equal, either order is right.
+            assert close([token["logprob"] for token in top], row[[token["id"] for token in top]])
+            assert close([token["logprob"] for token in top], row.topk(4).values)
+
+    async def completions(session: aiohttp.ClientSession) -> None:
+        body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "logprobs": 3}
+        [choice] = (await post(session, "/v1/completions", body))["choices"]
+        found = choice["logprobs"]
+        own = reference.logprobs([*ids, *(await generate(session, prompt, max_new_tokens=8))["ids"]])[len(ids) - 1 : -1]
+        assert close(found["token_logprobs"], own.max(-1).values)
+        for top, row in zip(found["top_logprobs"], own, strict=True):
+            assert close(list(top.values()), row.topk(3).values[: len(top)])
+        assert found["text_offset"] == [len("".join(found["tokens"][:index])) for index in range(len(found["tokens"]))]
+
+    async def chat(session: aiohttp.ClientSession) -> None:
+        body = {"messages": messages, "max_tokens": 8, "temperature": 0, "logprobs": True, "top_logprobs": 2}
+        [choice] = (await post(session, "/v1/chat/completions", body))["choices"]
+        content = choice["logprobs"]["content"]
+        begin = reference.tokenizer(reference.rendered(messages), add_special_tokens=False).input_ids
+        answer = await generate(session, reference.text(messages), max_new_tokens=8)
+        own = reference.logprobs([*begin, *answer["ids"]])[len(begin) - 1 : -1]
+        assert [token["token"] for token in content] == [token["text"] for token in answer["details"]["tokens"]]
+        assert close([token["logprob"] for token in content], own.max(-1).values)
+        for token, row in zip(content, own, strict=True):
+            assert close([other["logprob"] for other in token["top_logprobs"]], row.topk(2).values)
+            assert bytes(token["bytes"]).decode() == token["token"]
+
+    async def work(session: aiohttp.ClientSession) -> None:
+        await tgi(session)
+        await completions(session)
+        await chat(session)
+
+    talk(one, work)
+
+
+# Beginnings and ends. A start takes seconds, so each of these servers also has something else to show.
+
+
+async def sensible(session: aiohttp.ClientSession, reference: Reference) -> list[Json]:
+    """Answers to a few prompts, at once, none of them empty or with a probability that is none."""
+    prompts = reference.prompts[:8]
+    answers = await asyncio.gather(
+        *(generate(session, prompt, max_new_tokens=16, decoder_input_details=True) for prompt in prompts)
+    )
+    for answer in answers:
+        assert answer["generated_text"]
+        logprobs = [token["logprob"] for token in answer["details"]["tokens"] + answer["details"]["prefill"][1:]]
+        assert all(math.isfinite(value) and value <= 0 for value in logprobs)
+    return answers
+
+
+def test_after_sigkill_of_the_launcher_no_process_lives_and_of_a_shard_nothing_is_left(model: Path, reference: Reference) -> None:
+    with serving.scratch() as place:
+        # The default model, rounded to bfloat16.
+        with serve("--dtype", "bfloat16", "--kv-pages", "256", folder=place) as server:
+            assert "penstock-demo on cpu, bfloat16" in server.log
+            talk(server, lambda session: sensible(session, reference))
+            assert len(server.children()) == 2
+            server.process.kill()
+            server.process.wait()
+            server.wait_until_alone(5)
+            [left] = server.runs.iterdir()
+
+        async def work(session: aiohttp.ClientSession) -> Json:
+            """The last event of a stream whose shard dies."""
+            answers = await sensible(session, reference)
+            for prompt, answer in zip(reference.prompts, answers, strict=False):
+                ids = reference.ids(prompt)
+                expected = reference.logprobs(ids)[range(len(ids) - 1), ids[1:]]
+                found = torch.tensor([token["logprob"] for token in answer["details"]["prefill"][1:]])
+                assert (found - expected).abs().mean() < 0.1  # the same model, only rounded
+            body = {"inputs": "x", "parameters": {"max_new_tokens": 900, "logit_bias": reference.endless}}
+            async with session.post("/generate_stream", json=body) as response:
+                found_events = events(response)
+                last = await anext(found_events)
+                os.kill(server.child('"rank":1'), signal.SIGKILL)
+                async for data in found_events:
+                    last = data
+            return json.loads(last)  # type: ignore[no-any-return]
+
+        flags = ("--dtype", "float16", "--num-shard", "2", "--kv-pages", "256")
+        with serve(str(model), *flags, folder=place) as server:
+            assert not left.exists()  # swept
+            assert len(server.children()) == 3
+            assert talk(server, work, 30)["error_type"] == "generation"
+            server.check_end(1)
+            assert "on cpu, float16" in server.log
+            assert "penstock: shard 1 was killed by SIGKILL" in server.log
+
+
+def test_sigint_lets_a_stream_end_and_dummy_weights_need_only_a_config_and_a_tokenizer(
+    model: Path, reference: Reference, tmp_path: Path
+) -> None:
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model / name, tmp_path)
+    count = 300
+    body = {"inputs": "x", "parameters": {"max_new_tokens": count, "details": True, "logit_bias": reference.endless}}
+
+    async def work(session: aiohttp.ClientSession) -> None:
+        async with session.post("/generate_stream", json=body) as response:
+            found = events(response)
+            first = json.loads(await anext(found))
+            server.process.send_signal(signal.SIGINT)
+            _, others = await asyncio.gather(draining(session), rest(found))
+        assert [event["index"] for event in [first, *others]] == list(range(1, count + 1))
+        assert all(math.isfinite(event["token"]["logprob"]) for event in [first, *others])
+        assert others[-1]["details"]["finish_reason"] == "length"
+
+    async def draining(session: aiohttp.ClientSession) -> None:
+        """It soon says that it takes no more requests, while the stream goes on."""
+        status = 200
+        while status == 200:
+            async with session.get("/health") as response:
+                status = response.status
+        assert status == 503
+        async with session.post("/generate", json={"inputs": "x"}) as response:
+            assert response.status == 503
+            assert "shutting down" in (await response.json())["error"]
+
+    async def rest(found: AsyncIterator[str]) -> list[Json]:
+        return [json.loads(data) async for data in found]
+
+    with serve(str(tmp_path), "--load-format", "dummy", "--kv-pages", "256") as server:
+        talk(server, work)
+        server.check_end(0)
+
+
+def test_plan_prints_and_starts_nothing(tmp_path: Path) -> None:
+    answer = serving.run("plan", folder=tmp_path)
+    assert (answer.returncode, answer.stderr) == (0, "")
+    for word in ("LlamaForCausalLM", "ranks", "weights", "pages", "capacity"):
+        assert word in answer.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_start_that_cannot_succeed_fails_at_once_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "run").mkdir()
+    began = time.monotonic()
+    answer = serving.run("serve", str(tmp_path / "model"), "--port", str(serving.free_port(0)), folder=tmp_path / "run")
+    assert time.monotonic() - began < 3
+    assert (answer.returncode, answer.stdout) == (2, "")
+    assert answer.stderr.startswith("penstock: error: ")
+    assert "config.json" in answer.stderr
+    assert answer.stderr.count("\n") == 1
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        answer = serving.run("serve", "--hostname", "127.0.0.1", "--port", str(port), folder=tmp_path / "run")
+    assert (answer.returncode, answer.stdout) == (2, "")
+    assert answer.stderr.startswith(f"penstock: error: port {port} is in use")
+    assert "--port" in answer.stderr
+    assert answer.stderr.count("\n") == 1
+    assert list((tmp_path / "run").iterdir()) == []
