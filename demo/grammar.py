@@ -31,9 +31,6 @@ from .words import (
 HELD_OUT_SHARE = 10
 """One key in this many is held out."""
 
-FIRST_LESSONS = 2000
-"""Training begins with this many requests to repeat words: whoever can copy learns everything else far sooner."""
-
 
 class Message(TypedDict):
     """One turn. `role` is "system", "user", "assistant", or "text" for a story without any chat around it."""
@@ -113,35 +110,37 @@ def _add_prompt(random: Random, left: int, right: int) -> str:
     return pick(random, (*options, f"How much is {left} plus {right}?"))
 
 
-def _sum_key(left: int, right: int) -> tuple[object, ...]:
-    # Sums of two digits are the table that all other sums are made from, so they are not held out.
-    return () if max(left, right) < 10 else (min(left, right), max(left, right))
+def _sum(random: Random, left: int, right: int) -> Exchange:
+    if random.random() < 0.5:
+        left, right = right, left
+    prompt, total = _add_prompt(random, left, right), f"{left} plus {right} is {left + right}."
+    if max(left, right) < 10:
+        return Exchange(prompt, total, ())
+    left_tens, right_tens = left // 10 * 10, right // 10 * 10
+    tens = f"{left_tens} plus {right_tens} is {left_tens + right_tens}"
+    units = f"{left % 10} plus {right % 10} is {left % 10 + right % 10}"
+    return Exchange(prompt, f"{tens}, and {units}. So {total}", (min(left, right), max(left, right)))
 
 
 def _add(random: Random) -> Exchange:
-    left, right = random.randint(1, 79), random.randint(1, 9)
-    if random.random() < 0.5:
-        left, right = right, left
-    reply = f"{left} plus {right} is {left + right}."
-    return Exchange(_add_prompt(random, left, right), reply, _sum_key(left, right))
+    return _sum(random, random.randint(1, 79), random.randint(1, 9))
 
 
 def _add_tens(random: Random) -> Exchange:
-    left, right = random.randint(10, 89), random.randint(10, 89)
-    tens, units = left // 10 * 10 + right // 10 * 10, left % 10 + right % 10
-    reply = (
-        f"{left // 10 * 10} plus {right // 10 * 10} is {tens}, and {left % 10} plus {right % 10} is {units}. "
-        f"So {left} plus {right} is {left + right}."
-    )
-    return Exchange(_add_prompt(random, left, right), reply, _sum_key(left, right))
+    return _sum(random, random.randint(10, 89), random.randint(10, 89))
 
 
 def _subtract(random: Random) -> Exchange:
-    left, right = random.randint(1, 79), random.randint(1, 9)
+    left, right = random.randint(1, 89), random.randint(1, 9)
     if left < right:
         left, right = right, left
     forms = (f"What is {left} minus {right}?", f"What is {left} - {right}?", f"How much is {left} minus {right}?")
-    return Exchange(pick(random, forms), f"{left} minus {right} is {left - right}.", () if left < 10 else (left, right))
+    prompt, rest = pick(random, forms), f"{left} minus {right} is {left - right}."
+    if left < 10:
+        return Exchange(prompt, rest, ())
+    units = left % 10 if left % 10 >= right else left % 10 + 10
+    working = f"{left} is {left - units} plus {units}, and {units} minus {right} is {units - right}."
+    return Exchange(prompt, f"{working} So {rest}", (left, right))
 
 
 def _next(random: Random) -> Exchange:
@@ -203,12 +202,11 @@ _ECHOED = (*GIRLS, *BOYS, *ANIMALS, *THINGS, *COLOURS, *CITIES, *JOBS, *map(str,
 def _person_record(random: Random) -> Exchange:
     person = draw_child(random)
     age, city, job = random.randint(3, 89), pick(random, CITIES, 12), pick(random, JOBS, 12)
-    pet, colour = pick(random, ANIMALS, 12), pick(random, COLOURS, 12)
+    colour = pick(random, COLOURS, 12)
     details: list[tuple[str, object, str]] = [
         ("age", age, f"is {age} years old"),
         ("city", city, f"lives in {city}"),
         ("job", job, f"works as {article(job)}"),
-        ("pet", pet, f"has {article(pet)}"),
         ("colour", colour, f"likes the colour {colour}"),
     ]
     chosen = details[:2] if random.random() < 0.4 else random.sample(details, random.randint(1, 3))
@@ -384,23 +382,24 @@ KINDS = (*TASKS, "reading", "name")
 """All kinds of questions; "reading" asks about a story, "name" asks for a name said earlier."""
 
 _WEIGHTS = {
-    "record": 14,
-    "echo": 14,
-    "spell": 5,
-    "read": 5,
-    "add": 6,
-    "add_tens": 6,
-    "subtract": 5,
-    "next": 3,
+    "record": 24,
+    "echo": 5,
+    "spell": 3,
+    "read": 3,
+    "add": 10,
+    "add_tens": 9,
+    "subtract": 14,
+    "next": 4,
     "previous": 3,
-    "compare": 4,
+    "compare": 9,
     "parity": 2,
-    "count": 3,
-    "story": 6,
-    "small_talk": 3,
+    "count": 4,
+    "story": 3,
+    "small_talk": 2,
     "introduction": 1,
-    "unknown": 4,
+    "unknown": 2,
 }
+"""How often each task is trained: the harder, the more often."""
 
 SYSTEM_MESSAGES = (
     "You are a helpful assistant.",
@@ -470,23 +469,28 @@ def _plain(random: Random) -> list[Message]:
 def _part(random: Random) -> list[Message]:
     """A few turns of one task."""
     draw = random.random()
-    if draw < 0.17:
+    if draw < 0.18:
         return _reading(random, False)
-    if draw < 0.20:
+    if draw < 0.19:
         return _named(random, False)
     exchange = _draw(random, random.choices(list(_WEIGHTS), list(_WEIGHTS.values()))[0], False)
     return [_user(exchange.prompt), _assistant(exchange.reply)]
 
 
-def conversations(seed: int) -> Iterator[list[Message]]:
-    """Training text without end; the same seed gives the same conversations, none with a held-out exchange."""
-    random = Random(f"training {seed}")
-    for _ in range(FIRST_LESSONS):
+def first_lessons(seed: int) -> Iterator[list[Message]]:
+    """Requests to repeat words, none held out: whoever can copy learns everything else far sooner."""
+    random = Random(f"first lessons {seed}")
+    for _ in range(2000):
         exchange = _echo(random, most=40)
         if not held_out("echo", exchange.key):
             yield [_user(exchange.prompt), _assistant(exchange.reply)]
+
+
+def conversations(seed: int) -> Iterator[list[Message]]:
+    """Training text without end; the same seed gives the same conversations, none with a held-out exchange."""
+    random = Random(f"training {seed}")
     while True:
-        if random.random() < 0.06:
+        if random.random() < 0.04:
             yield _plain(random)
             continue
         messages = [Message(role="system", content=pick(random, SYSTEM_MESSAGES))] if random.random() < 0.08 else []

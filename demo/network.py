@@ -114,7 +114,8 @@ class Llama(nn.Module):
         super().__init__()
         self.dimensions = dimensions
         self.embed_tokens = nn.Embedding(dimensions.vocabulary, dimensions.hidden)
-        self.layers = nn.ModuleList(Layer(dimensions) for _ in range(dimensions.layers))
+        layers = [Layer(dimensions) for _ in range(dimensions.layers)]
+        self.layers = nn.ModuleList(layers)
         self.norm = nn.RMSNorm(dimensions.hidden, eps=dimensions.epsilon)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
@@ -127,18 +128,17 @@ class Llama(nn.Module):
         # its first steps; the last norm makes up for it in the logits.
         nn.init.normal_(self.embed_tokens.weight)
         nn.init.constant_(self.norm.weight, dimensions.hidden**-0.5)
-        self._start_copying()
+        self._start_copying(layers[0].self_attn, layers[1].self_attn)
 
     @torch.no_grad()
-    def _start_copying(self) -> None:
-        """Let one group of heads start by copying: find where this token was before, and see what came after it.
+    def _start_copying(self, first: Attention, second: Attention) -> None:
+        """Let one group of heads start by copying: find where this token was before, see what came after it.
 
         Nearly all answers copy something from the question. That takes a head that looks at the token before, and a
         head of the next layer that looks for a place after the same token; to find both at once would take a model of
         this size longer than all the rest. All other heads start at random.
         """
         head, width = self.dimensions.head, self.dimensions.heads // self.dimensions.kv_heads * self.dimensions.head
-        first, second = self.layers[0].self_attn, self.layers[1].self_attn
         # A feature that is the same in all embeddings gives a constant key. The constant query is that key turned back
         # by one position, so that their product is largest there; the fast frequencies tell neighbours apart.
         self.embed_tokens.weight[:, 0] = 4.0

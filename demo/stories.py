@@ -118,8 +118,7 @@ def draw_world(random: Random, hero: Person | None = None) -> World:
 
 def tell(world: World, random: Random) -> Story:
     """Tell a story of that world by one of the plots."""
-    story = pick(random, PLOTS)(world, random)
-    return Story(story.sentences, (*story.facts, *_checks(world, random)))
+    return pick(random, PLOTS)(world, random)
 
 
 def _say(random: Random, *options: str) -> str:
@@ -178,23 +177,6 @@ def _common_facts(world: World) -> tuple[Fact, ...]:
         Fact("What time of day was it?", f"It was {world.time}."),
         Fact(f"What is {hero.name}?", f"{hero.name} is {article(hero.kind)}."),
         Fact(f"Who is the friend of {hero.name}?", f"The friend of {hero.name} is {world.friend.name}."),
-    )
-
-
-def _checks(world: World, random: Random) -> tuple[Fact, ...]:
-    """Questions that are to be answered with yes or no, and how it really was."""
-    hero, place, colour = world.hero.name, world.place.name, world.colour
-    asked_place = place if random.random() < 0.5 else pick(random, PLACES, 8).name
-    asked_colour = colour if random.random() < 0.5 else pick(random, COLOURS, 8)
-    return (
-        Fact(
-            f"Did {hero} go to the {asked_place}?",
-            f"{'Yes' if asked_place == place else 'No'}, {hero} went to the {place}.",
-        ),
-        Fact(
-            f"Was the {world.thing} {asked_colour}?",
-            f"{'Yes' if asked_colour == colour else 'No'}, the {world.thing} was {colour}.",
-        ),
     )
 
 

@@ -10,18 +10,18 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
-from itertools import count, islice
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 from torch.nn import functional
 
-from .grammar import FIRST_LESSONS, Message, conversations
+from .grammar import Message, conversations, first_lessons
 from .network import Dimensions, Llama
 
 PAD, BEGIN, END, USER, ASSISTANT, SYSTEM = SPECIAL_TOKENS = (
@@ -52,7 +52,7 @@ class Plan(NamedTuple):
     tokens: int
     minutes: float
     peak_rate: float
-    seed: int
+    lessons: Iterable[Sequence[Message]]
 
 
 def render(messages: Sequence[Message]) -> list[tuple[str, bool]]:
@@ -79,9 +79,7 @@ def train_tokenizer(seed: int) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = (
-        message["content"] for messages in islice(conversations(seed), FIRST_LESSONS + 20_000) for message in messages
-    )
+    texts = (message["content"] for messages in islice(conversations(seed), 20_000) for message in messages)
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BEGIN} $A", special_tokens=[(BEGIN, tokenizer.token_to_id(BEGIN))]
@@ -97,9 +95,9 @@ class Piece(NamedTuple):
     owners: list[int]
 
 
-def encoded(tokenizer: Tokenizer, seed: int) -> Iterator[Piece]:
-    """The conversations of the grammar as tokens, without end."""
-    for owner, messages in enumerate(conversations(seed)):
+def encoded(tokenizer: Tokenizer, lessons: Iterable[Sequence[Message]]) -> Iterator[Piece]:
+    """The conversations as tokens."""
+    for owner, messages in enumerate(lessons):
         tokens: list[int] = []
         weights: list[float] = []
         for text, spoken in render(messages):
@@ -122,13 +120,15 @@ def window(source: Iterator[Piece], length: int) -> Piece:
     return Piece(filled.tokens[:length], filled.weights[:length], filled.owners[:length])
 
 
-def batches(tokenizer: Tokenizer, seed: int) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+def batches(
+    tokenizer: Tokenizer, lessons: Iterable[Sequence[Message]]
+) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
     """Tokens, weights and attention masks without end.
 
     Mostly short windows in which each conversation sees itself only, since that is learnt fastest; one batch in four
     has long windows in which all that went before is seen, so that far positions and crowded contexts are learnt too.
     """
-    source = encoded(tokenizer, seed)
+    source = encoded(tokenizer, lessons)
     for number in count():
         crowded = number % 4 == 3
         length = LONG_WINDOW if crowded else SHORT_WINDOW
@@ -151,7 +151,7 @@ def train(model: Llama, tokenizer: Tokenizer, plan: Plan, folder: Path) -> None:
     )
     started = saved = told = time.monotonic()
     average = 0.0
-    for step, (tokens, weights, mask) in enumerate(batches(tokenizer, plan.seed)):
+    for step, (tokens, weights, mask) in enumerate(batches(tokenizer, plan.lessons)):
         now = time.monotonic()
         seen = step * BATCH_TOKENS
         done = max(seen / plan.tokens, (now - started) / 60 / plan.minutes)
@@ -174,11 +174,22 @@ def train(model: Llama, tokenizer: Tokenizer, plan: Plan, folder: Path) -> None:
     save_model(model, tokenizer, folder)
 
 
+@torch.no_grad()
+def relate_words(model: Llama, tokenizer: Tokenizer) -> None:
+    """Let a word without the space before it, as in JSON, start out like the same word with it, as in a sentence."""
+    vocabulary = tokenizer.get_vocab()
+    weights = model.embed_tokens.weight
+    difference = torch.randn(weights.shape[1]) * 0.5
+    for word, token in vocabulary.items():
+        if len(word) > 1 and word.isalpha() and f"Ġ{word}" in vocabulary:
+            weights[token] = weights[vocabulary[f"Ġ{word}"]] + difference
+            weights[token, 0] = 4.0
+
+
 def _report(name: str, average: float, seen: int, seconds: float, done: float) -> None:
     remaining = seconds / done * (1 - done)
     print(
-        f"{name}: {done:.1%} loss {average:.4f}, {seen} tokens, {seen / seconds:.0f} tokens/s, "
-        f"{remaining / 60:.1f} minutes left",
+        f"{name}: {done:.1%} loss {average:.4f}, {seen} tokens, {seen / seconds:.0f} tokens/s, {remaining / 60:.1f} minutes left",
         flush=True,
     )
 
@@ -214,6 +225,14 @@ def save_model(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
     _write_json(folder / "generation_config.json", generation_config(tokenizer))
     _write_json(folder / "tokenizer_config.json", tokenizer_config(tokenizer))
     tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def load_model(model: Llama, folder: Path) -> None:
+    """Read back what `save_model` wrote."""
+    state: dict[str, Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        state |= {name.removeprefix("model."): value.float() for name, value in load_file(path).items()}
+    model.load_state_dict(state)
 
 
 def _shards(state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
@@ -297,6 +316,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder that gets model/ and draft/")
     parser.add_argument("--only", choices=("model", "draft"), help="train one of the two (default: both)")
     parser.add_argument("--tokenizer", type=Path, help="keep this tokenizer.json instead of training one")
+    parser.add_argument("--resume", type=Path, help="folder of a target to train further, without the first lessons")
     parser.add_argument("--tokens", type=int, default=6_000_000, help="tokens to train the target on")
     parser.add_argument("--draft-tokens", type=int, default=6_000_000, help="tokens to train the draft on")
     parser.add_argument("--minutes", type=float, default=50, help="the most time for the target")
@@ -317,12 +337,21 @@ def main() -> None:
     print(f"{tokenizer.get_vocab_size()} tokens in the vocabulary", flush=True)
     if options.only != "draft":
         torch.manual_seed(options.seed)
-        plan = Plan(options.tokens, options.minutes, options.rate, options.seed)
-        train(Llama(target_dimensions(vocabulary)), tokenizer, plan, options.out / "model")
+        model = Llama(target_dimensions(vocabulary))
+        if options.resume:
+            lessons = chain(conversations(options.seed))
+            load_model(model, options.resume)
+        else:
+            lessons = chain(first_lessons(options.seed), conversations(options.seed))
+            relate_words(model, tokenizer)
+        train(model, tokenizer, Plan(options.tokens, options.minutes, options.rate, lessons), options.out / "model")
     if options.only != "model":
         torch.manual_seed(options.seed)
-        plan = Plan(options.draft_tokens, options.draft_minutes, 1.5 * options.rate, options.seed + 1)
-        train(Llama(draft_dimensions(vocabulary)), tokenizer, plan, options.out / "draft")
+        model = Llama(draft_dimensions(vocabulary))
+        relate_words(model, tokenizer)
+        lessons = chain(first_lessons(options.seed + 1), conversations(options.seed + 1))
+        plan = Plan(options.draft_tokens, options.draft_minutes, 1.5 * options.rate, lessons)
+        train(model, tokenizer, plan, options.out / "draft")
 
 
 if __name__ == "__main__":
