@@ -146,9 +146,7 @@ def main() -> int:
             flush=True,
         )
         for each in result.wrong[: options.show]:
-            print(
-                f"    {each.question.messages[-1]['content'][-100:]!r} -> {each.text!r}, not {each.question.answer!r}"
-            )
+            print(f"    {each.question.messages[-1]['content'][-100:]!r} -> {each.text!r}, not {each.question.answer!r}")
     print(f"all: {right / answers:.1%} right, draft agrees on {agreed_tokens / tokens:.1%} of {tokens} tokens")
     return 0 if right / answers >= LEAST_RIGHT and agreed_tokens / tokens >= LEAST_AGREEMENT else 1
 

@@ -237,9 +237,7 @@ def _thing_record(random: Random) -> Exchange:
 
 
 def _list_record(random: Random) -> Exchange:
-    kind, words = pick(
-        random, (("colours", COLOURS), ("animals", ANIMALS), ("cities", CITIES), ("names", GIRLS + BOYS))
-    )
+    kind, words = pick(random, (("colours", COLOURS), ("animals", ANIMALS), ("cities", CITIES), ("names", GIRLS + BOYS)))
     chosen = random.sample(words, random.randint(2, 4))
     text = ", ".join(chosen[:-1]) + " and " + chosen[-1]
     prompt = pick(random, (f"Make a JSON list of the {kind} {text}.", f"Write the {kind} {text} as a JSON list."))

@@ -121,9 +121,7 @@ class Llama(nn.Module):
             if parameter.dim() == 2:
                 # What the layers add to the stream adds up, so the more there are, the smaller it starts.
                 adds = name.endswith(("o_proj.weight", "down_proj.weight"))
-                nn.init.normal_(
-                    parameter, std=(2 * dimensions.layers * dimensions.hidden if adds else dimensions.hidden) ** -0.5
-                )
+                nn.init.normal_(parameter, std=(2 * dimensions.layers * dimensions.hidden if adds else dimensions.hidden) ** -0.5)
         # Embeddings as large as this keep the words apart while training moves all of them the same way, as it does in
         # its first steps; the last norm makes up for it in the logits.
         nn.init.normal_(self.embed_tokens.weight)

@@ -120,9 +120,7 @@ def window(source: Iterator[Piece], length: int) -> Piece:
     return Piece(filled.tokens[:length], filled.weights[:length], filled.owners[:length])
 
 
-def batches(
-    tokenizer: Tokenizer, lessons: Iterable[Sequence[Message]]
-) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+def batches(tokenizer: Tokenizer, lessons: Iterable[Sequence[Message]]) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
     """Tokens, weights and attention masks without end.
 
     Mostly short windows in which each conversation sees itself only, since that is learnt fastest; one batch in four
@@ -292,9 +290,7 @@ def tokenizer_config(tokenizer: Tokenizer) -> dict[str, object]:
         "eos_token": END,
         "pad_token": PAD,
         "additional_special_tokens": list(MARKERS.values()),
-        "added_tokens_decoder": {
-            str(tokenizer.token_to_id(token)): {"content": token, **special} for token in SPECIAL_TOKENS
-        },
+        "added_tokens_decoder": {str(tokenizer.token_to_id(token)): {"content": token, **special} for token in SPECIAL_TOKENS},
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,
     }

@@ -126,9 +126,7 @@ def test_chat_template_says_what_the_training_saw(tokenizer: evaluate.PreTrained
         if messages[0]["role"] != "text":
             rendered = tokenizer.apply_chat_template(messages, tokenize=False)
             assert rendered == "".join(text for text, _ in train.render(messages))
-    opened = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
-    )
+    opened = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True)
     assert opened == "<|begin|><|user|>Hi<|end|><|assistant|>"
 
 

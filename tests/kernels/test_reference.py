@@ -1,12 +1,14 @@
 """The elementwise operations and the packed matrix product mean what their papers and transformers say."""
 
+from typing import Any
+
 import pytest
 import torch
 import transformers
 from torch.nn import functional
 from transformers.models.llama import modeling_llama
 
-from penstock.kernels.linear import Weight
+from penstock.kernels.linear import Weight, packed, plain, transposed
 from penstock.kernels.reference import rms_norm, rotary_table, rotate, swiglu
 
 SIZES = [1, 7, 1000]
@@ -52,6 +54,23 @@ def test_rotation_is_in_place_and_leaves_position_0_alone() -> None:
 def test_swiglu_is_transformers(size: int) -> None:
     gate, up = torch.randn(4, size), torch.randn(4, size)
     torch.testing.assert_close(swiglu(torch.cat((gate, up), -1)), transformers.activations.ACT2FN["silu"](gate) * up)
+
+
+@pytest.mark.parametrize("route", [plain, packed, transposed])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 7, 33])
+@pytest.mark.parametrize(("wide", "high"), [(1, 1), (1, 7), (7, 1000), (1000, 1), (1000, 7)])
+def test_every_route_is_the_same_product(wide: int, high: int, rows: int, bias: bool, route: Any) -> None:
+    matrix, x = torch.randn(high, wide), torch.randn(rows, wide)
+    vector = torch.randn(high) if bias else None
+    torch.testing.assert_close(route(matrix, vector)(x), functional.linear(x, matrix, vector), rtol=1.3e-6, atol=5e-5)
+
+
+def test_rows_of_packed_weights_are_independent_to_the_last_bit() -> None:
+    product, x = packed(torch.randn(300, 200), None), torch.randn(130, 200)
+    whole = product(x)
+    for rows in (1, 2, 5, 31, 64, 129):
+        assert product(x[:rows].clone()).equal(whole[:rows])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
