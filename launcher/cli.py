@@ -197,7 +197,7 @@ def child_environment(environment: Mapping[str, str], threads: int) -> dict[str,
     return {
         **{name: value for name, value in environment.items() if name not in SECRETS},
         **{name: str(value) for name, value in libraries.items()},
-        # Steps run on a thread of their own; its arena would give memory back, and fault it in again, at every step (7 % of a prefill).
+        # Steps run on a thread of their own, whose arena would give memory back and fault it in again (7 % of a prefill).
         "MALLOC_ARENA_MAX": "1",
         "PYTHONUNBUFFERED": "1",  # their lines reach us when they are written
         "TOKENIZERS_PARALLELISM": "false",  # one prompt at a time gains nothing from it
