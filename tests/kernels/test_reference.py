@@ -63,7 +63,7 @@ def test_swiglu_is_transformers(size: int) -> None:
 def test_every_route_is_the_same_product(wide: int, high: int, rows: int, bias: bool, route: Any) -> None:
     matrix, x = torch.randn(high, wide), torch.randn(rows, wide)
     vector = torch.randn(high) if bias else None
-    torch.testing.assert_close(route(matrix, vector)(x), functional.linear(x, matrix, vector), rtol=1.3e-6, atol=5e-5)
+    torch.testing.assert_close(route(matrix, vector)(x), functional.linear(x, matrix, vector), rtol=1.3e-6, atol=3e-4)
 
 
 def test_rows_of_packed_weights_are_independent_to_the_last_bit() -> None:
@@ -84,7 +84,7 @@ def test_a_weight_multiplies_as_linear_does(wide: int, high: int, rows: int, bia
     assert weight.bytes == (high * wide + high * bias) * dtype.itemsize
     # Sums of a thousand products in another order: their error grows with the root of their number.
     torch.testing.assert_close(
-        weight(x), functional.linear(x, matrix, vector), rtol=1.3e-6 if dtype.itemsize == 4 else 1.6e-2, atol=5e-5
+        weight(x), functional.linear(x, matrix, vector), rtol=1.3e-6 if dtype.itemsize == 4 else 1.6e-2, atol=3e-4
     )
 
 
