@@ -53,16 +53,20 @@ class WarmupRequest(_message.Message):
     def __init__(self, max_step_tokens: _Optional[int] = ..., max_step_rows: _Optional[int] = ..., max_total_tokens: _Optional[int] = ...) -> None: ...
 
 class WarmupReply(_message.Message):
-    __slots__ = ("pages", "page_size", "bytes_per_page", "weight_bytes")
+    __slots__ = ("pages", "page_size", "bytes_per_page", "weight_bytes", "sample_tokens", "sample_seconds")
     PAGES_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     BYTES_PER_PAGE_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     pages: int
     page_size: int
     bytes_per_page: int
     weight_bytes: int
-    def __init__(self, pages: _Optional[int] = ..., page_size: _Optional[int] = ..., bytes_per_page: _Optional[int] = ..., weight_bytes: _Optional[int] = ...) -> None: ...
+    sample_tokens: int
+    sample_seconds: float
+    def __init__(self, pages: _Optional[int] = ..., page_size: _Optional[int] = ..., bytes_per_page: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., sample_tokens: _Optional[int] = ..., sample_seconds: _Optional[float] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed", "bias_ids", "bias_values", "final_logprobs")
@@ -93,40 +97,54 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., typical_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., bias_ids: _Optional[_Iterable[int]] = ..., bias_values: _Optional[_Iterable[float]] = ..., final_logprobs: _Optional[bool] = ...) -> None: ...
 
 class Group(_message.Message):
-    __slots__ = ("uid", "tokens", "prompt_length", "max_new_tokens", "end_ids", "sampling", "top_n", "prompt_logprobs")
+    __slots__ = ("uid", "tokens", "choices", "max_new_tokens", "end_ids", "sampling", "top_n", "prompt_logprobs", "continuations", "cache_key")
     UID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    CHOICES_FIELD_NUMBER: _ClassVar[int]
     MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     END_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     TOP_N_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    CONTINUATIONS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_KEY_FIELD_NUMBER: _ClassVar[int]
     uid: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
-    prompt_length: int
+    choices: int
     max_new_tokens: int
     end_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: Sampling
     top_n: int
     prompt_logprobs: bool
-    def __init__(self, uid: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., end_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., top_n: _Optional[int] = ..., prompt_logprobs: _Optional[bool] = ...) -> None: ...
+    continuations: _containers.RepeatedCompositeFieldContainer[Continuation]
+    cache_key: str
+    def __init__(self, uid: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., choices: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., end_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., top_n: _Optional[int] = ..., prompt_logprobs: _Optional[bool] = ..., continuations: _Optional[_Iterable[_Union[Continuation, _Mapping]]] = ..., cache_key: _Optional[str] = ...) -> None: ...
+
+class Continuation(_message.Message):
+    __slots__ = ("choice", "tokens")
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    choice: int
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, choice: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("step", "batch", "groups", "chunk_uids", "chunk_lengths", "decode_batches")
+    __slots__ = ("step", "batch", "groups", "chunk_uids", "chunk_lengths", "decode_batches", "prompt_tokens")
     STEP_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     CHUNK_UIDS_FIELD_NUMBER: _ClassVar[int]
     CHUNK_LENGTHS_FIELD_NUMBER: _ClassVar[int]
     DECODE_BATCHES_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     step: int
     batch: int
     groups: _containers.RepeatedCompositeFieldContainer[Group]
     chunk_uids: _containers.RepeatedScalarFieldContainer[int]
     chunk_lengths: _containers.RepeatedScalarFieldContainer[int]
     decode_batches: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, step: _Optional[int] = ..., batch: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., chunk_uids: _Optional[_Iterable[int]] = ..., chunk_lengths: _Optional[_Iterable[int]] = ..., decode_batches: _Optional[_Iterable[int]] = ...) -> None: ...
+    prompt_tokens: int
+    def __init__(self, step: _Optional[int] = ..., batch: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., chunk_uids: _Optional[_Iterable[int]] = ..., chunk_lengths: _Optional[_Iterable[int]] = ..., decode_batches: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
     __slots__ = ("step", "batches")
@@ -137,7 +155,7 @@ class DecodeRequest(_message.Message):
     def __init__(self, step: _Optional[int] = ..., batches: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepReply(_message.Message):
-    __slots__ = ("step", "uids", "choices", "tokens", "logprobs", "finishes", "top_counts", "top_ids", "top_logprobs", "prompt_uids", "prompt_counts", "prompt_logprobs", "held_uids", "held", "grow", "free", "failed_uids", "failed_messages", "seconds")
+    __slots__ = ("step", "uids", "choices", "tokens", "logprobs", "finishes", "top_counts", "top_ids", "top_logprobs", "prompt_uids", "prompt_counts", "prompt_logprobs", "held_uids", "held", "grow", "lacking", "free", "cached", "failed_uids", "failed_messages", "seconds", "prompt_tokens", "restored_tokens", "cached_tokens", "decode_tokens", "prompt_keys", "decode_keys")
     STEP_FIELD_NUMBER: _ClassVar[int]
     UIDS_FIELD_NUMBER: _ClassVar[int]
     CHOICES_FIELD_NUMBER: _ClassVar[int]
@@ -153,10 +171,18 @@ class StepReply(_message.Message):
     HELD_UIDS_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     GROW_FIELD_NUMBER: _ClassVar[int]
+    LACKING_FIELD_NUMBER: _ClassVar[int]
     FREE_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
     FAILED_UIDS_FIELD_NUMBER: _ClassVar[int]
     FAILED_MESSAGES_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RESTORED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_KEYS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_KEYS_FIELD_NUMBER: _ClassVar[int]
     step: int
     uids: _containers.RepeatedScalarFieldContainer[int]
     choices: _containers.RepeatedScalarFieldContainer[int]
@@ -172,31 +198,57 @@ class StepReply(_message.Message):
     held_uids: _containers.RepeatedScalarFieldContainer[int]
     held: _containers.RepeatedScalarFieldContainer[int]
     grow: _containers.RepeatedScalarFieldContainer[int]
+    lacking: _containers.RepeatedScalarFieldContainer[int]
     free: int
+    cached: int
     failed_uids: _containers.RepeatedScalarFieldContainer[int]
     failed_messages: _containers.RepeatedScalarFieldContainer[str]
     seconds: float
-    def __init__(self, step: _Optional[int] = ..., uids: _Optional[_Iterable[int]] = ..., choices: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., finishes: _Optional[_Iterable[int]] = ..., top_counts: _Optional[_Iterable[int]] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., prompt_uids: _Optional[_Iterable[int]] = ..., prompt_counts: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Iterable[float]] = ..., held_uids: _Optional[_Iterable[int]] = ..., held: _Optional[_Iterable[int]] = ..., grow: _Optional[_Iterable[int]] = ..., free: _Optional[int] = ..., failed_uids: _Optional[_Iterable[int]] = ..., failed_messages: _Optional[_Iterable[str]] = ..., seconds: _Optional[float] = ...) -> None: ...
+    prompt_tokens: int
+    restored_tokens: int
+    cached_tokens: int
+    decode_tokens: int
+    prompt_keys: int
+    decode_keys: int
+    def __init__(self, step: _Optional[int] = ..., uids: _Optional[_Iterable[int]] = ..., choices: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., finishes: _Optional[_Iterable[int]] = ..., top_counts: _Optional[_Iterable[int]] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., prompt_uids: _Optional[_Iterable[int]] = ..., prompt_counts: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Iterable[float]] = ..., held_uids: _Optional[_Iterable[int]] = ..., held: _Optional[_Iterable[int]] = ..., grow: _Optional[_Iterable[int]] = ..., lacking: _Optional[_Iterable[int]] = ..., free: _Optional[int] = ..., cached: _Optional[int] = ..., failed_uids: _Optional[_Iterable[int]] = ..., failed_messages: _Optional[_Iterable[str]] = ..., seconds: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., restored_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., prompt_keys: _Optional[int] = ..., decode_keys: _Optional[int] = ...) -> None: ...
 
 class FilterRequest(_message.Message):
-    __slots__ = ("step", "drop", "pause")
+    __slots__ = ("step", "drop", "pause", "end_uids", "end_choices")
     STEP_FIELD_NUMBER: _ClassVar[int]
     DROP_FIELD_NUMBER: _ClassVar[int]
     PAUSE_FIELD_NUMBER: _ClassVar[int]
+    END_UIDS_FIELD_NUMBER: _ClassVar[int]
+    END_CHOICES_FIELD_NUMBER: _ClassVar[int]
     step: int
     drop: _containers.RepeatedScalarFieldContainer[int]
     pause: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, step: _Optional[int] = ..., drop: _Optional[_Iterable[int]] = ..., pause: _Optional[_Iterable[int]] = ...) -> None: ...
+    end_uids: _containers.RepeatedScalarFieldContainer[int]
+    end_choices: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, step: _Optional[int] = ..., drop: _Optional[_Iterable[int]] = ..., pause: _Optional[_Iterable[int]] = ..., end_uids: _Optional[_Iterable[int]] = ..., end_choices: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Paused(_message.Message):
+    __slots__ = ("uid", "continuations", "grow", "lacking")
+    UID_FIELD_NUMBER: _ClassVar[int]
+    CONTINUATIONS_FIELD_NUMBER: _ClassVar[int]
+    GROW_FIELD_NUMBER: _ClassVar[int]
+    LACKING_FIELD_NUMBER: _ClassVar[int]
+    uid: int
+    continuations: _containers.RepeatedCompositeFieldContainer[Continuation]
+    grow: int
+    lacking: int
+    def __init__(self, uid: _Optional[int] = ..., continuations: _Optional[_Iterable[_Union[Continuation, _Mapping]]] = ..., grow: _Optional[int] = ..., lacking: _Optional[int] = ...) -> None: ...
 
 class FilterReply(_message.Message):
-    __slots__ = ("step", "free", "paused")
+    __slots__ = ("step", "free", "paused", "cached")
     STEP_FIELD_NUMBER: _ClassVar[int]
     FREE_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
     step: int
     free: int
-    paused: _containers.RepeatedCompositeFieldContainer[Group]
-    def __init__(self, step: _Optional[int] = ..., free: _Optional[int] = ..., paused: _Optional[_Iterable[_Union[Group, _Mapping]]] = ...) -> None: ...
+    paused: _containers.RepeatedCompositeFieldContainer[Paused]
+    cached: int
+    def __init__(self, step: _Optional[int] = ..., free: _Optional[int] = ..., paused: _Optional[_Iterable[_Union[Paused, _Mapping]]] = ..., cached: _Optional[int] = ...) -> None: ...
 
 class ConcatRequest(_message.Message):
     __slots__ = ("step", "into", "batches")
