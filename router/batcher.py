@@ -2,15 +2,17 @@
 
 It knows requests and streams; not HTTP, not what a step costs, not how shards are reached. One turn of the loop:
 
-    ask the scheduler -> send the command -> turn the tokens of the last reply into text, for the streams
-                      -> wait for the reply -> report it to the scheduler
+    shortly before the step under way ends, ask the scheduler for the next and send it
+    wait for the reply -> report it to the scheduler -> turn its tokens into text, for the streams
 
-So the shards compute while tokens become text and leave as HTTP. A stop string found in that text, or a client that has
-left, acts one step late: by then the group may have one more token, which is thrown away.
+So the shards go from step to step without waiting for the router, and compute while tokens become text and leave as HTTP. A stop
+string found in that text, a client that has left, a new request: they act one step late. What was computed by then of a choice
+that nobody wants any more is thrown away.
 """
 
 import asyncio
 import itertools
+from collections import deque
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
@@ -18,13 +20,32 @@ from typing import Protocol
 
 from ..proto import shard_pb2
 from .config import RouterConfig
+from .cost import Cost
 from .metrics import Metrics
-from .request import Alternative, Broken, Finish, Limits, NotReady, Overloaded, Prompt, Request, Token
-from .scheduler import BATCH, Action, Bounds, Decode, Filter, Job, Prefill, Scheduler, largest_step
+from .policies import Mixed, Pause, Policy, largest_step
+from .request import (
+    Alternative,
+    Broken,
+    Expired,
+    Failure,
+    Finish,
+    Limits,
+    NotReady,
+    Overloaded,
+    Priority,
+    Prompt,
+    Request,
+    Token,
+)
+from .scheduler import BATCH, Action, Bounds, Decode, Filter, Job, Prefill, Report, Scheduler
 from .shards import Shards, group
 
 STEP_TOKENS, CPU_STEP_TOKENS = 4096, 512  # of a step, unless the operator says: see `_step_tokens`
 REASONS = {1: "eos_token", 2: "length"}  # by StepReply.finishes
+LEAD = 0.01  # seconds before the expected end of a step when the next is sent: late enough for new requests to be in it
+# Seconds that a request counts as arrived later than it did. An interactive one passes a batch one that came up to a minute
+# before it, and nobody waits for ever.
+DELAYS = {Priority.INTERACTIVE: 0.0, Priority.NORMAL: 5.0, Priority.BATCH: 60.0}
 
 Item = Prompt | Token | Finish
 
@@ -66,16 +87,11 @@ def bounds_of(config: RouterConfig, info: shard_pb2.InfoReply, warm: shard_pb2.W
     capacity = warm.pages * warm.page_size
     pool = f"the pool's capacity of {capacity} ({warm.pages} pages of {warm.page_size})"
     more = "or give the pool more memory (--kv-pages, --cuda-memory-fraction, more shards)"
-    batch = config.max_batch_total_tokens or capacity
-    if batch > capacity:
-        raise Misconfigured(f"--max-batch-total-tokens {batch} is more than {pool}: lower it, {more}")
-    total = config.max_total_tokens or min(batch, info.max_positions)
+    total = config.max_total_tokens or min(capacity, info.max_positions)
     if total > info.max_positions:
         raise Misconfigured(f"--max-total-tokens {total} is more than the model's {info.max_positions} positions: lower it")
     if total > capacity:
         raise Misconfigured(f"--max-total-tokens {total} is more than {pool}: lower it, {more}")
-    if total > batch:
-        raise Misconfigured(f"--max-total-tokens {total} is more than --max-batch-total-tokens {batch}: lower it or raise that")
     if total < 2:
         raise Misconfigured(f"no request fits: a prompt and an answer have {total} tokens at most; raise --max-total-tokens {more}")
     prompt = config.max_input_tokens or total - 1
@@ -84,17 +100,20 @@ def bounds_of(config: RouterConfig, info: shard_pb2.InfoReply, warm: shard_pb2.W
             f"--max-input-tokens {prompt} leaves no room for an answer within {total} tokens in total: lower it to at most "
             f"{total - 1}, or raise --max-total-tokens"
         )
-    limits = Limits(max_input_tokens=prompt, max_total_tokens=total, vocabulary=info.vocabulary)
+    limits = Limits(
+        max_input_tokens=prompt, max_total_tokens=total, vocabulary=info.vocabulary, pages=warm.pages, page_size=warm.page_size
+    )
     bounds = Bounds(
-        pages=warm.pages,
-        page_size=warm.page_size,
-        step_tokens=_step_tokens(config, info),
-        total_tokens=batch,
-        groups=_groups(config),
-        waiting_tokens=config.max_waiting_tokens,
-        waiting_served_ratio=config.waiting_served_ratio,
+        pages=warm.pages, page_size=warm.page_size, step_tokens=_step_tokens(config, info), sequences=_sequences(config)
     )
     return limits, bounds
+
+
+def policy_of(config: RouterConfig, bounds: Bounds, warm: shard_pb2.WarmupReply) -> Policy:
+    """What the operator chose."""
+    if config.prefill_policy == "pause":
+        return Pause(bounds.step_tokens, config.waiting_served_ratio, config.max_waiting_tokens)
+    return Mixed(bounds.step_tokens, Cost(warm.sample_tokens, warm.sample_seconds), config.itl_target)
 
 
 def _step_tokens(config: RouterConfig, info: shard_pb2.InfoReply) -> int:
@@ -102,9 +121,21 @@ def _step_tokens(config: RouterConfig, info: shard_pb2.InfoReply) -> int:
     return config.max_batch_prefill_tokens or (CPU_STEP_TOKENS if info.device == "cpu" else STEP_TOKENS)
 
 
-def _groups(config: RouterConfig) -> int:
-    """Most groups that run at once."""
-    return min(config.max_batch_size or config.max_concurrent_requests, config.max_concurrent_requests)
+def _sequences(config: RouterConfig) -> int:
+    """Most sequences that run at once."""
+    return config.max_batch_size or max(config.max_concurrent_requests, config.max_best_of)
+
+
+@dataclass(slots=True)
+class Choice:
+    """One of a request's answers."""
+
+    index: int
+    text: Text
+    generated: int = 0
+    last: float = 0.0  # its last token
+    running: bool = True  # on the shards, as far as is known
+    done: bool = False  # its Finish is among the items
 
 
 @dataclass(slots=True, eq=False)
@@ -113,19 +144,51 @@ class Stream:
 
     uid: int
     request: Request
-    text: Text
+    choices: list[Choice]
     arrived: float
-    started: float = 0.0  # first step that computed something of it; 0: none yet
-    last: float = 0.0  # its last token; 0: none yet
-    generated: int = 0
+    left: int  # choices that are not done
+    started: float = 0.0  # first step that was to compute something of it; 0: none yet
+    continuations: Sequence[shard_pb2.Continuation] = ()  # where it goes on when it is restored
     items: list[Item] = field(default_factory=list)  # not taken yet
-    failure: Broken | None = None  # comes after the items
+    failure: Failure | None = None  # comes after the items
     waiter: "asyncio.Future[None] | None" = None  # the reader, when there was nothing to take
+    alarm: asyncio.TimerHandle | None = None  # its own deadline
 
     def wake(self) -> None:
         """There is something to take. The reader runs when the loop lets go, and takes all that has come till then."""
         if self.waiter is not None and not self.waiter.done():
             self.waiter.set_result(None)
+
+
+@dataclass(slots=True)
+class Underway:
+    """A command that the shards have not answered."""
+
+    action: Action
+    sent: float
+    reply: "asyncio.Future[shard_pb2.Reply]"
+
+    @property
+    def step(self) -> bool:
+        """Whether it computes something."""
+        return not isinstance(self.action, Filter)
+
+
+class Pace:
+    """How fast requests end: when there will be room for another."""
+
+    def __init__(self) -> None:
+        self._ends: deque[float] = deque(maxlen=32)
+
+    def ended(self, now: float) -> None:
+        """A request was answered, or given up."""
+        self._ends.append(now)
+
+    def seconds(self, now: float) -> float:
+        """Until the next one ends, probably."""
+        if not self._ends:
+            return 1.0
+        return min(max((now - self._ends[0]) / len(self._ends), 1.0), 60.0)
 
 
 class Batcher:
@@ -144,6 +207,8 @@ class Batcher:
         self._readers = 0  # streams that somebody reads, ended or not
         self._silent = asyncio.Event()  # nobody reads
         self._silent.set()
+        self._pace = Pace()
+        self._last: dict[str, float] = {}  # seconds of the last step, by kind: what the next is expected to take
         self._uids = itertools.count(1)
         self._wake = asyncio.Event()  # the scheduler may have something to do
         self._draining = False
@@ -167,26 +232,29 @@ class Batcher:
     async def start(self) -> None:
         """Connects and warms the shards up; then requests are taken. Raises Broken or Misconfigured."""
         config = self._config
-        groups = _groups(config)
+        sequences = _sequences(config)
         await self._shards.connect()
         warm = await self._shards.warm_up(
             shard_pb2.WarmupRequest(
-                max_step_tokens=largest_step(_step_tokens(config, self._shards.info), groups),
-                max_step_rows=groups,
+                max_step_tokens=largest_step(_step_tokens(config, self._shards.info), sequences),
+                max_step_rows=sequences,
                 max_total_tokens=config.max_total_tokens,
             )
         )
         self.info = self._shards.info
         self.limits, bounds = bounds_of(config, self.info, warm)
         self.together = bounds.together(self.limits.max_total_tokens)
-        self._scheduler = scheduler = Scheduler(bounds)
-        for name in ("tgi_queue_size", "penstock_waiting"):
-            self._metrics.watch(name, lambda: scheduler.waiting)
-        for name in ("tgi_batch_current_size", "penstock_running"):
-            self._metrics.watch(name, lambda: scheduler.running)
+        self._scheduler = scheduler = Scheduler(bounds, policy_of(config, bounds, warm))
+        self._metrics.watch("tgi_queue_size", lambda: scheduler.waiting)
+        self._metrics.watch("tgi_batch_current_size", lambda: scheduler.running)
+        self._metrics.watch("penstock_waiting", lambda: scheduler.waiting)
+        self._metrics.watch("penstock_running", lambda: scheduler.running)
+        self._metrics.watch("penstock_paused", lambda: scheduler.paused_jobs)
         self._metrics.watch("penstock_pages_total", lambda: bounds.pages)
         self._metrics.watch("penstock_pages_free", lambda: scheduler.free)
-        self._metrics.watch("penstock_pages_held", lambda: scheduler.held)
+        self._metrics.watch("penstock_pages_cached", lambda: scheduler.cached)
+        self._metrics.watch("penstock_pages_held", lambda: bounds.pages - scheduler.free)
+        self._metrics.watch("penstock_prompt_budget", lambda: scheduler.room)
         self._loop = asyncio.create_task(self._run(scheduler))
 
     async def wait(self) -> None:
@@ -215,9 +283,9 @@ class Batcher:
         await self._shards.close()
 
     def submit(self, request: Request) -> AsyncGenerator[Item, None]:
-        """A stream: Prompt, then each Token (an end token included), then Finish. Closing it cancels the request at once.
+        """A stream: Prompt, then of each choice its Tokens (an end token included) and its Finish. Closing it cancels the request.
 
-        Raises Overloaded, NotReady or Broken, here or at the first item; Broken at any later one.
+        Raises Overloaded, NotReady or Broken, here or at the first item; Broken or Expired at any later one.
         """
         self._metrics.arrived()
         self._admissible()
@@ -233,7 +301,8 @@ class Batcher:
             raise NotReady(f"not ready: {self.stage}")
         if self._readers >= self._config.max_concurrent_requests:
             self._metrics.failed("overloaded")
-            raise Overloaded(f"{self._readers} requests are in flight, as many as the server takes at once")
+            message = f"{self._readers} requests are in flight, as many as the server takes at once"
+            raise Overloaded(message, self._pace.seconds(monotonic()))
 
     async def _read(self, request: Request) -> AsyncGenerator[Item, None]:
         self._admissible()  # again: others may have come between `submit` and the first item
@@ -248,16 +317,27 @@ class Batcher:
                 items, stream.items = stream.items, []
                 for item in items:
                     yield item
-                if items and isinstance(items[-1], Finish):
+                if not stream.left and not stream.items and stream.failure is None:
                     return
         finally:
             self._close(stream)
 
     def _open(self, request: Request) -> Stream:
         assert self._scheduler is not None
-        text = self._tokenizer.stream(request.prompt, request.stop, request.include_stop, request.skip_special_tokens)
-        stream = Stream(next(self._uids), request, text, monotonic())
-        self._scheduler.arrive(Job(stream.uid, len(request.prompt), request.max_new_tokens))
+        now = monotonic()
+        make = self._tokenizer.stream
+        texts = (
+            make(request.prompt, request.stop, request.include_stop, request.skip_special_tokens) for _ in range(request.choices)
+        )
+        choices = [Choice(index, text) for index, text in enumerate(texts)]
+        stream = Stream(next(self._uids), request, choices, now, left=len(choices))
+        delay = DELAYS[request.priority]
+        if request.timeout:
+            delay = min(delay, request.timeout / 2)
+            stream.alarm = asyncio.get_running_loop().call_later(request.timeout, self._expire, stream)
+        self._scheduler.arrive(
+            Job(stream.uid, len(request.prompt), request.max_new_tokens, request.choices, now + delay, request.tenant)
+        )
         self._streams[stream.uid] = stream
         self._readers += 1
         self._silent.clear()
@@ -266,6 +346,9 @@ class Batcher:
 
     def _close(self, stream: Stream) -> None:
         self._readers -= 1
+        self._pace.ended(monotonic())
+        if stream.alarm is not None:
+            stream.alarm.cancel()
         if not self._readers:
             self._silent.set()
         if self._streams.pop(stream.uid, None) is not None:
@@ -280,98 +363,144 @@ class Batcher:
 
     async def _run(self, scheduler: Scheduler) -> None:
         """The loop. It ends by being cancelled, or by an error, of which every stream is told first."""
+        underway: deque[Underway] = deque()
+        free = 0.0  # when the shards had answered the last step
         try:
-            answered: shard_pb2.StepReply | None = None
             while True:
                 self._wake.clear()
-                sent = self._send(scheduler)
+                self._send(scheduler, underway, 1)
+                if not underway:
+                    await self._wake.wait()
+                    continue
+                oldest = underway[0]
+                began = max(oldest.sent, free)
+                await self._near_end(oldest, began)
+                self._send(scheduler, underway, 2)
+                reply = await oldest.reply
+                free = monotonic()
+                underway.popleft()
+                answered = self._report(scheduler, oldest.action, free - began, reply)
                 if answered is not None:
+                    self._send(scheduler, underway, 1)
                     await asyncio.sleep(0)  # lets the command leave first
                     self._deliver(answered)
-                    answered = None
-                elif not sent:
-                    await self._wake.wait()
-                for action, since, future in sent:
-                    reply = await future
-                    answered = self._report(scheduler, action, monotonic() - since, reply)
         except Exception as error:
             self._broken = str(error) or repr(error)
             self._cut(self._broken)
             raise
 
-    def _send(self, scheduler: Scheduler) -> "list[tuple[Action, float, asyncio.Future[shard_pb2.Reply]]]":
-        """Asks for the next step and for the filter before it, if any; their replies come in this order."""
-        sent: list[tuple[Action, float, asyncio.Future[shard_pb2.Reply]]] = []
-        while (action := scheduler.next()) is not None:
+    def _send(self, scheduler: Scheduler, underway: deque[Underway], steps: int) -> None:
+        """Asks for what is next, until so many steps are under way."""
+        while sum(one.step for one in underway) < steps:
+            action = scheduler.next()
+            if action is None:
+                return
             now = monotonic()
-            sent.append((action, now, self._shards.execute(self._command(action, now))))
-            if not isinstance(action, Filter):
-                break
-        return sent
+            underway.append(Underway(action, now, self._shards.execute(self._command(action, now))))
+
+    async def _near_end(self, oldest: Underway, began: float) -> None:
+        """Waits until a step will end soon, if the last one of its kind tells."""
+        seconds = began + self._last.get(_kind(oldest.action), 0.0) - LEAD - monotonic()
+        if seconds > 0:
+            await asyncio.wait([oldest.reply], timeout=seconds)
 
     def _command(self, action: Action, now: float) -> shard_pb2.Command:
         match action:
             case Decode(batch):
                 return shard_pb2.Command(decode=shard_pb2.DecodeRequest(batches=[batch]))
-            case Filter(drop):
-                return shard_pb2.Command(filter=shard_pb2.FilterRequest(drop=drop))
-            case Prefill(batch, new, chunks, decode):
-                for uid in new:
-                    self._streams[uid].started = now
+            case Filter(drop, pause, end):
+                uids, choices = [uid for uid, _ in end], [choice for _, choice in end]
+                request = shard_pb2.FilterRequest(drop=drop, pause=pause, end_uids=uids, end_choices=choices)
+                return shard_pb2.Command(filter=request)
+            case Prefill(batch, new, chunks, tokens, decode):
                 prefill = shard_pb2.PrefillRequest(
                     batch=batch,
-                    groups=[group(uid, self._streams[uid].request) for uid in new],
+                    groups=[self._group(self._streams[uid], now) for uid in new],
                     chunk_uids=[uid for uid, _ in chunks],
                     chunk_lengths=[length for _, length in chunks],
+                    prompt_tokens=tokens,
                     decode_batches=[BATCH] if decode else [],
                 )
                 return shard_pb2.Command(prefill=prefill)
 
+    def _group(self, stream: Stream, now: float) -> shard_pb2.Group:
+        """A request that begins, or goes on where it was paused."""
+        stream.started = stream.started or now
+        wanted = [one for one in stream.continuations if stream.choices[one.choice].running]
+        return group(stream.uid, stream.request, wanted)
+
     def _report(self, scheduler: Scheduler, action: Action, seconds: float, reply: shard_pb2.Reply) -> shard_pb2.StepReply | None:
         """Tells the scheduler what a reply says. Returns it if it has tokens to deliver."""
         if isinstance(action, Filter):
-            scheduler.report(free=reply.filter.free)
-            self._metrics.step(action, seconds, None)
+            told = reply.filter
+            for paused in told.paused:
+                if paused.uid in self._streams:
+                    self._streams[paused.uid].continuations = tuple(paused.continuations)
+            scheduler.paused(told.free, told.cached, [(paused.uid, paused.grow, paused.lacking) for paused in told.paused])
+            self._metrics.paused(len(action.pause))
             return None
         step = reply.step
-        ended = [uid for uid, finish in zip(step.uids, step.finishes, strict=True) if finish]
         scheduler.report(
-            free=step.free,
-            uids=tuple(step.held_uids),
-            held=tuple(step.held),
-            grow=tuple(step.grow),
-            ended=ended + list(step.failed_uids),
+            Report(
+                free=step.free,
+                cached=step.cached,
+                uids=step.held_uids,
+                held=step.held,
+                grow=step.grow,
+                lacking=step.lacking,
+                finished=self._finished(step),
+                failed=step.failed_uids,
+                seconds=step.seconds,
+                prompt_tokens=step.prompt_tokens,
+                cached_tokens=step.cached_tokens,
+                decode_tokens=step.decode_tokens,
+                prompt_keys=step.prompt_keys,
+                decode_keys=step.decode_keys,
+                rows=len(step.tokens),
+            )
         )
+        self._last[_kind(action)] = seconds
         self._metrics.step(action, seconds, step)
         return step
+
+    def _finished(self, step: shard_pb2.StepReply) -> list[int]:
+        """The uid of each choice that has ended on the shards, unless it was given up here before."""
+        finished = []
+        if any(step.finishes):
+            for uid, index, finish in zip(step.uids, step.choices, step.finishes, strict=True):
+                stream = self._streams.get(uid)
+                if finish and stream is not None and stream.choices[index].running:
+                    stream.choices[index].running = False
+                    finished.append(uid)
+        return finished
 
     def _deliver(self, reply: shard_pb2.StepReply) -> None:
         """Turns the rows of a reply into items of their streams."""
         now = monotonic()
         intervals: list[float] = []
         prompts = self._prompt_logprobs(reply)
-        rows = zip(reply.uids, reply.tokens, reply.logprobs, reply.finishes, self._tops(reply), strict=True)
-        for uid, token, logprob, finish, top in rows:
+        rows = zip(reply.uids, reply.choices, reply.tokens, reply.logprobs, reply.finishes, self._tops(reply), strict=True)
+        for uid, index, token, logprob, finish, top in rows:
             stream = self._streams.get(uid)
-            if stream is None:  # it was closed or stopped in the meantime
+            if stream is None or stream.choices[index].done:  # it was closed or stopped in the meantime
                 continue
-            if stream.generated:
-                intervals.append(now - stream.last)
-            else:
+            choice = stream.choices[index]
+            if choice.generated:
+                intervals.append(now - choice.last)
+            elif not any(other.generated for other in stream.choices):
                 self._metrics.first_token(now - stream.arrived)
                 stream.items.append(Prompt(prompts.get(uid, ())))
-            stream.last = now
-            stream.generated += 1
-            piece = stream.text.push(token)
-            stream.items.append(
-                Token(token, piece.text, piece.delta, logprob, self._tokenizer.is_special(token), self._alternatives(top))
-            )
+            choice.last = now
+            choice.generated += 1
+            piece = choice.text.push(token)
+            special = self._tokenizer.is_special(token)
+            stream.items.append(Token(token, piece.text, piece.delta, logprob, special, self._alternatives(top), index))
             if finish or piece.stopped:
-                self._finish(stream, "stop_sequence" if piece.stopped else REASONS[finish], now)
+                self._finish(stream, choice, "stop_sequence" if piece.stopped else REASONS[finish], now)
             stream.wake()
         self._metrics.tokens(len(reply.tokens), intervals)
         for uid, message in zip(reply.failed_uids, reply.failed_messages, strict=True):
-            self._fail(uid, message)
+            self._fail(uid, Broken(message), "generation")
 
     def _prompt_logprobs(self, reply: shard_pb2.StepReply) -> dict[int, tuple[float | None, ...]]:
         """By uid, for the groups whose first token is in this reply and that asked for them."""
@@ -392,25 +521,49 @@ class Batcher:
         tokenizer = self._tokenizer
         return tuple(Alternative(id, tokenizer.token_text(id), logprob, tokenizer.is_special(id)) for id, logprob in top)
 
-    def _finish(self, stream: Stream, reason: str, now: float) -> None:
-        delta = stream.text.end()
+    def _finish(self, stream: Stream, choice: Choice, reason: str, now: float) -> None:
+        delta = choice.text.end()
         queued, inference = stream.started - stream.arrived, now - stream.started
-        finish = Finish(reason, stream.text.text, delta, stream.generated, queued, inference)
+        finish = Finish(reason, choice.text.text, delta, choice.generated, queued, inference, choice.index)
         stream.items.append(finish)
-        del self._streams[stream.uid]
-        self._cancel(stream.uid)
-        self._metrics.done(stream.request, finish)
+        choice.done = True
+        stream.left -= 1
+        if choice.running:  # a stop string, of which the shards know nothing
+            assert self._scheduler is not None
+            choice.running = False
+            self._scheduler.end(stream.uid, choice.index)
+            self._wake.set()
+        if not stream.left:
+            del self._streams[stream.uid]
+            self._metrics.done(stream.request, finish, sum(one.generated for one in stream.choices))
 
-    def _fail(self, uid: int, message: str) -> None:
+    def _expire(self, stream: Stream) -> None:
+        """Its own deadline is over."""
+        generated = sum(choice.generated for choice in stream.choices)
+        message = f"the answer was not complete {stream.request.timeout:g} s after the request came: {generated} tokens were there"
+        self._fail(stream.uid, Expired(message), "timeout")
+
+    def _fail(self, uid: int, failure: Failure, kind: str) -> None:
         """Ends one stream."""
         stream = self._streams.pop(uid, None)
         if stream is not None:
             self._cancel(uid)
-            self._metrics.failed("generation")
-            stream.failure = Broken(message)
+            self._metrics.failed(kind)
+            stream.failure = failure
             stream.wake()
 
     def _cut(self, message: str) -> None:
         """Ends all streams."""
         for uid in tuple(self._streams):
-            self._fail(uid, message)
+            self._fail(uid, Broken(message), "generation")
+
+
+def _kind(action: Action) -> str:
+    """Of steps that take about the same time."""
+    match action:
+        case Decode():
+            return "decode"
+        case Prefill(decode=decode):
+            return "mixed" if decode else "prefill"
+        case Filter():
+            return "filter"

@@ -29,7 +29,10 @@ COUNTERS = {
     "tgi_batch_inference_success": ("Steps that the shards answered", ("method",)),
     "tgi_batch_inference_failure": ("Steps in which a group failed", ("method",)),
     "penstock_client_disconnects": ("Requests whose client left before their end", ()),
-    "penstock_prompt_tokens": ("Tokens of prompts that were computed", ()),
+    "penstock_prompt_tokens": ("Tokens of prompts that were computed, restored ones included", ()),
+    "penstock_cached_prompt_tokens": ("Tokens of prompts that were found in the cache instead", ()),
+    "penstock_restored_tokens": ("Tokens computed a second time, for paused requests", ()),
+    "penstock_pauses": ("Times that a running request gave its pages back for a while", ()),
     "penstock_generated_tokens": ("Tokens that the shards generated", ()),
 }
 GAUGES = {
@@ -37,9 +40,13 @@ GAUGES = {
     "tgi_batch_current_size": "Requests that run",
     "penstock_waiting": "Requests that wait",
     "penstock_running": "Requests that run",
+    "penstock_paused": "Requests that were paused and wait to go on",
     "penstock_pages_total": "Pages in the shards' pool",
-    "penstock_pages_free": "Pages that can be taken",
-    "penstock_pages_held": "Pages of running requests; one that several share counts for each",
+    "penstock_pages_free": "Pages that can be taken, cached ones included",
+    "penstock_pages_cached": "Pages that can be taken and hold prefixes for later requests",
+    "penstock_pages_held": "Pages of running requests",
+    "penstock_prompt_budget": "Tokens that the last step with prompts had for them",
+    "penstock_prompt_budget_used": "Tokens of prompts that it computed",
 }
 HISTOGRAMS = {
     "tgi_request_duration": ("Seconds from arrival to the end", (), SECONDS),
@@ -51,6 +58,7 @@ HISTOGRAMS = {
     "tgi_request_max_new_tokens": ("Generated tokens that a request allowed", (), TOKENS),
     "tgi_batch_inference_duration": ("Seconds of a step, as the router sees it", ("method",), SECONDS),
     "tgi_batch_forward_duration": ("Seconds of a step, as the shard sees it", ("method",), SECONDS),
+    "penstock_step_seconds": ("Seconds of a step, as the shard sees it", ("kind",), SECONDS),
     "penstock_time_to_first_token_seconds": ("Seconds from arrival to the first token", (), SECONDS),
 }
 # TGI's names carry no unit, prometheus_client insists on one.
@@ -75,6 +83,7 @@ class Metrics:
         registry.register(self._intervals)
         # Looked up once: these are needed in every step.
         self._methods = {method: _Method(self._counters, self._histograms, method) for method in ("prefill", "decode")}
+        self._kinds = {kind: self._histograms["penstock_step_seconds"].labels(kind=kind) for kind in ("prefill", "decode", "mixed")}
         self._prompt_tokens = self._counters["penstock_prompt_tokens"]
         self._generated_tokens = self._counters["penstock_generated_tokens"]
 
@@ -103,8 +112,17 @@ class Metrics:
         method.seconds.observe(seconds)
         method.forward.observe(reply.seconds)
         (method.failure if reply.failed_uids else method.success).inc()
+        mixed = "mixed" if reply.decode_tokens else "prefill"
+        self._kinds[mixed if reply.prompt_tokens else "decode"].observe(reply.seconds)
         if isinstance(action, Prefill):
-            self._prompt_tokens.inc(sum(length for _, length in action.chunks))
+            self._prompt_tokens.inc(reply.prompt_tokens)
+            self._gauges["penstock_prompt_budget_used"].set(reply.prompt_tokens)
+            self._counters["penstock_cached_prompt_tokens"].inc(reply.cached_tokens)
+            self._counters["penstock_restored_tokens"].inc(reply.restored_tokens)
+
+    def paused(self, count: int) -> None:
+        """So many requests gave their pages back."""
+        self._counters["penstock_pauses"].inc(count)
 
     def tokens(self, count: int, intervals: Sequence[float]) -> None:
         """So many tokens were generated; such intervals lay between them and those before (none for the first of a request)."""
@@ -115,15 +133,15 @@ class Metrics:
         """Of a request, after its arrival."""
         self._histograms["penstock_time_to_first_token_seconds"].observe(seconds)
 
-    def done(self, request: Request, finish: Finish) -> None:
-        """A request was answered to its end."""
+    def done(self, request: Request, finish: Finish, generated: int) -> None:
+        """A request was answered to its end: `finish` is its last choice's, `generated` are the tokens of all."""
         self._counters["tgi_request_success"].inc()
         observe = {
             "tgi_request_duration": finish.queue_seconds + finish.inference_seconds,
             "tgi_request_queue_duration": finish.queue_seconds,
             "tgi_request_inference_duration": finish.inference_seconds,
             "tgi_request_mean_time_per_token_duration": finish.inference_seconds / finish.generated_tokens,
-            "tgi_request_generated_tokens": finish.generated_tokens,
+            "tgi_request_generated_tokens": generated,
             "tgi_request_input_length": len(request.prompt),
             "tgi_request_max_new_tokens": request.max_new_tokens,
         }

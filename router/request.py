@@ -1,6 +1,15 @@
 """The router's own words: what a request asks and what its stream yields. They belong to no HTTP API and know no protobuf."""
 
 from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Priority(StrEnum):
+    """How soon a request wants to be begun."""
+
+    INTERACTIVE = "interactive"
+    NORMAL = "normal"
+    BATCH = "batch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +42,10 @@ class Request:
     top_n: int = 0  # alternatives per token
     prompt_logprobs: bool = False
     skip_special_tokens: bool = True  # in the text
+    choices: int = 1  # answers, drawn independently; the prompt is computed once
+    priority: Priority = Priority.NORMAL
+    timeout: float = 0.0  # seconds after arrival by which the whole answer must be there; 0: whenever
+    tenant: str = ""  # on whose account; tenants share the server fairly. Never shown or logged
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +55,8 @@ class Limits:
     max_input_tokens: int  # prompt
     max_total_tokens: int  # prompt and max_new_tokens
     vocabulary: int  # ids that the model knows: 0 to this, exclusive
+    pages: int = 1 << 30  # in the pool: what one request, with all its choices, may take at most
+    page_size: int = 1  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +78,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A generated token. `text` is what it adds to the stream: "" while a character is incomplete."""
+    """A generated token of one of the choices."""
 
     id: int
     text: str  # the token's own text, special tokens written out (TGI's `token.text`)
@@ -71,11 +86,12 @@ class Token:
     logprob: float
     special: bool
     top: tuple[Alternative, ...] = ()
+    choice: int = 0  # from 0
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Last item of a stream."""
+    """Last item of a choice. A stream ends with the last choice's."""
 
     reason: str  # "length", "eos_token", "stop_sequence"
     text: str  # the whole generated text
@@ -83,6 +99,7 @@ class Finish:
     generated_tokens: int
     queue_seconds: float  # from arrival to the first step that computed something of it
     inference_seconds: float  # from that step to the end
+    choice: int = 0
 
 
 class Failure(Exception):
@@ -91,6 +108,7 @@ class Failure(Exception):
     Failure
       Refused      its own fault: the request is invalid
       Overloaded   no room now: try again later
+      Expired      it was not complete by its own deadline
       NotReady     the model is still loading, or the server is draining
       Broken       the shards failed while they computed it
     """
@@ -105,7 +123,15 @@ class Refused(Failure):
 
 
 class Overloaded(Failure):
-    """As many requests as the operator allows are in flight."""
+    """As many requests as the operator allows are in flight. `retry_after`: seconds until there is probably room."""
+
+    def __init__(self, message: str, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class Expired(Failure):
+    """The request's own `timeout` is over, and its answer is not complete."""
 
 
 class NotReady(Failure):

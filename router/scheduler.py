@@ -1,25 +1,34 @@
-"""Decides what the shards compute next. Pure: it knows integers; no token, clock, IO or other module of ours.
+"""Decides what the shards compute next. Pure: it knows integers; no token, clock or IO, and of our modules only `policies`.
 
-    arrive, cancel      what clients do
-    next() -> action    what the shards shall do now; None: nothing. Its effect on a group's standing is assumed at once
-    report(...)         what a reply has said
+    arrive, cancel, end   what clients do
+    next() -> action      what the shards shall do now; None: nothing. Its effect is assumed at once, so that the next call may
+                          come before the reply: one step of lookahead
+    report, paused        what replies have said
+
+The shards measure, the scheduler decides: they say of each group how many pages it may still take (`grow`) and how many tokens it
+lacks until it decodes; nothing here knows what a page holds or what a choice costs.
 
 Rules, each held by tests/router/simulation.py
-  budget      A step takes one token of every decodable group first; chunks of prompts fill the rest of `step_tokens`. Where
-              decodes leave less than an eighth of `step_tokens`, prompts get that eighth all the same (at least one token), so
-              that they never starve: `largest_step` bounds the sum.
-  order       Prompts are computed in the order of admission, each as far as the budget goes. A step with prompts carries the
-              decodes too, so no running group ever waits for a prompt of another.
-  admission   A job is admitted in the step that computes its first tokens, when it `_fits`, first come first served. One
-              that fits may overtake earlier ones that don't, but each of those at most `overtakes` times; then all wait.
-  cancelling  The groups of cancelled jobs are dropped by a Filter before anything else is asked.
+  memory      What all admitted groups may still take is never more than what is free before a step is asked for. Where it would
+              be, whole groups are paused, those of the highest rank first (the youngest, unless priorities differ), never the last.
+              A job is admitted when that leaves `headroom` for those that run, so that it does not pause them a moment later.
+  budget      Prompts get the tokens that the policy gives. Half of them belong to the oldest prompt, the rest to the shortest
+              first: a short prompt passes a long one, which takes at most twice as long for it.
+  order       Jobs come by rank (arrival and priority), paused ones among those that wait; of several tenants the one that has
+              least running comes first. Where one does not fit, later ones may overtake it, each job at most `overtakes` times,
+              a paused one never. Then all wait.
+  cancelling  The groups of cancelled jobs, and ended choices, are dropped by a Filter before anything else is asked.
 """
 
-import math
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from .policies import Measured, Mixed, Policy, Standing
+
 BATCH = 1  # the one batch on the shards
+CHARGED = 256  # generated tokens that a choice counts for in a tenant's load, at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,16 +38,13 @@ class Bounds:
     pages: int  # in the shards' pool
     page_size: int  # tokens
     step_tokens: int  # query tokens of a step (max_batch_prefill_tokens)
-    total_tokens: int  # prompts and answers at full length, of all admitted jobs (max_batch_total_tokens)
-    groups: int  # admitted jobs (max_batch_size)
-    overtakes: int = 16  # how often a waiting job may be overtaken
-    # For operators who pause decodes for prompts instead of mixing both. Nothing reads them until the scheduler can pause.
-    waiting_tokens: int = 20  # max_waiting_tokens
-    waiting_served_ratio: float = 0.3
+    sequences: int  # of admitted jobs (max_batch_size)
+    overtakes: int = 16  # how often a job that does not fit may be overtaken
+    headroom: int = 32  # tokens that each running sequence shall be able to grow by when another job is admitted
 
     def together(self, tokens: int) -> int:
-        """How many jobs of so many tokens fit at once."""
-        return min(self.pages // -(-tokens // self.page_size), self.total_tokens // tokens, self.groups)
+        """How many sequences of so many tokens fit at once."""
+        return min(self.pages // -(-tokens // self.page_size), self.sequences)
 
 
 @dataclass(slots=True)
@@ -47,25 +53,37 @@ class Job:
 
     uid: int
     prompt_tokens: int
-    max_new_tokens: int
-    computed: int = 0  # prompt tokens that the shards were asked to compute
+    max_new_tokens: int  # of each choice
+    choices: int = 1
+    rank: float = 0.0  # when it arrived, as it were: its priority sets it back. Smaller goes first
+    tenant: str = ""
+    running: int = 0  # choices that have not ended
     overtaken: int = 0  # later jobs that were admitted before it
+    lacking: int = 0  # tokens to be computed before it decodes, by the last report
     held: int = 0  # pages, by the last report
-    grow: int = 0  # pages that the next decode may add, by the last report
+    grow: int = 0  # pages that it may still take, by the last report
+    fresh: bool = True  # `lacking` knows nothing of caches yet
+    paused: bool = False  # it waits for the second time
 
     @property
-    def tokens(self) -> int:
-        """At full length."""
-        return self.prompt_tokens + self.max_new_tokens
+    def order(self) -> tuple[float, int]:
+        """Whose turn it is: no two jobs have the same."""
+        return self.rank, self.uid
+
+    @property
+    def load(self) -> int:
+        """What it counts for in its tenant's share."""
+        return self.prompt_tokens + self.choices * min(self.max_new_tokens, CHARGED)
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Compute chunks of prompts; with `decode`, a step of the batch's decodable groups rides along."""
+    """Compute chunks of prompts, in this order; with `decode`, a step of the batch's decodable groups rides along."""
 
     batch: int
     new: tuple[int, ...]  # uids that join the batch
-    chunks: tuple[tuple[int, int], ...]  # (uid, prompt tokens), of new and earlier groups
+    chunks: tuple[tuple[int, int], ...]  # (uid, most tokens of it), of new and earlier groups
+    tokens: int  # most of all chunks; what the bounds leave goes round once more
     decode: bool
 
 
@@ -78,185 +96,383 @@ class Decode:
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Forget groups."""
+    """Forget groups, end single choices, take pages back."""
 
-    drop: tuple[int, ...]
+    drop: tuple[int, ...] = ()
+    pause: tuple[int, ...] = ()
+    end: tuple[tuple[int, int], ...] = ()  # (uid, choice)
 
 
 Action = Prefill | Decode | Filter
 
 
-def prompt_share(step_tokens: int) -> int:
-    """Tokens that prompts get in every step, however many groups decode."""
-    return max(1, step_tokens // 8)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What the reply to a Prefill or Decode says."""
+
+    free: int  # pages that can be taken, cached ones included
+    cached: int = 0  # those of them that hold prefixes
+    uids: Sequence[int] = ()  # groups that live on and whose standing has changed ...
+    held: Sequence[int] = ()
+    grow: Sequence[int] = ()
+    lacking: Sequence[int] = ()
+    finished: Iterable[int] = ()  # the uid of each choice that has ended by itself
+    failed: Iterable[int] = ()
+    seconds: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of prompts, that were not computed
+    decode_tokens: int = 0
+    prompt_keys: int = 0
+    decode_keys: int = 0
+    rows: int = 0  # that were sampled
 
 
-def largest_step(step_tokens: int, groups: int) -> int:
-    """Most query tokens that a step with at most so many groups can have."""
-    return max(step_tokens, groups - 1 + prompt_share(step_tokens))
+def most_pages(prompt_tokens: int, max_new_tokens: int, choices: int, page_size: int) -> int:
+    """Pages of a request at full length: choices share the prompt's full pages. The last token of each is never computed."""
+    shared = prompt_tokens // page_size
+    return shared + choices * (-(-(prompt_tokens + max_new_tokens - 1) // page_size) - shared)
+
+
+def fill(lacking: Sequence[int], most: Sequence[int], tokens: int) -> list[int]:
+    """How the shards divide the tokens of a Prefill: in order, up to `most` of each; what is left goes round again."""
+    taken = []
+    for wanted, bound in zip(lacking, most, strict=True):
+        taken.append(min(wanted, bound, tokens))
+        tokens -= taken[-1]
+    for i, wanted in enumerate(lacking):
+        more = min(wanted - taken[i], tokens)
+        taken[i] += more
+        tokens -= more
+    return taken
 
 
 class Scheduler:
     """One running batch, filled from one queue."""
 
-    def __init__(self, bounds: Bounds) -> None:
+    def __init__(self, bounds: Bounds, policy: Policy | None = None) -> None:
         self._bounds = bounds
-        # By uid, in the order of arrival or admission. An admitted job moves from prompts to decodes with its last chunk.
-        self._waiting: dict[int, Job] = {}
-        self._prompts: dict[int, Job] = {}
-        self._decodes: dict[int, Job] = {}
+        self._policy = policy or Mixed(bounds.step_tokens)
+        self._waiting: dict[int, Job] = {}  # paused ones included
+        self._lines: dict[str, list[Job]] = {}  # the same by tenant, in order
+        self._running: dict[int, Job] = {}  # admitted
+        self._prompts: dict[int, Job] = {}  # those of them that do not decode yet
+        self._pausing: dict[int, Job] = {}  # a Filter that pauses them is under way
+        self._paused = 0  # of those that wait
         self._dropped: list[int] = []
-        self._reserved_pages = 0
-        self._reserved_tokens = 0
-        self._reserved_groups = 0
-        self._stuck = False  # nobody in the queue can be admitted until something arrives or ends
-        self.free = bounds.pages  # pages, by the last report
+        self._ended: list[tuple[int, int]] = []
+        self._underway: deque[dict[int, int]] = deque()  # per step that was not reported yet: tokens of prompts asked, by uid
+        self._filters = 0  # under way
+        self._loads: dict[str, int] = {}  # of tenants that have something running
+        self._grow = 0  # pages that admitted jobs may still take
+        self._sequences = 0  # of admitted jobs
+        self._decodes = 0  # those of them that decode
+        self._keys = 0.0  # that a decode's token saw in the last step, on average
+        self._steps = 0  # since one computed a prompt
+        self._uncached = 1.0  # share of prompts' tokens that had to be computed, of late
+        self.free = bounds.pages  # pages that can be taken, by the last report
+        self.cached = 0  # those of them that hold prefixes
+        self.room = 0  # tokens that the last step with prompts had for them
 
     @property
     def waiting(self) -> int:
-        """Jobs in the queue."""
-        return len(self._waiting)
+        """Jobs that have not begun."""
+        return len(self._waiting) - self._paused
 
     @property
     def running(self) -> int:
         """Admitted jobs."""
-        return self._reserved_groups
+        return len(self._running)
 
     @property
-    def held(self) -> int:
-        """Pages of all admitted jobs, by the last reports; a page that several share counts for each."""
-        return sum(job.held for jobs in (self._prompts, self._decodes) for job in jobs.values())
+    def paused_jobs(self) -> int:
+        """Jobs whose pages were taken back for a while."""
+        return self._paused + len(self._pausing)
 
-    def admissible(self, prompt_tokens: int, max_new_tokens: int) -> bool:
+    def admissible(self, prompt_tokens: int, max_new_tokens: int, choices: int = 1) -> bool:
         """Whether a job of this size can run at all, if need be alone."""
-        tokens = prompt_tokens + max_new_tokens
-        return tokens <= self._bounds.total_tokens and self._pages(tokens) <= self._bounds.pages
+        bounds = self._bounds
+        pages = most_pages(prompt_tokens, max_new_tokens, choices, bounds.page_size)
+        return pages <= bounds.pages and choices <= bounds.sequences
 
     def arrive(self, job: Job) -> None:
         """The job joins the queue."""
         assert job.prompt_tokens > 0
         assert job.max_new_tokens > 0
-        assert self.admissible(job.prompt_tokens, job.max_new_tokens), job
+        assert self.admissible(job.prompt_tokens, job.max_new_tokens, job.choices), job
         assert job.uid not in self._waiting
-        self._waiting[job.uid] = job
-        self._stuck = False
+        job.running, job.lacking = job.choices, job.prompt_tokens
+        # Until it decodes, and in two steps after that: what the shards will say themselves as soon as they know it.
+        job.grow = most_pages(job.prompt_tokens, min(job.max_new_tokens, 3), job.choices, self._bounds.page_size)
+        self._queue(job)
 
     def cancel(self, uid: int) -> None:
         """Nobody wants it any more. Nothing happens if it has ended already."""
-        if self._waiting.pop(uid, None) is not None:
-            self._stuck = False
-        elif self._release(uid):
+        job = self._waiting.get(uid)
+        if job is not None:
+            self._leave_queue(job)
+        elif self._pausing.pop(uid, None) is None and self._release(uid):
             self._dropped.append(uid)
+            self._ended = [end for end in self._ended if end[0] != uid]
 
-    def report(
-        self,
-        *,
-        free: int,
-        uids: Sequence[int] = (),
-        held: Sequence[int] = (),
-        grow: Sequence[int] = (),
-        ended: Iterable[int] = (),
-    ) -> None:
-        """What a reply says: pages of each group that lives on, and who has ended or failed. Cancelled uids are ignored."""
-        self.free = free
-        for uid in ended:
-            self._release(uid)
-        for uid, pages, more in zip(uids, held, grow, strict=True):
-            job = self._decodes.get(uid) or self._prompts.get(uid)
+    def end(self, uid: int, choice: int) -> None:
+        """Nobody wants more of one choice, which has not ended yet; others of the job go on."""
+        job = self._running.get(uid) or self._pausing.get(uid) or self._waiting.get(uid)
+        if job is None:
+            return
+        if job.running == 1:
+            self.cancel(uid)
+            return
+        if uid in self._running:
+            self._ended.append((uid, choice))
+        self._finish(uid)
+
+    def report(self, told: Report) -> None:
+        """The reply to the oldest Prefill or Decode that is under way. Jobs that are not here any more are ignored."""
+        self._underway.popleft()
+        self.free, self.cached = told.free, told.cached
+        for uid in told.finished:
+            self._finish(uid)
+        for uid in told.failed:
+            self._forget(uid)
+        for uid, held, grow, lacking in zip(told.uids, told.held, told.grow, told.lacking, strict=True):
+            job = self._running.get(uid)
             if job is not None:
-                job.held = pages
-                job.grow = more
+                self._grow += grow - job.grow
+                job.held, job.grow, job.fresh = held, grow, False
+                if lacking != job.lacking:
+                    self._progress(job, lacking)
+        self._learn(told)
+
+    def paused(self, free: int, cached: int, groups: Iterable[tuple[int, int, int]]) -> None:
+        """The reply to a Filter. groups: (uid, grow, lacking) of those that were paused."""
+        self._filters -= 1
+        self.free, self.cached = free, cached
+        for uid, grow, lacking in groups:
+            job = self._pausing.pop(uid, None)
+            if job is not None:
+                job.grow, job.lacking, job.held, job.paused = grow, lacking, 0, True
+                self._queue(job)
 
     def next(self) -> Action | None:
         """What the shards shall do now. It counts as done, so that the next call may come before the reply."""
-        if self._dropped:
+        if self._dropped or self._ended:
             dropped, self._dropped = tuple(self._dropped), []
-            return Filter(dropped)
-        decodes = len(self._decodes)
-        room = self._room(decodes)
-        chunks: list[tuple[int, int]] = []
-        room = self._chunk(tuple(self._prompts.values()), room, chunks)
-        new = self._admit(room)
-        self._chunk(new, room, chunks)
+            ended, self._ended = tuple(self._ended), []
+            self._filters += 1
+            return Filter(dropped, (), ended)
+        if self._grow > self.free:
+            # What a Filter under way frees is not known yet, and may be enough.
+            return None if self._filters else self._pause()
+        decodes = self._expected_decodes()
+        chunks, new = self._plan(decodes)
         if chunks:
-            return Prefill(BATCH, tuple(job.uid for job in new), tuple(chunks), decode=decodes > 0)
-        return Decode(BATCH) if decodes else None
+            self._steps = 0
+            return Prefill(BATCH, tuple(job.uid for job in new), chunks, self.room, decode=self._policy.mixes and decodes > 0)
+        if not decodes:
+            return None
+        self._steps += 1
+        self._underway.append({})
+        return Decode(BATCH)
 
-    def _room(self, decodes: int) -> int:
-        """Tokens of the next step that prompts may take."""
-        step_tokens = self._bounds.step_tokens
-        return max(step_tokens - decodes, prompt_share(step_tokens))
+    # Prompts
 
-    def _chunk(self, jobs: Sequence[Job], room: int, chunks: list[tuple[int, int]]) -> int:
-        """Adds a chunk of each job while there is room. Returns what is left of it."""
-        for job in jobs:
-            if room == 0:
-                break
-            length = min(room, job.prompt_tokens - job.computed)
-            chunks.append((job.uid, length))
-            room -= length
-            job.computed += length
-            if job.computed == job.prompt_tokens:
-                self._decodes[job.uid] = self._prompts.pop(job.uid)
-        return room
+    def _plan(self, decodes: int) -> tuple[tuple[tuple[int, int], ...], list[Job]]:
+        """Chunks of prompts for the next step, and the jobs that it admits. Counts them as under way."""
+        prompts = sorted((job for job in self._prompts.values() if self._expected(job) > 0), key=_order)
+        if not prompts and not self._waiting:
+            return (), []
+        now = self._standing(prompts, decodes)
+        room = self._policy.room(now)
+        new = self._admit(room, prompts) if self._policy.admits(now) else []
+        prompts = sorted(prompts + new, key=_order) if new else prompts
+        if not prompts:
+            return (), []
+        self.room = room
+        oldest, others = prompts[0], sorted(prompts[1:], key=self._expected)
+        ordered = [oldest, *others]
+        lacking = [self._expected(job) for job in ordered]
+        most = [max(1, room // 2) if others else room, *lacking[1:]]
+        taken = fill(lacking, most, room)
+        self._underway.append({job.uid: count for job, count in zip(ordered, taken, strict=True) if count})
+        # Those that get nothing are named all the same: where prefixes are cached, there will be more room than it seems.
+        return tuple((job.uid, bound) for job, bound in zip(ordered, most, strict=True)), new
 
-    def _admit(self, room: int) -> list[Job]:
-        """Moves jobs from the queue into the batch, as many as fit and find room for at least one token."""
+    def _expected(self, job: Job) -> int:
+        """Tokens that it will lack after the steps that are under way."""
+        return job.lacking - sum(asked.get(job.uid, 0) for asked in self._underway)
+
+    def _expected_decodes(self) -> int:
+        """Sequences that will decode after the steps that are under way."""
+        return self._decodes + sum(job.running for job in self._prompts.values() if self._expected(job) <= 0)
+
+    def _standing(self, prompts: Sequence[Job], decodes: int) -> Standing:
+        return Standing(
+            decodes=decodes,
+            keys=round(decodes * (self._keys + 1)),
+            sequences=self._sequences,
+            prompts=len(prompts),
+            position=max(0, prompts[0].prompt_tokens - self._expected(prompts[0])) if prompts else 0,
+            waiting=len(self._waiting),
+            steps=self._steps,
+        )
+
+    # Admission
+
+    def _admit(self, room: int, prompts: Sequence[Job]) -> list[Job]:
+        """Moves jobs into the batch, in order, as many as fit and will get tokens in this step."""
+        half = max(1, room // 2)  # is for the oldest, if it wants so much
+        used = sum(min(self._expected(job), half if job is prompts[0] else room) for job in prompts)
         admitted: list[Job] = []
         overtaken: list[Job] = []
-        patience: float = math.inf  # how many more may pass those in `overtaken`
-        if self._stuck:
-            return admitted
-        for job in self._waiting.values():
-            if room <= 0:
+        patience = self._bounds.overtakes  # how many more may pass those in `overtaken`
+        for job in self._candidates():
+            if used >= room:
                 break
-            if not self._fits(job):
-                overtaken.append(job)
-                patience = min(patience, self._patience(job))
-            else:
-                self._reserve(job)
+            if self._fits(job):
+                self._enter(job)
                 admitted.append(job)
-                room -= job.prompt_tokens
+                lacking = max(1, round(job.lacking * self._uncached)) if job.fresh else job.lacking
+                used += lacking if prompts or admitted[1:] else min(lacking, half)
                 for earlier in overtaken:
                     earlier.overtaken += 1
-                patience -= 1
-            if patience <= 0:
+                patience -= 1 if overtaken else 0
+            else:
+                overtaken.append(job)
+                patience = min(patience, self._patience(job))
+            if patience <= 0 or len(overtaken) > self._bounds.overtakes:
                 break
-        self._stuck = room > 0
         for job in admitted:
-            self._prompts[job.uid] = self._waiting.pop(job.uid)
+            self._leave_queue(job)
         return admitted
+
+    def _candidates(self) -> Iterator[Job]:
+        """Those that wait, as they should be admitted. Lazy: what one tenant has got by then counts for its next."""
+        places = dict.fromkeys(self._lines, 0)
+        while places:
+            tenant = min(places, key=lambda name: (self._loads.get(name, 0), self._lines[name][places[name]].order))
+            line, place = self._lines[tenant], places[tenant]
+            yield line[place]
+            places[tenant] += 1
+            if place + 1 == len(line):
+                del places[tenant]
 
     def _patience(self, job: Job) -> int:
         """How many more later jobs may be admitted before this one."""
-        return self._bounds.overtakes - job.overtaken
-
-    def _pages(self, tokens: int) -> int:
-        return -(-tokens // self._bounds.page_size)
-
-    # The policy for memory. A job that runs never waits for pages, because all that it may ever need is set aside when it is
-    # admitted. To be replaced by growth and pauses, for which `held`, `grow` and `free` are kept.
+        return 0 if job.paused else self._bounds.overtakes - job.overtaken
 
     def _fits(self, job: Job) -> bool:
         bounds = self._bounds
-        return (
-            self._reserved_pages + self._pages(job.tokens) <= bounds.pages
-            and self._reserved_tokens + job.tokens <= bounds.total_tokens
-            and self._reserved_groups < bounds.groups
-        )
+        if self._sequences + job.running > bounds.sequences:
+            return False
+        return self._grow + job.grow + self._headroom() <= self.free
 
-    def _reserve(self, job: Job) -> None:
-        self._reserved_pages += self._pages(job.tokens)
-        self._reserved_tokens += job.tokens
-        self._reserved_groups += 1
+    def _headroom(self) -> int:
+        """Pages that shall stay free for those that run when another is admitted."""
+        bounds = self._bounds
+        return min(self._sequences * -(-bounds.headroom // bounds.page_size), bounds.pages // 8)
+
+    def _enter(self, job: Job) -> None:
+        self._running[job.uid] = job
+        self._grow += job.grow
+        self._sequences += job.running
+        self._loads[job.tenant] = self._loads.get(job.tenant, 0) + job.load
+        if job.lacking:
+            self._prompts[job.uid] = job
+        else:
+            self._decodes += job.running
+
+    def _queue(self, job: Job) -> None:
+        self._waiting[job.uid] = job
+        self._paused += job.paused
+        insort(self._lines.setdefault(job.tenant, []), job, key=_order)
+
+    def _leave_queue(self, job: Job) -> None:
+        del self._waiting[job.uid]
+        self._paused -= job.paused
+        line = self._lines[job.tenant]
+        del line[bisect_left(line, job.order, key=_order)]
+        if not line:
+            del self._lines[job.tenant]
+
+    # Leaving
+
+    def _pause(self) -> Filter:
+        """Takes the pages of as many groups back as others need, from the back of the order. The first is never among them."""
+        missing = self._grow - self.free
+        victims: list[Job] = []
+        for job in sorted(self._running.values(), key=_order, reverse=True)[:-1]:
+            if missing > 0:
+                missing -= job.held + job.grow
+                victims.append(job)
+        assert victims, "one group alone may not take more than there is"
+        return self._take_back(victims)
+
+    def _take_back(self, jobs: Sequence[Job]) -> Filter:
+        for job in jobs:
+            self._release(job.uid)
+            self._pausing[job.uid] = job
+        self._filters += 1
+        return Filter(pause=tuple(job.uid for job in jobs))
+
+    def _finish(self, uid: int) -> None:
+        """One of its choices has ended."""
+        job = self._running.get(uid)
+        if job is not None:
+            if job.running == 1:
+                self._release(uid)
+                return
+            job.running -= 1
+            self._sequences -= 1
+            self._decodes -= uid not in self._prompts
+            return
+        job = self._pausing.get(uid) or self._waiting.get(uid)
+        if job is not None:
+            job.running -= 1
+            if not job.running:
+                self._forget(uid)
+
+    def _forget(self, uid: int) -> None:
+        """It is not on the shards any more."""
+        if self._pausing.pop(uid, None) is None:
+            self._release(uid)
 
     def _release(self, uid: int) -> bool:
-        """Forgets an admitted job. False if there is none."""
-        job = self._decodes.pop(uid, None) or self._prompts.pop(uid, None)
+        """Takes an admitted job out of the batch. False if there is none."""
+        job = self._running.pop(uid, None)
         if job is None:
             return False
-        self._reserved_pages -= self._pages(job.tokens)
-        self._reserved_tokens -= job.tokens
-        self._reserved_groups -= 1
-        self._stuck = False
+        if self._prompts.pop(uid, None) is None:
+            self._decodes -= job.running
+        self._sequences -= job.running
+        self._grow -= job.grow
+        self._loads[job.tenant] -= job.load
+        if not self._loads[job.tenant]:
+            del self._loads[job.tenant]
         return True
+
+    # Learning
+
+    def _progress(self, job: Job, lacking: int) -> None:
+        job.lacking = lacking
+        if not lacking and self._prompts.pop(job.uid, None) is not None:
+            self._decodes += job.running
+
+    def _learn(self, told: Report) -> None:
+        if told.decode_tokens:
+            self._keys = told.decode_keys / told.decode_tokens
+        prompt = told.prompt_tokens + told.cached_tokens
+        if prompt:
+            self._uncached += 0.2 * (told.prompt_tokens / prompt - self._uncached)
+        self._policy.learn(
+            Measured(
+                tokens=told.prompt_tokens + told.decode_tokens,
+                keys=told.prompt_keys + told.decode_keys,
+                rows=told.rows,
+                seconds=told.seconds,
+                prompts=told.prompt_tokens > 0,
+            )
+        )
+
+
+def _order(job: Job) -> tuple[float, int]:
+    return job.order

@@ -6,7 +6,7 @@ It numbers the commands and knows nothing of what they mean. `Shards` is all tha
 import asyncio
 import os
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any, Protocol
 
 import grpc
@@ -60,13 +60,14 @@ class Shards(Protocol):
         ...
 
 
-def group(uid: int, request: Request) -> shard_pb2.Group:
-    """A request in the words of the wire. Neutral values stay absent."""
+def group(uid: int, request: Request, continuations: Iterable[shard_pb2.Continuation] = ()) -> shard_pb2.Group:
+    """A request in the words of the wire. Neutral values stay absent. `continuations`: where it goes on after a pause."""
+    resumes = tuple(continuations)
     sampling = request.sampling
     return shard_pb2.Group(
         uid=uid,
         tokens=request.prompt,
-        prompt_length=len(request.prompt),
+        choices=request.choices if request.choices > 1 else 0,
         max_new_tokens=request.max_new_tokens,
         end_ids=request.end_ids,
         sampling=shard_pb2.Sampling(
@@ -84,7 +85,8 @@ def group(uid: int, request: Request) -> shard_pb2.Group:
             final_logprobs=sampling.final_logprobs,
         ),
         top_n=request.top_n,
-        prompt_logprobs=request.prompt_logprobs,
+        prompt_logprobs=request.prompt_logprobs and not resumes,
+        continuations=resumes,
     )
 
 

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .config import RouterConfig
-from .request import Limits, Refused, Request, Sampling
+from .request import Limits, Priority, Refused, Request, Sampling
+from .scheduler import most_pages
 from .text import LONG_TEXT, Tokenizer
 
 MAX_STOP_CHARACTERS = 1024
@@ -21,7 +22,7 @@ SMALLEST_FLOAT = 1.2e-38
 class Parameters:
     """What a client said, before anybody has looked at it. None: nothing. Names are TGI's, where TGI has one."""
 
-    best_of: int | None = None
+    choices: int | None = None  # answers: TGI's best_of, OpenAI's n
     temperature: float | None = None
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -43,6 +44,9 @@ class Parameters:
     prompt_logprobs: bool = False
     final_logprobs: bool = False
     skip_special_tokens: bool = True
+    priority: str | None = None
+    timeout: float | None = None
+    tenant: str = ""
 
     @property
     def sampled(self) -> bool:
@@ -79,9 +83,10 @@ class Validator:
             ids = prompt
         ids = ids[-parameters.truncate :] if parameters.truncate else ids
         stop, end_ids = self._ends(parameters, limits)
+        choices = parameters.choices or 1
         return Request(
             prompt=tuple(ids),
-            max_new_tokens=_max_new_tokens(len(ids), parameters.max_new_tokens, limits),
+            max_new_tokens=_max_new_tokens(len(ids), parameters.max_new_tokens, choices, limits),
             sampling=_sampling(parameters, limits),
             stop=stop,
             include_stop=parameters.include_stop,
@@ -89,6 +94,10 @@ class Validator:
             top_n=parameters.top_n_tokens or 0,
             prompt_logprobs=parameters.prompt_logprobs,
             skip_special_tokens=parameters.skip_special_tokens,
+            choices=choices,
+            priority=_priority(parameters.priority),
+            timeout=parameters.timeout or 0.0,
+            tenant=parameters.tenant,
         )
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -116,8 +125,11 @@ class Validator:
 
     def _check_numbers(self, given: Parameters) -> None:
         """In TGI's order."""
-        if given.best_of not in (None, 1):  # until there are parallel samples
-            raise Refused("`best_of` != 1 is not allowed for this endpoint", "best_of")
+        most = self._config.max_best_of
+        if given.choices is not None and not 0 < given.choices <= most:
+            if most == 1:
+                raise Refused("`best_of` != 1 is not allowed for this endpoint", "best_of")
+            raise Refused(f"`best_of` must be > 0 and <= {most}. Given: {given.choices}", "best_of")
         _positive("temperature", given.temperature)
         _positive("repetition_penalty", given.repetition_penalty)
         _between("frequency_penalty", given.frequency_penalty, -2.0, 2.0)
@@ -129,6 +141,7 @@ class Validator:
             _between("logit_bias", bias, -100.0, 100.0)
         _positive("top_k", given.top_k)
         _positive("max_new_tokens", given.max_new_tokens)
+        _positive("timeout", given.timeout)
         if given.seed is not None and not 0 <= given.seed < 2**64:
             raise Refused(f"`seed` must be an unsigned integer of 64 bits. Given: {given.seed}", "seed")
 
@@ -172,8 +185,16 @@ def _check_ids(ids: Sequence[int] | Mapping[int, float], name: str, limits: Limi
             raise Refused(f"`{name}` has the token id {id}; the model knows 0 to {limits.vocabulary - 1}", name)
 
 
-def _max_new_tokens(length: int, given: int | None, limits: Limits) -> int:
-    """How many tokens may follow a prompt of this length: exactly what was asked, or all that fit."""
+def _priority(given: str | None) -> Priority:
+    try:
+        return Priority(given or Priority.NORMAL)
+    except ValueError:
+        names = ", ".join(f'"{name}"' for name in Priority)
+        raise Refused(f'`priority` must be one of {names}. Given: "{given}"', "priority") from None
+
+
+def _max_new_tokens(length: int, given: int | None, choices: int, limits: Limits) -> int:
+    """How many tokens may follow a prompt of this length, for each choice: exactly what was asked, or all that fit."""
     total = limits.max_total_tokens
     if given is not None and length + given > total:
         raise Refused(
@@ -182,7 +203,20 @@ def _max_new_tokens(length: int, given: int | None, limits: Limits) -> int:
         )
     if not 0 < length <= min(limits.max_input_tokens, total - 1):
         raise Refused(f"`inputs` must have less than {limits.max_input_tokens} tokens. Given: {length}", "inputs")
-    return total - length if given is None else given
+    most = total - length if given is None else given
+    pages = most_pages(length, most, choices, limits.page_size)
+    if pages <= limits.pages:
+        return most
+    shared = length // limits.page_size
+    fitting = (shared + (limits.pages - shared) // choices) * limits.page_size - length + 1
+    if given is None and fitting > 0:
+        return fitting
+    pages = most_pages(length, given or 1, choices, limits.page_size)
+    raise Refused(
+        f"{choices} answers to {length} `inputs` tokens with `max_new_tokens` {given or 1} need {pages} pages of "
+        f"{limits.page_size} tokens, and there are {limits.pages}: at most {max(0, fitting)} new tokens fit, or fewer answers",
+        "max_new_tokens",
+    )
 
 
 def _sampling(given: Parameters, limits: Limits) -> Sampling:

@@ -13,6 +13,7 @@ from .body import json_response
 from .errors import OPENAI_PATH, Problem, Rejected, as_openai, openai_body, problem_of, tgi_body
 from .openai import OpenAI
 from .ports import Batcher, Metrics
+from .tenant import bearer
 from .tgi import Tgi
 
 PROBES = {"/", "/health", "/ping"}  # to be asked by load balancers, which have no key
@@ -27,7 +28,7 @@ def make_app(config: RouterConfig, tokenizer: Tokenizer, batcher: Batcher, metri
     tgi = Tgi(config, tokenizer, validator, batcher)
     openai = OpenAI(config, tokenizer, validator, batcher)
     app = web.Application(
-        middlewares=[_problems(metrics), _authorization(config.api_key)],
+        middlewares=[_problems(metrics), _authorization(config.api_keys)],
         client_max_size=config.payload_limit,
     )
     app.on_response_prepare.append(_echo_request_id)
@@ -94,17 +95,16 @@ def _problem_of_http(error: web.HTTPException) -> Problem:
     return Problem(error.status, kind, error.text or error.reason, headers=headers)
 
 
-def _authorization(key: str) -> Middleware:
-    """Asks for the operator's key, if there is one, on all routes but the probes."""
-    expected = key.encode()
+def _authorization(keys: tuple[str, ...]) -> Middleware:
+    """Asks for one of the operator's keys, if there are any, on all routes but the probes."""
+    expected = [key.encode() for key in keys]
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         if expected and not (request.method in ("GET", "HEAD") and request.path in PROBES):
-            scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-            # Compared in constant time, so that nobody learns a key letter by letter.
-            same = hmac.compare_digest(given.strip().encode(errors="surrogateescape"), expected)
-            if scheme.lower() != "bearer" or not same:
+            given = bearer(request)
+            # All are compared, each in constant time, so that nobody learns a key letter by letter, or which of them is near.
+            if not sum(hmac.compare_digest(given, key) for key in expected):
                 headers = {"WWW-Authenticate": "Bearer"}
                 raise Rejected(
                     Problem(401, "unauthorized", "a valid API key is needed: Authorization: Bearer KEY", headers=headers)

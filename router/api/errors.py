@@ -3,13 +3,15 @@
 Knows no route and no request.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from ..request import Broken, Failure, NotReady, Overloaded, Refused
+from ..request import Broken, Expired, Failure, NotReady, Overloaded, Refused
 
 RETRY = {"Retry-After": "1"}
+NO_RETRY = {"x-should-retry": "false"}  # OpenAI's clients repeat what failed with 504, which would be late again
 OPENAI_PATH = "/v1/"
 # Seen by a client of /v1, where the fields have other names than in TGI's rules.
 OPENAI_NAMES = {"inputs": "prompt", "max_new_tokens": "max_tokens", "top_n_tokens": "top_logprobs"}
@@ -41,7 +43,10 @@ def problem_of(failure: Failure) -> Problem:
         case Refused():
             return Problem(422, "validation", str(failure), failure.parameter)
         case Overloaded():
-            return Problem(429, "overloaded", "Model is overloaded", headers=RETRY)
+            after = str(max(1, math.ceil(failure.retry_after)))
+            return Problem(429, "overloaded", "Model is overloaded", headers={"Retry-After": after})
+        case Expired():
+            return Problem(504, "timeout", str(failure), "timeout", headers=NO_RETRY)
         case NotReady():
             return Problem(503, "unavailable", str(failure), headers=RETRY)
         case Broken():

@@ -14,22 +14,28 @@ import msgspec
 from aiohttp import web
 
 from ..config import RouterConfig
-from ..request import Prompt, Refused, Request, Token
+from ..request import Priority, Prompt, Refused, Request, Token
 from ..text import Tokenizer
 from ..validation import Parameters, Validator
 from .body import json_response, read
 from .errors import Problem, openai_body
 from .openai_shapes import Chat, Completions, Envelope, Json, Shapes, Usage
 from .ports import Batcher, Item, limits_of
-from .stream import Clock, fold, headers_of, merge, send, stream_headers_of
+from .stream import Answer, Clock, fold, headers_of, merge, send, stream_headers_of
+from .tenant import tenant_of
 
 COMPLETION_TOKENS = 16  # OpenAI's default of `max_tokens`, for completions only
 DONE = b"[DONE]"
 
+TIERS = {  # OpenAI's service tiers
+    "auto": Priority.NORMAL,
+    "default": Priority.NORMAL,
+    "flex": Priority.BATCH,
+    "priority": Priority.INTERACTIVE,
+}
+
 # Values of unsupported fields that ask for nothing.
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
     "tools": ([],),
@@ -46,7 +52,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "modalities": (["text"],),
 }
 REASONS = {
-    "n": "`n` > 1 is not supported yet",
     "suffix": "Suffix is not supported and can be achieved by preprocessing the prompt.",
 }
 
@@ -59,8 +64,6 @@ class StreamOptions(msgspec.Struct):
 class Unsupported(msgspec.Struct, kw_only=True):
     """What would change the answer, and can't be honoured yet: refused by name."""
 
-    n: int | None = None
-    best_of: Any = None
     echo: Any = None
     suffix: Any = None
     tools: Any = None
@@ -100,6 +103,10 @@ class Body(Unsupported, kw_only=True):
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
+    n: int | None = None
+    priority: Any = None  # ours
+    timeout: float | None = None  # ours: seconds
+    service_tier: str | None = None
     seed: int | None = None
     max_tokens: int | None = None
     stop: str | list[str] | None = None
@@ -113,10 +120,12 @@ class Body(Unsupported, kw_only=True):
 class CompletionBody(Body, kw_only=True):
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
+    best_of: int | None = None
 
 
 class ChatBody(Body, kw_only=True):
     messages: list[dict[str, Any]]
+    best_of: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -131,6 +140,7 @@ class Asked:
     requests: list[Request]
     envelope: Envelope
     body: Body
+    shown: int  # choices of each request that are in the answer
 
 
 class OpenAI:
@@ -150,15 +160,18 @@ class OpenAI:
         clock = Clock()
         body = await read(http, self._chat, self._config.payload_limit)
         _refuse_unsupported(body)
+        if body.best_of not in (None, body.n or 1):
+            raise Refused("`best_of` is not supported for chats: ask for `n` answers", "best_of")
         if body.top_logprobs and not body.logprobs:
             raise Refused("`top_logprobs` needs `logprobs`: true", "top_logprobs")
         asked_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        parameters = _parameters(body, asked_tokens, body.top_logprobs)
+        shown = self._choices("n", body.n)
+        parameters = _parameters(http, body, asked_tokens, body.top_logprobs, shown)
         prompt = self._chat_prompt(body)
         request = await self._validator.request(
             prompt, parameters, limits_of(self._batcher), add_special_tokens=bool(body.add_special_tokens)
         )
-        return await self._answer(http, clock, self._asked([request], Chat(bool(body.logprobs)), body))
+        return await self._answer(http, clock, self._asked([request], Chat(bool(body.logprobs)), body, shown))
 
     async def completions(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/completions."""
@@ -170,11 +183,17 @@ class OpenAI:
         if len(prompts) > most:
             raise Refused(f"Number of prompts exceeds the maximum allowed batch size of {most}", "prompt")
         asked_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-        parameters = _parameters(body, asked_tokens, body.logprobs)
+        shown = self._choices("n", body.n)
+        drawn = shown if body.best_of is None else self._choices("best_of", body.best_of)
+        if drawn < shown:
+            raise Refused(f"`best_of` must be at least `n`. Given: {drawn} and {shown}", "best_of")
+        if drawn > shown and body.stream:
+            raise Refused("`best_of` > `n` is not supported when streaming tokens", "best_of")
+        parameters = _parameters(http, body, asked_tokens, body.logprobs, drawn)
         limits = limits_of(self._batcher)
         special = body.add_special_tokens is not False
         requests = [await self._validator.request(prompt, parameters, limits, add_special_tokens=special) for prompt in prompts]
-        return await self._answer(http, clock, self._asked(requests, Completions(body.logprobs), body))
+        return await self._answer(http, clock, self._asked(requests, Completions(body.logprobs), body, shown))
 
     async def models(self, http: web.Request) -> web.Response:
         """GET /v1/models."""
@@ -202,8 +221,15 @@ class OpenAI:
             continue_final_message=continued,
         )
 
-    def _asked(self, requests: list[Request], shapes: Shapes, body: Body) -> Asked:
-        return Asked(requests, Envelope(shapes, body.model or self._config.model, self._fingerprint), body)
+    def _choices(self, name: str, given: int | None) -> int:
+        most = self._config.max_best_of
+        if given is not None and not 0 < given <= most:
+            raise Refused(f"`{name}` must be from 1 to {most} (--max-best-of). Given: {given}", name)
+        return given or 1
+
+    def _asked(self, requests: list[Request], shapes: Shapes, body: Body, shown: int) -> Asked:
+        envelope = Envelope(shapes, body.model or self._config.model, self._fingerprint, body.service_tier)
+        return Asked(requests, envelope, body, shown)
 
     async def _answer(self, http: web.Request, clock: Clock, asked: Asked) -> web.StreamResponse:
         clock.valid()
@@ -211,9 +237,11 @@ class OpenAI:
         if asked.body.stream:
             headers = stream_headers_of(clock, asked.requests)
             return await send(http, _events(asked, streams), headers, _told)
-        answers = await fold(streams)
+        folded = await fold(streams, asked.requests[0].choices)
+        answers = [answer for drawn in folded for answer in drawn]
+        shown = [answer for drawn in folded for answer in _best(drawn, asked.shown)]
         usage = Usage(_prompt_tokens(asked), sum(answer.finish.generated_tokens for answer in answers))
-        choices = [asked.envelope.shapes.choice(index, answer) for index, answer in enumerate(answers)]
+        choices = [asked.envelope.shapes.choice(index, answer) for index, answer in enumerate(shown)]
         return json_response(asked.envelope.whole(choices, usage), headers_of(clock, asked.requests, answers))
 
 
@@ -229,13 +257,15 @@ async def _events(asked: Asked, streams: Sequence[AsyncGenerator[Item, None]]) -
 
     async with aclosing(merge(streams)) as items:
         async for index, item in items:
+            first = index * asked.shown
             if isinstance(item, Prompt):
-                choice = shapes.opening(index)
+                choices = [shapes.opening(first + choice) for choice in range(asked.shown)]
             else:
-                choice = shapes.delta(index, item)
+                choices = [shapes.delta(first + item.choice, item)]
                 usage.completion_tokens += isinstance(item, Token)
-            if choice is not None:
-                yield event([choice], bool(options.continuous_usage_stats))
+            for choice in choices:
+                if choice is not None:
+                    yield event([choice], bool(options.continuous_usage_stats))
     if options.include_usage:
         yield event([], True)
     yield DONE
@@ -244,6 +274,13 @@ async def _events(asked: Asked, streams: Sequence[AsyncGenerator[Item, None]]) -
 def _told(problem: Problem) -> list[bytes]:
     """The end of a stream that failed."""
     return [openai_body(problem), DONE]
+
+
+def _best(answers: list[Answer], count: int) -> list[Answer]:
+    """All in order, or the most probable ones, best first, where more were drawn."""
+    if len(answers) == count:
+        return answers
+    return sorted(answers, key=lambda answer: answer.mean_logprob, reverse=True)[:count]
 
 
 def _prompt_tokens(asked: Asked) -> int:
@@ -280,10 +317,26 @@ def _part(part: object, index: int) -> str:
     raise Refused(f"`messages[{index}].content` has a part that is no text: only text is supported", "messages")
 
 
-def _parameters(body: Body, max_new_tokens: int | None, top_n: int | None) -> Parameters:
+def _priority(body: Body) -> str | None:
+    """Ours by name; OpenAI's tiers mean the same."""
+    if body.priority is not None and not isinstance(body.priority, str):
+        names = ", ".join(f'"{name}"' for name in Priority)
+        raise Refused(f"`priority` must be one of {names}; numbers are not supported. Given: {body.priority}", "priority")
+    if body.priority is None and body.service_tier is not None:
+        if body.service_tier not in TIERS:
+            raise Refused(f'`service_tier` must be one of {", ".join(TIERS)}. Given: "{body.service_tier}"', "service_tier")
+        return TIERS[body.service_tier]
+    return body.priority
+
+
+def _parameters(http: web.Request, body: Body, max_new_tokens: int | None, top_n: int | None, choices: int) -> Parameters:
     """OpenAI's neutral values, and vLLM's, are TGI's absence."""
     greedy = body.temperature == 0.0
     return Parameters(
+        choices=choices,
+        priority=_priority(body),
+        timeout=body.timeout,
+        tenant=tenant_of(http),
         temperature=None if greedy else body.temperature,
         do_sample=not greedy,
         top_k=None if greedy or body.top_k in (0, -1) else body.top_k,

@@ -59,6 +59,7 @@ class Envelope:
     shapes: Shapes
     model: str
     fingerprint: str
+    service_tier: str | None = None  # echoed if it was sent
     id: str = field(default_factory=lambda: secrets.token_hex(16))
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -70,7 +71,7 @@ class Envelope:
         return self._object(self.shapes.part, choices)
 
     def _object(self, kind: str, choices: list[Json]) -> Json:
-        return {
+        head = {
             "id": self.shapes.id_prefix + self.id,
             "object": kind,
             "created": self.created,
@@ -78,6 +79,7 @@ class Envelope:
             "system_fingerprint": self.fingerprint,
             "choices": choices,
         }
+        return head if self.service_tier is None else head | {"service_tier": self.service_tier}
 
 
 class Chat:

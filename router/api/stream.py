@@ -24,11 +24,16 @@ COMPUTE_TYPE = "penstock"
 
 @dataclass(slots=True)
 class Answer:
-    """A whole stream."""
+    """One choice of a stream, whole."""
 
     prompt: Prompt
     tokens: list[Token]
     finish: Finish
+
+    @property
+    def mean_logprob(self) -> float:
+        """How probable it is, whatever its length."""
+        return sum(token.logprob for token in self.tokens) / len(self.tokens)
 
 
 @dataclass(slots=True)
@@ -43,21 +48,24 @@ class Clock:
         self.validated = monotonic()
 
 
-async def fold(streams: Sequence[AsyncGenerator[Item, None]]) -> list[Answer]:
-    """All items of each stream. However it ends, all streams are closed."""
+async def fold(streams: Sequence[AsyncGenerator[Item, None]], choices: int = 1) -> list[list[Answer]]:
+    """Of each stream all its choices. However it ends, all streams are closed."""
     prompts: dict[int, Prompt] = {}
-    finishes: dict[int, Finish] = {}
-    tokens: list[list[Token]] = [[] for _ in streams]
+    finishes: dict[tuple[int, int], Finish] = {}
+    tokens: list[list[list[Token]]] = [[[] for _ in range(choices)] for _ in streams]
     async with aclosing(merge(streams)) as items:
         async for index, item in items:
             match item:
                 case Token():
-                    tokens[index].append(item)
+                    tokens[index][item.choice].append(item)
                 case Prompt():
                     prompts[index] = item
                 case Finish():
-                    finishes[index] = item
-    return [Answer(prompts[index], tokens[index], finishes[index]) for index in range(len(streams))]
+                    finishes[index, item.choice] = item
+    return [
+        [Answer(prompts[index], own, finishes[index, choice]) for choice, own in enumerate(of_stream)]
+        for index, of_stream in enumerate(tokens)
+    ]
 
 
 async def merge(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[tuple[int, Item], None]:

@@ -17,6 +17,7 @@ from .body import json_response, read
 from .errors import tgi_body
 from .ports import Batcher, Item, limits_of
 from .stream import Answer, Clock, fold, headers_of, last_with_finish, send, stream_headers_of
+from .tenant import tenant_of
 
 
 class GenerateParameters(msgspec.Struct):
@@ -44,6 +45,8 @@ class GenerateParameters(msgspec.Struct):
     top_n_tokens: int | None = None
     grammar: Any = None
     adapter_id: str | None = None
+    priority: str | None = None  # ours
+    timeout: float | None = None  # ours: seconds
 
 
 class GenerateBody(msgspec.Struct):
@@ -80,6 +83,18 @@ class PrefillJson(msgspec.Struct):
     logprob: float | None
 
 
+class BestOf(msgspec.Struct):
+    """Another answer than the best."""
+
+    generated_text: str
+    finish_reason: str
+    generated_tokens: int
+    seed: int | None
+    prefill: list[PrefillJson]
+    tokens: list[TokenJson]
+    top_tokens: list[list[TokenJson]] | msgspec.UnsetType = msgspec.UNSET
+
+
 class Details(msgspec.Struct):
     """Of a whole answer."""
 
@@ -88,6 +103,7 @@ class Details(msgspec.Struct):
     seed: int | None
     prefill: list[PrefillJson]
     tokens: list[TokenJson]
+    best_of_sequences: list[BestOf] | msgspec.UnsetType = msgspec.UNSET
     top_tokens: list[list[TokenJson]] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -149,7 +165,7 @@ class Tgi:
         """POST /: what Hugging Face's clients use. The body says whether to stream; the whole text is the default."""
         clock = Clock()
         body = await read(http, self._generate, self._config.payload_limit)
-        asked = await self._asked(body, streaming=bool(body.stream), full_text=True)
+        asked = await self._asked(http, body, streaming=bool(body.stream), full_text=True)
         clock.valid()
         return await (self._streamed(http, asked, clock) if body.stream else self._whole(asked, clock, wrapped=True))
 
@@ -157,7 +173,7 @@ class Tgi:
         """POST /generate."""
         clock = Clock()
         body = await read(http, self._generate, self._config.payload_limit)
-        asked = await self._asked(body, streaming=False, full_text=False)
+        asked = await self._asked(http, body, streaming=False, full_text=False)
         clock.valid()
         return await self._whole(asked, clock, wrapped=False)
 
@@ -165,7 +181,7 @@ class Tgi:
         """POST /generate_stream."""
         clock = Clock()
         body = await read(http, self._generate, self._config.payload_limit)
-        asked = await self._asked(body, streaming=True, full_text=False)
+        asked = await self._asked(http, body, streaming=True, full_text=False)
         clock.valid()
         return await self._streamed(http, asked, clock)
 
@@ -211,12 +227,12 @@ class Tgi:
             }
         )
 
-    async def _asked(self, body: GenerateBody, *, streaming: bool, full_text: bool) -> Asked:
+    async def _asked(self, http: web.Request, body: GenerateBody, *, streaming: bool, full_text: bool) -> Asked:
         # TGI samples when `parameters` is missing, and is greedy when it is {}.
         given = body.parameters or GenerateParameters(do_sample=True)
         _refuse_unsupported(given, streaming)
         parameters = Parameters(
-            best_of=given.best_of,
+            choices=given.best_of,
             temperature=given.temperature,
             repetition_penalty=given.repetition_penalty,
             frequency_penalty=given.frequency_penalty,
@@ -234,17 +250,29 @@ class Tgi:
             top_n_tokens=given.top_n_tokens,
             prompt_logprobs=bool(given.decoder_input_details),
             final_logprobs=True,
+            priority=given.priority,
+            timeout=given.timeout,
+            tenant=tenant_of(http),
         )
+        if (given.best_of or 1) > 1 and not parameters.sampled:
+            raise Refused("you must use sampling when `best_of` is > 1", "best_of")
         request = await self._validator.request(body.inputs, parameters, limits_of(self._batcher))
         full = full_text if given.return_full_text is None else given.return_full_text
         return Asked(request, body.inputs, full, bool(given.details or given.decoder_input_details))
 
     async def _whole(self, asked: Asked, clock: Clock, *, wrapped: bool) -> web.Response:
-        (answer,) = await fold([self._batcher.submit(asked.request)])
-        content = GenerateAnswer(asked.prefix + answer.finish.text)
+        (answers,) = await fold([self._batcher.submit(asked.request)], asked.request.choices)
+        best = max(answers, key=lambda answer: answer.mean_logprob)
+        content = GenerateAnswer(asked.prefix + best.finish.text)
         if asked.details:
-            content.details = self._details(asked, answer)
-        headers = headers_of(clock, [asked.request], [answer]) | _characters(asked)
+            content.details = Details(**self._details(asked, best))
+            if len(answers) > 1:
+                content.details.best_of_sequences = [
+                    BestOf(generated_text=asked.prefix + answer.finish.text, **self._details(asked, answer))
+                    for answer in answers
+                    if answer is not best
+                ]
+        headers = headers_of(clock, [asked.request], answers) | _characters(asked)
         return json_response([content] if wrapped else content, headers)
 
     async def _streamed(self, http: web.Request, asked: Asked, clock: Clock) -> web.StreamResponse:
@@ -252,19 +280,18 @@ class Tgi:
         headers = stream_headers_of(clock, [asked.request]) | _characters(asked)
         return await send(http, events, headers, lambda problem: [tgi_body(problem)])
 
-    def _details(self, asked: Asked, answer: Answer) -> Details:
+    def _details(self, asked: Asked, answer: Answer) -> dict[str, Any]:
+        """What the details of the best answer and of the others have in common."""
         request, finish = asked.request, answer.finish
         prefill = zip(request.prompt, answer.prompt.logprobs, strict=True) if request.prompt_logprobs else ()
-        details = Details(
-            finish_reason=finish.reason,
-            generated_tokens=finish.generated_tokens,
-            seed=asked.seed,
-            prefill=[PrefillJson(id, self._tokenizer.token_text(id), logprob) for id, logprob in prefill],
-            tokens=[_token(token) for token in answer.tokens],
-        )
-        if request.top_n:
-            details.top_tokens = [_top(token) for token in answer.tokens]
-        return details
+        return {
+            "finish_reason": finish.reason,
+            "generated_tokens": finish.generated_tokens,
+            "seed": asked.seed,
+            "prefill": [PrefillJson(id, self._tokenizer.token_text(id), logprob) for id, logprob in prefill],
+            "tokens": [_token(token) for token in answer.tokens],
+            "top_tokens": [_top(token) for token in answer.tokens] if request.top_n else msgspec.UNSET,
+        }
 
 
 async def _events(asked: Asked, stream: AsyncGenerator[Item, None]) -> AsyncGenerator[bytes, None]:

@@ -64,34 +64,46 @@ class FakeBatcher:
         return self._items(request)
 
     async def _items(self, request: Request) -> AsyncGenerator[Item, None]:
+        """The choices in turn, each a token later than the one before; later ones are less probable."""
         if self.refuses is not None:
             raise self.refuses
         if not self.ready:
             raise NotReady(self.stage)
         self.opened += 1
         try:
-            text = self.tokenizer.stream(request.prompt, request.stop, request.include_stop, request.skip_special_tokens)
-            ids = self.tokenizer.encode(self.says, add_special_tokens=False)[: request.max_new_tokens]
-            for count, id in enumerate(ids, 1):
+            texts = [
+                self.tokenizer.stream(request.prompt, request.stop, request.include_stop, request.skip_special_tokens)
+                for _ in range(request.choices)
+            ]
+            answers = [
+                self.tokenizer.encode(says, add_special_tokens=False)[: request.max_new_tokens] for says in self._says(request)
+            ]
+            going = dict(enumerate(answers))
+            for count in range(1, request.max_new_tokens + 1):
                 await self._turn(count)
                 if count == 1:
                     logprobs = (None, *[-1.0] * (len(request.prompt) - 1)) if request.prompt_logprobs else ()
                     yield Prompt(logprobs)
-                piece = text.push(id)
-                top = tuple(
-                    Alternative(other, self.tokenizer.token_text(other), -1.0 - other, False)
-                    for other in range(2, 2 + request.top_n)
-                )
-                self.told += 1
-                yield Token(id, piece.text, piece.delta, self.logprob, self.tokenizer.is_special(id), top)
-                reason = self._reason(request, id, count, piece.stopped)
-                if reason:
-                    delta = text.end()
-                    yield Finish(reason, text.text, delta, count, 0.25, 0.5)
+                for choice, ids in list(going.items()):
+                    piece = texts[choice].push(id := ids[count - 1])
+                    self.told += 1
+                    logprob = self.logprob * (1 + choice)
+                    special = self.tokenizer.is_special(id)
+                    yield Token(id, piece.text, piece.delta, logprob, special, self._top(request.top_n), choice)
+                    reason = self._reason(request, id, count, piece.stopped)
+                    if reason:
+                        delta = texts[choice].end()
+                        yield Finish(reason, texts[choice].text, delta, count, 0.25, 0.5, choice)
+                        del going[choice]
+                if not going:
                     return
             raise AssertionError("`says` must be as long as max_new_tokens, or end")
         finally:
             self.closed += 1
+
+    def _says(self, request: Request) -> list[str]:
+        """One text for each choice: the same with its number in front, but for the first."""
+        return [self.says if not choice else f"{choice}{self.says}" for choice in range(request.choices)]
 
     async def _turn(self, count: int) -> None:
         await asyncio.sleep(0)

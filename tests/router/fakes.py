@@ -1,4 +1,4 @@
-"""Stand-ins: `Model` is a shard in integers, `FakeShards` puts it behind the port of `router/shards.py`; a byte tokenizer.
+"""Stand-ins: `FakeShards` puts the simulator's shard of integers behind the port of `router/shards.py`; a byte tokenizer.
 
 Shards are strict: whatever a shard could not do, or a router should not ask, fails an assertion.
 """
@@ -9,104 +9,15 @@ from dataclasses import dataclass
 
 from penstock.proto import shard_pb2
 from penstock.router.request import Broken
+from penstock.simulator.shard import Asked, IntegerShard, Outcome
 
 LETTERS = 32  # the fake vocabulary: bytes, of which generated ones are printable from here on ...
 END = 0  # ... and this one ends a text
 
 
-@dataclass(slots=True)
-class Progress:
-    """A group of the fake: how far it is."""
-
-    uid: int
-    prompt: int
-    most: int  # generated tokens
-    ends_at: int  # generated tokens after which it ends by itself; 0: never
-    computed: int = 0
-    generated: int = 0
-
-    @property
-    def decodable(self) -> bool:
-        return self.computed >= self.prompt
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A new token: the `position`-th generated one of its group, from 0."""
-
-    uid: int
-    position: int
-    finish: int
-
-
-class Model:
-    """Pages and progress of the groups on a shard. Raises AssertionError for what can't be done."""
-
-    def __init__(self, pages: int, page_size: int) -> None:
-        self.pages = pages
-        self.page_size = page_size
-        self.groups: dict[int, Progress] = {}
-        self.ended: set[int] = set()
-        self.steps = 0
-        self.largest = 0  # query tokens of a step
-
-    def held(self, uid: int) -> int:
-        return -(-self.groups[uid].computed // self.page_size)
-
-    def grow(self, uid: int) -> int:
-        return -(-(self.groups[uid].computed + 1) // self.page_size) - self.held(uid)
-
-    @property
-    def free(self) -> int:
-        return self.pages - sum(self.held(uid) for uid in self.groups)
-
-    def add(self, group: Progress) -> None:
-        assert group.uid not in self.groups, "a group joins twice"
-        assert group.uid not in self.ended, "a group joins again"
-        assert group.prompt > 0
-        assert group.most > 0
-        self.groups[group.uid] = group
-
-    def step(self, chunks: Sequence[tuple[int, int]], decode: bool) -> list[Row]:
-        """Computes chunks and, with `decode`, one token of every group that was decodable before."""
-        assert len({uid for uid, _ in chunks}) == len(chunks), "two chunks of a group in a step"
-        decoding = [group for group in self.groups.values() if group.decodable] if decode else []
-        assert chunks or decoding, "an empty step"
-        self.steps += 1
-        self.largest = max(self.largest, len(decoding) + sum(length for _, length in chunks))
-        completed = []
-        for uid, length in chunks:
-            group = self.groups[uid]
-            assert 0 < length <= group.prompt - group.computed, "a chunk beyond its prompt"
-            group.computed += length
-            if group.decodable:
-                completed.append(group)
-        for group in decoding:
-            group.computed += 1
-        assert self.free >= 0, "pages overcommitted"
-        return [self._token(group) for group in decoding + completed]
-
-    def filter(self, drop: Sequence[int]) -> None:
-        assert drop, "an empty filter"
-        assert len(set(drop)) == len(drop), "a group is dropped twice"
-        for uid in drop:
-            assert uid in self.groups or uid in self.ended, "a filter of a group that never was here"
-            self.groups.pop(uid, None)
-            self.ended.add(uid)
-
-    def _token(self, group: Progress) -> Row:
-        position = group.generated
-        group.generated += 1
-        finish = 1 if group.generated == group.ends_at else 2 if group.generated == group.most else 0
-        if finish:
-            del self.groups[group.uid]
-            self.ended.add(group.uid)
-        return Row(group.uid, position, finish)
-
-
-def letter(prompt: Sequence[int], position: int) -> int:
-    """The fake's answer: a printable byte that depends on the whole prompt and the position."""
-    return LETTERS + (sum(prompt) * 7 + position * 11) % 95
+def letter(prompt: Sequence[int], position: int, choice: int = 0) -> int:
+    """The fake's answer: a printable byte that depends on the whole prompt, the position and the choice."""
+    return LETTERS + (sum(prompt) * 7 + position * 11 + choice * 29) % 95
 
 
 class FakeShards:
@@ -119,7 +30,7 @@ class FakeShards:
         *,
         ends_at: Callable[[Sequence[int]], int] = lambda prompt: 0,
         seconds: float = 0.0,
-        answer: Callable[[Sequence[int], int], int] = letter,
+        answer: Callable[[Sequence[int], int, int], int] = letter,
         max_positions: int = 4096,
     ) -> None:
         self.stage = "waiting"
@@ -134,7 +45,8 @@ class FakeShards:
             loaded=True,
             stage="ready",
         )
-        self.model = Model(pages, page_size)
+        self.model = IntegerShard(pages, page_size)
+        self.pages = pages
         self.commands: list[shard_pb2.Command] = []  # all that were executed
         self.warmup: shard_pb2.WarmupRequest | None = None
         self.closed = False
@@ -146,6 +58,7 @@ class FakeShards:
         self._answer = answer
         self._seconds = seconds
         self._groups: dict[int, shard_pb2.Group] = {}
+        self._generated: dict[tuple[int, int], int] = {}  # tokens of each choice
         self._steps = 0
         self._last: asyncio.Task[shard_pb2.Reply] | None = None
 
@@ -155,7 +68,7 @@ class FakeShards:
     async def warm_up(self, request: shard_pb2.WarmupRequest) -> shard_pb2.WarmupReply:
         self.warmup = request
         self.stage = "ready"
-        return shard_pb2.WarmupReply(pages=self.model.pages, page_size=self.model.page_size)
+        return shard_pb2.WarmupReply(pages=self.pages, page_size=self.model.page_size)
 
     def execute(self, command: shard_pb2.Command) -> asyncio.Future[shard_pb2.Reply]:
         self._last = asyncio.ensure_future(self._execute(command, self._last))
@@ -163,6 +76,9 @@ class FakeShards:
 
     async def close(self) -> None:
         self.closed = True
+        if self._last is not None:
+            self._last.cancel()
+            await asyncio.wait([self._last])
 
     async def _execute(self, command: shard_pb2.Command, earlier: asyncio.Task[shard_pb2.Reply] | None) -> shard_pb2.Reply:
         if earlier is not None and not earlier.done():
@@ -178,51 +94,98 @@ class FakeShards:
                 return self._prefill(command.prefill)
             case "decode":
                 assert list(command.decode.batches) == [1]
-                return self._reply(self.model.step((), decode=True))
+                decoding = self._decoding()
+                return self._reply(decoding, self.model.decode())
             case "filter":
-                self.model.filter(command.filter.drop)
-                return shard_pb2.Reply(filter=shard_pb2.FilterReply(step=self._steps, free=self.model.free))
+                return self._filter(command.filter)
         raise AssertionError(f"unexpected command {command}")
+
+    def _decoding(self) -> list[tuple[int, int]]:
+        return [(uid, choice) for uid, group in self.model.groups.items() if group.decodes for choice in group.tails]
 
     def _prefill(self, request: shard_pb2.PrefillRequest) -> shard_pb2.Reply:
         assert request.batch == 1
         assert list(request.decode_batches) in ([], [1])
+        self.model.failing.update(self.fail)
         for group in request.groups:
-            assert group.prompt_length == len(group.tokens)
-            ends_at = self._ends_at(group.tokens) if END in group.end_ids else 0
-            self.model.add(Progress(group.uid, len(group.tokens), group.max_new_tokens, ends_at))
             self._groups[group.uid] = group
+            for one in group.continuations:
+                expected = [self._token(group, position, one.choice) for position in range(len(one.tokens))]
+                assert list(one.tokens) == expected, "not what it had generated"
+                self._generated[group.uid, one.choice] = len(one.tokens)
+        decoding = self._decoding() if request.decode_batches else []
         chunks = list(zip(request.chunk_uids, request.chunk_lengths, strict=True))
-        return self._reply(self.model.step(chunks, decode=bool(request.decode_batches)))
+        new = [self._asked(group) for group in request.groups]
+        return self._reply(decoding, self.model.prefill(new, chunks, request.prompt_tokens, bool(request.decode_batches)))
 
-    def _reply(self, rows: list[Row]) -> shard_pb2.Reply:
-        reply = shard_pb2.StepReply(step=self._steps, seconds=self._seconds)
-        for row in rows:
-            group = self._groups[row.uid]
-            if row.uid in self.fail:
-                self.model.groups.pop(row.uid, None)
-                reply.failed_uids.append(row.uid)
-                reply.failed_messages.append(self.fail.pop(row.uid))
-                continue
-            reply.uids.append(row.uid)
-            reply.choices.append(0)
-            reply.tokens.append(END if row.finish == 1 else self._answer(group.tokens, row.position))
-            reply.logprobs.append(-1.0)
-            reply.finishes.append(row.finish)
-            if group.top_n:
-                reply.top_ids.extend(range(LETTERS, LETTERS + group.top_n))
-                reply.top_logprobs.extend(-float(rank) for rank in range(group.top_n))
-            reply.top_counts.append(group.top_n)
-            if row.position == 0 and group.prompt_logprobs:
-                reply.prompt_uids.append(row.uid)
-                reply.prompt_counts.append(len(group.tokens) - 1)
-                reply.prompt_logprobs.extend(-float(token) for token in group.tokens[1:])
-        for uid in self.model.groups:
-            reply.held_uids.append(uid)
-            reply.held.append(self.model.held(uid))
-            reply.grow.append(self.model.grow(uid))
-        reply.free = self.model.free
+    def _asked(self, group: shard_pb2.Group) -> Asked:
+        choices = group.choices or 1
+        ends_at = self._ends_at(group.tokens) if END in group.end_ids else 0
+        return Asked(
+            uid=group.uid,
+            prompt=len(group.tokens),
+            most=group.max_new_tokens,
+            choices=choices,
+            ends_at=[ends_at] * choices,
+            continuations=tuple((one.choice, len(one.tokens)) for one in group.continuations),
+        )
+
+    def _filter(self, request: shard_pb2.FilterRequest) -> shard_pb2.Reply:
+        released = self.model.filter(request.drop, request.pause, list(zip(request.end_uids, request.end_choices, strict=True)))
+        reply = shard_pb2.FilterReply(step=self._steps, free=released.free, cached=released.cached)
+        for uid, grow, lacking in released.paused:
+            paused = reply.paused.add(uid=uid, grow=grow, lacking=lacking)
+            for choice, count in released.continuations[uid]:
+                tokens = [self._token(self._groups[uid], position, choice) for position in range(count)]
+                paused.continuations.add(choice=choice, tokens=tokens)
+        return shard_pb2.Reply(filter=reply)
+
+    def _token(self, group: shard_pb2.Group, position: int, choice: int) -> int:
+        return self._answer(group.tokens, position, choice)
+
+    def _reply(self, decoding: list[tuple[int, int]], outcome: Outcome) -> shard_pb2.Reply:
+        reply = shard_pb2.StepReply(
+            step=self._steps,
+            seconds=self._seconds,
+            held_uids=outcome.uids,
+            held=outcome.held,
+            grow=outcome.grow,
+            lacking=outcome.lacking,
+            free=outcome.free,
+            cached=outcome.cached,
+            failed_uids=outcome.failed,
+            failed_messages=[self.fail.pop(uid) for uid in outcome.failed],
+            prompt_tokens=outcome.prompt_tokens,
+            restored_tokens=outcome.restored_tokens,
+            cached_tokens=outcome.cached_tokens,
+            decode_tokens=outcome.decode_tokens,
+            prompt_keys=outcome.prompt_keys,
+            decode_keys=outcome.decode_keys,
+        )
+        first = [(uid, choice) for uid in outcome.first for choice in range(self._groups[uid].choices or 1)]
+        for uid, choice in decoding + first:
+            if uid not in outcome.failed:
+                self._row(reply, uid, choice, (uid, choice) in outcome.finished)
         return shard_pb2.Reply(step=reply)
+
+    def _row(self, reply: shard_pb2.StepReply, uid: int, choice: int, finished: bool) -> None:
+        group = self._groups[uid]
+        position = self._generated.get((uid, choice), 0)
+        self._generated[uid, choice] = position + 1
+        by_itself = finished and position + 1 < group.max_new_tokens
+        reply.uids.append(uid)
+        reply.choices.append(choice)
+        reply.tokens.append(END if by_itself else self._token(group, position, choice))
+        reply.logprobs.append(-1.0)
+        reply.finishes.append(1 if by_itself else 2 if finished else 0)
+        if group.top_n:
+            reply.top_ids.extend(range(LETTERS, LETTERS + group.top_n))
+            reply.top_logprobs.extend(-float(rank) for rank in range(group.top_n))
+        reply.top_counts.append(group.top_n)
+        if position == 0 and group.prompt_logprobs:
+            reply.prompt_uids.append(uid)
+            reply.prompt_counts.append(len(group.tokens) - 1)
+            reply.prompt_logprobs.extend(-float(token) for token in group.tokens[1:])
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,22 @@
 """Drives the scheduler through random worlds, against a shard of integers, and holds what `router/scheduler.py` promises.
 
-A world is small, so that everything is scarce and violations come quickly. It keeps its own books: it never asks the
-scheduler what it thinks, only what it wants done. Events fall between a step and its report, as they do in the server.
+A world is small, so that everything is scarce and violations come quickly. It keeps its own books: it never asks the scheduler
+what it thinks, only what it wants done. Up to two commands are under way, and events fall between them and their replies, as they
+do in the server.
 """
 
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from penstock.router.scheduler import Action, Bounds, Decode, Filter, Job, Prefill, Scheduler, largest_step, prompt_share
-from penstock.tests.router.fakes import Model, Progress, Row
+from penstock.router.cost import Cost
+from penstock.router.policies import Mixed, Pause, Policy, largest_step
+from penstock.router.scheduler import Action, Bounds, Decode, Filter, Job, Prefill, Report, Scheduler, most_pages
+from penstock.simulator.shard import Asked, IntegerShard, Outcome, Released
+
+Make = Callable[[Bounds, Policy], Scheduler]
+ROUNDS = 20_000  # commands after which a world counts as stuck
 
 
 @dataclass
@@ -18,18 +25,34 @@ class Score:
 
     steps: int = 0  # forwards
     waits: int = 0  # steps from each arrival to its first token, summed
-    tokens: int = 0  # generated
+    pauses: int = 0
+    restored: int = 0  # tokens computed a second time
 
 
 @dataclass
-class Asked:
+class Client:
     """A job as its client knows it."""
 
-    uid: int
-    prompt: int
-    most: int
+    job: Job
+    asked: Asked
     arrived: int  # step
+    running: set[int]  # choices that nobody has seen end
     overtaken: int = 0
+    paused: bool = False
+    told: bool = False  # its first tokens have come
+
+    @property
+    def order(self) -> tuple[float, int]:
+        return self.job.rank, self.job.uid
+
+
+@dataclass
+class Sent:
+    """A command that was executed; its reply is under way."""
+
+    action: Action
+    outcome: Outcome | Released
+    first: set[int]  # groups that get their first tokens with it
 
 
 @dataclass
@@ -37,136 +60,250 @@ class World:
     """One random world: `run` plays it to its end."""
 
     seed: int
-    make: Callable[[Bounds], Scheduler]
+    make: Make
     score: Score = field(default_factory=Score)
 
     def __post_init__(self) -> None:
-        self.random = random.Random(self.seed)
-        page_size = self.random.choice((1, 2, 4, 16))
-        pages = self.random.randint(1, 40)
-        capacity = max(2, pages * page_size)
+        self.random = choose = random.Random(self.seed)
+        page_size = choose.choice((1, 2, 4, 16))
         self.bounds = Bounds(
-            pages=max(pages, 2 // page_size),
+            pages=choose.randint(2, 40),
             page_size=page_size,
-            step_tokens=self.random.choice((1, 2, 7, 16, 64)),
-            total_tokens=self.random.choice((capacity, self.random.randint(2, capacity), 4 * capacity)),
-            groups=self.random.choice((1, 2, 5, 64)),
-            overtakes=self.random.choice((1, 3, 16)),
+            step_tokens=choose.choice((1, 2, 7, 16, 64)),
+            sequences=choose.choice((1, 2, 5, 64)),
+            overtakes=choose.choice((1, 3, 16)),
+            headroom=choose.choice((1, 8, 32)),
         )
-        self.longest = min(self.bounds.pages * page_size, self.bounds.total_tokens)
-        self.model = Model(self.bounds.pages, page_size)
-        self.scheduler = self.make(self.bounds)
-        self.queue: dict[int, Asked] = {}
-        self.live: dict[int, Asked] = {}  # admitted, neither ended nor cancelled
+        self.policy = self._policy()
+        self.shard = IntegerShard(self.bounds.pages, page_size, prefix_caching=choose.random() < 0.7)
+        self.scheduler = self.make(self.bounds, self.policy)
+        self.queue: dict[int, Client] = {}  # waits for the first or a later time
+        self.live: dict[int, Client] = {}  # admitted, and nobody has heard of its end or cancelled it
         self.left: list[int] = []  # cancelled while live, not dropped yet
-        self.arrivals = self.random.randint(1, 25)
-        self.pressure = self.random.choice((0.05, 0.3, 0.9))
-        self.impatience = self.random.choice((0.0, 0.02, 0.2))
+        self.ended: list[tuple[int, int]] = []  # single choices, likewise
+        self.resumes: dict[int, tuple[tuple[int, int], ...]] = {}
+        self.underway: deque[Sent] = deque()
+        self.free = self.bounds.pages
+        self.grow: dict[int, int] = {}  # by the last reply; of live jobs but those that are being paused
+        self.decoding: set[int] = set()  # live jobs that decode, by the last reply
+        self.depth = choose.choice((1, 2))
+        self.arrivals = choose.randint(1, 25)
+        self.pressure = choose.choice((0.05, 0.3, 0.9))
+        self.impatience = choose.choice((0.0, 0.02, 0.2))
+        self.tenants = choose.choice(([""], ["a", "b"]))
+
+    def _policy(self) -> Policy:
+        step = self.bounds.step_tokens
+        kind = self.random.choice(("tokens", "time", "pause"))
+        if kind == "pause":
+            return Pause(step, self.random.choice((0.0, 0.3, 1.2)), self.random.choice((1, 5, 20)))
+        return Mixed(step, Cost(8, 0.008) if kind == "time" else None, self.random.choice((0.0, 0.01)))
 
     def run(self) -> None:
-        uid = 0
-        idle = 0
-        while uid < self.arrivals or self.queue or self.live or self.left:
+        uid = rounds = 0
+        while uid < self.arrivals or self.queue or self.live or self.left or self.ended or self.underway:
+            rounds += 1
+            assert rounds < ROUNDS, "nothing ends any more"
             if uid < self.arrivals and self.random.random() < self.pressure:
                 uid += 1
                 self._arrive(uid)
-            self._cancel()
-            action = self.scheduler.next()
-            if action is None:
+            self._disturb()
+            action = self.scheduler.next() if len(self.underway) < self.depth else None
+            if action is not None:
+                self._execute(action)
+            elif self.underway:
+                self._hear(self.underway.popleft())
+            else:
                 assert not self.queue, "it sleeps while a job waits"
                 assert not self.live, "it sleeps while a job runs"
-                idle += 1
-                assert idle < 10_000
-                continue
-            self._act(action)
         assert self.scheduler.next() is None
-        assert self.model.free == self.bounds.pages == self.scheduler.free, "pages are lost"
-        assert (self.scheduler.waiting, self.scheduler.running, self.scheduler.held) == (0, 0, 0), "jobs are lost"
-        self.score.steps += self.model.steps
+        assert self.shard.free == self.bounds.pages == self.scheduler.free, "pages are lost"
+        it = self.scheduler
+        assert (it.waiting, it.running, it.paused_jobs) == (0, 0, 0), "jobs are lost"
+        self.score.steps += self.shard.steps
+
+    # Clients
 
     def _arrive(self, uid: int) -> None:
-        tokens = self.random.randint(2, self.random.choice((self.longest, min(8, self.longest))))
-        prompt = self.random.randint(1, tokens - 1)
-        self.queue[uid] = Asked(uid, prompt, tokens - prompt, self.model.steps)
-        self.scheduler.arrive(Job(uid, prompt, tokens - prompt))
+        job = self._job(uid)
+        ends_at = [self.random.choice((0, self.random.randint(1, job.max_new_tokens))) for _ in range(job.choices)]
+        prefix = [(self.random.choice("ab"), self.random.randint(1, job.prompt_tokens))] if self.random.random() < 0.5 else []
+        asked = Asked(
+            uid=uid, prompt=job.prompt_tokens, most=job.max_new_tokens, choices=job.choices, ends_at=ends_at, prefix=prefix
+        )
+        self.queue[uid] = Client(job, asked, self.shard.steps, set(range(job.choices)))
+        self.scheduler.arrive(job)
 
-    def _cancel(self) -> None:
+    def _job(self, uid: int) -> Job:
+        """One that can run, if need be alone."""
+        bounds = self.bounds
+        choices = self.random.choice((1, 1, 1, min(3, bounds.sequences)))
+        longest = max(2, min(bounds.pages * bounds.page_size // choices, 200))
+        while True:
+            tokens = self.random.randint(2, self.random.choice((longest, min(8, longest))))
+            prompt = self.random.randint(1, self.random.choice((tokens - 1, min(3, tokens - 1))))
+            if most_pages(prompt, tokens - prompt, choices, bounds.page_size) <= bounds.pages:
+                break
+            choices = 1
+        rank = float(self.shard.steps + self.random.choice((0, 0, 0, 5, 60)))
+        return Job(uid, prompt, tokens - prompt, choices, rank, self.random.choice(self.tenants))
+
+    def _disturb(self) -> None:
+        """Somebody leaves, or has read enough of one choice."""
         if self.random.random() >= self.impatience or not (self.queue or self.live):
             return
         uid = self.random.choice([*self.queue, *self.live])
+        client = self.queue.get(uid) or self.live[uid]
+        if len(client.running) > 1 and client.told and self.random.random() < 0.7:
+            choice = self.random.choice(sorted(client.running))
+            client.running.discard(choice)
+            if uid in self.grow:  # else it has no pages
+                self.ended.append((uid, choice))
+            self.scheduler.end(uid, choice)
+            return
         if self.queue.pop(uid, None) is None:
-            del self.live[uid]
-            self.left.append(uid)
+            if uid in self.grow:  # else it is being paused
+                self.left.append(uid)
+                self.ended = [end for end in self.ended if end[0] != uid]
+            self._forget(uid)
         self.scheduler.cancel(uid)
 
-    def _act(self, action: Action) -> None:
-        if self.left:
-            assert action == Filter(tuple(self.left)), "cancelled groups come first"
-            self.model.filter(action.drop)
-            self.left.clear()
-            self._cancel()
-            self.scheduler.report(free=self.model.free)
+    def _forget(self, uid: int) -> None:
+        self.live.pop(uid, None)
+        self.grow.pop(uid, None)
+        self.decoding.discard(uid)
+
+    # Commands
+
+    def _execute(self, action: Action) -> None:
+        if self.left or self.ended:
+            assert isinstance(action, Filter), "cancelled groups come first"
+        if isinstance(action, Filter):
+            self._filter(action)
             return
-        assert isinstance(action, Prefill | Decode), "a filter for nobody"
-        self._report(self._forward(action))
+        if isinstance(action, Prefill):
+            self._admit(action)
+            self._check_prompts(action)
+            new = [self._asked(uid) for uid in action.new]
+            outcome = self.shard.prefill(new, action.chunks, action.tokens, action.decode)
+            assert outcome.prompt_tokens <= action.tokens, "over the budget"
+        else:
+            assert isinstance(action, Decode)
+            outcome = self.shard.decode()
+        assert self.shard.largest <= largest_step(self.bounds.step_tokens, self.bounds.sequences), "more than was warmed up"
+        self.underway.append(Sent(action, outcome, set(outcome.first)))
 
-    def _forward(self, action: Prefill | Decode) -> list[Row]:
-        decodes = sum(group.decodable for group in self.model.groups.values())
-        chunks = action.chunks if isinstance(action, Prefill) else ()
-        assert action.batch == 1
-        assert isinstance(action, Decode) or action.decode == (decodes > 0), "a running group waits for a prompt"
-        share = prompt_share(self.bounds.step_tokens)
-        room = max(self.bounds.step_tokens - decodes, share)
-        used = sum(length for _, length in chunks)
-        assert used <= room, "over the budget"
-        self._admit(action.new if isinstance(action, Prefill) else ())
-        rows = self.model.step(chunks, decode=decodes > 0)
-        assert self.model.largest <= largest_step(self.bounds.step_tokens, self.bounds.groups), "more than was warmed up"
-        if used < room:
-            assert all(group.decodable for group in self.model.groups.values()), "a prompt is held back"
-            oldest = next(iter(self.queue.values()), None)
-            assert oldest is None or not self._fits(oldest), "the oldest fits and waits"
-        return rows
+    def _filter(self, action: Filter) -> None:
+        assert action.drop or action.pause or action.end, "a filter for nobody"
+        assert action.drop == tuple(self.left), "cancelled groups are dropped, and no others"
+        assert action.end == tuple(self.ended), "choices that nobody wants are ended, and no others"
+        self.left.clear()
+        self.ended.clear()
+        if action.pause:
+            assert sum(self.grow.values()) > self.free, "a pause that nobody needs"
+            rest = [self.live[uid].order for uid in self.grow if uid not in action.pause]
+            assert rest, "the first is paused"
+            assert all(self.live[uid].order > max(rest) for uid in action.pause), "an older one is paused"
+        released = self.shard.filter(action.drop, action.pause, action.end)
+        self.score.pauses += len(released.paused)
+        for uid in action.pause:
+            self.grow.pop(uid)
+            self.decoding.discard(uid)
+        self.underway.append(Sent(action, released, set()))
 
-    def _admit(self, new: tuple[int, ...]) -> None:
-        for uid in new:
-            asked = self.queue.pop(uid)  # KeyError: it does not wait
-            assert self._allowed([*self.live.values(), asked]), "beyond the operator's bounds"
-            self.live[uid] = asked
-            ends_at = self.random.choice((0, self.random.randint(1, asked.most)))
-            self.model.add(Progress(uid, asked.prompt, asked.most, ends_at))
-            for earlier in self.queue.values():
-                if earlier.uid < uid:
-                    earlier.overtaken += 1
-                    assert earlier.overtaken <= self.bounds.overtakes, "overtaken too often"
+    def _asked(self, uid: int) -> Asked:
+        """As it joins: anew, or where it was paused."""
+        client = self.live[uid]
+        resumes = self.resumes.pop(uid, ())
+        kept = tuple((choice, count) for choice, count in resumes if choice in client.running)
+        return Asked(**{name: getattr(client.asked, name) for name in Asked.__slots__} | {"continuations": kept})
 
-    def _allowed(self, jobs: list[Asked]) -> bool:
-        """By the operator. Whether pages suffice is for the model to say."""
-        return sum(job.prompt + job.most for job in jobs) <= self.bounds.total_tokens and len(jobs) <= self.bounds.groups
+    def _admit(self, action: Prefill) -> None:
+        for uid in action.new:
+            client = self.queue.pop(uid)  # KeyError: it does not wait
+            self.live[uid] = client
+            self.grow[uid] = client.job.grow
+            client.paused = False
+            running = sum(len(self.live[other].running) for other in self.grow)
+            assert running <= self.bounds.sequences, "more than may run"
+            for other in self.queue.values():
+                if other.order < client.order and other.job.tenant == client.job.tenant and other.job.uid not in action.new:
+                    other.overtaken += 1
+                    assert not other.paused, "a paused one is overtaken"
+                    assert other.overtaken <= self.bounds.overtakes, "overtaken too often"
+        assert sum(self.grow.values()) <= self.free, "pages are promised twice"
 
-    def _fits(self, asked: Asked) -> bool:
-        """Whether a job could be admitted, if all that run reach their full length."""
-        jobs = [*self.live.values(), asked]
-        pages = sum(-(-(job.prompt + job.most) // self.bounds.page_size) for job in jobs)
-        return pages <= self.bounds.pages and self._allowed(jobs)
+    def _check_prompts(self, action: Prefill) -> None:
+        assert action.chunks
+        assert {uid for uid, _ in action.chunks} <= set(self.live)
+        if self.policy.mixes:
+            assert action.decode or not self.decoding, "a running group waits for a prompt"
+        first, most = action.chunks[0]
+        named = [self.live[uid].order for uid, _ in action.chunks]
+        assert self.live[first].order == min(named), "the oldest prompt does not come first"
+        assert most >= max(1, action.tokens // 2), "the oldest prompt gets less than half"
 
-    def _report(self, rows: list[Row]) -> None:
-        uids = list(self.model.groups)
-        held = [self.model.held(uid) for uid in uids]
-        grow = [self.model.grow(uid) for uid in uids]
-        free = self.model.free
-        self._cancel()  # between the step and its report
-        self.score.tokens += len(rows)
-        for row in rows:
-            if row.position == 0 and row.uid in self.live:
-                self.score.waits += self.model.steps - self.live[row.uid].arrived
-        ended = [row.uid for row in rows if row.finish]
-        for uid in ended:
-            self.live.pop(uid, None)
-        self.scheduler.report(free=free, uids=uids, held=held, grow=grow, ended=ended)
+    # Replies
+
+    def _hear(self, sent: Sent) -> None:
+        self._disturb()
+        if isinstance(sent.outcome, Released):
+            self._hear_filter(sent.outcome)
+        else:
+            self._hear_step(sent.outcome, sent.first)
+
+    def _hear_filter(self, released: Released) -> None:
+        self.free = released.free
+        self.resumes |= released.continuations
+        for uid, _, _ in released.paused:
+            client = self.live.pop(uid, None)
+            if client is not None:  # else cancelled in the meantime
+                client.paused = True
+                client.overtaken = 0
+                self.queue[uid] = client
+        self.scheduler.paused(released.free, released.cached, released.paused)
+
+    def _hear_step(self, outcome: Outcome, first: set[int]) -> None:
+        self.free = outcome.free
+        for uid in first & self.live.keys():
+            client = self.live[uid]
+            client.told = True
+            self.score.waits += self.shard.steps - client.arrived
+        self.score.restored += outcome.restored_tokens
+        finished = []
+        for uid, choice in outcome.finished:
+            client = self.live.get(uid) or self.queue.get(uid)  # type: ignore[assignment]
+            if client is not None and choice in client.running:
+                client.running.discard(choice)
+                finished.append(uid)
+                if not client.running:
+                    self._forget(uid)
+        for uid, grow, lacking in zip(outcome.uids, outcome.grow, outcome.lacking, strict=True):
+            if uid in self.grow:
+                self.grow[uid] = grow
+                self.decoding |= set() if lacking else {uid}
+        self.scheduler.report(
+            Report(
+                free=outcome.free,
+                cached=outcome.cached,
+                uids=outcome.uids,
+                held=outcome.held,
+                grow=outcome.grow,
+                lacking=outcome.lacking,
+                finished=finished,
+                failed=outcome.failed,
+                seconds=0.001 + 0.001 * (outcome.prompt_tokens + outcome.decode_tokens),
+                prompt_tokens=outcome.prompt_tokens,
+                cached_tokens=outcome.cached_tokens,
+                decode_tokens=outcome.decode_tokens,
+                prompt_keys=outcome.prompt_keys,
+                decode_keys=outcome.decode_keys,
+                rows=outcome.rows,
+            )
+        )
 
 
-def simulate(worlds: range, make: Callable[[Bounds], Scheduler] = Scheduler) -> Score:
+def simulate(worlds: range, make: Make = Scheduler) -> Score:
     """Plays one world for each seed. AssertionError or KeyError: a promise is broken."""
     score = Score()
     for seed in worlds:

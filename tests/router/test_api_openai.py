@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.router.request import Broken, Overloaded
+from penstock.router.request import Broken, Expired, Overloaded
 from penstock.router.text import Tokenizer
 from penstock.tests.router.fake_batcher import Server, make_tokenizer, serve, until
 
@@ -283,7 +283,16 @@ def test_nulls_are_nothing(tokenizer: Tokenizer, path: str, body: dict[str, Any]
 @pytest.mark.parametrize(
     ("given", "parameter", "message"),
     [
-        ({"n": 2}, "n", "`n` > 1 is not supported yet"),
+        ({"n": 0}, "n", "`n` must be from 1 to 16 (--max-best-of). Given: 0"),
+        ({"n": 17}, "n", "`n` must be from 1 to 16 (--max-best-of). Given: 17"),
+        (
+            {"priority": 3},
+            "priority",
+            '`priority` must be one of "interactive", "normal", "batch"; numbers are not supported. Given: 3',
+        ),
+        ({"priority": "x"}, "priority", '`priority` must be one of "interactive", "normal", "batch". Given: "x"'),
+        ({"service_tier": "x"}, "service_tier", '`service_tier` must be one of auto, default, flex, priority. Given: "x"'),
+        ({"timeout": -1}, "timeout", "`timeout` must be strictly positive"),
         ({"suffix": "x"}, "suffix", "Suffix is not supported and can be achieved by preprocessing the prompt."),
         ({"tools": [{"type": "function"}]}, "tools", "`tools` is not supported yet"),
         ({"response_format": {"type": "json_object"}}, "response_format", "`response_format` is not supported yet"),
@@ -307,8 +316,8 @@ def test_what_is_invalid_is_a_400(
         for streaming in (False, True):
             status, answer, _ = await server.post(path, {**body, **given, "stream": streaming})
             assert status == 400
-            error = {"message": message, "type": "invalid_request_error", "param": parameter, "code": "validation"}
-            assert answer["error"] == error
+            assert answer["error"].pop("message").startswith(message)
+            assert answer["error"] == {"type": "invalid_request_error", "param": parameter, "code": "validation"}
         assert server.metrics.failures == ["validation"] * 2
 
     serve(tokenizer, test)
@@ -455,4 +464,104 @@ def test_http_errors_have_openais_shape(tokenizer: Tokenizer) -> None:
             found, answer, _ = await server.post(path, CHAT, headers=headers)
             assert (found, answer["error"]["type"]) == (status, kind)
 
-    serve(tokenizer, test, settings={"api_key": "key"})
+    serve(tokenizer, test, settings={"api_keys": ("other", "key")})
+
+
+def test_chat_with_several_choices(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        _, body, _ = await server.post(CHAT_PATH, {**CHAT, "n": 3})
+        assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
+        assert [choice["message"]["content"] for choice in body["choices"]] == ["Hello you", "1Hello you", "2Hello you"]
+        (request,) = server.batcher.requests
+        assert request.choices == 3
+        assert body["usage"]["prompt_tokens"] == len(request.prompt)
+        assert body["usage"]["completion_tokens"] == 10 + 11 + 11
+
+    serve(tokenizer, test)
+
+
+def test_choices_are_streamed_interleaved_by_index(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        body = {**CHAT, "n": 2, "stream": True, "stream_options": {"include_usage": True}}
+        *chunks, last, done = await server.events(CHAT_PATH, body)
+        assert (done, last["usage"]["completion_tokens"]) == ("[DONE]", 21)
+        choices = [chunk["choices"][0] for chunk in chunks]
+        assert [choice["index"] for choice in choices[:6]] == [0, 1, 0, 1, 0, 1]
+        assert [choice["delta"].get("role") for choice in choices[:3]] == ["assistant", "assistant", None]
+        for index, text in enumerate(["Hello you", "1Hello you"]):
+            own = [choice for choice in choices if choice["index"] == index]
+            assert "".join(choice["delta"].get("content", "") for choice in own) == text
+            assert [choice["finish_reason"] for choice in own if choice["finish_reason"]] == ["stop"]
+
+    serve(tokenizer, test)
+
+
+def test_several_prompts_with_several_choices_are_numbered_through(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        asked = {"prompt": ["ab", "c"], "n": 2, "max_tokens": 16, "logprobs": 0}
+        _, body, _ = await server.post(PATH, asked)
+        assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+        assert [choice["text"] for choice in body["choices"]] == ["Hello you", "1Hello you"] * 2
+        assert body["usage"] == {"prompt_tokens": 5, "completion_tokens": 42, "total_tokens": 47}
+        chunks = await server.events(PATH, {**asked, "stream": True})
+        texts = ["", "", "", ""]
+        for chunk in chunks[:-1]:
+            (choice,) = chunk["choices"]
+            texts[choice["index"]] += choice["text"]
+        assert texts == ["Hello you", "1Hello you"] * 2
+
+    serve(tokenizer, test)
+
+
+def test_the_best_of_many_are_answered_best_first(tokenizer: Tokenizer) -> None:
+    """The fake's later choices are less probable; `best_of` alone draws more than it shows."""
+
+    async def test(server: Server) -> None:
+        server.batcher.logprob = 0.5  # so that later ones are more probable
+        _, body, _ = await server.post(PATH, {**COMPLETION, "best_of": 4, "n": 2})
+        assert [choice["text"] for choice in body["choices"]] == ["3Hello you", "2Hello you"]
+        assert body["usage"]["completion_tokens"] == 10 + 3 * 11
+        _, body, _ = await server.post(PATH, {**COMPLETION, "best_of": 3})
+        assert [choice["text"] for choice in body["choices"]] == ["2Hello you"]
+        status, body, _ = await server.post(PATH, {**COMPLETION, "best_of": 3, "stream": True})
+        assert (status, body["error"]["message"]) == (400, "`best_of` > `n` is not supported when streaming tokens")
+        status, body, _ = await server.post(PATH, {**COMPLETION, "best_of": 2, "n": 3})
+        assert (status, body["error"]["message"]) == (400, "`best_of` must be at least `n`. Given: 2 and 3")
+        status, body, _ = await server.post(CHAT_PATH, {**CHAT, "best_of": 2})
+        assert (status, body["error"]["message"]) == (400, "`best_of` is not supported for chats: ask for `n` answers")
+
+    serve(tokenizer, test)
+
+
+def test_priority_tiers_deadlines_and_tenants_reach_the_batcher(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        for given, expected in (
+            ({"priority": "interactive"}, "interactive"),
+            ({"service_tier": "flex"}, "batch"),
+            ({"service_tier": "priority"}, "interactive"),
+            ({"service_tier": "auto"}, "normal"),
+            ({"service_tier": "flex", "priority": "normal"}, "normal"),
+        ):
+            _, body, _ = await server.post(CHAT_PATH, {**CHAT, **given, "timeout": 3})
+            request = server.batcher.requests[-1]
+            assert (request.priority, request.timeout, request.tenant) == (expected, 3.0, "")
+            assert body.get("service_tier") == given.get("service_tier")
+        for token in ("a", "b", "a"):
+            await server.post(CHAT_PATH, CHAT, headers={"Authorization": f"Bearer {token}"})
+        first, second, third = (request.tenant for request in server.batcher.requests[-3:])
+        assert first == third != second
+        assert len(first) == 16
+
+    serve(tokenizer, test)
+
+
+def test_a_deadline_that_is_over_is_a_504_that_nobody_repeats(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        server.batcher.refuses = Expired("the answer was not complete 3 s after the request came: 7 tokens were there")
+        status, body, response = await server.post(CHAT_PATH, CHAT)
+        assert (status, body["error"]["code"], response.headers["x-should-retry"]) == (504, "timeout", "false")
+        server.batcher.refuses = Overloaded("full", 2.3)
+        status, _, response = await server.post(CHAT_PATH, CHAT)
+        assert (status, response.headers["Retry-After"]) == (429, "3")
+
+    serve(tokenizer, test)

@@ -428,7 +428,7 @@ def test_a_key_is_asked_of_all_but_probes(tokenizer: Tokenizer) -> None:
         assert (await server.get("/health"))[0] == 200
         assert (await server.get("/metrics"))[0] == 401
 
-    serve(tokenizer, test, settings={"api_key": "sésame"})
+    serve(tokenizer, test, settings={"api_keys": ("sésame",)})
 
 
 def test_large_bodies_are_refused_before_they_are_read(tokenizer: Tokenizer) -> None:
@@ -494,3 +494,47 @@ def test_the_demo_models_tokenizer_serves(tmp_path: Path) -> None:
 
     limits = Limits(max_input_tokens=100, max_total_tokens=128, vocabulary=100_000)
     serve(tokenizer, test, says="Once upon a time." + tokenizer.token_text(end), limits=limits)
+
+
+def test_the_best_answer_and_the_others(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        server.batcher.logprob = 0.5  # so that later choices are more probable
+        parameters = {"best_of": 3, "do_sample": True, "seed": 4, "details": True, "max_new_tokens": 20, "top_n_tokens": 1}
+        status, body, response = await server.post("/generate", {"inputs": "hi", "parameters": parameters})
+        assert status == 200
+        assert body["generated_text"] == "2Hello you"
+        others = body["details"]["best_of_sequences"]
+        assert [other["generated_text"] for other in others] == ["Hello you", "1Hello you"]
+        names = ["generated_text", "finish_reason", "generated_tokens", "seed", "prefill", "tokens", "top_tokens"]
+        assert [list(other) for other in others] == [names] * 2
+        assert (others[0]["finish_reason"], others[0]["generated_tokens"], others[0]["seed"]) == ("eos_token", 10, 4)
+        assert len(others[0]["tokens"]) == len(others[0]["top_tokens"]) == 10
+        assert response.headers["x-generated-tokens"] == "32"
+        _, body, _ = await server.post("/generate", {"inputs": "hi", "parameters": {"best_of": 2, "do_sample": True}})
+        assert list(body) == ["generated_text"]
+        _, body, _ = await server.post("/generate", {"inputs": "hi", "parameters": {"details": True}})
+        assert "best_of_sequences" not in body["details"]
+
+    serve(tokenizer, test)
+
+
+def test_the_best_of_many_needs_sampling(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        for given, message in (
+            ({"best_of": 2}, "Input validation error: you must use sampling when `best_of` is > 1"),
+            ({"best_of": 17, "do_sample": True}, "Input validation error: `best_of` must be > 0 and <= 16. Given: 17"),
+        ):
+            status, body, _ = await server.post("/generate", {"inputs": "hi", "parameters": given})
+            assert (status, body["error"]) == (422, message)
+
+    serve(tokenizer, test)
+
+
+def test_priority_and_timeout_are_parameters(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        body = {"inputs": "hi", "parameters": {"priority": "batch", "timeout": 1.5}}
+        await server.post("/generate", body, headers={"Authorization": "Bearer k"})
+        request = server.batcher.requests[-1]
+        assert (request.priority, request.timeout, len(request.tenant)) == ("batch", 1.5, 16)
+
+    serve(tokenizer, test)

@@ -10,10 +10,23 @@ from typing import Any
 import pytest
 
 from penstock.proto import shard_pb2
-from penstock.router.batcher import Batcher, Item, Misconfigured, bounds_of
+from penstock.router.batcher import Batcher, Item, Misconfigured, Pace, bounds_of, policy_of
 from penstock.router.config import RouterConfig
 from penstock.router.metrics import Metrics
-from penstock.router.request import Alternative, Broken, Finish, Limits, NotReady, Overloaded, Prompt, Request, Token
+from penstock.router.policies import Mixed, Pause
+from penstock.router.request import (
+    Alternative,
+    Broken,
+    Expired,
+    Finish,
+    Limits,
+    NotReady,
+    Overloaded,
+    Priority,
+    Prompt,
+    Request,
+    Token,
+)
 from penstock.router.scheduler import Bounds
 from penstock.tests.router.fakes import END, ByteTokenizer, FakeShards, letter
 
@@ -43,10 +56,10 @@ def run(test: Test, shards: FakeShards | None = None, **changes: Any) -> None:
 
 async def quiet(batcher: Batcher, shards: FakeShards) -> None:
     """Returns when the shard has forgotten everything."""
-    while shards.model.groups or value(batcher, "penstock_pages_free") != shards.model.pages:  # noqa: ASYNC110
+    while shards.model.groups or value(batcher, "penstock_pages_free") != shards.pages:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
-    assert shards.model.free == shards.model.pages
-    for name in ("penstock_waiting", "penstock_running", "penstock_pages_held"):
+    assert shards.model.free == shards.pages
+    for name in ("penstock_waiting", "penstock_running", "penstock_paused", "penstock_pages_held"):
         assert value(batcher, name) == 0
 
 
@@ -63,8 +76,8 @@ def ask(text: str, most: int = 5, **changes: Any) -> Request:
     return Request(prompt=tuple(text.encode()), max_new_tokens=most, **changes)
 
 
-def answer(text: str, most: int) -> str:
-    return "".join(chr(letter(text.encode(), position)) for position in range(most))
+def answer(text: str, most: int, choice: int = 0) -> str:
+    return "".join(chr(letter(text.encode(), position, choice)) for position in range(most))
 
 
 def test_a_stream_is_a_prompt_then_tokens_then_a_finish() -> None:
@@ -147,16 +160,123 @@ def test_many_at_once_get_what_each_gets_alone() -> None:
     run(test)
 
 
-def test_the_next_step_is_on_its_way_before_tokens_become_text() -> None:
+def test_the_next_step_is_asked_for_before_the_last_was_answered() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        async with aclosing(batcher.submit(ask("hello", 9))) as stream:
-            await anext(stream)
-            assert len(shards.commands) == 2
-            await anext(stream)
-            await anext(stream)
-            assert len(shards.commands) == 3
+        sent = []
+        execute = shards.execute
+
+        def spy(command: shard_pb2.Command) -> "asyncio.Future[shard_pb2.Reply]":
+            sent.append(command)
+            return execute(command)
+
+        shards.execute = spy  # type: ignore[method-assign]
+        shards.gate.clear()
+        task = asyncio.create_task(read(batcher, ask("hello", 9)))
+        while len(sent) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.01)
+        assert [command.WhichOneof("kind") for command in sent] == ["prefill", "decode"], "and no more than one ahead"
+        assert not shards.commands
+        shards.gate.set()
+        assert len(await task) == 11
 
     run(test)
+
+
+def test_a_long_step_is_followed_by_what_has_come_until_shortly_before_its_end() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        async with aclosing(batcher.submit(ask("runs", 90))) as running:
+            for _ in range(4):
+                await anext(running)
+            before = len(shards.commands)
+            items = await read(batcher, ask("late", 1))  # arrives in the middle of a step
+            assert len(items) == 3
+            assert len(shards.commands) - before <= 3, "the next step but one would be the fourth"
+
+    run(test, FakeShards(seconds=0.05))
+
+
+def test_choices_come_interleaved_and_each_ends_for_itself() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        stop = answer("hello", 9, 1)[3:5]
+        first, *items = await read(batcher, ask("hello", 10, choices=3, stop=(stop,)))
+        assert first == Prompt(())
+        assert [item.choice for item in items[:5] if isinstance(item, Token)] == [0, 1, 2, 0, 1]
+        finishes = {item.choice: item for item in items if isinstance(item, Finish)}
+        assert {index: (one.reason, one.generated_tokens) for index, one in finishes.items()} == {
+            0: ("length", 10),
+            1: ("stop_sequence", 5),
+            2: ("length", 10),
+        }
+        assert [finishes[index].text for index in range(3)] == [
+            answer("hello", 5 if index == 1 else 10, index) for index in range(3)
+        ]
+        await quiet(batcher, shards)
+        assert value(batcher, "tgi_request_generated_tokens_sum") == 25
+        ends = [list(command.filter.end_choices) for command in shards.commands if command.HasField("filter")]
+        assert ends == [[1]], "the shard is told of the one that nobody wants any more"
+
+    run(test)
+
+
+def test_paused_streams_show_no_gap_no_repetition_and_no_loss() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        texts = ["a" * count for count in range(1, 9)]
+        requests = [ask(text, 30, choices=1 + number % 2 * 2) for number, text in enumerate(texts)]
+        found = await asyncio.gather(*(read(batcher, request) for request in requests))
+        for text, request, items in zip(texts, requests, found, strict=True):
+            finishes = {item.choice: item.text for item in items if isinstance(item, Finish)}
+            assert finishes == {choice: answer(text, 30, choice) for choice in range(request.choices)}
+            for choice in range(request.choices):
+                tokens = [item.id for item in items if isinstance(item, Token) and item.choice == choice]
+                assert "".join(map(chr, tokens)) == finishes[choice]
+        await quiet(batcher, shards)
+        assert value(batcher, "penstock_pauses_total") > 3
+        assert value(batcher, "penstock_restored_tokens_total") > 0
+
+    run(test, FakeShards(pages=30, page_size=4))
+
+
+def test_a_request_that_is_not_answered_in_time_ends() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        late, quick = await asyncio.gather(
+            read(batcher, ask("late", 200, timeout=0.05)), read(batcher, ask("quick", 3, timeout=5.0)), return_exceptions=True
+        )
+        assert isinstance(late, Expired)
+        assert "not complete 0.05 s after" in str(late)
+        assert isinstance(quick, list)
+        await quiet(batcher, shards)
+        assert value(batcher, 'tgi_request_failure{err="timeout"}') == 1
+
+    run(test, FakeShards(seconds=0.002))
+
+
+def test_an_interactive_request_passes_those_that_came_before() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        ends: list[str] = []
+
+        async def one(text: str, priority: Priority, tenant: str = "") -> None:
+            await read(batcher, ask(text, 3, priority=priority, tenant=tenant))
+            ends.append(text)
+
+        tasks = [asyncio.create_task(one("first", Priority.NORMAL))]
+        await asyncio.sleep(0.01)
+        for text, priority in (("batch", Priority.BATCH), ("normal", Priority.NORMAL), ("now", Priority.INTERACTIVE)):
+            tasks.append(asyncio.create_task(one(text, priority)))
+            await asyncio.sleep(0)
+        await asyncio.gather(*tasks)
+        assert ends == ["first", "now", "normal", "batch"]
+
+    run(test, FakeShards(seconds=0.01), max_batch_size=1)
+
+
+def test_those_who_come_too_many_are_told_when_to_come_again() -> None:
+    pace = Pace()
+    assert pace.seconds(5.0) == 1.0
+    for second in range(10):
+        pace.ended(4.0 * second)
+    assert pace.seconds(38.0) == pytest.approx(3.8)
+    assert pace.seconds(10_000.0) == 60.0
 
 
 def test_closing_a_stream_cancels_it_wherever_it_is() -> None:
@@ -166,7 +286,7 @@ def test_closing_a_stream_cancels_it_wherever_it_is() -> None:
             shards.gate.clear()
             prefilling = asyncio.create_task(read(batcher, ask("p" * 100, 20)))
             queued = asyncio.create_task(read(batcher, ask("q" * 100, 20)))
-            for _ in range(2):  # the gate lets the step that is under way and the next one through
+            for _ in range(3):  # the gate lets the steps that are under way and the next one through
                 shards.gate.set()
                 await asyncio.sleep(0.001)
                 shards.gate.clear()
@@ -183,7 +303,7 @@ def test_closing_a_stream_cancels_it_wherever_it_is() -> None:
         await quiet(batcher, shards)
         assert value(batcher, "penstock_client_disconnects_total") == 3
 
-    run(test, FakeShards(pages=64, page_size=4, seconds=0.001))
+    run(test, FakeShards(pages=64, page_size=4, seconds=0.001), max_batch_size=2)
 
 
 def test_a_thousand_random_cancels_leave_all_pages_free() -> None:
@@ -266,7 +386,7 @@ def test_nothing_is_taken_before_the_start() -> None:
             batcher.submit(ask("a"))
         await batcher.start()
         assert (batcher.ready, batcher.stage) == (True, "ready")
-        assert batcher.limits == Limits(max_input_tokens=255, max_total_tokens=256, vocabulary=256)
+        assert batcher.limits == Limits(max_input_tokens=255, max_total_tokens=256, vocabulary=256, pages=64, page_size=4)
         assert batcher.info is not None
         assert batcher.info.dtype == "float32"
         await batcher.close()
@@ -311,24 +431,35 @@ def test_warm_up_covers_the_largest_step() -> None:
     run(test, max_concurrent_requests=20, max_batch_size=8, max_total_tokens=100)
 
 
+@pytest.mark.parametrize(("changes", "expected"), [({}, 128), ({"max_concurrent_requests": 4}, 16), ({"max_batch_size": 2}, 2)])
+def test_as_many_sequences_run_as_requests_are_taken_unless_the_operator_says(changes: dict[str, int], expected: int) -> None:
+    info = shard_pb2.InfoReply(max_positions=1024)
+    _, bounds = bounds_of(config(**changes), info, shard_pb2.WarmupReply(pages=100, page_size=16))
+    assert bounds.sequences == expected
+
+
+def test_the_policy_is_the_operators() -> None:
+    bounds = Bounds(pages=1, page_size=1, step_tokens=64, sequences=1)
+    warm = shard_pb2.WarmupReply(sample_tokens=10, sample_seconds=1.0)
+    mixed = policy_of(config(itl_target=0.3), bounds, warm)
+    assert isinstance(mixed, Mixed)
+    assert mixed.cost is not None
+    assert mixed.cost.predict(10, 0, 0) == pytest.approx(1.0, rel=0.01)
+    assert isinstance(policy_of(config(prefill_policy="pause"), bounds, warm), Pause)
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, (1023, 1024, 1600)),
-        ({"max_total_tokens": 100}, (99, 100, 1600)),
-        ({"max_total_tokens": 100, "max_input_tokens": 50}, (50, 100, 1600)),
-        ({"max_batch_total_tokens": 300}, (299, 300, 300)),
+        ({}, (1023, 1024)),
+        ({"max_total_tokens": 100}, (99, 100)),
+        ({"max_total_tokens": 100, "max_input_tokens": 50}, (50, 100)),
         ({"max_total_tokens": 4000}, "--max-total-tokens 4000 is more than the model's 1024 positions"),
-        (
-            {"max_batch_total_tokens": 2000},
-            "2000 is more than the pool's capacity of 1600 .100 pages of 16.: lower it, or give",
-        ),
-        ({"max_batch_total_tokens": 300, "max_total_tokens": 400}, "400 is more than --max-batch-total-tokens 300"),
         ({"max_input_tokens": 1024}, "leaves no room for an answer within 1024 tokens"),
         ({"max_total_tokens": 1}, "no request fits"),
     ],
 )
-def test_settings_fit_model_and_memory_or_are_refused(changes: dict[str, int], expected: tuple[int, int, int] | str) -> None:
+def test_settings_fit_model_and_memory_or_are_refused(changes: dict[str, int], expected: tuple[int, int] | str) -> None:
     info = shard_pb2.InfoReply(max_positions=1024, vocabulary=99)
     warm = shard_pb2.WarmupReply(pages=100, page_size=16)
     if isinstance(expected, str):
@@ -337,14 +468,15 @@ def test_settings_fit_model_and_memory_or_are_refused(changes: dict[str, int], e
         assert "\n" not in str(caught.value)
     else:
         limits, bounds = bounds_of(config(**changes), info, warm)
-        assert (limits.max_input_tokens, limits.max_total_tokens, bounds.total_tokens) == expected
+        assert (limits.max_input_tokens, limits.max_total_tokens) == expected
+        assert (limits.pages, limits.page_size) == (100, 16)
         assert (limits.vocabulary, bounds.pages, bounds.page_size, bounds.step_tokens) == (99, 100, 16, 16)
 
 
 def test_how_many_full_requests_fit_at_once() -> None:
-    """By pages, by tokens, by number."""
-    bounds = Bounds(pages=100, page_size=16, step_tokens=16, total_tokens=1000, groups=20)
-    assert [bounds.together(tokens) for tokens in (17, 100, 33, 1000)] == [20, 10, 20, 1]
+    """By pages, by number."""
+    bounds = Bounds(pages=100, page_size=16, step_tokens=16, sequences=20)
+    assert [bounds.together(tokens) for tokens in (17, 100, 33, 1000)] == [20, 14, 20, 1]
     assert replace(bounds, pages=10).together(33) == 3
 
 

@@ -33,7 +33,7 @@ def test_a_request_is_counted_from_arrival_to_its_end() -> None:
         metrics.arrived()
     metrics.first_token(0.1)
     finish = Finish("length", "text", "", 5, queue_seconds=0.5, inference_seconds=1.0)
-    metrics.done(Request(prompt=(1, 2, 3), max_new_tokens=9), finish)
+    metrics.done(Request(prompt=(1, 2, 3), max_new_tokens=9, choices=2), finish, 8)
     metrics.failed("dropped")
     metrics.failed("overloaded")
     metrics.failed("validation")
@@ -48,7 +48,7 @@ def test_a_request_is_counted_from_arrival_to_its_end() -> None:
     assert values["tgi_request_queue_duration_sum"] == 0.5
     assert values["tgi_request_inference_duration_sum"] == 1.0
     assert values["tgi_request_mean_time_per_token_duration_sum"] == 0.2
-    assert values["tgi_request_generated_tokens_sum"] == 5
+    assert values["tgi_request_generated_tokens_sum"] == 8
     assert values["tgi_request_input_length_sum"] == 3
     assert values["tgi_request_max_new_tokens_sum"] == 9
     assert values["penstock_time_to_first_token_seconds_count"] == 1
@@ -56,19 +56,33 @@ def test_a_request_is_counted_from_arrival_to_its_end() -> None:
 
 def test_steps_are_counted_by_method() -> None:
     metrics = Metrics()
-    reply = shard_pb2.StepReply(seconds=0.25)
-    metrics.step(Prefill(1, (1,), ((1, 7), (2, 3)), decode=True), 0.5, reply)
-    metrics.step(Decode(1), 0.5, reply)
+    mixed = shard_pb2.StepReply(seconds=0.25, prompt_tokens=10, restored_tokens=4, cached_tokens=90, decode_tokens=2)
+    metrics.step(Prefill(1, (1,), ((1, 7), (2, 3)), 16, decode=True), 0.5, mixed)
+    metrics.step(Prefill(1, (1,), ((1, 7),), 16, decode=False), 0.5, shard_pb2.StepReply(seconds=0.125, prompt_tokens=7))
+    metrics.step(Decode(1), 0.5, shard_pb2.StepReply(seconds=0.25))
     metrics.step(Decode(1), 0.5, shard_pb2.StepReply(seconds=0.25, failed_uids=[1], failed_messages=["no"]))
     metrics.step(Filter((1,)), 0.5, None)
     values = samples(metrics)
-    assert values['tgi_batch_inference_count{method="prefill"}'] == 1
+    assert values['tgi_batch_inference_count{method="prefill"}'] == 2
     assert values['tgi_batch_inference_count{method="decode"}'] == 2
     assert values['tgi_batch_inference_success{method="decode"}'] == 1
     assert values['tgi_batch_inference_failure{method="decode"}'] == 1
     assert values['tgi_batch_inference_duration_sum{method="decode"}'] == 1.0
     assert values['tgi_batch_forward_duration_sum{method="decode"}'] == 0.5
-    assert values["penstock_prompt_tokens_total"] == 10
+    assert values['penstock_step_seconds_sum{kind="mixed"}'] == 0.25
+    assert values['penstock_step_seconds_sum{kind="prefill"}'] == 0.125
+    assert values['penstock_step_seconds_count{kind="decode"}'] == 2
+    assert values["penstock_prompt_tokens_total"] == 17
+    assert values["penstock_cached_prompt_tokens_total"] == 90
+    assert values["penstock_restored_tokens_total"] == 4
+    assert values["penstock_prompt_budget_used"] == 7
+
+
+def test_pauses_are_counted() -> None:
+    metrics = Metrics()
+    metrics.paused(2)
+    metrics.paused(0)
+    assert samples(metrics)["penstock_pauses_total"] == 2
 
 
 def test_gauges_show_what_is_the_case_when_somebody_looks() -> None:

@@ -29,6 +29,7 @@ class Servicer:
         self.stages = iter(["loading weights 40 %"])
         self.dies_at = 0
         self.lies_at = 0
+        self.silent_until = 0
 
     async def Info(self, request: Any, context: Any) -> shard_pb2.InfoReply:  # noqa: N802
         stage = next(self.stages, "ready")
@@ -44,6 +45,7 @@ class Servicer:
         return shard_pb2.WarmupReply(pages=10, page_size=4)
 
     async def Steps(self, commands: AsyncIterator[shard_pb2.Command], context: Any) -> AsyncIterator[shard_pb2.Reply]:  # noqa: N802
+        replies: list[shard_pb2.Reply] = []
         async for command in commands:
             kind = command.WhichOneof("kind")
             step = getattr(command, kind).step
@@ -52,7 +54,9 @@ class Servicer:
                 await context.abort(grpc.StatusCode.INTERNAL, "out of memory")
             reply = shard_pb2.Reply()
             getattr(reply, {"prefill": "step", "decode": "step"}.get(kind, kind)).step = 99 if step == self.lies_at else step
-            yield reply
+            replies.append(reply)
+            while replies and step >= self.silent_until:
+                yield replies.pop(0)
 
     async def refuse(self, request: Any, context: Any) -> None:
         await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "not here")
@@ -113,6 +117,17 @@ def test_commands_are_numbered_and_answered_in_order(tmp_path: Path) -> None:
         replies = await asyncio.gather(*futures)
         assert [reply.WhichOneof("kind") for reply in replies] == ["step", "filter", "step"]
         assert servicers[0].steps == [("clear_cache", 1), ("decode", 2), ("filter", 3), ("decode", 4)]
+
+    serve(tmp_path, 1, test)
+
+
+def test_commands_leave_before_those_ahead_of_them_are_answered(tmp_path: Path) -> None:
+    async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
+        await shards.connect()
+        await shards.warm_up(WARMUP)
+        servicers[0].silent_until = 4
+        futures = [shards.execute(command) for command in (decode(), drop(7), decode())]
+        assert [reply.WhichOneof("kind") for reply in await asyncio.gather(*futures)] == ["step", "filter", "step"]
 
     serve(tmp_path, 1, test)
 
@@ -192,9 +207,14 @@ def test_sockets_of_another_rank_group_are_refused(tmp_path: Path) -> None:
 
 def test_neutral_sampling_stays_off_the_wire() -> None:
     request = Request(prompt=(5, 6), max_new_tokens=3, end_ids=(2,))
-    assert group(9, request) == shard_pb2.Group(
-        uid=9, tokens=[5, 6], prompt_length=2, max_new_tokens=3, end_ids=[2], sampling=shard_pb2.Sampling()
-    )
+    assert group(9, request) == shard_pb2.Group(uid=9, tokens=[5, 6], max_new_tokens=3, end_ids=[2], sampling=shard_pb2.Sampling())
+
+
+def test_a_group_that_goes_on_says_where() -> None:
+    request = Request(prompt=(5, 6), max_new_tokens=3, choices=4, prompt_logprobs=True)
+    assert (group(9, request).choices, group(9, request).prompt_logprobs) == (4, True)
+    resumed = group(9, request, [shard_pb2.Continuation(choice=2, tokens=[7])])
+    assert (resumed.continuations[0].choice, resumed.prompt_logprobs) == (2, False), "they were told before it was paused"
 
 
 def test_every_setting_of_sampling_reaches_the_wire() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.router.config import RouterConfig
-from penstock.router.request import Refused, Request
+from penstock.router.request import Priority, Refused, Request
 from penstock.router.text import LONG_TEXT, Tokenizer
 from penstock.router.validation import Parameters, Validator
 from penstock.tests.router.fake_batcher import LIMITS, make_tokenizer
@@ -47,8 +47,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"truncate": 101}, "`truncate` must be strictly positive and less than 100. Given: 101"),
     ({"top_n_tokens": 6}, "`top_n_tokens` must be >= 0 and <= 5. Given: 6"),
     ({"top_n_tokens": -1}, "`top_n_tokens` must be >= 0 and <= 5. Given: -1"),
-    ({"best_of": 0}, "`best_of` != 1 is not allowed for this endpoint"),
-    ({"best_of": 2, "do_sample": True}, "`best_of` != 1 is not allowed for this endpoint"),
+    ({"choices": 0}, "`best_of` must be > 0 and <= 16. Given: 0"),
+    ({"choices": 17, "do_sample": True}, "`best_of` must be > 0 and <= 16. Given: 17"),
+    ({"priority": "urgent"}, '`priority` must be one of "interactive", "normal", "batch". Given: "urgent"'),
+    ({"timeout": 0.0}, "`timeout` must be strictly positive"),
+    ({"timeout": math.inf}, "`timeout` must be a finite number of 32 bits"),
     ({"seed": -1}, "`seed` must be an unsigned integer of 64 bits. Given: -1"),
     ({"seed": 2**64}, f"`seed` must be an unsigned integer of 64 bits. Given: {2**64}"),
     ({"logit_bias": {5: 101.0}}, "`logit_bias` must be >= -100.0 and <= 100.0"),
@@ -173,3 +176,34 @@ def test_long_texts_are_tokenized_beside_the_event_loop(tokenizer: Tokenizer, mo
     for text in ("short", "x" * (LONG_TEXT + 1)):
         validate(tokenizer, text, truncate=5)
     assert threads == [True, False]
+
+
+def test_choices_are_none_of_the_operators_offer(tokenizer: Tokenizer) -> None:
+    with pytest.raises(Refused, match=r"^`best_of` != 1 is not allowed for this endpoint$"):
+        validate(tokenizer, config=replace(CONFIG, max_best_of=1), choices=2)
+
+
+def test_what_could_never_fit_is_refused_with_the_numbers(tokenizer: Tokenizer) -> None:
+    """9 tokens of prompt fill 2 pages of 4 and begin a third."""
+    limits = replace(LIMITS, pages=14, page_size=4)
+
+    def ask(**given: Any) -> Request:
+        return asyncio.run(Validator(CONFIG, tokenizer).request([5] * 9, Parameters(**given), limits))
+
+    assert ask(choices=4, max_new_tokens=12).choices == 4  # 2 + 4 * 3
+    with pytest.raises(
+        Refused, match="4 answers to 9 `inputs` tokens with `max_new_tokens` 13 need 18 pages of 4 tokens, and there are 14"
+    ):
+        ask(choices=4, max_new_tokens=13)
+    assert ask(choices=4).max_new_tokens == 12, "as many as fit"
+    assert ask(choices=12).max_new_tokens == 4
+    with pytest.raises(Refused, match="13 answers to 9 `inputs` tokens with `max_new_tokens` 1 need 15 pages"):
+        ask(choices=13)
+    assert ask().max_new_tokens == 48
+
+
+def test_priority_and_timeout_are_taken(tokenizer: Tokenizer) -> None:
+    request = validate(tokenizer, priority="batch", timeout=2.5, tenant="x")
+    assert (request.priority, request.timeout, request.tenant) == (Priority.BATCH, 2.5, "x")
+    request = validate(tokenizer)
+    assert (request.priority, request.timeout, request.tenant, request.choices) == (Priority.NORMAL, 0.0, "", 1)

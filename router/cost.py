@@ -1,0 +1,115 @@
+"""How long a step takes: a linear model, fitted to measured steps while they come. Pure arithmetic on a few floats.
+
+    seconds = a + b * query tokens + c * keys that they see + d * rows that are sampled        a, b, c, d >= 0
+
+Least squares of relative errors, so that steps of 3 ms count as much as steps of 3 s, with exponential forgetting. Steps with
+prompts and steps without are remembered apart, each kind fading only when one of its own comes: hours of plain decoding do not
+wash out what is known of prompts.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+FORGET = 0.96  # what an observation weighs after the next of its kind: some 25 of each kind count
+SIZE = 4
+# Typical sizes of the features, which bring them to one scale.
+SCALE = (1.0, 100.0, 10_000.0, 10.0)
+MANY = 1_000_000_000
+TRUST = 1e-3  # of the first idea of what a token costs, against measured steps of weight 1
+
+Row = list[float]
+
+
+@dataclass(slots=True)
+class Memory:
+    """Weighted sums over the steps of one kind: of x x^T and of x, for relative errors (x divided by the seconds)."""
+
+    squares: list[Row] = field(default_factory=lambda: [[0.0] * SIZE for _ in range(SIZE)])
+    sums: Row = field(default_factory=lambda: [0.0] * SIZE)
+
+    def add(self, x: Row) -> None:
+        for i in range(SIZE):
+            row = self.squares[i]
+            for j in range(SIZE):
+                row[j] = row[j] * FORGET + x[i] * x[j]
+            self.sums[i] = self.sums[i] * FORGET + x[i]
+
+
+class Cost:
+    """The model. It starts from one measured step, taken as if its time was all for tokens: too slow rather than too fast."""
+
+    def __init__(self, sample_tokens: int = 0, sample_seconds: float = 0.0) -> None:
+        self._kinds = {True: Memory(), False: Memory()}
+        self._prior = sample_seconds / sample_tokens if sample_tokens and sample_seconds > 0 else 1e-3
+        self._fitted: Row | None = None  # by unit of the features; None: to be computed
+
+    def observe(self, tokens: int, keys: int, rows: int, seconds: float, prompts: bool) -> None:
+        """A step took so long. `prompts`: it computed some."""
+        if tokens > 0 and seconds > 0:
+            x = [value / scale / seconds for value, scale in zip((1.0, tokens, keys, rows), SCALE, strict=True)]
+            self._kinds[prompts].add(x)
+            self._fitted = None
+
+    def predict(self, tokens: float, keys: float, rows: float) -> float:
+        """Seconds of a step."""
+        a, b, c, d = self._coefficients()
+        return a + b * tokens + c * keys + d * rows
+
+    def tokens_within(self, seconds: float, position: int) -> int:
+        """How many tokens of a prompt, of which `position` tokens are computed, can be added to a step for so much time."""
+        _, b, c, _ = self._coefficients()
+        linear, square = b + c * position, c / 2  # token i of them sees position + i keys
+        if seconds <= 0:
+            return 0
+        if square * seconds <= 1e-9 * linear * linear:  # keys cost next to nothing: the root below would cancel
+            return int(min(seconds / linear, MANY)) if linear > 0 else MANY
+        return int((math.sqrt(linear * linear + 4 * square * seconds) - linear) / (2 * square))
+
+    def _coefficients(self) -> Row:
+        if self._fitted is None:
+            self._fitted = self._fit()
+        return self._fitted
+
+    def _fit(self) -> Row:
+        first, second = self._kinds[True], self._kinds[False]
+        squares = [[p + q for p, q in zip(*rows, strict=True)] for rows in zip(first.squares, second.squares, strict=True)]
+        sums = [p + q for p, q in zip(first.sums, second.sums, strict=True)]
+        prior = self._prior * SCALE[1]
+        squares[1][1] += TRUST / prior**2
+        sums[1] += TRUST / prior
+        for i in range(SIZE):
+            squares[i][i] += 1e-9 * (squares[i][i] + 1.0)
+        solution = nonnegative(squares, sums)
+        return [value / scale for value, scale in zip(solution, SCALE, strict=True)]
+
+
+def nonnegative(squares: list[Row], sums: Row) -> Row:
+    """The x >= 0 that solves squares x = sums as well as can be: what is most negative is left out, and the rest solved again."""
+    used = list(range(len(sums)))
+    while used:
+        values = solve([[squares[i][j] for j in used] for i in used], [sums[i] for i in used])
+        worst = min(values)
+        if worst >= 0:
+            result = [0.0] * len(sums)
+            for i, value in zip(used, values, strict=True):
+                result[i] = value
+            return result
+        del used[values.index(worst)]
+    return [0.0] * len(sums)
+
+
+def solve(matrix: list[Row], right: Row) -> Row:
+    """Gaussian elimination with pivots. `matrix` is symmetric and positive definite."""
+    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
+    size = len(rows)
+    for column in range(size):
+        pivot = max(range(column, size), key=lambda i: abs(rows[i][column]))
+        rows[column], rows[pivot] = rows[pivot], rows[column]
+        for i in range(column + 1, size):
+            factor = rows[i][column] / rows[column][column]
+            for j in range(column, size + 1):
+                rows[i][j] -= factor * rows[column][j]
+    values = [0.0] * size
+    for i in reversed(range(size)):
+        values[i] = (rows[i][size] - sum(rows[i][j] * values[j] for j in range(i + 1, size))) / rows[i][i]
+    return values

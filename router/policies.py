@@ -1,0 +1,120 @@
+"""How many tokens of prompts the next step may take, and when those that wait may join. Pure; a new policy is a new class here.
+
+Mixed   Prompts ride with decodes, as many tokens as keep the step within a time: streams never stall. The default.
+Pause   Decodes pause while whole prompts are computed, as text-generation-inference does without chunks: more tokens a
+        second for prompts, at the price of gaps in streams.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+from .cost import Cost
+
+LEAST_TARGET = 0.05  # seconds; a step that is faster than this is fast enough for any reader
+DECODE_SHARE = 2.0  # without a target, a step with prompts may take so many times what its decodes alone take
+PROMPT_SHARE = 0.25  # of what decodes alone take: so much time prompts get even where the target leaves less
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a policy sees of the scheduler: integers."""
+
+    decodes: int  # sequences that decode in the next step
+    keys: int  # that their tokens will see, all together
+    sequences: int  # admitted, those of prompts in progress included
+    prompts: int  # in progress
+    position: int  # of the oldest prompt in progress: its tokens that are computed
+    waiting: int  # jobs that wait
+    steps: int  # since one computed a prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a step was, and how long it took."""
+
+    tokens: int  # query tokens, of prompts and decodes
+    keys: int  # that they saw, summed
+    rows: int  # that were sampled
+    seconds: float
+    prompts: bool  # it computed some
+
+
+class Policy(Protocol):
+    """One instance for one scheduler."""
+
+    mixes: bool  # decodes ride in the steps that compute prompts
+
+    def room(self, now: Standing) -> int:
+        """Most tokens of prompts in the next step, at least 1."""
+
+    def admits(self, now: Standing) -> bool:
+        """Whether jobs that wait may join the next step, if there is room and memory."""
+
+    def learn(self, step: Measured) -> None:
+        """A step was answered."""
+
+
+def prompt_share(step_tokens: int) -> int:
+    """Tokens that prompts get in every step, however many sequences decode."""
+    return max(1, step_tokens // 8)
+
+
+def largest_step(step_tokens: int, sequences: int) -> int:
+    """Most query tokens that a step with at most so many sequences can have."""
+    return max(step_tokens, sequences + prompt_share(step_tokens))
+
+
+class Mixed:
+    """See the module. `target`: seconds that a step with decodes may take; 0: by what decodes alone take."""
+
+    mixes = True
+
+    def __init__(self, step_tokens: int, cost: Cost | None = None, target: float = 0.0) -> None:
+        self._step_tokens = step_tokens
+        self._target = target
+        self.cost = cost  # None: time does not matter, only tokens do
+
+    def room(self, now: Standing) -> int:
+        """What the step's tokens and, while anybody decodes, its time leave."""
+        room = max(self._step_tokens - now.sequences, prompt_share(self._step_tokens))
+        if self.cost is None or not now.decodes:
+            return room
+        alone = self.cost.predict(now.decodes, now.keys, now.decodes)
+        target = self._target or max(LEAST_TARGET, DECODE_SHARE * alone)
+        seconds = max(target - alone, PROMPT_SHARE * alone)
+        return max(1, min(room, self.cost.tokens_within(seconds, now.position)))
+
+    def admits(self, now: Standing) -> bool:
+        """Always."""
+        return True
+
+    def learn(self, step: Measured) -> None:
+        """Fits the model of cost."""
+        if self.cost is not None:
+            self.cost.observe(step.tokens, step.keys, step.rows, step.seconds, step.prompts)
+
+
+class Pause:
+    """See the module. The two bounds are TGI's: --waiting-served-ratio and --max-waiting-tokens."""
+
+    mixes = False
+
+    def __init__(self, step_tokens: int, waiting_served_ratio: float = 0.3, waiting_tokens: int = 20) -> None:
+        self._step_tokens = step_tokens
+        self._ratio = waiting_served_ratio
+        self._waiting_tokens = waiting_tokens
+
+    def room(self, now: Standing) -> int:
+        """Everything: nobody rides along."""
+        return self._step_tokens
+
+    def admits(self, now: Standing) -> bool:
+        """When nothing decodes; else when enough wait, or have waited long enough, and the prompts before them are through."""
+        if now.prompts:
+            return False
+        due = now.steps >= self._waiting_tokens or now.waiting >= math.floor(now.decodes * self._ratio)
+        return not now.decodes or due
+
+    def learn(self, step: Measured) -> None:
+        """Nothing to learn."""

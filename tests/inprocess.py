@@ -1,0 +1,144 @@
+"""The router's batcher over a real shard in the same process: real model, real pages, real scheduler; no HTTP, no gRPC.
+
+For tests of what needs all of these together and many runs of it.
+"""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+from penstock.proto import shard_pb2
+from penstock.router import batcher as batcher_module
+from penstock.router.batcher import Batcher
+from penstock.router.config import RouterConfig
+from penstock.router.metrics import Metrics
+from penstock.router.policies import Policy
+from penstock.router.request import Request, Token
+from penstock.router.scheduler import Action, Bounds, Scheduler
+from penstock.router.text import Tokenizer
+from penstock.shard.config import ShardConfig
+from penstock.shard.loading import load
+from penstock.shard.relay import Sender
+from penstock.shard.service import Service
+
+DEMO = Path(__file__).parents[1] / "demo" / "model"
+METHODS = {"prefill": "Prefill", "decode": "Decode", "filter": "Filter", "concat": "Concat", "clear_cache": "ClearCache"}
+
+
+class NoCall:
+    """Stands for the gRPC call of a command that needs none."""
+
+    def abort(self, code: object, details: str) -> None:
+        raise AssertionError(details)
+
+
+class InProcess:
+    """`router.shards.Shards` without processes: commands run one after the other on a thread."""
+
+    def __init__(self, service: Service) -> None:
+        self.stage = "ready"
+        self.steps = 0
+        self._service = service
+        self._thread = ThreadPoolExecutor(1)
+
+    @property
+    def info(self) -> shard_pb2.InfoReply:
+        return self._service.Info(shard_pb2.InfoRequest(), NoCall())
+
+    async def connect(self) -> None:
+        pass
+
+    async def warm_up(self, request: shard_pb2.WarmupRequest) -> shard_pb2.WarmupReply:
+        return self._service.Warmup(request, NoCall())
+
+    def execute(self, command: shard_pb2.Command) -> "asyncio.Future[shard_pb2.Reply]":
+        self.steps += 1
+        kind = command.WhichOneof("kind")
+        request = getattr(command, kind)
+        request.step = self.steps
+        return asyncio.get_running_loop().run_in_executor(self._thread, self._run, kind, request)
+
+    def _run(self, kind: str, request: Any) -> shard_pb2.Reply:
+        reply = getattr(self._service, METHODS[kind])(request, NoCall())
+        return shard_pb2.Reply(**{"step" if kind in ("prefill", "decode") else kind: reply})
+
+    async def close(self) -> None:
+        self._thread.shutdown()
+
+
+class Restless(Scheduler):
+    """Pauses jobs when nothing asks for it, until each was paused `times` times."""
+
+    times = 2
+
+    def __init__(self, bounds: Bounds, policy: Policy) -> None:
+        super().__init__(bounds, policy)
+        self.pauses: Counter[int] = Counter()
+        self._chance = random.Random(1)
+
+    def next(self) -> Action | None:
+        idle = not self._filters and not self._dropped and not self._ended
+        tired = [job for job in self._running.values() if self.pauses[job.uid] < self.times]
+        if idle and tired and self._chance.random() < 0.6:
+            victims = self._chance.sample(tired, self._chance.randint(1, len(tired)))
+            self.pauses.update(job.uid for job in victims)
+            return self._take_back(victims)
+        return super().next()
+
+
+def run(
+    test: Callable[[Batcher], Awaitable[Any]],
+    *,
+    folder: Path = DEMO,
+    scheduler: type[Scheduler] = Scheduler,
+    shard: dict[str, Any] | None = None,
+    router: dict[str, Any] | None = None,
+) -> Any:
+    """What `test` returns, given a batcher that has started. Afterwards every page must be free."""
+
+    async def main() -> Any:
+        settings = ShardConfig(folder=str(folder), model="test", **(shard or {}))
+        service = Service(settings, lambda code: None)
+        service.start(load(settings, lambda stage: None), Sender.__new__(Sender))
+        batcher_module.Scheduler, kept = scheduler, batcher_module.Scheduler  # type: ignore[misc]
+        try:
+            batcher = Batcher(
+                RouterConfig(folder=str(folder), model="test", **(router or {})), Tokenizer(folder), InProcess(service), Metrics()
+            )
+            async with asyncio.timeout(120):
+                await batcher.start()
+                result = await test(batcher)
+                while value(batcher, "penstock_pages_free") < value(batcher, "penstock_pages_total"):  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
+                await batcher.close()
+        finally:
+            batcher_module.Scheduler = kept  # type: ignore[misc]
+        return result
+
+    return asyncio.run(main())
+
+
+def value(batcher: Batcher, name: str) -> float:
+    """A metric."""
+    lines = batcher._metrics.render().decode().splitlines()
+    return float(next(line.rsplit(" ", 1)[1] for line in lines if line.startswith(name + " ")))
+
+
+async def tokens(batcher: Batcher, request: Request) -> list[list[int]]:
+    """Ids of each choice."""
+    answers: list[list[int]] = [[] for _ in range(request.choices)]
+    async with aclosing(batcher.submit(request)) as items:
+        async for item in items:
+            if isinstance(item, Token):
+                answers[item.choice].append(item.id)
+    return answers
+
+
+async def together(batcher: Batcher, requests: Sequence[Request]) -> list[list[list[int]]]:
+    """All at once."""
+    return await asyncio.gather(*(tokens(batcher, request) for request in requests))

@@ -1,0 +1,100 @@
+"""The model of what a step costs: it finds a machine's numbers, forgets what has changed, and starts careful."""
+
+import random
+
+import pytest
+
+from penstock.router.cost import Cost, nonnegative, solve
+
+
+def seconds(tokens: int, keys: int, rows: int) -> float:
+    """A machine: 2 ms a step, 0.1 ms a token, 1 ms per 10,000 keys, 0.05 ms a row."""
+    return 0.002 + tokens * 1e-4 + keys * 1e-7 + rows * 5e-5
+
+
+def step(chance: random.Random) -> tuple[int, int, int, bool]:
+    """Tokens, keys, rows, whether it has prompts."""
+    decodes = chance.randint(0, 32)
+    prompt = chance.choice((0, chance.randint(1, 512))) if decodes else chance.randint(1, 512)
+    keys = decodes * chance.randint(1, 1000) + prompt * chance.randint(1, 2000)
+    return decodes + prompt, keys, decodes + (prompt > 0), prompt > 0
+
+
+def taught(steps: int, noise: float = 0.0, slower: float = 1.0, cost: Cost | None = None) -> Cost:
+    cost = cost or Cost(64, 0.05)
+    chance = random.Random(steps)
+    for _ in range(steps):
+        tokens, keys, rows, prompts = step(chance)
+        measured = slower * seconds(tokens, keys, rows) * chance.uniform(1 - noise, 1 + noise)
+        cost.observe(tokens, keys, rows, measured, prompts)
+    return cost
+
+
+@pytest.mark.parametrize(("noise", "error"), [(0.0, 0.01), (0.3, 0.25)])
+def test_it_predicts_steps_that_it_has_not_seen(noise: float, error: float) -> None:
+    cost = taught(300, noise)
+    chance = random.Random(7)
+    for _ in range(50):
+        tokens, keys, rows, _ = step(chance)
+        assert cost.predict(tokens, keys, rows) == pytest.approx(seconds(tokens, keys, rows), rel=error)
+
+
+def test_a_machine_that_becomes_slower_is_noticed() -> None:
+    cost = taught(600, slower=3.0, cost=taught(300))
+    assert cost.predict(100, 10_000, 10) == pytest.approx(3 * seconds(100, 10_000, 10), rel=0.05)
+
+
+def test_plain_decoding_does_not_wash_out_what_prompts_cost() -> None:
+    cost = taught(300)
+    for _ in range(100_000):
+        cost.observe(8, 8 * 500, 8, seconds(8, 8 * 500, 8), prompts=False)
+    assert cost.predict(300, 100_000, 9) == pytest.approx(seconds(300, 100_000, 9), rel=0.05)
+
+
+def test_before_anything_was_measured_a_token_costs_what_the_sample_took() -> None:
+    cost = Cost(64, 0.64)
+    assert cost.predict(10, 0, 0) == pytest.approx(0.1, rel=0.01)
+    assert cost.tokens_within(0.1, 0) in (9, 10)
+    assert Cost().tokens_within(0.05, 0) > 0
+
+
+def test_it_stays_careful_while_it_has_seen_decodes_only() -> None:
+    cost = Cost(64, 0.64)  # 10 ms a token
+    for _ in range(100):
+        cost.observe(4, 400, 4, 0.050, prompts=False)
+    assert cost.predict(4, 400, 4) == pytest.approx(0.05, rel=0.05)
+    assert 1 <= cost.tokens_within(0.05, 0) <= 8
+
+
+@pytest.mark.parametrize("position", [0, 100, 5000])
+@pytest.mark.parametrize("time", [0.0, 0.001, 0.05, 1.0])
+def test_as_many_tokens_fit_into_a_time_as_are_predicted_to_fill_it(position: int, time: float) -> None:
+    cost = taught(300)
+    count = cost.tokens_within(time, position)
+
+    def longer(tokens: int) -> float:
+        keys = tokens * position + tokens * tokens / 2
+        return cost.predict(8 + tokens, 800 + keys, 8) - cost.predict(8, 800, 8)
+
+    assert longer(count) <= time + 1e-9
+    assert longer(count + 2) > time
+
+
+def test_nothing_costs_less_than_nothing() -> None:
+    chance = random.Random(1)
+    for _ in range(200):
+        vectors = [[chance.uniform(0, 1) for _ in range(4)] for _ in range(6)]
+        squares = [[sum(v[i] * v[j] for v in vectors) + (i == j) * 1e-9 for j in range(4)] for i in range(4)]
+        sums = [sum(v[i] * chance.uniform(-1, 1) for v in vectors) for i in range(4)]
+        assert min(nonnegative(squares, sums)) >= 0
+
+
+def test_equations_are_solved() -> None:
+    assert solve([[4.0, 1.0], [1.0, 3.0]], [1.0, 2.0]) == pytest.approx([1 / 11, 7 / 11])
+
+
+def test_a_machine_on_which_tokens_cost_nothing_takes_any_number_of_them() -> None:
+    cost = Cost(64, 0.064)
+    for tokens in range(1, 400):
+        cost.observe(tokens, 0, 0, 0.01, prompts=tokens % 2 > 0)
+    assert cost.tokens_within(0.1, 0) > 1000

@@ -1,0 +1,66 @@
+"""How much of a step prompts get: by tokens, by time, and as text-generation-inference decides it."""
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.router.cost import Cost
+from penstock.router.policies import Measured, Mixed, Pause, Standing, largest_step, prompt_share
+
+NOBODY = Standing(decodes=0, keys=0, sequences=0, prompts=0, position=0, waiting=1, steps=100)
+
+
+def busy(**changes: int) -> Standing:
+    return replace(NOBODY, decodes=10, keys=1000, sequences=10, **changes)
+
+
+def measured(tokens: int, seconds: float, prompts: bool = True) -> Measured:
+    return Measured(tokens=tokens, keys=0, rows=0, seconds=seconds, prompts=prompts)
+
+
+def mixed(target: float = 0.0, token: float = 1e-3) -> Mixed:
+    """On a machine that takes so many seconds for a token and nothing for anything else."""
+    policy = Mixed(512, Cost(64, 64 * token), target)
+    for tokens in (1, 10, 50, 200, 500):
+        policy.learn(measured(tokens, tokens * token))
+    return policy
+
+
+def test_decodes_take_their_tokens_of_the_budget_first() -> None:
+    assert Mixed(100).room(NOBODY) == 100
+    assert Mixed(100).room(busy()) == 90
+    assert Mixed(100).room(replace(busy(), sequences=98)) == prompt_share(100) == 12
+    assert largest_step(100, 98) == 110
+
+
+def test_a_step_with_decodes_stays_within_the_target() -> None:
+    assert mixed(0.2).room(busy()) == pytest.approx(190, abs=2)
+    assert mixed(0.2).room(NOBODY) == 512, "nobody waits for a token"
+
+
+def test_without_a_target_prompts_take_as_much_time_as_decodes_but_fast_machines_are_not_slowed() -> None:
+    assert mixed(token=0.02).room(busy()) == pytest.approx(10, abs=1)
+    assert mixed(token=1e-3).room(busy()) == pytest.approx(40, abs=2)
+
+
+def test_prompts_get_something_even_if_decodes_alone_miss_the_target() -> None:
+    assert mixed(0.001, token=0.01).room(busy()) in (2, 3)
+    assert mixed(0.001, token=0.01).room(replace(NOBODY, decodes=1)) == 1
+
+
+def test_longer_contexts_take_more_time_so_fewer_tokens_fit() -> None:
+    policy = Mixed(4096, Cost(64, 0.064), 0.2)
+    for tokens, keys in ((10, 1000), (100, 500_000), (300, 100_000), (50, 0), (200, 2_000_000)):
+        policy.learn(Measured(tokens=tokens, keys=keys, rows=0, seconds=tokens * 1e-4 + keys * 1e-7, prompts=True))
+    near, far = (policy.room(replace(busy(), position=position)) for position in (0, 20_000))
+    assert far < near / 3
+
+
+def test_decoding_pauses_when_enough_wait_or_have_waited_long_enough() -> None:
+    policy = Pause(64, waiting_served_ratio=0.3, waiting_tokens=20)
+    assert policy.room(busy()) == 64
+    assert policy.admits(NOBODY)
+    assert not policy.admits(busy(waiting=2, steps=19))
+    assert policy.admits(replace(busy(steps=1), waiting=3))
+    assert policy.admits(replace(busy(steps=20), waiting=1))
+    assert not policy.admits(replace(busy(steps=20), waiting=9, prompts=1)), "whole prompts first"

@@ -1,0 +1,125 @@
+"""Pausing, prefix caching, chunks and lookahead change no token: a real model under schedulers from calm to frantic."""
+
+import asyncio
+import random
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from penstock.router.batcher import Batcher
+from penstock.router.request import Request, Sampling, Token
+from penstock.router.text import Tokenizer
+from penstock.tests.inprocess import DEMO, Restless, run, together, tokens, value
+
+SYSTEM = "You are a friendly teller of little stories. "
+TEXTS = ["Tell me a story about a cat.", "How much is 12 plus 7?", "Tell me a story.", "Give me a record of a dog as JSON."]
+
+
+def requests() -> list[Request]:
+    """Greedy and seeded, one answer and four, with and without a common beginning."""
+    tokenizer = Tokenizer(DEMO)
+    made = []
+    for number in range(12):
+        text = SYSTEM * (number % 3) + TEXTS[number % len(TEXTS)] + " " * (number % 2)
+        sampling = Sampling(temperature=0.9, top_p=0.95, seed=number) if number % 2 else Sampling()
+        made.append(
+            Request(
+                prompt=tuple(tokenizer.encode(text)),
+                max_new_tokens=20 + 3 * number,
+                sampling=sampling,
+                choices=4 if number % 4 == 1 else 1,
+            )
+        )
+    return made
+
+
+def most_pages(request: Request, page_size: int) -> int:
+    shared = len(request.prompt) // page_size
+    total = -(-(len(request.prompt) + request.max_new_tokens - 1) // page_size)
+    return shared + request.choices * (total - shared)
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[list[list[int]]]:
+    """Each request by itself, in an ample pool, its prompt in one piece."""
+
+    async def test(batcher: Batcher) -> list[list[list[int]]]:
+        return [await tokens(batcher, request) for request in requests()]
+
+    return run(test, shard={"kv_pages": 400, "prefix_caching": False})
+
+
+SETTINGS = [
+    {"page_size": 16, "prefix_caching": True, "step": 512},
+    {"page_size": 16, "prefix_caching": False, "step": 7},
+    {"page_size": 4, "prefix_caching": True, "step": 16},
+    {"page_size": 1, "prefix_caching": False, "step": 64},
+    {"page_size": 1, "prefix_caching": True, "step": 33},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_a_pool_in_which_everybody_is_paused_twice_changes_no_token(alone: list[list[list[int]]], settings: dict[str, Any]) -> None:
+    asked = requests()
+    page_size = settings["page_size"]
+    pages = max(most_pages(request, page_size) for request in asked) + 1  # room for little more than the largest of them
+
+    async def test(batcher: Batcher) -> tuple[list[list[list[int]]], int]:
+        found = await together(batcher, asked)
+        assert isinstance(batcher._scheduler, Restless)
+        assert value(batcher, "penstock_restored_tokens_total") > 0
+        return found, min(batcher._scheduler.pauses[uid] for uid in range(1, len(asked) + 1))
+
+    found, pauses = run(
+        test,
+        scheduler=Restless,
+        shard={"kv_pages": pages, "page_size": page_size, "prefix_caching": settings["prefix_caching"]},
+        router={"max_batch_prefill_tokens": settings["step"]},
+    )
+    assert pauses >= 2
+    assert found == alone
+
+
+def test_a_pool_for_one_request_serves_many(alone: list[list[list[int]]]) -> None:
+    asked = requests()
+    pages = max(most_pages(request, 16) for request in asked)
+
+    async def test(batcher: Batcher) -> list[list[list[int]]]:
+        return await together(batcher, asked)
+
+    assert run(test, shard={"kv_pages": pages}) == alone
+
+
+def test_aborts_at_random_steps_leave_the_others_alone(alone: list[list[list[int]]]) -> None:
+    asked = requests()
+    chance = random.Random(3)
+
+    async def impatient(batcher: Batcher, request: Request) -> None:
+        await asyncio.sleep(chance.random() / 10)
+        left = chance.randint(0, 15)
+        async with aclosing(batcher.submit(request)) as items:
+            async for item in items:
+                left -= isinstance(item, Token)
+                if left < 0:
+                    break
+
+    async def test(batcher: Batcher) -> list[list[list[int]]]:
+        noise = [asyncio.create_task(impatient(batcher, chance.choice(asked))) for _ in range(30)]
+        found = await together(batcher, asked)
+        await asyncio.gather(*noise)
+        return found
+
+    found = run(test, scheduler=Restless, shard={"kv_pages": 60, "page_size": 8}, router={"max_batch_prefill_tokens": 24})
+    assert found == alone
+
+
+def test_one_step_of_lookahead_changes_no_token(alone: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop of tests above looks ahead; here it does not."""
+    send = Batcher._send
+    monkeypatch.setattr(Batcher, "_send", lambda self, scheduler, underway, steps: send(self, scheduler, underway, 1))
+
+    async def test(batcher: Batcher) -> list[list[list[int]]]:
+        return await together(batcher, requests())
+
+    assert run(test) == alone

@@ -1,0 +1,86 @@
+"""What is computed once is not computed again: counted in tokens, over a real model, scheduler and pool."""
+
+import random
+
+import pytest
+
+from penstock.router.batcher import Batcher
+from penstock.router.request import Request, Sampling
+from penstock.tests.inprocess import run, together, tokens, value
+
+PAGE = 16
+
+
+def prompt(length: int, seed: int = 1) -> tuple[int, ...]:
+    chance = random.Random(seed)
+    return tuple(chance.randrange(10, 1000) for _ in range(length))
+
+
+def computed(batcher: Batcher) -> float:
+    return value(batcher, "penstock_prompt_tokens_total")
+
+
+@pytest.mark.parametrize(("step", "most"), [(512, 1.1), (4096, 1.1), (64, 1.3)])
+def test_a_hundred_identical_prompts_at_once_are_computed_about_once(step: int, most: float) -> None:
+    """Small chunks end inside pages, which the next in line then computes, too."""
+    requests = [Request(prompt=prompt(500), max_new_tokens=2) for _ in range(100)]
+
+    async def test(batcher: Batcher) -> tuple[float, list[list[list[int]]]]:
+        answers = await together(batcher, requests)
+        return computed(batcher), answers
+
+    count, answers = run(test, shard={"kv_pages": 2000}, router={"max_batch_prefill_tokens": step})
+    partial = 99 * (500 % PAGE)  # the last page of each is not full, so it is its own
+    assert count <= most * 500 + partial
+    assert answers.count(answers[0]) == 100
+
+
+def test_without_caching_each_is_computed() -> None:
+    requests = [Request(prompt=prompt(100), max_new_tokens=2) for _ in range(5)]
+
+    async def test(batcher: Batcher) -> float:
+        await together(batcher, requests)
+        return computed(batcher)
+
+    assert run(test, shard={"kv_pages": 2000, "prefix_caching": False}) == 500
+
+
+def test_a_second_turn_recomputes_less_than_a_page_of_what_was_seen() -> None:
+    async def test(batcher: Batcher) -> None:
+        seen = prompt(333)
+        for turn in range(4):
+            (answer,) = await tokens(
+                batcher, Request(prompt=seen, max_new_tokens=41, sampling=Sampling(temperature=1.0, seed=turn))
+            )
+            new = prompt(57, seed=turn + 5)
+            before = computed(batcher)
+            following = (*seen, *answer, *new)
+            await tokens(batcher, Request(prompt=following, max_new_tokens=1))
+            assert computed(batcher) - before < len(new) + PAGE
+            seen = following
+
+    run(test, shard={"kv_pages": 2000})
+
+
+def test_the_least_recently_used_prefixes_make_room() -> None:
+    async def test(batcher: Batcher) -> None:
+        first, second, third = (Request(prompt=prompt(160, seed), max_new_tokens=1) for seed in (1, 2, 3))
+        for request in (first, second, first, third):  # room for two of them
+            await tokens(batcher, request)
+        before = computed(batcher)
+        await tokens(batcher, first)
+        assert computed(batcher) - before == PAGE, "it was used after the second: only the page of its last token is computed"
+        await tokens(batcher, second)
+        assert computed(batcher) - before == PAGE + 160
+
+    run(test, shard={"kv_pages": 21})
+
+
+def test_choices_share_the_pages_of_their_prompt() -> None:
+    async def test(batcher: Batcher) -> None:
+        request = Request(prompt=prompt(160), max_new_tokens=16, choices=8, sampling=Sampling(temperature=1.0, seed=2))
+        answers = await tokens(batcher, request)
+        assert len({tuple(answer) for answer in answers}) > 4
+        assert computed(batcher) == 160
+
+    run(test, shard={"kv_pages": 10 + 8})  # 80 + 8 pages if they did not
