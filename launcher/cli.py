@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -47,6 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str], environment: Mapping[str, str]) -> int:
+    if arguments[:1] == ["simulate"]:
+        return subprocess.run([sys.executable, "-P", "-m", "penstock.simulator", *arguments[1:]], check=False).returncode
     commands: dict[str, Callable[[Options, Mapping[str, str]], int]] = {"serve": _serve, "plan": _plan}
     top, parsers = _parsers()
     if not arguments:
@@ -69,9 +72,10 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
         epilog="penstock serve               serves the small model that comes with it\n"
         "penstock serve FOLDER|ID     serves a model of a folder, or of the Hugging Face hub\n"
         "penstock plan FOLDER|ID      shows how it would run: ranks, memory, capacity\n"
+        "penstock simulate --help     plays traffic against the scheduler alone, thousands of requests a second\n"
         "penstock serve --help        lists every flag",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="penstock [-h] [--version] {serve,plan} [MODEL] [FLAG ...]",
+        usage="penstock [-h] [--version] {serve,plan,simulate} [MODEL] [FLAG ...]",
     )
     top.add_argument("--version", action="version", version=f"penstock {importlib.metadata.version('penstock')}")
     described = {
@@ -110,8 +114,9 @@ def _serve(asked: Options, environment: Mapping[str, str]) -> int:
     console.say(f"{name} on {planned.device}, {planned.dtype}, ranks: {planned.ranks}, threads of each: {planned.threads}")
     if text != folder:
         console.say(f"{folder} has no tokenizer.json: the embedded demo model's tokenizer stands in")
-    if idle := [options.flag(option) for option in options.IDLE if getattr(asked, option) is not None]:
-        console.say(f"no effect, as decoding is never paused for prefill: {', '.join(idle)}")
+    idle = [options.flag(option) for option in options.PAUSING if getattr(asked, option) is not None]
+    if idle and asked.prefill_policy != "pause":
+        console.say(f"no effect without --prefill-policy pause: {', '.join(idle)}")
     with ExitStack() as stack:
         private = stack.enter_context(rundir.private())
         names = [*(str(rank) for rank in range(planned.ranks)), "relay"]
@@ -162,7 +167,8 @@ def router_config(asked: Options, name: str, folder: Path, sockets: Sequence[str
     """Options and settings that bear the same name are the same."""
     fields = {field.name for field in dataclasses.fields(RouterConfig)} & set(options.FIELDS)
     given = {field: value for field in fields if (value := getattr(asked, field)) is not None}
-    return RouterConfig(folder=str(folder), model=name, shards=tuple(sockets), **given)
+    keys = tuple(key for part in asked.api_key.split(",") if (key := part.strip()))
+    return RouterConfig(folder=str(folder), model=name, shards=tuple(sockets), api_keys=keys, **given)
 
 
 def shard_configs(asked: Options, name: str, planned: Plan, sockets: Sequence[str], relay: str) -> list[ShardConfig]:
@@ -178,7 +184,8 @@ def shard_configs(asked: Options, name: str, planned: Plan, sockets: Sequence[st
             dtype=planned.dtype,
             load_format=asked.load_format,
             page_size=asked.page_size,
-            kv_pages=asked.kv_pages,
+            kv_pages=asked.pool_pages,
+            prefix_caching=asked.prefix_caching == "on",
             memory_fraction=asked.cuda_memory_fraction,
             threads=planned.threads,
             socket=sockets[rank],

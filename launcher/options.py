@@ -67,6 +67,14 @@ def seconds(text: str) -> float:
     return value
 
 
+def milliseconds(text: str) -> float:
+    """In seconds."""
+    value = number(text)
+    if not 0 < value < float("inf"):
+        raise ValueError("a number of milliseconds above 0 is needed")
+    return value / 1000
+
+
 def boolean(text: str) -> bool:
     values = {"true": True, "1": True, "false": False, "0": False}
     if text.lower() not in values:
@@ -136,7 +144,7 @@ class Options:
         default=ROUTER.max_total_tokens,
         kind=count,
     )
-    max_best_of: int = option(REQUESTS, "largest best_of; above 1 is not there yet", default=ROUTER.max_best_of, kind=count)
+    max_best_of: int = option(REQUESTS, "most answers to one prompt (best_of, n)", default=ROUTER.max_best_of, kind=count)
     max_stop_sequences: int = option(REQUESTS, "most stop strings", default=ROUTER.max_stop_sequences, kind=count)
     max_top_n_tokens: int = option(REQUESTS, "most alternatives per token", default=ROUTER.max_top_n_tokens, kind=count)
     max_client_batch_size: int = option(
@@ -155,18 +163,45 @@ class Options:
     )
     max_batch_total_tokens: int = option(
         BATCHING,
-        "most tokens that running requests may hold together (default: the pool's capacity)",
-        default=ROUTER.max_batch_total_tokens,
+        "size of the key/value pool in tokens; --kv-pages says the same in pages (default: what fits into memory)",
+        default=0,
         kind=count,
     )
     max_batch_size: int = option(
-        BATCHING, "most requests that run at once (default: no limit)", default=ROUTER.max_batch_size, kind=count
+        BATCHING,
+        "most sequences that run at once (default: as --max-concurrent-requests)",
+        default=ROUTER.max_batch_size,
+        kind=count,
+    )
+    prefill_policy: str = option(
+        BATCHING,
+        "mixed: prompts are computed in chunks beside running streams, which never stall; pause: streams pause for whole prompts",
+        default=ROUTER.prefill_policy,
+        choices=("mixed", "pause"),
+    )
+    itl_target: float = option(
+        BATCHING,
+        "mixed: most milliseconds between two tokens of a running stream (default: twice what decoding alone takes, at least 50)",
+        default=ROUTER.itl_target,
+        kind=milliseconds,
     )
     max_waiting_tokens: int | None = option(
-        BATCHING, "taken and of no effect: decoding is never paused for prefill", default=None, kind=count
+        BATCHING,
+        f"pause: decode steps after which waiting prompts are computed (default: {ROUTER.max_waiting_tokens})",
+        default=None,
+        kind=count,
     )
     waiting_served_ratio: float | None = option(
-        BATCHING, "taken and of no effect: decoding is never paused for prefill", default=None, kind=seconds
+        BATCHING,
+        f"pause: waiting per running request from which prompts are computed (default: {ROUTER.waiting_served_ratio})",
+        default=None,
+        kind=seconds,
+    )
+    prefix_caching: str = option(
+        BATCHING,
+        "on: keys and values of earlier prompts and answers are used again",
+        default="on" if SHARD.prefix_caching else "off",
+        choices=("on", "off"),
     )
     page_size: int = option(BATCHING, "tokens per page of the key/value pool", default=SHARD.page_size, kind=count)
     kv_pages: int = option(
@@ -202,7 +237,12 @@ class Options:
         kind=address,
     )
     port: int = option(HTTP, "port to listen on", default=ROUTER.port, kind=port, short="-p")
-    api_key: str = option(HTTP, "ask clients for `Authorization: Bearer KEY`; the environment keeps it out of `ps`", default="")
+    api_key: str = option(
+        HTTP,
+        "ask clients for `Authorization: Bearer KEY`; several with commas between them, which share the server fairly; the "
+        "environment keeps them out of `ps`",
+        default="",
+    )
     graceful_termination_timeout: float = option(
         HTTP,
         "seconds that running streams get after SIGTERM or Ctrl-C",
@@ -213,8 +253,13 @@ class Options:
     json_output: bool = option(HTTP, "log lines as JSON", default=ROUTER.json_output)
     env: bool = option(HTTP, "print versions and machine first, for a bug report", default=False, short="-e", environment=False)
 
+    @property
+    def pool_pages(self) -> int:
+        """Pages of the key/value pool, if the operator says how large it is, in one way or the other; else 0."""
+        return self.kv_pages or (max(1, self.max_batch_total_tokens // self.page_size) if self.max_batch_total_tokens else 0)
 
-IDLE = ("max_waiting_tokens", "waiting_served_ratio")  # settings that nothing reads: who sets one is told
+
+PAUSING = ("max_waiting_tokens", "waiting_served_ratio")  # settings that only --prefill-policy pause reads
 FIELDS = {field.name: field for field in dataclasses.fields(Options)}
 
 
@@ -236,7 +281,15 @@ class Formatter(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=36, width=118)
 
 
-METAVARS: dict[Any, str] = {count: "N", port: "PORT", fraction: "X", seconds: "X", boolean: "{true,false}", address: "ADDRESS"}
+METAVARS: dict[Any, str] = {
+    count: "N",
+    port: "PORT",
+    fraction: "X",
+    seconds: "X",
+    milliseconds: "MS",
+    boolean: "{true,false}",
+    address: "ADDRESS",
+}
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -289,8 +342,14 @@ def check(options: Options) -> Options:
             f"--max-input-tokens {options.max_input_tokens} must be below --max-total-tokens {options.max_total_tokens}: "
             "an answer has at least one token"
         )
-    if options.max_best_of > 1:
-        raise Mistake(f"--max-best-of {options.max_best_of}: several samples of a prompt are not there yet, only 1 is possible")
+    if options.kv_pages and options.max_batch_total_tokens:
+        raise Mistake("--kv-pages and --max-batch-total-tokens both say how large the pool is: set one of them")
+    if options.itl_target and options.prefill_policy == "pause":
+        raise Mistake("--itl-target is for --prefill-policy mixed: under pause, streams wait for whole prompts")
+    if options.max_batch_size and options.max_batch_size < options.max_best_of and options.max_best_of != ROUTER.max_best_of:
+        raise Mistake(
+            f"--max-best-of {options.max_best_of} answers could not run at once: raise --max-batch-size {options.max_batch_size}"
+        )
     if options.sharded is False and options.num_shard > 1:
         raise Mistake(f"--sharded false and --num-shard {options.num_shard} contradict each other: leave one out")
     if options.sharded and options.num_shard == 1:

@@ -63,14 +63,14 @@ def divide(options: Options, model: Checkpoint, machine: Machine) -> Plan:
     page = token * options.page_size
     # More pages than all requests together can fill would lie idle.
     longest = options.max_total_tokens or form.max_positions
-    together = min(options.max_batch_size or options.max_concurrent_requests, options.max_concurrent_requests)
+    together = options.max_batch_size or max(options.max_concurrent_requests, options.max_best_of)
     useful = together * -(-longest // options.page_size)
-    pages = options.kv_pages or min(useful, (usable - weights) // page)
+    pages = options.pool_pages or min(useful, (usable - weights) // page)
     if pages < 1 or weights + pages * page > usable:
-        asked = f"{options.kv_pages} pages" if options.kv_pages else "one page"
+        asked = f"{options.pool_pages} pages" if options.pool_pages else "one page"
         allowed = f"{size(usable)} may be used ({options.cuda_memory_fraction:.0%} of {size(total)})"
         raise Mistake(
-            f"weights take {size(weights)} and {asked} {size(page * max(1, options.kv_pages))} per rank, but {allowed}: "
+            f"weights take {size(weights)} and {asked} {size(page * max(1, options.pool_pages))} per rank, but {allowed}: "
             f"{_remedy(options, form, ranks, dtype)}"
         )
     return Plan(
@@ -117,8 +117,8 @@ def _dtype(options: Options, model: Checkpoint, device: str, machine: Machine) -
 
 
 def _remedy(options: Options, form: Shape, ranks: int, dtype: str) -> str:
-    if options.kv_pages:
-        return "lower --kv-pages"
+    if options.pool_pages:
+        return "lower --kv-pages" if options.kv_pages else "lower --max-batch-total-tokens"
     if ITEM_BYTES[dtype] > 2:
         return "free memory, or halve the weights with --dtype bfloat16"
     return "free memory, or take more ranks with --num-shard" if form.kv_heads > ranks else "free memory, or take a smaller model"

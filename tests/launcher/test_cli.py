@@ -122,9 +122,9 @@ def test_a_whole_life(model: Path, tmp_path: Path) -> None:
         assert environment["OMP_NUM_THREADS"] == "3"
     router = settings.load(RouterConfig, children[0][2])
     shards = sorted((settings.load(ShardConfig, child[2]) for child in children[1:]), key=lambda shard: shard.rank)
-    assert (router.api_key, router.port, router.folder) == ("secret!", port, str(hub.DEMO_FOLDER))
+    assert (router.api_keys, router.port, router.folder) == (("secret!",), port, str(hub.DEMO_FOLDER))
     assert "has no tokenizer.json: the embedded demo model's tokenizer stands in" in text
-    assert "no effect, as decoding is never paused for prefill: --max-waiting-tokens, --waiting-served-ratio" in text
+    assert "no effect without --prefill-policy pause: --max-waiting-tokens, --waiting-served-ratio" in text
     assert router.shards == tuple(shard.socket for shard in shards)
     assert [shard.rank for shard in shards] == [0, 1]
     assert len({shard.relay for shard in shards}) == 1
@@ -155,15 +155,29 @@ def test_a_port_in_use_is_noticed_before_anything_starts(model: Path) -> None:
 
 def test_options_reach_the_configs(tmp_path: Path) -> None:
     asked = Options(
-        max_total_tokens=100, api_key="k", page_size=4, kv_pages=9, cuda_memory_fraction=0.5, master_port=1234, json_output=True
+        max_total_tokens=100,
+        api_key="k, l,",
+        page_size=4,
+        kv_pages=9,
+        cuda_memory_fraction=0.5,
+        master_port=1234,
+        json_output=True,
+        itl_target=0.1,
+        prefill_policy="mixed",
+        prefix_caching="off",
     )
     router = cli.router_config(asked, "name", tmp_path, ["a", "b"])
-    assert (router.max_total_tokens, router.api_key, router.model, router.shards) == (100, "k", "name", ("a", "b"))
+    assert (router.max_total_tokens, router.api_keys, router.model, router.shards) == (100, ("k", "l"), "name", ("a", "b"))
+    assert (router.itl_target, router.prefill_policy) == (0.1, "mixed")
     model = checkpoint.Checkpoint(folder=tmp_path, config=CONFIG, dtype="float32", bytes=0, files=0)
     planned = plan.divide(asked, model, Machine(cores=2, memory=1 << 30, fast_bfloat16=False))
     [shard] = cli.shard_configs(asked, "name", planned, ["a"], "r")
     assert (shard.page_size, shard.kv_pages, shard.memory_fraction, shard.master_port) == (4, 9, 0.5, 1234)
     assert (shard.json_output, shard.relay, shard.socket, shard.model) == (True, "", "a", "name")
+    assert not shard.prefix_caching
+    assert Options(max_batch_total_tokens=100, page_size=16).pool_pages == 6
+    assert (Options(max_batch_total_tokens=3).pool_pages, Options(kv_pages=7).pool_pages, Options().pool_pages) == (1, 7, 0)
+    assert cli.router_config(Options(), "name", tmp_path, []).api_keys == ()
 
 
 def test_a_taken_master_port_is_avoided_unless_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,9 @@ def test_every_option_is_read_from_its_variable() -> None:
     for name, field in options.FIELDS.items():
         if name in ("env", "max_input_tokens"):  # ENV is others' word; the second needs a larger max_total_tokens
             continue
+        if name == "itl_target":
+            assert parse("", ITL_TARGET="40").itl_target == 0.04
+            continue
         choices = field.metadata["choices"]
         text = choices[-1] if choices else "127.0.0.1" if name == "hostname" else samples.get(field.metadata["kind"], "true")
         text = "true" if field.metadata["switch"] else text
@@ -88,7 +91,11 @@ def test_a_machine_name_in_hostname_is_no_setting() -> None:
         ("--max-input-tokens 5 --max-input-length 5", {}, "--max-input-tokens and --max-input-length mean the same"),
         ("", {"MAX_INPUT_TOKENS": "5", "MAX_INPUT_LENGTH": "5"}, "MAX_INPUT_TOKENS and MAX_INPUT_LENGTH mean the same"),
         ("--max-input-tokens 5 --max-total-tokens 5", {}, "--max-input-tokens 5 must be below --max-total-tokens 5"),
-        ("--max-best-of 2", {}, "--max-best-of 2: several samples of a prompt are not there yet"),
+        ("--max-best-of 8 --max-batch-size 4", {}, "--max-best-of 8 answers could not run at once: raise --max-batch-size 4"),
+        ("--kv-pages 8 --max-batch-total-tokens 64", {}, "both say how large the pool is: set one of them"),
+        ("--itl-target 0", {}, "--itl-target=0: a number of milliseconds above 0 is needed"),
+        ("--itl-target 20 --prefill-policy pause", {}, "--itl-target is for --prefill-policy mixed"),
+        ("--prefix-caching maybe", {}, "--prefix-caching=maybe: one of on, off is needed"),
         ("--sharded false --num-shard 2", {}, "contradict each other"),
         ("--sharded true --num-shard 1", {}, "contradict each other"),
     ],
@@ -102,13 +109,16 @@ def test_mistakes_are_named(line: str, environment: dict[str, str], words: str) 
 
 def test_every_flag_has_an_effect() -> None:
     """It is a setting of a process, or the launcher's own."""
-    own = {"model_id", "huggingface_hub_cache", "num_shard", "sharded", "shard_uds_path", "cuda_memory_fraction", "env"}
+    own = {
+        *("model_id", "huggingface_hub_cache", "num_shard", "sharded", "shard_uds_path", "cuda_memory_fraction", "env"),
+        *("api_key", "max_batch_total_tokens"),  # say what others say, in TGI's words
+    }
     settings = {field.name for config in (RouterConfig, ShardConfig) for field in dataclasses.fields(config)}
     assert set(options.FIELDS) - settings == own
 
 
 def test_every_setting_of_the_router_has_a_flag() -> None:
-    found = {"folder", "model", "shards"}  # by the launcher itself
+    found = {"folder", "model", "shards", "api_keys"}  # by the launcher itself
     assert {field.name for field in dataclasses.fields(RouterConfig)} - set(options.FIELDS) == found
 
 

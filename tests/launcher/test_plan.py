@@ -166,7 +166,8 @@ def test_no_more_pages_than_requests_can_fill(tmp_path: Path) -> None:
     rich = replace(MACHINE, memory=1 << 40)
     assert plan.divide(Options(), model, rich).pages == 128 * 16
     assert plan.divide(Options(max_batch_size=3), model, rich).pages == 3 * 16
-    assert plan.divide(Options(max_concurrent_requests=2, max_total_tokens=17), model, rich).pages == 2 * 2
+    assert plan.divide(Options(max_batch_size=2, max_total_tokens=17), model, rich).pages == 2 * 2
+    assert plan.divide(Options(max_concurrent_requests=2, max_best_of=3), model, rich).pages == 3 * 16
 
 
 def test_pages_by_the_operator(tmp_path: Path) -> None:
