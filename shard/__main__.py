@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 import grpc
 import torch
@@ -17,6 +18,7 @@ import torch
 from ..proto import rpc, settings
 from ..proto.process import configure_logging, die_with_parent
 from .config import ShardConfig
+from .engine import Engine
 from .loading import load
 from .models.families import Unsupported
 from .relay import Receiver, Sender
@@ -27,20 +29,27 @@ log = logging.getLogger(__name__)
 # Steps has a thread for as long as its stream lives; the others are for Info, Health and a router that comes anew.
 SERVICE_THREADS = 4
 
+Load = Callable[[ShardConfig, Callable[[str], None]], Engine]  # is given who wants to know the stage
+
 
 def main() -> None:
-    """Serves until SIGTERM (exit 0), a fault (1) or a model that can't be served (2)."""
+    """Serves the model that the arguments name."""
     die_with_parent()
     config = settings.load(ShardConfig, sys.argv[1])
     configure_logging(f"shard {config.rank}", config.json_output)
+    serve(config, Service, load)
+
+
+def serve(config: ShardConfig, kind: type[Service], load: Load) -> NoReturn:
+    """Ends the process: after SIGTERM (exit 0), a fault (1) or with a model that can't be served (2)."""
     # The main thread only waits: it hears signals even while another waits for a peer inside torch.
     ends: queue.SimpleQueue[int] = queue.SimpleQueue()
     signal.signal(signal.SIGTERM, lambda signum, frame: ends.put(0))
-    service = Service(config, ends.put)
+    service = kind(config, ends.put)
     server = grpc.server(ThreadPoolExecutor(SERVICE_THREADS), handlers=[rpc.handler(service)], options=rpc.OPTIONS)
     server.add_insecure_port(f"unix:{config.socket}")
     server.start()
-    threading.Thread(target=_work, args=(config, service, ends.put), daemon=True).start()
+    threading.Thread(target=_work, args=(config, service, load, ends.put), daemon=True).start()
     code = ends.get()
     log.info("stopping")
     server.stop(grace=None)
@@ -51,7 +60,7 @@ def main() -> None:
     os._exit(code)  # a thread that waits for a peer that is gone would keep the interpreter from ending
 
 
-def _work(config: ShardConfig, service: Service, end: Callable[[int], None]) -> None:
+def _work(config: ShardConfig, service: Service, load: Load, end: Callable[[int], None]) -> None:
     """Loads the model; after that rank 0 is moved by its service, the others here, by what rank 0 passes on."""
     try:
         torch.set_num_threads(config.threads)

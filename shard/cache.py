@@ -1,6 +1,6 @@
 """The key/value tensors, nothing else."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence as Listing
 
 import numpy
 import torch
@@ -16,20 +16,24 @@ class Cache:
     """
 
     def __init__(self, shape: Shape, ranks: int, pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.page_size = page_size
         size = (shape.layers, (pages + 1) * page_size, 2, shape.kv_heads // ranks, shape.head_size)
-        self.layers = list(_zeros(size, dtype, device).unbind(0))
+        whole = _zeros(size, dtype, device)
+        self.page_size = page_size
+        self.layers = list(whole.unbind(0))
+        self._pages = whole.view(shape.layers, pages + 1, page_size, -1)
 
     def write(self, layer: int, slots: Tensor, rows: Tensor) -> None:
         """rows: [tokens, 2 * kv_heads * size], rotated keys and values, to `slots` [tokens]."""
         cache = self.layers[layer]
         cache.view(len(cache), -1).index_copy_(0, slots, rows)
 
-    def clear(self, pages: Iterable[int]) -> None:
+    def clear(self, pages: Listing[int]) -> None:
         """Zeroes `pages`: what is masked must still be finite, so numbers that are not must not outlive their request."""
-        rows = torch.tensor(list(pages), dtype=torch.int64, device=self.layers[0].device)
-        for cache in self.layers:
-            cache.view(len(cache) // self.page_size, -1).index_fill_(0, rows, 0)
+        self._pages.index_fill_(1, torch.tensor(pages, dtype=torch.int64, device=self._pages.device), 0)
+
+    def copy(self, source: int, targets: Listing[int], rows: int) -> None:
+        """The first `rows` tokens of page `source` to each of `targets`."""
+        self._pages[:, targets, :rows] = self._pages[:, source, None, :rows]
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -16,6 +16,7 @@ class ShardConfig:
     load_format: str = "auto"  # "auto": safetensors of the folder; "dummy": random weights from config.json alone
     page_size: int = 16
     kv_pages: int = 0  # size of the pool in pages; 0: from the memory that is left after warm-up
+    prefix_caching: bool = True  # computed prefixes are kept for later requests while nobody needs their pages
     memory_fraction: float = 0.9  # of the device's memory (on a CPU: of this rank's share of what is available) to be used
     threads: int = 1  # compute threads of this rank (CPU)
     socket: str = ""  # unix socket of this rank's service

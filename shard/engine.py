@@ -5,59 +5,54 @@ bookkeeping can't diverge. Knows groups, pages and strategies; no protobuf and n
 """
 
 import time
+from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from . import step
 from .cache import Cache
 from .decoding.sample import Sample
-from .decoding.sampler import Pick, pick
+from .decoding.sampler import Pick
 from .decoding.strategy import Emitted, Strategy
+from .logits import choose, score_prompts
 from .models.decoder import Decoder
 from .pages import OutOfPages, PagePool
-from .sequence import Batch, Group
-
-# Rows whose logits are held at once for prompt log-probabilities: 64 x 128k float32 are 33 MB.
-SCORED_ROWS = 64
+from .prefix import Prefixes
+from .prompts import Prompts
+from .sequence import Batch, Group, Sequence
+from .step import Run
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What a step did, per group."""
+    """What a step did, per group and in all. Tokens are query tokens; keys are what these see, each itself and all before it."""
 
     emitted: list[tuple[int, Emitted]] = field(default_factory=list)  # (uid, token)
     prompts: list[tuple[int, list[float]]] = field(default_factory=list)  # (uid, logprobs) of prompts now complete
-    standing: list[tuple[int, int, int]] = field(default_factory=list)  # (uid, pages held, pages the next step may add)
+    standing: list[tuple[int, int, int, int]] = field(default_factory=list)  # (uid, *Group.standing), only where it changed
     failed: list[tuple[int, str]] = field(default_factory=list)  # (uid, why); they are gone
     seconds: float = 0.0
-
-
-@dataclass(slots=True)
-class Run:
-    """A group's part of a step."""
-
-    group: Group
-    spans: list[step.Span]
-    sampled: bool  # its last wanted rows (one per sampler row) become tokens
-    first: int = 0  # of its wanted rows among those of the step
-
-    @property
-    def wanted(self) -> int:
-        """Rows whose logits it wants."""
-        return sum(span.wanted for span in self.spans)
+    prompt_tokens: int = 0
+    restored_tokens: int = 0  # those of them that restore groups
+    cached_tokens: int = 0  # that were found instead
+    decode_tokens: int = 0
+    prompt_keys: int = 0
+    decode_keys: int = 0
+    free: int = 0  # pages, when it was over
+    cached: int = 0
 
 
 class Engine:
     """One rank's batches, and the model that moves them on."""
 
-    def __init__(self, decoder: Decoder, device: torch.device, page_size: int) -> None:
+    def __init__(self, decoder: Decoder, device: torch.device, page_size: int, prefix_caching: bool = True) -> None:
         self.decoder = decoder
         self.device = device
         self.strategy: Strategy = Sample()
+        self._prefix_caching = prefix_caching
         self._windows = sorted(set(decoder.shape.windows))
         self._elements = decoder.shape.kv_elements(decoder.ranks.size) // decoder.shape.layers
         self.resize(0, page_size)
@@ -67,185 +62,245 @@ class Engine:
         shape, ranks = self.decoder.shape, self.decoder.ranks.size
         self.cache = Cache(shape, ranks, pages, page_size, self.decoder.embedding.dtype, self.device)
         self.pool = PagePool(pages, page_size)
+        self.prefixes = Prefixes(self.pool) if self._prefix_caching else None
+        self.prompts = Prompts(self.pool, self.cache, self.prefixes)
         self.batches: dict[int, Batch] = {}
+        self.groups: dict[int, Group] = {}  # of all batches, by uid
+        self._changed: dict[int, Group] = {}  # groups whose standing may have changed, by uid
 
     def clear(self) -> None:
-        """Drops every batch."""
-        self.filter([group.uid for batch in self.batches.values() for group in batch.groups])
+        """Drops every batch and forgets every prefix."""
+        self.filter(list(self.groups))
+        if self.prefixes is not None:
+            self.prefixes.clear()
 
-    def prefill(self, batch: int, groups: Listing[Group], chunks: Listing[tuple[int, int]], decode: Listing[int]) -> Outcome:
-        """Adds `groups` to `batch`, then computes chunks, as (uid, tokens), of prompts, together with a decode step of the
-        batches `decode`."""
+    def prefill(
+        self, batch: int, groups: Listing[Group], chunks: Listing[tuple[int, int]], prompt_tokens: int, decode: Listing[int]
+    ) -> Outcome:
+        """Adds `groups` to `batch`, then computes chunks, as (uid, most tokens), of what groups lack, `prompt_tokens` in all,
+        together with a decode step of the batches `decode`. Unknown groups are ignored: they may just have ended."""
         outcome = Outcome()
-        home = self.batches.setdefault(batch, Batch(batch))
-        known = {group.uid: group for other in self.batches.values() for group in other.groups}
         for group in groups:
-            problem = self._problem(group, known)
+            problem = self._problem(group)
             if problem:
                 outcome.failed.append((group.uid, problem))
+                self.filter([group.uid])
             else:
-                known[group.uid] = group
-                home.groups.append(group)
-        counts = dict(chunks)
-        asked = [uid for uid, _ in chunks]
-        for uid in counts.keys() - dict(outcome.failed).keys():
-            if uid not in known or not counts[uid] or asked.count(uid) > 1:
-                outcome.failed.append((uid, "the shard doesn't know this group, or its chunk in this step is empty, or its second"))
-        self.filter(uid for uid, _ in outcome.failed)
-        gone = dict(outcome.failed)
-        runs = [_chunk(known[uid], count) for uid, count in counts.items() if uid not in gone]
-        runs += [run for run in self._decodes(decode) if run.group.uid not in counts]
-        return self._run(runs, outcome)
+                self._join(batch, group)
+        decodes = self._decodes(decode, outcome)
+        known = [(self.groups[uid], most) for uid, most in dict(chunks).items() if uid in self.groups]
+        prompts = self.prompts.fill(known, prompt_tokens)
+        return self._run(prompts, decodes, outcome)
 
     def decode(self, batches: Listing[int]) -> Outcome:
         """One step for every group in `batches` whose prompt is computed."""
-        return self._run(self._decodes(batches), Outcome())
+        outcome = Outcome()
+        return self._run([], self._decodes(batches, outcome), outcome)
 
-    def filter(self, drop: Iterable[int]) -> None:
-        """Forgets groups, wherever they are, and frees their pages."""
-        uids = set(drop)
-        for batch in self.batches.values():
-            for group in batch.groups:
-                if group.uid in uids:
-                    self._release(group)
-            batch.drop(uids)
-        self.batches = {uid: batch for uid, batch in self.batches.items() if batch.groups}
+    def filter(self, drop: Iterable[int]) -> list[Group]:
+        """Forgets groups, wherever they are, and frees their pages. Returns those that were known."""
+        return [self._drop(self.groups[uid]) for uid in drop if uid in self.groups]
+
+    def end(self, ends: Iterable[tuple[int, int]]) -> None:
+        """Ends single choices, as (uid, choice); a group ends with its last one. Unknown ones are ignored."""
+        for uid, choice in ends:
+            group = self.groups.get(uid)
+            if group is None:
+                continue
+            if choice in group.waiting:
+                group.waiting.remove(choice)
+                if not group.waiting:
+                    self._drop(group)
+            elif not group.waiting:
+                self._end(group, [sequence for sequence in group.sequences if sequence.choice == choice])
+                if uid in self.groups:
+                    self.prompts.settle(group)
+            self._changed[uid] = group
 
     def pause(self, uids: Iterable[int]) -> list[Group]:
-        """Like `filter`, but returns the groups, whose tokens are all that resumes them."""
-        wanted = set(uids)
-        paused = [group for batch in self.batches.values() for group in batch.groups if group.uid in wanted]
-        self.filter(wanted)
-        return paused
+        """Like `filter`: the tokens of what it returns are all that resumes them."""
+        return self.filter(uids)
 
     def concat(self, into: int, batches: Listing[int]) -> None:
         """Moves the groups of `batches` to the end of `into`."""
-        home = self.batches.setdefault(into, Batch(into))
         for uid in batches:
             if uid != into and uid in self.batches:
-                home.groups += self.batches.pop(uid).groups
+                for group in self.batches.pop(uid).groups.values():
+                    self._place(into, group)
 
-    def _problem(self, group: Group, known: dict[int, Group]) -> str:
+    def _problem(self, group: Group) -> str:
         vocabulary = self.decoder.shape.vocabulary
-        tokens = group.sequences[0].tokens
-        if group.uid in known:
+        if group.uid in self.groups:
             return f"the shard has a group {group.uid} already"
-        if not tokens:
+        if not group.prompt_length:
             return "the prompt has no tokens"
-        if max(tokens) >= vocabulary:
-            return f"token {max(tokens)} is not in the model's vocabulary of {vocabulary}"
+        highest = max(max(sequence.tokens) for sequence in group.sequences)
+        if highest >= vocabulary:
+            return f"token {highest} is not in the model's vocabulary of {vocabulary}"
         if max(group.end_ids, default=0) >= vocabulary or max((token for token, _ in group.sampling.bias), default=0) >= vocabulary:
             return f"end_ids and logit bias must be in the model's vocabulary of {vocabulary}"
-        return ""
+        if not group.waiting and not all(0 < sequence.generated < group.max_new_tokens for sequence in group.sequences):
+            return f"a continuation has from 1 to {group.max_new_tokens - 1} tokens, one fewer than max_new_tokens"
+        choices = group.waiting or [sequence.choice for sequence in group.sequences]
+        return "" if len(set(choices)) == len(choices) else f"a choice comes twice among {choices}"
 
-    def _decodes(self, batches: Iterable[int]) -> list[Run]:
-        groups = [group for uid in dict.fromkeys(batches) if uid in self.batches for group in self.batches[uid].groups]
-        ready = [group for group in groups if all(s.running and s.lacking == 1 for s in group.sequences)]
-        return [Run(group, self.strategy.draft(group), sampled=True) for group in ready]
+    def _join(self, batch: int, group: Group) -> None:
+        self.groups[group.uid] = self._changed[group.uid] = group
+        self._place(batch, group)
+
+    def _place(self, batch: int, group: Group) -> None:
+        group.batch = batch
+        self.batches.setdefault(batch, Batch(batch)).groups[group.uid] = group
+
+    def _drop(self, group: Group) -> Group:
+        """The group is gone; its tokens stay in it."""
+        home = self.batches[group.batch]
+        del self.groups[group.uid], home.groups[group.uid]
+        if not home.groups:
+            del self.batches[home.uid]
+        for sequence in group.sequences:
+            self.pool.release(sequence.pages)
+            sequence.clear()
+        group.decodes = False
+        return group
+
+    def _end(self, group: Group, ended: Listing[Sequence]) -> None:
+        """Sequences of the group go, and with the last one the group."""
+        if len(ended) == len(group.sequences):
+            self._drop(group)
+        else:
+            for sequence in ended:
+                self.prompts.end(group, sequence)
+
+    def _fail(self, group: Group, why: str, outcome: Outcome) -> None:
+        """The group goes, and nobody finds what it has computed."""
+        outcome.failed.append((group.uid, why))
+        if self.prefixes is not None:
+            for sequence in group.sequences:
+                self.prefixes.withdraw(sequence)
+        self._drop(group)
+
+    def _decodes(self, batches: Iterable[int], outcome: Outcome) -> list[Run]:
+        """The runs of all groups that decode, with pages for them."""
+        groups = [group for uid in dict.fromkeys(batches) if uid in self.batches for group in self.batches[uid].groups.values()]
+        runs = []
+        for group in groups:
+            if not group.decodes:
+                continue
+            spans = self.strategy.draft(group)
+            try:
+                self._extend(group, spans)
+                runs.append(Run(group, spans, sampled=True))
+            except OutOfPages as error:
+                outcome.failed.append((group.uid, f"the pool is full: {error}"))
+                self._drop(group)
+        return runs
+
+    def _extend(self, group: Group, spans: Listing[step.Span]) -> None:
+        """Pages for spans, which count as computed from here on. Raises OutOfPages."""
+        size = self.pool.page_size
+        for span in spans:
+            sequence, end = span.sequence, span.start + len(span.tokens)
+            if end > len(sequence.pages) * size:
+                self.pool.extend(sequence.pages, end)
+                group.counted = -1
+        for span in spans:
+            span.sequence.computed = span.start + len(span.tokens)
 
     @torch.inference_mode()
-    def _run(self, runs: list[Run], outcome: Outcome) -> Outcome:
+    def _run(self, prompts: list[Run], decodes: list[Run], outcome: Outcome) -> Outcome:
         began = time.perf_counter()
-        runs = self._take_pages(runs, outcome)
-        if runs:
-            spans = [span for run in runs for span in run.spans]
+        runs = prompts + decodes
+        spans = [span for run in runs for span in run.spans]
+        picks: dict[int, list[Pick | None]] = {}
+        if spans:
+            self._clear_taken()
             plan = step.plan(spans, self.pool.page_size, self._windows, self._elements, self.device)
             hidden = self.decoder(plan, self.cache)
             first = 0
             for run in runs:
                 run.first, first = first, first + run.wanted
-            self._score_prompts(runs, hidden)
-            picks = self._pick(runs, hidden)
-            for span in spans:
-                span.sequence.computed += len(span.tokens)
-            for run in runs:
-                self._judge(run, picks, outcome)
+            score_prompts(self.decoder, prompts, hidden)
+            picks = choose(self.decoder, self.strategy, runs, hidden)
+        self._publish(runs)
+        for run in prompts:
+            self._count_prompt(run, outcome)
+        outcome.decode_tokens, outcome.decode_keys = sum(run.tokens for run in decodes), sum(run.keys for run in decodes)
+        for run in runs:
+            self._judge(run, picks, outcome)
+        self._tell(outcome)
         outcome.seconds = time.perf_counter() - began
         return outcome
 
-    def _take_pages(self, runs: list[Run], outcome: Outcome) -> list[Run]:
-        fitting = []
-        for run in runs:
-            try:
-                for span in run.spans:
-                    self.pool.extend(span.sequence.pages, span.sequence.computed + len(span.tokens))
-                fitting.append(run)
-            except OutOfPages as error:
-                outcome.failed.append((run.group.uid, f"the pool is full: {error}"))
-                self.filter([run.group.uid])
-        return fitting
+    def _clear_taken(self) -> None:
+        pages = self.pool.taken()
+        if pages:
+            self.cache.clear(pages)
 
-    def _score_prompts(self, runs: list[Run], hidden: Tensor) -> None:
-        """Log-probabilities of the prompt tokens that this step's rows predict. All ranks walk through it: logits are joined."""
+    def _publish(self, runs: Listing[Run]) -> None:
+        """Makes the pages known that are full now."""
+        if self.prefixes is None:
+            return
+        size = self.pool.page_size
         for run in runs:
-            if not run.group.prompt_logprobs:
-                continue
-            span = run.spans[0]
-            sequence = span.sequence
-            targets = sequence.tokens[sequence.computed + 1 : min(sequence.computed + 1 + len(span.tokens), sequence.prompt_length)]
-            for start in range(0, len(targets), SCORED_ROWS):
-                part = targets[start : start + SCORED_ROWS]
-                logits = self.decoder.logits(hidden[run.first + start : run.first + start + len(part)])
-                if logits is not None:
-                    chosen = logits.gather(1, torch.tensor(part, device=logits.device).unsqueeze(1)).squeeze(1)
-                    run.group.prompt_scores += (chosen - logits.logsumexp(-1)).tolist()
-
-    def _pick(self, runs: list[Run], hidden: Tensor) -> dict[int, list[Pick | None]]:
-        """Per group that is sampled: its picks; None for what can't be chosen. The same tokens on every rank."""
-        sampled = [run for run in runs if run.sampled]
-        if not sampled:
-            return {}
-        rows = [self.strategy.rows(run.group) for run in sampled]
-        flat = [row for some in rows for row in some]
-        ends = [run.first + run.wanted for run in sampled]
-        places = [place for end, some in zip(ends, rows, strict=True) for place in range(end - len(some), end)]
-        wanted = hidden if len(places) == len(hidden) else hidden[places]
-        logits = self.decoder.logits(wanted)
-        picks: list[Pick | None] = pick(logits, flat) if logits is not None else [None] * len(flat)
-        if self.decoder.ranks.size > 1:
-            tokens = torch.tensor([-1 if choice is None else choice.token for choice in picks], device=self.device)
-            told = self.decoder.ranks.tell(tokens).tolist()
-            if logits is None:
-                picks = [None if token < 0 else Pick(token, 0.0) for token in told]
-        result, start = {}, 0
-        for run, some in zip(sampled, rows, strict=True):
-            result[run.group.uid] = picks[start : start + len(some)]
-            start += len(some)
-        return result
+            for span in run.spans:
+                sequence = span.sequence
+                if sequence.computed >= ((sequence.node.depth if sequence.node else 0) + 1) * size:
+                    self.prefixes.publish(sequence)
+                    run.group.counted = -1
 
     def _judge(self, run: Run, picks: dict[int, list[Pick | None]], outcome: Outcome) -> None:
         group = run.group
+        if run.problem:
+            self._fail(group, run.problem, outcome)
+            return
         if run.sampled:
             own = [choice for choice in picks[group.uid] if choice is not None]
             if len(own) < len(picks[group.uid]):
-                outcome.failed.append((group.uid, "the model's logits are not finite numbers: non_finite_logits"))
-                for sequence in group.sequences:
-                    sequence.running = False
-                self.filter([group.uid])
+                self._fail(group, "the model's logits are not finite numbers: non_finite_logits", outcome)
                 return
-            if group.prompt_logprobs:
-                outcome.prompts.append((group.uid, group.prompt_scores))
-                group.prompt_logprobs = False
-            for sequence in group.sequences:
-                sequence.running = True
+            if group.waiting:
+                self._begin(group, outcome)
             verdict = self.strategy.judge(group, own)
             outcome.emitted += [(group.uid, emitted) for emitted in verdict.emitted]
             if verdict.ended:
-                self.filter([group.uid])
-                return
-        outcome.standing.append((group.uid, group.pages, group.grow(self.pool.page_size)))
+                self._end(group, verdict.ended)
+                if group.uid not in self.groups:
+                    return
+        self._changed[group.uid] = group
+        if not group.decodes:
+            try:
+                self.prompts.settle(group)
+            except OutOfPages as error:
+                self._fail(group, f"the pool is full: {error}", outcome)
 
-    def _release(self, group: Group) -> None:
-        for sequence in group.sequences:
-            if not sequence.running:
-                self.cache.clear(sequence.pages)
-            self.pool.release(sequence.pages)
-            sequence.pages, sequence.computed, sequence.running = [], 0, False
+    def _begin(self, group: Group, outcome: Outcome) -> None:
+        """The choices that waited for the prompt have begun."""
+        if group.prompt_logprobs:
+            outcome.prompts.append((group.uid, group.prompt_scores))
+            group.prompt_logprobs = False
+        [first] = group.sequences
+        first.choice, *others = group.waiting
+        for choice in others:
+            group.sequences.append(Sequence(array("I", first.tokens), first.prompt_length, choice, first.cache_key))
+        group.waiting = []
 
+    def _count_prompt(self, run: Run, outcome: Outcome) -> None:
+        tokens = run.tokens
+        outcome.prompt_tokens += tokens
+        outcome.prompt_keys += run.keys
+        outcome.cached_tokens += run.found
+        if not run.group.waiting:
+            outcome.restored_tokens += tokens
 
-def _chunk(group: Group, count: int) -> Run:
-    """The next `count` tokens of a prompt (or of what restores a group), at most what it lacks."""
-    sequence = group.sequences[0]
-    tokens = sequence.tokens[sequence.computed : sequence.computed + count]
-    complete = len(tokens) == sequence.lacking
-    return Run(group, [step.Span(sequence, tokens, wanted=len(tokens) if group.prompt_logprobs else int(complete))], complete)
+    def _tell(self, outcome: Outcome) -> None:
+        """Reports the standing of groups where it has changed."""
+        size = self.pool.page_size
+        for uid, group in self._changed.items():
+            if uid in self.groups:
+                standing = group.standing(size)
+                if standing != group.told:
+                    group.told = standing
+                    outcome.standing.append((uid, *standing))
+        self._changed.clear()
+        outcome.free, outcome.cached = self.pool.free, self.pool.cached

@@ -60,7 +60,7 @@ def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
         DummyWeights(dtype, device, progress) if config.load_format == "dummy" else Weights(folder, dtype, device, progress)
     )
     stage("loading weights")
-    return Engine(Decoder(model, source, ranks, device), device, config.page_size)
+    return Engine(Decoder(model, source, ranks, device), device, config.page_size, config.prefix_caching)
 
 
 def _device(config: ShardConfig) -> torch.device:

@@ -1,6 +1,7 @@
 """How many pages fit: measures what the largest step takes and gives the rest of the memory to keys and values."""
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -8,7 +9,7 @@ import torch
 from ..proto.process import available_memory
 from .engine import Engine
 from .models.families import Unsupported
-from .sequence import Group, Sampling, Sequence
+from .sequence import Group, Sampling, sequences
 
 log = logging.getLogger(__name__)
 
@@ -19,8 +20,19 @@ SAMPLE_TOKENS = 64
 GREEDIEST = Sampling(temperature=1.0, top_p=0.999999, typical_p=0.99, repetition_penalty=1.1, bias=((0, 1.0),), final_logprobs=True)
 
 
-def size_pool(engine: Engine, page_size: int, pages: int, fraction: float, tokens: int, rows: int, total: int) -> int:
-    """The number of pages that this rank's pool should have.
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A step that was measured."""
+
+    tokens: int
+    bytes: int  # that it took beside weights and pages
+    seconds: float
+
+
+def size_pool(
+    engine: Engine, page_size: int, pages: int, fraction: float, tokens: int, rows: int, total: int
+) -> tuple[int, Sample]:
+    """The number of pages that this rank's pool should have, and the step that it was derived from.
 
     pages: what the operator asked for, 0 to decide here; fraction: of the memory that may be used; tokens, rows: of the largest
     step; total: tokens of the longest sequence. Raises Unsupported if it isn't enough for anything.
@@ -29,7 +41,8 @@ def size_pool(engine: Engine, page_size: int, pages: int, fraction: float, token
     page_bytes = engine.decoder.shape.kv_elements(ranks) * engine.decoder.embedding.element_size() * page_size
     # The measured step has no context. A long one is gathered, and copied once more by head, one layer at a time.
     context = 2 * total * page_bytes // page_size // engine.decoder.shape.layers
-    needed = _step_bytes(engine, page_size, tokens, min(rows, tokens)) + context
+    sample = _sample(engine, page_size, tokens, min(rows, tokens))
+    needed = sample.bytes * -(-tokens // sample.tokens) + context
     available = int(_available(engine.device) * fraction) // (ranks if engine.device.type == "cpu" else 1)
     room = (available - needed) // page_bytes
     useful = rows * -(-total // page_size)  # every row as long as can be: more pages could never be filled
@@ -43,23 +56,24 @@ def size_pool(engine: Engine, page_size: int, pages: int, fraction: float, token
         f"pool: {chosen} pages of {page_size} tokens ({chosen * page_size} tokens, {chosen * page_bytes / 1e9:.2f} GB); "
         f"a step takes up to {needed / 1e9:.2f} GB, room for {room} pages"
     )
-    return int(chosen)
+    return int(chosen), sample
 
 
-def _step_bytes(engine: Engine, page_size: int, tokens: int, rows: int) -> int:
-    """What the largest step takes beside weights and pages."""
+def _sample(engine: Engine, page_size: int, tokens: int, rows: int) -> Sample:
+    """A step like the largest one. It is the first that this process runs, and so rather slow."""
     sample = tokens if engine.device.type == "cuda" else min(tokens, SAMPLE_TOKENS)
     prompts = max(1, min(rows, rows * sample // tokens))  # as many rows a token as the largest step has
     lengths = [sample // prompts + (i < sample % prompts) for i in range(prompts)]
     engine.resize(sum(-(-length // page_size) for length in lengths), page_size)
-    groups = [
-        Group(uid, [Sequence([0] * length, length)], GREEDIEST, 2, frozenset(), top_n=5) for uid, length in enumerate(lengths)
-    ]
+    groups = []
+    for uid, length in enumerate(lengths):
+        begun, waiting = sequences([0] * length, 1, cache_key=str(uid))  # none finds what another has computed
+        groups.append(Group(uid, begun, waiting, GREEDIEST, 2, frozenset(), top_n=5))
     before = _peak(engine.device, reset=True)
-    engine.prefill(0, groups, list(enumerate(lengths)), [])
+    outcome = engine.prefill(0, groups, list(enumerate(lengths)), sample, [])
     measured = max(0, _peak(engine.device) - before)
     engine.clear()
-    return measured * -(-tokens // sample)
+    return Sample(outcome.prompt_tokens, measured, outcome.seconds)
 
 
 def _peak(device: torch.device, reset: bool = False) -> int:

@@ -1,10 +1,12 @@
 """Who holds which page of the key/value cache. Pure Python ints: all ranks run it on the same commands and agree.
 
-A page is shared by its reference count. A shared page is read-only; writes go only to slots at or beyond `computed` of a
-page that one sequence holds alone.
+A page is held by any number of sequences, which is its reference count. A shared page is read-only; writes go only to slots at
+or beyond `computed` of a page that one sequence holds alone. A page that nobody holds is free; if it is kept, what is in it may
+be wanted again, and it is taken only when there is no other, the least recently held first.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable
+from collections.abc import Sequence as Listing
 
 # Page 0 is never given away: padding points there, and it stays zero.
 PADDING = 0
@@ -20,37 +22,77 @@ class PagePool:
     def __init__(self, pages: int, page_size: int) -> None:
         self.pages = pages
         self.page_size = page_size
-        self._free = list(range(pages, 0, -1))  # the last is taken first, so that low ids, and memory, are reused
+        self.evicted: Callable[[int], object] = lambda page: None  # is told of a kept page that is taken
+        self._unused = list(range(pages, 0, -1))  # the last is taken first, so that low ids, and memory, are reused
         self._references = [0] * (pages + 1)
+        self._kept = bytearray(pages + 1)
+        self._cached: dict[int, None] = {}  # kept and held by nobody, in the order in which they were let go
+        self._taken: list[int] = []
 
     @property
     def free(self) -> int:
-        """Pages that can be taken."""
-        return len(self._free)
+        """Pages that can be taken, cached ones included."""
+        return len(self._unused) + len(self._cached)
+
+    @property
+    def cached(self) -> int:
+        """Free pages that are kept."""
+        return len(self._cached)
 
     def take(self, count: int) -> list[int]:
         """`count` pages, each held once. Raises OutOfPages, and takes none, if there are fewer."""
-        if count > len(self._free):
-            raise OutOfPages(f"{count} pages are needed, {len(self._free)} of {self.pages} are free")
-        taken = [self._free.pop() for _ in range(count)]
+        if count > self.free:
+            raise OutOfPages(f"{count} pages are needed, {self.free} of {self.pages} are free")
+        taken = [self._unused.pop() if self._unused else self._evict() for _ in range(count)]
         for page in taken:
             self._references[page] = 1
+        self._taken += taken
         return taken
 
-    def share(self, pages: Iterable[int]) -> None:
-        """One more holder for each of `pages`, which are held already."""
+    def taken(self) -> list[int]:
+        """Pages that were taken since the last call: what former holders left there is still in them."""
+        taken, self._taken = self._taken, []
+        return taken
+
+    def share(self, pages: Listing[int]) -> None:
+        """One more holder for each of `pages`, which are held or cached."""
         for page in pages:
-            assert self._references[page] > 0, f"page {page} is free and can't be shared"
+            if not self._references[page]:
+                assert page in self._cached, f"page {page} is free and can't be shared"
+                del self._cached[page]
             self._references[page] += 1
 
-    def release(self, pages: Iterable[int]) -> None:
-        """One holder less for each of `pages`; those without one are free."""
-        for page in pages:
+    def release(self, pages: Listing[int]) -> None:
+        """One holder less for each of `pages`, which follow each other in a sequence. The last goes first: so a cached page is
+        never taken before those that follow it."""
+        for page in reversed(pages):
             assert self._references[page] > 0, f"page {page} is released twice"
             self._references[page] -= 1
             if not self._references[page]:
-                self._free.append(page)
+                if self._kept[page]:
+                    self._cached[page] = None
+                else:
+                    self._unused.append(page)
 
     def extend(self, pages: list[int], tokens: int) -> None:
         """Appends to `pages`, a sequence's own, what `tokens` tokens need. Raises OutOfPages, and changes nothing, if it can't."""
         pages += self.take(max(0, -(-tokens // self.page_size) - len(pages)))
+
+    def keep(self, page: int) -> None:
+        """A page that is held is cached when nobody holds it any more."""
+        assert self._references[page] > 0, f"page {page} is free and can't be kept"
+        self._kept[page] = True
+
+    def forget(self, page: int) -> None:
+        """A page is not kept any more."""
+        self._kept[page] = False
+        if page in self._cached:
+            del self._cached[page]
+            self._unused.append(page)
+
+    def _evict(self) -> int:
+        page = next(iter(self._cached))
+        del self._cached[page]
+        self._kept[page] = False
+        self.evicted(page)
+        return page

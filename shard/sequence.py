@@ -4,10 +4,20 @@ A group is a request: the sequences that answer it. A sequence knows its tokens 
 
     tokens    |<------- prompt_length ------->|<-- generated -->|
     computed  |<---------- keys and values in pages -------->|      one behind when a token was just sampled
+
+A group's first sequence computes the prompt. The others begin where it ends: a fresh prompt has one sequence until the choices
+draw their first tokens, one that is restored has all of them, but those after the first are empty until then.
 """
 
+from array import array
+from collections.abc import Iterable
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
+
+from .prefix import Node
+
+# Decode steps that `Group.grow` covers: the router decides on the next one while another is under way.
+AHEAD = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,22 +46,22 @@ class Sampling:
 class Sequence:
     """One continuation of a group's prompt."""
 
-    tokens: list[int]
+    tokens: "array[int]"
     prompt_length: int
     choice: int = 0  # which of the group's sequences: part of the key of its noise
-    computed: int = 0  # tokens whose keys and values are in `pages`
+    cache_key: str = ""  # what else its keys and values depend on
+    computed: int = 0  # tokens whose keys and values are in `pages`; while a step is planned, those of that step included
     pages: list[int] = field(default_factory=list)
-    running: bool = False  # a token was chosen from what is in `pages`: it can be decoded, and all numbers there are finite
+    node: Node | None = None  # of its last full page that others can find; None: there is none
 
     @property
     def generated(self) -> int:
         """Tokens after the prompt; also the output position of the next one."""
         return len(self.tokens) - self.prompt_length
 
-    @property
-    def lacking(self) -> int:
-        """Tokens that have to be computed before the next can be sampled: 1 in the steady state."""
-        return len(self.tokens) - self.computed
+    def clear(self) -> None:
+        """Nothing is computed; its pages are somebody else's."""
+        self.pages, self.computed, self.node = [], 0, None
 
 
 @dataclass(slots=True)
@@ -59,22 +69,77 @@ class Group:
     """A request, in the words of the shard."""
 
     uid: int
-    sequences: list[Sequence]
+    sequences: list[Sequence]  # those that have not ended, never none
+    waiting: list[int]  # choices that begin when the prompt is computed; none: they have begun, or the group is restored
     sampling: Sampling
     max_new_tokens: int
     end_ids: frozenset[int]
     top_n: int = 0
-    prompt_logprobs: bool = False
+    prompt_logprobs: bool = False  # they are wanted, and were not reported yet
     prompt_scores: list[float] = field(default_factory=list)  # of prompt tokens 1, 2, ... as far as computed, if asked for
+    batch: int = 0
+    decodes: bool = False  # all is computed but the last tokens
+    told: tuple[int, int, int] = (-1, -1, -1)  # the standing that was last reported
+    counted: int = -1  # pages that it holds; -1: to be counted anew
 
     @property
-    def pages(self) -> int:
-        """Pages that it holds; a page that two of its sequences share counts once."""
-        return len({page for sequence in self.sequences for page in sequence.pages})
+    def prompt_length(self) -> int:
+        """Tokens of the prompt."""
+        return self.sequences[0].prompt_length
 
-    def grow(self, page_size: int) -> int:
-        """The most pages that one more decode step may add."""
-        return sum(max(0, -(-len(s.tokens) // page_size) - len(s.pages)) for s in self.sequences)
+    def goal(self, sequence: Sequence) -> int:
+        """Tokens of a sequence to be computed before the group decodes: the prompt, or all but the last one."""
+        return sequence.prompt_length if self.waiting else len(sequence.tokens) - 1
+
+    @property
+    def lacking(self) -> int:
+        """Tokens to be computed before it decodes. Those of the prompt count once."""
+        if self.decodes:
+            return 0
+        first, *others = self.sequences
+        rest = sum(len(s.tokens) - 1 - max(s.computed, s.prompt_length) for s in others)
+        return self.goal(first) - first.computed + rest
+
+    def worst(self, page_size: int) -> int:
+        """The most pages that it holds before it decodes, and in the steps that `grow` covers after that."""
+        shared = self.prompt_length // page_size
+        generated = [1] * len(self.waiting) if self.waiting else [s.generated for s in self.sequences]
+        most = [self.prompt_length + min(count - 1 + AHEAD, self.max_new_tokens - 1) for count in generated]
+        return shared + sum(-(-tokens // page_size) - shared for tokens in most)
+
+    def standing(self, page_size: int) -> tuple[int, int, int]:
+        """(pages that it holds, the most that it may still take, `lacking`): see shard.proto."""
+        if not self.decodes:
+            held = self._count(page_size)
+            return held, self.worst(page_size) - held, self.lacking
+        last = self.prompt_length + self.max_new_tokens - 1  # the last token is never computed
+        if len(self.sequences) == 1:
+            [sequence] = self.sequences
+            held = len(sequence.pages)
+            return held, -(-min(sequence.computed + AHEAD, last) // page_size) - held, 0
+        if self.counted < 0:
+            self.counted = self._count(page_size)
+        grow = sum(-(-min(s.computed + AHEAD, last) // page_size) - len(s.pages) for s in self.sequences)
+        return self.counted, grow, 0
+
+    def _count(self, page_size: int) -> int:
+        """Pages; one that several of its sequences hold counts once. They all hold the prompt's full pages."""
+        first, *others = self.sequences
+        if not others:
+            return len(first.pages)
+        shared = self.prompt_length // page_size
+        return min(shared, len(first.pages)) + len({page for s in self.sequences for page in s.pages[shared:]})
+
+
+def sequences(
+    prompt: Listing[int], choices: int, continuations: Iterable[tuple[int, Listing[int]]] = (), cache_key: str = ""
+) -> tuple[list[Sequence], list[int]]:
+    """`Group.sequences` and `Group.waiting` of a request for so many choices, or of one that goes on with `continuations`, as
+    (choice, generated tokens)."""
+    begun = [Sequence(array("I", [*prompt, *tokens]), len(prompt), choice, cache_key) for choice, tokens in continuations]
+    if begun:
+        return begun, []
+    return [Sequence(array("I", prompt), len(prompt), 0, cache_key)], list(range(choices))
 
 
 @dataclass(slots=True)
@@ -82,8 +147,4 @@ class Batch:
     """A named, ordered list of groups."""
 
     uid: int
-    groups: list[Group] = field(default_factory=list)
-
-    def drop(self, uids: Listing[int] | set[int]) -> None:
-        """Forgets the groups of that name; others are ignored."""
-        self.groups = [group for group in self.groups if group.uid not in uids]
+    groups: dict[int, Group] = field(default_factory=dict)  # by uid

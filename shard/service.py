@@ -1,13 +1,15 @@
 """Protobuf to engine and back: the only file of the shard that knows the wire.
 
-Commands run one at a time, in order, on whatever thread brings them. A fault that is no group's own ends the process: what is
-left of the shard's state can't be trusted then, and the launcher knows what to do.
+When a command is executed, and on which thread, is the business of `steps`. A fault that is no group's own ends the process: what
+is left of the shard's state can't be trusted then, and the launcher knows what to do.
 """
 
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import grpc
 
@@ -17,9 +19,12 @@ from .engine import Engine, Outcome
 from .memory import size_pool
 from .models.families import Unsupported
 from .relay import Sender
-from .sequence import Group, Sampling, Sequence
+from .sequence import Group, Sampling, sequences
+from .steps import Answer, Executor, Failed, Refused
 
 log = logging.getLogger(__name__)
+
+FAILED = "the shard failed and ends; its log says why"
 
 
 class Service:
@@ -31,10 +36,8 @@ class Service:
         self._lock = threading.Lock()
         self._loaded = threading.Event()
         self._engine: Engine | None = None
-        self._relay: Sender | None = None
+        self._executor: Executor | None = None
         self._warmup: wire.WarmupReply | None = None
-        self._last: tuple[int, wire.Reply] = (0, wire.Reply())
-        self._speaker: object = None  # the call that brought the last command
         self.stage = "starting"
 
     @property
@@ -45,7 +48,8 @@ class Service:
 
     def start(self, engine: Engine, relay: Sender) -> None:
         """The model is loaded: commands can come. `relay` leads to the other ranks, if this is rank 0."""
-        self._engine, self._relay = engine, relay
+        self._engine = engine
+        self._executor = Executor(self._dispatch, relay.send if self._config.ranks > 1 else None, self._end)
         self.stage = "loaded"
         self._loaded.set()
 
@@ -66,17 +70,20 @@ class Service:
     def Warmup(self, request: wire.WarmupRequest, context: grpc.ServicerContext) -> wire.WarmupReply:  # noqa: N802
         """See shard.proto. A repeated call answers what the first one found."""
         self._loaded.wait()
+        assert self._executor is not None
         with self._lock:
             if self._warmup is None:
                 self.stage = "measuring memory"
                 try:
-                    self._warmup = self._measure(request)
+                    self._warmup = self._executor.call(self._measure, request)
                 except Unsupported as error:
                     log.error(str(error))
                     self._end(2)
                     context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
                 except Exception:
-                    self._fail(context)
+                    log.exception("the shard failed")
+                    self._end(1)
+                    context.abort(grpc.StatusCode.INTERNAL, FAILED)
                 self.stage = "ready"
             return self._warmup
 
@@ -84,7 +91,7 @@ class Service:
         engine, config = self.engine, self._config
         shape, ranks = engine.decoder.shape, engine.decoder.ranks
         total = min(request.max_total_tokens or shape.max_positions, shape.max_positions)
-        pages = size_pool(
+        pages, sample = size_pool(
             engine, config.page_size, config.kv_pages, config.memory_fraction, request.max_step_tokens, request.max_step_rows, total
         )
         engine.resize(ranks.least(pages), config.page_size)
@@ -94,143 +101,131 @@ class Service:
             page_size=config.page_size,
             bytes_per_page=size * config.page_size,
             weight_bytes=engine.decoder.weight_bytes,
+            sample_tokens=sample.tokens,
+            sample_seconds=sample.seconds,
         )
 
     def Prefill(self, request: wire.PrefillRequest, context: grpc.ServicerContext) -> wire.StepReply:  # noqa: N802
         """See shard.proto."""
-        return self._execute(wire.Command(prefill=request), context).step
+        return self._once(wire.Command(prefill=request), context).step
 
     def Decode(self, request: wire.DecodeRequest, context: grpc.ServicerContext) -> wire.StepReply:  # noqa: N802
         """See shard.proto."""
-        return self._execute(wire.Command(decode=request), context).step
+        return self._once(wire.Command(decode=request), context).step
 
     def Filter(self, request: wire.FilterRequest, context: grpc.ServicerContext) -> wire.FilterReply:  # noqa: N802
         """See shard.proto."""
-        return self._execute(wire.Command(filter=request), context).filter
+        return self._once(wire.Command(filter=request), context).filter
 
     def Concat(self, request: wire.ConcatRequest, context: grpc.ServicerContext) -> wire.ConcatReply:  # noqa: N802
         """See shard.proto."""
-        return self._execute(wire.Command(concat=request), context).concat
+        return self._once(wire.Command(concat=request), context).concat
 
     def ClearCache(  # noqa: N802
         self, request: wire.ClearCacheRequest, context: grpc.ServicerContext
     ) -> wire.ClearCacheReply:
         """See shard.proto."""
-        return self._execute(wire.Command(clear_cache=request), context).clear_cache
+        return self._once(wire.Command(clear_cache=request), context).clear_cache
 
     def Steps(self, commands: Iterator[wire.Command], context: grpc.ServicerContext) -> Iterator[wire.Reply]:  # noqa: N802
         """See shard.proto. When the stream ends the router is gone, and what it ran is dropped."""
-        try:
-            for command in commands:
-                yield self._execute(command, context)
-        finally:
-            self._abandon(context)
+        with self._told(context) as executor:
+            yield from executor.stream(commands)
 
     def follow(self, message: bytes) -> None:
         """Executes a command that rank 0 passed on."""
         with self._lock:
             self._dispatch(wire.Command.FromString(message))
 
-    def _execute(self, command: wire.Command, context: grpc.ServicerContext) -> wire.Reply:
+    def _once(self, command: wire.Command, context: grpc.ServicerContext) -> wire.Reply:
+        with self._told(context) as executor:
+            return executor.once(command)
+
+    @contextmanager
+    def _told(self, context: grpc.ServicerContext) -> Iterator[Executor]:
+        """What takes commands, if they can be taken; whoever calls is told of what is wrong with them."""
         if self._config.rank:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, "send commands to rank 0, which passes them on to the others")
         if self._warmup is None:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, "call Warmup first: the pool has no size yet")
-        step = getattr(command, command.WhichOneof("kind")).step
-        with self._lock:
-            last, reply = self._last
-            if command.WhichOneof("kind") != "clear_cache":
-                if not step:
-                    context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a command needs a step, counted from 1")
-                if step == last:
-                    return reply
-                if step < last:
-                    context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"step {step} is older than the last one, {last}")
-            try:
-                self._speaker = context
-                self._relay_to_peers(command)
-                reply = self._dispatch(command)
-            except Exception:
-                self._fail(context)
-            self._last = (step, reply)
-            return reply
+        assert self._executor is not None
+        try:
+            yield self._executor
+        except Refused as refused:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(refused))
+        except Failed:
+            context.abort(grpc.StatusCode.INTERNAL, FAILED)
 
-    def _fail(self, context: grpc.ServicerContext) -> NoReturn:
-        log.exception("the shard failed")
-        self._end(1)
-        context.abort(grpc.StatusCode.INTERNAL, "the shard failed and ends; its log says why")
-
-    def _relay_to_peers(self, command: wire.Command) -> None:
-        if self._relay is not None and self._config.ranks > 1:
-            self._relay.send(command.SerializeToString())
-
-    def _abandon(self, stream: object) -> None:
-        with self._lock:
-            if self._speaker is not stream:
-                return  # another router came before this stream's end was noticed: all that runs is its own
-            command = wire.Command(clear_cache=wire.ClearCacheRequest(step=self._last[0] + 1))
-            try:
-                self._relay_to_peers(command)
-            except OSError as error:
-                log.error(f"another rank is gone: {error}")
-                self._end(1)
-            self._dispatch(command)
-            self._last = (command.clear_cache.step, wire.Reply())
-
-    def _dispatch(self, command: wire.Command) -> wire.Reply:
+    def _dispatch(self, command: wire.Command) -> Answer:
         kind = command.WhichOneof("kind")
         return getattr(self, f"_{kind}")(getattr(command, kind))  # type: ignore[no-any-return]
 
-    def _prefill(self, request: wire.PrefillRequest) -> wire.Reply:
+    def _prefill(self, request: wire.PrefillRequest) -> Answer:
         groups = [group_from(message) for message in request.groups]
         chunks = list(zip(request.chunk_uids, request.chunk_lengths, strict=True))
-        return self._reply(request.step, self.engine.prefill(request.batch, groups, chunks, request.decode_batches))
+        outcome = self.engine.prefill(request.batch, groups, chunks, request.prompt_tokens, request.decode_batches)
+        return partial(step_reply, request.step, outcome)
 
-    def _decode(self, request: wire.DecodeRequest) -> wire.Reply:
-        return self._reply(request.step, self.engine.decode(request.batches))
+    def _decode(self, request: wire.DecodeRequest) -> Answer:
+        return partial(step_reply, request.step, self.engine.decode(request.batches))
 
-    def _filter(self, request: wire.FilterRequest) -> wire.Reply:
-        self.engine.filter(request.drop)
-        paused = [group_to(group) for group in self.engine.pause(request.pause)]
-        return wire.Reply(filter=wire.FilterReply(step=request.step, free=self.engine.pool.free, paused=paused))
+    def _filter(self, request: wire.FilterRequest) -> Answer:
+        engine, pool = self.engine, self.engine.pool
+        engine.filter(request.drop)
+        engine.end(zip(request.end_uids, request.end_choices, strict=True))
+        paused = [paused_to(group, pool.page_size) for group in engine.pause(request.pause)]
+        reply = wire.Reply(filter=wire.FilterReply(step=request.step, free=pool.free, paused=paused, cached=pool.cached))
+        return lambda: reply
 
-    def _concat(self, request: wire.ConcatRequest) -> wire.Reply:
+    def _concat(self, request: wire.ConcatRequest) -> Answer:
         self.engine.concat(request.into, request.batches)
-        return wire.Reply(concat=wire.ConcatReply(step=request.step))
+        reply = wire.Reply(concat=wire.ConcatReply(step=request.step))
+        return lambda: reply
 
-    def _clear_cache(self, request: wire.ClearCacheRequest) -> wire.Reply:
+    def _clear_cache(self, request: wire.ClearCacheRequest) -> Answer:
         self.engine.clear()
-        return wire.Reply(clear_cache=wire.ClearCacheReply(step=request.step, free=self.engine.pool.free))
+        reply = wire.Reply(clear_cache=wire.ClearCacheReply(step=request.step, free=self.engine.pool.free))
+        return lambda: reply
 
-    def _reply(self, step: int, outcome: Outcome) -> wire.Reply:
-        emitted = outcome.emitted
-        tops = [pair for _, row in emitted for pair in row.pick.top]
-        reply = wire.StepReply(
-            step=step,
-            uids=[uid for uid, _ in emitted],
-            choices=[row.choice for _, row in emitted],
-            tokens=[row.pick.token for _, row in emitted],
-            logprobs=[row.pick.logprob for _, row in emitted],
-            finishes=[row.finish for _, row in emitted],
-            top_counts=[len(row.pick.top) for _, row in emitted] if tops else [],
-            top_ids=[token for token, _ in tops],
-            top_logprobs=[logprob for _, logprob in tops],
-            prompt_uids=[uid for uid, _ in outcome.prompts],
-            prompt_counts=[len(scores) for _, scores in outcome.prompts],
-            prompt_logprobs=[score for _, scores in outcome.prompts for score in scores],
-            held_uids=[uid for uid, _, _ in outcome.standing],
-            held=[held for _, held, _ in outcome.standing],
-            grow=[grow for _, _, grow in outcome.standing],
-            free=self.engine.pool.free,
-            failed_uids=[uid for uid, _ in outcome.failed],
-            failed_messages=[message for _, message in outcome.failed],
-            seconds=outcome.seconds,
-        )
-        return wire.Reply(step=reply)
+
+def step_reply(step: int, outcome: Outcome) -> wire.Reply:
+    """The columns of a step. The next one may have begun: nothing that it changes is looked at here."""
+    emitted = outcome.emitted
+    tops = [pair for _, row in emitted for pair in row.pick.top]
+    reply = wire.StepReply(
+        step=step,
+        uids=[uid for uid, _ in emitted],
+        choices=[row.choice for _, row in emitted],
+        tokens=[row.pick.token for _, row in emitted],
+        logprobs=[row.pick.logprob for _, row in emitted],
+        finishes=[row.finish for _, row in emitted],
+        top_counts=[len(row.pick.top) for _, row in emitted] if tops else [],
+        top_ids=[token for token, _ in tops],
+        top_logprobs=[logprob for _, logprob in tops],
+        prompt_uids=[uid for uid, _ in outcome.prompts],
+        prompt_counts=[len(scores) for _, scores in outcome.prompts],
+        prompt_logprobs=[score for _, scores in outcome.prompts for score in scores],
+        held_uids=[uid for uid, _, _, _ in outcome.standing],
+        held=[held for _, held, _, _ in outcome.standing],
+        grow=[grow for _, _, grow, _ in outcome.standing],
+        lacking=[lacking for _, _, _, lacking in outcome.standing],
+        free=outcome.free,
+        cached=outcome.cached,
+        failed_uids=[uid for uid, _ in outcome.failed],
+        failed_messages=[message for _, message in outcome.failed],
+        seconds=outcome.seconds,
+        prompt_tokens=outcome.prompt_tokens,
+        restored_tokens=outcome.restored_tokens,
+        cached_tokens=outcome.cached_tokens,
+        decode_tokens=outcome.decode_tokens,
+        prompt_keys=outcome.prompt_keys,
+        decode_keys=outcome.decode_keys,
+    )
+    return wire.Reply(step=reply)
 
 
 def group_from(message: wire.Group) -> Group:
-    """A group as it arrives: one sequence that has its prompt and what it generated before."""
+    """A group as it arrives: fresh, or with what it generated before."""
     asked: Any = message.sampling
     sampling = Sampling(
         temperature=asked.temperature,
@@ -245,40 +240,22 @@ def group_from(message: wire.Group) -> Group:
         seed=asked.seed,
         final_logprobs=asked.final_logprobs,
     )
+    continuations = [(part.choice, part.tokens) for part in message.continuations]
+    begun, waiting = sequences(message.tokens, message.choices or 1, continuations, message.cache_key)
     return Group(
         uid=message.uid,
-        sequences=[Sequence(list(message.tokens), message.prompt_length)],
+        sequences=begun,
+        waiting=waiting,
         sampling=sampling,
         max_new_tokens=message.max_new_tokens,
         end_ids=frozenset(message.end_ids),
         top_n=message.top_n,
-        prompt_logprobs=message.prompt_logprobs,
+        prompt_logprobs=message.prompt_logprobs and not continuations,  # they were reported with the first token
     )
 
 
-def group_to(group: Group) -> wire.Group:
-    """The inverse of `group_from`."""
-    sequence, sampling = group.sequences[0], group.sampling
-    return wire.Group(
-        uid=group.uid,
-        tokens=sequence.tokens,
-        prompt_length=sequence.prompt_length,
-        max_new_tokens=group.max_new_tokens,
-        end_ids=sorted(group.end_ids),
-        sampling=wire.Sampling(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            typical_p=sampling.typical_p,
-            repetition_penalty=sampling.repetition_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            presence_penalty=sampling.presence_penalty,
-            seed=sampling.seed,
-            bias_ids=[token for token, _ in sampling.bias],
-            bias_values=[value for _, value in sampling.bias],
-            final_logprobs=sampling.final_logprobs,
-        ),
-        top_n=group.top_n,
-        prompt_logprobs=group.prompt_logprobs,
-    )
+def paused_to(group: Group, page_size: int) -> wire.Paused:
+    """What resumes a group that has given its pages back."""
+    begun = [] if group.waiting else group.sequences
+    continuations = [wire.Continuation(choice=s.choice, tokens=s.tokens[s.prompt_length :]) for s in begun]
+    return wire.Paused(uid=group.uid, continuations=continuations, grow=group.worst(page_size), lacking=group.lacking)

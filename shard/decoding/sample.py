@@ -13,15 +13,18 @@ class Sample:
 
     def draft(self, group: Group) -> list[Span]:
         """One token per sequence: the last one."""
-        return [Span(sequence, sequence.tokens[sequence.computed :]) for sequence in group.sequences]
+        return [Span(s, s.computed, s.tokens[s.computed :]) for s in group.sequences]
 
     def rows(self, group: Group) -> list[Row]:
-        """One per sequence."""
+        """One per sequence, or per choice that begins."""
+        if group.waiting:
+            [first] = group.sequences
+            return [Row(group.sampling, first.tokens, first.prompt_length, choice, group.top_n) for choice in group.waiting]
         return [Row(group.sampling, s.tokens, s.prompt_length, s.choice, group.top_n) for s in group.sequences]
 
     def judge(self, group: Group, picks: Listing[Pick]) -> Verdict:
-        """Appends each pick; sequences that end leave the group."""
-        emitted, going = [], []
+        """Appends each pick."""
+        emitted, ended = [], []
         for sequence, pick in zip(group.sequences, picks, strict=True):
             sequence.tokens.append(pick.token)
             finish = Finish.NOT
@@ -29,7 +32,7 @@ class Sample:
                 finish = Finish.END
             elif sequence.generated >= group.max_new_tokens:
                 finish = Finish.LENGTH
-            else:
-                going.append(sequence)
+            if finish:
+                ended.append(sequence)
             emitted.append(Emitted(sequence.choice, pick, finish))
-        return Verdict(emitted, ended=not going)
+        return Verdict(emitted, ended)

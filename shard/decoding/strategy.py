@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
-from ..sequence import Group
+from ..sequence import Group, Sequence
 from ..step import Span
 from .sampler import Pick, Row
 
@@ -32,17 +32,18 @@ class Verdict:
     """What a step meant for a group."""
 
     emitted: list[Emitted]
-    ended: bool  # nothing more will come: its pages can be released
+    ended: list[Sequence]  # nothing more will come of them
 
 
 class Strategy(Protocol):
     """Stateless: what a group remembers is in its sequences."""
 
     def draft(self, group: Group) -> list[Span]:
-        """The spans to run in the next decode step. Every wanted row is sampled as `rows` says."""
+        """The spans to run in the next decode step, each on top of what its sequence has computed. Every wanted row is sampled as
+        `rows` says."""
 
     def rows(self, group: Group) -> list[Row]:
-        """One per wanted row of `draft`, or of the prompt's last chunk: how its logits become a pick."""
+        """How logits become picks: one per wanted row of `draft`; or one per waiting choice, all from the prompt's last row."""
 
     def judge(self, group: Group, picks: Listing[Pick]) -> Verdict:
-        """Takes the picks of the rows into the group's sequences, whose spans count as computed already."""
+        """Takes the picks of the rows into the group's sequences, whose spans are computed. Choices that waited have begun."""

@@ -1,0 +1,154 @@
+"""Which pages hold which tokens: a trie whose edges are the tokens of one full page. Knows pages, no sequence and no tensor.
+
+A page's keys and values follow from its tokens and from all before them, so a path from the root names the content of its last
+page exactly; nothing is hashed down. Paths with different cache keys have different roots and never meet.
+
+Whoever holds a page of the trie holds those on the way to it: what a sequence computes is put below the node of its page before,
+and where the trie has a page of the same content already the sequence takes that one for its own. So a page that nobody holds
+has nothing below it that anybody holds, and pages, which are let go last first, are taken leaf first.
+"""
+
+from array import array
+from typing import Protocol
+
+from .pages import PagePool
+
+
+class Node:
+    """A full page, named by its tokens and its parent; a root is named by its cache key and has no page."""
+
+    __slots__ = ("attached", "children", "depth", "key", "page", "parent")
+
+    def __init__(self, key: bytes, page: int, parent: "Node | None") -> None:
+        self.key = key
+        self.page = page
+        self.parent = parent
+        self.depth: int = parent.depth + 1 if parent else 0  # pages on the way here, this one included
+        self.children: dict[bytes, Node] = {}
+        self.attached = True  # can be found
+
+
+class Holder(Protocol):
+    """Who has tokens and pages for them: a sequence."""
+
+    tokens: "array[int]"
+    cache_key: str
+    computed: int  # tokens whose keys and values are in `pages`, or will be when this step is over
+    pages: list[int]
+    node: Node | None  # of its last full page; None: it has none that the trie knows
+
+
+class Prefixes:
+    """The full pages of one pool that can be found again."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pool = pool
+        self._roots: dict[bytes, Node] = {}
+        self._nodes: dict[int, Node] = {}  # by page
+        pool.evicted = self._remove
+
+    def adopt(self, holder: Holder, limit: int) -> int:
+        """Gives `holder` the pages that are known of its next tokens, up to `limit` tokens, if they reach further than what it has
+        computed. Returns how many tokens further."""
+        node = holder.node or self._roots.get(holder.cache_key.encode())
+        if node is None or not node.attached:
+            return 0
+        first, size = node.depth, self._pool.page_size
+        found = self._walk(node, holder.tokens[first * size : limit // size * size].tobytes(), size * holder.tokens.itemsize)
+        gained = (first + len(found)) * size - holder.computed
+        if gained <= 0:
+            return 0
+        pages = [node.page for node in found]
+        self._pool.share(pages)
+        self._pool.release(holder.pages[first:])
+        holder.pages[first:] = pages
+        holder.computed += gained
+        holder.node = found[-1]
+        return gained
+
+    def publish(self, holder: Holder) -> None:
+        """Makes all full pages of `holder` known; of those that others have made known it takes theirs for its own."""
+        self._publish(holder, swap=True)
+
+    def announce(self, holder: Holder) -> None:
+        """Like `publish`, before the pages are computed by the step that is planned; a page that it would have to change for
+        another is left for later, since the step writes to it."""
+        self._publish(holder, swap=False)
+
+    def withdraw(self, holder: Holder) -> None:
+        """Nobody finds the pages of `holder` any more, nor what was computed on top of them."""
+        top = holder.node
+        if top is None or not top.attached:
+            return
+        while top.depth > 1 and top.parent:
+            top = top.parent
+        self._forget(top)
+
+    def clear(self) -> None:
+        """Nothing is known any more."""
+        for top in [top for root in self._roots.values() for top in root.children.values()]:
+            self._forget(top)
+
+    def _forget(self, top: Node) -> None:
+        self._cut(top)
+        below = [top]
+        while below:
+            node = below.pop()
+            below += node.children.values()
+            node.attached = False
+            del self._nodes[node.page]
+            self._pool.forget(node.page)
+
+    @staticmethod
+    def _walk(node: Node, tokens: bytes, width: int) -> list[Node]:
+        found = []
+        for start in range(0, len(tokens), width):
+            child = node.children.get(tokens[start : start + width])
+            if child is None:
+                break
+            found.append(child)
+            node = child
+        return found
+
+    def _publish(self, holder: Holder, swap: bool) -> None:
+        size = self._pool.page_size
+        if holder.computed < size:
+            return
+        node = holder.node or self._root(holder.cache_key.encode())
+        while node.attached and holder.computed >= (node.depth + 1) * size:
+            start, page = node.depth * size, holder.pages[node.depth]
+            key = holder.tokens[start : start + size].tobytes()
+            child = node.children.get(key)
+            if child is None:
+                child = self._insert(node, key, page)
+            elif child.page != page:
+                if not swap:
+                    break
+                self._pool.share([child.page])
+                self._pool.release([page])
+                holder.pages[node.depth] = child.page
+            holder.node = node = child
+
+    def _root(self, key: bytes) -> Node:
+        return self._roots.get(key) or self._roots.setdefault(key, Node(key, 0, None))
+
+    def _insert(self, parent: Node, key: bytes, page: int) -> Node:
+        assert page not in self._nodes, f"page {page} has two contents"
+        node = parent.children[key] = self._nodes[page] = Node(key, page, parent)
+        self._pool.keep(page)
+        return node
+
+    def _cut(self, node: Node) -> None:
+        """Takes a node, and with it those below it, from its parent."""
+        parent = node.parent
+        assert parent is not None
+        del parent.children[node.key]
+        if not parent.depth and not parent.children:
+            del self._roots[parent.key]
+
+    def _remove(self, page: int) -> None:
+        """The pool takes the page."""
+        node = self._nodes.pop(page)
+        assert not node.children, f"page {page} is taken before those that follow it"
+        node.attached = False
+        self._cut(node)

@@ -1,0 +1,132 @@
+"""What has to be computed before a group decodes: its prompt and, if it is restored, what it generated. Divides a step's tokens
+among the groups, finds what is cached, and lets choices part where the prompt ends. Knows no model and no logits.
+"""
+
+from collections.abc import Sequence as Listing
+from dataclasses import replace
+
+from .cache import Cache
+from .pages import OutOfPages, PagePool
+from .prefix import Node, Prefixes
+from .sequence import Group, Sequence
+from .step import Run, Span
+
+
+class Prompts:
+    """Of the groups on one pool."""
+
+    def __init__(self, pool: PagePool, cache: Cache, prefixes: Prefixes | None) -> None:
+        self._pool = pool
+        self._cache = cache
+        self._prefixes = prefixes
+
+    def fill(self, chunks: Listing[tuple[Group, int]], tokens: int) -> list[Run]:
+        """One run per group, for a step with so many tokens for prompts: in order, at most what a chunk allows, and then, in the
+        same order, as long as tokens last. A run has no spans if there is nothing left to compute, or for."""
+        runs = [Run(group, [], sampled=False) for group, _ in chunks]
+        for run, (_, most) in zip(runs, chunks, strict=True):
+            tokens -= self._advance(run, min(most, tokens), whole=self._prefixes is not None and most < tokens)
+        for run in runs:
+            tokens -= self._advance(run, tokens, whole=False)
+        for run in runs:
+            self._want(run)
+        return runs
+
+    def settle(self, group: Group) -> None:
+        """To be called when the planned step is over: choices part if the prompt is computed, and the group decodes if all is.
+        Raises OutOfPages."""
+        group.counted = -1
+        if group.waiting:
+            return
+        first, *others = group.sequences
+        if first.computed >= first.prompt_length:
+            self._part(first, [sequence for sequence in others if not sequence.computed])
+        group.decodes = not group.lacking
+
+    def end(self, group: Group, sequence: Sequence) -> None:
+        """Takes one of several sequences out of the group. If it was to compute the prompt for the others, another one does."""
+        group.counted = -1
+        heir = next((other for other in group.sequences if other is not sequence), None)
+        if heir and sequence is group.sequences[0] and not heir.computed:
+            heir.pages, heir.computed, heir.node = sequence.pages, sequence.computed, sequence.node
+        else:
+            self._pool.release(sequence.pages)
+        sequence.clear()
+        group.sequences.remove(sequence)
+
+    def _advance(self, run: Run, most: int, whole: bool) -> int:
+        """Plans at most so many tokens more of a group and says how many they are. whole: only full pages, if it comes to any, so
+        that another group with the same tokens can go on from there."""
+        group, used = run.group, 0
+        for sequence in group.sequences:
+            if group.decodes or run.problem or (sequence is not group.sequences[0] and not sequence.computed):
+                break
+            run.found += self._find(run, sequence)
+            lacking = group.goal(sequence) - sequence.computed
+            count = min(most - used, lacking)
+            if whole and count < lacking:
+                end = (sequence.computed + count) // self._pool.page_size * self._pool.page_size
+                count = end - sequence.computed if end > sequence.computed else count
+            if count:
+                used += self._plan(run, sequence, count)
+        return used
+
+    def _find(self, run: Run, sequence: Sequence) -> int:
+        """Tokens that are cached. Of a fresh prompt one stays to be computed: its logits are wanted; or all: all are."""
+        if self._prefixes is None or run.group.prompt_logprobs:
+            return 0
+        if sequence.computed % self._pool.page_size and any(span.sequence is sequence for span in run.spans):
+            return 0  # this step writes to the page that would be given up
+        goal = run.group.goal(sequence)
+        return self._prefixes.adopt(sequence, goal - 1 if run.group.waiting else goal)
+
+    def _plan(self, run: Run, sequence: Sequence, count: int) -> int:
+        start = sequence.computed
+        try:
+            self._pool.extend(sequence.pages, start + count)
+        except OutOfPages as error:
+            run.problem = f"the pool is full: {error}"
+            return 0
+        last = run.spans[-1] if run.spans else None
+        if last and last.sequence is sequence and last.start + len(last.tokens) == start:
+            run.spans.pop()
+            start = last.start
+        sequence.computed += count
+        run.spans.append(Span(sequence, start, sequence.tokens[start : sequence.computed], wanted=0))
+        if self._prefixes is not None:
+            self._prefixes.announce(sequence)
+        return count
+
+    def _want(self, run: Run) -> None:
+        group = run.group
+        if run.spans and group.prompt_logprobs:
+            run.spans = [replace(span, wanted=len(span.tokens)) for span in run.spans]
+        if run.spans and group.waiting and not group.lacking and not run.problem:
+            run.spans[-1] = replace(run.spans[-1], wanted=max(1, run.spans[-1].wanted))
+            run.sampled = True
+
+    def _part(self, first: Sequence, others: Listing[Sequence]) -> None:
+        """Gives `others` the prompt of `first`: they share its full pages and copy what is in the next one."""
+        rows = first.prompt_length % self._pool.page_size
+        full = first.prompt_length // self._pool.page_size
+        copies = []
+        for sequence in others:
+            sequence.pages, sequence.node = first.pages[:full], _ancestor(first.node, full)
+            sequence.computed = first.prompt_length - rows
+            self._pool.share(sequence.pages)
+            if self._prefixes is not None:
+                self._prefixes.adopt(sequence, len(sequence.tokens) - 1)
+            if sequence.computed < sequence.prompt_length:
+                copies += self._pool.take(1)
+                sequence.pages.append(copies[-1])
+                sequence.computed = sequence.prompt_length
+        if copies:
+            self._cache.clear(self._pool.taken())
+            self._cache.copy(first.pages[full], copies, rows)
+
+
+def _ancestor(node: Node | None, depth: int) -> Node | None:
+    """The node of the page number `depth` on the way to `node`, or `node` if it is nearer to the root."""
+    while node and node.depth > depth:
+        node = node.parent
+    return node if node and node.depth else None
