@@ -1,0 +1,1 @@
+"""Replays traces of requests against the router's own scheduler, with shards that only count: `python -m penstock.simulator`."""

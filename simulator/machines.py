@@ -1,0 +1,45 @@
+"""How fast a model on a device is: numbers to simulate with. Knows no scheduler."""
+
+from dataclasses import dataclass
+
+from .shard import Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """How long a step takes, in seconds."""
+
+    step: float  # every one
+    token: float  # for each query token
+    prompt_key: float  # for each key that a prompt's token sees
+    decode_key: float  # for each key that a decode's token sees: these are read for one token only
+    row: float  # for each token that is sampled
+
+    def seconds(self, done: Outcome) -> float:
+        """Of a step."""
+        tokens = done.prompt_tokens + done.decode_tokens
+        if not tokens:
+            return 0.0
+        keys = self.prompt_key * done.prompt_keys + self.decode_key * done.decode_keys
+        return self.step + self.token * tokens + keys + self.row * done.rows
+
+    def sample(self, tokens: int) -> float:
+        """Seconds of one prompt of so many tokens: what the router measures before it begins."""
+        return self.seconds(Outcome(prompt_tokens=tokens, prompt_keys=tokens * (tokens + 1) // 2, rows=1))
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A model on a device."""
+
+    what: str
+    speed: Speed
+    pages: int  # of 16 tokens, in its memory
+    step_tokens: int
+
+
+MACHINES = {
+    # 15 GB of weights and 128 KiB of keys and values per token at 4.3 TB/s; 16 GFLOP per token at 0.8 PFLOP/s. Not measured.
+    "8b-h200": Machine("8 B parameters in bfloat16 on one H200", Speed(3.9e-3, 2.0e-5, 0.9e-9, 3.0e-8, 1.0e-6), 50_000, 4096),
+    "cpu-demo": Machine("the demo model on one CPU core", Speed(2.0e-3, 1.6e-4, 1.0e-8, 4.0e-8, 1.0e-4), 1024, 512),
+}

@@ -1,0 +1,263 @@
+"""Plays a trace against the router's scheduler, as the router's loop would, with shards that only count and a clock of its own.
+
+A step takes what `Speed` says. The next is asked for shortly before the one under way ends, so that the shards never wait, and
+whatever the scheduler decides acts one step late: as in router/batcher.py.
+"""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..router.policies import Policy
+from ..router.scheduler import Action, Bounds, Decode, Filter, Job, Prefill, Report, Scheduler
+from .machines import Speed
+from .measures import Measures
+from .shard import Asked, Continuations, IntegerShard, Outcome, Released
+from .trace import Request
+
+DELAYS = {"interactive": 0.0, "normal": 5.0, "batch": 60.0}  # seconds that a request counts as arrived later: as in the router
+LEAD = 0.01  # seconds before the end of a step when the next is asked for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """The server that is simulated."""
+
+    speed: Speed
+    bounds: Bounds
+    policy: Policy | None = None  # the scheduler's own, if there is none
+    prefix_caching: bool = True
+    concurrent: int = 0  # requests in flight from which on others are refused; 0: no bound
+    lookahead: bool = True  # a step is asked for before the one under way has answered
+    lead: float = LEAD
+    ttft_goal: float = 2.0  # seconds; a request is good if it keeps both ...
+    itl_goal: float = 0.1  # ... this one on average
+
+
+@dataclass(slots=True, eq=False)
+class Live:
+    """A request in flight."""
+
+    uid: int
+    request: Request
+    asked: Asked
+    left: int  # choices that have not ended
+    started: float = -1.0  # when the first step began that computed something of it
+    first: float = -1.0  # its first token
+    last: float = -1.0  # its last token before it was paused
+    continuations: Continuations = ()
+
+
+@dataclass(slots=True)
+class Underway:
+    """A command that was not answered."""
+
+    action: Action
+    done: Outcome | Released
+    began: float
+    ends: float
+
+
+class Replay:
+    """One run: `run` returns what was measured."""
+
+    def __init__(self, setting: Setting, requests: Sequence[Request]) -> None:
+        self.scheduler = Scheduler(setting.bounds, setting.policy) if setting.policy else Scheduler(setting.bounds)
+        self.shard = IntegerShard(setting.bounds.pages, setting.bounds.page_size, setting.prefix_caching)
+        self.measures = Measures(setting.bounds.pages, setting.ttft_goal, setting.itl_goal)
+        self._setting = setting
+        self._requests = requests
+        self._arrived = 0
+        self._live: dict[int, Live] = {}
+        self._underway: deque[Underway] = deque()
+        self._decoding: dict[str, int] = {}  # sequences that were in the last decode step and go on, by priority
+        self._steady: set[int] = set()  # their requests
+        self._joined: dict[int, Live] = {}  # requests that will be in the next one, but were not in the last
+        self._ticked = 0.0  # when that ended
+        self._now = 0.0
+        self._free = 0.0  # when the shards will have nothing to do
+
+    def run(self) -> Measures:
+        """Plays all of it."""
+        began = time.perf_counter()
+        while self._arrived < len(self._requests) or self._live:
+            self._send(1)
+            if not self._underway:
+                assert self._arrived < len(self._requests), "the scheduler sleeps while requests wait"
+                self._arrive()
+                continue
+            oldest = self._underway[0]
+            if self._setting.lookahead:
+                self._arrivals(oldest.ends - self._setting.lead)
+                self._send(2)
+            self._arrivals(oldest.ends)
+            self._underway.popleft()
+            self._now = oldest.ends
+            self._answer(oldest)
+        self.measures.seconds, self.measures.real_seconds = self._now, time.perf_counter() - began
+        return self.measures
+
+    # Requests
+
+    def _arrivals(self, until: float) -> None:
+        while self._arrived < len(self._requests) and self._requests[self._arrived].arrival <= until:
+            self._arrive()
+        self._now = max(self._now, until)
+
+    def _arrive(self) -> None:
+        request = self._requests[self._arrived]
+        self._arrived += 1
+        self._now = max(self._now, request.arrival)
+        uid, setting = self._arrived, self._setting
+        if not self.scheduler.admissible(request.prompt, request.max_new_tokens, request.choices):
+            self.measures.impossible += 1
+        elif setting.concurrent and len(self._live) >= setting.concurrent:
+            self.measures.refused += 1
+        else:
+            asked = Asked(
+                uid=uid,
+                prompt=request.prompt,
+                most=request.max_new_tokens,
+                choices=request.choices,
+                ends_at=request.outputs,
+                prefix=request.prefix,
+            )
+            self._live[uid] = Live(uid, request, asked, request.choices)
+            rank = request.arrival + DELAYS[request.priority]
+            self.scheduler.arrive(
+                Job(uid, request.prompt, request.max_new_tokens, choices=request.choices, rank=rank, tenant=request.tenant)
+            )
+
+    # Commands
+
+    def _send(self, steps: int) -> None:
+        """Asks for what is next, until so many steps are under way."""
+        while sum(not isinstance(one.action, Filter) for one in self._underway) < steps:
+            action = self.scheduler.next()
+            if action is None:
+                return
+            done = self._execute(action)
+            seconds = self._setting.speed.seconds(done) if isinstance(done, Outcome) else 0.0
+            began = max(self._now, self._free)
+            self._free = began + seconds
+            self._underway.append(Underway(action, done, began, self._free))
+
+    def _execute(self, action: Action) -> Outcome | Released:
+        match action:
+            case Prefill():
+                return self.shard.prefill([self._asked(uid) for uid in action.new], action.chunks, action.tokens, action.decode)
+            case Decode():
+                return self.shard.decode()
+            case Filter():
+                return self.shard.filter(action.drop, action.pause, action.end)
+
+    def _asked(self, uid: int) -> Asked:
+        live = self._live[uid]
+        if not live.continuations:
+            return live.asked
+        asked = live.asked
+        return Asked(
+            uid=uid,
+            prompt=asked.prompt,
+            most=asked.most,
+            choices=asked.choices,
+            ends_at=asked.ends_at,
+            prefix=asked.prefix,
+            continuations=live.continuations,
+        )
+
+    # Answers
+
+    def _answer(self, command: Underway) -> None:
+        done, scheduler = command.done, self.scheduler
+        if isinstance(done, Released):
+            self._pause(done)
+            scheduler.paused(done.free, done.cached, done.paused)
+        else:
+            self._tokens(command.began, done)
+            scheduler.report(report(done, command.ends - command.began))
+        self.measures.sample(self._now, done.free, done.cached, scheduler.running, scheduler.waiting)
+
+    def _tokens(self, began: float, done: Outcome) -> None:
+        """Who got a token, and how long after the one before."""
+        measures, now = self.measures, self._now
+        measures.step(done, now - began)
+        if done.decode_tokens:
+            self._gaps(done.decode_tokens)
+        for uid in done.computed:
+            live = self._live[uid]
+            if live.started < 0:
+                live.started = began
+                measures.begin(live.request.priority, began - live.request.arrival)
+        for uid in done.first:
+            live = self._live[uid]
+            live.first = live.last = now
+            measures.first(live.request.priority, now - live.request.arrival)
+            self._joined[uid] = live
+        for uid in done.restored:
+            self._joined[uid] = self._live[uid]
+        for uid, _ in done.finished:
+            self._finish(self._live[uid])
+
+    def _gaps(self, tokens: int) -> None:
+        """Sequences that decoded in the last decode step, too, share their gap; the others have one of their own."""
+        measures, now = self.measures, self._now
+        for priority, count in self._decoding.items():
+            measures.gap(priority, now - self._ticked, count)
+        for uid, live in self._joined.items():
+            measures.gap(live.request.priority, now - live.last, live.left)
+            self._count(live, live.left)
+            self._steady.add(uid)
+        self._joined.clear()
+        self._ticked = now
+        assert sum(self._decoding.values()) == tokens, "the shard decodes others"
+
+    def _count(self, live: Live, more: int) -> None:
+        priority = live.request.priority
+        self._decoding[priority] = self._decoding.get(priority, 0) + more
+
+    def _finish(self, live: Live) -> None:
+        """One of its choices has ended."""
+        live.left -= 1
+        if live.uid in self._steady:
+            self._count(live, -1)
+        if not live.left:
+            request = live.request
+            self._joined.pop(live.uid, None)
+            self._steady.discard(live.uid)
+            del self._live[live.uid]
+            arrived = request.arrival
+            self.measures.finish(request.priority, live.first - arrived, self._now - arrived, max(request.outputs))
+
+    def _pause(self, done: Released) -> None:
+        for uid, continuations in done.continuations.items():
+            live = self._live[uid]
+            live.continuations = continuations
+            self.measures.pauses += 1
+            if uid in self._steady:
+                self._steady.discard(uid)
+                self._count(live, -live.left)
+                live.last = self._ticked
+            else:
+                self._joined.pop(uid, None)
+
+
+def report(done: Outcome, seconds: float) -> Report:
+    """A step in the scheduler's words."""
+    return Report(
+        free=done.free,
+        cached=done.cached,
+        uids=done.uids,
+        held=done.held,
+        grow=done.grow,
+        lacking=done.lacking,
+        finished=[uid for uid, _ in done.finished],
+        seconds=seconds,
+        prompt_tokens=done.prompt_tokens,
+        cached_tokens=done.cached_tokens,
+        decode_tokens=done.decode_tokens,
+        prompt_keys=done.prompt_keys,
+        decode_keys=done.decode_keys,
+        rows=done.rows,
+    )

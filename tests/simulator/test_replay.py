@@ -1,0 +1,184 @@
+"""Replays whose numbers can be worked out by hand, and what must hold for any."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from penstock.router.batcher import DELAYS, LEAD
+from penstock.router.policies import Pause
+from penstock.router.scheduler import Bounds
+from penstock.simulator import __main__ as command
+from penstock.simulator import replay, report, trace
+from penstock.simulator.machines import Speed
+from penstock.simulator.measures import ALL, Measures, Values
+from penstock.simulator.replay import Replay, Setting
+from penstock.simulator.trace import Request, Workload
+
+SECOND = Speed(1.0, 0.0, 0.0, 0.0, 0.0)  # every step takes one
+BOUNDS = Bounds(pages=100, page_size=4, step_tokens=64, sequences=8)
+
+
+def play(setting: Setting, *requests: Request) -> Measures:
+    return Replay(setting, requests).run()
+
+
+def moments(measures: Measures) -> tuple[list[float], list[float]]:
+    """All times to first tokens and all gaps between tokens, sorted."""
+    service = measures.services[ALL]
+    return service.ttft.percentiles(shares(service.ttft)), service.itl.percentiles(shares(service.itl))
+
+
+def shares(values: Values) -> tuple[float, ...]:
+    return tuple((i + 1) / values.count for i in range(values.count))
+
+
+def test_one_request() -> None:
+    measures = play(Setting(speed=SECOND, bounds=BOUNDS), Request(0.0, 10, (3,), 5))
+    assert moments(measures) == ([1.0], [1.0, 1.0])
+    assert (measures.seconds, measures.steps, measures.output_tokens, measures.prompt_tokens) == (3.0, 3, 3, 10)
+
+
+def test_the_step_after_next_is_for_who_comes_too_late_for_the_next() -> None:
+    """The second step is asked for shortly before the first one ends, at 0.99."""
+    setting = Setting(speed=SECOND, bounds=BOUNDS)
+    first = Request(0.0, 10, (5,), 5)
+    assert moments(play(setting, first, Request(0.98, 10, (1,), 1)))[0] == pytest.approx([1.0, 1.02])
+    assert moments(play(setting, first, Request(0.995, 10, (1,), 1)))[0] == pytest.approx([1.0, 2.005])
+
+
+def test_without_lookahead_nobody_is_too_late() -> None:
+    setting = Setting(speed=SECOND, bounds=BOUNDS, lookahead=False)
+    measures = play(setting, Request(0.0, 10, (5,), 5), Request(0.995, 10, (1,), 1))
+    assert moments(measures)[0] == pytest.approx([1.0, 1.005])
+
+
+def test_what_a_step_costs() -> None:
+    """Prompt of 10: 10 tokens, 55 keys, 1 row. Then decodes that see 11 and 12 keys."""
+    speed = Speed(1.0, 0.01, 0.001, 0.1, 0.5)
+    measures = play(Setting(speed=speed, bounds=BOUNDS), Request(0.0, 10, (3,), 3))
+    ttft, gaps = moments(measures)
+    assert ttft == pytest.approx([1 + 0.1 + 0.055 + 0.5])
+    assert gaps == pytest.approx([1.51 + 1.1, 1.51 + 1.2])
+
+
+def test_decodes_pause_for_prompts_if_the_policy_says_so() -> None:
+    """The second prompt takes the step [2, 3] for itself, and the first request waits two seconds for its third token."""
+    requests = Request(0.0, 10, (4,), 4), Request(1.5, 10, (2,), 2)
+    mixed = play(Setting(speed=SECOND, bounds=BOUNDS), *requests)
+    assert moments(mixed)[1] == [1.0] * 4
+    paused = play(Setting(speed=SECOND, bounds=BOUNDS, policy=Pause(64)), *requests)
+    assert moments(paused)[1] == [1.0, 1.0, 1.0, 2.0]
+
+
+def test_every_gap_of_a_pause_is_seen() -> None:
+    """Two requests that do not fit together at full length: one is paused, and the gap is in its stream."""
+    bounds = Bounds(pages=12, page_size=4, step_tokens=64, sequences=8, headroom=1)
+    measures = play(Setting(speed=SECOND, bounds=bounds), Request(0.0, 8, (30,), 30), Request(0.0, 8, (30,), 30))
+    assert measures.pauses >= 1
+    assert measures.output_tokens == 60
+    assert measures.services[ALL].itl.count == 58
+    assert max(moments(measures)[1]) > 5
+    assert max(measures.samples.held) <= 1
+
+
+def test_prefixes_are_found() -> None:
+    setting = Setting(speed=SECOND, bounds=BOUNDS)
+    same = [Request(float(10 * i), 40, (2,), 2, prefix=(("system", 36),)) for i in range(5)]
+    assert play(setting, *same).prompt_tokens == 40 + 4 * 4
+    assert play(Setting(speed=SECOND, bounds=BOUNDS, prefix_caching=False), *same).prompt_tokens == 5 * 40
+
+
+def test_what_can_not_run_is_counted() -> None:
+    setting = Setting(speed=SECOND, bounds=BOUNDS, concurrent=1)
+    measures = play(setting, Request(0.0, 10, (3,), 3), Request(0.5, 10, (3,), 3), Request(9.0, 500, (3,), 3))
+    assert (measures.finished, measures.refused, measures.impossible) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("lookahead", [True, False])
+def test_any_trace_is_played_to_its_end(seed: int, lookahead: bool) -> None:
+    dice = random.Random(seed)
+    workload = Workload(requests=60, rate=30, prompt=30, output=12, longest_prompt=100, longest_output=60, chat=0.3, choices=3)
+    found = trace.generate(workload, seed)
+    bounds = Bounds(
+        pages=dice.choice((90, 150, 1000)), page_size=dice.choice((4, 16)), step_tokens=32, sequences=dice.choice((3, 20))
+    )
+    speed = Speed(0.002, 1e-4, 1e-7, 1e-6, 1e-5)
+    policy = dice.choice((None, Pause(32)))
+    played = Replay(Setting(speed=speed, bounds=bounds, policy=policy, lookahead=lookahead), found)
+    measures = played.run()
+    assert measures.finished + measures.impossible == 60
+    fits = [each for each in found if played.scheduler.admissible(each.prompt, each.max_new_tokens, each.choices)]
+    assert measures.output_tokens == sum(sum(each.outputs) for each in fits)
+    assert measures.services[ALL].itl.count == sum(sum(each.outputs) - each.choices for each in fits)
+    assert measures.services[ALL].itl.percentiles((0.01,))[0] > 0
+    assert sum(service.finished for service in measures.services.values()) == 2 * measures.finished
+    assert played.shard.free == bounds.pages
+    played.shard.audit()
+
+
+def test_it_knows_what_the_router_does() -> None:
+    """It may not import the router's loop."""
+    assert {str(priority): delay for priority, delay in DELAYS.items()} == replay.DELAYS
+    assert replay.LEAD == LEAD
+
+
+def test_percentiles() -> None:
+    values = Values()
+    for value, weight in ((3.0, 1), (1.0, 98), (2.0, 1), (9.0, 0)):
+        values.add(value, weight)
+    assert values.percentiles((0.5, 0.98, 0.981, 0.99, 1.0)) == [1.0, 1.0, 2.0, 2.0, 3.0]
+    assert values.mean == pytest.approx(1.03)
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    flags = ["--requests", "50", "--machine", "cpu-demo"]
+    assert command.main([*flags, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["requests"] == {"finished": 50, "impossible": 0, "refused": 0}
+    assert command.main([*flags, "--write", str(tmp_path / "trace.jsonl")]) == 0
+    capsys.readouterr()
+    assert command.main(["--trace", str(tmp_path / "trace.jsonl"), "--machine", "cpu-demo", "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["tokens"] == said["tokens"]
+    assert command.main([*flags, "--policy", "pause", "--interactive", "0.5"]) == 0
+    table = capsys.readouterr().out
+    assert "50 requests in" in table
+    assert "interactive: " in table
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--poisson", "0"], "argument --poisson: 0: a number above 0 is needed"),
+        (["--chat", "1.5"], "argument --chat: 1.5: a number from 0 to 1 is needed"),
+        (["--trace", "/nowhere/trace"], "No such file or directory: '/nowhere/trace'"),
+        (["--cost", "1,2"], "argument --cost: 1,2: five numbers with commas between them are needed"),
+        (["--policy", "none"], "argument --policy/--prefill-policy: invalid choice: 'none'"),
+    ],
+)
+def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], flags: list[str], says: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        command.main(flags)
+    assert caught.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("penstock simulate: error: ")
+    assert says in line
+
+
+def test_without_matplotlib_a_line_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(report.importlib, "import_module", missing)
+    with pytest.raises(SystemExit):
+        command.main(["--requests", "5", "--plot", "out.svg"])
+    assert "pip install 'penstock[bench]'" in capsys.readouterr().err
+
+
+def test_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert command.main(["--requests", "50", "--plot", str(tmp_path / "out.svg")]) == 0
+    assert "milliseconds to the first token" in (tmp_path / "out.svg").read_text()

@@ -1,0 +1,181 @@
+"""What the counting shard shares, evicts and restores, in cases small enough to count on fingers. Pages of 4 tokens."""
+
+import pytest
+
+from penstock.simulator.shard import Asked, IntegerShard, Outcome
+
+
+def alone(shard: IntegerShard, asked: Asked) -> Outcome:
+    """The group's whole prompt in one step."""
+    return shard.prefill([asked], [(asked.uid, 1000)], 1000, False)
+
+
+def standing(outcome: Outcome) -> dict[int, tuple[int, int, int]]:
+    """(held, grow, lacking) by uid."""
+    rows = zip(outcome.uids, outcome.held, outcome.grow, outcome.lacking, strict=True)
+    return {uid: (held, grow, lacking) for uid, held, grow, lacking in rows}
+
+
+def test_ten_identical_prompts_at_once_are_computed_once() -> None:
+    shard = IntegerShard(100, 4)
+    asked = [Asked(uid=uid, prompt=22, most=9, prefix=[("same", 22)]) for uid in range(10)]
+    outcome = shard.prefill(asked, [(uid, 1000) for uid in range(10)], 1000, False)
+    assert outcome.prompt_tokens == 22 + 9 * 2  # 5 full pages, and each its own last page
+    assert outcome.cached_tokens == 9 * 20
+    assert outcome.first == list(range(10))
+    assert shard.free == 100 - 5 - 10
+    shard.audit()
+
+
+def test_they_help_each_other_chunk_by_chunk() -> None:
+    """With a budget of 8 tokens a step, nobody computes what another has just computed."""
+    shard = IntegerShard(100, 4)
+    asked = [Asked(uid=uid, prompt=40, most=9, prefix=[("same", 40)]) for uid in (1, 2)]
+    chunks, computed, cached = [(1, 4), (2, 4)], 0, 0
+    for new in (asked, *[()] * 20):
+        outcome = shard.prefill(new, chunks, 8, False)
+        computed, cached = computed + outcome.prompt_tokens, cached + outcome.cached_tokens
+    assert not any(group.lacking for group in shard.groups.values())
+    assert (computed, cached) == (44, 36)
+
+
+def test_at_least_one_token_of_a_prompt_is_computed() -> None:
+    shard = IntegerShard(100, 4)
+    alone(shard, Asked(uid=1, prompt=16, most=9, prefix=[("same", 16)]))
+    outcome = alone(shard, Asked(uid=2, prompt=16, most=9, prefix=[("same", 16)]))
+    assert (outcome.prompt_tokens, outcome.cached_tokens) == (4, 12)  # whole pages only
+    assert standing(outcome)[2] == (4, 1, 0)
+    assert shard.free == 96  # and its last page is the first one's
+
+
+def test_a_second_turn_recomputes_less_than_a_page() -> None:
+    shard = IntegerShard(100, 4)
+    alone(shard, Asked(uid=1, prompt=10, most=12, prefix=[("chat", 22)]))
+    for _ in range(11):
+        outcome = shard.decode()
+    assert outcome.finished == [(1, 0)]
+    assert (shard.free, shard.pool.cached) == (100, 5)  # 21 tokens were computed: the last one never is
+    outcome = alone(shard, Asked(uid=2, prompt=30, most=5, prefix=[("chat", 30)]))
+    assert (outcome.prompt_tokens, outcome.cached_tokens) == (10, 20)
+
+
+def test_choices_share_their_prompt_and_copy_its_last_page() -> None:
+    shard = IntegerShard(100, 4, prefix_caching=False)
+    outcome = alone(shard, Asked(uid=1, prompt=10, most=9, choices=3))
+    assert (outcome.prompt_tokens, outcome.rows) == (10, 3)
+    assert standing(outcome)[1] == (2 + 3, 0, 0)  # two more tokens fit into each choice's page
+    outcome = alone(shard, Asked(uid=2, prompt=8, most=9, choices=3))
+    assert standing(outcome)[2] == (2, 3, 0)  # nothing to copy; the next token of each needs a page
+    assert standing(shard.decode()) == {1: (5, 3, 0), 2: (5, 0, 0)}
+    shard.filter(end=[(1, 1), (1, 2)])
+    assert standing(shard.decode())[1] == (3, 1, 0)
+
+
+def test_the_last_token_is_never_computed() -> None:
+    shard = IntegerShard(2, 4, prefix_caching=False)
+    assert standing(alone(shard, Asked(uid=1, prompt=7, most=2)))[1] == (2, 0, 0)
+    outcome = shard.decode()
+    assert (outcome.finished, outcome.decode_keys, shard.free) == ([(1, 0)], 8, 2)
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    shard = IntegerShard(10, 4)
+    for uid, name in enumerate("abc", 1):
+        alone(shard, Asked(uid=uid, prompt=12, most=1, prefix=[(name, 12)]))
+    alone(shard, Asked(uid=4, prompt=13, most=1, prefix=[("a", 12)]))  # used again
+    assert (shard.pool.unused, shard.pool.cached) == (1, 9)
+    alone(shard, Asked(uid=5, prompt=13, most=1))
+    shard.audit()
+    found = [alone(shard, Asked(uid=6 + i, prompt=13, most=1, prefix=[(name, 12)])).cached_tokens for i, name in enumerate("ac")]
+    assert found == [12, 12]
+    assert alone(shard, Asked(uid=9, prompt=13, most=1, prefix=[("b", 12)])).cached_tokens == 0
+
+
+@pytest.mark.parametrize(("choices", "restored"), [(1, 1), (2, 2)])
+def test_a_paused_group_finds_its_pages_again(choices: int, restored: int) -> None:
+    """10 tokens of prompt and 8 generated: 17 computed, 16 of them in full pages."""
+    shard = IntegerShard(40, 4)
+    asked = Asked(uid=1, prompt=10, most=20, choices=choices)
+    alone(shard, asked)
+    for _ in range(7):
+        shard.decode()
+    released = shard.filter(pause=[1])
+    assert released.continuations == {1: tuple((choice, 8) for choice in range(choices))}
+    assert released.paused == [(1, 2 + 3 * choices, 10 + 7 * choices)]
+    assert released.free == 40
+    again = Asked(uid=1, prompt=10, most=20, choices=choices, continuations=released.continuations[1])
+    outcome = alone(shard, again)
+    assert (outcome.prompt_tokens, outcome.restored_tokens, outcome.rows) == (restored, restored, 0)
+    assert outcome.cached_tokens == 10 + 7 * choices - restored
+    assert outcome.restored == [1]
+    assert standing(outcome)[1] == (2 + 3 * choices, 0, 0)
+    assert shard.decode().decode_keys == 18 * choices
+    shard.audit()
+
+
+def test_a_restored_group_computes_its_prompt_once() -> None:
+    shard = IntegerShard(40, 4, prefix_caching=False)
+    alone(shard, Asked(uid=1, prompt=10, most=20, choices=3, ends_at=(2, 0, 0)))
+    for _ in range(7):
+        shard.decode()
+    released = shard.filter(pause=[1])
+    assert released.paused == [(1, 2 + 2 * 3, 10 + 2 * 7)]  # one of three had ended
+    again = Asked(uid=1, prompt=10, most=20, choices=3, ends_at=(2, 0, 0), continuations=released.continuations[1])
+    outcome = shard.prefill([again], [(1, 1000)], 12, False)
+    assert standing(outcome)[1] == (2 + 2, 4, 12)
+    outcome = shard.prefill([], [(1, 5)], 100, False)
+    assert (outcome.prompt_tokens, outcome.restored) == (12, [1])
+
+
+def test_the_budget_goes_round_twice() -> None:
+    shard = IntegerShard(100, 4, prefix_caching=False)
+    asked = [Asked(uid=uid, prompt=20, most=5) for uid in (1, 2, 3)]
+    outcome = shard.prefill(asked, [(1, 4), (2, 6), (3, 1)], 30, False)
+    assert outcome.computed == {1: 20, 2: 9, 3: 1}
+
+
+def test_a_failed_group_leaves_nothing_to_be_found() -> None:
+    shard = IntegerShard(100, 4)
+    shard.failing.add(1)
+    outcome = alone(shard, Asked(uid=1, prompt=30, most=9, prefix=[("good", 8)]))
+    assert (outcome.failed, outcome.uids, outcome.rows) == ([1], [], 0)
+    assert (shard.free, shard.pool.cached) == (100, 2)
+    shard.audit()
+
+
+def test_what_ended_may_be_named_once_more() -> None:
+    """With a step of lookahead the router can't know better."""
+    shard = IntegerShard(100, 4)
+    alone(shard, Asked(uid=1, prompt=5, most=1))
+    outcome = shard.prefill([], [(1, 5)], 10, True)
+    assert (outcome.prompt_tokens, outcome.decode_tokens, outcome.uids) == (0, 0, [])
+    assert shard.filter(pause=[1], end=[(1, 0)]).paused == []
+    assert shard.decode().rows == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        (lambda shard: alone(shard, Asked(uid=1, prompt=5, most=5)), "joins twice"),
+        (lambda shard: alone(shard, Asked(uid=2, prompt=5, most=5)), "joins again"),
+        (lambda shard: alone(shard, Asked(uid=3, prompt=5, most=5)), "not what was paused"),
+        (lambda shard: alone(shard, Asked(uid=4, prompt=5, most=5, continuations=[(0, 2)])), "not what was paused"),
+        (lambda shard: alone(shard, Asked(uid=4, prompt=100, most=5)), "overcommitted"),
+        (lambda shard: shard.filter(drop=[9]), "never was here"),
+        (lambda shard: shard.filter(pause=[9]), "never was here"),
+        (lambda shard: shard.prefill([], [(1, 5), (1, 5)], 5, True), "two chunks of a group"),
+        (lambda shard: shard.prefill([], [(1, 5)], 0, True), "without tokens"),
+        (lambda shard: shard.prefill([], [], 5, True), "without prompts"),
+        (lambda shard: [shard.decode() for _ in range(20)], "overcommitted"),
+    ],
+)
+def test_nonsense_is_refused(wrong, what: str) -> None:  # type: ignore[no-untyped-def]
+    shard = IntegerShard(10, 4, prefix_caching=False)
+    alone(shard, Asked(uid=1, prompt=5, most=50))
+    alone(shard, Asked(uid=2, prompt=5, most=1))
+    alone(shard, Asked(uid=3, prompt=5, most=5))
+    shard.decode()
+    shard.filter(pause=[3])
+    alone(shard, Asked(uid=5, prompt=20, most=30))
+    with pytest.raises(AssertionError, match=what):
+        wrong(shard)

@@ -1,0 +1,115 @@
+"""Traces: the same from the same seed, and what files may look like."""
+
+import dataclasses
+import itertools
+import statistics
+from pathlib import Path
+
+import pytest
+
+from penstock.simulator import trace
+from penstock.simulator.trace import Request, Workload
+
+RICH = Workload(
+    requests=400, rate=10, chat=0.5, think=1, system_prompts=3, system_tokens=40, choices=4, interactive=0.3, batch=0.2, tenants=3
+)
+
+
+def test_a_seed_says_it_all() -> None:
+    assert trace.generate(RICH, 5) == trace.generate(RICH, 5)
+    assert trace.generate(RICH, 5) != trace.generate(RICH, 6)
+
+
+def test_the_generator_does_not_change() -> None:
+    """Numbers in reports stay comparable: these requests are what this seed has always given."""
+    first, second = trace.generate(Workload(requests=2), 0)
+    assert (first.arrival, first.prompt, first.outputs, first.max_new_tokens) == (0.465152, 213, (131,), 256)
+    assert (second.arrival, second.prompt, second.outputs, second.max_new_tokens) == (0.555506, 1214, (129,), 256)
+
+
+def test_what_it_generates_is_what_was_asked() -> None:
+    found = trace.generate(Workload(requests=4000, rate=20, prompt=300, output=60, interactive=0.25, batch=0.5), 1)
+    assert found[-1].arrival == pytest.approx(200, rel=0.1)
+    assert statistics.median(each.prompt for each in found) == pytest.approx(300, rel=0.1)
+    assert statistics.median(each.outputs[0] for each in found) == pytest.approx(60, rel=0.1)
+    shares = {priority: sum(each.priority == priority for each in found) / 4000 for priority in trace.PRIORITIES}
+    assert shares == pytest.approx({"interactive": 0.25, "normal": 0.25, "batch": 0.5}, abs=0.03)
+    assert all(max(each.outputs) <= each.max_new_tokens for each in found)
+
+
+def test_bursts_and_waves() -> None:
+    def variation(workload: Workload) -> float:
+        times = [each.arrival for each in trace.generate(workload, 2)]
+        gaps = [after - before for before, after in itertools.pairwise(times)]
+        return statistics.stdev(gaps) / statistics.mean(gaps)
+
+    assert variation(Workload(requests=4000)) == pytest.approx(1, rel=0.15)
+    assert variation(Workload(requests=4000, burstiness=3)) == pytest.approx(3, rel=0.25)
+    waves = trace.generate(Workload(requests=1000, rate=10, wave=20), 2)
+    assert all(each.arrival % 20 < 10.001 for each in waves)
+    assert waves[-1].arrival == pytest.approx(100, rel=0.15)
+
+
+def test_a_turn_of_a_chat_begins_with_the_one_before() -> None:
+    found = trace.generate(RICH, 3)
+    last: dict[str, Request] = {}
+    turns = 0
+    for each in found:
+        for _, end in each.prefix[:-1]:
+            assert end == 40
+        if each.choices == 1:
+            name, end = each.prefix[-1]
+            assert end == each.prompt + each.outputs[0]
+            if name in last:
+                turns += 1
+                assert each.prompt > last[name].prompt + last[name].outputs[0]
+                assert each.arrival >= last[name].arrival + 1
+                assert each.prefix[:-1] == last[name].prefix[:-1]
+            last[name] = each
+    assert turns > 100
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    found = trace.generate(RICH, 4)
+    trace.write(found, tmp_path / "trace.jsonl")
+    again = trace.read(tmp_path / "trace.jsonl")
+    begin = found[0].arrival
+    assert [dataclasses.replace(each, arrival=0) for each in again] == [dataclasses.replace(each, arrival=0) for each in found]
+    assert [each.arrival for each in again] == pytest.approx([each.arrival - begin for each in found])
+
+
+def test_public_traces(tmp_path: Path) -> None:
+    azure = tmp_path / "azure.csv"
+    azure.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,374,44\n2023-11-16 18:17:05.4799600,396,109\n"
+    )
+    assert trace.read(azure) == [Request(0.0, 374, (44,), 44), Request(pytest.approx(1.5), 396, (109,), 109)]
+    mooncake = tmp_path / "mooncake.jsonl"
+    mooncake.write_text(
+        '{"timestamp": 3000, "input_length": 600, "output_length": 5, "hash_ids": [46, 47]}\n'
+        '{"timestamp": 2000, "input_length": 512, "output_length": 7, "hash_ids": [46]}\n'
+    )
+    assert trace.read(mooncake) == [
+        Request(0.0, 512, (7,), 7, prefix=(("46", 512),)),
+        Request(1.0, 600, (5,), 5, prefix=(("46", 512), ("47", 600))),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("{", "line 2: Expecting property name"),
+        ("[]", "line 2: "),
+        ('{"prompt": 3, "output": 2}', "line 2: 'arrival' is missing"),
+        ('{"arrival": 1, "prompt": 0, "output": 2}', "line 2: prompt, output and choices are at least 1"),
+        ('{"arrival": 1, "prompt": 3, "output": 2, "max_new_tokens": 1}', "output at most max_new_tokens"),
+        ('{"arrival": 1, "prompt": 3, "output": [2, 2], "choices": 3}', "2 outputs for 3 choices"),
+        ('{"arrival": 1, "prompt": 3, "output": 2, "priority": "high"}', "priority high: expected interactive, normal, batch"),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path: Path, line: str, what: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"arrival": 1, "prompt": 3, "output": 2}\n' + line + "\n")
+    with pytest.raises(ValueError, match=r"trace\.jsonl, line 2") as caught:
+        trace.read(path)
+    assert what in str(caught.value)
