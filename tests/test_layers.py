@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("proto", "kernels", "shard", "router", "launcher", "demo")
+ROOMS = ("proto", "kernels", "shard", "router", "launcher", "demo", "simulator")
 
 # What a module in a room may import of ours, beyond its own room; a name covers what is below it.
 ALLOWED: dict[str, tuple[str, ...]] = {
@@ -22,11 +22,13 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "router": ("proto",),
     "launcher": ("proto", "router.config", "shard.config", "shard.models.families"),
     "demo": (),
+    "simulator": ("router.scheduler", "router.policies", "router.cost"),
 }
 # Packages that a room must not need. What the launcher imports of the shard must not bring torch in either: see below.
 FOREIGN: dict[str, tuple[str, ...]] = {
     "router": ("torch", "transformers", "triton"),
     "launcher": ("torch", "transformers", "triton"),
+    "simulator": ("torch", "transformers", "triton", "grpc", "aiohttp"),
     "proto": ("torch", "transformers", "triton"),
     "kernels": ("transformers", "grpc"),
     "shard": ("transformers", "aiohttp", "tokenizers"),
@@ -149,6 +151,11 @@ def test_every_room_is_looked_at() -> None:
         ({"launcher/plan.py": "from ..shard.models import decoder"}, "launcher.plan imports shard.models"),
         ({"launcher/plan.py": "from .. import router"}, "launcher.plan imports router"),
         ({"demo/train.py": "from ..shard.config import ShardConfig"}, "demo.train imports shard.config"),
+        (
+            {"simulator/replay.py": "from ..router import batcher", "router/batcher.py": ""},
+            "simulator.replay imports router.batcher",
+        ),
+        ({"router/scheduler.py": "from ..simulator.shard import Asked"}, "router.scheduler imports simulator.shard"),
         ({"shard/cache.py": "import os\nx = os.environ['X']"}, "shard.cache reads the environment"),
         ({"router/text.py": "import os\nx = os.getenv('X')"}, "router.text reads the environment"),
         ({"proto/rpc.py": "from os import environ"}, "proto.rpc reads the environment"),
@@ -187,7 +194,7 @@ def test_what_is_allowed_is_no_fault(tmp_path: Path) -> None:
     assert faults(tmp_path) == []
 
 
-@pytest.mark.parametrize("module", ["penstock.router.__main__", "penstock.launcher.cli"])
+@pytest.mark.parametrize("module", ["penstock.router.__main__", "penstock.launcher.cli", "penstock.simulator.__main__"])
 def test_it_runs_without_the_heavy_packages(module: str) -> None:
     """The same as the rule above, at run time: whatever libraries bring in is seen here too."""
     code = f"import sys, {module}; print([name for name in ('torch', 'transformers', 'triton', 'scipy') if name in sys.modules])"

@@ -49,7 +49,7 @@ def test_every_dependency_is_justified() -> None:
     """One line each in docs/dependencies.md, and no line for what is not a dependency."""
     lines = (ROOT / "docs" / "dependencies.md").read_text().splitlines()
     justified = {line.split("`")[1] for line in lines if line.startswith("| `")}
-    extras = PROJECT["project"]["optional-dependencies"]["dev"]
+    extras = [item for extra in PROJECT["project"]["optional-dependencies"].values() for item in extra]
     named = {item.partition(";")[0] for item in [*PROJECT["project"]["dependencies"], *extras]}
     assert justified == {item.partition(">")[0].strip() for item in named}
 
@@ -111,7 +111,7 @@ def test_the_wheel_holds_everything(wheel: zipfile.ZipFile) -> None:
     inside = set(wheel.namelist())
     expected = {
         path
-        for folder in ("proto", "kernels", "shard", "router", "launcher", "demo")
+        for folder in ("proto", "kernels", "shard", "router", "launcher", "demo", "simulator")
         for path in (found.relative_to(ROOT) for found in (ROOT / folder).rglob("*") if found.is_file())
         if path.suffix != ".md" and not any(part.startswith((".", "__pycache__")) for part in path.parts)
     }

@@ -453,6 +453,75 @@ def test_a_thousand_clients_that_leave_leave_nothing(small: Server, reference: R
     talk(small, work, 100)
 
 
+def test_choices_are_drawn_apart_reproducibly_and_the_prompt_is_computed_once(one: Server, reference: Reference) -> None:
+    asked = {"model": "", "prompt": reference.plain[:400], "max_tokens": 12, "temperature": 1.0, "seed": 7, "ignore_eos": True}
+
+    async def work(session: aiohttp.ClientSession) -> None:
+        before = (await metrics(session))["penstock_prompt_tokens_total"]
+        first = await post(session, "/v1/completions", {**asked, "n": 4})
+        computed = (await metrics(session))["penstock_prompt_tokens_total"] - before
+        assert 0 < computed <= first["usage"]["prompt_tokens"]
+        texts = [choice["text"] for choice in first["choices"]]
+        assert len(set(texts)) == 4
+        second, alone = await asyncio.gather(
+            post(session, "/v1/completions", {**asked, "n": 4}), post(session, "/v1/completions", {**asked, "n": 1})
+        )
+        assert [choice["text"] for choice in second["choices"]] == texts
+        assert alone["choices"][0]["text"] == texts[0]
+        streamed = ["", "", "", ""]
+        for event in await stream(session, "/v1/completions", {**asked, "n": 4, "stream": True}):
+            if event != "[DONE]":
+                for choice in json.loads(event)["choices"]:
+                    streamed[choice["index"]] += choice["text"]
+        assert streamed == texts
+
+    talk(one, work)
+
+
+def test_the_best_of_several_answers(one: Server, reference: Reference) -> None:
+    async def work(session: aiohttp.ClientSession) -> None:
+        answer = await generate(session, reference.prompts[0], best_of=3, do_sample=True, seed=3, details=True, max_new_tokens=8)
+        others = answer["details"].pop("best_of_sequences")
+
+        def mean(details: Json) -> float:
+            return float(sum(token["logprob"] for token in details["tokens"]) / len(details["tokens"]))
+
+        assert len(others) == 2
+        assert mean(answer["details"]) >= max(mean(other) for other in others)
+
+    talk(one, work)
+
+
+def test_a_second_turn_computes_only_what_is_new(one: Server, reference: Reference) -> None:
+    async def work(session: aiohttp.ClientSession) -> None:
+        messages = [{"role": "user", "content": reference.plain[:600]}]
+        body = {"model": "", "messages": messages, "temperature": 0, "max_tokens": 40}
+        first = await post(session, "/v1/chat/completions", body)
+        before = await metrics(session)
+        said = first["choices"][0]["message"]["content"]
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "How many are there?"}]
+        second = await post(session, "/v1/chat/completions", body)
+        after = await metrics(session)
+        computed = after["penstock_prompt_tokens_total"] - before["penstock_prompt_tokens_total"]
+        found = after["penstock_cached_prompt_tokens_total"] - before["penstock_cached_prompt_tokens_total"]
+        assert computed + found == second["usage"]["prompt_tokens"]
+        new = second["usage"]["prompt_tokens"] - first["usage"]["total_tokens"]
+        assert 0 < computed <= new + 16
+
+    talk(one, work)
+
+
+def test_a_deadline_and_a_priority_are_kept_over_http(one: Server, reference: Reference) -> None:
+    async def work(session: aiohttp.ClientSession) -> None:
+        parameters = {"max_new_tokens": 1500, "timeout": 0.05, "priority": "batch", "logit_bias": reference.endless}
+        async with session.post("/generate", json={"inputs": "Once", "parameters": parameters}) as response:
+            assert response.status == 504
+            assert (await response.json())["error_type"] == "timeout"
+        await until(session, idle, 5)
+
+    talk(one, work)
+
+
 def test_a_full_server_says_429_and_when_to_come_back(small: Server, reference: Reference) -> None:
     long = {"inputs": reference.prompts[0], "parameters": {"max_new_tokens": 500, "logit_bias": reference.endless}}
 
