@@ -123,3 +123,19 @@ def test_one_step_of_lookahead_changes_no_token(alone: list[list[list[int]]], mo
         return await together(batcher, requests())
 
     assert run(test) == alone
+
+
+def test_bursts_that_fill_budget_and_pool_to_the_last_token() -> None:
+    """Prompts as long as a step, answers that end with a page, a pool without a page to spare."""
+    chance = random.Random(5)
+    prompts = [tuple(chance.randrange(10, 1000) for _ in range(64)) for _ in range(8)]
+    sampling = Sampling(temperature=1.0, seed=9)
+    asked = [Request(prompt=prompt, max_new_tokens=17, sampling=sampling, choices=1 + n % 2) for n, prompt in enumerate(prompts)]
+
+    async def test(batcher: Batcher) -> list[list[list[int]]]:
+        return await together(batcher, asked)
+
+    ample = run(test, shard={"kv_pages": 400, "prefix_caching": False})
+    for pages in (6, 12, 13):
+        found = run(test, scheduler=Restless, shard={"kv_pages": pages}, router={"max_batch_prefill_tokens": 64})
+        assert found == ample
