@@ -3,12 +3,13 @@
 import asyncio
 import random
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from penstock.router.batcher import Batcher
-from penstock.router.request import Request, Sampling, Token
+from penstock.router.request import Priority, Request, Sampling, Token
 from penstock.router.text import Tokenizer
 from penstock.tests.inprocess import DEMO, Restless, run, together, tokens, value
 
@@ -139,3 +140,16 @@ def test_bursts_that_fill_budget_and_pool_to_the_last_token() -> None:
     for pages in (6, 12, 13):
         found = run(test, scheduler=Restless, shard={"kv_pages": pages}, router={"max_batch_prefill_tokens": 64})
         assert found == ample
+
+
+@pytest.mark.parametrize(
+    "router", [{"prefill_policy": "pause", "max_waiting_tokens": 3}, {"itl_target": 0.001}, {"max_batch_size": 16}], ids=str
+)
+def test_no_policy_changes_a_token(alone: list[list[list[int]]], router: dict[str, Any]) -> None:
+    chance = random.Random(6)
+    asked = [replace(request, priority=chance.choice(list(Priority)), tenant=chance.choice("ab")) for request in requests()]
+
+    async def test(batcher: Batcher) -> list[list[list[int]]]:
+        return await together(batcher, asked)
+
+    assert run(test, shard={"kv_pages": 80}, router={"max_batch_prefill_tokens": 32, **router}) == alone
