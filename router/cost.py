@@ -1,6 +1,6 @@
 """How long a step takes: a linear model, fitted to measured steps while they come. Pure arithmetic on a few floats.
 
-    seconds = a + b * query tokens + c * keys that they see + d * rows that are sampled        a, b, c, d >= 0
+    seconds = a + b tokens + c seen + d read + e rows                   a, b, c, d, e >= 0
 
 Least squares of relative errors, so that steps of 3 ms count as much as steps of 3 s, with exponential forgetting. Steps with
 prompts and steps without are remembered apart, each kind fading only when one of its own comes: hours of plain decoding do not
@@ -11,13 +11,23 @@ import math
 from dataclasses import dataclass, field
 
 FORGET = 0.96  # what an observation weighs after the next of its kind: some 25 of each kind count
-SIZE = 4
+SIZE = 5
 # Typical sizes of the features, which bring them to one scale.
-SCALE = (1.0, 100.0, 10_000.0, 10.0)
+SCALE = (1.0, 100.0, 10_000.0, 1_000.0, 10.0)
 MANY = 1_000_000_000
 TRUST = 1e-3  # of the first idea of what a token costs, against measured steps of weight 1
 
 Row = list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a step is made of."""
+
+    tokens: float = 0.0  # query tokens, of prompts and decodes
+    seen: float = 0.0  # keys that each token of a prompt sees, summed: arithmetic
+    read: float = 0.0  # keys that are read for a row, however many tokens it has, summed: memory
+    rows: float = 0.0  # that are sampled
 
 
 @dataclass(slots=True)
@@ -43,22 +53,22 @@ class Cost:
         self._prior = sample_seconds / sample_tokens if sample_tokens and sample_seconds > 0 else 1e-3
         self._fitted: Row | None = None  # by unit of the features; None: to be computed
 
-    def observe(self, tokens: int, keys: int, rows: int, seconds: float, prompts: bool) -> None:
+    def observe(self, work: Work, seconds: float, prompts: bool) -> None:
         """A step took so long. `prompts`: it computed some."""
-        if tokens > 0 and seconds > 0:
-            x = [value / scale / seconds for value, scale in zip((1.0, tokens, keys, rows), SCALE, strict=True)]
+        if work.tokens > 0 and seconds > 0:
+            x = [value / scale / seconds for value, scale in zip(_features(work), SCALE, strict=True)]
             self._kinds[prompts].add(x)
             self._fitted = None
 
-    def predict(self, tokens: float, keys: float, rows: float) -> float:
+    def predict(self, work: Work) -> float:
         """Seconds of a step."""
-        a, b, c, d = self._coefficients()
-        return a + b * tokens + c * keys + d * rows
+        return sum(value * each for value, each in zip(_features(work), self._coefficients(), strict=True))
 
     def tokens_within(self, seconds: float, position: int) -> int:
         """How many tokens of a prompt, of which `position` tokens are computed, can be added to a step for so much time."""
-        _, b, c, _ = self._coefficients()
-        linear, square = b + c * position, c / 2  # token i of them sees position + i keys
+        _, b, c, d, _ = self._coefficients()
+        seconds -= d * position  # they are read for any number of tokens
+        linear, square = b + c * position + d, c / 2  # token i of them sees position + i keys
         if seconds <= 0:
             return 0
         if square * seconds <= 1e-9 * linear * linear:  # keys cost next to nothing: the root below would cancel
@@ -81,6 +91,10 @@ class Cost:
             squares[i][i] += 1e-9 * (squares[i][i] + 1.0)
         solution = nonnegative(squares, sums)
         return [value / scale for value, scale in zip(solution, SCALE, strict=True)]
+
+
+def _features(work: Work) -> tuple[float, ...]:
+    return 1.0, work.tokens, work.seen, work.read, work.rows
 
 
 def nonnegative(squares: list[Row], sums: Row) -> Row:

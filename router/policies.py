@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from .cost import Cost
+from .cost import Cost, Work
 
 LEAST_TARGET = 0.05  # seconds; a step that is faster than this is fast enough for any reader
 DECODE_SHARE = 2.0  # without a target, a step with prompts may take so many times what its decodes alone take
@@ -33,11 +33,18 @@ class Standing:
 class Measured:
     """What a step was, and how long it took."""
 
-    tokens: int  # query tokens, of prompts and decodes
-    keys: int  # that they saw, summed
-    rows: int  # that were sampled
-    seconds: float
-    prompts: bool  # it computed some
+    prompt_tokens: int = 0
+    prompt_keys: int = 0  # that they saw, summed
+    decode_tokens: int = 0
+    decode_keys: int = 0
+    rows: int = 0  # that were sampled
+    seconds: float = 0.0
+
+    @property
+    def work(self) -> Work:
+        """In the words of the model of cost. Of a prompt's context only the average over its tokens is known."""
+        context = self.prompt_keys / self.prompt_tokens if self.prompt_tokens else 0.0
+        return Work(self.prompt_tokens + self.decode_tokens, self.prompt_keys, self.decode_keys + context, self.rows)
 
 
 class Policy(Protocol):
@@ -80,7 +87,7 @@ class Mixed:
         room = max(self._step_tokens - now.sequences, prompt_share(self._step_tokens))
         if self.cost is None or not now.decodes:
             return room
-        alone = self.cost.predict(now.decodes, now.keys, now.decodes)
+        alone = self.cost.predict(Work(tokens=now.decodes, read=now.keys, rows=now.decodes))
         target = self._target or max(LEAST_TARGET, DECODE_SHARE * alone)
         seconds = max(target - alone, PROMPT_SHARE * alone)
         return max(1, min(room, self.cost.tokens_within(seconds, now.position)))
@@ -92,7 +99,7 @@ class Mixed:
     def learn(self, step: Measured) -> None:
         """Fits the model of cost."""
         if self.cost is not None:
-            self.cost.observe(step.tokens, step.keys, step.rows, step.seconds, step.prompts)
+            self.cost.observe(step.work, step.seconds, prompts=step.prompt_tokens > 0)
 
 
 class Pause:

@@ -320,9 +320,11 @@ class Scheduler:
 
     def _admit(self, room: int, prompts: Sequence[Job]) -> list[Job]:
         """Moves jobs into the batch, in order, as many as fit and will get tokens in this step."""
+        admitted: list[Job] = []
+        if self._sequences >= self._bounds.sequences:
+            return admitted
         half = max(1, room // 2)  # is for the oldest, if it wants so much
         used = sum(min(self._expected(job), half if job is prompts[0] else room) for job in prompts)
-        admitted: list[Job] = []
         overtaken: list[Job] = []
         patience = self._bounds.overtakes  # how many more may pass those in `overtaken`
         for job in self._candidates():
@@ -464,13 +466,7 @@ class Scheduler:
         if prompt:
             self._uncached += 0.2 * (told.prompt_tokens / prompt - self._uncached)
         self._policy.learn(
-            Measured(
-                tokens=told.prompt_tokens + told.decode_tokens,
-                keys=told.prompt_keys + told.decode_keys,
-                rows=told.rows,
-                seconds=told.seconds,
-                prompts=told.prompt_tokens > 0,
-            )
+            Measured(told.prompt_tokens, told.prompt_keys, told.decode_tokens, told.decode_keys, told.rows, told.seconds)
         )
 
 

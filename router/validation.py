@@ -44,7 +44,7 @@ class Parameters:
     prompt_logprobs: bool = False
     final_logprobs: bool = False
     skip_special_tokens: bool = True
-    priority: str | None = None
+    priority: object = None
     timeout: float | None = None
     tenant: str = ""
 
@@ -62,6 +62,11 @@ class Validator:
     def __init__(self, config: RouterConfig, tokenizer: Tokenizer) -> None:
         self._config = config
         self._tokenizer = tokenizer
+
+    @property
+    def most_choices(self) -> int:
+        """Answers to one prompt: all of them run at once."""
+        return min(self._config.max_best_of, self._config.max_batch_size or self._config.max_best_of)
 
     async def request(
         self, prompt: str | Sequence[int], parameters: Parameters, limits: Limits, *, add_special_tokens: bool = True
@@ -125,7 +130,7 @@ class Validator:
 
     def _check_numbers(self, given: Parameters) -> None:
         """In TGI's order."""
-        most = self._config.max_best_of
+        most = self.most_choices
         if given.choices is not None and not 0 < given.choices <= most:
             if most == 1:
                 raise Refused("`best_of` != 1 is not allowed for this endpoint", "best_of")
@@ -185,12 +190,14 @@ def _check_ids(ids: Sequence[int] | Mapping[int, float], name: str, limits: Limi
             raise Refused(f"`{name}` has the token id {id}; the model knows 0 to {limits.vocabulary - 1}", name)
 
 
-def _priority(given: str | None) -> Priority:
-    try:
-        return Priority(given or Priority.NORMAL)
-    except ValueError:
-        names = ", ".join(f'"{name}"' for name in Priority)
-        raise Refused(f'`priority` must be one of {names}. Given: "{given}"', "priority") from None
+def _priority(given: object) -> Priority:
+    if given is None:
+        return Priority.NORMAL
+    if isinstance(given, str) and given in tuple(Priority):
+        return Priority(given)
+    names = ", ".join(f'"{name}"' for name in Priority)
+    given, hint = (f'"{given}"', "") if isinstance(given, str) else (given, "; numbers are not supported")
+    raise Refused(f"`priority` must be one of {names}{hint}. Given: {given}", "priority")
 
 
 def _max_new_tokens(length: int, given: int | None, choices: int, limits: Limits) -> int:

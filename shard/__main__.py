@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 # Steps has a thread for as long as its stream lives; the others are for Info, Health and a router that comes anew.
 SERVICE_THREADS = 4
+LAST_WORDS = 0.2  # seconds in which callers may still be told why this process ends
 
 Load = Callable[[ShardConfig, Callable[[str], None]], Engine]  # is given who wants to know the stage
 
@@ -52,7 +53,7 @@ def serve(config: ShardConfig, kind: type[Service], load: Load) -> NoReturn:
     threading.Thread(target=_work, args=(config, service, load, ends.put), daemon=True).start()
     code = ends.get()
     log.info("stopping")
-    server.stop(grace=None)
+    server.stop(LAST_WORDS if code else None).wait(LAST_WORDS)
     for path in (config.socket, config.relay if config.rank == 0 else ""):
         if path:
             Path(path).unlink(missing_ok=True)

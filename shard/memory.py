@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from ..proto.process import available_memory
-from .engine import Engine
+from .engine import Engine, Outcome
 from .models.families import Unsupported
 from .sequence import Group, Sampling, sequences
 
@@ -60,20 +60,25 @@ def size_pool(
 
 
 def _sample(engine: Engine, page_size: int, tokens: int, rows: int) -> Sample:
-    """A step like the largest one. It is the first that this process runs, and so rather slow."""
+    """A step like the largest one. A tiny one goes before it: whatever is made on first use takes much longer than the step."""
     sample = tokens if engine.device.type == "cuda" else min(tokens, SAMPLE_TOKENS)
     prompts = max(1, min(rows, rows * sample // tokens))  # as many rows a token as the largest step has
-    lengths = [sample // prompts + (i < sample % prompts) for i in range(prompts)]
+    _run(engine, page_size, [1])
+    before = _peak(engine.device, reset=True)
+    outcome = _run(engine, page_size, [sample // prompts + (i < sample % prompts) for i in range(prompts)])
+    measured = max(0, _peak(engine.device) - before)
+    engine.clear()
+    return Sample(outcome.prompt_tokens, measured, outcome.seconds)
+
+
+def _run(engine: Engine, page_size: int, lengths: list[int]) -> Outcome:
+    """The step of prompts of these lengths in a pool that they fill."""
     engine.resize(sum(-(-length // page_size) for length in lengths), page_size)
     groups = []
     for uid, length in enumerate(lengths):
         begun, waiting = sequences([0] * length, 1, cache_key=str(uid))  # none finds what another has computed
         groups.append(Group(uid, begun, waiting, GREEDIEST, 2, frozenset(), top_n=5))
-    before = _peak(engine.device, reset=True)
-    outcome = engine.prefill(0, groups, list(enumerate(lengths)), sample, [])
-    measured = max(0, _peak(engine.device) - before)
-    engine.clear()
-    return Sample(outcome.prompt_tokens, measured, outcome.seconds)
+    return engine.prefill(0, groups, list(enumerate(lengths)), sum(lengths), [])
 
 
 def _peak(device: torch.device, reset: bool = False) -> int:

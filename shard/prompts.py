@@ -27,7 +27,7 @@ class Prompts:
         for run, (_, most) in zip(runs, chunks, strict=True):
             tokens -= self._advance(run, min(most, tokens), whole=self._prefixes is not None and most < tokens)
         for run in runs:
-            tokens -= self._advance(run, tokens, whole=False)
+            tokens -= self._advance(run, tokens, whole=False) if tokens else 0
         for run in runs:
             self._want(run)
         return runs

@@ -41,5 +41,6 @@ class Machine:
 MACHINES = {
     # 15 GB of weights and 128 KiB of keys and values per token at 4.3 TB/s; 16 GFLOP per token at 0.8 PFLOP/s. Not measured.
     "8b-h200": Machine("8 B parameters in bfloat16 on one H200", Speed(3.9e-3, 2.0e-5, 0.9e-9, 3.0e-8, 1.0e-6), 50_000, 4096),
-    "cpu-demo": Machine("the demo model on one CPU core", Speed(2.0e-3, 1.6e-4, 1.0e-8, 4.0e-8, 1.0e-4), 1024, 512),
+    # Read off benchmarks/latency.py and load.py on a small machine.
+    "cpu-demo": Machine("the demo model on one CPU core", Speed(4.5e-3, 2.2e-4, 1.1e-7, 1.5e-7, 2.0e-4), 1024, 512),
 }

@@ -8,7 +8,7 @@ from typing import Any
 
 from .measures import ALL, PERCENTILES, Measures, Service, Values
 
-POINTS = 200  # of a line in a picture
+POINTS = 130  # of a line in a picture
 
 
 class Missing(Exception):

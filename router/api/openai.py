@@ -222,9 +222,10 @@ class OpenAI:
         )
 
     def _choices(self, name: str, given: int | None) -> int:
-        most = self._config.max_best_of
+        most = self._validator.most_choices
         if given is not None and not 0 < given <= most:
-            raise Refused(f"`{name}` must be from 1 to {most} (--max-best-of). Given: {given}", name)
+            flag = "--max-best-of" if most == self._config.max_best_of else "--max-batch-size"
+            raise Refused(f"`{name}` must be from 1 to {most} ({flag}). Given: {given}", name)
         return given or 1
 
     def _asked(self, requests: list[Request], shapes: Shapes, body: Body, shown: int) -> Asked:
@@ -317,11 +318,8 @@ def _part(part: object, index: int) -> str:
     raise Refused(f"`messages[{index}].content` has a part that is no text: only text is supported", "messages")
 
 
-def _priority(body: Body) -> str | None:
+def _priority(body: Body) -> object:
     """Ours by name; OpenAI's tiers mean the same."""
-    if body.priority is not None and not isinstance(body.priority, str):
-        names = ", ".join(f'"{name}"' for name in Priority)
-        raise Refused(f"`priority` must be one of {names}; numbers are not supported. Given: {body.priority}", "priority")
     if body.priority is None and body.service_tier is not None:
         if body.service_tier not in TIERS:
             raise Refused(f'`service_tier` must be one of {", ".join(TIERS)}. Given: "{body.service_tier}"', "service_tier")

@@ -45,7 +45,7 @@ class GenerateParameters(msgspec.Struct):
     top_n_tokens: int | None = None
     grammar: Any = None
     adapter_id: str | None = None
-    priority: str | None = None  # ours
+    priority: Any = None  # ours
     timeout: float | None = None  # ours: seconds
 
 
@@ -214,7 +214,7 @@ class Tgi:
                 "model_sha": config.revision or None,
                 "model_pipeline_tag": "text-generation",
                 "max_concurrent_requests": config.max_concurrent_requests,
-                "max_best_of": config.max_best_of,
+                "max_best_of": self._validator.most_choices,
                 "max_stop_sequences": config.max_stop_sequences,
                 "max_input_tokens": limits.max_input_tokens if limits else config.max_input_tokens,
                 "max_total_tokens": limits.max_total_tokens if limits else config.max_total_tokens,
@@ -254,7 +254,7 @@ class Tgi:
             timeout=given.timeout,
             tenant=tenant_of(http),
         )
-        if (given.best_of or 1) > 1 and not parameters.sampled:
+        if 1 < (given.best_of or 1) <= self._validator.most_choices and not parameters.sampled:
             raise Refused("you must use sampling when `best_of` is > 1", "best_of")
         request = await self._validator.request(body.inputs, parameters, limits_of(self._batcher))
         full = full_text if given.return_full_text is None else given.return_full_text
@@ -272,7 +272,7 @@ class Tgi:
                     for answer in answers
                     if answer is not best
                 ]
-        headers = headers_of(clock, [asked.request], answers) | _characters(asked)
+        headers = headers_of(clock, [asked.request], [best]) | _characters(asked)
         return json_response([content] if wrapped else content, headers)
 
     async def _streamed(self, http: web.Request, asked: Asked, clock: Clock) -> web.StreamResponse:

@@ -509,7 +509,8 @@ def test_the_best_answer_and_the_others(tokenizer: Tokenizer) -> None:
         assert [list(other) for other in others] == [names] * 2
         assert (others[0]["finish_reason"], others[0]["generated_tokens"], others[0]["seed"]) == ("eos_token", 10, 4)
         assert len(others[0]["tokens"]) == len(others[0]["top_tokens"]) == 10
-        assert response.headers["x-generated-tokens"] == "32"
+        assert response.headers["x-generated-tokens"] == "11", "the best one's, as in TGI"
+        assert response.headers["x-prompt-tokens"] == "2"
         _, body, _ = await server.post("/generate", {"inputs": "hi", "parameters": {"best_of": 2, "do_sample": True}})
         assert list(body) == ["generated_text"]
         _, body, _ = await server.post("/generate", {"inputs": "hi", "parameters": {"details": True}})
@@ -523,6 +524,7 @@ def test_the_best_of_many_needs_sampling(tokenizer: Tokenizer) -> None:
         for given, message in (
             ({"best_of": 2}, "Input validation error: you must use sampling when `best_of` is > 1"),
             ({"best_of": 17, "do_sample": True}, "Input validation error: `best_of` must be > 0 and <= 16. Given: 17"),
+            ({"best_of": 17}, "Input validation error: `best_of` must be > 0 and <= 16. Given: 17"),
         ):
             status, body, _ = await server.post("/generate", {"inputs": "hi", "parameters": given})
             assert (status, body["error"]) == (422, message)
@@ -536,5 +538,39 @@ def test_priority_and_timeout_are_parameters(tokenizer: Tokenizer) -> None:
         await server.post("/generate", body, headers={"Authorization": "Bearer k"})
         request = server.batcher.requests[-1]
         assert (request.priority, request.timeout, len(request.tenant)) == ("batch", 1.5, 16)
+        for priority, given in ((1, "; numbers are not supported. Given: 1"), ("", '. Given: ""')):
+            status, body, _ = await server.post("/generate", {"inputs": "hi", "parameters": {"priority": priority}})
+            message = f'Input validation error: `priority` must be one of "interactive", "normal", "batch"{given}'
+            assert (status, body) == (422, {"error": message, "error_type": "validation"})
+        status, body, _ = await server.post("/generate", {"inputs": "hi", "parameters": {"timeout": 0}})
+        assert (status, body["error"]) == (422, "Input validation error: `timeout` must be strictly positive")
 
     serve(tokenizer, test)
+
+
+def test_a_deadline_that_is_over_is_a_504(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        server.batcher.refuses = Expired("late: 7 tokens were there")
+        for path in ("/generate", "/generate_stream"):
+            status, body, response = await server.post(path, {"inputs": "hi"})
+            assert (status, body) == (504, {"error": "late: 7 tokens were there", "error_type": "timeout"})
+            assert response.headers["x-should-retry"] == "false"
+        server.batcher.refuses = None
+        server.batcher.breaks = (3, Expired("late: 3 tokens were there"))
+        *tokens, last = await server.events("/generate_stream", {"inputs": "hi"})
+        assert len(tokens) == 3
+        assert last == {"error": "late: 3 tokens were there", "error_type": "timeout"}
+
+    serve(tokenizer, test)
+
+
+def test_no_more_answers_than_may_run_at_once(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        _, body, _ = await server.get("/info")
+        assert body["max_best_of"] == 3
+        status, body, _ = await server.post("/generate", {"inputs": "hi", "parameters": {"best_of": 4, "do_sample": True}})
+        assert (status, body["error"]) == (422, "Input validation error: `best_of` must be > 0 and <= 3. Given: 4")
+        status, body, _ = await server.post("/v1/completions", {"model": "m", "prompt": "hi", "n": 4})
+        assert (status, body["error"]["message"]) == (400, "`n` must be from 1 to 3 (--max-batch-size). Given: 4")
+
+    serve(tokenizer, test, settings={"max_batch_size": 3})

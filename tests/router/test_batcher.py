@@ -12,6 +12,7 @@ import pytest
 from penstock.proto import shard_pb2
 from penstock.router.batcher import Batcher, Item, Misconfigured, Pace, bounds_of, policy_of
 from penstock.router.config import RouterConfig
+from penstock.router.cost import Work
 from penstock.router.metrics import Metrics
 from penstock.router.policies import Mixed, Pause
 from penstock.router.request import (
@@ -444,7 +445,7 @@ def test_the_policy_is_the_operators() -> None:
     mixed = policy_of(config(itl_target=0.3), bounds, warm)
     assert isinstance(mixed, Mixed)
     assert mixed.cost is not None
-    assert mixed.cost.predict(10, 0, 0) == pytest.approx(1.0, rel=0.01)
+    assert mixed.cost.predict(Work(10)) == pytest.approx(1.0, rel=0.01)
     assert isinstance(policy_of(config(prefill_policy="pause"), bounds, warm), Pause)
 
 

@@ -4,29 +4,33 @@ import random
 
 import pytest
 
-from penstock.router.cost import Cost, nonnegative, solve
+from penstock.router.cost import Cost, Work, nonnegative, solve
 
 
-def seconds(tokens: int, keys: int, rows: int) -> float:
-    """A machine: 2 ms a step, 0.1 ms a token, 1 ms per 10,000 keys, 0.05 ms a row."""
-    return 0.002 + tokens * 1e-4 + keys * 1e-7 + rows * 5e-5
+def seconds(work: Work) -> float:
+    """A machine: 2 ms a step, 0.1 ms a token, 1 ms per 10,000 keys seen and per 5,000 read, 0.05 ms a row."""
+    return 0.002 + work.tokens * 1e-4 + work.seen * 1e-7 + work.read * 2e-7 + work.rows * 5e-5
 
 
-def step(chance: random.Random) -> tuple[int, int, int, bool]:
-    """Tokens, keys, rows, whether it has prompts."""
+def step(chance: random.Random) -> tuple[Work, bool]:
+    """One with or without prompts."""
     decodes = chance.randint(0, 32)
     prompt = chance.choice((0, chance.randint(1, 512))) if decodes else chance.randint(1, 512)
-    keys = decodes * chance.randint(1, 1000) + prompt * chance.randint(1, 2000)
-    return decodes + prompt, keys, decodes + (prompt > 0), prompt > 0
+    context = chance.randint(0, 2000)
+    read = decodes * chance.randint(1, 1000) + (context + prompt / 2 if prompt else 0)
+    return Work(decodes + prompt, prompt * context + prompt**2 / 2, read, decodes + (prompt > 0)), prompt > 0
+
+
+def decode(sequences: int, context: int) -> Work:
+    return Work(tokens=sequences, read=sequences * context, rows=sequences)
 
 
 def taught(steps: int, noise: float = 0.0, slower: float = 1.0, cost: Cost | None = None) -> Cost:
     cost = cost or Cost(64, 0.05)
     chance = random.Random(steps)
     for _ in range(steps):
-        tokens, keys, rows, prompts = step(chance)
-        measured = slower * seconds(tokens, keys, rows) * chance.uniform(1 - noise, 1 + noise)
-        cost.observe(tokens, keys, rows, measured, prompts)
+        work, prompts = step(chance)
+        cost.observe(work, slower * seconds(work) * chance.uniform(1 - noise, 1 + noise), prompts)
     return cost
 
 
@@ -35,25 +39,43 @@ def test_it_predicts_steps_that_it_has_not_seen(noise: float, error: float) -> N
     cost = taught(300, noise)
     chance = random.Random(7)
     for _ in range(50):
-        tokens, keys, rows, _ = step(chance)
-        assert cost.predict(tokens, keys, rows) == pytest.approx(seconds(tokens, keys, rows), rel=error)
+        work, _ = step(chance)
+        assert cost.predict(work) == pytest.approx(seconds(work), rel=error)
 
 
 def test_a_machine_that_becomes_slower_is_noticed() -> None:
     cost = taught(600, slower=3.0, cost=taught(300))
-    assert cost.predict(100, 10_000, 10) == pytest.approx(3 * seconds(100, 10_000, 10), rel=0.05)
+    work = Work(100, 10_000, 3_000, 10)
+    assert cost.predict(work) == pytest.approx(3 * seconds(work), rel=0.05)
 
 
 def test_plain_decoding_does_not_wash_out_what_prompts_cost() -> None:
     cost = taught(300)
-    for _ in range(100_000):
-        cost.observe(8, 8 * 500, 8, seconds(8, 8 * 500, 8), prompts=False)
-    assert cost.predict(300, 100_000, 9) == pytest.approx(seconds(300, 100_000, 9), rel=0.05)
+    for _ in range(20_000):
+        cost.observe(decode(8, 500), seconds(decode(8, 500)), prompts=False)
+    work = Work(300, 100_000, 5_000, 9)
+    assert cost.predict(work) == pytest.approx(seconds(work), rel=0.05)
+
+
+def test_one_long_prompt_after_the_other_does_not_make_its_beginning_seem_cheap() -> None:
+    """All that is ever seen are steps of about the same time: few tokens far in, many at the beginning."""
+    cost = Cost(64, 0.02)
+    for _ in range(20):
+        position = 0
+        while position < 2000:
+            alone = decode(4, 300)
+            count = max(1, cost.tokens_within(0.03 - cost.predict(alone), position))
+            keys = count * position + count**2 / 2
+            work = Work(4 + count, keys, alone.read + position + count / 2, 5)
+            cost.observe(work, seconds(work), prompts=True)
+            position += count
+            assert seconds(work) < 0.06
+    assert cost.tokens_within(0.02, 0) == pytest.approx(160, rel=0.2)
 
 
 def test_before_anything_was_measured_a_token_costs_what_the_sample_took() -> None:
     cost = Cost(64, 0.64)
-    assert cost.predict(10, 0, 0) == pytest.approx(0.1, rel=0.01)
+    assert cost.predict(Work(10)) == pytest.approx(0.1, rel=0.01)
     assert cost.tokens_within(0.1, 0) in (9, 10)
     assert Cost().tokens_within(0.05, 0) > 0
 
@@ -61,20 +83,20 @@ def test_before_anything_was_measured_a_token_costs_what_the_sample_took() -> No
 def test_it_stays_careful_while_it_has_seen_decodes_only() -> None:
     cost = Cost(64, 0.64)  # 10 ms a token
     for _ in range(100):
-        cost.observe(4, 400, 4, 0.050, prompts=False)
-    assert cost.predict(4, 400, 4) == pytest.approx(0.05, rel=0.05)
+        cost.observe(decode(4, 100), 0.050, prompts=False)
+    assert cost.predict(decode(4, 100)) == pytest.approx(0.05, rel=0.05)
     assert 1 <= cost.tokens_within(0.05, 0) <= 8
 
 
 @pytest.mark.parametrize("position", [0, 100, 5000])
-@pytest.mark.parametrize("time", [0.0, 0.001, 0.05, 1.0])
+@pytest.mark.parametrize("time", [0.002, 0.05, 1.0])
 def test_as_many_tokens_fit_into_a_time_as_are_predicted_to_fill_it(position: int, time: float) -> None:
     cost = taught(300)
     count = cost.tokens_within(time, position)
 
     def longer(tokens: int) -> float:
-        keys = tokens * position + tokens * tokens / 2
-        return cost.predict(8 + tokens, 800 + keys, 8) - cost.predict(8, 800, 8)
+        work = Work(8 + tokens, tokens * position + tokens**2 / 2, 800 + position + tokens, 8)
+        return cost.predict(work) - cost.predict(decode(8, 100))
 
     assert longer(count) <= time + 1e-9
     assert longer(count + 2) > time
@@ -96,5 +118,5 @@ def test_equations_are_solved() -> None:
 def test_a_machine_on_which_tokens_cost_nothing_takes_any_number_of_them() -> None:
     cost = Cost(64, 0.064)
     for tokens in range(1, 400):
-        cost.observe(tokens, 0, 0, 0.01, prompts=tokens % 2 > 0)
+        cost.observe(Work(tokens), 0.01, prompts=tokens % 2 > 0)
     assert cost.tokens_within(0.1, 0) > 1000

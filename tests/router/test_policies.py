@@ -14,8 +14,8 @@ def busy(**changes: int) -> Standing:
     return replace(NOBODY, decodes=10, keys=1000, sequences=10, **changes)
 
 
-def measured(tokens: int, seconds: float, prompts: bool = True) -> Measured:
-    return Measured(tokens=tokens, keys=0, rows=0, seconds=seconds, prompts=prompts)
+def measured(tokens: int, seconds: float) -> Measured:
+    return Measured(prompt_tokens=tokens, seconds=seconds)
 
 
 def mixed(target: float = 0.0, token: float = 1e-3) -> Mixed:
@@ -51,7 +51,7 @@ def test_prompts_get_something_even_if_decodes_alone_miss_the_target() -> None:
 def test_longer_contexts_take_more_time_so_fewer_tokens_fit() -> None:
     policy = Mixed(4096, Cost(64, 0.064), 0.2)
     for tokens, keys in ((10, 1000), (100, 500_000), (300, 100_000), (50, 0), (200, 2_000_000)):
-        policy.learn(Measured(tokens=tokens, keys=keys, rows=0, seconds=tokens * 1e-4 + keys * 1e-7, prompts=True))
+        policy.learn(Measured(prompt_tokens=tokens, prompt_keys=keys, seconds=tokens * 1e-4 + keys * 1e-7))
     near, far = (policy.room(replace(busy(), position=position)) for position in (0, 20_000))
     assert far < near / 3
 

@@ -1,10 +1,16 @@
 """Drives a shard as a router would, at random: requests arrive while others run, prompts come in chunks, groups are paused,
-resumed and cancelled, batches joined. Every decision follows from a seed and from the shard's answers, so ranks can't diverge."""
+resumed and cancelled, batches joined. Every decision follows from a seed and from the shard's answers, so ranks can't diverge.
+
+It looks ahead by one command: what it decides on is what the answer to the command before the last one said. What the groups may
+still take is never more than what is free.
+"""
 
 import queue
 import random
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import grpc
@@ -14,22 +20,39 @@ from penstock.proto import shard_pb2 as wire
 from penstock.shard.decoding.sampler import Pick
 from penstock.shard.decoding.strategy import Emitted, Finish
 from penstock.shard.engine import Outcome
-from penstock.shard.sequence import Group
-from penstock.shard.service import group_from, group_to
+from penstock.shard.sequence import Group, Sampling
+from penstock.shard.service import group_from, paused_to
 
-UNLIMITED = 1 << 30
+UNLIMITED = 1 << 20
+
+
+class Pool(Protocol):
+    """What is known of a shard's pages."""
+
+    pages: int
+    page_size: int
+
+    @property
+    def free(self) -> int: ...
 
 
 class Shard(Protocol):
     """An engine, near or far."""
 
-    def prefill(self, batch: int, groups: Sequence[Group], chunks: Sequence[tuple[int, int]], decode: Sequence[int]) -> Outcome: ...
+    @property
+    def pool(self) -> Pool: ...
+
+    def prefill(
+        self, batch: int, groups: Sequence[Group], chunks: Sequence[tuple[int, int]], prompt_tokens: int, decode: Sequence[int]
+    ) -> Outcome: ...
 
     def decode(self, batches: Sequence[int]) -> Outcome: ...
 
-    def filter(self, drop: Iterable[int]) -> None: ...
+    def filter(self, drop: Iterable[int]) -> object: ...
 
-    def pause(self, uids: Iterable[int]) -> list[Group]: ...
+    def end(self, ends: Iterable[tuple[int, int]]) -> None: ...
+
+    def pause(self, uids: Iterable[int]) -> Sequence[Group | wire.Paused]: ...
 
     def concat(self, into: int, batches: Sequence[int]) -> None: ...
 
@@ -38,106 +61,254 @@ class Shard(Protocol):
 class World:
     """What happened."""
 
-    answers: dict[int, list[int]] = field(default_factory=dict)  # tokens by uid
-    finishes: dict[int, Finish] = field(default_factory=dict)
+    tokens: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # by uid and choice
+    finishes: dict[tuple[int, int], Finish] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
     cancelled: set[int] = field(default_factory=set)
+    ended: set[tuple[int, int]] = field(default_factory=set)  # choices
+    pauses: Counter[int] = field(default_factory=Counter)
     mixed: int = 0  # steps with chunks and decodes
-    pauses: int = 0
+    cached: int = 0  # tokens that were found
+    restored: int = 0  # tokens
+
+    @property
+    def answers(self) -> dict[int, list[int]]:
+        """Of everybody's first choice."""
+        return {uid: tokens for (uid, choice), tokens in self.tokens.items() if not choice}
 
 
 @dataclass(frozen=True)
 class Habits:
-    """How the driver behaves; the numbers are chances per step."""
+    """How the driver behaves; fractions are chances per step."""
 
     chunk: int = UNLIMITED  # most tokens of a prompt in a step
     pause: float = 0.0
+    pauses: int = 0  # that everybody suffers
     cancel: float = 0.0
+    end: float = 0.0  # of a single choice
     join: float = 0.2
     arrivals: int = 6  # most that come before a step
+    careful: bool = True  # admits only what has room
 
 
 def drive(shard: Shard, groups: Sequence[Group], habits: Habits, seed: int = 0) -> World:
     """Runs `groups` to their ends."""
-    chance = random.Random(seed)
-    world = World({group.uid: [] for group in groups})
-    waiting = list(groups)
-    lacking: dict[int, int] = {}  # of prompts not yet computed: uid to tokens
-    running: set[int] = set()
-    batches: list[int] = []
-    number = 0
-    while waiting or lacking or running:
-        fresh = [waiting.pop(0) for _ in range(min(len(waiting), chance.randint(0, habits.arrivals)))]
-        lacking |= {group.uid: len(group.sequences[0].tokens) for group in fresh}
-        chunks = [(uid, min(count, habits.chunk)) for uid, count in lacking.items() if habits.chunk < 8 or chance.random() < 0.7]
-        decode = [batch for batch in batches if chance.random() < 0.9]
+    return Driver(shard, [message(group) for group in groups], habits, seed).run()
+
+
+class Driver:
+    """One run."""
+
+    def __init__(self, shard: Shard, asked: Sequence[wire.Group], habits: Habits, seed: int) -> None:
+        self.shard = shard
+        self.habits = habits
+        self.chance = random.Random(seed)
+        self.world = World({(one.uid, choice): [] for one in asked for choice in range(one.choices or 1)})
+        self.asked = {one.uid: one for one in asked}
+        self.waiting = list(asked)
+        self.grow: dict[int, int] = {}  # of all that are admitted
+        self.lacking: dict[int, int] = {}
+        self.due = {one.uid: self._due(one.max_new_tokens) for one in asked}  # generated tokens at which it is paused
+        self.free = shard.pool.pages
+        self.unheard: deque[Outcome] = deque()
+        self.batches: list[int] = []
+        self.number = 0
+
+    def run(self) -> World:
+        turns = 0
+        while self.waiting or self.grow or self.unheard:
+            turns += 1
+            assert turns < 20_000, "it never ends"
+            self._step()
+            self._hear(1)
+            self._concat()
+            self._cancel()
+            self._end()
+            self._pause()
+        assert not self.unheard
+        return self.world
+
+    def _due(self, most: int) -> list[int]:
+        return sorted(self.chance.sample(range(max(self.habits.pauses, most - 3)), self.habits.pauses))
+
+    def _step(self) -> None:
+        chance, habits = self.chance, self.habits
+        fresh = self._admit(chance.randint(0, habits.arrivals))
+        chunks = [
+            (uid, min(lacking, habits.chunk))
+            for uid, lacking in self.lacking.items()
+            if lacking and (habits.chunk < 8 or chance.random() < 0.7)
+        ]
+        decode = [batch for batch in self.batches if chance.random() < 0.9]
         if fresh or chunks:
-            number += 1
-            world.mixed += bool(chunks and decode and running)
-            outcome = shard.prefill(number, fresh, chunks, decode)
-            batches.append(number)
+            self.number += 1
+            self.world.mixed += bool(chunks and decode and not all(self.lacking.values()))
+            budget = sum(most for _, most in chunks)
+            self.unheard.append(self.shard.prefill(self.number, fresh, chunks, budget, decode))
+            self.batches.append(self.number)
         else:
-            outcome = shard.decode(decode)
-        for uid, count in chunks:
-            lacking[uid] -= count
-            if not lacking[uid]:
-                del lacking[uid]
-                running.add(uid)
-        for uid, emitted in outcome.emitted:
-            assert uid in running
-            world.answers[uid].append(emitted.pick.token)
-            if emitted.finish:
-                world.finishes[uid] = emitted.finish
-                running.discard(uid)
-        for uid, message in outcome.failed:
-            world.failed[uid] = message
-            running.discard(uid)
-            lacking.pop(uid, None)
-        if chance.random() < habits.join and len(batches) > 1:
-            into, *others = chance.sample(batches, 2)
-            shard.concat(into, others)
-            batches.remove(others[0])
-        alive = sorted(running | set(lacking))
-        if alive and chance.random() < habits.cancel:
-            gone = chance.choice(alive)
-            shard.filter([gone])
-            world.cancelled.add(gone)
-            running.discard(gone)
-            lacking.pop(gone, None)
-            alive.remove(gone)
-        if alive and chance.random() < habits.pause:
-            uids = chance.sample(alive, chance.randint(1, len(alive)))
-            for group in shard.pause(uids):
-                world.pauses += 1
-                running.discard(group.uid)
-                lacking.pop(group.uid, None)
-                waiting.append(group_from(group_to(group)))
-    return world
+            self.unheard.append(self.shard.decode(decode))
+
+    def _admit(self, count: int) -> list[Group]:
+        size = self.shard.pool.page_size
+        admitted: list[Group] = []
+        while self.waiting and len(admitted) < count:
+            group = group_from(self.waiting[0])
+            if self.habits.careful and sum(self.grow.values()) + group.worst(size) > self.free:
+                break
+            del self.waiting[0]
+            self.grow[group.uid], self.lacking[group.uid] = group.worst(size), group.lacking
+            admitted.append(group)
+        return admitted
+
+    def _hear(self, left: int) -> None:
+        while len(self.unheard) > left or (self.unheard and not self.grow):
+            outcome = self.unheard.popleft()
+            self.free = outcome.free
+            self.world.cached += outcome.cached_tokens
+            self.world.restored += outcome.restored_tokens
+            for uid, emitted in outcome.emitted:
+                if uid in self.grow:
+                    self._take(uid, emitted)
+            for uid, message in outcome.failed:
+                self.world.failed[uid] = message
+                self._forget(uid)
+            for uid, _, grow, lacking in outcome.standing:
+                if uid in self.grow:
+                    self.grow[uid], self.lacking[uid] = grow, lacking
+
+    def _take(self, uid: int, emitted: Emitted) -> None:
+        key = uid, emitted.choice
+        assert key not in self.world.finishes
+        if key in self.world.ended:
+            return
+        self.world.tokens[key].append(emitted.pick.token)
+        if emitted.finish:
+            self.world.finishes[key] = emitted.finish
+            if not self._live(uid):
+                self._forget(uid)
+
+    def _live(self, uid: int) -> list[int]:
+        keys = [(uid, choice) for choice in range(self.asked[uid].choices or 1)]
+        return [key[1] for key in keys if key not in self.world.finishes and key not in self.world.ended]
+
+    def _forget(self, uid: int) -> None:
+        self.grow.pop(uid, None)
+        self.lacking.pop(uid, None)
+
+    def _concat(self) -> None:
+        if self.chance.random() < self.habits.join and len(self.batches) > 1:
+            into, *others = self.chance.sample(self.batches, 2)
+            self.shard.concat(into, others)
+            self.batches.remove(others[0])
+
+    def _cancel(self) -> None:
+        if self.grow and self.chance.random() < self.habits.cancel:
+            gone = self.chance.choice(sorted(self.grow))
+            self.shard.filter([gone])
+            self.world.cancelled.add(gone)
+            self._forget(gone)
+
+    def _end(self) -> None:
+        """Of a group that goes on with its other choices, and is known to have begun."""
+        keys = [(uid, choice) for uid in sorted(self.grow) for choice in self._live(uid)]
+        able = [key for key in keys if len(self._live(key[0])) > 1 and self.world.tokens[key]]
+        if able and self.chance.random() < self.habits.end:
+            gone = self.chance.choice(able)
+            self.shard.end([gone])
+            self.world.ended.add(gone)
+
+    def _pause(self) -> None:
+        alive = sorted(self.grow)
+        if alive and self.chance.random() < self.habits.pause:
+            self._take_back(self.chance.sample(alive, self.chance.randint(1, len(alive))))
+        tired = [uid for uid in sorted(self.grow) if self.due[uid] and self._generated(uid) >= self.due[uid][0]]
+        for uid in tired:
+            if self.chance.random() < 0.7 or self._generated(uid) > self.due[uid][0]:
+                self.due[uid].pop(0)
+                self._take_back([uid])
+        while self.habits.careful and sum(self.grow.values()) > self.free:
+            self._hear(0)
+            self.free = self.shard.pool.free  # after a Filter, too
+            if sum(self.grow.values()) > self.free:
+                assert len(self.grow) > 1, "not even one has room"
+                self._take_back([list(self.grow)[-1]])
+
+    def _generated(self, uid: int) -> int:
+        return max(len(self.world.tokens[uid, choice]) for choice in range(self.asked[uid].choices or 1))
+
+    def _take_back(self, uids: list[int]) -> None:
+        paused = self.shard.pause(uids)
+        self._hear(0)
+        size = self.shard.pool.page_size
+        for one in paused:
+            told = one if isinstance(one, wire.Paused) else paused_to(one, size)
+            if told.uid not in self.grow:
+                continue  # it has just ended, or was cancelled
+            self.world.pauses[told.uid] += 1
+            again = wire.Group()
+            again.CopyFrom(self.asked[told.uid])
+            again.continuations.extend(told.continuations)
+            for part in told.continuations:
+                assert list(part.tokens) == self.world.tokens[told.uid, part.choice]
+            group = group_from(again)
+            assert (told.grow, told.lacking) == (group.worst(size), group.lacking)
+            self._forget(told.uid)
+            self.waiting.append(again)
+        self.free = self.shard.pool.free
+
+
+def message(group: Group) -> wire.Group:
+    """The inverse of `group_from`."""
+    first, sampling = group.sequences[0], group.sampling
+    same = {one.name: getattr(sampling, one.name) for one in fields(Sampling) if one.name != "bias"}
+    begun = [] if group.waiting else group.sequences
+    return wire.Group(
+        uid=group.uid,
+        tokens=first.tokens[: first.prompt_length],
+        choices=len(group.waiting),
+        continuations=[wire.Continuation(choice=s.choice, tokens=s.tokens[s.prompt_length :]) for s in begun],
+        max_new_tokens=group.max_new_tokens,
+        end_ids=sorted(group.end_ids),
+        sampling=wire.Sampling(
+            **same, bias_ids=[pair[0] for pair in sampling.bias], bias_values=[pair[1] for pair in sampling.bias]
+        ),
+        top_n=group.top_n,
+        prompt_logprobs=group.prompt_logprobs,
+        cache_key=first.cache_key,
+    )
 
 
 class Remote:
     """The shard at the other end of a channel: by unary calls, or by the stream of commands."""
 
-    def __init__(self, channel: grpc.Channel, stream: bool) -> None:
+    def __init__(self, channel: grpc.Channel, stream: bool, pages: int, page_size: int) -> None:
         self.step = 0
+        self.pool = SimpleNamespace(pages=pages, page_size=page_size, free=pages)
         self._stub = rpc.Stub(channel)
         self._commands: queue.SimpleQueue[wire.Command | None] = queue.SimpleQueue()
         self._replies = self._stub.Steps(iter(self._commands.get, None), timeout=100) if stream else None
 
-    def prefill(self, batch: int, groups: Sequence[Group], chunks: Sequence[tuple[int, int]], decode: Sequence[int]) -> Outcome:
-        uids, lengths = [uid for uid, _ in chunks], [min(length, (1 << 32) - 1) for _, length in chunks]
-        messages = [group_to(group) for group in groups]
-        request = wire.PrefillRequest(batch=batch, groups=messages, chunk_uids=uids, chunk_lengths=lengths, decode_batches=decode)
+    def prefill(
+        self, batch: int, groups: Sequence[Group], chunks: Sequence[tuple[int, int]], prompt_tokens: int, decode: Sequence[int]
+    ) -> Outcome:
+        request = wire.PrefillRequest(batch=batch, groups=map(message, groups), decode_batches=decode, prompt_tokens=prompt_tokens)
+        request.chunk_uids.extend(uid for uid, _ in chunks)
+        request.chunk_lengths.extend(length for _, length in chunks)
         return _outcome(self.call("Prefill", prefill=request).step)
 
     def decode(self, batches: Sequence[int]) -> Outcome:
         return _outcome(self.call("Decode", decode=wire.DecodeRequest(batches=batches)).step)
 
     def filter(self, drop: Iterable[int]) -> None:
-        self.call("Filter", filter=wire.FilterRequest(drop=drop))
+        self._filter(drop=drop)
 
-    def pause(self, uids: Iterable[int]) -> list[Group]:
-        return [group_from(message) for message in self.call("Filter", filter=wire.FilterRequest(pause=uids)).filter.paused]
+    def end(self, ends: Iterable[tuple[int, int]]) -> None:
+        uids, choices = zip(*ends, strict=True)
+        self._filter(end_uids=uids, end_choices=choices)
+
+    def pause(self, uids: Iterable[int]) -> list[wire.Paused]:
+        return list(self._filter(pause=uids).paused)
 
     def concat(self, into: int, batches: Sequence[int]) -> None:
         self.call("Concat", concat=wire.ConcatRequest(into=into, batches=batches))
@@ -150,22 +321,33 @@ class Remote:
         """Ends the stream, if there is one."""
         self._commands.put(None)
 
+    def _filter(self, **fields: Any) -> wire.FilterReply:
+        return self.call("Filter", filter=wire.FilterRequest(**fields)).filter
+
     def call(self, method: str, **kind: Any) -> wire.Reply:
         """The reply to one command."""
         [(name, request)] = kind.items()
+        name = "step" if name in ("prefill", "decode") else name
         self.step += 1
         request.step = self.step
         if self._replies is None:
-            reply = getattr(self._stub, method)(request, timeout=60)
-            return wire.Reply(**{"step" if name in ("prefill", "decode") else name: reply})
-        self._commands.put(wire.Command(**kind))
-        return next(self._replies)
+            reply = wire.Reply(**{name: getattr(self._stub, method)(request, timeout=60)})
+        else:
+            self._commands.put(wire.Command(**kind))
+            reply = next(self._replies)
+        self.pool.free = getattr(getattr(reply, name), "free", self.pool.free)
+        return reply
 
 
 def _outcome(reply: wire.StepReply) -> Outcome:
     rows = zip(reply.uids, reply.choices, reply.tokens, reply.logprobs, reply.finishes, strict=True)
     return Outcome(
         emitted=[(uid, Emitted(choice, Pick(token, logprob), Finish(finish))) for uid, choice, token, logprob, finish in rows],
-        standing=list(zip(reply.held_uids, reply.held, reply.grow, strict=True)),
+        standing=list(zip(reply.held_uids, reply.held, reply.grow, reply.lacking, strict=True)),
         failed=list(zip(reply.failed_uids, reply.failed_messages, strict=True)),
+        prompt_tokens=reply.prompt_tokens,
+        restored_tokens=reply.restored_tokens,
+        cached_tokens=reply.cached_tokens,
+        free=reply.free,
+        cached=reply.cached,
     )

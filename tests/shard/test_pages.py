@@ -12,11 +12,16 @@ SIZE = 3
 
 
 def walk(pool: PagePool, seed: int, steps: int = 400) -> None:
-    """Random operations, each compared with a model: the list of every holder's pages."""
+    """Random operations, each compared with a model: the list of every holder's pages, and the order in which kept ones were let
+    go."""
     chance = random.Random(seed)
     holders: list[list[int]] = []
+    kept: set[int] = set()
+    cached: list[int] = []
+    evicted: list[int] = []
+    pool.evicted = evicted.append
     for _ in range(steps):
-        verb = chance.choice(["take", "extend", "share", "release"])
+        verb = chance.choice(["take", "extend", "share", "release", "release", "release", "keep", "keep", "forget", "revive"])
         if verb == "take":
             free, count = pool.free, chance.randint(0, 3)
             try:
@@ -40,7 +45,26 @@ def walk(pool: PagePool, seed: int, steps: int = 400) -> None:
             pool.share(pages)
             holders.append(pages)
         elif verb == "release" and holders:
-            pool.release(holders.pop(chance.randrange(len(holders))))
+            gone = holders.pop(chance.randrange(len(holders)))
+            pool.release(gone)
+            left = {page for pages in holders for page in pages}
+            cached += [page for page in reversed(gone) if page in kept - left]
+        elif verb == "keep" and any(holders):
+            kept.add(page := chance.choice([page for pages in holders for page in pages]))
+            pool.keep(page)
+        elif verb == "forget" and kept:
+            kept.remove(page := chance.choice(sorted(kept)))
+            pool.forget(page)
+            cached = [other for other in cached if other != page]
+        elif verb == "revive" and cached:
+            cached.remove(page := chance.choice(cached))
+            pool.share([page])
+            holders.append([page])
+        assert evicted == cached[: len(evicted)]
+        assert not evicted or not pool._unused, "a kept page is taken though there are others"
+        cached, kept = cached[len(evicted) :], kept - set(evicted)
+        evicted.clear()
+        assert list(pool._cached) == cached
         held = Counter(page for pages in holders for page in pages)
         assert PADDING not in held
         assert set(held) <= set(range(1, PAGES + 1))
@@ -48,7 +72,9 @@ def walk(pool: PagePool, seed: int, steps: int = 400) -> None:
     for pages in holders:
         pool.release(pages)
     assert pool.free == PAGES
+    pool.taken()
     assert sorted(pool.take(PAGES)) == list(range(1, PAGES + 1))
+    assert (len(pool.taken()), pool.taken()) == (PAGES, [])
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -72,7 +98,17 @@ class Greedy(PagePool):
         return super().take(count)
 
 
-@pytest.mark.parametrize("faulty", [Forgetful, Greedy])
+class Hasty(PagePool):
+    """Planted fault: takes cached pages while there are others."""
+
+    def take(self, count: int) -> list[int]:
+        unused, self._unused = self._unused, []
+        taken = super().take(min(count, len(self._cached)))
+        self._unused = unused
+        return taken + super().take(count - len(taken))
+
+
+@pytest.mark.parametrize("faulty", [Forgetful, Greedy, Hasty])
 def test_the_check_finds_a_planted_fault(faulty: type[PagePool]) -> None:
     with pytest.raises(AssertionError):
         walk(faulty(PAGES, SIZE), seed=0)

@@ -93,16 +93,18 @@ def ranks(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ranks]:
 @pytest.mark.parametrize("ranks", ["demo"], indirect=True)
 def test_two_processes_answer_on_a_stream_and_end_on_sigterm(ranks: Ranks) -> None:
     first, second = ranks.warm()
+    assert (first.sample_tokens, second.sample_tokens) == (64, 64)
+    first.sample_seconds = second.sample_seconds  # each has its own clock
     assert first == second
     assert (first.pages, first.page_size) == (1024, 4)
     asked = prompts(10)
-    shard = Remote(ranks.channels[0], stream=True)
+    shard = Remote(ranks.channels[0], stream=True, pages=1024, page_size=4)
     world = drive(shard, requests(asked), Habits(chunk=16, pause=0.1))
     assert world.failed == {}
     assert world.answers == dict(enumerate(tiny.greedy("demo", asked, COUNT)))
     assert shard.clear() == 1024
     with pytest.raises(grpc.RpcError, match="rank 0"):
-        Remote(ranks.channels[1], stream=False).decode([1])
+        Remote(ranks.channels[1], stream=False, pages=1024, page_size=4).decode([1])
     for process in ranks.processes:
         process.terminate()
     codes = ranks.codes(10)
@@ -115,7 +117,7 @@ def test_two_processes_answer_on_a_stream_and_end_on_sigterm(ranks: Ranks) -> No
 def test_a_rank_that_dies_ends_the_other(ranks: Ranks) -> None:
     ranks.warm()
     asked = prompts(10)
-    shard = Remote(ranks.channels[0], stream=False)
+    shard = Remote(ranks.channels[0], stream=False, pages=1024, page_size=4)
     sampling = Sampling(temperature=0.8, top_p=0.9, seed=11)
     world = drive(shard, requests(asked, sampling), Habits(chunk=7, pause=0.1, cancel=0.05), seed=3)
     alone = drive(tiny.engine("qwen3"), requests(asked, sampling), Habits()).answers

@@ -14,11 +14,12 @@ import torch
 from penstock.proto import rpc
 from penstock.proto import shard_pb2 as wire
 from penstock.shard.config import ShardConfig
+from penstock.shard.loading import load
 from penstock.shard.relay import Sender
 from penstock.shard.sequence import Sampling
-from penstock.shard.service import Service, group_from, group_to
+from penstock.shard.service import Service, group_from
 from penstock.tests.shard import tiny
-from penstock.tests.shard.driver import Habits, Remote, drive
+from penstock.tests.shard.driver import Habits, Remote, drive, message
 from penstock.tests.shard.test_oracle import COUNT, prompt, prompts, requests
 
 NAME = "llama"
@@ -66,8 +67,8 @@ def code_of(error: pytest.ExceptionInfo[grpc.RpcError]) -> grpc.StatusCode:
 
 
 def prefill(step: int, uid: int, tokens: list[int], count: int = 4, **fields: Any) -> wire.PrefillRequest:
-    one = wire.Group(uid=uid, tokens=tokens, prompt_length=len(tokens), max_new_tokens=count, **fields)
-    return wire.PrefillRequest(step=step, batch=1, groups=[one], chunk_uids=[uid], chunk_lengths=[len(tokens)])
+    one = wire.Group(uid=uid, tokens=tokens, max_new_tokens=count, **fields)
+    return wire.PrefillRequest(step=step, batch=1, groups=[one], chunk_uids=[uid], chunk_lengths=[1], prompt_tokens=len(tokens))
 
 
 def test_info_and_health_answer_before_the_model_is_there(process: Process) -> None:
@@ -87,6 +88,8 @@ def test_warmup_sizes_the_pool_and_repeats_its_answer(warm: Process) -> None:
     assert (reply.pages, reply.page_size) == (500, 4)
     assert reply.bytes_per_page == 2 * shape.layers * shape.kv_heads * shape.head_size * 4 * 4
     assert reply.weight_bytes == pytest.approx(shape.parameters() * 4, abs=100)  # and the rotary frequencies
+    assert reply.sample_tokens == 64
+    assert 0 < reply.sample_seconds < 1
     assert reply == warm.stub.Warmup(WARMUP, timeout=5)
     assert warm.stub.Info(wire.InfoRequest(), timeout=5).stage == "ready"
 
@@ -131,10 +134,10 @@ def test_a_repeated_step_is_answered_from_memory_and_an_older_one_refused(warm: 
     request = prefill(5, 7, [1, 2, 3])
     first = warm.stub.Prefill(request, timeout=5)
     assert warm.stub.Prefill(request, timeout=5).SerializeToString() == first.SerializeToString()
-    assert warm.service.engine.batches[1].groups[0].sequences[0].generated == 1
+    assert warm.service.engine.groups[7].sequences[0].generated == 1
     second = warm.stub.Decode(wire.DecodeRequest(step=8, batches=[1]), timeout=5)
     assert warm.stub.Decode(wire.DecodeRequest(step=8, batches=[1]), timeout=5) == second
-    assert warm.service.engine.batches[1].groups[0].sequences[0].generated == 2
+    assert warm.service.engine.groups[7].sequences[0].generated == 2
     with pytest.raises(grpc.RpcError, match="step 7 is older than the last one, 8") as error:
         warm.stub.Decode(wire.DecodeRequest(step=7, batches=[1]), timeout=5)
     assert code_of(error) == grpc.StatusCode.INVALID_ARGUMENT
@@ -146,7 +149,7 @@ def test_a_repeated_step_is_answered_from_memory_and_an_older_one_refused(warm: 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_driver_gets_transformers_tokens_over_the_wire(warm: Process, stream: bool) -> None:
     asked = prompts(12, 40)
-    shard = Remote(warm.channel, stream)
+    shard = Remote(warm.channel, stream, pages=500, page_size=4)
     world = drive(shard, requests(asked), Habits(chunk=16, pause=0.1))
     assert (world.failed, world.answers) == ({}, dict(enumerate(tiny.greedy(NAME, asked, COUNT))))
     assert warm.service.engine.pool.free == 500
@@ -165,7 +168,7 @@ def test_the_end_of_a_stream_drops_everything(warm: Process) -> None:
 
 
 def test_the_end_of_an_old_stream_leaves_a_new_router_alone(warm: Process) -> None:
-    old = Remote(warm.channel, stream=True)
+    old = Remote(warm.channel, stream=True, pages=500, page_size=4)
     old.call("Prefill", prefill=prefill(0, 1, [1, 2, 3]))
     warm.stub.ClearCache(wire.ClearCacheRequest(step=1), timeout=5)
     warm.stub.Prefill(prefill(2, 2, [1, 2, 3]), timeout=5)
@@ -186,8 +189,36 @@ def test_filter_and_concat_over_the_wire(warm: Process) -> None:
     paused = warm.stub.Filter(wire.FilterRequest(step=6, drop=[1, 77], pause=[2, 78]), timeout=5)
     assert paused.free == 500
     [group] = paused.paused
-    assert (group.uid, group.prompt_length, group.top_n) == (2, 2, 2)
-    assert list(group.tokens) == [4, 5, first.tokens[0], reply.tokens[1]]
+    assert (group.uid, group.grow, group.lacking) == (2, 2, 3)
+    [part] = group.continuations
+    assert (part.choice, list(part.tokens)) == (0, [first.tokens[0], reply.tokens[1]])
+
+
+def test_choices_end_and_a_pause_hands_back_the_others(warm: Process) -> None:
+    request = prefill(1, 1, [1, 2, 3, 4, 5], 9, choices=3, sampling=wire.Sampling(temperature=1, seed=5))
+    first = warm.stub.Prefill(request, timeout=5)
+    assert (list(first.choices), list(first.held), list(first.grow), first.prompt_tokens) == ([0, 1, 2], [4], [0], 5)
+    assert warm.stub.Filter(wire.FilterRequest(step=2, end_uids=[1, 1, 7], end_choices=[1, 9, 0]), timeout=5).free == 500 - 3
+    second = warm.stub.Decode(wire.DecodeRequest(step=3, batches=[1]), timeout=5)
+    assert (list(second.choices), list(second.held), second.decode_tokens, second.decode_keys) == ([0, 2], [3], 2, 12)
+    reply = warm.stub.Filter(wire.FilterRequest(step=4, pause=[1]), timeout=5)
+    assert (reply.free, reply.cached) == (500, 1)
+    [paused] = reply.paused
+    answers = {part.choice: list(part.tokens) for part in paused.continuations}
+    assert answers == {0: [first.tokens[0], second.tokens[0]], 2: [first.tokens[2], second.tokens[1]]}
+    assert (paused.grow, paused.lacking) == (1 + 2, 5 + 1 + 1)  # they get through two more steps in their second pages
+    again = prefill(5, 1, [1, 2, 3, 4, 5], 9, choices=3, sampling=request.groups[0].sampling, continuations=paused.continuations)
+    third = warm.stub.Prefill(again, timeout=5)
+    assert (list(third.lacking), third.cached_tokens, third.prompt_tokens, third.restored_tokens) == ([1], 4, 2, 2)
+    again = wire.PrefillRequest(step=6, chunk_uids=[1], chunk_lengths=[9], prompt_tokens=9, batch=1, decode_batches=[1])
+    assert (list(warm.stub.Prefill(again, timeout=5).lacking), third.uids) == ([0], [])
+    assert list(warm.stub.Decode(wire.DecodeRequest(step=7, batches=[1]), timeout=5).choices) == [0, 2]
+
+
+def test_prefix_caching_is_a_setting() -> None:
+    for wanted in (True, False):
+        config = ShardConfig(folder=str(tiny.folder(NAME)), model=NAME, prefix_caching=wanted)
+        assert (load(config, lambda stage: None).prefixes is not None) == wanted
 
 
 def test_a_group_survives_the_wire() -> None:
@@ -204,23 +235,28 @@ def test_a_group_survives_the_wire() -> None:
         seed=2**64 - 1,
         final_logprobs=True,
     )
-    one = tiny.group(2**63 + 1, [1, 2, 3], 9, sampling, prompt_length=2, end_ids=[4, 5], top_n=3, prompt_logprobs=True)
+    more = {"end_ids": [4, 5], "top_n": 3, "cache_key": "tenant"}
     assert all(getattr(sampling, field.name) != field.default for field in dataclasses.fields(Sampling))
-    assert group_from(wire.Group.FromString(group_to(one).SerializeToString())) == one
+    for one in (
+        tiny.group(2**63 + 1, [1, 2, 3], 9, sampling, **more, prompt_logprobs=True, choices=3),
+        tiny.group(2**63 + 1, [1, 2, 3], 9, sampling, **more, continuations=[(2, [7, 8]), (0, [9])]),
+    ):
+        assert group_from(wire.Group.FromString(message(one).SerializeToString())) == one
     plain = tiny.group(1, [1], 1)
-    assert group_from(group_to(plain)) == plain
-    assert group_from(wire.Group()).sampling == Sampling()
+    assert group_from(message(plain)) == plain
+    assert group_from(wire.Group(tokens=[1])).sampling == Sampling()
 
 
 def test_columns_hold_log_probabilities_of_transformers(warm: Process) -> None:
     """Of the tokens, of the alternatives and of the prompt, which is computed in two chunks."""
     tokens = list(prompt(8, 30))
     request = prefill(1, 1, tokens, top_n=3, prompt_logprobs=True)
-    request.chunk_lengths[:] = [13]
+    request.prompt_tokens = 13
     assert list(warm.stub.Prefill(request, timeout=5).prompt_uids) == []
     other = prefill(2, 2, [7, 8])
     other.chunk_uids.append(1)
-    other.chunk_lengths.append(17)
+    other.chunk_lengths.append(1)
+    other.prompt_tokens = 19
     reply = warm.stub.Prefill(other, timeout=5)
     assert list(reply.uids) == [2, 1]
     assert (list(reply.top_counts), list(reply.finishes), list(reply.choices)) == ([0, 3], [0, 0], [0, 0])
@@ -234,14 +270,17 @@ def test_columns_hold_log_probabilities_of_transformers(warm: Process) -> None:
     assert reply.tokens[1] == ids[0]
     assert reply.logprobs[1] == pytest.approx(values[0].item(), abs=1e-4)
     assert reply.logprobs[0] == pytest.approx(tiny.expected_logits(NAME, [7, 8])[-1].log_softmax(-1).max().item(), abs=1e-4)
-    assert dict(zip(reply.held_uids, zip(reply.held, reply.grow, strict=True), strict=True)) == {2: (1, 0), 1: (8, 0)}
-    assert reply.free == 500 - 9
+    standing = zip(reply.held, reply.grow, reply.lacking, strict=True)
+    assert dict(zip(reply.held_uids, standing, strict=True)) == {2: (1, 0, 0), 1: (8, 0, 0)}
+    assert (reply.free, reply.cached) == (500 - 9, 0)
+    assert (reply.prompt_tokens, reply.restored_tokens, reply.cached_tokens, reply.decode_tokens) == (19, 0, 0, 0)
+    assert (reply.prompt_keys, reply.decode_keys) == (1 + 2 + sum(range(14, 31)), 0)
     assert reply.seconds > 0
 
 
 def test_failures_are_columns_too(warm: Process) -> None:
     request = prefill(1, 1, [1, 2])
-    request.groups.append(wire.Group(uid=2, tokens=[tiny.VOCABULARY], prompt_length=1, max_new_tokens=1))
+    request.groups.append(wire.Group(uid=2, tokens=[tiny.VOCABULARY], max_new_tokens=1))
     request.chunk_uids.append(2)
     request.chunk_lengths.append(1)
     reply = warm.stub.Prefill(request, timeout=5)

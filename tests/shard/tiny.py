@@ -20,8 +20,7 @@ from penstock.shard.loading import load
 from penstock.shard.models.decoder import Decoder
 from penstock.shard.models.families import shape
 from penstock.shard.parallel import Ranks
-from penstock.shard.sequence import Group, Sampling
-from penstock.shard.sequence import Sequence as Tokens
+from penstock.shard.sequence import Group, Sampling, sequences
 from penstock.shard.weights import Weights
 
 Result = TypeVar("Result")
@@ -129,9 +128,9 @@ def decoder(name: str) -> Decoder:
     return load(ShardConfig(folder=str(folder(name)), model=name), lambda stage: None).decoder
 
 
-def engine(name: str, page_size: int = 16, pages: int = 1024) -> Engine:
+def engine(name: str, page_size: int = 16, pages: int = 1024, prefix_caching: bool = True) -> Engine:
     """A fresh one with an empty pool."""
-    result = Engine(decoder(name), CPU, page_size)
+    result = Engine(decoder(name), CPU, page_size, prefix_caching)
     result.resize(pages, page_size)
     return result
 
@@ -188,11 +187,11 @@ class HalfOfPair(Ranks):
         return min(self._pair.show(self.rank, value))
 
 
-def engine_of(name: str, ranks: Ranks, page_size: int = 16, pages: int = 1024) -> Engine:
+def engine_of(name: str, ranks: Ranks, page_size: int = 16, pages: int = 1024, prefix_caching: bool = True) -> Engine:
     """One rank's engine."""
     model = shape(json.loads((folder(name) / "config.json").read_text()))
     weights = Weights(folder(name), torch.float32, CPU, lambda read: None)
-    result = Engine(Decoder(model, weights, ranks, CPU), CPU, page_size)
+    result = Engine(Decoder(model, weights, ranks, CPU), CPU, page_size, prefix_caching)
     result.resize(pages, page_size)
     return result
 
@@ -200,5 +199,6 @@ def engine_of(name: str, ranks: Ranks, page_size: int = 16, pages: int = 1024) -
 def group(uid: int, tokens: Sequence[int], count: int, sampling: Sampling | None = None, **more: Any) -> Group:
     """A request for `count` tokens, greedy unless it says otherwise."""
     end_ids = frozenset(more.pop("end_ids", ()))
-    prompt = more.pop("prompt_length", len(tokens))
-    return Group(uid, [Tokens(list(tokens), prompt)], sampling or Sampling(), count, end_ids, **more)
+    names = ("choices", "continuations", "cache_key")
+    begun, waiting = sequences(tokens, **{"choices": 1} | {name: more.pop(name) for name in names if name in more})
+    return Group(uid, begun, waiting, sampling or Sampling(), count, end_ids, **more)

@@ -127,6 +127,22 @@ def test_a_restored_group_computes_its_prompt_once() -> None:
     assert (outcome.prompt_tokens, outcome.restored) == (12, [1])
 
 
+def test_a_choice_may_end_before_the_prompt_is_computed() -> None:
+    shard = IntegerShard(40, 4, prefix_caching=False)
+    shard.prefill([Asked(uid=1, prompt=10, most=20, choices=3)], [(1, 1000)], 4, False)
+    assert shard.filter(end=[(1, 1)]).free == 39
+    outcome = shard.prefill([], [(1, 1000)], 100, False)
+    assert (outcome.rows, outcome.held) == (2, [4])
+
+
+def test_a_page_that_is_given_back_at_once_is_needed_all_the_same() -> None:
+    """The last page of a prompt is computed again, and only then found to be known."""
+    shard = IntegerShard(4, 4)
+    alone(shard, Asked(uid=1, prompt=16, most=1 + 1, prefix=[("same", 16)]))
+    with pytest.raises(AssertionError, match="1 are needed, 0 are free"):
+        alone(shard, Asked(uid=2, prompt=16, most=1, prefix=[("same", 16)]))
+
+
 def test_the_budget_goes_round_twice() -> None:
     shard = IntegerShard(100, 4, prefix_caching=False)
     asked = [Asked(uid=uid, prompt=20, most=5) for uid in (1, 2, 3)]
@@ -158,7 +174,8 @@ def test_what_ended_may_be_named_once_more() -> None:
     [
         (lambda shard: alone(shard, Asked(uid=1, prompt=5, most=5)), "joins twice"),
         (lambda shard: alone(shard, Asked(uid=2, prompt=5, most=5)), "joins again"),
-        (lambda shard: alone(shard, Asked(uid=3, prompt=5, most=5)), "not what was paused"),
+        (lambda shard: alone(shard, Asked(uid=3, prompt=5, most=5)), "starts anew"),
+        (lambda shard: alone(shard, Asked(uid=3, prompt=5, most=5, continuations=[(0, 3)])), "not what was paused"),
         (lambda shard: alone(shard, Asked(uid=4, prompt=5, most=5, continuations=[(0, 2)])), "not what was paused"),
         (lambda shard: alone(shard, Asked(uid=4, prompt=100, most=5)), "overcommitted"),
         (lambda shard: shard.filter(drop=[9]), "never was here"),

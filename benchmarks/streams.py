@@ -1,0 +1,87 @@
+"""Streams of completions over HTTP, with the moment at which each token came. Prompts are token ids; answers go on to their end."""
+
+import json
+import random
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import aiohttp
+
+
+@dataclass
+class Answer:
+    """One request. Seconds of time.perf_counter."""
+
+    began: float
+    moments: list[float] = field(default_factory=list)  # of each token
+    tokens: int = 0  # as the server counted them
+
+    @property
+    def ttft(self) -> float:
+        """Seconds until the first token."""
+        return self.moments[0] - self.began
+
+    @property
+    def seconds(self) -> float:
+        """Until the last."""
+        return self.moments[-1] - self.began
+
+    def gaps(self, first: float = 0.0, last: float = float("inf")) -> list[float]:
+        """Seconds between tokens, of those that came between two moments."""
+        pairs = pairwise(self.moments)
+        return [after - before for before, after in pairs if first <= before and after <= last]
+
+
+class Client:
+    """A server on this machine."""
+
+    def __init__(self, session: aiohttp.ClientSession, port: int) -> None:
+        self._session = session
+        self._url = f"http://127.0.0.1:{port}"
+
+    async def ask(self, prompt: list[int], new: int, answer: Answer | None = None, **fields: Any) -> Answer:
+        """Streams `new` tokens of each choice, into `answer` if there is one. Greedy unless `fields` say otherwise."""
+        body = {"model": "", "prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True, "stream": True, **fields}
+        body["stream_options"] = {"include_usage": True}
+        answer = answer or Answer(time.perf_counter())
+        async with self._session.post(self._url + "/v1/completions", json=body) as reply:
+            if reply.status != 200:
+                raise SystemExit(f"penstock answered {reply.status}: {await reply.text()}")
+            async for line in reply.content:
+                if not line.startswith(b"data: {"):
+                    continue
+                event = json.loads(line[6:])
+                if event.get("choices"):
+                    answer.moments.append(time.perf_counter())
+                answer.tokens = (event.get("usage") or {}).get("completion_tokens", answer.tokens)
+        return answer
+
+    async def metrics(self) -> dict[str, float]:
+        """What /metrics says, by name with labels."""
+        async with self._session.get(self._url + "/metrics") as reply:
+            lines = (await reply.text()).splitlines()
+        return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if not line.startswith("#"))}
+
+
+@asynccontextmanager
+async def client(port: int) -> AsyncIterator[Client]:
+    """As many connections as are needed."""
+    timeout = aiohttp.ClientTimeout(total=3600)
+    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+        yield Client(session, port)
+
+
+def prompt(dice: random.Random, tokens: int, vocabulary: int) -> list[int]:
+    """One that nobody has asked before."""
+    return [dice.randrange(3, vocabulary) for _ in range(tokens)]
+
+
+async def forever(asked: Client, dice: random.Random, tokens: int, new: int, vocabulary: int, answers: list[Answer]) -> None:
+    """One request after the other, until it is cancelled. The last of `answers` is not complete."""
+    while True:
+        answers.append(Answer(time.perf_counter()))
+        await asked.ask(prompt(dice, tokens, vocabulary), new, answers[-1])

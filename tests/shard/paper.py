@@ -1,0 +1,149 @@
+"""An engine without a model: every slot of its cache says what was computed there, and every step is checked against that.
+
+Tokens follow from those before them, so that the same request always gets the same answer. Runs thousands of steps a second.
+"""
+
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.shard import engine as engine_module
+from penstock.shard.decoding.sampler import Pick
+from penstock.shard.engine import Engine, Outcome
+from penstock.shard.pages import PADDING
+from penstock.shard.step import Run, Span
+
+CPU = torch.device("cpu")
+WORDS = 4  # tokens that are drawn
+POISON = 9  # a token whose logits are not finite, and those of all that comes after it
+
+Content = tuple[str, tuple[int, ...]] | None  # cache key and all tokens up to and including this one; None: zeros
+
+
+class Slots:
+    """Stands for the cache."""
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.content: dict[int, Content] = {}
+        self.evicted = 0
+
+    def clear(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            for place in range(self.page_size):
+                self.content[page * self.page_size + place] = None
+
+    def copy(self, source: int, targets: Sequence[int], rows: int) -> None:
+        for page in targets:
+            for place in range(rows):
+                self.content[page * self.page_size + place] = self.content[source * self.page_size + place]
+
+
+class Model:
+    """Stands for the decoder: writes all of a step, then looks at what its rows see."""
+
+    shape = SimpleNamespace(layers=1, windows=(0,), kv_heads=1, head_size=1, vocabulary=POISON + 1, kv_elements=lambda ranks: 2)
+    ranks = SimpleNamespace(size=1, rank=0)
+    embedding = torch.zeros(1)
+
+    def __init__(self) -> None:
+        self.engine: Any = None
+
+    def __call__(self, spans: Sequence[Span], cache: Slots) -> None:
+        size, written = cache.page_size, set()
+        for span in spans:
+            for place in range(span.start, span.start + len(span.tokens)):
+                slot = span.sequence.pages[place // size] * size + place % size
+                assert slot >= size * (PADDING + 1)
+                assert slot not in written, "two tokens are written to one slot"
+                assert cache.content[slot] is None, "a token is written where another one is"
+                written.add(slot)
+                cache.content[slot] = self.name(span, place)
+        for span in spans:
+            for place in range(span.start + len(span.tokens)):
+                slot = span.sequence.pages[place // size] * size + place % size
+                assert cache.content[slot] == self.name(span, place), "a token sees what is not before it"
+
+    @staticmethod
+    def name(span: Span, place: int) -> Content:
+        return span.sequence.cache_key, tuple(span.sequence.tokens[: place + 1])
+
+
+def choose(decoder: object, strategy: Any, runs: Sequence[Run], hidden: object) -> dict[int, list[Pick | None]]:
+    """Stands for what makes tokens of logits."""
+
+    def draw(row: Any) -> Pick | None:
+        key = repr((list(row.tokens), row.choice, row.sampling.seed))
+        return None if POISON in row.tokens else Pick(zlib.crc32(key.encode()) % WORDS, 0.0)
+
+    return {run.group.uid: [draw(row) for row in strategy.rows(run.group)] for run in runs if run.sampled}
+
+
+class Paper(Engine):
+    """Checks its own books after every step."""
+
+    def __init__(self, pages: int, page_size: int, prefix_caching: bool = True) -> None:
+        super().__init__(Model(), CPU, page_size, prefix_caching)  # type: ignore[arg-type]
+        self.resize(pages, page_size)
+        self.evictions = self.computed = 0
+
+    def resize(self, pages: int, page_size: int) -> None:
+        super().resize(pages, page_size)
+        self.cache: Any = Slots(page_size)
+        self.prompts._cache = self.cache
+        evicted = self.pool.evicted
+
+        def count(page: int) -> None:
+            self.evictions += 1
+            evicted(page)
+
+        self.pool.evicted = count
+
+    def _run(self, *rest: Any) -> Outcome:
+        outcome = super()._run(*rest)
+        self.computed += outcome.prompt_tokens
+        self.audit()
+        return outcome
+
+    def audit(self) -> None:
+        pool, size = self.pool, self.pool.page_size
+        sequences = [sequence for group in self.groups.values() for sequence in group.sequences]
+        held = Counter(page for sequence in sequences for page in sequence.pages)
+        assert {page: count for page, count in enumerate(pool._references) if count} == held
+        assert pool.free == pool.pages - len(held)
+        for group in self.groups.values():
+            pages = {page for sequence in group.sequences for page in sequence.pages}
+            assert group.told == (len(pages), self.most(group) - len(pages), group.lacking)
+            assert min(group.told) >= 0
+            for sequence in group.sequences:
+                assert len(sequence.pages) == -(-sequence.computed // size)
+        if self.prefixes is not None:
+            for page, node in self.prefixes._nodes.items():
+                assert all(self.cache.content[page * size + place] is not None for place in range(size)), "not computed"
+                assert node.parent is not None
+                assert held[node.parent.page] >= held[page] or not node.parent.depth, "held without the page before it"
+
+    def most(self, group: Any) -> int:
+        """Pages with which the group gets through the next two steps in which it decodes, and what is shared counts once."""
+        size, full = self.pool.page_size, group.prompt_length // self.pool.page_size
+        if not group.decodes:
+            return int(group.worst(size))
+        last = group.prompt_length + group.max_new_tokens - 1
+        own = {page for sequence in group.sequences for page in sequence.pages}
+        more = sum(-(-min(s.computed + 2, last) // size) - len(s.pages) for s in group.sequences)
+        assert full <= len(own)
+        return len(own) + more
+
+
+@pytest.fixture
+def paper(monkeypatch: pytest.MonkeyPatch) -> type[Paper]:
+    """The engine, with a step that is not made of tensors."""
+    monkeypatch.setattr(engine_module.step, "plan", lambda spans, *rest: list(spans))
+    monkeypatch.setattr(engine_module, "choose", choose)
+    monkeypatch.setattr(engine_module, "score_prompts", lambda *rest: None)
+    return Paper

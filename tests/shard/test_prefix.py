@@ -1,0 +1,259 @@
+"""The trie finds exactly what was computed and is still there: random worlds against a model that is a dictionary."""
+
+import random
+from array import array
+from collections import Counter
+
+import pytest
+
+from penstock.shard.pages import OutOfPages, PagePool
+from penstock.shard.prefix import Holder, Node, Prefixes
+from penstock.shard.sequence import Sequence
+
+PAGES = 14
+SIZE = 2
+LONGEST = 11
+KEYS = ("", "tenant")
+
+
+class World:
+    """Sequences over few different tokens, so that they meet often; pages in which every slot knows what was computed there."""
+
+    def __init__(self, seed: int, pool: type[PagePool] = PagePool, prefixes: type[Prefixes] = Prefixes) -> None:
+        self.chance = random.Random(seed)
+        self.pool = pool(PAGES, SIZE)
+        self.prefixes = prefixes(self.pool)
+        self.holders: list[Sequence] = []
+        self.slots: dict[int, list[object]] = {}  # what is in the slots of a page: the tokens up to there, and the cache key
+        self.known: dict[tuple[str, tuple[int, ...]], int] = {}  # the model: pages by tokens up to their end
+        self.found = self.swapped = self.evicted = self.withdrawn = 0
+
+    def run(self, turns: int) -> None:
+        for _ in range(turns):
+            verb = self.chance.choice([self.arrive, self.step, self.step, self.step, self.leave, self.leave, self.withdraw])
+            if verb != self.arrive or len(self.holders) < 6:
+                verb()
+            self.check()
+        while self.holders:
+            self.leave()
+            self.check()
+        assert self.pool.free == PAGES
+        self.prefixes.clear()
+        assert (self.pool.free, self.pool.cached) == (PAGES, 0)
+        assert not self.prefixes._roots
+        assert not self.prefixes._nodes
+        assert sorted(self.pool.take(PAGES)) == list(range(1, PAGES + 1))
+
+    def arrive(self) -> None:
+        tokens = [self.chance.choice([0, 0, 0, 1]) for _ in range(self.chance.randint(1, LONGEST))]
+        self.holders.append(Sequence(array("I", tokens), len(tokens), cache_key=self.chance.choice(KEYS)))
+
+    def step(self) -> None:
+        """Several sequences go on; the later ones may rely on pages that the earlier ones have only announced."""
+        planned: list[tuple[Sequence, int]] = []
+        for holder in self.chance.sample(self.holders, min(3, len(self.holders))):
+            if self.chance.random() < 0.6:
+                self.adopt(holder)
+            start = holder.computed
+            count = self.chance.randint(0, len(holder.tokens) - start)
+            try:
+                self.taking(holder, start + count)
+            except OutOfPages:
+                continue
+            holder.computed += count
+            planned.append((holder, start))
+            self.told(holder, self.prefixes.announce)
+        for holder, start in planned:
+            for place in range(start, holder.computed):
+                self.slots[holder.pages[place // SIZE]][place % SIZE] = self.name(holder, place + 1)
+        for holder, _ in planned:
+            self.told(holder, self.prefixes.publish)
+
+    def taking(self, holder: Sequence, tokens: int) -> None:
+        before = len(holder.pages)
+        self.pool.extend(holder.pages, tokens)
+        for page in holder.pages[before:]:
+            self.slots[page] = [None] * SIZE
+            gone = [name for name, known in self.known.items() if known == page]
+            self.evicted += len(gone)
+            for name in gone:
+                del self.known[name]
+
+    def adopt(self, holder: Sequence) -> None:
+        limit = self.chance.choice([len(holder.tokens), len(holder.tokens) - 1])
+        before, computed = list(holder.pages), holder.computed
+        reach = computed
+        expected = before
+        if self.attached(holder):
+            pages = before[: computed // SIZE]
+            while (page := self.known.get(self.name(holder, (len(pages) + 1) * SIZE))) and (len(pages) + 1) * SIZE <= limit:
+                pages.append(page)
+            if len(pages) * SIZE > computed:
+                reach, expected = len(pages) * SIZE, pages
+        gained = self.prefixes.adopt(holder, limit)
+        assert (gained, holder.computed, holder.pages) == (reach - computed, reach, expected)
+        self.found += gained
+
+    def told(self, holder: Sequence, tell: object) -> None:
+        before = list(holder.pages)
+        tell(holder)  # type: ignore[operator]
+        if self.attached(holder):
+            for page in range(holder.node.depth if holder.node else 0):
+                self.known.setdefault(self.name(holder, (page + 1) * SIZE), holder.pages[page])
+        self.swapped += before != holder.pages
+
+    def leave(self) -> None:
+        if self.holders:
+            holder = self.holders.pop(self.chance.randrange(len(self.holders)))
+            self.pool.release(holder.pages)
+
+    def withdraw(self) -> None:
+        if not self.holders or self.chance.random() < 0.8:
+            return
+        holder = self.chance.choice(self.holders)
+        if holder.node and holder.node.attached:
+            self.withdrawn += 1
+            key, first = self.name(holder, SIZE)
+            self.known = {name: page for name, page in self.known.items() if (name[0], name[1][:SIZE]) != (key, first)}
+        self.prefixes.withdraw(holder)
+        self.holders.remove(holder)
+        self.pool.release(holder.pages)
+
+    @staticmethod
+    def name(holder: Sequence, length: int) -> tuple[str, tuple[int, ...]]:
+        return holder.cache_key, tuple(holder.tokens[:length])
+
+    @staticmethod
+    def attached(holder: Sequence) -> bool:
+        return holder.node is None or holder.node.attached
+
+    def check(self) -> None:
+        pool, nodes = self.pool, self.prefixes._nodes
+        held = Counter(page for holder in self.holders for page in holder.pages)
+        assert {page: count for page, count in enumerate(pool._references) if count} == held
+        assert pool.free + len(held) == PAGES
+        assert sorted([*pool._unused, *pool._cached, *held]) == list(range(1, PAGES + 1))
+        assert set(self.known.values()) == set(nodes)
+        assert all(page in nodes for page in pool._cached)
+        if pool._cached:
+            assert not nodes[next(iter(pool._cached))].children, "the first to be taken has others after it"
+        for page, node in nodes.items():
+            assert node.parent is not None
+            assert held[node.parent.page] >= held[page] or not node.parent.depth, "a page is held without the one before it"
+        for holder in self.holders:
+            for place in range(holder.computed):
+                assert self.slots[holder.pages[place // SIZE]][place % SIZE] == self.name(holder, place + 1)
+            if holder.node and holder.node.attached:
+                assert holder.node.depth == holder.computed // SIZE
+                assert self.path(holder.node) == holder.pages[: holder.node.depth]
+
+    @staticmethod
+    def path(node: Node) -> list[int]:
+        pages: list[int] = []
+        while node.parent:
+            pages.insert(0, node.page)
+            node = node.parent
+        return pages
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_worlds_agree_with_a_dictionary(seed: int) -> None:
+    world = World(seed)
+    world.run(1500)
+    assert min(world.found // SIZE, world.swapped, world.evicted) > 10
+    assert world.withdrawn > 3
+
+
+# Planted faults
+
+
+class ParentsFirst(PagePool):
+    """Pages are let go first to last."""
+
+    def release(self, pages: object) -> None:
+        super().release(list(reversed(pages)))  # type: ignore[call-overload]
+
+
+class Stack(PagePool):
+    """The page that was let go last is taken first."""
+
+    def _evict(self) -> int:
+        page = list(self._cached)[-1]
+        self._cached = {page: None} | {other: None for other in self._cached if other != page}
+        return super()._evict()
+
+
+class Uncounted(PagePool):
+    """What is shared out of the cache can still be taken."""
+
+    def share(self, pages: object) -> None:
+        cached = dict(self._cached)
+        super().share(pages)  # type: ignore[arg-type]
+        self._cached = cached
+
+
+class Deaf(Prefixes):
+    """Finds pages that were taken for something else."""
+
+    def _remove(self, page: int) -> None:
+        self._nodes.pop(page)
+
+
+class Twice(Prefixes):
+    """Two pages of the same content: one of them has children that the other's holders have."""
+
+    def publish(self, holder: Holder) -> None:
+        self.announce(holder)
+        while holder.node and holder.computed >= (holder.node.depth + 1) * SIZE:
+            key = holder.tokens[holder.node.depth * SIZE :][:SIZE].tobytes()
+            holder.node = holder.node.children[key]
+
+
+class Forgiving(Prefixes):
+    """What was withdrawn can still be found."""
+
+    def withdraw(self, holder: Holder) -> None:
+        pass
+
+
+class Promiscuous(Prefixes):
+    """Knows one cache key only."""
+
+    def _root(self, key: bytes) -> Node:
+        return super()._root(b"")
+
+
+class Greedy(Prefixes):
+    """Finds more than is wanted."""
+
+    def adopt(self, holder: Holder, limit: int) -> int:
+        return super().adopt(holder, limit + SIZE)
+
+
+POOLS = [ParentsFirst, Stack, Uncounted]
+TRIES = [Deaf, Twice, Forgiving, Promiscuous, Greedy]
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_the_check_finds_a_fault_of_the_pool(pool: type[PagePool]) -> None:
+    with pytest.raises((AssertionError, KeyError)):
+        World(0, pool=pool).run(1500)
+
+
+@pytest.mark.parametrize("prefixes", TRIES)
+def test_the_check_finds_a_fault_of_the_trie(prefixes: type[Prefixes]) -> None:
+    with pytest.raises((AssertionError, KeyError)):
+        World(0, prefixes=prefixes).run(1500)
+
+
+def test_a_cache_key_that_nobody_uses_leaves_nothing_behind() -> None:
+    pool = PagePool(2, SIZE)
+    prefixes = Prefixes(pool)
+    for number in range(9):
+        one = Sequence(array("I", [1, 2, 3, 4]), 4, cache_key=str(number))
+        pool.extend(one.pages, 4)
+        one.computed = 4
+        prefixes.publish(one)
+        pool.release(one.pages)
+    assert list(prefixes._roots) == [b"8"]
+    assert (pool.free, pool.cached) == (2, 2)
