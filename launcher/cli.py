@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import importlib.metadata
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -49,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str], environment: Mapping[str, str]) -> int:
     if arguments[:1] == ["simulate"]:
-        return subprocess.run([sys.executable, "-P", "-m", "penstock.simulator", *arguments[1:]], check=False).returncode
+        os.execv(sys.executable, [sys.executable, "-P", "-m", "penstock.simulator", *arguments[1:]])
     commands: dict[str, Callable[[Options, Mapping[str, str]], int]] = {"serve": _serve, "plan": _plan}
     top, parsers = _parsers()
     if not arguments:

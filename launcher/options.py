@@ -342,8 +342,12 @@ def check(options: Options) -> Options:
             f"--max-input-tokens {options.max_input_tokens} must be below --max-total-tokens {options.max_total_tokens}: "
             "an answer has at least one token"
         )
-    if options.kv_pages and options.max_batch_total_tokens:
-        raise Mistake("--kv-pages and --max-batch-total-tokens both say how large the pool is: set one of them")
+    by_tokens = dataclasses.replace(options, kv_pages=0).pool_pages
+    if options.kv_pages and by_tokens and options.kv_pages != by_tokens:
+        raise Mistake(
+            f"--kv-pages {options.kv_pages} of {options.page_size} tokens and --max-batch-total-tokens "
+            f"{options.max_batch_total_tokens} both say how large the pool is: set one of them"
+        )
     if options.itl_target and options.prefill_policy == "pause":
         raise Mistake("--itl-target is for --prefill-policy mixed: under pause, streams wait for whole prompts")
     if options.max_batch_size and options.max_batch_size < options.max_best_of and options.max_best_of != ROUTER.max_best_of:

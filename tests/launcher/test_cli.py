@@ -78,6 +78,16 @@ def test_a_mistake_is_one_line_and_exit_code_2() -> None:
     assert "did you mean penstock serve srve?" in run("srve").stderr
 
 
+def test_simulations_are_the_simulators() -> None:
+    answer = run("simulate", "--help")
+    assert answer.returncode == 0
+    assert "--trace" in answer.stdout
+    answer = run("simulate", "--nonsense")
+    assert answer.returncode == 2
+    assert "--nonsense" in answer.stderr
+    assert "penstock simulate --help" in run("--help").stdout
+
+
 def test_a_plan_starts_nothing(model: Path) -> None:
     answer = run("plan", str(model), "--load-format", "dummy", "--kv-pages", "10", "--device", "cpu", "--num-shard", "2")
     assert answer.returncode == 0

@@ -92,7 +92,7 @@ def test_a_machine_name_in_hostname_is_no_setting() -> None:
         ("", {"MAX_INPUT_TOKENS": "5", "MAX_INPUT_LENGTH": "5"}, "MAX_INPUT_TOKENS and MAX_INPUT_LENGTH mean the same"),
         ("--max-input-tokens 5 --max-total-tokens 5", {}, "--max-input-tokens 5 must be below --max-total-tokens 5"),
         ("--max-best-of 8 --max-batch-size 4", {}, "--max-best-of 8 answers could not run at once: raise --max-batch-size 4"),
-        ("--kv-pages 8 --max-batch-total-tokens 64", {}, "both say how large the pool is: set one of them"),
+        ("--kv-pages 8 --max-batch-total-tokens 64", {}, "--kv-pages 8 of 16 tokens and --max-batch-total-tokens 64 both say"),
         ("--itl-target 0", {}, "--itl-target=0: a number of milliseconds above 0 is needed"),
         ("--itl-target 20 --prefill-policy pause", {}, "--itl-target is for --prefill-policy mixed"),
         ("--prefix-caching maybe", {}, "--prefix-caching=maybe: one of on, off is needed"),
@@ -105,6 +105,10 @@ def test_mistakes_are_named(line: str, environment: dict[str, str], words: str) 
         parse(line, **environment)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_the_pools_size_may_be_said_twice_if_it_is_the_same() -> None:
+    assert parse("--kv-pages 8 --max-batch-total-tokens 135").pool_pages == 8  # 16 tokens each
 
 
 def test_every_flag_has_an_effect() -> None:

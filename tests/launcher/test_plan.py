@@ -172,6 +172,8 @@ def test_no_more_pages_than_requests_can_fill(tmp_path: Path) -> None:
 
 def test_pages_by_the_operator(tmp_path: Path) -> None:
     assert plan.divide(Options(kv_pages=3), whole(tmp_path), MACHINE).capacity == 48
+    assert plan.divide(Options(max_batch_total_tokens=50), whole(tmp_path), MACHINE).capacity == 48
+    assert plan.divide(Options(max_batch_total_tokens=1), whole(tmp_path), MACHINE).capacity == 16
 
 
 @pytest.mark.parametrize(
@@ -220,6 +222,8 @@ def test_gpus(tmp_path: Path) -> None:
             MACHINE,
             "1000 pages 7.8 MiB per rank, but 7.2 MiB may be used (90% of 8.0 MiB): lower --kv-pages",
         ),
+        (Options(max_batch_total_tokens=16000), {}, MACHINE, "1000 pages 7.8 MiB per rank"),
+        (Options(max_batch_total_tokens=16000), {}, MACHINE, ": lower --max-batch-total-tokens"),
         (Options(), {}, replace(MACHINE, memory=300_000), "or halve the weights with --dtype bfloat16"),
         (Options(dtype="bfloat16"), {}, replace(MACHINE, memory=150_000), "or take more ranks with --num-shard"),
     ],
