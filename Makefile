@@ -5,13 +5,14 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 MODEL ?=
 FLAGS ?=
+WHAT ?= cpu
 # torch on its own first, and pinned to what is tested; the package itself accepts 2.11 and newer. Whether this is the CPU build or
 # gigabytes of CUDA depends on the indexes that pip is configured with. Another one: make install TORCH='torch==2.13.0 --index-url ...'
 TORCH := torch==2.13.0
 
 CHECKED := proto kernels shard router launcher demo simulator benchmarks  # as in pyproject.toml
 
-.PHONY: install serve plan test lint format proto bench clean
+.PHONY: install serve plan test lint format proto kernels bench clean
 
 install: $(INSTALLED)
 
@@ -51,8 +52,13 @@ format: $(INSTALLED)
 proto: $(INSTALLED) build/penstock
 	$(BIN)/python -m grpc_tools.protoc -Ipenstock/proto=proto --python_out=build --pyi_out=build penstock/proto/shard.proto
 
+# Every kernel for every kind of accelerator: registers, spills, shared memory. Needs none of them, but Triton (Linux).
+kernels: $(INSTALLED)
+	$(BIN)/python -m penstock.kernels.compile $(FLAGS)
+
+# make bench WHAT=latency: one of benchmarks/*.py
 bench: $(INSTALLED)
-	$(BIN)/python benchmarks/cpu.py
+	$(BIN)/python benchmarks/$(WHAT).py $(FLAGS)
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,53 @@
+"""The best continuations of beams, and the most probable tokens of a row. Knows tensors and ints, no beam and no hypothesis.
+
+By Triton in one pass over the logits where `choose.triton_for` says so; the plain branch says what is meant. Which of several equal
+ones come first, or at all, is not said.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from .choose import triton_for
+
+
+def most_probable(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and ids of the `count` most probable tokens, best first: [rows, count] float32 and int64.
+
+    logits: [rows, vocabulary] float32; count: at most the vocabulary.
+    """
+    if triton_for(logits):
+        from .fused_top import top
+
+        values, ids, totals = top(logits, count)
+        values, order = values.topk(count)
+        return values - totals.unsqueeze(1), ids.gather(1, order)
+    values, ids = logits.topk(count)
+    return values - logits.logsumexp(-1, keepdim=True), ids
+
+
+def candidates(logits: Tensor, scores: Tensor, starts: Sequence[int], count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The best continuations of several sets of rows: log-probability plus the score of the row that is continued.
+
+    logits: [rows, vocabulary] float32; scores: [rows] float32; starts: set i is of rows starts[i] to starts[i + 1], at least one;
+    count: at most the vocabulary. Result, best first: sums [sets, count] float32, rows and ids [sets, count] int64.
+    """
+    count_of_sets = len(starts) - 1
+    if triton_for(logits):
+        from .fused_top import top
+
+        values, ids, totals = top(logits, count)
+        values = values - totals.unsqueeze(1) + scores.unsqueeze(1)
+    else:
+        values, ids = (logits.log_softmax(-1) + scores.unsqueeze(1)).topk(count)
+    # Sets of different sizes are filled up with a row of -inf.
+    width = max(end - start for start, end in pairwise(starts))
+    table = [[*range(start, end), *(len(logits),) * (width - end + start)] for start, end in pairwise(starts)]
+    members = torch.tensor(table, device=logits.device)
+    values = torch.cat((values, values.new_full((1, values.shape[1]), -torch.inf)))
+    ids = torch.cat((ids, ids.new_zeros(1, ids.shape[1])))
+    best, places = values[members].view(count_of_sets, -1).topk(count)
+    rows = members.gather(1, places // values.shape[1])
+    return best, rows, ids[members].view(count_of_sets, -1).gather(1, places)

@@ -1,0 +1,25 @@
+"""Which of its two implementations an operation runs by: Triton on accelerators, plain torch elsewhere.
+
+One process has one kind of device, so this is a setting of the process: made once, at its start (or by a test), never in between.
+Importing this imports no Triton; modules named `fused_*` do, and are imported where they are called.
+"""
+
+from typing import Literal
+
+from torch import Tensor
+
+Choice = Literal["", "reference", "triton"]
+_forced: Choice = ""
+
+
+def force(choice: Choice) -> None:
+    """Everything by one implementation from now on; "" is back to a choice by device. On a CPU "triton" needs its interpreter."""
+    global _forced
+    if choice not in ("", "reference", "triton"):
+        raise ValueError(f"no such kernels: {choice!r}")
+    _forced = choice
+
+
+def triton_for(tensor: Tensor) -> bool:
+    """What works on `tensor` is to be done by Triton."""
+    return tensor.is_cuda if not _forced else _forced == "triton"

@@ -1,0 +1,22 @@
+"""What the ahead-of-time gate has to know of a kernel to compile it on a machine that has no accelerator."""
+
+from dataclasses import dataclass
+
+from triton import JITFunction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compilation:
+    """One kernel in one configuration that is used. Modules of kernels give theirs by a function `compilations()`."""
+
+    kernel: JITFunction
+    name: str  # unique: shown in the report
+    # Type of every argument, constants as "constexpr": {"x": "*bf16", "stride": "i64:16", "SIZE": "constexpr"}. Pointers are taken
+    # to be aligned to 16 bytes; of a number ":16" says that it is divisible by 16.
+    signature: dict[str, str]
+    constants: dict[str, object]  # of the arguments that are constants
+    warps: int = 4
+    stages: int = 2
+    fuse: bool = False  # may multiplications and additions be contracted? Say at the launch what is said here (enable_fp_fusion)
+    hot: bool = False  # runs in every layer of every step: must not spill
+    targets: tuple[str, ...] = ()  # names in `compile.TARGETS` of those it is used on; none: all

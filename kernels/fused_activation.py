@@ -1,0 +1,62 @@
+"""SwiGLU by Triton. What it means stands in `reference.swiglu`; rounding to the type happens where it happens there."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .compilation import Compilation
+
+BLOCK_SIZE = 1024
+WARPS = 4
+
+
+@triton.jit
+def swiglu_kernel(
+    gate_up: tl.tensor,  # [tokens, 2 * size]
+    out: tl.tensor,  # [tokens, size]
+    size: tl.tensor,
+    gate_up_stride: tl.tensor,
+    out_stride: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program: BLOCK elements of a token. Tokens are the first axis of the grid, which may have 2^31 programs."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    gate = tl.load(gate_up + token * gate_up_stride + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + token * gate_up_stride + size + column, mask=inside, other=0.0).to(tl.float32)
+    activated = (gate / (1.0 + tl.exp(-gate))).to(gate_up.dtype.element_ty).to(tl.float32)
+    tl.store(out + token * out_stride + column, (activated * up).to(out.dtype.element_ty), mask=inside)
+
+
+def swiglu(gate_up: Tensor, out: Tensor) -> Tensor:
+    """`reference.swiglu` into `out`. gate_up: [tokens, 2 * size], out: [tokens, size], views whose last dimension is dense."""
+    tokens, size = out.shape
+    assert gate_up.shape == (tokens, 2 * size)
+    assert gate_up.stride(1) == out.stride(1) == 1
+    if tokens:
+        grid = (tokens, triton.cdiv(size, BLOCK_SIZE))
+        swiglu_kernel[grid](gate_up, out, size, gate_up.stride(0), out.stride(0), BLOCK=BLOCK_SIZE, num_warps=WARPS)
+    return out
+
+
+def compilations() -> list[Compilation]:
+    """One for each type of weights."""
+    return [
+        Compilation(
+            kernel=swiglu_kernel,
+            name=f"swiglu {dtype}",
+            signature={
+                "gate_up": f"*{dtype}",
+                "out": f"*{dtype}",
+                "size": "i32:16",
+                "gate_up_stride": "i32:16",
+                "out_stride": "i32:16",
+                "BLOCK": "constexpr",
+            },
+            constants={"BLOCK": BLOCK_SIZE},
+            warps=WARPS,
+            hot=True,
+        )
+        for dtype in ("bf16", "fp16", "fp32")
+    ]

@@ -1,0 +1,72 @@
+"""The noise of `noise.py` in Triton: the same Philox words, and `logarithm.gumbel` of them, both to the last bit."""
+
+import triton
+import triton.language as tl
+
+LOG_2_HIGH = tl.constexpr(6.9313812256e-01)
+LOG_2_LOW = tl.constexpr(9.0580006145e-06)
+SERIES_0 = tl.constexpr(0.66666662693)
+SERIES_1 = tl.constexpr(0.40000972152)
+SERIES_2 = tl.constexpr(0.28498786688)
+SERIES_3 = tl.constexpr(0.24279078841)
+
+
+@triton.jit
+def _word(value):  # type: ignore[no-untyped-def]
+    """The low 32 bits of an integer."""
+    return (value & 0xFFFFFFFF).to(tl.uint32)
+
+
+@triton.jit
+def philox(seed, choice, position, quads):  # type: ignore[no-untyped-def]
+    """The four words of each of `quads` (int32, token id // 4) for scalars seed, choice and position (int64)."""
+    key_0, key_1 = _word(seed), _word(seed >> 32)
+    word_0 = quads.to(tl.uint32)
+    word_1 = word_0 * 0 + _word(position)
+    word_2 = word_0 * 0 + _word(choice)
+    word_3 = word_0 * 0  # noise.STREAM
+    for _ in tl.static_range(10):
+        product_0, product_1 = word_0.to(tl.uint64) * 0xD2511F53, word_2.to(tl.uint64) * 0xCD9E8D57
+        word_0 = (product_1 >> 32).to(tl.uint32) ^ word_1 ^ key_0
+        word_2 = (product_0 >> 32).to(tl.uint32) ^ word_3 ^ key_1
+        word_1, word_3 = _word(product_1), _word(product_0)
+        key_0, key_1 = _word(key_0.to(tl.uint64) + 0x9E3779B9), _word(key_1.to(tl.uint64) + 0xBB67AE85)
+    return word_0, word_1, word_2, word_3
+
+
+@triton.jit
+def _log(x):  # type: ignore[no-untyped-def]
+    """`logarithm.log`."""
+    bits = x.to(tl.int32, bitcast=True) + (0x3F800000 - 0x3F3504F3)
+    exponent = ((bits >> 23) - 127).to(tl.float32)
+    f = ((bits & 0x007FFFFF) + 0x3F3504F3).to(tl.float32, bitcast=True) - 1.0
+    s = tl.div_rn(f, f + 2.0)
+    z = s * s
+    w = z * z
+    r = z * (w * SERIES_2 + SERIES_0) + w * (w * SERIES_3 + SERIES_1)
+    half = (f * 0.5) * f
+    return (((s * (half + r) + exponent * LOG_2_LOW) - half) + f) + exponent * LOG_2_HIGH
+
+
+@triton.jit
+def gumbel(words):  # type: ignore[no-untyped-def]
+    """`logarithm.gumbel`."""
+    uniform = tl.minimum((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.999999940395355224609375)
+    y = 1.0 - uniform
+    return -_log(-(_log(y) + tl.div_rn((1.0 - y) - uniform, y)))
+
+
+@triton.jit
+def gumbel_of_quads(seed, choice, position, quads):  # type: ignore[no-untyped-def]
+    """Noise of four tokens for each of `quads`, side by side: [4 * quads]."""
+    word_0, word_1, word_2, word_3 = philox(seed, choice, position, quads)
+    pairs = tl.join(tl.join(gumbel(word_0), gumbel(word_2)), tl.join(gumbel(word_1), gumbel(word_3)))
+    return tl.reshape(pairs, [4 * quads.shape[0]])
+
+
+@triton.jit
+def gumbel_of_ids(seed, choice, position, ids):  # type: ignore[no-untyped-def]
+    """Noise of each of `ids` (int32)."""
+    word_0, word_1, word_2, word_3 = philox(seed, choice, position, ids // 4)
+    lane = ids % 4
+    return gumbel(tl.where(lane == 0, word_0, tl.where(lane == 1, word_1, tl.where(lane == 2, word_2, word_3))))

@@ -1,0 +1,125 @@
+"""RMSNorm by Triton, over whole states (with the residual added first, where there is one) or over every head. Knows tensors only.
+
+What it means stands in `reference.rms_norm` and `operations.add_rms_norm`; rounding to the type happens where it happens there.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .compilation import Compilation
+
+# Elements that one program holds: 2048 in 4 warps are 16 a thread.
+TILE = 2048
+
+
+@triton.jit
+def norm_kernel(
+    x: tl.tensor,  # [outer, inner, size], the last side by side
+    residual: tl.tensor,  # [outer, size], overwritten with residual + x; unused without ADD
+    weight: tl.tensor,  # [size]
+    out: tl.tensor,  # [outer, inner, size]
+    rows: tl.tensor,  # outer * inner
+    inner: tl.tensor,
+    x_outer: tl.tensor,  # strides
+    x_inner: tl.tensor,
+    residual_outer: tl.tensor,
+    out_outer: tl.tensor,
+    out_inner: tl.tensor,
+    epsilon: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    ADD: tl.constexpr,
+) -> None:
+    """One program: ROWS rows."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    outer, place = (row // inner).to(tl.int64), row % inner
+    inside = (row < rows) & (column < SIZE)
+    values = tl.load(x + outer * x_outer + place * x_inner + column, mask=inside, other=0.0)
+    if ADD:
+        sums = residual + outer * residual_outer + column
+        values = (values.to(tl.float32) + tl.load(sums, mask=inside, other=0.0).to(tl.float32)).to(x.dtype.element_ty)
+        tl.store(sums, values, mask=inside)
+    wide = values.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 1) / SIZE + epsilon)[:, None]
+    factor = tl.load(weight + column, mask=column < SIZE, other=0.0)
+    normal = (wide * scale).to(x.dtype.element_ty).to(tl.float32) * factor.to(tl.float32)
+    tl.store(out + outer * out_outer + place * out_inner + column, normal.to(out.dtype.element_ty), mask=inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> Tensor:
+    """`reference.rms_norm` into `out`, which may be x: [rows, size] or [tokens, heads, size], views with a dense last dimension."""
+    return _norm(x, None, weight, epsilon, out)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> Tensor:
+    """`operations.add_rms_norm` into `out`, which may be x. All [rows, size], views whose last dimension is dense."""
+    return _norm(x, residual, weight, epsilon, out)
+
+
+def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, out: Tensor) -> Tensor:
+    assert x.shape == out.shape
+    assert x.dim() in (2, 3)
+    assert x.stride(-1) == out.stride(-1) == weight.stride(0) == 1
+    assert residual is None or (residual.shape == x.shape and x.dim() == 2 and residual.stride(-1) == 1)
+    size, inner = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
+    rows = x.shape[0] * inner
+    if not rows:
+        return out
+    block, height, warps = _tile(size, inner)
+    norm_kernel[(triton.cdiv(rows, height),)](
+        x,
+        residual if residual is not None else x,
+        weight,
+        out,
+        rows,
+        inner,
+        x.stride(0),
+        x.stride(1) if inner > 1 else 0,
+        residual.stride(0) if residual is not None else 0,
+        out.stride(0),
+        out.stride(1) if inner > 1 else 0,
+        epsilon,
+        SIZE=size,
+        BLOCK=block,
+        ROWS=height,
+        ADD=residual is not None,
+        num_warps=warps,
+    )
+    return out
+
+
+def _tile(size: int, inner: int) -> tuple[int, int, int]:
+    """Width and height of a program's tile, and its warps. A whole state is a program's own, heads share one."""
+    block = triton.next_power_of_2(size)
+    assert block <= 32768, f"a norm over {size} elements does not fit into a program's registers"
+    height = max(1, TILE // block) if inner > 1 else 1
+    return block, height, min(16, max(1, block * height // 512))
+
+
+def compilations() -> list[Compilation]:
+    """Of the sizes of Llama and Qwen, and of their heads."""
+    cases = [(1024, 1, True), (4096, 1, False), (4096, 1, True), (8192, 1, True), (16384, 1, True), (64, 8, False), (128, 8, False)]
+    found = []
+    for size, inner, add in cases:
+        block, height, warps = _tile(size, inner)
+        pointers = dict.fromkeys(("x", "residual", "weight", "out"), "*bf16")
+        strides = dict.fromkeys(("x_outer", "x_inner", "residual_outer", "out_outer", "out_inner"), "i32:16")
+        constants = {"SIZE": size, "BLOCK": block, "ROWS": height, "ADD": add}
+        found.append(
+            Compilation(
+                kernel=norm_kernel,
+                name=f"norm {'add ' if add else ''}{size} x {inner}",
+                signature=pointers
+                | {"rows": "i32", "inner": "i32"}
+                | strides
+                | {"epsilon": "fp32"}
+                | dict.fromkeys(constants, "constexpr"),
+                constants=dict(constants),
+                warps=warps,
+                hot=True,
+            )
+        )
+    return found

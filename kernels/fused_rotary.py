@@ -1,0 +1,148 @@
+"""From the joint product of queries, keys and values to what attention reads, by Triton in one pass: norm of the heads of queries
+and keys (where a model has it), rotary embedding, and the write of keys and values to their slots in the cache.
+
+What it means stands in `operations.rotate_and_write`; rounding to the type happens where it happens there.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .compilation import Compilation
+
+# Elements of one program, several heads' together: 16 a thread in 4 warps.
+TILE = 2048
+WARPS = 4
+
+
+@triton.jit
+def _normal(low, high, weight, half, inside, SIZE: tl.constexpr, epsilon):  # type: ignore[no-untyped-def]
+    """Both halves of some heads over their root mean square, times the weight. low, high: [heads, half], of the tensors' type."""
+    dtype = low.dtype
+    wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
+    squares = tl.sum(wide_low * wide_low, 1) + tl.sum(wide_high * wide_high, 1)
+    scale = tl.rsqrt(squares / SIZE + epsilon)[:, None]
+    low_weight = tl.load(weight + half, mask=inside, other=0.0).to(tl.float32)
+    high_weight = tl.load(weight + SIZE // 2 + half, mask=inside, other=0.0).to(tl.float32)
+    low = ((wide_low * scale).to(dtype).to(tl.float32) * low_weight).to(dtype)
+    high = ((wide_high * scale).to(dtype).to(tl.float32) * high_weight).to(dtype)
+    return low, high
+
+
+@triton.jit
+def rotary_kernel(
+    joint: tl.tensor,  # [tokens, (heads + 2 * kv_heads) * size]
+    table: tl.tensor,  # [tokens, 2, 1, size], dense
+    slots: tl.tensor,  # [tokens]
+    cache: tl.tensor,  # [slots, 2, kv_heads, size], dense within a slot
+    query_weight: tl.tensor,  # [size], unused without NORM
+    key_weight: tl.tensor,
+    heads: tl.tensor,
+    kv_heads: tl.tensor,
+    joint_stride: tl.tensor,
+    cache_stride: tl.tensor,
+    epsilon: tl.tensor,
+    SIZE: tl.constexpr,
+    HALF: tl.constexpr,  # half a head, up to a power of two
+    HEADS: tl.constexpr,
+    NORM: tl.constexpr,
+) -> None:
+    """One program: HEADS of all the heads of a token, queries' first, then keys', then values'."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    half = tl.arange(0, HALF)[None, :]
+    within = half < SIZE // 2
+    inside = (head < heads + 2 * kv_heads) & within
+    place = joint + token * joint_stride + head * SIZE + half
+    low = tl.load(place, mask=inside, other=0.0)
+    high = tl.load(place + SIZE // 2, mask=inside, other=0.0)
+    dtype = low.dtype
+    is_query, is_value = head < heads, head >= heads + kv_heads
+    turned_low, turned_high = low, high
+    if NORM:
+        weight = tl.where(is_query, query_weight, key_weight)
+        turned_low, turned_high = _normal(low, high, weight, half, within & (head >= 0), SIZE, epsilon)
+    angle = table + token * 2 * SIZE + half
+    cosine = tl.load(angle, mask=within, other=0.0).to(tl.float32)
+    sine = tl.load(angle + SIZE + SIZE // 2, mask=within, other=0.0).to(tl.float32)
+    wide_low, wide_high = turned_low.to(tl.float32), turned_high.to(tl.float32)
+    turned_low = ((wide_low * cosine).to(dtype).to(tl.float32) - wide_high * sine).to(dtype)
+    turned_high = ((wide_high * cosine).to(dtype).to(tl.float32) + wide_low * sine).to(dtype)
+    low, high = tl.where(is_value, low, turned_low), tl.where(is_value, high, turned_high)
+    tl.store(place, low, mask=inside & is_query)
+    tl.store(place + SIZE // 2, high, mask=inside & is_query)
+    slot = tl.load(slots + token).to(tl.int64)
+    if slot >= 0:
+        kept = cache + slot * cache_stride + (head - heads) * SIZE + half
+        written = inside & (head >= heads)
+        tl.store(kept, low.to(cache.dtype.element_ty), mask=written)
+        tl.store(kept + SIZE // 2, high.to(cache.dtype.element_ty), mask=written)
+
+
+def rotate_and_write(
+    joint: Tensor,
+    table: Tensor,
+    slots: Tensor,
+    cache: Tensor,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    epsilon: float,
+) -> Tensor:
+    """`operations.rotate_and_write`: the queries are rotated where they stand, the keys and values only in the cache.
+
+    joint: its last dimension dense; table: dense; cache: each slot dense.
+    """
+    tokens, (_, _, kv_heads, size) = len(joint), cache.shape
+    heads = joint.shape[1] // size - 2 * kv_heads
+    assert size % 2 == 0
+    assert joint.stride(1) == 1
+    assert table.is_contiguous()
+    assert cache.stride()[1:] == (kv_heads * size, size, 1)
+    if tokens:
+        half, at_once = _tile(size)
+        rotary_kernel[(tokens, triton.cdiv(heads + 2 * kv_heads, at_once))](
+            joint,
+            table,
+            slots,
+            cache,
+            query_weight if query_weight is not None else table,
+            key_weight if key_weight is not None else table,
+            heads,
+            kv_heads,
+            joint.stride(0),
+            cache.stride(0),
+            epsilon,
+            SIZE=size,
+            HALF=half,
+            HEADS=at_once,
+            NORM=query_weight is not None,
+            num_warps=WARPS,
+        )
+    return joint[:, : heads * size].view(tokens, heads, size)
+
+
+def _tile(size: int) -> tuple[int, int]:
+    """Of a program: half a head, up to a power of two, and how many heads."""
+    half = triton.next_power_of_2(size // 2)
+    return half, max(1, TILE // (2 * half))
+
+
+def compilations() -> list[Compilation]:
+    """All sizes of heads that models have, with the norm and without."""
+    found = []
+    plain = [(64, False, "bf16"), (80, False, "fp16"), (96, False, "bf16"), (128, False, "bf16"), (128, False, "fp32")]
+    for size, norm, dtype in [*plain, (128, True, "bf16"), (256, True, "bf16")]:
+        pointers = dict.fromkeys(("joint", "table", "cache", "query_weight", "key_weight"), f"*{dtype}") | {"slots": "*i64"}
+        numbers = {"heads": "i32", "kv_heads": "i32", "joint_stride": "i32:16", "cache_stride": "i32:16", "epsilon": "fp32"}
+        constants = {"SIZE": size, "HALF": _tile(size)[0], "HEADS": _tile(size)[1], "NORM": norm}
+        found.append(
+            Compilation(
+                kernel=rotary_kernel,
+                name=f"rotary and write {'norm ' if norm else ''}{size} {dtype}",
+                signature=pointers | numbers | dict.fromkeys(constants, "constexpr"),
+                constants=dict(constants),
+                warps=WARPS,
+                hot=True,
+            )
+        )
+    return found

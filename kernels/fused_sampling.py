@@ -1,0 +1,532 @@
+"""From logits to tokens by Triton: penalties, bias, grammar mask, temperature, top-k, top-p, min-p, a draw, log-probabilities.
+
+What is meant stands in `sampling.py`, with two differences. Of tokens that tie at the edge of top-p all stay (there it depends on
+the order of a sort). The noise is made by `logarithm.gumbel`. Typical-p and the most probable tokens of a filtered distribution
+are left to `sampling.py`.
+
+Passes over all logits, for rows that are filtered as usual:
+
+1. `survey`: the model's own log-sum-exp, and the largest of every 32 allowed logits.
+2. `filter`: the m-th largest of these is exceeded by at least m logits, and hardly by many more: those are gathered, the total mass
+   is summed on the way, and filters and draw go on among the few. It is the gathered count and mass that say whether all that a
+   filter may keep is among them, so a row is never wrong, but may be slow.
+
+A row whose filters reach further searches its threshold by bisection over the bits of a float, each step a pass over the row, and
+is drawn in a third pass with noise for all tokens, as rows without filters are (`draw`). Penalties touch only the tokens that they
+are about: they are applied in place, and taken back in the end.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .compilation import Compilation
+from .fused_noise import gumbel_of_ids, gumbel_of_quads
+from .sampling import Draws, Penalties
+
+SPLIT = 4096  # logits of one program of `survey` and `draw`
+CAPACITY = 2048  # logits that are gathered at most
+WANTED = 512  # at least so many are gathered, or twice top-k
+WARPS = 8
+LOWEST = tl.constexpr(-0x80000000)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What was chosen, [rows] each."""
+
+    tokens: Tensor  # int64
+    logprobs: Tensor  # float32, by the model: NaN where a row's logits are NaN or infinite, so that nothing could be chosen
+    final: Tensor  # float32, by the distribution that was drawn from; greedy: 0
+
+
+@triton.jit
+def _key(value):  # type: ignore[no-untyped-def]
+    """Integers in the order of floats; both zeros are one."""
+    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _middle(low, high):  # type: ignore[no-untyped-def]
+    """Half way between two int64, rounded up."""
+    return low + ((high - low + 1) >> 1)
+
+
+@triton.jit
+def _threshold(keys, weights, target):  # type: ignore[no-untyped-def]
+    """The largest key for which the weights of all keys not below it sum up to `target`; the lowest number if none does."""
+    low, high = tl.full((), -0x80000000, tl.int64), tl.full((), 0x7FFFFFFF, tl.int64)
+    for _ in range(32):
+        middle = _middle(low, high)
+        enough = tl.sum(tl.where(keys.to(tl.int64) >= middle, weights, 0.0), 0) >= target
+        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle - 1)
+    return low.to(tl.int32)
+
+
+@triton.jit
+def _allowed(mask, column, inside, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Which of a row's tokens its grammar allows; bit i of word w is token 32 w + i."""
+    if MASKED:
+        words = tl.load(mask + column // 32, mask=inside, other=0)
+        inside = inside & (((words >> (column % 32)) & 1) != 0)
+    return inside
+
+
+@triton.jit
+def survey_kernel(
+    logits: tl.tensor,  # [rows, vocabulary] float32
+    mask: tl.tensor,  # [rows, words] int32; unused without MASKED
+    maxima: tl.tensor,  # [rows, 32 programs' maxima]
+    peaks: tl.tensor,  # [rows, programs]
+    sums: tl.tensor,  # [rows, programs]
+    vocabulary: tl.tensor,
+    stride: tl.tensor,
+    mask_stride: tl.tensor,
+    MASKED: tl.constexpr,
+    SIZE: tl.constexpr,
+) -> None:
+    """One program: SIZE logits of a row."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    places = part * (SIZE // 32) + tl.arange(0, SIZE // 32)
+    column = places[:, None] * 32 + tl.arange(0, 32)[None, :]
+    inside = column < vocabulary
+    values = tl.load(logits + row * stride + column, mask=inside, other=float("-inf"))
+    peak = tl.max(tl.max(values, 1), 0)
+    # Where all are -inf the difference would be NaN.
+    sum_of_part = tl.sum(tl.sum(tl.exp(values - tl.where(peak == float("-inf"), 0.0, peak)), 1), 0)
+    tl.store(peaks + row * tl.num_programs(1) + part, peak)
+    tl.store(sums + row * tl.num_programs(1) + part, sum_of_part)
+    allowed = _allowed(mask + row * mask_stride, column, inside, MASKED)
+    largest = tl.max(tl.where(allowed, values, float("-inf")), 1)
+    tl.store(maxima + row * tl.num_programs(1) * (SIZE // 32) + places, largest)
+
+
+@triton.jit
+def renew_kernel(
+    logits: tl.tensor,  # [rows, vocabulary] float32
+    mask: tl.tensor,
+    maxima: tl.tensor,  # [rows, buckets]
+    rows: tl.tensor,  # [entries]
+    ids: tl.tensor,
+    entries: tl.tensor,
+    vocabulary: tl.tensor,
+    stride: tl.tensor,
+    mask_stride: tl.tensor,
+    buckets: tl.tensor,
+    MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """The maxima that some tokens have a part in, again. Several tokens of one write the same. One program: BLOCK entries."""
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = entry < entries
+    row, place = tl.load(rows + entry, mask=inside, other=0), tl.load(ids + entry, mask=inside, other=0) // 32
+    column = place[:, None] * 32 + tl.arange(0, 32)[None, :]
+    allowed = inside[:, None] & (column < vocabulary)
+    allowed = _allowed(mask + row[:, None] * mask_stride, column, allowed, MASKED)
+    values = tl.load(logits + row[:, None] * stride + column, mask=allowed, other=float("-inf"))
+    tl.store(maxima + row * buckets + place, tl.max(values, 1), mask=inside)
+
+
+@triton.jit
+def tally_kernel(
+    tallies: tl.tensor,  # [rows, vocabulary] int32, zero
+    rows: tl.tensor,  # [entries]
+    ids: tl.tensor,
+    output: tl.tensor,
+    entries: tl.tensor,
+    vocabulary: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Marks what was seen (2^30) and counts what was put out. One program: BLOCK entries."""
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = entry < entries
+    place = tl.load(rows + entry, mask=inside, other=0) * vocabulary + tl.load(ids + entry, mask=inside, other=0)
+    counted = tl.load(output + entry, mask=inside, other=0.0).to(tl.int32)
+    tl.atomic_or(tallies + place, 1 << 30, mask=inside)
+    tl.atomic_add(tallies + place, counted, mask=inside)
+
+
+@triton.jit
+def penalize_kernel(
+    logits: tl.tensor,  # [rows, vocabulary] float32, changed in place
+    tallies: tl.tensor,  # zero again afterwards
+    saved: tl.tensor,  # [entries] float32: the logit before, NaN where another entry has changed it
+    rows: tl.tensor,
+    ids: tl.tensor,
+    repetition: tl.tensor,  # [rows]
+    frequency: tl.tensor,
+    presence: tl.tensor,
+    entries: tl.tensor,
+    vocabulary: tl.tensor,
+    stride: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Every token's tally goes to one of its entries, which penalizes the token. One program: BLOCK entries."""
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = entry < entries
+    row, token = tl.load(rows + entry, mask=inside, other=0), tl.load(ids + entry, mask=inside, other=0)
+    tally = tl.atomic_xchg(tallies + row * vocabulary + token, 0, mask=inside)
+    owner = inside & (tally != 0)
+    place = logits + row * stride + token
+    value = tl.load(place, mask=owner, other=float("nan"))
+    tl.store(saved + entry, tl.where(owner, value, float("nan")), mask=inside)
+    factor = tl.load(repetition + row, mask=owner, other=1.0)
+    count = (tally & 0x3FFFFFFF).to(tl.float32)
+    value = tl.where(value > 0, tl.div_rn(value, factor), value * factor)
+    value -= count * tl.load(frequency + row, mask=owner, other=0.0)
+    value -= tl.where(count > 0, tl.load(presence + row, mask=owner, other=0.0), 0.0)
+    tl.store(place, value, mask=owner)
+
+
+@triton.jit
+def _largest(logits, mask, largest, best, buckets, vocabulary, MASKED: tl.constexpr, BUCKETS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The first token whose logit is `best`, the largest of the maxima `largest`."""
+    found = tl.min(tl.where(largest == best, tl.arange(0, BUCKETS), buckets - 1), 0)
+    column = found * 32 + tl.arange(0, 32)
+    allowed = _allowed(mask, column, column < vocabulary, MASKED)
+    values = tl.load(logits + column, mask=allowed, other=float("-inf"))
+    return tl.min(tl.where(allowed & (values == best), column, vocabulary - 1), 0)
+
+
+@triton.jit
+def _gather(  # type: ignore[no-untyped-def]
+    logits, mask, best, heat, pivot, scores_to, ids_to, vocabulary, MASKED: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Stores scores and ids of all tokens not below a pivot, as far as there is room. Returns how many there are, the mass of all
+    tokens (of the best: 1), and whether no token is below the pivot."""
+    masses = tl.zeros([BLOCK], tl.float32)
+    count = tl.zeros((), tl.int32)
+    below = tl.zeros((), tl.int32)
+    for start in range(0, vocabulary, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        allowed = _allowed(mask, column, column < vocabulary, MASKED)
+        values = tl.load(logits + column, mask=allowed, other=float("-inf"))
+        scores = tl.div_rn(values - best, heat)
+        masses += tl.exp(scores)
+        possible = allowed & (values > float("-inf"))
+        taken = possible & (_key(values) >= pivot)
+        number = taken.to(tl.int32)
+        to = count + tl.cumsum(number, 0) - number
+        tl.store(scores_to + to, scores, mask=taken & (to < CAP))
+        tl.store(ids_to + to, column, mask=taken & (to < CAP))
+        count += tl.sum(number, 0)
+        below += tl.sum(possible.to(tl.int32), 0)
+    return count, tl.sum(masses, 0), below == count
+
+
+@triton.jit
+def _weight_above(  # type: ignore[no-untyped-def]
+    logits, mask, best, heat, least, vocabulary, MASSES: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Mass (or number, without MASSES) of all tokens whose scores' keys are not below `least` (int64)."""
+    sums = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, vocabulary, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        allowed = _allowed(mask, column, column < vocabulary, MASKED)
+        scores = tl.div_rn(tl.load(logits + column, mask=allowed, other=float("-inf")) - best, heat)
+        weights = tl.exp(scores) if MASSES else 1.0
+        sums += tl.where(allowed & (_key(scores).to(tl.int64) >= least), weights, 0.0)
+    return tl.sum(sums, 0)
+
+
+@triton.jit
+def _far_threshold(  # type: ignore[no-untyped-def]
+    logits, mask, best, heat, target, vocabulary, least, MASSES: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """`_threshold` over all tokens; not below `least`, which is the result if nothing above it reaches the target."""
+    low, high = least.to(tl.int64), tl.full((), 0x7FFFFFFF, tl.int64)
+    for _ in range(32):
+        middle = _middle(low, high)
+        enough = _weight_above(logits, mask, best, heat, middle, vocabulary, MASSES, MASKED, BLOCK) >= target
+        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle - 1)
+    return low.to(tl.int32)
+
+
+@triton.jit
+def filter_kernel(
+    logits: tl.tensor,  # [rows, vocabulary] float32
+    mask: tl.tensor,
+    maxima: tl.tensor,  # [rows, buckets]
+    temperature: tl.tensor,  # [rows]; 0: the largest
+    top_k: tl.tensor,
+    top_p: tl.tensor,
+    floors: tl.tensor,  # log(min_p)
+    seeds: tl.tensor,
+    choices: tl.tensor,
+    positions: tl.tensor,
+    gathered: tl.tensor,  # [rows, CAP] float32
+    gathered_ids: tl.tensor,  # [rows, CAP] int32
+    tokens: tl.tensor,  # [rows] int64, out: -1 where `draw` has to go over all logits
+    bests: tl.tensor,  # [rows] float32, out: the largest logit
+    thresholds: tl.tensor,  # [rows] int32, out: key of the least score that stays
+    finals: tl.tensor,  # [rows] float32, out
+    vocabulary: tl.tensor,
+    stride: tl.tensor,
+    mask_stride: tl.tensor,
+    buckets: tl.tensor,
+    MASKED: tl.constexpr,
+    BUCKETS: tl.constexpr,
+    CAP: tl.constexpr,
+    LEAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program: a row."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    mask += row * mask_stride
+    place = tl.arange(0, BUCKETS)
+    largest = tl.load(maxima + row * buckets + place, mask=place < buckets, other=float("-inf"))
+    best = tl.max(largest, 0)
+    heat, k, p = tl.load(temperature + row), tl.load(top_k + row), tl.load(top_p + row)
+    floor = tl.load(floors + row)
+    tl.store(bests + row, best)
+    tl.store(thresholds + row, LOWEST)
+    tl.store(tokens + row, -1)
+    if heat == 0.0:
+        chosen = _largest(logits, mask, largest, best, buckets, vocabulary, MASKED, BUCKETS)
+        tl.store(tokens + row, chosen.to(tl.int64))
+        tl.store(finals + row, 0.0)
+    elif (k > 0) | (p < 1.0) | (floor > float("-inf")):
+        wanted = tl.minimum(tl.maximum(2 * k, LEAST), CAP).to(tl.float32)
+        pivot = _threshold(_key(largest), tl.where(place < buckets, 1.0, 0.0), wanted)
+        gathered += row * CAP
+        gathered_ids += row * CAP
+        count, total, everything = _gather(logits, mask, best, heat, pivot, gathered, gathered_ids, vocabulary, MASKED, CAP, BLOCK)
+        tl.debug_barrier()  # what other threads have gathered is read
+        # Of the gathered those count that are above the least: what was left behind may tie with it.
+        slot = tl.arange(0, CAP)
+        full = slot < tl.minimum(count, CAP)
+        scores = tl.load(gathered + slot, mask=full, other=float("-inf"))
+        ids = tl.load(gathered_ids + slot, mask=full, other=0)
+        keys = _key(scores)
+        least = tl.min(tl.where(full, keys, 0x7FFFFFFF), 0)
+        usable = full & ((keys > least) | everything)
+        enough = count <= CAP
+        threshold = tl.full((), LOWEST, tl.int32)
+        weights = tl.where(usable, tl.exp(scores), 0.0)
+        if k > 0:
+            enough = enough & (everything | (tl.sum(usable.to(tl.int32), 0) >= k))
+            threshold = _threshold(keys, tl.where(usable, 1.0, 0.0), tl.minimum(k, CAP).to(tl.float32))
+            weights = tl.where(keys >= threshold, weights, 0.0)
+            total = tl.sum(weights, 0)
+        if p < 1.0:
+            enough = enough & ((k > 0) | everything | (tl.sum(weights, 0) >= p * total))
+            threshold = tl.maximum(threshold, _threshold(keys, weights, p * total))
+        if (k == 0) & (p >= 1.0):
+            enough = enough & (everything | (_key(floor) > least))
+        if enough:
+            kept = usable & (keys >= threshold) & (scores >= floor)
+            noise = gumbel_of_ids(tl.load(seeds + row), tl.load(choices + row), tl.load(positions + row), ids)
+            noisy = tl.where(kept, scores + noise, float("-inf"))
+            chosen = tl.min(tl.where(kept & (noisy == tl.max(noisy, 0)), ids, 0x7FFFFFFF), 0)
+            own = tl.max(tl.where(full & (ids == chosen), scores, float("-inf")), 0)
+            tl.store(tokens + row, tl.minimum(chosen, vocabulary - 1).to(tl.int64))
+            tl.store(finals + row, own - tl.log(tl.sum(tl.where(kept, tl.exp(scores), 0.0), 0)))
+        else:
+            threshold = tl.full((), LOWEST, tl.int32)
+            if k > 0:
+                target = tl.minimum(k, vocabulary).to(tl.float32)
+                threshold = _far_threshold(logits, mask, best, heat, target, vocabulary, threshold, False, MASKED, BLOCK)
+            if p < 1.0:
+                target = p * _weight_above(logits, mask, best, heat, threshold.to(tl.int64), vocabulary, True, MASKED, BLOCK)
+                threshold = _far_threshold(logits, mask, best, heat, target, vocabulary, threshold, True, MASKED, BLOCK)
+            tl.store(thresholds + row, threshold)
+
+
+@triton.jit
+def draw_kernel(
+    logits: tl.tensor,  # [rows, vocabulary] float32
+    mask: tl.tensor,
+    temperature: tl.tensor,
+    floors: tl.tensor,
+    seeds: tl.tensor,
+    choices: tl.tensor,
+    positions: tl.tensor,
+    tokens: tl.tensor,  # [rows]: only rows with -1 are worked on
+    bests: tl.tensor,
+    thresholds: tl.tensor,
+    noisiest: tl.tensor,  # [rows, programs] float32, out: the largest score with noise
+    ids: tl.tensor,  # [rows, programs] int64, out: whose it is
+    scores_of: tl.tensor,  # [rows, programs] float32, out: its score without noise
+    sums: tl.tensor,  # [rows, programs] float32, out: of exp(score), of all that stay
+    vocabulary: tl.tensor,
+    stride: tl.tensor,
+    mask_stride: tl.tensor,
+    MASKED: tl.constexpr,
+    SIZE: tl.constexpr,
+) -> None:
+    """One program: SIZE logits of a row."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if tl.load(tokens + row) < 0:
+        quads = part * (SIZE // 4) + tl.arange(0, SIZE // 4)
+        noise = gumbel_of_quads(tl.load(seeds + row), tl.load(choices + row), tl.load(positions + row), quads)
+        column = part * SIZE + tl.arange(0, SIZE)
+        allowed = _allowed(mask + row * mask_stride, column, column < vocabulary, MASKED)
+        values = tl.load(logits + row * stride + column, mask=allowed, other=float("-inf"))
+        scores = tl.div_rn(values - tl.load(bests + row), tl.load(temperature + row))
+        kept = allowed & (_key(scores) >= tl.load(thresholds + row)) & (scores >= tl.load(floors + row))
+        noisy = tl.where(kept, scores + noise, float("-inf"))
+        largest = tl.max(noisy, 0)
+        chosen = tl.min(tl.where(noisy == largest, column, 0x7FFFFFFF), 0)
+        chosen = tl.minimum(chosen, vocabulary - 1)
+        place = row * tl.num_programs(1) + part
+        tl.store(noisiest + place, largest)
+        tl.store(ids + place, chosen.to(tl.int64))
+        tl.store(scores_of + place, tl.max(tl.where(column == chosen, scores, float("-inf")), 0))
+        tl.store(sums + place, tl.sum(tl.where(kept, tl.exp(scores), 0.0), 0))
+
+
+def sample(
+    logits: Tensor, draws: Draws, penalties: Penalties | None, mask: Tensor | None, tallies: Tensor | None = None
+) -> Outcome:
+    """One token for every row.
+
+    logits: [rows, vocabulary] float32, its last dimension dense; changed on the way if there are penalties, the same afterwards;
+    draws: of all rows, a temperature of 0 takes the largest, typical_p is not looked at; penalties: of as many rows, biases of
+    distinct tokens; mask: [rows, words] int32, bit i of word w allows token 32 w + i; tallies: [rows, vocabulary] int32 zeros,
+    which they are again afterwards: kept by who calls this often.
+    """
+    rows, vocabulary = logits.shape
+    parts = triton.cdiv(vocabulary, SPLIT)
+    device = logits.device
+    peaks, sums = torch.empty(2, rows, parts, device=device).unbind()
+    maxima = torch.empty(rows, parts * (SPLIT // 32), device=device)
+    masked, mask_stride = mask is not None, mask.stride(0) if mask is not None else 0
+    words = mask if mask is not None else logits
+    survey_kernel[(rows, parts)](
+        logits, words, maxima, peaks, sums, vocabulary, logits.stride(0), mask_stride, MASKED=masked, SIZE=SPLIT, num_warps=WARPS
+    )
+    saved = None
+    if penalties is not None:
+        saved = penalize_(logits, penalties, tallies)
+        for touched_rows, touched in ((penalties.rows, penalties.ids), (penalties.bias_rows, penalties.bias_ids)):
+            if len(touched):
+                renew_kernel[(triton.cdiv(len(touched), RENEWED),)](
+                    logits, words, maxima, touched_rows, touched, len(touched), vocabulary, logits.stride(0), mask_stride,
+                    maxima.shape[1], MASKED=masked, BLOCK=RENEWED,
+                )  # fmt: skip
+    tokens, final = _choose(logits, draws, mask, maxima, parts)
+    if penalties is not None and saved is not None:
+        restore_(logits, penalties, saved)
+    own = (peaks + sums.log()).logsumexp(-1)
+    own = own.masked_fill(~own.isfinite(), torch.nan)
+    return Outcome(tokens, logits.gather(1, tokens.unsqueeze(1)).squeeze(1) - own, final)
+
+
+def _choose(logits: Tensor, draws: Draws, mask: Tensor | None, maxima: Tensor, parts: int) -> tuple[Tensor, Tensor]:
+    rows, vocabulary = logits.shape
+    device = logits.device
+    masked, mask_stride = mask is not None, mask.stride(0) if mask is not None else 0
+    mask = mask if mask is not None else logits
+    gathered = torch.empty(rows, CAPACITY, device=device)
+    gathered_ids = torch.empty(rows, CAPACITY, dtype=torch.int32, device=device)
+    tokens, thresholds = torch.empty(rows, dtype=torch.int64, device=device), torch.empty(rows, dtype=torch.int32, device=device)
+    bests, finals = torch.empty(2, rows, device=device).unbind()
+    floors = draws.min_p.log()
+    keys = (draws.seeds, draws.choices, draws.positions)
+    filter_kernel[(rows,)](
+        logits, mask, maxima, draws.temperature, draws.top_k, draws.top_p, floors, *keys, gathered, gathered_ids, tokens, bests,
+        thresholds, finals, vocabulary, logits.stride(0), mask_stride, maxima.shape[1], MASKED=masked,
+        BUCKETS=triton.next_power_of_2(maxima.shape[1]), CAP=CAPACITY, LEAST=WANTED, BLOCK=SPLIT, num_warps=WARPS,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    noisiest, scores, sums = torch.empty(3, rows, parts, device=device).unbind()
+    ids = torch.empty(rows, parts, dtype=torch.int64, device=device)
+    draw_kernel[(rows, parts)](
+        logits, mask, draws.temperature, floors, *keys, tokens, bests, thresholds, noisiest, ids, scores, sums, vocabulary,
+        logits.stride(0), mask_stride, MASKED=masked, SIZE=SPLIT, num_warps=WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+    late = tokens < 0
+    best = noisiest.argmax(1, keepdim=True)
+    drawn = scores.gather(1, best).squeeze(1) - sums.sum(1).log()
+    return torch.where(late, ids.gather(1, best).squeeze(1), tokens), torch.where(late, drawn, finals)
+
+
+ENTRIES = 256  # of penalties, of one program
+RENEWED = 64  # of one program of `renew_kernel`: 32 logits each
+
+
+def penalize_(logits: Tensor, penalties: Penalties, tallies: Tensor | None = None) -> Tensor:
+    """`sampling.penalize` in place. Returns what `restore_` needs."""
+    rows, vocabulary = logits.shape
+    if tallies is None:
+        tallies = torch.zeros(rows, vocabulary, dtype=torch.int32, device=logits.device)
+    entries = len(penalties.ids)
+    saved = torch.empty(entries, device=logits.device)
+    if entries:
+        grid = (triton.cdiv(entries, ENTRIES),)
+        tally_kernel[grid](tallies, penalties.rows, penalties.ids, penalties.output, entries, vocabulary, BLOCK=ENTRIES)
+        penalize_kernel[grid](
+            logits, tallies, saved, penalties.rows, penalties.ids, penalties.repetition, penalties.frequency, penalties.presence,
+            entries, vocabulary, logits.stride(0), BLOCK=ENTRIES, enable_fp_fusion=False,
+        )  # fmt: skip
+    biased = logits[penalties.bias_rows, penalties.bias_ids]
+    logits[penalties.bias_rows, penalties.bias_ids] = biased + penalties.bias_values
+    return torch.cat((saved, biased))
+
+
+def restore_(logits: Tensor, penalties: Penalties, saved: Tensor) -> None:
+    """Undoes `penalize_`."""
+    entries = len(penalties.ids)
+    logits[penalties.bias_rows, penalties.bias_ids] = saved[entries:]
+    if entries:
+        restore_kernel[(triton.cdiv(entries, ENTRIES),)](
+            logits, saved, penalties.rows, penalties.ids, entries, logits.stride(0), BLOCK=ENTRIES
+        )
+
+
+@triton.jit
+def restore_kernel(
+    logits: tl.tensor,  # [rows, vocabulary] float32
+    saved: tl.tensor,  # [entries]
+    rows: tl.tensor,
+    ids: tl.tensor,
+    entries: tl.tensor,
+    stride: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program: BLOCK entries."""
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = entry < entries
+    value = tl.load(saved + entry, mask=inside, other=float("nan"))
+    row, token = tl.load(rows + entry, mask=inside, other=0), tl.load(ids + entry, mask=inside, other=0)
+    tl.store(logits + row * stride + token, value, mask=inside & (value == value))
+
+
+_TYPES = {
+    "logits": "*fp32", "mask": "*i32", "maxima": "*fp32", "peaks": "*fp32", "sums": "*fp32", "vocabulary": "i32:16",
+    "stride": "i32:16", "mask_stride": "i32", "tallies": "*i32", "rows": "*i64", "ids": "*i64", "output": "*fp32", "entries": "i32",
+    "saved": "*fp32", "repetition": "*fp32", "frequency": "*fp32", "presence": "*fp32", "temperature": "*fp32", "top_k": "*i64",
+    "top_p": "*fp32", "floors": "*fp32", "seeds": "*i64", "choices": "*i64", "positions": "*i64", "gathered": "*fp32",
+    "gathered_ids": "*i32", "tokens": "*i64", "bests": "*fp32", "thresholds": "*i32", "finals": "*fp32", "buckets": "i32:16",
+    "noisiest": "*fp32", "scores_of": "*fp32",
+}  # fmt: skip
+
+
+def compilations() -> list[Compilation]:
+    """With a grammar's mask, which without is the lesser case; the vocabulary of Llama 3."""
+    split = {"MASKED": True, "SIZE": SPLIT}
+    few = {"MASKED": True, "BUCKETS": 4096, "CAP": CAPACITY, "LEAST": WANTED, "BLOCK": SPLIT}
+    cases = [
+        ("survey", survey_kernel, {**split}, WARPS),
+        ("renew", renew_kernel, {"MASKED": True, "BLOCK": RENEWED}, 4),
+        ("tally", tally_kernel, {"BLOCK": ENTRIES}, 4),
+        ("penalize", penalize_kernel, {"BLOCK": ENTRIES}, 4),
+        ("restore", restore_kernel, {"BLOCK": ENTRIES}, 4),
+        ("filter", filter_kernel, few, WARPS),
+        ("draw", draw_kernel, split, WARPS),
+    ]
+    return [
+        Compilation(
+            kernel=kernel,
+            name=f"sampling {name}",
+            signature={argument: "constexpr" if argument in constants else _TYPES[argument] for argument in kernel.arg_names},
+            constants=dict(constants),
+            warps=warps,
+        )
+        for name, kernel, constants, warps in cases
+    ]

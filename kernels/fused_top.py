@@ -1,0 +1,60 @@
+"""The largest logits of every row, and its log-sum-exp, by Triton in one pass. `beam.py` says what they are for."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .compilation import Compilation
+
+SPLIT = 4096  # logits of one program
+WARPS = 8
+
+
+@triton.jit
+def top_kernel(
+    logits: tl.tensor,  # [rows, vocabulary] float32
+    values: tl.tensor,  # [rows, programs, count] float32, out: descending
+    ids: tl.tensor,  # [rows, programs, count] int64, out
+    totals: tl.tensor,  # [rows, programs] float32, out: log-sum-exp
+    vocabulary: tl.tensor,
+    stride: tl.tensor,
+    count: tl.tensor,
+    SIZE: tl.constexpr,
+) -> None:
+    """One program: SIZE logits of a row. The largest is taken out again and again: cheaper than a sort while `count` is small."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = part * SIZE + tl.arange(0, SIZE)
+    left = tl.load(logits + row * stride + column, mask=column < vocabulary, other=float("-inf"))
+    peak = tl.max(left, 0)
+    shift = tl.where(peak == float("-inf"), 0.0, peak)  # where all are -inf the difference would be NaN
+    place = row * tl.num_programs(1) + part
+    tl.store(totals + place, shift + tl.log(tl.sum(tl.exp(left - shift), 0)))
+    for i in range(count):
+        largest = tl.max(left, 0)
+        chosen = tl.min(tl.where(left == largest, column, 0x7FFFFFFF), 0)
+        tl.store(values + place * count + i, largest)
+        tl.store(ids + place * count + i, tl.minimum(chosen, vocabulary - 1).to(tl.int64))
+        left = tl.where(column == chosen, float("-inf"), left)
+
+
+def top(logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Some logits of every row, the `count` largest among them, and their ids: [rows, n] float32 and int64; log-sum-exp [rows].
+
+    logits: [rows, vocabulary] float32, its last dimension dense.
+    """
+    rows, vocabulary = logits.shape
+    parts = triton.cdiv(vocabulary, SPLIT)
+    values = torch.empty(rows, parts, count, device=logits.device)
+    ids = torch.empty(rows, parts, count, dtype=torch.int64, device=logits.device)
+    totals = torch.empty(rows, parts, device=logits.device)
+    if rows:
+        top_kernel[(rows, parts)](logits, values, ids, totals, vocabulary, logits.stride(0), count, SIZE=SPLIT, num_warps=WARPS)
+    return values.flatten(1), ids.flatten(1), totals.logsumexp(-1)
+
+
+def compilations() -> list[Compilation]:
+    """The only one."""
+    pointers = {"logits": "*fp32", "values": "*fp32", "ids": "*i64", "totals": "*fp32"}
+    numbers = {"vocabulary": "i32:16", "stride": "i32:16", "count": "i32", "SIZE": "constexpr"}
+    return [Compilation(kernel=top_kernel, name="top", signature=pointers | numbers, constants={"SIZE": SPLIT}, warps=WARPS)]

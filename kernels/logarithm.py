@@ -1,0 +1,42 @@
+"""Logarithms out of operations that IEEE 754 rounds exactly, so that every device and library gives the same bits.
+
+The method is that of fdlibm's logf (Sun Microsystems 1993, "Freely distributable libm", e_logf.c): x = 2^k (1 + f),
+s = f / (2 + f), log(1 + f) = f - f^2 / 2 + s (f^2 / 2 + R(s^2)); its error is below one unit in the last place. `fused_noise.py`
+has the same steps in Triton: whoever changes one changes the other. No multiplication may be contracted with an addition.
+"""
+
+import torch
+from torch import Tensor
+
+LOG_2_HIGH = 6.9313812256e-01  # 0x3f317180: with few bits, so that its product with an exponent is exact
+LOG_2_LOW = 9.0580006145e-06  # 0x3717f7d1
+SERIES = (0.66666662693, 0.40000972152, 0.28498786688, 0.24279078841)
+# sqrt(1/2) as bits. Taken from a number's bits it leaves an exponent for which 1 + f is in [sqrt(1/2), sqrt(2)).
+ROOT = 0x3F3504F3
+ONE = 0x3F800000
+
+
+def log(x: Tensor) -> Tensor:
+    """Natural logarithm of positive normal float32 numbers."""
+    bits = x.view(torch.int32) + (ONE - ROOT)
+    exponent = ((bits >> 23) - 127).float()
+    f = ((bits & 0x007FFFFF) + ROOT).view(torch.float32) - 1.0
+    s = f / (f + 2.0)
+    z = s * s
+    w = z * z
+    r = z * (w * SERIES[2] + SERIES[0]) + w * (w * SERIES[3] + SERIES[1])
+    half = (f * 0.5) * f
+    return (((s * (half + r) + exponent * LOG_2_LOW) - half) + f) + exponent * LOG_2_HIGH
+
+
+def log_complement(u: Tensor) -> Tensor:
+    """log(1 - u) for float32 numbers in (0, 1), good to the last places also where u is small: what rounding takes from 1 - u comes
+    back as the first term of the series."""
+    y = 1.0 - u
+    return log(y) + ((1.0 - y) - u) / y
+
+
+def gumbel(words: Tensor) -> Tensor:
+    """What `noise.gumbel` makes of words of 32 bits (in int64), up to the last places: -log(-log(1 - (word + 1/2) / 2^32))."""
+    uniform = words.float().add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
+    return -log(-log_complement(uniform))

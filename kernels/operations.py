@@ -1,0 +1,79 @@
+"""The decoder's elementwise operations as it calls them: by Triton where `choose.triton_for` says so, else by plain torch.
+
+Those of `reference.py` are defined there; those that join several steps are defined here, by their plain branch. Triton is
+imported by the branches that use it, since a machine without an accelerator may lack it.
+"""
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .choose import triton_for
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """`reference.rms_norm` of x [rows, size] or [tokens, heads, size]; a new tensor."""
+    if triton_for(x):
+        from .fused_norm import rms_norm as fused
+
+        return fused(x, weight, epsilon, torch.empty(x.shape, dtype=x.dtype, device=x.device))
+    return reference.rms_norm(x, weight, epsilon)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """The norm of residual + x, which `residual` becomes. All [rows, size]; the result may be x, overwritten."""
+    if triton_for(x):
+        from .fused_norm import add_rms_norm as fused
+
+        return fused(x, residual, weight, epsilon, x)
+    return reference.rms_norm(residual.add_(x), weight, epsilon)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """`reference.swiglu`; a new tensor."""
+    if triton_for(gate_up):
+        from .fused_activation import swiglu as fused
+
+        tokens, twice = gate_up.shape
+        return fused(gate_up, torch.empty(tokens, twice // 2, dtype=gate_up.dtype, device=gate_up.device))
+    return reference.swiglu(gate_up)
+
+
+def rotate_and_write(
+    joint: Tensor,
+    table: Tensor,
+    slots: Tensor,
+    cache: Tensor,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    epsilon: float,
+) -> Tensor:
+    """Norm of the heads of queries and keys (with weights), rotation of both, and the write of keys and values to the cache.
+
+    joint: [tokens, (heads + 2 * kv_heads) * size], queries, keys, values side by side; its queries are overwritten, and what its
+    keys hold afterwards is not said; table: of `reference.rotary_table`; slots: [tokens], distinct; where negative (padding)
+    nothing is written; cache: a layer [slots, 2, kv_heads, size]; weights: [size], both or neither.
+    Result: [tokens, heads, size], the rotated queries, a view of joint.
+    """
+    if triton_for(joint):
+        from .fused_rotary import rotate_and_write as fused
+
+        return fused(joint, table, slots, cache, query_weight, key_weight, epsilon)
+    kv_heads, size = cache.shape[2:]
+    every = joint.view(len(joint), joint.shape[1] // size, size)
+    heads = every.shape[1] - 2 * kv_heads
+    turned = every[:, : heads + kv_heads]
+    if query_weight is not None and key_weight is not None:
+        turned[:, :heads] = reference.rms_norm(turned[:, :heads], query_weight, epsilon)
+        turned[:, heads:] = reference.rms_norm(turned[:, heads:], key_weight, epsilon)
+    reference.rotate(turned, table)
+    write(slots, joint[:, heads * size :], cache)
+    return every[:, :heads]
+
+
+def write(slots: Tensor, rows: Tensor, cache: Tensor) -> None:
+    """rows: [tokens, 2 * kv_heads * size], keys and values, to `slots` of a layer; nothing where a slot is negative."""
+    kept = slots >= 0
+    if not bool(kept.all()):
+        slots, rows = slots[kept], rows[kept]
+    cache.view(len(cache), -1).index_copy_(0, slots, rows.to(cache.dtype))

@@ -1,0 +1,38 @@
+"""Rows of keys and values copied from place to place, over all layers at once: forks and tree commits. Knows tensors only.
+
+By Triton one launch where `choose.triton_for` says so; the plain branch says what is meant.
+"""
+
+from torch import Tensor
+
+from .choose import triton_for
+
+
+def copy_pages(pages: Tensor, sources: Tensor, targets: Tensor, filled: Tensor) -> None:
+    """Copies the first `filled[i]` slots of page `sources[i]` to page `targets[i]`, in every layer; the rest of a target stays.
+
+    pages: [layers, pages, page_size, width], dense but for the layers; sources, targets, filled: [copies] int64 on its device.
+    Targets are distinct, and none is a source.
+    """
+    if triton_for(pages):
+        from .fused_paging import copy_pages as fused
+
+        fused(pages, sources, targets, filled)
+        return
+    for source, target, count in zip(sources.tolist(), targets.tolist(), filled.tolist(), strict=True):
+        pages[:, target, :count] = pages[:, source, :count]
+
+
+def move_slots(slots: Tensor, sources: Tensor, targets: Tensor, starts: Tensor) -> None:
+    """Moves slot `sources[i]` to slot `targets[i]` in every layer. Entries of a row, `starts[r]` to `starts[r + 1]`, go one after
+    the other, so that a slot may be moved away and then be moved to; rows have no slot in common.
+
+    slots: [layers, slots, width], dense but for the layers; sources, targets: [moves], starts: [rows + 1], int64 on its device.
+    """
+    if triton_for(slots):
+        from .fused_paging import move_slots as fused
+
+        fused(slots, sources, targets, starts)
+        return
+    for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+        slots[:, target] = slots[:, source]

@@ -1,0 +1,103 @@
+"""The ahead-of-time gate compiles what we have, and finds a kernel that spills or wants more shared memory than there is.
+
+Each test is a process of its own: in this one kernels are interpreted."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+
+PLANTED = '''
+import triton
+import triton.language as tl
+from penstock.kernels import compile
+from penstock.kernels.compilation import Compilation
+
+
+@triton.jit
+def wide(x, SIZE: tl.constexpr):
+    """Everything has to be there twice before anything is done with it."""
+    place = tl.arange(0, SIZE)
+    values = tl.load(x + place)
+    tl.store(x + place, values / tl.sum(values * values, 0))
+
+
+@triton.jit
+def product(x, SIZE: tl.constexpr):
+    """Both factors are [32, SIZE], and lie in shared memory whole."""
+    low, long = tl.arange(0, 32), tl.arange(0, SIZE)
+    left, right = tl.load(x + low[:, None] * SIZE + long[None, :]), tl.load(x + long[:, None] * 32 + low[None, :])
+    tl.store(x + low[:, None] * 32 + low[None, :], tl.dot(left, right).to(tl.float16))
+
+
+@triton.jit
+def wrong(x, SIZE: tl.constexpr):
+    tl.store(x + tl.arange(0, SIZE), tl.arange(0, 2 * SIZE))
+
+
+def planted(kernel, pointer, size, warps, hot):
+    signature = {"x": pointer, "SIZE": "constexpr"}
+    constants = {"SIZE": size}
+    return Compilation(kernel=kernel, name=kernel.__name__, signature=signature, constants=constants, warps=warps, hot=hot)
+
+
+compilations = [
+    planted(wide, "*fp32", 16384, 1, True),
+    planted(product, "*fp16", 2048, 4, False),
+    planted(wrong, "*i32", 16, 1, False),
+]
+compile.gather = lambda: compilations
+compile.TARGETS = [target for target in compile.TARGETS if target.name in ("sm_90", "gfx942")]
+print(compile.main([]))
+compilations[:] = [planted(wide, "*fp32", 16384, 1, False), planted(wide, "*fp32", 256, 1, True)]
+print(compile.main([]))
+'''
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], env=ENVIRONMENT, capture_output=True, text=True, timeout=110)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")
+def test_some_of_ours_compile() -> None:
+    """One of each kind; `make kernels` does all."""
+    answer = run("-m", "penstock.kernels.compile", "norm add 4096", "rotary and write 128 bf16", "swiglu bf16", "slot move bf16")
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert answer.stdout.splitlines()[-1].startswith("4 kernels, 4 targets, 0 faults")
+    assert len(answer.stdout.splitlines()) == 2 + 16
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")
+def test_planted_faults_are_found(tmp_path: Path) -> None:
+    path = tmp_path / "planted.py"
+    path.write_text(PLANTED)
+    answer = run(str(path))
+    assert answer.returncode == 0, answer.stderr
+    lines = answer.stdout.splitlines()
+    found = {(line.split()[0], line.split()[1]): line for line in lines[1:7]}
+    for target in ("sm_90", "gfx942"):
+        assert f"bytes of shared memory, {target} has" in found["product", target]
+        assert "does not compile" in found["wrong", target]
+    assert "spills" in found["wide", "sm_90"]
+    # gfx942 has twice the registers: enough for this one, not for the product.
+    assert "spills" not in found["wide", "gfx942"]
+    assert int(found["product", "gfx942"].split()[3]) > 0
+    assert lines[7].startswith("3 kernels, 2 targets, 5 faults")
+    assert lines[8] == "1"
+    # Spills are allowed where a kernel is not hot, and a small one has none.
+    assert lines[-2].startswith("2 kernels, 2 targets, 0 faults")
+    assert lines[-1] == "0"
+
+
+def test_make_knows_it() -> None:
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    answer = subprocess.run(["make", "-n", "kernels"], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60)
+    assert "-m penstock.kernels.compile" in answer.stdout

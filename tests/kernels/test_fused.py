@@ -1,0 +1,177 @@
+"""The fused elementwise kernels mean what the plain operations mean: odd shapes, views, in place; rows know no neighbours."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from penstock.kernels import choose, operations, reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+# float16 rounds where the reference rounds; the interpreter cuts bfloat16 off instead of rounding, each time by up to a unit.
+TOLERANCES = {torch.float32: (2e-6, 2e-6), torch.float16: (1e-3, 1e-3), torch.bfloat16: (4e-2, 6e-2)}
+
+
+@pytest.fixture
+def chance() -> random.Random:
+    seed = random.randrange(1 << 32)
+    print("seed", seed)  # shown when a test fails
+    torch.manual_seed(seed)
+    return random.Random(seed)
+
+
+@pytest.fixture(autouse=True)
+def by_triton() -> Iterator[None]:
+    choose.force("triton")
+    yield
+    choose.force("")
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    relative, absolute = TOLERANCES[expected.dtype]
+    torch.testing.assert_close(found, expected, rtol=relative, atol=absolute)
+
+
+def randn(*shape: int, dtype: torch.dtype) -> Tensor:
+    return (torch.randn(*shape) * 2).to(dtype).to(DEVICE)
+
+
+def wide(rows: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A view [rows, size] of something wider that is NaN elsewhere, and the whole."""
+    whole = torch.full((rows, size + 7), torch.nan, dtype=dtype, device=DEVICE)
+    whole[:, 3 : size + 3] = randn(rows, size, dtype=dtype)
+    return whole[:, 3 : size + 3], whole
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm(dtype: torch.dtype, chance: random.Random) -> None:
+    from penstock.kernels import fused_norm
+
+    for size in (1, 7, chance.randint(30, 80), chance.randint(900, 1100)):
+        rows = chance.randint(1, 5)
+        x, _ = wide(rows, size, dtype)
+        weight = randn(size, dtype=dtype)
+        out = torch.full((rows, size), torch.nan, dtype=dtype, device=DEVICE)
+        close(fused_norm.rms_norm(x, weight, 1e-3, out), reference.rms_norm(x, weight, 1e-3))
+        close(operations.rms_norm(x, weight, 1e-3), reference.rms_norm(x, weight, 1e-3))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_of_heads_in_place(dtype: torch.dtype, chance: random.Random) -> None:
+    """A part of the heads of joint rows, as queries and keys are; the others stay."""
+    from penstock.kernels import fused_norm
+
+    tokens, heads, size = chance.randint(1, 4), chance.randint(1, 9), chance.choice([6, 64, 80])
+    joint = randn(tokens, (heads + 3) * size, dtype=dtype)
+    before, weight = joint.clone(), randn(size, dtype=dtype)
+    part = joint.view(tokens, -1, size)[:, 2 : heads + 2]
+    expected = reference.rms_norm(part, weight, 1e-6)
+    fused_norm.rms_norm(part, weight, 1e-6, part)
+    close(part, expected)
+    assert joint[:, : 2 * size].equal(before[:, : 2 * size])
+    assert joint[:, -size:].equal(before[:, -size:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_with_residual(dtype: torch.dtype, chance: random.Random) -> None:
+    rows, size = chance.randint(1, 5), chance.randint(1, 300)
+    x, residual, weight = randn(rows, size, dtype=dtype), wide(rows, size, dtype)[0], randn(size, dtype=dtype)
+    total = residual + x
+    found = operations.add_rms_norm(x, residual, weight, 1e-5)
+    close(residual, total)
+    close(found, reference.rms_norm(total, weight, 1e-5))
+
+
+def test_the_plain_branches(chance: random.Random) -> None:
+    """What is defined in `operations` is put together from what is tested elsewhere."""
+    choose.force("reference")
+    x, residual, weight = (randn(*shape, dtype=torch.float32) for shape in ((3, 8), (3, 8), (8,)))
+    total = residual + x
+    assert operations.add_rms_norm(x, residual, weight, 1e-5).equal(reference.rms_norm(total, weight, 1e-5))
+    assert residual.equal(total)
+    assert operations.rms_norm(x, weight, 1e-5).equal(reference.rms_norm(x, weight, 1e-5))
+    assert operations.swiglu(x).equal(reference.swiglu(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_swiglu(dtype: torch.dtype, chance: random.Random) -> None:
+    from penstock.kernels import fused_activation
+
+    for size in (1, 7, chance.randint(1000, 1100)):
+        tokens = chance.randint(1, 4)
+        gate_up, _ = wide(tokens, 2 * size, dtype)
+        out, whole = wide(tokens, size, dtype)
+        out.fill_(torch.nan)
+        close(fused_activation.swiglu(gate_up, out), reference.swiglu(gate_up))
+        assert whole[:, :3].isnan().all()
+        assert whole[:, size + 3 :].isnan().all()
+        close(operations.swiglu(gate_up), reference.swiglu(gate_up))
+
+
+@pytest.mark.filterwarnings("ignore:overflow")  # an exponential that is infinite is meant
+def test_swiglu_of_large_numbers() -> None:
+    gate_up = torch.tensor([[-1e4, 1e4, -90.0, 1.0, 1.0, 1.0]], device=DEVICE)
+    close(operations.swiglu(gate_up), reference.swiglu(gate_up))
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotate_and_write(dtype: torch.dtype, norm: bool, chance: random.Random) -> None:
+    for _ in range(3):
+        kv_heads = chance.choice([1, 2, 5])
+        heads, size, tokens = kv_heads * chance.choice([1, 3, 4]), chance.choice([2, 10, 64, 80]), chance.randint(1, 5)
+        joint = randn(tokens, (heads + 2 * kv_heads) * size, dtype=dtype)
+        table = reference.rotary_table(torch.rand(size // 2), torch.randint(0, 5000, (tokens,)), dtype).to(DEVICE)
+        slots = torch.randperm(20)[:tokens]
+        slots[torch.rand(tokens) < 0.2] = -1
+        weights = [randn(size, dtype=dtype) if norm else None for _ in "qk"]
+        found = []
+        for which in ("reference", "triton"):
+            choose.force(which)  # type: ignore[arg-type]
+            cache = torch.full((20, 2, kv_heads, size), torch.nan, dtype=dtype, device=DEVICE)
+            own = joint.clone()
+            query = operations.rotate_and_write(own, table, slots.to(DEVICE), cache, *weights, 1e-5)
+            assert query.data_ptr() == own.data_ptr()
+            values = cache[slots[slots >= 0].to(DEVICE), 1].flatten(1)
+            assert values.equal(joint[slots.to(DEVICE) >= 0, (heads + kv_heads) * size :])
+            found.append((query, cache))
+        close(found[1][0], found[0][0])
+        assert found[1][1].isnan().equal(found[0][1].isnan())  # nothing but the slots is written
+        close(found[1][1].nan_to_num(), found[0][1].nan_to_num())
+
+
+def test_rows_do_not_know_their_neighbours(chance: random.Random) -> None:
+    """To the last bit: alone as among others, some of which are NaN."""
+    size, heads = 10, 4
+    joint, weight = randn(5, heads * size, dtype=torch.float32), randn(size, dtype=torch.float32)
+    joint[[0, 3]] = torch.nan
+    table = reference.rotary_table(torch.rand(size // 2), torch.arange(5), torch.float32).to(DEVICE)
+    caches = torch.zeros(2, 5, 2, 1, size, device=DEVICE)
+    slots = torch.arange(5, device=DEVICE)
+    alone = operations.rotate_and_write(joint[2:3].clone(), table[2:3], slots[2:3], caches[0], weight, weight, 1e-5)
+    among = operations.rotate_and_write(joint.clone(), table, slots, caches[1], weight, weight, 1e-5)
+    assert alone[0].equal(among[2])
+    assert caches[0, 2].equal(caches[1, 2])
+    states, gains = joint, randn(heads * size, dtype=torch.float32)
+    assert operations.rms_norm(states[2:3], gains, 1e-5)[0].equal(operations.rms_norm(states, gains, 1e-5)[2])
+    assert operations.swiglu(states[2:3])[0].equal(operations.swiglu(states)[2])
+
+
+def test_nothing_to_do() -> None:
+    empty = torch.empty(0, 8, device=DEVICE)
+    assert operations.rms_norm(empty, torch.ones(8, device=DEVICE), 1e-5).shape == (0, 8)
+    assert operations.swiglu(empty).shape == (0, 4)
+
+
+def test_the_choice() -> None:
+    choose.force("")
+    assert choose.triton_for(torch.empty(1)) is False
+    choose.force("reference")
+    assert choose.triton_for(torch.empty(1, device=DEVICE)) is False
+    with pytest.raises(ValueError, match="no such kernels: 'cuda'"):
+        choose.force("cuda")  # type: ignore[arg-type]

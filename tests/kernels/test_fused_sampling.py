@@ -1,0 +1,236 @@
+"""The fused sampling chooses the tokens that the plain one chooses, from the same noise, by whichever way a row goes."""
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+
+from penstock.kernels import fused_noise, fused_sampling, logarithm, noise
+from penstock.kernels.fused_sampling import Outcome, penalize_, restore_, sample
+from penstock.kernels.sampling import Draws, Penalties, candidates, draw, penalize
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# numpy, which the interpreter computes with, warns of infinities that are meant.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture
+def chance() -> random.Random:
+    seed = random.randrange(1 << 32)
+    print("seed", seed)
+    torch.manual_seed(seed)
+    return random.Random(seed)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes at which a few hundred tokens go every way."""
+    monkeypatch.setattr(fused_sampling, "SPLIT", 128)
+    monkeypatch.setattr(fused_sampling, "CAPACITY", 64)
+    monkeypatch.setattr(fused_sampling, "WANTED", 16)
+    monkeypatch.setattr(noise, "_to_gumbel", logarithm.gumbel)
+
+
+@triton.jit
+def noise_kernel(seeds, choices, positions, words, noises, of_ids, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    row = tl.program_id(0)
+    seed, choice, position = tl.load(seeds + row), tl.load(choices + row), tl.load(positions + row)
+    quad = tl.arange(0, BLOCK)
+    column = tl.arange(0, 4 * BLOCK)
+    drawn = fused_noise.philox(seed, choice, position, quad)
+    tl.store(words + row * count + 4 * quad, drawn[0].to(tl.int64), mask=4 * quad < count)
+    tl.store(words + row * count + 4 * quad + 1, drawn[1].to(tl.int64), mask=4 * quad + 1 < count)
+    tl.store(words + row * count + 4 * quad + 2, drawn[2].to(tl.int64), mask=4 * quad + 2 < count)
+    tl.store(words + row * count + 4 * quad + 3, drawn[3].to(tl.int64), mask=4 * quad + 3 < count)
+    tl.store(noises + row * count + column, fused_noise.gumbel_of_quads(seed, choice, position, quad), mask=column < count)
+    tl.store(of_ids + row * count + column, fused_noise.gumbel_of_ids(seed, choice, position, column), mask=column < count)
+
+
+def test_noise_is_the_same_to_the_last_bit(chance: random.Random) -> None:
+    rows, count = 4, 1021
+    seeds = torch.randint(-(1 << 63), (1 << 63) - 1, (rows,))
+    choices, positions = torch.randint(0, 50, (rows,)), torch.randint(0, 1 << 20, (rows,))
+    words = torch.full((rows, count), -1)
+    noises, of_ids = torch.full((2, rows, count), torch.nan).unbind()
+    noise_kernel[(rows,)](seeds, choices, positions, words, noises, of_ids, count, BLOCK=256)
+    ids = torch.arange(count)
+    expected = noise.philox(*noise._keyed(seeds, choices, positions, ids.unsqueeze(0) // 4))
+    assert words.equal(torch.stack(torch.broadcast_tensors(*expected)).gather(0, (ids % 4).expand(1, rows, -1))[0])
+    assert noises.equal(noise.gumbel_all(seeds, choices, positions, count))
+    assert of_ids.equal(noises)
+
+
+def test_the_logarithm_is_one(chance: random.Random) -> None:
+    x = torch.cat((torch.rand(100_000), torch.rand(1000) * 1e-30, 1 + (torch.rand(1000) - 0.5) * 1e-3, torch.rand(1000) * 1e30))
+    x = x.clamp(min=1e-37)
+    exact = x.double().log()
+    units = ((logarithm.log(x).double() - exact) / exact.abs().clamp(min=1e-30)).abs().max() * 2**23
+    assert units < 2.0  # of relative error; half a unit of an interval's upper end is one of its lower end
+    u = torch.cat((torch.rand(100_000), 2.0 ** -torch.randint(1, 34, (1000,)))).clamp(2.0**-33, 1 - 2.0**-24)
+    exact = torch.log1p(-u.double())
+    assert ((logarithm.log_complement(u).double() - exact) / exact).abs().max() * 2**23 < 3
+
+
+def test_noise_is_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own logarithms give the same but for the last places; and the ends of the range are finite."""
+    monkeypatch.undo()
+    words = torch.cat((torch.randint(0, 1 << 32, (100_000,)), torch.tensor([0, (1 << 32) - 1])))
+    torch.testing.assert_close(logarithm.gumbel(words), noise._to_gumbel(words), rtol=5e-7, atol=5e-7)
+
+
+def draws(rows: int, **fields: Any) -> Draws:
+    def column(name: str, neutral: float, dtype: torch.dtype) -> Tensor:
+        value = fields.get(name, neutral)
+        return torch.tensor(value if isinstance(value, list) else [value] * rows, dtype=dtype, device=DEVICE)
+
+    neutral = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
+    seeds = torch.randint(-(1 << 63), (1 << 63) - 1, (rows,), device=DEVICE)
+    return Draws(
+        **{name: column(name, value, torch.float32) for name, value in neutral.items()},
+        top_k=column("top_k", 0, torch.int64),
+        seeds=fields.get("seeds", seeds),
+        choices=torch.arange(rows, device=DEVICE) % 3,
+        positions=torch.arange(rows, device=DEVICE) * 7,
+    )
+
+
+def plain(logits: Tensor, parameters: Draws) -> tuple[Tensor, Tensor]:
+    """Tokens and log-probabilities of the distribution drawn from, by `sampling.py`."""
+    tokens, final = logits.argmax(-1), torch.zeros(len(logits), device=DEVICE)
+    rows = (parameters.temperature > 0).nonzero().squeeze(1)
+    own = parameters.take(rows)
+    for part in candidates(logits[rows], own):
+        columns = draw(part, own).unsqueeze(1)
+        tokens[rows[part.rows]] = (columns if part.ids is None else part.ids.gather(1, columns)).squeeze(1)
+        final[rows[part.rows]] = part.scores.log_softmax(-1).gather(1, columns).squeeze(1)
+    return tokens, final
+
+
+def check(found: Outcome, logits: Tensor, allowed: Tensor, parameters: Draws) -> None:
+    """logits: as they came; allowed: after penalties and mask."""
+    tokens, final = plain(allowed, parameters)
+    assert found.tokens.tolist() == tokens.tolist()
+    torch.testing.assert_close(found.final, final, rtol=1e-5, atol=2e-5)
+    expected = logits.log_softmax(-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(found.logprobs, expected, rtol=1e-5, atol=2e-5)
+
+
+NEAR = {
+    "temperature": [0.0, 1.0, 0.6, 1.0, 1.5, 1.0, 0.3, 0.9, 1.0],
+    "top_k": [0, 0, 5, 0, 0, 20, 0, 1, 8],
+    "top_p": [1.0, 1.0, 1.0, 0.5, 1.0, 0.8, 0.9, 1.0, 0.01],
+    "min_p": [0.0, 0.0, 0.0, 0.0, 0.3, 0.01, 0.1, 0.0, 0.2],
+}
+
+
+@pytest.mark.parametrize("vocabulary", [1, 7, 61, 515])
+def test_the_same_tokens(vocabulary: int, chance: random.Random) -> None:
+    """Greedy, plain and filtered rows, one of each kind, in a view with NaN around it."""
+    rows = len(NEAR["top_k"])
+    whole = torch.full((rows, vocabulary + 3), torch.nan, device=DEVICE)
+    logits = whole[:, 1 : vocabulary + 1]
+    logits.copy_(torch.randn(rows, vocabulary) * 3)
+    before, parameters = logits.clone(), draws(rows, **NEAR)
+    check(sample(logits, parameters, None, None), before, before, parameters)
+    assert logits.equal(before)
+
+
+@pytest.mark.parametrize(
+    "filters", [{"top_k": 200}, {"top_p": 0.999}, {"min_p": 1e-4}, {"top_k": 100, "top_p": 0.95, "min_p": 1e-3}]
+)
+def test_filters_that_reach_far(filters: dict[str, float], chance: random.Random) -> None:
+    """Flat rows, of which more stays than is gathered."""
+    logits = torch.randn(2, 300, device=DEVICE)
+    parameters = draws(2, **filters, temperature=[1.0, 0.8])
+    check(sample(logits, parameters, None, None), logits, logits, parameters)
+
+
+def test_what_is_gathered_may_have_too_little_mass(chance: random.Random) -> None:
+    """There is room for all that is not below the pivot, and still top-p reaches further."""
+    logits = torch.randn(1, 1200, device=DEVICE) / 3
+    parameters = draws(1, top_p=0.5)
+    check(sample(logits, parameters, None, None), logits, logits, parameters)
+
+
+def test_ties_stay(chance: random.Random) -> None:
+    """At the edge of top-k and of top-p: the mass that is left says what stays."""
+    values = torch.arange(8.0, device=DEVICE).repeat(6)[torch.randperm(48, device=DEVICE)]
+    values = torch.cat((values, torch.full((300,), -40.0, device=DEVICE)))
+    logits = values.repeat(3, 1)
+    masses = logits[0].double().exp()
+    # Six tokens each of 7, 6, 5: top-k 8 is within the sixes, and so is the share of the sevens and a half of the sixes.
+    share = ((masses[values == 7].sum() + masses[values == 6].sum() / 2) / masses.sum()).item()
+    found = sample(logits, draws(3, top_k=[8, 0, 60], top_p=[1.0, share, share]), None, None)
+    kept = masses[values >= 6].sum()
+    for token, final in zip(found.tokens.tolist(), found.final.tolist(), strict=True):
+        assert values[token] >= 6
+        assert final == pytest.approx(math.log(masses[token] / kept), abs=1e-5)
+
+
+def penalties_of(rows: int, vocabulary: int, chance: random.Random) -> Penalties:
+    """With tokens that come again and again, and rows that have none."""
+    entries = chance.randint(1, 400)
+    output = torch.rand(entries, device=DEVICE) < 0.6
+    biases = [divmod(place, vocabulary) for place in chance.sample(range(rows * vocabulary), min(rows * vocabulary, 9))]
+    return Penalties(
+        rows=torch.randint(0, rows, (entries,), device=DEVICE).clamp(max=rows - 2),
+        ids=(torch.randn(entries, device=DEVICE).abs() * vocabulary / 4).long().clamp(max=vocabulary - 1),
+        output=output.float(),
+        repetition=torch.rand(rows, device=DEVICE) + 0.7,
+        frequency=torch.randn(rows, device=DEVICE),
+        presence=torch.randn(rows, device=DEVICE),
+        bias_rows=torch.tensor([row for row, _ in biases], device=DEVICE),
+        bias_ids=torch.tensor([token for _, token in biases], device=DEVICE),
+        bias_values=torch.randn(len(biases), device=DEVICE) * 5,
+    )
+
+
+def test_penalties_come_and_go(chance: random.Random) -> None:
+    logits = torch.randn(4, 50, device=DEVICE)
+    before, penalties = logits.clone(), penalties_of(4, 50, chance)
+    tallies = torch.zeros(4, 50, dtype=torch.int32, device=DEVICE)
+    saved = penalize_(logits, penalties, tallies)
+    torch.testing.assert_close(logits, penalize(before, penalties), rtol=1e-6, atol=2e-6)
+    assert not tallies.any()
+    restore_(logits, penalties, saved)
+    assert logits.equal(before)
+
+
+@pytest.mark.parametrize("vocabulary", [40, 333])
+def test_penalties_and_masks(vocabulary: int, chance: random.Random) -> None:
+    rows = len(NEAR["top_k"])
+    logits = torch.randn(rows, vocabulary, device=DEVICE) * 3
+    words = torch.randint(-(1 << 31), 1 << 31, (rows, -(-vocabulary // 32)), device=DEVICE).int()
+    words[:, 0] |= 1  # of every row something is allowed
+    penalties, parameters = penalties_of(rows, vocabulary, chance), draws(rows, **NEAR)
+    before = logits.clone()
+    ids = torch.arange(vocabulary, device=DEVICE)
+    hidden = (words[:, ids // 32] >> (ids % 32).int()) & 1 == 0
+    allowed = before.clone()
+    penalize_(allowed, penalties)
+    found = sample(logits, parameters, penalties, words)
+    check(found, before, allowed.masked_fill(hidden, -torch.inf), parameters)
+    assert logits.equal(before)
+
+
+def test_rows_do_not_know_their_neighbours(chance: random.Random) -> None:
+    """To the last bit, and some of the neighbours are broken: those say so."""
+    rows, vocabulary = len(NEAR["top_k"]), 200
+    logits, parameters = torch.randn(rows, vocabulary, device=DEVICE) * 2, draws(rows, **NEAR)
+    logits[1, 7], logits[4, 3] = torch.nan, torch.inf
+    among = sample(logits, parameters, None, None)
+    for row in (0, 3, 6):
+        alone = sample(logits[row : row + 1], parameters.take(torch.tensor([row], device=DEVICE)), None, None)
+        assert alone.tokens[0] == among.tokens[row]
+        assert alone.logprobs[0] == among.logprobs[row]
+        assert alone.final[0] == among.final[row]
+    assert among.logprobs.isnan().nonzero().flatten().tolist() == [1, 4]
+    assert bool(((among.tokens >= 0) & (among.tokens < vocabulary)).all())
