@@ -1,0 +1,429 @@
+"""Attention of ragged rows over paged keys and values, in Triton. What `attention` is on a CPU, this is on an accelerator.
+
+`plan` derives all tensors of a step once, for all layers, from rows of ints (`work` says how they are cut into items). They lie in
+one buffer, so that a step costs one copy to the device, and a captured graph takes the next step's by one copy as well.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+
+from . import work as cutting
+from .attention import Row
+from .compilation import Compilation
+from .paged_kernels import attend, merge
+from .work import Item, Tile, Work
+
+# In Triton's interpreter a dot of bfloat16 is garbage, so operands are widened there.
+INTERPRET = bool(knobs.runtime.interpret)
+FIELDS = len(Item._fields)
+# Partials that one merging program loads at once.
+PIECES = 8
+# Words of 32 bits that say whom a node of a tree sees.
+WORDS = cutting.NODES // 32
+# Sections of the buffer begin at multiples of this many ints: for pointers aligned to less than 16 bytes Triton compiles anew.
+ALIGNED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What the tensors of a plan have room for. Plans of one capacity may take each other's place in a captured graph.
+
+    Grids have one program per item (or entry) that there is room for, times the heads; programs without one exit at once.
+    """
+
+    tokens: int  # query tokens
+    listed: int  # tokens, and those of shared runs once more
+    pages: int  # of all rows' tables
+    items: tuple[int, int, int]  # per tile, for each window; of 0, no program is launched
+    entries: int  # tokens with partials
+    pieces: int  # partials
+    trees: bool  # whether there may be any
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A plan's part for one window."""
+
+    items: tuple[Tensor, ...]  # per tile [items, FIELDS] int32: fields of `Item`; without queries: nothing to do
+    entries: Tensor  # [entries, 4] int32: token, its first piece, number of its pieces, unused; of 0 pieces: nothing to do
+    pieces: Tensor  # [pieces] int32: partials
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A step, for all layers."""
+
+    buffer: Tensor  # int32: all of the following
+    masks: Tensor  # [tokens, WORDS] int32: bit i of word j says that a tree's node sees node 32 j + i; [0, WORDS] without trees
+    positions: Tensor  # [tokens] int32
+    listed: Tensor  # [listed] int32: query tokens, as items take them
+    pages: Tensor  # [pages] int32: the rows' tables one after the other
+    launches: dict[int, Launch]  # per window
+    tiles: tuple[Tile, ...]
+    trees: tuple[bool, ...]  # per tile: whether its items may be of trees
+    page_size: int
+    kv_heads: int
+    ratio: int  # query heads of a key head
+
+    def become(self, other: "Plan") -> None:
+        """Takes the contents of a plan of the same capacity, windows and model, in place."""
+        if self.buffer.shape != other.buffer.shape:
+            raise ValueError(f"a plan of {len(other.buffer)} ints can't take the place of one of {len(self.buffer)}")
+        self.buffer.copy_(other.buffer, non_blocking=True)
+
+
+def tiles_of(ratio: int, size: int, dtype: torch.dtype, generation: int = 9) -> tuple[Tile, Tile, Tile]:
+    """For one query, for a few (a chain or tree to be verified), for many. generation: of `generation_of`.
+
+    Not measured yet: chosen so that nothing spills, and that two tiles of keys are under way while a third is worked on. Since
+    the page's number is loaded before the keys, that takes five stages of Triton's pipeline. Before Hopper the operands of a
+    product lie in registers, so tiles are smaller. AMD's processors have 64 KiB of shared memory, and many waves to hide latency.
+    """
+    least = max(16, triton.next_power_of_2(ratio))
+    few, many = max(64, least), max(128 if size <= 128 else 64, least)
+    if dtype == torch.float32:
+        return Tile(least, 32, 4, 2), Tile(max(32, least), 32, 4, 2), Tile(max(64, least), 32, 8, 2)
+    if generation == 0:
+        return Tile(least, 32, 4, 2), Tile(few, 32, 4, 2), Tile(many, 32, 8 if size <= 128 else 4, 2)
+    if generation == 8:
+        one = Tile(least, 64 if size <= 128 else 32, 4, 5)
+        return one, Tile(few, 32, 4 if size <= 128 else 8, 4), Tile(many, 64, 8, 5) if size <= 64 else Tile(many, 32, 8, 4)
+    if size > 128:
+        return Tile(least, 32, 4, 5), Tile(few, 32, 8, 4), Tile(many, 64, 8, 3)
+    return Tile(least, 64, 4, 5), Tile(few, 64, 4, 5), Tile(many, 64, 8, 5)
+
+
+def generation_of(device: torch.device) -> int:
+    """8 for Ampere and Ada, 9 for Hopper and what is like it, 0 for AMD. A CPU, where only the interpreter runs, passes for 9."""
+    if torch.version.hip is not None:
+        return 0
+    return min(9, torch.cuda.get_device_capability(device)[0]) if device.type == "cuda" else 9
+
+
+def plan(
+    rows: Sequence[Row],
+    page_size: int,
+    kv_heads: int,
+    ratio: int,
+    size: int,
+    device: torch.device,
+    *,
+    dtype: torch.dtype,
+    windows: Sequence[int] = (0,),
+    processors: int | None = None,
+    fixed: int = 0,
+    share: bool = True,
+    capacity: Capacity | None = None,
+) -> Plan:
+    """The step of `rows`, whose query tokens stand one row after the other.
+
+    ratio: query heads of a key head; size: of a head; dtype: of the queries; windows: the distinct ones of the model's layers, 0
+    for none; processors: the device's; fixed: keys of an item (a multiple of 128) whatever else is running, so that a row's answer
+    does not depend on its neighbours by a single bit; with it rows do not share, nor without `share`; capacity: without it,
+    tensors are as long as this step needs.
+    """
+    if fixed % cutting.ALIGNMENT:
+        raise ValueError(f"items of {fixed} keys: not a multiple of {cutting.ALIGNMENT}")
+    tiles = tiles_of(ratio, size, dtype, generation_of(device))
+    processors = processors if processors is not None else processors_of(device)
+    table = cutting.table(rows, page_size, (tiles[-1].rows - 1) // ratio if share and not fixed else 0)
+    works = {}
+    for window in windows:
+        parts = cutting.segments(table, window, tiles, ratio)
+        limit = fixed or cutting.longest(parts, kv_heads, processors)
+        works[window] = cutting.work(table, parts, tiles, limit, bool(fixed))
+    trees = _trees(rows, tiles, ratio, capacity)
+    writer = _Writer()
+    masks = writer.add(_masks(table, any(trees)), _room(capacity, "tokens") if capacity is None or capacity.trees else 0)
+    positions = writer.add(_ints(table.positions), _room(capacity, "tokens"))
+    listed = writer.add(_ints(table.tokens), _room(capacity, "listed"))
+    pages = writer.add(_pages(rows, page_size), _room(capacity, "pages"))
+    places = {window: _launch(writer, work, capacity) for window, work in works.items()}
+    buffer = writer.buffer(device)
+    return Plan(
+        buffer=buffer,
+        masks=masks.of(buffer),
+        positions=positions.of(buffer),
+        listed=listed.of(buffer),
+        pages=pages.of(buffer),
+        launches={
+            window: Launch(tuple(place.of(buffer) for place in items), entries.of(buffer), pieces.of(buffer))
+            for window, (items, entries, pieces) in places.items()
+        },
+        tiles=tiles,
+        trees=trees,
+        page_size=page_size,
+        kv_heads=kv_heads,
+        ratio=ratio,
+    )
+
+
+def _trees(rows: Sequence[Row], tiles: Sequence[Tile], ratio: int, capacity: Capacity | None) -> tuple[bool, ...]:
+    """Per tile: whether its items may be of trees."""
+    kinds = {cutting.kind_of(tiles, row.queries * ratio) for row in rows if row.parents is not None}
+    if capacity is None:
+        return tuple(kind in kinds for kind in range(len(tiles)))
+    if kinds and not capacity.trees:
+        raise ValueError("a plan without room for trees was given one")
+    return (capacity.trees,) * len(tiles)
+
+
+def processors_of(device: torch.device) -> int:
+    """Streaming multiprocessors, or compute units; a CPU, where only the interpreter runs, passes for a few."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where an array lies in a buffer."""
+
+    start: int
+    shape: tuple[int, ...]
+
+    def of(self, buffer: Tensor) -> Tensor:
+        return buffer[self.start : self.start + math.prod(self.shape)].view(self.shape)
+
+
+class _Writer:
+    """Lays arrays out in one buffer."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[int, numpy.ndarray[Any, Any]]] = []
+        self._length = 0
+
+    def add(self, array: "numpy.ndarray[Any, Any]", room: int | None) -> _Place:
+        """room: rows to make room for, zeroed beyond those of `array`."""
+        if room is not None and room < len(array):
+            raise ValueError(f"a plan with room for {room} was given {len(array)}")
+        place = _Place(self._length, (len(array) if room is None else room, *array.shape[1:]))
+        self._parts.append((place.start, array))
+        self._length += -(-math.prod(place.shape) // ALIGNED) * ALIGNED
+        return place
+
+    def buffer(self, device: torch.device) -> Tensor:
+        """int32, copied without waiting where the device allows it."""
+        result = torch.zeros(max(self._length, 1), dtype=torch.int32, pin_memory=device.type == "cuda")
+        view = result.numpy()
+        for start, array in self._parts:
+            view[start : start + array.size] = array.reshape(-1)
+        return result.to(device, non_blocking=True)
+
+
+def _room(capacity: Capacity | None, what: str) -> int | None:
+    room: int | None = getattr(capacity, what, None)
+    return room
+
+
+def _ints(values: Sequence[int]) -> "numpy.ndarray[Any, Any]":
+    return numpy.array(values, numpy.int32)
+
+
+def _pages(rows: Sequence[Row], page_size: int) -> "numpy.ndarray[Any, Any]":
+    widths = [cutting.width(row, page_size) for row in rows]
+    used = (row.pages if len(row.pages) == width else row.pages[:width] for row, width in zip(rows, widths, strict=True))
+    return numpy.fromiter(chain.from_iterable(used), numpy.int32, sum(widths))
+
+
+def _masks(table: cutting.Table, trees: bool) -> "numpy.ndarray[Any, Any]":
+    words = numpy.zeros((len(table.positions) if trees else 0, WORDS // 2), numpy.uint64)
+    for row, start in zip(table.rows, table.starts, strict=True):
+        if row.parents is not None:
+            words[start : start + row.queries] = cutting.masks(row)
+    return words.view(numpy.int32)
+
+
+def _launch(writer: _Writer, work: Work, capacity: Capacity | None) -> tuple[tuple[_Place, ...], _Place, _Place]:
+    rooms = capacity.items if capacity else (None,) * len(work.items)
+    items = tuple(
+        writer.add(_ints([*chain.from_iterable(kind)]).reshape(-1, FIELDS), room)
+        for kind, room in zip(work.items, rooms, strict=True)
+    )
+    entries = numpy.zeros((len(work.entries), 4), numpy.int32)
+    if work.entries:
+        entries[:, :3] = work.entries
+    return items, writer.add(entries, _room(capacity, "entries")), writer.add(_ints(work.pieces), _room(capacity, "pieces"))
+
+
+def attention(
+    query: Tensor, cache: Tensor, plan: Plan, window: int, scale: float, softcap: float = 0.0, scales: Tensor | None = None
+) -> Tensor:
+    """Softmax attention of every row of `plan`: [tokens, heads, size], contiguous.
+
+    query: [tokens, heads, size], tokens may be apart; cache: [slots, 2, kv_heads, size], keys first, in the query's dtype or
+    float8_e4m3fn; softcap: logits become softcap * tanh(logit / softcap), 0 is off; scales: [2, kv_heads] float32, what cached
+    keys and values are to be multiplied by.
+    """
+    tokens, heads, size = query.shape
+    if query.stride(1) != size or query.stride(2) != 1 or not cache.is_contiguous():
+        raise ValueError("a token's heads and a slot's keys and values must lie side by side")
+    launch = plan.launches[window]
+    output = torch.empty((tokens, heads, size), dtype=query.dtype, device=query.device)
+    pieces = len(launch.pieces)
+    partials = torch.empty((pieces, heads, size), dtype=torch.float32, device=query.device)
+    weights = torch.empty((pieces, heads), dtype=torch.float32, device=query.device)
+    for tile, items, trees in zip(plan.tiles, launch.items, plan.trees, strict=True):
+        if len(items):
+            attend[(len(items) * plan.kv_heads,)](
+                output,
+                partials,
+                weights,
+                query,
+                cache,
+                items,
+                plan.listed,
+                plan.positions,
+                plan.masks,
+                plan.pages,
+                scales if scales is not None else weights,
+                query.stride(0),
+                scale,
+                softcap,
+                window,
+                **_constants(plan.kv_heads, plan.ratio, size, plan.page_size, tile, window, softcap, trees, scales is not None),
+                num_warps=tile.warps,
+                num_stages=tile.stages,
+                enable_fp_fusion=True,
+            )
+    if len(launch.entries):
+        merge[(len(launch.entries) * heads,)](
+            output,
+            partials,
+            weights,
+            launch.entries,
+            launch.pieces,
+            **_merge_constants(heads, size),
+            num_warps=MERGE_WARPS,
+            enable_fp_fusion=True,
+        )
+    return output
+
+
+MERGE_WARPS = 2
+
+
+def _constants(
+    kv_heads: int, ratio: int, size: int, page_size: int, tile: Tile, window: int, softcap: float, trees: bool, scaled: bool
+) -> dict[str, object]:
+    return {
+        "KV_HEADS": kv_heads,
+        "RATIO": ratio,
+        "SIZE": size,
+        "PADDED": triton.next_power_of_2(size),
+        "PAGE": page_size,
+        "ROWS": tile.rows,
+        "KEYS": tile.keys,
+        "WINDOWED": window > 0,
+        "CAPPED": softcap > 0,
+        "TREES": trees,
+        "SCALED": scaled,
+        "SINGLE": tile.rows <= 32 and not trees,
+        "STAGES": tile.stages,
+        "WIDEN": INTERPRET,
+    }
+
+
+def _merge_constants(heads: int, size: int) -> dict[str, object]:
+    return {"HEADS": heads, "SIZE": size, "PADDED": triton.next_power_of_2(size), "PIECES": PIECES}
+
+
+# Which of the report's targets each generation stands for.
+TARGETS = {8: ("sm_80",), 9: ("sm_90", "sm_100"), 0: ("gfx942",)}
+
+
+def compilations() -> list[Compilation]:
+    """Every tile at every head size, as models use them; then what some models have besides."""
+    result = []
+    for generation in TARGETS:
+        for kind in range(3):
+            result += [
+                *(_compilation(kind, size, generation, hot=True) for size in (64, 80, 96, 128, 256)),
+                _compilation(kind, 128, generation, page_size=64, hot=True),
+                _compilation(kind, 128, generation, trees=True, hot=True),
+                _compilation(kind, 128, generation, window=4096, hot=True),
+                _compilation(kind, 256, generation, window=4096, softcap=50.0, hot=True),
+                _compilation(kind, 128, generation, dtype=torch.float32),
+            ]
+            if generation != 8:  # before Ada there is no e4m3
+                result.append(_compilation(kind, 128, generation, eight_bits=True, page_size=64, hot=True))
+        result += [
+            _compilation(0, 64, generation, ratio=1, page_size=1),
+            _compilation(0, 128, generation, ratio=7, page_size=256, hot=True),
+            _compilation(2, 128, generation, dtype=torch.float16, hot=True),
+            _compilation(1, 256, generation, trees=True, window=4096, softcap=50.0, hot=True),
+        ]
+    return [*result, *(_merge_compilation(size) for size in (64, 96, 128, 256))]
+
+
+def _merge_compilation(size: int) -> Compilation:
+    constants = _merge_constants(32, size)
+    signature = {"output": "*bf16", "partials": "*fp32", "weights": "*fp32", "entries": "*i32", "pieces": "*i32"}
+    return Compilation(
+        kernel=merge,
+        name=f"merge {size}",
+        signature={**signature, **dict.fromkeys(constants, "constexpr")},
+        constants=constants,
+        warps=MERGE_WARPS,
+        fuse=True,
+        hot=True,
+    )
+
+
+def _compilation(
+    kind: int,
+    size: int,
+    generation: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    page_size: int = 16,
+    ratio: int = 4,
+    window: int = 0,
+    softcap: float = 0.0,
+    trees: bool = False,
+    eight_bits: bool = False,
+    hot: bool = False,
+) -> Compilation:
+    tile = tiles_of(ratio, size, dtype, generation)[kind]
+    constants = _constants(8, ratio, size, page_size, tile, window, softcap, trees, eight_bits)
+    short = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+    signature = {
+        "output": f"*{short}",
+        "partials": "*fp32",
+        "weights": "*fp32",
+        "query": f"*{short}",
+        "cache": "*fp8e4nv" if eight_bits else f"*{short}",
+        **dict.fromkeys(("items", "listed", "positions", "masks", "pages"), "*i32"),
+        "scales": "*fp32",
+        "query_stride": "i32:16",
+        "scale": "fp32",
+        "softcap": "fp32",
+        "window": "i32",
+        **dict.fromkeys(constants, "constexpr"),
+    }
+    marks = [
+        f"window {window}" * (window > 0),
+        "softcap" * (softcap > 0),
+        "trees" * trees,
+        "e4m3" * eight_bits,
+        {0: "amd", 8: "ampere", 9: ""}[generation],
+    ]
+    name = " ".join([f"attend {('one', 'few', 'many')[kind]} {size} {short} ratio {ratio} page {page_size}", *filter(None, marks)])
+    return Compilation(
+        kernel=attend,
+        name=name,
+        signature=signature,
+        constants=constants,
+        warps=tile.warps,
+        stages=tile.stages,
+        fuse=True,
+        hot=hot,
+        targets=TARGETS[generation],
+    )

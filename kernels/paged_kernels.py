@@ -1,0 +1,313 @@
+"""The programs of `paged_attention`, in Triton: pointers and ints, no plan. What they are given is described there.
+
+A program of `attend` is one item and one key head. All query heads of that key head are packed in its tile, so keys and values
+are read once. It goes through its keys in tiles, most of which nothing hides, and keeps the usual running maximum and sum (Dao et
+al. 2022, arXiv:2205.14135). Logits are in units of log 2.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _dot(left: tl.tensor, right: tl.tensor, WIDEN: tl.constexpr) -> tl.tensor:
+    """The product in float32; float32 operands are not rounded."""
+    if WIDEN:
+        left = left.to(tl.float32)
+        right = right.to(tl.float32)
+    return tl.dot(left, right, input_precision="ieee")
+
+
+@triton.jit
+def _slots(pages: tl.tensor, begin: tl.tensor, end: tl.tensor, PAGE: tl.constexpr, KEYS: tl.constexpr) -> tl.tensor:
+    """Slots of keys `begin` to `begin + KEYS`: [KEYS] int64. Those from `end` on are of page 0."""
+    if PAGE % KEYS == 0:  # the tile lies in one page
+        page = tl.load(pages + begin // PAGE).to(tl.int64)
+        slots = page * PAGE + begin % PAGE + tl.arange(0, KEYS)
+    else:
+        key = begin + tl.arange(0, KEYS)
+        page = tl.load(pages + key // PAGE, mask=key < end, other=0).to(tl.int64)
+        slots = page * PAGE + key % PAGE
+    return slots
+
+
+@triton.jit
+def _visible(
+    key: tl.tensor,
+    position: tl.tensor,
+    positions: tl.tensor,
+    word_0: tl.tensor,
+    word_1: tl.tensor,
+    word_2: tl.tensor,
+    word_3: tl.tensor,
+    context: tl.tensor,
+    tree: tl.tensor,
+    window: tl.tensor,
+    end: tl.tensor,
+    WINDOWED: tl.constexpr,
+    TREES: tl.constexpr,
+) -> tl.tensor:
+    """Which keys each row of a tile sees: [ROWS, KEYS]. key: [KEYS]; position, words: [ROWS]."""
+    inside = key < end
+    visible = (key[None, :] <= position[:, None]) & inside[None, :]
+    key_position = key
+    if TREES:
+        node = key - context
+        of_tree = (node >= tl.where(tree >= 0, 0, 1 << 30)) & inside
+        low = tl.where((node < 32)[None, :], word_0[:, None], word_1[:, None])
+        high = tl.where((node < 96)[None, :], word_2[:, None], word_3[:, None])
+        sees = (tl.where((node < 64)[None, :], low, high) >> (node & 31)[None, :]) & 1
+        visible = tl.where(of_tree[None, :], sees == 1, visible)
+        if WINDOWED:
+            key_position = tl.where(of_tree, tl.load(positions + tree + node, mask=of_tree, other=0), key)
+    if WINDOWED:
+        visible = visible & (position[:, None] - key_position[None, :] < window)
+    return visible
+
+
+@triton.jit
+def _logits(
+    query: tl.tensor, key: tl.tensor, factor: tl.tensor, softcap: tl.tensor, CAPPED: tl.constexpr, WIDEN: tl.constexpr
+) -> tl.tensor:
+    """In units of log 2. query: [ROWS, PADDED]; key: [KEYS, PADDED]."""
+    logits = _dot(query, tl.trans(key.to(query.dtype)), WIDEN)
+    if CAPPED:
+        # tanh(x) = 1 - 2 / (exp(2 x) + 1), and factor holds 2 log2(e) / softcap.
+        logits = softcap * 1.4426950408889634 * (1.0 - 2.0 / (tl.exp2(logits * factor) + 1.0))
+    else:
+        logits *= factor
+    return logits
+
+
+@triton.jit
+def _through(
+    sums: tl.tensor,
+    best: tl.tensor,
+    total: tl.tensor,
+    query: tl.tensor,
+    cache: tl.tensor,
+    pages: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
+    end: tl.tensor,
+    lowest: tl.tensor,
+    factor: tl.tensor,
+    softcap: tl.tensor,
+    position: tl.tensor,
+    token: tl.tensor,
+    positions: tl.tensor,
+    masks: tl.tensor,
+    context: tl.tensor,
+    tree: tl.tensor,
+    window: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    PAGE: tl.constexpr,
+    KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    TREES: tl.constexpr,
+    WIDEN: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> tl.tensor:
+    """Adds the keys from `first` to `last` to sums [ROWS, PADDED], best and total [ROWS]. Not MASKED: whole tiles, all seen."""
+    feature = tl.arange(0, PADDED)
+    within = feature < SIZE
+    word_0 = token
+    word_1 = token
+    word_2 = token
+    word_3 = token
+    if MASKED and TREES:
+        words = masks + token * 4
+        word_0 = tl.load(words, mask=token >= 0, other=0)
+        word_1 = tl.load(words + 1, mask=token >= 0, other=0)
+        word_2 = tl.load(words + 2, mask=token >= 0, other=0)
+        word_3 = tl.load(words + 3, mask=token >= 0, other=0)
+    for begin in tl.range(first, last, KEYS, num_stages=STAGES):
+        slots = _slots(pages, begin, end, PAGE, KEYS)
+        place = slots[:, None] * (2 * KV_HEADS * SIZE) + feature[None, :]
+        key_at = begin + tl.arange(0, KEYS)
+        if MASKED:  # what is hidden from all must not even be loaded: it may be no number, and 0 times that is none
+            loaded = ((key_at < end) & (key_at >= lowest))[:, None] & within[None, :]
+            key = tl.load(cache + place, mask=loaded, other=0.0)
+        elif PADDED == SIZE:
+            key = tl.load(cache + place)
+        else:
+            key = tl.load(cache + place, mask=within[None, :], other=0.0)
+        logits = _logits(query, key, factor, softcap, CAPPED, WIDEN)
+        if MASKED:
+            visible = _visible(
+                key_at, position, positions, word_0, word_1, word_2, word_3, context, tree, window, end, WINDOWED, TREES
+            )
+            logits = tl.where(visible, logits, float("-inf"))
+        higher = tl.maximum(best, tl.max(logits, 1))
+        base = higher
+        if MASKED:  # a row that has seen nothing yet
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+        part = tl.exp2(logits - base[:, None])
+        fade = tl.exp2(best - base)
+        total = total * fade + tl.sum(part, 1)
+        best = higher
+        sums = sums * fade[:, None]
+        if MASKED:
+            value = tl.load(cache + KV_HEADS * SIZE + place, mask=loaded, other=0.0)
+        elif PADDED == SIZE:
+            value = tl.load(cache + KV_HEADS * SIZE + place)
+        else:
+            value = tl.load(cache + KV_HEADS * SIZE + place, mask=within[None, :], other=0.0)
+        value = value.to(query.dtype)
+        sums += _dot(part.to(value.dtype), value, WIDEN)
+    return sums, best, total
+
+
+@triton.jit
+def attend(
+    output: tl.tensor,
+    partials: tl.tensor,
+    weights: tl.tensor,
+    query: tl.tensor,
+    cache: tl.tensor,
+    items: tl.tensor,
+    listed: tl.tensor,
+    positions: tl.tensor,
+    masks: tl.tensor,
+    pages: tl.tensor,
+    scales: tl.tensor,
+    query_stride: tl.tensor,
+    scale: tl.tensor,
+    softcap: tl.tensor,
+    window: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    RATIO: tl.constexpr,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    TREES: tl.constexpr,
+    SCALED: tl.constexpr,
+    SINGLE: tl.constexpr,
+    STAGES: tl.constexpr,
+    WIDEN: tl.constexpr,
+) -> None:
+    """One item and one key head. Key heads of an item are neighbours, since their keys are in memory."""
+    head = tl.program_id(0) % KV_HEADS
+    item = items + (tl.program_id(0) // KV_HEADS) * 8
+    queries = tl.load(item + 1)
+    if queries == 0:
+        return
+    start = tl.load(item)
+    table = pages + tl.load(item + 2)
+    first = tl.load(item + 3)
+    end = tl.load(item + 4)
+    context = tl.load(item + 5)
+    tree = tl.load(item + 6)
+    partial = tl.load(item + 7)
+
+    row = tl.arange(0, ROWS)
+    asked = row // RATIO
+    valid = asked < queries
+    token = tl.load(listed + start + asked, mask=valid, other=-1)
+    position = tl.load(positions + token, mask=valid, other=-1)
+    query_head = head * RATIO + row % RATIO
+    feature = tl.arange(0, PADDED)
+    held = valid[:, None] & (feature < SIZE)[None, :]
+    source = token.to(tl.int64)[:, None] * query_stride + (query_head * SIZE)[:, None] + feature[None, :]
+    asking = tl.load(query + source, mask=held, other=0.0)
+
+    factor = scale
+    if SCALED:
+        factor *= tl.load(scales + head)
+    if CAPPED:
+        factor = factor * 2.0 / softcap
+    factor *= 1.4426950408889634
+
+    sums = tl.zeros([ROWS, PADDED], tl.float32)
+    best = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    own = cache + head * SIZE
+
+    nearest = tl.min(tl.where(valid, position, 1 << 30), 0)
+    plain = tl.minimum(end, nearest + 1)  # keys before this one are hidden from nobody, but by the window
+    if TREES:
+        plain = tl.where(tree >= 0, tl.minimum(end, context), plain)
+    lowest = first
+    if WINDOWED:
+        lowest = tl.maximum(first, nearest - window + 1)
+        first += (lowest - first) // KEYS * KEYS
+    tail = first
+    if not SINGLE:  # what hides nothing need not be masked; where memory is slower than masking, one loop starts sooner
+        middle = first
+        if WINDOWED:
+            free = tl.minimum(tl.max(position, 0) - window + 1, end)  # from here on the window hides nothing from anybody
+            middle = first + tl.cdiv(tl.maximum(free - first, 0), KEYS) * KEYS
+            sums, best, total = _through(
+                sums, best, total, asking, own, table, first, middle, end, lowest, factor, softcap, position, token, positions,
+                masks, context, tree, window, KV_HEADS, SIZE, PADDED, PAGE, KEYS, 3, WINDOWED, CAPPED, TREES, WIDEN, True,
+            )  # fmt: skip
+        tail = middle + tl.maximum(plain - middle, 0) // KEYS * KEYS
+        sums, best, total = _through(
+            sums, best, total, asking, own, table, middle, tail, end, lowest, factor, softcap, position, token, positions,
+            masks, context, tree, window, KV_HEADS, SIZE, PADDED, PAGE, KEYS, STAGES, WINDOWED, CAPPED, TREES, WIDEN, False,
+        )  # fmt: skip
+    sums, best, total = _through(
+        sums, best, total, asking, own, table, tail, end, end, lowest, factor, softcap, position, token, positions,
+        masks, context, tree, window, KV_HEADS, SIZE, PADDED, PAGE, KEYS, STAGES if SINGLE else 3,
+        WINDOWED, CAPPED, TREES, WIDEN, True,
+    )  # fmt: skip
+
+    answer = sums / tl.where(total > 0, total, 1.0)[:, None]
+    if SCALED:
+        answer *= tl.load(scales + KV_HEADS + head)
+    if partial < 0:
+        target = (token.to(tl.int64) * (KV_HEADS * RATIO) + query_head)[:, None] * SIZE + feature[None, :]
+        tl.store(output + target, answer.to(output.dtype.element_ty), mask=held)
+    else:
+        at = (partial + asked).to(tl.int64) * (KV_HEADS * RATIO) + query_head
+        tl.store(partials + at[:, None] * SIZE + feature[None, :], answer, mask=held)
+        tl.store(weights + at, best + tl.log2(tl.where(total > 0, total, 1.0)), mask=valid)  # -inf: it saw nothing
+
+
+@triton.jit
+def merge(
+    output: tl.tensor,
+    partials: tl.tensor,
+    weights: tl.tensor,
+    entries: tl.tensor,
+    pieces: tl.tensor,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    PIECES: tl.constexpr,
+) -> None:
+    """One token and one head: its partials, each weighed by the sum of exponentials that is behind it."""
+    entry = entries + (tl.program_id(0) // HEADS) * 4
+    head = tl.program_id(0) % HEADS
+    count = tl.load(entry + 2)
+    if count == 0:
+        return
+    token = tl.load(entry).to(tl.int64)
+    own = pieces + tl.load(entry + 1)
+    feature = tl.arange(0, PADDED)
+    within = feature < SIZE
+    sums = tl.zeros([PADDED], tl.float32)
+    best = float("-inf")
+    total = 0.0
+    for first in tl.range(0, count, PIECES):
+        piece = first + tl.arange(0, PIECES)
+        there = piece < count
+        at = tl.load(own + piece, mask=there, other=0).to(tl.int64) * HEADS + head
+        weight = tl.load(weights + at, mask=there, other=float("-inf"))
+        higher = tl.maximum(best, tl.max(weight, 0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        part = tl.exp2(weight - base)
+        fade = tl.exp2(best - base)
+        partial = tl.load(partials + at[:, None] * SIZE + feature[None, :], mask=there[:, None] & within[None, :], other=0.0)
+        sums = sums * fade + tl.sum(partial * part[:, None], 0)
+        total = total * fade + tl.sum(part, 0)
+        best = higher
+    tl.store(output + (token * HEADS + head) * SIZE + feature, (sums / total).to(output.dtype.element_ty), mask=within)

@@ -1,0 +1,447 @@
+"""Triton's attention over pages equals a softmax in float64, whatever a step is made of; and its plans read every key once.
+
+Without a GPU the kernels run in Triton's interpreter, which is slow: worlds are tiny. What no row uses holds no numbers, and
+neither do outputs before they are written.
+"""
+
+import random
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from penstock.kernels import attention as plain
+from penstock.kernels import paged_attention, work
+from penstock.kernels.attention import Row
+from penstock.kernels.paged_attention import Capacity, attention, plan, tiles_of
+from penstock.kernels.work import NODES, SHORTEST_RUN, Segment, Table, Tile, Work
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    def empty(*arguments: object, **options: object) -> Tensor:
+        result: Tensor = honest(*arguments, **options)
+        return result.fill_(torch.nan) if result.is_floating_point() else result
+
+    honest = torch.empty
+    monkeypatch.setattr(paged_attention.torch, "empty", empty)
+
+
+def rows_of(
+    shapes: Sequence[tuple[int, int]], page_size: int, chance: random.Random, trees: float = 0.0, sharing: float = 0.0
+) -> list[Row]:
+    """Rows of (queries, context). sharing: how likely a row begins like an earlier one, as far as their contexts allow."""
+    widths = [work.width(Row(queries, context, ()), page_size) + chance.randint(0, 1) for queries, context in shapes]
+    free = list(range(1, sum(widths) + 1))
+    chance.shuffle(free)
+    rows: list[Row] = []
+    for (queries, context), width in zip(shapes, widths, strict=True):
+        alike: list[int] = []
+        if rows and chance.random() < sharing:
+            other = chance.choice(rows)
+            most = min(context, other.context) // page_size
+            alike = list(other.pages[: chance.choice([most, chance.randint(0, most)])])
+        pages = [*alike, *(free.pop() for _ in range(width - len(alike)))]
+        tree = queries <= NODES and chance.random() < trees
+        rows.append(Row(queries, context, pages, [chance.randint(-1, i - 1) for i in range(queries)] if tree else None))
+    return rows
+
+
+def slots_of(row: Row, page_size: int) -> list[int]:
+    return [row.pages[i // page_size] * page_size + i % page_size for i in range(row.context + row.queries)]
+
+
+def exact(query: Tensor, cached: Tensor, row: Row, window: int, scale: float, softcap: float) -> Tensor:
+    """query: [queries, heads, size], cached: [length, 2, kv_heads, size], both in float64."""
+    ancestors, depths = plain.ancestry(row.parents if row.parents is not None else range(-1, row.queries - 1))
+    positions = torch.tensor([*range(row.context), *(row.context + depth for depth in depths)])
+    visible = torch.cat((torch.ones(row.queries, row.context, dtype=torch.bool), torch.tensor(ancestors)), 1)
+    if window:
+        visible &= positions[row.context :, None] - positions < window
+    keys, values = cached.repeat_interleave(query.shape[1] // cached.shape[2], 2).unbind(1)
+    logits = torch.einsum("qhs,khs->hqk", query, keys) * scale
+    if softcap:
+        logits = softcap * (logits / softcap).tanh()
+    return torch.einsum("hqk,khs->qhs", logits.masked_fill(~visible, -torch.inf).softmax(-1), values)
+
+
+class World:
+    """Rows over a cache of random numbers; slots of no row hold none."""
+
+    def __init__(
+        self,
+        rows: list[Row],
+        page_size: int,
+        *,
+        kv_heads: int = 1,
+        ratio: int = 2,
+        size: int = 64,
+        dtype: torch.dtype = torch.float32,
+        eight_bits: bool = False,
+        seed: int = 0,
+    ) -> None:
+        torch.manual_seed(seed)
+        self.rows, self.page_size, self.kv_heads, self.ratio, self.size, self.dtype = rows, page_size, kv_heads, ratio, size, dtype
+        used = sorted({slot for row in rows for slot in slots_of(row, page_size)})
+        slots = (max(page for row in rows for page in row.pages) + 1) * page_size
+        cache = torch.full((slots, 2, kv_heads, size), torch.nan)
+        cache[used] = torch.randn(len(used), 2, kv_heads, size)
+        self.cache = cache.to(torch.float8_e4m3fn if eight_bits else dtype).to(DEVICE)
+        self.scales = torch.rand(2, kv_heads, device=DEVICE) + 0.5 if eight_bits else None
+        joint = torch.randn(sum(row.queries for row in rows), kv_heads * (ratio + 2), size).to(dtype).to(DEVICE)
+        self.query = joint[:, : kv_heads * ratio]
+
+    def plan(self, window: int = 0, **options: object) -> paged_attention.Plan:
+        defaults: dict[str, object] = {"processors": 3, "dtype": self.dtype, "windows": sorted({0, window})}
+        return plan(self.rows, self.page_size, self.kv_heads, self.ratio, self.size, DEVICE, **{**defaults, **options})  # type: ignore[arg-type]
+
+    def found(self, step: paged_attention.Plan, window: int = 0, softcap: float = 0.0) -> Tensor:
+        return attention(self.query, self.cache, step, window, self.size**-0.5, softcap, self.scales)
+
+    def expected(self, window: int = 0, softcap: float = 0.0) -> Tensor:
+        cache = self.cache.double().cpu()
+        if self.scales is not None:
+            cache = cache * self.scales.double().cpu()[:, :, None]
+        parts = self.query.double().cpu().split([row.queries for row in self.rows])
+        return torch.cat(
+            [
+                exact(part, cache[slots_of(row, self.page_size)], row, window, self.size**-0.5, softcap)
+                for part, row in zip(parts, self.rows, strict=True)
+            ]
+        )
+
+    def check(self, window: int = 0, softcap: float = 0.0, **options: object) -> paged_attention.Plan:
+        step = self.plan(window, **options)
+        found = self.found(step, window, softcap)
+        assert found.dtype == self.dtype
+        tolerance = TOLERANCE[self.dtype]
+        torch.testing.assert_close(found.double().cpu(), self.expected(window, softcap), rtol=tolerance, atol=tolerance)
+        return step
+
+
+MIXED = [(1, 0), (1, 1), (1, 600), (1, 129), (2, 0), (5, 70), (16, 33), (40, 20)]
+
+
+@pytest.mark.parametrize("window", [0, 1, 40, 200])
+@pytest.mark.parametrize("page_size", [1, 3, 16, 64, 256])
+def test_a_mixture(page_size: int, window: int) -> None:
+    chance = random.Random(page_size + window)
+    World(rows_of(MIXED, page_size, chance, trees=0.5, sharing=0.3), page_size).check(window)
+
+
+@pytest.mark.parametrize("ratio", [1, 2, 4, 7, 8])
+@pytest.mark.parametrize("size", [64, 80, 96, 128, 256])
+def test_heads(size: int, ratio: int) -> None:
+    rows = rows_of([(1, 150), (3, 20), (9, 0)], 4, random.Random(size), trees=0.5)
+    World(rows, 4, kv_heads=2 if ratio < 4 else 1, ratio=ratio, size=size).check(window=31 if ratio == 2 else 0)
+
+
+@pytest.mark.parametrize("shape", [(1, 300), (128, 0), (300, 10), (100, 250)])
+def test_one_row(shape: tuple[int, int]) -> None:
+    """Contexts that are cut, and chunks of several tiles."""
+    World(rows_of([shape], 64, random.Random(1)), 64, ratio=1).check()
+
+
+def test_what_is_before_all_windows_may_be_anything() -> None:
+    window = 40
+    world = World(rows_of([(1, 203), (5, 150), (20, 130)], 16, random.Random(0), trees=0.5), 16)
+    expected = world.expected(window)
+    for row in world.rows:
+        world.cache[slots_of(row, 16)[: row.context - window + 1]] = torch.nan
+    torch.testing.assert_close(world.found(world.plan(window), window).double().cpu(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("nodes", [2, 33, 64, 65, 128])
+@pytest.mark.parametrize("window", [0, 3])
+def test_trees(nodes: int, window: int) -> None:
+    World(rows_of([(nodes, 45)], 16, random.Random(nodes), trees=1), 16, ratio=1).check(window)
+
+
+def test_a_tree_has_at_most_128_nodes() -> None:
+    row = Row(129, 0, range(1, 10), list(range(-1, 128)))
+    with pytest.raises(ValueError, match="at most 128 nodes, not 129"):
+        plan([row], 16, 1, 1, 64, DEVICE, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("window", [0, 60])
+def test_a_capped_logit(window: int) -> None:
+    world = World(rows_of([(1, 200), (20, 30)], 16, random.Random(2)), 16)
+    world.query.mul_(8)  # so that the cap matters
+    world.check(window, softcap=3.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_short_types(dtype: torch.dtype) -> None:
+    rows = rows_of([(1, 300), (1, 5), (7, 90), (70, 40)], 16, random.Random(3), trees=0.4)
+    World(rows, 16, ratio=4, size=64, dtype=dtype).check()
+
+
+def test_a_cache_of_eight_bits() -> None:
+    rows = rows_of([(1, 300), (7, 90)], 64, random.Random(4))
+    World(rows, 64, kv_heads=2, size=64, dtype=torch.float16, eight_bits=True).check()
+
+
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("page_size", [16, 128])
+def test_rows_that_begin_alike(page_size: int, window: int) -> None:
+    chance = random.Random(page_size)
+    rows = rows_of([(1, 300), *[(1, 290 + i) for i in range(5)], (4, 310), (1, 40)], page_size, chance, sharing=0.9)
+    step = World(rows, page_size).check(window)
+    assert len(step.listed) > len(step.positions)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_anything(seed: int) -> None:
+    chance = random.Random(seed)
+    shapes = [
+        (chance.choice([1, 1, 1, 2, chance.randint(2, 16), chance.randint(1, 70)]), chance.choice([0, chance.randint(0, 300)]))
+        for _ in range(5)
+    ]
+    page_size = chance.choice([1, 4, 16, 64, 256])
+    rows = rows_of(shapes, page_size, chance, trees=0.4, sharing=0.5)
+    world = World(rows, page_size, ratio=chance.choice([1, 2, 4, 7]), size=chance.choice([64, 80]), seed=seed)
+    world.check(chance.choice([0, 0, 17, 150]), processors=chance.choice([1, 4, 100]))
+
+
+def test_it_agrees_with_what_a_cpu_computes() -> None:
+    rows = rows_of([(1, 30), (1, 31), (1, 250), (6, 40), (70, 9)], 16, random.Random(5))
+    rows = [rows[i] for i in plain.order(rows)]
+    world = World(rows, 16)
+    world.cache.nan_to_num_()  # there, what is masked must be finite
+    blocks = plain.blocks(rows, 16, [0, 40], 2 * world.size, torch.device("cpu"))
+    for window in (0, 40):
+        expected = plain.attention(world.query.cpu(), world.cache.cpu(), blocks, window, world.size**-0.5)
+        torch.testing.assert_close(world.found(world.plan(window), window).cpu(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_fixed_cuts_make_a_row_independent_of_its_neighbours() -> None:
+    chance = random.Random(6)
+    rows = rows_of([(1, 500), (1, 20), (5, 300), (1, 400)], 16, chance, sharing=1.0)
+    together = World(rows, 16)
+    whole = together.found(together.plan(fixed=128))
+    torch.testing.assert_close(whole.double().cpu(), together.expected(), rtol=1e-5, atol=1e-5)
+    alone = World(rows[:1], 16)
+    alone.query, alone.cache = together.query[:1], together.cache
+    assert alone.found(alone.plan(fixed=128, processors=50)).equal(whole[:1])
+
+
+def test_a_plan_with_room_takes_the_place_of_another() -> None:
+    """As captured graphs need it: same grids, same addresses, other contents."""
+    room = Capacity(tokens=20, listed=40, pages=80, items=(8, 4, 0), entries=20, pieces=60, trees=True)
+    first = World(rows_of([(1, 300), (3, 20)], 16, random.Random(7)), 16)
+    other = World(rows_of([(1, 10), (12, 280), (1, 128), (1, 500)], 16, random.Random(8), trees=0.5, sharing=0.5), 16)
+    step = first.check(capacity=room)
+    buffer = step.buffer.data_ptr()
+    step.become(other.plan(capacity=room))
+    assert step.buffer.data_ptr() == buffer
+    torch.testing.assert_close(other.found(step).double().cpu(), other.expected(), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="can't take the place"):
+        step.become(other.plan())
+    with pytest.raises(ValueError, match="room for 20"):
+        World(rows_of([(21, 0)], 16, random.Random(7)), 16).plan(capacity=room)
+
+
+class TestFaultsAreFound:
+    """Each is small, and fails the check that passes without it."""
+
+    def world(self) -> World:
+        return World(rows_of([(1, 290), (6, 20)], 16, random.Random(9), trees=1.0), 16)
+
+    def fails(self) -> None:
+        with pytest.raises(AssertionError):
+            self.world().check(40)
+        with pytest.raises(AssertionError):
+            self.world().check()
+
+    def test_none(self) -> None:
+        self.world().check(40)
+
+    def test_a_tree_that_is_open(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(work, "masks", lambda row: [(2 * (1 << i) - 1, 0) for i in range(row.queries)])
+        self.fails()
+
+    def test_a_key_that_nobody_reads(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        cuts = work._cuts
+
+        def short(*arguments: object) -> list[tuple[int, int]]:
+            return [(begin, end - 1) for begin, end in cuts(*arguments)]  # type: ignore[arg-type]
+
+        monkeypatch.setattr(work, "_cuts", short)
+        self.fails()
+
+    def test_a_key_that_is_read_twice(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        cuts = work._cuts
+
+        def twice(*arguments: object) -> list[tuple[int, int]]:
+            found = list(cuts(*arguments))  # type: ignore[arg-type]
+            return [*found, (found[-1][1] - 1, found[-1][1])]
+
+        monkeypatch.setattr(work, "_cuts", twice)
+        self.fails()
+
+    def test_pages_of_another_row(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pages = paged_attention._pages
+        monkeypatch.setattr(paged_attention, "_pages", lambda rows, page_size: pages(rows, page_size)[::-1].copy())
+        self.fails()
+
+    def test_a_partial_that_is_not_merged(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        honest = work.work
+
+        def forgetful(*arguments: object) -> Work:
+            result = honest(*arguments)  # type: ignore[arg-type]
+            return Work(result.items, [(token, at, count - 1) for token, at, count in result.entries], result.pieces)
+
+        monkeypatch.setattr(work, "work", forgetful)
+        with pytest.raises(AssertionError):
+            self.world().check()
+
+
+# Plans, without kernels.
+
+TILES = (Tile(16, 64, 4, 2), Tile(64, 64, 4, 2), Tile(128, 64, 8, 2))
+
+
+def random_rows(chance: random.Random, page_size: int) -> list[Row]:
+    shapes = [
+        (
+            chance.choice([1, 1, 1, 1, 1, chance.randint(2, 16), chance.randint(1, 128), chance.randint(1, 300)]),
+            chance.choice([0, 1, context]),
+        )
+        for context in [chance.choice([50, 400, 3000]) * chance.randint(1, 3) for _ in range(chance.randint(1, 8))]
+    ]
+    return rows_of(shapes, page_size, chance, trees=0.3, sharing=chance.choice([0, 0.9]))
+
+
+def cut(
+    rows: list[Row], page_size: int, window: int, ratio: int, processors: int, kv_heads: int = 2
+) -> tuple[Table, list[Segment], Work, int]:
+    table = work.table(rows, page_size, (TILES[-1].rows - 1) // ratio)
+    parts = work.segments(table, window, TILES, ratio)
+    limit = work.longest(parts, kv_heads, processors)
+    return table, parts, work.work(table, parts, TILES, limit, False), limit
+
+
+def test_every_key_is_read_once_and_no_item_is_too_long() -> None:
+    chance = random.Random(10)
+    shared = split = 0
+    for _ in range(3000):
+        page_size = chance.choice([1, 3, 16, 64, 128, 192, 256])
+        rows = random_rows(chance, page_size)
+        window, ratio = chance.choice([0, 0, 1, 100, 1000]), chance.choice([1, 2, 4, 7, 8])
+        table, _, found, limit = cut(rows, page_size, window, ratio, chance.choice([1, 8, 132]))
+        check_coverage(table, found, window)
+        check_items(table, found, page_size, ratio, limit)
+        shared += bool(table.runs)
+        split += bool(found.pieces)
+    assert shared > 120
+    assert split > 300
+
+
+def check_coverage(table: Table, found: Work, window: int) -> None:
+    """Of every token: its items' keys are side by side, are in its own pages, and are all that it may see."""
+    flat = [page for row in table.rows for page in row.pages[: work.width(row, table.page_size)]]
+    ranges: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    partials: dict[int, list[int]] = defaultdict(list)
+    for item in (item for kind in found.items for item in kind):
+        for i, token in enumerate(table.tokens[item.first : item.first + item.queries]):
+            ranges[token].append((item.begin, item.end, item.pages))
+            if item.partial >= 0:
+                partials[token].append(item.partial + i)
+    for row, start, offset in zip(table.rows, table.starts, table.offsets, strict=True):
+        for i in range(row.queries):
+            own = sorted(ranges[start + i])
+            lowest = max(0, table.positions[start + i] - window + 1) if window else 0
+            assert own[0][0] <= lowest
+            for before, after in pairwise(own):  # beyond its window there may be nothing, but never anything twice
+                assert before[1] == after[0] or before[1] < after[0] <= lowest
+            assert row.context + i + 1 <= own[-1][1] <= row.context + row.queries
+            for begin, end, pages in own:
+                low, high = begin // table.page_size, -(-end // table.page_size)
+                assert flat[pages + low : pages + high] == flat[offset + low : offset + high]
+            assert len(partials[start + i]) == (len(own) if len(own) > 1 else 0)
+    merged = {token: found.pieces[at : at + count] for token, at, count in found.entries}
+    assert {token: sorted(own) for token, own in partials.items() if own} == {token: sorted(own) for token, own in merged.items()}
+    assert sorted(found.pieces) == list(range(len(found.pieces)))
+
+
+def check_items(table: Table, found: Work, page_size: int, ratio: int, limit: int) -> None:
+    for tile, kind in zip(TILES, found.items, strict=True):
+        lengths = [item.end - item.begin for item in kind]
+        assert lengths == sorted(lengths, reverse=True)
+        for item in kind:
+            assert 0 < item.end - item.begin <= limit
+            assert 0 < item.queries * ratio <= tile.rows
+            assert page_size % tile.keys or not item.begin % tile.keys  # a tile of keys never spans two such pages
+            assert item.tree < 0 or item.tree <= table.tokens[item.first]
+
+
+def test_shared_pages_are_read_once() -> None:
+    chance = random.Random(11)
+    together = 0
+    for _ in range(300):
+        page_size = chance.choice([1, 16, 64])
+        shapes = [(chance.choice([1, 1, 4]), chance.randint(0, 2000)) for _ in range(8)]
+        rows = rows_of(shapes, page_size, chance, sharing=0.8)
+        table, parts, _, _ = cut(rows, page_size, 0, 4, 8)  # at most 8 * 4 queries, times 4 heads: one tile
+        reads = Counter(
+            rows[table.offsets.index(part.pages)].pages[page]
+            for part in parts
+            for page in range(part.begin // page_size, -(-part.end // page_size))
+        )
+        for page, times in reads.items():
+            if times > 1:  # what several rows read after all is too little to be worth a merge
+                owner = next(i for i, row in enumerate(rows) if page in row.pages[: row.context // page_size])
+                depth = rows[owner].pages.index(page)
+                runs = [run for run, _ in table.runs if owner in run.members and run.begin <= depth]
+                begin = max((run.end if run.end <= depth else run.begin for run in runs), default=0)
+                assert (depth - begin) * page_size < SHORTEST_RUN
+        together += len(table.runs)
+    assert together > 300
+
+
+def test_nested_runs() -> None:
+    """Beams under a prompt that others share as well; a short run does not hide a longer one behind it."""
+    prompt, beams = list(range(1, 21)), list(range(100, 130))
+    rows = [
+        Row(1, 16 * len(pages), [*pages, 500 + i]) for i, pages in enumerate([prompt, prompt + beams, prompt + beams, [9, 8, 7]])
+    ]
+    table = work.table(rows, 16, 16)
+    assert [run for run, _ in table.runs] == [([0, 1, 2], 0, 20), ([1, 2], 20, 50)]
+    assert table.own == [320, 800, 800, 0]
+    assert table.tokens[4:] == [0, 1, 2, 1, 2]
+    short = [Row(1, 16 * len(pages), [*pages, 500 + i]) for i, pages in enumerate([[1, 2], [1, *beams], [1, *beams]])]
+    assert [run for run, _ in work.table(short, 16, 16).runs] == [([1, 2], 0, 31)]
+
+
+def test_a_long_row_among_short_ones_is_cut_and_they_are_not() -> None:
+    rows = rows_of([(1, 32768), *[(1, 512)] * 63, (200, 0)], 16, random.Random(12))
+    _, _, found, limit = cut(rows, 16, 0, 4, 132, 8)
+    assert limit <= 2048
+    assert Counter(item.first for item in found.items[0]) == {0: -(-32769 // limit), **dict.fromkeys(range(1, 64), 1)}
+    assert {item.partial for item in found.items[2]} == {-1}
+    assert [token for token, _, _ in found.entries] == [0]
+
+
+def test_equal_rows_that_fill_the_device_are_not_cut() -> None:
+    tiles = tiles_of(4, 128, torch.bfloat16)
+    table = work.table(rows_of([(1, 4096)] * 64, 16, random.Random(13)), 16, 31)
+    parts = work.segments(table, 0, tiles, 4)
+    found = work.work(table, parts, tiles, work.longest(parts, 8, 132), False)
+    assert len(found.items[0]) == 64
+    assert not found.pieces
+
+
+def test_compilations_have_their_own_names_and_all_constants() -> None:
+    found = paged_attention.compilations()
+    assert len({one.name for one in found}) == len(found)
+    for one in found:
+        assert set(one.constants) == {name for name, kind in one.signature.items() if kind == "constexpr"}
+        assert list(one.signature) == list(one.kernel.arg_names)
