@@ -48,6 +48,16 @@ def penalize(logits: Tensor, penalties: Penalties) -> Tensor:
     return result.index_put_((penalties.bias_rows, penalties.bias_ids), penalties.bias_values, accumulate=True)
 
 
+def allow(logits: Tensor, mask: Tensor) -> Tensor:
+    """New logits, -inf for every token that a row may not take.
+
+    logits: [rows, vocabulary]; mask: [rows, words] int32: bit i of word w allows token 32 w + i.
+    """
+    bits = torch.arange(32, dtype=torch.int32, device=mask.device)
+    allowed = (mask.unsqueeze(-1) >> bits & 1).bool().flatten(1)[:, : logits.shape[1]]
+    return logits.masked_fill(~allowed, -torch.inf)
+
+
 @dataclass(frozen=True, slots=True)
 class Draws:
     """Parameters of rows that are sampled, [rows] each."""
@@ -115,7 +125,7 @@ def _covered(values: Tensor, scores: Tensor, draws: Draws) -> Tensor:
     by_p = (draws.top_k == 0) & (draws.top_p < 1) & (mass > draws.top_p)
     # With a top-k that isn't covered the mass that top-p is a share of isn't known either.
     by_min = (draws.top_k == 0) & (draws.min_p > 0) & (lowest < values[:, 0] + draws.min_p.log())
-    return by_k | by_p | by_min
+    return by_k | by_p | by_min | (lowest == -torch.inf)
 
 
 def _filter(values: Tensor, total: Tensor, draws: Draws) -> Tensor:

@@ -10,7 +10,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from ...kernels.sampling import Candidates, Draws, Penalties, candidates, draw, penalize
+from ...kernels.sampling import Candidates, Draws, Penalties, allow, candidates, draw, penalize
 from ..sequence import Sampling
 
 
@@ -39,10 +39,15 @@ class Pick:
     top: tuple[tuple[int, float], ...] = ()  # (id, logprob) of the most probable tokens, best first
 
 
-def pick(logits: Tensor, rows: Listing[Row]) -> list[Pick | None]:
-    """One pick per row of `logits` [rows, vocabulary] float32; None where logits are NaN or infinite, so that none can be made."""
+def pick(logits: Tensor, rows: Listing[Row], mask: Tensor | None = None) -> list[Pick | None]:
+    """One pick per row of `logits` [rows, vocabulary] float32; None where logits are NaN or infinite, so that none can be made.
+
+    mask: [rows, words] int32, of rows that a grammar binds: bit i of word w allows token 32 w + i; None: all are free.
+    """
     own = logits.logsumexp(-1)
     scores = _penalized(logits, rows)
+    if mask is not None:
+        scores = allow(scores, mask)
     picked = _choose(scores, rows)
     tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
     for part, columns in picked:

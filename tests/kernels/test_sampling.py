@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.kernels import noise
 from penstock.kernels import sampling as kernel
-from penstock.kernels.sampling import CANDIDATES, Candidates, Draws, candidates, draw
+from penstock.kernels.sampling import CANDIDATES, Candidates, Draws, allow, candidates, draw
 from penstock.shard.decoding.sampler import Pick, Row, pick
 from penstock.shard.sequence import Sampling
 
@@ -357,3 +357,16 @@ def test_neutral_values_do_nothing() -> None:
     torch.testing.assert_close(part.scores, logits - logits.amax(-1, keepdim=True))
     plain = [Pick(int(own.argmax()), pytest.approx(own.log_softmax(-1).max().item(), abs=1e-5)) for own in logits]
     assert pick(logits, [Row(Sampling(), [1], 1, 0)] * 3) == plain
+
+
+def test_a_mask_allows_its_bits_and_filters_look_at_what_it_leaves() -> None:
+    torch.manual_seed(5)
+    logits = torch.randn(3, 5000)
+    allowed = torch.zeros(3, 5024, dtype=torch.bool)
+    allowed[0, [7, 31, 32, 4999]], allowed[1], allowed[2, 64] = True, True, True
+    words = (allowed.view(3, -1, 32).long() << torch.arange(32)).sum(-1)
+    mask = torch.where(words >= 1 << 31, words - (1 << 32), words).int()
+    masked = allow(logits, mask)
+    assert masked.isfinite()[0].nonzero().flatten().tolist() == [7, 31, 32, 4999]
+    assert torch.equal(masked[1], logits[1])
+    assert masked.argmax(-1)[2] == 64
