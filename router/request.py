@@ -29,6 +29,14 @@ class Sampling:
     final_logprobs: bool = False  # logprobs of the distribution sampled from (TGI), not of the model's own (OpenAI)
 
 
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What every answer's text has to be: source text of one of these kinds."""
+
+    kind: str  # "json_schema", "regex", "lark", "choice" (a JSON list of strings)
+    source: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """A validated request. Its prompt fits, its numbers are in range."""
@@ -44,6 +52,7 @@ class Request:
     skip_special_tokens: bool = True  # in the text
     choices: int = 1  # answers, drawn independently; the prompt is computed once
     priority: Priority = Priority.NORMAL
+    grammar: Grammar | None = None  # compiled and found to be possible
     timeout: float = 0.0  # seconds after arrival by which the whole answer must be there; 0: whenever
     tenant: str = ""  # on whose account; tenants share the server fairly. Never shown or logged
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .config import RouterConfig
-from .request import Limits, Priority, Refused, Request, Sampling
+from .request import Grammar, Limits, Priority, Refused, Request, Sampling
 from .scheduler import most_pages
 from .text import LONG_TEXT, Tokenizer
 
@@ -44,6 +44,7 @@ class Parameters:
     prompt_logprobs: bool = False
     final_logprobs: bool = False
     skip_special_tokens: bool = True
+    grammar: Grammar | None = None
     priority: object = None
     timeout: float | None = None
     tenant: str = ""
