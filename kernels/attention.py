@@ -26,6 +26,10 @@ TILE = 64
 BLOCK_ELEMENTS = 2 << 20
 
 
+class Full(ValueError):
+    """A step has more of something than it was given room for."""
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One span as ints: `queries` new tokens after `context` computed ones; `pages` hold them all, in order."""
@@ -149,20 +153,33 @@ def ancestry(parents: Sequence[int]) -> tuple[list[list[bool]], list[int]]:
     return sees, depths
 
 
-def attention(query: Tensor, cache: Tensor, plan: Sequence[Block], window: int, scale: float) -> Tensor:
+def attention(
+    query: Tensor, cache: Tensor, plan: Sequence[Block], window: int, scale: float, scales: Tensor | None = None
+) -> Tensor:
     """Softmax attention of every row of `plan`.
 
-    query: [tokens, heads, size]; cache: [slots, 2, kv_heads, size], keys first; result: [tokens, heads, size].
+    query: [tokens, heads, size]; cache: [slots, 2, kv_heads, size], keys first, in the query's dtype or one of 8 bits; scales:
+    [2, kv_heads] float32, what cached keys and values are to be multiplied by; result: [tokens, heads, size].
     """
-    outputs = [_attend(query, cache, block, window, scale) for block in plan]
+    outputs = [_attend(query, cache, block, window, scale, scales) for block in plan]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _attend(query: Tensor, cache: Tensor, block: Block, window: int, scale: float) -> Tensor:
+def _gather(cache: Tensor, slots: Tensor, dtype: torch.dtype, scales: Tensor | None) -> Tensor:
+    """[slots, 2, kv_heads, size] in `dtype`."""
+    flat = cache.view(len(cache), -1)
+    if cache.dtype == dtype:
+        return flat.index_select(0, slots).view(-1, *cache.shape[1:])
+    # torch selects no floats of 8 bits, but bytes.
+    stored = flat.view(torch.uint8).index_select(0, slots).view(cache.dtype).view(-1, *cache.shape[1:])
+    return stored.to(dtype) if scales is None else (stored.float() * scales[..., None]).to(dtype)
+
+
+def _attend(query: Tensor, cache: Tensor, block: Block, window: int, scale: float, scales: Tensor | None) -> Tensor:
     heads, size = query.shape[1:]
     kv_heads = cache.shape[2]
     count, queries, view = block.rows, block.queries, block.views[window]
-    gathered = cache.view(len(cache), -1).index_select(0, view.slots).view(count, view.length, 2, kv_heads, size)
+    gathered = _gather(cache, view.slots, query.dtype, scales).view(count, view.length, 2, kv_heads, size)
     keys, values = gathered[:, :, 0].transpose(1, 2), gathered[:, :, 1].transpose(1, 2)  # [rows, kv_heads, length, size]
     asked = query[block.start : block.start + count * queries]
     mask = view.mask if view.mask is None else view.mask.to(query.dtype)

@@ -4,15 +4,13 @@ One process has one kind of device, so this is a setting of the process: made on
 Importing this imports no Triton; modules named `fused_*` do, and are imported where they are called.
 """
 
-from typing import Literal
-
+import torch
 from torch import Tensor
 
-Choice = Literal["", "reference", "triton"]
-_forced: Choice = ""
+_forced = ""
 
 
-def force(choice: Choice) -> None:
+def force(choice: str) -> None:
     """Everything by one implementation from now on; "" is back to a choice by device. On a CPU "triton" needs its interpreter."""
     global _forced
     if choice not in ("", "reference", "triton"):
@@ -23,3 +21,8 @@ def force(choice: Choice) -> None:
 def triton_for(tensor: Tensor) -> bool:
     """What works on `tensor` is to be done by Triton."""
     return tensor.is_cuda if not _forced else _forced == "triton"
+
+
+def triton_on(device: torch.device) -> bool:
+    """What works on tensors of `device` is to be done by Triton."""
+    return device.type == "cuda" if not _forced else _forced == "triton"

@@ -13,7 +13,7 @@ from .compilation import Compilation
 TILE = 2048
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def norm_kernel(
     x: tl.tensor,  # [outer, inner, size], the last side by side
     residual: tl.tensor,  # [outer, size], overwritten with residual + x; unused without ADD

@@ -4,6 +4,7 @@ and keys (where a model has it), rotary embedding, and the write of keys and val
 What it means stands in `operations.rotate_and_write`; rounding to the type happens where it happens there.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -37,6 +38,7 @@ def rotary_kernel(
     cache: tl.tensor,  # [slots, 2, kv_heads, size], dense within a slot
     query_weight: tl.tensor,  # [size], unused without NORM
     key_weight: tl.tensor,
+    scales: tl.tensor,  # [2, kv_heads] float32, unused without SCALED
     heads: tl.tensor,
     kv_heads: tl.tensor,
     joint_stride: tl.tensor,
@@ -46,6 +48,8 @@ def rotary_kernel(
     HALF: tl.constexpr,  # half a head, up to a power of two
     HEADS: tl.constexpr,
     NORM: tl.constexpr,
+    SCALED: tl.constexpr,
+    MOST: tl.constexpr,  # the largest number of a cache of 8 bits; 0: it has the type of the keys
 ) -> None:
     """One program: HEADS of all the heads of a token, queries' first, then keys', then values'."""
     token = tl.program_id(0).to(tl.int64)
@@ -75,8 +79,20 @@ def rotary_kernel(
     if slot >= 0:
         kept = cache + slot * cache_stride + (head - heads) * SIZE + half
         written = inside & (head >= heads)
-        tl.store(kept, low.to(cache.dtype.element_ty), mask=written)
-        tl.store(kept + SIZE // 2, high.to(cache.dtype.element_ty), mask=written)
+        if MOST > 0:
+            wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
+            if SCALED:
+                scale = tl.load(scales + head - heads, mask=(head >= heads) & (head < heads + 2 * kv_heads), other=1.0)
+                wide_low = tl.div_rn(wide_low, scale + tl.zeros_like(wide_low))
+                wide_high = tl.div_rn(wide_high, scale + tl.zeros_like(wide_high))
+            # What is larger would become no number.
+            wide_low = tl.clamp(wide_low, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
+            wide_high = tl.clamp(wide_high, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
+            tl.store(kept, wide_low.to(cache.dtype.element_ty), mask=written)
+            tl.store(kept + SIZE // 2, wide_high.to(cache.dtype.element_ty), mask=written)
+        else:
+            tl.store(kept, low.to(cache.dtype.element_ty), mask=written)
+            tl.store(kept + SIZE // 2, high.to(cache.dtype.element_ty), mask=written)
 
 
 def rotate_and_write(
@@ -87,6 +103,7 @@ def rotate_and_write(
     query_weight: Tensor | None,
     key_weight: Tensor | None,
     epsilon: float,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """`operations.rotate_and_write`: the queries are rotated where they stand, the keys and values only in the cache.
 
@@ -107,6 +124,7 @@ def rotate_and_write(
             cache,
             query_weight if query_weight is not None else table,
             key_weight if key_weight is not None else table,
+            scales if scales is not None else table,
             heads,
             kv_heads,
             joint.stride(0),
@@ -116,6 +134,8 @@ def rotate_and_write(
             HALF=half,
             HEADS=at_once,
             NORM=query_weight is not None,
+            SCALED=scales is not None,
+            MOST=torch.finfo(cache.dtype).max if cache.dtype != joint.dtype else 0.0,
             num_warps=WARPS,
         )
     return joint[:, : heads * size].view(tokens, heads, size)
@@ -127,22 +147,41 @@ def _tile(size: int) -> tuple[int, int]:
     return half, max(1, TILE // (2 * half))
 
 
+# Accelerators before these have no instruction for numbers of 8 bits; gfx942 has another kind of them.
+EIGHT_BIT_TARGETS = ("sm_90", "sm_100")
+
+
 def compilations() -> list[Compilation]:
-    """All sizes of heads that models have, with the norm and without."""
+    """All sizes of heads that models have, with the norm and without; and a cache of 8 bits."""
     found = []
     plain = [(64, False, "bf16"), (80, False, "fp16"), (96, False, "bf16"), (128, False, "bf16"), (128, False, "fp32")]
-    for size, norm, dtype in [*plain, (128, True, "bf16"), (256, True, "bf16")]:
-        pointers = dict.fromkeys(("joint", "table", "cache", "query_weight", "key_weight"), f"*{dtype}") | {"slots": "*i64"}
+    cases = [
+        *((*case, False) for case in plain),
+        (128, True, "bf16", False),
+        (256, True, "bf16", False),
+        (128, False, "bf16", True),
+    ]
+    for size, norm, dtype, small in cases:
+        pointers = dict.fromkeys(("joint", "table", "query_weight", "key_weight"), f"*{dtype}")
+        pointers |= {"slots": "*i64", "scales": "*fp32", "cache": "*fp8e4nv" if small else f"*{dtype}"}
         numbers = {"heads": "i32", "kv_heads": "i32", "joint_stride": "i32:16", "cache_stride": "i32:16", "epsilon": "fp32"}
-        constants = {"SIZE": size, "HALF": _tile(size)[0], "HEADS": _tile(size)[1], "NORM": norm}
+        constants: dict[str, object] = {
+            "SIZE": size,
+            "HALF": _tile(size)[0],
+            "HEADS": _tile(size)[1],
+            "NORM": norm,
+            "SCALED": small,
+        }
+        constants |= {"MOST": 448.0 if small else 0.0}
         found.append(
             Compilation(
                 kernel=rotary_kernel,
-                name=f"rotary and write {'norm ' if norm else ''}{size} {dtype}",
+                name=f"rotary and write {'norm ' if norm else ''}{size} {dtype}{' fp8' if small else ''}",
                 signature=pointers | numbers | dict.fromkeys(constants, "constexpr"),
-                constants=dict(constants),
+                constants=constants,
                 warps=WARPS,
                 hot=True,
+                targets=EIGHT_BIT_TARGETS if small else (),
             )
         )
     return found

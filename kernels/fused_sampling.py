@@ -105,7 +105,7 @@ def survey_kernel(
     tl.store(maxima + row * tl.num_programs(1) * (SIZE // 32) + places, largest)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["entries"])
 def renew_kernel(
     logits: tl.tensor,  # [rows, vocabulary] float32
     mask: tl.tensor,
@@ -131,7 +131,7 @@ def renew_kernel(
     tl.store(maxima + row * buckets + place, tl.max(values, 1), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["entries"])
 def tally_kernel(
     tallies: tl.tensor,  # [rows, vocabulary] int32, zero
     rows: tl.tensor,  # [entries]
@@ -150,7 +150,7 @@ def tally_kernel(
     tl.atomic_add(tallies + place, counted, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["entries"])
 def penalize_kernel(
     logits: tl.tensor,  # [rows, vocabulary] float32, changed in place
     tallies: tl.tensor,  # zero again afterwards
@@ -380,15 +380,12 @@ def draw_kernel(
         tl.store(sums + place, tl.sum(tl.where(kept, tl.exp(scores), 0.0), 0))
 
 
-def sample(
-    logits: Tensor, draws: Draws, penalties: Penalties | None, mask: Tensor | None, tallies: Tensor | None = None
-) -> Outcome:
+def sample(logits: Tensor, draws: Draws, penalties: Penalties | None, mask: Tensor | None) -> Outcome:
     """One token for every row.
 
     logits: [rows, vocabulary] float32, its last dimension dense; changed on the way if there are penalties, the same afterwards;
     draws: of all rows, a temperature of 0 takes the largest, typical_p is not looked at; penalties: of as many rows, biases of
-    distinct tokens; mask: [rows, words] int32, bit i of word w allows token 32 w + i; tallies: [rows, vocabulary] int32 zeros,
-    which they are again afterwards: kept by who calls this often.
+    distinct tokens; mask: [rows, words] int32, bit i of word w allows token 32 w + i.
     """
     rows, vocabulary = logits.shape
     parts = triton.cdiv(vocabulary, SPLIT)
@@ -402,7 +399,7 @@ def sample(
     )
     saved = None
     if penalties is not None:
-        saved = penalize_(logits, penalties, tallies)
+        saved = penalize_(logits, penalties)
         for touched_rows, touched in ((penalties.rows, penalties.ids), (penalties.bias_rows, penalties.bias_ids)):
             if len(touched):
                 renew_kernel[(triton.cdiv(len(touched), RENEWED),)](
@@ -450,11 +447,21 @@ ENTRIES = 256  # of penalties, of one program
 RENEWED = 64  # of one program of `renew_kernel`: 32 logits each
 
 
-def penalize_(logits: Tensor, penalties: Penalties, tallies: Tensor | None = None) -> Tensor:
+# Zeros, which every use leaves as zeros: making them anew would cost as much as reading the logits.
+_tallies: dict[torch.device, Tensor] = {}
+
+
+def _zeros(count: int, device: torch.device) -> Tensor:
+    found = _tallies.get(device)
+    if found is None or len(found) < count:
+        found = _tallies[device] = torch.zeros(count, dtype=torch.int32, device=device)
+    return found
+
+
+def penalize_(logits: Tensor, penalties: Penalties) -> Tensor:
     """`sampling.penalize` in place. Returns what `restore_` needs."""
     rows, vocabulary = logits.shape
-    if tallies is None:
-        tallies = torch.zeros(rows, vocabulary, dtype=torch.int32, device=logits.device)
+    tallies = _zeros(rows * vocabulary, logits.device)
     entries = len(penalties.ids)
     saved = torch.empty(entries, device=logits.device)
     if entries:
@@ -479,7 +486,7 @@ def restore_(logits: Tensor, penalties: Penalties, saved: Tensor) -> None:
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["entries"])
 def restore_kernel(
     logits: tl.tensor,  # [rows, vocabulary] float32
     saved: tl.tensor,  # [entries]

@@ -11,7 +11,7 @@ SPLIT = 4096  # logits of one program
 WARPS = 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def top_kernel(
     logits: tl.tensor,  # [rows, vocabulary] float32
     values: tl.tensor,  # [rows, programs, count] float32, out: descending

@@ -19,24 +19,27 @@ ONE = 0x3F800000
 def log(x: Tensor) -> Tensor:
     """Natural logarithm of positive normal float32 numbers."""
     bits = x.view(torch.int32) + (ONE - ROOT)
-    exponent = ((bits >> 23) - 127).float()
-    f = ((bits & 0x007FFFFF) + ROOT).view(torch.float32) - 1.0
+    exponent = (bits >> 23).sub_(127).float()
+    f = bits.bitwise_and_(0x007FFFFF).add_(ROOT).view(torch.float32).sub_(1.0)
     s = f / (f + 2.0)
     z = s * s
     w = z * z
-    r = z * (w * SERIES[2] + SERIES[0]) + w * (w * SERIES[3] + SERIES[1])
-    half = (f * 0.5) * f
-    return (((s * (half + r) + exponent * LOG_2_LOW) - half) + f) + exponent * LOG_2_HIGH
+    r = (w * SERIES[2]).add_(SERIES[0]).mul_(z).add_((w * SERIES[3]).add_(SERIES[1]).mul_(w))
+    half = (f * 0.5).mul_(f)
+    # s * (half + r) + exponent * LOG_2_LOW - half + f + exponent * LOG_2_HIGH, from left to right
+    return r.add_(half).mul_(s).add_(exponent * LOG_2_LOW).sub_(half).add_(f).add_(exponent.mul_(LOG_2_HIGH))
 
 
 def log_complement(u: Tensor) -> Tensor:
     """log(1 - u) for float32 numbers in (0, 1), good to the last places also where u is small: what rounding takes from 1 - u comes
     back as the first term of the series."""
     y = 1.0 - u
-    return log(y) + ((1.0 - y) - u) / y
+    return log(y).add_((1.0 - y).sub_(u).div_(y))
 
 
 def gumbel(words: Tensor) -> Tensor:
-    """What `noise.gumbel` makes of words of 32 bits (in int64), up to the last places: -log(-log(1 - (word + 1/2) / 2^32))."""
+    """Gumbel noise of random words of 32 bits (in int64): -log(-log(1 - u)), u = (word + 1/2) / 2^32."""
+    # u is finest near 0, where -log(1 - u) is small and the noise large: the tail that decides rare draws is resolved to 2^-33.
+    # Near 1 float32 would round up to 1, whose noise is -inf: hence the clamp.
     uniform = words.float().add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
-    return -log(-log_complement(uniform))
+    return log(log_complement(uniform).neg_()).neg_()

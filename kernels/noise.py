@@ -8,6 +8,8 @@ choice, STREAM), and the token takes word id % 4 of the result.
 import torch
 from torch import Tensor
 
+from . import logarithm
+
 MASK = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -38,7 +40,7 @@ def gumbel(seeds: Tensor, choices: Tensor, positions: Tensor, ids: Tensor) -> Te
     seeds (the 64 bits of an unsigned number), choices, positions: [rows] int64; ids: [rows, n] int64; result [rows, n] float32.
     """
     words = torch.stack(philox(*_keyed(seeds, choices, positions, ids >> 2)), -1)
-    return _to_gumbel(words.gather(-1, (ids & 3).unsqueeze(-1)).squeeze(-1))
+    return logarithm.gumbel(words.gather(-1, (ids & 3).unsqueeze(-1)).squeeze(-1))
 
 
 def gumbel_all(seeds: Tensor, choices: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
@@ -50,7 +52,7 @@ def gumbel_all(seeds: Tensor, choices: Tensor, positions: Tensor, vocabulary: in
         part = slice(first, first + rows)
         words = philox(*_keyed(seeds[part], choices[part], positions[part], quads))
         for lane, word in enumerate(words):
-            result[part, :, lane] = _to_gumbel(word)
+            result[part, :, lane] = logarithm.gumbel(word)
     return result.view(len(seeds), -1)[:, :vocabulary]
 
 
@@ -60,10 +62,3 @@ def _keyed(
     seeds, choices, positions = seeds.unsqueeze(1), choices.unsqueeze(1), positions.unsqueeze(1)
     key = (seeds & MASK, seeds >> 32 & MASK)
     return key, (quads, positions, choices, torch.full_like(choices, STREAM))
-
-
-def _to_gumbel(words: Tensor) -> Tensor:
-    # u = (word + 1/2) / 2^32 is in (0, 1) and finest near 0, where -log(1 - u) is small and the noise large: the tail that
-    # decides rare draws is resolved to 2^-33. Near 1 float32 would round up to 1, whose noise is -inf: hence the clamp.
-    uniform = words.float().add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
-    return uniform.neg_().log1p_().neg_().log_().neg_()

@@ -47,18 +47,20 @@ def rotate_and_write(
     query_weight: Tensor | None,
     key_weight: Tensor | None,
     epsilon: float,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Norm of the heads of queries and keys (with weights), rotation of both, and the write of keys and values to the cache.
 
     joint: [tokens, (heads + 2 * kv_heads) * size], queries, keys, values side by side; its queries are overwritten, and what its
     keys hold afterwards is not said; table: of `reference.rotary_table`; slots: [tokens], distinct; where negative (padding)
-    nothing is written; cache: a layer [slots, 2, kv_heads, size]; weights: [size], both or neither.
+    nothing is written; cache: a layer [slots, 2, kv_heads, size]; weights: [size], both or neither; scales: [2, kv_heads] float32,
+    what keys and values are divided by before they are written to a cache of 8 bits.
     Result: [tokens, heads, size], the rotated queries, a view of joint.
     """
     if triton_for(joint):
         from .fused_rotary import rotate_and_write as fused
 
-        return fused(joint, table, slots, cache, query_weight, key_weight, epsilon)
+        return fused(joint, table, slots, cache, query_weight, key_weight, epsilon, scales)
     kv_heads, size = cache.shape[2:]
     every = joint.view(len(joint), joint.shape[1] // size, size)
     heads = every.shape[1] - 2 * kv_heads
@@ -67,13 +69,21 @@ def rotate_and_write(
         turned[:, :heads] = reference.rms_norm(turned[:, :heads], query_weight, epsilon)
         turned[:, heads:] = reference.rms_norm(turned[:, heads:], key_weight, epsilon)
     reference.rotate(turned, table)
-    write(slots, joint[:, heads * size :], cache)
+    write(slots, joint[:, heads * size :], cache, scales)
     return every[:, :heads]
 
 
-def write(slots: Tensor, rows: Tensor, cache: Tensor) -> None:
+def write(slots: Tensor, rows: Tensor, cache: Tensor, scales: Tensor | None = None) -> None:
     """rows: [tokens, 2 * kv_heads * size], keys and values, to `slots` of a layer; nothing where a slot is negative."""
     kept = slots >= 0
     if not bool(kept.all()):
         slots, rows = slots[kept], rows[kept]
-    cache.view(len(cache), -1).index_copy_(0, slots, rows.to(cache.dtype))
+    flat = cache.view(len(cache), -1)
+    if cache.dtype == rows.dtype:
+        flat.index_copy_(0, slots, rows)
+        return
+    if scales is not None:
+        rows = (rows.float().view(-1, *cache.shape[1:]) / scales[..., None]).flatten(1)
+    most = torch.finfo(cache.dtype).max  # what is larger would become no number
+    stored = rows.float().clamp(-most, most).to(cache.dtype)
+    flat.view(torch.uint8).index_copy_(0, slots, stored.view(torch.uint8))  # torch copies no floats of 8 bits by index

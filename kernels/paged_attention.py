@@ -17,7 +17,7 @@ from torch import Tensor
 from triton import knobs
 
 from . import work as cutting
-from .attention import Row
+from .attention import Full, Row
 from .compilation import Compilation
 from .paged_kernels import attend, merge
 from .work import Item, Tile, Work
@@ -144,8 +144,8 @@ def plan(
     trees = _trees(rows, tiles, ratio, capacity)
     writer = _Writer()
     masks = writer.add(_masks(table, any(trees)), _room(capacity, "tokens") if capacity is None or capacity.trees else 0)
-    positions = writer.add(_ints(table.positions), _room(capacity, "tokens"))
-    listed = writer.add(_ints(table.tokens), _room(capacity, "listed"))
+    positions = writer.add(table.positions, _room(capacity, "tokens"))
+    listed = writer.add(table.tokens, _room(capacity, "listed"))
     pages = writer.add(_pages(rows, page_size), _room(capacity, "pages"))
     places = {window: _launch(writer, work, capacity) for window, work in works.items()}
     buffer = writer.buffer(device)
@@ -173,7 +173,7 @@ def _trees(rows: Sequence[Row], tiles: Sequence[Tile], ratio: int, capacity: Cap
     if capacity is None:
         return tuple(kind in kinds for kind in range(len(tiles)))
     if kinds and not capacity.trees:
-        raise ValueError("a plan without room for trees was given one")
+        raise Full("a plan without room for trees was given one")
     return (capacity.trees,) * len(tiles)
 
 
@@ -203,7 +203,7 @@ class _Writer:
     def add(self, array: "numpy.ndarray[Any, Any]", room: int | None) -> _Place:
         """room: rows to make room for, zeroed beyond those of `array`."""
         if room is not None and room < len(array):
-            raise ValueError(f"a plan with room for {room} was given {len(array)}")
+            raise Full(f"a plan with room for {room} was given {len(array)}")
         place = _Place(self._length, (len(array) if room is None else room, *array.shape[1:]))
         self._parts.append((place.start, array))
         self._length += -(-math.prod(place.shape) // ALIGNED) * ALIGNED
@@ -223,10 +223,6 @@ def _room(capacity: Capacity | None, what: str) -> int | None:
     return room
 
 
-def _ints(values: Sequence[int]) -> "numpy.ndarray[Any, Any]":
-    return numpy.array(values, numpy.int32)
-
-
 def _pages(rows: Sequence[Row], page_size: int) -> "numpy.ndarray[Any, Any]":
     widths = [cutting.width(row, page_size) for row in rows]
     used = (row.pages if len(row.pages) == width else row.pages[:width] for row, width in zip(rows, widths, strict=True))
@@ -243,14 +239,9 @@ def _masks(table: cutting.Table, trees: bool) -> "numpy.ndarray[Any, Any]":
 
 def _launch(writer: _Writer, work: Work, capacity: Capacity | None) -> tuple[tuple[_Place, ...], _Place, _Place]:
     rooms = capacity.items if capacity else (None,) * len(work.items)
-    items = tuple(
-        writer.add(_ints([*chain.from_iterable(kind)]).reshape(-1, FIELDS), room)
-        for kind, room in zip(work.items, rooms, strict=True)
-    )
-    entries = numpy.zeros((len(work.entries), 4), numpy.int32)
-    if work.entries:
-        entries[:, :3] = work.entries
-    return items, writer.add(entries, _room(capacity, "entries")), writer.add(_ints(work.pieces), _room(capacity, "pieces"))
+    items = tuple(writer.add(kind, room) for kind, room in zip(work.items, rooms, strict=True))
+    entries = numpy.pad(work.entries, ((0, 0), (0, 1)))
+    return items, writer.add(entries, _room(capacity, "entries")), writer.add(work.pieces, _room(capacity, "pieces"))
 
 
 def attention(

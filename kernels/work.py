@@ -1,4 +1,5 @@
-"""What attention has to do in a step, cut into items of similar length: pure ints, no tensors.
+"""What attention has to do in a step, cut into items of similar length: pure ints, no tensors. Hundreds of rows a step are too many
+for Python's loops, so ints are in arrays wherever there are as many as rows.
 
 A *segment* is some query tokens that all look at the same range of keys: those of one row, or those of several rows whose page
 tables begin alike (beams, samples, a common prompt), which then read the common pages once. A segment that is long for this
@@ -8,7 +9,9 @@ step is cut into several *items*. What a token gets from several items is merged
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy
 
 from .attention import Row
 
@@ -42,6 +45,9 @@ class Run(NamedTuple):
     end: int
 
 
+Array: TypeAlias = "numpy.ndarray[Any, numpy.dtype[numpy.int64]]"
+
+
 class Segment(NamedTuple):
     """Query tokens that look at the same range of keys. The fields of an item but for the last two."""
 
@@ -73,9 +79,9 @@ class Item(NamedTuple):
 class Work:
     """The items of a step for one window, and how to merge what they find."""
 
-    items: tuple[list[Item], ...]  # per tile, the longest first
-    entries: list[tuple[int, int, int]]  # token, place of its first piece in `pieces`, number of them
-    pieces: list[int]  # partials, token by token; there are as many partials
+    items: tuple[Array, ...]  # per tile [items, fields of Item], the longest first
+    entries: Array  # [tokens, 3]: token, place of its first piece in `pieces`, number of them
+    pieces: Array  # partials, token by token; there are as many partials
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,37 +90,46 @@ class Table:
 
     rows: Sequence[Row]
     page_size: int
-    starts: list[int]  # per row: its first query token
-    offsets: list[int]  # per row: where its page table begins
-    positions: list[int]  # per query token
-    tokens: list[int]  # all query tokens in order, then those of each run
+    queries: Array  # per row
+    contexts: Array
+    starts: Array  # per row: its first query token
+    offsets: Array  # per row: where its page table begins
+    positions: Array  # per query token
+    tokens: Array  # all query tokens in order, then those of each run
     runs: list[tuple[Run, int]]  # and where a run's tokens begin in `tokens`
-    own: list[int]  # per row: its first key that is in no run
+    own: Array  # per row: its first key that is in no run
 
 
 def table(rows: Sequence[Row], page_size: int, most: int) -> Table:
     """most: queries of a row that may share; a row of more fills a tile of its own anyway. 0: nothing is shared."""
-    starts: list[int] = []
-    offsets: list[int] = []
-    positions: list[int] = []
-    place = 0
-    for row in rows:
-        starts.append(len(positions))
-        offsets.append(place)
-        place += width(row, page_size)
-        if row.parents is None:
-            positions += range(row.context, row.context + row.queries)
-        else:
-            positions += [row.context + depth for depth in ancestry_depths(row)]
-    tokens = list(range(len(positions)))
-    own = [0] * len(rows)
-    runs = []
+    queries, contexts = _ints([row.queries for row in rows]), _ints([row.context for row in rows])
+    starts, widths = _before(queries), -(-(contexts + queries) // page_size)
+    positions = _ranges(contexts, queries)
+    for i, row in enumerate(rows):
+        if row.parents is not None:
+            positions[starts[i] : starts[i] + row.queries] = row.context + _ints(ancestry_depths(row))
+    own = numpy.zeros_like(queries)
+    tokens, runs, count = [numpy.arange(len(positions))], [], len(positions)
     for run in _runs(rows, page_size, most):
-        runs.append((run, len(tokens)))
-        for i in run.members:
-            tokens += range(starts[i], starts[i] + rows[i].queries)
-            own[i] = run.end * page_size
-    return Table(rows, page_size, starts, offsets, positions, tokens, runs, own)
+        runs.append((run, count))
+        tokens.append(_ranges(starts[run.members], queries[run.members]))
+        count += len(tokens[-1])
+        own[run.members] = run.end * page_size
+    return Table(rows, page_size, queries, contexts, starts, _before(widths), positions, numpy.concatenate(tokens), runs, own)
+
+
+def _ints(values: Sequence[int]) -> Array:
+    return numpy.array(values, numpy.int64)
+
+
+def _before(counts: Array) -> Array:
+    """The sum of all counts before each."""
+    return numpy.cumsum(counts) - counts
+
+
+def _ranges(starts: Array, counts: Array) -> Array:
+    """start, start + 1, ... for each, so many of them, one after the other."""
+    return numpy.arange(counts.sum()) + numpy.repeat(starts - _before(counts), counts)
 
 
 def width(row: Row, page_size: int) -> int:
@@ -184,49 +199,55 @@ def kind_of(tiles: Sequence[Tile], rows: int) -> int:
     return next((kind for kind, tile in enumerate(tiles) if tile.rows >= rows), len(tiles) - 1)
 
 
-def segments(table: Table, window: int, tiles: Sequence[Tile], ratio: int) -> list[Segment]:
-    """ratio: query heads of a key head."""
-    return [*_common_segments(table, window, tiles, ratio), *_own_segments(table, window, tiles, ratio)]
+def segments(table: Table, window: int, tiles: Sequence[Tile], ratio: int) -> Array:
+    """[segments, fields of Segment]. ratio: query heads of a key head."""
+    common = numpy.array([*_common_segments(table, window, tiles, ratio)], numpy.int64).reshape(-1, len(Segment._fields))
+    return numpy.concatenate((common, _own_segments(table, window, tiles, ratio)))
 
 
 def _common_segments(table: Table, window: int, tiles: Sequence[Tile], ratio: int) -> Iterator[Segment]:
     for run, first in table.runs:
-        begin, end = run.begin * table.page_size, run.end * table.page_size
-        begin = _first_key(begin, min(table.rows[i].context for i in run.members), window)
+        begin, end = _seen(table, run, window)
         if begin >= end:
             continue
-        pages = table.offsets[run.members[0]]
-        count = sum(table.rows[i].queries for i in run.members)
+        pages = int(table.offsets[run.members[0]])
+        count = int(table.queries[run.members].sum())
         kind = kind_of(tiles, count * ratio)
         most = tiles[kind].rows // ratio
         for at in range(0, count, most):
             yield Segment(first + at, min(most, count - at), pages, begin, end, end, -1, kind, True)
 
 
-def _own_segments(table: Table, window: int, tiles: Sequence[Tile], ratio: int) -> Iterator[Segment]:
-    together = _reading_together(table, window)
-    for i, row in enumerate(table.rows):
-        start = table.starts[i]
-        kind = kind_of(tiles, row.queries * ratio)
-        most = tiles[kind].rows // ratio
-        tree = -1 if row.parents is None else start
-        for at in range(0, row.queries, most):
-            count = min(most, row.queries - at)
-            lowest = table.positions[start + at] if tree < 0 else min(table.positions[start + at : start + at + count])
-            begin = _first_key(table.own[i], lowest, window)
-            end = row.context + at + count  # a node's ancestors are before it, in a tree as well
-            yield Segment(start + at, count, table.offsets[i], begin, end, row.context, tree, kind, i in together)
+def _own_segments(table: Table, window: int, tiles: Sequence[Tile], ratio: int) -> Array:
+    sizes = _ints([tile.rows for tile in tiles])
+    kinds = numpy.minimum(numpy.searchsorted(sizes, table.queries * ratio), len(tiles) - 1)
+    most = sizes[kinds] // ratio
+    parts = -(-table.queries // most)  # segments of each row
+    row = numpy.repeat(numpy.arange(len(parts)), parts)
+    at = _ranges(numpy.zeros_like(parts), parts) * most[row]
+    first = table.starts[row] + at
+    count = numpy.minimum(most[row], table.queries[row] - at)
+    tree = numpy.full(len(row), -1)
+    lowest = table.positions[first]
+    for i in [i for i, one in enumerate(table.rows) if one.parents is not None]:
+        for k in numpy.flatnonzero(row == i):
+            tree[k], lowest[k] = table.starts[i], table.positions[first[k] : first[k] + count[k]].min()
+    begin = table.own[row]
+    if window:
+        begin = numpy.maximum(begin, (lowest - window + 1) // ALIGNMENT * ALIGNMENT)
+    context = table.contexts[row]
+    end = context + at + count  # a node's ancestors are before it, in a tree as well
+    together = numpy.zeros(len(parts), numpy.int64)
+    for run, _ in table.runs:
+        seen = _seen(table, run, window)
+        together[run.members] |= seen[0] < seen[1]
+    return numpy.stack((first, count, table.offsets[row], begin, end, context, tree, kinds[row], together[row]), 1)
 
 
-def _reading_together(table: Table, window: int) -> set[int]:
-    """Rows some of whose keys are read together with other rows."""
-    return {
-        i
-        for run, _ in table.runs
-        for begin in [_first_key(run.begin * table.page_size, min(table.rows[i].context for i in run.members), window)]
-        if begin < run.end * table.page_size
-        for i in run.members
-    }
+def _seen(table: Table, run: Run, window: int) -> tuple[int, int]:
+    """First and last key of a run that any of its rows may see."""
+    begin, end = run.begin * table.page_size, run.end * table.page_size
+    return _first_key(begin, min(table.rows[i].context for i in run.members), window), end
 
 
 def _first_key(begin: int, position: int, window: int) -> int:
@@ -234,45 +255,49 @@ def _first_key(begin: int, position: int, window: int) -> int:
     return max(begin, (position - window + 1) // ALIGNMENT * ALIGNMENT) if window else begin
 
 
-def longest(parts: Sequence[Segment], kv_heads: int, processors: int) -> int:
-    """Keys of the longest item that lets all processors finish at about the same time."""
-    total = sum(part.end - part.begin for part in parts) * kv_heads
+def longest(parts: Array, kv_heads: int, processors: int) -> int:
+    """Keys of the longest item that lets all processors finish at about the same time. parts: of `segments`."""
+    total = int((parts[:, END] - parts[:, BEGIN]).sum()) * kv_heads
     share = -(-total // (processors * ITEMS_PER_PROCESSOR))
     return -(-max(share, SHORTEST_ITEM) // ALIGNMENT) * ALIGNMENT
 
 
-def work(table: Table, parts: Sequence[Segment], tiles: Sequence[Tile], limit: int, fixed: bool) -> Work:
+def work(table: Table, parts: Array, tiles: Sequence[Tile], limit: int, fixed: bool) -> Work:
     """Items of at most `limit` keys. fixed: cut at its multiples, so that a row's cuts don't depend on its neighbours."""
-    items: tuple[list[Item], ...] = tuple([] for _ in tiles)
-    found: dict[int, list[int]] = {}
-    partials = 0
-    for part in parts:
-        cuts = list(_cuts(part, tiles[part.kind].keys, limit, fixed))
-        merged = part.shared or len(cuts) > 1
-        for begin, end in cuts:
-            partial = partials if merged else -1
-            items[part.kind].append(Item(part.first, part.queries, part.pages, begin, end, part.context, part.tree, partial))
-            if merged:
-                for token in table.tokens[part.first : part.first + part.queries]:
-                    found.setdefault(token, []).append(partials)
-                    partials += 1
-    for kind in items:
-        kind.sort(key=lambda item: item.begin - item.end)
-    entries: list[tuple[int, int, int]] = []
-    pieces: list[int] = []
-    for token, own in found.items():
-        entries.append((token, len(pieces), len(own)))
-        pieces += own
-    return Work(items, entries, pieces)
+    which, begins, ends = _cuts(parts, _ints([tile.keys for tile in tiles]), limit, fixed)
+    pieces = numpy.bincount(which, minlength=len(parts))  # items of each segment
+    merged = ((parts[:, SHARED] > 0) | (pieces > 1))[which]
+    queries = numpy.where(merged, parts[which, QUERIES], 0)
+    partials = _before(queries)
+    items = parts[which, :8]
+    items[:, BEGIN], items[:, END], items[:, PARTIAL] = begins, ends, numpy.where(merged, partials, -1)
+    longest_first = numpy.argsort(begins - ends, kind="stable")
+    kinds = parts[which, KIND][longest_first]
+    tokens = table.tokens[_ranges(parts[which, FIRST], queries)]  # of each partial
+    order = numpy.argsort(tokens, kind="stable")
+    own, places, counts = numpy.unique(tokens[order], return_index=True, return_counts=True)
+    return Work(
+        items=tuple(items[longest_first[kinds == kind]] for kind in range(len(tiles))),
+        entries=numpy.stack((own, places, counts), 1),
+        pieces=order,
+    )
 
 
-def _cuts(part: Segment, keys: int, limit: int, fixed: bool) -> Iterator[tuple[int, int]]:
-    begin, end = part.begin, part.end
+FIRST, QUERIES, PAGES, BEGIN, END, CONTEXT, TREE, KIND, SHARED = range(len(Segment._fields))
+PARTIAL = KIND  # of an item, where a segment has its kind
+
+
+def _cuts(parts: Array, keys: Array, limit: int, fixed: bool) -> tuple[Array, Array, Array]:
+    """Of every item: its segment, first key and the one after its last. keys: of each tile."""
+    begin, end = parts[:, BEGIN], parts[:, END]
     if fixed:
-        inner = range((begin // limit + 1) * limit, end, limit)
-        yield from zip([begin, *inner], [*inner, end], strict=True)
-        return
-    parts = -(-(end - begin) // limit)
-    length = -(-(end - begin) // (parts * keys)) * keys
-    for at in range(begin, end, length):
-        yield at, min(at + length, end)
+        length = numpy.full(len(parts), limit)
+        start = begin // limit * limit
+    else:
+        count, tile = -(-(end - begin) // limit), keys[parts[:, KIND]]
+        length = -(-(end - begin) // (count * tile)) * tile
+        start = begin
+    cuts = -(-(end - start) // length)
+    which = numpy.repeat(numpy.arange(len(parts)), cuts)
+    at = start[which] + _ranges(numpy.zeros_like(cuts), cuts) * length[which]
+    return which, numpy.maximum(at, begin[which]), numpy.minimum(at + length[which], end[which])

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -34,13 +35,16 @@ def die_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def configure_logging(name: str, json_output: bool) -> None:
-    """All of stdlib logging goes to stdout, from INFO on: `2026-11-21T02:30:00.123Z INFO router: message`."""
+def configure_logging(name: str, json_output: bool, level: str = "info", context: Callable[[], Mapping[str, str]] = dict) -> None:
+    """All of stdlib logging goes to stdout, from `level` on: `2026-11-21T02:30:00.123Z INFO router: message`.
+
+    JSON lines also have what `context` returns while they are written, and what is passed as `extra={"values": {...}}`.
+    """
     handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(_JsonLine(name) if json_output else _Line(name))
+    handler.setFormatter(_JsonLine(name, context) if json_output else _Line(name))
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(logging.INFO)
+    root.setLevel(level.upper())
 
 
 def _moment(record: logging.LogRecord) -> str:
@@ -58,12 +62,18 @@ class _Line(logging.Formatter):
 
 
 class _JsonLine(_Line):
+    def __init__(self, name: str, context: Callable[[], Mapping[str, str]]) -> None:
+        super().__init__(name)
+        self._context = context
+
     def format(self, record: logging.LogRecord) -> str:
         values = {
             "timestamp": _moment(record),
             "level": record.levelname,
             "name": self._name,
             "message": record.getMessage(),
+            **self._context(),
+            **getattr(record, "values", {}),
         }
         if record.exc_info:
             values["exception"] = self.formatException(record.exc_info)

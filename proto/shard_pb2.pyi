@@ -97,7 +97,7 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., typical_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., bias_ids: _Optional[_Iterable[int]] = ..., bias_values: _Optional[_Iterable[float]] = ..., final_logprobs: _Optional[bool] = ...) -> None: ...
 
 class Group(_message.Message):
-    __slots__ = ("uid", "tokens", "choices", "max_new_tokens", "end_ids", "sampling", "top_n", "prompt_logprobs", "continuations", "cache_key")
+    __slots__ = ("uid", "tokens", "choices", "max_new_tokens", "end_ids", "sampling", "top_n", "prompt_logprobs", "continuations", "cache_key", "prompt_top_n", "min_new_tokens", "grammar", "trace")
     UID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     CHOICES_FIELD_NUMBER: _ClassVar[int]
@@ -108,6 +108,10 @@ class Group(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     CONTINUATIONS_FIELD_NUMBER: _ClassVar[int]
     CACHE_KEY_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOP_N_FIELD_NUMBER: _ClassVar[int]
+    MIN_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
     uid: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
     choices: int
@@ -118,7 +122,11 @@ class Group(_message.Message):
     prompt_logprobs: bool
     continuations: _containers.RepeatedCompositeFieldContainer[Continuation]
     cache_key: str
-    def __init__(self, uid: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., choices: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., end_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., top_n: _Optional[int] = ..., prompt_logprobs: _Optional[bool] = ..., continuations: _Optional[_Iterable[_Union[Continuation, _Mapping]]] = ..., cache_key: _Optional[str] = ...) -> None: ...
+    prompt_top_n: int
+    min_new_tokens: int
+    grammar: str
+    trace: str
+    def __init__(self, uid: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., choices: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., end_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., top_n: _Optional[int] = ..., prompt_logprobs: _Optional[bool] = ..., continuations: _Optional[_Iterable[_Union[Continuation, _Mapping]]] = ..., cache_key: _Optional[str] = ..., prompt_top_n: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., grammar: _Optional[str] = ..., trace: _Optional[str] = ...) -> None: ...
 
 class Continuation(_message.Message):
     __slots__ = ("choice", "tokens")
@@ -155,7 +163,7 @@ class DecodeRequest(_message.Message):
     def __init__(self, step: _Optional[int] = ..., batches: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepReply(_message.Message):
-    __slots__ = ("step", "uids", "choices", "tokens", "logprobs", "finishes", "top_counts", "top_ids", "top_logprobs", "prompt_uids", "prompt_counts", "prompt_logprobs", "held_uids", "held", "grow", "lacking", "free", "cached", "failed_uids", "failed_messages", "seconds", "prompt_tokens", "restored_tokens", "cached_tokens", "decode_tokens", "prompt_keys", "decode_keys")
+    __slots__ = ("step", "uids", "choices", "tokens", "logprobs", "finishes", "top_counts", "top_ids", "top_logprobs", "prompt_uids", "prompt_counts", "prompt_logprobs", "prompt_tops", "prompt_top_ids", "prompt_top_logprobs", "held_uids", "held", "grow", "lacking", "free", "cached", "failed_uids", "failed_messages", "seconds", "mask_seconds", "mask_wait_seconds", "prompt_tokens", "restored_tokens", "cached_tokens", "found_uids", "found_tokens", "decode_tokens", "prompt_keys", "decode_keys")
     STEP_FIELD_NUMBER: _ClassVar[int]
     UIDS_FIELD_NUMBER: _ClassVar[int]
     CHOICES_FIELD_NUMBER: _ClassVar[int]
@@ -168,6 +176,9 @@ class StepReply(_message.Message):
     PROMPT_UIDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_COUNTS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOPS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOP_IDS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     HELD_UIDS_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     GROW_FIELD_NUMBER: _ClassVar[int]
@@ -177,9 +188,13 @@ class StepReply(_message.Message):
     FAILED_UIDS_FIELD_NUMBER: _ClassVar[int]
     FAILED_MESSAGES_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    MASK_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    MASK_WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RESTORED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FOUND_UIDS_FIELD_NUMBER: _ClassVar[int]
+    FOUND_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DECODE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_KEYS_FIELD_NUMBER: _ClassVar[int]
     DECODE_KEYS_FIELD_NUMBER: _ClassVar[int]
@@ -195,6 +210,9 @@ class StepReply(_message.Message):
     prompt_uids: _containers.RepeatedScalarFieldContainer[int]
     prompt_counts: _containers.RepeatedScalarFieldContainer[int]
     prompt_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    prompt_tops: _containers.RepeatedScalarFieldContainer[int]
+    prompt_top_ids: _containers.RepeatedScalarFieldContainer[int]
+    prompt_top_logprobs: _containers.RepeatedScalarFieldContainer[float]
     held_uids: _containers.RepeatedScalarFieldContainer[int]
     held: _containers.RepeatedScalarFieldContainer[int]
     grow: _containers.RepeatedScalarFieldContainer[int]
@@ -204,13 +222,17 @@ class StepReply(_message.Message):
     failed_uids: _containers.RepeatedScalarFieldContainer[int]
     failed_messages: _containers.RepeatedScalarFieldContainer[str]
     seconds: float
+    mask_seconds: float
+    mask_wait_seconds: float
     prompt_tokens: int
     restored_tokens: int
     cached_tokens: int
+    found_uids: _containers.RepeatedScalarFieldContainer[int]
+    found_tokens: _containers.RepeatedScalarFieldContainer[int]
     decode_tokens: int
     prompt_keys: int
     decode_keys: int
-    def __init__(self, step: _Optional[int] = ..., uids: _Optional[_Iterable[int]] = ..., choices: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., finishes: _Optional[_Iterable[int]] = ..., top_counts: _Optional[_Iterable[int]] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., prompt_uids: _Optional[_Iterable[int]] = ..., prompt_counts: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Iterable[float]] = ..., held_uids: _Optional[_Iterable[int]] = ..., held: _Optional[_Iterable[int]] = ..., grow: _Optional[_Iterable[int]] = ..., lacking: _Optional[_Iterable[int]] = ..., free: _Optional[int] = ..., cached: _Optional[int] = ..., failed_uids: _Optional[_Iterable[int]] = ..., failed_messages: _Optional[_Iterable[str]] = ..., seconds: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., restored_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., prompt_keys: _Optional[int] = ..., decode_keys: _Optional[int] = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., uids: _Optional[_Iterable[int]] = ..., choices: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., finishes: _Optional[_Iterable[int]] = ..., top_counts: _Optional[_Iterable[int]] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., prompt_uids: _Optional[_Iterable[int]] = ..., prompt_counts: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Iterable[float]] = ..., prompt_tops: _Optional[_Iterable[int]] = ..., prompt_top_ids: _Optional[_Iterable[int]] = ..., prompt_top_logprobs: _Optional[_Iterable[float]] = ..., held_uids: _Optional[_Iterable[int]] = ..., held: _Optional[_Iterable[int]] = ..., grow: _Optional[_Iterable[int]] = ..., lacking: _Optional[_Iterable[int]] = ..., free: _Optional[int] = ..., cached: _Optional[int] = ..., failed_uids: _Optional[_Iterable[int]] = ..., failed_messages: _Optional[_Iterable[str]] = ..., seconds: _Optional[float] = ..., mask_seconds: _Optional[float] = ..., mask_wait_seconds: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., restored_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., found_uids: _Optional[_Iterable[int]] = ..., found_tokens: _Optional[_Iterable[int]] = ..., decode_tokens: _Optional[int] = ..., prompt_keys: _Optional[int] = ..., decode_keys: _Optional[int] = ...) -> None: ...
 
 class FilterRequest(_message.Message):
     __slots__ = ("step", "drop", "pause", "end_uids", "end_choices")

@@ -15,6 +15,7 @@ from typing import NoReturn
 import grpc
 import torch
 
+from ..kernels.choose import force
 from ..proto import rpc, settings
 from ..proto.process import configure_logging, die_with_parent
 from .config import ShardConfig
@@ -65,6 +66,7 @@ def _work(config: ShardConfig, service: Service, load: Load, end: Callable[[int]
     """Loads the model; after that rank 0 is moved by its service, the others here, by what rank 0 passes on."""
     try:
         torch.set_num_threads(config.threads)
+        force(config.kernels)
         began = time.perf_counter()
         relay = Sender(config.relay, config.ranks - 1 if config.rank == 0 else 0)
         engine = load(config, lambda stage: setattr(service, "stage", stage))

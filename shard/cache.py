@@ -6,6 +6,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from ..kernels.paging import copy_pages
 from .models.families import Shape
 
 
@@ -20,26 +21,28 @@ class Cache:
         whole = _zeros(size, dtype, device)
         self.page_size = page_size
         self.layers = list(whole.unbind(0))
-        self._pages = whole.view(shape.layers, pages + 1, page_size, -1)
+        # Copied and zeroed as bytes where torch's operations don't know the type.
+        flat = whole.view(torch.uint8) if dtype.itemsize == 1 else whole
+        self.pages = flat.view(shape.layers, pages + 1, page_size, -1)  # [layers, pages, page_size, width]
 
-    def write(self, layer: int, slots: Tensor, rows: Tensor) -> None:
-        """rows: [tokens, 2 * kv_heads * size], rotated keys and values, to `slots` [tokens]."""
-        cache = self.layers[layer]
-        cache.view(len(cache), -1).index_copy_(0, slots, rows)
+    @property
+    def element_bytes(self) -> int:
+        """Of one number."""
+        return self.layers[0].element_size()
 
     def clear(self, pages: Listing[int]) -> None:
         """Zeroes `pages`: what is masked must still be finite, so numbers that are not must not outlive their request."""
-        self._pages.index_fill_(1, torch.tensor(pages, dtype=torch.int64, device=self._pages.device), 0)
+        self.pages.index_fill_(1, torch.tensor(pages, dtype=torch.int64, device=self.pages.device), 0)
 
     def copy(self, source: int, targets: Listing[int], rows: int) -> None:
         """The first `rows` tokens of page `source` to each of `targets`."""
-        self._pages[:, targets, :rows] = self._pages[:, source, None, :rows]
+        columns = torch.tensor([[source] * len(targets), [*targets], [rows] * len(targets)], device=self.pages.device)
+        copy_pages(self.pages, *columns)
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros which, on a CPU, take no memory until they are written: the system hands out zeroed pages on first touch."""
     if device.type != "cpu":
-        return torch.zeros(size, dtype=dtype, device=device)
-    bytes_each = torch.empty((), dtype=dtype).element_size()
-    untouched = numpy.zeros(int(numpy.prod(size)) * bytes_each, dtype=numpy.uint8)
+        return torch.zeros(size, dtype=torch.uint8 if dtype.itemsize == 1 else dtype, device=device).view(dtype)
+    untouched = numpy.zeros(int(numpy.prod(size)) * dtype.itemsize, dtype=numpy.uint8)
     return torch.from_numpy(untouched).view(dtype).view(size)

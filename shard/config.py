@@ -12,8 +12,13 @@ class ShardConfig:
     rank: int = 0
     ranks: int = 1
     device: str = "cpu"  # "cpu" or "cuda"; on "cuda" a rank takes the device of its local number
-    dtype: str = "float32"  # of weights and keys/values: "float32", "bfloat16", "float16"
+    dtype: str = "float32"  # of weights: "float32", "bfloat16", "float16"
     load_format: str = "auto"  # "auto": safetensors of the folder; "dummy": random weights from config.json alone
+    kv_cache_dtype: str = (
+        "auto"  # of keys and values: "auto", as the weights; "fp8_e4m3fn": 8 bits, with the checkpoint's scales or 1
+    )
+    kernels: str = ""  # "reference" (plain torch) or "triton" for tests; "": Triton on CUDA, torch elsewhere
+    cuda_graphs: str = "auto"  # which steps are recorded as graphs; see `rooms.parse`
     page_size: int = 16
     kv_pages: int = 0  # size of the pool in pages; 0: from the memory that is left after warm-up
     prefix_caching: bool = True  # computed prefixes are kept for later requests while nobody needs their pages

@@ -4,26 +4,32 @@ All ranks run the same engine on the same commands. Only rank 0 sees logits; the
 bookkeeping can't diverge. Knows groups, pages and strategies; no protobuf and no text.
 """
 
+import logging
 import time
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
 
 import torch
 
+from ..kernels.ragged import Layout
 from . import step
 from .cache import Cache
 from .decoding.sample import Sample
 from .decoding.sampler import Pick
 from .decoding.strategy import Emitted, Strategy
+from .forward import Bounds, Forward, Record
 from .logits import choose, score_prompts
+from .masks import Masks
 from .models.decoder import Decoder
 from .pages import OutOfPages, PagePool
 from .prefix import Prefixes
 from .prompts import Prompts
 from .sequence import Batch, Group, Sequence
 from .step import Run
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -32,9 +38,13 @@ class Outcome:
 
     emitted: list[tuple[int, Emitted]] = field(default_factory=list)  # (uid, token)
     prompts: list[tuple[int, list[float]]] = field(default_factory=list)  # (uid, logprobs) of prompts now complete
+    tops: list[list[tuple[int, float]]] = field(default_factory=list)  # of each of these: Group.prompt_tops
+    found: list[tuple[int, int]] = field(default_factory=list)  # (uid, tokens of its prompt that were cached), fresh groups only
     standing: list[tuple[int, int, int, int]] = field(default_factory=list)  # (uid, *Group.standing), only where it changed
     failed: list[tuple[int, str]] = field(default_factory=list)  # (uid, why); they are gone
     seconds: float = 0.0
+    mask_seconds: float = 0.0  # what grammars' masks took, beside the forward
+    mask_wait_seconds: float = 0.0  # what of it the forward did not hide
     prompt_tokens: int = 0
     restored_tokens: int = 0  # those of them that restore groups
     cached_tokens: int = 0  # that were found instead
@@ -44,29 +54,54 @@ class Outcome:
     free: int = 0  # pages, when it was over
     cached: int = 0
 
+    def fail(self, group: Group, why: str) -> None:
+        """The group is not computed any further. Said here too, by the name under which logs and traces of others know it."""
+        log.warning("request %s failed: %s", group.trace or group.uid, why)
+        self.failed.append((group.uid, why))
+
 
 class Engine:
     """One rank's batches, and the model that moves them on."""
 
-    def __init__(self, decoder: Decoder, device: torch.device, page_size: int, prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        device: torch.device,
+        page_size: int,
+        prefix_caching: bool = True,
+        cache_dtype: torch.dtype | None = None,
+        masks: Masks | None = None,
+    ) -> None:
+        """cache_dtype: of keys and values; without it, the weights' own. masks: what grammars need, on rank 0."""
         self.decoder = decoder
         self.device = device
         self.strategy: Strategy = Sample()
         self._prefix_caching = prefix_caching
-        self._windows = sorted(set(decoder.shape.windows))
-        self._elements = decoder.shape.kv_elements(decoder.ranks.size) // decoder.shape.layers
+        self._cache_dtype = cache_dtype or decoder.embedding.dtype
+        self._masks = masks
         self.resize(0, page_size)
 
     def resize(self, pages: int, page_size: int) -> None:
         """Starts anew with an empty pool of that size."""
         shape, ranks = self.decoder.shape, self.decoder.ranks.size
-        self.cache = Cache(shape, ranks, pages, page_size, self.decoder.embedding.dtype, self.device)
+        self.cache = Cache(shape, ranks, pages, page_size, self._cache_dtype, self.device)
+        self.forward = Forward(self.decoder, self.cache, _layout(self.decoder, page_size, self.device))
         self.pool = PagePool(pages, page_size)
         self.prefixes = Prefixes(self.pool) if self._prefix_caching else None
         self.prompts = Prompts(self.pool, self.cache, self.prefixes)
         self.batches: dict[int, Batch] = {}
         self.groups: dict[int, Group] = {}  # of all batches, by uid
         self._changed: dict[int, Group] = {}  # groups whose standing may have changed, by uid
+
+    @property
+    def token_bytes(self) -> int:
+        """What keys and values of a token take on this rank."""
+        return self.decoder.shape.kv_elements(self.decoder.ranks.size) * self._cache_dtype.itemsize
+
+    @torch.inference_mode()
+    def record(self, record: Record, bounds: Bounds, progress: Callable[[str], None]) -> None:
+        """Makes graphs of steps over the pool as it is now; see `forward`."""
+        self.forward.record(record, bounds, progress)
 
     def clear(self) -> None:
         """Drops every batch and forgets every prefix."""
@@ -83,13 +118,13 @@ class Engine:
         for group in groups:
             problem = self._problem(group)
             if problem:
-                outcome.failed.append((group.uid, problem))
+                outcome.fail(group, problem)
                 self.filter([group.uid])
             else:
                 self._join(batch, group)
         decodes = self._decodes(decode, outcome)
         known = [(self.groups[uid], most) for uid, most in dict(chunks).items() if uid in self.groups]
-        prompts = self.prompts.fill(known, prompt_tokens)
+        prompts = self.prompts.fill(self._compiled(known, alone=not decodes), prompt_tokens)
         return self._run(prompts, decodes, outcome)
 
     def decode(self, batches: Listing[int]) -> Outcome:
@@ -174,7 +209,7 @@ class Engine:
 
     def _fail(self, group: Group, why: str, outcome: Outcome) -> None:
         """The group goes, and nobody finds what it has computed."""
-        outcome.failed.append((group.uid, why))
+        outcome.fail(group, why)
         if self.prefixes is not None:
             for sequence in group.sequences:
                 self.prefixes.withdraw(sequence)
@@ -192,9 +227,21 @@ class Engine:
                 self._extend(group, spans)
                 runs.append(Run(group, spans, sampled=True))
             except OutOfPages as error:
-                outcome.failed.append((group.uid, f"the pool is full: {error}"))
+                outcome.fail(group, f"the pool is full: {error}")
                 self._drop(group)
         return runs
+
+    def _compiled(self, chunks: list[tuple[Group, int]], alone: bool) -> list[tuple[Group, int]]:
+        """Without those whose grammars are still being compiled: nobody waits for them, unless there is nothing else to be done.
+        What is ready is a matter of time, so rank 0 tells the others."""
+        asked = [group for group, _ in chunks if group.grammar and not group.compiled]
+        if not asked:
+            return chunks
+        ready = self._masks.ready(asked, alone and len(asked) == len(chunks)) if self._masks else [False] * len(asked)
+        told = self.decoder.ranks.tell(torch.tensor(ready, dtype=torch.int64, device=self.device)).tolist()
+        for group, compiled in zip(asked, told, strict=True):
+            group.compiled = bool(compiled)
+        return [(group, most) for group, most in chunks if group.compiled or not group.grammar]
 
     def _extend(self, group: Group, spans: Listing[step.Span]) -> None:
         """Pages for spans, which count as computed from here on. Raises OutOfPages."""
@@ -215,13 +262,15 @@ class Engine:
         picks: dict[int, list[Pick | None]] = {}
         if spans:
             self._clear_taken()
-            plan = step.plan(spans, self.pool.page_size, self._windows, self._elements, self.device)
-            hidden = self.decoder(plan, self.cache)
+            masks = self._masks.begin(runs) if self._masks else None
+            hidden = self.forward(spans)
             first = 0
             for run in runs:
                 run.first, first = first, first + run.wanted
             score_prompts(self.decoder, prompts, hidden)
-            picks = choose(self.decoder, self.strategy, runs, hidden)
+            picks = choose(self.decoder, self.strategy, runs, hidden, masks)
+            if masks is not None:
+                outcome.mask_seconds, outcome.mask_wait_seconds = masks.seconds, masks.waited
         self._publish(runs)
         for run in prompts:
             self._count_prompt(run, outcome)
@@ -278,6 +327,7 @@ class Engine:
         """The choices that waited for the prompt have begun."""
         if group.prompt_logprobs:
             outcome.prompts.append((group.uid, group.prompt_scores))
+            outcome.tops.append(group.prompt_tops)
             group.prompt_logprobs = False
         [first] = group.sequences
         first.choice, *others = group.waiting
@@ -292,6 +342,8 @@ class Engine:
         outcome.cached_tokens += run.found
         if not run.group.waiting:
             outcome.restored_tokens += tokens
+        elif run.found:
+            outcome.found.append((run.group.uid, run.found))
 
     def _tell(self, outcome: Outcome) -> None:
         """Reports the standing of groups where it has changed."""
@@ -304,3 +356,16 @@ class Engine:
                     outcome.standing.append((uid, *standing))
         self._changed.clear()
         outcome.free, outcome.cached = self.pool.free, self.pool.cached
+
+
+def _layout(decoder: Decoder, page_size: int, device: torch.device) -> Layout:
+    shape, ranks = decoder.shape, decoder.ranks.size
+    return Layout(
+        page_size=page_size,
+        heads=shape.heads // ranks,
+        kv_heads=shape.kv_heads // ranks,
+        size=shape.head_size,
+        windows=tuple(sorted(set(shape.windows))),
+        dtype=decoder.embedding.dtype,
+        device=device,
+    )

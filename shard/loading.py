@@ -4,12 +4,16 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
+from ..kernels.choose import triton_on
 from .config import ShardConfig
+from .decoding.grammar import Grammars
 from .engine import Engine
+from .masks import Masks
 from .models.decoder import Decoder
 from .models.families import Unsupported, shape
 from .parallel import Ranks
@@ -52,15 +56,21 @@ def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
     model.check_ranks(config.ranks)
     device = _device(config)
     dtype = DTYPES[config.dtype]
+    if triton_on(device) and find_spec("triton") is None:
+        raise Unsupported(
+            "the kernels need Triton, which is not installed: pip install 'triton>=3.6', or PENSTOCK_KERNELS=reference"
+        )
     if config.ranks > 1:
         stage(f"waiting for {config.ranks} ranks")
     ranks = Ranks(config.rank, config.ranks, device, config.master_addr, config.master_port)
+    masks = Masks(Grammars(folder, model.vocabulary), model.vocabulary) if config.rank == 0 else None
     progress = Progress(model.parameters(config.ranks), stage)
     source: Source = (
         DummyWeights(dtype, device, progress) if config.load_format == "dummy" else Weights(folder, dtype, device, progress)
     )
     stage("loading weights")
-    return Engine(Decoder(model, source, ranks, device), device, config.page_size, config.prefix_caching)
+    cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8_e4m3fn" else None
+    return Engine(Decoder(model, source, ranks, device), device, config.page_size, config.prefix_caching, cache_dtype, masks)
 
 
 def _device(config: ShardConfig) -> torch.device:

@@ -1,14 +1,17 @@
 """How many pages fit: measures what the largest step takes and gives the rest of the memory to keys and values."""
 
 import logging
+from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from ..kernels.choose import triton_on
 from ..proto.process import available_memory
 from .engine import Engine, Outcome
 from .models.families import Unsupported
+from .rooms import GRAPH_BYTES
 from .sequence import Group, Sampling, sequences
 
 log = logging.getLogger(__name__)
@@ -30,19 +33,22 @@ class Sample:
 
 
 def size_pool(
-    engine: Engine, page_size: int, pages: int, fraction: float, tokens: int, rows: int, total: int
+    engine: Engine, page_size: int, pages: int, fraction: float, tokens: int, rows: int, total: int, graphs: Listing[int] = ()
 ) -> tuple[int, Sample]:
     """The number of pages that this rank's pool should have, and the step that it was derived from.
 
     pages: what the operator asked for, 0 to decide here; fraction: of the memory that may be used; tokens, rows: of the largest
-    step; total: tokens of the longest sequence. Raises Unsupported if it isn't enough for anything.
+    step; total: tokens of the longest sequence; graphs: tokens of the steps that will be recorded. Raises Unsupported if it isn't
+    enough for anything.
     """
     ranks = engine.decoder.ranks.size
-    page_bytes = engine.decoder.shape.kv_elements(ranks) * engine.decoder.embedding.element_size() * page_size
-    # The measured step has no context. A long one is gathered, and copied once more by head, one layer at a time.
-    context = 2 * total * page_bytes // page_size // engine.decoder.shape.layers
+    page_bytes = engine.token_bytes * page_size
+    # The measured step has no context. On a CPU a long one is gathered, and copied once more by head, one layer at a time.
+    context = 0 if triton_on(engine.device) else 2 * total * page_bytes // page_size // engine.decoder.shape.layers
     sample = _sample(engine, page_size, tokens, min(rows, tokens))
-    needed = sample.bytes * -(-tokens // sample.tokens) + context
+    # Graphs keep what their steps take, in memory that all of them share.
+    recorded = len(graphs) * GRAPH_BYTES + sample.bytes * max(graphs, default=0) // sample.tokens
+    needed = sample.bytes * -(-tokens // sample.tokens) + context + recorded
     available = int(_available(engine.device) * fraction) // (ranks if engine.device.type == "cpu" else 1)
     room = (available - needed) // page_bytes
     useful = rows * -(-total // page_size)  # every row as long as can be: more pages could never be filled
@@ -54,9 +60,13 @@ def size_pool(
     chosen = pages or min(room, useful)
     log.info(
         f"pool: {chosen} pages of {page_size} tokens ({chosen * page_size} tokens, {chosen * page_bytes / 1e9:.2f} GB); "
-        f"a step takes up to {needed / 1e9:.2f} GB, room for {room} pages"
+        f"a step takes up to {needed / 1e9:.2f} GB{_of_graphs(recorded)}, room for {room} pages"
     )
     return int(chosen), sample
+
+
+def _of_graphs(recorded: int) -> str:
+    return f", {recorded / 1e9:.2f} of it for graphs" if recorded else ""
 
 
 def _sample(engine: Engine, page_size: int, tokens: int, rows: int) -> Sample:
@@ -98,4 +108,7 @@ def _peak(device: torch.device, reset: bool = False) -> int:
 
 def _available(device: torch.device) -> int:
     """Bytes that can still be taken."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+    if device.type != "cuda":
+        return available_memory()
+    torch.cuda.empty_cache()  # what the measured step has left for the next one
+    return torch.cuda.mem_get_info(device)[0]

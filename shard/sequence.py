@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
 
+from .decoding.grammar import Guide
 from .prefix import Node
 
 # Decode steps that `Group.grow` covers: the router decides on the next one while another is under way.
@@ -53,6 +54,7 @@ class Sequence:
     computed: int = 0  # tokens whose keys and values are in `pages`; while a step is planned, those of that step included
     pages: list[int] = field(default_factory=list)
     node: Node | None = None  # of its last full page that others can find; None: there is none
+    guide: Guide | None = None  # its place in the group's grammar, once it was asked for; on rank 0 only
 
     @property
     def generated(self) -> int:
@@ -77,6 +79,12 @@ class Group:
     top_n: int = 0
     prompt_logprobs: bool = False  # they are wanted, and were not reported yet
     prompt_scores: list[float] = field(default_factory=list)  # of prompt tokens 1, 2, ... as far as computed, if asked for
+    prompt_top_n: int = 0
+    prompt_tops: list[tuple[int, float]] = field(default_factory=list)  # so many for each of these scores: (token, logprob)
+    min_new_tokens: int = 0  # before so many, end_ids can't be drawn
+    grammar: str = ""  # that its sequences keep, as `decoding.grammar` wants it; "": none
+    compiled: bool = False  # the grammar is, as rank 0 has told
+    trace: str = ""  # by which logs of others know it
     batch: int = 0
     decodes: bool = False  # all is computed but the last tokens
     told: tuple[int, int, int] = (-1, -1, -1)  # the standing that was last reported

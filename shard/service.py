@@ -13,12 +13,16 @@ from typing import Any
 
 import grpc
 
+from ..kernels.choose import triton_on
 from ..proto import shard_pb2 as wire
 from .config import ShardConfig
 from .engine import Engine, Outcome
+from .forward import Bounds
+from .graphs import Recorder
 from .memory import size_pool
 from .models.families import Unsupported
 from .relay import Sender
+from .rooms import decodes, mixed, parse
 from .sequence import Group, Sampling, sequences
 from .steps import Answer, Executor, Failed, Refused
 
@@ -91,15 +95,19 @@ class Service:
         engine, config = self.engine, self._config
         shape, ranks = engine.decoder.shape, engine.decoder.ranks
         total = min(request.max_total_tokens or shape.max_positions, shape.max_positions)
-        pages, sample = size_pool(
-            engine, config.page_size, config.kv_pages, config.memory_fraction, request.max_step_tokens, request.max_step_rows, total
-        )
+        tokens, rows = request.max_step_tokens, request.max_step_rows
+        graphs = engine.device.type == "cuda" and triton_on(engine.device)  # the plain operations wait for the device on the way
+        chosen = parse(config.cuda_graphs) if graphs else ()
+        sizes = [*decodes(chosen, rows), *mixed(chosen, tokens)]
+        pages, sample = size_pool(engine, config.page_size, config.kv_pages, config.memory_fraction, tokens, rows, total, sizes)
         engine.resize(ranks.least(pages), config.page_size)
-        size = shape.kv_elements(ranks.size) * engine.decoder.embedding.element_size()
+        if sizes:
+            bounds = Bounds(tokens, rows, total, engine.pool.pages, chosen)
+            engine.record(Recorder(), bounds, lambda stage: setattr(self, "stage", stage))
         return wire.WarmupReply(
             pages=engine.pool.pages,
             page_size=config.page_size,
-            bytes_per_page=size * config.page_size,
+            bytes_per_page=engine.token_bytes * config.page_size,
             weight_bytes=engine.decoder.weight_bytes,
             sample_tokens=sample.tokens,
             sample_seconds=sample.seconds,
@@ -205,6 +213,9 @@ def step_reply(step: int, outcome: Outcome) -> wire.Reply:
         prompt_uids=[uid for uid, _ in outcome.prompts],
         prompt_counts=[len(scores) for _, scores in outcome.prompts],
         prompt_logprobs=[score for _, scores in outcome.prompts for score in scores],
+        prompt_tops=[len(of) // max(len(scores), 1) for (_, scores), of in zip(outcome.prompts, outcome.tops, strict=True)],
+        prompt_top_ids=[token for of in outcome.tops for token, _ in of],
+        prompt_top_logprobs=[logprob for of in outcome.tops for _, logprob in of],
         held_uids=[uid for uid, _, _, _ in outcome.standing],
         held=[held for _, held, _, _ in outcome.standing],
         grow=[grow for _, _, grow, _ in outcome.standing],
@@ -214,9 +225,13 @@ def step_reply(step: int, outcome: Outcome) -> wire.Reply:
         failed_uids=[uid for uid, _ in outcome.failed],
         failed_messages=[message for _, message in outcome.failed],
         seconds=outcome.seconds,
+        mask_seconds=outcome.mask_seconds,
+        mask_wait_seconds=outcome.mask_wait_seconds,
         prompt_tokens=outcome.prompt_tokens,
         restored_tokens=outcome.restored_tokens,
         cached_tokens=outcome.cached_tokens,
+        found_uids=[uid for uid, _ in outcome.found],
+        found_tokens=[tokens for _, tokens in outcome.found],
         decode_tokens=outcome.decode_tokens,
         prompt_keys=outcome.prompt_keys,
         decode_keys=outcome.decode_keys,
@@ -251,6 +266,10 @@ def group_from(message: wire.Group) -> Group:
         end_ids=frozenset(message.end_ids),
         top_n=message.top_n,
         prompt_logprobs=message.prompt_logprobs and not continuations,  # they were reported with the first token
+        prompt_top_n=message.prompt_top_n,
+        min_new_tokens=message.min_new_tokens,
+        grammar=message.grammar,
+        trace=message.trace,
     )
 
 

@@ -2,12 +2,17 @@
 
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..kernels import attention
+from ..kernels import attention, ragged
+from ..kernels.ragged import Layout
 from .sequence import Group, Sequence
+
+if TYPE_CHECKING:
+    from ..kernels import paged_attention  # which imports Triton
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,43 +55,68 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
+class Room:
+    """What a step is padded to, so that a graph can take it."""
+
+    tokens: int
+    rows: int
+    attention: "paged_attention.Capacity"
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
-    """A forward's input: all spans' tokens one after the other."""
+    """A forward's input: all spans' tokens one after the other, then padding, which has no slot."""
 
-    tokens: Tensor  # [tokens] int64
-    positions: Tensor  # [tokens] int64, for rotary
-    slots: Tensor  # [tokens] int64: where each token's key and value go
-    blocks: list[attention.Block]
-    rows: Tensor  # [rows] int64: the tokens whose logits are wanted, in the order of the spans
+    buffer: Tensor  # int64: all of the following
+    tokens: Tensor  # [tokens]
+    positions: Tensor  # [tokens], for rotary
+    slots: Tensor  # [tokens]: where each token's key and value go; -1: nowhere
+    rows: Tensor  # [rows]: the tokens whose logits are wanted, in the order of the spans
+    attention: ragged.Plan
+
+    def become(self, other: "Step") -> None:
+        """Takes the contents of a step for the same room, in place."""
+        assert not isinstance(self.attention, list)
+        assert not isinstance(other.attention, list)
+        self.buffer.copy_(other.buffer, non_blocking=True)
+        self.attention.become(other.attention)
 
 
-def plan(spans: Listing[Span], page_size: int, windows: Listing[int], elements: int, device: torch.device) -> Step:
-    """The step that computes `spans`.
-
-    windows: the distinct ones of the model's layers; elements: keys' and values' per token and layer, on this rank.
-    """
+def plan(spans: Listing[Span], layout: Layout, room: Room | None = None) -> Step:
+    """The step that computes `spans`. Raises ragged.Full if there is too little room."""
     rows = [attention.Row(len(s.tokens), s.start, s.sequence.pages, s.parents) for s in spans]
     tokens: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
     starts = [0] * len(spans)
-    order = attention.order(rows)
+    size = layout.page_size
+    order = ragged.order(rows, layout)
     for i in order:
         span, start, pages = spans[i], spans[i].start, spans[i].sequence.pages
         starts[i] = len(tokens)
         tokens += span.tokens
         places = range(start, start + len(span.tokens))
         positions += places if span.parents is None else [start + depth for depth in attention.ancestry(span.parents)[1]]
-        slots += [pages[place // page_size] * page_size + place % page_size for place in places]
-    return Step(
-        tokens=torch.tensor(tokens, device=device),
-        positions=torch.tensor(positions, device=device),
-        slots=torch.tensor(slots, device=device),
-        blocks=attention.blocks([rows[i] for i in order], page_size, windows, elements, device),
-        rows=torch.tensor(_rows(spans, starts), dtype=torch.int64, device=device),
-    )
+        slots += [pages[place // size] * size + place % size for place in places]
+    wanted = _wanted(spans, starts)
+    if room is not None:
+        lacking, unused = room.tokens - len(tokens), room.rows - len(wanted)
+        if lacking < 0 or unused < 0:
+            raise ragged.Full(f"{len(tokens)} tokens and {len(wanted)} rows, with room for {room.tokens} and {room.rows}")
+        tokens, positions, slots = tokens + [0] * lacking, positions + [0] * lacking, slots + [-1] * lacking
+        wanted += [0] * unused
+    buffer = _moved(tokens + positions + slots + wanted, layout.device)
+    tokens_of, positions_of, slots_of, rows_of = torch.split(buffer, [len(tokens)] * 3 + [len(wanted)])
+    attended = ragged.plan([rows[i] for i in order], layout, room.attention if room else None)
+    return Step(buffer, tokens_of, positions_of, slots_of, rows_of, attended)
 
 
-def _rows(spans: Listing[Span], starts: Listing[int]) -> list[int]:
+def _moved(values: list[int], device: torch.device) -> Tensor:
+    """int64 on the device, without waiting for it."""
+    tensor = torch.tensor(values, dtype=torch.int64)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def _wanted(spans: Listing[Span], starts: Listing[int]) -> list[int]:
     ends = [start + len(span.tokens) for span, start in zip(spans, starts, strict=True)]
     return [row for span, end in zip(spans, ends, strict=True) for row in range(end - span.wanted, end)]

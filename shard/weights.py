@@ -29,6 +29,9 @@ class Source(Protocol):
         Raises Unsupported, in one line with the remedy, if it isn't there or has another shape.
         """
 
+    def scale(self, name: str, size: int) -> Tensor | None:
+        """A number for each of `size` heads, [size] float32, where the checkpoint has it: as many, or one for all. Else None."""
+
 
 class Weights:
     """A folder with one safetensors file, or with several and their index."""
@@ -57,6 +60,18 @@ class Weights:
         self._progress(tensor.numel())
         return tensor.to(self._device, self._dtype)
 
+    def scale(self, name: str, size: int) -> Tensor | None:
+        """See Source."""
+        path = self._places.get(name)
+        if path is None:
+            return None
+        found = self._open(path).get_tensor(name).float().flatten()
+        if len(found) not in (1, size):
+            raise Unsupported(
+                f"tensor {name} has {len(found)} numbers, config.json says {size} heads: they belong to different models"
+            )
+        return found.expand(size).contiguous().to(self._device)  # type: ignore[no-any-return]
+
     def _open(self, path: Path) -> Any:
         if path not in self._files:
             self._files[path] = _opened(path)
@@ -73,13 +88,17 @@ class DummyWeights:
 
     def tensor(self, name: str, shape: tuple[int, ...], cut: tuple[int, int, int] | None = None) -> Tensor:
         """See Source. Every rank draws the whole tensor, so that slices fit together."""
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        full = torch.randn(shape, generator=generator).mul_(0.02)
+        generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
+        full = torch.randn(shape, generator=generator, device=self._device).mul_(0.02)
         if name.endswith("norm.weight"):
             full += 1
         tensor = _sliced(full, cut)
         self._progress(tensor.numel())
         return tensor.to(self._device, self._dtype)
+
+    def scale(self, name: str, size: int) -> Tensor | None:
+        """See Source. There is none."""
+        return None
 
 
 def _places(folder: Path) -> dict[str, Path]:

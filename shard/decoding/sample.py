@@ -1,8 +1,10 @@
 """Plain decoding: every sequence of the group goes on by one token, greedy or sampled."""
 
+import math
 from collections.abc import Sequence as Listing
+from dataclasses import replace
 
-from ..sequence import Group
+from ..sequence import Group, Sampling
 from ..step import Span
 from .sampler import Pick, Row
 from .strategy import Emitted, Finish, Verdict
@@ -19,8 +21,9 @@ class Sample:
         """One per sequence, or per choice that begins."""
         if group.waiting:
             [first] = group.sequences
-            return [Row(group.sampling, first.tokens, first.prompt_length, choice, group.top_n) for choice in group.waiting]
-        return [Row(group.sampling, s.tokens, s.prompt_length, s.choice, group.top_n) for s in group.sequences]
+            sampling = _sampling(group, 0)
+            return [Row(sampling, first.tokens, first.prompt_length, choice, group.top_n) for choice in group.waiting]
+        return [Row(_sampling(group, s.generated), s.tokens, s.prompt_length, s.choice, group.top_n) for s in group.sequences]
 
     def judge(self, group: Group, picks: Listing[Pick]) -> Verdict:
         """Appends each pick."""
@@ -28,7 +31,7 @@ class Sample:
         for sequence, pick in zip(group.sequences, picks, strict=True):
             sequence.tokens.append(pick.token)
             finish = Finish.NOT
-            if pick.token in group.end_ids:
+            if pick.complete or pick.token in group.end_ids:
                 finish = Finish.END
             elif sequence.generated >= group.max_new_tokens:
                 finish = Finish.LENGTH
@@ -36,3 +39,11 @@ class Sample:
                 ended.append(sequence)
             emitted.append(Emitted(sequence.choice, pick, finish))
         return Verdict(emitted, ended)
+
+
+def _sampling(group: Group, generated: int) -> Sampling:
+    """Of the next token; while it is too early for an end token, none can be drawn. A grammar's mask sees to that itself."""
+    if generated >= group.min_new_tokens or group.grammar:
+        return group.sampling
+    kept = ((token, value) for token, value in group.sampling.bias if token not in group.end_ids)
+    return replace(group.sampling, bias=(*kept, *((token, -math.inf) for token in sorted(group.end_ids))))

@@ -3,6 +3,7 @@
 Everything runs on rank 0: the other ranks are told the tokens.
 """
 
+import math
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 from itertools import chain
@@ -10,6 +11,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from ...kernels.beam import most_probable
+from ...kernels.choose import triton_for
 from ...kernels.sampling import Candidates, Draws, Penalties, allow, candidates, draw, penalize
 from ..sequence import Sampling
 
@@ -29,6 +32,11 @@ class Row:
         """Reports log-probabilities of another distribution than the model's own."""
         return self.sampling.final_logprobs and (self.sampling.temperature > 0 or self.sampling.penalized)
 
+    @property
+    def unusual(self) -> bool:
+        """Wants what only the plain sampler has."""
+        return self.sampling.typical_p < 1 or (self.final and (self.top_n > 0 or not self.sampling.temperature))
+
 
 @dataclass(frozen=True, slots=True)
 class Pick:
@@ -37,6 +45,7 @@ class Pick:
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()  # (id, logprob) of the most probable tokens, best first
+    complete: bool = False  # its row ends with it, though it is no end token
 
 
 def pick(logits: Tensor, rows: Listing[Row], mask: Tensor | None = None) -> list[Pick | None]:
@@ -44,6 +53,40 @@ def pick(logits: Tensor, rows: Listing[Row], mask: Tensor | None = None) -> list
 
     mask: [rows, words] int32, of rows that a grammar binds: bit i of word w allows token 32 w + i; None: all are free.
     """
+    if not triton_for(logits):
+        return _pick_plainly(logits, rows, mask)
+    plain = [i for i, row in enumerate(rows) if row.unusual]
+    if not plain:
+        return _pick_fused(logits, rows, mask)
+    fused = [i for i, row in enumerate(rows) if not row.unusual]
+    picks: list[Pick | None] = [None] * len(rows)
+    for indices, way in ((plain, _pick_plainly), (fused, _pick_fused)):
+        if indices:
+            some = way(logits[indices], [rows[i] for i in indices], mask[indices] if mask is not None else None)
+            for i, one in zip(indices, some, strict=True):
+                picks[i] = one
+    return picks
+
+
+def _pick_fused(logits: Tensor, rows: Listing[Row], mask: Tensor | None) -> list[Pick | None]:
+    """By Triton, in few passes over the logits and with one wait for the device."""
+    from ...kernels.fused_sampling import sample
+
+    penalized = any(row.sampling.penalized for row in rows)
+    found = sample(logits, _draws(rows, logits.device), _penalties(rows, logits.device) if penalized else None, mask)
+    logprobs = found.logprobs
+    if any(row.final for row in rows):
+        final = torch.tensor([row.final for row in rows], device=logits.device)
+        logprobs = torch.where(final & logprobs.isfinite(), found.final, logprobs)
+    tops = _own_tops(logits, rows)
+    chosen = torch.stack((found.tokens.double(), logprobs.double())).tolist()
+    return [
+        None if math.isnan(logprob) else Pick(int(token), logprob, tops.get(i, ()))
+        for i, (token, logprob) in enumerate(zip(*chosen, strict=True))
+    ]
+
+
+def _pick_plainly(logits: Tensor, rows: Listing[Row], mask: Tensor | None) -> list[Pick | None]:
     own = logits.logsumexp(-1)
     scores = _penalized(logits, rows)
     if mask is not None:
@@ -53,7 +96,7 @@ def pick(logits: Tensor, rows: Listing[Row], mask: Tensor | None = None) -> list
     for part, columns in picked:
         tokens[part.rows] = columns if part.ids is None else part.ids.gather(1, columns.unsqueeze(1)).squeeze(1)
     logprobs = logits.gather(1, tokens.unsqueeze(1)).squeeze(1) - own
-    tops = _own_tops(logits, own, rows)
+    tops = _own_tops(logits, rows)
     for part, columns in picked:
         _report_final(part, columns, rows, logprobs, tops)
     return [
@@ -67,27 +110,31 @@ def _penalized(logits: Tensor, rows: Listing[Row]) -> Tensor:
     indices = [i for i, row in enumerate(rows) if row.sampling.penalized]
     if not indices:
         return logits
-    own = [rows[i] for i in indices]
-    device = logits.device
-    lengths = torch.tensor([len(row.tokens) for row in own], device=device)
-    starts = lengths.cumsum(0) - lengths
-    prompts = torch.tensor([row.prompt_length for row in own], device=device)
-    places = torch.arange(int(lengths.sum()), device=device) - starts.repeat_interleave(lengths)  # of tokens in their sequences
-    bias = [(k, token, value) for k, row in enumerate(own) for token, value in row.sampling.bias]
-    penalties = Penalties(
-        rows=torch.arange(len(own), device=device).repeat_interleave(lengths),
-        ids=torch.tensor(list(chain.from_iterable(row.tokens for row in own)), device=device),
-        output=(places >= prompts.repeat_interleave(lengths)).float(),
-        repetition=torch.tensor([row.sampling.repetition_penalty for row in own], device=device),
-        frequency=torch.tensor([row.sampling.frequency_penalty for row in own], device=device),
-        presence=torch.tensor([row.sampling.presence_penalty for row in own], device=device),
+    result = logits.clone()
+    result[indices] = penalize(logits[indices], _penalties([rows[i] for i in indices], logits.device))
+    return result
+
+
+def _penalties(rows: Listing[Row], device: torch.device) -> Penalties:
+    """Of all rows; those without any have no entries."""
+    lengths = [len(row.tokens) if row.sampling.penalized else 0 for row in rows]
+    counts = torch.tensor(lengths)
+    places = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts).repeat_interleave(counts)  # of tokens in their sequences
+    prompts = torch.tensor([row.prompt_length for row in rows]).repeat_interleave(counts)
+    tokens = chain.from_iterable(row.tokens for row, length in zip(rows, lengths, strict=True) if length)
+    bias = [(k, token, value) for k, row in enumerate(rows) for token, value in row.sampling.bias]
+    samplings = [row.sampling for row in rows]
+    return Penalties(
+        rows=torch.arange(len(rows)).repeat_interleave(counts).to(device),
+        ids=torch.tensor(list(tokens), dtype=torch.int64).to(device),
+        output=(places >= prompts).float().to(device),
+        repetition=torch.tensor([sampling.repetition_penalty for sampling in samplings], device=device),
+        frequency=torch.tensor([sampling.frequency_penalty for sampling in samplings], device=device),
+        presence=torch.tensor([sampling.presence_penalty for sampling in samplings], device=device),
         bias_rows=torch.tensor([entry[0] for entry in bias], dtype=torch.int64, device=device),
         bias_ids=torch.tensor([entry[1] for entry in bias], dtype=torch.int64, device=device),
         bias_values=torch.tensor([entry[2] for entry in bias], dtype=torch.float32, device=device),
     )
-    result = logits.clone()
-    result[indices] = penalize(logits[indices], penalties)
-    return result
 
 
 def _choose(scores: Tensor, rows: Listing[Row]) -> list[tuple[Candidates, Tensor]]:
@@ -108,30 +155,24 @@ def _choose(scores: Tensor, rows: Listing[Row]) -> list[tuple[Candidates, Tensor
 
 
 def _draws(rows: Listing[Row], device: torch.device) -> Draws:
-    def floats(name: str) -> Tensor:
-        return torch.tensor([getattr(row.sampling, name) for row in rows], dtype=torch.float32, device=device)
-
-    def ints(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
-
-    return Draws(
-        temperature=floats("temperature"),
-        top_k=ints([row.sampling.top_k for row in rows]),
-        top_p=floats("top_p"),
-        min_p=floats("min_p"),
-        typical_p=floats("typical_p"),
-        seeds=ints([row.sampling.seed - (row.sampling.seed >> 63 << 64) for row in rows]),  # the same bits, signed
-        choices=ints([row.choice for row in rows]),
-        positions=ints([len(row.tokens) - row.prompt_length for row in rows]),
-    )
+    """Two copies to the device, whatever the number of parameters."""
+    samplings = [row.sampling for row in rows]
+    floats = [[one.temperature, one.top_p, one.min_p, one.typical_p] for one in samplings]
+    ints = [
+        (one.top_k, one.seed - (one.seed >> 63 << 64), row.choice, len(row.tokens) - row.prompt_length)  # the seed's bits, signed
+        for one, row in zip(samplings, rows, strict=True)
+    ]
+    temperature, top_p, min_p, typical_p = torch.tensor(floats, dtype=torch.float32).t().contiguous().to(device).unbind()
+    top_k, seeds, choices, positions = torch.tensor(ints, dtype=torch.int64).t().contiguous().to(device).unbind()
+    return Draws(temperature, top_k, top_p, min_p, typical_p, seeds, choices, positions)
 
 
-def _own_tops(logits: Tensor, own: Tensor, rows: Listing[Row]) -> dict[int, tuple[tuple[int, float], ...]]:
+def _own_tops(logits: Tensor, rows: Listing[Row]) -> dict[int, tuple[tuple[int, float], ...]]:
     indices = [i for i, row in enumerate(rows) if row.top_n and not row.final]
     if not indices:
         return {}
-    values, ids = logits[indices].topk(min(max(rows[i].top_n for i in indices), logits.shape[1]))
-    return _listed(indices, ids, values - own[indices].unsqueeze(1), rows)
+    values, ids = most_probable(logits[indices], min(max(rows[i].top_n for i in indices), logits.shape[1]))
+    return _listed(indices, ids, values, rows)
 
 
 def _report_final(

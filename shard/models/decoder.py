@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...kernels.attention import attention
 from ...kernels.linear import Weight
-from ...kernels.reference import rms_norm, rotary_table, rotate, swiglu
+from ...kernels.operations import add_rms_norm, rms_norm, rotate_and_write, swiglu
+from ...kernels.ragged import attention
+from ...kernels.reference import rotary_table
 from ..cache import Cache
 from ..parallel import Ranks
 from ..step import Step
@@ -67,6 +68,17 @@ class Loader:
         start = self.ranks.rank * size
         return self.source.tensor(name, (self.shape.vocabulary, self.shape.hidden), (0, start, start + size))
 
+    def cache_scales(self) -> Tensor | None:
+        """What cached keys and values of 8 bits are to be multiplied by, as calibrated with the checkpoint: [2, kv heads]
+        float32; None: all are 1."""
+        count = self.shape.kv_heads
+        found = [self.source.scale(f"{self.prefix}self_attn.{name}_scale", count) for name in "kv"]
+        if found[0] is None or found[1] is None:
+            return None
+        own = count // self.ranks.size
+        part = slice(self.ranks.rank * own, (self.ranks.rank + 1) * own)
+        return torch.stack((found[0][part], found[1][part]))
+
     def _part(self, name: str, full: tuple[int, ...], dimension: int) -> Tensor:
         if self.ranks.size == 1:
             return self.source.tensor(self.prefix + name, full)
@@ -90,38 +102,25 @@ class Layer:
         self.query_key_value = load.columns(names, sizes, shape.qkv_bias)
         self.query_norm = load.vector("self_attn.q_norm", shape.head_size) if shape.qk_norm else None
         self.key_norm = load.vector("self_attn.k_norm", shape.head_size) if shape.qk_norm else None
+        self.scales = load.cache_scales()
         self.output = load.rows("self_attn.o_proj", sizes[0], shape.output_bias)
         self.mlp_norm = load.vector("post_attention_layernorm", shape.hidden)
         self.gate_up = load.columns(["mlp.gate_proj", "mlp.up_proj"], [shape.intermediate] * 2, shape.mlp_bias)
         self.down = load.rows("mlp.down_proj", shape.intermediate, shape.mlp_bias)
 
-    def __call__(self, hidden: Tensor, step: Step, rotary: Tensor, cache: Cache, rows: Tensor | None) -> Tensor:
-        """hidden: [tokens, hidden]; rows: the tokens that anything is still wanted of after attention, None for all."""
-        attended = self.attend(rms_norm(hidden, self.input_norm, self.shape.norm_epsilon), step, rotary, cache)
-        if rows is not None:
-            hidden, attended = hidden[rows], attended[rows]
-            if not len(rows):
-                return hidden
-        hidden = hidden + self.ranks.add(self.output(attended))
-        wide = swiglu(self.gate_up(rms_norm(hidden, self.mlp_norm, self.shape.norm_epsilon)))
-        return hidden + self.ranks.add(self.down(wide))
+    def transform(self, attended: Tensor, residual: Tensor) -> Tensor:
+        """attended: of `attend`, for some tokens; residual: their stream, to which attention's part is added in place. Result:
+        what the MLP adds to it, all [tokens, hidden]."""
+        x = add_rms_norm(self.ranks.add(self.output(attended)), residual, self.mlp_norm, self.shape.norm_epsilon)
+        return self.ranks.add(self.down(swiglu(self.gate_up(x))))
 
     def attend(self, x: Tensor, step: Step, rotary: Tensor, cache: Cache) -> Tensor:
         """x: [tokens, hidden], normalized; result: [tokens, this rank's heads * head size]. Writes keys and values to the cache."""
-        size, heads, kv_heads = (
-            self.shape.head_size,
-            self.shape.heads // self.ranks.size,
-            self.shape.kv_heads // self.ranks.size,
-        )
-        joint = self.query_key_value(x)
-        turned = joint.view(len(x), -1, size)[:, : heads + kv_heads]
-        if self.query_norm is not None and self.key_norm is not None:
-            turned[:, :heads] = rms_norm(turned[:, :heads], self.query_norm, self.shape.norm_epsilon)
-            turned[:, heads:] = rms_norm(turned[:, heads:], self.key_norm, self.shape.norm_epsilon)
-        rotate(turned, rotary)
-        cache.write(self.index, step.slots, joint[:, heads * size :])
-        query = joint[:, : heads * size].view(len(x), heads, size)
-        return attention(query, cache.layers[self.index], step.blocks, self.window, size**-0.5).flatten(1)
+        size, layer = self.shape.head_size, cache.layers[self.index]
+        scales = self.scales if layer.dtype != x.dtype else None
+        joint, epsilon = self.query_key_value(x), self.shape.norm_epsilon
+        query = rotate_and_write(joint, rotary, step.slots, layer, self.query_norm, self.key_norm, epsilon, scales)
+        return attention(query, layer, step.attention, self.window, size**-0.5, scales).flatten(1)
 
 
 class Decoder:
@@ -139,12 +138,17 @@ class Decoder:
 
     def __call__(self, step: Step, cache: Cache) -> Tensor:
         """Computes the step's tokens, writes their keys and values, and returns the wanted rows' states: [rows, hidden]."""
-        hidden = self.embed(step.tokens)
-        rotary = rotary_table(self.frequencies, step.positions, hidden.dtype)
-        for layer in self.layers:
-            last = layer is self.layers[-1]
-            hidden = layer(hidden, step, rotary, cache, step.rows if last else None)
-        return rms_norm(hidden, self.norm, self.shape.norm_epsilon)
+        residual, epsilon = self.embed(step.tokens), self.shape.norm_epsilon
+        rotary = rotary_table(self.frequencies, step.positions, residual.dtype)
+        x = rms_norm(residual, self.layers[0].input_norm, epsilon)
+        for layer, norm in zip(self.layers, [*(layer.input_norm for layer in self.layers[1:]), self.norm], strict=True):
+            attended = layer.attend(x, step, rotary, cache)
+            if layer is self.layers[-1]:  # whose keys and values are written: nothing more is wanted of other rows
+                residual, attended = residual[step.rows], attended[step.rows]
+                if not len(residual):
+                    return residual
+            x = add_rms_norm(layer.transform(attended, residual), residual, norm, epsilon)
+        return x
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[tokens, hidden]."""

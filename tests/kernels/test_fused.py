@@ -132,7 +132,7 @@ def test_rotate_and_write(dtype: torch.dtype, norm: bool, chance: random.Random)
         weights = [randn(size, dtype=dtype) if norm else None for _ in "qk"]
         found = []
         for which in ("reference", "triton"):
-            choose.force(which)  # type: ignore[arg-type]
+            choose.force(which)
             cache = torch.full((20, 2, kv_heads, size), torch.nan, dtype=dtype, device=DEVICE)
             own = joint.clone()
             query = operations.rotate_and_write(own, table, slots.to(DEVICE), cache, *weights, 1e-5)
@@ -143,6 +143,19 @@ def test_rotate_and_write(dtype: torch.dtype, norm: bool, chance: random.Random)
         close(found[1][0], found[0][0])
         assert found[1][1].isnan().equal(found[0][1].isnan())  # nothing but the slots is written
         close(found[1][1].nan_to_num(), found[0][1].nan_to_num())
+
+
+def test_write_of_8_bits() -> None:
+    """Numbers that 8 bits can hold, so that rounding, which the interpreter gets wrong, has nothing to do; and larger ones."""
+    joint = torch.tensor([[0.0, 0, 1.5, -0.875, 448 * 4, 8], [0, 0, 1e9, 3.25, -1e9, 0.5]], device=DEVICE)
+    table = reference.rotary_table(torch.zeros(1), torch.arange(2), torch.float32).to(DEVICE)
+    scales = torch.tensor([[0.5], [4.0]], device=DEVICE)
+    for which in ("reference", "triton"):
+        choose.force(which)
+        cache = torch.zeros(3, 2, 1, 2, device=DEVICE).to(torch.float8_e4m3fn)
+        operations.rotate_and_write(joint.clone(), table, torch.tensor([2, 0], device=DEVICE), cache, None, None, 1e-5, scales)
+        expected = [[448, 6.5, -448, 0.125], [0, 0, 0, 0], [3, -1.75, 448, 2]]
+        torch.testing.assert_close(cache.float().flatten(1).cpu(), torch.tensor(expected))
 
 
 def test_rows_do_not_know_their_neighbours(chance: random.Random) -> None:
@@ -174,4 +187,4 @@ def test_the_choice() -> None:
     choose.force("reference")
     assert choose.triton_for(torch.empty(1, device=DEVICE)) is False
     with pytest.raises(ValueError, match="no such kernels: 'cuda'"):
-        choose.force("cuda")  # type: ignore[arg-type]
+        choose.force("cuda")

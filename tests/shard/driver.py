@@ -275,6 +275,9 @@ def message(group: Group) -> wire.Group:
         ),
         top_n=group.top_n,
         prompt_logprobs=group.prompt_logprobs,
+        prompt_top_n=group.prompt_top_n,
+        min_new_tokens=group.min_new_tokens,
+        grammar=group.grammar,
         cache_key=first.cache_key,
     )
 

@@ -47,7 +47,9 @@ class Slots:
 class Model:
     """Stands for the decoder: writes all of a step, then looks at what its rows see."""
 
-    shape = SimpleNamespace(layers=1, windows=(0,), kv_heads=1, head_size=1, vocabulary=POISON + 1, kv_elements=lambda ranks: 2)
+    shape = SimpleNamespace(
+        layers=1, windows=(0,), heads=1, kv_heads=1, head_size=1, vocabulary=POISON + 1, kv_elements=lambda ranks: 2
+    )
     ranks = SimpleNamespace(size=1, rank=0)
     embedding = torch.zeros(1)
 
@@ -74,7 +76,7 @@ class Model:
         return span.sequence.cache_key, tuple(span.sequence.tokens[: place + 1])
 
 
-def choose(decoder: object, strategy: Any, runs: Sequence[Run], hidden: object) -> dict[int, list[Pick | None]]:
+def choose(decoder: object, strategy: Any, runs: Sequence[Run], hidden: object, masks: object) -> dict[int, list[Pick | None]]:
     """Stands for what makes tokens of logits."""
 
     def draw(row: Any) -> Pick | None:
@@ -96,6 +98,7 @@ class Paper(Engine):
         super().resize(pages, page_size)
         self.cache: Any = Slots(page_size)
         self.prompts._cache = self.cache
+        self.forward: Any = lambda spans: self.decoder(spans, self.cache)
         evicted = self.pool.evicted
 
         def count(page: int) -> None:
@@ -143,7 +146,6 @@ class Paper(Engine):
 @pytest.fixture
 def paper(monkeypatch: pytest.MonkeyPatch) -> type[Paper]:
     """The engine, with a step that is not made of tensors."""
-    monkeypatch.setattr(engine_module.step, "plan", lambda spans, *rest: list(spans))
     monkeypatch.setattr(engine_module, "choose", choose)
     monkeypatch.setattr(engine_module, "score_prompts", lambda *rest: None)
     return Paper

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels import attention, noise
+from penstock.kernels import attention, noise, operations
 from penstock.shard import step
-from penstock.shard.cache import Cache
 from penstock.shard.engine import Engine
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling
@@ -54,7 +53,6 @@ class Bench:
 
     def __init__(self, name: str, page_size: int) -> None:
         self.engine = tiny.engine(name, page_size, 1024)
-        self.cache: Cache = self.engine.cache
 
     @torch.inference_mode()
     def run(self, spans: Sequence[step.Span]) -> Tensor:
@@ -62,8 +60,7 @@ class Bench:
         engine = self.engine
         for span in spans:
             engine.pool.extend(span.sequence.pages, span.start + len(span.tokens))
-        plan = step.plan(spans, engine.pool.page_size, engine._windows, engine._elements, tiny.CPU)
-        logits = engine.decoder.logits(engine.decoder(plan, self.cache))
+        logits = engine.decoder.logits(engine.forward(spans))
         for span in spans:
             span.sequence.computed += len(span.tokens) if span.parents is None else 0
         assert logits is not None
@@ -242,13 +239,12 @@ def test_two_ranks_have_the_logits_of_one() -> None:
 
 
 def test_the_token_check_finds_a_page_that_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    write = Cache.write
+    write = operations.write
 
-    def forgetful(self: Cache, layer: int, slots: Tensor, rows: Tensor) -> None:
-        own = slots % self.page_size != 5
-        write(self, layer, slots[own], rows[own])
+    def forgetful(slots: Tensor, rows: Tensor, cache: Tensor, scales: Tensor | None = None) -> None:
+        write(slots.where(slots % 16 != 5, -1), rows, cache, scales)
 
-    monkeypatch.setattr(Cache, "write", forgetful)
+    monkeypatch.setattr(operations, "write", forgetful)
     with pytest.raises(AssertionError):
         check_greedy("llama", tiny.engine("llama"), prompts(10), Habits())
 

@@ -1,0 +1,105 @@
+"""The one primitive of `design.md`: ragged rows over paged keys and values, by whichever attention the process uses.
+
+Torch's (`attention.py`) defines what is meant and serves CPUs; Triton's (`paged_attention.py`) serves accelerators.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from torch import Tensor
+
+from . import attention as plain
+from .attention import Full, Row
+from .choose import triton_on
+from .work import ITEMS_PER_PROCESSOR
+
+__all__ = ["Full", "Layout", "Plan", "Row", "attention", "capacity", "order", "plan"]
+
+if TYPE_CHECKING:
+    from . import paged_attention as paged
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What all steps of a model on one rank have in common."""
+
+    page_size: int  # tokens
+    heads: int
+    kv_heads: int
+    size: int  # of a head
+    windows: tuple[int, ...]  # the distinct ones of its layers, 0 for none
+    dtype: torch.dtype  # of queries
+    device: torch.device
+
+    @property
+    def ratio(self) -> int:
+        """Query heads of a key head."""
+        return self.heads // self.kv_heads
+
+
+Plan: TypeAlias = "list[plain.Block] | paged.Plan"
+
+
+def order(rows: Sequence[Row], layout: Layout) -> Sequence[int]:
+    """The order in which rows should stand in a step."""
+    return range(len(rows)) if triton_on(layout.device) else plain.order(rows)
+
+
+def plan(rows: Sequence[Row], layout: Layout, capacity: "paged.Capacity | None" = None) -> Plan:
+    """The attention of rows that stand in that order. capacity: what a graph has room for. Raises Full if that is too little."""
+    if not triton_on(layout.device):
+        elements = 2 * layout.kv_heads * layout.size
+        return plain.blocks(rows, layout.page_size, layout.windows, elements, layout.device)
+    from . import paged_attention as paged
+
+    return paged.plan(
+        rows,
+        layout.page_size,
+        layout.kv_heads,
+        layout.ratio,
+        layout.size,
+        layout.device,
+        dtype=layout.dtype,
+        windows=layout.windows,
+        capacity=capacity,
+    )
+
+
+def capacity(layout: Layout, tokens: int, rows: int, total: int, pages: int, mixed: bool) -> "paged.Capacity":
+    """Room for the steps that usually come: so many tokens and rows, in sequences of up to `total` tokens in a pool of `pages`.
+
+    mixed: rows may have any number of queries; else each has one.
+    """
+    from . import paged_attention as paged
+
+    tiles = paged.tiles_of(layout.ratio, layout.size, layout.dtype, paged.generation_of(layout.device))
+    count = rows if mixed else tokens
+    # Rows are cut into so many items more, all together, for each processor to have some; prefixes are shared by two rows or more.
+    cuts = -(-paged.processors_of(layout.device) * ITEMS_PER_PROCESSOR // layout.kv_heads) + 1
+    shared = -(-tokens * layout.ratio // tiles[-1].rows) + count // 8
+    many = -(-tokens * layout.ratio // tiles[-1].rows) + count if mixed else 0
+    items = count + cuts + shared, (count if mixed else 0) + cuts + shared, many + cuts + shared
+    return paged.Capacity(
+        tokens=tokens,
+        listed=3 * tokens,
+        pages=min(count * -(-total // layout.page_size), 2 * pages + count),
+        items=items,
+        entries=tokens,
+        pieces=3 * tokens + cuts * max(tile.rows for tile in tiles) // layout.ratio,
+        trees=False,
+    )
+
+
+def attention(query: Tensor, cache: Tensor, plan: Plan, window: int, scale: float, scales: Tensor | None = None) -> Tensor:
+    """Softmax attention of every row of `plan`: [tokens, heads, size].
+
+    query: [tokens, heads, size]; cache: a layer [slots, 2, kv_heads, size], keys first, in the query's dtype or float8_e4m3fn;
+    scales: [2, kv_heads] float32, what cached keys and values are to be multiplied by.
+    """
+    if isinstance(plan, list):
+        return plain.attention(query, cache, plan, window, scale, scales)
+    from . import paged_attention as paged
+
+    return paged.attention(query, cache, plan, window, scale, scales=scales)

@@ -1,0 +1,19 @@
+"""How much a grammar may cost, in llguidance's terms: the router refuses what goes beyond, so that the shards never meet it."""
+
+import llguidance
+
+MOST_SYMBOLS = 16_384  # of a grammar; an object with 2000 properties has about as many and compiles in 0.3 s (x86, one core)
+MOST_LEXER_STATES = 50_000  # of 1 to 2 kB each
+STEP_LEXER_FUEL = 100_000  # 14,000 of it take 1 ms
+STEP_ITEMS = 50_000  # 20,000 of them take 1 ms
+
+
+def limits() -> llguidance.LLParserLimits:
+    """For every matcher on either side."""
+    return llguidance.LLParserLimits(
+        step_lexer_fuel=STEP_LEXER_FUEL,
+        step_max_items=STEP_ITEMS,
+        max_lexer_states=MOST_LEXER_STATES,
+        max_grammar_size=MOST_SYMBOLS,
+        verbose_errors=False,
+    )

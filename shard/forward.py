@@ -1,0 +1,98 @@
+"""Runs steps of the model: as they are, or padded and replayed from a graph that was recorded for steps of that size.
+
+A step of few tokens is hundreds of small launches, which take a processor longer than the accelerator needs for the work; a graph
+is one. Graphs are recorded after warm-up, since they hold the addresses of the cache.
+"""
+
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+from collections.abc import Sequence as Listing
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..kernels import ragged
+from ..kernels.ragged import Layout
+from . import rooms, step
+from .cache import Cache
+from .models.decoder import Decoder
+from .step import Room, Span, Step
+
+log = logging.getLogger(__name__)
+
+Run = Callable[[], Tensor]
+# Records what a function does on the device; the result does it again, with the same tensors, and returns the same output tensor.
+Record = Callable[[Run], Run]
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What steps may come to, and for which sizes there shall be graphs (`rooms.parse`)."""
+
+    tokens: int
+    rows: int
+    total: int  # tokens of a sequence
+    pages: int  # in the pool
+    chosen: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A recorded forward."""
+
+    room: Room
+    input: Step
+    replay: Run  # [rows of the room, hidden]
+
+
+class Forward:
+    """The model over one cache. `replayed` and `eager` count steps."""
+
+    def __init__(self, decoder: Decoder, cache: Cache, layout: Layout) -> None:
+        self.replayed = 0
+        self.eager = 0
+        self._decoder = decoder
+        self._cache = cache
+        self._layout = layout
+        self._decodes: list[Graph] = []  # of spans of one token; by size
+        self._mixed: list[Graph] = []  # of any spans; by size
+
+    def __call__(self, spans: Listing[Span]) -> Tensor:
+        """Computes spans, writes their keys and values, and returns the wanted rows' states: [rows, hidden], good until the next
+        call."""
+        tokens = sum(len(span.tokens) for span in spans)
+        graph = _fitting(self._decodes if tokens == len(spans) else self._mixed, tokens)
+        own = self._padded(spans, graph.room) if graph else None
+        if graph is None or own is None:
+            self.eager += 1
+            return self._decoder(step.plan(spans, self._layout), self._cache)
+        self.replayed += 1
+        graph.input.become(own)
+        return graph.replay()[: sum(span.wanted for span in spans)]
+
+    def record(self, record: Record, bounds: Bounds, progress: Callable[[str], None]) -> None:
+        """Makes the graphs, the largest first: the others find room in the memory that it takes."""
+        began = time.perf_counter()
+        sizes = [(size, True) for size in rooms.mixed(bounds.chosen, bounds.tokens)]
+        sizes += [(size, False) for size in rooms.decodes(bounds.chosen, bounds.rows)]
+        for count, (size, mixed) in enumerate(sorted(sizes, reverse=True)):
+            progress(f"recording graphs: {count} of {len(sizes)}")
+            rows = min(size, rooms.MIXED_ROWS) if mixed else size
+            room = Room(size, rows, ragged.capacity(self._layout, size, rows, bounds.total, bounds.pages, mixed))
+            own = step.plan([], self._layout, room)  # nothing but padding, which is computed and written nowhere
+            replay = record(lambda own=own: self._decoder(own, self._cache))  # type: ignore[misc]
+            (self._mixed if mixed else self._decodes).insert(0, Graph(room, own, replay))
+        log.info(f"recorded {len(sizes)} graphs in {time.perf_counter() - began:.1f} s")
+
+    def _padded(self, spans: Listing[Span], room: Room) -> Step | None:
+        try:
+            return step.plan(spans, self._layout, room)
+        except ragged.Full:  # it shares more prefixes, or wants more rows, than steps usually do
+            return None
+
+
+def _fitting(graphs: Listing[Graph], tokens: int) -> Graph | None:
+    place = bisect_left(graphs, tokens, key=lambda graph: graph.room.tokens)
+    return graphs[place] if place < len(graphs) else None

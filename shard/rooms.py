@@ -1,0 +1,40 @@
+"""For which sizes of steps graphs are recorded. Pure; imports no torch, so that the launcher can plan with it.
+
+A step is padded to the next size. Steps of decodes alone have as many rows as tokens; mixed ones carry chunks of prompts, too.
+"""
+
+# Tokens. The steps between two sizes are at most a fourth of the larger one: so much of a step may be padding.
+DECODES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+MIXED = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+MIXED_ROWS = 256  # of a mixed step, whose logits are wanted
+# What a graph takes besides the tensors that all graphs share: its nodes, on the device. A guess until it is measured.
+GRAPH_BYTES = 8 << 20
+
+
+def parse(text: str) -> tuple[int, ...] | None:
+    """ "auto": None, which stands for the sizes above; "0": none at all; "1,2,4": decodes of these sizes and no mixed steps.
+
+    Raises ValueError.
+    """
+    if text == "auto":
+        return None
+    try:
+        sizes = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise ValueError('"auto", "0" or sizes of batches such as "1,2,4,8" are needed') from None
+    if sizes[0] < 0 or (sizes[0] == 0 and len(sizes) > 1):
+        raise ValueError('"0" stands alone, and sizes are whole numbers from 1')
+    return tuple(sizes) if sizes[0] else ()
+
+
+def decodes(chosen: tuple[int, ...] | None, rows: int) -> list[int]:
+    """Sizes of decode steps, ascending. rows: the most that a step has."""
+    if chosen is not None:
+        return [size for size in chosen if size <= rows]
+    below = [size for size in DECODES if size < rows]
+    return [*below, min(rows, DECODES[-1])] if below or rows else below
+
+
+def mixed(chosen: tuple[int, ...] | None, tokens: int) -> list[int]:
+    """Sizes of mixed steps, ascending. tokens: the most that a step has."""
+    return [] if chosen is not None else [size for size in MIXED if size <= tokens]

@@ -1,0 +1,205 @@
+"""Where a sequence stands in its grammar, in the demo model's tokens and in those of tokenizers of other sizes."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import llguidance
+import numpy
+import pytest
+from numpy.typing import NDArray
+
+from penstock.shard.decoding.grammar import Grammars, Unusable, bit
+from penstock.shard.decoding.sampler import Pick
+from penstock.shard.engine import Engine
+from penstock.shard.masks import Masks
+from penstock.shard.parallel import Ranks
+from penstock.shard.sequence import Group
+from penstock.tests.shard import tiny
+from penstock.tests.shard.driver import Habits, drive
+
+DEMO = Path(__file__).parents[2] / "demo" / "model"
+VOCABULARY = 2048  # the model's; its tokenizer has 1926
+END = 2
+
+
+def regex(pattern: str) -> str:
+    return llguidance.LLMatcher.grammar_from_regex(pattern)
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return Grammars(DEMO, VOCABULARY)
+
+
+@pytest.fixture(scope="module")
+def pieces() -> list[bytes]:
+    """The text of each of the tokenizer's tokens."""
+    tokenizer = llguidance.LLTokenizer((DEMO / "tokenizer.json").read_text())
+    return [b"" if tokenizer.is_special_token(id) else tokenizer.decode_bytes([id]) for id in range(tokenizer.vocab_size)]
+
+
+def allowed(mask: NDArray[numpy.int32]) -> list[int]:
+    """Ids in one row."""
+    words = mask.tolist()
+    return [32 * word + place for word in range(len(words)) for place in range(32) if words[word] >> place & 1]
+
+
+def test_a_mask_holds_all_tokens_that_can_come_next_and_no_others(grammars: Grammars, pieces: list[bytes]) -> None:
+    """Of ten words, by looking at every token."""
+    words = [b"one", b"on", b"once upon", b"two", b"tent", b"ten", b"one, two", b"\xf0\x9f\x98\x80", b"10", b"1"]
+    grammar = regex("one|on|once upon|two|tent|ten|one, two|😀|10|1")
+    chance = random.Random(1)
+    for _ in range(20):
+        guide, text, tokens = grammars.guide(grammar), b"", []
+        while True:
+            [mask] = grammars.masks([guide])
+            after = [text + piece if piece else b"?" for piece in pieces]
+            fitting = [id for id, one in enumerate(after) if any(word.startswith(one) for word in words)]
+            following = {word[len(text) : len(text) + 1] for word in words if word.startswith(text)}
+            if len(following) == 1 and following != {b""}:  # what must come comes in the tokenizer's own way
+                assert allowed(mask)
+                assert set(allowed(mask)) <= set(fitting)
+            else:
+                assert allowed(mask) == fitting
+            assert guide.complete == (text in words)
+            if not allowed(mask):
+                break
+            tokens.append(chance.choice(allowed(mask)))
+            text = after[tokens[-1]]
+            assert guide.completed_by(tokens[-1]) == (text in words and not any(w != text and w.startswith(text) for w in words))
+            guide.follow(tokens)
+        assert text in words
+        assert not guide.problem
+
+
+def test_what_is_followed_at_once_and_one_by_one_is_the_same(grammars: Grammars) -> None:
+    """A sequence that is restored has the masks that it would have had; and looking ahead moves nothing."""
+    grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps({"type": "object"}))
+    chance = random.Random(2)
+    slow, tokens = grammars.guide(grammar), []
+    for _ in range(60):
+        restored = grammars.guide(grammar)
+        restored.follow(tokens)
+        slow.follow(tokens)
+        first, second = grammars.masks([slow, restored])
+        assert (first == second).all()
+        ids = allowed(first)
+        if not ids:
+            break
+        wrong = next(id for id in range(VOCABULARY) if id not in ids)
+        right = chance.choice(ids)
+        assert (slow.fits([right]), slow.fits([wrong]), slow.fits([right, wrong, right])) in ((1, 0, 1), (1, 0, 2), (1, 0, 3))
+        tokens.append(right)
+
+
+def test_a_token_that_does_not_fit_is_a_problem_of_its_guide_alone(grammars: Grammars) -> None:
+    good, bad = grammars.guide(regex("a+")), grammars.guide(regex("a+"))
+    bad.follow([END])
+    masks = grammars.masks([bad, good])
+    assert "can't be followed" in bad.problem
+    assert not masks[0].any()
+    assert masks[1].any()
+    assert not good.problem
+    assert not grammars.masks([bad]).any()
+
+
+@pytest.mark.parametrize("vocabulary", [1900, 1926, 1927, 2047, 4096])
+def test_model_and_tokenizer_may_differ_in_size(vocabulary: int) -> None:
+    """Ids that only one of them has are never allowed."""
+    masks = Grammars(DEMO, vocabulary)
+    guide = masks.guide(regex("(.|\n)*"))
+    [mask] = masks.masks([guide])
+    assert mask.shape == (-(-vocabulary // 32),)
+    ids = allowed(mask)
+    assert max(ids) < min(vocabulary, 1926)
+    assert len(ids) > 1000
+
+
+def test_without_a_tokenizer_there_are_no_grammars(tmp_path: Path) -> None:
+    """It is no fault of the model, which serves on."""
+    absent = Grammars(tmp_path, VOCABULARY)
+    assert absent.ready(regex("a"), wait=True)
+    with pytest.raises(Unusable, match=r"grammars need .*tokenizer\.json"):
+        absent.guide(regex("a"))
+    whole = json.loads((DEMO / "tokenizer.json").read_text())
+    for broken, said in (
+        (None, "writes it"),
+        ({}, "writes it"),
+        ({**whole, "model": {}}, "writes it"),
+        ({**whole, "added_tokens": []}, "none"),
+    ):
+        (tmp_path / "tokenizer.json").write_text(json.dumps(broken))
+        with pytest.raises(Unusable, match=said):
+            Grammars(tmp_path, VOCABULARY).guide(regex("a"))
+
+
+def test_bits_are_those_of_signed_words() -> None:
+    row = numpy.zeros(2, numpy.int32)
+    for token in (0, 31, 32, 63):
+        row[token // 32] |= bit(token)
+    assert allowed(row) == [0, 31, 32, 63]
+
+
+def groups() -> list[Group]:
+    """Bound and free ones, with an end and without, one that leads nowhere."""
+    nowhere = llguidance.LLMatcher.grammar_from_lark('start: "a" x\nx: x "b"')
+    ends: dict[str, Any] = {"end_ids": [END]}
+    return [
+        tiny.group(1, [1, 5, 9], 20, grammar=regex("[a-c]{4,6}"), choices=3, **ends),
+        tiny.group(2, [1, 5, 9], 20, grammar=regex("[a-c]{4}"), choices=2),
+        tiny.group(3, [1, 7], 20),
+        tiny.group(4, [1, 8], 20, grammar=nowhere, **ends),
+        tiny.group(5, [1, 8, 9, 10], 20, grammar=regex("x*"), **ends),
+    ]
+
+
+def with_masks(engine: Engine) -> Engine:
+    engine._masks = Masks(Grammars(DEMO, VOCABULARY), VOCABULARY)
+    return engine
+
+
+@pytest.mark.parametrize("habits", [Habits(), Habits(chunk=2, pause=0.2, pauses=2)], ids=["calm", "restless"])
+def test_ranks_that_see_no_masks_keep_the_same_books(habits: Habits) -> None:
+    """What ends by its grammar, what fails by it and what waits for it is told."""
+
+    def work(ranks: Ranks) -> tuple[Any, ...]:
+        engine = tiny.engine_of("demo", ranks)
+        if not ranks.rank:
+            with_masks(engine)
+        world = drive(engine, groups(), habits)
+        assert not engine.groups
+        assert engine.pool.free == engine.pool.pages
+        return world.tokens, world.finishes, list(world.failed)
+
+    first, second = tiny.Pair().run(work)
+    assert first == second
+    found, finishes, failed = first
+    assert failed == [4]
+    assert all(len(found[2, choice]) <= 4 and finishes[2, choice] == 1 for choice in (0, 1))
+    alone = drive(with_masks(tiny.engine("demo")), groups(), Habits())
+    assert alone.tokens == found
+
+
+def test_nobody_waits_for_a_grammar_that_is_being_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its group stands still, others go on; when there is nobody else, the step waits."""
+    engine = with_masks(tiny.engine("demo"))
+    assert engine._masks is not None
+    waits: list[bool] = []
+
+    def ready(groups: list[Group], wait: bool) -> list[bool]:
+        waits.append(wait)
+        return [wait] * len(groups)
+
+    monkeypatch.setattr(engine._masks, "ready", ready)
+    engine.prefill(1, [tiny.group(1, [1, 2, 3], 9)], [(1, 3)], 99, [])
+    bound = tiny.group(2, [1, 2, 3], 9, grammar=regex("ab"), end_ids=[END])
+    outcome = engine.prefill(1, [bound], [(2, 3)], 99, [1])
+    assert [uid for uid, _ in outcome.emitted] == [1]
+    assert engine.groups[2].lacking == 3
+    engine.filter([1])
+    outcome = engine.prefill(1, [], [(2, 3)], 99, [1])
+    assert [uid for uid, _ in outcome.emitted] == [2]
+    assert waits == [False, True]
+    assert isinstance(outcome.emitted[0][1].pick, Pick)
