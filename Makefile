@@ -10,7 +10,7 @@ WHAT ?= cpu
 # gigabytes of CUDA depends on the indexes that pip is configured with. Another one: make install TORCH='torch==2.13.0 --index-url ...'
 TORCH := torch==2.13.0
 
-CHECKED := proto kernels shard router launcher demo simulator benchmarks  # as in pyproject.toml
+CHECKED := proto kernels shard router launcher demo simulator bench benchmarks  # as in pyproject.toml
 
 .PHONY: install serve plan test lint format proto kernels bench clean
 

@@ -1,0 +1,224 @@
+"""Everything that is said of penstock on a GPU, measured in one go: correctness first, then speed, with ceilings of the same run.
+
+    make bench WHAT=gpu                                   all sections, within ten minutes on an H200
+    python benchmarks/gpu.py --only attention,model       some of them; ceilings are measured in any case
+    python benchmarks/gpu.py --json F --markdown F        numbers, and tables for docs/performance.md
+    python benchmarks/gpu.py --device cpu --tiny          without a GPU: does it run? (in Triton's interpreter; speeds mean nothing)
+
+    ceilings      copy and read bandwidth, products of matrices, launches
+    correctness   every kernel against float64, or against the plain branch on a CPU; new shapes in each run
+    attention     decode, prefill, skewed rows, trees, shared prefixes; beside torch's SDPA and FlexAttention, FlashInfer, and the
+                  Triton kernels of vLLM and SGLang, where they are installed (gpu_peers.py says how)
+    operations    norms, SwiGLU, rotary, page copies against their bytes; sampling and beams against one read of the logits
+    tokens        greedy tokens of the demo model by Triton and by plain torch
+    model         whole decode steps of an 8 B model with made-up weights
+    server        the share of time that the device waits between steps, with HTTP and 256 streams in front
+
+How it is measured stands in gpu_measure.py. Medians, with the 10th and 90th percentile. Every section is a process of its own: one
+that fails, or takes far too long, says so, and the others run. The exit code is 1 if a result was wrong (not if a speed goal was
+missed). FlashInfer compiles for minutes when it is used first: once with --only attention before the run that counts.
+
+Where the package isn't installed: `mkdir -p build && ln -sfn .. build/penstock && PYTHONPATH=build python3 benchmarks/gpu.py`. The
+section `server` needs all that pyproject.toml lists, the others torch, triton, numpy and safetensors.
+"""
+
+import argparse
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+MINUTES = 9.5  # of all sections together
+# Of a whole run, roughly. Most of correctness is compiling.
+SHARES = {
+    "ceilings": 0.05,
+    "correctness": 0.22,
+    "attention": 0.28,
+    "operations": 0.1,
+    "tokens": 0.08,
+    "model": 0.12,
+    "server": 0.15,
+}
+GRACE = 60.0  # seconds that a section may take beyond its time before it is ended: it looks at the clock between measurements
+PATIENCE = {"server": 400.0}  # it has time limits of its own, and ends what it has started
+Rates = tuple[float, float, float]  # of copies and reads (bytes a second) and of products (FLOP a second)
+
+
+def main() -> int:
+    """See the module. Exit code 1 if anything was wrong."""
+    options = _options()
+    from penstock.benchmarks import gpu_report as report
+
+    began = time.perf_counter()
+    lines: list[report.Line] = []
+    facts: dict[str, str] = {}
+    rates: Rates | None = None
+    left = [name for name in SHARES if name == "ceilings" or name in options.only]
+    while left:
+        remaining = max(60.0, 60 * options.minutes - (time.perf_counter() - began))
+        seconds = remaining * SHARES[left[0]] / sum(SHARES[name] for name in left)
+        name = left.pop(0)
+        print(f"{name} (about {seconds:.0f} s)", flush=True)
+        for kind, value in _isolated(name, options, rates, seconds):
+            if kind == "line":
+                lines.append(value)
+            elif kind == "facts":
+                facts |= value
+            else:
+                rates = value
+    print(report.table(lines))
+    if options.json:
+        report.save(options.json, lines, {**facts, "seed": options.seed, "command": " ".join(sys.argv)})
+    if options.markdown:
+        words = [facts.get("device", "?"), f"torch {facts.get('torch', '?')}", f"triton {facts.get('triton', '?')}"]
+        options.markdown.write_text(report.markdown(lines, ", ".join(words)))
+    return report.sum_up(lines)
+
+
+def _isolated(name: str, options: argparse.Namespace, rates: Rates | None, seconds: float) -> list[tuple[str, Any]]:
+    """What a section tells, from a process of its own: a kernel that goes astray ends all that its process has on the device."""
+    from penstock.benchmarks.gpu_report import failed
+
+    began = time.perf_counter()
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(name, options, rates, seconds, sender))
+    process.start()
+    sender.close()
+    told: list[tuple[str, Any]] = []
+    why = ""
+    try:
+        with suppress(EOFError):
+            while receiver.poll(max(0.0, began + PATIENCE.get(name, seconds + GRACE) - time.perf_counter())):
+                told.append(receiver.recv())
+            why = "it took far too long and was ended"
+    finally:
+        if why or sys.exc_info()[0] is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid or 0, signal.SIGKILL)
+        process.join()
+    if not why and process.exitcode:
+        why = f"its process ended with exit code {process.exitcode}"
+    if why:
+        told.append(("line", failed(name, "the section", why, 1.0, check=name in CHECKS)))
+    print(f"  {name}: {time.perf_counter() - began:.0f} s {why}", flush=True)
+    return told
+
+
+CHECKS = ("correctness", "tokens")  # sections of which nothing may go amiss
+
+
+def _child(name: str, options: argparse.Namespace, rates: Rates | None, seconds: float, sender: Connection) -> None:
+    os.setsid()  # so that what it starts can be ended with it
+    if options.device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # it is looked at when kernels are defined: before any of the imports below
+    import torch
+
+    from penstock.benchmarks import gpu_measure, gpu_report
+
+    if options.peers:
+        sys.path.append(str(options.peers.resolve()))
+    device = torch.device(options.device)
+    bench = gpu_measure.Bench(device, options.tiny, lambda line: sender.send(("line", line)), seconds, options.minutes / MINUTES)
+    if rates is not None:
+        bench.copy_rate, bench.read_rate, bench.product_rate = rates
+    elif name != "ceilings":
+        bench.note = "the ceilings were not measured: ratios to them mean nothing"
+    try:
+        with torch.inference_mode():
+            sections(options.seed)[name](bench)
+    except Exception as problem:  # with its place in the code, which only this process knows
+        traceback.print_exc()
+        bench.add(gpu_report.failed(name, "the section", problem, 1.0, check=name in CHECKS))
+    if bench.late():
+        bench.add(gpu_report.Line(section=name, what="the section", note="its time was over: what was left was left out"))
+    if name == "ceilings":
+        sender.send(("rates", (bench.copy_rate, bench.read_rate, bench.product_rate)))
+        sender.send(("facts", gpu_measure.facts(bench)))
+
+
+def sections(seed: int) -> dict[str, Callable[[Any], None]]:
+    """By name. Imported where they run: one that lacks a package takes no other with it."""
+
+    def ceilings(bench: Any) -> None:
+        from penstock.benchmarks.gpu_measure import ceilings as run
+
+        run(bench)
+
+    def correctness(bench: Any) -> None:
+        from penstock.benchmarks.gpu_checks import measure
+
+        measure(bench, seed)
+
+    def attention(bench: Any) -> None:
+        from penstock.benchmarks.gpu_attention import measure
+
+        measure(bench)
+
+    def operations(bench: Any) -> None:
+        from penstock.benchmarks.gpu_operations import measure
+
+        measure(bench)
+
+    def tokens(bench: Any) -> None:
+        from penstock.benchmarks.gpu_model import tokens as run
+
+        run(bench)
+
+    def model(bench: Any) -> None:
+        from penstock.benchmarks.gpu_model import steps
+
+        steps(bench)
+
+    def server(bench: Any) -> None:
+        from penstock.benchmarks.gpu_server import measure
+
+        measure(bench)
+
+    found = (ceilings, correctness, attention, operations, tokens, model, server)
+    return {section.__name__: section for section in found}
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [*SHARES]
+    parser.add_argument("--only", type=_words, default=names, help="sections, joined by commas (default: all)")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help=f"for all sections together (default {MINUTES:g})")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, each once: to see that it runs")
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 32), help="of shapes and numbers (default: a new one)")
+    parser.add_argument("--peers", type=Path, help="a folder with packages, or single files of them, to compare with")
+    parser.add_argument("--json", type=Path, help="write the numbers there, too")
+    parser.add_argument("--markdown", type=Path, help="write tables there, too")
+    options = parser.parse_args()
+    if options.device == "cpu" and not options.tiny:
+        parser.error("--device cpu needs --tiny: the interpreter takes hours for anything else")
+    if options.device == "cuda" and not _has_gpu():
+        parser.error("torch sees no GPU: --device cpu --tiny tries everything in Triton's interpreter")
+    return options
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _words(text: str) -> list[str]:
+    found = text.split(",")
+    strange = [word for word in found if word not in SHARES]
+    if strange:
+        raise argparse.ArgumentTypeError(f"no section is called {strange[0]!r}: there are {', '.join(SHARES)}")
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

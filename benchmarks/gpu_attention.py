@@ -1,0 +1,184 @@
+"""Attention over pages against the memory, the matrix units, itself in other company, and other implementations."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from penstock.benchmarks.gpu_measure import Bench
+from penstock.benchmarks.gpu_peers import PEERS, Missing
+from penstock.benchmarks.gpu_report import Line, Timing, failed
+from penstock.benchmarks.gpu_worlds import Shape, World, tree
+from penstock.kernels.attention import Row
+
+SECTION = "attention"
+STREAMING = 0.92  # of the copy bandwidth, 64 rows of 4,096 tokens
+SMALL = {"FlashInfer": 1.0, "vLLM's Triton": 1.5, "SGLang's Triton": 2.0}  # how many times as fast, at little work
+TORCH = ("SDPA flash", "SDPA cuDNN")
+SKEWED = 1.10  # times what the same bytes take evenly spread
+VERIFYING = {16: 1.05, 64: 1.4}  # nodes: times what one token takes
+PREFILL = 0.75  # of the rate of products
+DIFFERENCE = 0.02  # that a peer's answers may have: two roundings of bfloat16 around 1
+
+
+def measure(bench: Bench) -> None:
+    """All of it, what has a goal first."""
+    decode(bench)
+    prefill(bench)
+    skewed(bench)
+    verification(bench)
+    small(bench)
+    shared(bench)
+    compiled(bench)
+
+
+def _world(bench: Bench, rows: Sequence[Row], shape: Shape | None = None, shared: int = 0, share: bool = True) -> World:
+    shape = shape or _shape(bench)
+    tokens = shared + sum(row.context + row.queries - shared for row in rows)
+    return World(shape, rows, bench.copies(tokens * shape.key_bytes), bench.device, shared, share=share)
+
+
+def _shape(bench: Bench, page_size: int = 16) -> Shape:
+    return Shape(kv_heads=1, ratio=2, size=64, page_size=page_size) if bench.tiny else Shape(page_size=page_size)
+
+
+def _length(bench: Bench, tokens: int) -> int:
+    return max(1, tokens // 128) if bench.tiny else tokens
+
+
+def _even(bench: Bench, count: int, tokens: int) -> list[Row]:
+    """Rows that decode with so many keys, their own token's included."""
+    return [Row(1, _length(bench, tokens) - 1, ())] * (min(count, 3) if bench.tiny else count)
+
+
+def _timed(bench: Bench, world: World) -> Timing:
+    return bench.time([partial(world.attend, plan) for plan in world.plans()])
+
+
+def _peers(bench: Bench, what: str, world: World, own: Timing, goals: dict[str, float], names: Sequence[str]) -> None:
+    """How many times as long they take."""
+    expected = world.attend(world.plans()[0])
+    for name in names:
+        goal = goals.get(name)
+        line = f"{what}: {name}"
+        try:
+            answers = PEERS[name](world)
+            found = answers[0]().reshape(expected.shape)
+            apart = (found.float() - expected.float()).abs().max().item()
+            took = bench.time(answers)
+        except Missing as missing:
+            bench.add(failed(SECTION, line, str(missing), goal))
+        except Exception as problem:  # whatever is wrong with a peer is no fault of ours
+            bench.add(failed(SECTION, line, problem, goal))
+        else:
+            note = "" if apart <= DIFFERENCE else f"answers differ by {apart:.2g}"
+            ratio = took.seconds / own.seconds
+            bench.add(Line(section=SECTION, what=line, timing=took, ratio=ratio, against="of ours", goal=goal, note=note))
+
+
+def decode(bench: Bench) -> None:
+    """64 rows of 4,096 tokens: a stream of keys and values."""
+    for page_size in (16, 64):
+        world = _world(bench, _even(bench, 64, 4096), _shape(bench, page_size))
+        own = _streamed(bench, f"64 x 4k, pages of {page_size}", world, STREAMING)
+        if page_size == 16:
+            _peers(bench, f"64 x 4k, pages of {page_size}", world, own, {"FlashInfer": 1.0}, [*SMALL, *TORCH])
+    shape = replace(_shape(bench), eight_bits=True)
+    _streamed(bench, "64 x 4k, a cache of 8 bits", _world(bench, _even(bench, 64, 4096), shape), None)
+
+
+def _streamed(bench: Bench, what: str, world: World, goal: float | None) -> Timing:
+    took = _timed(bench, world)
+    rate = world.bytes / took.seconds
+    against = "of the copy bandwidth"
+    line = Line(
+        section=SECTION,
+        what=what,
+        timing=took,
+        value=rate / 1e9,
+        unit="GB/s",
+        ratio=rate / bench.copy_rate,
+        against=against,
+        goal=goal,
+    )
+    bench.add(line)
+    return took
+
+
+def small(bench: Bench) -> None:
+    """Few rows of few keys, where splitting well and starting quickly is all."""
+    for count in (1, 4, 16):
+        for tokens in (512, 2048):
+            if bench.late():
+                return
+            what = f"{count} x {tokens}"
+            world = _world(bench, _even(bench, count, tokens))
+            own = _streamed(bench, what, world, None)
+            _peers(bench, what, world, own, SMALL, [*SMALL, "SDPA flash"])
+
+
+def skewed(bench: Bench) -> None:
+    """One long row among many short ones, against the same keys evenly spread."""
+    long, short = _length(bench, 32768), _length(bench, 512)
+    count = len(_even(bench, 64, 512))
+    total = long + (count - 1) * short
+    uneven = _timed(bench, _world(bench, [Row(1, long - 1, ()), *[Row(1, short - 1, ())] * (count - 1)]))
+    even = _timed(bench, _world(bench, [Row(1, total // count - 1, ())] * count))
+    what, ratio = "one row of 32k among 63 of 512", uneven.seconds / even.seconds
+    bench.add(Line(section=SECTION, what=what, timing=uneven, ratio=ratio, against="of even rows", goal=SKEWED, most=True))
+
+
+def verification(bench: Bench) -> None:
+    """Trees on 4,096 tokens, against one token each."""
+    for count in (1, 8, 64):
+        plain = _timed(bench, _world(bench, _even(bench, count, 4096)))
+        for nodes, goal in VERIFYING.items():
+            if bench.late():
+                return
+            rows = [Row(nodes, row.context, (), tree(nodes)) for row in _even(bench, count, 4096)]
+            took = _timed(bench, _world(bench, rows))
+            what, ratio = f"{nodes} nodes on 4k, {count} rows", took.seconds / plain.seconds
+            bench.add(Line(section=SECTION, what=what, timing=took, ratio=ratio, against="of one token", goal=goal, most=True))
+
+
+def prefill(bench: Bench) -> None:
+    """A prompt of 8,192 tokens at once, and the last chunk of one."""
+    tokens, chunk = _length(bench, 8192), _length(bench, 512)
+    for what, row, goal in (
+        ("causal prefill of 8k", Row(tokens, 0, ()), PREFILL),
+        ("a chunk of 512 on 7.5k", Row(chunk, tokens - chunk, ()), None),
+    ):
+        world = _world(bench, [row])
+        took = _timed(bench, world)
+        rate = world.operations / took.seconds
+        line = Line(
+            section=SECTION, what=what, timing=took, value=rate / 1e12, unit="TFLOP/s", ratio=rate / bench.product_rate, goal=goal
+        )
+        bench.add(replace(line, against="of the product's rate"))
+        names = [*TORCH, "FlashInfer", "vLLM's Triton"]
+        goals = {"SDPA cuDNN": 0.95, "vLLM's Triton": 1.25} if goal else {}
+        _peers(bench, what, world, took, goals, names)
+
+
+def shared(bench: Bench) -> None:
+    """64 rows that have 4,096 tokens in common, and 64 each of their own: read together and apart."""
+    common = _length(bench, 4096) // 16 * 16
+    count = len(_even(bench, 64, 64))
+    rows = [Row(1, common + _length(bench, 64) - 1, ())] * count
+    apart = _timed(bench, _world(bench, rows, shared=common, share=False))
+    world = _world(bench, rows, shared=common)
+    _streamed(bench, "64 rows share 4k, against the bytes of one", world, None)
+    together = _timed(bench, world)
+    what, ratio = "64 rows share 4k", together.seconds / apart.seconds
+    bench.add(
+        Line(section=SECTION, what=what, timing=together, ratio=ratio, against="of reading each", note="the cache helps both")
+    )
+
+
+def compiled(bench: Bench) -> None:
+    """FlexAttention, which takes long to compile: a stream of keys over pages of 128, which is its block, and a prompt."""
+    cases = [("64 x 4k, pages of 128", _even(bench, 64, 4096)), ("causal prefill of 8k", [Row(_length(bench, 8192), 0, ())])]
+    for what, rows in cases:
+        if bench.late():
+            return
+        world = _world(bench, rows, _shape(bench, 128))
+        _peers(bench, what, world, _timed(bench, world), {}, ["FlexAttention"])

@@ -1,0 +1,462 @@
+"""Every kernel against what it means, computed in float64 or by the plain branch on the CPU, before anything is timed.
+
+Shapes are drawn anew in each run, from a seed that is printed. What a kernel has to write holds no numbers before. An error is
+given as a share of its tolerance: |found - expected| / (tolerance + tolerance * |expected|), the largest anywhere.
+"""
+
+import multiprocessing
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.benchmarks.gpu_measure import Bench
+from penstock.benchmarks.gpu_report import Line, failed
+from penstock.benchmarks.gpu_worlds import Shape
+from penstock.kernels import beam, choose, noise, operations, paged_attention, paging, reference, sampling
+from penstock.kernels.attention import Row, ancestry
+from penstock.kernels.fused_noise import gumbel_of_ids, gumbel_of_quads
+from penstock.kernels.fused_sampling import sample
+from penstock.kernels.paged_attention import Capacity
+from penstock.kernels.sampling import Draws, Penalties
+
+SECTION = "correctness"
+# Of attention: of answers that are means of numbers around 1.
+TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+# Of elementwise operations, whose steps are rounded to the type one after the other.
+ROUNDINGS = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+SHAPES = 4  # of steps of attention, in one part
+WORKERS = 8
+E4M3 = 0.07  # of a value's size: half a unit of three bits of mantissa is 1/16
+DIFFERENT = 1e-3  # rows of which a different token may be drawn: sums of masses are rounded otherwise on another device
+
+Check = Callable[[Bench, random.Random], float]
+
+
+def measure(bench: Bench, seed: int) -> None:
+    """A line each; errors beyond the tolerance are WRONG. On a GPU in several processes: most of the time goes into compiling."""
+    print(f"    seed {seed}", flush=True)
+    names = [*checks(bench)]
+    if bench.device.type != "cuda":
+        for name in names:
+            bench.add(checked(bench, seed, name))
+        return
+    workers = max(1, min(WORKERS, (os.cpu_count() or 2) // 2))
+    with multiprocessing.get_context("spawn").Pool(workers, maxtasksperchild=1) as pool:
+        for line in pool.imap(_worked, [(bench.seconds_left(), seed, name) for name in names]):
+            bench.add(line)
+
+
+def _worked(what: tuple[float, int, str]) -> Line:
+    """In a process of a pool."""
+    seconds, seed, name = what
+    with torch.inference_mode():
+        return checked(Bench(torch.device("cuda"), False, print, seconds), seed, name)
+
+
+def checked(bench: Bench, seed: int, name: str) -> Line:
+    """One check. What it does depends on the seed and its name alone."""
+    chance = random.Random(f"{seed} {name}")
+    torch.manual_seed(chance.randrange(1 << 32))
+    choose.force("triton")
+    try:
+        found = checks(bench)[name](bench, chance)
+    except Exception as problem:  # the others are still looked at
+        return failed(SECTION, name, problem, 1.0, check=True)
+    finally:
+        choose.force("")
+    return Line(section=SECTION, what=name, ratio=found, against="of the tolerance", goal=1.0, most=True, check=True)
+
+
+def checks(bench: Bench) -> dict[str, Check]:
+    """All of them, by name."""
+    found: dict[str, Check] = {}
+    types = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
+    for name, dtype in types.items():
+        for part in range(1 if bench.tiny else 4 if dtype == torch.bfloat16 else 2):
+            found[f"attention, {name}, part {part + 1}"] = partial(attention, dtype=dtype, eight_bits=False)
+    found["attention, cache of 8 bits"] = partial(attention, dtype=torch.bfloat16, eight_bits=True)
+    for name, dtype in types.items():
+        found[f"norms and SwiGLU, {name}"] = partial(elementwise, dtype=dtype)
+        found[f"rotary and write, {name}"] = partial(rotary, dtype=dtype, eight_bits=False)
+    if bench.device.type == "cuda":
+        found["attention from a graph that takes other plans"] = replayed
+        # The interpreter rounds to 8 bits wrongly.
+        found["rotary and write, cache of 8 bits"] = partial(rotary, dtype=torch.bfloat16, eight_bits=True)
+    found["page copies and slot moves"] = copies
+    found["noise, to the last bit, of a CPU's"] = noises
+    found["sampling: share of rows that differ from a CPU's"] = tokens
+    found["beam candidates and the most probable"] = best
+    return found
+
+
+def error(found: Tensor, expected: Tensor, tolerance: float) -> float:
+    """The largest, as a share of the tolerance; infinite where there is no number."""
+    if found.shape != expected.shape:
+        raise ValueError(f"{tuple(found.shape)} where {tuple(expected.shape)} is expected")
+    if not found.numel():
+        return 0.0
+    found, expected = found.double().to(expected.device), expected.double()
+    share = (found - expected).abs() / (tolerance + tolerance * expected.abs())
+    return float(share.nan_to_num(nan=torch.inf).max())
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """What is allocated without being filled holds no numbers."""
+    honest = torch.empty
+
+    def empty(*arguments: Any, **options: Any) -> Tensor:
+        result: Tensor = honest(*arguments, **options)
+        return result.fill_(torch.nan) if result.is_floating_point() and result.element_size() > 1 else result
+
+    torch.empty = empty
+    try:
+        yield
+    finally:
+        torch.empty = honest
+
+
+def attention(bench: Bench, chance: random.Random, dtype: torch.dtype, eight_bits: bool) -> float:
+    """Rows of all kinds, at every size of heads and pages."""
+    sizes, pages = ([64, 80], [4, 16]) if bench.tiny else ([64, 80, 96, 128, 256], [1, 3, 16, 64, 128, 256])
+    worst = 0.0
+    turns, first = 2 if bench.tiny else SHAPES, chance.randrange(30)
+    for turn in range(first, first + turns):
+        if bench.late() and turn > first:
+            print(f"    attention, {dtype}: time for {turn - first} of {turns} shapes only", flush=True)
+            break
+        size, page_size = sizes[turn % len(sizes)], pages[turn % len(pages)]
+        kv_heads, ratio = chance.choice([(1, 2), (2, 1)] if bench.tiny else [(1, 8), (2, 4), (2, 7), (8, 1), (4, 5)])
+        shape = Shape(kv_heads=kv_heads, ratio=ratio, size=size, page_size=page_size, dtype=dtype, eight_bits=eight_bits)
+        rows = _rows(chance, page_size, 40 if bench.tiny else 1500, 3 if bench.tiny else 9)
+        window = chance.choice([0, 0, 1, 33, 300])
+        softcap = chance.choice([0.0, 0.0, 3.0])
+        worst = max(worst, _attended(bench, shape, rows, window, softcap))
+    return worst
+
+
+def _rows(chance: random.Random, page_size: int, longest: int, count: int) -> list[Row]:
+    """Single queries, chunks and trees, some of which begin like others, on shuffled pages."""
+    queries = [chance.choice([1, 1, 1, chance.randint(2, 16), chance.randint(1, longest // 4)]) for _ in range(count)]
+    shapes = [(some, chance.choice([0, chance.randint(0, longest)])) for some in queries]
+    free = list(range(1, 2 + sum(-(-(some + context) // page_size) for some, context in shapes)))
+    chance.shuffle(free)
+    rows: list[Row] = []
+    for some, context in shapes:
+        width = -(-(some + context) // page_size)
+        other = chance.choice(rows) if rows and chance.random() < 0.4 else None
+        alike = list(other.pages[: min(context, other.context) // page_size]) if other else []
+        table = [*alike, *(free.pop() for _ in range(width - len(alike)))]
+        grown = some <= 128 and chance.random() < 0.3
+        rows.append(Row(some, context, table, [chance.randint(-1, i - 1) for i in range(some)] if grown else None))
+    return rows
+
+
+def _attended(bench: Bench, shape: Shape, rows: Sequence[Row], window: int, softcap: float) -> float:
+    cache, scales, query = _contents(bench, shape, rows)
+    with poisoned():
+        plan = paged_attention.plan(
+            rows, shape.page_size, shape.kv_heads, shape.ratio, shape.size, bench.device, dtype=shape.dtype, windows=(window,)
+        )
+        found = paged_attention.attention(query, cache, plan, window, shape.size**-0.5, softcap, scales)
+    return error(found, _exact(query, cache, scales, rows, shape.page_size, window, softcap), TOLERANCES[shape.dtype])
+
+
+def _contents(bench: Bench, shape: Shape, rows: Sequence[Row]) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Cache, scales and queries. Slots of no row hold no numbers."""
+    used = sorted({slot for row in rows for slot in _slots(row, shape.page_size)})
+    slots = (max(page for row in rows for page in row.pages) + 1) * shape.page_size
+    cache = torch.full((slots, 2, shape.kv_heads, shape.size), torch.nan)
+    cache[used] = torch.randn(len(used), 2, shape.kv_heads, shape.size)
+    scales = torch.rand(2, shape.kv_heads, device=bench.device) + 0.5 if shape.eight_bits else None
+    joint = torch.randn(sum(row.queries for row in rows), shape.kv_heads * (shape.ratio + 2), shape.size).to(shape.dtype)
+    stored = cache.to(torch.float8_e4m3fn if shape.eight_bits else shape.dtype).to(bench.device)
+    return stored, scales, joint.to(bench.device)[:, : shape.heads]
+
+
+def _slots(row: Row, page_size: int) -> list[int]:
+    return [row.pages[i // page_size] * page_size + i % page_size for i in range(row.context + row.queries)]
+
+
+def _exact(
+    query: Tensor, cache: Tensor, scales: Tensor | None, rows: Sequence[Row], page_size: int, window: int, softcap: float
+) -> Tensor:
+    """In float64: [tokens, heads, size]."""
+    answers, start = [], 0
+    for row in rows:
+        stored = _taken(cache, row, page_size)
+        wide = stored.double() if scales is None else stored.double() * scales.double()[:, :, None]
+        answers.append(_softmax(query[start : start + row.queries].double(), wide, row, window, softcap))
+        start += row.queries
+    return torch.cat(answers)
+
+
+def _taken(cache: Tensor, row: Row, page_size: int) -> Tensor:
+    """A row's keys and values. torch selects no floats of 8 bits, but bytes."""
+    slots = torch.tensor(_slots(row, page_size), device=cache.device)
+    return cache[slots] if cache.element_size() > 1 else cache.view(torch.uint8)[slots].view(cache.dtype)
+
+
+def _softmax(query: Tensor, cached: Tensor, row: Row, window: int, softcap: float) -> Tensor:
+    """query: [queries, heads, size]; cached: [length, 2, kv_heads, size]."""
+    ancestors, depths = ancestry(row.parents if row.parents is not None else range(-1, row.queries - 1))
+    positions = torch.tensor([*range(row.context), *(row.context + depth for depth in depths)], device=query.device)
+    open_ = torch.ones(row.queries, row.context, dtype=torch.bool, device=query.device)
+    visible = torch.cat((open_, torch.tensor(ancestors, device=query.device)), 1)
+    if window:
+        visible &= positions[row.context :, None] - positions < window
+    keys, values = cached.repeat_interleave(query.shape[1] // cached.shape[2], 2).unbind(1)
+    logits = torch.einsum("qhs,khs->hqk", query, keys) * query.shape[2] ** -0.5
+    if softcap:
+        logits = softcap * (logits / softcap).tanh()
+    return torch.einsum("hqk,khs->qhs", logits.masked_fill(~visible, -torch.inf).softmax(-1), values)
+
+
+def replayed(bench: Bench, chance: random.Random) -> float:
+    """A captured attention goes on with the plans of other steps."""
+    shape = Shape(kv_heads=2, ratio=4)
+    steps = [_rows(chance, shape.page_size, 300, 4) for _ in range(3)]
+    tokens = max(sum(row.queries for row in rows) for rows in steps)
+    room = Capacity(tokens, 3 * tokens, 400, (400, 400, 400), tokens, 4000 + 3 * tokens, True)
+    sizes = (shape.page_size, shape.kv_heads, shape.ratio, shape.size, bench.device)
+    options: dict[str, Any] = {"dtype": shape.dtype, "capacity": room}
+    joint = max(page for rows in steps for row in rows for page in row.pages) + 1
+    cache = torch.randn(joint * shape.page_size, 2, shape.kv_heads, shape.size, device=bench.device).to(shape.dtype)
+    query = torch.randn(tokens, shape.heads, shape.size, device=bench.device).to(shape.dtype)
+    plan = paged_attention.plan(steps[0], *sizes, **options)
+    paged_attention.attention(query, cache, plan, 0, shape.size**-0.5)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = paged_attention.attention(query, cache, plan, 0, shape.size**-0.5)
+    worst = 0.0
+    for rows in steps[::-1]:
+        output.fill_(torch.nan)
+        plan.become(paged_attention.plan(rows, *sizes, **options))
+        graph.replay()
+        count = sum(row.queries for row in rows)
+        worst = max(
+            worst, error(output[:count], _exact(query, cache, None, rows, shape.page_size, 0, 0.0), TOLERANCES[shape.dtype])
+        )
+    return worst
+
+
+def _wide(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return (torch.randn(*shape) * 2).to(dtype).to(device)
+
+
+def _norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    wide = x.double()
+    return wide * (wide.square().mean(-1, keepdim=True) + epsilon).rsqrt() * weight.double()
+
+
+def elementwise(bench: Bench, chance: random.Random, dtype: torch.dtype) -> float:
+    """Norms, with and without the residual, and SwiGLU."""
+    worst, tolerance = 0.0, ROUNDINGS[dtype]
+    for size in (7, chance.randint(30, 80)) if bench.tiny else (7, chance.randint(30, 1100), 4096, 8192):
+        rows = chance.randint(1, 3 if bench.tiny else 300)
+        x, residual = (_wide(rows, size, dtype=dtype, device=bench.device) for _ in range(2))
+        weight, epsilon = _wide(size, dtype=dtype, device=bench.device), 1e-5
+        with poisoned():
+            worst = max(worst, error(operations.rms_norm(x, weight, epsilon), _norm(x, weight, epsilon), tolerance))
+            sums = (x.double() + residual.double()).to(dtype)
+            found = operations.add_rms_norm(x, residual, weight, epsilon)
+            worst = max(worst, error(found, _norm(sums, weight, epsilon), tolerance), error(residual, sums, tolerance))
+            both = _wide(rows, 2 * size, dtype=dtype, device=bench.device)
+            gate, up = both.double().chunk(2, -1)
+            worst = max(worst, error(operations.swiglu(both), gate * gate.sigmoid() * up, tolerance))
+    return worst
+
+
+def rotary(bench: Bench, chance: random.Random, dtype: torch.dtype, eight_bits: bool) -> float:
+    """With norms of heads and without; some tokens are padding."""
+    worst, device = 0.0, bench.device
+    for size in (16, 80) if bench.tiny else (64, 80, 96, 128, 256):
+        heads, kv_heads = chance.choice([(2, 1), (4, 4), (3, 1)])
+        tokens = chance.randint(1, 4 if bench.tiny else 200)
+        joint = _wide(tokens, (heads + 2 * kv_heads) * size, dtype=dtype, device=device)
+        frequencies = 1.0 / 10000.0 ** (torch.arange(0, size, 2).float() / size)
+        table = reference.rotary_table(frequencies, torch.arange(tokens) * 3, dtype).to(device)
+        slots = torch.tensor(
+            [slot if chance.random() < 0.8 else -1 for slot in chance.sample(range(2 * tokens), tokens)], device=device
+        )
+        weights = [_wide(size, dtype=dtype, device=device) if chance.random() < 0.5 else None] * 2
+        scales = torch.rand(2, kv_heads, device=device) + 0.5 if eight_bits else None
+        cache = torch.zeros(2 * tokens, 2, kv_heads, size, dtype=torch.float8_e4m3fn if eight_bits else dtype, device=device)
+        queries, stored = _turned(joint, table, heads, kv_heads, weights[0])
+        found = operations.rotate_and_write(joint, table, slots, cache, weights[0], weights[1], 1e-5, scales)
+        worst = max(worst, error(found, queries, ROUNDINGS[dtype]))
+        expected = torch.zeros(cache.shape, dtype=torch.float64, device=device)
+        expected[slots[slots >= 0]] = stored[slots >= 0]
+        back = cache.double() if scales is None else cache.double() * scales.double()[:, :, None]
+        worst = max(worst, error(back, expected, E4M3 if eight_bits else ROUNDINGS[dtype]))
+    return worst
+
+
+def _turned(joint: Tensor, table: Tensor, heads: int, kv_heads: int, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Queries [tokens, heads, size], and keys and values [tokens, 2, kv_heads, size], in float64."""
+    size = joint.shape[1] // (heads + 2 * kv_heads)
+    every = joint.double().view(len(joint), -1, size)
+    turned = every[:, : heads + kv_heads]
+    if weight is not None:
+        turned = _norm(turned, weight, 1e-5)
+    half = size // 2
+    swapped = torch.cat((turned[..., half:], turned[..., :half]), -1)
+    turned = turned * table[:, 0].double() + swapped * table[:, 1].double()
+    return turned[:, :heads], torch.stack((turned[:, heads:], every[:, heads + kv_heads :]), 1)
+
+
+def copies(bench: Bench, chance: random.Random) -> float:
+    """Exactly what the plain branch does on a CPU."""
+    wrong = 0.0
+    for dtype in (torch.bfloat16, torch.float32, torch.uint8):
+        layers, count, page_size, width = (
+            3,
+            12,
+            chance.choice([1, 4, 16]),
+            chance.choice([8, 48] if bench.tiny else [48, 2048, 4100]),
+        )
+        pages = torch.randint(0, 100, (layers, count, page_size, width)).to(dtype)
+        places = chance.sample(range(count), 8)
+        filled = [chance.randint(0, page_size) for _ in range(4)]
+        columns = torch.tensor([places[:4], places[4:], filled])
+        wrong += _differ(bench, pages, columns, torch.empty(0, dtype=torch.int64))
+        slots = pages.view(layers, count * page_size, width)
+        order = chance.sample(range(count * page_size), min(count * page_size, 10) // 2 * 2)
+        starts = torch.tensor(sorted({0, len(order) // 4, len(order) // 2}))
+        wrong += _differ(bench, slots, torch.tensor([order[::2], order[1::2]]), starts)
+    return wrong
+
+
+def _differ(bench: Bench, before: Tensor, columns: Tensor, starts: Tensor) -> float:
+    """Elements that the device changes otherwise than a CPU. columns: sources, targets, and of pages what is filled."""
+    own, plain = before.to(bench.device, copy=True), before.clone()
+    _change(own, columns.to(bench.device), starts.to(bench.device))
+    choose.force("reference")
+    _change(plain, columns, starts)
+    choose.force("triton")
+    return float((own.cpu() != plain).sum())
+
+
+def _change(x: Tensor, columns: Tensor, starts: Tensor) -> None:
+    if x.dim() == 4:
+        paging.copy_pages(x, columns[0], columns[1], columns[2])
+    else:
+        paging.move_slots(x, columns[0], columns[1], starts)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def noise_kernel(seeds, choices, positions, quads_to, ids_to, count, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One program: `block` quads of a row, and each of their tokens once more by its id."""
+    row, part = tl.program_id(0), tl.program_id(1)
+    seed, choice, position = tl.load(seeds + row), tl.load(choices + row), tl.load(positions + row)
+    quads = part * block + tl.arange(0, block)
+    ids = part * block * 4 + tl.arange(0, block * 4)
+    inside = ids < count
+    tl.store(quads_to + row * count + ids, gumbel_of_quads(seed, choice, position, quads), mask=inside)
+    tl.store(ids_to + row * count + ids, gumbel_of_ids(seed, choice, position, ids), mask=inside)
+
+
+def noises(bench: Bench, chance: random.Random) -> float:
+    """Numbers that differ in any bit."""
+    rows, vocabulary = (2, 100) if bench.tiny else (16, 128256)
+    keys = torch.stack([torch.randint(-(1 << 63), (1 << 63) - 1, (rows,)), torch.arange(rows) % 5, torch.arange(rows) * 77])
+    found = torch.full((2, rows, vocabulary), torch.nan, device=bench.device)
+    block = 64 if bench.tiny else 1024
+    grid = (rows, triton.cdiv(vocabulary, 4 * block))
+    # As the kernels that use it are: a multiplication must not be contracted with an addition.
+    noise_kernel[grid](*keys.to(bench.device), *found, vocabulary, block, enable_fp_fusion=False)
+    expected = noise.gumbel_all(keys[0], keys[1], keys[2], vocabulary)
+    return float((found.cpu().view(torch.int32) != expected.view(torch.int32)).sum())
+
+
+def tokens(bench: Bench, chance: random.Random) -> float:
+    """Rows of which another token is drawn than on a CPU, as a share of those that may be; infinite for a wrong probability."""
+    rows, vocabulary = (6, 300) if bench.tiny else (384, 32000)
+    logits = torch.randn(rows, vocabulary) * 3
+    draws, penalties, mask = _asked(rows, vocabulary, chance)
+    penalized = sampling.allow(sampling.penalize(logits, penalties), mask)
+    expected, final = _drawn(penalized, draws)
+    device = bench.device
+    own = logits.to(device)
+    found = sample(own, _moved(draws, device), _moved(penalties, device), mask.to(device))
+    same = found.tokens.cpu() == expected
+    logprobs = logits.log_softmax(-1).gather(1, expected.unsqueeze(1)).squeeze(1)
+    off = max(error(found.logprobs.cpu()[same], logprobs[same], 1e-4), error(found.final.cpu()[same], final[same], 1e-4))
+    if off > 1 or not own.cpu().equal(logits):
+        return float("inf")
+    return float((~same).sum()) / max(1.0, DIFFERENT * rows)
+
+
+def _moved(columns: Any, device: torch.device) -> Any:
+    return replace(columns, **{name: getattr(columns, name).to(device) for name in columns.__dataclass_fields__})
+
+
+def _asked(rows: int, vocabulary: int, chance: random.Random) -> tuple[Draws, Penalties, Tensor]:
+    def column(values: Sequence[float]) -> Tensor:
+        return torch.tensor([chance.choice(values) for _ in range(rows)])
+
+    draws = Draws(
+        temperature=column([0.0, 0.5, 1.0, 1.3]),
+        top_k=column([0, 0, 1, 20, 200]).long(),
+        top_p=column([1.0, 1.0, 0.5, 0.9, 0.99]),
+        min_p=column([0.0, 0.0, 0.01, 0.2]),
+        typical_p=torch.ones(rows),
+        seeds=torch.randint(-(1 << 63), (1 << 63) - 1, (rows,)),
+        choices=torch.arange(rows) % 3,
+        positions=torch.arange(rows) * 7,
+    )
+    entries = 20 * rows
+    bias_rows = torch.arange(0, rows, 2)
+    penalties = Penalties(
+        rows=torch.randint(0, rows, (entries,)),
+        ids=torch.randint(0, vocabulary, (entries,)),
+        output=(torch.rand(entries) < 0.6).float(),
+        repetition=torch.rand(rows) + 0.7,
+        frequency=torch.randn(rows),
+        presence=torch.randn(rows),
+        bias_rows=bias_rows,
+        bias_ids=torch.randint(0, vocabulary, (len(bias_rows),)),
+        bias_values=torch.randn(len(bias_rows)) * 5,
+    )
+    mask = torch.randint(-(1 << 31), 1 << 31, (rows, -(-vocabulary // 32))).int()
+    mask[:, 0] |= 1  # of every row something is allowed
+    return draws, penalties, mask
+
+
+def _drawn(logits: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+    """Tokens, and log-probabilities in the distribution that was drawn from, by plain torch."""
+    chosen, final = logits.argmax(-1), torch.zeros(len(logits))
+    rows = (draws.temperature > 0).nonzero().squeeze(1)
+    own = draws.take(rows)
+    for part in sampling.candidates(logits[rows], own):
+        columns = sampling.draw(part, own).unsqueeze(1)
+        chosen[rows[part.rows]] = (columns if part.ids is None else part.ids.gather(1, columns)).squeeze(1)
+        final[rows[part.rows]] = part.scores.log_softmax(-1).gather(1, columns).squeeze(1)
+    return chosen, final
+
+
+def best(bench: Bench, chance: random.Random) -> float:
+    """Sums, rows and tokens of the best continuations; without ties they have one order."""
+    count, vocabulary = (5, 200) if bench.tiny else (40, 128256)
+    logits, scores = torch.randn(count, vocabulary) * 2, torch.randn(count)
+    starts = [0, *sorted(chance.sample(range(1, count), 3)), count]
+    own = beam.candidates(logits.to(bench.device), scores.to(bench.device), starts, 8)
+    top = beam.most_probable(logits.to(bench.device), 5)
+    choose.force("reference")
+    expected, plain = beam.candidates(logits, scores, starts, 8), beam.most_probable(logits, 5)
+    choose.force("triton")
+    worst = max(error(own[0].cpu(), expected[0], 1e-4), error(top[0].cpu(), plain[0], 1e-4))
+    ids = sum(
+        int((mine.cpu() != theirs).sum()) for mine, theirs in [(own[1], expected[1]), (own[2], expected[2]), (top[1], plain[1])]
+    )
+    return worst if ids <= 2 else float("inf")  # two sums may round to one number, and then change places

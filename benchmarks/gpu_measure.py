@@ -1,0 +1,257 @@
+"""How `gpu.py` measures: repetitions by CUDA events, from graphs, over more memory than the cache holds; and the ceilings.
+
+A thing to be measured is a list of calls that do the same work on different memory. All of them, again and again until it takes
+some milliseconds, are captured in one graph: so neither the processor's launches nor what an earlier call left in the cache make a
+call faster or slower than it is in a step. Where a call can't be captured, calls are timed one by one, the cache flushed before.
+On a CPU, where only the interpreter runs, everything is called once, to see that it can be.
+"""
+
+import math
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+
+from penstock.benchmarks.gpu_report import Line, Timing, timing
+
+Call = Callable[[], object]
+
+GRAPH = 3e-3  # seconds that one replay should take
+MOST_CALLS = 400  # in one graph
+SECONDS = 0.3  # of repetitions
+MOST, LEAST = 50, 5  # repetitions
+COPIES = 64  # of a thing's memory, at most
+
+
+class Bench:
+    """A device and its ceilings."""
+
+    def __init__(
+        self, device: torch.device, tiny: bool, tell: Callable[[Line], object], seconds: float = math.inf, effort: float = 1.0
+    ) -> None:
+        """tell: is given every line; seconds: after which a section should come to its end; effort: what the time for repetitions
+        is multiplied by."""
+        self.device = device
+        self.tiny = tiny
+        self.effort = effort
+        self.note = ""  # what is wrong with the ceilings
+        self._tell = tell
+        self.copy_rate = self.read_rate = 1e9  # bytes a second
+        self.product_rate = 1e9  # FLOP a second
+        self._stop = time.perf_counter() + seconds
+        cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 1 << 10
+        self._scratch = torch.empty(2 * cache if device.type == "cuda" else 1, dtype=torch.uint8, device=device)
+        self._rotated = 4 * cache
+
+    def add(self, line: Line) -> None:
+        """Tells a line, and shows that there is progress."""
+        if self.tiny and not line.check:
+            line = replace(line, goal=None)  # speeds of an interpreter mean nothing
+        if self.note and not line.check:
+            line = replace(line, goal=None, note=f"{line.note} {self.note}".strip())
+        self._tell(line)
+        ratio = "" if line.ratio is None else f"{line.ratio:.3f} {line.against}"
+        took = "" if line.timing is None else f"{line.timing.seconds * 1e6:.1f} us"
+        print(f"    {line.what}: {' '.join(filter(None, [took, ratio, line.verdict, line.note]))}", flush=True)
+
+    def late(self) -> bool:
+        """The section's time is over: what is left of it is left out."""
+        return self.seconds_left() <= 0
+
+    def seconds_left(self) -> float:
+        """Until the section should come to its end."""
+        return self._stop - time.perf_counter()
+
+    def copies(self, size: int) -> int:
+        """How many times memory of `size` bytes has to be there, for none of it to be in the cache when its turn comes again."""
+        return 2 if self.tiny else max(1, min(COPIES, -(-self._rotated // max(size, 1))))
+
+    def synchronize(self) -> None:
+        """Waits for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def time(self, calls: Sequence[Call], graph: bool = True) -> Timing:
+        """Of one call. All of them are made at least once before."""
+        for call in calls:
+            call()
+        self.synchronize()
+        if self.device.type != "cuda":
+            return timing([_clocked(call) for call in calls], "wall")
+        rough = min(_once(calls, self.flush) for _ in range(2)) / len(calls)
+        if graph:
+            try:
+                return self._by_graph(calls, rough)
+            except RuntimeError:  # it can't be captured: it copies from the host, or waits for the device
+                self.synchronize()
+        return self._one_by_one(calls, rough)
+
+    def flush(self) -> None:
+        """Nothing that a call needs is in the cache afterwards."""
+        self._scratch.zero_()
+
+    def _by_graph(self, calls: Sequence[Call], rough: float) -> Timing:
+        most = max(1, MOST_CALLS // len(calls))
+        rounds = max(1, min(most, round(GRAPH / (rough * len(calls)))))
+        graph = _captured(calls, rounds)
+        took = min(_once([graph.replay], self.flush) for _ in range(2))
+        if took < GRAPH / 2 and rounds < most:  # launched one by one it took longer than from a graph
+            graph.reset()
+            rounds = min(most, round(rounds * GRAPH / took))
+            graph = _captured(calls, rounds)
+        count = rounds * len(calls)
+        samples = self._repeat(lambda: _once([graph.replay], self.flush) / count)
+        graph.reset()
+        return timing(samples, "graph")
+
+    def _one_by_one(self, calls: Sequence[Call], rough: float) -> Timing:
+        samples = self._repeat(lambda: sum(_once([call], self.flush) for call in calls) / len(calls))
+        return timing(samples, "eager")
+
+    def _repeat(self, sample: Callable[[], float]) -> list[float]:
+        samples: list[float] = []
+        began = time.perf_counter()
+        while len(samples) < LEAST or (len(samples) < MOST and time.perf_counter() - began < SECONDS * self.effort):
+            samples.append(sample())
+        return samples
+
+
+def _clocked(call: Call) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def _captured(calls: Sequence[Call], rounds: int) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            for call in calls:
+                call()
+    graph.replay()
+    return graph
+
+
+def _once(calls: Sequence[Call], before: Call) -> float:
+    """Seconds on the device between the first launch and the end of the last."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    before()
+    start.record()
+    for call in calls:
+        call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def read_kernel(data, sums, block: tl.constexpr, rounds: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One program adds up `rounds` times `block` numbers that lie side by side."""
+    place = tl.program_id(0).to(tl.int64) * block * rounds + tl.arange(0, block)
+    total = tl.zeros([block], tl.float32)
+    for i in range(rounds):
+        total += tl.load(data + place + i * block)
+    tl.store(sums + tl.program_id(0), tl.sum(total, 0))
+
+
+READ_BLOCK, READ_ROUNDS = 2048, 16
+
+
+def read(data: Tensor, sums: Tensor) -> None:
+    """data: float32, a multiple of READ_BLOCK * READ_ROUNDS numbers."""
+    read_kernel[(len(sums),)](data, sums, READ_BLOCK, READ_ROUNDS, num_warps=8)
+
+
+def facts(bench: Bench) -> dict[str, str]:
+    """Of device and software."""
+    found = {"torch": torch.__version__, "triton": triton.__version__, "cuda": str(torch.version.cuda), "device": "cpu"}
+    if bench.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(bench.device)
+        found["device"] = properties.name
+        found["processors"] = str(properties.multi_processor_count)
+        found["L2"] = f"{properties.L2_cache_size / 2**20:.0f} MiB"
+        found["memory"] = f"{properties.total_memory / 2**30:.0f} GiB"
+    return found | clocks()
+
+
+def clocks() -> dict[str, str]:
+    """As nvidia-smi tells, where it is."""
+    tool = shutil.which("nvidia-smi")
+    names = ["driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "power.limit", "temperature.gpu"]
+    if tool is None:
+        return {}
+    command = [tool, f"--query-gpu={','.join(names)}", "--format=csv,noheader", "--id=0"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout.strip()
+    return dict(zip(names, (value.strip() for value in answer.split(",")), strict=False))
+
+
+SECTION = "ceilings"
+# Of an 8 B model, [out, in]: queries, keys and values; attention's output; gate and up; down; the vocabulary.
+PRODUCTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
+
+
+def ceilings(bench: Bench) -> None:
+    """What this machine can do, measured now: everything after this is compared with it."""
+    _copies(bench)
+    _reads(bench)
+    side = 64 if bench.tiny else 8192
+    left, right = _square(bench, side), _square(bench, side)
+    took = bench.time([lambda: torch.mm(left, right)])
+    bench.product_rate = 2 * side**3 / took.seconds
+    bench.add(Line(section=SECTION, what=f"product {side}^3", timing=took, value=bench.product_rate / 1e12, unit="TFLOP/s"))
+    for rows in (1, 32, 256):
+        for outputs, inputs in [(64, 32)] if bench.tiny else PRODUCTS:
+            _product(bench, rows, outputs, inputs)
+    _launches(bench)
+
+
+def _copies(bench: Bench) -> None:
+    size = 1 << 16 if bench.tiny else 1 << 31
+    source, target = torch.zeros(2, size, dtype=torch.uint8, device=bench.device).unbind()
+    took = bench.time([lambda: target.copy_(source)])
+    bench.copy_rate = 2 * size / took.seconds
+    what, unit = f"copy {size >> 20} MiB", "GB/s read and written"
+    bench.add(Line(section=SECTION, what=what, timing=took, value=bench.copy_rate / 1e9, unit=unit))
+
+
+def _reads(bench: Bench) -> None:
+    numbers = torch.randn(READ_BLOCK * READ_ROUNDS * (2 if bench.tiny else 1 << 15), device=bench.device)
+    sums = torch.empty(len(numbers) // READ_BLOCK // READ_ROUNDS, device=bench.device)
+    took = bench.time([lambda: read(numbers, sums)])
+    bench.read_rate = numbers.nbytes / took.seconds
+    what = f"read {numbers.nbytes >> 20} MiB"
+    bench.add(Line(section=SECTION, what=what, timing=took, value=bench.read_rate / 1e9, unit="GB/s"))
+
+
+def _square(bench: Bench, side: int) -> Tensor:
+    return torch.randn(side, side, device=bench.device).bfloat16()
+
+
+def _product(bench: Bench, rows: int, outputs: int, inputs: int) -> None:
+    """Of a decode step: few rows, a weight that is read once."""
+    weights = [torch.randn(outputs, inputs, device=bench.device).bfloat16() for _ in range(bench.copies(2 * outputs * inputs))]
+    x = torch.randn(rows, inputs, device=bench.device).bfloat16()
+    took = bench.time([partial(functional.linear, x, weight) for weight in weights])
+    floor = max(2 * outputs * inputs / bench.copy_rate, 2 * rows * outputs * inputs / bench.product_rate)
+    what = f"product of {rows} rows with {outputs} x {inputs}"
+    bench.add(Line(section=SECTION, what=what, timing=took, ratio=floor / took.seconds, against="its floor"))
+
+
+def _launches(bench: Bench) -> None:
+    """What a launch costs: in a graph on the device, and one by one on the processor."""
+    data, sums = torch.zeros(READ_BLOCK * READ_ROUNDS, device=bench.device), torch.empty(1, device=bench.device)
+    took = bench.time([lambda: read(data, sums)] * (2 if bench.tiny else 100))
+    bench.add(Line(section=SECTION, what="a tiny kernel inside a graph", timing=took))
+    samples = []
+    for _ in range(3 if bench.tiny else 100):
+        bench.synchronize()
+        samples.append(_clocked(lambda: read(data, sums)))
+    bench.add(Line(section=SECTION, what="a launch, on the processor", timing=timing(samples, "wall")))

@@ -1,0 +1,241 @@
+"""A whole decode step of an 8 B model with made-up weights, by the shard's own engine, against the bytes and operations it takes.
+
+    floor    max(weights / copy bandwidth, their operations / rate of products) + keys and values / copy bandwidth
+
+`step` is what the engine's caller waits for: planning on the host, the model, sampling, tokens back on the host. `device` is the
+part between the first and the last launch, on the device's own clock.
+
+And the same greedy tokens by Triton as by plain torch, on the trained model that ships: where they part, the two most probable
+tokens must have been as good as equal.
+"""
+
+import json
+import random
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.benchmarks.gpu_busy import Busy, watch
+from penstock.benchmarks.gpu_measure import Bench
+from penstock.benchmarks.gpu_report import Line, failed, timing
+from penstock.kernels import choose
+from penstock.shard.config import ShardConfig
+from penstock.shard.decoding.sampler import Pick
+from penstock.shard.engine import Engine
+from penstock.shard.forward import Bounds
+from penstock.shard.graphs import Recorder
+from penstock.shard.loading import load
+from penstock.shard.sequence import Group, Sampling, sequences
+
+SECTION = "a whole decode step, 8 B"
+TOKENS = "greedy tokens by Triton and by plain torch"
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 16384,
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+SMALL = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+TINY = {**LLAMA, **SMALL, "num_key_value_heads": 1, "head_dim": 32}
+# (rows, context): share of the floor
+GOALS = {(1, 1024): 0.88, (32, 1024): 0.85, (256, 1024): 0.85}
+CASES = (*GOALS, (1, 8192), (32, 8192), (256, 8192))
+SOONEST = 4e-3  # seconds of a step of one row at 1,024 tokens, at most
+PAGE = 16
+STEPS, WARM = 40, 5
+DEMO = Path(__file__).parents[1] / "demo" / "model"
+# Differences of log-probabilities below which two tokens pass for equal: some units in the last place of logits around 10.
+NEAR = {"float32": 1e-3, "bfloat16": 0.15}
+
+
+def write(folder: Path, tiny: bool) -> Path:
+    """A model's folder without weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(TINY if tiny else LLAMA))
+    return folder
+
+
+def steps(bench: Bench) -> None:
+    """Every case, without graphs and from one."""
+    cuda = bench.device.type == "cuda"
+    choose.force("triton")
+    busy = watch(cuda)
+    try:
+        with tempfile.TemporaryDirectory(prefix="penstock-gpu-") as folder:
+            model = write(Path(folder), bench.tiny)
+            began = time.perf_counter()
+            dtype = "float32" if bench.tiny else "bfloat16"
+            config = ShardConfig(folder=str(model), model="8b", device=bench.device.type, dtype=dtype, load_format="dummy")
+            engine = load(config, lambda stage: None)
+            print(
+                f"    made up weights of {engine.decoder.weight_bytes / 1e9:.1f} GB in {time.perf_counter() - began:.0f} s",
+                flush=True,
+            )
+            for rows, context in [(2, 40)] if bench.tiny else CASES:
+                if bench.late():
+                    return
+                try:
+                    _case(bench, engine, busy, rows, context)
+                except (RuntimeError, ValueError) as problem:
+                    bench.add(failed(SECTION, f"{rows} x {context}", problem, GOALS.get((rows, context))))
+                engine.resize(0, PAGE)
+                if cuda:
+                    torch.cuda.empty_cache()
+    finally:
+        choose.force("")
+
+
+def _case(bench: Bench, engine: Engine, busy: Busy, rows: int, context: int) -> None:
+    cuda = bench.device.type == "cuda"
+    total = context + 4 * (STEPS + WARM)
+    pages = rows * -(-total // PAGE)
+    need = pages * PAGE * engine.token_bytes
+    if cuda and need > 0.9 * torch.cuda.mem_get_info()[0]:
+        goal = GOALS.get((rows, context))
+        bench.add(failed(SECTION, f"{rows} x {context}", f"keys and values of {need / 1e9:.0f} GB do not fit", goal))
+        return
+    engine.resize(pages, PAGE)
+    _begin(engine, rows, context)
+    _measured(bench, engine, busy, rows, context, "eager")
+    if cuda:
+        engine.record(Recorder(), Bounds(rows, rows, total, pages, (rows,)), lambda stage: None)
+        before = engine.forward.replayed
+        _measured(bench, engine, busy, rows, context, "graph")
+        if engine.forward.replayed == before:
+            bench.add(failed(SECTION, f"{rows} x {context}, graph", "the graph was never used: steps ran eager"))
+
+
+def _begin(engine: Engine, rows: int, context: int) -> None:
+    """So many groups whose prompts pass for computed: keys and values are random numbers."""
+    dice = random.Random(rows + context)
+    vocabulary = engine.decoder.shape.vocabulary
+    groups = []
+    for uid in range(rows):
+        begun, waiting = sequences([dice.randrange(vocabulary) for _ in range(context)], 1, [(0, [1])])
+        groups.append(Group(uid, begun, waiting, Sampling(), 1 << 20, frozenset()))
+    refused = engine.prefill(0, groups, [], 0, []).failed
+    assert not refused, refused
+    for group in groups:
+        [sequence] = group.sequences
+        engine.pool.extend(sequence.pages, context)
+        sequence.computed, group.decodes = context, True
+    engine.decode([0])  # clears the pages that were taken
+    with torch.inference_mode():
+        for layer in engine.cache.layers:
+            layer.normal_()
+            layer[:PAGE] = 0  # padding
+
+
+def _measured(bench: Bench, engine: Engine, busy: Busy, rows: int, context: int, way: str) -> None:
+    samples = []
+    for step in range(2 if bench.tiny else STEPS + WARM):
+        if step == (0 if bench.tiny else WARM):
+            busy.reset()
+        began = time.perf_counter()
+        outcome = engine.decode([0])
+        if step >= WARM or bench.tiny:
+            samples.append(time.perf_counter() - began)
+        if outcome.failed or len(outcome.emitted) != rows:
+            raise RuntimeError(f"a step failed: {outcome.failed[:1] or len(outcome.emitted)}")
+    floor = _floor(bench, engine, rows, context)
+    own, what = timing(samples, "wall"), f"{rows} x {context}, {way}"
+    ratio, goal = floor / own.seconds, GOALS.get((rows, context)) if way == "graph" else None
+    rate = rows / own.seconds
+    against = "floor / step"
+    step_line = Line(
+        section=SECTION, what=f"{what}: step", timing=own, value=rate, unit="tokens/s", ratio=ratio, against=against, goal=goal
+    )
+    bench.add(step_line)
+    if goal is not None and rows == 1:
+        what_soon, ratio = f"{what}: step in units of {SOONEST * 1e3:g} ms", own.seconds / SOONEST
+        bench.add(Line(section=SECTION, what=what_soon, ratio=ratio, against="", goal=1.0, most=True))
+    worked = timing(busy.read()["busy"], "graph" if way == "graph" else "wall")
+    ratio, note = floor / worked.seconds, "launches included" if way == "eager" else ""
+    bench.add(Line(section=SECTION, what=f"{what}: device", timing=worked, ratio=ratio, against="floor / device", note=note))
+
+
+def _floor(bench: Bench, engine: Engine, rows: int, context: int) -> float:
+    """Seconds that a step takes at least."""
+    shape = engine.decoder.shape
+    read = shape.parameters(1) - (0 if shape.tied else shape.vocabulary * shape.hidden)  # of the table only some rows are read
+    size = engine.decoder.embedding.dtype.itemsize
+    products = max(read * size / bench.copy_rate, 2 * read * rows / bench.product_rate)
+    return products + rows * context * engine.token_bytes / bench.copy_rate
+
+
+def tokens(bench: Bench) -> None:
+    """The demo model, in both types that matter."""
+    dice = random.Random(0)
+    count, new = (2, 3) if bench.tiny else (48, 160)
+    prompts = [[dice.randrange(3, 2048) for _ in range(dice.randint(2, 6 if bench.tiny else 300))] for _ in range(count)]
+    for dtype in ("float32",) if bench.tiny else NEAR:
+        found = _greedy(bench, "triton", dtype, prompts, new)
+        expected = _greedy(bench, "reference", dtype, prompts, new)
+        apart, ties, compared = compare(found, expected, NEAR[dtype])
+        what = f"demo model, {dtype}: prompts that part without a near tie"
+        note = f"{ties} near ties in {compared} tokens"
+        bench.add(Line(section=TOKENS, what=what, ratio=float(apart), goal=0.0, most=True, check=True, note=note))
+
+
+def compare(found: Sequence[Sequence[Pick]], expected: Sequence[Sequence[Pick]], near: float) -> tuple[int, int, int]:
+    """Prompts whose tokens part where one was clearly better, those where two were as good as equal, and tokens that were compared:
+    what comes after two part is another text."""
+    apart = ties = compared = 0
+    for ours, theirs in zip(found, expected, strict=True):
+        for own, other in zip(ours, theirs, strict=True):
+            compared += 1
+            if own.token == other.token:
+                continue
+            better = dict(other.top)
+            tie = own.token in better and other.logprob - better[own.token] < near
+            ties, apart = ties + tie, apart + (not tie)
+            break
+    return apart, ties, compared
+
+
+@torch.inference_mode()
+def _greedy(bench: Bench, kernels: str, dtype: str, prompts: Sequence[Sequence[int]], new: int) -> list[list[Pick]]:
+    choose.force(kernels)
+    try:
+        config = ShardConfig(folder=str(DEMO), model="demo", device=bench.device.type, dtype=dtype, prefix_caching=False)
+        engine = load(config, lambda stage: None)
+        total = max(map(len, prompts)) + new
+        pages = len(prompts) * -(-total // PAGE)
+        engine.resize(pages, PAGE)
+        if bench.device.type == "cuda" and kernels == "triton":
+            sizes = (*range(1, len(prompts), 3), len(prompts))
+            engine.record(Recorder(), Bounds(len(prompts), len(prompts), total, pages, sizes), lambda stage: None)
+        return _answers(engine, prompts, new)
+    finally:
+        choose.force("")
+
+
+def _answers(engine: Engine, prompts: Sequence[Sequence[int]], new: int) -> list[list[Pick]]:
+    groups = []
+    for uid, prompt in enumerate(prompts):
+        begun, waiting = sequences(prompt, 1)
+        groups.append(Group(uid, begun, waiting, Sampling(), new, frozenset(), top_n=4))
+    chunks = [(uid, len(prompt)) for uid, prompt in enumerate(prompts)]
+    outcome: Any = engine.prefill(0, groups, chunks, sum(map(len, prompts)), [])
+    answers: list[list[Pick]] = [[] for _ in prompts]
+    while outcome.emitted or outcome.failed:
+        if outcome.failed:
+            raise RuntimeError(outcome.failed[0][1])
+        for uid, emitted in outcome.emitted:
+            answers[uid].append(emitted.pick)
+        outcome = engine.decode([0])
+    return answers

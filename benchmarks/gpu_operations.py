@@ -1,0 +1,212 @@
+"""The fused operations against the bytes that they have to move, and sampling against one read of the logits."""
+
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.benchmarks.gpu_measure import Bench, Call
+from penstock.benchmarks.gpu_report import Line, failed
+from penstock.kernels import beam, choose, operations, paging, reference, sampling
+from penstock.kernels.fused_sampling import sample
+from penstock.kernels.sampling import Draws, Penalties
+
+SECTION = "operations"
+HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, SIZE, VOCABULARY = 4096, 14336, 32, 8, 128, 128256
+SAMPLING = 3.0  # times one read of 256 x 128k logits, with top-k, top-p and penalties
+
+
+def measure(bench: Bench) -> None:
+    """All of it."""
+    choose.force("triton")
+    try:
+        sample_logits(bench)
+        beams(bench)
+        for tokens in (4,) if bench.tiny else (1, 256, 8192):
+            elementwise(bench, tokens)
+        moves(bench)
+    finally:
+        choose.force("")
+
+
+def _bfloat16(bench: Bench, *shape: int) -> Tensor:
+    return torch.randn(*shape, device=bench.device).bfloat16()
+
+
+def _against_bytes(bench: Bench, what: str, calls: list[Call], size: int) -> None:
+    took = bench.time(calls)
+    rate = size / took.seconds
+    against, note = "of the copy bandwidth", "too little to fill the device" if size < 8 << 20 else ""
+    bench.add(
+        Line(
+            section=SECTION,
+            what=what,
+            timing=took,
+            value=rate / 1e9,
+            unit="GB/s",
+            ratio=rate / bench.copy_rate,
+            against=against,
+            note=note,
+        )
+    )
+
+
+def elementwise(bench: Bench, tokens: int) -> None:
+    """What stands between the products of a layer."""
+    hidden, intermediate = (64, 96) if bench.tiny else (HIDDEN, INTERMEDIATE)
+    weight = _bfloat16(bench, hidden)
+    size = tokens * hidden * 2
+    count = bench.copies(4 * size)
+    states = [(_bfloat16(bench, tokens, hidden), _bfloat16(bench, tokens, hidden)) for _ in range(count)]
+    _against_bytes(bench, f"norm, {tokens} tokens", [partial(operations.rms_norm, x, weight, 1e-5) for x, _ in states], 2 * size)
+    calls: list[Call] = [partial(operations.add_rms_norm, x, residual, weight, 1e-5) for x, residual in states]
+    _against_bytes(bench, f"norm with residual, {tokens} tokens", calls, 4 * size)
+    del states
+    size = tokens * intermediate * 2
+    gates = [_bfloat16(bench, tokens, 2 * intermediate) for _ in range(bench.copies(3 * size))]
+    _against_bytes(bench, f"SwiGLU, {tokens} tokens", [partial(operations.swiglu, gate) for gate in gates], 3 * size)
+    del gates
+    _rotary(bench, tokens)
+
+
+def _rotary(bench: Bench, tokens: int) -> None:
+    heads, kv_heads, size = (2, 1, 16) if bench.tiny else (HEADS, KV_HEADS, SIZE)
+    width = (heads + 2 * kv_heads) * size
+    count = bench.copies(4 * tokens * width)
+    frequencies = 1.0 / 500000.0 ** (torch.arange(0, size, 2, device=bench.device).float() / size)
+    table = reference.rotary_table(frequencies, torch.arange(tokens, device=bench.device), torch.bfloat16)
+    cache = torch.zeros(count * tokens, 2, kv_heads, size, dtype=torch.bfloat16, device=bench.device)
+    slots = torch.randperm(len(cache), device=bench.device).view(count, tokens)
+    joints = [_bfloat16(bench, tokens, width) for _ in range(count)]
+    calls = [
+        partial(operations.rotate_and_write, joint, table, some, cache, None, None, 1e-5)
+        for joint, some in zip(joints, slots, strict=True)
+    ]
+    moved = 2 * tokens * width * 2 + table.nbytes + 8 * tokens
+    _against_bytes(bench, f"rotary and write to the cache, {tokens} tokens", [*calls], moved)
+
+
+def moves(bench: Bench) -> None:
+    """Forks and tree commits, of all layers at once."""
+    layers, page_size, width, count = (2, 4, 32, 4) if bench.tiny else (32, 16, 2 * KV_HEADS * SIZE, 64)
+    pages = torch.zeros(layers, 4 * count, page_size, width, dtype=torch.bfloat16, device=bench.device)
+    order = torch.randperm(4 * count, device=bench.device)
+    filled = torch.full((count,), page_size, device=bench.device)
+    halves = [(order[:count], order[count : 2 * count]), (order[2 * count : 3 * count], order[3 * count :])]
+    calls: list[Call] = [partial(paging.copy_pages, pages, *half, filled) for half in halves]
+    size = 2 * layers * count * page_size * width * 2
+    _against_bytes(bench, f"{count} pages copied in {layers} layers", calls, size)
+    slots = pages.view(layers, -1, width)
+    order = torch.randperm(slots.shape[1], device=bench.device)[: 8 * count].view(2, -1)
+    starts = torch.arange(0, 4 * count + 1, 4, device=bench.device)
+    moved = 2 * layers * 4 * count * width * 2
+    what = f"4 slots moved in each of {count} rows in {layers} layers"
+    _against_bytes(bench, what, [lambda: paging.move_slots(slots, order[0], order[1], starts)], moved)
+
+
+def sample_logits(bench: Bench) -> None:
+    """256 rows, as a large batch has them; beside it what plain torch takes, and FlashInfer."""
+    rows, vocabulary = (3, 300) if bench.tiny else (256, VOCABULARY)
+    logits = [_peaked(bench, rows, vocabulary) for _ in range(bench.copies(4 * rows * vocabulary))]
+    once = logits[0].nbytes / bench.read_rate
+    plain = {"temperature": 0.8, "top_k": 0, "top_p": 1.0}
+    filtered = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
+    penalties = _penalties(bench, rows, vocabulary)
+    cases: list[tuple[str, dict[str, float], Penalties | None, float | None]] = [
+        ("greedy", {**plain, "temperature": 0.0}, None, None),
+        ("drawn from all", plain, None, None),
+        ("top-k 50, top-p 0.9", filtered, None, SAMPLING),
+        ("top-p 0.95 alone", {**plain, "top_p": 0.95}, None, None),
+        ("top-k 50, top-p 0.9, penalties on 1,000 tokens a row", filtered, penalties, SAMPLING),
+    ]
+    size = f"{rows} x {vocabulary}"
+    for what, fields, penalized, goal in cases:
+        draws = _draws(bench, rows, fields)
+        took = bench.time([partial(sample, one, draws, penalized, None) for one in logits])
+        ratio, against = took.seconds / once, "of one read"
+        bench.add(
+            Line(section=SECTION, what=f"sampling {size}, {what}", timing=took, ratio=ratio, against=against, goal=goal, most=True)
+        )
+        if penalized is None and goal is not None:
+            _sampling_peers(bench, f"sampling {size}, {what}", logits, draws, took.seconds)
+
+
+def _sampling_peers(bench: Bench, what: str, logits: list[Tensor], draws: Draws, own: float) -> None:
+    def plainly(one: Tensor) -> None:
+        for part in sampling.candidates(one, draws):
+            sampling.draw(part, draws)
+
+    found = bench.time([partial(plainly, one) for one in logits], graph=False)
+    line = f"{what}: plain torch"
+    bench.add(Line(section=SECTION, what=line, timing=found, ratio=found.seconds / own, against="of ours"))
+    line = f"{what}: FlashInfer"
+    try:
+        if find_spec("flashinfer") is None:
+            bench.add(failed(SECTION, line, "not installed", 1.0))
+            return
+        function: Callable[..., Any] = __import__("flashinfer.sampling").sampling.top_k_top_p_sampling_from_logits
+        heat = float(draws.temperature[0])
+        k, p = draws.top_k.int(), draws.top_p
+        found = bench.time([lambda one=one: function(one / heat, k, p, filter_apply_order="top_k_first") for one in logits])  # type: ignore[misc]
+        bench.add(Line(section=SECTION, what=line, timing=found, ratio=found.seconds / own, against="of ours", goal=1.0))
+    except Exception as problem:  # whatever is wrong with a peer is no fault of ours
+        bench.add(failed(SECTION, line, problem, 1.0))
+
+
+def _peaked(bench: Bench, rows: int, vocabulary: int) -> Tensor:
+    """Logits as models have them: a few tokens stand out."""
+    logits = torch.randn(rows, vocabulary, device=bench.device) * 2
+    some = torch.randint(0, vocabulary, (rows, 30), device=bench.device)
+    return logits.scatter_add_(1, some, torch.rand(rows, 30, device=bench.device) * 12)
+
+
+def _draws(bench: Bench, rows: int, fields: dict[str, float]) -> Draws:
+    def column(value: float) -> Tensor:
+        return torch.full((rows,), value, device=bench.device)
+
+    places = torch.arange(rows, device=bench.device)
+    return Draws(
+        temperature=column(fields["temperature"]),
+        top_k=column(fields["top_k"]).long(),
+        top_p=column(fields["top_p"]),
+        min_p=column(0.0),
+        typical_p=column(1.0),
+        seeds=places * 77,
+        choices=places * 0,
+        positions=places,
+    )
+
+
+def _penalties(bench: Bench, rows: int, vocabulary: int) -> Penalties:
+    entries = 20 if bench.tiny else 1000
+    device = bench.device
+    return Penalties(
+        rows=torch.arange(rows, device=device).repeat_interleave(entries),
+        ids=torch.randint(0, vocabulary, (rows * entries,), device=device),
+        output=(torch.rand(rows * entries, device=device) < 0.5).float(),
+        repetition=torch.full((rows,), 1.1, device=device),
+        frequency=torch.full((rows,), 0.1, device=device),
+        presence=torch.full((rows,), 0.1, device=device),
+        bias_rows=torch.empty(0, dtype=torch.int64, device=device),
+        bias_ids=torch.empty(0, dtype=torch.int64, device=device),
+        bias_values=torch.empty(0, device=device),
+    )
+
+
+def beams(bench: Bench) -> None:
+    """The best continuations of 64 sets of four rows, and the five most probable tokens of 256."""
+    rows, vocabulary = (4, 300) if bench.tiny else (256, VOCABULARY)
+    logits = [_peaked(bench, rows, vocabulary) for _ in range(bench.copies(4 * rows * vocabulary))]
+    once, scores = logits[0].nbytes / bench.read_rate, torch.randn(rows, device=bench.device)
+    starts = list(range(0, rows + 1, 4))
+    cases: list[tuple[str, list[Call]]] = [
+        ("best 8 continuations of 4 beams each", [partial(beam.candidates, one, scores, starts, 8) for one in logits]),
+        ("the 5 most probable", [partial(beam.most_probable, one, 5) for one in logits]),
+    ]
+    for what, calls in cases:
+        took = bench.time(calls)
+        ratio, against = took.seconds / once, "of one read"
+        bench.add(Line(section=SECTION, what=f"{what}, {rows} x {vocabulary}", timing=took, ratio=ratio, against=against))

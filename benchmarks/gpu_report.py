@@ -1,0 +1,147 @@
+"""What `gpu.py` has measured: lines with a ratio, a goal and a verdict; as a table, as JSON, as Markdown. Knows no device."""
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+MET, MISSED, WRONG, UNMEASURED = "met", "missed", "WRONG", "not measured"
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of one call, of several repetitions."""
+
+    seconds: float  # the median
+    low: float  # what a tenth of them stay below
+    high: float  # what nine tenths stay below
+    count: int
+    way: str  # "graph": launched from a CUDA graph; "eager": one by one, launches included; "wall": as a clock on the wall sees it
+
+
+def timing(samples: Sequence[float], way: str) -> Timing:
+    """Of all repetitions, at least one."""
+    ordered = sorted(samples)
+    last = len(ordered) - 1
+    return Timing(statistics.median(ordered), ordered[round(0.1 * last)], ordered[round(0.9 * last)], len(ordered), way)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One measurement. Without a ratio: something for orientation, or something that could not be measured, as the note says."""
+
+    section: str
+    what: str
+    timing: Timing | None = None
+    value: float = math.nan  # in `unit`
+    unit: str = ""
+    ratio: float | None = None
+    against: str = ""  # what the ratio is to
+    goal: float | None = None
+    most: bool = False  # the ratio shall be at most the goal; else at least
+    check: bool = False  # of a result, not of a speed: where it misses its goal something is wrong
+    note: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """Whether the goal is met; empty without a goal."""
+        if self.goal is None:
+            return ""
+        if self.ratio is None:
+            return UNMEASURED
+        reached = self.ratio <= self.goal if self.most else self.ratio >= self.goal  # a ratio that is no number reaches nothing
+        return MET if reached else WRONG if self.check else MISSED
+
+
+def failed(section: str, what: str, why: BaseException | str, goal: float | None = None, check: bool = False) -> Line:
+    """What could not be measured."""
+    text = why if isinstance(why, str) else f"{type(why).__name__}: {why}".strip()
+    first = next((line for line in text.splitlines() if line.strip()), "")[:160]
+    return Line(section=section, what=what, goal=goal, most=check, check=check, note=first)
+
+
+def wrong(lines: Iterable[Line]) -> list[Line]:
+    """Results that were not right, or could not be looked at."""
+    return [line for line in lines if line.check and line.verdict != MET]
+
+
+def sum_up(lines: Sequence[Line]) -> int:
+    """Prints how many goals are met, and all that is wrong. The exit code."""
+    verdicts = [line.verdict for line in lines]
+    print("\ngoals: " + ", ".join(f"{verdicts.count(word)} {word}" for word in (MET, MISSED, UNMEASURED, WRONG)))
+    found = wrong(lines)
+    for line in found:
+        print(f"WRONG: {line.section}: {line.what} {'' if line.ratio is None else line.ratio} {line.note}".rstrip())
+    return 1 if found else 0
+
+
+def _number(value: float) -> str:
+    if not math.isfinite(value):
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _time(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3f} {unit}"
+    return f"{seconds * 1e6:.1f} us"
+
+
+def _cells(line: Line) -> list[str]:
+    took = line.timing
+    spread = f"{_time(took.seconds)} ({_time(took.low)}..{_time(took.high)}, {took.count})" if took else ""
+    bound = "" if line.goal is None else f"{'<=' if line.most else '>='} {line.goal:g}"
+    ratio = "" if line.ratio is None else f"{line.ratio:.3f}"
+    value = f"{_number(line.value)} {line.unit}".strip() if math.isfinite(line.value) else ""
+    note = f"{took.way}; {line.note}".strip("; ") if took and took.way == "eager" else line.note
+    return [line.what, spread, value, ratio, line.against, bound, line.verdict, note]
+
+
+HEADS = ["what", "median (10 %..90 %, repetitions)", "value", "ratio", "to", "goal", "verdict", "note"]
+
+
+def table(lines: Sequence[Line]) -> str:
+    """For people, section by section."""
+    rows = [_cells(line) for line in lines]
+    widths = [max(len(HEADS[i]), *(len(row[i]) for row in rows)) if rows else len(HEADS[i]) for i in range(len(HEADS) - 1)]
+    parts, section = [], ""
+    for line, row in zip(lines, rows, strict=True):
+        if line.section != section:
+            section = line.section
+            parts += ["", section, _padded(HEADS, widths)]
+        parts.append(_padded(row, widths))
+    return "\n".join(parts)
+
+
+def _padded(row: Sequence[str], widths: Sequence[int]) -> str:
+    return ("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)) + "  " + row[-1]).rstrip()
+
+
+def markdown(lines: Sequence[Line], title: str) -> str:
+    """A section for docs/performance.md."""
+    parts = [f"## {title}", ""]
+    section = ""
+    for line in lines:
+        if line.section != section:
+            section = line.section
+            parts += ["", f"### {section}", "", f"| {' | '.join(HEADS)} |", "|---" * len(HEADS) + "|"]
+        parts.append(f"| {' | '.join(cell.replace('|', '/') for cell in _cells(line))} |")
+    return "\n".join(parts) + "\n"
+
+
+def save(path: Path, lines: Sequence[Line], facts: dict[str, Any]) -> None:
+    """Everything, as JSON; what is no number becomes null."""
+    found = [{**asdict(line), "verdict": line.verdict} for line in lines]
+    path.write_text(json.dumps(_finite({"facts": facts, "lines": found}), indent=1, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,135 @@
+"""The GPU's benchmark runs without one, in the interpreter and on tiny shapes; and what it says of its numbers is right."""
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from penstock.benchmarks import gpu_checks, gpu_measure, gpu_model, gpu_report, gpu_worlds
+from penstock.benchmarks.gpu_report import Line, failed, timing
+from penstock.kernels import operations
+from penstock.kernels.attention import Row
+from penstock.shard.decoding.sampler import Pick
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would be measured itself")
+def test_correctness_from_the_command_line(tmp_path: Path) -> None:
+    numbers, tables = tmp_path / "numbers.json", tmp_path / "tables.md"
+    command = [sys.executable, str(SCRIPT), "--device", "cpu", "--tiny", "--only", "correctness"]
+    command += ["--json", str(numbers), "--markdown", str(tables)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line for line in json.loads(numbers.read_text())["lines"] if line["section"] == "correctness"]
+    assert len(lines) >= 14
+    assert {line["verdict"] for line in lines} == {"met"}
+    assert "### correctness" in tables.read_text()
+
+
+def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[Line] = []
+    bench = gpu_measure.Bench(torch.device("cpu"), True, lines.append)
+    norms = {"norms": partial(gpu_checks.elementwise, dtype=torch.float32), "broken": lambda b, c: 1 / 0}
+    monkeypatch.setattr(gpu_checks, "checks", lambda b: norms)
+    gpu_checks.measure(bench, 1)
+    honest = operations.rms_norm
+    monkeypatch.setattr(operations, "rms_norm", lambda x, weight, epsilon: honest(x, weight, 2 * epsilon + 0.01))
+    gpu_checks.measure(bench, 1)
+    assert [line.verdict for line in lines] == ["met", "not measured", "WRONG", "not measured"]
+    assert gpu_report.sum_up(lines) == 1
+    assert "ZeroDivisionError" in lines[1].note
+
+
+def test_what_is_no_number_is_never_right() -> None:
+    assert gpu_checks.error(torch.tensor([1.0, math.nan]), torch.ones(2), 0.1) == math.inf
+    assert gpu_checks.error(torch.tensor([1.1]), torch.tensor([1.0]), 0.1) == pytest.approx(0.5, rel=1e-5)
+    assert Line(section="", what="", ratio=math.nan, goal=1.0, most=True, check=True).verdict == "WRONG"
+
+
+@pytest.mark.parametrize(
+    ("ratio", "most", "verdict"), [(0.93, False, "met"), (0.91, False, "missed"), (0.91, True, "met"), (0.93, True, "missed")]
+)
+def test_verdicts(ratio: float, most: bool, verdict: str) -> None:
+    assert Line(section="s", what="w", ratio=ratio, goal=0.92, most=most).verdict == verdict
+
+
+def test_tables_and_numbers(tmp_path: Path) -> None:
+    took = timing([3e-6, 1e-6, 2e-6, 9e-6], "eager")
+    assert (took.low, took.high, took.count) == (1e-6, 9e-6, 4)
+    assert took.seconds == pytest.approx(2.5e-6)
+    lines = [
+        Line(section="a", what="b", timing=took, ratio=0.5, against="of c", goal=0.92),
+        failed("a", "peer", "not installed", 1.0),
+        Line(section="d", what="e", value=math.nan),
+    ]
+    table = gpu_report.table(lines)
+    assert "2.5 us (1.0 us..9.0 us, 4)" in table
+    assert "not installed" in table
+    assert gpu_report.markdown(lines, "t").count("\n### ") == 2
+    gpu_report.save(tmp_path / "x", lines, {"device": "none"})
+    found = json.loads((tmp_path / "x").read_text())
+    assert [line["verdict"] for line in found["lines"]] == ["missed", "not measured", ""]
+    assert found["lines"][2]["value"] is None
+
+
+def test_bytes_and_operations() -> None:
+    """Shared pages are read once, and what no row has filled is not; a causal prompt is half a square."""
+    shape = gpu_worlds.Shape(kv_heads=1, ratio=2, size=64, page_size=16)
+    device = torch.device("cpu")
+    world = gpu_worlds.World(shape, [Row(1, 39, ()), Row(1, 34, ())], 2, device, shared=32)
+    assert world.bytes == (32 + 8 + 3) * 2 * 64 * 2 + 2 * (2 * 2 * 64 * 2)
+    assert world.operations == 4 * 2 * 64 * (40 + 35)
+    assert len({page for rows in world.rows for row in rows for page in row.pages}) == 2 * (2 + 1 + 1)
+    assert gpu_worlds.World(shape, [Row(10, 0, ())], 1, device).operations == 4 * 2 * 64 * 55
+    assert gpu_worlds.World(shape, [Row(3, 7, (), [-1, 0, 0])], 1, device).operations == 4 * 2 * 64 * (3 * 7 + 1 + 2 + 2)
+
+
+def test_texts_that_part_at_a_near_tie() -> None:
+    def pick(token: int, top: tuple[tuple[int, float], ...] = ()) -> Pick:
+        return Pick(token, -1.0, top)
+
+    expected = [pick(1), pick(2, ((2, -1.0), (5, -1.05))), pick(3)]
+    assert gpu_model.compare([expected], [expected], 0.1) == (0, 0, 3)
+    assert gpu_model.compare([[pick(1), pick(5), pick(9)]], [expected], 0.1) == (0, 1, 2)  # what follows is another text
+    assert gpu_model.compare([[pick(1), pick(5), pick(9)]], [expected], 0.01) == (1, 0, 2)
+    assert gpu_model.compare([[pick(1), pick(6)]], [expected[:2]], 0.1) == (1, 0, 2)
+
+
+def test_a_graph_takes_long_enough_to_be_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launched one by one a call of 10 us takes 100: the graph is made again, with more of them."""
+
+    class Graph:
+        def __init__(self, calls: int) -> None:
+            self.calls = calls
+
+        def replay(self) -> None:
+            launched.append(self.calls)
+
+        def reset(self) -> None:
+            pass
+
+    def once(calls: list[Callable[[], None]], before: Callable[[], None]) -> float:
+        before()
+        for call in calls:
+            call()
+        return launched[-1] * 10e-6
+
+    launched: list[int] = []
+    monkeypatch.setattr(gpu_measure, "_captured", lambda calls, rounds: Graph(len(calls) * rounds))
+    monkeypatch.setattr(gpu_measure, "_once", once)
+    bench = gpu_measure.Bench(torch.device("cpu"), True, print)
+    took = bench._by_graph([lambda: None] * 2, 100e-6)
+    assert took.way == "graph"
+    assert took.seconds == pytest.approx(10e-6)
+    assert launched[0] == 30
+    assert launched[-1] == 300
+    assert took.count == gpu_measure.MOST
