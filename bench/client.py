@@ -1,0 +1,115 @@
+"""Sends one request and writes down when its tokens come. Never retries, never waits for another.
+
+aiohttp brings the bytes, up to a hundred thousand events a second (x86, one core); they are read here.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from .prompts import Prompt
+from .protocols import Api, Lines, Told
+from .record import Record
+
+DETAIL = 200  # characters of an error that are kept
+CLOCK = time.perf_counter
+
+
+class Unreachable(Exception):
+    """The server does not answer as it should before anything is measured. One line that says what would do."""
+
+
+class Client:
+    """A server behind a URL. `running` and `tokens` are of now, for whoever looks on."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, api: Api, fields: dict[str, Any], timeout: float) -> None:
+        self.running = 0
+        self.tokens = 0
+        self.errors: Counter[str] = Counter()
+        self._session = session
+        self._base = url.rstrip("/").removesuffix("/v1")
+        self._api = api
+        self._fields = fields
+        self._timeout = aiohttp.ClientTimeout(total=timeout, sock_connect=min(timeout, 30.0))
+
+    async def model(self) -> str:
+        """What the server says it has; "" if it does not say."""
+        try:
+            async with self._session.get(self._base + "/v1/models", timeout=self._timeout) as reply:
+                if reply.status == 401:
+                    raise Unreachable(f"{self._base} wants an API key: --api-key")
+                content = await reply.json(content_type=None) if reply.status == 200 else {}
+            return str(content["data"][0]["id"]) if isinstance(content, dict) and content.get("data") else ""
+        except (aiohttp.ClientConnectionError, TimeoutError) as error:
+            raise Unreachable(f"nobody answers at {self._base} ({error}): start the server, or give another URL") from None
+        except (ValueError, KeyError, TypeError, aiohttp.ClientError):
+            return ""
+
+    def named(self, model: str) -> None:
+        """From now on requests say so."""
+        if model and self._api.path.startswith("/v1"):
+            self._fields = {"model": model, **self._fields}
+
+    async def ask(self, prompt: Prompt, record: Record) -> None:
+        """Returns when the answer has ended, however. `record` tells how."""
+        record.wanted = prompt.output
+        body = msgspec.json.encode(self._api.body(prompt, self._fields))
+        headers = {"Content-Type": "application/json"}
+        self.running += 1
+        record.sent = CLOCK()
+        try:
+            async with self._session.post(self._base + self._api.path, data=body, headers=headers, timeout=self._timeout) as reply:
+                if reply.status != 200:
+                    _fail(record, f"status {reply.status}", await reply.text(errors="replace"))
+                else:
+                    await self._stream(reply, record)
+        except asyncio.CancelledError:
+            _fail(record, "not awaited", "it had not ended when the load had")
+            raise
+        except TimeoutError:
+            _fail(record, "timeout", f"no end within {self._timeout.total:g} s")
+        except aiohttp.ClientConnectorError as error:
+            _fail(record, "connect", str(error))
+        except (aiohttp.ClientError, ConnectionError) as error:
+            _fail(record, "cut", str(error) or type(error).__name__)
+        except msgspec.MsgspecError as error:
+            _fail(record, "no event", str(error))
+        finally:
+            self.running -= 1
+            record.ended = CLOCK()
+            if record.error:
+                self.errors[record.error] += 1
+
+    async def _stream(self, reply: aiohttp.ClientResponse, record: Record) -> None:
+        lines, told, last = Lines(), Told(), 0.0
+        feed, read, readany = lines.feed, self._api.read, reply.content.readany
+        moments, counts = record.moments, record.counts
+        while data := await readany():
+            now, before = CLOCK(), len(moments)
+            for payload in feed(data):
+                count = read(payload, told, bool(moments))
+                if count > 0:
+                    moments.append(now)
+                    counts.append(count)
+                    self.tokens += count
+                elif count < 0:
+                    last = now
+            record.reads += len(moments) > before
+        record.prompt_tokens, record.told_tokens = told.prompt_tokens, told.output_tokens
+        if last and told.output_tokens == sum(counts) + 1:  # the event with the reason was the last token's, which has no text
+            moments.append(last)
+            counts.append(1)
+        if told.error:
+            _fail(record, "error event", told.error)
+        elif not told.finished:
+            _fail(record, "cut", "the stream ended before the answer did")
+        elif not moments:
+            _fail(record, "no tokens", "the answer was empty")
+
+
+def _fail(record: Record, kind: str, detail: str) -> None:
+    record.error, record.detail = kind, detail[:DETAIL]

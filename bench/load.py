@@ -1,0 +1,151 @@
+"""The two ways to load a server. Open: requests come when they come, whoever is still being answered. Closed: so many clients, each
+of which asks again when it has its answer.
+
+Only the open loop shows what a server that is too slow does to those who wait: in a closed one its clients politely wait with it.
+"""
+
+import asyncio
+import gc
+import random
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from .client import CLOCK, Client
+from .prompts import Prompt
+from .record import Record
+from .traffic import Arrivals
+
+TICK = 0.02  # seconds between looks at how late this process is
+SLACK = 1e-3  # seconds: asyncio's timers are no finer
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """When a stage ends and from when on it counts."""
+
+    seconds: float = 0.0  # 0: after so many requests instead
+    requests: int = 0
+    warm_seconds: float = 0.0
+    warm_requests: int = 0
+    drain: float = 60.0  # seconds that the last answers get
+
+    def more(self, elapsed: float, sent: int) -> bool:
+        """Whether another request is sent."""
+        return elapsed < self.seconds + self.warm_seconds if self.seconds else sent < self.requests + self.warm_requests
+
+    def counts(self, elapsed: float, index: int) -> bool:
+        """Whether a request that was to be sent then is measured."""
+        return elapsed >= self.warm_seconds and index >= self.warm_requests
+
+
+@dataclass(slots=True)
+class Stage:
+    """One rate, or one number of clients, and what came of it."""
+
+    kind: str  # "rate" or "concurrency"
+    value: float
+    began: float = 0.0  # when it began to count
+    closed: float = 0.0  # when its duration was over; 0: it ended with its last answer
+    ended: float = 0.0  # when the last answer was there
+    records: list[Record] = field(default_factory=list)  # all that were sent
+    counted: list[Record] = field(default_factory=list)  # those that are measured
+    lags: list[float] = field(default_factory=list)  # seconds by which this process was late, looked at every TICK
+    cpu: float = 0.0  # share of one core that it used
+
+
+class Load:
+    """Runs stages one after the other."""
+
+    def __init__(self, client: Client, prompts: Iterator[Prompt], extent: Extent, arrivals: Arrivals, seed: int) -> None:
+        self._client = client
+        self._prompts = prompts
+        self._extent = extent
+        self._arrivals = arrivals
+        self._seed = seed
+
+    async def run(self, stage: Stage, most: int = 0) -> None:
+        """Fills the stage in. `most`: requests in flight, in an open loop; 0: any."""
+        watch = asyncio.create_task(_watch(stage.lags))
+        used, start = time.process_time(), CLOCK()
+        gc.collect()
+        gc.disable()  # a collection stops the clock for everybody
+        try:
+            if stage.kind == "rate":
+                await self._open(stage, start, most)
+            else:
+                await self._closed(stage, start)
+        finally:
+            gc.enable()
+            stage.ended = CLOCK()
+            stage.cpu = (time.process_time() - used) / (stage.ended - start)
+            watch.cancel()
+            with suppress(asyncio.CancelledError):
+                await watch
+
+    async def _open(self, stage: Stage, start: float, most: int) -> None:
+        room = asyncio.Semaphore(most) if most else None
+        tasks: list[asyncio.Task[None]] = []
+        for offset in self._arrivals.moments(stage.value, random.Random(self._seed)):
+            if not self._extent.more(offset, len(tasks)):
+                break
+            wait = start + offset - CLOCK()
+            if wait > SLACK:
+                await asyncio.sleep(wait)
+            record = self._record(stage, start, start + offset)
+            tasks.append(asyncio.create_task(self._one(record, room)))
+        if self._extent.seconds:
+            await asyncio.sleep(start + self._extent.seconds + self._extent.warm_seconds - CLOCK())
+            stage.closed = CLOCK()
+        await self._drain(tasks)
+
+    async def _one(self, record: Record, room: asyncio.Semaphore | None) -> None:
+        prompt = next(self._prompts)
+        if room is None:
+            await self._client.ask(prompt, record)
+            return
+        record.error = "not sent"  # unless there is room before everything ends
+        async with room:
+            record.error = ""
+            await self._client.ask(prompt, record)
+
+    async def _closed(self, stage: Stage, start: float) -> None:
+        async def work() -> None:
+            while self._extent.more(CLOCK() - start, len(stage.records)):
+                prompt = next(self._prompts)
+                await self._client.ask(prompt, self._record(stage, start, CLOCK()))
+
+        tasks = [asyncio.create_task(work()) for _ in range(int(stage.value))]
+        if self._extent.seconds:
+            await asyncio.wait(tasks, timeout=self._extent.seconds + self._extent.warm_seconds)
+            stage.closed = CLOCK()
+        await self._drain(tasks)
+
+    def _record(self, stage: Stage, start: float, intended: float) -> Record:
+        record = Record(intended)
+        if self._extent.counts(intended - start, len(stage.records)):
+            stage.began = stage.began or intended
+            stage.counted.append(record)
+        stage.records.append(record)
+        return record
+
+    async def _drain(self, tasks: list[asyncio.Task[None]]) -> None:
+        """Waits for what is under way, and then no longer."""
+        if tasks:
+            seconds = None if not self._extent.seconds else self._extent.drain
+            _, left = await asyncio.wait(tasks, timeout=seconds)
+            for task in left:
+                task.cancel()
+            await asyncio.wait(tasks)
+            for task in tasks:
+                if not task.cancelled():
+                    task.result()
+
+
+async def _watch(lags: list[float]) -> None:
+    """How late this process is for what it has to do. Runs until it is cancelled."""
+    while True:
+        before = CLOCK()
+        await asyncio.sleep(TICK)
+        lags.append(CLOCK() - before - TICK)

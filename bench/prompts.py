@@ -1,0 +1,150 @@
+"""What is asked: words at random of a wanted length, with a shared beginning or without, or the prompts of a file.
+
+How many tokens a word has, only the server knows; `Scale` is what it said when it was asked before. Knows no network.
+"""
+
+import itertools
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .traffic import Lengths
+
+# Common, so that most vocabularies have a token for each.
+WORDS = """
+time year people way day man thing woman life child world school state family student group country problem hand part
+place case week company system program question work government number night point home water room mother area money
+story fact month lot right study book eye job word business issue side kind head house service friend father power hour
+game line end member law car city community name president team minute idea kid body information back parent face others
+level office door health person art war history party result change morning reason research girl guy moment air teacher
+force education
+""".split()  # noqa: SIM905 (a list of so many would fill the page)
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Tokens of a prompt of so many words: what every prompt has (a chat's template), and what each word adds."""
+
+    fixed: float = 0.0
+    word: float = 1.0
+
+    @classmethod
+    def of(cls, measured: tuple[tuple[int, int], tuple[int, int]]) -> "Scale":
+        """From two prompts of different lengths: (words, tokens)."""
+        (few, less), (many, more) = measured
+        word = max((more - less) / (many - few), 0.1)
+        return cls(max(less - few * word, 0.0), word)
+
+    def words(self, tokens: float) -> int:
+        """That make about so many tokens with all that every prompt has; at least 1."""
+        return max(1, round((tokens - self.fixed) / self.word))
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One request's question: a text, or the messages of a chat."""
+
+    text: str
+    output: int  # tokens of the answer
+    messages: tuple[dict[str, Any], ...] = ()
+
+    def chat(self) -> list[dict[str, Any]]:
+        """As messages."""
+        return list(self.messages) or [{"role": "user", "content": self.text}]
+
+
+@dataclass(frozen=True, slots=True)
+class Synthetic:
+    """Words at random. `prefixes` beginnings of `shared` tokens, each shared by a part of the requests."""
+
+    prompt: Lengths
+    output: Lengths
+    shared: int = 0
+    prefixes: int = 1
+
+    def prompts(self, seed: int, scale: Scale) -> Iterator[Prompt]:
+        """For ever."""
+        dice = random.Random(seed)
+        begin = [" ".join(words(dice, max(1, round(self.shared / scale.word)))) for _ in range(self.prefixes if self.shared else 0)]
+        while True:
+            tokens, output = self.prompt.draw(dice), self.output.draw(dice)
+            own = " ".join(words(dice, scale.words(tokens - self.shared)))
+            yield Prompt(f"{dice.choice(begin)} {own}" if begin else own, output)
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """The prompts of a file, in an order of the seed's, again and again. `output`: instead of what the file says."""
+
+    rows: tuple[tuple[Prompt, str], ...]  # with the recorded answer, if the file has it and no number of tokens
+    output: Lengths | None
+
+    def prompts(self, seed: int, scale: Scale) -> Iterator[Prompt]:
+        """For ever."""
+        dice = random.Random(seed)
+        rows = list(self.rows)
+        dice.shuffle(rows)
+        for prompt, answer in itertools.cycle(rows):
+            output = prompt.output
+            if self.output is not None:
+                output = self.output.draw(dice)
+            elif answer:
+                output = max(1, round(len(answer.split()) * scale.word))
+            yield Prompt(prompt.text, output, prompt.messages)
+
+
+def words(dice: random.Random, count: int) -> list[str]:
+    """At random; two such texts have their beginning in common only by chance."""
+    return dice.choices(WORDS, k=count)
+
+
+def read(path: Path, output: Lengths | None, default: int) -> Recorded:
+    """A file of JSON lines, or of one JSON list. Raises ValueError, OSError.
+
+    A row is {"prompt": text} or {"messages": [...]}, with "output_tokens" or "max_tokens" if they are known, or ShareGPT's
+    {"conversations": [{"from": "human", "value": text}, {"from": "gpt", "value": text}]}, of which the first two are taken.
+    """
+    text = path.read_text(encoding="utf-8")
+    rows: list[tuple[Prompt, str]] = []
+    if text.lstrip().startswith("["):
+        content: list[Any] = _json(text, str(path))
+    else:
+        content = [_json(line, f"{path}:{number}") for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    for number, row in enumerate(content, 1):
+        found = _row(row, default)
+        if found is None:
+            raise ValueError(f'{path}: row {number} has no "prompt" text, no "messages" and no "conversations"')
+        rows += found
+    if not rows:
+        raise ValueError(f"{path}: no prompt in it")
+    return Recorded(tuple(rows), output)
+
+
+def _json(text: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{place}: no JSON: {error}") from None
+
+
+def _row(row: Any, default: int) -> list[tuple[Prompt, str]] | None:
+    """None if there is nothing to ask in it; [] for a recorded talk that is too short to be asked."""
+    if not isinstance(row, dict):
+        return None
+    output = row.get("output_tokens", row.get("max_tokens", default))
+    if not isinstance(output, int) or output < 1:
+        return None
+    if isinstance(row.get("prompt"), str):
+        return [(Prompt(row["prompt"], output), "")]
+    messages, talk = row.get("messages"), row.get("conversations")
+    if isinstance(messages, list) and messages:
+        text = "\n".join(message["content"] for message in messages if isinstance(message.get("content"), str))
+        return [(Prompt(text, output, tuple(messages)), "")]
+    if isinstance(talk, list):
+        values = [turn.get("value") for turn in talk[:2] if isinstance(turn, dict)]
+        texts = [value for value in values if isinstance(value, str) and value]
+        return [(Prompt(texts[0], output), texts[1])] if len(texts) == 2 else []
+    return None

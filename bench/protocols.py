@@ -1,0 +1,176 @@
+"""The APIs that can be asked: how a request looks, and which of a stream's events bring tokens. Knows no network and no clock.
+
+Whoever counts events instead of tokens measures something else: a first chunk brings only a role, a last one only a reason, and a
+server may send several tokens in one event. So each event is read, and what the server says of its tokens wins.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from .prompts import Prompt
+
+DONE = b"[DONE]"
+
+
+@dataclass(slots=True)
+class Told:
+    """What an answer's events have said so far."""
+
+    prompt_tokens: int = 0
+    output_tokens: int = 0  # as the server counts; 0: it has not said
+    finished: bool = False
+    error: str = ""
+    counted: bool = False  # the server says with each event how many tokens there are
+
+
+class Api(Protocol):
+    """One of them."""
+
+    path: str
+
+    def body(self, prompt: Prompt, fields: dict[str, Any]) -> dict[str, Any]:
+        """A request that streams."""
+        ...
+
+    def read(self, payload: bytes, told: Told, begun: bool) -> int:
+        """How many tokens an event brings, -1 if that is seen only at the end: it may be the last one. `begun`: some have come.
+
+        Raises msgspec.MsgspecError for what is no event of this API.
+        """
+        ...
+
+
+class _Delta(msgspec.Struct):
+    role: str | None = None
+    content: Any = None
+    reasoning_content: Any = None
+    reasoning: Any = None
+    tool_calls: Any = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta | None = None
+    text: str | None = None
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+class OpenAI:
+    """Chats, or completions."""
+
+    def __init__(self, chat: bool, ignore_eos: bool, continuous_usage: bool) -> None:
+        self.path = "/v1/chat/completions" if chat else "/v1/completions"
+        self._chat = chat
+        self._fields: dict[str, Any] = {"ignore_eos": True} if ignore_eos else {}
+        options = {"include_usage": True}
+        self._options = options | {"continuous_usage_stats": True} if continuous_usage else options
+        self._decode = msgspec.json.Decoder(_Chunk).decode
+
+    def body(self, prompt: Prompt, fields: dict[str, Any]) -> dict[str, Any]:
+        """See Api."""
+        asked: dict[str, Any] = {"messages": prompt.chat()} if self._chat else {"prompt": prompt.text}
+        return {"stream": True, "stream_options": self._options, "max_tokens": prompt.output, **asked, **self._fields, **fields}
+
+    def read(self, payload: bytes, told: Told, begun: bool) -> int:
+        """See Api."""
+        if payload == DONE:
+            told.finished = True
+            return 0
+        chunk = self._decode(payload)
+        if chunk.error is not None:
+            told.error = _message(chunk.error)
+            return 0
+        usage = chunk.usage
+        if usage is not None:
+            before, told.output_tokens, told.prompt_tokens = told.output_tokens, usage.completion_tokens, usage.prompt_tokens
+            if chunk.choices:
+                told.counted = True
+                return max(0, told.output_tokens - before)
+        return self._tokens(chunk.choices[0], begun) if chunk.choices and not told.counted else 0
+
+    def _tokens(self, choice: _Choice, begun: bool) -> int:
+        delta = choice.delta
+        if choice.text or (delta and (delta.content or delta.reasoning_content or delta.reasoning or delta.tool_calls)):
+            return 1
+        if choice.finish_reason is not None:
+            return -1
+        # Without text: the announcement of the role, or a token that is only a part of a character.
+        return 0 if delta is not None and delta.role is not None and not begun else 1
+
+
+class _Details(msgspec.Struct):
+    generated_tokens: int = 0
+    input_length: int = 0
+
+
+class _Event(msgspec.Struct):
+    token: Any = None
+    generated_text: str | None = None
+    details: _Details | None = None
+    error: Any = None
+
+
+class Tgi:
+    """text-generation-inference's own. It has no way to go on after an end token."""
+
+    path = "/generate_stream"
+
+    def __init__(self) -> None:
+        self._decode = msgspec.json.Decoder(_Event).decode
+
+    def body(self, prompt: Prompt, fields: dict[str, Any]) -> dict[str, Any]:
+        """See Api."""
+        return {"inputs": prompt.text, "parameters": {"max_new_tokens": prompt.output, "details": True, **fields}}
+
+    def read(self, payload: bytes, told: Told, begun: bool) -> int:
+        """See Api."""
+        event = self._decode(payload)
+        if event.error is not None:
+            told.error = _message(event.error)
+            return 0
+        if event.generated_text is not None:
+            told.finished = True
+            if event.details is not None:
+                told.output_tokens, told.prompt_tokens = event.details.generated_tokens, event.details.input_length
+        return int(event.token is not None)
+
+
+def _message(error: Any) -> str:
+    return str(error.get("message", error) if isinstance(error, dict) else error)
+
+
+@dataclass(slots=True)
+class Lines:
+    """Server-sent events out of bytes as they come."""
+
+    rest: bytes = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The data of the events that are complete now."""
+        data = self.rest + data if self.rest else data
+        if b"\r" in data:
+            if data.endswith(b"\r"):  # half of a line's end, perhaps
+                self.rest = data
+                return []
+            data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        *whole, self.rest = data.split(b"\n\n")
+        return [payload for event in whole if (payload := _payload(event))]
+
+
+def _payload(event: bytes) -> bytes:
+    if event.startswith(b"data: ") and b"\n" not in event:
+        return event[6:]
+    lines = [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")]
+    return b"\n".join(lines)

@@ -1,0 +1,428 @@
+"""`penstock chat`: talks to any server with OpenAI's API, in a terminal or in a pipe. Knows HTTP, and no server's inside.
+
+In a terminal answers appear as they come, Ctrl-C stops one and keeps the talk. In a pipe all of stdin is one question.
+"""
+
+import argparse
+import http.client
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+from rich.console import Console
+from rich.markup import escape
+
+from .mistake import Mistake
+from .options import Parser
+
+DEFAULT_URL = "http://localhost:3000"
+CONNECT, ANSWER = 10.0, 600.0  # seconds: to be listened to, and between two events
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # what a text could do to a terminal
+BLOCK = '"""'
+HELP = """/help                 this
+/reset                forget the talk, keep the system prompt and the settings
+/system [TEXT]        set the system prompt, or take it away
+/set [NAME VALUE]     send a field with every request, such as /set temperature 0.7; alone: show them
+/unset NAME           send it no more
+/retry                ask the last question again
+/save FILE            write the talk as JSON
+/load FILE            go on with one that was saved
+/quit                 or Ctrl-D
+
+A line that ends in a backslash goes on; a text of many lines stands between two lines of \"\"\".
+Ctrl-C stops an answer. What has come of it stays in the talk."""
+
+Message = dict[str, Any]
+
+
+class Failed(Exception):
+    """The server did not answer this time. One line for people."""
+
+
+@dataclass(slots=True)
+class Piece:
+    """What an event adds."""
+
+    text: str = ""
+    thought: str = ""  # of a model that reasons in the open
+    tokens: int = 0  # of the whole answer so far; 0: not said
+    reason: str = ""  # to end
+
+
+@dataclass(slots=True)
+class Pace:
+    """How fast an answer came."""
+
+    asked: float = field(default_factory=time.perf_counter)
+    first: float = 0.0
+    last: float = 0.0
+    events: int = 0
+    tokens: int = 0  # as the server counted
+
+    def came(self, piece: Piece) -> None:
+        """Just now."""
+        self.tokens = piece.tokens or self.tokens
+        if piece.text or piece.thought:
+            self.last = time.perf_counter()
+            self.first = self.first or self.last
+            self.events += 1
+
+    def __str__(self) -> str:
+        if not self.events:
+            return "no token"
+        count = self.tokens or self.events
+        text = f"{count} tokens, first after {(self.first - self.asked) * 1e3:.0f} ms"
+        return f"{text}, {(count - 1) / (self.last - self.first):.1f} tokens/s" if self.last > self.first else text
+
+
+@dataclass(slots=True)
+class Talk:
+    """What has been said, and the fields that go with every request."""
+
+    system: str = ""
+    messages: list[Message] = field(default_factory=list)
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    def body(self) -> dict[str, Any]:
+        """A request for the next answer."""
+        head: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        return {"messages": [*head, *self.messages], **options, **self.fields}
+
+    def back(self) -> bool:
+        """To where the last question waits for its answer. Whether there is one."""
+        while self.messages and self.messages[-1]["role"] != "user":
+            self.messages.pop()
+        return bool(self.messages)
+
+    def save(self, path: Path) -> None:
+        """As /load reads it."""
+        content = {"system": self.system, "messages": self.messages, "fields": self.fields}
+        path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    def load(self, path: Path) -> None:
+        """Raises OSError, ValueError."""
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict) or not isinstance(content.get("messages"), list):
+            raise ValueError(f"{path} holds no talk that was saved here")
+        self.system, self.messages = str(content.get("system", "")), content["messages"]
+        self.fields = dict(content.get("fields", {}))
+
+
+class Server:
+    """Whoever answers at a URL."""
+
+    def __init__(self, url: str, api_key: str) -> None:
+        self._url = _split(url)
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+        self.base = url.rstrip("/").removesuffix("/v1")
+
+    def model(self) -> str:
+        """The first that it lists; "" if it lists none. Raises Failed when nobody is there."""
+        connection, reply = self._ask("GET", "/v1/models")
+        with connection:
+            if reply.status in (401, 403):
+                raise Failed(_message(reply))
+            with suppress(ValueError, LookupError, TypeError):
+                return str(json.loads(reply.read())["data"][0]["id"]) if reply.status == 200 else ""
+        return ""
+
+    def stream(self, body: dict[str, Any]) -> Iterator[Piece]:
+        """An answer, as it comes. Closing it stops it on the server, too. Raises Failed."""
+        connection, reply = self._ask("POST", "/v1/chat/completions", body)
+        with connection:
+            if reply.status != 200:
+                raise Failed(_message(reply))
+            ended = False
+            try:
+                for line in reply:
+                    if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
+                        piece = _piece(json.loads(data))
+                        ended = ended or bool(piece.reason)
+                        yield piece
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                raise Failed(f"the answer was cut off: {error}") from None
+            if not ended:
+                raise Failed("the answer was cut off")
+
+    def _ask(self, method: str, route: str, body: dict[str, Any] | None = None) -> tuple["_Connection", http.client.HTTPResponse]:
+        connection = _Connection(self._url)
+        try:
+            reply = connection.ask(method, route, None if body is None else json.dumps(body).encode(), self._headers)
+        except (OSError, http.client.HTTPException) as error:
+            raise Failed(f"nobody answers at {self.base} ({error}): start `penstock serve`, or give another URL") from None
+        return connection, reply
+
+
+class _Connection:
+    """One request's."""
+
+    def __init__(self, url: SplitResult) -> None:
+        kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+        self._connection = kind(url.hostname or "", url.port, timeout=CONNECT)
+        self._prefix = url.path.rstrip("/").removesuffix("/v1")
+
+    def ask(self, method: str, route: str, body: bytes | None, headers: dict[str, str]) -> http.client.HTTPResponse:
+        self._connection.connect()
+        self._connection.sock.settimeout(ANSWER)
+        self._connection.request(method, self._prefix + route, body, headers)
+        return self._connection.getresponse()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        self._connection.close()
+
+
+def _split(url: str) -> SplitResult:
+    parts = urlsplit(url)
+    try:
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none
+        good = False
+    if not good:
+        raise Mistake(f"{url} is no URL of a server: http://HOST:PORT is needed")
+    return parts
+
+
+def _piece(event: dict[str, Any]) -> Piece:
+    """Raises Failed for an error in the middle of a stream."""
+    if event.get("error"):
+        error = event["error"]
+        raise Failed(str(error.get("message", error) if isinstance(error, dict) else error))
+    tokens = int((event.get("usage") or {}).get("completion_tokens") or 0)
+    if not event.get("choices"):
+        return Piece(tokens=tokens)
+    choice = event["choices"][0]
+    delta = choice.get("delta") or {}
+    thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
+    return Piece(delta.get("content") or "", thought, tokens, choice.get("finish_reason") or "")
+
+
+def _message(reply: http.client.HTTPResponse) -> str:
+    """Of an answer that is an error."""
+    data = reply.read()
+    try:
+        content = json.loads(data)
+        error = content.get("error", content) if isinstance(content, dict) else content
+        text = str(error.get("message", error) if isinstance(error, dict) else error)
+    except ValueError:
+        text = data.decode(errors="replace").strip()[:200] or reply.reason
+    return f"{text} (status {reply.status})"
+
+
+class Terminal:
+    """A talk with somebody who types."""
+
+    def __init__(self, server: Server, talk: Talk, console: Console, read: Callable[[str], str] = input) -> None:
+        self._server = server
+        self._talk = talk
+        self._console = console
+        self._read = read
+
+    def run(self) -> None:
+        """Until /quit or Ctrl-D. Nothing that Ctrl-C interrupts ends it."""
+        while True:
+            try:
+                text = self._typed()
+                if text == "/quit":
+                    return
+                self._take(text)
+            except EOFError:
+                self._console.print()
+                return
+            except KeyboardInterrupt:
+                self._say("Ctrl-D or /quit ends the talk")
+
+    def _take(self, text: str) -> None:
+        if text.startswith("/"):
+            self._command(text)
+        elif text.strip():
+            self._talk.messages.append({"role": "user", "content": text})
+            self._answer()
+
+    def _typed(self) -> str:
+        """A line, or several that belong together."""
+        line = self._read("> ")
+        if line.strip() == BLOCK:
+            lines = []
+            while (line := self._read("… ")).strip() != BLOCK:
+                lines.append(line)
+            return "\n".join(lines)
+        lines = [line]
+        while lines[-1].endswith("\\"):
+            lines[-1] = lines[-1][:-1]
+            lines.append(self._read("… "))
+        return "\n".join(lines)
+
+    def _command(self, text: str) -> None:
+        name, _, rest = text[1:].partition(" ")
+        do = {
+            "help": self._help,
+            "reset": self._reset,
+            "system": self._system,
+            "set": self._set,
+            "unset": self._unset,
+            "retry": self._retry,
+            "save": self._save,
+            "load": self._load,
+        }.get(name)
+        if do is None:
+            self._say(f"/{name} is no command; /help lists them. A question that begins with a slash needs a space before it")
+        else:
+            do(rest.strip())
+
+    def _help(self, rest: str) -> None:
+        self._say(HELP)
+
+    def _reset(self, rest: str) -> None:
+        self._talk.messages.clear()
+        self._say("forgotten")
+
+    def _system(self, rest: str) -> None:
+        self._talk.system = rest
+        self._say("the system prompt is set" if rest else "no system prompt")
+
+    def _set(self, rest: str) -> None:
+        name, _, value = rest.partition(" ")
+        if value:
+            self._talk.fields[name] = parsed(value.strip())
+        elif name:
+            self._say(f"/set {name} needs a value; /unset {name} takes it away")
+            return
+        self._say(", ".join(f"{key} {json.dumps(value)}" for key, value in self._talk.fields.items()) or "nothing is set")
+
+    def _unset(self, rest: str) -> None:
+        self._say(f"{rest} is not sent any more" if self._talk.fields.pop(rest, None) is not None else f"{rest} was not set")
+
+    def _retry(self, rest: str) -> None:
+        if self._talk.back():
+            self._answer()
+        else:
+            self._say("nothing was asked yet")
+
+    def _save(self, rest: str) -> None:
+        self._with_file(rest, self._talk.save, "written to")
+
+    def _load(self, rest: str) -> None:
+        self._with_file(rest, self._talk.load, "going on with")
+
+    def _with_file(self, name: str, do: Callable[[Path], None], done: str) -> None:
+        if not name:
+            self._say("which file?")
+            return
+        try:
+            do(Path(name).expanduser())
+            self._say(f"{done} {name}")
+        except (OSError, ValueError) as error:
+            self._complain(str(error))
+
+    def _answer(self) -> None:
+        """The next answer, shown as it comes. The talk keeps what has come; of nothing, the question neither."""
+        text, pace, end = "", Pace(), ""
+        try:
+            for piece in self._server.stream(self._talk.body()):
+                pace.came(piece)
+                text += piece.text
+                end = piece.reason or end
+                self._show(piece.thought, "dim italic")
+                self._show(piece.text)
+        except KeyboardInterrupt:
+            end = "stopped"
+        except Failed as failed:
+            self._console.print()
+            self._complain(str(failed))
+        if text:
+            self._talk.messages.append({"role": "assistant", "content": text})
+        if pace.events:
+            self._console.print()
+            self._say(f"{pace}{'' if end in ('', 'stop') else f', {end}'}")
+        elif not text:
+            self._talk.messages.pop()
+
+    def _show(self, text: str, style: str = "") -> None:
+        if text:
+            clean = CONTROL.sub("", text)
+            self._console.print(clean, end="", style=style, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+    def _say(self, text: str) -> None:
+        self._console.print(f"[dim]{escape(text)}[/dim]", highlight=False)
+
+    def _complain(self, text: str) -> None:
+        self._console.print(CONTROL.sub(" ", text), style="red", markup=False, highlight=False)
+
+
+def parsed(value: str) -> Any:
+    """As JSON, else as a text."""
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def pipe(server: Server, talk: Talk, question: str) -> int:
+    """One question, its answer to stdout as it comes. Returns the exit code."""
+    talk.messages.append({"role": "user", "content": question})
+    try:
+        for piece in server.stream(talk.body()):
+            sys.stdout.write(piece.text)
+            sys.stdout.flush()
+    except Failed as failed:
+        sys.stdout.flush()
+        print(f"penstock chat: {failed}", file=sys.stderr)
+        return 1
+    sys.stdout.write("\n")
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """All flags."""
+    parser = Parser(
+        prog="penstock chat",
+        usage="penstock chat [URL] [FLAG ...]",
+        description=__doc__,
+        epilog="In a terminal, /help lists what can be typed.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("url", nargs="?", default=DEFAULT_URL, metavar="URL", help=f"of the server, with or without /v1 (default {DEFAULT_URL})")
+    add("--model", default="", help="name of the model (default: the first that the server lists)")
+    add("--api-key", default="", help="(default: API_KEY or OPENAI_API_KEY of the environment)")
+    add("--system", default="", metavar="TEXT", help="the system prompt")
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help="a field of every request, such as temperature=0.7")
+    return parser
+
+
+def main(arguments: Sequence[str], api_key: str = "") -> int:
+    """Runs the command. Returns the exit code."""
+    options = make_parser().parse_args(arguments)
+    server = Server(options.url, options.api_key or api_key)
+    talk = Talk(options.system)
+    for pair in options.set:
+        name, sign, value = pair.partition("=")
+        if not name or not sign:
+            raise Mistake(f"--set {pair}: NAME=VALUE is needed, such as temperature=0.7")
+        talk.fields[name] = parsed(value)
+    try:
+        talk.fields = {"model": options.model or server.model() or "default", **talk.fields}
+    except Failed as failed:
+        raise Mistake(str(failed)) from None
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return pipe(server, talk, sys.stdin.read())
+    with suppress(ImportError):
+        import readline  # noqa: F401 (with it `input` can be edited and remembers; not everywhere there)
+    console = Console()
+    console.print(
+        f"[bold]{escape(str(talk.fields['model']))}[/bold] at {escape(server.base)}. /help lists commands.", highlight=False
+    )
+    Terminal(server, talk, console).run()
+    return 0

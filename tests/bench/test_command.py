@@ -1,0 +1,225 @@
+"""`penstock bench` against a server whose delays are known, and against what that server itself wrote down."""
+
+import json
+import re
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.bench import command
+from penstock.tests.bench.fake_server import Manner, serving
+
+SLACK = 1.0  # seconds that a busy machine may add to any of them; nothing may ever be less than the server's delay
+
+
+def bench(manner: Manner, tmp_path: Path, *flags: str, code: int = 0) -> tuple[list[dict[str, Any]], Any]:
+    """Its stages, and the server."""
+    with serving(manner) as fake:
+        path = tmp_path / "result.json"
+        assert command.main([fake.url, "--quiet", "--json", str(path), *flags]) == code
+    return json.loads(path.read_text())["stages"], fake
+
+
+@pytest.mark.parametrize("api", ["openai-chat", "openai-completions", "tgi"])
+def test_it_measures_what_the_server_did(api: str, tmp_path: Path) -> None:
+    [stage], fake = bench(
+        Manner(first=0.08, gap=0.02), tmp_path, "--api", api, "--concurrency", "2", "--requests", "4", "--output", "10"
+    )
+    assert stage["requests"] == {"sent": 4, "counted": 4, "answered": 4, "failed": 0}
+    assert stage["output_tokens"]["p50"] == 10
+    assert stage["warnings"] == [] or "late" in stage["warnings"][0]
+    # To the first token: the delay, in a chat a comment and a role come before it.
+    before = {"openai-chat": 2, "openai-completions": 1, "tgi": 0}[api]
+    least = 0.08 + before * 0.02
+    assert least <= stage["ttft"]["p50"] < least + SLACK
+    # Between tokens: as the server itself saw them leave.
+    writes = [written[before : before + 10] for written in fake.written[2:]]  # the first two measured the prompts
+    gaps = sorted(after - first for written in writes for first, after in pairwise(written))
+    assert stage["itl"]["p50"] == pytest.approx(gaps[len(gaps) // 2], abs=0.02)
+    mean = sum(gaps) / len(gaps)
+    assert stage["itl"]["mean"] == pytest.approx(mean, abs=0.02)
+    assert stage["tpot"]["mean"] == pytest.approx(mean, abs=0.02)
+    assert stage["e2e"]["mean"] == pytest.approx(stage["ttft"]["mean"] + 9 * stage["itl"]["mean"], abs=1e-6)
+
+
+def test_open_loops_count_from_the_moment_when_a_request_was_due(tmp_path: Path) -> None:
+    """A server that takes one at a time, twice as slow as they come: each waits longer than the one before."""
+    for flags in ([], ["--max-in-flight", "1"]):
+        [stage], _ = bench(
+            Manner(first=0.1, one_at_a_time=True),
+            tmp_path,
+            *("--rate", "20", "--arrivals", "constant", "--requests", "8", "--output", "1", *flags),
+        )
+        waits = [row["ttft"] for row in stage["records"]]
+        least = [(index + 1) * 0.1 - index * 0.05 for index in range(8)]
+        assert sum(waits) >= sum(least)  # in whatever order they were taken
+        if flags:
+            assert stage["late"]["most"] >= 0.3
+
+
+def test_closed_loops_keep_so_many_in_flight(tmp_path: Path) -> None:
+    stages, fake = bench(Manner(first=0.1), tmp_path, "--concurrency", "1,4", "--requests", "8", "--output", "1")
+    assert [stage["requests"]["answered"] for stage in stages] == [8, 8]
+    assert 3 < stages[1]["in_flight"] <= 4
+    assert stages[0]["seconds"] > 0.8  # one after the other
+    assert len(fake.bodies) == 2 + 8 + 8
+
+
+def test_prompts_have_the_length_that_was_asked(tmp_path: Path) -> None:
+    """The fake's prompts have 5 tokens, and 2 for each word."""
+    [stage], _ = bench(Manner(), tmp_path, "--requests", "10", "--prompt", "uniform:100,200", "--output", "1")
+    assert 99 <= stage["prompt_tokens"]["p50"] <= 201
+    assert stage["prompt_tokens"]["most"] <= 201
+
+
+def test_prefixes_are_shared(tmp_path: Path) -> None:
+    flags = ["--requests", "12", "--prompt", "110", "--shared-prefix", "90", "--prefixes", "2", "--output", "1"]
+    _, fake = bench(Manner(), tmp_path, *flags)
+    prompts = [body["messages"][0]["content"].split() for body in fake.bodies[2:]]
+    assert len({tuple(words[:45]) for words in prompts}) == 2
+    assert len({tuple(words) for words in prompts}) == 12
+
+
+def test_the_seed_decides_what_is_asked(tmp_path: Path) -> None:
+    flags = ["--requests", "6", "--concurrency", "1", "--prompt", "lognormal:40,0.8", "--output", "uniform:1,9"]
+    asked = [
+        [(body["messages"], body["max_tokens"]) for body in bench(Manner(), tmp_path, *flags, "--seed", seed)[1].bodies]
+        for seed in ("1", "1", "2")
+    ]
+    assert asked[0] == asked[1]
+    assert asked[0] != asked[2]
+
+
+def test_events_of_several_tokens(tmp_path: Path) -> None:
+    """Counted exactly where the server says how many; else it is said that it does not."""
+    flags = ["--requests", "2", "--concurrency", "2", "--output", "12"]
+    manner = Manner(first=0.05, gap=0.1, bunch=4, continuous=True)
+    [exact], _ = bench(manner, tmp_path, *flags, "--continuous-usage")
+    assert exact["output_tokens"]["mean"] == 12
+    assert exact["itl"]["p50"] == 0.0  # 9 of 11 tokens came with the one before
+    assert exact["itl"]["most"] >= 0.05  # half of the gap: a client may see an event late, and the next in time
+    assert exact["tpot"]["mean"] >= 2 * 0.05 / 11
+    assert exact["warnings"] == [] or "late" in exact["warnings"][0]
+    [vague], _ = bench(manner, tmp_path, *flags)
+    assert vague["output_tokens"]["mean"] == 12
+    assert any("24 tokens came in 6 events" in warning for warning in vague["warnings"])
+    assert vague["tpot"]["mean"] >= 2 * 0.05 / 11
+
+
+def test_events_that_come_together_are_noticed(tmp_path: Path) -> None:
+    [stage], _ = bench(Manner(gap=0.05, together=7), tmp_path, "--requests", "2", "--concurrency", "1", "--output", "20")
+    assert any("came together" in warning for warning in stage["warnings"])
+
+
+@pytest.mark.parametrize(
+    ("manner", "kind", "detail"),
+    [
+        (Manner(status=429), "status 429", "too many"),
+        (Manner(cut_after=3), "cut", ""),
+        (Manner(error_after=3), "error event", "it broke"),
+    ],
+)
+def test_errors_are_counted_by_kind(manner: Manner, kind: str, detail: str, tmp_path: Path) -> None:
+    [stage], _ = bench(manner, tmp_path, "--requests", "3", "--output", "9", "--slo", "ttft=10s", code=1)
+    assert stage["errors"] == {kind: 3}
+    assert detail in stage["error_examples"][kind]
+    assert stage["goodput"]["share"] == 0.0
+    assert stage["ttft"] is None
+
+
+def test_a_request_that_takes_too_long(tmp_path: Path) -> None:
+    flags = ["--requests", "2", "--concurrency", "2", "--timeout", "0.4", "--output", "100"]
+    [stage], _ = bench(Manner(gap=0.05), tmp_path, *flags, code=1)
+    assert stage["errors"] == {"timeout": 2}
+
+
+def test_line_ends_of_other_servers(tmp_path: Path) -> None:
+    [stage], _ = bench(Manner(line_end="\r\n", usage=True), tmp_path, "--requests", "2", "--output", "9")
+    assert stage["output_tokens"]["mean"] == 9
+    assert stage["errors"] == {}
+
+
+def test_goodput(tmp_path: Path) -> None:
+    for objective, share in (("ttft=10s,itl=5s", 1.0), ("ttft=1ms", 0.0), ("ttft=10s,e2e=1ms", 0.0)):
+        [stage], _ = bench(Manner(first=0.01), tmp_path, "--requests", "3", "--output", "3", "--slo", objective)
+        assert stage["goodput"]["share"] == share
+
+
+def test_what_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--concurrency", "1,2", "--requests", "3", "--output", "4", "--slo", "ttft=10s"]
+    [first, second], _ = bench(Manner(first=0.02), tmp_path, *flags)
+    shown = capsys.readouterr().out
+    rows = {name: cells for name, *cells in (line.rsplit(maxsplit=2) for line in shown.splitlines())}
+    assert rows["at once"] == ["1", "2"]
+    assert rows["answered"] == ["3", "3"]
+    assert rows["good"] == ["100.0%", "100.0%"]
+    expected = [stage["ttft"]["p50"] * 1e3 for stage in (first, second)]
+    assert [float(cell) for cell in rows["ttft p50, ms"]] == pytest.approx(expected, rel=0.02)
+
+
+def test_what_is_sent(tmp_path: Path) -> None:
+    flags = ["--requests", "1", "--api-key", "secret", "--field", "top_p=0.5", "--field", 'stop=["x"]', "--temperature", "0.7"]
+    _, fake = bench(Manner(), tmp_path, *flags)
+    body, headers = fake.bodies[-1], fake.headers[-1]
+    assert headers["Authorization"] == "Bearer secret"
+    assert {key: body[key] for key in ("top_p", "stop", "temperature", "model", "ignore_eos", "stream")} == {
+        "top_p": 0.5,
+        "stop": ["x"],
+        "temperature": 0.7,
+        "model": "fake",
+        "ignore_eos": True,
+        "stream": True,
+    }
+    assert "secret" not in (tmp_path / "result.json").read_text()
+
+
+def test_a_file_of_prompts(tmp_path: Path) -> None:
+    recorded = tmp_path / "shared.json"
+    talks = [
+        {"conversations": [{"from": "human", "value": f"question {n}"}, {"from": "gpt", "value": "word " * 4}]} for n in range(3)
+    ]
+    recorded.write_text(json.dumps([*talks, {"conversations": []}]))
+    _, fake = bench(Manner(), tmp_path, "--dataset", str(recorded), "--requests", "6", "--concurrency", "1")
+    asked = [body["messages"][0]["content"] for body in fake.bodies[2:]]
+    assert Counter(asked) == {f"question {number}": 2 for number in range(3)}
+    assert {body["max_tokens"] for body in fake.bodies[2:]} == {8}  # words of the fake have 2 tokens
+
+
+def test_the_page(tmp_path: Path) -> None:
+    """One file that asks nobody for anything, without a value that is none."""
+    path = tmp_path / "page.html"
+    flags = ["--rate", "20,40", "--requests", "10", "--output", "5", "--slo", "ttft=1s", "--html", str(path), "--model", "<b>"]
+    bench(Manner(first=0.01, gap=0.005), tmp_path, *flags)
+    page = path.read_text()
+    assert page.count("<svg") == 5 + 2 * 2  # by load, and of each stage, which took less than a second
+    assert not re.search(r"(src|href)=|@import|url\(", page)
+    assert not re.search(r"\bnan\b|\binf\b|None", page)
+    assert "model &lt;b&gt;" in page
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--prompt", "many"], "uniform:LEAST,MOST"),
+        (["--output", "uniform:9,3"], "uniform:9,3: a number of tokens is needed"),
+        (["--rate", "0"], "a number above 0 is needed"),
+        (["--rate", "1", "--concurrency", "1"], "exclude each other"),
+        (["--requests", "1", "--duration", "1"], "exclude each other"),
+        (["--slo", "speed=1s"], "one of ttft, itl, tpot, e2e is needed"),
+        (["--slo", "ttft=5"], "a time with its unit is needed"),
+        (["--arrivals", "burst"], "burst:SIZE"),
+        (["--dataset", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--prompt", "10", "--shared-prefix", "20"], "leaves nothing of its own"),
+        (["http://127.0.0.1:9"], "nobody answers at http://127.0.0.1:9"),
+    ],
+)
+def test_mistakes_are_one_line(flags: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command.main(flags)
+    assert ended.value.code == 2
+    message = capsys.readouterr().err
+    assert text in message
+    assert message.count("\n") == 1
