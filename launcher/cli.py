@@ -28,7 +28,7 @@ ENVIRONMENT = (
     "Every flag can also be set by an environment variable of the same name in upper case, such as MAX_TOTAL_TOKENS=4096; "
     "the flag wins."
 )
-SECRETS = ("API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # no child needs them
+SECRETS = ("API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_API_TOKEN")  # no child needs them
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str], environment: Mapping[str, str]) -> int:
     if arguments[:1] == ["simulate"]:
         os.execv(sys.executable, [sys.executable, "-P", "-m", "penstock.simulator", *arguments[1:]])
+    if arguments[:1] in (["chat"], ["bench"]):
+        return _client(arguments[0], arguments[1:], environment)
     commands: dict[str, Callable[[Options, Mapping[str, str]], int]] = {"serve": _serve, "plan": _plan}
     top, parsers = _parsers()
     if not arguments:
@@ -64,6 +66,19 @@ def _run(arguments: list[str], environment: Mapping[str, str]) -> int:
     return commands[arguments[0]](asked, environment)
 
 
+def _client(name: str, arguments: list[str], environment: Mapping[str, str]) -> int:
+    """Those that ask a server, ours or another."""
+    key = environment.get("API_KEY") or environment.get("OPENAI_API_KEY", "")
+    # Imported here, since they bring rich, aiohttp and numpy, for which nobody else shall wait.
+    if name == "bench":
+        from ..bench import command
+
+        return command.main(arguments, key)
+    from . import chat
+
+    return chat.main(arguments, key)
+
+
 def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     top = options.Parser(
         prog="penstock",
@@ -71,10 +86,12 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
         epilog="penstock serve               serves the small model that comes with it\n"
         "penstock serve FOLDER|ID     serves a model of a folder, or of the Hugging Face hub\n"
         "penstock plan FOLDER|ID      shows how it would run: ranks, memory, capacity\n"
+        "penstock chat [URL]          talks to a server that runs, ours or any with OpenAI's API\n"
+        "penstock bench [URL]         loads a server, and says what its clients get\n"
         "penstock simulate --help     plays traffic against the scheduler alone, thousands of requests a second\n"
         "penstock serve --help        lists every flag",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="penstock [-h] [--version] {serve,plan,simulate} [MODEL] [FLAG ...]",
+        usage="penstock [-h] [--version] {serve,plan,chat,bench,simulate} [MODEL] [FLAG ...]",
     )
     top.add_argument("--version", action="version", version=f"penstock {importlib.metadata.version('penstock')}")
     described = {
@@ -126,10 +143,11 @@ def _serve(asked: Options, environment: Mapping[str, str]) -> int:
         # The router's settings may hold the API key, which `ps` would show.
         router_file = private / "router.json"
         router_file.write_text(settings.dump(router))
+        interpreted = planned.device == "cpu" and asked.penstock_kernels == "triton"
         server = Server(
             router=Command("router", _command("penstock.router", f"@{router_file}")),
             shards=[Command(f"shard {shard.rank}", _command("penstock.shard", settings.dump(shard))) for shard in shards],
-            environment=child_environment(environment, planned.threads),
+            environment=child_environment(environment, planned.threads, interpret=interpreted),
             console=console,
             health=(greeting.reachable(asked.hostname), asked.port),
             ready=lambda: console.say(greeting.banner(asked, name, text, time.monotonic() - began)),
@@ -181,6 +199,9 @@ def shard_configs(asked: Options, name: str, planned: Plan, sockets: Sequence[st
             ranks=planned.ranks,
             device=planned.device,
             dtype=planned.dtype,
+            kv_cache_dtype=asked.kv_cache_dtype,
+            kernels=asked.penstock_kernels,
+            cuda_graphs=asked.cuda_graphs,
             load_format=asked.load_format,
             page_size=asked.page_size,
             kv_pages=asked.pool_pages,
@@ -197,8 +218,8 @@ def shard_configs(asked: Options, name: str, planned: Plan, sockets: Sequence[st
     ]
 
 
-def child_environment(environment: Mapping[str, str], threads: int) -> dict[str, str]:
-    """Ours, without secrets, and with what native libraries read before any code of ours runs."""
+def child_environment(environment: Mapping[str, str], threads: int, interpret: bool = False) -> dict[str, str]:
+    """Ours, without secrets, and with what libraries read before any code of ours runs. interpret: kernels, by Triton on a CPU."""
     libraries = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads}
     return {
         **{name: value for name, value in environment.items() if name not in SECRETS},
@@ -207,4 +228,5 @@ def child_environment(environment: Mapping[str, str], threads: int) -> dict[str,
         "MALLOC_ARENA_MAX": "1",
         "PYTHONUNBUFFERED": "1",  # their lines reach us when they are written
         "TOKENIZERS_PARALLELISM": "false",  # one prompt at a time gains nothing from it
+        **({"TRITON_INTERPRET": "1"} if interpret else {}),
     }

@@ -7,11 +7,14 @@ import argparse
 import dataclasses
 import difflib
 import ipaddress
+import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
-from ..router.config import RouterConfig
+from ..router.config import ANY_ORIGIN, NO_ORIGIN, REASONING_PARSERS, TOOL_CALL_PARSERS, RouterConfig
 from ..shard.config import ShardConfig
+from ..shard.rooms import parse as parse_sizes
 from .mistake import Mistake
 
 ROUTER = RouterConfig(folder="", model="")  # their defaults are ours
@@ -19,15 +22,16 @@ SHARD = ShardConfig(folder="", model="")
 
 MODEL = "model"
 REQUESTS = "limits of a request"
+CHATS = "chats"
 BATCHING = "batching and memory"
 COMPUTE = "where and how it computes"
 HTTP = "HTTP and operation"
 
 # Flags of text-generation-inference that penstock lacks: who moves is not pointed to a flag that only looks alike.
 TGI_ONLY = (
-    "--validation-workers --quantize --speculate --kv-cache-dtype --trust-remote-code --cuda-graphs --prometheus-port "
-    "--weights-cache-override --disable-custom-kernels --rope-scaling --rope-factor --otlp-endpoint --otlp-service-name "
-    "--cors-allow-origin --watermark-gamma --watermark-delta --tokenizer-config-path --disable-grammar-support "
+    "--validation-workers --quantize --speculate --trust-remote-code --prometheus-port "
+    "--weights-cache-override --disable-custom-kernels --rope-scaling --rope-factor "
+    "--watermark-gamma --watermark-delta --tokenizer-config-path "
     "--lora-adapters --usage-stats --enable-prefill-logprobs --disable-usage-stats --disable-crash-reports"
 )
 
@@ -80,6 +84,42 @@ def boolean(text: str) -> bool:
     if text.lower() not in values:
         raise ValueError("true or false is needed")
     return values[text.lower()]
+
+
+def path(text: str) -> str:
+    """Of a route."""
+    if not re.fullmatch(r"/[\w./:~-]*", text):
+        raise ValueError("a path that begins with / is needed")
+    return text
+
+
+def graphs(text: str) -> str:
+    """As the shards read it."""
+    parse_sizes(text)
+    return text
+
+
+def file(text: str) -> str:
+    """One that is there, wherever the server is started from."""
+    found = Path(text).expanduser().resolve()
+    if not found.is_file():
+        raise ValueError("there is no such file")
+    return str(found)
+
+
+def origins(text: str) -> str:
+    """Of web pages, with commas between them."""
+    for origin in text.split(","):
+        if text not in (ANY_ORIGIN, NO_ORIGIN) and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/,\s*]+/?", origin.strip()):
+            raise ValueError(f"origins such as https://chat.example, with commas between them, or {ANY_ORIGIN}, or {NO_ORIGIN}")
+    return text
+
+
+def url(text: str) -> str:
+    """Of HTTP."""
+    if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", text):
+        raise ValueError("a URL such as http://localhost:4318 is needed")
+    return text
 
 
 def address(text: str) -> str:
@@ -151,6 +191,34 @@ class Options:
         REQUESTS, "most prompts in one /v1/completions", default=ROUTER.max_client_batch_size, kind=count
     )
     payload_limit: int = option(REQUESTS, "most bytes of a body", default=ROUTER.payload_limit, kind=count)
+    unknown_fields: str = option(
+        REQUESTS,
+        "fields of a body on /v1 that nobody has heard of: ignore names them in the header x-ignored-fields, refuse answers 400",
+        default=ROUTER.unknown_fields,
+        choices=("ignore", "refuse"),
+    )
+    disable_grammar_support: bool = option(REQUESTS, "refuse requests with a grammar", default=ROUTER.disable_grammar_support)
+
+    chat_template: str = option(
+        CHATS, "a file with a chat template, instead of the model's own", default=ROUTER.chat_template, kind=file
+    )
+    trust_request_chat_template: bool = option(
+        CHATS,
+        "let clients send templates of their own: programs, which run in a process with limits of time and memory",
+        default=ROUTER.trust_request_chat_template,
+    )
+    tool_call_parser: str = option(
+        CHATS,
+        "how the model writes calls of tools; auto: as its chat template tells",
+        default=ROUTER.tool_call_parser,
+        choices=TOOL_CALL_PARSERS,
+    )
+    reasoning_parser: str = option(
+        CHATS,
+        "how the model writes what it thinks before it answers; none: that is part of the answer",
+        default=ROUTER.reasoning_parser,
+        choices=REASONING_PARSERS,
+    )
 
     max_concurrent_requests: int = option(
         BATCHING, "requests in flight; one more is answered 429", default=ROUTER.max_concurrent_requests, kind=count
@@ -215,6 +283,24 @@ class Options:
     )
 
     device: str = option(COMPUTE, "auto: cuda where there is a GPU", default="auto", choices=("auto", "cpu", "cuda"))
+    kv_cache_dtype: str = option(
+        BATCHING,
+        "number format of keys and values; fp8_e4m3fn: 8 bits, half the memory, not quite the same answers",
+        default=SHARD.kv_cache_dtype,
+        choices=("auto", "fp8_e4m3fn"),
+    )
+    cuda_graphs: str = option(
+        COMPUTE,
+        "sizes of batches whose steps are recorded as CUDA graphs, such as 1,2,4,8; 0: none; auto: of decoding and of mixed steps",
+        default=SHARD.cuda_graphs,
+        kind=graphs,
+    )
+    penstock_kernels: str = option(
+        COMPUTE,
+        "for tests: reference: plain torch everywhere; triton: Triton everywhere, on a CPU in its (very slow) interpreter",
+        default=SHARD.kernels,
+        choices=("reference", "triton"),
+    )
     num_shard: int = option(COMPUTE, "ranks that share the model (default: 1; all GPUs with --sharded true)", default=0, kind=count)
     sharded: bool | None = option(
         COMPUTE,
@@ -249,6 +335,30 @@ class Options:
         default=ROUTER.graceful_termination_timeout,
         kind=seconds,
         short="-g",
+    )
+    aip_predict_route: str = option(
+        HTTP, "path at which Vertex AI sends its requests, beside /vertex", default=ROUTER.aip_predict_route, kind=path
+    )
+    aip_health_route: str = option(HTTP, "path at which Vertex AI asks for /health", default=ROUTER.aip_health_route, kind=path)
+    cors_allow_origin: str = option(
+        HTTP,
+        "origins whose web pages may use the server from a browser, with commas between them; none: no other than its own",
+        default=ROUTER.cors_allow_origin,
+        kind=origins,
+    )
+    otlp_endpoint: str = option(
+        HTTP,
+        "URL of a collector to which traces go over OTLP/HTTP, such as http://localhost:4318; needs penstock[otel]",
+        default=ROUTER.otlp_endpoint,
+        kind=url,
+    )
+    otlp_service_name: str = option(HTTP, "the traces' service.name", default=ROUTER.otlp_service_name)
+    log_level: str = option(
+        HTTP,
+        "least level of the router's log lines; not read from the environment, where LOG_LEVEL is many programs'",
+        default=ROUTER.log_level,
+        choices=("debug", "info", "warning", "error"),
+        environment=False,
     )
     json_output: bool = option(HTTP, "log lines as JSON", default=ROUTER.json_output)
     env: bool = option(HTTP, "print versions and machine first, for a bug report", default=False, short="-e", environment=False)
@@ -289,13 +399,18 @@ METAVARS: dict[Any, str] = {
     milliseconds: "MS",
     boolean: "{true,false}",
     address: "ADDRESS",
+    graphs: "SIZES",
+    path: "PATH",
+    origins: "ORIGINS",
+    url: "URL",
+    file: "FILE",
 }
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Gives `parser` every flag, in groups, and the positional MODEL."""
     parser.add_argument("model", metavar="MODEL", nargs="?", default="", help="folder or hub id (default: the embedded demo model)")
-    groups = {title: parser.add_argument_group(title) for title in (MODEL, REQUESTS, BATCHING, COMPUTE, HTTP)}
+    groups = {title: parser.add_argument_group(title) for title in (MODEL, REQUESTS, CHATS, BATCHING, COMPUTE, HTTP)}
     for name, field in FIELDS.items():
         details = field.metadata
         group = groups[details["group"]]

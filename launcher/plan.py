@@ -6,6 +6,7 @@ measure, once the model is loaded, what the pool really gets. Pure, apart from `
 
 from dataclasses import dataclass
 
+from ..shard import rooms
 from ..shard.models.families import Shape, shape
 from . import machine
 from .checkpoint import Checkpoint
@@ -31,6 +32,7 @@ class Plan:
     memory: int  # that the rank may use
     page_size: int
     pages: int  # on every rank, for the same tokens
+    graphs: int = 0  # steps that are recorded
 
     @property
     def capacity(self) -> int:
@@ -57,18 +59,20 @@ def divide(options: Options, model: Checkpoint, machine: Machine) -> Plan:
     # In float32 a CPU packs its matrices: a table that is also the output matrix is held in both forms.
     tables = 2 if device == "cpu" and dtype == "float32" else None
     weights = form.parameters(ranks, tables) * ITEM_BYTES[dtype]
-    token = form.kv_elements(ranks) * ITEM_BYTES[dtype]
+    token = form.kv_elements(ranks) * (ITEM_BYTES[dtype] if options.kv_cache_dtype == "auto" else 1)
     total = min(machine.gpu_memory[:ranks]) if device == "cuda" else machine.memory // ranks
     usable = int(total * options.cuda_memory_fraction)
     page = token * options.page_size
     # More pages than all requests together can fill would lie idle.
     longest = options.max_total_tokens or form.max_positions
     together = options.max_batch_size or max(options.max_concurrent_requests, options.max_best_of)
+    graphs = _graphs(options, together) if device == "cuda" else 0
+    left = usable - graphs * rooms.GRAPH_BYTES
     useful = together * -(-longest // options.page_size)
-    pages = options.pool_pages or min(useful, (usable - weights) // page)
-    if pages < 1 or weights + pages * page > usable:
+    pages = options.pool_pages or min(useful, (left - weights) // page)
+    if pages < 1 or weights + pages * page > left:
         asked = f"{options.pool_pages} pages" if options.pool_pages else "one page"
-        allowed = f"{size(usable)} may be used ({options.cuda_memory_fraction:.0%} of {size(total)})"
+        allowed = f"{size(max(0, left))} may be used ({options.cuda_memory_fraction:.0%} of {size(total)})"
         raise Mistake(
             f"weights take {size(weights)} and {asked} {size(page * max(1, options.pool_pages))} per rank, but {allowed}: "
             f"{_remedy(options, form, ranks, dtype)}"
@@ -85,7 +89,14 @@ def divide(options: Options, model: Checkpoint, machine: Machine) -> Plan:
         memory=usable,
         page_size=options.page_size,
         pages=pages,
+        graphs=graphs,
     )
+
+
+def _graphs(options: Options, together: int) -> int:
+    """How many steps will be recorded."""
+    chosen = rooms.parse(options.cuda_graphs)
+    return len(rooms.decodes(chosen, together)) + len(rooms.mixed(chosen, options.max_batch_prefill_tokens or rooms.MIXED[-1]))
 
 
 def _device(options: Options, machine: Machine) -> str:
@@ -141,6 +152,7 @@ def table(plan: Plan, name: str) -> str:
         ("of each rank", ""),
         ("  memory", f"{size(plan.memory):>10}  may be used"),
         ("  weights", f"{size(plan.weight_bytes):>10}"),
+        *([("  graphs", f"{size(plan.graphs * rooms.GRAPH_BYTES):>10}  {plan.graphs} recorded steps")] if plan.graphs else []),
         ("  keys/values", f"{size(plan.pages * plan.page_size * plan.token_bytes):>10}  {size(plan.token_bytes)} per token"),
         ("", ""),
         ("pages", f"{plan.pages:,} of {plan.page_size} token{'' if plan.page_size == 1 else 's'}"),

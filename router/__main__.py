@@ -21,9 +21,11 @@ from .api.app import make_app
 from .batcher import Batcher, Misconfigured
 from .config import RouterConfig
 from .metrics import Metrics
+from .record import request_id
 from .request import Broken
 from .shards import GrpcShards
 from .text import Tokenizer, Unusable
+from .tracing import Missing, Tracer
 
 BACKLOG = 1024  # connections that wait to be accepted
 LAST_WORDS = 5.0  # seconds that handlers get to send what they have when everything ends
@@ -42,11 +44,11 @@ def main() -> int:
     except (ValueError, OSError) as error:
         print(f"the router's settings cannot be read: {error}", file=sys.stderr)
         return 2
-    configure_logging("router", config.json_output)
+    configure_logging("router", config.json_output, config.log_level, request_id)
     try:
         with listen(config) as listening, asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(serve(config, listening))
-    except (Misconfigured, Unusable) as error:
+    except (Misconfigured, Unusable, Missing) as error:
         logger.error("%s", error)
         return 2
     except Broken as error:
@@ -70,10 +72,16 @@ def listen(config: RouterConfig) -> socket.socket:
 async def serve(config: RouterConfig, listening: socket.socket) -> int:
     """Serves until a signal comes or the shards are lost. Raises Broken, Misconfigured or Unusable."""
     stop = _stop_signal()
-    metrics = Metrics()
-    tokenizer = Tokenizer(Path(config.folder))
+    metrics = Metrics(config.model)
+    tracer = Tracer(config.otlp_endpoint, config.otlp_service_name, config.model) if config.otlp_endpoint else None
+    tokenizer = Tokenizer(
+        Path(config.folder),
+        config.chat_template,
+        trust_templates=config.trust_request_chat_template,
+        parsers=(config.tool_call_parser, config.reasoning_parser),
+    )
     batcher = Batcher(config, tokenizer, GrpcShards(config.shards), metrics)
-    app = make_app(config, tokenizer, batcher, metrics)
+    app = make_app(config, tokenizer, batcher, metrics, tracer)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, auto_decompress=False, shutdown_timeout=LAST_WORDS)
     await runner.setup()
     await web.SockSite(runner, listening).start()
@@ -91,6 +99,8 @@ async def serve(config: RouterConfig, listening: socket.socket) -> int:
             task.cancel()
         await asyncio.wait([batching, stopping])
         await batcher.close()
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
     if not batching.cancelled():
         batching.result()
     return 0

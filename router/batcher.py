@@ -13,7 +13,7 @@ that nobody wants any more is thrown away.
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Protocol
@@ -23,6 +23,7 @@ from .config import RouterConfig
 from .cost import Cost
 from .metrics import Metrics
 from .policies import Mixed, Pause, Policy, largest_step
+from .record import Run, begin
 from .request import (
     Alternative,
     Broken,
@@ -79,7 +80,15 @@ class Tokenizer(Protocol):
 
     def is_special(self, id: int, /) -> bool: ...
     def token_text(self, id: int, /) -> str: ...
-    def stream(self, prompt: Sequence[int], stop: tuple[str, ...], include_stop: bool, skip_special_tokens: bool, /) -> Text: ...
+    def stream(
+        self,
+        prompt: Sequence[int],
+        stop: tuple[str, ...],
+        include_stop: bool,
+        skip_special_tokens: bool,
+        shown: Collection[int],
+        /,
+    ) -> Text: ...
 
 
 def bounds_of(config: RouterConfig, info: shard_pb2.InfoReply, warm: shard_pb2.WarmupReply) -> tuple[Limits, Bounds]:
@@ -147,8 +156,10 @@ class Stream:
     choices: list[Choice]
     arrived: float
     left: int  # choices that are not done
+    run: Run  # what is told of it when it has ended
     started: float = 0.0  # first step that was to compute something of it; 0: none yet
     continuations: Sequence[shard_pb2.Continuation] = ()  # where it goes on when it is restored
+    cached: int = 0  # tokens of the prompt that were found
     items: list[Item] = field(default_factory=list)  # not taken yet
     failure: Failure | None = None  # comes after the items
     waiter: "asyncio.Future[None] | None" = None  # the reader, when there was nothing to take
@@ -247,6 +258,8 @@ class Batcher:
         self._scheduler = scheduler = Scheduler(bounds, policy_of(config, bounds, warm))
         self._metrics.watch("tgi_queue_size", lambda: scheduler.waiting)
         self._metrics.watch("tgi_batch_current_size", lambda: scheduler.running)
+        self._metrics.watch("tgi_batch_current_max_tokens", lambda: (bounds.pages - scheduler.free) * bounds.page_size)
+        self._metrics.watch("tgi_batch_max_total_tokens", lambda: bounds.pages * bounds.page_size)
         self._metrics.watch("penstock_waiting", lambda: scheduler.waiting)
         self._metrics.watch("penstock_running", lambda: scheduler.running)
         self._metrics.watch("penstock_paused", lambda: scheduler.paused_jobs)
@@ -327,10 +340,11 @@ class Batcher:
         now = monotonic()
         make = self._tokenizer.stream
         texts = (
-            make(request.prompt, request.stop, request.include_stop, request.skip_special_tokens) for _ in range(request.choices)
+            make(request.prompt, request.stop, request.include_stop, request.skip_special_tokens, request.shown)
+            for _ in range(request.choices)
         )
         choices = [Choice(index, text) for index, text in enumerate(texts)]
-        stream = Stream(next(self._uids), request, choices, now, left=len(choices))
+        stream = Stream(next(self._uids), request, choices, now, left=len(choices), run=begin(request, now))
         delay = DELAYS[request.priority]
         if request.timeout:
             delay = min(delay, request.timeout / 2)
@@ -354,6 +368,7 @@ class Batcher:
         if self._streams.pop(stream.uid, None) is not None:
             self._cancel(stream.uid)
             self._metrics.failed("dropped")
+            stream.run.fail("dropped", sum(one.generated for one in stream.choices))
 
     def _cancel(self, uid: int) -> None:
         """Of no effect if the scheduler knows already that it has ended."""
@@ -425,9 +440,9 @@ class Batcher:
 
     def _group(self, stream: Stream, now: float) -> shard_pb2.Group:
         """A request that begins, or goes on where it was paused."""
-        stream.started = stream.started or now
+        stream.started = stream.run.started = stream.started or now
         wanted = [one for one in stream.continuations if stream.choices[one.choice].running]
-        return group(stream.uid, stream.request, wanted)
+        return group(stream.uid, stream.request, wanted, stream.run.name)
 
     def _report(self, scheduler: Scheduler, action: Action, seconds: float, reply: shard_pb2.Reply) -> shard_pb2.StepReply | None:
         """Tells the scheduler what a reply says. Returns it if it has tokens to deliver."""
@@ -438,6 +453,7 @@ class Batcher:
                     self._streams[paused.uid].continuations = tuple(paused.continuations)
             scheduler.paused(told.free, told.cached, [(paused.uid, paused.grow, paused.lacking) for paused in told.paused])
             self._metrics.paused(len(action.pause))
+            self._metrics.step(action, seconds, None)
             return None
         step = reply.step
         scheduler.report(
@@ -478,7 +494,10 @@ class Batcher:
         """Turns the rows of a reply into items of their streams."""
         now = monotonic()
         intervals: list[float] = []
-        prompts = self._prompt_logprobs(reply)
+        prompts = self._prompt_logprobs(reply) if reply.prompt_uids else {}
+        for uid, found in zip(reply.found_uids, reply.found_tokens, strict=True):
+            if uid in self._streams:
+                self._streams[uid].cached += found
         rows = zip(reply.uids, reply.choices, reply.tokens, reply.logprobs, reply.finishes, self._tops(reply), strict=True)
         for uid, index, token, logprob, finish, top in rows:
             stream = self._streams.get(uid)
@@ -489,7 +508,8 @@ class Batcher:
                 intervals.append(now - choice.last)
             elif not any(other.generated for other in stream.choices):
                 self._metrics.first_token(now - stream.arrived)
-                stream.items.append(Prompt(prompts.get(uid, ())))
+                stream.run.first, stream.run.cached_tokens = now, stream.cached
+                stream.items.append(Prompt(*prompts.get(uid, ((), ())), stream.cached))
             choice.last = now
             choice.generated += 1
             piece = choice.text.push(token)
@@ -502,11 +522,17 @@ class Batcher:
         for uid, message in zip(reply.failed_uids, reply.failed_messages, strict=True):
             self._fail(uid, Broken(message), "generation")
 
-    def _prompt_logprobs(self, reply: shard_pb2.StepReply) -> dict[int, tuple[float | None, ...]]:
-        """By uid, for the groups whose first token is in this reply and that asked for them."""
+    def _prompt_logprobs(
+        self, reply: shard_pb2.StepReply
+    ) -> dict[int, tuple[tuple[float | None, ...], tuple[tuple[int, float], ...]]]:
+        """`Prompt.logprobs` and `Prompt.top` by uid, for the groups whose first token is in this reply and that asked for them."""
         values = iter(reply.prompt_logprobs)
-        pairs = zip(reply.prompt_uids, reply.prompt_counts, strict=True)
-        return {uid: (None, *itertools.islice(values, count)) for uid, count in pairs}
+        tops = zip(reply.prompt_top_ids, reply.prompt_top_logprobs, strict=True)
+        groups = zip(reply.prompt_uids, reply.prompt_counts, reply.prompt_tops, strict=True)
+        return {
+            uid: ((None, *itertools.islice(values, count)), tuple(itertools.islice(tops, count * wide)))
+            for uid, count, wide in groups
+        }
 
     def _tops(self, reply: shard_pb2.StepReply) -> Iterable[Sequence[tuple[int, float]]]:
         """The alternatives of each row."""
@@ -526,6 +552,7 @@ class Batcher:
         queued, inference = stream.started - stream.arrived, now - stream.started
         finish = Finish(reason, choice.text.text, delta, choice.generated, queued, inference, choice.index)
         stream.items.append(finish)
+        stream.run.reasons.append(reason)
         choice.done = True
         stream.left -= 1
         if choice.running:  # a stop string, of which the shards know nothing
@@ -535,7 +562,8 @@ class Batcher:
             self._wake.set()
         if not stream.left:
             del self._streams[stream.uid]
-            self._metrics.done(stream.request, finish, sum(one.generated for one in stream.choices))
+            stream.run.ended, stream.run.generated = now, sum(one.generated for one in stream.choices)
+            self._metrics.done(stream.request, finish, stream.run.generated, stream.run.first - stream.started)
 
     def _expire(self, stream: Stream) -> None:
         """Its own deadline is over."""
@@ -549,6 +577,7 @@ class Batcher:
         if stream is not None:
             self._cancel(uid)
             self._metrics.failed(kind)
+            stream.run.fail(kind, sum(one.generated for one in stream.choices))
             stream.failure = failure
             stream.wake()
 

@@ -2,6 +2,15 @@
 
 from dataclasses import dataclass
 
+ANY_ORIGIN, NO_ORIGIN = "*", "none"  # what --cors-allow-origin may say beside origins
+# What --tool-call-parser and --reasoning-parser may say; `router/parsing` knows what the names mean.
+AUTO, NONE = "auto", "none"
+TOOL_CALL_PARSERS = (
+    *(AUTO, NONE, "hermes", "llama3_json", "json", "granite", "jamba", "internlm", "phi4_mini_json", "mistral", "mistral_args"),
+    *("pythonic", "deepseek_v3", "deepseek_v31", "kimi_k2", "qwen3_coder", "glm45", "harmony"),
+)
+REASONING_PARSERS = (AUTO, NONE, "deepseek_r1", "qwen3", "glm45", "kimi_k2", "mistral", "granite", "seed_oss", "cohere", "harmony")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
@@ -28,5 +37,17 @@ class RouterConfig:
     max_waiting_tokens: int = 20  # "pause": decode steps after which those that wait are computed however few they are
     waiting_served_ratio: float = 0.3  # "pause": waiting per running request from which decodes pause
     payload_limit: int = 2_000_000  # bytes of a request's body
+    unknown_fields: str = "ignore"  # what to do with those of a body on /v1 that nobody has heard of: "ignore" or "refuse"
+    disable_grammar_support: bool = False  # requests with a grammar are refused
+    aip_predict_route: str = ""  # path at which Vertex AI sends what /vertex takes; "": at /vertex only
+    aip_health_route: str = ""  # path at which it asks for /health
+    chat_template: str = ""  # a file with the operator's, instead of the model's own
+    trust_request_chat_template: bool = False  # clients may send templates: programs, which run in a process with limits
+    tool_call_parser: str = AUTO  # how the model writes calls of tools; "auto": as its chat template tells
+    reasoning_parser: str = AUTO  # how it writes what it thinks before it answers
     graceful_termination_timeout: float = 90.0  # seconds that running streams get after SIGTERM
+    cors_allow_origin: str = ANY_ORIGIN  # origins whose pages may use the server from a browser, with commas between them
+    otlp_endpoint: str = ""  # URL of a collector of traces (OTLP/HTTP); "": no traces
+    otlp_service_name: str = "text-generation-inference.router"  # who they say they come from
+    log_level: str = "info"  # least level of log lines: "debug", "info", "warning", "error"
     json_output: bool = False  # log lines as JSON

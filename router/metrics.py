@@ -3,6 +3,9 @@
 Names with `tgi_` are text-generation-inference's, with its meaning, so that its dashboards work. Who counts what:
   batcher   each submitted request (`arrived`, then `done` or `failed`), each step, the standing (`watch`)
   api       requests it refuses before they reach the batcher: `failed("validation")`
+
+Names with `vllm:` are vLLM's, which gateways, autoscalers and dashboards read. Nothing is counted for them: they are made of ours
+when somebody looks.
 """
 
 import re
@@ -28,16 +31,22 @@ COUNTERS = {
     "tgi_batch_inference_count": ("Steps asked of the shards", ("method",)),
     "tgi_batch_inference_success": ("Steps that the shards answered", ("method",)),
     "tgi_batch_inference_failure": ("Steps in which a group failed", ("method",)),
+    "tgi_batch_concat": ("Steps in which requests joined others that run", ("reason",)),
     "penstock_client_disconnects": ("Requests whose client left before their end", ()),
     "penstock_prompt_tokens": ("Tokens of prompts that were computed, restored ones included", ()),
     "penstock_cached_prompt_tokens": ("Tokens of prompts that were found in the cache instead", ()),
     "penstock_restored_tokens": ("Tokens computed a second time, for paused requests", ()),
     "penstock_pauses": ("Times that a running request gave its pages back for a while", ()),
+    "penstock_mask_seconds": ("Seconds that grammars' masks took on the shards, most of them while the model computed", ()),
+    "penstock_mask_wait_seconds": ("Seconds of them for which steps waited", ()),
     "penstock_generated_tokens": ("Tokens that the shards generated", ()),
+    "penstock_finished_requests": ("Requests that were answered to their end, by why their last answer ended", ("reason",)),
 }
 GAUGES = {
     "tgi_queue_size": "Requests that wait",
     "tgi_batch_current_size": "Requests that run",
+    "tgi_batch_current_max_tokens": "Tokens that the pages of running requests can hold",
+    "tgi_batch_max_total_tokens": "Tokens that the shards' pool can hold",
     "penstock_waiting": "Requests that wait",
     "penstock_running": "Requests that run",
     "penstock_paused": "Requests that were paused and wait to go on",
@@ -45,21 +54,33 @@ GAUGES = {
     "penstock_pages_free": "Pages that can be taken, cached ones included",
     "penstock_pages_cached": "Pages that can be taken and hold prefixes for later requests",
     "penstock_pages_held": "Pages of running requests",
+    "penstock_kv_cache_usage_ratio": "Share of the pages that running requests hold, from 0 to 1",
+    "penstock_grammars_compiled": "Grammars that were compiled to see whether they are possible",
+    "penstock_grammars_found": "Grammars of requests that had been compiled before",
     "penstock_prompt_budget": "Tokens that the last step with prompts had for them",
     "penstock_prompt_budget_used": "Tokens of prompts that it computed",
 }
 HISTOGRAMS = {
     "tgi_request_duration": ("Seconds from arrival to the end", (), SECONDS),
+    "tgi_request_validation_duration": ("Seconds of checking a request, tokenization included", (), SECONDS),
     "tgi_request_queue_duration": ("Seconds from arrival to the first step that computed something", (), SECONDS),
     "tgi_request_inference_duration": ("Seconds from that step to the end", (), SECONDS),
     "tgi_request_mean_time_per_token_duration": ("Seconds of inference per generated token", (), SECONDS),
     "tgi_request_generated_tokens": ("Generated tokens of a request", (), TOKENS),
     "tgi_request_input_length": ("Prompt tokens of a request", (), TOKENS),
     "tgi_request_max_new_tokens": ("Generated tokens that a request allowed", (), TOKENS),
+    "tgi_request_skipped_tokens": ("Tokens beyond the first that a step of a request gave (speculation)", (), TOKENS),
+    "tgi_batch_next_size": ("Requests that began in a step", (), TOKENS[:11]),
     "tgi_batch_inference_duration": ("Seconds of a step, as the router sees it", ("method",), SECONDS),
     "tgi_batch_forward_duration": ("Seconds of a step, as the shard sees it", ("method",), SECONDS),
+    "tgi_batch_decode_duration": ("Seconds of a step beside those", ("method",), SECONDS),
+    "tgi_batch_filter_duration": ("Seconds of taking requests out of the batch", ("method",), SECONDS),
+    "tgi_batch_concat_duration": ("Seconds of joining batches: none, they are lists of ids", ("method",), SECONDS),
     "penstock_step_seconds": ("Seconds of a step, as the shard sees it", ("kind",), SECONDS),
     "penstock_time_to_first_token_seconds": ("Seconds from arrival to the first token", (), SECONDS),
+    "penstock_prefill_seconds": ("Seconds from the first step of a request to its first token", (), SECONDS),
+    "penstock_decode_seconds": ("Seconds from its first token to its end", (), SECONDS),
+    "penstock_request_choices": ("Answers that a request asked for", (), TOKENS[:8]),
 }
 # TGI's names carry no unit, prometheus_client insists on one.
 UNIT = re.compile(rb"^((?:# (?:HELP|TYPE) )?tgi_\w+)_total\b", re.MULTILINE)
@@ -68,7 +89,8 @@ UNIT = re.compile(rb"^((?:# (?:HELP|TYPE) )?tgi_\w+)_total\b", re.MULTILINE)
 class Metrics:
     """The registry of one router."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: str = "") -> None:
+        """model: as clients know it."""
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = registry = prometheus_client.CollectorRegistry()
         self._counters = {
@@ -81,9 +103,14 @@ class Metrics:
         }
         self._intervals = Intervals("penstock_inter_token_latency_seconds", "Seconds between tokens of a request", SECONDS)
         registry.register(self._intervals)
+        self._gauges["penstock_kv_cache_usage_ratio"].set_function(self._usage)
+        self._as_vllm = AsVllm(registry, model)
         # Looked up once: these are needed in every step.
         self._methods = {method: _Method(self._counters, self._histograms, method) for method in ("prefill", "decode")}
         self._kinds = {kind: self._histograms["penstock_step_seconds"].labels(kind=kind) for kind in ("prefill", "decode", "mixed")}
+        self._filter = self._histograms["tgi_batch_filter_duration"].labels(method="decode")
+        self._concat = self._counters["tgi_batch_concat"].labels(reason="chunking")
+        self._concat_seconds = self._histograms["tgi_batch_concat_duration"].labels(method="decode")
         self._prompt_tokens = self._counters["penstock_prompt_tokens"]
         self._generated_tokens = self._counters["penstock_generated_tokens"]
 
@@ -103,18 +130,32 @@ class Metrics:
         if kind == "dropped":
             self._counters["penstock_client_disconnects"].inc()
 
+    def validated(self, seconds: float) -> None:
+        """A request was found to be valid, in this time."""
+        self._histograms["tgi_request_validation_duration"].observe(seconds)
+
     def step(self, action: Action, seconds: float, reply: shard_pb2.StepReply | None) -> None:
         """The shards have answered; `reply` is None for a filter."""
         if reply is None or isinstance(action, Filter):
+            self._filter.observe(seconds)
             return
         method = self._methods["prefill" if isinstance(action, Prefill) else "decode"]
         method.count.inc()
         method.seconds.observe(seconds)
         method.forward.observe(reply.seconds)
+        method.decode.observe(max(0.0, seconds - reply.seconds))
         (method.failure if reply.failed_uids else method.success).inc()
         mixed = "mixed" if reply.decode_tokens else "prefill"
+        if reply.mask_seconds:
+            self._counters["penstock_mask_seconds"].inc(reply.mask_seconds)
+            self._counters["penstock_mask_wait_seconds"].inc(reply.mask_wait_seconds)
         self._kinds[mixed if reply.prompt_tokens else "decode"].observe(reply.seconds)
         if isinstance(action, Prefill):
+            if action.new:
+                self._histograms["tgi_batch_next_size"].observe(len(action.new))
+                if reply.decode_tokens:
+                    self._concat.inc()
+                    self._concat_seconds.observe(0.0)
             self._prompt_tokens.inc(reply.prompt_tokens)
             self._gauges["penstock_prompt_budget_used"].set(reply.prompt_tokens)
             self._counters["penstock_cached_prompt_tokens"].inc(reply.cached_tokens)
@@ -133,9 +174,11 @@ class Metrics:
         """Of a request, after its arrival."""
         self._histograms["penstock_time_to_first_token_seconds"].observe(seconds)
 
-    def done(self, request: Request, finish: Finish, generated: int) -> None:
-        """A request was answered to its end: `finish` is its last choice's, `generated` are the tokens of all."""
+    def done(self, request: Request, finish: Finish, generated: int, prefill: float) -> None:
+        """A request was answered to its end: `finish` is its last choice's, `generated` are the tokens of all, `prefill` seconds
+        of its inference went by before its first token."""
         self._counters["tgi_request_success"].inc()
+        self._counters["penstock_finished_requests"].labels(reason=finish.reason).inc()
         observe = {
             "tgi_request_duration": finish.queue_seconds + finish.inference_seconds,
             "tgi_request_queue_duration": finish.queue_seconds,
@@ -144,13 +187,29 @@ class Metrics:
             "tgi_request_generated_tokens": generated,
             "tgi_request_input_length": len(request.prompt),
             "tgi_request_max_new_tokens": request.max_new_tokens,
+            "penstock_prefill_seconds": prefill,
+            "penstock_decode_seconds": finish.inference_seconds - prefill,
+            "penstock_request_choices": request.choices,
         }
         for name, value in observe.items():
             self._histograms[name].observe(value)
 
     def render(self) -> bytes:
         """Everything in Prometheus' text format."""
-        return UNIT.sub(rb"\1", prometheus_client.generate_latest(self._registry))
+        own = UNIT.sub(rb"\1", prometheus_client.generate_latest(self._registry))
+        return own + prometheus_client.generate_latest(self._as_vllm)
+
+    def _usage(self) -> float:
+        found = self.samples(("penstock_pages_held", "penstock_pages_total"))
+        return found["penstock_pages_held"] / (found["penstock_pages_total"] or 1)
+
+    def samples(self, names: Sequence[str]) -> dict[str, float]:
+        """What these show now, by their names in Prometheus' format; the sum over the values of their labels."""
+        found: dict[str, float] = {}
+        for family in self._registry.restricted_registry(names).collect():
+            for sample in family.samples:
+                found[sample.name] = found.get(sample.name, 0.0) + sample.value
+        return found
 
 
 class Intervals(Collector):
@@ -181,6 +240,75 @@ class Intervals(Collector):
         yield family
 
 
+# vLLM's name -> ours. Help, kind and buckets are those of ours.
+VLLM = {
+    "vllm:num_requests_running": "penstock_running",
+    "vllm:num_requests_waiting": "penstock_waiting",
+    "vllm:kv_cache_usage_perc": "penstock_kv_cache_usage_ratio",
+    "vllm:num_preemptions": "penstock_pauses",
+    "vllm:prompt_tokens": "penstock_prompt_tokens",
+    "vllm:generation_tokens": "penstock_generated_tokens",
+    "vllm:prefix_cache_hits": "penstock_cached_prompt_tokens",
+    "vllm:time_to_first_token_seconds": "penstock_time_to_first_token_seconds",
+    "vllm:inter_token_latency_seconds": "penstock_inter_token_latency_seconds",
+    "vllm:request_time_per_output_token_seconds": "tgi_request_mean_time_per_token_duration",
+    "vllm:e2e_request_latency_seconds": "tgi_request_duration",
+    "vllm:request_queue_time_seconds": "tgi_request_queue_duration",
+    "vllm:request_inference_time_seconds": "tgi_request_inference_duration",
+    "vllm:request_prefill_time_seconds": "penstock_prefill_seconds",
+    "vllm:request_decode_time_seconds": "penstock_decode_seconds",
+    "vllm:request_prompt_tokens": "tgi_request_input_length",
+    "vllm:request_generation_tokens": "tgi_request_generated_tokens",
+    "vllm:request_params_max_tokens": "tgi_request_max_new_tokens",
+    "vllm:request_params_n": "penstock_request_choices",
+}
+REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
+
+
+class AsVllm:
+    """What a registry holds, by vLLM's names and with its label. Reads when somebody looks, and keeps nothing."""
+
+    def __init__(self, registry: prometheus_client.CollectorRegistry, model: str) -> None:
+        self._registry = registry
+        self._labels = {"model_name": model, "engine": "0"}
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by prometheus_client."""
+        families = {family.name: family for family in self._registry.collect()}
+        for theirs, ours in VLLM.items():
+            yield self._renamed(families[ours], theirs)
+        hits, computed = (_sum(families[name]) for name in ("penstock_cached_prompt_tokens", "penstock_prompt_tokens"))
+        looked: list[tuple[dict[str, str], float]] = [({}, hits + computed)]
+        yield self._family("vllm:prefix_cache_queries", "Tokens of prompts that were looked for", "counter", looked)
+        reasons = dict.fromkeys(("stop", "length", "abort", "error"), 0.0)
+        for sample in families["penstock_finished_requests"].samples:
+            reasons[REASONS[sample.labels["reason"]]] += sample.value
+        for sample in families["tgi_request_failure"].samples:
+            reasons["abort" if sample.labels["err"] in ("dropped", "timeout") else "error"] += sample.value
+        rows = [({"finished_reason": reason}, value) for reason, value in reasons.items()]
+        yield self._family("vllm:request_success", "Requests that have ended, by why", "counter", rows)
+        pages = _sum(families["penstock_pages_total"])
+        size = _sum(families["tgi_batch_max_total_tokens"]) / pages if pages else 0
+        cache = {"block_size": f"{size:.0f}", "num_gpu_blocks": f"{pages:.0f}"}
+        yield self._family("vllm:cache_config_info", "Pages: their size in tokens, and how many", "gauge", [(cache, 1.0)])
+
+    def _renamed(self, family: Metric, name: str) -> Metric:
+        found = Metric(name, family.documentation, family.type)
+        for sample in family.samples:
+            found.add_sample(name + sample.name.removeprefix(family.name), {**self._labels, **sample.labels}, sample.value)
+        return found
+
+    def _family(self, name: str, text: str, kind: str, rows: Iterable[tuple[dict[str, str], float]]) -> Metric:
+        found = Metric(name, text, kind)
+        for labels, value in rows:
+            found.add_sample(name + ("_total" if kind == "counter" else ""), {**self._labels, **labels}, value)
+        return found
+
+
+def _sum(family: Metric) -> float:
+    return sum(sample.value for sample in family.samples)
+
+
 class _Method:
     """The metrics of a kind of step."""
 
@@ -195,3 +323,4 @@ class _Method:
         self.failure = counters["tgi_batch_inference_failure"].labels(method=method)
         self.seconds = histograms["tgi_batch_inference_duration"].labels(method=method)
         self.forward = histograms["tgi_batch_forward_duration"].labels(method=method)
+        self.decode = histograms["tgi_batch_decode_duration"].labels(method=method)

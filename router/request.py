@@ -49,7 +49,10 @@ class Request:
     end_ids: tuple[int, ...] = ()  # EOS, unless it is ignored, and other tokens that end the sequence
     top_n: int = 0  # alternatives per token
     prompt_logprobs: bool = False
+    prompt_top_n: int = 0  # alternatives per token of the prompt, if its log-probabilities are asked for
+    min_new_tokens: int = 0  # before so many, no token of end_ids is drawn
     skip_special_tokens: bool = True  # in the text
+    shown: tuple[int, ...] = ()  # special tokens that are in the text all the same: whoever parses it has to see them
     choices: int = 1  # answers, drawn independently; the prompt is computed once
     priority: Priority = Priority.NORMAL
     grammar: Grammar | None = None  # compiled and found to be possible
@@ -83,6 +86,8 @@ class Prompt:
     """First item of a stream: the prompt with its log-probabilities, as soon as its first token is there."""
 
     logprobs: tuple[float | None, ...]  # None for the first token; () unless they were asked for
+    top: tuple[tuple[int, float], ...] = ()  # (token id, log-probability), best first: prompt_top_n for each token but the first
+    cached_tokens: int = 0  # of the prompt, that were found instead of computed
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import grpc.aio
 
 from ..proto import shard_pb2
 from ..proto.rpc import OPTIONS, Stub
+from .grammar import written
 from .request import Broken, Request
 
 POLL = 0.02  # seconds between looks for a rank that does not answer yet; part of the time from start to ready
@@ -60,8 +61,9 @@ class Shards(Protocol):
         ...
 
 
-def group(uid: int, request: Request, continuations: Iterable[shard_pb2.Continuation] = ()) -> shard_pb2.Group:
-    """A request in the words of the wire. Neutral values stay absent. `continuations`: where it goes on after a pause."""
+def group(uid: int, request: Request, continuations: Iterable[shard_pb2.Continuation] = (), trace: str = "") -> shard_pb2.Group:
+    """A request in the words of the wire. Neutral values stay absent. `continuations`: where it goes on after a pause.
+    `trace`: how others know it."""
     resumes = tuple(continuations)
     sampling = request.sampling
     return shard_pb2.Group(
@@ -86,7 +88,11 @@ def group(uid: int, request: Request, continuations: Iterable[shard_pb2.Continua
         ),
         top_n=request.top_n,
         prompt_logprobs=request.prompt_logprobs and not resumes,
+        prompt_top_n=request.prompt_top_n,
+        min_new_tokens=request.min_new_tokens,
+        grammar=written(request.grammar) if request.grammar else "",
         continuations=resumes,
+        trace=trace,
     )
 
 

@@ -1,62 +1,103 @@
-"""Chat templates: messages in, the prompt's text out. Knows Jinja and the dialect of Hugging Face; knows no tokens."""
+"""Chat templates: messages in, the prompt's text out. Knows Jinja and the dialect of Hugging Face; knows no tokens.
+
+What is rendered here is rendered in this process, for as long as it takes: `rendering.py` sets limits.
+"""
 
 import json
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import nodes, utils
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from .request import Refused
 
+MAX_OUTPUT = 16_000_000  # characters: more than any model reads
+MAX_SOURCE = 500_000
+DEFAULT = "default"
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # of a message; templates read one or another
+
 Message = Mapping[str, Any]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chat:
+    """What a template is given, beside the model's own special tokens. JSON values, all of it."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    documents: Sequence[Mapping[str, Any]] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)  # `chat_template_kwargs`: enable_thinking...
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False  # the prompt ends where the last message's own text ends
+
+
 class ChatTemplate:
-    """A model's own template, run in a sandbox: it came with a download."""
+    """A program of somebody else's, run in a sandbox: it came with a download."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """`special_tokens` are variables of the template: bos_token, eos_token..."""
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
-        environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
-        environment.filters["tojson"] = _json
-        self._template = environment.from_string(source)
+        """`special_tokens` are variables of the template: bos_token, eos_token... Raises Refused if it is no template."""
+        if len(source) > MAX_SOURCE:
+            raise Refused(f"the chat template has {len(source)} characters, more than {MAX_SOURCE}", "chat_template")
+        environment = _environment()
+        try:
+            tree = environment.parse(source)
+            self._template = environment.from_string(tree)
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise Refused(f"the chat template is no template: {error}", "chat_template") from error
         self._special_tokens = special_tokens
+        self.takes_parts, self._strings = _content_kinds(tree)  # of a message's content
 
-    def render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None,
-        *,
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-    ) -> str:
-        """The prompt's text. With `continue_final_message` it ends where the last message's own text ends."""
-        if not continue_final_message:
-            return self._run(messages, tools, add_generation_prompt)
-        content = messages[-1].get("content")
-        if not isinstance(content, str):
+    def render(self, chat: Chat) -> str:
+        """The prompt's text. Raises Refused."""
+        if not chat.messages:
+            raise Refused("`messages` cannot be empty", "messages")
+        messages = [self._message(message) for message in chat.messages]
+        if not chat.continue_final_message:
+            return self._run(chat, messages, chat.add_generation_prompt)
+        content = _last_text(messages[-1])
+        if content is None:
             raise Refused("the last message has no text that could be continued", "messages")
         if not content:  # nothing to continue: the answer begins
-            return self._run(messages[:-1], tools, True)
+            return self._run(chat, messages[:-1], True)
         mark = secrets.token_hex(16)
-        marked = {**messages[-1], "content": f"{content}{mark} "}
-        return _cut(self._run([*messages[:-1], marked], tools, False), content, mark)
+        return _cut(self._run(chat, [*messages[:-1], _marked(messages[-1], f"{mark} ")], False), content, mark)
 
-    def _run(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, add_generation_prompt: bool) -> str:
+    def _message(self, message: Message) -> dict[str, Any]:
+        """Its text as a string or in parts, whichever the template reads, and its reasoning under all names there are."""
+        found = dict(message)
+        content = found.get("content")
+        if isinstance(content, list) and not self.takes_parts:
+            found["content"] = "".join(map(_part_text, content))
+        elif isinstance(content, str) and self.takes_parts and not self._strings:
+            found["content"] = [{"type": "text", "text": content}]
+        reasoning = next((found[name] for name in REASONING_FIELDS if found.get(name) is not None), None)
+        return found if reasoning is None else {"thinking": reasoning, **found, "reasoning_content": reasoning}
+
+    def _run(self, chat: Chat, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        variables = {
+            **self._special_tokens,
+            **chat.variables,
+            "messages": messages,
+            "tools": chat.tools,
+            "documents": chat.documents,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        found: list[str] = []
+        size = 0
         try:
-            return self._template.render(
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            )
+            for piece in self._template.generate(variables):
+                found.append(piece)
+                size += len(piece)
+                if size > MAX_OUTPUT:
+                    raise Refused(f"the chat template writes more than {MAX_OUTPUT} characters", "messages")
         # A template is a program of somebody else's, run on a client's data: it may fail in any of these ways.
         except (
             jinja2.TemplateError,
@@ -66,18 +107,101 @@ class ChatTemplate:
             ArithmeticError,
             AttributeError,
             RecursionError,
+            MemoryError,
         ) as error:
-            raise Refused(f"the chat template refuses the messages: {error}", "messages") from error
+            raise Refused(f"the chat template refuses the messages: {error or type(error).__name__}", "messages") from error
+        return "".join(found)
+
+
+def choose(templates: Mapping[str, str], chat: Chat) -> str | None:
+    """The source for this chat among a model's named ones; None if there is none for it."""
+    if chat.tools and "tool_use" in templates:
+        return templates["tool_use"]
+    if chat.documents and not chat.tools and "rag" in templates:
+        return templates["rag"]
+    return templates.get(DEFAULT)
 
 
 class Generation(Extension):
-    """`{% generation %}` marks what the model writes, for those who train. Here it only has to be no error."""
+    """`{% generation %}` marks what the model writes, for those who train. Here it only is a scope of its own, as there."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
-    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+class _Namespace(utils.Namespace):
+    """Without names that lead into the interpreter."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, given = args[0], dict(*args[1:], **kwargs)
+        for name in given:
+            _check_name(name)
+        utils.Namespace.__init__(self, given)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a template must not set {name!r}")
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """As transformers makes it. Constants are not computed beforehand: that would happen outside of all limits."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[loopcontrols, Generation]
+    )
+    environment.globals |= {"raise_exception": _raise, "strftime_now": _now, "namespace": _Namespace}
+    environment.filters["tojson"] = _json
+    return environment
+
+
+def _content_kinds(tree: nodes.Template) -> tuple[bool, bool]:
+    """Whether the template reads a message's content in parts, and whether it reads it as a string. By its loops and tests."""
+    parts = any(_is_content(loop.iter) for loop in tree.find_all(nodes.For))
+    tested = any(test.name in ("string", "iterable", "sequence") for test in tree.find_all(nodes.Test))
+    return parts, not parts or tested
+
+
+def _is_content(node: nodes.Node) -> bool:
+    if isinstance(node, nodes.Filter) and node.node is not None:
+        return _is_content(node.node)
+    if isinstance(node, nodes.Getattr):
+        return node.attr == "content"
+    if isinstance(node, nodes.Getitem):
+        return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+    return isinstance(node, nodes.Name) and node.name == "content"
+
+
+def _part_text(part: Any) -> str:
+    if isinstance(part, Mapping) and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, Mapping) else part
+    raise Refused(f"a message's content has a part of type {kind!r}: the chat template takes only text", "messages")
+
+
+def _last_text(message: Message) -> str | None:
+    """What is to be continued: the content, or its last part that is a text."""
+    content = message.get("content")
+    if isinstance(content, list):
+        texts = [part["text"] for part in content if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
+        content = texts[-1] if texts else None
+    return content if isinstance(content, str) else None
+
+
+def _marked(message: Message, mark: str) -> Message:
+    """The message with something behind its last text."""
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": content + mark}
+    last = max(index for index, part in enumerate(content) if isinstance(part, Mapping) and isinstance(part.get("text"), str))
+    part = {**content[last], "text": content[last]["text"] + mark}
+    return {**message, "content": [*content[:last], part, *content[last + 1 :]]}
 
 
 def _cut(text: str, content: str, mark: str) -> str:

@@ -11,15 +11,18 @@ nothing visible precedes.
 import codecs
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
+from .config import AUTO
+from .parsing import chosen, detect
+from .rendering import Renderer
 from .request import Refused
-from .template import ChatTemplate, Message
+from .template import DEFAULT, Chat, ChatTemplate, Message, choose
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -34,9 +37,14 @@ class Unusable(Exception):
 
 
 class Tokenizer:
-    """The tokenizer of a model's folder, with its chat template and the tokens that end a sequence."""
+    """The tokenizer of a model's folder, with its chat templates and the tokens that end a sequence."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self, folder: Path, chat_template: str = "", *, trust_templates: bool = False, parsers: tuple[str, str] = (AUTO, AUTO)
+    ) -> None:
+        """`chat_template`: a file with the operator's, instead of the model's. `trust_templates`: clients may send their own.
+        `parsers`: the operator's choice for tools and reasoning.
+        """
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise Unusable(
@@ -50,9 +58,15 @@ class Tokenizer:
         named = {**_special_tokens(_read(folder / "special_tokens_map.json")), **_special_tokens(settings)}
         self.eos_ids = self._eos_ids(folder, named.get("eos_token"))
         added = self._tokenizer.get_added_tokens_decoder()
+        self._added = {token.content: id for id, token in added.items()}
         self._special = frozenset(id for id, token in added.items() if token.special) | frozenset(self.eos_ids)
-        source = _template_source(folder, settings)
-        self._template = None if source is None else ChatTemplate(source, named)
+        self._names = named
+        self._templates = _templates(folder, settings) if not chat_template else {DEFAULT: _text(Path(chat_template))}
+        self._compiled = {source: _compiled(name, source, named) for name, source in self._templates.items()}
+        self._trust_templates = trust_templates
+        self._renderer = Renderer()
+        # (tools, reasoning): how the model writes them; None: it doesn't
+        self.parsers = chosen(parsers, detect("\n".join(self._templates.values())))
         decoders = _decoders(json.loads(self._tokenizer.to_str())["decoder"])
         self._byte_level = _byte_level_alphabet() if "ByteLevel" in decoders else None
         self._byte_fallback = "ByteFallback" in decoders
@@ -85,6 +99,10 @@ class Tokenizer:
         """It is no part of a text for a reader."""
         return id in self._special
 
+    def added_id(self, text: str) -> int | None:
+        """The token that is written so and stands for these characters wherever they come, special or not."""
+        return self._added.get(text)
+
     def special_id(self, text: str) -> int | None:
         """The special token that is written so, if there is one."""
         id = self._tokenizer.token_to_id(text)
@@ -113,15 +131,35 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
-        """The prompt's text, special tokens included: encode it without adding more."""
-        if self._template is None:
-            raise Refused("the model has no chat template: use /v1/completions or /generate", "messages")
-        return self._template.render(
-            messages,
-            tools,
+        """The prompt's text, special tokens included: encode it without adding more. Here and now, without limits."""
+        chat = Chat(
+            messages=messages,
+            tools=tools,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
+        return self._compiled[self._template(chat, None)].render(chat)
+
+    async def chat_prompt(self, chat: Chat, template: str | None = None) -> str:
+        """The same without holding up the event loop, within limits of time and memory.
+
+        `template`: what the client wants instead of the model's usual one: the name of another of the model's, or a source.
+        """
+        return await self._renderer.render(self._template(chat, template), self._names, chat)
+
+    def _template(self, chat: Chat, asked: str | None) -> str:
+        if asked is not None and asked not in self._templates and not self._trust_templates:
+            names = ", ".join(f'"{name}"' for name in self._templates)
+            known = f"the model's own are {names}" if names else "the model has none"
+            raise Refused(
+                f"`chat_template` must be the name of one of the model's templates, and {known}; templates that clients write "
+                "need --trust-request-chat-template",
+                "chat_template",
+            )
+        source = choose(self._templates, chat) if asked is None else self._templates.get(asked, asked)
+        if source is None:
+            raise Refused("the model has no chat template: use /v1/completions or /generate", "messages")
+        return source
 
     def stream(
         self,
@@ -129,9 +167,10 @@ class Tokenizer:
         stop: Sequence[str] = (),
         include_stop: bool = True,
         skip_special_tokens: bool = True,
+        shown: Collection[int] = (),
     ) -> "TextStream":
-        """The text that follows the prompt."""
-        return TextStream(self, prompt, stop, include_stop, skip_special_tokens)
+        """The text that follows the prompt. `shown`: special tokens that are text all the same, for who parses it."""
+        return TextStream(self, prompt, stop, include_stop, skip_special_tokens, shown)
 
     def starts_text(self, id: int) -> str | bytes:
         """The piece of a token that nothing visible precedes: SentencePiece's first space is missing."""
@@ -195,12 +234,19 @@ class TextStream:
     `decode` turns a whole run of byte tokens into U+FFFD because its end is broken, the good characters before stay.
     """
 
-    __slots__ = ("_errors", "_finders", "_fresh", "_held", "_include_stop", "_parts", "_pending", "_skip", "_tokenizer")
+    __slots__ = ("_errors", "_finders", "_fresh", "_held", "_include_stop", "_parts", "_pending", "_shown", "_skip", "_tokenizer")
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str], include_stop: bool, skip_special_tokens: bool
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        stop: Sequence[str],
+        include_stop: bool,
+        skip_special_tokens: bool,
+        shown: Collection[int],
     ) -> None:
         self._tokenizer = tokenizer
+        self._shown = shown
         self._skip = skip_special_tokens
         self._include_stop = include_stop
         self._errors = tokenizer.errors
@@ -219,7 +265,7 @@ class TextStream:
 
     def push(self, id: int) -> Piece:
         """The next token. After one that `stopped`, only `end` may follow."""
-        if self._skip and self._tokenizer.is_special(id):
+        if self._skip and self._tokenizer.is_special(id) and id not in self._shown:
             return Piece(self._tokenizer.token_text(id), "", False)
         text = self._decode(id)
         if not text or not self._finders:
@@ -330,14 +376,33 @@ def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
     return {name: token if isinstance(token, str) else token["content"] for name, token in found.items()}
 
 
-def _template_source(folder: Path, settings: dict[str, Any]) -> str | None:
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
+def _templates(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
+    """A model's templates by name. Files of their own count more than what the tokenizer's settings hold."""
+    found: dict[str, str] = {}
     source = settings.get("chat_template") or _read(folder / "chat_template.json").get("chat_template")
     if isinstance(source, list):
-        source = {entry["name"]: entry["template"] for entry in source}.get("default")
-    return source if isinstance(source, str) else None
+        found = {entry["name"]: entry["template"] for entry in source}
+    elif isinstance(source, dict):
+        found = dict(source)
+    elif isinstance(source, str):
+        found = {DEFAULT: source}
+    for path in [*folder.glob("chat_template.jinja"), *sorted(folder.glob("chat_templates/*.jinja"))]:
+        found[DEFAULT if path.parent == folder else path.stem] = _text(path)
+    return found
+
+
+def _compiled(name: str, source: str, special_tokens: Mapping[str, str]) -> ChatTemplate:
+    try:
+        return ChatTemplate(source, special_tokens)
+    except Refused as refused:
+        raise Unusable(f'the chat template "{name}" cannot be used: {refused}; --chat-template FILE takes another') from refused
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise Unusable(f"the chat template {path} cannot be read: {error}") from error
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -5,10 +5,12 @@ Knows the limits and the tokenizer. Knows no HTTP and no JSON; both APIs use it.
 
 import asyncio
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from time import monotonic
 
 from .config import RouterConfig
+from .grammar import Grammars
 from .request import Grammar, Limits, Priority, Refused, Request, Sampling
 from .scheduler import most_pages
 from .text import LONG_TEXT, Tokenizer
@@ -42,8 +44,12 @@ class Parameters:
     ignore_eos: bool = False
     top_n_tokens: int | None = None
     prompt_logprobs: bool = False
+    prompt_top_n: int = 0  # alternatives for each token of the prompt
+    most_top_n: int = 0  # alternatives that may be asked for, if that is more than the operator's setting
+    min_new_tokens: int = 0
     final_logprobs: bool = False
     skip_special_tokens: bool = True
+    shown: tuple[int, ...] = ()
     grammar: Grammar | None = None
     priority: object = None
     timeout: float | None = None
@@ -60,9 +66,12 @@ class Parameters:
 class Validator:
     """The rules for one model under one operator's settings."""
 
-    def __init__(self, config: RouterConfig, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: RouterConfig, tokenizer: Tokenizer, observe: Callable[[float], None] = lambda seconds: None) -> None:
+        """observe: gets the seconds that finding a request valid took."""
         self._config = config
         self._tokenizer = tokenizer
+        self._observe = observe
+        self.grammars = Grammars(tokenizer.added_id)
 
     @property
     def most_choices(self) -> int:
@@ -73,6 +82,7 @@ class Validator:
         self, prompt: str | Sequence[int], parameters: Parameters, limits: Limits, *, add_special_tokens: bool = True
     ) -> Request:
         """The request that these parameters ask for. Raises Refused."""
+        began = monotonic()
         self._check_numbers(parameters)
         self._check_counts(parameters)
         _check_ids(parameters.logit_bias, "logit_bias", limits)
@@ -90,7 +100,7 @@ class Validator:
         ids = ids[-parameters.truncate :] if parameters.truncate else ids
         stop, end_ids = self._ends(parameters, limits)
         choices = parameters.choices or 1
-        return Request(
+        request = Request(
             prompt=tuple(ids),
             max_new_tokens=_max_new_tokens(len(ids), parameters.max_new_tokens, choices, limits),
             sampling=_sampling(parameters, limits),
@@ -99,12 +109,20 @@ class Validator:
             end_ids=end_ids,
             top_n=parameters.top_n_tokens or 0,
             prompt_logprobs=parameters.prompt_logprobs,
+            prompt_top_n=parameters.prompt_top_n,
+            min_new_tokens=parameters.min_new_tokens,
             skip_special_tokens=parameters.skip_special_tokens,
+            shown=parameters.shown,
             choices=choices,
             priority=_priority(parameters.priority),
+            grammar=parameters.grammar,
             timeout=parameters.timeout or 0.0,
             tenant=parameters.tenant,
         )
+        if parameters.grammar is not None:
+            await self.grammars.check(parameters.grammar)
+        self._observe(monotonic() - began)
+        return request
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The text's tokens, without holding up the event loop."""
@@ -157,9 +175,11 @@ class Validator:
             raise Refused(f"`stop` supports up to {most} stop sequences. Given: {len(given.stop)}", "stop")
         if not all(0 < len(string) <= MAX_STOP_CHARACTERS for string in given.stop):
             raise Refused(f"`stop` sequences must have from 1 to {MAX_STOP_CHARACTERS} characters", "stop")
-        most = self._config.max_top_n_tokens
+        most = max(self._config.max_top_n_tokens, given.most_top_n)
         if given.top_n_tokens is not None and not 0 <= given.top_n_tokens <= most:
             raise Refused(f"`top_n_tokens` must be >= 0 and <= {most}. Given: {given.top_n_tokens}", "top_n_tokens")
+        if given.grammar is not None and self._config.disable_grammar_support:
+            raise Refused("grammar is not supported", "grammar")
 
 
 def _finite(name: str, value: float) -> None:

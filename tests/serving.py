@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -23,9 +23,12 @@ POLL = 0.02
 
 
 class Server:
-    """A launcher and whatever it starts. Its temporary files go to `folder`/run, its working directory is `folder`/here."""
+    """A launcher and whatever it starts. Its temporary files go to `folder`/run, its working directory is `folder`/here.
 
-    def __init__(self, folder: Path, *flags: str) -> None:
+    With `environment` it is `text-generation-launcher`, and that is all it is told beside the flags and PORT.
+    """
+
+    def __init__(self, folder: Path, *flags: str, environment: Mapping[str, str] | None = None) -> None:
         self.folder = folder
         self.runs, self.here = folder / "run", folder / "here"
         self.port = free_port(0)
@@ -33,11 +36,15 @@ class Server:
         for each in (self.runs, self.here):
             each.mkdir(exist_ok=True)
         self._log = folder / f"log-{self.port}"
-        command = [sys.executable, "-m", "penstock.launcher", "serve", "--hostname", "127.0.0.1", "--port", str(self.port)]
+        if environment is None:
+            own = ("serve", "--hostname", "127.0.0.1", "--port", str(self.port), "--device", "cpu", "--threads", "1")
+            command, told = ["penstock.launcher", *own], {}
+        else:
+            command, told = ["penstock.launcher.tgi"], {**environment, "PORT": str(self.port)}
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
-                [*command, "--device", "cpu", "--threads", "1", *flags],
-                env={**os.environ, "TMPDIR": str(self.runs)},
+                [sys.executable, "-m", *command, *flags],
+                env={**os.environ, "TMPDIR": str(self.runs), **told},
                 cwd=self.here,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -126,13 +133,15 @@ def scratch() -> Iterator[Path]:
 
 
 @contextmanager
-def serve(*flags: str, folder: Path | None = None, stop: int = signal.SIGINT) -> Iterator[Server]:
+def serve(
+    *flags: str, folder: Path | None = None, stop: int = signal.SIGINT, environment: Mapping[str, str] | None = None
+) -> Iterator[Server]:
     """A server that is ready. At the end it is stopped by that signal, unless it has ended already, and must leave nothing.
 
-    `folder` is for a test that starts several servers in the same place.
+    `folder` is for a test that starts several servers in the same place. `environment`: see Server.
     """
     with scratch() as own:
-        server = Server(folder or own, *flags)
+        server = Server(folder or own, *flags, environment=environment)
         try:
             server.wait_until_ready()
             yield server

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("proto", "kernels", "shard", "router", "launcher", "demo", "simulator")
+ROOMS = ("proto", "kernels", "shard", "router", "launcher", "demo", "simulator", "bench")
 
 # What a module in a room may import of ours, beyond its own room; a name covers what is below it.
 ALLOWED: dict[str, tuple[str, ...]] = {
@@ -20,8 +20,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "kernels": (),
     "shard": ("proto", "kernels"),
     "router": ("proto",),
-    "launcher": ("proto", "router.config", "shard.config", "shard.models.families"),
+    "launcher": ("proto", "router.config", "shard.config", "shard.models.families", "shard.rooms", "bench.command"),
     "demo": (),
+    "bench": (),
     "simulator": ("router.scheduler", "router.policies", "router.cost"),
 }
 # Packages that a room must not need. What the launcher imports of the shard must not bring torch in either: see below.
@@ -29,6 +30,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "router": ("torch", "transformers", "triton"),
     "launcher": ("torch", "transformers", "triton"),
     "simulator": ("torch", "transformers", "triton", "grpc", "aiohttp"),
+    "bench": ("torch", "transformers", "triton", "grpc", "tokenizers"),
     "proto": ("torch", "transformers", "triton"),
     "kernels": ("transformers", "grpc"),
     "shard": ("transformers", "aiohttp", "tokenizers"),
@@ -194,7 +196,9 @@ def test_what_is_allowed_is_no_fault(tmp_path: Path) -> None:
     assert faults(tmp_path) == []
 
 
-@pytest.mark.parametrize("module", ["penstock.router.__main__", "penstock.launcher.cli", "penstock.simulator.__main__"])
+@pytest.mark.parametrize(
+    "module", ["penstock.router.__main__", "penstock.launcher.cli", "penstock.simulator.__main__", "penstock.bench.command"]
+)
 def test_it_runs_without_the_heavy_packages(module: str) -> None:
     """The same as the rule above, at run time: whatever libraries bring in is seen here too."""
     code = f"import sys, {module}; print([name for name in ('torch', 'transformers', 'triton', 'scipy') if name in sys.modules])"

@@ -111,7 +111,7 @@ def test_the_wheel_holds_everything(wheel: zipfile.ZipFile) -> None:
     inside = set(wheel.namelist())
     expected = {
         path
-        for folder in ("proto", "kernels", "shard", "router", "launcher", "demo", "simulator")
+        for folder in ("proto", "kernels", "shard", "router", "launcher", "demo", "simulator", "bench")
         for path in (found.relative_to(ROOT) for found in (ROOT / folder).rglob("*") if found.is_file())
         if path.suffix != ".md" and not any(part.startswith((".", "__pycache__")) for part in path.parts)
     }

@@ -1,62 +1,99 @@
 """The HTTP application: routes, who may use them, what a failure becomes. Knows no request's content."""
 
+import asyncio
 import hmac
+import logging
+from collections.abc import Set
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from ..config import RouterConfig
+from ..record import current
 from ..request import Failure
 from ..text import Tokenizer
+from ..tracing import Tracing
 from ..validation import Validator
-from .body import json_response
+from .access import add_headers, observed
+from .cors import cors
+from .docs import Docs
+from .either import Either
 from .errors import OPENAI_PATH, Problem, Rejected, as_openai, openai_body, problem_of, tgi_body
 from .openai import OpenAI
+from .openai_chats import Chats
+from .page import FILES, Page
 from .ports import Batcher, Metrics
+from .probes import HEALTH, LIVE, READY, Probes
+from .responses import Responses
 from .tenant import bearer
 from .tgi import Tgi
 
-PROBES = {"/", "/health", "/ping"}  # to be asked by load balancers, which have no key
+PROBES = {"/", HEALTH, READY, LIVE, "/ping"}  # to be asked by load balancers, which have no key
+SILENT = {"/metrics", "/stats", "/favicon.ico"}  # beside the open paths: asked again and again, and no line of a log is wanted
+PATIENCE = 60.0  # seconds that a client gets to send a body
 KINDS = {404: "not_found", 405: "method_not_allowed", 413: "payload_too_large"}
 
 
-def make_app(config: RouterConfig, tokenizer: Tokenizer, batcher: Batcher, metrics: Metrics) -> web.Application:
+logger = logging.getLogger(__name__)
+
+
+def make_app(
+    config: RouterConfig, tokenizer: Tokenizer, batcher: Batcher, metrics: Metrics, tracing: Tracing | None = None
+) -> web.Application:
     """All routes. Run it with `handler_cancellation=True`, or a client that leaves is noticed late, and with
     `auto_decompress=False`, or a compressed body is unpacked before it can be refused.
     """
-    validator = Validator(config, tokenizer)
+    validator = Validator(config, tokenizer, metrics.validated)
+    metrics.watch("penstock_grammars_compiled", lambda: validator.grammars.compiled)
+    metrics.watch("penstock_grammars_found", lambda: validator.grammars.found)
     tgi = Tgi(config, tokenizer, validator, batcher)
     openai = OpenAI(config, tokenizer, validator, batcher)
+    responses = Responses(config, tokenizer, validator, batcher)
+    either = Either(config, batcher, Chats(tokenizer, validator), tgi, openai)
+    probes = PROBES | ({config.aip_health_route} if config.aip_health_route else set())
+    docs = Docs(config)
+    open_paths = probes | FILES.keys() | docs.paths
+    preflight, grant = cors(config.cors_allow_origin)
     app = web.Application(
-        middlewares=[_problems(metrics), _authorization(config.api_keys)],
+        middlewares=[
+            observed(tracing, open_paths | SILENT),
+            preflight,
+            _problems(metrics),
+            _authorization(config.api_keys, open_paths),
+            _hurried(config.payload_limit),
+        ],
         client_max_size=config.payload_limit,
     )
-    app.on_response_prepare.append(_echo_request_id)
-
-    async def health(http: web.Request) -> web.Response:
-        """Ready or not, and if not, why."""
-        if batcher.ready:
-            return web.Response()
-        content = {"error": "unhealthy", "error_type": "healthcheck", "stage": batcher.stage}
-        response = json_response(content, {"Retry-After": "1"})
-        response.set_status(503)
-        return response
+    app.on_response_prepare.extend((add_headers, grant))
 
     async def render_metrics(http: web.Request) -> web.Response:
         return web.Response(body=metrics.render(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
+    probe = Probes(batcher)
+    page = Page(config, batcher, metrics, probe.health)
+    app.on_shutdown.append(page.close)
     app.add_routes(
         [
             web.post("/", tgi.root),
             web.post("/generate", tgi.generate),
             web.post("/generate_stream", tgi.generate_stream),
-            web.post("/tokenize", tgi.tokenize),
+            web.post("/tokenize", either.tokenize),
+            web.post("/detokenize", tgi.detokenize),
+            web.post("/chat_tokenize", either.chat_tokenize),
+            web.post("/invocations", either.invocations),
+            *(web.post(path, either.vertex) for path in {"/vertex", config.aip_predict_route or "/vertex"}),
             web.get("/info", tgi.info),
             web.post("/v1/chat/completions", openai.chat_completions),
             web.post("/v1/completions", openai.completions),
+            web.post("/v1/responses", responses.create),
             web.get("/v1/models", openai.models),
+            web.get("/v1/models/{id:.+}", openai.model),
             web.get("/metrics", render_metrics),
-            *(web.get(path, health) for path in sorted(PROBES)),
+            web.get(READY, probe.ready),
+            web.get(LIVE, probe.live),
+            *(web.get(path, probe.health) for path in sorted(probes - {"/", READY, LIVE})),
+            *page.routes(),
+            *docs.routes(),
         ]
     )
     return app
@@ -75,8 +112,16 @@ def _problems(metrics: Metrics) -> Middleware:
             problem = rejected.problem
         except web.HTTPException as error:
             problem = _problem_of_http(error)
+        except Exception:
+            record = current.get()
+            if record is None or record.begun:  # too late for a status
+                raise
+            logger.exception("a fault of ours")  # the client learns no more than that
+            problem = Problem(500, "internal", "the server failed: its log says why")
         if problem.kind == "validation":  # it never came to the batcher, which counts all others
             metrics.failed("validation")
+        if (record := current.get()) is not None:
+            record.error = problem.kind
         if request.path.startswith(OPENAI_PATH):
             return _response(as_openai(problem), openai_body(problem))
         return _response(problem, tgi_body(problem))
@@ -95,13 +140,13 @@ def _problem_of_http(error: web.HTTPException) -> Problem:
     return Problem(error.status, kind, error.text or error.reason, headers=headers)
 
 
-def _authorization(keys: tuple[str, ...]) -> Middleware:
-    """Asks for one of the operator's keys, if there are any, on all routes but the probes."""
+def _authorization(keys: tuple[str, ...], open_paths: Set[str]) -> Middleware:
+    """Asks for one of the operator's keys, if there are any, except for who looks at the probes and other open paths."""
     expected = [key.encode() for key in keys]
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if expected and not (request.method in ("GET", "HEAD") and request.path in PROBES):
+        if expected and not (request.method in ("GET", "HEAD") and request.path in open_paths):
             given = bearer(request)
             # All are compared, each in constant time, so that nobody learns a key letter by letter, or which of them is near.
             if not sum(hmac.compare_digest(given, key) for key in expected):
@@ -114,8 +159,18 @@ def _authorization(keys: tuple[str, ...]) -> Middleware:
     return check
 
 
-async def _echo_request_id(http: web.Request, response: web.StreamResponse) -> None:
-    """So that a client, a proxy and a log can speak of the same request."""
-    identifier = http.headers.get("X-Request-ID", "")
-    if identifier.isascii() and 0 < len(identifier) <= 256:
-        response.headers["X-Request-ID"] = identifier
+def _hurried(limit: int) -> Middleware:
+    """Reads a body before anybody asks for it, but not for ever. One that will be refused for its size is not read."""
+
+    @web.middleware
+    async def hurry(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.body_exists and (request.content_length or 0) <= limit:
+            try:
+                async with asyncio.timeout(PATIENCE):
+                    await request.read()  # aiohttp keeps it
+            except TimeoutError:
+                message = f"the body was not complete {PATIENCE:g} s after its headers"
+                raise Rejected(Problem(408, "timeout", message, headers={"Connection": "close"})) from None
+        return await handler(request)
+
+    return hurry

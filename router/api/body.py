@@ -1,6 +1,9 @@
 """JSON in and out: a request's body within the limit and as the type that a route expects, an answer as a response."""
 
-from typing import TypeVar
+import json
+import re
+from collections.abc import Collection
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -8,24 +11,42 @@ from aiohttp import web
 from ..request import Refused
 from .errors import Problem, Rejected
 
+DEEPEST = 200  # brackets within each other; Python's own limit is 1,000 calls, of which parsers and templates need some
+KEY = re.compile(rb'"(\w+)"\s*:')
+LONG_NUMBER = re.compile(rb"\d{4300}")  # more than Python reads
+MARKS = re.compile(rb'"((?:[^"\\]|\\.)*)"|[\[{]|[\]}]', re.DOTALL)
+
 Body = TypeVar("Body")
 
 
 async def read(http: web.Request, decoder: msgspec.json.Decoder[Body], limit: int) -> Body:
-    """The body, decoded. Raises Rejected if it has more than `limit` bytes or is no JSON, Refused if a field has a wrong type."""
+    """The body, decoded. Raises Rejected if it has more than `limit` bytes or is no JSON, Refused if a field has a wrong type or
+    comes twice."""
+    body, _ = await read_named(http, decoder, limit)
+    return body
+
+
+async def read_named(http: web.Request, decoder: msgspec.json.Decoder[Body], limit: int) -> tuple[Body, Collection[str]]:
+    """The same, and the names of all its fields, known or not."""
     if http.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise Rejected(Problem(415, "unsupported_encoding", "compressed bodies are not supported: send plain JSON"))
     if (http.content_length or 0) > limit:  # refused before it is read
         raise Rejected(Problem(413, "payload_too_large", f"the body may have {limit} bytes", headers={"Connection": "close"}))
     data = await http.read()
     try:
-        return decoder.decode(data)
+        text = data.decode()
+        return decoder.decode(data), _names(text)
     except msgspec.ValidationError as error:
         raise Refused(str(error), _field(str(error))) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Rejected(Problem(400, "validation", f"the body is no JSON: {error}")) from error
+    except UnicodeDecodeError as error:
+        raise _no_json("it is not in UTF-8", _near(data, error.start)) from error
+    except msgspec.DecodeError as error:
+        raise _no_json(str(error), _near(data, _place(str(error), data))) from error
     except RecursionError as error:
-        raise Rejected(Problem(400, "validation", "the body is nested too deeply")) from error
+        raise _no_json("it is nested too deeply", _deepest(data)) from error
+    except ValueError as error:  # where no field expects a number, so that nobody has looked at it yet
+        digits = LONG_NUMBER.search(data)
+        raise _no_json("a number has thousands of digits", _near(data, digits.start() if digits else 0)) from error
 
 
 def json_response(content: object, headers: dict[str, str] | None = None) -> web.Response:
@@ -33,7 +54,54 @@ def json_response(content: object, headers: dict[str, str] | None = None) -> web
     return web.Response(body=msgspec.json.encode(content), content_type="application/json", headers=headers)
 
 
+def _names(text: str) -> Collection[str]:
+    """Of the outermost object. Raises Refused where a name comes twice in one object: which value was meant can't be known."""
+    found = json.loads(text, object_pairs_hook=_once)
+    return found if isinstance(found, dict) else ()
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise Refused(f"`{twice}` comes twice in one object", twice)
+    return found
+
+
+def _no_json(why: str, field: str | None) -> Rejected:
+    near = f" (at or behind `{field}`)" if field else ""
+    return Rejected(Problem(400, "validation", f"the body is no JSON{near}: {why}", field))
+
+
 def _field(message: str) -> str | None:
     """The field that msgspec's message blames: "... - at `$.parameters.top_k`"."""
     _, found, path = message.rpartition("`$.")
     return path.rstrip("`") if found else None
+
+
+def _place(message: str, data: bytes) -> int:
+    """The byte that msgspec's message blames: "... (byte 12)"."""
+    match = re.search(r"\(byte (\d+)\)", message)
+    return int(match[1]) if match else len(data)
+
+
+def _near(data: bytes, place: int) -> str | None:
+    """The last field that begins before that byte."""
+    found = None
+    for found in KEY.finditer(data, max(0, place - 65536), place):  # noqa: B007 (the last one is wanted)
+        pass
+    return found[1].decode() if found else None
+
+
+def _deepest(data: bytes) -> str | None:
+    """The outermost field in which too many brackets stand within each other."""
+    depth, name = 0, None
+    for mark in MARKS.finditer(data):
+        if mark[1] is not None:
+            name = mark[1] if depth == 1 else name
+        else:
+            depth += 1 if mark[0] in b"[{" else -1
+            if depth > DEEPEST:
+                break
+    return name.decode(errors="replace") if name else None

@@ -11,7 +11,8 @@ import msgspec
 from ..request import Broken, Expired, Failure, NotReady, Overloaded, Refused
 
 RETRY = {"Retry-After": "1"}
-NO_RETRY = {"x-should-retry": "false"}  # OpenAI's clients repeat what failed with 504, which would be late again
+# OpenAI's clients repeat what failed with 5xx, unless they are told not to: late it would be late again, and what broke a shard...
+NO_RETRY = {"x-should-retry": "false"}
 OPENAI_PATH = "/v1/"
 # Seen by a client of /v1, where the fields have other names than in TGI's rules.
 OPENAI_NAMES = {"inputs": "prompt", "max_new_tokens": "max_tokens", "top_n_tokens": "top_logprobs"}
@@ -50,7 +51,7 @@ def problem_of(failure: Failure) -> Problem:
         case NotReady():
             return Problem(503, "unavailable", str(failure), headers=RETRY)
         case Broken():
-            return Problem(424, "generation", f"Request failed during generation: {failure}")
+            return Problem(424, "generation", f"Request failed during generation: {failure}", headers=NO_RETRY)
         case _:
             raise failure
 

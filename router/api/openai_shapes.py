@@ -1,20 +1,29 @@
-"""How OpenAI's answers look: the two objects and their chunks. Items in, JSON values out; no HTTP and no parsing.
+"""How OpenAI's answers look: the two objects and their chunks. Items in, JSON out; no HTTP and no parsing of bodies.
 
-`Chat` and `Completions` differ only in these shapes, so each is a small class with the same three methods.
+`Chat` and `Completions` differ only in these shapes, so each is a small class with the same methods. A whole answer's choice is a
+JSON value; a chunk's is bytes, since there is one for each token: what is the same in all chunks is encoded once.
 """
 
 import secrets
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ..request import Alternative, Finish, Token
+import msgspec
+
+from ..parsing import Arguments, Call, Part, Reader, Reasoning, Text
+from ..request import Alternative, Finish, Prompt, Request, Token
+from ..text import Tokenizer
 from .stream import Answer
 
 REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
+CALLED = "tool_calls"
 LOWEST_LOGPROB = -9999.0  # JSON knows no infinity, and clients expect a number
 
 Json = dict[str, Any]
+
+encode = msgspec.json.Encoder().encode
 
 
 @dataclass(slots=True)
@@ -23,17 +32,23 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int = 0
+    cached_tokens: int = 0  # of the prompts
+    reasoning_tokens: int | None = None  # of the completion; None: nobody has looked for reasoning
 
     def json(self) -> Json:
-        return {
+        found: Json = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        if self.reasoning_tokens is not None:
+            found["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return found
 
 
 class Shapes(Protocol):
-    """One of OpenAI's two ways to answer."""
+    """One of OpenAI's two ways to answer. One object for each answer: some remember what they have told."""
 
     id_prefix: str
     whole: str  # the `object` of an answer
@@ -43,12 +58,16 @@ class Shapes(Protocol):
         """A whole answer's."""
         ...
 
-    def opening(self, index: int) -> Json | None:
+    def opening(self, index: int, prompt: Prompt) -> bytes | None:
         """A chunk's, before the first token, if there is one."""
         ...
 
-    def delta(self, index: int, item: Token | Finish) -> Json:
+    def delta(self, index: int, item: Token | Finish) -> bytes | None:
         """A chunk's. Finish brings the text that was held back, and the reason."""
+        ...
+
+    def reasoning_tokens(self) -> int | None:
+        """Of all choices that were told."""
         ...
 
 
@@ -66,9 +85,10 @@ class Envelope:
     def whole(self, choices: list[Json], usage: Usage) -> Json:
         return self._object(self.shapes.whole, choices) | {"usage": usage.json()}
 
-    def chunk(self, choices: list[Json]) -> Json:
-        """Without usage."""
-        return self._object(self.shapes.part, choices)
+    def chunk(self) -> tuple[bytes, bytes]:
+        """What stands before and behind the choices of every chunk; an object's closing brace is missing."""
+        head, _, tail = encode(self._object(self.shapes.part, [])).rpartition(b'"choices":[]')
+        return head + b'"choices":[', b"]" + tail[:-1]
 
     def _object(self, kind: str, choices: list[Json]) -> Json:
         head = {
@@ -82,6 +102,72 @@ class Envelope:
         return head if self.service_tier is None else head | {"service_tier": self.service_tier}
 
 
+class Speaker:
+    """One answer of a chat as it becomes a message: its text is read for reasoning and calls."""
+
+    __slots__ = ("_hidden", "_reader", "_single", "called", "reasoning_tokens", "thinking")
+
+    def __init__(self, reader: Reader, single: bool = False, hidden: bool = False) -> None:
+        """single: there is no second call; hidden: nobody wants to know the reasoning."""
+        self._reader = reader
+        self._single = single
+        self._hidden = hidden
+        self.called = False
+        self.thinking = False
+        self.reasoning_tokens = 0
+
+    def read(self, item: Token | Finish) -> list[Part]:
+        """What is certain now. After Finish, all is."""
+        if isinstance(item, Token):
+            parts = self._reader.push(item.delta)
+            self._look(parts)
+            self.reasoning_tokens += self.thinking
+        else:
+            parts = self._reader.push(item.delta) + self._reader.end()
+            self._look(parts)
+        return [part for part in parts if self._wanted(part)]
+
+    def _look(self, parts: Sequence[Part]) -> None:
+        if parts:
+            self.thinking = isinstance(parts[-1], Reasoning)
+            self.called = self.called or any(isinstance(part, Call) for part in parts)
+
+    def _wanted(self, part: Part) -> bool:
+        match part:
+            case Reasoning():
+                return not self._hidden
+            case Call() | Arguments():
+                return part.index == 0 or not self._single
+        return True
+
+    def reason(self, finish: Finish) -> str:
+        """Why it ended, as OpenAI has it."""
+        reason = REASONS[finish.reason]
+        return CALLED if self.called and reason == "stop" else reason
+
+
+def message_of(parts: Sequence[Part], *, whole: bool) -> Json:
+    """A message, or what a chunk adds to one: then a call has its place, and only what is new is there."""
+    content = "".join(part.text for part in parts if isinstance(part, Text))
+    reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
+    calls: dict[int, Json] = {}
+    for part in parts:
+        if isinstance(part, Call):
+            calls[part.index] = {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": ""}}
+        elif isinstance(part, Arguments):
+            calls.setdefault(part.index, {"function": {"arguments": ""}})["function"]["arguments"] += part.text
+    if whole:
+        message: Json = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}
+    else:
+        message = {"content": content} if content else {}
+        calls = {index: {"index": index, **call} for index, call in calls.items()}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = list(calls.values())
+    return message
+
+
 class Chat:
     """/v1/chat/completions."""
 
@@ -89,57 +175,136 @@ class Chat:
     whole = "chat.completion"
     part = "chat.completion.chunk"
 
-    def __init__(self, logprobs: bool) -> None:
+    def __init__(self, logprobs: bool, make: Callable[[], Speaker] | None = None) -> None:
+        """`make` gives one for each choice; None: an answer is its text and nothing else."""
         self._logprobs = logprobs
+        self._make = make
+        self._speakers: dict[int, Speaker] = {}
 
     def choice(self, index: int, answer: Answer) -> Json:
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": answer.finish.text, "refusal": None},
-            "logprobs": self._content(answer.tokens),
-            "finish_reason": REASONS[answer.finish.reason],
-        }
+        speaker = self._speaker(index)
+        if speaker is None:
+            message: Json = {"role": "assistant", "content": answer.finish.text, "refusal": None}
+            reason = REASONS[answer.finish.reason]
+        else:
+            items: list[Token | Finish] = [*answer.tokens, answer.finish]
+            parts = [part for item in items for part in speaker.read(item)]
+            message = message_of(parts, whole=True)
+            reason = speaker.reason(answer.finish)
+        return {"index": index, "message": message, "logprobs": self._content(answer.tokens), "finish_reason": reason}
 
-    def opening(self, index: int) -> Json:
-        return _chunk_choice(index, {"delta": {"role": "assistant", "content": ""}, "logprobs": None})
+    def opening(self, index: int, prompt: Prompt) -> bytes:
+        return encode(_chunk_choice(index, {"delta": {"role": "assistant", "content": ""}, "logprobs": None}))
 
-    def delta(self, index: int, item: Token | Finish) -> Json:
+    def delta(self, index: int, item: Token | Finish) -> bytes:
+        speaker = self._speaker(index) if self._make else None
         if isinstance(item, Token):
-            return _chunk_choice(index, {"delta": {"content": item.delta}, "logprobs": self._content([item])})
-        content = {"delta": {"content": item.delta} if item.delta else {}, "logprobs": None}
-        return _chunk_choice(index, content, REASONS[item.reason])
+            if speaker is None and not self._logprobs:
+                return b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}' % (index, encode(item.delta))
+            delta = {"content": item.delta} if speaker is None else message_of(speaker.read(item), whole=False)
+            return encode(_chunk_choice(index, {"delta": delta, "logprobs": self._content([item])}))
+        delta = {"content": item.delta} if item.delta else {}
+        reason = REASONS[item.reason]
+        if speaker is not None:
+            delta = message_of(speaker.read(item), whole=False)
+            reason = speaker.reason(item)
+        return encode(_chunk_choice(index, {"delta": delta, "logprobs": None}, reason))
+
+    def reasoning_tokens(self) -> int | None:
+        if self._make is None:
+            return None
+        return sum(speaker.reasoning_tokens for speaker in self._speakers.values())
+
+    def _speaker(self, index: int) -> Speaker | None:
+        speaker = self._speakers.get(index)
+        if speaker is None and self._make is not None:
+            speaker = self._speakers[index] = self._make()
+        return speaker
 
     def _content(self, tokens: list[Token]) -> Json | None:
         if not self._logprobs:
             return None
         return {
-            "content": [_logprob(token) | {"top_logprobs": [_logprob(other) for other in token.top]} for token in tokens],
+            "content": [logprob_of(token) for token in tokens],
             "refusal": None,
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """The prompt, as an answer begins with it."""
+
+    request: Request
+    text: str  # as it was sent; "" if it came as tokens
+
+
 class Completions:
-    """/v1/completions. Remembers how long each choice's text is, for `text_offset`: one object for each answer."""
+    """/v1/completions."""
 
     id_prefix = "cmpl-"
     whole = "text_completion"
     part = "text_completion"
 
-    def __init__(self, logprobs: int | None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, logprobs: int | None, echoes: Sequence[Echo] = (), shown: int = 1, silent: bool = False
+    ) -> None:
+        """echoes: of each prompt, if answers begin with it; shown: answers for each prompt; silent: nothing follows the prompt."""
+        self._tokenizer = tokenizer
         self._logprobs = logprobs
-        self._offsets: dict[int, int] = {}
+        self._echoes = echoes
+        self._shown = shown
+        self._silent = silent
+        self._offsets: dict[int, int] = {}  # how long each choice's text is
 
     def choice(self, index: int, answer: Answer) -> Json:
-        content = {"text": answer.finish.text, "logprobs": self._content(index, answer.tokens)}
-        return _chunk_choice(index, content, REASONS[answer.finish.reason])
+        text, content = self._begin(index, answer.prompt)
+        if not self._silent:
+            text += answer.finish.text
+            generated = self._content(index, answer.tokens)
+            content = generated if content is None or generated is None else _joined(content, generated)
+        reason = "length" if self._silent else REASONS[answer.finish.reason]
+        return _chunk_choice(index, {"text": text, "logprobs": content}, reason)
 
-    def opening(self, index: int) -> None:
+    def opening(self, index: int, prompt: Prompt) -> bytes | None:
+        if not self._echoes:
+            return None
+        text, content = self._begin(index, prompt)
+        return encode(_chunk_choice(index, {"text": text, "logprobs": content}))
+
+    def delta(self, index: int, item: Token | Finish) -> bytes | None:
+        if isinstance(item, Finish):
+            text, reason = ("", "length") if self._silent else (item.delta, REASONS[item.reason])
+            return encode(_chunk_choice(index, {"text": text, "logprobs": None}, reason))
+        if self._silent:
+            return None
+        if self._logprobs is None:
+            return b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}' % (index, encode(item.delta))
+        return encode(_chunk_choice(index, {"text": item.delta, "logprobs": self._content(index, [item])}))
+
+    def reasoning_tokens(self) -> None:
         return None
 
-    def delta(self, index: int, item: Token | Finish) -> Json:
-        if isinstance(item, Token):
-            return _chunk_choice(index, {"text": item.delta, "logprobs": self._content(index, [item])})
-        return _chunk_choice(index, {"text": item.delta, "logprobs": None}, REASONS[item.reason])
+    def _begin(self, index: int, prompt: Prompt) -> tuple[str, Json | None]:
+        """The prompt's text and log-probabilities, if the answer begins with them."""
+        if not self._echoes:
+            return "", None
+        echo = self._echoes[index // self._shown]
+        stream = self._tokenizer.stream((), (), True, echo.request.skip_special_tokens)
+        offsets, offset = [], 0
+        for id in echo.request.prompt:
+            offsets.append(offset)
+            offset += len(stream.push(id).delta)
+        offset += len(stream.end())
+        self._offsets[index] = offset
+        text = echo.text or stream.text
+        if self._logprobs is None:
+            return text, None
+        return text, {
+            "tokens": [self._tokenizer.token_text(id) for id in echo.request.prompt],
+            "token_logprobs": [logprob if logprob is None else max(logprob, LOWEST_LOGPROB) for logprob in prompt.logprobs],
+            "top_logprobs": prompt_tops(self._tokenizer, echo.request, prompt) if self._logprobs else None,
+            "text_offset": offsets,
+        }
 
     def _content(self, index: int, tokens: list[Token]) -> Json | None:
         if self._logprobs is None:
@@ -153,13 +318,52 @@ class Completions:
         return {
             "tokens": [token.text for token in tokens],
             "token_logprobs": [max(token.logprob, LOWEST_LOGPROB) for token in tokens],
-            "top_logprobs": [_top_logprobs(token) for token in tokens] if self._logprobs else None,
+            "top_logprobs": [_most(_pairs(token)) for token in tokens] if self._logprobs else None,
             "text_offset": offsets,
         }
 
 
+def prompt_tops(tokenizer: Tokenizer, request: Request, prompt: Prompt) -> list[dict[str, float] | None]:
+    """Of each token of the prompt: the most probable ones in its place, and itself. None for the first."""
+    wide = request.prompt_top_n
+    found: list[dict[str, float] | None] = [None]
+    for place, id in enumerate(request.prompt[1:]):
+        top = prompt.top[place * wide : (place + 1) * wide]
+        own = prompt.logprobs[place + 1]
+        assert own is not None
+        found.append(_most([(tokenizer.token_text(id), own), *((tokenizer.token_text(each), logprob) for each, logprob in top)]))
+    return found
+
+
+def prompt_entries(tokenizer: Tokenizer, request: Request, prompt: Prompt) -> list[Json | None]:
+    """vLLM's `prompt_logprobs`: by token id. `rank` is null for a token that is not among the most probable ones asked for."""
+    wide = request.prompt_top_n
+    found: list[Json | None] = [None]
+    for place, id in enumerate(request.prompt[1:]):
+        ranked = {each: (logprob, rank) for rank, (each, logprob) in enumerate(prompt.top[place * wide : (place + 1) * wide], 1)}
+        own = prompt.logprobs[place + 1]
+        assert own is not None
+        entries = {id: ranked.get(id, (own, None))} | ranked
+        found.append(
+            {
+                str(each): {"logprob": max(logprob, LOWEST_LOGPROB), "rank": rank, "decoded_token": tokenizer.token_text(each)}
+                for each, (logprob, rank) in entries.items()
+            }
+        )
+    return found
+
+
+def _joined(first: Json, second: Json) -> Json:
+    return {name: None if first[name] is None else first[name] + second[name] for name in first}
+
+
 def _chunk_choice(index: int, content: Json, reason: str | None = None) -> Json:
     return {"index": index, **content, "finish_reason": reason}
+
+
+def logprob_of(token: Token) -> Json:
+    """A chat's, with its alternatives."""
+    return _logprob(token) | {"top_logprobs": [_logprob(other) for other in token.top]}
 
 
 def _logprob(token: Token | Alternative) -> Json:
@@ -167,7 +371,14 @@ def _logprob(token: Token | Alternative) -> Json:
     return {"token": token.text, "logprob": logprob, "bytes": list(token.text.encode())}
 
 
-def _top_logprobs(token: Token) -> dict[str, float]:
-    """The most probable, and the one that was taken."""
-    taken = {token.text: max(token.logprob, LOWEST_LOGPROB)}
-    return taken | {other.text: max(other.logprob, LOWEST_LOGPROB) for other in token.top}
+def _pairs(token: Token) -> list[tuple[str, float]]:
+    """What was taken, and the most probable."""
+    return [(token.text, token.logprob), *((other.text, other.logprob) for other in token.top)]
+
+
+def _most(pairs: Sequence[tuple[str, float]]) -> dict[str, float]:
+    """By text. Of several tokens that are written alike the most probable counts."""
+    found: dict[str, float] = {}
+    for text, logprob in pairs:
+        found[text] = max(logprob, LOWEST_LOGPROB, found.get(text, LOWEST_LOGPROB))
+    return found

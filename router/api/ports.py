@@ -1,6 +1,6 @@
 """What the HTTP API asks of the rest of the router. Tests put small things of their own in these places."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
 from ..request import Finish, Limits, NotReady, Prompt, Request, Token
@@ -24,7 +24,10 @@ class Metrics(Protocol):
     """Counts; see `metrics.Metrics`."""
 
     def failed(self, kind: str, /) -> None: ...
+    def validated(self, seconds: float, /) -> None: ...
+    def watch(self, name: str, read: Callable[[], float], /) -> None: ...
     def render(self) -> bytes: ...
+    def samples(self, names: Sequence[str], /) -> dict[str, float]: ...
 
 
 def limits_of(batcher: Batcher) -> Limits:

@@ -108,8 +108,10 @@ async def last_with_finish(
 ) -> AsyncGenerator[tuple[Token, Finish | None], None]:
     """Each token; the last one together with the stream's Finish, as TGI tells both in one event.
 
-    Only a token that may be the last waits for the next item: an end token, the last that is allowed, the end of a stop string.
+    Only a token that may be the last waits for the next item: an end token, the last that is allowed, the end of a stop string,
+    and where no token ends a text, any that may complete its grammar.
     """
+    anywhere = request.grammar is not None and not request.end_ids
     longest = max((len(string) for string in request.stop), default=0)
     tail = ""  # of the text, as long as the longest stop string
     count = 0
@@ -125,10 +127,24 @@ async def last_with_finish(
                 count += 1
                 if longest:
                     tail = (tail + item.delta)[-longest:]
-                may_end = item.id in request.end_ids or count == request.max_new_tokens or tail.endswith(request.stop)
+                may_end = item.id in request.end_ids or count == request.max_new_tokens or tail.endswith(request.stop) or anywhere
                 waiting = item if may_end else None
                 if not may_end:
                     yield item, None
+
+
+def plain_frame(data: bytes) -> bytes:
+    """An event on the wire: one space after the colon, since some clients insist, and nothing inside that may end a line."""
+    if not data.isascii():
+        for raw, escaped in LINE_ENDS:
+            data = data.replace(raw, escaped)
+    return b"data: " + data + b"\n\n"
+
+
+def named_frame(data: bytes) -> bytes:
+    """The same with the event's name, which is its first field: {"type":"name",...}."""
+    start = len(b'{"type":"')
+    return b"event: %b\n%b" % (data[start : data.index(b'"', start)], plain_frame(data))
 
 
 async def send(
@@ -136,12 +152,13 @@ async def send(
     events: AsyncGenerator[bytes, None],
     headers: dict[str, str],
     told: Callable[[Problem], Sequence[bytes]],
+    frame: Callable[[bytes], bytes] = plain_frame,
 ) -> web.StreamResponse:
     """Sends each event as soon as it is there. `told` makes the events that end a stream which fails in the middle.
 
     What fails before the first event is raised, so that it becomes a status.
     """
-    out = EventStream(http, headers)
+    out = EventStream(http, headers, frame)
     with suppress(ConnectionResetError):  # the client has left: the events are closed, and nobody can be told
         async with _kept_alive(out), aclosing(events):
             try:
@@ -158,18 +175,20 @@ async def send(
 class EventStream:
     """A response made of server-sent events. It begins with the first of them."""
 
-    def __init__(self, http: web.Request, headers: dict[str, str]) -> None:
+    def __init__(self, http: web.Request, headers: dict[str, str], frame: Callable[[bytes], bytes]) -> None:
+        """frame: an event's data as it goes over the wire."""
         self.response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers}
         )
         self.begun = False
         self._http = http
+        self._frame = frame
         self._written = monotonic()
         self._lock = asyncio.Lock()  # the first event and the first comment may come at once, and only one can begin
 
     async def event(self, data: bytes) -> None:
         """One event of JSON text, or [DONE]."""
-        await self._write(frame(data))
+        await self._write(self._frame(data))
 
     async def keep_alive(self) -> None:
         """Sends a comment whenever nothing else has been sent for a while. Runs until it is cancelled or the client leaves."""
@@ -197,14 +216,6 @@ async def _kept_alive(out: EventStream) -> AsyncIterator[None]:
     finally:
         task.cancel()
         await asyncio.wait([task])
-
-
-def frame(data: bytes) -> bytes:
-    """An event on the wire: one space after the colon, since some clients insist, and nothing inside that may end a line."""
-    if not data.isascii():
-        for raw, escaped in LINE_ENDS:
-            data = data.replace(raw, escaped)
-    return b"data: " + data + b"\n\n"
 
 
 def headers_of(clock: Clock, requests: Sequence[Request], answers: Sequence[Answer]) -> dict[str, str]:

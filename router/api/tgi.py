@@ -1,5 +1,6 @@
 """text-generation-inference's own routes: its JSON to a `Request`, a stream of items to its JSON. Nothing else."""
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -10,7 +11,8 @@ import msgspec
 from aiohttp import web
 
 from ..config import RouterConfig
-from ..request import Alternative, Finish, Refused, Request, Token
+from ..grammar import json_schema, regex
+from ..request import Alternative, Finish, Grammar, Refused, Request, Token
 from ..text import Tokenizer
 from ..validation import Parameters, Validator
 from .body import json_response, read
@@ -18,117 +20,21 @@ from .errors import tgi_body
 from .ports import Batcher, Item, limits_of
 from .stream import Answer, Clock, fold, headers_of, last_with_finish, send, stream_headers_of
 from .tenant import tenant_of
-
-
-class GenerateParameters(msgspec.Struct):
-    """`parameters`. An explicit null is the same as nothing."""
-
-    best_of: int | None = None
-    temperature: float | None = None
-    repetition_penalty: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None  # ours
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None  # ours
-    typical_p: float | None = None
-    logit_bias: dict[int, float] | None = None  # ours
-    do_sample: bool | None = None
-    max_new_tokens: int | None = None
-    return_full_text: bool | None = None
-    stop: list[str] | None = None
-    truncate: int | None = None
-    watermark: bool | None = None
-    details: bool | None = None
-    decoder_input_details: bool | None = None
-    seed: int | None = None
-    top_n_tokens: int | None = None
-    grammar: Any = None
-    adapter_id: str | None = None
-    priority: Any = None  # ours
-    timeout: float | None = None  # ours: seconds
-
-
-class GenerateBody(msgspec.Struct):
-    """Of /generate, /generate_stream and /; only the last looks at `stream`."""
-
-    inputs: str
-    parameters: GenerateParameters | None = None
-    stream: bool | None = None
-
-
-class TokenizeBody(msgspec.Struct):
-    """TGI says `inputs`, vLLM says `prompt`: each gets its own answer."""
-
-    inputs: str | None = None
-    prompt: str | None = None
-    parameters: GenerateParameters | None = None
-    add_special_tokens: bool | None = None
-
-
-class TokenJson(msgspec.Struct):
-    """A generated token."""
-
-    id: int
-    text: str
-    logprob: float
-    special: bool
-
-
-class PrefillJson(msgspec.Struct):
-    """A token of the prompt."""
-
-    id: int
-    text: str
-    logprob: float | None
-
-
-class BestOf(msgspec.Struct):
-    """Another answer than the best."""
-
-    generated_text: str
-    finish_reason: str
-    generated_tokens: int
-    seed: int | None
-    prefill: list[PrefillJson]
-    tokens: list[TokenJson]
-    top_tokens: list[list[TokenJson]] | msgspec.UnsetType = msgspec.UNSET
-
-
-class Details(msgspec.Struct):
-    """Of a whole answer."""
-
-    finish_reason: str
-    generated_tokens: int
-    seed: int | None
-    prefill: list[PrefillJson]
-    tokens: list[TokenJson]
-    best_of_sequences: list[BestOf] | msgspec.UnsetType = msgspec.UNSET
-    top_tokens: list[list[TokenJson]] | msgspec.UnsetType = msgspec.UNSET
-
-
-class StreamDetails(msgspec.Struct):
-    """Of a stream, in its last event."""
-
-    finish_reason: str
-    generated_tokens: int
-    seed: int | None
-    input_length: int
-
-
-class GenerateAnswer(msgspec.Struct):
-    generated_text: str
-    details: Details | msgspec.UnsetType = msgspec.UNSET
-
-
-class Event(msgspec.Struct):
-    """One of a stream, with one token."""
-
-    index: int  # from 1
-    token: TokenJson
-    top_tokens: list[TokenJson] | msgspec.UnsetType = msgspec.UNSET
-    generated_text: str | None = None
-    details: StreamDetails | None = None
+from .tgi_shapes import (
+    BestOf,
+    Details,
+    DetokenizeBody,
+    Event,
+    GenerateAnswer,
+    GenerateBody,
+    GenerateParameters,
+    GrammarBody,
+    PrefillJson,
+    SpanJson,
+    StreamDetails,
+    TokenizeBody,
+    TokenJson,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,12 +66,13 @@ class Tgi:
         self._batcher = batcher
         self._generate = msgspec.json.Decoder(GenerateBody)
         self._tokenize = msgspec.json.Decoder(TokenizeBody)
+        self._detokenize = msgspec.json.Decoder(DetokenizeBody)
 
     async def root(self, http: web.Request) -> web.StreamResponse:
         """POST /: what Hugging Face's clients use. The body says whether to stream; the whole text is the default."""
         clock = Clock()
         body = await read(http, self._generate, self._config.payload_limit)
-        asked = await self._asked(http, body, streaming=bool(body.stream), full_text=True)
+        asked = await self.asked(http, body, streaming=bool(body.stream), full_text=True)
         clock.valid()
         return await (self._streamed(http, asked, clock) if body.stream else self._whole(asked, clock, wrapped=True))
 
@@ -173,7 +80,7 @@ class Tgi:
         """POST /generate."""
         clock = Clock()
         body = await read(http, self._generate, self._config.payload_limit)
-        asked = await self._asked(http, body, streaming=False, full_text=False)
+        asked = await self.asked(http, body, streaming=False, full_text=False)
         clock.valid()
         return await self._whole(asked, clock, wrapped=False)
 
@@ -181,7 +88,7 @@ class Tgi:
         """POST /generate_stream."""
         clock = Clock()
         body = await read(http, self._generate, self._config.payload_limit)
-        asked = await self._asked(http, body, streaming=True, full_text=False)
+        asked = await self.asked(http, body, streaming=True, full_text=False)
         clock.valid()
         return await self._streamed(http, asked, clock)
 
@@ -190,20 +97,33 @@ class Tgi:
         body = await read(http, self._tokenize, self._config.payload_limit)
         special = body.add_special_tokens is not False
         if body.prompt is not None:
-            ids = await self._validator.encode(body.prompt, special)
-            limits = self._batcher.limits
-            return json_response({"count": len(ids), "max_model_len": limits and limits.max_total_tokens, "tokens": ids})
+            return await self.count(body.prompt, special, bool(body.return_token_strs))
         if body.inputs is None:
             raise Refused("Object missing required field `inputs`", "inputs")
-        data = body.inputs.encode()
-        truncate = max((body.parameters and body.parameters.truncate) or 0, 0)
-        spans = (await self._validator.offsets(body.inputs, special))[-truncate:]
+        return json_response(await self.spans(body.inputs, special, (body.parameters and body.parameters.truncate) or 0))
+
+    async def count(self, text: str, special: bool, strings: bool = False) -> web.Response:
+        """A text's tokens in vLLM's shape."""
+        ids, limits = await self._validator.encode(text, special), self._batcher.limits
         return json_response(
-            [
-                {"id": id, "text": data[start:stop].decode(errors="replace"), "start": start, "stop": stop}
-                for id, start, stop in spans
-            ]
+            {
+                "count": len(ids),
+                "max_model_len": limits and limits.max_total_tokens,
+                "tokens": ids,
+                "token_strs": [self._tokenizer.token_text(id) for id in ids] if strings else None,
+            }
         )
+
+    async def detokenize(self, http: web.Request) -> web.Response:
+        """POST /detokenize, which is vLLM's."""
+        body = await read(http, self._detokenize, self._config.payload_limit)
+        return json_response({"prompt": await asyncio.to_thread(self._tokenizer.decode, body.tokens, False)})
+
+    async def spans(self, text: str, special: bool, truncate: int = 0) -> list[SpanJson]:
+        """A text's tokens with their places in its bytes; of the last `truncate`, if that is not 0."""
+        data = text.encode()
+        found = (await self._validator.offsets(text, special))[-max(truncate, 0) :]
+        return [SpanJson(id, data[start:stop].decode(errors="replace"), start, stop) for id, start, stop in found]
 
     async def info(self, http: web.Request) -> web.Response:
         """GET /info."""
@@ -227,7 +147,8 @@ class Tgi:
             }
         )
 
-    async def _asked(self, http: web.Request, body: GenerateBody, *, streaming: bool, full_text: bool) -> Asked:
+    async def asked(self, http: web.Request, body: GenerateBody, *, streaming: bool = False, full_text: bool = False) -> Asked:
+        """What the body asks for. Raises Refused. full_text: whether the answer begins with the prompt if nobody says."""
         # TGI samples when `parameters` is missing, and is greedy when it is {}.
         given = body.parameters or GenerateParameters(do_sample=True)
         _refuse_unsupported(given, streaming)
@@ -250,6 +171,7 @@ class Tgi:
             top_n_tokens=given.top_n_tokens,
             prompt_logprobs=bool(given.decoder_input_details),
             final_logprobs=True,
+            grammar=_grammar(given.grammar),
             priority=given.priority,
             timeout=given.timeout,
             tenant=tenant_of(http),
@@ -332,9 +254,30 @@ def _refuse_unsupported(given: GenerateParameters, streaming: bool) -> None:
         raise Refused("`best_of` != 1 is not supported when streaming tokens", "best_of")
     if streaming and given.decoder_input_details:
         raise Refused("`decoder_input_details` == true is not supported when streaming tokens", "decoder_input_details")
-    if given.grammar is not None:
-        raise Refused("grammar is not supported", "grammar")
     if given.watermark:
         raise Refused("`watermark` is not supported", "watermark")
     if given.adapter_id is not None:
         raise Refused("`adapter_id` is not supported: the server has no adapters", "adapter_id")
+
+
+def _grammar(given: GrammarBody | None) -> Grammar | None:
+    """TGI's four types are two kinds: a schema, which may also come as a string of JSON or beside its name, and a pattern."""
+    if given is None:
+        return None
+    value = given.value
+    if given.type == "regex":
+        if not isinstance(value, str):
+            raise Refused("grammar is not valid: the `value` of type regex must be a string", "grammar")
+        return regex(value)
+    if given.type == "json_schema":
+        if not isinstance(value, dict) or "schema" not in value:
+            raise Refused('grammar is not valid: the `value` of type json_schema must be {"name": ..., "schema": ...}', "grammar")
+        value = value["schema"]
+    elif isinstance(value, str):
+        try:
+            value = msgspec.json.decode(value)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise Refused(f"grammar is not valid: the `value` of type {given.type} is no JSON: {error}", "grammar") from error
+    if not isinstance(value, dict):
+        raise Refused(f"grammar is not valid: the schema of type {given.type} must be an object", "grammar")
+    return json_schema(value)

@@ -15,6 +15,7 @@ from penstock.launcher.hub import Remote
 from penstock.launcher.machine import Machine
 from penstock.launcher.mistake import Mistake
 from penstock.launcher.options import Options
+from penstock.shard import rooms
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -28,7 +29,7 @@ CONFIG: dict[str, Any] = {
     "dtype": "bfloat16",
 }
 MACHINE = Machine(cores=4, memory=8 << 20, fast_bfloat16=False)
-GPUS = replace(MACHINE, gpu_memory=(4 << 20, 3 << 20))
+GPUS = replace(MACHINE, gpu_memory=(4 << 30, 3 << 30))
 
 
 def safetensors(path: Path, tensors: dict[str, tuple[str, int]], cut: int = 0) -> None:
@@ -203,7 +204,13 @@ def test_gpus(tmp_path: Path) -> None:
     assert plan.divide(Options(), model, GPUS).ranks == 1
     both = plan.divide(Options(sharded=True), model, GPUS)
     assert both.ranks == 2
-    assert both.memory == int(0.9 * (3 << 20))  # the smaller one's
+    assert both.memory == int(0.9 * (3 << 30))  # the smaller one's
+    assert both.graphs > 20
+    assert both.token_bytes * both.page_size * both.pages + both.graphs * rooms.GRAPH_BYTES + both.weight_bytes <= both.memory
+    assert "graphs" in plan.table(both, "x")
+    without = plan.divide(Options(cuda_graphs="0", kv_cache_dtype="fp8_e4m3fn", sharded=True), model, GPUS)
+    assert without.graphs == 0
+    assert without.token_bytes * 2 == both.token_bytes
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ Also the small tokenizer of the API's tests, and the server and client around it
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,6 +54,7 @@ class FakeBatcher:
     breaks: tuple[int, Failure] | None = None  # after so many tokens
     pace: asyncio.Semaphore | None = None  # a permit for each token
     logprob: float = -0.5
+    cached: int = 0  # tokens of every prompt
     requests: list[Request] = field(default_factory=list)
     opened: int = 0
     closed: int = 0
@@ -72,7 +73,9 @@ class FakeBatcher:
         self.opened += 1
         try:
             texts = [
-                self.tokenizer.stream(request.prompt, request.stop, request.include_stop, request.skip_special_tokens)
+                self.tokenizer.stream(
+                    request.prompt, request.stop, request.include_stop, request.skip_special_tokens, request.shown
+                )
                 for _ in range(request.choices)
             ]
             answers = [
@@ -82,8 +85,9 @@ class FakeBatcher:
             for count in range(1, request.max_new_tokens + 1):
                 await self._turn(count)
                 if count == 1:
-                    logprobs = (None, *[-1.0] * (len(request.prompt) - 1)) if request.prompt_logprobs else ()
-                    yield Prompt(logprobs)
+                    scored = len(request.prompt) - 1 if request.prompt_logprobs else 0
+                    top = tuple((id, -0.5 - id) for id in range(2, 2 + request.prompt_top_n))
+                    yield Prompt((None, *[-1.0] * scored) if request.prompt_logprobs else (), top * scored, self.cached)
                 for choice, ids in list(going.items()):
                     piece = texts[choice].push(id := ids[count - 1])
                     self.told += 1
@@ -126,12 +130,23 @@ class FakeBatcher:
 @dataclass
 class FakeMetrics:
     failures: list[str] = field(default_factory=list)
+    looks: int = 0  # at samples
 
     def failed(self, kind: str) -> None:
         self.failures.append(kind)
 
+    def watch(self, name: str, read: Callable[[], float]) -> None:
+        pass
+
+    def validated(self, seconds: float) -> None:
+        pass
+
     def render(self) -> bytes:
         return b"tgi_queue_size 0\n"
+
+    def samples(self, names: Sequence[str]) -> dict[str, float]:
+        self.looks += 1
+        return {name: float(place) for place, name in enumerate(names)}
 
 
 @dataclass

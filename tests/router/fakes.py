@@ -4,7 +4,7 @@ Shards are strict: whatever a shard could not do, or a router should not ask, fa
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from penstock.proto import shard_pb2
@@ -185,6 +185,7 @@ class FakeShards:
         if position == 0 and group.prompt_logprobs:
             reply.prompt_uids.append(uid)
             reply.prompt_counts.append(len(group.tokens) - 1)
+            reply.prompt_tops.append(0)
             reply.prompt_logprobs.extend(-float(token) for token in group.tokens[1:])
 
 
@@ -230,5 +231,12 @@ class ByteTokenizer:
     def token_text(self, id: int) -> str:
         return chr(id)
 
-    def stream(self, prompt: Sequence[int], stop: tuple[str, ...], include_stop: bool, skip_special_tokens: bool) -> ByteText:
+    def stream(
+        self,
+        prompt: Sequence[int],
+        stop: tuple[str, ...],
+        include_stop: bool,
+        skip_special_tokens: bool,
+        shown: Collection[int],
+    ) -> ByteText:
         return ByteText(stop, include_stop)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 from typing import Any
 
 import pytest
@@ -11,11 +12,17 @@ from penstock.router.text import Tokenizer
 from penstock.tests.router.fake_batcher import Server, make_tokenizer, serve, until
 
 TOO_MANY = "`prompt` tokens + `max_tokens` must be <= 128."
+FORMATS = '`response_format.type` must be one of "text", "json_object", "json_schema". Given: '
 CHAT_PATH = "/v1/chat/completions"
 PATH = "/v1/completions"
 CHAT = {"model": "any", "messages": [{"role": "user", "content": "hi"}]}
 COMPLETION = {"model": "any", "prompt": "hi"}
 BOTH = pytest.mark.parametrize(("path", "body"), [(CHAT_PATH, CHAT), (PATH, COMPLETION)])
+
+
+def usage(prompt: int, completion: int) -> dict[str, Any]:
+    total = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return total | {"prompt_tokens_details": {"cached_tokens": 0}}
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +47,7 @@ def test_chat(tokenizer: Tokenizer) -> None:
         ]
         (request,) = server.batcher.requests
         assert request.prompt == tuple(tokenizer.encode("[user]hi[assistant]", False))
-        assert body["usage"] == {
-            "prompt_tokens": len(request.prompt),
-            "completion_tokens": 10,
-            "total_tokens": len(request.prompt) + 10,
-        }
+        assert body["usage"] == usage(len(request.prompt), 10)
         assert request.max_new_tokens == 128 - len(request.prompt)
         assert request.sampling.temperature == 1.0
         assert not request.sampling.final_logprobs
@@ -76,7 +79,7 @@ def test_completion(tokenizer: Tokenizer) -> None:
         assert body["id"].startswith("cmpl-")
         assert body["object"] == "text_completion"
         assert body["choices"] == [{"index": 0, "text": "Hello you", "logprobs": None, "finish_reason": "stop"}]
-        assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 10, "total_tokens": 13}
+        assert body["usage"] == usage(3, 10)
         assert server.batcher.requests[0].max_new_tokens == 16  # OpenAI's default
         _, body, _ = await server.post(PATH, {"prompt": "hi", "max_tokens": 4})
         assert (body["model"], body["choices"][0]["finish_reason"]) == ("some/model", "length")
@@ -91,9 +94,12 @@ def test_completion_stream_with_usage(tokenizer: Tokenizer) -> None:
         assert chunks.pop() == "[DONE]"
         last = chunks.pop()
         assert last["choices"] == []
-        assert last["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+        assert last["usage"] == usage(3, 3)
         assert [chunk["choices"][0]["text"] for chunk in chunks] == ["H", "e", "l", ""]
         assert [chunk["usage"] for chunk in chunks] == [None] * 4
+        assert last["metrics"]["queue_time_ms"] == 250  # vLLM's, which its load generator reads
+        assert last["metrics"]["time_to_first_token_ms"] > 0
+        assert last["metrics"]["mean_itl_ms"] == pytest.approx(last["metrics"]["generation_time_ms"] / 2)
         assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, None, None, "length"]
         chunks = await server.events(PATH, {**body, "stream_options": {"include_usage": True, "continuous_usage_stats": True}})
         assert [chunk["usage"]["completion_tokens"] for chunk in chunks[:-1]] == [1, 2, 3, 3, 3]
@@ -294,10 +300,30 @@ def test_nulls_are_nothing(tokenizer: Tokenizer, path: str, body: dict[str, Any]
         ({"service_tier": "x"}, "service_tier", '`service_tier` must be one of auto, default, flex, priority. Given: "x"'),
         ({"timeout": -1}, "timeout", "`timeout` must be strictly positive"),
         ({"suffix": "x"}, "suffix", "Suffix is not supported and can be achieved by preprocessing the prompt."),
-        ({"tools": [{"type": "function"}]}, "tools", "`tools` is not supported yet"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "`response_format` is not supported yet"),
-        ({"echo": True}, "echo", "`echo` is not supported yet"),
-        ({"guided_regex": "a+"}, "guided_regex", "`guided_regex` is not supported yet"),
+        ({"use_beam_search": True}, "use_beam_search", "`use_beam_search` is not supported"),
+        ({"beam_width": 2}, "beam_width", "`beam_width` is not supported"),
+        ({"bad_words": ["x"]}, "bad_words", "`bad_words` is not supported: forbid tokens with a `logit_bias` of -100"),
+        ({"functions": [{"name": "f"}]}, "functions", "`functions` is not supported: use `tools`"),
+        ({"response_format": {}}, "response_format.type", FORMATS + "None"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", FORMATS + "'xml'"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+            "`response_format.json_schema.schema` is missing",
+        ),
+        ({"guided_choice": []}, "guided_choice", "`guided_choice` must be a list of strings, not empty"),
+        (
+            {"guided_regex": "a+", "guided_choice": ["a"]},
+            "guided_choice",
+            "`guided_regex` and `guided_choice` both say what the answer must be: send one of them",
+        ),
+        ({"min_tokens": -1}, "min_tokens", "`min_tokens` must be at least 0. Given: -1"),
+        (
+            {"min_tokens": 3, "stop": "x"},
+            "min_tokens",
+            "`min_tokens` together with `stop` is not supported: strings would end the answer before",
+        ),
+        ({"prompt_logprobs": 21}, "prompt_logprobs", "`prompt_logprobs` must be from 0 to 20. Given: 21"),
         ({"temperature": -1}, "temperature", "`temperature` must be strictly positive"),
         ({"top_p": 1.5}, "top_p", "`top_p` must be > 0.0 and < 1.0"),
         ({"presence_penalty": 3}, "presence_penalty", "`presence_penalty` must be >= -2.0 and <= 2.0"),
@@ -338,7 +364,9 @@ def test_what_is_invalid_is_a_400(
             {"prompt": "x" * 500},
             "`prompt` tokens + `max_tokens` must be <= 128. Given: 501 `prompt` tokens and 16 `max_tokens`",
         ),
-        (PATH, {"prompt": "a", "logprobs": 6}, "`top_logprobs` must be >= 0 and <= 5. Given: 6"),
+        (PATH, {"prompt": "a", "logprobs": 21}, "`logprobs` must be >= 0 and <= 20. Given: 21"),
+        (CHAT_PATH, {**CHAT, "logprobs": True, "top_logprobs": 21}, "`top_logprobs` must be >= 0 and <= 20. Given: 21"),
+        (CHAT_PATH, {**CHAT, "max_completion_tokens": 0}, "`max_completion_tokens` must be strictly positive"),
         (CHAT_PATH, {"messages": []}, "`messages` cannot be empty"),
         (CHAT_PATH, {"messages": [{"content": "x"}]}, "`messages[0].role` must be a string"),
         (CHAT_PATH, {"messages": [{"role": "user", "content": 5}]}, "`messages[0].content` must be a string or a list of parts"),
@@ -347,6 +375,7 @@ def test_what_is_invalid_is_a_400(
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
             "`messages[0].content` has a part that is no text: only text is supported",
         ),
+        (CHAT_PATH, {**CHAT, "echo": True}, "`echo` is not supported"),
         (CHAT_PATH, {**CHAT, "top_logprobs": 2}, "`top_logprobs` needs `logprobs`: true"),
     ],
 )
@@ -386,6 +415,7 @@ def test_failures_before_the_first_byte_are_statuses(
             found, answer, response = await server.post(path, {**body, "stream": streaming})
             assert (found, answer["error"]["type"]) == (status, kind)
             assert ("Retry-After" in response.headers) == (status != 500)
+            assert ("x-should-retry" in response.headers) == (status == 500)  # else the client would send what broke a shard again
 
     serve(tokenizer, test, **behaviour)
 
@@ -443,6 +473,25 @@ def test_models_answer_while_loading(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test, ready=False, limits=None)
 
 
+def test_a_model_by_its_name(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        status, body, _ = await server.get("/v1/models/some/model")
+        assert (status, json.loads(body)["id"]) == (200, "some/model")
+        status, body, _ = await server.get("/v1/models/other")
+        assert (status, json.loads(body)["error"]["code"]) == (404, "model_not_found")
+
+    serve(tokenizer, test)
+
+
+@BOTH
+def test_min_tokens_reach_the_batcher(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> None:
+    async def test(server: Server) -> None:
+        await server.post(path, {**body, "min_tokens": 3})
+        assert server.batcher.requests[-1].min_new_tokens == 3
+
+    serve(tokenizer, test)
+
+
 def test_models_tell_the_length(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         async with server.client.get("/v1/models") as response:
@@ -456,7 +505,7 @@ def test_http_errors_have_openais_shape(tokenizer: Tokenizer) -> None:
         key = {"Authorization": "Bearer key"}
         cases: list[tuple[str, dict[str, str], int, str]] = [
             (CHAT_PATH, {}, 401, "authentication_error"),
-            ("/v1/responses", key, 404, "not_found_error"),
+            ("/v1/nothing", key, 404, "not_found_error"),
             ("/v1/models", key, 405, "invalid_request_error"),
             (CHAT_PATH, {**key, "Content-Encoding": "gzip"}, 415, "invalid_request_error"),
         ]
@@ -502,7 +551,7 @@ def test_several_prompts_with_several_choices_are_numbered_through(tokenizer: To
         _, body, _ = await server.post(PATH, asked)
         assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
         assert [choice["text"] for choice in body["choices"]] == ["Hello you", "1Hello you"] * 2
-        assert body["usage"] == {"prompt_tokens": 5, "completion_tokens": 42, "total_tokens": 47}
+        assert body["usage"] == usage(5, 42)
         chunks = await server.events(PATH, {**asked, "stream": True})
         texts = ["", "", "", ""]
         for chunk in chunks[:-1]:
@@ -567,3 +616,22 @@ def test_a_deadline_that_is_over_is_a_504_that_nobody_repeats(tokenizer: Tokeniz
         assert (status, response.headers["Retry-After"]) == (429, "3")
 
     serve(tokenizer, test)
+
+
+@pytest.mark.parametrize(("path", "body"), [(CHAT_PATH, CHAT), (PATH, COMPLETION), ("/v1/responses", {"input": "hi"})])
+def test_no_line_end_of_unicode_splits_an_event(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> None:
+    """huggingface_hub's client would take them for line ends."""
+
+    async def test(server: Server) -> None:
+        async with server.client.post(path, json={**body, "stream": True}) as response:
+            data = await response.read()
+        assert not any(end.encode() in data for end in "\u2028\u2029\u0085")
+        events = [json.loads(line[6:]) for line in data.decode().splitlines() if line.startswith("data: {")]
+        if path == "/v1/responses":
+            text = "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta")
+        else:
+            choices = [event["choices"][0] for event in events]
+            text = "".join(choice["text"] if "text" in choice else choice["delta"].get("content", "") for choice in choices)
+        assert text == "a\u2028b\u2029c\u0085d"
+
+    serve(tokenizer, test, says="a\u2028b\u2029c\u0085d</s>")

@@ -2,14 +2,18 @@
 
 import asyncio
 import contextlib
+import io
 import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.router.api import stream
-from penstock.router.request import Broken, Expired, Limits, Overloaded
+from penstock.router.api.ports import Item
+from penstock.router.request import Broken, Expired, Finish, Grammar, Limits, Overloaded, Request, Token
 from penstock.router.text import Tokenizer
 from penstock.tests.router.fake_batcher import Server, make_tokenizer, serve, until
 
@@ -166,7 +170,17 @@ def test_langchains_contradictions_are_fine(tokenizer: Tokenizer) -> None:
             {"max_new_tokens": 10_000},
             "`inputs` tokens + `max_new_tokens` must be <= 128. Given: 3 `inputs` tokens and 10000 `max_new_tokens`",
         ),
-        ({"grammar": {"type": "json", "value": {}}}, "grammar is not supported"),
+        ({"grammar": {"type": "json", "value": 3}}, "grammar is not valid: the schema of type json must be an object"),
+        ({"grammar": {"type": "json", "value": "[]"}}, "grammar is not valid: the schema of type json must be an object"),
+        (
+            {"grammar": {"type": "json_object", "value": "{"}},
+            "the `value` of type json_object is no JSON: Input data was truncated",
+        ),
+        ({"grammar": {"type": "regex", "value": {}}}, "grammar is not valid: the `value` of type regex must be a string"),
+        ({"grammar": {"type": "json_schema", "value": {}}}, "the `value` of type json_schema must be {"),
+        ({"grammar": {"type": "lark", "value": ""}}, "Invalid enum value 'lark' - at `$.parameters.grammar.type`"),
+        ({"grammar": {"type": "json"}}, "Object missing required field `value` - at `$.parameters.grammar`"),
+        ({"grammar": "[a-z]"}, "Expected `object | null`, got `str` - at `$.parameters.grammar`"),
         ({"watermark": True}, "`watermark` is not supported"),
         ({"adapter_id": "x"}, "`adapter_id` is not supported: the server has no adapters"),
         ({"top_k": "many"}, "Expected `int | null`, got `str` - at `$.parameters.top_k`"),
@@ -176,7 +190,9 @@ def test_langchains_contradictions_are_fine(tokenizer: Tokenizer) -> None:
 def test_what_is_invalid_is_a_422(tokenizer: Tokenizer, path: str, parameters: dict[str, Any], message: str) -> None:
     async def test(server: Server) -> None:
         status, body, _ = await server.post(path, with_parameters(**parameters) | {"stream": True})
-        assert (status, body) == (422, {"error": f"Input validation error: {message}", "error_type": "validation"})
+        assert (status, body["error_type"], set(body)) == (422, "validation", {"error", "error_type"})
+        assert body["error"].startswith("Input validation error: ")
+        assert message in body["error"]
         assert server.metrics.failures == ["validation"]
         assert server.batcher.requests == []
 
@@ -195,51 +211,122 @@ def test_what_a_stream_lacks(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test)
 
 
-BODIES: list[tuple[bytes, int]] = [
-    (b"", 400),
-    (b"{", 400),
-    (b'{"inputs": "a"} x', 400),
-    (b'{"inputs": "a", "parameters": {"temperature": NaN}}', 400),
-    (b'{"inputs": "a", "parameters": {"temperature": 1e999}}', 422),
-    (b'{"inputs": "a", "parameters": {"seed": 1.5}}', 422),
-    (b'{"inputs": "\xff"}', 400),
-    (b'{"inputs": "\\ud800"}', 400),
-    (b'{"inputs": "\\ud800x"}', 400),
-    (b'{"inputs": "\\udc00"}', 400),
-    (b"\xef\xbb\xbf{}", 400),
-    (b'{"inputs": ' + b"[" * 100_000, 422),
-    (b'{"inputs": "a", "other": ' + b"[" * 100_000, 400),
-    (b'{"inputs": "a", "parameters": {"grammar": ' + b"[" * 100_000, 400),
-    (b"[]", 422),
-    (b"null", 422),
-    (b"7", 422),
-    (b"{}", 422),
-    (b'{"inputs": null}', 422),
-    (b'{"inputs": ["a"]}', 422),
-    (b'{"inputs": ""}', 422),
-    (b'{"inputs": "a", "parameters": []}', 422),
-    (b'{"inputs": "a", "parameters": {"do_sample": "yes"}}', 422),
-    (b'{"inputs": "a", "parameters": {"max_new_tokens": -1}}', 422),
-    (b'{"inputs": "a", "parameters": {"max_new_tokens": 99999999999999999999999999}}', 422),
-    (b'{"inputs": "a", "parameters": {"logit_bias": {"x": 1}}}', 422),
-    (b'{"inputs": "a", "parameters": {"seed": ' + b"9" * 5000 + b"}}", 422),
-    (b'{"inputs": "a", "parameters": {"max_new_tokens": ' + b"9" * 4000 + b"}}", 422),
-    (b'{"inputs": "a", "parameters": {"top_k": ' + b"9" * 5000 + b"}}", 422),
-    (b'{"inputs": "a", "parameters": {"temperature": ' + b"9" * 400 + b"}}", 422),
-    (b'{"inputs": "a", "parameters": {"logit_bias": {"' + b"9" * 5000 + b'": 1}}}', 422),
+def parameters_of(text: str) -> bytes:
+    return b'{"inputs": "a", "parameters": {' + text.encode() + b"}}"
+
+
+DEEP = "[" * 100_000
+DIGITS = "9" * 5000
+BODIES: list[tuple[bytes, int, str]] = [  # what is sent, the status, a name or a word that the complaint must have
+    (b"", 400, "JSON"),
+    (b"{", 400, "JSON"),
+    (b'{"inputs": "a"} x', 400, "`inputs`"),
+    (b'{"inputs": "a', 400, "`inputs`"),
+    (b"\xef\xbb\xbf{}", 400, "JSON"),
+    (b"[]", 422, "`object`"),
+    (b"null", 422, "`object`"),
+    (b"7", 422, "`object`"),
+    (b"{}", 422, "`inputs`"),
+    # wrong types
+    (b'{"inputs": null}', 422, "inputs`"),
+    (b'{"inputs": ["a"]}', 422, "inputs`"),
+    (b'{"inputs": ""}', 422, "`inputs`"),
+    (b'{"inputs": "a", "parameters": []}', 422, "parameters`"),
+    (b'{"inputs": "a", "stream": "yes"}', 422, "stream`"),
+    (parameters_of('"do_sample": "yes"'), 422, "do_sample`"),
+    (parameters_of('"details": 1'), 422, "details`"),
+    (parameters_of('"max_new_tokens": true'), 422, "max_new_tokens`"),
+    (parameters_of('"max_new_tokens": "5"'), 422, "max_new_tokens`"),
+    (parameters_of('"stop": [1]'), 422, "stop[0]`"),
+    (parameters_of('"stop": {"a": "b"}'), 422, "stop`"),
+    (parameters_of('"logit_bias": {"x": 1}'), 422, "logit_bias"),
+    (parameters_of('"logit_bias": [1]'), 422, "logit_bias"),
+    (parameters_of('"seed": 1.5'), 422, "seed`"),
+    (parameters_of('"adapter_id": 3'), 422, "adapter_id`"),
+    (parameters_of('"grammar": []'), 422, "grammar`"),
+    (parameters_of('"priority": [1]'), 422, "`priority`"),
+    # numbers that are none, or none of ours
+    (parameters_of('"temperature": NaN'), 400, "`temperature`"),
+    (parameters_of('"top_p": Infinity'), 400, "`top_p`"),
+    (parameters_of('"temperature": 1e999'), 422, "temperature`"),
+    (parameters_of('"temperature": -0.0'), 422, "`temperature`"),
+    (parameters_of('"temperature": 1e-300'), 422, "`temperature`"),
+    (parameters_of('"repetition_penalty": 1e300'), 422, "`repetition_penalty`"),
+    (parameters_of('"frequency_penalty": 2.5'), 422, "`frequency_penalty`"),
+    (parameters_of('"top_p": 1.0'), 422, "`top_p`"),
+    (parameters_of('"typical_p": 0'), 422, "`typical_p`"),
+    (parameters_of('"top_k": 0'), 422, "`top_k`"),
+    (parameters_of('"best_of": 0'), 422, "`best_of`"),
+    (parameters_of('"truncate": 0'), 422, "`truncate`"),
+    (parameters_of('"top_n_tokens": 6'), 422, "`top_n_tokens`"),
+    (parameters_of('"stop": ["a", "b", "c", "d", "e"]'), 422, "`stop`"),
+    (parameters_of('"max_new_tokens": -1'), 422, "`max_new_tokens`"),
+    (parameters_of('"max_new_tokens": 0'), 422, "`max_new_tokens`"),
+    (parameters_of('"max_new_tokens": 4294967296'), 422, "`max_new_tokens`"),
+    (parameters_of('"max_new_tokens": 99999999999999999999999999'), 422, "max_new_tokens`"),
+    (parameters_of('"seed": 18446744073709551616'), 422, "seed`"),
+    (parameters_of('"seed": -1'), 422, "`seed`"),
+    (parameters_of(f'"seed": {DIGITS}'), 422, "seed`"),
+    (parameters_of(f'"max_new_tokens": {DIGITS[:4000]}'), 422, "max_new_tokens`"),
+    (parameters_of(f'"top_k": {DIGITS}'), 422, "top_k`"),
+    (parameters_of(f'"temperature": {DIGITS[:400]}'), 422, "temperature`"),
+    (parameters_of(f'"logit_bias": {{"{DIGITS}": 1}}'), 422, "logit_bias"),
+    # text that is none
+    (b'{"inputs": "\xff"}', 400, "`inputs`"),
+    (b'{"inputs": "\xc3"}', 400, "`inputs`"),
+    (b'{"inputs": "\\ud800"}', 400, "`inputs`"),
+    (b'{"inputs": "\\ud800x"}', 400, "`inputs`"),
+    (b'{"inputs": "\\udc00"}', 400, "`inputs`"),
+    (b'{"inputs": "a", "parameters": {"stop": ["\xed\xa0\x80"]}}', 400, "`stop`"),
+    (b'{"inputs": "a\x00b"}', 400, "`inputs`"),
+    # nesting
+    (f'{{"inputs": {DEEP}'.encode(), 422, "inputs`"),
+    (f'{{"inputs": "a", "other": {DEEP}'.encode(), 400, "`other`"),
+    (parameters_of(f'"grammar": {{"type": "json", "value": {DEEP}'), 400, "`parameters`"),
+    (b'{"inputs": "a", "parameters": {"grammar": {"type": "json", "value": ' + b'{"a":' * 50_000, 400, "`parameters`"),
+    # twice
+    (b'{"inputs": "a", "inputs": "b"}', 422, "`inputs`"),
+    (parameters_of('"seed": 1, "seed": 2'), 422, "`seed`"),
+    (parameters_of('"grammar": {"type": "json", "value": {"type": "object", "type": "object"}}'), 422, "`type`"),
 ]
 
 
-@pytest.mark.parametrize(("data", "expected"), BODIES)
-def test_bad_bodies(tokenizer: Tokenizer, data: bytes, expected: int) -> None:
+@pytest.mark.parametrize(("data", "expected", "named"), BODIES)
+def test_bad_bodies(tokenizer: Tokenizer, data: bytes, expected: int, named: str) -> None:
     async def test(server: Server) -> None:
         for path in ("/generate", "/generate_stream", "/"):
+            began = time.monotonic()
             status, body, _ = await server.post(path, data)
+            assert time.monotonic() - began < 1
             assert status == expected, body
             assert body["error_type"] == "validation"
             assert set(body) == {"error", "error_type"}
+            assert named in body["error"]
         assert server.metrics.failures == ["validation"] * 3
-        assert (await server.post("/generate", HELLO))[0] == 200  # unharmed
+        assert server.batcher.requests == []
+        assert (await server.post("/generate", HELLO))[:2] == (200, {"generated_text": "Hello you"})  # unharmed
+
+    serve(tokenizer, test)
+
+
+def test_ten_megabytes_are_refused_at_once(tokenizer: Tokenizer) -> None:
+    """Whether the length is announced or not, and whether or not it would be JSON."""
+
+    async def pieces(data: bytes) -> AsyncIterator[bytes]:
+        for place in range(0, len(data), 1 << 16):
+            yield data[place : place + (1 << 16)]
+
+    async def test(server: Server) -> None:
+        whole = json.dumps({"inputs": "x" * 10_000_000}).encode()
+        for data in (whole, b"[" * 10_000_000):
+            for path in ("/generate", "/generate_stream", "/", "/tokenize"):
+                for sent in (io.BytesIO(data), pieces(data)):
+                    began = time.monotonic()
+                    async with server.client.post(path, data=sent) as response:
+                        assert response.status == 413
+                        assert (await response.json())["error_type"] == "payload_too_large"
+                    assert time.monotonic() - began < 1
+        assert (await server.post("/generate", HELLO))[0] == 200
 
     serve(tokenizer, test)
 
@@ -253,7 +340,7 @@ def test_bad_bodies(tokenizer: Tokenizer, data: bytes, expected: int) -> None:
             {"refuses": Broken("rank 0 died")},
             424,
             {"error": "Request failed during generation: rank 0 died", "error_type": "generation"},
-            {},
+            {"x-should-retry": "false"},
         ),
         (
             {"ready": False, "stage": "loading weights", "limits": None},
@@ -396,14 +483,16 @@ def test_info(tokenizer: Tokenizer) -> None:
 
 def test_health_tells_ready_from_loading(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
+        stage = "loading weights: 40 %"
+        for path in ("/health", "/ping", "/"):
+            status, data, _ = await server.get(path)
+            assert status == 503
+            assert json.loads(data) == {"error": "unhealthy", "error_type": "healthcheck", "stage": stage, "progress": 0.4}
+        server.batcher.ready = True
         for path in ("/health", "/ping", "/"):
             assert (await server.get(path))[:2] == (200, b"")
-        server.batcher.ready, server.batcher.stage = False, "loading weights: 40 %"
-        status, data, _ = await server.get("/health")
-        assert status == 503
-        assert json.loads(data) == {"error": "unhealthy", "error_type": "healthcheck", "stage": "loading weights: 40 %"}
 
-    serve(tokenizer, test)
+    serve(tokenizer, test, ready=False, stage="loading weights: 40 %")
 
 
 def test_metrics_also_by_head(tokenizer: Tokenizer) -> None:
@@ -574,3 +663,111 @@ def test_no_more_answers_than_may_run_at_once(tokenizer: Tokenizer) -> None:
         assert (status, body["error"]["message"]) == (400, "`n` must be from 1 to 3 (--max-batch-size). Given: 4")
 
     serve(tokenizer, test, settings={"max_batch_size": 3})
+
+
+@pytest.mark.parametrize(
+    ("grammar", "kind", "source"),
+    [
+        ({"type": "json", "value": {"properties": {"a": {}}}}, "json_schema", {"properties": {"a": {}}}),
+        ({"type": "json_object", "value": {"type": "object"}}, "json_schema", {"type": "object"}),
+        ({"type": "json", "value": '{"properties": {"é": {}}}'}, "json_schema", {"properties": {"é": {}}}),
+        ({"type": "json_schema", "value": {"name": "x", "schema": {"type": "array"}}}, "json_schema", {"type": "array"}),
+        ({"type": "json_schema", "value": {"schema": {"type": "array"}, "strict": True}}, "json_schema", {"type": "array"}),
+        ({"type": "regex", "value": "[0-9]+"}, "regex", "[0-9]+"),
+    ],
+)
+def test_grammars_arrive(tokenizer: Tokenizer, grammar: dict[str, Any], kind: str, source: object) -> None:
+    async def test(server: Server) -> None:
+        for path in ("/generate", "/"):
+            assert (await server.post(path, with_parameters(grammar=grammar)))[0] == 200
+        await server.events("/generate_stream", with_parameters(grammar=grammar))
+        assert len(server.batcher.requests) == 3
+        for request in server.batcher.requests:
+            assert request.grammar is not None
+            found = request.grammar.source
+            assert (request.grammar.kind, found if kind == "regex" else json.loads(found)) == (kind, source)
+
+    serve(tokenizer, test)
+
+
+def test_an_operator_may_switch_grammars_off(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        status, body, _ = await server.post("/generate", with_parameters(grammar={"type": "regex", "value": "a"}))
+        assert (status, body["error"]) == (422, "Input validation error: grammar is not supported")
+        assert (await server.post("/generate", HELLO))[0] == 200
+
+    serve(tokenizer, test, settings={"disable_grammar_support": True})
+
+
+def test_the_body_alone_says_whether_to_stream(tokenizer: Tokenizer) -> None:
+    """Clients send `Accept: */*`, and a bearer token whether or not there is a key."""
+
+    async def test(server: Server) -> None:
+        for accept in ("*/*", "text/event-stream", "application/json"):
+            headers = {"Accept": accept, "Authorization": "Bearer ", "Content-Type": "text/plain"}
+            assert (await server.post("/", HELLO, headers=headers))[1] == [{"generated_text": "hiHello you"}]
+            async with server.client.post("/", json={**HELLO, "stream": True}, headers={"Accept": accept}) as response:
+                assert response.headers["Content-Type"] == "text/event-stream"
+                data = await response.read()
+            assert b"[DONE]" not in data
+
+    serve(tokenizer, test)
+
+
+def test_vllms_way_there_and_back(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        _, found, _ = await server.post("/tokenize", {"prompt": "hé", "return_token_strs": True})
+        assert found["token_strs"][:2] == ["<s>", "h"]
+        assert (await server.post("/detokenize", {"model": "m", "tokens": found["tokens"]}))[1] == {"prompt": "<s>hé"}
+        for tokens in (["a"], [-1], [2**32], "a", None):
+            status, body, _ = await server.post("/detokenize", {"tokens": tokens})
+            assert (status, "tokens" in body["error"]) == (422, True)
+        assert (await server.post("/detokenize", {"tokens": []}))[1] == {"prompt": ""}
+
+    serve(tokenizer, test)
+
+
+SMUGGLED = [
+    b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nabcde",
+    b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
+    b"POST /generate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n\r\n",
+    b"POST /generate HTTP/1.1\r\nHost: x\r\nA: b\r\n c\r\n\r\n",
+    b"POST /generate HTTP/1.1\r\nHost: x\r\nA: b\x00c\r\n\r\n",
+    b"GET /health HTTP/9.9\r\nHost: x\r\n\r\n",
+    b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nHost: x\r\nA: " + b"a" * 100_000 + b"\r\n\r\n",
+    b"nonsense\r\n\r\n",
+]
+
+
+@pytest.mark.parametrize("sent", SMUGGLED)
+def test_what_is_no_http_is_a_400_and_the_end_of_its_connection(tokenizer: Tokenizer, sent: bytes) -> None:
+    async def test(server: Server) -> None:
+        url = server.client._base_url
+        assert url is not None
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        writer.write(sent)
+        with contextlib.suppress(ConnectionError):  # closed before all was sent
+            answer = await reader.read()
+            assert answer.startswith(b"HTTP/1.1 400 ") or answer.startswith(b"HTTP/1.0 400 ")
+            assert answer.count(b"HTTP/1.") == 1
+        writer.close()
+        assert (await server.post("/generate", HELLO))[:2] == (200, {"generated_text": "Hello you"})
+
+    serve(tokenizer, test)
+
+
+def test_where_no_token_ends_a_text_its_grammar_may_end_it_anywhere() -> None:
+    tokens = [Token(id, text, text, -1.0, False) for id, text in ((5, "a"), (6, "b"))]
+    finish = Finish("eos_token", "ab", "", 2, 0.0, 0.0)
+
+    async def items() -> AsyncGenerator[Item, None]:
+        for item in (*tokens, finish):
+            yield item
+
+    async def ends() -> list[tuple[Token, Finish | None]]:
+        request = Request(prompt=(1,), max_new_tokens=9, grammar=Grammar("regex", "ab"))
+        return [pair async for pair in stream.last_with_finish(items(), request)]
+
+    assert asyncio.run(ends()) == [(tokens[0], None), (tokens[1], finish)]

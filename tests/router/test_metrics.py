@@ -3,7 +3,7 @@
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.proto import shard_pb2
-from penstock.router.metrics import SECONDS, Intervals, Metrics
+from penstock.router.metrics import HISTOGRAMS, SECONDS, VLLM, Intervals, Metrics
 from penstock.router.request import Finish, Request
 from penstock.router.scheduler import Decode, Filter, Prefill
 
@@ -33,7 +33,7 @@ def test_a_request_is_counted_from_arrival_to_its_end() -> None:
         metrics.arrived()
     metrics.first_token(0.1)
     finish = Finish("length", "text", "", 5, queue_seconds=0.5, inference_seconds=1.0)
-    metrics.done(Request(prompt=(1, 2, 3), max_new_tokens=9, choices=2), finish, 8)
+    metrics.done(Request(prompt=(1, 2, 3), max_new_tokens=9, choices=2), finish, 8, 0.25)
     metrics.failed("dropped")
     metrics.failed("overloaded")
     metrics.failed("validation")
@@ -52,6 +52,9 @@ def test_a_request_is_counted_from_arrival_to_its_end() -> None:
     assert values["tgi_request_input_length_sum"] == 3
     assert values["tgi_request_max_new_tokens_sum"] == 9
     assert values["penstock_time_to_first_token_seconds_count"] == 1
+    assert values["penstock_prefill_seconds_sum"] == 0.25
+    assert values["penstock_decode_seconds_sum"] == 0.75
+    assert values['penstock_finished_requests_total{reason="length"}'] == 1
 
 
 def test_steps_are_counted_by_method() -> None:
@@ -107,3 +110,81 @@ def test_tokens_and_their_intervals() -> None:
     assert values["penstock_generated_tokens_total"] == 3
     assert values["penstock_inter_token_latency_seconds_count"] == 2
     assert values['penstock_inter_token_latency_seconds_bucket{le="+Inf"}'] == 2
+
+
+# TGI 3.3's, as its router describes and records them
+OF_TGI = {
+    "counter": "tgi_request_count tgi_request_success tgi_request_failure tgi_batch_inference_count tgi_batch_inference_success "
+    "tgi_batch_inference_failure tgi_batch_concat",
+    "gauge": "tgi_queue_size tgi_batch_current_size tgi_batch_current_max_tokens tgi_batch_max_total_tokens",
+    "histogram": "tgi_request_duration tgi_request_validation_duration tgi_request_queue_duration tgi_request_inference_duration "
+    "tgi_request_mean_time_per_token_duration tgi_request_generated_tokens tgi_request_input_length tgi_request_max_new_tokens "
+    "tgi_request_skipped_tokens tgi_batch_next_size tgi_batch_inference_duration tgi_batch_forward_duration "
+    "tgi_batch_decode_duration tgi_batch_filter_duration tgi_batch_concat_duration",
+}
+
+
+def test_all_of_tgis_are_there() -> None:
+    lines = Metrics().render().decode().splitlines()
+    types = dict(line.split()[2:] for line in lines if line.startswith("# TYPE tgi_"))
+    assert types == {name: kind for kind, names in OF_TGI.items() for name in names.split()}
+    assert all(name.endswith("duration") == (HISTOGRAMS[name][2] == SECONDS) for name in OF_TGI["histogram"].split())
+
+
+def test_what_joins_and_what_leaves_is_counted() -> None:
+    metrics = Metrics()
+    metrics.step(Prefill(1, (1, 2), ((1, 7),), 16, decode=True), 0.5, shard_pb2.StepReply(seconds=0.125, decode_tokens=3))
+    metrics.step(Prefill(1, (3,), ((3, 7),), 16, decode=False), 0.5, shard_pb2.StepReply(seconds=0.125))
+    metrics.step(Prefill(1, (), ((3, 7),), 16, decode=True), 0.5, shard_pb2.StepReply(seconds=0.125, decode_tokens=3))
+    metrics.step(Filter((1,)), 0.25, None)
+    metrics.validated(0.75)
+    values = samples(metrics)
+    assert (values["tgi_batch_next_size_count"], values["tgi_batch_next_size_sum"]) == (2, 3)
+    assert values['tgi_batch_concat{reason="chunking"}'] == values['tgi_batch_concat_duration_count{method="decode"}'] == 1
+    assert values['tgi_batch_decode_duration_sum{method="prefill"}'] == 3 * 0.375
+    assert values['tgi_batch_filter_duration_sum{method="decode"}'] == 0.25
+    assert values["tgi_request_validation_duration_sum"] == 0.75
+
+
+# What is read by the Gateway API's endpoint picker, by autoscalers and by vLLM's own dashboards.
+OF_VLLM = {
+    "gauge": "num_requests_running num_requests_waiting kv_cache_usage_perc cache_config_info",
+    "counter": "num_preemptions prompt_tokens generation_tokens prefix_cache_hits prefix_cache_queries request_success",
+    "histogram": "time_to_first_token_seconds inter_token_latency_seconds request_time_per_output_token_seconds "
+    "e2e_request_latency_seconds request_queue_time_seconds request_inference_time_seconds request_prefill_time_seconds "
+    "request_decode_time_seconds request_prompt_tokens request_generation_tokens request_params_max_tokens request_params_n",
+}
+
+
+def test_vllms_names_are_there_with_its_labels() -> None:
+    text = Metrics("some/model").render().decode()
+    families = {family.name: family for family in text_string_to_metric_families(text) if family.name.startswith("vllm:")}
+    assert {name: family.type for name, family in families.items()} == {
+        f"vllm:{name}": kind for kind, names in OF_VLLM.items() for name in names.split()
+    }
+    assert VLLM.keys() <= families.keys()
+    assert {sample.labels["model_name"] for family in families.values() for sample in family.samples} == {"some/model"}
+
+
+def test_what_vllms_names_show_is_what_ours_do() -> None:
+    metrics = Metrics("m")
+    for name, value in (("penstock_running", 3), ("penstock_pages_total", 8), ("penstock_pages_held", 2)):
+        metrics.watch(name, lambda value=value: value)
+    metrics.watch("tgi_batch_max_total_tokens", lambda: 128)
+    metrics.done(Request(prompt=(1, 2, 3), max_new_tokens=9), Finish("stop_sequence", "", "", 5, 0.5, 1.0), 5, 0.25)
+    metrics.failed("dropped")
+    metrics.failed("generation")
+    metrics.tokens(3, [0.5])
+    metrics.step(Prefill(1, (1,), ((1, 7),), 16, decode=False), 0.5, shard_pb2.StepReply(prompt_tokens=10, cached_tokens=90))
+    values = samples(metrics)
+    labels = 'engine="0",model_name="m"'
+    assert values[f"vllm:num_requests_running{{{labels}}}"] == 3
+    assert values[f"vllm:kv_cache_usage_perc{{{labels}}}"] == values["penstock_kv_cache_usage_ratio"] == 0.25
+    assert values[f"vllm:generation_tokens_total{{{labels}}}"] == 3
+    assert values[f"vllm:prefix_cache_queries_total{{{labels}}}"] == 100
+    assert values[f"vllm:prefix_cache_hits_total{{{labels}}}"] == 90
+    assert values[f"vllm:inter_token_latency_seconds_count{{{labels}}}"] == 1
+    assert values[f"vllm:request_decode_time_seconds_sum{{{labels}}}"] == 0.75
+    assert values['vllm:cache_config_info{block_size="16",engine="0",model_name="m",num_gpu_blocks="8"}'] == 1
+    for reason, count in (("stop", 1), ("length", 0), ("abort", 1), ("error", 1)):
+        assert values[f'vllm:request_success_total{{engine="0",finished_reason="{reason}",model_name="m"}}'] == count

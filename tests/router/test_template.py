@@ -1,42 +1,118 @@
-"""Continuing a message that a client has begun: where the prompt ends, compared with transformers."""
+"""Chat templates as families of models have them, compared with transformers: every feature that they use, not their words."""
+
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from penstock.router.request import Refused
-from penstock.router.template import ChatTemplate
+from penstock.router.template import Chat, ChatTemplate, choose
 
-CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-LLAMA3 = (
-    "{{ bos_token }}{% for message in messages %}{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' "
-    "+ message['content'] | trim + '<|eot_id|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
-)
+# chatml, llama3, gemma, phi, zephyr: the plain ones. deepseek: begins the reasoning. gemma3: content as text or in parts.
+# llama31: tojson with an indent, strftime_now, variables with defaults. qwen25: a message's neighbours, tools' answers in one turn.
+# qwen3: namespaces, messages backwards, reasoning. mistral: turns that are checked, ids of nine letters, selectattr.
+# mixed: break and continue, generation marks, macros, filters, spaces that blocks leave.
+TEMPLATES = {path.stem: path.read_text(encoding="utf-8") for path in Path(__file__).with_name("templates").glob("*.jinja")}
+CHATML, LLAMA3, GEMMA3, QWEN25 = (TEMPLATES[name] for name in ("chatml", "llama3", "gemma3", "qwen25"))
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+
+SYSTEM = {"role": "system", "content": " Be brief. "}
 QUESTION = {"role": "user", "content": "What <|is> e?"}
+ANSWER = {"role": "assistant", "content": " 2.718\n", "reasoning_content": "Euler"}
+THOUGHT = {"role": "assistant", "content": "<think>\nHm\n</think>\n\nYes"}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"id": "abcdefghi", "type": "function", "function": {"name": "sun", "arguments": {"city": "Zürich <"}}}],
+}
+FOUND = {"role": "tool", "content": "21 °C", "tool_call_id": "abcdefghi", "name": "sun"}
+CHATS: list[list[dict[str, Any]]] = [
+    [QUESTION],
+    [SYSTEM, QUESTION],
+    [QUESTION, ANSWER, QUESTION],
+    [SYSTEM, QUESTION, THOUGHT, QUESTION, THOUGHT],
+    [QUESTION, CALL, FOUND, ANSWER, QUESTION],
+    [QUESTION, CALL, FOUND, FOUND],
+    [QUESTION, QUESTION],
+    [{"role": "nobody", "content": "x"}],
+    [{"role": "user", "content": [{"type": "text", "text": "a "}, {"type": "text", "text": " b"}]}],
+]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "sun",
+            "description": "Is it <sunny>?",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    }
+]
 BEGUN = ["Well,", "Well, ", " Well,\n", "<", "e", "|", "assistant", "\n\nSo:\n", "What <|is> e?"]
 
 
+def rendered_by_transformers(source: str, chat: Chat) -> str:
+    """Raises whatever it raises."""
+    reference = pytest.importorskip("transformers.utils.chat_template_utils")
+    [text], _ = reference.render_jinja_template(
+        [chat.messages],
+        tools=chat.tools,
+        documents=chat.documents,
+        chat_template=source,
+        add_generation_prompt=chat.add_generation_prompt,
+        continue_final_message=chat.continue_final_message,
+        **SPECIAL,
+        **chat.variables,
+    )
+    return str(text)
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+def test_it_renders_what_transformers_renders(name: str) -> None:
+    template = ChatTemplate(TEMPLATES[name], SPECIAL)
+    same = 0  # the rest is refused by both
+    for messages in CHATS:
+        for tools in (None, TOOLS):
+            for asked in ({}, {"enable_thinking": False}, {"date_string": "today", "custom_tools": None}):
+                for prompted in (True, False):
+                    chat = Chat(messages=messages, tools=tools, variables=asked, add_generation_prompt=prompted)
+                    if isinstance(messages[0]["content"], list) and not template.takes_parts:
+                        continue  # transformers would let the template fail, or write the list
+                    try:
+                        expected = rendered_by_transformers(TEMPLATES[name], chat)
+                    except Exception:
+                        with pytest.raises(Refused):
+                            template.render(chat)
+                        continue
+                    assert template.render(chat) == expected
+                    same += 1
+    assert same >= 20
+
+
 def continued(source: str, content: str | None) -> str:
-    template = ChatTemplate(source, {"bos_token": "<s>"})
     messages = [QUESTION, {"role": "assistant", "content": content}]
-    return template.render(messages, None, add_generation_prompt=False, continue_final_message=True)
+    return ChatTemplate(source, SPECIAL).render(Chat(messages=messages, continue_final_message=True))
 
 
-@pytest.mark.parametrize("source", [CHATML, LLAMA3])
+@pytest.mark.parametrize("source", [CHATML, LLAMA3, GEMMA3, QWEN25])
 @pytest.mark.parametrize("content", BEGUN)
 def test_it_ends_where_transformers_ends_it(source: str, content: str) -> None:
-    reference = pytest.importorskip("transformers.utils.chat_template_utils")
     messages = [QUESTION, {"role": "assistant", "content": content}]
-    [expected], _ = reference.render_jinja_template([messages], chat_template=source, continue_final_message=True, bos_token="<s>")
-    assert continued(source, content) == expected
+    chat = Chat(messages=messages, continue_final_message=True, add_generation_prompt=False)
+    assert continued(source, content) == rendered_by_transformers(source, chat)
+
+
+def test_a_message_in_parts_is_continued_behind_its_last_text() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b c "}]
+    chat = Chat(messages=[QUESTION, {"role": "assistant", "content": parts}], continue_final_message=True)
+    assert ChatTemplate(GEMMA3, SPECIAL).render(chat).endswith("assistant\nab c")
+    assert ChatTemplate(CHATML, SPECIAL).render(chat).endswith("assistant\nab c ")
+    assert parts[1]["text"] == "b c "
 
 
 @pytest.mark.parametrize("source", [CHATML, LLAMA3])
 def test_an_empty_message_is_an_answer_that_begins(source: str) -> None:
-    template = ChatTemplate(source, {"bos_token": "<s>"})
-    expected = template.render([QUESTION], None, add_generation_prompt=True, continue_final_message=False)
+    expected = ChatTemplate(source, SPECIAL).render(Chat(messages=[QUESTION]))
     assert continued(source, "") == expected
     assert continued(source, " ") in (expected, expected + " ")  # the template may keep a space, or strip it; nothing else
 
@@ -47,3 +123,68 @@ def test_what_cannot_be_continued_is_refused() -> None:
     for source in ("{{ messages[0].content }}", "{{ messages[-1].content | replace('ell', 'ill') }}"):
         with pytest.raises(Refused, match="the chat template changes the last message"):
             continued(source, "Well,")
+
+
+PARTS = "{% for m in messages %}{% for part in m['content'] %}{{ part.text | upper }};{% endfor %}{% endfor %}"
+
+
+def test_content_comes_as_the_template_reads_it() -> None:
+    text = [{"role": "user", "content": "ab"}]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    assert [ChatTemplate(PARTS, {}).render(Chat(messages=messages)) for messages in (text, parts)] == ["AB;", "A;B;"]
+    strings = ChatTemplate("{{ messages[0].content | upper }}", {})
+    assert [strings.render(Chat(messages=messages)) for messages in (text, parts)] == ["AB", "AB"]
+    picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+    with pytest.raises(Refused, match=r"'image_url'.*only text"):
+        strings.render(Chat(messages=picture))
+
+
+def test_variables_of_a_request_do_not_replace_the_chat() -> None:
+    template = ChatTemplate("{{ messages[0].content }} {{ bos_token }} {{ enable_thinking }} {{ documents[0].text }}", SPECIAL)
+    chat = Chat(
+        messages=[QUESTION],
+        documents=[{"title": "t", "text": "doc"}],
+        variables={"enable_thinking": False, "bos_token": "<b>", "messages": []},
+    )
+    assert template.render(chat) == "What <|is> e? <b> False doc"
+
+
+def test_which_of_several_templates_is_used() -> None:
+    named = {"default": "d", "tool_use": "t", "rag": "r"}
+    documents = [{"text": ""}]
+    assert choose(named, Chat(messages=[QUESTION])) == "d"
+    assert choose(named, Chat(messages=[QUESTION], tools=[])) == "d"
+    assert choose(named, Chat(messages=[QUESTION], tools=TOOLS)) == "t"
+    assert choose(named, Chat(messages=[QUESTION], documents=documents)) == "r"
+    assert choose(named, Chat(messages=[QUESTION], tools=TOOLS, documents=documents)) == "t"
+    assert choose({"default": "d"}, Chat(messages=[QUESTION], tools=TOOLS, documents=documents)) == "d"
+    assert choose({"other": "o"}, Chat(messages=[QUESTION])) is None
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{% for %}", "the chat template is no template"),
+        ("{{ messages | nothing }}", "the chat template is no template"),
+        ("{{" + "(" * 5000, "the chat template is no template"),
+        ("x" * 600_000, "has 600000 characters"),
+        ("{{ raise_exception('no, <b>') }}", "refuses the messages: no, <b>"),
+        ("{% for i in range(10 ** 9) %}x{% endfor %}", "Range too big"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{% set ns = namespace(__class__=1) %}", "must not set"),
+        ("{% set ns = namespace() %}{% set ns._x = 1 %}", "must not set"),
+        ("{{ messages.append(1) }}", "unsafe|not safely"),
+        (
+            "{% for m in messages %}{% for i in range(90000) %}{{ m.content * 200 }}{% endfor %}{% endfor %}",
+            "writes more than 16000000",
+        ),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+    ],
+)
+def test_what_a_template_may_not_do(source: str, message: str) -> None:
+    with pytest.raises(Refused, match=re.compile(message, re.IGNORECASE)):
+        ChatTemplate(source, {}).render(Chat(messages=[QUESTION]))
+
+
+def test_constants_are_not_computed_before_there_are_limits() -> None:
+    ChatTemplate("{{ 'a' * 10 ** 12 }}{{ 10 ** 10 ** 10 }}", {})

@@ -1,5 +1,6 @@
 """Text as it streams: equal to what `decode` makes of the whole, whatever the tokens, cut where a stop string ends it."""
 
+import asyncio
 import json
 import random
 import threading
@@ -11,8 +12,11 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
+from penstock.router.config import RouterConfig
 from penstock.router.request import Refused
-from penstock.router.text import LONG_TEXT, Tokenizer, Unusable
+from penstock.router.template import Chat
+from penstock.router.text import LONG_TEXT, PROBE, Tokenizer, Unusable
+from penstock.router.validation import Validator
 
 CORPUS = ["the cat sat on the mat and the dog sat too", "naïve café 你好世界 你 好", "👩‍👧‍👦 👍🏽 e\u0301 नमस्ते ", "a\n\n  b\tc"]
 TEXTS = [
@@ -63,7 +67,17 @@ def metaspace() -> tokenizers.Tokenizer:
     return tokenizer
 
 
-KINDS = {"byte-level": byte_level, "byte-fallback": byte_fallback, "metaspace": metaspace}
+def wordpiece() -> tokenizers.Tokenizer:
+    """As in BERT: what begins with ## continues a word, and all else comes after a space, but commas and their like."""
+    tokenizer = tokenizers.Tokenizer(models.WordPiece(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=SPECIAL, show_progress=False)
+    tokenizer.train_from_iterator([*CORPUS, PROBE, "isn't, is it?"], trainer)
+    return tokenizer
+
+
+KINDS = {"byte-level": byte_level, "byte-fallback": byte_fallback, "metaspace": metaspace, "wordpiece": wordpiece}
 
 
 def save(folder: Path, tokenizer: tokenizers.Tokenizer, **settings: object) -> Tokenizer:
@@ -161,7 +175,7 @@ def test_a_character_never_comes_in_parts(tokenizer: Tokenizer) -> None:
         stream = tokenizer.stream([], ())
         pieces = [stream.push(id) for id in ids]
         assert all("\ufffd" not in piece.text for piece in pieces)
-        assert all(piece.text == piece.delta for piece in pieces if piece.text not in SPECIAL)
+        assert all(piece.text == piece.delta for piece in pieces if piece.text.strip() not in SPECIAL)
 
 
 def test_a_character_that_the_prompt_begins_is_completed(tmp_path: Path) -> None:
@@ -175,10 +189,10 @@ def test_special_tokens_are_written_out_but_are_no_text(tokenizer: Tokenizer) ->
     (end,) = tokenizer.eos_ids
     stream = tokenizer.stream(tokenizer.encode("a"))
     piece = stream.push(end)
-    assert (piece.text, piece.delta) == ("</s>", "")
+    assert (piece.text.strip(), piece.delta) == ("</s>", "")  # WordPiece puts a space before every word
     assert tokenizer.is_special(end)
     shown = tokenizer.stream(tokenizer.encode("a"), skip_special_tokens=False).push(end)
-    assert (shown.text, shown.delta) == ("</s>", "</s>")
+    assert (shown.text.strip(), shown.delta.strip()) == ("</s>", "</s>")
 
 
 def test_an_id_without_a_token_is_no_text(tokenizer: Tokenizer) -> None:
@@ -294,6 +308,14 @@ def test_end_tokens_come_from_all_files(tmp_path: Path) -> None:
     assert save(tmp_path, byte_level()).eos_ids == (0, 1)
 
 
+def test_a_decoder_whose_tokens_are_no_fixed_texts_is_refused(tmp_path: Path) -> None:
+    """One that writes repeated tokens once: what was streamed would have to be taken back."""
+    tokenizer = byte_fallback()
+    tokenizer.decoder = decoders.CTC(pad_token="<s>")
+    with pytest.raises(Unusable, match="decoder is of an unknown kind"):
+        save(tmp_path, tokenizer)
+
+
 def test_a_folder_without_a_tokenizer_is_told_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(Unusable, match=r"tokenizer\.json does not exist.*save_pretrained"):
         Tokenizer(tmp_path)
@@ -323,7 +345,7 @@ def test_a_chat_is_rendered_as_transformers_renders_it(tmp_path: Path) -> None:
     assert tokenizer.render_chat(begun, continue_final_message=True) == "<s>[user]hi <b>\n[assistant]well,"
 
 
-@pytest.mark.parametrize("place", ["string", "named", "jinja", "json"])
+@pytest.mark.parametrize("place", ["string", "named", "mapped", "jinja", "json"])
 def test_a_template_is_found_wherever_it_is_kept(tmp_path: Path, place: str) -> None:
     source = "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m | tojson }}{% endfor %}"
     settings: dict[str, object] = {}
@@ -332,12 +354,95 @@ def test_a_template_is_found_wherever_it_is_kept(tmp_path: Path, place: str) -> 
             settings = {"chat_template": source}
         case "named":
             settings = {"chat_template": [{"name": "tools", "template": "x"}, {"name": "default", "template": source}]}
+        case "mapped":
+            settings = {"chat_template": {"default": source}}
         case "jinja":
             (tmp_path / "chat_template.jinja").write_text(source, encoding="utf-8")
         case "json":
             (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": source}), encoding="utf-8")
     tokenizer = save(tmp_path, byte_level(), **settings)
     assert tokenizer.render_chat(MESSAGES * 2) == '{"role": "user", "content": "hi <b> "}'
+
+
+def prompted(tokenizer: Tokenizer, template: str | None = None, **chat: object) -> str:
+    return asyncio.run(tokenizer.chat_prompt(Chat(messages=MESSAGES, **chat), template))  # type: ignore[arg-type]
+
+
+def test_named_templates(tmp_path: Path) -> None:
+    (tmp_path / "chat_templates").mkdir()
+    (tmp_path / "chat_templates" / "tool_use.jinja").write_text("tools", encoding="utf-8")
+    (tmp_path / "chat_templates" / "short.jinja").write_text("short", encoding="utf-8")
+    named = [
+        {"name": "tool_use", "template": "old"},
+        {"name": "rag", "template": "rag"},
+        {"name": "default", "template": "default"},
+    ]
+    tokenizer = save(tmp_path, byte_level(), chat_template=named)
+    assert prompted(tokenizer) == "default"
+    assert prompted(tokenizer, tools=[{}]) == "tools"
+    assert prompted(tokenizer, documents=[{}]) == "rag"
+    assert prompted(tokenizer, "short", tools=[{}]) == "short"
+
+
+def test_templates_of_clients_need_the_operators_leave(tmp_path: Path) -> None:
+    tokenizer = save(tmp_path, byte_level(), chat_template="own")
+    with pytest.raises(Refused, match=r'the model\'s own are "default".*--trust-request-chat-template'):
+        prompted(tokenizer, "{{ 1 }}")
+    trusting = Tokenizer(tmp_path, trust_templates=True)
+    assert [prompted(trusting, template) for template in ("{{ 1 }}", "default", None)] == ["1", "own", "own"]
+
+
+def test_the_operators_template_counts(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jinja"
+    path.write_text("{{ messages[0].role }}: [TOOL_CALLS]", encoding="utf-8")
+    save(tmp_path, byte_level(), chat_template="<tool_call><think>")
+    assert Tokenizer(tmp_path).parsers == ("hermes", "deepseek_r1")
+    tokenizer = Tokenizer(tmp_path, str(path))
+    assert prompted(tokenizer) == "user: [TOOL_CALLS]"
+    assert tokenizer.parsers == ("mistral", None)
+    assert Tokenizer(tmp_path, str(path), parsers=("none", "granite")).parsers == (None, "granite")
+    with pytest.raises(Unusable, match="cannot be read"):
+        Tokenizer(tmp_path, str(tmp_path / "missing.jinja"))
+
+
+def test_a_broken_template_is_told_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(Unusable, match=r'"default" cannot be used.*--chat-template'):
+        save(tmp_path, byte_level(), chat_template="{% for %}")
+
+
+def test_tokens_that_are_shown_are_text(tmp_path: Path) -> None:
+    """For readers of calls, whose markers may be special tokens."""
+    tokenizer = save(tmp_path, byte_level())
+    ids = tokenizer.encode("a<｜end▁of｜>b</s>", add_special_tokens=False)
+    shown = tokenizer.added_id("<｜end▁of｜>")
+    assert shown is not None
+    assert tokenizer.added_id("<think>") is not None
+    assert tokenizer.added_id("a") is None
+    assert streamed(tokenizer, [], ids) == "ab"
+    assert streamed(tokenizer, [], ids, shown=(shown,)) == "a<｜end▁of｜>b"
+
+
+def test_a_long_prompt_does_not_hold_up_the_event_loop(tmp_path: Path) -> None:
+    """1 MB through the template and the tokenizer: nobody waits more than 50 ms. What is in our hands does so every time; what a
+    crowded machine does to a run does not."""
+    tokenizer = save(tmp_path, byte_level(), chat_template=TEMPLATE)
+    validator = Validator(RouterConfig(folder="", model=""), tokenizer)
+    chat = Chat(messages=[{"role": "user", "content": "the cat sat on the mat and " * 40_000}])
+
+    async def encoded() -> list[int]:
+        return await validator.encode(await tokenizer.chat_prompt(chat))
+
+    async def longest_wait() -> float:
+        await tokenizer.chat_prompt(Chat(messages=MESSAGES))
+        task = asyncio.create_task(encoded())
+        longest, last = 0.0, time.monotonic()
+        while not task.done():
+            await asyncio.sleep(0.001)
+            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+        assert len(task.result()) > 100_000
+        return longest
+
+    assert any(asyncio.run(longest_wait()) < 0.05 for _ in range(8))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,258 @@
+"""The `text-generation-launcher` command: text-generation-inference's flags and environment become those of `penstock serve`.
+
+What penstock has by the same name passes unchanged (`options.py`). Here is the rest: what has no effect and is told in a line each,
+what would change how a model computes and is refused with the remedy, and what only has another form.
+"""
+
+import argparse
+import importlib.metadata
+import os
+import re
+import sys
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from . import cli, machine, options
+from .console import Console
+from .mistake import Mistake
+from .options import flag
+
+PROGRAM = "text-generation-launcher"
+WIGGLE_ROOM = 0.9  # of the memory that --cuda-memory-fraction names, TGI uses this share, unless TGI_WIGGLE_ROOM says another
+
+# Names as in the environment, in lower case. Whatever penstock gets a flag for moves to `options.py`, which comes first.
+IGNORED = {
+    "validation_workers": "prompts are tokenized on as many threads as they need",
+    "trust_remote_code": "code that comes with a model is never run",
+    "prometheus_port": "the metrics are at /metrics on --port",
+    "disable_custom_kernels": "kernels are chosen by what the device can do",
+    "watermark_gamma": "requests that ask for a watermark are refused",
+    "watermark_delta": "requests that ask for a watermark are refused",
+    "ngrok_authtoken": "there is no tunnel",
+    "ngrok_edge": "there is no tunnel",
+    "usage_stats": "no usage statistics are sent, ever",
+    "disable_usage_stats": "no usage statistics are sent, ever",
+    "disable_crash_reports": "no crash reports are sent, ever",
+    "enable_prefill_logprobs": "a request's `decoder_input_details` is enough",
+}
+REFUSED = {
+    "quantize": "weights are computed as they are stored: leave it out, and name a model that is not quantized",
+    "speculate": "there is no speculation yet: leave it out; the answers are the same",
+    "weights_cache_override": "name the folder that holds config.json and the weights with --model-id",
+    "rope_scaling": "write rope_scaling into the config.json of a copy of the model, and name that folder with --model-id",
+    "rope_factor": "write rope_scaling into the config.json of a copy of the model, and name that folder with --model-id",
+    "tokenizer_config_path": "write its chat_template into a file of its own, and name that with --chat-template",
+    "lora_adapters": "merge an adapter into the weights (peft's merge_and_unload), and name that folder with --model-id",
+    "ngrok": "there is no tunnel: run `ngrok http PORT` beside the server",
+}
+SWITCHES = {
+    *("trust_remote_code", "disable_custom_kernels", "disable_usage_stats", "disable_crash_reports", "enable_prefill_logprobs"),
+    "ngrok",
+}
+NEUTRAL = {"speculate": ("0",), "lora_adapters": ("",), "rope_factor": ("1", "1.0")}  # values of refused flags that ask for nothing
+VARIABLES = {  # that TGI reads, and that are no flags
+    "ATTENTION": "attention is chosen by the device",
+    "USE_FLASH_ATTENTION": "attention is chosen by the device",
+    "COMPUTE_TYPE": "x-compute-type says penstock",
+    "MAX_IMAGE_FETCH_SIZE": "images are not supported",
+}
+ALIASES = {  # of the same in the images for SageMaker and Vertex AI, and of older versions
+    "HF_MODEL_ID": "MODEL_ID",
+    "HF_MODEL_REVISION": "REVISION",
+    "SM_NUM_GPUS": "NUM_SHARD",
+    "HF_MODEL_QUANTIZE": "QUANTIZE",
+    "HF_MODEL_TRUST_REMOTE_CODE": "TRUST_REMOTE_CODE",
+    "AIP_HTTP_PORT": "PORT",
+    "HF_API_TOKEN": "HF_TOKEN",
+}
+LEVELS = {"trace": "debug", "warn": "warning"}  # of LOG_LEVEL, where penstock calls them otherwise
+FALSE = ("n", "no", "f", "false", "off", "0")  # as TGI reads a switch from the environment; anything else is true
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """What `penstock serve` is told."""
+
+    arguments: list[str]
+    environment: dict[str, str]  # to be set beside what is there
+    remarks: list[str]  # for the operator, a line each
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command. Returns the exit code: 2 for what the operator can mend."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if {"-h", "--help"}.intersection(given):
+        _parser(everything=True).print_help()
+        return 0
+    if {"-V", "--version"}.intersection(given):
+        print(f"{PROGRAM} of penstock {importlib.metadata.version('penstock')}")
+        return 0
+    try:
+        return _serve(translate(given, os.environ), os.environ)
+    except Mistake as mistake:
+        print(f"{PROGRAM}: error: {mistake}", file=sys.stderr)
+        return 2
+
+
+def _serve(translation: Translation, environment: MutableMapping[str, str]) -> int:
+    environment.update(translation.environment)
+    switch = environment.get("JSON_OUTPUT", "false")
+    console = Console("--json-output" in translation.arguments or switch not in FALSE)
+    for remark in translation.remarks:
+        console.say(remark)
+    return cli.main(["serve", *translation.arguments])
+
+
+def translate(arguments: Sequence[str], environment: Mapping[str, str]) -> Translation:
+    """TGI's command line and environment in penstock's words. Raises Mistake for what can't be done."""
+    aliases = {name: environment[old] for old, name in ALIASES.items() if environment.get(old) and not environment.get(name)}
+    named = {**environment, **aliases}
+    values, rest = _parser().parse_known_args(arguments)
+    remarks = list(_remarks(values, named))
+    environment = {**aliases, **_switches(named)}
+    rest += _hostname(values, remarks)
+    rest += _memory(values, named)
+    rest += ["--cors-allow-origin", values.cors_allow_origin] if values.cors_allow_origin else []
+    rest += _collector(values, named, remarks)
+    rest += _log_level(rest, named)
+    rest += _policies(rest, named)
+    rest += _ranks(rest, named)
+    environment |= {"PREFIX_CACHING": "", "CUDA_MEMORY_FRACTION": ""}  # become flags, above
+    return Translation(rest, environment, remarks)
+
+
+def _remarks(values: argparse.Namespace, environment: Mapping[str, str]) -> "list[str]":
+    """A line for each thing without effect. Raises Mistake for the first that is refused."""
+    remarks: dict[str, None] = {}
+    for name in (*IGNORED, *REFUSED):
+        if name in options.FIELDS:
+            continue
+        text, source = getattr(values, name), flag(name)
+        if text is None:
+            text, source = environment.get(name.upper()), name.upper()
+        if not text or (name in SWITCHES and text.lower() in FALSE) or text in NEUTRAL.get(name, ()):
+            continue
+        if name in REFUSED:
+            shown = source if name in SWITCHES else f"{source}={text}"
+            raise Mistake(f"{shown} is text-generation-inference's, and penstock lacks it: {REFUSED[name]}")
+        remarks[f"{source} has no effect: {IGNORED[name]}"] = None
+    for name, reason in VARIABLES.items():
+        if environment.get(name) and name.lower() not in options.FIELDS:
+            remarks[f"{name} has no effect: {reason}"] = None
+    return list(remarks)
+
+
+def _switches(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables of penstock's switches, as it writes true and false."""
+    names = [name.upper() for name, field in options.FIELDS.items() if field.metadata["switch"] and field.metadata["environment"]]
+    return {name: str(environment[name].lower() not in FALSE).lower() for name in names if environment.get(name)}
+
+
+def _hostname(values: argparse.Namespace, remarks: list[str]) -> list[str]:
+    """TGI listens on all addresses when it is told a name."""
+    if values.hostname is None:
+        return []
+    try:
+        return ["--hostname", options.address(values.hostname)]
+    except ValueError:
+        remarks.append(f"--hostname {values.hostname} is no IP address: listening on 0.0.0.0")
+        return ["--hostname", "0.0.0.0"]
+
+
+def _memory(values: argparse.Namespace, environment: Mapping[str, str]) -> list[str]:
+    """--cuda-memory-fraction, less what TGI leaves unused of it."""
+    given = values.cuda_memory_fraction or environment.get("CUDA_MEMORY_FRACTION")
+    room = environment.get("TGI_WIGGLE_ROOM")
+    if not given and not room:
+        return []
+    try:
+        return ["--cuda-memory-fraction", f"{options.fraction(given or '1') * options.fraction(room or str(WIGGLE_ROOM)):g}"]
+    except ValueError as error:
+        raise Mistake(f"--cuda-memory-fraction {given or 1} and TGI_WIGGLE_ROOM {room or WIGGLE_ROOM}: {error}") from None
+
+
+def _collector(values: argparse.Namespace, environment: Mapping[str, str], remarks: list[str]) -> list[str]:
+    """--otlp-endpoint: TGI speaks gRPC, which collectors hear at port 4317; HTTP they hear at 4318."""
+    given = values.otlp_endpoint or environment.get("OTLP_ENDPOINT", "")
+    endpoint = re.sub(r":4317/?$", ":4318", given)
+    if endpoint != given:
+        remarks.append(f"traces go over OTLP/HTTP: to {endpoint} instead of {given}")
+    return ["--otlp-endpoint", endpoint] if endpoint else []
+
+
+def _log_level(rest: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """LOG_LEVEL, which may name levels of modules, too: "info,text_generation_router=debug"."""
+    named = [part.strip().lower() for part in environment.get("LOG_LEVEL", "").split(",") if "=" not in part]
+    found = [LEVELS.get(level, level) for level in named]
+    if not found or found[0] not in options.FIELDS["log_level"].metadata["choices"] or _given("log_level", rest, {}):
+        return []
+    return ["--log-level", found[0]]
+
+
+def _policies(rest: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """PREFIX_CACHING and PREFILL_CHUNKING, which in TGI are variables only."""
+    found = []
+    caching = environment.get("PREFIX_CACHING", "")
+    if caching and not _given("prefix_caching", rest, {}):
+        found += ["--prefix-caching", "off" if caching.lower() in FALSE else "on"]
+    chunking = environment.get("PREFILL_CHUNKING", "")
+    if chunking.lower() in FALSE and not _given("prefill_policy", rest, environment):
+        found += ["--prefill-policy", "pause"]
+    return found
+
+
+def _ranks(rest: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """All GPUs that the environment shows, if nobody says how many."""
+    if any(_given(name, rest, environment) for name in ("num_shard", "sharded", "device")):
+        return []
+    shown = environment.get("CUDA_VISIBLE_DEVICES") or environment.get("NVIDIA_VISIBLE_DEVICES")
+    return ["--sharded", "true"] if shown and len(machine.inspect().gpu_memory) > 1 else []
+
+
+def _given(name: str, arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
+    return bool(environment.get(name.upper())) or any(text.partition("=")[0] == flag(name) for text in arguments)
+
+
+class Joined(argparse.Action):
+    """A flag that may be repeated: its values with commas between them."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        before = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, f"{before},{values}" if before else values)
+
+
+def _parser(everything: bool = False) -> argparse.ArgumentParser:
+    """Of the flags that are not passed on as they are; for the help, of all."""
+    parser = options.Parser(
+        prog=PROGRAM,
+        usage=f"{PROGRAM} [FLAG ...]",
+        description="Serves a model as `penstock serve` does, told with text-generation-inference's flags and variables.",
+        epilog=cli.ENVIRONMENT,
+        formatter_class=options.Formatter,
+        add_help=everything,
+        allow_abbrev=False,
+    )
+    if everything:
+        options.add(parser)
+        ignored = parser.add_argument_group("text-generation-inference's, accepted without effect")
+        refused = parser.add_argument_group("text-generation-inference's, refused")
+    else:
+        ignored = refused = parser.add_argument_group()
+        parser.add_argument("--hostname")
+        parser.add_argument("--cuda-memory-fraction")
+        parser.add_argument("--otlp-endpoint")
+        parser.add_argument("--cors-allow-origin", action=Joined)
+    for name, why in (IGNORED | REFUSED).items():
+        group = refused if name in REFUSED else ignored
+        if name in SWITCHES and name not in options.FIELDS:
+            group.add_argument(flag(name), dest=name, action="store_const", const="true", help=why)
+        elif name not in options.FIELDS:
+            group.add_argument(flag(name), dest=name, metavar="VALUE", help=why)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""What operators see of an HTTP request: its id, one line of the log when it ends, its trace. Knows numbers, never a text.
+
+Nothing here runs per token.
+"""
+
+import logging
+import re
+import secrets
+from collections.abc import Callable, Set
+from time import monotonic
+from typing import Any
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from ..record import Record, Run, current
+from ..tracing import Tracing
+
+REQUEST_ID = "X-Request-ID"
+ECHOED = ("X-Correlation-ID", "X-Session-Affinity")  # by which load generators and proxies know what belongs together
+SAYABLE = re.compile(r"[\x21-\x7e]{1,256}")  # in a header and in a line of a log
+GONE = 499  # in the log, where a client left before there was a status; nginx's number
+
+logger = logging.getLogger(__name__)
+
+
+def observed(tracing: Tracing | None, silent: Set[str]) -> Middleware:
+    """The outermost: opens the record of each request, and tells when it has ended. silent: paths of which nobody is told."""
+
+    @web.middleware
+    async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
+        record = Record(_sayable(request.headers.get(REQUEST_ID, "")) or f"req-{secrets.token_hex(12)}")
+        # Never reset: headers are made when nothing here runs any more, and each request has a context of its own.
+        current.set(record)
+        told = request.path not in silent
+        span = tracing.begin(request.headers, record) if tracing is not None and told and request.method == "POST" else None
+        status = GONE
+        try:
+            response = await handler(request)
+            status = response.status
+            return response
+        except Exception:
+            status = 500
+            raise
+        finally:
+            if told:
+                _tell(request, record, status)
+            if tracing is not None and span is not None:
+                tracing.end(span, record, _route(request), status)
+
+    return observe
+
+
+async def add_headers(http: web.Request, response: web.StreamResponse) -> None:
+    """To every response: the id, so that a client, a proxy and a log can speak of the same request."""
+    record = current.get()
+    if record is not None:  # else HTTP itself was wrong
+        record.begun = True
+        response.headers[REQUEST_ID] = record.id
+    for name in ECHOED:
+        if _sayable(value := http.headers.get(name, "")):
+            response.headers[name] = value
+    response.headers["X-Content-Type-Options"] = "nosniff"
+    response.headers["Server"] = "penstock"  # no versions of libraries
+
+
+def _sayable(text: str) -> str:
+    return text if SAYABLE.fullmatch(text) else ""
+
+
+def _route(http: web.Request) -> str:
+    """As it was registered: the path that a client invented may be anything."""
+    resource = http.match_info.route.resource
+    return "unknown route" if resource is None else resource.canonical
+
+
+def _tell(http: web.Request, record: Record, status: int) -> None:
+    level = logging.WARNING if status >= 500 and status != 503 else logging.INFO
+    if not logger.isEnabledFor(level):
+        return
+    values = _values(http, record, status)
+    logger.log(level, "%s", _sentence(values), extra={"values": values})
+
+
+def _values(http: web.Request, record: Record, status: int) -> dict[str, Any]:
+    runs = record.runs
+    values: dict[str, Any] = {
+        "request_id": record.id,
+        "trace": record.trace,
+        "method": http.method,
+        "path": _route(http),
+        "status": status,
+        "seconds": _rounded(monotonic() - record.arrived),
+        "error": record.error or next((run.failure for run in runs if run.failure), "") or ("dropped" if status == GONE else ""),
+    }
+    if runs:
+        values |= {
+            "prompt_tokens": sum(len(run.request.prompt) for run in runs),
+            "cached_tokens": sum(run.cached_tokens for run in runs),
+            "generated_tokens": sum(run.generated for run in runs),
+            "queue_seconds": _longest(runs, lambda run: run.started - run.arrived if run.started else run.ended - run.arrived),
+            "first_token_seconds": _longest(runs, lambda run: run.first - run.arrived if run.first else 0.0),
+            "inference_seconds": _longest(runs, lambda run: run.ended - run.started if run.started else 0.0),
+            "finish_reason": ",".join(dict.fromkeys(reason for run in runs for reason in run.reasons)),
+        }
+    return {name: value for name, value in values.items() if value != ""}
+
+
+def _sentence(values: dict[str, Any]) -> str:
+    """The same for people."""
+    words = [f"{values['method']} {values['path']} {values['status']} in {values['seconds']:g} s, {values['request_id']}"]
+    if "prompt_tokens" in values:
+        words.append(f"tokens: {values['prompt_tokens']} in ({values['cached_tokens']} cached), {values['generated_tokens']} out")
+        words.append(f"queued {values['queue_seconds']:g} s, computed {values['inference_seconds']:g} s")
+    words += [values[name] for name in ("finish_reason", "error") if name in values]
+    return "; ".join(words)
+
+
+def _longest(runs: list[Run], seconds: Callable[[Run], float]) -> float:
+    return _rounded(max(seconds(run) for run in runs))
+
+
+def _rounded(seconds: float) -> float:
+    return round(max(seconds, 0.0), 6)

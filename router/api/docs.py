@@ -1,0 +1,45 @@
+"""The API's description: `/openapi.json`, and `/docs`, a page that shows it and tries it out. It works offline."""
+
+from functools import cached_property
+from pathlib import Path
+
+import msgspec
+from aiohttp import web
+
+from ..config import RouterConfig
+from .page import HEADERS, KINDS
+
+FOLDER = Path(__file__).parent / "docs"
+INDEX = FOLDER / "index.html"
+FILES = {"/docs": INDEX} | {
+    f"/docs/{path.name}": path for path in sorted(FOLDER.iterdir()) if path.suffix in KINDS and path != INDEX
+}
+
+
+class Docs:
+    """The handlers."""
+
+    paths = FILES.keys()  # open to all, since no secret is in them; the description is asked a key for, as all that it describes
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
+
+    def routes(self) -> list[web.RouteDef]:
+        """All of them; HEAD comes along."""
+        return [web.get("/openapi.json", self.description), *(web.get(path, self.file) for path in FILES)]
+
+    async def description(self, http: web.Request) -> web.Response:
+        """GET /openapi.json."""
+        return web.Response(body=self._description, content_type="application/json")
+
+    async def file(self, http: web.Request) -> web.FileResponse:
+        """GET /docs."""
+        path = FILES[http.path]
+        return web.FileResponse(path, headers={**HEADERS, "Content-Type": KINDS[path.suffix]})
+
+    @cached_property
+    def _description(self) -> bytes:
+        """Made when it is asked for first: that takes a while, and most servers are never asked."""
+        from .openapi import document  # here, since its types take 40 ms, for which no start shall wait
+
+        return msgspec.json.encode(document(self._config))

@@ -1,0 +1,118 @@
+"""Routes whose bodies may be of TGI's or of OpenAI's kind: SageMaker's, Vertex AI's, and those that only tokenize.
+
+Knows which body is whose. What a body asks for and how it is answered is the affair of `tgi` and of `openai`.
+"""
+
+import msgspec
+from aiohttp import web
+
+from ..config import RouterConfig
+from ..request import Refused, Request
+from .body import json_response, read
+from .openai import OpenAI
+from .openai_bodies import UNSUPPORTED, ChatBody, naming, parameters, refuse_unsupported
+from .openai_chats import Chats
+from .ports import Batcher, limits_of
+from .stream import Clock, fold, headers_of
+from .tgi import Tgi
+from .tgi_shapes import GenerateBody
+
+
+class Kind(msgspec.Struct):
+    """By one of these fields a body is known."""
+
+    inputs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+class VertexBody(msgspec.Struct):
+    """Each instance is what /generate or a chat takes."""
+
+    instances: list[msgspec.Raw]
+
+
+class Either:
+    """The handlers."""
+
+    def __init__(self, config: RouterConfig, batcher: Batcher, chats: Chats, tgi: Tgi, openai: OpenAI) -> None:
+        self._config = config
+        self._batcher = batcher
+        self._chats = chats
+        self._tgi = tgi
+        self._openai = openai
+        self._kind = msgspec.json.Decoder(Kind)
+        self._vertex = msgspec.json.Decoder(VertexBody)
+        self._generate = msgspec.json.Decoder(GenerateBody)
+        self._chat = msgspec.json.Decoder(ChatBody)
+
+    async def invocations(self, http: web.Request) -> web.StreamResponse:
+        """POST /invocations: as /, a chat or a completion, whatever the body is of."""
+        kind = await read(http, self._kind, self._config.payload_limit)  # the body stays there for the next who reads it
+        if kind.inputs is not msgspec.UNSET:
+            return await self._tgi.root(http)
+        if kind.messages is not msgspec.UNSET:
+            return await self._openai.chat_completions(http)
+        if kind.prompt is not msgspec.UNSET:
+            return await self._openai.completions(http)
+        raise Refused("Object missing required field `inputs`, `messages` or `prompt`", "inputs")
+
+    async def vertex(self, http: web.Request) -> web.Response:
+        """POST /vertex: several prompts and chats, and of each answer the text."""
+        clock = Clock()
+        body = await read(http, self._vertex, self._config.payload_limit)
+        most = self._config.max_concurrent_requests
+        if not 0 < len(body.instances) <= most:
+            raise Refused(f"`instances` must have from 1 to {most} entries. Given: {len(body.instances)}", "instances")
+        asked = [await self._instance(http, data, index) for index, data in enumerate(body.instances)]
+        clock.valid()
+        folded = await fold([self._batcher.submit(request) for request, _ in asked])
+        answers = [answer for [answer] in folded]
+        texts = [prefix + answer.finish.text for (_, prefix), answer in zip(asked, answers, strict=True)]
+        return json_response({"predictions": texts}, headers_of(clock, [request for request, _ in asked], answers))
+
+    async def chat_tokenize(self, http: web.Request) -> web.Response:
+        """POST /chat_tokenize: the prompt that a chat becomes, and its tokens."""
+        body = await read(http, self._chat, self._config.payload_limit)
+        text = await self._chats.text(body, body.messages)
+        spans = await self._tgi.spans(text, bool(body.add_special_tokens))
+        return json_response({"tokenize_response": spans, "templated_text": text})
+
+    async def tokenize(self, http: web.Request) -> web.Response:
+        """POST /tokenize: TGI's, or vLLM's, which may be of a chat."""
+        kind = await read(http, self._kind, self._config.payload_limit)
+        if kind.messages is msgspec.UNSET:
+            return await self._tgi.tokenize(http)
+        body = await read(http, self._chat, self._config.payload_limit)
+        return await self._tgi.count(await self._chats.text(body, body.messages), bool(body.add_special_tokens))
+
+    async def _instance(self, http: web.Request, data: msgspec.Raw, index: int) -> tuple[Request, str]:
+        """The request, and what stands before the answer's text."""
+        try:
+            if self._kind.decode(data).messages is not msgspec.UNSET:
+                return await self._chat_instance(http, self._chat.decode(data)), ""
+            body = self._generate.decode(data)
+        except msgspec.ValidationError as error:
+            raise Refused(f"instances[{index}]: {error}", "instances") from error
+        if body.stream or (body.parameters and body.parameters.best_of not in (None, 1)):
+            raise Refused(f"instances[{index}]: neither `stream` nor `best_of` is allowed for this endpoint", "instances")
+        asked = await self._tgi.asked(http, body)
+        return asked.request, asked.prefix
+
+    async def _chat_instance(self, http: web.Request, body: ChatBody) -> Request:
+        refuse_unsupported(body, UNSUPPORTED)
+        _refuse_more_than_text(body)
+        most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        with naming(inputs="messages", max_new_tokens="max_tokens"):
+            request, _ = await self._chats.request(
+                body, body.messages, parameters(http, body, max_new_tokens=most), limits_of(self._batcher)
+            )
+        return request
+
+
+def _refuse_more_than_text(body: ChatBody) -> None:
+    one, none = (None, 1), (None, False)
+    neutral: dict[str, tuple[object, ...]] = {"n": one, "best_of": one, "stream": none, "logprobs": none, "prompt_logprobs": none}
+    for name, values in neutral.items():
+        if getattr(body, name) not in values:
+            raise Refused(f"`{name}` is not allowed for this endpoint, which answers with one text", name)

@@ -1,0 +1,266 @@
+"""What clients send to OpenAI's routes: the fields, which of them are refused, and what they mean as `Parameters`.
+
+vLLM's extra fields are taken where they cost nothing. A field that would change the answer and can't be honoured is refused by
+name; one that nobody has heard of is ignored, and the answer says so, or refused, as the operator likes.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from ..config import RouterConfig
+from ..request import Priority, Refused
+from ..validation import Parameters
+from .openai_formats import Format, grammar_of
+from .tenant import tenant_of
+
+COMPLETION_TOKENS = 16  # OpenAI's default of `max_tokens`, for completions only
+MOST_TOP_LOGPROBS = 20  # OpenAI's
+MOST_TOLD = 32  # names of ignored fields in the header
+
+TIERS = {  # OpenAI's service tiers
+    "auto": Priority.NORMAL,
+    "default": Priority.NORMAL,
+    "flex": Priority.BATCH,
+    "priority": Priority.INTERACTIVE,
+}
+
+# Values of unsupported fields that ask for nothing.
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "suffix": ("",),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "echo": (False,),
+    "use_beam_search": (False,),
+    "beam_width": (1,),
+    "logits_processors": ([],),
+    "bad_words": ([],),
+    "modalities": (["text"],),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "background": (False,),
+    "include": ([],),
+    "store": (False,),
+    "truncation": ("disabled",),
+}
+REASONS = {
+    "suffix": "Suffix is not supported and can be achieved by preprocessing the prompt.",
+    "functions": "`functions` is not supported: use `tools`",
+    "function_call": "`function_call` is not supported: use `tool_choice`",
+    "bad_words": "`bad_words` is not supported: forbid tokens with a `logit_bias` of -100",
+    "previous_response_id": "`previous_response_id` is not supported: the server keeps no answers; send the whole conversation",
+    "conversation": "`conversation` is not supported: the server keeps no conversations; send all of it as `input`",
+    "store": "`store`: true is not supported: the server keeps no answers",
+    "background": "`background` is not supported: the server keeps no answers",
+}
+
+# OpenAI's fields that change nothing in an answer.
+HARMLESS = frozenset(
+    (
+        "user",
+        "metadata",
+        "store",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prediction",
+        "request_id",
+        "cache_salt",
+    )
+)
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: usage on each chunk
+    include_obfuscation: bool | None = None  # OpenAI's padding against eavesdroppers: there is none
+
+
+class Common(Format, kw_only=True):
+    """What all routes take. An explicit null is the same as nothing."""
+
+    model: str | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    priority: Any = None  # ours
+    timeout: float | None = None  # ours: seconds
+    service_tier: str | None = None
+
+
+class Body(Common, kw_only=True):
+    """What chats and completions take."""
+
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    best_of: int | None = None
+    max_tokens: int | None = None
+    prompt_logprobs: int | None = None
+
+    # What would change the answer, and can't be honoured.
+    suffix: Any = None
+    functions: Any = None
+    function_call: Any = None
+    use_beam_search: Any = None
+    beam_width: Any = None  # SGLang's
+    logits_processors: Any = None
+    bad_words: Any = None
+    allowed_token_ids: Any = None
+    modalities: Any = None
+    audio: Any = None
+    web_search_options: Any = None
+    return_token_ids: Any = None
+    return_tokens_as_token_ids: Any = None
+
+
+UNSUPPORTED = Body.__struct_fields__[Body.__struct_fields__.index("suffix") :]
+
+
+class CompletionBody(Body, kw_only=True):
+    """Of /v1/completions."""
+
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+    echo: bool | None = None
+
+
+class ChatBody(Body, kw_only=True):
+    """Of /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    documents: list[dict[str, Any]] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None  # one of them
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    echo: Any = None  # refused
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+def refuse_unsupported(body: msgspec.Struct, names: Iterable[str]) -> None:
+    """Raises Refused for the first of these fields that asks for something."""
+    for name in names:
+        value = getattr(body, name)
+        if value is not None and value not in NEUTRAL.get(name, ()):
+            raise Refused(REASONS.get(name, f"`{name}` is not supported"), name)
+
+
+def ignored(config: RouterConfig, body: msgspec.Struct, names: Collection[str]) -> dict[str, str]:
+    """The header that names the fields nobody has heard of. Raises Refused if the operator wants them refused."""
+    unknown = sorted(set(names) - set(body.__struct_fields__) - HARMLESS)
+    if not unknown:
+        return {}
+    if config.unknown_fields == "refuse":
+        raise Refused(f"`{unknown[0]}` is not a field of this route (--unknown-fields refuse)", unknown[0])
+    return {"x-ignored-fields": ", ".join(re.sub(r"[^\w.-]", "?", name[:64], flags=re.ASCII) for name in unknown[:MOST_TOLD])}
+
+
+def parameters(http: web.Request, body: Common, **more: Any) -> Parameters:
+    """OpenAI's neutral values, and vLLM's, are TGI's absence."""
+    greedy = body.temperature == 0.0
+    return Parameters(
+        priority=_priority(body),
+        timeout=body.timeout,
+        tenant=tenant_of(http),
+        temperature=None if greedy else body.temperature,
+        do_sample=not greedy,
+        top_k=None if greedy or body.top_k in (0, -1) else body.top_k,
+        top_p=None if greedy or body.top_p == 1.0 else body.top_p,
+        min_p=None if greedy else body.min_p,
+        frequency_penalty=body.frequency_penalty,
+        presence_penalty=body.presence_penalty,
+        repetition_penalty=body.repetition_penalty,
+        logit_bias=body.logit_bias or {},
+        seed=_seed(body.seed),
+        stop=[body.stop] if isinstance(body.stop, str) else body.stop or (),
+        include_stop=bool(body.include_stop_str_in_output),
+        end_ids=body.stop_token_ids or (),
+        min_new_tokens=_min_tokens(body),
+        ignore_eos=bool(body.ignore_eos),
+        most_top_n=MOST_TOP_LOGPROBS,
+        skip_special_tokens=body.skip_special_tokens is not False,
+        **more,
+    )
+
+
+@contextmanager
+def naming(**names: str) -> Iterator[None]:
+    """What is refused inside is told with these names of fields, ours to theirs."""
+    try:
+        yield
+    except Refused as refused:
+        message = str(refused)
+        for name, theirs in names.items():
+            message = re.sub(f"`{name}([`.])", rf"`{theirs}\1", message)
+        name, dot, rest = (refused.parameter or "").partition(".")
+        raise Refused(message, names.get(name, name) + dot + rest or None) from refused
+
+
+def prompt_alternatives(body: Body) -> int | None:
+    """How many `prompt_logprobs` asks for; None for nothing."""
+    count = body.prompt_logprobs
+    if count is None:
+        return None
+    if not 0 <= count <= MOST_TOP_LOGPROBS:
+        raise Refused(f"`prompt_logprobs` must be from 0 to {MOST_TOP_LOGPROBS}. Given: {count}", "prompt_logprobs")
+    if body.stream:
+        raise Refused("`prompt_logprobs` is not supported when streaming tokens", "prompt_logprobs")
+    return count
+
+
+def truncation(body: Common, longest: int) -> int | None:
+    """vLLM's -1 is as much as fits."""
+    return longest if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens
+
+
+def _min_tokens(body: Common) -> int:
+    count = body.min_tokens or 0
+    if count < 0:
+        raise Refused(f"`min_tokens` must be at least 0. Given: {count}", "min_tokens")
+    if count and body.stop:
+        raise Refused("`min_tokens` together with `stop` is not supported: strings would end the answer before", "min_tokens")
+    if count and grammar_of(body) is not None:
+        raise Refused(
+            "`min_tokens` together with a format of the answer is not supported: the format says when it ends", "min_tokens"
+        )
+    return count
+
+
+def _priority(body: Common) -> object:
+    """Ours by name; OpenAI's tiers mean the same."""
+    if body.priority is None and body.service_tier is not None:
+        if body.service_tier not in TIERS:
+            raise Refused(f'`service_tier` must be one of {", ".join(TIERS)}. Given: "{body.service_tier}"', "service_tier")
+        return TIERS[body.service_tier]
+    return body.priority
+
+
+def _seed(seed: int | None) -> int | None:
+    """OpenAI's seeds are signed."""
+    return seed + 2**64 if seed is not None and -(2**63) <= seed < 0 else seed

@@ -1,0 +1,102 @@
+"""From a chat to a request and to what reads its answers: template, tools, reasoning, format. Shared by all routes that chat."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..parsing import constraint, markers, reader
+from ..request import Grammar, Limits, Refused, Request
+from ..template import Chat
+from ..text import Tokenizer
+from ..validation import Parameters, Validator
+from .openai_bodies import ChatBody, naming
+from .openai_formats import format_name, grammar_of
+from .openai_messages import messages_of
+from .openai_shapes import Speaker
+from .openai_tools import Tools, tools_of
+
+PLAIN_FORM = "json"  # in which forced calls are written where nothing tells how the model does
+
+
+class Chats:
+    """For one model."""
+
+    def __init__(self, tokenizer: Tokenizer, validator: Validator) -> None:
+        self._tokenizer = tokenizer
+        self._validator = validator
+        self._parser, self._reasoning = tokenizer.parsers
+
+    async def request(
+        self, body: ChatBody, messages: Sequence[Mapping[str, Any]], asked: Parameters, limits: Limits
+    ) -> tuple[Request, Callable[[], Speaker] | None]:
+        """The request, and what makes a reader for each of its answers; None: they are plain text."""
+        tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls)
+        prompt = await self._render(body, messages, tools)
+        format = None if tools.forced else grammar_of(body)
+        parser = self._parser if tools.given else None
+        reasoning = None if format else self._reasoning  # an answer with a format is that from the first token on
+        grammar = format
+        if tools.forced or (format is not None and tools.given):
+            parser = parser or PLAIN_FORM
+            calls = self._calls(tools, parser, reasoning, prompt)
+            grammar = calls if format is None else _either(calls, format)
+        asked = replace(asked, grammar=grammar, shown=self._shown(reasoning, parser))
+        with naming(grammar="tools" if tools.forced else format_name(body)):
+            request = await self._validator.request(prompt, asked, limits, add_special_tokens=bool(body.add_special_tokens))
+        if parser is None and reasoning is None:
+            return request, None
+
+        def make() -> Speaker:
+            own = reader(reasoning, parser, prompt=prompt, schemas=tools.schemas)
+            return Speaker(own, single=not tools.parallel, hidden=body.include_reasoning is False)
+
+        return request, make
+
+    async def text(self, body: ChatBody, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The prompt's text alone."""
+        return await self._render(body, messages, tools_of(body.tools, body.tool_choice, body.parallel_tool_calls))
+
+    async def _render(self, body: ChatBody, given: Sequence[Mapping[str, Any]], tools: Tools) -> str:
+        messages = messages_of(given)
+        if body.add_generation_prompt and body.continue_final_message:
+            raise Refused("`continue_final_message` excludes `add_generation_prompt`", "continue_final_message")
+        # As in TGI, an answer that the client has begun is continued, unless it says otherwise.
+        continued = body.continue_final_message
+        if continued is None:
+            last = given[-1]
+            begun = last.get("role") == "assistant" and isinstance(last.get("content"), str) and not last.get("tool_calls")
+            continued = begun and not body.add_generation_prompt
+        effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
+        chat = Chat(
+            messages=messages,
+            tools=tools.given or None,
+            documents=body.documents,
+            variables=effort | (body.chat_template_kwargs or {}),
+            add_generation_prompt=body.add_generation_prompt is not False,
+            continue_final_message=continued,
+        )
+        return await self._tokenizer.chat_prompt(chat, body.chat_template)
+
+    def _shown(self, reasoning: str | None, parser: str | None) -> tuple[int, ...]:
+        """Special tokens that a reader has to see."""
+        ids = [self._tokenizer.special_id(marker) for marker in markers(reasoning, parser)]
+        return tuple(id for id in ids if id is not None)
+
+    def _calls(self, tools: Tools, parser: str, reasoning: str | None, prompt: str) -> Grammar:
+        return constraint(
+            parser,
+            [tool for tool in tools.given if tool["function"]["name"] in tools.schemas],
+            tools.named,
+            tools.parallel,
+            reasoning=reasoning,
+            prompt=prompt,
+            special=self._tokenizer.added_id,
+        )
+
+
+def _either(calls: Grammar, format: Grammar) -> Grammar:
+    """Calls, or an answer in its format."""
+    if format.kind != "json_schema":
+        raise Refused("`tools` together with a format that is no JSON schema is not supported", "tools")
+    head, _, start = calls.source.rpartition("\nstart: ")
+    return Grammar("lark", f"{head}\ncalls: {start}\nanswer: %json {format.source}\nstart: calls | answer")

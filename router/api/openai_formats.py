@@ -1,0 +1,113 @@
+"""The format that an answer must have, in all the ways in which clients of OpenAI's API ask for one, as a Grammar.
+
+Knows JSON bodies and the kinds of grammars. Whether a grammar can be honoured is found out elsewhere.
+"""
+
+import json
+from typing import Any
+
+import msgspec
+
+from .. import grammar
+from ..request import Grammar, Refused
+
+
+class Format(msgspec.Struct, kw_only=True):
+    """OpenAI's field and vLLM's."""
+
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+
+def grammar_of(body: Format) -> Grammar | None:
+    """What the answer must be; None if it is free. Raises Refused."""
+    asked = [(name, one) for name in _given(body) if (one := _grammar(name, getattr(body, name))) is not None]
+    if len(asked) > 1:
+        raise Refused(f"`{asked[0][0]}` and `{asked[1][0]}` both say what the answer must be: send one of them", asked[1][0])
+    return asked[0][1] if asked else None
+
+
+def format_name(body: Format) -> str:
+    """The field that says what the answer must be, for people; "tools" if none does."""
+    return next(iter(_given(body)), "tools")
+
+
+def _given(body: Format) -> list[str]:
+    return [name for name in Format.__struct_fields__ if getattr(body, name) is not None]
+
+
+def _json_schema(schema: Any, name: str) -> Grammar:
+    """An answer that is valid under the schema. `name`: of the field, for people."""
+    if isinstance(schema, str):  # vLLM's clients may send it as text
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise Refused(f"`{name}` is no JSON: {error}", name) from error
+    if not isinstance(schema, dict | bool):
+        raise Refused(f"`{name}` must be a JSON schema: an object", name)
+    return grammar.json_schema(schema)
+
+
+def _grammar(name: str, value: Any) -> Grammar | None:
+    match name:
+        case "response_format":
+            return response_format(value)
+        case "structured_outputs":
+            return _structured(value)
+    return _constraint(name.removeprefix("guided_"), value, name)
+
+
+def response_format(given: dict[str, Any], name: str = "response_format") -> Grammar | None:
+    """OpenAI's, and TGI's, where `value` holds the schema or the expression."""
+    match given.get("type"):
+        case "text":
+            return None
+        case "json_object" if "value" not in given:
+            return grammar.json_object()
+        case "json_schema" if "value" not in given:
+            wrapped = given.get("json_schema")
+            if not isinstance(wrapped, dict) or "schema" not in wrapped:
+                raise Refused(f"`{name}.json_schema.schema` is missing", f"{name}.json_schema.schema")
+            return _json_schema(wrapped["schema"], f"{name}.json_schema.schema")
+        case "json" | "json_object" | "json_schema":
+            return _json_schema(given.get("value"), f"{name}.value")
+        case "regex":
+            return _constraint("regex", given.get("value"), f"{name}.value")
+    raise Refused(
+        f'`{name}.type` must be one of "text", "json_object", "json_schema". Given: {given.get("type")!r}', f"{name}.type"
+    )
+
+
+def _structured(given: dict[str, Any]) -> Grammar | None:
+    """vLLM's: exactly one constraint."""
+    found = {kind: value for kind, value in given.items() if value is not None and value is not False}
+    constraints = [kind for kind in ("json", "regex", "choice", "grammar", "json_object") if kind in found]
+    others = sorted(found.keys() - set(constraints) - {"disable_any_whitespace", "disable_fallback", "whitespace_pattern"})
+    if others:
+        raise Refused(f"`structured_outputs.{others[0]}` is not supported", f"structured_outputs.{others[0]}")
+    if len(constraints) != 1:
+        raise Refused(
+            "`structured_outputs` must have exactly one of json, regex, choice, grammar, json_object", "structured_outputs"
+        )
+    [kind] = constraints
+    return _constraint(kind, found[kind], f"structured_outputs.{kind}")
+
+
+def _constraint(kind: str, value: Any, name: str) -> Grammar:
+    """`name`: of the field, for people."""
+    match kind:
+        case "json":
+            return _json_schema(value, name)
+        case "json_object":
+            return grammar.json_object()
+        case "choice":
+            if not isinstance(value, list) or not value or not all(isinstance(one, str) for one in value):
+                raise Refused(f"`{name}` must be a list of strings, not empty", name)
+            return grammar.choice(value)
+    if not isinstance(value, str) or not value:
+        raise Refused(f"`{name}` must be a string, not empty", name)
+    return grammar.regex(value) if kind == "regex" else grammar.lark(value)

@@ -1,0 +1,63 @@
+"""A chat's messages, from what OpenAI's clients send to what chat templates expect."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..request import Refused
+
+TEXTS = ("text", "input_text", "output_text")  # kinds of parts
+
+
+def messages_of(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Arguments of calls become objects, nulls and empty lists of calls go, parts of content are texts. Other fields are the
+    template's affair. Raises Refused."""
+    if not given:
+        raise Refused("`messages` cannot be empty", "messages")
+    return [_message(message, f"messages[{index}]") for index, message in enumerate(given)]
+
+
+def _message(message: Mapping[str, Any], place: str) -> dict[str, Any]:
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise Refused(f"`{place}.role` must be a string", "messages")
+    result = {name: value for name, value in message.items() if value is not None or name == "content"}
+    if role == "developer":  # OpenAI's newer name, which templates don't know
+        result["role"] = "system"
+    content = message.get("content")
+    if isinstance(content, list):
+        result["content"] = [_part(part, place) for part in content]
+    elif content is not None and not isinstance(content, str):
+        raise Refused(f"`{place}.content` must be a string or a list of parts", "messages")
+    elif content is None and role == "assistant":  # it only called; templates put its text together with others
+        result["content"] = ""
+    calls = result.pop("tool_calls", None)
+    if calls:
+        if not isinstance(calls, list):
+            raise Refused(f"`{place}.tool_calls` must be a list", "messages")
+        result["tool_calls"] = [_call(call, f"{place}.tool_calls[{index}]") for index, call in enumerate(calls)]
+    return result
+
+
+def _part(part: object, place: str) -> dict[str, Any]:
+    if isinstance(part, dict):
+        if part.get("type") in TEXTS and isinstance(part.get("text"), str):
+            return {"type": "text", "text": part["text"]}
+        if part.get("type") == "refusal" and isinstance(part.get("refusal"), str):
+            return {"type": "text", "text": part["refusal"]}
+    raise Refused(f"`{place}.content` has a part that is no text: only text is supported", "messages")
+
+
+def _call(call: object, place: str) -> dict[str, Any]:
+    """Templates write arguments as JSON themselves: a text would come out quoted."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise Refused(f"`{place}.function` must be an object with a name", "messages")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            found = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            found = arguments
+        arguments = found if isinstance(found, dict) else arguments
+    return call | {"function": function | {"arguments": {} if arguments is None else arguments}}

@@ -1,0 +1,73 @@
+"""The tools of a chat: which there are, and which must be called. Knows OpenAI's fields, and no model's way of writing calls."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..request import Refused
+
+NO_PARAMETERS = {"type": "object", "properties": {}}
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What may be called in an answer."""
+
+    given: list[dict[str, Any]] = field(default_factory=list)  # as they came; none: nothing is called
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of the parameters, by the tool's name
+    forced: bool = False  # there must be a call, and nothing else
+    named: str | None = None  # it must be this one, once
+    parallel: bool = True  # there may be several
+
+
+def tools_of(tools: list[Any] | None, choice: str | dict[str, Any] | None, parallel: bool | None) -> Tools:
+    """From OpenAI's three fields. Raises Refused."""
+    given = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools or ())]
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") or NO_PARAMETERS for tool in given}
+    if len(schemas) < len(given):
+        raise Refused("two `tools` have the same name", "tools")
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        allowed = choice.get("allowed_tools", choice)
+        if not isinstance(allowed, dict) or not isinstance(allowed.get("tools"), list):
+            raise Refused("`tool_choice.allowed_tools` must have `tools`, a list", "tool_choice")
+        schemas = {name: _known(name, schemas) for name in map(_name, allowed["tools"])}
+        given = [tool for tool in given if tool["function"]["name"] in schemas]
+        choice = allowed.get("mode", "auto")
+    if choice == "none" or (not given and choice in (None, "auto")):
+        return Tools()
+    if choice in (None, "auto", "required"):
+        if not given:
+            raise Refused('`tool_choice`: "required" needs `tools`', "tool_choice")
+        return Tools(given, schemas, choice == "required", None, parallel is not False)
+    name = _name(choice)
+    return Tools(given, {name: _known(name, schemas)}, forced=True, named=name, parallel=False)
+
+
+def _tool(tool: Any, place: str) -> dict[str, Any]:
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        kind = tool.get("type") if isinstance(tool, dict) else tool
+        raise Refused(f'`{place}.type` must be "function": no other tools are supported. Given: {kind!r}', f"{place}.type")
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        raise Refused(f"`{place}.function` must be an object", f"{place}.function")
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        raise Refused(f"`{place}.function.name` must be a string, not empty", f"{place}.function.name")
+    if not isinstance(function.get("parameters", {}), dict | None):
+        raise Refused(f"`{place}.function.parameters` must be a JSON schema: an object", f"{place}.function.parameters")
+    return tool
+
+
+def _name(choice: Any) -> str:
+    """Of the tool that is named, in OpenAI's way or in TGI's, a mere name."""
+    if isinstance(choice, dict):
+        function = choice.get("function")
+        choice = function.get("name") if isinstance(function, dict) else choice.get("name")
+    if not isinstance(choice, str):
+        raise Refused('`tool_choice` must be "none", "auto", "required" or name a function', "tool_choice")
+    return choice
+
+
+def _known(name: str, schemas: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+    if name not in schemas:
+        raise Refused(f'`tool_choice` names "{name}", which is not among `tools`', "tool_choice")
+    return schemas[name]

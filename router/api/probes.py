@@ -1,0 +1,50 @@
+"""Whether the server lives, has loaded, takes requests: three questions, which load balancers and orchestrators ask apart.
+
+/health         503 while the model loads for the first time, then 200 as long as this process lives: TGI's, to start by
+/health/ready   200 exactly when a request would be taken now; 503 while the model loads, the server drains or is broken
+/health/live    200 as long as this process answers
+"""
+
+import re
+
+from aiohttp import web
+
+from .body import json_response
+from .ports import Batcher
+
+HEALTH, READY, LIVE = "/health", "/health/ready", "/health/live"
+SHARE = re.compile(r"(\d+(?:\.\d+)?) ?%")
+RETRY = {"Retry-After": "1"}
+
+
+class Probes:
+    """The handlers."""
+
+    def __init__(self, batcher: Batcher) -> None:
+        self._batcher = batcher
+        self._loaded = False  # once ready, whatever comes then
+
+    async def health(self, http: web.Request) -> web.Response:
+        """GET /health. The body is empty, or says why not."""
+        self._loaded = self._loaded or self._batcher.ready
+        if self._loaded:
+            return web.Response()
+        return self._refusal({"error": "unhealthy", "error_type": "healthcheck"})
+
+    async def ready(self, http: web.Request) -> web.Response:
+        """GET /health/ready."""
+        if self._batcher.ready:
+            return json_response({"ready": True, "stage": self._batcher.stage})
+        return self._refusal({"ready": False})
+
+    async def live(self, http: web.Request) -> web.Response:
+        """GET /health/live."""
+        return json_response({"live": True})
+
+    def _refusal(self, content: dict[str, object]) -> web.Response:
+        """With what is the case, and how much of it is done, from 0 to 1, if that is known."""
+        stage = self._batcher.stage
+        share = SHARE.search(stage)
+        response = json_response({**content, "stage": stage, "progress": float(share[1]) / 100 if share else None}, RETRY)
+        response.set_status(503)
+        return response

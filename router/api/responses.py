@@ -1,0 +1,266 @@
+"""OpenAI's Responses API: its items to a chat's messages, a stream of items to its events. The server keeps no answers."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from ..config import RouterConfig
+from ..parsing import reader
+from ..request import Finish, Prompt, Refused, Request, Token
+from ..text import Tokenizer
+from ..validation import Validator
+from .body import json_response, read_named
+from .errors import Problem, as_openai
+from .openai_bodies import (
+    MOST_TOP_LOGPROBS,
+    ChatBody,
+    Common,
+    StreamOptions,
+    ignored,
+    naming,
+    parameters,
+    refuse_unsupported,
+    truncation,
+)
+from .openai_chats import Chats
+from .openai_shapes import Json, Speaker, Usage, encode
+from .ports import Batcher, Item, limits_of
+from .responses_shapes import Output, Response
+from .stream import Clock, fold, headers_of, named_frame, send, stream_headers_of
+
+LOGPROBS = "message.output_text.logprobs"
+NOTHING = "reasoning.encrypted_content"  # may be asked to be included: there is none
+
+
+class ResponsesBody(Common, kw_only=True):
+    """Of /v1/responses."""
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    stream_options: StreamOptions | None = None
+    metadata: dict[str, Any] | None = None
+
+    # What would change the answer, and can't be honoured.
+    previous_response_id: Any = None
+    conversation: Any = None
+    prompt: Any = None
+    background: Any = None
+    store: Any = None
+    truncation: Any = None
+    max_tool_calls: Any = None
+
+
+UNSUPPORTED = ResponsesBody.__struct_fields__[ResponsesBody.__struct_fields__.index("previous_response_id") :]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request, and how its answer shall look."""
+
+    request: Request
+    output: Output
+    response: Response
+    headers: dict[str, str]
+
+
+class Responses:
+    """The handler."""
+
+    def __init__(self, config: RouterConfig, tokenizer: Tokenizer, validator: Validator, batcher: Batcher) -> None:
+        self._config = config
+        self._batcher = batcher
+        self._chats = Chats(tokenizer, validator)
+        self._decoder = msgspec.json.Decoder(ResponsesBody)
+
+    async def create(self, http: web.Request) -> web.StreamResponse:
+        """POST /v1/responses."""
+        clock = Clock()
+        body, names = await read_named(http, self._decoder, self._config.payload_limit)
+        headers = ignored(self._config, body, names)
+        refuse_unsupported(body, UNSUPPORTED)
+        limits = limits_of(self._batcher)
+        logprobs = _logprobs(body)
+        asked = parameters(
+            http,
+            body,
+            max_new_tokens=body.max_output_tokens,
+            top_n_tokens=body.top_logprobs if logprobs else None,
+            truncate=truncation(body, limits.max_input_tokens),
+        )
+        chat = _chat(body)
+        theirs = {"inputs": "input", "messages": "input", "max_new_tokens": "max_output_tokens", "response_format": "text.format"}
+        with naming(**theirs, top_n_tokens="top_logprobs", truncate="truncate_prompt_tokens"):
+            request, make = await self._chats.request(chat, chat.messages, asked, limits)
+        clock.valid()
+        output = Output(make() if make else Speaker(reader(None, None)), logprobs)
+        told = Asked(request, output, Response(body.model or self._config.model, _echoed(body)), headers)
+        stream = self._batcher.submit(request)
+        if body.stream:
+            events = Events(told, stream)
+            return await send(http, events.all(), stream_headers_of(clock, [request]) | headers, events.failed, named_frame)
+        [[answer]] = await fold([stream])
+        for token in answer.tokens:
+            for _ in output.token(token):
+                pass
+        for _ in output.finish(answer.finish):
+            pass
+        usage = Usage(len(request.prompt), len(answer.tokens), answer.prompt.cached_tokens, output.reasoning_tokens)
+        content = told.response.json(_status(answer.finish), output.items, usage)
+        return json_response(content, headers_of(clock, [request], [answer]) | headers)
+
+
+class Events:
+    """The events of one stream, numbered."""
+
+    def __init__(self, asked: Asked, stream: AsyncGenerator[Item, None]) -> None:
+        self._asked = asked
+        self._stream = stream
+        self._usage = Usage(len(asked.request.prompt))
+        self._number = 0
+
+    async def all(self) -> AsyncGenerator[bytes, None]:
+        """Until the answer is complete."""
+        output, response = self._asked.output, self._asked.response
+        async with aclosing(self._stream) as items:
+            async for item in items:
+                if isinstance(item, Token):
+                    self._usage.completion_tokens += 1
+                    for event in output.token(item):
+                        yield self._numbered(event)
+                elif isinstance(item, Prompt):
+                    self._usage.cached_tokens = item.cached_tokens
+                    for kind in ("created", "in_progress"):
+                        yield self._numbered({"type": f"response.{kind}", "response": response.json("in_progress", [])})
+                else:
+                    for event in output.finish(item):
+                        yield self._numbered(event)
+                    self._usage.reasoning_tokens = output.reasoning_tokens
+                    status = _status(item)
+                    content = response.json(status, output.items, self._usage)
+                    yield self._numbered({"type": f"response.{status}", "response": content})
+
+    def failed(self, problem: Problem) -> list[bytes]:
+        """The end of a stream that failed."""
+        problem = as_openai(problem)
+        error = {"code": "server_error", "message": problem.message}
+        content = self._asked.response.json("failed", self._asked.output.items, error=error)
+        return [self._numbered({"type": "response.failed", "response": content})]
+
+    def _numbered(self, event: Json) -> bytes:
+        event["sequence_number"] = self._number
+        self._number += 1
+        return encode(event)
+
+
+def _status(finish: Finish) -> str:
+    return "incomplete" if finish.reason == "length" else "completed"
+
+
+def _logprobs(body: ResponsesBody) -> bool:
+    """Whether they are wanted."""
+    for name in body.include or ():
+        if name not in (LOGPROBS, NOTHING):
+            raise Refused(f'`include` of "{name}" is not supported', "include")
+    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MOST_TOP_LOGPROBS:
+        raise Refused(f"`top_logprobs` must be from 0 to {MOST_TOP_LOGPROBS}. Given: {body.top_logprobs}", "top_logprobs")
+    return LOGPROBS in (body.include or ())
+
+
+def _chat(body: ResponsesBody) -> ChatBody:
+    """The same as a chat."""
+    same = {name: getattr(body, name) for name in (*Common.__struct_fields__, "tool_choice", "parallel_tool_calls")}
+    format = (body.text or {}).get("format")
+    if format is not None:
+        if not isinstance(format, dict):
+            raise Refused("`text.format` must be an object", "text.format")
+        if format.get("type") == "json_schema" and "schema" not in format:
+            raise Refused("`text.format.schema` is missing", "text.format.schema")
+        wrapped = {"type": "json_schema", "json_schema": format} if format.get("type") == "json_schema" else format
+        same["response_format"] = wrapped
+    return ChatBody(
+        **same,
+        messages=messages_of(body),
+        tools=[_tool(tool) for tool in body.tools or ()],
+        chat_template_kwargs=body.chat_template_kwargs,
+        reasoning_effort=(body.reasoning or {}).get("effort"),
+        add_generation_prompt=True,
+    )
+
+
+def _tool(tool: Any) -> Any:
+    """Here a function's fields stand beside its type."""
+    if not isinstance(tool, dict) or tool.get("type") != "function" or "function" in tool:
+        return tool
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def messages_of(body: ResponsesBody) -> list[dict[str, Any]]:
+    """A chat's messages from items: reasoning and calls are parts of the assistant's message that they belong to."""
+    messages: list[dict[str, Any]] = []
+    if body.instructions is not None:
+        messages.append({"role": "system", "content": body.instructions})
+    if isinstance(body.input, str):
+        return [*messages, {"role": "user", "content": body.input}]
+    reasoning = None
+    for index, item in enumerate(body.input):
+        match item.get("type", "message"):
+            case "message":
+                message = {"role": item.get("role"), "content": item.get("content")}
+            case "reasoning":
+                reasoning = _reasoning(item, f"input[{index}]")
+                continue
+            case "function_call":
+                function = {"name": item.get("name"), "arguments": item.get("arguments")}
+                call = {"id": item.get("call_id"), "type": "function", "function": function}
+                last = messages[-1] if messages else {}
+                if reasoning is None and last.get("role") == "assistant":
+                    last.setdefault("tool_calls", []).append(call)
+                    continue
+                message = {"role": "assistant", "content": None, "tool_calls": [call]}
+            case "function_call_output":
+                message = {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
+            case kind:
+                raise Refused(f"`input[{index}].type` {kind!r} is not supported", "input")
+        if reasoning is not None and message["role"] == "assistant":
+            message["reasoning_content"], reasoning = reasoning, None
+        messages.append(message)
+    return messages
+
+
+def _reasoning(item: dict[str, Any], place: str) -> str:
+    parts = item.get("content") or item.get("summary") or []
+    if not isinstance(parts, list):
+        raise Refused(f"`{place}.content` must be a list of parts", "input")
+    return "".join(part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str))
+
+
+def _echoed(body: ResponsesBody) -> Json:
+    """What clients expect to find again in the answer."""
+    reasoning = body.reasoning or {}
+    return {
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "reasoning": {"effort": reasoning.get("effort"), "summary": None},
+        "service_tier": body.service_tier or "default",
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": body.tools or [],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+    }

@@ -1,0 +1,150 @@
+"""How answers of OpenAI's Responses API look: an object with items, and the events in which it grows. Knows no HTTP."""
+
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..parsing import Call, Part, Reasoning, Text
+from ..request import Finish, Token
+from .openai_shapes import Json, Speaker, Usage, logprob_of
+
+INCOMPLETE = "max_output_tokens"  # why, if an answer reached its length
+
+
+@dataclass(slots=True)
+class Response:
+    """What all events of one answer have in common."""
+
+    model: str
+    echoed: Json  # what was asked, as the answer repeats it
+    id: str = field(default_factory=lambda: f"resp_{secrets.token_hex(16)}")
+    created: float = field(default_factory=time.time)
+
+    def json(self, status: str, output: list[Json], usage: Usage | None = None, error: Json | None = None) -> Json:
+        """The object, as far as it has grown."""
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": int(self.created),
+            "status": status,
+            "background": False,
+            "error": error,
+            "incomplete_details": {"reason": INCOMPLETE} if status == "incomplete" else None,
+            "model": self.model,
+            "output": output,
+            "previous_response_id": None,
+            "store": False,
+            "truncation": "disabled",
+            **self.echoed,
+            "usage": None if usage is None else usage_json(usage),
+        }
+
+
+def usage_json(usage: Usage) -> Json:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+class Output:
+    """The items of an answer as they grow. Every verb yields what it changes as events, which lack only their number."""
+
+    def __init__(self, speaker: Speaker, logprobs: bool) -> None:
+        self.items: list[Json] = []
+        self._speaker = speaker
+        self._logprobs = logprobs
+        self._open = ""  # the kind of the last item, while it grows
+        self._pieces: list[str] = []  # of its text
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return self._speaker.reasoning_tokens
+
+    def token(self, token: Token) -> Iterator[Json]:
+        """The next one."""
+        logprobs = [logprob_of(token)] if self._logprobs else []
+        for part in self._speaker.read(token):
+            yield from self._part(part, logprobs if isinstance(part, Text) else [])
+
+    def finish(self, finish: Finish) -> Iterator[Json]:
+        """The end. There is an item then, and all are complete."""
+        for part in self._speaker.read(finish):
+            yield from self._part(part, [])
+        if not self.items:
+            yield from self._begin("message")
+        yield from self._end("incomplete" if finish.reason == "length" else "completed")
+
+    def _part(self, part: Part, logprobs: list[Json]) -> Iterator[Json]:
+        match part:
+            case Text(text):
+                yield from self._begin("message")
+                self._pieces.append(text)
+                self.items[-1]["content"][0]["logprobs"] += logprobs
+                yield self._event("output_text.delta", content_index=0, delta=text, logprobs=logprobs)
+            case Reasoning(text):
+                yield from self._begin("reasoning")
+                self._pieces.append(text)
+                yield self._event("reasoning_text.delta", content_index=0, delta=text)
+            case Call(_, id, name):
+                yield from self._end("completed")
+                yield from self._begin("function_call", call_id=id, name=name)
+            case _:
+                self._pieces.append(part.text)
+                yield self._event("function_call_arguments.delta", delta=part.text)
+
+    def _begin(self, kind: str, **more: str) -> Iterator[Json]:
+        """A new item, unless the last one is of this kind and still grows."""
+        if self._open == kind:
+            return
+        yield from self._end("completed")
+        self._open, self._pieces = kind, []
+        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
+        item: Json = {"id": f"{prefix}_{secrets.token_hex(16)}", "type": kind, "status": "in_progress", **more}
+        match kind:
+            case "message":
+                shown = item | {"role": "assistant", "content": []}
+            case "reasoning":
+                shown = item | {"summary": [], "content": []}
+            case _:
+                shown = item | {"arguments": ""}
+        yield {"type": "response.output_item.added", "output_index": len(self.items), "item": shown}
+        self.items.append(dict(shown))
+        if kind != "function_call":
+            self.items[-1]["content"] = [self._content()]
+            yield self._event("content_part.added", content_index=0, part=self._content())
+
+    def _end(self, status: str) -> Iterator[Json]:
+        """The last item is complete."""
+        if not self._open:
+            return
+        item, text = self.items[-1], "".join(self._pieces)
+        match self._open:
+            case "function_call":
+                item["arguments"] = text
+                yield self._event("function_call_arguments.done", name=item["name"], arguments=text)
+            case "message":
+                item["content"][0]["text"] = text
+                yield self._event("output_text.done", content_index=0, text=text, logprobs=item["content"][0]["logprobs"])
+                yield self._event("content_part.done", content_index=0, part=item["content"][0])
+            case _:
+                item["content"][0]["text"] = text
+                yield self._event("reasoning_text.done", content_index=0, text=text)
+                yield self._event("content_part.done", content_index=0, part=item["content"][0])
+        item["status"] = status
+        yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
+        self._open = ""
+
+    def _content(self) -> Json:
+        """Of the item that begins."""
+        if self._open == "reasoning":
+            return {"type": "reasoning_text", "text": ""}
+        return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+
+    def _event(self, kind: str, **content: Any) -> Json:
+        return {"type": f"response.{kind}", "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **content}

@@ -1,0 +1,271 @@
+"""Grammars that answers have to keep: made from what a client sent, found to be possible, written down for the shards.
+
+The shards do the same with the model's tokens as is done here with single bytes: what compiles here within `proto.grammar`'s limits
+compiles there. Knows llguidance, no HTTP and no tokens.
+"""
+
+import asyncio
+import itertools
+import json
+import re
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import llguidance
+
+from ..proto.grammar import limits
+from .request import Grammar, Overloaded, Refused
+
+KINDS = ("json_schema", "regex", "lark", "choice")
+MOST_CHARACTERS = 65_536  # of a grammar's source
+MOST_WORK = 0.5  # seconds of one core that compiling it may take
+MOST_SECONDS = 1.0  # that a client waits for that
+MOST_VISITS = 100_000  # of parts of a schema, in search of an end to its references
+KEPT_GRAMMARS, KEPT_CHARACTERS = 256, 4_000_000  # of those checked before
+THREADS = 2
+SPECIAL = re.compile(r"<[^<>\s]+>")  # in a lark grammar: perhaps a special token's name
+# Between the parts of a JSON text: none, a space, or a line's end and an indentation. Without a bound, a model may go on with
+# spaces for ever, and small models do.
+WHITESPACE = r" |\n[ \t]{0,32}"
+SLOW = f"it takes more than {MOST_WORK:g} s to compile; make it simpler"
+SCALARS = ("string", "number", "integer", "boolean", "null")
+
+
+def json_schema(schema: Mapping[str, Any] | bool) -> Grammar:
+    """A JSON text that validates against the schema."""
+    return Grammar("json_schema", json.dumps({} if schema is True else schema, ensure_ascii=False, separators=(",", ":")))
+
+
+def json_object() -> Grammar:
+    """Any JSON object."""
+    return json_schema({"type": "object"})
+
+
+def regex(pattern: str) -> Grammar:
+    """A text that the pattern matches from its beginning to its end."""
+    return Grammar("regex", pattern)
+
+
+def lark(text: str) -> Grammar:
+    """A text that follows from the rule `start`, in llguidance's dialect of Lark (EBNF)."""
+    return Grammar("lark", text)
+
+
+def choice(options: Sequence[str]) -> Grammar:
+    """One of these texts."""
+    return Grammar("choice", json.dumps(list(options), ensure_ascii=False))
+
+
+def written(grammar: Grammar) -> str:
+    """The grammar for the shards, in llguidance's own form. Raises ValueError if its source is no JSON where it has to be."""
+    match grammar.kind:
+        case "json_schema":
+            options: Any = {"whitespace_pattern": WHITESPACE} if grammar.source.lstrip().startswith("{") else None
+            return llguidance.LLMatcher.grammar_from_json_schema(grammar.source, defaults=options)
+        case "regex":
+            return llguidance.LLMatcher.grammar_from_regex(grammar.source)
+        case "lark":
+            return llguidance.LLMatcher.grammar_from_lark(grammar.source)
+        case "choice":
+            return llguidance.LLMatcher.grammar_from_regex("|".join(map(_literally, _options(grammar.source))))
+    raise ValueError(f"its kind must be one of {', '.join(KINDS)}. Given: {grammar.kind}")
+
+
+class Grammars:
+    """Checks grammars beside the event loop, each once as long as it is remembered."""
+
+    def __init__(self, special_id: Callable[[str], int | None]) -> None:
+        """special_id: of the special token that is written so, if there is one."""
+        self.found = 0  # asked for and remembered
+        self.compiled = 0
+        self._special_id = special_id
+        self._bytes = _byte_tokenizer(())
+        self._threads = ThreadPoolExecutor(THREADS, "grammar")
+        self._kept: OrderedDict[Grammar, Future[str]] = OrderedDict()  # what is wrong with each; the latest come last
+        self._size = 0  # of their sources
+
+    async def check(self, grammar: Grammar) -> None:
+        """Raises Refused if no answer could keep it, or not at a bearable price; Overloaded if that could not be looked into."""
+        if len(grammar.source) > MOST_CHARACTERS:
+            raise Refused(f"`grammar` must have at most {MOST_CHARACTERS} characters. Given: {len(grammar.source)}", "grammar")
+        verdict = self._ask(grammar)
+        try:
+            problem = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(verdict)), MOST_SECONDS)
+        except TimeoutError:
+            if verdict.cancel():
+                self._forget(grammar)
+                raise Overloaded("too many grammars are being compiled") from None
+            problem = SLOW
+        if problem:
+            raise Refused(f"`grammar` is not possible: {problem}", "grammar")
+
+    def _ask(self, grammar: Grammar) -> "Future[str]":
+        verdict = self._kept.get(grammar)
+        if verdict is not None:
+            self.found += 1
+            self._kept.move_to_end(grammar)
+            return verdict
+        self.compiled += 1
+        verdict = self._kept[grammar] = self._threads.submit(self._timed, grammar)
+        self._size += len(grammar.source)
+        while len(self._kept) > 1 and (len(self._kept) > KEPT_GRAMMARS or self._size > KEPT_CHARACTERS):
+            self._forget(next(iter(self._kept)))
+        return verdict
+
+    def _forget(self, grammar: Grammar) -> None:
+        if self._kept.pop(grammar, None) is not None:
+            self._size -= len(grammar.source)
+
+    def _timed(self, grammar: Grammar) -> str:
+        began = time.thread_time()
+        problem = self._problem(grammar)
+        return problem or (SLOW if time.thread_time() - began > MOST_WORK else "")
+
+    def _problem(self, grammar: Grammar) -> str:
+        """What is wrong with it, if anything is. Other threads run meanwhile: llguidance lets go of the interpreter's lock."""
+        try:
+            grammar.source.encode()
+            source = written(grammar)
+            if grammar.kind == "json_schema" and not _Schema(grammar.source).ends:
+                return "the schema refers to itself without end: no text of finite length validates"
+        except UnicodeEncodeError:
+            return "it has half of a surrogate pair, which is no character"
+        except RecursionError:
+            return "it is nested too deeply"
+        except ValueError as error:
+            return str(error)
+        names = SPECIAL.findall(grammar.source) if grammar.kind == "lark" else ()
+        specials = [name for name in names if self._special_id(name) is not None]
+        tokenizer = _byte_tokenizer(specials) if specials else self._bytes
+        matcher = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=limits())
+        problem = _said(matcher.get_error())
+        if problem:
+            return problem
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            return _said(matcher.get_error()) if "too" in matcher.stop_reason().lower() else "there is no text that it allows"
+        return ""
+
+
+class _Bytes:
+    """A tokenizer whose tokens are the bytes, an end and special tokens, as llguidance wants it."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+    eos_token_id = 256
+
+    def __init__(self, specials: Sequence[str]) -> None:
+        self.tokens = [bytes([byte]) for byte in range(256)] + [b"<end>"] + [name.encode() for name in specials]
+        self.special_token_ids = list(range(256, len(self.tokens)))
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
+
+
+def _byte_tokenizer(specials: Sequence[str]) -> llguidance.LLTokenizer:
+    wrapper: Any = _Bytes(list(dict.fromkeys(specials)))
+    return llguidance.LLTokenizer(wrapper)
+
+
+def _said(error: str) -> str:
+    """llguidance's message in one line, without the text of the grammar."""
+    return " ".join(line.strip() for line in error.splitlines() if not re.match(r"\s*(\d+ \||\^|<state>)", line)).strip()
+
+
+def _options(source: str) -> list[str]:
+    options = json.loads(source)
+    if not isinstance(options, list) or not options or not all(isinstance(option, str) for option in options):
+        raise ValueError("a choice is a list of strings, at least one")
+    return options
+
+
+def _literally(text: str) -> str:
+    """A pattern that matches this text alone."""
+    text.encode()  # llguidance would take half of a surrogate pair for something else
+    return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
+
+
+class _Schema:
+    """Whether there is an end to what a schema asks for: a required property of the schema's own kind never comes to one.
+
+    Everything else that makes a schema impossible llguidance finds. What can't be followed here counts as possible.
+    """
+
+    def __init__(self, source: str) -> None:
+        self._root = json.loads(source)
+        self._ending: set[str] = set()  # references that are known to come to an end
+        self._visits = itertools.count()
+
+    @property
+    def ends(self) -> bool:
+        """Each round may find references that end because others do."""
+        while True:
+            known = len(self._ending)
+            if self._ends(self._root, frozenset()):
+                return True
+            if len(self._ending) == known:
+                return False
+
+    def _ends(self, schema: Any, open_references: frozenset[str]) -> bool:
+        if next(self._visits) > MOST_VISITS:
+            raise ValueError("too many of the schema's references lead to each other")
+        if not isinstance(schema, dict) or "const" in schema or "enum" in schema:
+            return True
+        if "$ref" in schema and not self._reference_ends(schema["$ref"], open_references):
+            return False
+        if not all(self._ends(part, open_references) for part in _parts(schema, "allOf")):
+            return False
+        for name in ("anyOf", "oneOf"):
+            parts = _parts(schema, name)
+            if parts and not any(self._ends(part, open_references) for part in parts):
+                return False
+        return all(self._ends(part, open_references) for part in _needed(schema))
+
+    def _reference_ends(self, reference: Any, open_references: frozenset[str]) -> bool:
+        if not isinstance(reference, str) or reference in self._ending:
+            return True
+        if reference in open_references:
+            return False
+        found = self._ends(self._target(reference), open_references | {reference})
+        if found:
+            self._ending.add(reference)
+        return found
+
+    def _target(self, reference: str) -> Any:
+        if not reference.startswith("#"):
+            return True
+        place = self._root
+        for key in reference[1:].split("/")[1:]:
+            key = key.replace("~1", "/").replace("~0", "~")
+            if isinstance(place, list):
+                place = place[int(key)] if key.isdigit() and int(key) < len(place) else True
+            else:
+                place = place.get(key, True) if isinstance(place, dict) else True
+        return place if reference == "#" or "/" in reference else True
+
+
+def _parts(schema: Mapping[str, Any], name: str) -> list[Any]:
+    parts = schema.get(name, [])
+    return parts if isinstance(parts, list) else []
+
+
+def _needed(schema: Mapping[str, Any]) -> Iterator[Any]:
+    """The parts without which nothing validates, unless a value of a simpler type would."""
+    types = schema.get("type", SCALARS)
+    types = [types] if isinstance(types, str) else types
+    if not isinstance(types, list) or any(name in SCALARS for name in types):
+        return
+    if "array" not in types:
+        properties, required = schema.get("properties"), _parts(schema, "required")
+        if isinstance(properties, dict):
+            yield from (properties[name] for name in required if isinstance(name, str) and name in properties)
+    elif "object" not in types:
+        least = schema.get("minItems", 0)
+        first = _parts(schema, "prefixItems")
+        if isinstance(least, int) and least:
+            yield from first[:least]
+            if least > len(first):
+                yield schema.get("items", True)

@@ -1,0 +1,7 @@
+"""From generated text to reasoning, calls of tools and the text that is left: one file per way of writing them."""
+
+from .constraint import constraint
+from .parts import Arguments, Call, Part, Reader, Reasoning, Text
+from .readers import chosen, detect, markers, reader
+
+__all__ = ["Arguments", "Call", "Part", "Reader", "Reasoning", "Text", "chosen", "constraint", "detect", "markers", "reader"]

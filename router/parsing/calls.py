@@ -1,0 +1,136 @@
+"""The calls of one answer: their numbers, ids and names, and the JSON object that most models write for one."""
+
+import json
+import secrets
+import string as characters
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .parts import Arguments, Call
+from .source import Pieces, Source, Steps, after_space, expect, space
+from .values import encodable, follow, string, whole
+
+Schemas = Mapping[str, Mapping[str, Any]]  # a tool's name to the JSON schema of its parameters
+MAX_NAME = 256  # characters; a longer one is none
+
+NAME_KEYS = ("name", "function")
+ARGUMENTS_KEYS = ("arguments", "parameters")
+OTHER_KEYS = ("type", "id")
+
+
+class Calls:
+    """Numbers the calls, and knows which tools there are."""
+
+    def __init__(self, schemas: Schemas | None, make_id: Callable[[], str]) -> None:
+        """`schemas`: None if nobody has told."""
+        self._schemas = schemas
+        self._make_id = make_id
+        self._count = 0
+
+    def begin(self, name: str, id: str = "") -> Call:
+        """The next call."""
+        self._count += 1
+        return Call(self._count - 1, id or self._make_id(), name)
+
+    def arguments(self, text: str) -> Arguments:
+        """Of the call that has begun last."""
+        return Arguments(self._count - 1, text)
+
+    def known(self, name: str) -> bool:
+        """Not so: there is no such tool, for certain."""
+        return self._schemas is None or name in self._schemas
+
+    def schema(self, name: str, parameter: str) -> Any:
+        """What is known of a tool's parameter; None for nothing."""
+        properties = ((self._schemas or {}).get(name) or {}).get("properties")
+        return properties.get(parameter) if isinstance(properties, Mapping) else None
+
+
+def openai_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def mistral_id() -> str:
+    """Mistral's templates refuse any other."""
+    return "".join(secrets.choice(characters.ascii_letters + characters.digits) for _ in range(9))
+
+
+def usable(name: str) -> bool:
+    """As a tool's name."""
+    return 0 < len(name) <= MAX_NAME and encodable(name) and not any(char in name for char in "\r\n{}<>")
+
+
+def stream(pieces: Pieces[bool], calls: Calls) -> Steps[bool]:
+    """Arguments as they come."""
+    while True:
+        try:
+            piece = next(pieces)
+        except StopIteration as end:
+            return bool(end.value)
+        yield None if piece is None else calls.arguments(piece)
+
+
+def json_call(source: Source, calls: Calls, strict: bool) -> Steps[bool]:
+    """`{"name": "f", "arguments": {...}}`, keys in any order. Returns False, and nothing has come out, if it is no call.
+
+    If the call turns out to be broken after it was told, the reading stops where it broke. `strict`: the tool must exist.
+    """
+    if not (yield from expect(source, "{")):
+        return False
+    name = held = ""
+    told = False
+    while (yield from space(source)) == '"':
+        key = yield from _decoded(source)
+        if key not in NAME_KEYS + ARGUMENTS_KEYS + OTHER_KEYS and not told:
+            return False
+        if not (yield from after_space(source, ":")):
+            return told
+        first = yield from space(source)
+        if key in NAME_KEYS and not told:
+            name = (yield from _decoded(source)) if first == '"' else ""
+            if not usable(name) or (strict and not calls.known(name)):
+                return False
+        elif key in ARGUMENTS_KEYS and name and not told and first == "{":
+            yield calls.begin(name)
+            told = True
+            if not (yield from stream(follow(source), calls)):
+                return True
+        else:
+            value = yield from whole(follow(source))
+            if not value:
+                return told
+            held = value if key in ARGUMENTS_KEYS else held
+        if not (yield from after_space(source, ",")):
+            break
+    if not (yield from after_space(source, "}")):
+        return told
+    arguments = _object(held)
+    if not told and name and arguments is not None:
+        yield calls.begin(name)
+        yield calls.arguments(arguments)
+        return True
+    return told
+
+
+def _decoded(source: Source) -> Steps[str]:
+    """A JSON string's text; "" if it is broken."""
+    found = yield from whole(string(source))
+    return str(json.loads(found)) if found else ""
+
+
+def _object(held: str) -> str | None:
+    """The arguments that were held back, as a JSON object; none at all are an empty one. None: they are something else.
+
+    Some models write the object as a string, as OpenAI's answers hold it.
+    """
+    if held in ("", "null", '""'):
+        return "{}"
+    if held.startswith("{"):
+        return held
+    if not held.startswith('"'):
+        return None
+    text = str(json.loads(held)).strip()
+    try:
+        return text if isinstance(json.loads(text), dict) and encodable(text) else None
+    except (ValueError, RecursionError):
+        return None

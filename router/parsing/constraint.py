@@ -1,0 +1,219 @@
+"""Grammars under which a model writes calls, and nothing else, in the form that its parser reads. Lark, as llguidance takes it.
+
+Knows the forms' markers; knows no tokenizer but the markers that are tokens, which a grammar has to name as such.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..request import Grammar
+from . import harmony
+from .marked import MarkedForm
+from .readers import FORMS, HARMONY, MISTRAL_ARGS, THOUGHTS
+from .tagged import CALL, CALL_END, TaggedForm
+from .values import is_string
+
+Json = Mapping[str, Any]
+Special = Callable[[str], int | None]
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+TOKEN_NAME = re.compile(r"<[^<>\s]+>")  # as llguidance spells tokens
+COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # no room to ramble in spaces
+
+
+def constraint(
+    parser: str,
+    tools: Sequence[Json],
+    named: str | None,
+    parallel: bool,
+    *,
+    reasoning: str | None = None,
+    prompt: str = "",
+    special: Special = lambda text: None,
+) -> Grammar:
+    """The grammar for one call or, if they may be `parallel` and none is named, several.
+
+    `tools` as OpenAI's requests hold them. A model with a `reasoning` parser may think first; it must end its thoughts if the
+    `prompt` has begun them. `special`: the id of a string that is one token wherever it stands, `Tokenizer.added_id`: llguidance
+    takes most of them for special ones, which no literal matches.
+    """
+    functions = [tool["function"] for tool in tools if named is None or tool["function"]["name"] == named]
+    assert functions, "no such tool"
+    lark = _Lark(special)
+    calls = [_call(lark, parser, function) for function in functions]
+    several = parallel and named is None
+    before = _thinking(lark, parser, reasoning, prompt)
+    lark.rule("call", " | ".join(calls))
+    lark.rule("start", f"{before} {_around(lark, parser, several)}")
+    return Grammar("lark", lark.source)
+
+
+class _Lark:
+    """Rules as they are made, each under a name of its own."""
+
+    def __init__(self, special: Special) -> None:
+        self._special = special
+        self._rules: list[str] = []
+
+    @property
+    def source(self) -> str:
+        return "\n".join(self._rules)
+
+    def rule(self, name: str, body: str) -> str:
+        self._rules.append(f"{name}: {body}")
+        return name
+
+    def new(self, body: str, options: str = "") -> str:
+        """A rule of any name."""
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}{options}: {body}")
+        return name
+
+    def text(self, *texts: str) -> str:
+        """Literals one after the other; one that is a token is that token."""
+        return " ".join(map(self._one, filter(None, texts)))
+
+    def _one(self, text: str) -> str:
+        id = self._special(text)
+        if id is None:
+            return _quoted(text)
+        return text if TOKEN_NAME.fullmatch(text) else f"<[{id}]>"
+
+    def up_to(self, text: str) -> str:
+        """Anything up to the first such text, and that."""
+        if self._special(text) is not None:
+            return f"{self.new('/(?s:.*)/')} {self.text(text)}"
+        return self.new("/(?s:.*)/", f"[suffix={_quoted(text)}]")
+
+    def json(self, schema: Any) -> str:
+        """A value of the schema."""
+        schema = schema if isinstance(schema, Mapping) else {}
+        return self.new(f"%json {json.dumps({**schema, 'x-guidance': COMPACT})}")
+
+
+def _call(lark: _Lark, parser: str, function: Json) -> str:
+    """The rule of one call of this function."""
+    name, schema = function["name"], function.get("parameters") or NO_PARAMETERS
+    if parser == HARMONY:
+        header = (harmony.CHANNEL, f"commentary to=functions.{name} ", harmony.CONSTRAIN, "json", harmony.MESSAGE)
+        return lark.new(f"{lark.text(*header)} {lark.json(schema)}")
+    form = FORMS[parser]
+    if isinstance(form, MarkedForm):
+        return lark.new(_marked(lark, parser, form, name, schema))
+    if isinstance(form, TaggedForm):
+        return lark.new(_tagged(lark, form, name, schema))
+    if parser == "pythonic":
+        return lark.new(f"{lark.text(f'{name}(')} {_keywords(lark, schema)} {lark.text(')')}")
+    if parser == MISTRAL_ARGS:
+        return lark.new(f"{lark.text('[TOOL_CALLS]', name, '[ARGS]')} {lark.json(schema)}")
+    key = "parameters" if parser in ("llama3_json", "internlm") else "arguments"
+    head = f'{{"name": {_quoted(name)}, "{key}": '
+    return lark.new(f"{lark.text(head)} {lark.json(schema)} {lark.text('}')}")
+
+
+def _around(lark: _Lark, parser: str, several: bool) -> str:
+    """One or several calls, with what stands before, between and after them."""
+    form = None if parser == HARMONY else FORMS[parser]
+    before, between, after = [], "", []
+    match parser:
+        case "hermes":
+            return _each(lark, several, [CALL, "\n"], ["\n", CALL_END])
+        case "internlm":
+            return _each(lark, several, ["<|action_start|>", "<|plugin|>", "\n"], ["<|action_end|>"])
+        case "llama3_json":
+            between = "; "
+        case "harmony":
+            between = ""
+            several = False  # gpt-oss ends its turn with a call
+        case "json" | "pythonic":
+            before, between, after = ["["], ", ", ["]"]
+        case "granite":
+            before, between, after = ["<|tool_call|>", "["], ", ", ["]"]
+        case "jamba":
+            before, between, after = ["<tool_calls>", "["], ", ", ["]", "</tool_calls>"]
+        case "phi4_mini_json":
+            before, between, after = ["functools["], ", ", ["]"]
+        case "mistral":
+            before, between, after = ["[TOOL_CALLS]", "["], ", ", ["]"]
+    if isinstance(form, MarkedForm):
+        before, after = [form.section], [form.section_end]
+    if isinstance(form, TaggedForm):
+        between = "\n"
+    more = f"({lark.text(between)} call)*" if several else ""
+    return f"{lark.text(*before)} call {more} {lark.text(*after)}"
+
+
+def _each(lark: _Lark, several: bool, before: list[str], after: list[str]) -> str:
+    """Each call between markers of its own, on lines of their own."""
+    one = f"{lark.text(*before)} call {lark.text(*after)}"
+    return f"{one} ({lark.text(chr(10))} {one})*" if several else one
+
+
+def _marked(lark: _Lark, parser: str, form: MarkedForm, name: str, schema: Json) -> str:
+    arguments = lark.json(schema)
+    if parser == "kimi_k2":
+        head = f"{lark.text(form.call, f'functions.{name}:')} /[0-9]{{1,3}}/ {lark.text(form.separator)}"
+        return f"{head} {arguments} {lark.text(form.end)}"
+    if parser == "deepseek_v3":
+        head = lark.text(form.call, "function", form.separator, f"{name}\n```json\n")
+        return f"{head} {arguments} {lark.text(f'{chr(10)}```', form.end)}"
+    return f"{lark.text(form.call, name, form.separator)} {arguments} {lark.text(form.end)}"
+
+
+def _tagged(lark: _Lark, form: TaggedForm, name: str, schema: Json) -> str:
+    line = "\n" if form.lines else ""
+    parts = [lark.text(CALL, "\n" if form.function else "", form.function, name, form.function_end, "\n")]
+    for key, value in _properties(schema):
+        head = lark.text(form.key, key, form.key_end, "" if form.lines else "\n", form.value, line)
+        text = is_string(value) and "enum" not in value and "const" not in value
+        tail = lark.up_to(form.value_end) if text else f"{_bare(lark, value)} {lark.text(line, form.value_end)}"
+        argument = f"{head} {tail} {lark.text(chr(10))}"
+        parts.append(argument if key in schema.get("required", ()) else f"({argument})?")
+    ends = [form.end] if form.end == CALL_END else [form.end, "\n", CALL_END]
+    return " ".join([*parts, lark.text(*ends)])
+
+
+def _bare(lark: _Lark, schema: Any) -> str:
+    """A value without quotes: one of some strings, or any other JSON."""
+    allowed = schema.get("enum", [schema["const"]] if "const" in schema else []) if isinstance(schema, Mapping) else []
+    if allowed and all(isinstance(value, str) for value in allowed):
+        return "(" + " | ".join(map(lark.text, allowed)) + ")"
+    return lark.json(schema)
+
+
+def _keywords(lark: _Lark, schema: Json) -> str:
+    """`a=1, b=2`: what is required first, of the rest any, in their order."""
+    required = schema.get("required", ())
+    given = {key: f"{lark.text(f'{key}=')} {lark.json(value)}" for key, value in _properties(schema)}
+    first = [rule for key, rule in given.items() if key in required]
+    rest = [rule for key, rule in given.items() if key not in required]
+    comma = lark.text(", ")
+    if first:
+        return " ".join([f" {comma} ".join(first), *(f"({comma} {rule})?" for rule in rest)])
+    chains = [" ".join([rule, *(f"({comma} {other})?" for other in rest[index:])]) for index, rule in enumerate(rest, 1)]
+    return f"({' | '.join(chains)})?" if chains else ""
+
+
+def _properties(schema: Json) -> list[tuple[str, Any]]:
+    """Each with the definitions that it may refer to."""
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    return [
+        (key, {**value, **shared} if isinstance(value, Mapping) else value) for key, value in schema.get("properties", {}).items()
+    ]
+
+
+def _thinking(lark: _Lark, parser: str, reasoning: str | None, prompt: str) -> str:
+    """What may stand before the calls."""
+    if parser == HARMONY:
+        head = lark.text(harmony.CHANNEL, "analysis", harmony.MESSAGE)
+        return f"({head} {lark.up_to(harmony.END)} {lark.text(harmony.START, 'assistant')})?"
+    if reasoning is None:
+        return ""
+    thoughts = THOUGHTS[reasoning]
+    thinking = f"{lark.up_to(thoughts.closes[0])} /[ \\n]{{0,4}}/"
+    return thinking if thoughts.begun(prompt) else f"({lark.text(thoughts.opens[0])} {thinking})?"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

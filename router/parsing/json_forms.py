@@ -1,0 +1,81 @@
+"""Calls as JSON objects between markers, or with none: Hermes, Qwen, Llama, Granite, Mistral and many more."""
+
+import re
+from dataclasses import dataclass
+
+from .calls import MAX_NAME, Calls, json_call, stream, usable
+from .source import Source, Steps, after_space, expect, space, up_to
+from .values import follow
+
+MISTRAL = "[TOOL_CALLS]"
+TOKEN = re.compile(r"<\|.*?\|>|.+")  # some models begin a call with two special tokens
+MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
+
+
+@dataclass(frozen=True, slots=True)
+class JsonForm:
+    """An object, several with commas or semicolons between them, or a list of them, between these markers."""
+
+    opens: tuple[str, ...]
+    close: str = ""  # may be missing
+    bare: bool = False  # an answer may also begin with a call without a marker
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        opens = [token for marker in self.opens for token in TOKEN.findall(marker)]
+        return (*opens, self.close) if self.close else tuple(opens)
+
+    def first(self, source: Source, calls: Calls) -> Steps[bool]:
+        """At the very beginning of the answer, where no marker stands."""
+        return self.bare and (yield from _objects(source, calls, strict=True))
+
+    def read(self, source: Source, calls: Calls, marker: str) -> Steps[bool]:
+        """Behind a marker."""
+        found = yield from _objects(source, calls, strict=False)
+        if found and self.close:
+            yield from after_space(source, self.close)
+        return found
+
+
+class MistralForm:
+    """`[TOOL_CALLS][{...}, {...}]`, or in newer models `[TOOL_CALLS]f{...}` and `[TOOL_CALLS]f[CALL_ID]...[ARGS]{...}`."""
+
+    opens = (MISTRAL,)
+    markers = (MISTRAL, "[CALL_ID]", "[ARGS]")
+
+    def first(self, source: Source, calls: Calls) -> Steps[bool]:
+        return False
+        yield
+
+    def read(self, source: Source, calls: Calls, marker: str) -> Steps[bool]:
+        if (yield from space(source)) in ("[", "{"):
+            return (yield from _objects(source, calls, strict=False))
+        head = yield from up_to(source, "{", 2 * MAX_NAME)
+        if head is None:
+            return False
+        name, _, id = head.strip().removesuffix("[ARGS]").partition("[CALL_ID]")
+        if not usable(name.strip()):
+            return False
+        source.at -= 1
+        yield calls.begin(name.strip(), id if MISTRAL_ID.fullmatch(id) else "")
+        yield from stream(follow(source), calls)
+        return True
+
+
+def _objects(source: Source, calls: Calls, strict: bool) -> Steps[bool]:
+    """Stops behind the last that is one."""
+    yield from space(source)
+    listed = yield from expect(source, "[")
+    found = False
+    while True:
+        start = source.at
+        if found and not (yield from after_space(source, ",")) and not listed:
+            yield from after_space(source, ";")
+        yield from space(source)
+        if not (yield from json_call(source, calls, strict)):
+            source.at = start
+            break
+        found = True
+    if found and listed:
+        yield from after_space(source, "]")
+    return found

@@ -1,0 +1,67 @@
+"""Calls with a header and a JSON object, each between markers of its own: DeepSeek V3 and R1, Kimi K2."""
+
+import re
+from dataclasses import dataclass
+
+from .calls import MAX_NAME, Calls, stream, usable
+from .source import Source, Steps, after_space, space, up_to
+from .values import follow
+
+KIMI = re.compile(r"functions\.([\w.-]+):[0-9]+")
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedForm:
+    """`SECTION (CALL header SEPARATOR {...} END)* SECTION_END`."""
+
+    section: str
+    call: str
+    separator: str
+    end: str
+    section_end: str
+
+    @property
+    def opens(self) -> tuple[str, ...]:
+        return (self.section, self.call)
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return (self.section, self.call, self.separator, self.end, self.section_end)
+
+    def first(self, source: Source, calls: Calls) -> Steps[bool]:
+        return False
+        yield
+
+    def read(self, source: Source, calls: Calls, marker: str) -> Steps[bool]:
+        if marker == self.section and not (yield from after_space(source, self.call)):
+            return False
+        if not (yield from self._call(source, calls)):
+            return False
+        while (yield from after_space(source, self.call)):
+            start = source.at - len(self.call)
+            if not (yield from self._call(source, calls)):
+                source.at = start
+                return True
+        yield from after_space(source, self.section_end)
+        return True
+
+    def _call(self, source: Source, calls: Calls) -> Steps[bool]:
+        head = yield from up_to(source, self.separator, MAX_NAME)
+        if head is None:
+            return False
+        name, id, fenced = head.strip(), "", False
+        if name == "function" and (yield from space(source)) != "{":  # DeepSeek V3: the name follows, and a block of code
+            line = yield from up_to(source, "```json", MAX_NAME)
+            if line is None:
+                return False
+            name, fenced = line.strip(), True
+        elif numbered := KIMI.fullmatch(name):  # functions.f:0, which its template wants back as the call's id
+            id, name = name, numbered[1]
+        if not usable(name) or (yield from space(source)) != "{":
+            return False
+        yield calls.begin(name, id)
+        if (yield from stream(follow(source), calls)):
+            if fenced:
+                yield from after_space(source, "```")
+            yield from after_space(source, self.end)
+        return True

@@ -1,0 +1,117 @@
+"""Calls as Python writes them: `[f(a=1, b="x"), g()]`. Llama 3.2 and 4, OLMo. An argument comes out when it is whole."""
+
+import re
+
+from .calls import Calls
+from .source import Source, Steps, after_space, expect, space
+from .values import dump, literal
+
+NAME = re.compile(r"[A-Za-z_][\w.]*")
+WORD = re.compile(r"[\w.]*")
+BRACKETS = {"(": ")", "[": "]", "{": "}"}
+
+
+class PythonicForm:
+    """At the beginning of an answer, or between Llama 4's markers."""
+
+    opens = ("<|python_start|>",)
+    markers = ("<|python_start|>", "<|python_end|>")
+
+    def first(self, source: Source, calls: Calls) -> Steps[bool]:
+        return (yield from self._list(source, calls, strict=True))
+
+    def read(self, source: Source, calls: Calls, marker: str) -> Steps[bool]:
+        found = yield from self._list(source, calls, strict=False)
+        if found:
+            yield from after_space(source, "<|python_end|>")
+        return found
+
+    def _list(self, source: Source, calls: Calls, strict: bool) -> Steps[bool]:
+        yield from space(source)
+        if not (yield from expect(source, "[")):
+            return False
+        found = False
+        while True:
+            start = source.at
+            if found and not (yield from after_space(source, ",")):
+                break
+            yield from space(source)
+            if not (yield from _call(source, calls, strict)):
+                source.at = start
+                break
+            found = True
+        if found:
+            yield from after_space(source, "]")
+        return found
+
+
+def _call(source: Source, calls: Calls, strict: bool) -> Steps[bool]:
+    """Tells the call with its first argument, so that "[f(x)]" stays a text. Returns False if nothing was told."""
+    name = yield from _word(source)
+    if not NAME.fullmatch(name) or (strict and not calls.known(name)) or not (yield from expect(source, "(")):
+        return False
+    told = False
+    while True:
+        start = source.at
+        if (yield from after_space(source, ")")):
+            break
+        yield from space(source)
+        key = yield from _word(source)
+        if not key.isidentifier() or not (yield from after_space(source, "=")):
+            source.at = start
+            return told
+        value = literal((yield from _expression(source)))
+        if value is None:
+            source.at = start
+            return told
+        if not told:
+            yield calls.begin(name)
+        yield calls.arguments(f"{', ' if told else '{'}{dump(key)}: {value}")
+        told = True
+        yield from after_space(source, ",")
+    if not told:
+        yield calls.begin(name)
+    yield calls.arguments("}" if told else "{}")
+    return True
+
+
+def _word(source: Source) -> Steps[str]:
+    """May be empty."""
+    while True:
+        match = WORD.match(source.text, source.at)
+        assert match
+        if match.end() < len(source.text) or source.ended:
+            source.at = match.end()
+            return match[0]
+        yield None
+
+
+def _expression(source: Source) -> Steps[str]:
+    """All up to the comma or bracket that ends it; "" if the text ends first. What is inside quotes and brackets is part of it."""
+    start = source.at
+    closing: list[str] = []
+    quote = ""
+    escaped = False
+    while True:
+        if source.at == len(source.text):
+            if source.ended:
+                return ""
+            yield None
+            continue
+        char = source.text[source.at]
+        if escaped:
+            escaped = False
+        elif quote:
+            escaped = char == "\\"
+            quote = "" if char == quote else quote
+        elif char in "\"'":
+            quote = char
+        elif char in BRACKETS:
+            closing.append(BRACKETS[char])
+        elif closing and char == closing[-1]:
+            closing.pop()
+        elif not closing and char in ",)":
+            return source.text[start : source.at]
+        elif char in ")]}":
+            return ""
+        source.at += 1

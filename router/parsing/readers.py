@@ -1,0 +1,204 @@
+"""Which families of models write reasoning and calls in which way, how a template tells, and the reader for one answer.
+
+To add a family: a line in THOUGHTS or FORMS, if its form is one of those that are there, and one in HINTS.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from ..config import AUTO, NONE
+from . import harmony
+from .calls import Calls, Schemas, mistral_id, openai_id
+from .json_forms import JsonForm, MistralForm
+from .marked import MarkedForm
+from .parts import Part, Reader, Text
+from .pythonic import PythonicForm
+from .source import Markers, Source, Steady, Steps, before, space
+from .tagged import TaggedForm
+from .thoughts import Thoughts
+
+
+class Form(Protocol):
+    """One way of writing calls. A call that was told is never taken back; what is no call is left where it is."""
+
+    @property
+    def opens(self) -> tuple[str, ...]:
+        """Markers behind which a call may stand."""
+        ...
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """All that has to come as text, though it may be special tokens."""
+        ...
+
+    def first(self, source: Source, calls: Calls) -> Steps[bool]:
+        """Calls at the beginning of the answer, without a marker. Returns whether there was one."""
+        ...
+
+    def read(self, source: Source, calls: Calls, marker: str) -> Steps[bool]:
+        """Calls behind a marker. Returns whether there was one."""
+        ...
+
+
+THINK = Thoughts(("<think>",), ("</think>",))
+THOUGHTS = {
+    "deepseek_r1": THINK,
+    "qwen3": THINK,
+    "glm45": THINK,
+    "kimi_k2": THINK,
+    "mistral": Thoughts(("[THINK]",), ("[/THINK]",)),
+    "granite": Thoughts(
+        ("Here is my thought process:", "Here's my thought process:"), ("Here is my response:", "Here's my response:")
+    ),
+    "seed_oss": Thoughts(("<seed:think>",), ("</seed:think>",)),
+    "cohere": Thoughts(("<|START_THINKING|>",), ("<|END_THINKING|>",)),
+}
+DEEPSEEK = MarkedForm(
+    "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
+)
+MISTRAL_ARGS = "mistral_args"  # reads what "mistral" reads; newer models are made to write names outside of the JSON
+FORMS: dict[str, Form] = {
+    "hermes": JsonForm(("<tool_call>",), "</tool_call>"),
+    "llama3_json": JsonForm(("<|python_tag|>",), bare=True),
+    "json": JsonForm(("<tool_call>",), "</tool_call>", bare=True),
+    "granite": JsonForm(("<|tool_call|>", "<tool_call>"), "</tool_call>"),
+    "jamba": JsonForm(("<tool_calls>",), "</tool_calls>"),
+    "internlm": JsonForm(("<|action_start|><|plugin|>",), "<|action_end|>"),
+    "phi4_mini_json": JsonForm(("functools",)),
+    "mistral": MistralForm(),
+    MISTRAL_ARGS: MistralForm(),
+    "pythonic": PythonicForm(),
+    "deepseek_v3": DEEPSEEK,
+    "deepseek_v31": DEEPSEEK,
+    "kimi_k2": MarkedForm(
+        "<|tool_calls_section_begin|>",
+        "<|tool_call_begin|>",
+        "<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+        "<|tool_calls_section_end|>",
+    ),
+    "qwen3_coder": TaggedForm("<function=", ">", "<parameter=", ">", "", "</parameter>", "</function>", lines=True),
+    "glm45": TaggedForm("", "", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>", lines=False),
+}
+HARMONY = "harmony"  # both: channels are not divided into reasoning and calls
+REASONING_PARSERS = (*THOUGHTS, HARMONY)
+TOOL_PARSERS = (*FORMS, HARMONY)
+
+# What a chat template has to hold, all of it; the first line that fits counts.
+TOOL_HINTS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (HARMONY, ("<|channel|>", "<|start|>")),
+    ("kimi_k2", ("<|tool_call_argument_begin|>",)),
+    ("deepseek_v3", ("<｜tool▁call▁begin｜>", "```json")),
+    ("deepseek_v31", ("<｜tool▁call▁begin｜>",)),
+    (MISTRAL_ARGS, ("[TOOL_CALLS]", "[ARGS]")),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("glm45", ("<arg_key>",)),
+    ("qwen3_coder", ("<function=", "<parameter=")),
+    ("phi4_mini_json", ("functools[",)),
+    ("internlm", ("<|plugin|>",)),
+    ("jamba", ("<tool_calls>",)),
+    ("granite", ("<|tool_call|>",)),
+    ("hermes", ("<tool_call>",)),
+    ("pythonic", ("func_name1(params_name1=",)),
+    ("pythonic", ("<|python_start|>",)),
+    ("llama3_json", ("<|python_tag|>",)),
+    ("llama3_json", ("Environment: ipython",)),
+    ("json", ("tools",)),
+)
+REASONING_HINTS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (HARMONY, ("<|channel|>", "<|start|>")),
+    ("mistral", ("[THINK]",)),
+    ("seed_oss", ("<seed:think>",)),
+    ("cohere", ("<|START_THINKING|>",)),
+    ("granite", ("Here is my thought process:",)),
+    ("deepseek_r1", ("<think>",)),
+    ("deepseek_r1", ("</think>",)),
+)
+
+
+class Plain:
+    """All of it is text."""
+
+    def push(self, delta: str) -> list[Part]:
+        return [Text(delta)] if delta else []
+
+    def end(self) -> list[Part]:
+        return []
+
+
+def reader(reasoning: str | None, tools: str | None, *, prompt: str = "", schemas: Schemas | None = None) -> Reader:
+    """A reader for one answer of a model that thinks and calls tools in these ways; None: it doesn't, or nobody wants to know.
+
+    `prompt`: the text, or its end: a template may have begun the reasoning. `schemas`: the request's tools, so that an answer
+    that only looks like a call is none, and untyped arguments get their types.
+    """
+    calls = Calls(schemas, mistral_id if tools in ("mistral", MISTRAL_ARGS) else openai_id)
+    if HARMONY in (reasoning, tools):
+        return Steady(lambda source: harmony.read(source, calls))
+    if reasoning is None and tools is None:
+        return Plain()
+    thoughts = None if reasoning is None else THOUGHTS[reasoning]
+    form = None if tools is None else FORMS[tools]
+    return Steady(_answer(thoughts, form, calls, thoughts is not None and thoughts.begun(prompt)))
+
+
+def detect(template: str) -> tuple[str | None, str | None]:
+    """The parsers (tools, reasoning) for models that come with this chat template."""
+    return _detect(template, TOOL_HINTS), _detect(template, REASONING_HINTS)
+
+
+def chosen(asked: tuple[str, str], detected: tuple[str | None, str | None]) -> tuple[str | None, str | None]:
+    """The operator's choice, for tools and reasoning."""
+    tools, reasoning = (
+        found if name == AUTO else None if name == NONE else name for name, found in zip(asked, detected, strict=True)
+    )
+    return tools, reasoning
+
+
+def markers(reasoning: str | None, tools: str | None) -> tuple[str, ...]:
+    """Strings that a reader has to see. Where one is a special token, it must not be left out of the text."""
+    if HARMONY in (reasoning, tools):
+        return harmony.MARKERS
+    found = [*(THOUGHTS[reasoning].markers if reasoning else ()), *(FORMS[tools].markers if tools else ())]
+    return tuple(dict.fromkeys(found))
+
+
+def _answer(thoughts: Thoughts | None, form: Form | None, calls: Calls, begun: bool) -> Callable[[Source], Steps[None]]:
+    def read(source: Source) -> Steps[None]:
+        if thoughts is not None:
+            yield from thoughts.read(source, begun)
+        if form is not None:
+            yield from _text_and_calls(source, form, calls)
+        while not source.ended or source.at < len(source.text):
+            if source.at < len(source.text):
+                yield Text(source.text[source.at :])
+                source.at = len(source.text)
+                source.forget()
+            if not source.ended:
+                yield None
+
+    return read
+
+
+def _text_and_calls(source: Source, form: Form, calls: Calls) -> Steps[None]:
+    """Whitespace next to a call belongs to it."""
+    start = source.at
+    if (yield from form.first(source, calls)):
+        yield from space(source)
+    else:
+        source.at = start
+    opens = Markers(*form.opens)
+    while marker := (yield from before(source, opens, Text)):
+        start = source.at
+        yield from space(source)
+        source.at += len(marker)
+        stop = source.at
+        if (yield from form.read(source, calls, marker)):
+            yield from space(source)
+        else:
+            source.at = stop
+            yield Text(source.text[start:stop])
+
+
+def _detect(template: str, hints: tuple[tuple[str, tuple[str, ...]], ...]) -> str | None:
+    return next((name for name, strings in hints if all(string in template for string in strings)), None)

@@ -1,0 +1,171 @@
+"""Text that is still coming, and the steps in which it is read. Knows no format.
+
+A way of reading is a generator over a `Source`: it yields the parts that are certain, and None where it needs more text. So it is
+written as if the whole text were there, and can stop at any character. It must depend on the text alone, never on where it is
+cut: whoever looks at the next character waits for it.
+"""
+
+import re
+from collections.abc import Callable, Generator
+from typing import TypeVar
+
+from .parts import Arguments, Part, Reasoning, Text
+
+SPACES = " \t\r\n"
+NOT_SPACE = re.compile(r"[^ \t\r\n]")
+
+Result = TypeVar("Result")
+Steps = Generator[Part | None, None, Result]
+Pieces = Generator[str | None, None, Result]
+
+
+class Source:
+    """What has come, and how far it has been read."""
+
+    __slots__ = ("at", "ended", "text")
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.at = 0
+        self.ended = False  # nothing more will come
+
+    def forget(self) -> None:
+        """What has been read is never read again: all places in the text change."""
+        if self.at:
+            self.text = self.text[self.at :]
+            self.at = 0
+
+
+class Markers:
+    """Strings that are looked for together. None is the beginning of another."""
+
+    def __init__(self, *markers: str) -> None:
+        assert markers
+        assert not any(one != other and one.startswith(other) for one in markers for other in markers)
+        self._markers = markers
+        self._pattern = re.compile("|".join(map(re.escape, markers)))
+
+    def find(self, text: str, start: int) -> tuple[int, int] | None:
+        """Where the first of them stands."""
+        match = self._pattern.search(text, start)
+        return match and match.span()
+
+    def begun(self, text: str, start: int) -> int:
+        """Where the text's end begins that may become one of them; the text's length if none may."""
+        first = len(text)
+        for marker in self._markers:
+            at = text.find(marker[0], max(start, len(text) - len(marker) + 1), first)
+            while at >= 0 and not marker.startswith(text[at:]):
+                at = text.find(marker[0], at + 1, first)
+            first = at if at >= 0 else first
+        return first
+
+
+class Steady:
+    """A reader that takes the steps of one way of reading."""
+
+    def __init__(self, steps: Callable[[Source], Steps[None]]) -> None:
+        self._source = Source()
+        self._steps = steps(self._source)
+
+    def push(self, delta: str) -> list[Part]:
+        self._source.text += delta
+        return self._parts()
+
+    def end(self) -> list[Part]:
+        self._source.ended = True
+        return self._parts()
+
+    def _parts(self) -> list[Part]:
+        parts: list[Part] = []
+        for part in self._steps:
+            if part is None:
+                break
+            joined = _joined(parts[-1], part) if parts else None
+            if joined is None:
+                parts.append(part)
+            else:
+                parts[-1] = joined
+        return parts
+
+
+def _joined(last: Part, part: Part) -> Part | None:
+    match last, part:
+        case (Text(), Text()):
+            return Text(last.text + part.text)
+        case (Reasoning(), Reasoning()):
+            return Reasoning(last.text + part.text)
+        case (Arguments(), Arguments()) if last.index == part.index:
+            return Arguments(last.index, last.text + part.text)
+    return None
+
+
+def before(source: Source, markers: Markers, make: Callable[[str], Part], spaces: str = SPACES) -> Steps[str]:
+    """Lets out the text before the first marker, and stops there. Returns the marker, "" if the text ends without one.
+
+    `spaces` before the marker belong to it, and are not read either. Only for where nothing will be read again.
+    """
+    while True:
+        found = markers.find(source.text, source.at)
+        if found is None and source.ended:
+            stop = len(source.text)
+        else:
+            start = found[0] if found else markers.begun(source.text, source.at)
+            stop = source.at + len(source.text[source.at : start].rstrip(spaces))
+        if stop > source.at:
+            yield make(source.text[source.at : stop])
+        length = stop if found is None else found[0]
+        marker = source.text[found[0] : found[1]] if found else ""
+        source.at = stop
+        assert length >= stop
+        source.forget()
+        if found or source.ended:
+            return marker
+        yield None
+
+
+def space(source: Source) -> Steps[str]:
+    """Reads over whitespace. Returns the character that follows, "" at the end."""
+    while True:
+        match = NOT_SPACE.search(source.text, source.at)
+        if match:
+            source.at = match.start()
+            return match[0]
+        source.at = len(source.text)
+        if source.ended:
+            return ""
+        yield None
+
+
+def expect(source: Source, literal: str) -> Steps[bool]:
+    """Reads the literal if it comes next, otherwise nothing."""
+    while not source.text.startswith(literal, source.at):
+        rest = source.text[source.at : source.at + len(literal)]
+        if source.ended or not literal.startswith(rest):
+            return False
+        yield None
+    source.at += len(literal)
+    return True
+
+
+def after_space(source: Source, literal: str) -> Steps[bool]:
+    """Reads whitespace and the literal if they come next, otherwise nothing."""
+    start = source.at
+    yield from space(source)
+    if (yield from expect(source, literal)):
+        return True
+    source.at = start
+    return False
+
+
+def up_to(source: Source, literal: str, limit: int) -> Steps[str | None]:
+    """Reads the text up to the literal, and over it. None, and nothing is read, if there is none within `limit` characters."""
+    while True:
+        stop = source.text.find(literal, source.at, source.at + limit + len(literal))
+        if stop >= 0:
+            text = source.text[source.at : stop]
+            source.at = stop + len(literal)
+            return text
+        if source.ended or len(source.text) >= source.at + limit + len(literal):
+            return None
+        yield None

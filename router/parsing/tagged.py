@@ -1,0 +1,129 @@
+"""Calls whose arguments stand in tags, without quotes: Qwen3-Coder's and GLM's. The tool's schema tells the types."""
+
+import json
+from dataclasses import dataclass
+
+from .calls import MAX_NAME, Calls, json_call, usable
+from .parts import Arguments
+from .source import Markers, Source, Steps, after_space, before, space, up_to
+from .values import dump, is_string, typed
+
+CALL, CALL_END = "<tool_call>", "</tool_call>"
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedForm:
+    """`<tool_call>{function}f{function_end} ({key}k{key_end}{value}v{value_end})* {end}</tool_call>`."""
+
+    function: str  # "": the name stands by itself
+    function_end: str
+    key: str
+    key_end: str
+    value: str  # "": it begins where the key ends
+    value_end: str
+    end: str
+    lines: bool  # a value stands on lines of its own
+
+    @property
+    def opens(self) -> tuple[str, ...]:
+        return (CALL, self.function) if self.function else (CALL,)
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return tuple(filter(None, (*self.opens, self.key, self.key_end, self.value, self.value_end, self.end, CALL_END)))
+
+    def first(self, source: Source, calls: Calls) -> Steps[bool]:
+        return False
+        yield
+
+    def read(self, source: Source, calls: Calls, marker: str) -> Steps[bool]:
+        if marker == CALL and (yield from space(source)) == "{":  # as Hermes writes it: such models do, too
+            if not (yield from json_call(source, calls, strict=False)):
+                return False
+            yield from after_space(source, CALL_END)
+            return True
+        name = yield from self._name(source, marker)
+        if not usable(name):
+            return False
+        yield calls.begin(name)
+        yield calls.arguments("{")
+        if (yield from self._arguments(source, calls, name)):
+            yield calls.arguments("}")
+            if self.end != CALL_END:
+                yield from after_space(source, CALL_END)
+        return True
+
+    def _name(self, source: Source, marker: str) -> Steps[str]:
+        """ "" if there is none."""
+        if self.function:
+            if marker == CALL and not (yield from after_space(source, self.function)):
+                return ""
+            return ((yield from up_to(source, self.function_end, MAX_NAME)) or "").strip()
+        start = source.at
+        found = yield from up_to(source, "<", MAX_NAME)
+        if found is None:
+            return ""
+        source.at -= 1
+        for tag in (self.key, self.end):
+            place = source.at
+            if (yield from after_space(source, tag)):
+                source.at = place
+                return found.strip()
+        source.at = start
+        return ""
+
+    def _arguments(self, source: Source, calls: Calls, name: str) -> Steps[bool]:
+        """Returns False where they are broken or cut off."""
+        opening = ""
+        while not (yield from after_space(source, self.end)):
+            if not (yield from after_space(source, self.key)):
+                return False
+            start = source.at - len(self.key)
+            key = yield from up_to(source, self.key_end, MAX_NAME)
+            if key is None or (self.value and not (yield from after_space(source, self.value))):
+                source.at = start
+                return False
+            yield calls.arguments(f"{opening}{dump(key.strip())}: ")
+            schema = calls.schema(name, key.strip())
+            if not (yield from self._string(source, calls) if is_string(schema) else self._value(source, calls, schema)):
+                return False
+            opening = ", "
+        return True
+
+    def _string(self, source: Source, calls: Calls) -> Steps[bool]:
+        """A string comes out as it grows."""
+        ends = Markers(f"\n{self.value_end}", self.value_end) if self.lines else Markers(self.value_end)
+        if self.lines:
+            yield from _line_end(source)
+        yield calls.arguments('"')
+        end = yield from before(source, ends, lambda text: _escaped(calls, text), spaces="")
+        if not end:
+            return False
+        source.at += len(end)
+        yield calls.arguments('"')
+        return True
+
+    def _value(self, source: Source, calls: Calls, schema: object) -> Steps[bool]:
+        """Any other, or one of which nothing is known, comes out whole."""
+        while True:
+            stop = source.text.find(self.value_end, source.at)
+            if stop >= 0:
+                break
+            if source.ended:
+                return False
+            yield None
+        text = source.text[source.at : stop]
+        source.at = stop + len(self.value_end)
+        yield calls.arguments(typed(text.removeprefix("\n").removesuffix("\n") if self.lines else text, schema))
+        return True
+
+
+def _line_end(source: Source) -> Steps[None]:
+    """Reads over one."""
+    while source.at == len(source.text) and not source.ended:
+        yield None
+    source.at += source.text.startswith("\n", source.at)
+
+
+def _escaped(calls: Calls, text: str) -> Arguments:
+    return calls.arguments(json.dumps(text, ensure_ascii=False)[1:-1])

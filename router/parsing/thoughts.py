@@ -1,0 +1,39 @@
+"""What a model thinks before it answers, between two markers. Whitespace next to a marker is the marker's."""
+
+from dataclasses import dataclass
+
+from .parts import Reasoning
+from .source import Markers, Source, Steps, before, expect, space
+
+
+@dataclass(frozen=True, slots=True)
+class Thoughts:
+    """How a family of models writes them."""
+
+    opens: tuple[str, ...]
+    closes: tuple[str, ...]
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return (*self.opens, *self.closes)
+
+    def begun(self, prompt: str) -> bool:
+        """Whether the prompt ends where the answer's reasoning begins, as many templates have it."""
+        return prompt[-256:].rstrip().endswith(self.opens)
+
+    def read(self, source: Source, begun: bool) -> Steps[None]:
+        """Reads the reasoning if the answer begins with it, and nothing otherwise."""
+        if not begun:
+            yield from space(source)
+            for marker in self.opens:
+                if (yield from expect(source, marker)):
+                    break
+            else:
+                source.at = 0
+                return
+        yield from space(source)
+        marker = yield from before(source, Markers(*self.closes), Reasoning)
+        if marker:
+            yield from space(source)
+            source.at += len(marker)
+            yield from space(source)

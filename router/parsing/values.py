@@ -1,0 +1,169 @@
+"""Values inside a call: JSON that is followed as it grows, Python's literals, and texts whose type a schema tells."""
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from .source import NOT_SPACE, Pieces, Source, Steps
+
+PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
+ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9A-Fa-f]{4})')
+BEGUN_ESCAPE = re.compile(r"\\(?:u[0-9A-Fa-f]{0,3})?")
+ATOM = re.compile(r"[-+.\w]*")
+NUMBER_OR_NAME = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null")
+PYTHON_NAMES = {"True": True, "False": False, "None": None}
+CLOSING = {"{": "}", "[": "]"}
+
+
+def follow(source: Source) -> Pieces[bool]:
+    """One JSON value as it was written, piece by piece. Returns False where it is broken or the text ends in it.
+
+    Only one fault is mended: a raw control character in a string, which models write for a line's end, comes out escaped.
+    """
+    closing: list[str] = []  # brackets that are still to come
+    wanted = "value"  # or a "key", ":", ","; or "first": a value or key, or the end of what has just begun
+    while True:
+        char = yield from _after_space(source)
+        if closing and char == closing[-1] and wanted in ("first", ","):
+            closing.pop()
+            wanted = ","
+            yield _read(source)
+        elif char and char == wanted:
+            wanted = "value" if char == ":" or closing[-1] == "]" else "key"
+            yield _read(source)
+            continue
+        elif wanted == "key" or (wanted == "first" and closing[-1] == "}"):
+            if char != '"' or not (yield from string(source)):
+                return False
+            wanted = ":"
+            continue
+        elif wanted in (":", ",") or not char:
+            return False
+        elif char in CLOSING:
+            closing.append(CLOSING[char])
+            wanted = "first"
+            yield _read(source)
+            continue
+        elif not (yield from (string(source) if char == '"' else _atom(source))):
+            return False
+        if not closing:
+            return True
+        wanted = ","
+
+
+def string(source: Source) -> Pieces[bool]:
+    """A JSON string, quotes included."""
+    assert source.text[source.at] == '"'
+    yield _read(source)
+    while True:
+        if match := PLAIN.match(source.text, source.at):
+            source.at = match.end()
+            yield match[0]
+        if source.at == len(source.text):
+            if source.ended:
+                return False
+            yield None
+            continue
+        char = source.text[source.at]
+        if char == '"':
+            yield _read(source)
+            return True
+        if char != "\\":
+            source.at += 1
+            yield json.dumps(char)[1:-1]
+        elif match := ESCAPE.match(source.text, source.at):
+            source.at = match.end()
+            yield match[0]
+        elif source.ended or not BEGUN_ESCAPE.fullmatch(source.text, source.at):
+            return False
+        else:
+            yield None
+
+
+def whole(pieces: Pieces[bool]) -> Steps[str]:
+    """All of it, when it is there; "" if it is broken. Nothing comes out before."""
+    found: list[str] = []
+    while True:
+        try:
+            piece = next(pieces)
+        except StopIteration as end:
+            return "".join(found) if end.value else ""
+        if piece is None:
+            yield None
+        else:
+            found.append(piece)
+
+
+def _atom(source: Source) -> Pieces[bool]:
+    """A number, true, false or null. Where it ends is seen only at the next character."""
+    while True:
+        match = ATOM.match(source.text, source.at)
+        assert match
+        if match.end() < len(source.text) or source.ended:
+            break
+        yield None
+    if not NUMBER_OR_NAME.fullmatch(match[0]):
+        return False
+    source.at = match.end()
+    yield match[0]
+    return True
+
+
+def _after_space(source: Source) -> Pieces[str]:
+    """Lets whitespace out. Returns the character that follows, "" at the end."""
+    while True:
+        match = NOT_SPACE.search(source.text, source.at)
+        start, source.at = source.at, match.start() if match else len(source.text)
+        if source.at > start:
+            yield source.text[start : source.at]
+        if match or source.ended:
+            return match[0] if match else ""
+        yield None
+
+
+def _read(source: Source) -> str:
+    source.at += 1
+    return source.text[source.at - 1]
+
+
+def dump(value: Any) -> str:
+    """JSON as models write it; what UTF-8 cannot hold (half a surrogate pair) is escaped. Raises ValueError, TypeError."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return text if encodable(text) else json.dumps(value)
+
+
+def encodable(text: str) -> bool:
+    """Not so: half a surrogate pair, which JSON's escapes can spell."""
+    return not any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def literal(text: str) -> str | None:
+    """A Python literal, or a JSON value, as JSON; None if it is neither."""
+    try:
+        return dump(json.loads(text))
+    except (ValueError, RecursionError):
+        pass
+    try:
+        with warnings.catch_warnings():  # "\d" is meant as it stands
+            warnings.simplefilter("ignore")
+            return dump(ast.literal_eval(text.strip()))
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return None
+
+
+def typed(text: str, schema: Any) -> str:
+    """A value that was written without quotes, as JSON of the type that its schema tells; a string if it is no such value."""
+    if is_string(schema):
+        return dump(text)
+    try:
+        return dump(PYTHON_NAMES[text] if text in PYTHON_NAMES else json.loads(text))
+    except (ValueError, RecursionError):
+        return dump(text)
+
+
+def is_string(schema: Any) -> bool:
+    """Whether nothing but a string is allowed."""
+    return isinstance(schema, Mapping) and schema.get("type") == "string"

@@ -1,0 +1,76 @@
+"""Requests made up from the OpenAPI document, bent and broken: no fault of the server's, and no answer that the document lacks.
+
+Needs schemathesis (extra `clients`).
+"""
+
+import warnings
+from collections.abc import Iterator
+
+import pytest
+
+from penstock.tests import serving
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # theirs
+    schemathesis = pytest.importorskip("schemathesis")
+    import hypothesis
+    from schemathesis.checks import not_a_server_error
+    from schemathesis.specs.openapi.checks import (
+        content_type_conformance,
+        response_headers_conformance,
+        response_schema_conformance,
+        status_code_conformance,
+    )
+
+# Not whether all is taken that the types allow: they say nothing of ranges, which the messages of a 422 tell.
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+]
+EXAMPLES = 15  # for each route: four times as many found no more
+TOKENS = {"max_tokens", "max_completion_tokens", "max_new_tokens", "max_output_tokens", "min_tokens"}
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with serving.serve("--max-total-tokens", "256") as server:
+        yield server.url
+
+
+def cheap(body: object) -> object:
+    """The same, asking for few tokens: what is long is not wrong."""
+    if isinstance(body, list):
+        return [cheap(each) for each in body]
+    if not isinstance(body, dict):
+        return body
+    return {name: min(value, 8) if name in TOKENS and type(value) is int else cheap(value) for name, value in body.items()}
+
+
+def routes() -> list[str]:
+    from penstock.router.api.openapi import OPERATIONS
+
+    return [operation.path for operation in OPERATIONS]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("path", routes())
+def test_the_document_is_kept(url: str, path: str) -> None:
+    schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
+    for operation in schema.get_all_operations():
+        made = operation.ok()
+        if made.path != path:
+            continue
+
+        @hypothesis.settings(
+            max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck)
+        )
+        @hypothesis.given(case=made.as_strategy())
+        def one(case: "schemathesis.Case") -> None:
+            case.body = cheap(case.body)
+            case.call_and_validate(timeout=60, checks=CHECKS)
+
+        one()

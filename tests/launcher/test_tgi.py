@@ -1,0 +1,336 @@
+"""`text-generation-launcher`: all of TGI's flags and variables, as an operator of TGI gives them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from penstock.launcher import cli, machine, options, tgi
+from penstock.launcher.machine import Machine
+from penstock.launcher.mistake import Mistake
+from penstock.launcher.options import Options
+from penstock.tests import serving
+
+# Of TGI 3.3, with a value for each that penstock can honour; None: a switch.
+FLAGS: dict[str, str | None] = {
+    "--model-id": "some/model",
+    "--revision": "main",
+    "--validation-workers": "2",
+    "--sharded": "false",
+    "--num-shard": "1",
+    "--speculate": "0",
+    "--dtype": "bfloat16",
+    "--kv-cache-dtype": "fp8_e4m3fn",
+    "--trust-remote-code": None,
+    "--max-concurrent-requests": "200",
+    "--max-best-of": "3",
+    "--max-stop-sequences": "5",
+    "--max-top-n-tokens": "6",
+    "--max-input-tokens": "100",
+    "--max-total-tokens": "200",
+    "--waiting-served-ratio": "1.2",
+    "--max-batch-prefill-tokens": "300",
+    "--max-batch-total-tokens": "4096",
+    "--max-waiting-tokens": "10",
+    "--max-batch-size": "8",
+    "--cuda-graphs": "1,2,4",
+    "--hostname": "127.0.0.1",
+    "--port": "8080",
+    "--prometheus-port": "9001",
+    "--shard-uds-path": "/tmp/text-generation-server",
+    "--master-addr": "localhost",
+    "--master-port": "29501",
+    "--huggingface-hub-cache": "/data",
+    "--disable-custom-kernels": None,
+    "--cuda-memory-fraction": "0.5",
+    "--rope-factor": "1.0",
+    "--json-output": None,
+    "--otlp-endpoint": "http://localhost:4319",
+    "--otlp-service-name": "tgi",
+    "--cors-allow-origin": "https://a.example",
+    "--api-key": "secret",
+    "--watermark-gamma": "0.5",
+    "--watermark-delta": "2.0",
+    "--ngrok-authtoken": "x",
+    "--ngrok-edge": "x",
+    "--disable-grammar-support": None,
+    "--env": None,
+    "--max-client-batch-size": "7",
+    "--usage-stats": "off",
+    "--payload-limit": "1000000",
+    "--enable-prefill-logprobs": None,
+    "--graceful-termination-timeout": "30",
+    "--disable-usage-stats": None,  # of older versions
+    "--disable-crash-reports": None,
+}
+# That would change how a model computes. --max-input-length is the older name of --max-input-tokens.
+REFUSED = {
+    "--quantize": "gptq",
+    "--speculate": "2",
+    "--weights-cache-override": "/weights",
+    "--rope-scaling": "dynamic",
+    "--rope-factor": "2.0",
+    "--tokenizer-config-path": "/file.json",
+    "--lora-adapters": "a,b",
+    "--ngrok": None,
+}
+EXPECTED = Options(
+    model_id="some/model",
+    revision="main",
+    sharded=False,
+    num_shard=1,
+    dtype="bfloat16",
+    kv_cache_dtype="fp8_e4m3fn",
+    cuda_graphs="1,2,4",
+    max_concurrent_requests=200,
+    max_best_of=3,
+    max_stop_sequences=5,
+    max_top_n_tokens=6,
+    max_input_tokens=100,
+    max_total_tokens=200,
+    waiting_served_ratio=1.2,
+    max_batch_prefill_tokens=300,
+    max_batch_total_tokens=4096,
+    max_waiting_tokens=10,
+    max_batch_size=8,
+    hostname="127.0.0.1",
+    port=8080,
+    shard_uds_path="/tmp/text-generation-server",
+    master_addr="localhost",
+    master_port=29501,
+    huggingface_hub_cache="/data",
+    cuda_memory_fraction=0.45,
+    json_output=True,
+    api_key="secret",
+    disable_grammar_support=True,
+    otlp_endpoint="http://localhost:4319",
+    otlp_service_name="tgi",
+    cors_allow_origin="https://a.example",
+    max_client_batch_size=7,
+    payload_limit=1_000_000,
+    graceful_termination_timeout=30.0,
+)
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "inspect", lambda: Machine(cores=1, memory=1 << 30, fast_bfloat16=False))
+
+
+def parse(*arguments: str, **environment: str) -> tuple[Options, list[str]]:
+    """The options that `penstock serve` gets, and what the operator is told."""
+    found = tgi.translate(arguments, environment)
+    parser = cli._parsers()[1]["serve"]
+    return options.parse(parser, found.arguments, environment | found.environment), found.remarks
+
+
+def line(flags: dict[str, str | None]) -> list[str]:
+    return [part for name, value in flags.items() for part in ([name] if value is None else [name, value])]
+
+
+def shared(asked: Options) -> dict[str, object]:
+    """What TGI knows of it, but --env, which is no variable."""
+    names = {name[2:].replace("-", "_") for name in FLAGS} & set(options.FIELDS)
+    return {name: getattr(asked, name) for name in names - {"env"}}
+
+
+def test_every_flag_is_taken() -> None:
+    asked, remarks = parse(*line(FLAGS))
+    assert shared(asked) == shared(EXPECTED)
+    assert asked.env
+    ignored = {name for name in FLAGS if name[2:].replace("-", "_") not in options.FIELDS} - {"--speculate", "--rope-factor"}
+    assert {remark.partition(" has no effect: ")[0] for remark in remarks} == ignored
+
+
+def test_every_variable_is_taken() -> None:
+    environment = {name[2:].replace("-", "_").upper(): value or "true" for name, value in FLAGS.items()}
+    asked, remarks = parse(**environment)
+    assert shared(asked) == shared(EXPECTED)
+    assert not asked.env, "ENV is others' word"
+    assert any(remark.startswith("VALIDATION_WORKERS has no effect") for remark in remarks)
+
+
+def test_equal_signs_and_short_flags() -> None:
+    asked, remarks = parse("-p", "81", "-g", "5", "--validation-workers=4", "--max-input-length=9", "-e", "--model-id=x")
+    assert (asked.port, asked.graceful_termination_timeout, asked.max_input_tokens, asked.model_id) == (81, 5.0, 9, "x")
+    assert asked.env
+    assert len(remarks) == 1
+
+
+@pytest.mark.parametrize(("name", "value"), REFUSED.items())
+def test_what_would_change_the_computation_is_refused_with_a_remedy(name: str, value: str | None) -> None:
+    for arguments, environment, source in (
+        ([name] if value is None else [name, value], {}, name),
+        ([], {name[2:].replace("-", "_").upper(): value or "true"}, name[2:].replace("-", "_").upper()),
+    ):
+        with pytest.raises(Mistake) as caught:
+            parse(*arguments, **environment)
+        assert str(caught.value).startswith(source if value is None else f"{source}={value}")
+        assert "penstock lacks it: " in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_no_table_names_what_penstock_has() -> None:
+    """Such a line would be a lie."""
+    assert not set(options.FIELDS) & set(tgi.IGNORED | tgi.REFUSED)
+
+
+def test_the_flag_wins_and_a_false_switch_is_silent() -> None:
+    asked, remarks = parse("--port", "81", PORT="82", TRUST_REMOTE_CODE="false", NGROK="0", DISABLE_GRAMMAR_SUPPORT="off")
+    assert asked.port == 81
+    assert not asked.disable_grammar_support
+    assert remarks == []
+    assert parse("--speculate", "0", SPECULATE="3")[1] == []
+
+
+def test_variables_that_are_no_flags() -> None:
+    asked, remarks = parse(PREFIX_CACHING="0", PREFILL_CHUNKING="0", ATTENTION="flashinfer")
+    assert (asked.prefix_caching, asked.prefill_policy) == ("off", "pause")
+    assert any(remark.startswith("ATTENTION has no effect") for remark in remarks)
+    asked, _ = parse(PREFIX_CACHING="true", PREFILL_CHUNKING="1")
+    assert (asked.prefix_caching, asked.prefill_policy) == ("on", "mixed")
+    assert parse("--prefix-caching", "on", PREFIX_CACHING="0")[0].prefix_caching == "on"
+
+
+@pytest.mark.parametrize(
+    ("given", "level"),
+    [
+        ("debug", "debug"),
+        ("WARN", "warning"),
+        ("trace", "debug"),
+        ("info,text_generation_router=debug", "info"),
+        ("x=debug", "info"),
+    ],
+)
+def test_levels_of_the_log(given: str, level: str) -> None:
+    assert parse(LOG_LEVEL=given) == (Options(log_level=level), [])
+    assert parse("--log-level", "error", LOG_LEVEL=given)[0].log_level == "error"
+
+
+def test_traces_go_to_the_port_for_http() -> None:
+    for found in (parse("--otlp-endpoint", "http://here:4317"), parse(OTLP_ENDPOINT="http://here:4317/")):
+        assert found[0].otlp_endpoint == "http://here:4318"
+        assert len(found[1]) == 1
+
+
+def test_origins_may_be_named_one_by_one() -> None:
+    asked, _ = parse("--cors-allow-origin", "https://a.example", "--cors-allow-origin=https://b.example")
+    assert asked.cors_allow_origin == "https://a.example,https://b.example"
+
+
+def test_a_fraction_of_memory_leaves_what_tgi_leaves() -> None:
+    assert parse()[0].cuda_memory_fraction == 0.9
+    assert parse(CUDA_MEMORY_FRACTION="1.0")[0].cuda_memory_fraction == 0.9
+    assert parse("--cuda-memory-fraction", "0.5", TGI_WIGGLE_ROOM="0.8")[0].cuda_memory_fraction == 0.4
+    assert parse(TGI_WIGGLE_ROOM="0.8")[0].cuda_memory_fraction == 0.8
+    with pytest.raises(Mistake, match="a number above 0"):
+        parse("--cuda-memory-fraction", "2")
+
+
+def test_a_name_is_no_address_to_listen_on() -> None:
+    assert parse("--hostname", "myhost") == (Options(), ["--hostname myhost is no IP address: listening on 0.0.0.0"])
+    assert parse(HOSTNAME="pod-7") == (Options(), [])
+    assert parse(HOSTNAME="127.0.0.1")[0].hostname == "127.0.0.1"
+
+
+def test_all_gpus_are_used_where_the_environment_shows_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        machine, "inspect", lambda: Machine(cores=1, memory=1 << 30, fast_bfloat16=False, gpu_memory=(1 << 34, 1 << 34))
+    )
+    assert parse(NVIDIA_VISIBLE_DEVICES="all")[0].sharded
+    assert parse(CUDA_VISIBLE_DEVICES="0,1")[0].sharded
+    assert parse()[0].sharded is None, "as TGI: one, unless a variable shows more"
+    assert parse(NVIDIA_VISIBLE_DEVICES="all", NUM_SHARD="1")[0].sharded is None
+    assert parse("--sharded", "false", NVIDIA_VISIBLE_DEVICES="all")[0].sharded is False
+
+
+def test_the_clouds_variables() -> None:
+    asked, remarks = parse(HF_MODEL_ID="a/b", HF_MODEL_REVISION="r", SM_NUM_GPUS="2", HF_MODEL_TRUST_REMOTE_CODE="true")
+    assert (asked.model_id, asked.revision, asked.num_shard) == ("a/b", "r", 2)
+    assert remarks == ["TRUST_REMOTE_CODE has no effect: code that comes with a model is never run"]
+    asked, _ = parse(AIP_HTTP_PORT="8080", AIP_PREDICT_ROUTE="/v1/endpoints/1:predict", AIP_HEALTH_ROUTE="/ready")
+    assert (asked.port, asked.aip_predict_route, asked.aip_health_route) == (8080, "/v1/endpoints/1:predict", "/ready")
+    assert parse(MODEL_ID="mine", HF_MODEL_ID="theirs")[0].model_id == "mine"
+    with pytest.raises(Mistake, match="QUANTIZE=awq"):
+        parse(HF_MODEL_QUANTIZE="awq")
+
+
+def test_a_token_of_the_hub_by_its_older_name() -> None:
+    assert tgi.translate([], {"HF_API_TOKEN": "t"}).environment["HF_TOKEN"] == "t"
+    assert "HF_TOKEN" not in tgi.translate([], {"HF_API_TOKEN": "t", "HF_TOKEN": "u"}).environment
+    assert "HF_API_TOKEN" not in cli.child_environment({"HF_API_TOKEN": "t"}, 1)
+
+
+# As an executable
+
+
+def launcher(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "penstock.launcher.tgi", *arguments],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_help_and_version() -> None:
+    answer = launcher("--help")
+    assert answer.returncode == 0
+    assert all(name in answer.stdout for name in (FLAGS | REFUSED))
+    assert launcher("--version").stdout.startswith("text-generation-launcher of penstock ")
+
+
+def test_a_mistake_is_one_line_and_exit_code_2() -> None:
+    for arguments, words in (
+        (["--quantize", "gptq"], "--quantize=gptq is text-generation-inference's"),
+        (["--kv-cache-dtype", "fp8_e5m2"], "--kv-cache-dtype=fp8_e5m2: one of auto, fp8_e4m3fn is needed"),
+        (["--portt", "1"], "no flag --portt: did you mean --port?"),
+        (["--max-input-tokens", "x"], "--max-input-tokens=x: a whole number from 1 is needed"),
+    ):
+        answer = launcher(*arguments)
+        assert (answer.returncode, answer.stdout) == (2, "")
+        assert words in answer.stderr
+        assert len(answer.stderr.splitlines()) == 1
+
+
+def info(server: serving.Server) -> dict[str, object]:
+    with urllib.request.urlopen(f"{server.url}/info", timeout=10) as answer:
+        found: dict[str, object] = json.load(answer)
+    return found
+
+
+@pytest.fixture
+def small() -> dict[str, str]:
+    """For a CPU that others use, too."""
+    return {"DEVICE": "cpu", "THREADS": "1"}
+
+
+def test_it_serves_as_told_by_flags(small: dict[str, str]) -> None:
+    flags = ("--validation-workers", "3", "--max-input-tokens", "50", "--max-total-tokens", "60", "--max-concurrent-requests", "9")
+    with serving.serve(*flags, environment=small) as server:
+        found = info(server)
+        assert (found["max_input_tokens"], found["max_total_tokens"], found["max_concurrent_requests"]) == (50, 60, 9)
+        assert server.log.count("--validation-workers has no effect") == 1
+
+
+def test_it_serves_as_told_by_the_environment(small: dict[str, str], tmp_path: Path) -> None:
+    model = Path(tgi.__file__).parents[1] / "demo" / "model"
+    environment = {
+        "MODEL_ID": str(model),
+        "MAX_INPUT_LENGTH": "40",
+        "MAX_TOTAL_TOKENS": "50",
+        "HOSTNAME": "a-pod",
+        "NUM_SHARD": "1",
+    }
+    environment |= {"HUGGINGFACE_HUB_CACHE": str(tmp_path), "JSON_OUTPUT": "true", "USAGE_STATS": "off"}
+    with serving.serve(environment=environment | small, stop=signal.SIGTERM) as server:
+        found = info(server)
+        assert (found["model_id"], found["max_input_tokens"], found["max_total_tokens"]) == (str(model), 40, 50)
+        lines = [json.loads(line) for line in server.log.splitlines()]
+        assert any("USAGE_STATS has no effect" in line["message"] for line in lines)

@@ -1,0 +1,173 @@
+"""Whatever a model writes under a constraint, its reader reads as calls of the tools, and as nothing else."""
+
+import json
+import random
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from penstock.router.parsing import Arguments, Call, Part, Reasoning, constraint, markers
+from penstock.router.parsing.readers import THOUGHTS, TOOL_PARSERS
+from penstock.tests.router.parsing.test_readers import parts_of
+
+llguidance = pytest.importorskip("llguidance")
+numpy = pytest.importorskip("numpy")
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "unit": {"enum": ["C", "F"]},
+        "days": {"type": "integer", "minimum": 0, "maximum": 99},
+        "place": {"$ref": "#/$defs/place"},
+    },
+    "required": ["city", "place"],
+    "additionalProperties": False,
+    "$defs": {"place": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}},
+}
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "weather", "description": "sun?", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "now"}},
+    {
+        "type": "function",
+        "function": {
+            "name": "pick",
+            "parameters": {"type": "object", "properties": {"a": {"type": "null"}, "b": {"type": "boolean"}}},
+        },
+    },
+]
+SCHEMAS = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in TOOLS}
+
+
+class World:
+    """A byte-level tokenizer in which some markers are special tokens, and a model that writes anything that is allowed."""
+
+    def __init__(self, special: list[str]) -> None:
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        self.tokenizer = tokenizers.Tokenizer(models.BPE({char: index for index, char in enumerate(alphabet)}, []))
+        self.tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self.tokenizer.decoder = decoders.ByteLevel()
+        self.tokenizer.add_special_tokens(["<end>", *special])
+        words = [] if special else ["\n</parameter>", "</arg_value>"]  # a monkey would not find these letter by letter
+        self.tokenizer.add_tokens(words)
+        self.end = self.tokenizer.token_to_id("<end>")
+        self.size = self.tokenizer.get_vocab_size()
+        self.special = {text: self.tokenizer.token_to_id(text) for text in [*special, *words]}
+        self.llguidance = llguidance.LLTokenizer(self.tokenizer.to_str(), n_vocab=self.size, eos_token=self.end)
+        self.closers = {self.tokenizer.token_to_id(char) for char in [*'"}])</>', *words]} | set(self.special.values()) | {self.end}
+
+    def matcher(self, source: str) -> Any:
+        grammar = llguidance.LLMatcher.grammar_from_lark(source)
+        assert not llguidance.LLMatcher.validate_grammar(grammar, self.llguidance), source
+        return llguidance.LLMatcher(self.llguidance, grammar)
+
+    def writes(self, source: str, luck: random.Random, most: int = 1500) -> str | None:
+        """None if it doesn't come to an end."""
+        matcher = self.matcher(source)
+        ids: list[int] = []
+        while len(ids) < most:
+            mask = numpy.frombuffer(matcher.compute_bitmask(), dtype=numpy.uint8)
+            allowed = numpy.flatnonzero(numpy.unpackbits(mask, bitorder="little")[: self.size]).tolist()
+            closing = [id for id in allowed if id in self.closers]
+            id = luck.choice(closing if closing and luck.random() < 0.4 else allowed)
+            assert matcher.consume_token(id), matcher.get_error()
+            if id == self.end:
+                return str(self.tokenizer.decode(ids, skip_special_tokens=False))
+            ids.append(id)
+        return None
+
+    def accepts(self, source: str, text: str) -> bool:
+        matcher = self.matcher(source)
+        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return bool(matcher.validate_tokens([*ids, self.end]) == len(ids) + 1)
+
+
+def check(parts: list[Part]) -> list[str]:
+    """The names of the calls, each with all arguments that its schema requires."""
+    names = []
+    for part in parts:
+        match part:
+            case Call():
+                names.append(part.name)
+            case Arguments():
+                given = json.loads(part.text)
+                schema = SCHEMAS[names[-1]]
+                assert set(schema.get("required", ())) <= set(given)
+                assert names[-1] == "pick" or set(given) <= set(schema.get("properties", ()))
+                assert isinstance(given.get("city", ""), str)
+                assert isinstance(given.get("place", []), list)
+                assert given.get("unit", "C") in ("C", "F")
+            case _:
+                raise AssertionError(part)
+    return names
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("parser", TOOL_PARSERS)
+def test_what_is_allowed_is_read(parser: str, special: bool) -> None:
+    luck = random.Random(parser)
+    world = World([marker for marker in markers(None, parser) if (special and marker[0] in "<[") or parser == "harmony"])
+    several = constraint(parser, TOOLS, None, True, special=world.special.get)
+    assert several.kind == "lark"
+    one = constraint(parser, TOOLS, None, False, special=world.special.get)
+    named = constraint(parser, TOOLS, "weather", True, special=world.special.get)
+    longest = ended = 0
+    for _ in range(25):
+        for grammar in (several, one, named):
+            text = world.writes(grammar.source, luck)
+            if text is None:
+                continue
+            ended += 1
+            parts = parts_of([text], None, parser, schemas=SCHEMAS)
+            if parser == "harmony":
+                parts = [part for part in parts if not isinstance(part, Reasoning)]
+            names = check(parts)
+            assert names, text
+            assert grammar is several or len(names) == 1
+            assert grammar is not named or names == ["weather"]
+            longest = max(longest, len(names))
+    assert ended > 10
+    assert longest > 1 or parser == "harmony"
+
+
+@pytest.mark.parametrize("reasoning", THOUGHTS)
+@pytest.mark.parametrize("special", [False, True])
+def test_a_model_may_think_before(reasoning: str, special: bool) -> None:
+    thoughts = THOUGHTS[reasoning]
+    world = World([*thoughts.markers, "<tool_call>", "</tool_call>"] if special else [])
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+
+    def grammar(prompt: str) -> str:
+        return constraint("hermes", TOOLS, "now", True, reasoning=reasoning, prompt=prompt, special=world.special.get).source
+
+    [opened, *_], [closed, *_] = thoughts.opens, thoughts.closes
+    assert world.accepts(grammar("<user>"), call)
+    assert world.accepts(grammar("<user>"), f"{opened}\nHm < ?\n{closed}\n\n{call}")
+    assert world.accepts(grammar(f"<user>{opened}\n"), f"Hm < ?\n{closed}\n\n{call}")
+    assert not world.accepts(grammar(f"<user>{opened}\n"), call)
+    assert not world.accepts(grammar("<user>"), f"Hm. {call}")
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        ("hermes", '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris", "place": [true]}}\n</tool_call>'),
+        ("llama3_json", '{"name": "now", "parameters": {}}'),
+        ("mistral_args", '[TOOL_CALLS]weather[ARGS]{"city": "Paris", "place": []}'),
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=weather>\n<parameter=city>\nNew\nYork\n</parameter>\n<parameter=unit>\nF\n</parameter>\n"
+            "<parameter=place>\n[true]\n</parameter>\n</function>\n</tool_call>",
+        ),
+        ("glm45", "<tool_call>pick\n<arg_key>b</arg_key>\n<arg_value>true</arg_value>\n</tool_call>"),
+        ("pythonic", '[weather(city="Paris", place=[true, false]), now(), pick(b=true)]'),
+    ],
+)
+def test_what_models_were_trained_to_write_is_allowed(parser: str, text: str) -> None:
+    world = World([])
+    source = constraint(parser, TOOLS, None, True, special=world.special.get).source
+    assert world.accepts(source, text)
+    assert not world.accepts(source, text.replace("name", "nome").replace("c", "k"))
+    assert not world.accepts(source, f"{text} So.")

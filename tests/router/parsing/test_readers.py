@@ -1,0 +1,441 @@
+"""Readers of generated text: the parts they find, whatever the text is cut into, and that nothing gets lost."""
+
+import json
+import random
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from penstock.router import config
+from penstock.router.config import TOOL_CALL_PARSERS
+from penstock.router.parsing import Arguments, Call, Part, Reasoning, Text, chosen, reader
+from penstock.router.parsing.readers import (
+    FORMS,
+    REASONING_HINTS,
+    REASONING_PARSERS,
+    THOUGHTS,
+    TOOL_HINTS,
+    TOOL_PARSERS,
+    detect,
+    markers,
+)
+
+SCHEMAS = {
+    "weather": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "tags": {"type": "array"}, "any": {}},
+    },
+    "now": {"type": "object", "properties": {}},
+}
+PARIS = '{"city": "Paris", "days": 3}'
+
+
+def parts_of(deltas: Sequence[str], reasoning: str | None, tools: str | None, **options: Any) -> list[Part]:
+    """All parts, adjacent ones joined, ids left out."""
+    read = reader(reasoning, tools, **options)
+    found: list[Part] = []
+    for part in [part for delta in deltas for part in read.push(delta)] + read.end():
+        last = found[-1] if found else None
+        match last, part:
+            case (Text(), Text()):
+                found[-1] = Text(last.text + part.text)
+            case (Reasoning(), Reasoning()):
+                found[-1] = Reasoning(last.text + part.text)
+            case (Arguments(), Arguments()) if last.index == part.index:
+                found[-1] = Arguments(part.index, last.text + part.text)
+            case (_, Call()):
+                assert re.fullmatch(r"call_[0-9a-f]{24}|[A-Za-z0-9]{9}|functions\.\w+:\d+", part.id)
+                found.append(Call(part.index, "", part.name))
+            case _:
+                found.append(part)
+    return found
+
+
+def calls(*found: tuple[str, str], first: int = 0) -> list[Part]:
+    return [part for index, (name, text) in enumerate(found, first) for part in (Call(index, "", name), Arguments(index, text))]
+
+
+# parser, text, parts
+CASES: list[tuple[str, str, list[Part]]] = [
+    ("hermes", f'<tool_call>\n{{"name": "weather", "arguments": {PARIS}}}\n</tool_call>', calls(("weather", PARIS))),
+    (
+        "hermes",
+        f'Let me look.\n\n<tool_call>\n{{"name": "weather", "arguments": {PARIS}}}\n</tool_call>\n<tool_call>\n'
+        '{"name": "now", "arguments": {}}\n</tool_call>\n',
+        [Text("Let me look."), *calls(("weather", PARIS), ("now", "{}"))],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"arguments": {"a": [1, {"b": "}\\" </tool_call>"}]}, "name": "now"}</tool_call> Done.',
+        [*calls(("now", '{"a": [1, {"b": "}\\" </tool_call>"}]}')), Text("Done.")],
+    ),
+    ("hermes", '<tool_call>{"name": "now", "arguments": "{\\"a\\": \\"é\\"}"}</tool_call>', calls(("now", '{"a": "é"}'))),
+    ("hermes", '<tool_call>{"name": "now"}</tool_call>', calls(("now", "{}"))),
+    ("hermes", '<tool_call>{"name": "new", "arguments": null}</tool_call>', calls(("new", "{}"))),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {"a": "x\ny"}}', calls(("now", '{"a": "x\\ny"}'))),
+    (
+        "granite",
+        f'<|tool_call|>[{{"name": "weather", "arguments": {PARIS}}}, {{"name": "now", "arguments": {{}}}}]',
+        calls(("weather", PARIS), ("now", "{}")),
+    ),
+    ("jamba", f'<tool_calls>[\n {{"name": "weather", "arguments": {PARIS}}}\n]</tool_calls>', calls(("weather", PARIS))),
+    (
+        "internlm",
+        f'Ok.<|action_start|><|plugin|>\n{{"name": "weather", "parameters": {PARIS}}}<|action_end|>\n',
+        [Text("Ok."), *calls(("weather", PARIS))],
+    ),
+    ("phi4_mini_json", f'functools[{{"name": "weather", "arguments": {PARIS}}}]', calls(("weather", PARIS))),
+    ("llama3_json", f'{{"name": "weather", "parameters": {PARIS}}}', calls(("weather", PARIS))),
+    (
+        "llama3_json",
+        f'<|python_tag|>{{"type": "function", "name": "weather", "parameters": {PARIS}}}; {{"name": "now", "parameters": {{}}}}',
+        calls(("weather", PARIS), ("now", "{}")),
+    ),
+    (
+        "json",
+        f'[{{"name": "weather", "arguments": {PARIS}}},\n{{"name": "now", "arguments": {{}}}}]',
+        calls(("weather", PARIS), ("now", "{}")),
+    ),
+    (
+        "mistral",
+        f'[TOOL_CALLS][{{"name": "weather", "arguments": {PARIS}}}, {{"name": "now", "arguments": {{}}}}]',
+        calls(("weather", PARIS), ("now", "{}")),
+    ),
+    ("mistral", f"Well [TOOL_CALLS]weather{PARIS}[TOOL_CALLS]now{{}}", [Text("Well"), *calls(("weather", PARIS), ("now", "{}"))]),
+    ("mistral", f"[TOOL_CALLS]weather[CALL_ID]aB3456789[ARGS]{PARIS}", calls(("weather", PARIS))),
+    (
+        "deepseek_v3",
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{PARIS}\n```<｜tool▁call▁end｜>\n"
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        calls(("weather", PARIS), ("now", "{}")),
+    ),
+    (
+        "deepseek_v3",
+        f"Hm.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{PARIS}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        [Text("Hm."), *calls(("weather", PARIS))],
+    ),
+    (
+        "kimi_k2",
+        f"<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{PARIS}<|tool_call_end|>"
+        "<|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+        calls(("weather", PARIS), ("now", "{}")),
+    ),
+    (
+        "qwen3_coder",
+        'I see.\n<tool_call>\n<function=weather>\n<parameter=city>\nNew\n"York"\n</parameter>\n<parameter=days>\n3\n</parameter>\n'
+        "<parameter=any>\n[1, 2]\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+        [Text("I see."), *calls(("weather", '{"city": "New\\n\\"York\\"", "days": 3, "any": [1, 2]}'), ("now", "{}"))],
+    ),
+    ("qwen3_coder", "<function=weather><parameter=city>12</parameter></function>", calls(("weather", '{"city": "12"}'))),
+    ("qwen3_coder", '<tool_call>{"name": "now", "arguments": {}}</tool_call>', calls(("now", "{}"))),
+    (
+        "glm45",
+        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris </arg_value>\n<arg_key>days</arg_key>\n<arg_value>3"
+        "</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>",
+        calls(("weather", '{"city": "Paris ", "days": 3}'), ("now", "{}")),
+    ),
+    (
+        "pythonic",
+        "[weather(city='it\\'s \"Paris\", (now)', days=-3, tags=[1, ('a', None)], any={'k': True}), now()]",
+        calls(
+            ("weather", '{"city": "it\'s \\"Paris\\", (now)", "days": -3, "tags": [1, ["a", null]], "any": {"k": true}}'),
+            ("now", "{}"),
+        ),
+    ),
+    (
+        "pythonic",
+        '<|python_start|>[weather(city="é\\n", any=true)]<|python_end|>',
+        calls(("weather", '{"city": "é\\n", "any": true}')),
+    ),
+    (
+        "harmony",
+        "<|channel|>analysis<|message|>Hm, weather.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+        f"<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{PARIS}<|call|>",
+        [Reasoning("Hm, weather."), Text("I look."), *calls(("weather", PARIS))],
+    ),
+    (
+        "harmony",
+        "<|channel|>analysis<|message|>Hm <|start|>assistant<|channel|>final<|message|>Yes \n<|return|>",
+        [Reasoning("Hm "), Text("Yes \n")],
+    ),
+    ("harmony", "just text", [Text("just text")]),
+]
+# What only looks like a call, or is a broken one: all of it is text.
+TEXTS: list[tuple[str, str]] = [
+    ("hermes", "The <tool_call> tag is  written\n so: <tool_call>{}</tool_call> "),
+    ("hermes", '<tool_call>{"name": "weather", "argum'),
+    ("hermes", '<tool_call>{"name": "weather" "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": 3, "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": 7}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": "no json"}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "we\\ud800", "arguments": {}}</tool_call>'),
+    ("hermes", "a <tool_c"),
+    ("hermes", "trailing \n\n"),
+    ("hermes", '{"name": "weather", "arguments": {}}'),
+    ("llama3_json", '{"name": "Ann", "parameters": {}}'),  # no such tool
+    ("llama3_json", '{"city": "Paris"}'),
+    ("llama3_json", " {} and <|python_tag|>print(1)"),
+    ("llama3_json", '  So: {"name": "weather", "parameters": {}}'),
+    ("mistral", "[TOOL_CALLS]no call at all"),
+    ("mistral", "[TOOL_CALLS] [1, 2]"),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather"),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜> what"),
+    ("kimi_k2", "<|tool_call_begin|>x<|tool_call_argument_begin|>7"),
+    ("qwen3_coder", "<tool_call> <function weather>"),
+    ("qwen3_coder", "<function=we\nather>"),
+    ("glm45", "<tool_call>weather and more"),
+    ("pythonic", "[1, 2] and [a](b) and [f(x)]"),
+    ("pythonic", "[link](http://x)"),
+    ("pythonic", "[weather(city)]"),
+    ("pythonic", "[weather(city=open('x'))]"),
+    ("pythonic", "[print(a=1)]"),  # no such tool
+    ("harmony", "<|channel|>analysis"),
+    ("harmony", "a <|start|>b <|mess"),
+]
+
+
+@pytest.mark.parametrize(("parser", "text", "expected"), CASES)
+def test_calls_are_found(parser: str, text: str, expected: list[Part]) -> None:
+    found = parts_of([text], None, parser, schemas=SCHEMAS)
+    assert found == expected
+    for part in found:
+        if isinstance(part, Arguments):
+            json.loads(part.text)
+
+
+@pytest.mark.parametrize(("parser", "text"), TEXTS)
+def test_what_is_no_call_is_text(parser: str, text: str) -> None:
+    assert parts_of([text], None, parser, schemas=SCHEMAS) == [Text(text)]
+    assert parts_of(list(text), None, parser, schemas=SCHEMAS) == [Text(text)]
+
+
+def cut(text: str, luck: random.Random) -> list[str]:
+    """Into deltas, some of them empty, as tokens come."""
+    places = sorted(luck.randrange(len(text) + 1) for _ in range(luck.randrange(1, 2 + len(text) // luck.choice([1, 4, 20]))))
+    return [text[start:stop] for start, stop in zip([0, *places], [*places, len(text)], strict=True)]
+
+
+@pytest.mark.parametrize(("parser", "text", "expected"), CASES)
+def test_the_cuts_do_not_matter(parser: str, text: str, expected: list[Part]) -> None:
+    luck = random.Random(text)
+    assert parts_of(list(text), None, parser, schemas=SCHEMAS) == expected
+    for _ in range(60):
+        assert parts_of(cut(text, luck), None, parser, schemas=SCHEMAS) == expected
+    for length in range(0, len(text), 3):  # an answer that was cut off
+        short = text[:length]
+        assert parts_of(list(short), None, parser, schemas=SCHEMAS) == parts_of([short], None, parser, schemas=SCHEMAS)
+
+
+WORDS = [
+    *("<", "</", ">", "{", "}", "[", "]", "(", ")", ",", ";", ":", '"', "'", "\\", "\\u12", "\n", " ", "\t", "=", "1", "-", "tr"),
+    *(
+        '{"name": "',
+        '"weather"',
+        '"arguments": ',
+        '"parameters"',
+        "weather",
+        "now",
+        "functions.now:0",
+        "name",
+        "city",
+        "true",
+        "é🦊",
+    ),
+    *(
+        PARIS,
+        '{"name": "now", "arguments": {"a": "',
+        '{"name": "weather"',
+        '"function"',
+        "```json",
+        "function",
+        " to=functions.now",
+    ),
+    *("weather(city=", "now()", "a=1", "\x00", "\u2028", "call", "analysis", "final", "assistant"),
+]
+
+
+@pytest.mark.parametrize("parser", TOOL_PARSERS)
+def test_random_texts_never_break_a_reader(parser: str) -> None:
+    """Neither cuts nor nonsense change what comes out, and no character outside a call is lost but spaces next to one."""
+    luck = random.Random(parser)
+    family = [*markers(None, parser), *(marker[: len(marker) // 2] for marker in markers(None, parser))]
+    kind = {"deepseek_v31": "deepseek_v3", "mistral_args": "mistral"}.get(parser, parser)
+    examples = [case[1] for case in CASES if case[0] == kind]
+    told = 0
+    for _ in range(1500):
+        text = luck.choice(examples)[: luck.randrange(400)] if luck.random() < 0.4 else ""
+        text += "".join(luck.choice(family if luck.random() < 0.3 else WORDS) for _ in range(luck.randrange(1, 25)))
+        schemas = SCHEMAS if luck.random() < 0.7 else None
+        whole = parts_of([text], None, parser, schemas=schemas)
+        assert parts_of(cut(text, luck), None, parser, schemas=schemas) == whole, text
+        assert parts_of(list(text), None, parser, schemas=schemas) == whole, text
+        told += any(isinstance(part, Call) for part in whole)
+        if not any(isinstance(part, Call | Reasoning) for part in whole) and parser != "harmony":
+            assert whole == ([Text(text)] if text else [])
+        rest = text
+        for part in whole:  # texts stand in their order
+            if isinstance(part, Text) and parser != "harmony":  # there, texts of several messages are joined
+                assert part.text in rest
+                rest = rest[rest.index(part.text) + len(part.text) :]
+            if isinstance(part, Arguments):
+                part.text.encode()
+    assert told > 10
+
+
+def generated(parser: str, luck: random.Random) -> tuple[str, list[Part]]:
+    """Texts around calls as the parser's models write them, and what they are."""
+    text, count = "", 0
+    parts: list[Part] = []
+    examples = [(case[1], case[2]) for case in CASES if case[0] == parser and not isinstance(case[2][0], Text)]
+    for _ in range(luck.randrange(1, 4)):
+        words = " ".join(luck.choice(["So", "the", "answer", "is <b>", "{x}", "naïve 🦊"]) for _ in range(luck.randrange(1, 6)))
+        example, found = luck.choice([example for example in examples if not isinstance(example[1][-1], Text)])
+        text += luck.choice(["", "\n", "  "] if count else [""]) + words + luck.choice(["", "\n\n", " "]) + example
+        parts.append(Text(words))
+        for part in found:
+            assert isinstance(part, Call | Arguments)
+            parts.append(replace(part, index=count + part.index))
+        count += len(found) // 2
+    return text, parts
+
+
+@pytest.mark.parametrize("parser", ["hermes", "mistral", "deepseek_v3", "kimi_k2", "glm45", "qwen3_coder"])
+def test_text_around_calls_is_kept(parser: str) -> None:
+    luck = random.Random(parser)
+    for _ in range(200):
+        text, expected = generated(parser, luck)
+        assert parts_of(cut(text, luck), None, parser, schemas=SCHEMAS) == expected, text
+
+
+@pytest.mark.parametrize("name", THOUGHTS)
+def test_reasoning(name: str) -> None:
+    thoughts = THOUGHTS[name]
+    [opened, *_], [closed, *_] = thoughts.opens, thoughts.closes
+    told = [Reasoning("Hm,  so\n <b>"), Text("Yes. ")]
+    text = f"\n{opened}\nHm,  so\n <b>\n{closed}\n\nYes. "
+    for deltas in ([text], list(text), *(cut(text, random.Random(seed)) for seed in range(50))):
+        assert parts_of(deltas, name, None) == told
+    begun = text.partition(opened)[2]
+    assert parts_of(list(begun), name, None, prompt=f"<user>Hi {opened}\n") == told
+    assert parts_of([begun], name, None, prompt=f"<user>Hi {opened} {closed}\n") == [Text(begun)]
+    assert parts_of(list(" Yes <"), name, None) == [Text(" Yes <")]
+    assert parts_of(list(f"Yes {opened}"), name, None) == [Text(f"Yes {opened}")]
+    assert parts_of(list(f"{opened}Hm \n"), name, None) == [Reasoning("Hm \n")]
+    assert parts_of([], name, None) == []
+
+
+def test_calls_after_reasoning() -> None:
+    thought = '<think>I <tool_call>{"name": "now"}</tool_call>?\n</think>\n\n'
+    text = f'{thought}<tool_call>{{"name": "weather", "arguments": {PARIS}}}</tool_call>'
+    expected = [Reasoning('I <tool_call>{"name": "now"}</tool_call>?'), *calls(("weather", PARIS))]
+    for deltas in ([text], list(text)):
+        assert parts_of(deltas, "qwen3", "hermes", schemas=SCHEMAS) == expected
+    bare = f'[THINK]so[/THINK]{{"name": "weather", "parameters": {PARIS}}}'
+    assert parts_of(list(bare), "mistral", "llama3_json", schemas=SCHEMAS) == [Reasoning("so"), *calls(("weather", PARIS))]
+
+
+def test_arguments_stream_as_they_grow() -> None:
+    read = reader(None, "hermes")
+    assert read.push('<tool_call>{"name": "now", "arguments": ') == []
+    [call, begun] = read.push('{"a": "on')
+    assert isinstance(call, Call)
+    assert begun == Arguments(0, '{"a": "on')
+    assert read.push("e tw") == [Arguments(0, "e tw")]
+    assert read.push('o"') == [Arguments(0, 'o"')]
+    assert read.push("}}</tool") == [Arguments(0, "}")]
+    assert read.push("_call>") == []
+    read = reader(None, "qwen3_coder", schemas=SCHEMAS)
+    read.push("<tool_call>\n<function=weather>\n<parameter=city>\n")
+    assert read.push("New Yo") == [Arguments(0, "New Yo")]
+    assert read.push("rk\n</para") == [Arguments(0, "rk")]
+
+
+def test_text_is_not_held_back() -> None:
+    read = reader("qwen3", "hermes")
+    assert read.push("Hello") == [Text("Hello")]
+    assert read.push(" wor") == [Text(" wor")]
+    assert read.push("ld ") == [Text("ld")]
+    assert read.push("<b>") == [Text(" <b>")]
+    assert read.push("<tool") == []
+    assert read.push("s>") == [Text("<tools>")]
+
+
+def test_a_call_that_breaks_after_it_was_told_goes_on_as_text() -> None:
+    found = parts_of(list('<tool_call>{"name": "now", "arguments": {"a": nope}}</tool_call>'), None, "hermes")
+    assert found == [*calls(("now", '{"a": ')), Text("nope}}</tool_call>")]
+
+
+def test_several_answers_have_different_ids() -> None:
+    text = '<tool_call>{"name": "now"}</tool_call>' * 3
+    ids = [part.id for _ in range(3) for part in reader(None, "hermes").push(text + "x") if isinstance(part, Call)]
+    assert len(set(ids)) == 9
+    assert all(re.fullmatch("call_[0-9a-f]{24}", id) for id in ids)
+    [call, _] = reader(None, "mistral").push("[TOOL_CALLS]now{}")
+    assert isinstance(call, Call)
+    assert re.fullmatch("[A-Za-z0-9]{9}", call.id)
+    [call, _] = reader(None, "mistral").push("[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{}")
+    assert isinstance(call, Call)
+    assert call.id == "abcdefghi"
+    [call, _] = reader(None, "kimi_k2").push("<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}")
+    assert isinstance(call, Call)
+    assert call.id == "functions.now:0"
+
+
+@pytest.mark.parametrize("parser", [*FORMS, "harmony"])
+def test_hostile_texts_take_no_time(parser: str) -> None:
+    """Linear: a text of twice the length takes no more than a few times as long, and deep nesting breaks nothing."""
+    opened = (*markers(None, parser), "")
+    start = time.thread_time()
+    for text in ("[" * 20_000, '{"name": "now", "arguments": ' + '{"a":' * 5000, " \n" * 10_000, "<" * 20_000, '{"a":"\\' * 3000):
+        for marker in opened:
+            parts_of([(marker + text)[at : at + 50] for at in range(0, len(text), 50)], None, parser)
+    parts_of([opened[0] * 3000], None, parser)
+    assert time.thread_time() - start < 20
+
+
+def test_reading_text_is_cheap() -> None:
+    """2 us per token are usual; the bound is for a crowded machine."""
+    read = reader("qwen3", "hermes")
+    read.push("Once")
+    start = time.thread_time()
+    for _ in range(10_000):
+        read.push(" upon")
+    assert (time.thread_time() - start) / 10_000 < 40e-6
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ messages }}", (None, None)),
+        ("{% if tools %}<tool_call>{% endif %}</think>", ("hermes", "deepseek_r1")),
+        ("<tool_call> <function=f> <parameter=x>", ("qwen3_coder", None)),
+        ("<tool_call> <arg_key> <think>", ("glm45", "deepseek_r1")),
+        ("[AVAILABLE_TOOLS] [TOOL_CALLS] [THINK]", ("mistral", "mistral")),
+        ("<|start|>assistant<|channel|>final", ("harmony", "harmony")),
+        ("Environment: ipython", ("llama3_json", None)),
+        ("<｜tool▁call▁begin｜> ```json </think>", ("deepseek_v3", "deepseek_r1")),
+        ("{{ tools | tojson }}", ("json", None)),
+    ],
+)
+def test_a_template_tells_the_parsers(template: str, expected: tuple[str | None, str | None]) -> None:
+    assert detect(template) == expected
+
+
+def test_the_operator_chooses_among_all_parsers() -> None:
+    assert set(TOOL_CALL_PARSERS) == {*TOOL_PARSERS, "auto", "none"}
+    assert set(config.REASONING_PARSERS) == {*REASONING_PARSERS, "auto", "none"}
+    assert chosen(("auto", "none"), ("hermes", "qwen3")) == ("hermes", None)
+    assert chosen(("mistral", "auto"), (None, None)) == ("mistral", None)
+    assert {name for name, _ in TOOL_HINTS} <= set(TOOL_PARSERS)
+    assert {name for name, _ in REASONING_HINTS} <= set(REASONING_PARSERS)
+
+
+def test_every_parser_can_be_chosen() -> None:
+    for tools in (None, *TOOL_PARSERS):
+        for reasoning in (None, *REASONING_PARSERS):
+            text = "Hello <b>, [1] {2}"
+            assert parts_of(list(text), reasoning, tools) == [Text(text)]

@@ -1,0 +1,159 @@
+"""Routes whose bodies may be of TGI's or of OpenAI's kind."""
+
+import json
+from typing import Any
+
+import pytest
+
+from penstock.router.request import Overloaded
+from penstock.router.text import Tokenizer
+from penstock.tests.router.fake_batcher import Server, make_tokenizer, serve
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+TEMPLATED = "[user]hi[assistant]"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def test_sagemaker_takes_all_three_kinds(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        assert (await server.post("/invocations", {"inputs": "hi"}))[1] == [{"generated_text": "hiHello you"}]
+        _, body, _ = await server.post("/invocations", {**CHAT, "model": "tgi"})
+        assert body["choices"][0]["message"]["content"] == "Hello you"
+        assert body["object"] == "chat.completion"
+        _, body, _ = await server.post("/invocations", {"prompt": "hi"})
+        assert (body["object"], body["choices"][0]["text"]) == ("text_completion", "Hello you")
+        events = await server.events("/invocations", {"inputs": "hi", "stream": True})
+        assert (events[0]["index"], events[-1]["generated_text"]) == (1, "hiHello you")
+        for asked in (CHAT, {"prompt": "hi"}):
+            assert (await server.events("/invocations", {**asked, "stream": True}))[-1] == "[DONE]"
+
+    serve(tokenizer, test)
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "words"),
+    [
+        (b"{", 400, "JSON"),
+        (b"[]", 422, "`object`"),
+        (b"{}", 422, "`inputs`, `messages` or `prompt`"),
+        (b'{"inputs": 1}', 422, "inputs`"),
+        (b'{"inputs": "a", "inputs": "b"}', 422, "`inputs`"),
+        (b'{"inputs": "a", "parameters": {"top_k": 0}}', 422, "`top_k`"),
+        (b'{"messages": []}', 422, "`messages`"),
+        (b'{"messages": 1}', 422, "messages`"),
+        (b'{"prompt": []}', 422, "`prompt`"),
+    ],
+)
+def test_sagemakers_bad_bodies(tokenizer: Tokenizer, data: bytes, status: int, words: str) -> None:
+    async def test(server: Server) -> None:
+        found, body, _ = await server.post("/invocations", data)
+        assert (found, set(body)) == (status, {"error", "error_type"})
+        assert words in body["error"]
+
+    serve(tokenizer, test)
+
+
+def test_vertex_predicts_for_each_instance(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        instances: list[Any] = [
+            {"inputs": "hi"},
+            {"inputs": "ho", "parameters": {"max_new_tokens": 4, "return_full_text": True}},
+            {**CHAT, "max_tokens": 5, "temperature": 0.7, "top_p": 0.9},
+        ]
+        status, body, response = await server.post("/vertex", {"instances": instances})
+        assert (status, body) == (200, {"predictions": ["Hello you", "hoHell", "Hello"]})
+        assert response.headers["x-generated-tokens"] == "19"
+        plain, truncated, chat = server.batcher.requests
+        assert plain.sampling.temperature == 1.0, "no parameters: sampled, as /generate"
+        assert truncated.max_new_tokens == 4
+        assert (chat.max_new_tokens, chat.sampling.temperature, chat.sampling.top_p) == (5, 0.7, 0.9)
+
+    serve(tokenizer, test)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"instances": []}, "`instances` must have from 1 to 3 entries. Given: 0"),
+        ({"instances": [{"inputs": "a"}] * 4}, "`instances` must have from 1 to 3 entries. Given: 4"),
+        ({}, "`instances`"),
+        ({"instances": {"inputs": "a"}}, "instances`"),
+        ({"instances": [{"inputs": "a"}, 3]}, "instances[1]: "),
+        ({"instances": [{"inputs": "a"}, {"inputs": 3}]}, "instances[1]: Expected `str`, got `int` - at `$.inputs`"),
+        ({"instances": [{"prompt": "a"}]}, "instances[0]: Object missing required field `inputs`"),
+        ({"instances": [{"inputs": "a", "parameters": {"top_k": -1}}]}, "`top_k` must be strictly positive"),
+        ({"instances": [{"inputs": "a", "parameters": {"best_of": 2, "do_sample": True}}]}, "neither `stream` nor `best_of`"),
+        ({"instances": [{"inputs": "a", "stream": True}]}, "neither `stream` nor `best_of`"),
+        ({"instances": [{**CHAT, "n": 2}]}, "`n` is not allowed for this endpoint"),
+        ({"instances": [{**CHAT, "stream": True}]}, "`stream` is not allowed for this endpoint"),
+        ({"instances": [{**CHAT, "max_tokens": 0}]}, "`max_tokens` must be strictly positive"),
+    ],
+)
+def test_vertex_refuses(tokenizer: Tokenizer, body: dict[str, Any], words: str) -> None:
+    async def test(server: Server) -> None:
+        status, answer, _ = await server.post("/vertex", body)
+        assert (status, answer["error_type"]) == (422, "validation")
+        assert words in answer["error"]
+        assert server.batcher.requests == []
+
+    serve(tokenizer, test, settings={"max_concurrent_requests": 3})
+
+
+def test_vertex_has_one_status_for_all(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        status, body, response = await server.post("/vertex", {"instances": [{"inputs": "a"}, {"inputs": "b"}]})
+        assert (status, body["error_type"], response.headers["Retry-After"]) == (429, "overloaded", "1")
+
+    serve(tokenizer, test, refuses=Overloaded("full"))
+
+
+def test_vertexs_own_paths(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        asked = {"instances": [{"inputs": "hi"}]}
+        path = "/v1/endpoints/1/deployedModels/2:predict"
+        assert (await server.post(path, asked))[0] == 401
+        for each in (path, "/vertex"):
+            assert (await server.post(each, asked, headers={"Authorization": "Bearer k"}))[1] == {"predictions": ["Hello you"]}
+        assert (await server.get("/ready"))[:2] == (200, b"")
+        assert (await server.get("/health"))[:2] == (200, b"")
+
+    settings = {"aip_predict_route": "/v1/endpoints/1/deployedModels/2:predict", "aip_health_route": "/ready", "api_keys": ("k",)}
+    serve(tokenizer, test, settings=settings)
+    same = {"aip_predict_route": "/vertex", "aip_health_route": "/health", "api_keys": ("k",)}
+
+    async def alive(server: Server) -> None:
+        assert (await server.get("/health"))[0] == 200
+
+    serve(tokenizer, alive, settings=same)
+
+
+def test_a_chats_tokens(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        _, body, _ = await server.post("/chat_tokenize", {**CHAT, "max_tokens": 5})
+        assert body["templated_text"] == TEMPLATED
+        tokens = body["tokenize_response"]
+        assert "".join(token["text"] for token in tokens) == TEMPLATED
+        assert tokens[1] == {"id": tokenizer.encode("u", False)[0], "text": "u", "start": 1, "stop": 2}
+        _, body, _ = await server.post("/chat_tokenize", {"messages": [{"role": "assistant", "content": "é"}]})
+        assert body["templated_text"] == "[assistant]é", "continued, as in an answer"
+        for asked in ({}, {"messages": []}, {"messages": [{"role": 1}]}, {"messages": "hi"}):
+            status, body, _ = await server.post("/chat_tokenize", asked)
+            assert (status, "messages" in body["error"]) == (422, True)
+        assert server.batcher.requests == []
+
+    serve(tokenizer, test, ready=False, limits=None)
+
+
+def test_vllms_tokenize_of_a_chat(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        _, body, _ = await server.post("/tokenize", {**CHAT, "model": "m"})
+        ids = tokenizer.encode(TEMPLATED, False)
+        assert body == {"count": len(ids), "max_model_len": 128, "tokens": ids, "token_strs": None}
+        status, data, _ = await server.post("/tokenize", b'{"messages": [')
+        assert (status, "`messages`" in json.dumps(data)) == (400, True)
+
+    serve(tokenizer, test)

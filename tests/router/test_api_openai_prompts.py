@@ -1,0 +1,166 @@
+"""What /v1 tells of prompts: `echo` with `logprobs` as lm-eval reads it, vLLM's `prompt_logprobs`, what was cached."""
+
+from typing import Any
+
+import pytest
+
+from penstock.router.text import Tokenizer
+from penstock.tests.router.fake_batcher import Server, make_tokenizer, serve
+
+CHAT_PATH = "/v1/chat/completions"
+PATH = "/v1/completions"
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def joined(chunks: list[Any]) -> dict[str, Any]:
+    """A stream's only choice, whole."""
+    assert chunks[-1] == "[DONE]"
+    whole: dict[str, Any] = {"text": "", "logprobs": None}
+    for chunk in chunks[:-1]:
+        for choice in chunk["choices"]:
+            whole["text"] += choice["text"]
+            whole["finish_reason"] = choice["finish_reason"]
+            if choice["logprobs"] is not None:
+                parts = whole["logprobs"] or {name: [] for name in choice["logprobs"]}
+                whole["logprobs"] = {
+                    name: None if values is None else parts[name] + values for name, values in choice["logprobs"].items()
+                }
+    return whole
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("as_tokens", [False, True])
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_an_echo_is_the_prompt_and_then_the_answer(tokenizer: Tokenizer, as_tokens: bool, count: int, streaming: bool) -> None:
+    ids = tokenizer.encode("hié", add_special_tokens=not as_tokens)
+    prompt = ids if as_tokens else "hié"
+
+    async def test(server: Server) -> None:
+        asked = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": count}
+        if streaming:
+            choice = joined(await server.events(PATH, {**asked, "stream": True}))
+        else:
+            _, body, _ = await server.post(PATH, asked)
+            assert body["usage"]["completion_tokens"] == count
+            choice = body["choices"][0]
+        (request,) = server.batcher.requests
+        assert request.prompt == tuple(ids)
+        assert (request.prompt_logprobs, request.prompt_top_n, request.max_new_tokens) == (True, 1, max(count, 1))
+        assert choice["text"] == "hié" + "Hello"[:count]
+        assert choice["finish_reason"] == "length"
+        found = choice["logprobs"]
+        assert found["tokens"] == [tokenizer.token_text(id) for id in ids] + list("Hello"[:count])
+        assert found["token_logprobs"] == [None] + [-1.0] * (len(ids) - 1) + [-0.5] * count
+        assert found["top_logprobs"][0] is None
+        # The fake's own token has -1.0, its alternative !, -2.5.
+        assert all(top[tokenizer.token_text(id)] == -1.0 for id, top in list(zip(ids, found["top_logprobs"], strict=False))[1:])
+        assert all(top["!"] == -2.5 for top in found["top_logprobs"][1 : len(ids)])
+        offsets = [0, 1, 2, 2]  # the text of the last character, which has two bytes, comes with the second
+        offsets = offsets if as_tokens else [0, *offsets]
+        assert found["text_offset"] == offsets + [3 + place for place in range(count)]
+
+    serve(tokenizer, test)
+
+
+def test_lm_eval_reads_loglikelihoods(tokenizer: Tokenizer) -> None:
+    """What lm-eval 0.4 does with the answers of `local-completions`."""
+
+    async def test(server: Server) -> None:
+        asked = {"prompt": [[5, 6, 7], [8, 9, 10, 11]], "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0, "seed": 1}
+        _, body, _ = await server.post(PATH, asked, headers={"Authorization": "Bearer "})
+        for choice, context in zip(sorted(body["choices"], key=lambda one: one["index"]), (1, 2), strict=True):
+            logprobs = choice["logprobs"]["token_logprobs"][context:-1]
+            tops = choice["logprobs"]["top_logprobs"][context:-1]
+            assert sum(logprobs) == -2.0
+            assert all(logprob == max(top.values()) for logprob, top in zip(logprobs, tops, strict=True))
+
+    serve(tokenizer, test)
+
+
+def test_an_echo_without_logprobs_scores_nothing(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        for logprobs, scored in ((None, False), (0, True)):
+            _, body, _ = await server.post(PATH, {"prompt": "hi", "echo": True, "max_tokens": 0, "logprobs": logprobs})
+            assert server.batcher.requests[-1].prompt_logprobs == scored
+            assert body["choices"][0]["text"] == "hi"
+            found = body["choices"][0]["logprobs"]
+            assert (found is not None) == scored
+            assert found is None or found["top_logprobs"] is None
+
+    serve(tokenizer, test)
+
+
+def test_an_echo_of_several_prompts_with_several_choices(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        _, body, _ = await server.post(PATH, {"prompt": ["a", "b"], "echo": True, "n": 2, "max_tokens": 30})
+        assert [choice["text"] for choice in body["choices"]] == ["aHello you", "a1Hello you", "bHello you", "b1Hello you"]
+        chunks = await server.events(PATH, {"prompt": ["a", "b"], "echo": True, "n": 2, "max_tokens": 30, "stream": True})
+        texts = ["", "", "", ""]
+        for chunk in chunks[:-1]:
+            texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+        assert texts == ["aHello you", "a1Hello you", "bHello you", "b1Hello you"]
+
+    serve(tokenizer, test)
+
+
+def test_no_tokens_need_an_echo(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        status, body, _ = await server.post(PATH, {"prompt": "hi", "max_tokens": 0})
+        assert (status, body["error"]["param"]) == (400, "max_tokens")
+
+    serve(tokenizer, test)
+
+
+def test_vllms_prompt_logprobs(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        own, last = tokenizer.encode("h")[1], tokenizer.encode("u")[1]
+        expected = [
+            None,
+            {
+                str(own): {"logprob": -1.0, "rank": None, "decoded_token": "h"},
+                "2": {"logprob": -2.5, "rank": 1, "decoded_token": "!"},
+                "3": {"logprob": -3.5, "rank": 2, "decoded_token": '"'},
+            },
+        ]
+        _, body, _ = await server.post(PATH, {"prompt": "h", "prompt_logprobs": 2, "max_tokens": 1})
+        assert body["choices"][0]["prompt_logprobs"] == expected
+        _, body, _ = await server.post(PATH, {"prompt": ["h", "h"], "n": 2, "prompt_logprobs": 2, "max_tokens": 0})
+        assert [choice["prompt_logprobs"] for choice in body["choices"]] == [expected] * 4
+        assert body["usage"]["completion_tokens"] == 0
+        _, body, _ = await server.post(CHAT_PATH, {**CHAT, "prompt_logprobs": 0, "max_tokens": 1})
+        assert body["prompt_logprobs"][1] == {str(last): {"logprob": -1.0, "rank": None, "decoded_token": "u"}}
+        assert len(body["prompt_logprobs"]) == body["usage"]["prompt_tokens"]
+        for path, asked in ((PATH, {"prompt": "h"}), (CHAT_PATH, CHAT)):
+            status, body, _ = await server.post(path, {**asked, "prompt_logprobs": 2, "stream": True})
+            message = "`prompt_logprobs` is not supported when streaming tokens"
+            assert (status, body["error"]["message"]) == (400, message)
+
+    serve(tokenizer, test)
+
+
+def test_cached_tokens_are_told(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        _, body, _ = await server.post(PATH, {"prompt": ["hi", "you"]})
+        assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
+        asked = {**CHAT, "stream": True, "stream_options": {"include_usage": True}}
+        *_, last, _ = await server.events(CHAT_PATH, asked)
+        assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+
+    serve(tokenizer, test, cached=2)
+
+
+def test_a_prompt_is_cut_on_the_left(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        await server.post(PATH, {"prompt": "x" * 90 + "yes", "truncate_prompt_tokens": 3, "echo": True})
+        assert tokenizer.decode(server.batcher.requests[-1].prompt) == "yes"
+        await server.post(PATH, {"prompt": "x" * 200, "truncate_prompt_tokens": -1, "max_tokens": 9})
+        assert len(server.batcher.requests[-1].prompt) == 100
+        status, body, _ = await server.post(PATH, {"prompt": "x", "truncate_prompt_tokens": 0})
+        assert (status, body["error"]["param"]) == (400, "truncate_prompt_tokens")
+
+    serve(tokenizer, test)

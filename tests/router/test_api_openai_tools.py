@@ -1,0 +1,310 @@
+"""Tools, reasoning and formats on /v1/chat/completions: what reaches template and shards, what becomes of an answer's text."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.router.request import Grammar
+from penstock.router.text import Tokenizer
+from penstock.tests.router.fake_batcher import LIMITS, Server, make_tokenizer, serve
+
+PATH = "/v1/chat/completions"
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 99}
+TEMPLATE = (
+    "{% if tools %}{% for tool in tools %}({{ tool.function.name }}){% endfor %}<tool_call>{% endif %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+    "{% if m.tool_calls %}{% for call in m.tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}{% endif %}"
+    "{% if m.reasoning_content %}~{{ m.reasoning_content }}~{% endif %}{% endfor %}"
+    "{% if enable_thinking %}!{% endif %}{% if reasoning_effort %}{{ reasoning_effort }}{% endif %}"
+    "{% for document in documents or [] %}{{ document.text }}{% endfor %}"
+    "{% if add_generation_prompt %}[a]{% endif %}{# <think> </think> #}"
+)
+
+
+def tool(name: str, **properties: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties, "required": sorted(properties), "additionalProperties": False}
+    return {"type": "function", "function": {"name": name, "description": "", "parameters": parameters, "strict": True}}
+
+
+F, G = tool("f", x={"type": "integer"}), tool("g")
+
+
+def call(name: str, arguments: str) -> str:
+    return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Of a model that thinks, and calls as Hermes does."""
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(folder)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.parsers == ("hermes", "deepseek_r1")
+    return tokenizer
+
+
+def prompt(tokenizer: Tokenizer, server: Server) -> str:
+    return tokenizer.decode(server.batcher.requests[-1].prompt)
+
+
+def folded(chunks: list[Any], index: int = 0) -> tuple[dict[str, Any], str]:
+    """A stream's message as OpenAI's client puts it together, and why it ended."""
+    message: dict[str, Any] = {}
+    calls: list[dict[str, Any]] = []
+    reason = None
+    for chunk in chunks[:-1]:
+        for choice in chunk["choices"]:
+            if choice["index"] != index:
+                continue
+            assert reason is None
+            reason = choice["finish_reason"]
+            for name, value in choice["delta"].items():
+                if name == "tool_calls":
+                    for part in value:
+                        if part["index"] == len(calls):
+                            assert set(part) == {"index", "id", "type", "function"}
+                            calls.append({"id": part["id"], "type": part["type"], "function": dict(part["function"])})
+                        else:
+                            assert set(part) == {"index", "function"}
+                            assert part["index"] == len(calls) - 1
+                            calls[-1]["function"]["arguments"] += part["function"]["arguments"]
+                else:
+                    message[name] = message.get(name, "") + value
+    assert reason is not None
+    message["content"] = message["content"] or (None if calls else "")
+    return message | ({"tool_calls": calls} if calls else {}), reason
+
+
+def plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what differs each time, or is in no delta."""
+    found = {name: value for name, value in message.items() if name != "refusal"}
+    if "tool_calls" in found:
+        assert len({one["id"] for one in found["tool_calls"]}) == len(found["tool_calls"])
+        found["tool_calls"] = [one["function"] for one in found["tool_calls"]]
+    return found
+
+
+async def both(server: Server, **given: Any) -> tuple[dict[str, Any], str]:
+    """The message and why it ended; the same whether it is streamed or not."""
+    _, body, _ = await server.post(PATH, {**CHAT, **given})
+    choice = body["choices"][0]
+    message, reason = folded(await server.events(PATH, {**CHAT, **given, "stream": True}))
+    assert plain(message) == plain(choice["message"])
+    assert reason == choice["finish_reason"]
+    return plain(message), reason
+
+
+def test_calls_are_parsed(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        message, reason = await both(server, max_tokens=200, tools=[F, G])
+        assert prompt(tokenizer, server) == "(f)(g)<tool_call>[user]hi[a]"
+        assert message == {
+            "role": "assistant",
+            "content": "Well.",
+            "reasoning_content": "so é",
+            "tool_calls": [{"name": "f", "arguments": '{"x": 1}'}, {"name": "g", "arguments": "{}"}],
+        }
+        assert reason == "tool_calls"
+        message, _ = await both(server, max_tokens=200, tools=[F, G], parallel_tool_calls=False)
+        assert message["tool_calls"] == [{"name": "f", "arguments": '{"x": 1}'}]
+        message, _ = await both(server, max_tokens=200, tools=[F, G], include_reasoning=False)
+        assert "reasoning_content" not in message
+        assert [request.grammar for request in server.batcher.requests] == [None] * 6
+
+    says = "<think>so é</think>Well." + call("f", '{"x": 1}') + call("g", "{}") + "</s>"
+    serve(tokenizer, test, says=says, limits=replace(LIMITS, max_total_tokens=300))
+
+
+def test_an_answer_that_only_calls_has_no_content(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        _, body, _ = await server.post(PATH, {**CHAT, "tools": [F]})
+        message = body["choices"][0]["message"]
+        assert message["content"] is None
+        assert message["tool_calls"][0]["id"].startswith("call_")
+        assert message["tool_calls"][0]["type"] == "function"
+        # Cut off within the call: that is the reason, and what is there is told.
+        _, body, _ = await server.post(PATH, {**CHAT, "tools": [F], "max_tokens": 48})
+        assert body["choices"][0]["finish_reason"] == "length"
+
+    serve(tokenizer, test, says=call("f", '{"x": 1}') + "</s>")
+
+
+def test_without_tools_a_call_is_text(tokenizer: Tokenizer) -> None:
+    says = call("f", "{}")
+
+    async def test(server: Server) -> None:
+        for given in ({}, {"tools": []}, {"tools": [F], "tool_choice": "none"}):
+            message, reason = await both(server, **given)
+            assert message == {"role": "assistant", "content": says}
+            assert reason == "stop"
+            assert prompt(tokenizer, server) == "[user]hi[a]"
+
+    serve(tokenizer, test, says=says + "</s>")
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("required", ["f", "g"]),
+        ({"type": "function", "function": {"name": "g"}}, ["g"]),
+        ("g", ["g"]),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [{"function": {"name": "f"}}]}}, ["f"]),
+    ],
+)
+def test_who_must_call_is_bound_by_a_grammar(tokenizer: Tokenizer, choice: Any, names: list[str]) -> None:
+    async def test(server: Server) -> None:
+        _, reason = await both(server, tools=[F, G], tool_choice=choice)
+        assert reason == "tool_calls"
+        grammar = server.batcher.requests[-1].grammar
+        assert grammar is not None
+        assert grammar.kind == "lark"
+        assert [name for name in ("f", "g") if f'"name\\": \\"{name}\\"' in grammar.source] == names
+
+    serve(tokenizer, test, says=call(names[0], "{}") + "</s>")
+
+
+@pytest.mark.parametrize(
+    ("given", "parameter", "message"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", ""),
+        ({"tools": ["f"]}, "tools[0].type", ""),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "`tools[0].function` must be an object"),
+        ({"tools": [F, {"type": "function", "function": {}}]}, "tools[1].function.name", ""),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "tools[0].function.parameters", ""),
+        ({"tools": [F, F]}, "tools", "two `tools` have the same name"),
+        ({"tool_choice": "required"}, "tool_choice", '`tool_choice`: "required" needs `tools`'),
+        ({"tools": [F], "tool_choice": {"type": "function", "function": {"name": "h"}}}, "tool_choice", ""),
+        ({"tools": [F], "tool_choice": {"x": 1}}, "tool_choice", ""),
+        ({"tools": [F], "response_format": {"type": "regex", "value": "a"}}, "tools", ""),
+        ({"tools": [tool("f", x={"type": "string", "pattern": "("})], "tool_choice": "required"}, "tools", ""),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}}, "response_format", ""),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}}, "response_format.json_schema.schema", ""),
+        ({"guided_regex": "("}, "guided_regex", ""),
+        ({"guided_json": "{"}, "guided_json", ""),
+        ({"guided_grammar": "start: nothing"}, "guided_grammar", ""),
+        ({"structured_outputs": {}}, "structured_outputs", ""),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", ""),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", ""),
+        ({"response_format": {"type": "json_object"}, "min_tokens": 3}, "min_tokens", ""),
+        ({"messages": [{"role": "assistant", "tool_calls": 3}]}, "messages", "`messages[0].tool_calls` must be a list"),
+        ({"messages": [{"role": "assistant", "tool_calls": [3]}]}, "messages", ""),
+    ],
+)
+def test_what_is_refused_is_named(tokenizer: Tokenizer, given: dict[str, Any], parameter: str, message: str) -> None:
+    async def test(server: Server) -> None:
+        status, body, _ = await server.post(PATH, {**CHAT, **given})
+        assert (status, body["error"]["param"]) == (400, parameter), body
+        assert not message or body["error"]["message"] == message
+        assert f"`{parameter}" in body["error"]["message"]
+        assert server.batcher.requests == []
+
+    serve(tokenizer, test)
+
+
+@pytest.mark.parametrize(
+    ("given", "grammar"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, Grammar("json_schema", '{"type":"object"}')),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": {"const": "é"}}}},
+            Grammar("json_schema", '{"const":"é"}'),
+        ),
+        ({"response_format": {"type": "json", "value": {"const": 1}}}, Grammar("json_schema", '{"const":1}')),
+        ({"response_format": {"type": "regex", "value": "a+"}}, Grammar("regex", "a+")),
+        ({"guided_json": {"const": 1}}, Grammar("json_schema", '{"const":1}')),
+        ({"guided_json": '{"const":1}'}, Grammar("json_schema", '{"const":1}')),
+        ({"guided_regex": "a+"}, Grammar("regex", "a+")),
+        ({"guided_choice": ["a", "b"]}, Grammar("choice", '["a", "b"]')),
+        ({"guided_grammar": 'start: "a"'}, Grammar("lark", 'start: "a"')),
+        ({"structured_outputs": {"json": {"const": 1}}}, Grammar("json_schema", '{"const":1}')),
+        ({"structured_outputs": {"json_object": True, "regex": None}}, Grammar("json_schema", '{"type":"object"}')),
+        ({"structured_outputs": {"choice": ["a"]}}, Grammar("choice", '["a"]')),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, Grammar("lark", 'start: "a"')),
+    ],
+)
+def test_formats_become_grammars(tokenizer: Tokenizer, given: dict[str, Any], grammar: Grammar | None) -> None:
+    async def test(server: Server) -> None:
+        for path, body in ((PATH, CHAT), ("/v1/completions", {"prompt": "hi"})):
+            status, answer, _ = await server.post(path, {**body, **given})
+            assert status == 200, answer
+            assert server.batcher.requests[-1].grammar == grammar
+
+    serve(tokenizer, test)
+
+
+def test_an_answer_with_a_format_is_no_reasoning(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        message, _ = await both(server, response_format={"type": "json_object"})
+        assert message == {"role": "assistant", "content": '{"a": "<think>"}'}
+
+    serve(tokenizer, test, says='{"a": "<think>"}</s>')
+
+
+def test_tools_and_a_format_allow_either(tokenizer: Tokenizer) -> None:
+    given = {"tools": [F], "response_format": {"type": "json_object"}}
+
+    async def test(server: Server) -> None:
+        message, reason = await both(server, **given)
+        assert (message["content"], reason) == ('{"a": 1}', "stop")
+        server.batcher.says = call("f", '{"x": 1}') + "</s>"
+        message, reason = await both(server, **given)
+        assert (message["tool_calls"], reason) == ([{"name": "f", "arguments": '{"x": 1}'}], "tool_calls")
+        grammar = server.batcher.requests[-1].grammar
+        assert grammar is not None
+        assert grammar.source.splitlines()[-2:] == ['answer: %json {"type":"object"}', "start: calls | answer"]
+
+    serve(tokenizer, test, says='{"a": 1}</s>')
+
+
+def test_reasoning_comes_apart_and_is_counted(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        message, _ = await both(server)
+        assert message == {"role": "assistant", "content": "No.", "reasoning_content": "Hm?"}
+        _, body, _ = await server.post(PATH, CHAT)
+        assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3 + len("</think>")}
+        asked = {**CHAT, "stream": True, "stream_options": {"include_usage": True}, "logprobs": True}
+        *chunks, last, _ = await server.events(PATH, asked)
+        assert last["usage"]["completion_tokens_details"] == body["usage"]["completion_tokens_details"]
+        # One chunk for each token, and its log-probability with it, though most say nothing.
+        told = [chunk["choices"][0]["logprobs"] for chunk in chunks[1:-1]]
+        assert "".join(one["content"][0]["token"] for one in told) == "<think>Hm?</think>No.</s>"
+
+    serve(tokenizer, test, says="<think>Hm?</think>No.</s>")
+
+
+def test_each_choice_is_read_by_itself(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        chunks = await server.events(PATH, {**CHAT, "n": 2, "stream": True})
+        assert [folded(chunks, index)[0]["content"] for index in range(2)] == ["No.", "1<think>Hm?</think>No."]
+
+    serve(tokenizer, test, says="<think>Hm?</think>No.</s>")
+
+
+def test_the_template_gets_what_it_understands(tokenizer: Tokenizer) -> None:
+    function = {"name": "f", "arguments": '{"x": 1}'}
+    messages = [
+        {"role": "developer", "content": [{"type": "text", "text": "be"}, {"type": "text", "text": "!"}]},
+        {"role": "user", "content": "q", "name": None},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": "1", "content": "3"},
+        {"role": "assistant", "content": "three", "reasoning_content": "mm", "tool_calls": None, "refusal": None},
+        {"role": "user", "content": "w"},
+    ]
+
+    async def test(server: Server) -> None:
+        await server.post(PATH, {"messages": messages, "max_tokens": 9})
+        assert prompt(tokenizer, server) == '[system]be![user]q[assistant]{"x": 1}[tool]3[assistant]three~mm~[user]w[a]'
+        extra = {"chat_template_kwargs": {"enable_thinking": True}, "reasoning_effort": "low", "documents": [{"text": "d"}]}
+        await server.post(PATH, {**CHAT, **extra})
+        assert prompt(tokenizer, server) == "[user]hi!lowd[a]"
+        status, body, _ = await server.post(PATH, {**CHAT, "chat_template": "{{ 1 }}"})
+        assert (status, body["error"]["param"]) == (400, "chat_template")
+
+    serve(tokenizer, test)

@@ -1,0 +1,224 @@
+"""/v1/responses: items to a chat, an answer to items, and the events in which these grow."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.router.request import Broken
+from penstock.router.text import Tokenizer
+from penstock.tests.router.fake_batcher import Server, make_tokenizer, serve
+
+PATH = "/v1/responses"
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+    "{% if m.tool_calls %}{% for call in m.tool_calls %}{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}"
+    "{% endif %}{% if m.reasoning_content %}~{{ m.reasoning_content }}~{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}[a]{% endif %}{# tools <tool_call> <think> </think> #}"
+)
+F = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Of a model that thinks, and calls as Hermes does."""
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(folder)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
+    return Tokenizer(folder)
+
+
+async def events(server: Server, body: Any) -> list[dict[str, Any]]:
+    """All of a stream, in order, each under its own name."""
+    async with server.client.post(PATH, json={**body, "stream": True}) as response:
+        assert response.status == 200
+        assert response.headers["Content-Type"] == "text/event-stream"
+        blocks = (await response.read()).decode().split("\n\n")
+    assert blocks.pop() == ""
+    found = []
+    for number, block in enumerate(blocks):
+        name, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        assert event["sequence_number"] == number
+        found.append(event)
+    return found
+
+
+def plain(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without ids, which differ each time."""
+    assert len({item["id"] for item in items}) == len(items)
+    return [{name: value for name, value in item.items() if name not in ("id", "call_id")} for item in items]
+
+
+def test_a_text(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        status, body, response = await server.post(PATH, {"input": "hi", "model": "m", "metadata": {"a": "b"}})
+        assert status == 200
+        assert body["id"].startswith("resp_")
+        assert (body["object"], body["status"], body["model"]) == ("response", "completed", "m")
+        assert (body["metadata"], body["store"], body["error"], body["incomplete_details"]) == ({"a": "b"}, False, None, None)
+        content = [{"type": "output_text", "text": "Hello you", "annotations": [], "logprobs": []}]
+        message = {"type": "message", "status": "completed", "role": "assistant", "content": content}
+        assert plain(body["output"]) == [message]
+        (request,) = server.batcher.requests
+        assert tokenizer.decode(request.prompt) == "[user]hi[a]"
+        assert body["usage"] == {
+            "input_tokens": len(request.prompt),
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": 10,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": len(request.prompt) + 10,
+        }
+        assert response.headers["x-generated-tokens"] == "10"
+        _, body, _ = await server.post(PATH, {"input": "hi", "max_output_tokens": 3, "instructions": "be"})
+        assert tokenizer.decode(server.batcher.requests[-1].prompt) == "[system]be[user]hi[a]"
+        assert (body["status"], body["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+        assert body["output"][0]["status"] == "incomplete"
+
+    serve(tokenizer, test)
+
+
+def test_a_stream_grows_into_the_same(tokenizer: Tokenizer) -> None:
+    says = '<think>Hm?</think>Oh.<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call></s>'
+
+    async def test(server: Server) -> None:
+        asked = {"input": "hi", "tools": [F], "max_output_tokens": 99}
+        _, whole, _ = await server.post(PATH, asked)
+        found = await events(server, asked)
+        kinds = [event["type"].removeprefix("response.") for event in found]
+        assert kinds[:2] == ["created", "in_progress"]
+        assert kinds[-1] == "completed"
+        assert list(dict.fromkeys(kinds[2:-1])) == [
+            *("output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done", "content_part.done"),
+            *("output_item.done", "output_text.delta", "output_text.done"),
+            *("function_call_arguments.delta", "function_call_arguments.done"),
+        ]
+        last = found[-1]["response"]
+        assert plain(last["output"]) == plain(whole["output"])
+        assert [item["type"] for item in last["output"]] == ["reasoning", "message", "function_call"]
+        assert last["usage"] == whole["usage"]
+        assert last["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+        done = [event["item"] for event in found if event["type"] == "response.output_item.done"]
+        assert done == last["output"]
+        added = [event["item"]["id"] for event in found if event["type"] == "response.output_item.added"]
+        assert added == [item["id"] for item in last["output"]]
+        for index, kind in enumerate(("reasoning_text", "output_text", "function_call_arguments")):
+            deltas = [event for event in found if event["type"] == f"response.{kind}.delta"]
+            assert {(event["output_index"], event["item_id"]) for event in deltas} == {(index, added[index])}
+            text = "".join(event["delta"] for event in deltas)
+            item = last["output"][index]
+            assert text == (item["arguments"] if kind == "function_call_arguments" else item["content"][0]["text"])
+        assert last["output"][2]["arguments"] == '{"x": 1}'
+        assert last["output"][2]["name"] == "f"
+
+    serve(tokenizer, test, says=says)
+
+
+def test_logprobs_stand_with_their_text(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        asked = {"input": "hi", "include": ["message.output_text.logprobs"], "top_logprobs": 2, "max_output_tokens": 2}
+        _, body, _ = await server.post(PATH, asked)
+        logprobs = body["output"][0]["content"][0]["logprobs"]
+        assert [one["token"] for one in logprobs] == ["H", "e"]
+        assert [len(one["top_logprobs"]) for one in logprobs] == [2, 2]
+        deltas = [event for event in await events(server, asked) if event["type"] == "response.output_text.delta"]
+        assert [event["logprobs"] for event in deltas] == [[one] for one in logprobs]
+
+    serve(tokenizer, test)
+
+
+def test_items_become_messages(tokenizer: Tokenizer) -> None:
+    items = [
+        {"role": "developer", "content": "be"},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "q"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "mm"}]},
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"x": 1}'},
+        {"type": "function_call", "call_id": "2", "name": "g", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": "3"},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "three", "annotations": []}]},
+    ]
+
+    async def test(server: Server) -> None:
+        status, body, _ = await server.post(PATH, {"input": items})
+        assert status == 200, body
+        prompt = tokenizer.decode(server.batcher.requests[-1].prompt)
+        assert prompt == '[system]be[user]q[assistant]f{"x": 1}g{}~mm~[tool]3[assistant]three[a]'
+
+    serve(tokenizer, test)
+
+
+def test_formats_and_tools_bind(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        format = {"type": "json_schema", "name": "n", "strict": True, "schema": {"const": 1}}
+        _, body, _ = await server.post(PATH, {"input": "hi", "text": {"format": format}})
+        grammar = server.batcher.requests[-1].grammar
+        assert grammar is not None
+        assert grammar.source == '{"const":1}'
+        assert body["text"] == {"format": format}
+        for choice in ("required", {"type": "function", "name": "f"}):
+            await server.post(PATH, {"input": "hi", "tools": [F], "tool_choice": choice})
+            grammar = server.batcher.requests[-1].grammar
+            assert grammar is not None
+            assert grammar.kind == "lark"
+
+    serve(tokenizer, test)
+
+
+@pytest.mark.parametrize(
+    ("given", "parameter"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": "c"}, "conversation"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"store": True}, "store"),
+        ({"background": True}, "background"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"include": ["file_search_call.results"]}, "include"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
+        ({"input": 3}, "input"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": 1000}, "max_output_tokens"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
+        ({"text": {"format": 3}}, "text.format"),
+        ({"temperature": -1}, "temperature"),
+    ],
+)
+def test_what_is_refused_is_named(tokenizer: Tokenizer, given: dict[str, Any], parameter: str) -> None:
+    async def test(server: Server) -> None:
+        for streaming in (False, True):
+            status, body, _ = await server.post(PATH, {"input": "hi", **given, "stream": streaming})
+            assert (status, body["error"]["param"]) == (400, parameter), body
+            assert server.batcher.requests == []
+
+    serve(tokenizer, test)
+
+
+def test_what_asks_for_nothing_is_taken(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        neutral = {"store": False, "background": False, "truncation": "disabled", "include": ["reasoning.encrypted_content"]}
+        nulls = dict.fromkeys(("instructions", "previous_response_id", "conversation", "text", "reasoning", "tools", "metadata"))
+        status, body, response = await server.post(PATH, {"input": "hi", **neutral, **nulls, "user": "me", "zzz": 1})
+        assert status == 200, body
+        assert response.headers["x-ignored-fields"] == "zzz"
+
+    serve(tokenizer, test)
+
+
+def test_a_failure_in_the_middle_is_the_last_event(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        *_, last = await events(server, {"input": "hi"})
+        assert last["type"] == "response.failed"
+        assert last["response"]["status"] == "failed"
+        assert last["response"]["error"] == {"code": "server_error", "message": "Request failed during generation: gone"}
+        server.batcher.breaks = (0, Broken("gone"))
+        status, body, _ = await server.post(PATH, {"input": "hi", "stream": True})
+        assert (status, body["error"]["code"]) == (500, "generation")
+
+    serve(tokenizer, test, breaks=(3, Broken("gone")))

@@ -1,0 +1,239 @@
+"""Grammars are possible or refused at once, in words that say why; nobody waits while they are looked into."""
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from penstock.router import grammar as module
+from penstock.router.grammar import Grammars, choice, json_object, json_schema, lark, regex, written
+from penstock.router.request import Grammar, Overloaded, Refused
+
+NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "required": ["next"]}
+LIST = {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}}, "required": ["next"]}
+
+
+def special_id(name: str) -> int | None:
+    return 0 if name == "<|user|>" else None
+
+
+def run(test: Callable[[Grammars], Awaitable[None]]) -> None:
+    async def main() -> None:
+        grammars = Grammars(special_id)
+        async with asyncio.timeout(60):
+            await test(grammars)
+
+    asyncio.run(main())
+
+
+def problem(grammar: Grammar) -> str:
+    """What is said about it; "" if it is taken."""
+    found: list[Refused] = []
+
+    async def test(grammars: Grammars) -> None:
+        try:
+            await grammars.check(grammar)
+        except Refused as refused:
+            found.append(refused)
+
+    run(test)
+    assert all(refused.parameter == "grammar" for refused in found)
+    return str(found[0]) if found else ""
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+GOOD = [
+    json_object(),
+    json_schema(True),
+    json_schema({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}),
+    json_schema({"$defs": {"node": LIST}, "$ref": "#/$defs/node"}),
+    json_schema({"$defs": {"node": NODE}, "type": "array", "items": {"$ref": "#/$defs/node"}}),
+    json_schema({"type": ["object", "null"], "properties": {"a": {"$ref": "#"}}, "required": ["a"]}),
+    json_schema({"$defs": {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(50)} | {"d50": {}}, "$ref": "#/$defs/d0"}),
+    json_schema({"properties": {"a/b~c": {"enum": ["é", "😀", None, 1]}}, "items": {"$ref": "#/properties/a~1b~0c"}}),
+    json_schema(nested(20)),
+    regex(r"^[a-z]+@[a-z]+\.(com|org)$"),
+    regex(""),
+    lark('start: "a" <|user|> x\nx: /[0-9]+/'),
+    lark('start: expression\nexpression: /[0-9]+/ | expression "+" expression'),
+    choice(["a", "ab", ""]),
+    choice(['"', "\\", "\n", "\x00", "é😀\u2028", ".*", "</s>", "-", "#"]),
+]
+
+
+@pytest.mark.parametrize("grammar", GOOD, ids=range(len(GOOD)))
+def test_what_is_possible_is_taken(grammar: Grammar) -> None:
+    assert problem(grammar) == ""
+
+
+BAD = [
+    (json_schema({"not": {"type": "string"}}), 'Unimplemented keys: ["not"]'),
+    (json_schema({"type": "array", "uniqueItems": True}), 'Unimplemented keys: ["uniqueItems"]'),
+    (json_schema({"type": "strin"}), "Invalid type: strin"),
+    (json_schema({"type": "integer", "minimum": 5, "maximum": 3}), "minimum (5) is greater than maximum (3)"),
+    (json_schema({"allOf": [{"type": "string"}, {"type": "integer"}]}), "incompatible types"),
+    (json_schema({"enum": []}), "empty"),
+    (json_schema(False), "schema is false"),
+    (json_schema({"type": "string", "pattern": "a(?=b)"}), "look-around"),
+    (json_schema({"type": "string", "format": "colour"}), "Unknown format: colour"),
+    (json_schema({"$ref": "#/$defs/nobody"}), "'/$defs/nobody' does not exist"),
+    (json_schema({"$ref": "http://example.com/schema"}), "http://example.com/schema"),
+    (json_schema({"oneOf": [{"type": "string"}, {"type": "string"}]}), "oneOf"),
+    (json_schema({"$ref": "#"}), "refers to itself without end"),
+    (json_schema({"$defs": {"node": NODE}, "$ref": "#/$defs/node"}), "refers to itself without end"),
+    (json_schema({"$defs": {"node": NODE}, "type": "array", "minItems": 1, "items": {"$ref": "#/$defs/node"}}), "without end"),
+    (
+        json_schema({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"allOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}),
+        "without end",
+    ),
+    (json_schema({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(5000)}}), "65536 characters"),
+    (json_schema(nested(400)), "recursion limit exceeded"),
+    (Grammar("json_schema", "{"), "EOF"),
+    (Grammar("json_schema", "[" * 60_000), "nested too deeply"),
+    (Grammar("json_schema", "[1]"), "schema must be an object or boolean"),
+    (Grammar("json_schema", '{"enum":["\ud800"]}'), "half of a surrogate pair"),
+    (regex("a(b"), "unclosed group"),
+    (regex(r"(a)\1"), "backreferences"),
+    (regex(r"[^\s\S]"), "no text"),
+    (regex("x" * 70_000), "65536 characters"),
+    (lark('start: "a" y'), 'unknown name: "y"'),
+    (lark("start: <|nobody|>"), "unknown special token"),
+    (lark('x: "a"'), "no start rule"),
+    (lark(""), "Empty grammar"),
+    (choice([]), "at least one"),
+    (Grammar("choice", '["\\ud800"]'), "half of a surrogate pair"),
+    (Grammar("choice", '"a"'), "list of strings"),
+    (Grammar("ebnf", "x"), "json_schema, regex, lark, choice"),
+]
+
+
+@pytest.mark.parametrize(("grammar", "said"), BAD, ids=range(len(BAD)))
+def test_what_is_impossible_is_refused_with_the_reason(grammar: Grammar, said: str) -> None:
+    message = problem(grammar)
+    assert said in message
+    assert "\n" not in message
+    assert len(message) < 600
+
+
+HOSTILE = [
+    regex("((a{1,100}){1,100}){1,100}"),
+    regex(".*a.{18}"),
+    regex("(a{60000}){60000}"),
+    regex("[a-z]*" * 10_000),
+    regex("(a|" * 5000 + "b" + ")" * 5000),
+    regex("|".join(f"w{i}x" for i in range(8000))),
+    json_schema({"type": "array", "maxItems": 10**4, "items": {"type": "array", "maxItems": 10**4, "items": {"maxLength": 10**6}}}),
+    json_schema({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(2200)}}),
+    json_schema({"enum": [f"value {i}" for i in range(4000)]}),
+    json_schema(
+        {"$defs": {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{j}"} for j in range(40)]} for i in range(40)}, "$ref": "#/$defs/d0"}
+    ),
+    json_schema({"$defs": {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(1500)}, "$ref": "#/$defs/d0"}),
+    json_schema({"allOf": [{"anyOf": [{"properties": {f"a{i}{j}": {"type": "integer"}}} for j in range(4)]} for i in range(10)]}),
+]
+
+
+def test_whatever_comes_nobody_waits() -> None:
+    """Each is answered within a second or little more, the event loop runs meanwhile, and what comes after them is taken."""
+
+    async def test(grammars: Grammars) -> None:
+        beats = 0
+
+        async def beat() -> None:
+            nonlocal beats
+            while True:
+                await asyncio.sleep(0.005)
+                beats += 1
+
+        beating = asyncio.create_task(beat())
+        for grammar in HOSTILE:
+            began = time.perf_counter()
+            with suppress(Refused, Overloaded):
+                await grammars.check(grammar)
+            assert time.perf_counter() - began < module.MOST_SECONDS + 0.5
+        beating.cancel()
+        assert beats > 50
+        await grammars.check(json_object())
+
+    run(test)
+
+
+def test_what_takes_too_long_is_refused_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_SECONDS", 0.05)
+    monkeypatch.setattr(module, "MOST_WORK", 0.0)
+    slow = json_object()
+
+    def work(self: Grammars, grammar: Grammar) -> str:
+        time.sleep(0.3 if grammar == slow else 0.0)
+        return ""
+
+    monkeypatch.setattr(Grammars, "_problem", work)
+
+    async def test(grammars: Grammars) -> None:
+        with pytest.raises(Refused, match="to compile; make it simpler"):
+            await grammars.check(slow)
+        await asyncio.sleep(0.4)
+        with pytest.raises(Refused, match="to compile; make it simpler"):
+            await grammars.check(slow)
+        assert (grammars.compiled, grammars.found) == (1, 1)
+
+    run(test)
+
+
+def test_who_comes_when_all_threads_are_busy_is_told_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_SECONDS", 0.05)
+    monkeypatch.setattr(Grammars, "_problem", lambda self, grammar: str(time.sleep(0.3) or ""))
+
+    async def test(grammars: Grammars) -> None:
+        asked = [asyncio.create_task(grammars.check(regex("a" * length))) for length in range(1, module.THREADS + 2)]
+        failures = await asyncio.gather(*asked, return_exceptions=True)
+        assert [type(failure) for failure in failures] == [Refused] * module.THREADS + [Overloaded]
+        await asyncio.sleep(0.7)
+        monkeypatch.setattr(module, "MOST_SECONDS", 1.0)
+        await grammars.check(regex("a" * (module.THREADS + 1)))
+
+    run(test)
+
+
+def test_a_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(grammars: Grammars) -> None:
+        for _ in range(3):
+            await asyncio.gather(grammars.check(regex("ab")), grammars.check(regex("ab")))
+        assert (grammars.compiled, grammars.found) == (1, 5)
+        monkeypatch.setattr(module, "KEPT_GRAMMARS", 3)
+        for number in range(4):
+            await grammars.check(regex(f"c{number}"))
+        await grammars.check(regex("ab"))
+        assert grammars.compiled == 6
+
+    run(test)
+
+
+def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "KEPT_CHARACTERS", 100)
+
+    async def test(grammars: Grammars) -> None:
+        for number in range(20):
+            await grammars.check(regex(f"{number}" * 15))
+        assert sum(len(grammar.source) for grammar in grammars._kept) == grammars._size <= 100
+        assert len(grammars._kept) >= 3
+
+    run(test)
+
+
+def test_a_schema_says_how_white_space_may_look() -> None:
+    """It is in the grammar that is sent, unless the schema says it itself."""
+    [ours] = json.loads(written(json_object()))["grammars"]
+    assert ours["json_schema"]["x-guidance"]["whitespace_pattern"] == module.WHITESPACE
+    [theirs] = json.loads(written(json_schema({"x-guidance": {"whitespace_pattern": "x"}})))["grammars"]
+    assert theirs["json_schema"]["x-guidance"]["whitespace_pattern"] == "x"

@@ -1,0 +1,147 @@
+"""The OpenAPI document: all routes, and only what is one; and the page that shows it."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from penstock.router.api.app import make_app
+from penstock.router.api.docs import FILES
+from penstock.router.api.openai_bodies import ChatBody
+from penstock.router.api.openapi import document
+from penstock.router.api.tgi_shapes import GenerateParameters
+from penstock.router.config import RouterConfig
+from penstock.router.metrics import Metrics
+from penstock.router.text import Tokenizer
+from penstock.tests.router.fake_batcher import FakeBatcher, Server, make_tokenizer, serve
+
+CONFIG = RouterConfig(folder="", model="some/model")
+AIP = {"aip_predict_route": "/predict", "aip_health_route": "/alive"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return make_tokenizer(tmp_path_factory.mktemp("model"))
+
+
+def test_it_is_openapi() -> None:
+    validator = pytest.importorskip("openapi_spec_validator")
+    validator.validate(document(CONFIG))
+
+
+@pytest.mark.parametrize("settings", [{}, AIP])
+def test_every_route_is_described_and_nothing_else(tokenizer: Tokenizer, settings: dict[str, str]) -> None:
+    config = replace(CONFIG, **settings)
+    app = make_app(config, tokenizer, FakeBatcher(tokenizer), Metrics())
+    routes = {(route.method.lower(), route.resource.canonical) for route in app.router.routes() if route.resource is not None}
+    pages = {("get", path) for path in ("/", *FILES)} | {route for route in routes if route[1].startswith("/page/")}
+    paths = document(config)["paths"]
+    described = {(method, path) for path, methods in paths.items() for method in methods}
+    assert {route for route in routes if route[0] != "head"} - pages == described
+
+
+def test_schemas_are_those_of_the_types() -> None:
+    schemas = document(CONFIG)["components"]["schemas"]
+    assert tuple(schemas["GenerateParameters"]["properties"]) == GenerateParameters.__struct_fields__
+    assert tuple(schemas["ChatBody"]["properties"]) == ChatBody.__struct_fields__
+    assert schemas["ChatBody"]["required"] == ["messages"]
+
+
+def test_a_key_is_in_it_where_one_is_asked() -> None:
+    paths = document(replace(CONFIG, api_keys=("k",)))["paths"]
+    assert paths["/generate"]["post"]["security"] == [{"key": []}]
+    assert "security" not in paths["/health"]["get"]
+    assert "security" not in document(CONFIG)["paths"]["/generate"]["post"]
+
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 2, "n": 2}
+COMPLETION = {"prompt": "Hi", "max_tokens": 20, "logprobs": 1, "echo": True}
+DETAILS = {"max_new_tokens": 20, "details": True, "decoder_input_details": True, "top_n_tokens": 2}
+STREAM = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"inputs": "Hi", "parameters": DETAILS}),
+        ("/", {"inputs": "Hi", "parameters": DETAILS}),
+        ("/generate", {"inputs": ""}),
+        ("/vertex", {"instances": [{"inputs": "Hi", "parameters": {"max_new_tokens": 20}}]}),
+        ("/tokenize", {"inputs": "Hi"}),
+        ("/tokenize", {"prompt": "Hi"}),
+        ("/chat_tokenize", CHAT),
+        ("/detokenize", {"tokens": [3]}),
+        ("/v1/chat/completions", CHAT),
+        ("/v1/chat/completions", {**CHAT, "prompt_logprobs": 1}),
+        ("/v1/chat/completions", {"messages": []}),
+        ("/v1/completions", COMPLETION),
+        ("/v1/completions", {**COMPLETION, "prompt_logprobs": 1, "echo": False}),
+        ("/v1/responses", {"input": "Hi"}),
+    ],
+)
+def test_answers_are_as_described(tokenizer: Tokenizer, path: str, body: object) -> None:
+    async def test(server: Server) -> None:
+        status, answer, _ = await server.post(path, body)
+        _check(path, status, "application/json", answer)
+
+    serve(tokenizer, test)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate_stream", {"inputs": "Hi", "parameters": {"max_new_tokens": 20, "details": True, "top_n_tokens": 2}}),
+        ("/v1/chat/completions", CHAT | STREAM),
+        ("/v1/completions", COMPLETION | STREAM),
+    ],
+)
+def test_events_are_as_described(tokenizer: Tokenizer, path: str, body: object) -> None:
+    async def test(server: Server) -> None:
+        events = [event for event in await server.events(path, body) if event != "[DONE]"]
+        assert len(events) > 5
+        for event in events:
+            _check(path, 200, "text/event-stream", event, "properties", "data", "contentSchema")
+
+    serve(tokenizer, test)
+
+
+def test_what_is_got_is_as_described(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        for path in ("/info", "/v1/models", "/v1/models/some/model", "/v1/models/other", "/stats", "/health/ready", "/health/live"):
+            status, data, _ = await server.get(path)
+            _check("/v1/models/{id}" if path.count("/") > 2 else path, status, "application/json", json.loads(data), method="get")
+        server.batcher.ready = False
+        for path in ("/health", "/health/ready"):
+            status, data, _ = await server.get(path)
+            if status == 503:
+                _check(path, status, "application/json", json.loads(data), method="get")
+
+    serve(tokenizer, test)
+
+
+def _check(path: str, status: int, kind: str, answer: object, *way: str, method: str = "post") -> None:
+    whole = document(CONFIG)
+    schema = whole["paths"][path][method]["responses"][str(status)]["content"][kind]["schema"]
+    for step in way:
+        schema = schema[step]
+    Draft202012Validator({**schema, "components": whole["components"]}).validate(answer)
+
+
+def test_the_page_is_whole_and_asks_nobody_else(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        for path in FILES:
+            status, data, response = await server.get(path)
+            assert status == 200
+            assert "default-src 'none'" in response.headers["Content-Security-Policy"]
+            assert not re.search(rb"(?:src|href)=\"(?:https?:)?//", data)
+            assert b"innerHTML" not in data
+            for found in re.findall(rb"(?:src|href)=\"(/[^\"]+)\"", data):
+                assert found.decode() in {"/openapi.json", "/page/icon.svg", *FILES}
+        status, data, _ = await server.get("/openapi.json")
+        assert status == 401
+        status, data, response = await server.get("/openapi.json", headers={"Authorization": "Bearer k"})
+        assert json.loads(data)["openapi"] == "3.1.0"
+
+    serve(tokenizer, test, settings={"api_keys": ("k",)})

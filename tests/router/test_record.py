@@ -1,0 +1,69 @@
+"""What is told of a request when it has ended, and that the shards learn its name."""
+
+import asyncio
+import logging
+from contextlib import aclosing
+
+import pytest
+
+from penstock.router.batcher import Batcher
+from penstock.router.record import Record, current
+from penstock.router.request import Broken
+from penstock.shard.engine import Outcome
+from penstock.shard.service import group_from
+from penstock.tests.router.fakes import FakeShards
+from penstock.tests.router.test_batcher import ask, quiet, read, run
+
+
+def test_a_run_has_its_moments_in_order_and_its_counts() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        current.set(record := Record("one", trace="00-1-2-01"))
+        await asyncio.gather(read(batcher, ask("hello", 5, choices=2)), read(batcher, ask("you", 3)))
+        first, second = record.runs
+        assert record.arrived <= first.arrived <= first.started < first.first < first.ended
+        assert (first.generated, second.generated) == (10, 3)
+        assert (first.reasons, first.failure) == (["length"] * 2, "")
+        groups = [group for command in shards.commands for group in command.prefill.groups]
+        assert {group.trace for group in groups} == {"00-1-2-01"}
+
+    run(test)
+
+
+def test_what_ended_otherwise_says_how() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        current.set(record := Record("one"))
+        async with aclosing(batcher.submit(ask("leave", 50))) as items:
+            await anext(items)
+            await anext(items)
+        shards.fail[2] = "no"
+        with pytest.raises(Broken):
+            await read(batcher, ask("break", 50))
+        left, broken = record.runs
+        assert (left.failure, broken.failure) == ("dropped", "generation")
+        assert left.generated >= 1
+        assert left.ended
+        assert broken.ended
+        await quiet(batcher, shards)
+        assert {group.trace for command in shards.commands for group in command.prefill.groups} == {"one"}
+
+    run(test)
+
+
+def test_without_a_record_nothing_is_kept() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        current.set(None)
+        await read(batcher, ask("hello", 5))
+        assert [group.trace for command in shards.commands for group in command.prefill.groups] == [""]
+
+    run(test)
+
+
+def test_a_shard_says_whose_request_failed(caplog: pytest.LogCaptureFixture) -> None:
+    from penstock.proto import shard_pb2
+
+    message = shard_pb2.Group(uid=7, tokens=[1], trace="00-1-2-01", max_new_tokens=1)
+    outcome = Outcome()
+    with caplog.at_level(logging.WARNING):
+        outcome.fail(group_from(message), "no room")
+    assert outcome.failed == [(7, "no room")]
+    assert "request 00-1-2-01 failed: no room" in caplog.text

@@ -1,0 +1,122 @@
+"""Rendering in another process: the same text, within limits, and the event loop free meanwhile."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from penstock.router.rendering import Renderer
+from penstock.router.request import Refused
+from penstock.router.template import Chat, ChatTemplate
+
+SOURCE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ tools }}{{ documents }}{{ mood }}"
+CHAT = Chat(
+    messages=[{"role": "user", "content": "né \u2028 🦊 \ud800", "n": 10**30}],
+    tools=[{"a": 1.5}],
+    documents=[{"text": "d"}],
+    variables={"mood": "gay"},
+)
+QUESTION = Chat(messages=[{"role": "user", "content": "x"}])
+
+
+@pytest.fixture
+def renderer() -> Iterator[Renderer]:
+    renderer = Renderer(seconds=1.0)
+    yield renderer
+    renderer.close()
+
+
+def render(renderer: Renderer, source: str, chat: Chat = QUESTION) -> str:
+    return asyncio.run(renderer.render(source, {"bos_token": "<s>"}, chat))
+
+
+def test_it_renders_what_is_rendered_here(renderer: Renderer) -> None:
+    assert render(renderer, SOURCE, CHAT) == ChatTemplate(SOURCE, {"bos_token": "<s>"}).render(CHAT)
+    begun = Chat(messages=[{"role": "assistant", "content": "Well, "}], continue_final_message=True, add_generation_prompt=False)
+    assert render(renderer, "{{ messages[0].content }}</s>", begun) == "Well, "
+
+
+def test_a_refusal_names_the_field(renderer: Renderer) -> None:
+    for source, parameter in (("{{ raise_exception('no') }}", "messages"), ("{% if %}", "chat_template")):
+        with pytest.raises(Refused) as refused:
+            render(renderer, source)
+        assert refused.value.parameter == parameter
+
+
+HOSTILE = {
+    "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{{ '' }}{% endfor %}{% endfor %}",
+    "recursion": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "power": "{{ 7 ** (7 ** 20) }}",
+    "memory": "{{ 'a' * 10 ** 11 }}",
+    "doubling": "{% set ns = namespace(s='aaaaaaaa') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+    "replace": "{% set s = 'a' * 10 ** 5 %}{{ s | replace('a', s) | replace('a', s) }}",
+    "padding": "{{ 'a'.center(10 ** 11) }}",
+    "format": "{{ '%99999999999d' % 1 }}",
+    "range": "{% for i in range(10 ** 9) %}x{% endfor %}",
+    "output": "{% for i in range(90000) %}{{ 'x' * 1000 }}{% endfor %}",
+    "lipsum": "{{ lipsum(n=10 ** 9) }}",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_whatever_a_template_does_it_ends(renderer: Renderer, name: str) -> None:
+    """Within its time, with a reason, while the event loop turns; and the next chat is rendered."""
+
+    async def run() -> float:
+        assert await renderer.render(SOURCE, {}, QUESTION)
+        longest, last = 0.0, time.monotonic()
+        task = asyncio.create_task(renderer.render(HOSTILE[name], {}, QUESTION))
+        while not task.done():
+            await asyncio.sleep(0.002)
+            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+        with pytest.raises(Refused, match="the chat template"):
+            await task
+        assert await renderer.render(SOURCE, {}, QUESTION) == await renderer.render(SOURCE, {}, QUESTION)
+        return longest
+
+    start = time.monotonic()
+    longest = asyncio.run(run())
+    assert longest < 0.3  # 5 ms are usual; the bound is for a crowded machine
+    assert time.monotonic() - start < 20
+
+
+def test_a_process_that_was_killed_is_replaced(renderer: Renderer) -> None:
+    async def run() -> list[str]:
+        found = [await renderer.render("{{ 1 }}", {}, QUESTION)]
+        [process] = renderer._idle
+        os.kill(process._process.pid, signal.SIGKILL)
+        return [*found, await renderer.render("{{ 2 }}", {}, QUESTION)]
+
+    assert asyncio.run(run()) == ["1", "2"]
+
+
+def test_two_chats_at_once_and_more_wait(renderer: Renderer) -> None:
+    async def run() -> list[str]:
+        slow: Any = [asyncio.create_task(renderer.render(HOSTILE["loops"], {}, QUESTION)) for _ in range(3)]
+        found = await asyncio.gather(*(renderer.render(f"{{{{ {number} }}}}", {}, QUESTION) for number in range(20)))
+        ended = await asyncio.gather(*slow, return_exceptions=True)
+        assert all(isinstance(end, Refused) for end in ended)
+        return found
+
+    assert asyncio.run(run()) == [str(number) for number in range(20)]
+
+
+def test_a_client_that_leaves_costs_nothing(renderer: Renderer) -> None:
+    async def run() -> str:
+        task = asyncio.create_task(renderer.render(HOSTILE["loops"], {}, QUESTION))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        await asyncio.wait([task])
+        return await renderer.render("{{ 1 }}", {}, QUESTION)
+
+    assert asyncio.run(run()) == "1"
+
+
+def test_long_chats_are_quick(renderer: Renderer) -> None:
+    """1 MB in a few ms each way."""
+    chat = Chat(messages=[{"role": "user", "content": "word " * 200_000}])
+    assert render(renderer, SOURCE, chat).count("word") == 200_000
