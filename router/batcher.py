@@ -19,7 +19,7 @@ from time import monotonic
 from typing import Protocol
 
 from ..proto import shard_pb2
-from .config import RouterConfig
+from .config import Misconfigured, RouterConfig
 from .cost import Cost
 from .metrics import Metrics
 from .policies import Mixed, Pause, Policy, largest_step
@@ -49,10 +49,6 @@ LEAD = 0.01  # seconds before the expected end of a step when the next is sent: 
 DELAYS = {Priority.INTERACTIVE: 0.0, Priority.NORMAL: 5.0, Priority.BATCH: 60.0}
 
 Item = Prompt | Token | Finish
-
-
-class Misconfigured(Exception):
-    """The operator's settings contradict the model, the memory or each other. One line that says what would do."""
 
 
 class Piece(Protocol):

@@ -51,3 +51,7 @@ class RouterConfig:
     otlp_service_name: str = "text-generation-inference.router"  # who they say they come from
     log_level: str = "info"  # least level of log lines: "debug", "info", "warning", "error"
     json_output: bool = False  # log lines as JSON
+
+
+class Misconfigured(Exception):
+    """The operator's settings contradict the model, the memory or each other. One line that says what would do."""

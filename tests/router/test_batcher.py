@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from penstock.proto import shard_pb2
-from penstock.router.batcher import Batcher, Item, Misconfigured, Pace, bounds_of, policy_of
-from penstock.router.config import RouterConfig
+from penstock.router.batcher import Batcher, Item, Pace, bounds_of, policy_of
+from penstock.router.config import Misconfigured, RouterConfig
 from penstock.router.cost import Work
 from penstock.router.metrics import Metrics
 from penstock.router.policies import Mixed, Pause

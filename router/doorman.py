@@ -1,0 +1,61 @@
+"""Answers probes while the router's own modules and the tokenizer are still being read, which takes a second or two.
+
+Standard library only: whoever imports this answers at once. It knows three things to say: not yet, alive, and good-bye.
+"""
+
+import json
+import selectors
+import socket
+import threading
+from contextlib import suppress
+
+LONGEST_HEAD = 8192  # bytes of a request that are read
+PATIENCE = 0.2  # seconds that one client may take: the next one waits as long
+STAGE = {"stage": "starting the router", "progress": None}
+NOT_YET = {"error": "unhealthy", "error_type": "healthcheck", **STAGE}
+NOT_READY = {"ready": False, **STAGE}
+ALIVE = {"live": True}
+
+
+class Doorman:
+    """Stands at a listening socket, on a thread of its own, until it is relieved."""
+
+    def __init__(self, listening: socket.socket) -> None:
+        self._listening = listening
+        self._bell, self._relief = socket.socketpair()
+        self._thread = threading.Thread(target=self._stand, name="doorman", daemon=True)
+        self._thread.start()
+
+    def relieve(self) -> None:
+        """Nobody who comes from now on is answered here. May be called again."""
+        self._relief.close()
+        self._thread.join()
+
+    def _stand(self) -> None:
+        with self._bell, selectors.DefaultSelector() as selector:
+            for source in (self._listening, self._bell):
+                selector.register(source, selectors.EVENT_READ)
+            while not any(key.fileobj is self._bell for key, _ in selector.select()):
+                with suppress(OSError):  # it left again
+                    visitor, _ = self._listening.accept()
+                    with visitor:
+                        _answer(visitor)
+
+
+def _answer(visitor: socket.socket) -> None:
+    visitor.settimeout(PATIENCE)
+    head = b""
+    while b"\r\n\r\n" not in head and len(head) < LONGEST_HEAD:
+        received = visitor.recv(LONGEST_HEAD)
+        if not received:
+            return
+        head += received
+    method, path, *_ = *head.split(b" ", 2), b"", b""
+    alive = path.split(b"?")[0] == b"/health/live"
+    content = json.dumps(ALIVE if alive else NOT_READY if path == b"/health/ready" else NOT_YET).encode()
+    status = b"200 OK" if alive else b"503 Service Unavailable\r\nRetry-After: 1"
+    length = b"Content-Length: %d\r\nContent-Type: application/json; charset=utf-8" % len(content)
+    visitor.sendall(b"HTTP/1.1 %b\r\n%b\r\nConnection: close\r\n\r\n%b" % (status, length, b"" if method == b"HEAD" else content))
+    visitor.shutdown(socket.SHUT_WR)
+    while visitor.recv(LONGEST_HEAD):  # what is unread when a socket closes resets the connection, and the answer is lost
+        pass

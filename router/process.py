@@ -1,0 +1,112 @@
+"""Builds the router's parts and serves until it is told to stop."""
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from aiohttp import web
+
+from .api.app import make_app
+from .batcher import Batcher
+from .config import RouterConfig
+from .doorman import Doorman
+from .metrics import Metrics
+from .request import Broken
+from .shards import GrpcShards
+from .text import Tokenizer, Unusable
+from .tracing import Missing, Tracer
+
+LAST_WORDS = 5.0  # seconds that handlers get to send what they have when everything ends
+
+logger = logging.getLogger(__name__)
+
+
+def run(config: RouterConfig, listening: socket.socket, doorman: Doorman) -> int:
+    """Serves on the socket until the router is told to stop. Returns the exit status. Raises Misconfigured."""
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(serve(config, listening, doorman))
+    except (Unusable, Missing) as error:
+        logger.error("%s", error)
+        return 2
+    except Broken as error:
+        logger.error("%s", error)
+        return 1
+
+
+async def serve(config: RouterConfig, listening: socket.socket, doorman: Doorman) -> int:
+    """Serves until a signal comes or the shards are lost. Raises Broken, Misconfigured or Unusable."""
+    stop = _stop_signal()
+    metrics = Metrics(config.model)
+    tracer = Tracer(config.otlp_endpoint, config.otlp_service_name, config.model) if config.otlp_endpoint else None
+    tokenizer = Tokenizer(
+        Path(config.folder),
+        config.chat_template,
+        trust_templates=config.trust_request_chat_template,
+        parsers=(config.tool_call_parser, config.reasoning_parser),
+    )
+    batcher = Batcher(config, tokenizer, GrpcShards(config.shards), metrics)
+    app = make_app(config, tokenizer, batcher, metrics, tracer)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, auto_decompress=False, shutdown_timeout=LAST_WORDS)
+    await runner.setup()
+    doorman.relieve()
+    await web.SockSite(runner, listening).start()
+    logger.info("listening on http://%s:%d", *listening.getsockname()[:2])
+    batching = asyncio.create_task(_batch(batcher))
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait([batching, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if not batching.done():
+            logger.info("stopping: no new requests; running ones have %g s", config.graceful_termination_timeout)
+            await batcher.drain(config.graceful_termination_timeout)
+    finally:
+        await runner.cleanup()
+        for task in (batching, stopping):
+            task.cancel()
+        await asyncio.wait([batching, stopping])
+        await batcher.close()
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
+    if not batching.cancelled():
+        batching.result()
+    return 0
+
+
+async def _batch(batcher: Batcher) -> None:
+    await batcher.start()
+    if batcher.limits is not None:
+        logger.info(
+            "ready: %d tokens of prompt, %d with the answer; requests of full length that fit at once: %d",
+            batcher.limits.max_input_tokens,
+            batcher.limits.max_total_tokens,
+            batcher.together,
+        )
+    await batcher.wait()
+
+
+def _stop_signal() -> asyncio.Event:
+    """Set by SIGTERM or SIGINT. The next one ends the process at once, as if nobody had asked to handle it."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def handle() -> None:
+        stop.set()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, handle)
+    return stop
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's, where it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop

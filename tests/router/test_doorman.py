@@ -1,0 +1,73 @@
+"""Who comes before the router can answer is told so, and nobody is lost when it takes over."""
+
+import http.client
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from penstock.router.doorman import Doorman
+
+
+@pytest.fixture
+def listening() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server
+
+
+@pytest.fixture
+def doorman(listening: socket.socket) -> Iterator[Doorman]:
+    found = Doorman(listening)
+    yield found
+    found.relieve()
+
+
+def ask(listening: socket.socket, path: str, method: str = "GET", body: bytes | None = None) -> tuple[int, bytes, str | None]:
+    connection = http.client.HTTPConnection(*listening.getsockname(), timeout=10)
+    connection.request(method, path, body)
+    answer = connection.getresponse()
+    return answer.status, answer.read(), answer.headers["Retry-After"]
+
+
+@pytest.mark.usefixtures("doorman")
+def test_probes(listening: socket.socket) -> None:
+    status, body, after = ask(listening, "/health")
+    assert (status, json.loads(body)["error"], json.loads(body)["stage"], after) == (503, "unhealthy", "starting the router", "1")
+    assert json.loads(ask(listening, "/health/ready")[1])["ready"] is False
+    assert ask(listening, "/health/live?x=1") == (200, b'{"live": true}', None)
+    assert ask(listening, "/", "HEAD") == (503, b"", "1")
+
+
+@pytest.mark.usefixtures("doorman")
+def test_a_request_that_came_too_soon(listening: socket.socket) -> None:
+    """Its body is more than is read of it, and the answer comes all the same."""
+    assert ask(listening, "/generate", "POST", b"x" * 100_000)[0] == 503
+
+
+@pytest.mark.usefixtures("doorman")
+def test_those_who_say_nothing_or_nonsense_hold_nobody_up(listening: socket.socket) -> None:
+    silent = [socket.create_connection(listening.getsockname()) for _ in range(3)]
+    silent[0].sendall(b"\0\xff\r\n\r\n")
+    silent[1].close()
+    assert ask(listening, "/health/live")[0] == 200
+    for one in silent:
+        one.close()
+
+
+def test_who_comes_after_it_was_relieved_waits_for_the_next(listening: socket.socket, doorman: Doorman) -> None:
+    doorman.relieve()
+    doorman.relieve()
+    with socket.create_connection(listening.getsockname()) as visitor:
+        taken, _ = listening.accept()
+        taken.sendall(b"x")
+        taken.close()
+        assert visitor.recv(10) == b"x"
+
+
+def test_it_is_there_before_anything_heavy() -> None:
+    heavy = {"aiohttp", "grpc", "tokenizers", "jinja2", "llguidance"}
+    code = f"import sys, penstock.router.__main__; print(*{heavy} & sys.modules.keys())"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""
