@@ -10,7 +10,7 @@ from penstock.tests import serving
 
 pytest.importorskip("triton")
 
-SMALL = "--max-total-tokens 96 --kv-pages 32 --max-batch-prefill-tokens 16 --max-batch-size 2 --max-best-of 1".split()
+SMALL = ("--max-total-tokens=96", "--kv-pages=32", "--max-batch-prefill-tokens=16", "--max-batch-size=2", "--max-best-of=1")
 ASKED = {"inputs": "Once upon a time", "parameters": {"max_new_tokens": 5, "details": True, "top_n_tokens": 2}}
 SAMPLED = {"inputs": "Once", "parameters": {"max_new_tokens": 4, "details": True, "temperature": 1.3, "top_p": 0.95, "seed": 11}}
 
