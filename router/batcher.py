@@ -13,7 +13,7 @@ that nobody wants any more is thrown away.
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Protocol
@@ -28,7 +28,6 @@ from .request import (
     Alternative,
     Broken,
     Expired,
-    Failure,
     Finish,
     Limits,
     NotReady,
@@ -48,7 +47,11 @@ LEAD = 0.01  # seconds before the expected end of a step when the next is sent: 
 # before it, and nobody waits for ever.
 DELAYS = {Priority.INTERACTIVE: 0.0, Priority.NORMAL: 5.0, Priority.BATCH: 60.0}
 
+MOST_ITEMS = 256  # that are taken at once, so that what is made of them is bounded, too
+
 Item = Prompt | Token | Finish
+# Takes items as soon as a step gives them; False: it can't now, and they wait for the stream's reader.
+Sink = Callable[[list[Item]], bool]
 
 
 class Piece(Protocol):
@@ -153,11 +156,12 @@ class Stream:
     arrived: float
     left: int  # choices that are not done
     run: Run  # what is told of it when it has ended
+    sink: Sink | None = None
     started: float = 0.0  # first step that was to compute something of it; 0: none yet
     continuations: Sequence[shard_pb2.Continuation] = ()  # where it goes on when it is restored
     cached: int = 0  # tokens of the prompt that were found
     items: list[Item] = field(default_factory=list)  # not taken yet
-    failure: Failure | None = None  # comes after the items
+    failure: Exception | None = None  # comes after the items
     waiter: "asyncio.Future[None] | None" = None  # the reader, when there was nothing to take
     alarm: asyncio.TimerHandle | None = None  # its own deadline
 
@@ -165,6 +169,14 @@ class Stream:
         """There is something to take. The reader runs when the loop lets go, and takes all that has come till then."""
         if self.waiter is not None and not self.waiter.done():
             self.waiter.set_result(None)
+
+    def take(self) -> list[Item]:
+        """The oldest items. A Finish stays with its Token."""
+        end = MOST_ITEMS
+        while end < len(self.items) and isinstance(self.items[end], Finish):
+            end += 1
+        taken, self.items = self.items[:end], self.items[end:]
+        return taken
 
 
 @dataclass(slots=True)
@@ -291,14 +303,18 @@ class Batcher:
         self._cut("the server shut down before the answer was complete")
         await self._shards.close()
 
-    def submit(self, request: Request) -> AsyncGenerator[Item, None]:
+    def submit(self, request: Request, sink: Sink | None = None) -> AsyncGenerator[list[Item], None]:
         """A stream: Prompt, then of each choice its Tokens (an end token included) and its Finish. Closing it cancels the request.
+
+        They come in lists: all that has come since the last one. A Finish is in the same list as the Token before it. The sink is
+        offered items before they come here, and what it takes does not come; to keep them in order it has to refuse while its
+        reader has a list in hand. What it raises ends its stream, and is raised here.
 
         Raises Overloaded, NotReady or Broken, here or at the first item; Broken or Expired at any later one.
         """
         self._metrics.arrived()
         self._admissible()
-        return self._read(request)
+        return self._read(request, sink)
 
     def _admissible(self) -> None:
         """Raises if no request can be taken now."""
@@ -313,25 +329,25 @@ class Batcher:
             message = f"{self._readers} requests are in flight, as many as the server takes at once"
             raise Overloaded(message, self._pace.seconds(monotonic()))
 
-    async def _read(self, request: Request) -> AsyncGenerator[Item, None]:
+    async def _read(self, request: Request, sink: Sink | None) -> AsyncGenerator[list[Item], None]:
         self._admissible()  # again: others may have come between `submit` and the first item
-        stream = self._open(request)
+        stream = self._open(request, sink)
+        loop = asyncio.get_running_loop()  # asked for once: that is a system call
         try:
             while True:
-                if not stream.items:
-                    if stream.failure is not None:
-                        raise stream.failure
-                    stream.waiter = asyncio.get_running_loop().create_future()
-                    await stream.waiter
-                items, stream.items = stream.items, []
-                for item in items:
-                    yield item
-                if not stream.left and not stream.items and stream.failure is None:
+                if stream.items:
+                    yield stream.take()
+                elif stream.failure is not None:
+                    raise stream.failure
+                elif not stream.left:
                     return
+                else:
+                    stream.waiter = loop.create_future()
+                    await stream.waiter
         finally:
             self._close(stream)
 
-    def _open(self, request: Request) -> Stream:
+    def _open(self, request: Request, sink: Sink | None) -> Stream:
         assert self._scheduler is not None
         now = monotonic()
         make = self._tokenizer.stream
@@ -340,7 +356,7 @@ class Batcher:
             for _ in range(request.choices)
         )
         choices = [Choice(index, text) for index, text in enumerate(texts)]
-        stream = Stream(next(self._uids), request, choices, now, left=len(choices), run=begin(request, now))
+        stream = Stream(next(self._uids), request, choices, now, left=len(choices), run=begin(request, now), sink=sink)
         delay = DELAYS[request.priority]
         if request.timeout:
             delay = min(delay, request.timeout / 2)
@@ -489,7 +505,8 @@ class Batcher:
     def _deliver(self, reply: shard_pb2.StepReply) -> None:
         """Turns the rows of a reply into items of their streams."""
         now = monotonic()
-        intervals: list[float] = []
+        latest: dict[float, int] = {}  # when the tokens before came, and of how many that is so
+        touched: list[Stream] = []
         prompts = self._prompt_logprobs(reply) if reply.prompt_uids else {}
         for uid, found in zip(reply.found_uids, reply.found_tokens, strict=True):
             if uid in self._streams:
@@ -497,11 +514,10 @@ class Batcher:
         rows = zip(reply.uids, reply.choices, reply.tokens, reply.logprobs, reply.finishes, self._tops(reply), strict=True)
         for uid, index, token, logprob, finish, top in rows:
             stream = self._streams.get(uid)
-            if stream is None or stream.choices[index].done:  # it was closed or stopped in the meantime
+            if stream is None or (choice := stream.choices[index]).done:  # it was closed or stopped in the meantime
                 continue
-            choice = stream.choices[index]
             if choice.generated:
-                intervals.append(now - choice.last)
+                latest[choice.last] = latest.get(choice.last, 0) + 1
             elif not any(other.generated for other in stream.choices):
                 self._metrics.first_token(now - stream.arrived)
                 stream.run.first, stream.run.cached_tokens = now, stream.cached
@@ -510,13 +526,29 @@ class Batcher:
             choice.generated += 1
             piece = choice.text.push(token)
             special = self._tokenizer.is_special(token)
-            stream.items.append(Token(token, piece.text, piece.delta, logprob, special, self._alternatives(top), index))
+            alternatives = self._alternatives(top) if top else ()
+            stream.items.append(Token(token, piece.text, piece.delta, logprob, special, alternatives, index))
             if finish or piece.stopped:
                 self._finish(stream, choice, "stop_sequence" if piece.stopped else REASONS[finish], now)
-            stream.wake()
-        self._metrics.tokens(len(reply.tokens), intervals)
+            touched.append(stream)
+        self._metrics.tokens(len(reply.tokens), {now - last: count for last, count in latest.items()})
+        for stream in touched:
+            self._push(stream)
         for uid, message in zip(reply.failed_uids, reply.failed_messages, strict=True):
             self._fail(uid, Broken(message), "generation")
+
+    def _push(self, stream: Stream) -> None:
+        """Hands the items to the sink, or else wakes the reader; also when there will be no more."""
+        if stream.sink is not None and 0 < len(stream.items) <= MOST_ITEMS:
+            try:
+                if stream.sink(stream.items):
+                    stream.items = []
+            except Exception as error:  # a sink is somebody else's: its fault is no other stream's
+                stream.items, stream.sink, stream.failure = [], None, error
+                self._fail(stream.uid, error, "generation")
+                stream.wake()
+        if stream.items or not stream.left:
+            stream.wake()
 
     def _prompt_logprobs(
         self, reply: shard_pb2.StepReply
@@ -538,8 +570,6 @@ class Batcher:
         return [tuple(itertools.islice(pairs, count)) for count in reply.top_counts]
 
     def _alternatives(self, top: Sequence[tuple[int, float]]) -> tuple[Alternative, ...]:
-        if not top:
-            return ()
         tokenizer = self._tokenizer
         return tuple(Alternative(id, tokenizer.token_text(id), logprob, tokenizer.is_special(id)) for id, logprob in top)
 
@@ -567,7 +597,7 @@ class Batcher:
         message = f"the answer was not complete {stream.request.timeout:g} s after the request came: {generated} tokens were there"
         self._fail(stream.uid, Expired(message), "timeout")
 
-    def _fail(self, uid: int, failure: Failure, kind: str) -> None:
+    def _fail(self, uid: int, failure: Exception, kind: str) -> None:
         """Ends one stream."""
         stream = self._streams.pop(uid, None)
         if stream is not None:

@@ -10,7 +10,7 @@ when somebody looks.
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import prometheus_client
 from prometheus_client.core import HistogramMetricFamily
@@ -165,8 +165,10 @@ class Metrics:
         """So many requests gave their pages back."""
         self._counters["penstock_pauses"].inc(count)
 
-    def tokens(self, count: int, intervals: Sequence[float]) -> None:
-        """So many tokens were generated; such intervals lay between them and those before (none for the first of a request)."""
+    def tokens(self, count: int, intervals: Mapping[float, int]) -> None:
+        """So many tokens were generated; between them and those before (the first of a request has none) lay such intervals, each
+        so many times: tokens of one step mostly follow those of another.
+        """
         self._generated_tokens.inc(count)
         self._intervals.observe(intervals)
 
@@ -222,11 +224,12 @@ class Intervals(Collector):
         self._counts = [0] * (len(buckets) + 1)
         self._sum = 0.0
 
-    def observe(self, values: Iterable[float]) -> None:
+    def observe(self, values: Mapping[float, int]) -> None:
+        """Each value, as often as it says."""
         bounds, counts = self._bounds, self._counts
-        for value in values:
-            counts[bisect_left(bounds, value)] += 1
-            self._sum += value
+        for value, count in values.items():
+            counts[bisect_left(bounds, value)] += count
+            self._sum += value * count
 
     def collect(self) -> Iterator[Metric]:
         """Called by the registry."""

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+import msgspec
+
 
 class Priority(StrEnum):
     """How soon a request wants to be begun."""
@@ -71,8 +73,8 @@ class Limits:
     page_size: int = 1  # tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Alternative:
+# Of what follows there is one for each token: a frozen dataclass takes ten times as long to make (1.5 us, x86, one core).
+class Alternative(msgspec.Struct, frozen=True, gc=False):
     """One of the most probable tokens at a position."""
 
     id: int
@@ -81,8 +83,7 @@ class Alternative:
     special: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True, gc=False):
     """First item of a stream: the prompt with its log-probabilities, as soon as its first token is there."""
 
     logprobs: tuple[float | None, ...]  # None for the first token; () unless they were asked for
@@ -90,8 +91,7 @@ class Prompt:
     cached_tokens: int = 0  # of the prompt, that were found instead of computed
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
+class Token(msgspec.Struct, frozen=True, gc=False):
     """A generated token of one of the choices."""
 
     id: int
@@ -103,8 +103,7 @@ class Token:
     choice: int = 0  # from 0
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(msgspec.Struct, frozen=True, gc=False):
     """Last item of a choice. A stream ends with the last choice's."""
 
     reason: str  # "length", "eos_token", "stop_sequence"

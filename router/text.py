@@ -12,10 +12,10 @@ import codecs
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import tokenizers
 
 from .config import AUTO
@@ -218,8 +218,7 @@ class Tokenizer:
         return tuple(dict.fromkeys(ids if own is None else [*ids, own]))
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """What one token adds to a stream of text."""
 
     text: str  # the token's own text; "" while a character is incomplete, then the whole character

@@ -132,10 +132,11 @@ def value(batcher: Batcher, name: str) -> float:
 async def tokens(batcher: Batcher, request: Request) -> list[list[int]]:
     """Ids of each choice."""
     answers: list[list[int]] = [[] for _ in range(request.choices)]
-    async with aclosing(batcher.submit(request)) as items:
-        async for item in items:
-            if isinstance(item, Token):
-                answers[item.choice].append(item.id)
+    async with aclosing(batcher.submit(request)) as stream:
+        async for items in stream:
+            for item in items:
+                if isinstance(item, Token):
+                    answers[item.choice].append(item.id)
     return answers
 
 

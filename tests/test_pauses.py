@@ -99,9 +99,9 @@ def test_aborts_at_random_steps_leave_the_others_alone(alone: list[list[list[int
     async def impatient(batcher: Batcher, request: Request) -> None:
         await asyncio.sleep(chance.random() / 10)
         left = chance.randint(0, 15)
-        async with aclosing(batcher.submit(request)) as items:
-            async for item in items:
-                left -= isinstance(item, Token)
+        async with aclosing(batcher.submit(request)) as stream:
+            async for items in stream:
+                left -= sum(isinstance(item, Token) for item in items)
                 if left < 0:
                     break
 

@@ -24,8 +24,8 @@ def prompt(seed: int, length: int) -> tuple[int, ...]:
 
 async def first(batcher: Batcher, request: Request) -> Prompt:
     """The item that tells of the prompt; the stream is read to its end."""
-    async with aclosing(batcher.submit(request)) as items:
-        found = [item async for item in items if isinstance(item, Prompt)]
+    async with aclosing(batcher.submit(request)) as stream:
+        found = [item async for items in stream for item in items if isinstance(item, Prompt)]
     return found[0]
 
 

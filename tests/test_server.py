@@ -649,7 +649,7 @@ NONSENSE: list[tuple[str, bytes, int]] = [
     ("/generate", b"", 400),
     ("/generate", b"{", 400),
     ("/generate", b"\xff\xfe", 400),
-    ("/generate", b'{"inputs": "x", "parameters": {"grammar": ' + b"[" * 100_000, 400),
+    ("/generate", b'{"inputs": "x", "parameters": {"grammar": ' + b"[" * 100_000, 422),
     ("/generate", b"[]", 422),
     ("/generate", b"{}", 422),
     ("/generate", b'{"inputs": 1}', 422),
@@ -823,7 +823,7 @@ def test_sigint_lets_a_stream_end_and_dummy_weights_need_only_a_config_and_a_tok
         """It soon says that it takes no more requests, while the stream goes on."""
         status = 200
         while status == 200:
-            async with session.get("/health") as response:
+            async with session.get("/health/ready") as response:
                 status = response.status
         assert status == 503
         async with session.post("/generate", json={"inputs": "x"}) as response:

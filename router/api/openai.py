@@ -3,8 +3,7 @@
 What the fields mean is in `openai_bodies`, how answers look in `openai_shapes`.
 """
 
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from time import monotonic
@@ -35,9 +34,9 @@ from .openai_chats import Chats
 from .openai_formats import format_name, grammar_of
 from .openai_shapes import Chat, Completions, Echo, Envelope, Json, Shapes, Usage, encode, prompt_entries
 from .ports import Batcher, Item, limits_of
-from .stream import Answer, Clock, fold, headers_of, merge, send, stream_headers_of
+from .stream import Answer, Clock, escaped, fold, headers_of, plain_frame, send, stream_headers_of
 
-DONE = b"[DONE]"
+DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(slots=True)
@@ -199,10 +198,10 @@ class OpenAI:
 
     async def _answer(self, http: web.Request, clock: Clock, asked: Asked) -> web.StreamResponse:
         clock.valid()
-        streams = [self._batcher.submit(request) for request in asked.requests]
         if asked.stream:
             headers = stream_headers_of(clock, asked.requests) | asked.headers
-            return await send(http, _events(asked, streams, clock), headers, told)
+            return await send(http, self._batcher, asked.requests, Events(asked, clock), headers)
+        streams = [self._batcher.submit(request) for request in asked.requests]
         folded = await fold(streams, asked.requests[0].choices)
         return json_response(_whole(asked, folded), headers_of(clock, asked.requests, _all(folded)) | asked.headers)
 
@@ -225,41 +224,68 @@ def _whole(asked: Asked, folded: list[list[Answer]]) -> Json:
     return asked.envelope.whole(told, usage)
 
 
-async def _events(asked: Asked, streams: Sequence[AsyncGenerator[Item, None]], clock: Clock) -> AsyncGenerator[bytes, None]:
-    shapes, options = asked.envelope.shapes, asked.options
-    usage = Usage(asked.prompt_tokens)
-    timing = Timing(clock.arrived)
-    head, tail = asked.envelope.chunk()
-    continuous = bool(options.continuous_usage_stats)
-    end = tail + (b',"usage":null}' if options.include_usage else b"}")
+class Events:
+    """The events of one answer: a chunk for each choice of each item, usage if it is asked for, [DONE]."""
 
-    def event(choice: bytes) -> bytes:
-        return head + choice + (b'%b,"usage":%b}' % (tail, encode(usage.json())) if continuous else end)
+    def __init__(self, asked: Asked, clock: Clock) -> None:
+        self._asked = asked
+        self._shapes = asked.envelope.shapes
+        self._usage = Usage(asked.prompt_tokens)
+        self._timing = Timing(clock.arrived)
+        self._head, self._tail = asked.envelope.chunk()
+        usage = b',"usage":null}' if asked.options.include_usage else b"}"
+        self._rest = None if asked.options.continuous_usage_stats else self._tail + usage
+        # What stands in a frame before and behind a token's delta, by choice; None: more than the delta differs.
+        self._around = [self._find_around(place) for place in range(asked.shown * len(asked.requests))]
 
-    async with aclosing(merge(streams)) as items:
-        async for index, item in items:
-            first = index * asked.shown
-            if isinstance(item, Token):
-                usage.completion_tokens += not asked.silent
-                choice = shapes.delta(first + item.choice, item)
-                if choice is not None:
-                    yield event(choice)
-            elif isinstance(item, Prompt):
-                timing.begin()
-                usage.cached_tokens += item.cached_tokens
-                for place in range(first, first + asked.shown):
-                    choice = shapes.opening(place, item)
-                    if choice is not None:
-                        yield event(choice)
-            else:
-                timing.end(item)
-                choice = shapes.delta(first + item.choice, item)
-                if choice is not None:
-                    yield event(choice)
-    if options.include_usage:
-        usage.reasoning_tokens = shapes.reasoning_tokens()
-        yield b'%b%b,"usage":%b,"metrics":%b}' % (head, tail, encode(usage.json()), encode(timing.json(usage.completion_tokens)))
-    yield DONE
+    def of(self, stream: int, items: Sequence[Item]) -> bytes:
+        """See `stream.Events`."""
+        first = stream * self._asked.shown
+        if len(items) == 1:  # most often
+            return self._frames(first, items[0])
+        return b"".join([self._frames(first, item) for item in items])
+
+    def _frames(self, first: int, item: Item) -> bytes:
+        if isinstance(item, Token):
+            self._usage.completion_tokens += not self._asked.silent
+            place = first + item.choice
+            around = self._around[place]
+            if around is None:
+                return self._framed(self._shapes.delta(place, item))
+            delta = encode(item.delta)
+            return around[0] + (delta if delta.isascii() else escaped(delta)) + around[1]
+        if isinstance(item, Prompt):
+            self._timing.begin()
+            self._usage.cached_tokens += item.cached_tokens
+            places = range(first, first + self._asked.shown)
+            return b"".join([self._framed(self._shapes.opening(place, item)) for place in places])
+        self._timing.end(item)
+        return self._framed(self._shapes.delta(first + item.choice, item))
+
+    def end(self) -> bytes:
+        """Usage, if it was asked for."""
+        if not self._asked.options.include_usage:
+            return DONE
+        self._usage.reasoning_tokens = self._shapes.reasoning_tokens()
+        usage, timing = encode(self._usage.json()), encode(self._timing.json(self._usage.completion_tokens))
+        return plain_frame(b'%b%b,"usage":%b,"metrics":%b}' % (self._head, self._tail, usage, timing)) + DONE
+
+    def failed(self, problem: Problem) -> bytes:
+        """The end of an answer that failed."""
+        return plain_frame(openai_body(problem)) + DONE
+
+    def _find_around(self, place: int) -> tuple[bytes, bytes] | None:
+        around = self._shapes.around(place)
+        if around is None or self._rest is None:
+            return None
+        return b"data: " + escaped(self._head) + around[0], around[1] + escaped(self._rest) + b"\n\n"
+
+    def _framed(self, choice: bytes | None) -> bytes:
+        """A chunk with one choice, if there is one."""
+        if choice is None:
+            return b""
+        rest = self._rest or b'%b,"usage":%b}' % (self._tail, encode(self._usage.json()))
+        return plain_frame(self._head + choice + rest)
 
 
 class Timing:
@@ -289,11 +315,6 @@ class Timing:
             "mean_itl_ms": 1000 * generation / (tokens - 1) if tokens > 1 else None,
             "tokens_per_second": tokens / generation if generation else None,
         }
-
-
-def told(problem: Problem) -> list[bytes]:
-    """The end of a stream that failed."""
-    return [openai_body(problem), DONE]
 
 
 def _all(folded: list[list[Answer]]) -> list[Answer]:

@@ -66,6 +66,10 @@ class Shapes(Protocol):
         """A chunk's. Finish brings the text that was held back, and the reason."""
         ...
 
+    def around(self, index: int) -> tuple[bytes, bytes] | None:
+        """What `delta` has before and behind a Token's delta, if that alone differs from token to token."""
+        ...
+
     def reasoning_tokens(self) -> int | None:
         """Of all choices that were told."""
         ...
@@ -199,8 +203,6 @@ class Chat:
     def delta(self, index: int, item: Token | Finish) -> bytes:
         speaker = self._speaker(index) if self._make else None
         if isinstance(item, Token):
-            if speaker is None and not self._logprobs:
-                return b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}' % (index, encode(item.delta))
             delta = {"content": item.delta} if speaker is None else message_of(speaker.read(item), whole=False)
             return encode(_chunk_choice(index, {"delta": delta, "logprobs": self._content([item])}))
         delta = {"content": item.delta} if item.delta else {}
@@ -209,6 +211,11 @@ class Chat:
             delta = message_of(speaker.read(item), whole=False)
             reason = speaker.reason(item)
         return encode(_chunk_choice(index, {"delta": delta, "logprobs": None}, reason))
+
+    def around(self, index: int) -> tuple[bytes, bytes] | None:
+        if self._make is not None or self._logprobs:
+            return None
+        return b'{"index":%d,"delta":{"content":' % index, b'},"logprobs":null,"finish_reason":null}'
 
     def reasoning_tokens(self) -> int | None:
         if self._make is None:
@@ -277,9 +284,12 @@ class Completions:
             return encode(_chunk_choice(index, {"text": text, "logprobs": None}, reason))
         if self._silent:
             return None
-        if self._logprobs is None:
-            return b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}' % (index, encode(item.delta))
         return encode(_chunk_choice(index, {"text": item.delta, "logprobs": self._content(index, [item])}))
+
+    def around(self, index: int) -> tuple[bytes, bytes] | None:
+        if self._silent or self._logprobs is not None:
+            return None
+        return b'{"index":%d,"text":' % index, b',"logprobs":null,"finish_reason":null}'
 
     def reasoning_tokens(self) -> None:
         return None

@@ -8,7 +8,6 @@ A snapshot is made when somebody looks, at most once a second, however many look
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -20,7 +19,7 @@ from aiohttp.typedefs import Handler
 
 from ..config import RouterConfig
 from .ports import Batcher, Metrics
-from .stream import send
+from .stream import EventStream, plain_frame
 
 FOLDER = Path(__file__).parent / "page"
 KINDS = {
@@ -158,16 +157,18 @@ class Page:
     async def stats(self, http: web.Request) -> web.StreamResponse:
         """GET /stats."""
         if "text/event-stream" in http.headers.get("Accept", "") and http.method == "GET":
-            return await send(http, self._events(), {}, lambda problem: [])
+            return await self._watched(http)
         headers = {"Cache-Control": "no-store", "Vary": "Accept"}
         return web.Response(body=self._snapshot(), content_type="application/json", headers=headers)
 
-    async def _events(self) -> AsyncGenerator[bytes, None]:
-        while not self._closing.is_set():
-            yield self._snapshot()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(1.0 + PHASE - monotonic() % 1.0):
-                    await self._closing.wait()
+    async def _watched(self, http: web.Request) -> web.StreamResponse:
+        async with EventStream(http, {}) as out:
+            while not self._closing.is_set():
+                await out.write(plain_frame(self._snapshot()))
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(1.0 + PHASE - monotonic() % 1.0):
+                        await self._closing.wait()
+        return out.response
 
     def _snapshot(self) -> bytes:
         """Of this second."""

@@ -6,6 +6,7 @@ from typing import Protocol
 from ..request import Finish, Limits, NotReady, Prompt, Request, Token
 
 Item = Prompt | Token | Finish
+Sink = Callable[[list[Item]], bool]
 
 
 class Batcher(Protocol):
@@ -17,7 +18,7 @@ class Batcher(Protocol):
     def stage(self) -> str: ...
     @property
     def limits(self) -> Limits | None: ...
-    def submit(self, request: Request, /) -> AsyncGenerator[Item, None]: ...
+    def submit(self, request: Request, sink: Sink | None = None, /) -> AsyncGenerator[list[Item], None]: ...
 
 
 class Metrics(Protocol):

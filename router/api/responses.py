@@ -1,7 +1,6 @@
 """OpenAI's Responses API: its items to a chat's messages, a stream of items to its events. The server keeps no answers."""
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,11 +106,9 @@ class Responses:
         clock.valid()
         output = Output(make() if make else Speaker(reader(None, None)), logprobs)
         told = Asked(request, output, Response(body.model or self._config.model, _echoed(body)), headers)
-        stream = self._batcher.submit(request)
         if body.stream:
-            events = Events(told, stream)
-            return await send(http, events.all(), stream_headers_of(clock, [request]) | headers, events.failed, named_frame)
-        [[answer]] = await fold([stream])
+            return await send(http, self._batcher, [request], Events(told), stream_headers_of(clock, [request]) | headers)
+        [[answer]] = await fold([self._batcher.submit(request)])
         for token in answer.tokens:
             for _ in output.token(token):
                 pass
@@ -125,44 +122,45 @@ class Responses:
 class Events:
     """The events of one stream, numbered."""
 
-    def __init__(self, asked: Asked, stream: AsyncGenerator[Item, None]) -> None:
+    def __init__(self, asked: Asked) -> None:
         self._asked = asked
-        self._stream = stream
         self._usage = Usage(len(asked.request.prompt))
         self._number = 0
 
-    async def all(self) -> AsyncGenerator[bytes, None]:
-        """Until the answer is complete."""
-        output, response = self._asked.output, self._asked.response
-        async with aclosing(self._stream) as items:
-            async for item in items:
-                if isinstance(item, Token):
-                    self._usage.completion_tokens += 1
-                    for event in output.token(item):
-                        yield self._numbered(event)
-                elif isinstance(item, Prompt):
-                    self._usage.cached_tokens = item.cached_tokens
-                    for kind in ("created", "in_progress"):
-                        yield self._numbered({"type": f"response.{kind}", "response": response.json("in_progress", [])})
-                else:
-                    for event in output.finish(item):
-                        yield self._numbered(event)
-                    self._usage.reasoning_tokens = output.reasoning_tokens
-                    status = _status(item)
-                    content = response.json(status, output.items, self._usage)
-                    yield self._numbered({"type": f"response.{status}", "response": content})
+    def of(self, stream: int, items: Sequence[Item]) -> bytes:
+        """See `stream.Events`."""
+        return b"".join(self._framed(event) for item in items for event in self._events(item))
 
-    def failed(self, problem: Problem) -> list[bytes]:
+    def end(self) -> bytes:
+        """Nothing: the finish has told it."""
+        return b""
+
+    def failed(self, problem: Problem) -> bytes:
         """The end of a stream that failed."""
         problem = as_openai(problem)
         error = {"code": "server_error", "message": problem.message}
         content = self._asked.response.json("failed", self._asked.output.items, error=error)
-        return [self._numbered({"type": "response.failed", "response": content})]
+        return self._framed({"type": "response.failed", "response": content})
 
-    def _numbered(self, event: Json) -> bytes:
+    def _events(self, item: Item) -> Iterator[Json]:
+        output, response = self._asked.output, self._asked.response
+        if isinstance(item, Token):
+            self._usage.completion_tokens += 1
+            yield from output.token(item)
+        elif isinstance(item, Prompt):
+            self._usage.cached_tokens = item.cached_tokens
+            for kind in ("created", "in_progress"):
+                yield {"type": f"response.{kind}", "response": response.json("in_progress", [])}
+        else:
+            yield from output.finish(item)
+            self._usage.reasoning_tokens = output.reasoning_tokens
+            status = _status(item)
+            yield {"type": f"response.{status}", "response": response.json(status, output.items, self._usage)}
+
+    def _framed(self, event: Json) -> bytes:
         event["sequence_number"] = self._number
         self._number += 1
-        return encode(event)
+        return named_frame(encode(event))
 
 
 def _status(finish: Finish) -> str:

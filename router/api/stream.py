@@ -1,19 +1,29 @@
 """One stream of items, two ways out: folded into one answer, or sent event by event.
 
-Knows server-sent events and clients that leave. Knows no API's shapes: events come here as JSON text.
+Knows server-sent events and clients that leave. Knows no API's shapes: `Events` makes whole events of items, as bytes.
+
+Sending costs most of what a token costs the router, so a token takes the shortest way there is. The batcher offers what a step
+gives a stream to that stream's sink; `send` makes bytes of it there and then and hands them to the socket: no task wakes up,
+nothing is queued. Only when the socket takes no more does the sink refuse. Then items wait in the batcher, as many as the client
+leaves unread, and the handler's own task, the stream's reader, takes what has come when the socket is free again and writes it
+at once: events coalesce, and a slow reader costs less than a fast one. The reader also begins the response, tells of failures
+and ends it. While it has items in hand the sink refuses, so that nothing overtakes. The buffers between are small (`EventStream`,
+and TCP_NOTSENT_LOWAT on the listening socket): events that wait there could not coalesce any more.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from time import monotonic
+from types import TracebackType
+from typing import Protocol
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from ..request import Failure, Finish, Prompt, Request, Token
 from .errors import Problem, problem_of
-from .ports import Item
+from .ports import Batcher, Item, Sink
 
 KEEP_ALIVE = 15.0  # seconds of silence after which a comment keeps proxies from cutting the connection; TGI's value
 COMMENT = b":\n\n"
@@ -48,13 +58,14 @@ class Clock:
         self.validated = monotonic()
 
 
-async def fold(streams: Sequence[AsyncGenerator[Item, None]], choices: int = 1) -> list[list[Answer]]:
+async def fold(streams: Sequence[AsyncGenerator[list[Item], None]], choices: int = 1) -> list[list[Answer]]:
     """Of each stream all its choices. However it ends, all streams are closed."""
     prompts: dict[int, Prompt] = {}
     finishes: dict[tuple[int, int], Finish] = {}
     tokens: list[list[list[Token]]] = [[[] for _ in range(choices)] for _ in streams]
-    async with aclosing(merge(streams)) as items:
-        async for index, item in items:
+
+    async def take(index: int, items: list[Item]) -> None:
+        for item in items:
             match item:
                 case Token():
                     tokens[index][item.choice].append(item)
@@ -62,83 +73,45 @@ async def fold(streams: Sequence[AsyncGenerator[Item, None]], choices: int = 1) 
                     prompts[index] = item
                 case Finish():
                     finishes[index, item.choice] = item
+
+    await read_all(streams, take)
     return [
         [Answer(prompts[index], own, finishes[index, choice]) for choice, own in enumerate(of_stream)]
         for index, of_stream in enumerate(tokens)
     ]
 
 
-async def merge(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[tuple[int, Item], None]:
-    """Items of several streams as they come, each with the index of its stream. The first failure ends all."""
+async def read_all(streams: Sequence[AsyncGenerator[list[Item], None]], take: Callable[[int, list[Item]], Awaitable[None]]) -> None:
+    """Reads several streams side by side to their ends; `take` gets the index of the stream. The first failure ends all."""
+
+    async def read(index: int, stream: AsyncGenerator[list[Item], None]) -> None:
+        async with aclosing(stream):
+            async for items in stream:
+                await take(index, items)
+
     if len(streams) == 1:
-        async with aclosing(streams[0]) as items:
-            async for item in items:
-                yield 0, item
+        await read(0, streams[0])
         return
-    queue: asyncio.Queue[tuple[int, Item | Exception | None]] = asyncio.Queue()
-    tasks = [asyncio.create_task(_pump(index, stream, queue)) for index, stream in enumerate(streams)]
-    left = len(tasks)
+    tasks = [asyncio.create_task(read(index, stream)) for index, stream in enumerate(streams)]
     try:
-        while left:
-            index, found = await queue.get()
-            if isinstance(found, Exception):
-                raise found
-            if found is None:
-                left -= 1
-            else:
-                yield index, found
+        await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _pump(index: int, stream: AsyncGenerator[Item, None], queue: asyncio.Queue[tuple[int, Item | Exception | None]]) -> None:
-    try:
-        async with aclosing(stream):
-            async for item in stream:
-                queue.put_nowait((index, item))
-        queue.put_nowait((index, None))
-    except Exception as error:  # raised again where the queue is read
-        queue.put_nowait((index, error))
-
-
-async def last_with_finish(
-    stream: AsyncGenerator[Item, None], request: Request
-) -> AsyncGenerator[tuple[Token, Finish | None], None]:
-    """Each token; the last one together with the stream's Finish, as TGI tells both in one event.
-
-    Only a token that may be the last waits for the next item: an end token, the last that is allowed, the end of a stop string,
-    and where no token ends a text, any that may complete its grammar.
-    """
-    anywhere = request.grammar is not None and not request.end_ids
-    longest = max((len(string) for string in request.stop), default=0)
-    tail = ""  # of the text, as long as the longest stop string
-    count = 0
-    waiting: Token | None = None
-    async with aclosing(stream):
-        async for item in stream:
-            if isinstance(item, Finish):
-                assert waiting is not None, "a stream ended for a reason that its request does not name"
-                yield waiting, item
-            elif isinstance(item, Token):
-                if waiting is not None:
-                    yield waiting, None
-                count += 1
-                if longest:
-                    tail = (tail + item.delta)[-longest:]
-                may_end = item.id in request.end_ids or count == request.max_new_tokens or tail.endswith(request.stop) or anywhere
-                waiting = item if may_end else None
-                if not may_end:
-                    yield item, None
+def escaped(data: bytes) -> bytes:
+    """JSON text in which nothing may end a line."""
+    if not data.isascii():
+        for raw, escape in LINE_ENDS:
+            data = data.replace(raw, escape)
+    return data
 
 
 def plain_frame(data: bytes) -> bytes:
     """An event on the wire: one space after the colon, since some clients insist, and nothing inside that may end a line."""
-    if not data.isascii():
-        for raw, escaped in LINE_ENDS:
-            data = data.replace(raw, escaped)
-    return b"data: " + data + b"\n\n"
+    return b"data: " + escaped(data) + b"\n\n"
 
 
 def named_frame(data: bytes) -> bytes:
@@ -147,75 +120,127 @@ def named_frame(data: bytes) -> bytes:
     return b"event: %b\n%b" % (data[start : data.index(b'"', start)], plain_frame(data))
 
 
+class Events(Protocol):
+    """How the items of one answer's streams look on the wire: any number of whole events, as frames. b"": nothing is to be told."""
+
+    def of(self, stream: int, items: Sequence[Item]) -> bytes:
+        """Called by who computes for everybody: it must be quick."""
+        ...
+
+    def end(self) -> bytes:
+        """After the last item of all."""
+        ...
+
+    def failed(self, problem: Problem) -> bytes:
+        """The end of an answer that fails in the middle."""
+        ...
+
+
 async def send(
-    http: web.Request,
-    events: AsyncGenerator[bytes, None],
-    headers: dict[str, str],
-    told: Callable[[Problem], Sequence[bytes]],
-    frame: Callable[[bytes], bytes] = plain_frame,
+    http: web.Request, batcher: Batcher, requests: Sequence[Request], events: Events, headers: dict[str, str]
 ) -> web.StreamResponse:
-    """Sends each event as soon as it is there. `told` makes the events that end a stream which fails in the middle.
+    """Answers the requests event by event, each as soon as it is there.
 
     What fails before the first event is raised, so that it becomes a status.
     """
-    out = EventStream(http, headers, frame)
-    with suppress(ConnectionResetError):  # the client has left: the events are closed, and nobody can be told
-        async with _kept_alive(out), aclosing(events):
-            try:
-                async for event in events:
-                    await out.event(event)
-            except Failure as failure:
-                if not out.begun:
-                    raise
-                for event in told(problem_of(failure)):
-                    await out.event(event)
+    out = EventStream(http, headers)
+
+    def sink(stream: int) -> Sink:
+        def offer(items: list[Item]) -> bool:
+            if not out.free:
+                return False
+            out.push(events.of(stream, items))
+            return True
+
+        return offer
+
+    async def take(stream: int, items: list[Item]) -> None:
+        await out.write(events.of(stream, items))
+
+    streams = [batcher.submit(request, sink(index)) for index, request in enumerate(requests)]
+    async with out:
+        try:
+            await read_all(streams, take)
+            await out.write(events.end())
+        except Failure as failure:
+            if not out.begun:
+                raise
+            await out.write(events.failed(problem_of(failure)))
     return out.response
 
 
 class EventStream:
-    """A response made of server-sent events. It begins with the first of them."""
+    """A response made of server-sent events. It begins with the first of them.
 
-    def __init__(self, http: web.Request, headers: dict[str, str], frame: Callable[[bytes], bytes]) -> None:
-        """frame: an event's data as it goes over the wire."""
+    As a context it sends a comment whenever nothing else has been sent for a while, and does not mind a client that leaves:
+    nobody can be told.
+    """
+
+    def __init__(self, http: web.Request, headers: dict[str, str]) -> None:
         self.response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers}
         )
         self.begun = False
+        self.free = False  # `push` may be called: it has begun, nobody writes, and the socket has taken all that was written
         self._http = http
-        self._frame = frame
+        self._protocol = http.protocol
+        self._transport: asyncio.Transport | None = None  # whose chunks we write ourselves; before HTTP/1.1 there are none
         self._written = monotonic()
-        self._lock = asyncio.Lock()  # the first event and the first comment may come at once, and only one can begin
+        self._writing = 0  # calls of `write` that have not returned
+        self._beginning = asyncio.Lock()  # the first event and the first comment may come at once, and only one can begin
 
-    async def event(self, data: bytes) -> None:
-        """One event of JSON text, or [DONE]."""
-        await self._write(self._frame(data))
+    def push(self, frames: bytes) -> None:
+        """Writes whole frames at once, a chunk of HTTP. Is there nobody any more, the handler will be told."""
+        transport = self._transport
+        assert transport is not None
+        if frames and not transport.is_closing():
+            self._written = monotonic()
+            transport.write(b"%x\r\n%b\r\n" % (len(frames), frames))
+            self.free = not self._protocol.writing_paused
 
-    async def keep_alive(self) -> None:
-        """Sends a comment whenever nothing else has been sent for a while. Runs until it is cancelled or the client leaves."""
+    async def write(self, frames: bytes) -> None:
+        """The same at any time: begins the response, and returns when the socket has taken all."""
+        if not frames:
+            return
+        self.free = False
+        self._writing += 1
+        try:
+            if not self.begun:
+                await self._begin()
+            self._written = monotonic()
+            await self.response.write(frames)
+            if self._http.version >= HttpVersion11:  # the headers have left with the first write
+                self._transport = self._http.transport
+            await self._http.writer.drain()
+        finally:
+            self._writing -= 1
+        self.free = self._transport is not None and not self._writing and not self._protocol.writing_paused
+
+    async def _begin(self) -> None:
+        async with self._beginning:
+            if not self.begun:
+                await self.response.prepare(self._http)
+                if self._http.transport is not None:
+                    self._http.transport.set_write_buffer_limits(high=0)
+                self.begun = True
+
+    async def __aenter__(self) -> "EventStream":
+        self._keeper = asyncio.create_task(self._keep_alive())
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        self._keeper.cancel()
+        await asyncio.wait([self._keeper])
+        return isinstance(error, ConnectionResetError)
+
+    async def _keep_alive(self) -> None:
+        """Runs until it is cancelled or the client leaves. Who has not read what was sent needs no comment."""
         with suppress(ConnectionResetError):  # the handler is told the same
             while True:
                 silent = monotonic() - self._written
-                if silent >= KEEP_ALIVE:
-                    await self._write(COMMENT)
+                if silent >= KEEP_ALIVE and not self._protocol.writing_paused:
+                    await self.write(COMMENT)
                 await asyncio.sleep(KEEP_ALIVE - silent if silent < KEEP_ALIVE else KEEP_ALIVE)
-
-    async def _write(self, data: bytes) -> None:
-        async with self._lock:
-            if not self.begun:
-                self.begun = True
-                await self.response.prepare(self._http)
-            self._written = monotonic()
-            await self.response.write(data)
-
-
-@asynccontextmanager
-async def _kept_alive(out: EventStream) -> AsyncIterator[None]:
-    task = asyncio.create_task(out.keep_alive())
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
 
 
 def headers_of(clock: Clock, requests: Sequence[Request], answers: Sequence[Answer]) -> dict[str, str]:

@@ -1,8 +1,7 @@
 """text-generation-inference's own routes: its JSON to a `Request`, a stream of items to its JSON. Nothing else."""
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -16,9 +15,9 @@ from ..request import Alternative, Finish, Grammar, Refused, Request, Token
 from ..text import Tokenizer
 from ..validation import Parameters, Validator
 from .body import json_response, read
-from .errors import tgi_body
+from .errors import Problem, tgi_body
 from .ports import Batcher, Item, limits_of
-from .stream import Answer, Clock, fold, headers_of, last_with_finish, send, stream_headers_of
+from .stream import Answer, Clock, fold, headers_of, plain_frame, send, stream_headers_of
 from .tenant import tenant_of
 from .tgi_shapes import (
     BestOf,
@@ -35,6 +34,8 @@ from .tgi_shapes import (
     TokenizeBody,
     TokenJson,
 )
+
+encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,9 +199,8 @@ class Tgi:
         return json_response([content] if wrapped else content, headers)
 
     async def _streamed(self, http: web.Request, asked: Asked, clock: Clock) -> web.StreamResponse:
-        events = _events(asked, self._batcher.submit(asked.request))
         headers = stream_headers_of(clock, [asked.request]) | _characters(asked)
-        return await send(http, events, headers, lambda problem: [tgi_body(problem)])
+        return await send(http, self._batcher, [asked.request], Events(asked), headers)
 
     def _details(self, asked: Asked, answer: Answer) -> dict[str, Any]:
         """What the details of the best answer and of the others have in common."""
@@ -216,19 +216,38 @@ class Tgi:
         }
 
 
-async def _events(asked: Asked, stream: AsyncGenerator[Item, None]) -> AsyncGenerator[bytes, None]:
-    encode = msgspec.json.Encoder().encode
-    index = 0
-    async with aclosing(last_with_finish(stream, asked.request)) as tokens:
-        async for token, finish in tokens:
-            index += 1
-            event = Event(index, _token(token))
-            if asked.request.top_n:
-                event.top_tokens = _top(token)
-            if finish is not None:
-                event.generated_text = asked.prefix + finish.text
-                event.details = _stream_details(asked, finish)
-            yield encode(event)
+class Events:
+    """The events of one stream, numbered: one for each token. The last token's tells the end, too."""
+
+    def __init__(self, asked: Asked) -> None:
+        self._asked = asked
+        self._index = 0
+
+    def of(self, stream: int, items: Sequence[Item]) -> bytes:
+        """See `stream.Events`."""
+        frames = []
+        for item, after in zip(items, [*items[1:], None], strict=True):
+            if isinstance(item, Token):
+                frames.append(plain_frame(encode(self._event(item, after if isinstance(after, Finish) else None))))
+        return b"".join(frames)
+
+    def end(self) -> bytes:
+        """Nothing."""
+        return b""
+
+    def failed(self, problem: Problem) -> bytes:
+        """The end of a stream that failed."""
+        return plain_frame(tgi_body(problem))
+
+    def _event(self, token: Token, finish: Finish | None) -> Event:
+        self._index += 1
+        event = Event(self._index, _token(token))
+        if self._asked.request.top_n:
+            event.top_tokens = _top(token)
+        if finish is not None:
+            event.generated_text = self._asked.prefix + finish.text
+            event.details = _stream_details(self._asked, finish)
+        return event
 
 
 def _stream_details(asked: Asked, finish: Finish) -> StreamDetails | None:

@@ -6,7 +6,7 @@ Also the small tokenizer of the API's tests, and the server and client around it
 import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from aiohttp import web
 from tokenizers import decoders, models, pre_tokenizers
 
 from penstock.router.api.app import make_app
-from penstock.router.api.ports import Item
+from penstock.router.api.ports import Item, Sink
 from penstock.router.config import RouterConfig
 from penstock.router.request import Alternative, Failure, Finish, Limits, NotReady, Prompt, Request, Token
 from penstock.router.text import Tokenizer
@@ -60,11 +60,17 @@ class FakeBatcher:
     closed: int = 0
     told: int = 0  # tokens that left
 
-    def submit(self, request: Request) -> AsyncGenerator[Item, None]:
+    def submit(self, request: Request, sink: Sink | None = None) -> AsyncGenerator[list[Item], None]:
         self.requests.append(request)
-        return self._items(request)
+        return self._untaken(request, sink)
 
-    async def _items(self, request: Request) -> AsyncGenerator[Item, None]:
+    async def _untaken(self, request: Request, sink: Sink | None) -> AsyncGenerator[list[Item], None]:
+        async with aclosing(self._items(request)) as lists:
+            async for items in lists:
+                if sink is None or not sink(items):
+                    yield items
+
+    async def _items(self, request: Request) -> AsyncGenerator[list[Item], None]:
         """The choices in turn, each a token later than the one before; later ones are less probable."""
         if self.refuses is not None:
             raise self.refuses
@@ -87,18 +93,20 @@ class FakeBatcher:
                 if count == 1:
                     scored = len(request.prompt) - 1 if request.prompt_logprobs else 0
                     top = tuple((id, -0.5 - id) for id in range(2, 2 + request.prompt_top_n))
-                    yield Prompt((None, *[-1.0] * scored) if request.prompt_logprobs else (), top * scored, self.cached)
+                    yield [Prompt((None, *[-1.0] * scored) if request.prompt_logprobs else (), top * scored, self.cached)]
                 for choice, ids in list(going.items()):
                     piece = texts[choice].push(id := ids[count - 1])
                     self.told += 1
                     logprob = self.logprob * (1 + choice)
                     special = self.tokenizer.is_special(id)
-                    yield Token(id, piece.text, piece.delta, logprob, special, self._top(request.top_n), choice)
+                    token = Token(id, piece.text, piece.delta, logprob, special, self._top(request.top_n), choice)
                     reason = self._reason(request, id, count, piece.stopped)
                     if reason:
                         delta = texts[choice].end()
-                        yield Finish(reason, texts[choice].text, delta, count, 0.25, 0.5, choice)
+                        yield [token, Finish(reason, texts[choice].text, delta, count, 0.25, 0.5, choice)]
                         del going[choice]
+                    else:
+                        yield [token]
                 if not going:
                     return
             raise AssertionError("`says` must be as long as max_new_tokens, or end")

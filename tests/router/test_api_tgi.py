@@ -5,15 +5,14 @@ import contextlib
 import io
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.router.api import stream
-from penstock.router.api.ports import Item
-from penstock.router.request import Broken, Expired, Finish, Grammar, Limits, Overloaded, Request, Token
+from penstock.router.request import Broken, Expired, Limits, Overloaded
 from penstock.router.text import Tokenizer
 from penstock.tests.router.fake_batcher import Server, make_tokenizer, serve, until
 
@@ -756,18 +755,3 @@ def test_what_is_no_http_is_a_400_and_the_end_of_its_connection(tokenizer: Token
         assert (await server.post("/generate", HELLO))[:2] == (200, {"generated_text": "Hello you"})
 
     serve(tokenizer, test)
-
-
-def test_where_no_token_ends_a_text_its_grammar_may_end_it_anywhere() -> None:
-    tokens = [Token(id, text, text, -1.0, False) for id, text in ((5, "a"), (6, "b"))]
-    finish = Finish("eos_token", "ab", "", 2, 0.0, 0.0)
-
-    async def items() -> AsyncGenerator[Item, None]:
-        for item in (*tokens, finish):
-            yield item
-
-    async def ends() -> list[tuple[Token, Finish | None]]:
-        request = Request(prompt=(1,), max_new_tokens=9, grammar=Grammar("regex", "ab"))
-        return [pair async for pair in stream.last_with_finish(items(), request)]
-
-    assert asyncio.run(ends()) == [(tokens[0], None), (tokens[1], finish)]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.proto import shard_pb2
+from penstock.router import batcher as router_batcher
 from penstock.router.batcher import Batcher, Item, Pace, bounds_of, policy_of
 from penstock.router.config import Misconfigured, RouterConfig
 from penstock.router.cost import Work
@@ -70,7 +71,7 @@ def value(batcher: Batcher, name: str) -> float:
 
 
 async def read(batcher: Batcher, request: Request) -> list[Item]:
-    return [item async for item in batcher.submit(request)]
+    return [item async for items in batcher.submit(request) for item in items]
 
 
 def ask(text: str, most: int = 5, **changes: Any) -> Request:
@@ -106,6 +107,79 @@ def test_the_end_token_is_part_of_the_stream() -> None:
         assert (last.reason, last.text, last.generated_tokens) == ("eos_token", answer("hello", 2), 3)
 
     run(test, FakeShards(ends_at=lambda prompt: 3))
+
+
+def test_what_a_sink_takes_does_not_come_and_nothing_is_lost_or_overtaken() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        chance = random.Random(4)
+        found: list[Item] = []
+        took = in_hand = 0
+
+        def sink(items: list[Item]) -> bool:
+            nonlocal took
+            free = not in_hand and chance.random() < 0.6
+            if free:
+                found.extend(items)
+                took += 1
+            return free
+
+        async for items in batcher.submit(ask("hello", 200, choices=2), sink):
+            in_hand = 1
+            await asyncio.sleep(chance.random() / 200)  # several steps
+            found.extend(items)
+            in_hand = 0
+        assert 20 < took < 199
+        for choice in range(2):
+            tokens = [item.id for item in found if isinstance(item, Token) and item.choice == choice]
+            assert "".join(map(chr, tokens)) == answer("hello", 200, choice)
+        assert [type(item) for item in found[-4:]] == [Token, Finish] * 2
+        await quiet(batcher, shards)
+
+    run(test, FakeShards(pages=256, seconds=0.0005))
+
+
+def test_a_sink_that_raises_ends_its_own_stream_only() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        calls = 0
+
+        def sink(items: list[Item]) -> bool:
+            nonlocal calls
+            calls += 1
+            if calls == 3:
+                raise ZeroDivisionError("in the sink")
+            return True
+
+        async def watched() -> None:
+            async for _ in batcher.submit(ask("bad", 50), sink):
+                raise AssertionError("the sink took everything")
+
+        bad, good = await asyncio.gather(watched(), read(batcher, ask("good", 50)), return_exceptions=True)
+        assert isinstance(bad, ZeroDivisionError)
+        assert isinstance(good, list)
+        assert len(good) == 52
+        assert calls == 3
+        await quiet(batcher, shards)
+        assert batcher.ready
+        assert value(batcher, 'tgi_request_failure{err="generation"}') == 1
+
+    run(test)
+
+
+def test_who_reads_late_gets_few_lists_of_bounded_length_and_no_finish_without_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_batcher, "MOST_ITEMS", 5)
+
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        stream = batcher.submit(ask("hello", 20, choices=3))
+        lists = [await anext(stream)]
+        while value(batcher, "tgi_request_success") < 1:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        lists += [items async for items in stream]
+        assert sum(map(len, lists)) == 1 + 3 * 21
+        assert max(map(len, lists)) <= 6
+        assert len(lists) <= 14
+        assert not any(isinstance(items[0], Finish) for items in lists)
+
+    run(test)
 
 
 @pytest.mark.parametrize("include", [False, True])

@@ -98,14 +98,14 @@ def test_gauges_show_what_is_the_case_when_somebody_looks() -> None:
 
 def test_intervals_fall_into_buckets_with_their_upper_bound_included() -> None:
     intervals = Intervals("name", "text", (1.0, 2.0))
-    intervals.observe([0.5, 1.0, 1.5, 2.0, 9.0])
+    intervals.observe({0.5: 1, 1.0: 1, 1.5: 1, 2.0: 1, 9.0: 1})
     (family,) = intervals.collect()
     assert [sample.value for sample in family.samples] == [2, 4, 5, 5, 14.0]
 
 
 def test_tokens_and_their_intervals() -> None:
     metrics = Metrics()
-    metrics.tokens(3, [SECONDS[3], 1000.0])
+    metrics.tokens(3, {SECONDS[3]: 1, 1000.0: 1})
     values = samples(metrics)
     assert values["penstock_generated_tokens_total"] == 3
     assert values["penstock_inter_token_latency_seconds_count"] == 2
@@ -174,7 +174,7 @@ def test_what_vllms_names_show_is_what_ours_do() -> None:
     metrics.done(Request(prompt=(1, 2, 3), max_new_tokens=9), Finish("stop_sequence", "", "", 5, 0.5, 1.0), 5, 0.25)
     metrics.failed("dropped")
     metrics.failed("generation")
-    metrics.tokens(3, [0.5])
+    metrics.tokens(3, {0.5: 1})
     metrics.step(Prefill(1, (1,), ((1, 7),), 16, decode=False), 0.5, shard_pb2.StepReply(prompt_tokens=10, cached_tokens=90))
     values = samples(metrics)
     labels = 'engine="0",model_name="m"'

@@ -1,0 +1,228 @@
+"""Events on their way to clients that read fast, slowly, or as in 1996. Behind them the real batcher, on shards of integers."""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from penstock.router.__main__ import listen
+from penstock.router.api import stream
+from penstock.router.api.app import make_app
+from penstock.router.batcher import MOST_ITEMS, Batcher
+from penstock.router.config import RouterConfig
+from penstock.router.metrics import Metrics
+from penstock.router.text import Tokenizer
+from penstock.tests.router.fake_batcher import make_tokenizer, until
+from penstock.tests.router.fakes import FakeShards
+
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+NEW = 3000  # tokens
+LONGEST = 512  # bytes of an event
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": NEW, "stream": True, "temperature": 0, "ignore_eos": True}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": {"prompt": ["a", "b"], "max_tokens": NEW, "stream": True, "temperature": 0, "ignore_eos": True},
+    "/generate_stream": {"inputs": "Hi", "parameters": {"max_new_tokens": NEW}},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+class Writes:
+    """What goes to sockets: how many bytes, in how many pieces, by which way."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pushed: list[int] = []
+        self.written: list[int] = []
+        push, write = stream.EventStream.push, stream.EventStream.write
+
+        def spy_push(out: stream.EventStream, frames: bytes) -> None:
+            self.pushed.append(len(frames))
+            push(out, frames)
+
+        async def spy_write(out: stream.EventStream, frames: bytes) -> None:
+            self.written.append(len(frames))
+            await write(out, frames)
+
+        monkeypatch.setattr(stream.EventStream, "push", spy_push)
+        monkeypatch.setattr(stream.EventStream, "write", spy_write)
+
+
+@asynccontextmanager
+async def serving(tokenizer: Tokenizer, shards: FakeShards) -> AsyncIterator[tuple[int, Metrics]]:
+    """The port, and what is counted."""
+    config = RouterConfig(folder="", model="fake", hostname="127.0.0.1", port=0)
+    metrics = Metrics()
+    batcher = Batcher(config, tokenizer, shards, metrics)
+    await batcher.start()
+    runner = web.AppRunner(make_app(config, tokenizer, batcher, metrics), handler_cancellation=True, access_log=None)
+    await runner.setup()
+    with listen(config) as listening:
+        await web.SockSite(runner, listening).start()
+        try:
+            yield listening.getsockname()[1], metrics
+        finally:
+            await runner.cleanup()
+            await batcher.close()
+
+
+def serve(tokenizer: Tokenizer, test: Callable[[int, Metrics], Awaitable[None]], **behaviour: Any) -> None:
+    async def run() -> None:
+        async with asyncio.timeout(30), serving(tokenizer, FakeShards(pages=8192, **behaviour)) as (port, metrics):
+            await test(port, metrics)
+
+    asyncio.run(run())
+
+
+async def post(
+    port: int, path: str, body: dict[str, Any], version: str = "1.1"
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """By a socket that takes little before it is read."""
+    small = socket.socket()
+    small.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    small.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(small, ("127.0.0.1", port))
+    reader, writer = await asyncio.open_connection(sock=small, limit=4096)
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/{version}\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n"
+    writer.write(f"{head}Connection: close\r\n\r\n".encode() + data)
+    return reader, writer
+
+
+def unchunked(data: bytes) -> bytes:
+    """Fails on what is no chunk."""
+    found = b""
+    while True:
+        size, _, data = data.partition(b"\r\n")
+        length = int(size, 16)
+        assert data[length : length + 2] == b"\r\n"
+        if not length:
+            assert data == b"\r\n"
+            return found
+        found, data = found + data[:length], data[length + 2 :]
+
+
+def contents(path: str, body: bytes) -> list[str]:
+    """The text of each choice, piece by piece."""
+    *frames, rest = body.decode().split("\n\n")
+    assert rest == ""
+    events = [json.loads(frame.removeprefix("data: ")) for frame in frames if frame not in ("data: [DONE]", ":")]
+    if path == "/generate_stream":
+        assert [event["index"] for event in events] == list(range(1, NEW + 1))
+        return ["".join(event["token"]["text"] for event in events)]
+    texts: dict[int, str] = {}
+    for event in events:
+        [choice] = event["choices"]
+        text = choice["text"] if "text" in choice else choice["delta"].get("content", "")
+        texts[choice["index"]] = texts.get(choice["index"], "") + text
+    return [texts[index] for index in sorted(texts)]
+
+
+async def whole(port: int, path: str) -> list[str]:
+    """The same texts, not streamed."""
+    body = BODIES[path] | {"stream": False}
+    reader, writer = await post(port, path.removesuffix("_stream"), body, "1.0")
+    answer = json.loads((await reader.read()).partition(b"\r\n\r\n")[2])
+    writer.close()
+    if "choices" not in answer:
+        return [answer["generated_text"]]
+    return [choice["text"] if "text" in choice else choice["message"]["content"] for choice in answer["choices"]]
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_fast_reader_gets_every_event_at_once(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    async def test(port: int, metrics: Metrics) -> None:
+        writes = Writes(monkeypatch)
+        reader, writer = await post(port, path, BODIES[path])
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        writer.close()
+        assert b"Transfer-Encoding: chunked" in head
+        assert contents(path, unchunked(body)) == await whole(port, path)
+        assert len(writes.pushed) > 10 * len(writes.written), "most leave without a task that wakes up"
+
+    serve(tokenizer, test, seconds=0.0002)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_events_for_who_reads_late_coalesce_and_none_is_lost(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    async def test(port: int, metrics: Metrics) -> None:
+        writes = Writes(monkeypatch)
+        reader, writer = await post(port, path, BODIES[path])
+        requests = 2 if path == "/v1/completions" else 1
+        await until(lambda: metrics.samples(["tgi_request_success_total"])["tgi_request_success_total"] == requests)
+        sent = sum(writes.pushed) + sum(writes.written)
+        assert sent < 300 * LONGEST, "the rest waits as items: buffers take little"
+        body = (await reader.read()).partition(b"\r\n\r\n")[2]
+        writer.close()
+        assert contents(path, unchunked(body)) == await whole(port, path)
+        assert max(writes.written) > 100 * 100
+        assert max(writes.written) <= (MOST_ITEMS + 1) * LONGEST
+        assert len(writes.pushed) + len(writes.written) < NEW / 4
+
+    serve(tokenizer, test)
+
+
+def test_before_http_1_1_there_are_no_chunks(tokenizer: Tokenizer) -> None:
+    async def test(port: int, metrics: Metrics) -> None:
+        path = "/v1/chat/completions"
+        reader, writer = await post(port, path, BODIES[path], "1.0")
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        writer.close()
+        assert b"chunked" not in head
+        assert contents(path, body) == await whole(port, path)
+
+    serve(tokenizer, test)
+
+
+def test_comments_come_between_events_whoever_writes_them(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "KEEP_ALIVE", 0.02)
+
+    async def test(port: int, metrics: Metrics) -> None:
+        reader, writer = await post(port, "/v1/chat/completions", CHAT | {"max_tokens": 5})
+        body = unchunked((await reader.read()).partition(b"\r\n\r\n")[2])
+        writer.close()
+        frames = body.split(b"\n\n")
+        assert frames.count(b":") >= 5
+        assert len([frame for frame in frames if frame.startswith(b"data: {")]) == 7
+
+    serve(tokenizer, test, seconds=0.1)
+
+
+def test_a_fault_of_an_answers_shape_cuts_this_answer_only(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from penstock.router.api.openai import Events
+
+    of, calls = Events.of, 0
+
+    def breaks(self: Events, stream: int, items: Any) -> bytes:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise ZeroDivisionError
+        return of(self, stream, items)
+
+    async def test(port: int, metrics: Metrics) -> None:
+        path = "/v1/chat/completions"
+        reader, writer = await post(port, "/generate_stream", BODIES["/generate_stream"])
+        broken, other = await post(port, path, CHAT)
+        monkeypatch.setattr(Events, "of", breaks)
+        assert not (await broken.read()).endswith(b"0\r\n\r\n"), "the client sees that it is not complete"
+        assert calls == 5
+        assert len(contents("/generate_stream", unchunked((await reader.read()).partition(b"\r\n\r\n")[2]))[0]) == NEW
+        for each in (writer, other):
+            each.close()
+        assert "ZeroDivisionError" in caplog.text
+
+    serve(tokenizer, test, seconds=0.0002)
