@@ -7,6 +7,7 @@ import argparse
 import http.client
 import json
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -328,8 +329,17 @@ class Terminal:
     def _answer(self) -> None:
         """The next answer, shown as it comes. The talk keeps what has come; of nothing, the question neither."""
         text, pace, end = "", Pace(), ""
+        pressed: list[int] = []  # looked at, too: where Ctrl-C comes while an object is cleaned up, Python drops the exception
+
+        def press(number: int, frame: object) -> None:
+            pressed.append(number)
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGINT, press)
         try:
             for piece in self._server.stream(self._talk.body()):
+                if pressed:
+                    raise KeyboardInterrupt
                 pace.came(piece)
                 text += piece.text
                 end = piece.reason or end
@@ -340,6 +350,8 @@ class Terminal:
         except Failed as failed:
             self._console.print()
             self._complain(str(failed))
+        finally:
+            signal.signal(signal.SIGINT, before)
         if text:
             self._talk.messages.append({"role": "assistant", "content": text})
         if pace.events:

@@ -138,7 +138,9 @@ def _serve(asked: Options, environment: Mapping[str, str]) -> int:
         names = [*(str(rank) for rank in range(planned.ranks)), "relay"]
         prefix = asked.shard_uds_path or str(private / "shard")
         *sockets, relay = stack.enter_context(rundir.prefixed(prefix, names))
-        router = router_config(asked, name, text, sockets)
+        complaints = private / "complaints"
+        os.mkfifo(complaints)
+        router = router_config(asked, name, text, sockets, str(complaints))
         shards = shard_configs(asked, name, planned, sockets, relay)
         # The router's settings may hold the API key, which `ps` would show.
         router_file = private / "router.json"
@@ -152,6 +154,9 @@ def _serve(asked: Options, environment: Mapping[str, str]) -> int:
             health=(greeting.reachable(asked.hostname), asked.port),
             ready=lambda: console.say(greeting.banner(asked, name, text, time.monotonic() - began)),
             grace=asked.graceful_termination_timeout,
+            max_restarts=asked.max_restarts,
+            leftovers=[Path(path) for path in (*sockets, relay)],
+            complaints=complaints,
         )
         return server.run()
 
@@ -180,12 +185,12 @@ def _command(module: str, configuration: str) -> list[str]:
     return [sys.executable, "-P", "-m", module, configuration]
 
 
-def router_config(asked: Options, name: str, folder: Path, sockets: Sequence[str]) -> RouterConfig:
+def router_config(asked: Options, name: str, folder: Path, sockets: Sequence[str], complaints: str = "") -> RouterConfig:
     """Options and settings that bear the same name are the same."""
     fields = {field.name for field in dataclasses.fields(RouterConfig)} & set(options.FIELDS)
     given = {field: value for field in fields if (value := getattr(asked, field)) is not None}
     keys = tuple(key for part in asked.api_key.split(",") if (key := part.strip()))
-    return RouterConfig(folder=str(folder), model=name, shards=tuple(sockets), api_keys=keys, **given)
+    return RouterConfig(folder=str(folder), model=name, shards=tuple(sockets), complaints=complaints, api_keys=keys, **given)
 
 
 def shard_configs(asked: Options, name: str, planned: Plan, sockets: Sequence[str], relay: str) -> list[ShardConfig]:
@@ -226,6 +231,8 @@ def child_environment(environment: Mapping[str, str], threads: int, interpret: b
         **{name: str(value) for name, value in libraries.items()},
         # Steps run on a thread of their own, whose arena would give memory back and fault it in again (7 % of a prefill).
         "MALLOC_ARENA_MAX": "1",
+        # Threads that wait by spinning take a busy machine's cores from those that they wait for: a thirtieth of the speed.
+        "OMP_WAIT_POLICY": environment.get("OMP_WAIT_POLICY", "PASSIVE"),
         "PYTHONUNBUFFERED": "1",  # their lines reach us when they are written
         "TOKENIZERS_PARALLELISM": "false",  # one prompt at a time gains nothing from it
         **({"TRITON_INTERPRET": "1"} if interpret else {}),

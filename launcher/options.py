@@ -43,6 +43,13 @@ def count(text: str) -> int:
     return int(text)
 
 
+def limit(text: str) -> int:
+    """A whole number from 0."""
+    if not text.isascii() or not text.isdigit():
+        raise ValueError("a whole number from 0 is needed")
+    return int(text)
+
+
 def port(text: str) -> int:
     value = count(text)
     if value > 65535:
@@ -68,6 +75,13 @@ def seconds(text: str) -> float:
     value = number(text)
     if not 0 <= value < float("inf"):
         raise ValueError("a number from 0 is needed")
+    return value
+
+
+def positive(text: str) -> float:
+    value = number(text)
+    if not 0 < value < float("inf"):
+        raise ValueError("a number above 0 is needed")
     return value
 
 
@@ -184,7 +198,17 @@ class Options:
         default=ROUTER.max_total_tokens,
         kind=count,
     )
-    max_best_of: int = option(REQUESTS, "most answers to one prompt (best_of, n)", default=ROUTER.max_best_of, kind=count)
+    max_best_of: int = option(
+        REQUESTS, "most answers to one prompt (best_of, n, num_return_sequences)", default=ROUTER.max_best_of, kind=count
+    )
+    num_beams: int = option(
+        REQUESTS,
+        "beams of requests that say no number (num_beams, use_beam_search, best_of, n) and draw nothing: without parameters that "
+        "sample on TGI's routes, with temperature 0 on OpenAI's; 1: they are greedy",
+        default=ROUTER.num_beams,
+        kind=count,
+    )
+    max_num_beams: int = option(REQUESTS, "widest beam search of a request (num_beams)", default=ROUTER.max_num_beams, kind=count)
     max_stop_sequences: int = option(REQUESTS, "most stop strings", default=ROUTER.max_stop_sequences, kind=count)
     max_top_n_tokens: int = option(REQUESTS, "most alternatives per token", default=ROUTER.max_top_n_tokens, kind=count)
     max_client_batch_size: int = option(
@@ -336,6 +360,18 @@ class Options:
         kind=seconds,
         short="-g",
     )
+    max_restarts: int = option(
+        HTTP,
+        "times within ten minutes that the shards, or the router, are started again after they have died; then the server ends",
+        default=20,
+        kind=limit,
+    )
+    step_timeout: float = option(
+        HTTP,
+        "seconds after which shards that answer nothing are lost and started again; slow ones get ten times their longest step",
+        default=ROUTER.step_timeout,
+        kind=positive,
+    )
     aip_predict_route: str = option(
         HTTP, "path at which Vertex AI sends its requests, beside /vertex", default=ROUTER.aip_predict_route, kind=path
     )
@@ -469,6 +505,14 @@ def check(options: Options) -> Options:
         raise Mistake(
             f"--max-best-of {options.max_best_of} answers could not run at once: raise --max-batch-size {options.max_batch_size}"
         )
+    if options.num_beams > options.max_num_beams:
+        raise Mistake(
+            f"--num-beams {options.num_beams} is more than --max-num-beams {options.max_num_beams}: lower it, or raise the other"
+        )
+    together = options.max_batch_size or max(options.max_concurrent_requests, options.max_best_of)
+    beams = options.max_num_beams if options.max_num_beams != ROUTER.max_num_beams else options.num_beams
+    if beams > together:
+        raise Mistake(f"{beams} beams of a request could not run at once: raise --max-batch-size to {beams}")
     if options.sharded is False and options.num_shard > 1:
         raise Mistake(f"--sharded false and --num-shard {options.num_shard} contradict each other: leave one out")
     if options.sharded and options.num_shard == 1:

@@ -1,4 +1,5 @@
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
@@ -97,7 +98,7 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., typical_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., bias_ids: _Optional[_Iterable[int]] = ..., bias_values: _Optional[_Iterable[float]] = ..., final_logprobs: _Optional[bool] = ...) -> None: ...
 
 class Group(_message.Message):
-    __slots__ = ("uid", "tokens", "choices", "max_new_tokens", "end_ids", "sampling", "top_n", "prompt_logprobs", "continuations", "cache_key", "prompt_top_n", "min_new_tokens", "grammar", "trace")
+    __slots__ = ("uid", "tokens", "choices", "max_new_tokens", "end_ids", "sampling", "top_n", "prompt_logprobs", "continuations", "cache_key", "prompt_top_n", "min_new_tokens", "grammar", "trace", "beams", "stops")
     UID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     CHOICES_FIELD_NUMBER: _ClassVar[int]
@@ -112,6 +113,8 @@ class Group(_message.Message):
     MIN_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
+    BEAMS_FIELD_NUMBER: _ClassVar[int]
+    STOPS_FIELD_NUMBER: _ClassVar[int]
     uid: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
     choices: int
@@ -126,15 +129,71 @@ class Group(_message.Message):
     min_new_tokens: int
     grammar: str
     trace: str
-    def __init__(self, uid: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., choices: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., end_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., top_n: _Optional[int] = ..., prompt_logprobs: _Optional[bool] = ..., continuations: _Optional[_Iterable[_Union[Continuation, _Mapping]]] = ..., cache_key: _Optional[str] = ..., prompt_top_n: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., grammar: _Optional[str] = ..., trace: _Optional[str] = ...) -> None: ...
+    beams: Beams
+    stops: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, uid: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., choices: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., end_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., top_n: _Optional[int] = ..., prompt_logprobs: _Optional[bool] = ..., continuations: _Optional[_Iterable[_Union[Continuation, _Mapping]]] = ..., cache_key: _Optional[str] = ..., prompt_top_n: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., grammar: _Optional[str] = ..., trace: _Optional[str] = ..., beams: _Optional[_Union[Beams, _Mapping]] = ..., stops: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Beams(_message.Message):
+    __slots__ = ("width", "length_penalty", "stop", "told", "watched")
+    class Stop(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        WORSE: _ClassVar[Beams.Stop]
+        FULL: _ClassVar[Beams.Stop]
+        NEVER: _ClassVar[Beams.Stop]
+    WORSE: Beams.Stop
+    FULL: Beams.Stop
+    NEVER: Beams.Stop
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    TOLD_FIELD_NUMBER: _ClassVar[int]
+    WATCHED_FIELD_NUMBER: _ClassVar[int]
+    width: int
+    length_penalty: float
+    stop: Beams.Stop
+    told: int
+    watched: bool
+    def __init__(self, width: _Optional[int] = ..., length_penalty: _Optional[float] = ..., stop: _Optional[_Union[Beams.Stop, str]] = ..., told: _Optional[int] = ..., watched: _Optional[bool] = ...) -> None: ...
 
 class Continuation(_message.Message):
-    __slots__ = ("choice", "tokens")
+    __slots__ = ("choice", "tokens", "score", "complete", "logprobs", "top_counts", "top_ids", "top_logprobs")
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOP_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    TOP_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     choice: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, choice: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+    score: float
+    complete: bool
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    top_counts: _containers.RepeatedScalarFieldContainer[int]
+    top_ids: _containers.RepeatedScalarFieldContainer[int]
+    top_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, choice: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., score: _Optional[float] = ..., complete: _Optional[bool] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_counts: _Optional[_Iterable[int]] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class Grown(_message.Message):
+    __slots__ = ("uid", "parents", "tokens", "scores", "complete_parents", "complete_tokens", "complete_scores", "length")
+    UID_FIELD_NUMBER: _ClassVar[int]
+    PARENTS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_PARENTS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_SCORES_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    uid: int
+    parents: _containers.RepeatedScalarFieldContainer[int]
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    scores: _containers.RepeatedScalarFieldContainer[float]
+    complete_parents: _containers.RepeatedScalarFieldContainer[int]
+    complete_tokens: _containers.RepeatedScalarFieldContainer[int]
+    complete_scores: _containers.RepeatedScalarFieldContainer[float]
+    length: int
+    def __init__(self, uid: _Optional[int] = ..., parents: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., scores: _Optional[_Iterable[float]] = ..., complete_parents: _Optional[_Iterable[int]] = ..., complete_tokens: _Optional[_Iterable[int]] = ..., complete_scores: _Optional[_Iterable[float]] = ..., length: _Optional[int] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
     __slots__ = ("step", "batch", "groups", "chunk_uids", "chunk_lengths", "decode_batches", "prompt_tokens")
@@ -163,7 +222,7 @@ class DecodeRequest(_message.Message):
     def __init__(self, step: _Optional[int] = ..., batches: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepReply(_message.Message):
-    __slots__ = ("step", "uids", "choices", "tokens", "logprobs", "finishes", "top_counts", "top_ids", "top_logprobs", "prompt_uids", "prompt_counts", "prompt_logprobs", "prompt_tops", "prompt_top_ids", "prompt_top_logprobs", "held_uids", "held", "grow", "lacking", "free", "cached", "failed_uids", "failed_messages", "seconds", "mask_seconds", "mask_wait_seconds", "prompt_tokens", "restored_tokens", "cached_tokens", "found_uids", "found_tokens", "decode_tokens", "prompt_keys", "decode_keys")
+    __slots__ = ("step", "uids", "choices", "tokens", "logprobs", "finishes", "top_counts", "top_ids", "top_logprobs", "prompt_uids", "prompt_counts", "prompt_logprobs", "prompt_tops", "prompt_top_ids", "prompt_top_logprobs", "held_uids", "held", "grow", "lacking", "free", "cached", "failed_uids", "failed_messages", "seconds", "mask_seconds", "mask_wait_seconds", "prompt_tokens", "restored_tokens", "cached_tokens", "found_uids", "found_tokens", "decode_tokens", "prompt_keys", "decode_keys", "scored_uids", "scores", "scored_counts", "grown")
     STEP_FIELD_NUMBER: _ClassVar[int]
     UIDS_FIELD_NUMBER: _ClassVar[int]
     CHOICES_FIELD_NUMBER: _ClassVar[int]
@@ -198,6 +257,10 @@ class StepReply(_message.Message):
     DECODE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_KEYS_FIELD_NUMBER: _ClassVar[int]
     DECODE_KEYS_FIELD_NUMBER: _ClassVar[int]
+    SCORED_UIDS_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    SCORED_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    GROWN_FIELD_NUMBER: _ClassVar[int]
     step: int
     uids: _containers.RepeatedScalarFieldContainer[int]
     choices: _containers.RepeatedScalarFieldContainer[int]
@@ -232,7 +295,11 @@ class StepReply(_message.Message):
     decode_tokens: int
     prompt_keys: int
     decode_keys: int
-    def __init__(self, step: _Optional[int] = ..., uids: _Optional[_Iterable[int]] = ..., choices: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., finishes: _Optional[_Iterable[int]] = ..., top_counts: _Optional[_Iterable[int]] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., prompt_uids: _Optional[_Iterable[int]] = ..., prompt_counts: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Iterable[float]] = ..., prompt_tops: _Optional[_Iterable[int]] = ..., prompt_top_ids: _Optional[_Iterable[int]] = ..., prompt_top_logprobs: _Optional[_Iterable[float]] = ..., held_uids: _Optional[_Iterable[int]] = ..., held: _Optional[_Iterable[int]] = ..., grow: _Optional[_Iterable[int]] = ..., lacking: _Optional[_Iterable[int]] = ..., free: _Optional[int] = ..., cached: _Optional[int] = ..., failed_uids: _Optional[_Iterable[int]] = ..., failed_messages: _Optional[_Iterable[str]] = ..., seconds: _Optional[float] = ..., mask_seconds: _Optional[float] = ..., mask_wait_seconds: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., restored_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., found_uids: _Optional[_Iterable[int]] = ..., found_tokens: _Optional[_Iterable[int]] = ..., decode_tokens: _Optional[int] = ..., prompt_keys: _Optional[int] = ..., decode_keys: _Optional[int] = ...) -> None: ...
+    scored_uids: _containers.RepeatedScalarFieldContainer[int]
+    scores: _containers.RepeatedScalarFieldContainer[float]
+    scored_counts: _containers.RepeatedScalarFieldContainer[int]
+    grown: _containers.RepeatedCompositeFieldContainer[Grown]
+    def __init__(self, step: _Optional[int] = ..., uids: _Optional[_Iterable[int]] = ..., choices: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., finishes: _Optional[_Iterable[int]] = ..., top_counts: _Optional[_Iterable[int]] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., prompt_uids: _Optional[_Iterable[int]] = ..., prompt_counts: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Iterable[float]] = ..., prompt_tops: _Optional[_Iterable[int]] = ..., prompt_top_ids: _Optional[_Iterable[int]] = ..., prompt_top_logprobs: _Optional[_Iterable[float]] = ..., held_uids: _Optional[_Iterable[int]] = ..., held: _Optional[_Iterable[int]] = ..., grow: _Optional[_Iterable[int]] = ..., lacking: _Optional[_Iterable[int]] = ..., free: _Optional[int] = ..., cached: _Optional[int] = ..., failed_uids: _Optional[_Iterable[int]] = ..., failed_messages: _Optional[_Iterable[str]] = ..., seconds: _Optional[float] = ..., mask_seconds: _Optional[float] = ..., mask_wait_seconds: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., restored_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., found_uids: _Optional[_Iterable[int]] = ..., found_tokens: _Optional[_Iterable[int]] = ..., decode_tokens: _Optional[int] = ..., prompt_keys: _Optional[int] = ..., decode_keys: _Optional[int] = ..., scored_uids: _Optional[_Iterable[int]] = ..., scores: _Optional[_Iterable[float]] = ..., scored_counts: _Optional[_Iterable[int]] = ..., grown: _Optional[_Iterable[_Union[Grown, _Mapping]]] = ...) -> None: ...
 
 class FilterRequest(_message.Message):
     __slots__ = ("step", "drop", "pause", "end_uids", "end_choices")

@@ -1,7 +1,7 @@
 """The router process: `python -m penstock.router '<RouterConfig as JSON>'`. Knows the process, not what it serves.
 
 It listens and answers probes before the router's own modules are read, so that whoever asks learns how far the start is.
-Exit status: 0 after SIGTERM or SIGINT, 1 when the shards are lost, 2 when a setting is wrong.
+Exit status: 0 after SIGTERM or SIGINT, 1 after a fault, 2 when a setting is wrong.
 """
 
 import errno

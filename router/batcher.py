@@ -8,15 +8,20 @@ It knows requests and streams; not HTTP, not what a step costs, not how shards a
 So the shards go from step to step without waiting for the router, and compute while tokens become text and leave as HTTP. A stop
 string found in that text, a client that has left, a new request: they act one step late. What was computed by then of a choice
 that nobody wants any more is thrown away.
+
+When the shards are lost no stream is. Requests wait in the queue of a scheduler of their own, new ones too, for shards that others
+start. Then they go on from the tokens that were received: those that follow are the same on any shard.
 """
 
 import asyncio
 import itertools
+import logging
+from array import array
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..proto import shard_pb2
 from .config import Misconfigured, RouterConfig
@@ -24,11 +29,14 @@ from .cost import Cost
 from .metrics import Metrics
 from .policies import Mixed, Pause, Policy, largest_step
 from .record import Run, begin
+from .recovery import Inquest
 from .request import (
     Alternative,
+    Beam,
     Broken,
     Expired,
     Finish,
+    Grown,
     Limits,
     NotReady,
     Overloaded,
@@ -47,11 +55,16 @@ LEAD = 0.01  # seconds before the expected end of a step when the next is sent: 
 # before it, and nobody waits for ever.
 DELAYS = {Priority.INTERACTIVE: 0.0, Priority.NORMAL: 5.0, Priority.BATCH: 60.0}
 
+RETRY = 0.2  # seconds until new shards that were lost at once are looked for again
+
 MOST_ITEMS = 256  # that are taken at once, so that what is made of them is bounded, too
 
-Item = Prompt | Token | Finish
+Item = Prompt | Token | Finish | Grown
 # Takes items as soon as a step gives them; False: it can't now, and they wait for the stream's reader.
 Sink = Callable[[list[Item]], bool]
+
+
+logger = logging.getLogger(__name__)
 
 
 class Piece(Protocol):
@@ -111,9 +124,7 @@ def bounds_of(config: RouterConfig, info: shard_pb2.InfoReply, warm: shard_pb2.W
     limits = Limits(
         max_input_tokens=prompt, max_total_tokens=total, vocabulary=info.vocabulary, pages=warm.pages, page_size=warm.page_size
     )
-    bounds = Bounds(
-        pages=warm.pages, page_size=warm.page_size, step_tokens=_step_tokens(config, info), sequences=_sequences(config)
-    )
+    bounds = Bounds(pages=warm.pages, page_size=warm.page_size, step_tokens=_step_tokens(config, info), sequences=config.sequences)
     return limits, bounds
 
 
@@ -129,17 +140,13 @@ def _step_tokens(config: RouterConfig, info: shard_pb2.InfoReply) -> int:
     return config.max_batch_prefill_tokens or (CPU_STEP_TOKENS if info.device == "cpu" else STEP_TOKENS)
 
 
-def _sequences(config: RouterConfig) -> int:
-    """Most sequences that run at once."""
-    return config.max_batch_size or max(config.max_concurrent_requests, config.max_best_of)
-
-
 @dataclass(slots=True)
 class Choice:
     """One of a request's answers."""
 
     index: int
     text: Text
+    ids: "array[int]" = field(default_factory=lambda: array("I"))  # its tokens, as far as they were received
     generated: int = 0
     last: float = 0.0  # its last token
     running: bool = True  # on the shards, as far as is known
@@ -157,9 +164,13 @@ class Stream:
     left: int  # choices that are not done
     run: Run  # what is told of it when it has ended
     sink: Sink | None = None
+    rank: float = 0.0  # see Job
     started: float = 0.0  # first step that was to compute something of it; 0: none yet
     continuations: Sequence[shard_pb2.Continuation] = ()  # where it goes on when it is restored
     cached: int = 0  # tokens of the prompt that were found
+    finish: Finish | None = None  # of the choice that was done last
+    grown: int = 0  # steps of its beams that were told
+    opened: bool = False  # its Prompt is among the items, or was taken
     items: list[Item] = field(default_factory=list)  # not taken yet
     failure: Exception | None = None  # comes after the items
     waiter: "asyncio.Future[None] | None" = None  # the reader, when there was nothing to take
@@ -222,6 +233,11 @@ class Batcher:
         self._shards = shards
         self._metrics = metrics
         self._scheduler: Scheduler | None = None
+        self._bounds: Bounds | None = None
+        self._warm = shard_pb2.WarmupReply()
+        self._recovering = ""  # why, while there are no shards
+        self._inquest = Inquest()
+        self._held: set[int] = set()  # streams that the scheduler shall not know yet
         self._streams: dict[int, Stream] = {}  # whose group the scheduler knows
         self._readers = 0  # streams that somebody reads, ended or not
         self._silent = asyncio.Event()  # nobody reads
@@ -237,7 +253,7 @@ class Batcher:
     @property
     def ready(self) -> bool:
         """Whether requests are taken."""
-        return self._loop is not None and not self._draining and not self._broken
+        return self._loop is not None and not self._draining and not self._broken and not self._recovering
 
     @property
     def stage(self) -> str:
@@ -246,12 +262,21 @@ class Batcher:
             return self._broken
         if self._draining:
             return "shutting down"
+        if self._recovering:
+            return f"recovering: {self._shards.stage}"
         return "ready" if self._loop is not None else self._shards.stage
 
     async def start(self) -> None:
         """Connects and warms the shards up; then requests are taken. Raises Broken or Misconfigured."""
+        await self._equip()
+        self._show()
+        self._loop = asyncio.create_task(self._serve())
+
+    async def _equip(self) -> None:
+        """Waits for shards. When they are there, all streams that there are wait for them in the queue. Raises Broken or
+        Misconfigured."""
         config = self._config
-        sequences = _sequences(config)
+        sequences = config.sequences
         await self._shards.connect()
         warm = await self._shards.warm_up(
             shard_pb2.WarmupRequest(
@@ -261,33 +286,57 @@ class Batcher:
             )
         )
         self.info = self._shards.info
-        self.limits, bounds = bounds_of(config, self.info, warm)
-        self.together = bounds.together(self.limits.max_total_tokens)
-        self._scheduler = scheduler = Scheduler(bounds, policy_of(config, bounds, warm))
-        self._metrics.watch("tgi_queue_size", lambda: scheduler.waiting)
-        self._metrics.watch("tgi_batch_current_size", lambda: scheduler.running)
-        self._metrics.watch("tgi_batch_current_max_tokens", lambda: (bounds.pages - scheduler.free) * bounds.page_size)
-        self._metrics.watch("tgi_batch_max_total_tokens", lambda: bounds.pages * bounds.page_size)
-        self._metrics.watch("penstock_waiting", lambda: scheduler.waiting)
-        self._metrics.watch("penstock_running", lambda: scheduler.running)
-        self._metrics.watch("penstock_paused", lambda: scheduler.paused_jobs)
-        self._metrics.watch("penstock_pages_total", lambda: bounds.pages)
-        self._metrics.watch("penstock_pages_free", lambda: scheduler.free)
-        self._metrics.watch("penstock_pages_cached", lambda: scheduler.cached)
-        self._metrics.watch("penstock_pages_held", lambda: bounds.pages - scheduler.free)
-        self._metrics.watch("penstock_prompt_budget", lambda: scheduler.room)
-        self._loop = asyncio.create_task(self._run(scheduler))
+        self._shards.lost.add_done_callback(lambda lost: self._wake.set())
+        self.limits, self._bounds = bounds_of(config, self.info, warm)
+        self.together = self._bounds.together(self.limits.max_total_tokens)
+        self._warm = warm
+        self._queue_all()
+
+    def _queue_all(self) -> None:
+        """Everybody arrives at a new scheduler."""
+        assert self._bounds is not None
+        self._scheduler = Scheduler(self._bounds, policy_of(self._config, self._bounds, self._warm))
+        self._held.clear()
+        for stream in tuple(self._streams.values()):
+            self._arrive(stream)
+
+    def _show(self) -> None:
+        """The standing is in the metrics from now on."""
+
+        def now() -> Scheduler:
+            assert self._scheduler is not None
+            return self._scheduler
+
+        def bounds() -> Bounds:
+            assert self._bounds is not None
+            return self._bounds
+
+        self._metrics.watch("tgi_queue_size", lambda: now().waiting)
+        self._metrics.watch("tgi_batch_current_size", lambda: now().running)
+        self._metrics.watch("tgi_batch_current_max_tokens", lambda: (bounds().pages - now().free) * bounds().page_size)
+        self._metrics.watch("tgi_batch_max_total_tokens", lambda: bounds().pages * bounds().page_size)
+        self._metrics.watch("penstock_waiting", lambda: now().waiting)
+        self._metrics.watch("penstock_running", lambda: now().running)
+        self._metrics.watch("penstock_paused", lambda: now().paused_jobs)
+        self._metrics.watch("penstock_pages_total", lambda: bounds().pages)
+        self._metrics.watch("penstock_pages_free", lambda: now().free)
+        self._metrics.watch("penstock_pages_cached", lambda: now().cached)
+        self._metrics.watch("penstock_pages_held", lambda: bounds().pages - now().free)
+        self._metrics.watch("penstock_prompt_budget", lambda: now().room)
 
     async def wait(self) -> None:
-        """Returns after `close`; raises Broken when the shards are lost, after every stream has been told."""
+        """Returns after `close`; raises what has ended the loop, after every stream has been told."""
         assert self._loop is not None
         await asyncio.wait([self._loop])
         if not self._loop.cancelled():
             self._loop.result()
 
     async def drain(self, seconds: float) -> None:
-        """Takes no more requests. Returns when all streams have been read to their end; those that last longer are cut."""
+        """Takes no more requests. Returns when all streams have been read to their end; those that last longer are cut, and all
+        when the shards are lost: whoever starts shards does not while the server shuts down."""
         self._draining = True
+        if self._recovering:
+            self._cut(f"the server shuts down, and {self._recovering}")
         try:
             async with asyncio.timeout(seconds):
                 await self._silent.wait()
@@ -321,7 +370,7 @@ class Batcher:
         if self._broken:
             self._metrics.failed("generation")
             raise Broken(self._broken)
-        if not self.ready:
+        if self._loop is None or self._draining:
             self._metrics.failed("unavailable")
             raise NotReady(f"not ready: {self.stage}")
         if self._readers >= self._config.max_concurrent_requests:
@@ -348,7 +397,6 @@ class Batcher:
             self._close(stream)
 
     def _open(self, request: Request, sink: Sink | None) -> Stream:
-        assert self._scheduler is not None
         now = monotonic()
         make = self._tokenizer.stream
         texts = (
@@ -361,14 +409,27 @@ class Batcher:
         if request.timeout:
             delay = min(delay, request.timeout / 2)
             stream.alarm = asyncio.get_running_loop().call_later(request.timeout, self._expire, stream)
-        self._scheduler.arrive(
-            Job(stream.uid, len(request.prompt), request.max_new_tokens, request.choices, now + delay, request.tenant)
-        )
+        stream.rank = now + delay
         self._streams[stream.uid] = stream
+        self._arrive(stream)
         self._readers += 1
         self._silent.clear()
         self._wake.set()
         return stream
+
+    def _arrive(self, stream: Stream) -> None:
+        """It joins the queue, to begin or to go on where it was, unless the inquest wants it to wait."""
+        assert self._scheduler is not None
+        request = stream.request
+        job = Job(stream.uid, len(request.prompt), request.max_new_tokens, request.sequences, stream.rank, request.tenant)
+        if not self._scheduler.admissible(job.prompt_tokens, job.max_new_tokens, job.choices):
+            message = "the shards were lost, and those that took their place have too little memory for this request"
+            self._fail(stream.uid, Broken(message), "generation")
+        elif not self._inquest.admits(stream.uid):
+            self._held.add(stream.uid)
+        else:
+            self._scheduler.arrive(job, [len(one.tokens) for one in stream.continuations])
+            self._wake.set()
 
     def _close(self, stream: Stream) -> None:
         self._readers -= 1
@@ -388,33 +449,102 @@ class Batcher:
         self._scheduler.cancel(uid)
         self._wake.set()
 
-    async def _run(self, scheduler: Scheduler) -> None:
-        """The loop. It ends by being cancelled, or by an error, of which every stream is told first."""
-        underway: deque[Underway] = deque()
-        free = 0.0  # when the shards had answered the last step
+    async def _serve(self) -> None:
+        """The loop, on one rank group after the other. It ends by being cancelled, or by an error, of which every stream is told
+        first."""
         try:
             while True:
-                self._wake.clear()
-                self._send(scheduler, underway, 1)
-                if not underway:
-                    await self._wake.wait()
-                    continue
-                oldest = underway[0]
-                began = max(oldest.sent, free)
-                await self._near_end(oldest, began)
-                self._send(scheduler, underway, 2)
-                reply = await oldest.reply
-                free = monotonic()
-                underway.popleft()
-                answered = self._report(scheduler, oldest.action, free - began, reply)
-                if answered is not None:
-                    self._send(scheduler, underway, 1)
-                    await asyncio.sleep(0)  # lets the command leave first
-                    self._deliver(answered)
+                assert self._scheduler is not None
+                try:
+                    await self._run(self._scheduler)
+                except Broken as lost:
+                    if self._draining:
+                        raise
+                    await self._recover(lost)
         except Exception as error:
             self._broken = str(error) or repr(error)
             self._cut(self._broken)
             raise
+
+    async def _recover(self, lost: Broken) -> None:
+        """Waits for new shards, to which all streams go. Raises Misconfigured."""
+        began = monotonic()
+        self._recovering = str(lost)
+        self._accuse()
+        for stream in self._streams.values():
+            stream.continuations, stream.cached = replayed(stream), 0
+        self._queue_all()
+        replays = sum(stream.started > 0 for stream in self._streams.values())
+        logger.warning("%s: requests that wait for new ones: %d, begun: %d", lost, len(self._streams), replays)
+        while True:
+            try:
+                await self._shards.forget()
+                await self._equip()
+                break
+            except Broken as again:
+                logger.warning("the new shards are lost as well: %s", again)
+                await asyncio.sleep(RETRY)
+        self._recovering = ""
+        self._metrics.recovered(monotonic() - began, replays)
+        logger.info("recovered after %.1f s: requests that go on: %d", monotonic() - began, len(self._streams))
+
+    def _accuse(self) -> None:
+        """Ends the one request, if there is one, that has killed the shards again and again."""
+        assert self._scheduler is not None
+        places = {uid: self._place(uid) for uid in self._scheduler.in_hand}
+        guilty = self._inquest.died({uid: place for uid, place in places.items() if place is not None})
+        if guilty is not None:
+            logger.error("request %s fails: the shards died again while it alone was computed", self._streams[guilty].run.name)
+            self._fail(guilty, Broken("the shards died again and again while they computed this request"), "generation")
+
+    def _place(self, uid: int) -> int | None:
+        """How far a request has come, in steps; None if it is here no more."""
+        assert self._scheduler is not None
+        assert self._bounds is not None
+        stream = self._streams.get(uid)
+        if stream is None:
+            return None
+        computed = max(0, len(stream.request.prompt) - self._scheduler.lacking(uid))
+        return max(choice.generated for choice in stream.choices) + computed // self._bounds.step_tokens
+
+    def _admit_held(self) -> None:
+        """Those whom the inquest let wait so far join the queue."""
+        held, self._held = sorted(self._held), set()
+        for uid in held:
+            if uid in self._streams:
+                self._arrive(self._streams[uid])
+
+    async def _woken(self) -> None:
+        """Returns when there may be something to do. Raises Broken when the shards are lost."""
+        if not self._shards.lost.done():
+            await self._wake.wait()
+        if self._shards.lost.done():
+            self._shards.lost.result()
+
+    async def _run(self, scheduler: Scheduler) -> None:
+        """Until the shards are lost."""
+        underway: deque[Underway] = deque()
+        free = 0.0  # when the shards had answered the last step
+        while True:
+            self._wake.clear()
+            if self._inquest.open and self._inquest.hear(self._place):
+                self._admit_held()
+            self._send(scheduler, underway, 1)
+            if not underway:
+                await self._woken()
+                continue
+            oldest = underway[0]
+            began = max(oldest.sent, free)
+            await self._near_end(oldest, began)
+            self._send(scheduler, underway, 2)
+            reply = await oldest.reply
+            free = monotonic()
+            underway.popleft()
+            answered = self._report(scheduler, oldest.action, free - began, reply)
+            if answered is not None:
+                self._send(scheduler, underway, 1)
+                await asyncio.sleep(0)  # lets the command leave first
+                self._deliver(answered)
 
     def _send(self, scheduler: Scheduler, underway: deque[Underway], steps: int) -> None:
         """Asks for what is next, until so many steps are under way."""
@@ -453,8 +583,10 @@ class Batcher:
     def _group(self, stream: Stream, now: float) -> shard_pb2.Group:
         """A request that begins, or goes on where it was paused."""
         stream.started = stream.run.started = stream.started or now
-        wanted = [one for one in stream.continuations if stream.choices[one.choice].running]
-        return group(stream.uid, stream.request, wanted, stream.run.name)
+        wanted = stream.continuations
+        if stream.request.beams is None:
+            wanted = [one for one in wanted if stream.choices[one.choice].running]
+        return group(stream.uid, stream.request, wanted, stream.run.name, stream.choices[0].generated)
 
     def _report(self, scheduler: Scheduler, action: Action, seconds: float, reply: shard_pb2.Reply) -> shard_pb2.StepReply | None:
         """Tells the scheduler what a reply says. Returns it if it has tokens to deliver."""
@@ -493,13 +625,17 @@ class Batcher:
 
     def _finished(self, step: shard_pb2.StepReply) -> list[int]:
         """The uid of each choice that has ended on the shards, unless it was given up here before."""
-        finished = []
+        finished: list[int] = []
         if any(step.finishes):
             for uid, index, finish in zip(step.uids, step.choices, step.finishes, strict=True):
                 stream = self._streams.get(uid)
                 if finish and stream is not None and stream.choices[index].running:
                     stream.choices[index].running = False
-                    finished.append(uid)
+                    finished += [uid] if stream.request.beams is None else ()
+        for uid in step.scored_uids:
+            stream = self._streams.get(uid)
+            if stream is not None:
+                finished += [uid] * stream.request.sequences  # of which the scheduler counts each
         return finished
 
     def _deliver(self, reply: shard_pb2.StepReply) -> None:
@@ -508,34 +644,76 @@ class Batcher:
         latest: dict[float, int] = {}  # when the tokens before came, and of how many that is so
         touched: list[Stream] = []
         prompts = self._prompt_logprobs(reply) if reply.prompt_uids else {}
+        scores = _scores(reply) if reply.scored_uids else {}
         for uid, found in zip(reply.found_uids, reply.found_tokens, strict=True):
             if uid in self._streams:
                 self._streams[uid].cached += found
+        touched += self._deliver_beams(reply, prompts)
         rows = zip(reply.uids, reply.choices, reply.tokens, reply.logprobs, reply.finishes, self._tops(reply), strict=True)
         for uid, index, token, logprob, finish, top in rows:
             stream = self._streams.get(uid)
             if stream is None or (choice := stream.choices[index]).done:  # it was closed or stopped in the meantime
                 continue
             if choice.generated:
-                latest[choice.last] = latest.get(choice.last, 0) + 1
+                if choice.last < now:  # not of this step
+                    latest[choice.last] = latest.get(choice.last, 0) + 1
             elif not any(other.generated for other in stream.choices):
                 self._metrics.first_token(now - stream.arrived)
                 stream.run.first, stream.run.cached_tokens = now, stream.cached
-                stream.items.append(Prompt(*prompts.get(uid, ((), ())), stream.cached))
+                self._open_items(stream, prompts)
             choice.last = now
+            choice.ids.append(token)
             choice.generated += 1
             piece = choice.text.push(token)
             special = self._tokenizer.is_special(token)
             alternatives = self._alternatives(top) if top else ()
             stream.items.append(Token(token, piece.text, piece.delta, logprob, special, alternatives, index))
             if finish or piece.stopped:
-                self._finish(stream, choice, "stop_sequence" if piece.stopped else REASONS[finish], now)
+                self._finish(stream, choice, "stop_sequence" if piece.stopped else REASONS[finish], now, scores.get((uid, index)))
             touched.append(stream)
         self._metrics.tokens(len(reply.tokens), {now - last: count for last, count in latest.items()})
         for stream in touched:
             self._push(stream)
         for uid, message in zip(reply.failed_uids, reply.failed_messages, strict=True):
             self._fail(uid, Broken(message), "generation")
+
+    def _open_items(self, stream: Stream, prompts: Mapping[int, tuple[Any, Any]]) -> None:
+        """The first item, if it isn't there yet."""
+        if not stream.opened:
+            stream.opened = True
+            stream.items.append(Prompt(*prompts.get(stream.uid, ((), ())), stream.cached))
+
+    def _deliver_beams(self, reply: shard_pb2.StepReply, prompts: Mapping[int, tuple[Any, Any]]) -> list[Stream]:
+        """What comes of beams before their tokens do, and which answers won't come since a search has found too few."""
+        touched = []
+        for uid in prompts:
+            stream = self._streams.get(uid)
+            if stream is not None and stream.request.beams is not None:
+                self._open_items(stream, prompts)
+                touched.append(stream)
+        for grown in reply.grown:
+            stream = self._streams.get(grown.uid)
+            if stream is not None and grown.length > stream.grown:  # else it began anew, on other shards
+                self._open_items(stream, prompts)
+                stream.grown = grown.length
+                stream.items.append(self._grown(grown))
+                touched.append(stream)
+        for uid, count in zip(reply.scored_uids, reply.scored_counts, strict=True):
+            stream = self._streams.get(uid)
+            if stream is not None:
+                for choice in stream.choices[count:]:
+                    choice.done = True
+                    stream.left -= 1
+        return touched
+
+    def _grown(self, told: shard_pb2.Grown) -> Grown:
+        text = self._tokenizer.token_text
+        live = zip(told.parents, told.tokens, told.scores, strict=True)
+        complete = zip(told.complete_parents, told.complete_tokens, told.complete_scores, strict=True)
+        return Grown(
+            tuple(Beam(parent, token, text(token), score) for parent, token, score in live),
+            tuple(Beam(parent, token, text(token), score) for parent, token, score in complete),
+        )
 
     def _push(self, stream: Stream) -> None:
         """Hands the items to the sink, or else wakes the reader; also when there will be no more."""
@@ -573,23 +751,32 @@ class Batcher:
         tokenizer = self._tokenizer
         return tuple(Alternative(id, tokenizer.token_text(id), logprob, tokenizer.is_special(id)) for id, logprob in top)
 
-    def _finish(self, stream: Stream, choice: Choice, reason: str, now: float) -> None:
+    def _finish(self, stream: Stream, choice: Choice, reason: str, now: float, score: float | None = None) -> None:
         delta = choice.text.end()
         queued, inference = stream.started - stream.arrived, now - stream.started
-        finish = Finish(reason, choice.text.text, delta, choice.generated, queued, inference, choice.index)
+        finish = Finish(reason, choice.text.text, delta, choice.generated, queued, inference, choice.index, score)
         stream.items.append(finish)
         stream.run.reasons.append(reason)
         choice.done = True
         stream.left -= 1
+        stream.finish = finish
         if choice.running:  # a stop string, of which the shards know nothing
             assert self._scheduler is not None
             choice.running = False
-            self._scheduler.end(stream.uid, choice.index)
+            if stream.request.beams is None:
+                self._scheduler.end(stream.uid, choice.index)
+            elif not stream.left:  # beams end together
+                self._scheduler.cancel(stream.uid)
             self._wake.set()
         if not stream.left:
-            del self._streams[stream.uid]
-            stream.run.ended, stream.run.generated = now, sum(one.generated for one in stream.choices)
-            self._metrics.done(stream.request, finish, stream.run.generated, stream.run.first - stream.started)
+            self._leave(stream, now)
+
+    def _leave(self, stream: Stream, now: float) -> None:
+        """All its choices are done."""
+        del self._streams[stream.uid]
+        stream.run.ended, stream.run.generated = now, sum(one.generated for one in stream.choices)
+        assert stream.finish is not None
+        self._metrics.done(stream.request, stream.finish, stream.run.generated, stream.run.first - stream.started)
 
     def _expire(self, stream: Stream) -> None:
         """Its own deadline is over."""
@@ -611,6 +798,22 @@ class Batcher:
         """Ends all streams."""
         for uid in tuple(self._streams):
             self._fail(uid, Broken(message), "generation")
+
+
+def replayed(stream: Stream) -> Sequence[shard_pb2.Continuation]:
+    """Where a stream goes on when the shards that computed it are lost. Nothing: it starts anew, as a beam search does, which
+    is told how much of it is known already."""
+    if stream.request.beams is not None:
+        return ()
+    begun = [choice for choice in stream.choices if choice.running and choice.ids]
+    return tuple(shard_pb2.Continuation(choice=choice.index, tokens=choice.ids) for choice in begun)
+
+
+def _scores(reply: shard_pb2.StepReply) -> dict[tuple[int, int], float]:
+    """Of the answers, by uid and choice, of the searches that have ended."""
+    scores = iter(reply.scores)
+    counts = zip(reply.scored_uids, reply.scored_counts, strict=True)
+    return {(uid, choice): next(scores) for uid, count in counts for choice in range(count)}
 
 
 def _kind(action: Action) -> str:

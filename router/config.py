@@ -24,7 +24,9 @@ class RouterConfig:
     port: int = 3000
     api_keys: tuple[str, ...] = ()  # none: no authorization asked. Each is a tenant; tenants share the server fairly
     max_concurrent_requests: int = 128
-    max_best_of: int = 16  # most choices of a request: TGI's best_of, OpenAI's n
+    max_best_of: int = 16  # most choices of a request: TGI's best_of, OpenAI's n, num_return_sequences
+    num_beams: int = 1  # of a request that names no number and draws nothing
+    max_num_beams: int = 8  # widest beam search of a request
     max_stop_sequences: int = 4
     max_top_n_tokens: int = 5
     max_client_batch_size: int = 4
@@ -46,11 +48,18 @@ class RouterConfig:
     tool_call_parser: str = AUTO  # how the model writes calls of tools; "auto": as its chat template tells
     reasoning_parser: str = AUTO  # how it writes what it thinks before it answers
     graceful_termination_timeout: float = 90.0  # seconds that running streams get after SIGTERM
+    step_timeout: float = 60.0  # seconds without an answer after which the shards are lost, at least
+    complaints: str = ""  # a named pipe in which whoever started the shards is told that they hang; "": nobody is told
     cors_allow_origin: str = ANY_ORIGIN  # origins whose pages may use the server from a browser, with commas between them
     otlp_endpoint: str = ""  # URL of a collector of traces (OTLP/HTTP); "": no traces
     otlp_service_name: str = "text-generation-inference.router"  # who they say they come from
     log_level: str = "info"  # least level of log lines: "debug", "info", "warning", "error"
     json_output: bool = False  # log lines as JSON
+
+    @property
+    def sequences(self) -> int:
+        """Most that run at once."""
+        return self.max_batch_size or max(self.max_concurrent_requests, self.max_best_of)
 
 
 class Misconfigured(Exception):

@@ -22,6 +22,7 @@ from .request import Finish, Request
 from .scheduler import Action, Filter, Prefill
 
 SECONDS = tuple(1e-4 * 1.5**power for power in range(1, 36))  # to 146 s, as in TGI
+RECOVERY = tuple(0.5 * 1.5**power for power in range(19))  # to 12 minutes: large models take long to load
 TOKENS = tuple(2.0**power for power in range(21))
 
 COUNTERS = {
@@ -40,6 +41,8 @@ COUNTERS = {
     "penstock_mask_seconds": ("Seconds that grammars' masks took on the shards, most of them while the model computed", ()),
     "penstock_mask_wait_seconds": ("Seconds of them for which steps waited", ()),
     "penstock_generated_tokens": ("Tokens that the shards generated", ()),
+    "penstock_restarts": ("Times that the shards were lost, and others took their place", ()),
+    "penstock_replayed_requests": ("Requests that had begun on shards that were lost, and went on", ()),
     "penstock_finished_requests": ("Requests that were answered to their end, by why their last answer ended", ("reason",)),
 }
 GAUGES = {
@@ -77,6 +80,7 @@ HISTOGRAMS = {
     "tgi_batch_filter_duration": ("Seconds of taking requests out of the batch", ("method",), SECONDS),
     "tgi_batch_concat_duration": ("Seconds of joining batches: none, they are lists of ids", ("method",), SECONDS),
     "penstock_step_seconds": ("Seconds of a step, as the shard sees it", ("kind",), SECONDS),
+    "penstock_recovery_seconds": ("Seconds from the loss of shards until others had taken their place", (), RECOVERY),
     "penstock_time_to_first_token_seconds": ("Seconds from arrival to the first token", (), SECONDS),
     "penstock_prefill_seconds": ("Seconds from the first step of a request to its first token", (), SECONDS),
     "penstock_decode_seconds": ("Seconds from its first token to its end", (), SECONDS),
@@ -164,6 +168,12 @@ class Metrics:
     def paused(self, count: int) -> None:
         """So many requests gave their pages back."""
         self._counters["penstock_pauses"].inc(count)
+
+    def recovered(self, seconds: float, replayed: int) -> None:
+        """New shards are there after so long, and so many requests that had begun on others go on."""
+        self._counters["penstock_restarts"].inc()
+        self._counters["penstock_replayed_requests"].inc(replayed)
+        self._histograms["penstock_recovery_seconds"].observe(seconds)
 
     def tokens(self, count: int, intervals: Mapping[float, int]) -> None:
         """So many tokens were generated; between them and those before (the first of a request has none) lay such intervals, each

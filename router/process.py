@@ -38,7 +38,7 @@ def run(config: RouterConfig, listening: socket.socket, doorman: Doorman) -> int
 
 
 async def serve(config: RouterConfig, listening: socket.socket, doorman: Doorman) -> int:
-    """Serves until a signal comes or the shards are lost. Raises Broken, Misconfigured or Unusable."""
+    """Serves until a signal comes or something fails. Raises Broken, Misconfigured or Unusable."""
     stop = _stop_signal()
     metrics = Metrics(config.model)
     tracer = Tracer(config.otlp_endpoint, config.otlp_service_name, config.model) if config.otlp_endpoint else None
@@ -48,7 +48,7 @@ async def serve(config: RouterConfig, listening: socket.socket, doorman: Doorman
         trust_templates=config.trust_request_chat_template,
         parsers=(config.tool_call_parser, config.reasoning_parser),
     )
-    batcher = Batcher(config, tokenizer, GrpcShards(config.shards), metrics)
+    batcher = Batcher(config, tokenizer, GrpcShards(config.shards, config.step_timeout, config.complaints), metrics)
     app = make_app(config, tokenizer, batcher, metrics, tracer)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, auto_decompress=False, shutdown_timeout=LAST_WORDS)
     await runner.setup()

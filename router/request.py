@@ -39,6 +39,24 @@ class Grammar:
     source: str
 
 
+class Stopping(StrEnum):
+    """When a beam search ends, once as many answers as it is wide are complete: transformers' early_stopping."""
+
+    WORSE = "false"  # when the best beam, as long as it is now, is no better than any of them
+    FULL = "true"  # at once
+    NEVER = "never"  # when no beam can become better than any of them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beams:
+    """Beam search with the meaning of transformers' generate(num_beams=...). With a temperature beams are drawn, by the seed."""
+
+    width: int  # num_beams, at least 2 and at least the request's `choices`
+    length_penalty: float = 1.0  # scores are divided by length to this power
+    stopping: Stopping = Stopping.WORSE
+    watched: bool = False  # the stream has a Grown for every step
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """A validated request. Its prompt fits, its numbers are in range."""
@@ -55,11 +73,17 @@ class Request:
     min_new_tokens: int = 0  # before so many, no token of end_ids is drawn
     skip_special_tokens: bool = True  # in the text
     shown: tuple[int, ...] = ()  # special tokens that are in the text all the same: whoever parses it has to see them
-    choices: int = 1  # answers, drawn independently; the prompt is computed once
+    choices: int = 1  # answers, drawn independently, the prompt is computed once; or the best that beam search finds, in order
+    beams: Beams | None = None
     priority: Priority = Priority.NORMAL
     grammar: Grammar | None = None  # compiled and found to be possible
     timeout: float = 0.0  # seconds after arrival by which the whole answer must be there; 0: whenever
     tenant: str = ""  # on whose account; tenants share the server fairly. Never shown or logged
+
+    @property
+    def sequences(self) -> int:
+        """That are computed side by side."""
+        return self.beams.width if self.beams else self.choices
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +137,23 @@ class Finish(msgspec.Struct, frozen=True, gc=False):
     queue_seconds: float  # from arrival to the first step that computed something of it
     inference_seconds: float  # from that step to the end
     choice: int = 0
+    score: float | None = None  # of an answer that beam search found
+
+
+class Beam(msgspec.Struct, frozen=True, gc=False):
+    """A beam as a step left it."""
+
+    parent: int  # which of the live beams before the step it continues; 0 in the first step: the prompt
+    id: int  # its new token
+    text: str  # the token's own
+    score: float  # sum of log-probabilities; of a complete one divided by length to the power of length_penalty
+
+
+class Grown(msgspec.Struct, frozen=True, gc=False):
+    """What a step made of the beams of a request that is watched."""
+
+    live: tuple[Beam, ...]  # best first
+    complete: tuple[Beam, ...]  # completed by this step and, so far, among the best
 
 
 class Failure(Exception):

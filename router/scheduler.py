@@ -194,15 +194,32 @@ class Scheduler:
         pages = most_pages(prompt_tokens, max_new_tokens, choices, bounds.page_size)
         return pages <= bounds.pages and choices <= bounds.sequences
 
-    def arrive(self, job: Job) -> None:
-        """The job joins the queue."""
+    @property
+    def in_hand(self) -> tuple[int, ...]:
+        """Uids of all that the steps under way may compute."""
+        return (*self._running, *self._pausing) if self._underway else ()
+
+    def lacking(self, uid: int) -> int:
+        """Tokens that a job has to be computed before it decodes, as far as is known."""
+        job = self._running.get(uid) or self._pausing.get(uid) or self._waiting.get(uid)
+        return job.lacking if job is not None else 0
+
+    def arrive(self, job: Job, generated: Sequence[int] = ()) -> None:
+        """The job joins the queue. generated: tokens of each of its choices that has not ended, if it has begun on other shards: it
+        goes on there, like one that was paused."""
         assert job.prompt_tokens > 0
         assert job.max_new_tokens > 0
         assert self.admissible(job.prompt_tokens, job.max_new_tokens, job.choices), job
         assert job.uid not in self._waiting
-        job.running, job.lacking = job.choices, job.prompt_tokens
+        begun = generated or [1] * job.choices
+        shared = job.prompt_tokens // self._bounds.page_size
         # Until it decodes, and in two steps after that: what the shards will say themselves as soon as they know it.
-        job.grow = most_pages(job.prompt_tokens, min(job.max_new_tokens, 3), job.choices, self._bounds.page_size)
+        most = (most_pages(job.prompt_tokens, min(job.max_new_tokens, count + 2), 1, self._bounds.page_size) for count in begun)
+        job.grow = shared + sum(pages - shared for pages in most)
+        job.running, job.lacking = len(begun), job.prompt_tokens
+        if generated:
+            job.lacking += sum(generated) - len(generated)  # the last token of each is for its first step
+            job.fresh, job.paused = False, True
         self._queue(job)
 
     def cancel(self, uid: int) -> None:

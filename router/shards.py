@@ -1,12 +1,18 @@
 """The port to the shards: commands go in, replies come out, in order. Hides how many ranks there are and how to reach them.
 
 It numbers the commands and knows nothing of what they mean. `Shards` is all that the batcher sees.
+
+A rank group that is lost, because a process has ended or because nothing is answered any more, is not mended here: whoever has
+started it does that. When it does not see by itself that there is something to mend, since no process has ended, it is told.
 """
 
 import asyncio
+import logging
 import os
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from contextlib import suppress
+from time import monotonic
 from typing import Any, Protocol
 
 import grpc
@@ -15,11 +21,15 @@ import grpc.aio
 from ..proto import shard_pb2
 from ..proto.rpc import OPTIONS, Stub
 from .grammar import written
-from .request import Broken, Request
+from .request import Beams, Broken, Request, Stopping
 
 POLL = 0.02  # seconds between looks for a rank that does not answer yet; part of the time from start to ready
 STAGE_POLL = 0.1  # seconds between looks at what a loading rank does; nobody waits for it
 INFO_TIMEOUT = 5.0  # seconds; a rank that listens answers at once, even while it loads
+LOADING = 30.0  # seconds, at least, that a rank which loads may be too busy for that
+SOON = 0.5  # seconds within which a socket at which nobody listens says so
+LOOKS = 10  # at a command that is not answered, before the ranks count as lost
+PATIENCE = 10  # times the longest step so far that a command may always take
 
 CHANNEL_OPTIONS = [
     *OPTIONS,
@@ -28,6 +38,9 @@ CHANNEL_OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 200),
 ]
+
+
+logger = logging.getLogger(__name__)
 
 
 class Shards(Protocol):
@@ -51,9 +64,18 @@ class Shards(Protocol):
         """Returns when every rank has loaded, warmed up and forgotten what an earlier router may have asked. Raises Broken."""
         ...
 
+    @property
+    def lost(self) -> "asyncio.Future[None]":
+        """Raises Broken as soon as the ranks are lost, also while nothing is asked of them. Valid after `warm_up`."""
+        ...
+
     def execute(self, command: shard_pb2.Command) -> "asyncio.Future[shard_pb2.Reply]":
         """Sends a command, whose `step` is set here. Commands are executed in the order of the calls; several may be under
         way. The future raises Broken when the ranks are lost, and so do all later ones."""
+        ...
+
+    async def forget(self) -> None:
+        """After Broken: the group is lost. `connect` and `warm_up` may be called again, for the one that takes its place."""
         ...
 
     async def close(self) -> None:
@@ -61,9 +83,11 @@ class Shards(Protocol):
         ...
 
 
-def group(uid: int, request: Request, continuations: Iterable[shard_pb2.Continuation] = (), trace: str = "") -> shard_pb2.Group:
+def group(
+    uid: int, request: Request, continuations: Iterable[shard_pb2.Continuation] = (), trace: str = "", told: int = 0
+) -> shard_pb2.Group:
     """A request in the words of the wire. Neutral values stay absent. `continuations`: where it goes on after a pause.
-    `trace`: how others know it."""
+    `trace`: how others know it. `told`: tokens of its first choice that are there."""
     resumes = tuple(continuations)
     sampling = request.sampling
     return shard_pb2.Group(
@@ -93,6 +117,25 @@ def group(uid: int, request: Request, continuations: Iterable[shard_pb2.Continua
         grammar=written(request.grammar) if request.grammar else "",
         continuations=resumes,
         trace=trace,
+        beams=_beams(request.beams, told) if request.beams else None,
+        stops=request.stop if request.beams else (),
+    )
+
+
+STOPPING = {
+    Stopping.WORSE: shard_pb2.Beams.WORSE,
+    Stopping.FULL: shard_pb2.Beams.FULL,
+    Stopping.NEVER: shard_pb2.Beams.NEVER,
+}
+
+
+def _beams(beams: Beams, told: int) -> shard_pb2.Beams:
+    return shard_pb2.Beams(
+        width=beams.width,
+        length_penalty=beams.length_penalty,
+        stop=STOPPING[beams.stopping],
+        told=told,
+        watched=beams.watched,
     )
 
 
@@ -103,18 +146,27 @@ def _unless(neutral: float, value: float) -> float | None:
 class GrpcShards:
     """`Shards` over gRPC on unix sockets: all ranks answer Info and Warmup, rank 0 takes the commands on one stream."""
 
-    def __init__(self, sockets: Sequence[str]) -> None:
+    def __init__(self, sockets: Sequence[str], step_timeout: float = 60.0, complaints: str = "") -> None:
+        """See `RouterConfig` for what is not a socket."""
         self._sockets = tuple(sockets)
+        self._step_timeout = step_timeout
+        self._load_timeout = max(step_timeout, LOADING)
+        self._complaints = complaints
         self._channels: list[grpc.aio.Channel] = []
         self._stubs: list[Stub] = []
         self._stage = "waiting for the shards to start"
         self._info: shard_pb2.InfoReply | None = None
         self._call: Any = None
         self._reader: asyncio.Task[None] | None = None
-        self._outgoing: asyncio.Queue[shard_pb2.Command] = asyncio.Queue()
+        self._outgoing: asyncio.Queue[shard_pb2.Command | None] = asyncio.Queue()  # None: no more
         self._expected: deque[tuple[int, asyncio.Future[shard_pb2.Reply]]] = deque()  # step and who waits for it
         self._step = 0
         self._broken: Broken | None = None
+        self._lost: asyncio.Future[None] | None = None
+        self._met = 0.0  # when this group was first asked something that it has answered, or should have
+        self._guard: asyncio.Task[None] | None = None
+        self._longest = 0.0  # seconds of a step, so far
+        self._looks = 0  # at the oldest command, since something was answered
 
     @property
     def stage(self) -> str:
@@ -125,12 +177,17 @@ class GrpcShards:
         assert self._info is not None
         return self._info
 
+    @property
+    def lost(self) -> "asyncio.Future[None]":
+        assert self._lost is not None
+        return self._lost
+
     async def connect(self) -> None:
         for socket in self._sockets:
             channel = grpc.aio.insecure_channel(f"unix:{socket}", options=CHANNEL_OPTIONS)
             self._channels.append(channel)
             self._stubs.append(Stub(channel))
-        infos = await asyncio.gather(*(self._first_answer(rank) for rank in range(len(self._sockets))))
+        infos = await _together([self._first_answer(rank) for rank in range(len(self._sockets))])
         for rank, info in enumerate(infos):
             if (info.rank, info.ranks) != (rank, len(infos)):
                 raise Broken(
@@ -140,19 +197,17 @@ class GrpcShards:
         self._learn(infos[0])
 
     async def warm_up(self, request: shard_pb2.WarmupRequest) -> shard_pb2.WarmupReply:
-        watch = asyncio.create_task(self._watch())
-        warmups = [asyncio.create_task(self._ask(rank, "Warmup", request)) for rank in range(len(self._stubs))]
-        try:
-            replies = await asyncio.gather(*warmups)
-        finally:
-            for task in (watch, *warmups):
-                task.cancel()
-            await asyncio.gather(watch, *warmups, return_exceptions=True)
+        ranks = range(len(self._stubs))
+        warmups = [self._ask(rank, "Warmup", request) for rank in ranks]
+        replies = await _together(warmups, [self._watch(rank) for rank in ranks])
         self._learn(await self._ask(0, "Info", shard_pb2.InfoRequest()))
-        self._call = self._stubs[0].Steps(self._commands())
+        self._call = self._stubs[0].Steps(self._commands(self._outgoing))
         self._reader = asyncio.create_task(self._read())
-        await self.execute(shard_pb2.Command(clear_cache=shard_pb2.ClearCacheRequest()))
         reply: shard_pb2.WarmupReply = replies[0]
+        self._longest = reply.sample_seconds
+        self._lost = asyncio.get_running_loop().create_future()
+        self._guard = asyncio.create_task(self._watch_steps())
+        await self.execute(shard_pb2.Command(clear_cache=shard_pb2.ClearCacheRequest()))
         return reply
 
     def execute(self, command: shard_pb2.Command) -> asyncio.Future[shard_pb2.Reply]:
@@ -166,44 +221,83 @@ class GrpcShards:
         self._outgoing.put_nowait(command)
         return future
 
+    async def forget(self) -> None:
+        await self.close()
+        self._channels, self._stubs, self._call, self._reader, self._guard = [], [], None, None, None
+        self._outgoing, self._step, self._broken, self._looks = asyncio.Queue(), 0, None, 0
+        self._stage = "waiting for the shards to start"
+
     async def close(self) -> None:
-        if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.gather(self._reader, return_exceptions=True)
+        tasks = [task for task in (self._reader, self._guard) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._fail(Broken("the connection to the shards was closed"))
         await asyncio.gather(*(channel.close(None) for channel in self._channels))
 
     async def _first_answer(self, rank: int) -> shard_pb2.InfoReply:
-        while True:
+        silent = 0.0  # seconds that it has listened and not answered
+        while silent < self._load_timeout:
             # Looked for first: a refused connection is tried again only after gRPC's back-off, a missing file at once.
             if _exists(self._sockets[rank]):
+                asked = monotonic()
+                self._met = self._met if silent else asked
                 try:
                     reply: shard_pb2.InfoReply = await self._stubs[rank].Info(shard_pb2.InfoRequest(), timeout=INFO_TIMEOUT)
                     return reply
                 except grpc.aio.AioRpcError as error:
                     if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                         raise _broken(rank, error) from None
+                    took = monotonic() - asked
+                    silent = silent + took if took > SOON else 0.0
             await asyncio.sleep(POLL)
+        raise self._hung(rank, silent)
 
-    async def _ask(self, rank: int, method: str, request: Any) -> Any:
+    async def _ask(self, rank: int, method: str, request: Any, within: float | None = None) -> Any:
         try:
-            return await getattr(self._stubs[rank], method)(request)
+            return await getattr(self._stubs[rank], method)(request, timeout=within)
         except grpc.aio.AioRpcError as error:
+            if within and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise self._hung(rank, within) from None
             raise _broken(rank, error) from None
 
-    async def _watch(self) -> None:
-        """Keeps `stage` up to date until it is cancelled, or rank 0 is lost, which others notice."""
+    async def _watch(self, rank: int) -> None:
+        """Sees to it that a rank lives, and that `stage` is up to date, until it is cancelled. Raises Broken."""
         while True:
-            self._learn(await self._ask(0, "Info", shard_pb2.InfoRequest()))
+            info = await self._ask(rank, "Info", shard_pb2.InfoRequest(), self._load_timeout)
+            if rank == 0:
+                self._learn(info)
             await asyncio.sleep(STAGE_POLL)
+
+    async def _watch_steps(self) -> None:
+        """Gives the ranks up when a command is not answered for too long. A router that was itself stopped for a while accuses
+        nobody, since looks are counted, not seconds."""
+        while self._looks < LOOKS:
+            patience = max(self._step_timeout, PATIENCE * self._longest)
+            await asyncio.sleep(patience / LOOKS)
+            self._looks = self._looks + 1 if self._expected else 0
+        self._fail(self._hung(0, patience))
+
+    def _hung(self, rank: int, seconds: float) -> Broken:
+        """The ranks don't answer, though none has ended. Whoever has started them is told, to start them again."""
+        error = Broken(f"shard rank {rank} has not answered for {seconds:g} s")
+        if self._complaints:
+            try:
+                pipe = os.open(self._complaints, os.O_WRONLY | os.O_NONBLOCK)
+            except OSError as why:
+                logger.error("nobody hears that %s: %s", error, why.strerror)
+                return error
+            with open(pipe, "w", encoding="utf-8") as file, suppress(OSError):
+                file.write(f"{self._met:.6f} {error}\n")
+        return error
 
     def _learn(self, info: shard_pb2.InfoReply) -> None:
         self._info = info
         self._stage = info.stage
 
-    async def _commands(self) -> AsyncIterator[shard_pb2.Command]:
-        while True:
-            yield await self._outgoing.get()
+    async def _commands(self, outgoing: "asyncio.Queue[shard_pb2.Command | None]") -> AsyncIterator[shard_pb2.Command]:
+        while (command := await outgoing.get()) is not None:
+            yield command
 
     async def _read(self) -> None:
         """Gives each reply to the one who waits for it, until the stream ends; then tells everybody."""
@@ -215,6 +309,7 @@ class GrpcShards:
                     self._fail(Broken(f"shard rank 0 answered step {answered} instead of {step}"))
                     return
                 _, future = self._expected.popleft()
+                self._looks, self._longest = 0, max(self._longest, reply.step.seconds)
                 if not future.done():  # cancelled: nobody waits any more
                     future.set_result(reply)
             self._fail(Broken("shard rank 0 has ended its stream"))
@@ -223,12 +318,32 @@ class GrpcShards:
 
     def _fail(self, error: Broken) -> None:
         self._broken = self._broken or error
+        self._outgoing.put_nowait(None)  # gRPC's task that waits for the next one would never end
+        if self._lost is not None:
+            _refuse(self._lost, error)
         while self._expected:
             _, future = self._expected.popleft()
             _refuse(future, error)
 
 
-def _refuse(future: "asyncio.Future[shard_pb2.Reply]", error: Broken) -> None:
+async def _together(wanted: Iterable[Coroutine[Any, Any, Any]], endless: Iterable[Coroutine[Any, Any, None]] = ()) -> list[Any]:
+    """What `wanted` return. What one of them raises, or one that never ends by itself, is raised at once. None is left running."""
+    tasks = [asyncio.create_task(one) for one in wanted]
+    others = [asyncio.create_task(one) for one in endless]
+    pending = {*tasks, *others}
+    try:
+        while not pending.isdisjoint(tasks):
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+    finally:
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*tasks, *others, return_exceptions=True)
+    return [task.result() for task in tasks]
+
+
+def _refuse(future: "asyncio.Future[Any]", error: Broken) -> None:
     if not future.done():
         future.set_exception(error)
         future.exception()  # asyncio shall not complain about those that nobody comes back for

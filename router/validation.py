@@ -4,6 +4,7 @@ Knows the limits and the tokenizer. Knows no HTTP and no JSON; both APIs use it.
 """
 
 import asyncio
+import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from time import monotonic
 
 from .config import RouterConfig
 from .grammar import Grammars
-from .request import Grammar, Limits, Priority, Refused, Request, Sampling
+from .request import Beams, Grammar, Limits, Priority, Refused, Request, Sampling, Stopping
 from .scheduler import most_pages
 from .text import LONG_TEXT, Tokenizer
 
@@ -24,7 +25,12 @@ SMALLEST_FLOAT = 1.2e-38
 class Parameters:
     """What a client said, before anybody has looked at it. None: nothing. Names are TGI's, where TGI has one."""
 
-    choices: int | None = None  # answers: TGI's best_of, OpenAI's n
+    choices: int | None = None  # answers that are drawn: TGI's best_of, OpenAI's n
+    num_beams: int | None = None
+    num_return_sequences: int | None = None  # answers that are found: the best beams
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
+    stream_beams: bool = False  # every step's beams are told
     temperature: float | None = None
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -78,6 +84,11 @@ class Validator:
         """Answers to one prompt: all of them run at once."""
         return min(self._config.max_best_of, self._config.max_batch_size or self._config.max_best_of)
 
+    @property
+    def most_beams(self) -> int:
+        """Of a request: all of them run at once."""
+        return min(self._config.max_num_beams, self._config.sequences)
+
     async def request(
         self, prompt: str | Sequence[int], parameters: Parameters, limits: Limits, *, add_special_tokens: bool = True
     ) -> Request:
@@ -85,6 +96,7 @@ class Validator:
         began = monotonic()
         self._check_numbers(parameters)
         self._check_counts(parameters)
+        beams = self._beams(parameters)
         _check_ids(parameters.logit_bias, "logit_bias", limits)
         _check_ids(parameters.end_ids, "stop_token_ids", limits)
         if not prompt:
@@ -99,10 +111,13 @@ class Validator:
             ids = prompt
         ids = ids[-parameters.truncate :] if parameters.truncate else ids
         stop, end_ids = self._ends(parameters, limits)
-        choices = parameters.choices or 1
+        choices = (parameters.choices if beams is None else parameters.num_return_sequences) or 1
+        longest = _max_new_tokens(len(ids), parameters.max_new_tokens, choices, beams, limits)
+        if beams is not None:
+            _check_beams(beams, longest, len(end_ids), limits)
         request = Request(
             prompt=tuple(ids),
-            max_new_tokens=_max_new_tokens(len(ids), parameters.max_new_tokens, choices, limits),
+            max_new_tokens=longest,
             sampling=_sampling(parameters, limits),
             stop=stop,
             include_stop=parameters.include_stop,
@@ -114,6 +129,7 @@ class Validator:
             skip_special_tokens=parameters.skip_special_tokens,
             shown=parameters.shown,
             choices=choices,
+            beams=beams,
             priority=_priority(parameters.priority),
             grammar=parameters.grammar,
             timeout=parameters.timeout or 0.0,
@@ -147,6 +163,34 @@ class Validator:
         ids = dict.fromkeys((*own, *given.end_ids, *(id for id in found.values() if id is not None)))
         return tuple(strings), tuple(id for id in ids if id < limits.vocabulary)  # a tokenizer may have more tokens than the model
 
+    def _beams(self, given: Parameters) -> Beams | None:
+        """Whether and how beams are searched. The operator's width is for those who ask for nothing, and draw nothing."""
+        drawn = (given.choices or 1) > 1
+        default = 1 if given.sampled or drawn else self._config.num_beams
+        width = default if given.num_beams is None else given.num_beams
+        if not 0 < width <= self.most_beams:
+            flag = "--max-num-beams" if self.most_beams == self._config.max_num_beams else "--max-batch-size"
+            raise Refused(f"`num_beams` must be > 0 and <= {self.most_beams} ({flag}). Given: {width}", "num_beams")
+        stopping = _stopping(given.early_stopping)
+        if width == 1:
+            _refuse_without_beams(given, stopping)
+            return None
+        if drawn:
+            raise Refused(
+                "`best_of` together with `num_beams` > 1 is not supported: `num_return_sequences` says how many of the best beams "
+                "are answers",
+                "best_of",
+            )
+        most = min(width, self.most_choices)
+        if given.num_return_sequences is not None and not 0 < given.num_return_sequences <= most:
+            bound = "`num_beams`" if most == width else "--max-best-of"
+            raise Refused(
+                f"`num_return_sequences` must be > 0 and <= {most} ({bound}). Given: {given.num_return_sequences}",
+                "num_return_sequences",
+            )
+        penalty = 1.0 if given.length_penalty is None else given.length_penalty
+        return Beams(width=width, length_penalty=penalty, stopping=stopping, watched=given.stream_beams)
+
     def _check_numbers(self, given: Parameters) -> None:
         """In TGI's order."""
         most = self.most_choices
@@ -166,6 +210,8 @@ class Validator:
         _positive("top_k", given.top_k)
         _positive("max_new_tokens", given.max_new_tokens)
         _positive("timeout", given.timeout)
+        if given.length_penalty is not None:
+            _finite("length_penalty", given.length_penalty)
         if given.seed is not None and not 0 <= given.seed < 2**64:
             raise Refused(f"`seed` must be an unsigned integer of 64 bits. Given: {given.seed}", "seed")
 
@@ -221,8 +267,46 @@ def _priority(given: object) -> Priority:
     raise Refused(f"`priority` must be one of {names}{hint}. Given: {given}", "priority")
 
 
-def _max_new_tokens(length: int, given: int | None, choices: int, limits: Limits) -> int:
+def _stopping(given: bool | str | None) -> Stopping:
+    if given is None or isinstance(given, bool):
+        return Stopping.FULL if given else Stopping.WORSE
+    if given != Stopping.NEVER:
+        raise Refused(f'`early_stopping` must be true, false or "never". Given: "{given}"', "early_stopping")
+    return Stopping.NEVER
+
+
+def _refuse_without_beams(given: Parameters, stopping: Stopping) -> None:
+    """What says something about beams, where there are none."""
+    for name, told, neutral in (
+        ("num_return_sequences", given.num_return_sequences, 1),
+        ("length_penalty", given.length_penalty, 1.0),
+        ("early_stopping", stopping, Stopping.WORSE),
+        ("stream_beams", given.stream_beams, False),
+    ):
+        if told not in (None, neutral):
+            raise Refused(f"`{name}` needs beams: ask for them with `num_beams` > 1, or leave it out", name)
+
+
+def _check_beams(beams: Beams, longest: int, end_ids: int, limits: Limits) -> None:
+    """What only the length, the end tokens and the model tell."""
+    candidates = max(2, 1 + end_ids)  # of which at most all but one end, for each beam
+    if beams.width * candidates > limits.vocabulary:
+        raise Refused(
+            f"`num_beams` must be <= {limits.vocabulary // candidates}: each step weighs {candidates} tokens for each beam, of "
+            f"which the model has {limits.vocabulary}. Given: {beams.width}",
+            "num_beams",
+        )
+    if abs(beams.length_penalty) * math.log(longest) > math.log(LARGEST_FLOAT):
+        raise Refused(
+            f"`length_penalty` {beams.length_penalty} is too far from 0 for {longest} tokens: lengths to its power must be finite "
+            "numbers of 32 bits; lower `max_new_tokens` or bring it nearer",
+            "length_penalty",
+        )
+
+
+def _max_new_tokens(length: int, given: int | None, choices: int, beams: Beams | None, limits: Limits) -> int:
     """How many tokens may follow a prompt of this length, for each choice: exactly what was asked, or all that fit."""
+    rows, noun, onto = (choices, "answers", "to") if beams is None else (beams.width, "beams", "over")
     total = limits.max_total_tokens
     if given is not None and length + given > total:
         raise Refused(
@@ -232,17 +316,17 @@ def _max_new_tokens(length: int, given: int | None, choices: int, limits: Limits
     if not 0 < length <= min(limits.max_input_tokens, total - 1):
         raise Refused(f"`inputs` must have less than {limits.max_input_tokens} tokens. Given: {length}", "inputs")
     most = total - length if given is None else given
-    pages = most_pages(length, most, choices, limits.page_size)
+    pages = most_pages(length, most, rows, limits.page_size)
     if pages <= limits.pages:
         return most
     shared = length // limits.page_size
-    fitting = (shared + (limits.pages - shared) // choices) * limits.page_size - length + 1
+    fitting = (shared + (limits.pages - shared) // rows) * limits.page_size - length + 1
     if given is None and fitting > 0:
         return fitting
-    pages = most_pages(length, given or 1, choices, limits.page_size)
+    pages = most_pages(length, given or 1, rows, limits.page_size)
     raise Refused(
-        f"{choices} answers to {length} `inputs` tokens with `max_new_tokens` {given or 1} need {pages} pages of "
-        f"{limits.page_size} tokens, and there are {limits.pages}: at most {max(0, fitting)} new tokens fit, or fewer answers",
+        f"{rows} {noun} {onto} {length} `inputs` tokens with `max_new_tokens` {given or 1} need {pages} pages of "
+        f"{limits.page_size} tokens, and there are {limits.pages}: at most {max(0, fitting)} new tokens fit, or fewer {noun}",
         "max_new_tokens",
     )
 

@@ -34,9 +34,9 @@ class Cache:
         """Zeroes `pages`: what is masked must still be finite, so numbers that are not must not outlive their request."""
         self.pages.index_fill_(1, torch.tensor(pages, dtype=torch.int64, device=self.pages.device), 0)
 
-    def copy(self, source: int, targets: Listing[int], rows: int) -> None:
-        """The first `rows` tokens of page `source` to each of `targets`."""
-        columns = torch.tensor([[source] * len(targets), [*targets], [rows] * len(targets)], device=self.pages.device)
+    def copy(self, copies: Listing[tuple[int, int, int]]) -> None:
+        """(source, target, rows): the first `rows` tokens of page `source` to `target`. Targets are distinct and no sources."""
+        columns = torch.tensor(copies, dtype=torch.int64).t().contiguous().to(self.pages.device)
         copy_pages(self.pages, *columns)
 
 

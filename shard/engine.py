@@ -16,9 +16,12 @@ import torch
 from ..kernels.ragged import Layout
 from . import step
 from .cache import Cache
-from .decoding.sample import Sample
+from .decoding.hypotheses import candidates_of
+from .decoding.methods import strategy_of
 from .decoding.sampler import Pick
-from .decoding.strategy import Emitted, Strategy
+from .decoding.stops import Stops
+from .decoding.strategy import Child, Emitted, Grown
+from .forks import Forks
 from .forward import Bounds, Forward, Record
 from .logits import choose, score_prompts
 from .masks import Masks
@@ -41,6 +44,8 @@ class Outcome:
     tops: list[list[tuple[int, float]]] = field(default_factory=list)  # of each of these: Group.prompt_tops
     found: list[tuple[int, int]] = field(default_factory=list)  # (uid, tokens of its prompt that were cached), fresh groups only
     standing: list[tuple[int, int, int, int]] = field(default_factory=list)  # (uid, *Group.standing), only where it changed
+    scored: list[tuple[int, list[float]]] = field(default_factory=list)  # (uid, scores of the answers) of searches that have ended
+    grown: list[tuple[int, Grown]] = field(default_factory=list)  # of those that are watched
     failed: list[tuple[int, str]] = field(default_factory=list)  # (uid, why); they are gone
     seconds: float = 0.0
     mask_seconds: float = 0.0  # what grammars' masks took, beside the forward
@@ -71,14 +76,16 @@ class Engine:
         prefix_caching: bool = True,
         cache_dtype: torch.dtype | None = None,
         masks: Masks | None = None,
+        stops: Stops | None = None,
     ) -> None:
-        """cache_dtype: of keys and values; without it, the weights' own. masks: what grammars need, on rank 0."""
+        """cache_dtype: of keys and values; without it, the weights' own. masks, stops: what grammars and beams' stop strings need,
+        on rank 0."""
         self.decoder = decoder
         self.device = device
-        self.strategy: Strategy = Sample()
         self._prefix_caching = prefix_caching
         self._cache_dtype = cache_dtype or decoder.embedding.dtype
         self._masks = masks
+        self._stops = stops
         self.resize(0, page_size)
 
     def resize(self, pages: int, page_size: int) -> None:
@@ -89,6 +96,7 @@ class Engine:
         self.pool = PagePool(pages, page_size)
         self.prefixes = Prefixes(self.pool) if self._prefix_caching else None
         self.prompts = Prompts(self.pool, self.cache, self.prefixes)
+        self.forks = Forks(self.pool, self.cache)
         self.batches: dict[int, Batch] = {}
         self.groups: dict[int, Group] = {}  # of all batches, by uid
         self._changed: dict[int, Group] = {}  # groups whose standing may have changed, by uid
@@ -146,7 +154,7 @@ class Engine:
                 group.waiting.remove(choice)
                 if not group.waiting:
                     self._drop(group)
-            elif not group.waiting:
+            elif not group.waiting and group.search is None:  # beams are no choices until they are complete
                 self._end(group, [sequence for sequence in group.sequences if sequence.choice == choice])
                 if uid in self.groups:
                     self.prompts.settle(group)
@@ -176,6 +184,8 @@ class Engine:
             return f"end_ids and logit bias must be in the model's vocabulary of {vocabulary}"
         if not group.waiting and not all(0 < sequence.generated < group.max_new_tokens for sequence in group.sequences):
             return f"a continuation has from 1 to {group.max_new_tokens - 1} tokens, one fewer than max_new_tokens"
+        if group.search is not None and candidates_of(group.search.width, len(group.end_ids)) > vocabulary:
+            return f"{group.search.width} beams and {len(group.end_ids)} end tokens are too many for a vocabulary of {vocabulary}"
         choices = group.waiting or [sequence.choice for sequence in group.sequences]
         return "" if len(set(choices)) == len(choices) else f"a choice comes twice among {choices}"
 
@@ -222,7 +232,7 @@ class Engine:
         for group in groups:
             if not group.decodes:
                 continue
-            spans = self.strategy.draft(group)
+            spans = strategy_of(group).draft(group)
             try:
                 self._extend(group, spans)
                 runs.append(Run(group, spans, sampled=True))
@@ -268,7 +278,7 @@ class Engine:
             for run in runs:
                 run.first, first = first, first + run.wanted
             score_prompts(self.decoder, prompts, hidden)
-            picks = choose(self.decoder, self.strategy, runs, hidden, masks)
+            picks = choose(self.decoder, runs, hidden, masks, self._stops)
             if masks is not None:
                 outcome.mask_seconds, outcome.mask_wait_seconds = masks.seconds, masks.waited
         self._publish(runs)
@@ -277,6 +287,7 @@ class Engine:
         outcome.decode_tokens, outcome.decode_keys = sum(run.tokens for run in decodes), sum(run.keys for run in decodes)
         for run in runs:
             self._judge(run, picks, outcome)
+        self.forks.copy()
         self._tell(outcome)
         outcome.seconds = time.perf_counter() - began
         return outcome
@@ -310,18 +321,35 @@ class Engine:
                 return
             if group.waiting:
                 self._begin(group, outcome)
-            verdict = self.strategy.judge(group, own)
+            verdict = strategy_of(group).judge(group, own)
+            if verdict.failure:
+                self._fail(group, verdict.failure, outcome)
+                return
             outcome.emitted += [(group.uid, emitted) for emitted in verdict.emitted]
+            if verdict.scores is not None:
+                outcome.scored.append((group.uid, verdict.scores))
+            if verdict.grown is not None:
+                outcome.grown.append((group.uid, verdict.grown))
             if verdict.ended:
                 self._end(group, verdict.ended)
                 if group.uid not in self.groups:
                     return
+            if verdict.children and not self._fork(group, verdict.children, outcome):
+                return
         self._changed[group.uid] = group
         if not group.decodes:
             try:
                 self.prompts.settle(group)
             except OutOfPages as error:
                 self._fail(group, f"the pool is full: {error}", outcome)
+
+    def _fork(self, group: Group, children: Listing[Child], outcome: Outcome) -> bool:
+        try:
+            self.forks.fork(group, children, group.top_n > 0)
+        except OutOfPages as error:
+            self._fail(group, f"the pool is full: {error}", outcome)
+            return False
+        return True
 
     def _begin(self, group: Group, outcome: Outcome) -> None:
         """The choices that waited for the prompt have begun."""

@@ -12,6 +12,7 @@ import torch
 from ..kernels.choose import triton_on
 from .config import ShardConfig
 from .decoding.grammar import Grammars
+from .decoding.stops import Stops
 from .engine import Engine
 from .masks import Masks
 from .models.decoder import Decoder
@@ -63,14 +64,16 @@ def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
     if config.ranks > 1:
         stage(f"waiting for {config.ranks} ranks")
     ranks = Ranks(config.rank, config.ranks, device, config.master_addr, config.master_port)
-    masks = Masks(Grammars(folder, model.vocabulary), model.vocabulary) if config.rank == 0 else None
+    grammars = Grammars(folder, model.vocabulary) if config.rank == 0 else None
+    masks = Masks(grammars, model.vocabulary) if grammars else None
     progress = Progress(model.parameters(config.ranks), stage)
     source: Source = (
         DummyWeights(dtype, device, progress) if config.load_format == "dummy" else Weights(folder, dtype, device, progress)
     )
     stage("loading weights")
     cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8_e4m3fn" else None
-    return Engine(Decoder(model, source, ranks, device), device, config.page_size, config.prefix_caching, cache_dtype, masks)
+    stops = Stops(grammars) if grammars else None
+    return Engine(Decoder(model, source, ranks, device), device, config.page_size, config.prefix_caching, cache_dtype, masks, stops)
 
 
 def _device(config: ShardConfig) -> torch.device:

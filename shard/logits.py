@@ -4,15 +4,21 @@ All ranks walk through it, since logits are joined; only rank 0 sees them, and t
 """
 
 from collections.abc import Sequence as Listing
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from .codes import Found, codes_of, found_from, length_of
+from .decoding.expansion import Beams, Candidate, expand
+from .decoding.grammar import Unusable
+from .decoding.hypotheses import candidates_of
+from .decoding.methods import strategy_of
 from .decoding.sampler import Pick, Row, pick
-from .decoding.strategy import Strategy
+from .decoding.stops import Stops
 from .masks import Pending
 from .models.decoder import Decoder
-from .sequence import Group
+from .sequence import Group, Sequence
 from .step import Run
 
 # Rows whose logits are held at once for prompt log-probabilities: 64 x 128k float32 are 33 MB.
@@ -43,40 +49,116 @@ def _score(group: Group, logits: Tensor, targets: Tensor) -> None:
         group.prompt_tops += zip(ids.flatten().tolist(), (values - normalizer).flatten().tolist(), strict=True)
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a run wants to be chosen."""
+
+    run: Run
+    rows: list[Row]
+    candidates: int = 0  # of beams, whose rows are chosen from together
+
+
 def choose(
-    decoder: Decoder, strategy: Strategy, runs: Listing[Run], hidden: Tensor, masks: Pending | None = None
-) -> dict[int, list[Pick | None]]:
+    decoder: Decoder, runs: Listing[Run], hidden: Tensor, masks: Pending | None = None, stops: Stops | None = None
+) -> dict[int, Found]:
     """Per group that is sampled: its picks; None for what can't be chosen. The same tokens on every rank."""
-    sampled = [run for run in runs if run.sampled]
-    if not sampled:
+    wanted = []
+    for run in runs:
+        if run.sampled:
+            search, group = run.group.search, run.group
+            count = min(candidates_of(search.width, len(group.end_ids)), decoder.shape.vocabulary) if search else 0
+            wanted.append(Wanted(run, strategy_of(group).rows(group), count))
+    if not wanted:
         return {}
-    rows = [strategy.rows(run.group) for run in sampled]
-    picks = _picks(decoder, sampled, [row for some in rows for row in some], hidden, masks)
-    result, start = {}, 0
-    for run, some in zip(sampled, rows, strict=True):
-        result[run.group.uid] = picks[start : start + len(some)]
-        start += len(some)
+    logits = _logits(decoder, wanted, hidden)
+    mask = masks.join(hidden.device) if masks is not None else None
+    found = _found(logits, wanted, mask) if logits is not None else [[] for _ in wanted]
+    if masks is not None:
+        found = masks.settle(found)
+    if stops is not None:
+        found = [_stopped(one, some, stops) for one, some in zip(wanted, found, strict=True)]
+    if decoder.ranks.size > 1:
+        counts = [(len(one.rows), one.candidates) for one in wanted]
+        codes = codes_of(found, counts) if logits is not None else [0] * length_of(counts)
+        told = decoder.ranks.tell(torch.tensor(codes, device=hidden.device)).tolist()
+        if logits is None:
+            found = found_from(told, counts)
+    return {one.run.group.uid: some for one, some in zip(wanted, found, strict=True)}
+
+
+def _logits(decoder: Decoder, wanted: Listing[Wanted], hidden: Tensor) -> Tensor | None:
+    """Of all rows, in order. All choices of a prompt draw from the same logits, computed once."""
+    places: list[int] = []  # of the rows wanted, each once
+    copies: list[int] = []  # of each of them
+    for one in wanted:
+        run = one.run
+        count = 1 if run.group.waiting else len(run.group.sequences)
+        places += range(run.first + run.wanted - count, run.first + run.wanted)
+        copies += [len(one.rows) // count] * count
+    logits = decoder.logits(hidden if len(places) == len(hidden) else hidden[places])
+    if logits is not None and sum(copies) > len(places):
+        logits = logits.repeat_interleave(torch.tensor(copies, device=logits.device), 0)
+    return logits
+
+
+def _found(logits: Tensor, wanted: Listing[Wanted], mask: Tensor | None) -> list[Found]:
+    """Of each run. Beams are expanded together, and all others picked together."""
+    if not any(one.candidates for one in wanted):
+        return _split(pick(logits, [row for one in wanted for row in one.rows], mask), wanted)
+    result: list[Found] = [[] for _ in wanted]
+    beams, others = [i for i, one in enumerate(wanted) if one.candidates], [i for i, one in enumerate(wanted) if not one.candidates]
+    own, own_mask = _part(logits, mask, wanted, beams)
+    sets = [Beams(one.rows, [_sum(s) for s in one.run.group.sequences], one.candidates) for one in (wanted[i] for i in beams)]
+    for i, candidates in zip(beams, expand(own, sets, own_mask), strict=True):
+        result[i] = list(candidates)
+    if others:
+        own, own_mask = _part(logits, mask, wanted, others)
+        rest = [wanted[i] for i in others]
+        for i, picks in zip(others, _split(pick(own, [row for one in rest for row in one.rows], own_mask), rest), strict=True):
+            result[i] = picks
     return result
 
 
-def _picks(decoder: Decoder, sampled: Listing[Run], rows: Listing[Row], hidden: Tensor, masks: Pending | None) -> list[Pick | None]:
-    """Of `rows`, which come in the order of the runs. All choices of a prompt draw from the same logits, computed once."""
-    places: list[int] = []  # of the rows wanted, each once
-    copies: list[int] = []  # of each of them
-    for run in sampled:
-        count = 1 if run.group.waiting else len(run.group.sequences)
-        places += range(run.first + run.wanted - count, run.first + run.wanted)
-        copies += [len(run.group.waiting) or 1] * count
-    logits = decoder.logits(hidden if len(places) == len(hidden) else hidden[places])
-    if logits is not None and len(rows) > len(places):
-        logits = logits.repeat_interleave(torch.tensor(copies, device=logits.device), 0)
-    mask = masks.join(hidden.device) if masks is not None else None
-    picks: list[Pick | None] = pick(logits, rows, mask) if logits is not None else [None] * len(rows)
-    if masks is not None:
-        picks = masks.settle(picks)
-    if decoder.ranks.size > 1:
-        codes = [-1 if choice is None else 2 * choice.token + choice.complete for choice in picks]
-        told = decoder.ranks.tell(torch.tensor(codes, device=hidden.device)).tolist()
-        if logits is None:
-            picks = [None if token < 0 else Pick(token // 2, 0.0, complete=bool(token % 2)) for token in told]
-    return picks
+def _part(logits: Tensor, mask: Tensor | None, wanted: Listing[Wanted], chosen: Listing[int]) -> tuple[Tensor, Tensor | None]:
+    """The rows of some runs. Those that no grammar of theirs binds have no mask."""
+    if len(chosen) == len(wanted):
+        return logits, mask
+    starts, start = [], 0
+    for one in wanted:
+        starts.append(start)
+        start += len(one.rows)
+    places = [starts[i] + k for i in chosen for k in range(len(wanted[i].rows))]
+    bound = mask is not None and any(wanted[i].run.group.grammar for i in chosen)
+    return logits[places], mask[places] if mask is not None and bound else None
+
+
+def _split(picks: Found, wanted: Listing[Wanted]) -> list[Found]:
+    result, start = [], 0
+    for one in wanted:
+        result.append(picks[start : start + len(one.rows)])
+        start += len(one.rows)
+    return result
+
+
+def _sum(sequence: Sequence) -> float:
+    return sequence.path.score if sequence.path else 0.0
+
+
+def _stopped(one: Wanted, found: Found, stops: Stops) -> Found:
+    """Candidates of beams, those marked that complete a text."""
+    group = one.run.group
+    if not one.candidates or not group.stops or one.run.problem:
+        return found
+    try:
+        return [_marked(one, candidate, stops) for candidate in found]
+    except Unusable as error:
+        one.run.problem = str(error)
+        return [None]
+
+
+def _marked(one: Wanted, candidate: Pick | None, stops: Stops) -> Pick | None:
+    if not isinstance(candidate, Candidate):
+        return candidate
+    row = one.rows[candidate.row]
+    complete = stops.completed_by(row.tokens, row.prompt_length, candidate.token, one.run.group.stops)
+    return replace(candidate, complete=True) if complete else candidate

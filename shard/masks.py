@@ -69,7 +69,7 @@ class Masks:
             own = self._grammars.masks([guide for _, _, guide in bound])
             for row, (group, sequence, guide) in zip(own, bound, strict=True):
                 _allow_ends(row, group, sequence, guide)
-                if not row.any():
+                if not row.any() and group.search is None:  # beams have others
                     problems[group.uid] = guide.problem or NOWHERE
             rows = [row for row, place in enumerate(places) if place >= 0 and bound[place][0].uid not in problems]
             mask[rows] = own[[places[row] for row in rows]]
@@ -111,23 +111,25 @@ class Pending:
         self.waited = time.perf_counter() - began
         return mask.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else mask
 
-    def settle(self, picks: Listing[Pick | None]) -> list[Pick | None]:
-        """The picks of these rows, without those of groups that can't go on, whose runs are told why. Where no token ends a group,
+    def settle(self, picks: Listing[list[Pick | None]]) -> list[list[Pick | None]]:
+        """The picks of these runs, without those of groups that can't go on, whose runs are told why. Where no token ends a group,
         a pick that completes its grammar does."""
         problems = self._result().problems
-        settled: list[Pick | None] = []
-        for run in self._sampled:
+        settled = []
+        for run, own in zip(self._sampled, picks, strict=True):
             group = run.group
-            count = len(group.waiting) or len(group.sequences)
-            own = picks[len(settled) : len(settled) + count]
             if group.uid in problems:
                 run.problem = problems[group.uid]
-                own = [None] * count
+                own = [None] * len(own)
             elif group.grammar and not group.end_ids:
-                guides = [sequence.guide for sequence in group.sequences] * (count if group.waiting else 1)
-                own = [_completed(pick, guide) for pick, guide in zip(own, guides, strict=True)]
-            settled += own
+                own = [_completed(pick, group.sequences[_row(pick, place, group)].guide) for place, pick in enumerate(own)]
+            settled.append(own)
         return settled
+
+
+def _row(pick: Pick | None, place: int, group: Group) -> int:
+    """Which of the group's sequences it continues."""
+    return 0 if group.waiting else getattr(pick, "row", place)
 
 
 def _completed(pick: Pick | None, guide: Guide | None) -> Pick | None:

@@ -122,7 +122,7 @@ class Prompts:
                 sequence.computed = sequence.prompt_length
         if copies:
             self._cache.clear(self._pool.taken())
-            self._cache.copy(first.pages[full], copies, rows)
+            self._cache.copy([(first.pages[full], page, rows) for page in copies])
 
 
 def _ancestor(node: Node | None, depth: int) -> Node | None:

@@ -15,6 +15,7 @@ from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
 
 from .decoding.grammar import Guide
+from .decoding.hypotheses import Path, Search
 from .prefix import Node
 
 # Decode steps that `Group.grow` covers: the router decides on the next one while another is under way.
@@ -55,11 +56,28 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     node: Node | None = None  # of its last full page that others can find; None: there is none
     guide: Guide | None = None  # its place in the group's grammar, once it was asked for; on rank 0 only
+    path: Path | None = None  # of a beam
 
     @property
     def generated(self) -> int:
         """Tokens after the prompt; also the output position of the next one."""
         return len(self.tokens) - self.prompt_length
+
+    def twin(self, pages: int) -> "Sequence":
+        """One that goes on by itself, with the same first pages, which are full; they are to be shared."""
+        guide = self.guide.copy() if self.guide else None
+        path = self.path.copy() if self.path else None
+        return Sequence(
+            self.tokens[:],
+            self.prompt_length,
+            self.choice,
+            self.cache_key,
+            self.computed,
+            self.pages[:pages],
+            self.node,
+            guide,
+            path,
+        )
 
     def clear(self) -> None:
         """Nothing is computed; its pages are somebody else's."""
@@ -84,6 +102,8 @@ class Group:
     min_new_tokens: int = 0  # before so many, end_ids can't be drawn
     grammar: str = ""  # that its sequences keep, as `decoding.grammar` wants it; "": none
     compiled: bool = False  # the grammar is, as rank 0 has told
+    search: Search | None = None  # its sequences are beams, best first; it has one until its prompt is computed
+    stops: tuple[str, ...] = ()  # texts that complete a beam
     trace: str = ""  # by which logs of others know it
     batch: int = 0
     decodes: bool = False  # all is computed but the last tokens
@@ -112,6 +132,8 @@ class Group:
         """The most pages that it holds before it decodes, and in the steps that `grow` covers after that."""
         shared = self.prompt_length // page_size
         generated = [1] * len(self.waiting) if self.waiting else [s.generated for s in self.sequences]
+        if self.search is not None:
+            generated = [generated[0]] * self.search.width
         most = [self.prompt_length + min(count - 1 + AHEAD, self.max_new_tokens - 1) for count in generated]
         return shared + sum(-(-tokens // page_size) - shared for tokens in most)
 
@@ -121,6 +143,9 @@ class Group:
             held = self._count(page_size)
             return held, self.worst(page_size) - held, self.lacking
         last = self.prompt_length + self.max_new_tokens - 1  # the last token is never computed
+        if self.search is not None:
+            held = self._count(page_size)
+            return held, self._beams_grow(page_size, last, self.search.width), 0
         if len(self.sequences) == 1:
             [sequence] = self.sequences
             held = len(sequence.pages)
@@ -129,6 +154,20 @@ class Group:
             self.counted = self._count(page_size)
         grow = sum(-(-min(s.computed + AHEAD, last) // page_size) - len(s.pages) for s in self.sequences)
         return self.counted, grow, 0
+
+    def _beams_grow(self, page_size: int, last: int, width: int) -> int:
+        """The most pages that beams take in the steps that `grow` covers: each goes on, then parents give way to other parents'
+        children, which share their full pages and copy what is in the next one."""
+        computed, live, taken = self.sequences[0].computed, len(self.sequences), 0
+        partial = live if computed % page_size else 0
+        for _ in range(min(AHEAD, last - computed)):
+            if not computed % page_size:
+                taken, partial = taken + live, live
+            computed += 1
+            if computed % page_size:
+                taken, partial = taken + width - partial, width
+            live = width
+        return taken
 
     def _count(self, page_size: int) -> int:
         """Pages; one that several of its sequences hold counts once. They all hold the prompt's full pages."""

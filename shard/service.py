@@ -6,9 +6,12 @@ is left of the shard's state can't be trusted then, and the launcher knows what 
 
 import logging
 import threading
+from array import array
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Listing
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import grpc
@@ -16,6 +19,8 @@ import grpc
 from ..kernels.choose import triton_on
 from ..proto import shard_pb2 as wire
 from .config import ShardConfig
+from .decoding.hypotheses import Hypothesis, Path, Search, Stop
+from .decoding.strategy import Grown
 from .engine import Engine, Outcome
 from .forward import Bounds
 from .graphs import Recorder
@@ -235,6 +240,10 @@ def step_reply(step: int, outcome: Outcome) -> wire.Reply:
         decode_tokens=outcome.decode_tokens,
         prompt_keys=outcome.prompt_keys,
         decode_keys=outcome.decode_keys,
+        scored_uids=[uid for uid, _ in outcome.scored],
+        scored_counts=[len(scores) for _, scores in outcome.scored],
+        scores=[score for _, scores in outcome.scored for score in scores],
+        grown=[grown_to(uid, grown) for uid, grown in outcome.grown],
     )
     return wire.Reply(step=reply)
 
@@ -255,8 +264,13 @@ def group_from(message: wire.Group) -> Group:
         seed=asked.seed,
         final_logprobs=asked.final_logprobs,
     )
-    continuations = [(part.choice, part.tokens) for part in message.continuations]
-    begun, waiting = sequences(message.tokens, message.choices or 1, continuations, message.cache_key)
+    search = search_from(message) if message.HasField("beams") else None
+    live = [part for part in message.continuations if not part.complete]
+    continuations = [(part.choice, part.tokens) for part in live]
+    begun, waiting = sequences(message.tokens, 1 if search else message.choices or 1, continuations, message.cache_key)
+    if search is not None:
+        for sequence, part in zip(begun, live or [wire.Continuation()], strict=True):
+            sequence.path = path_from(part)
     return Group(
         uid=message.uid,
         sequences=begun,
@@ -269,12 +283,62 @@ def group_from(message: wire.Group) -> Group:
         prompt_top_n=message.prompt_top_n,
         min_new_tokens=message.min_new_tokens,
         grammar=message.grammar,
+        search=search,
+        stops=tuple(message.stops),
         trace=message.trace,
     )
+
+
+def search_from(message: wire.Group) -> Search:
+    """Beam search as it arrives, with what it had kept before it was paused."""
+    asked = message.beams
+    kept = [Hypothesis(array("I", part.tokens), path_from(part), part.score) for part in message.continuations if part.complete]
+    wanted = message.choices or 1
+    return Search(asked.width, wanted, asked.length_penalty, Stop(asked.stop), asked.told, asked.watched, kept)
+
+
+def path_from(part: wire.Continuation) -> Path:
+    """How a beam came about."""
+    pairs = zip(part.top_ids, part.top_logprobs, strict=True)
+    return Path(part.score, array("f", part.logprobs), [tuple(islice(pairs, count)) for count in part.top_counts])
 
 
 def paused_to(group: Group, page_size: int) -> wire.Paused:
     """What resumes a group that has given its pages back."""
     begun = [] if group.waiting else group.sequences
-    continuations = [wire.Continuation(choice=s.choice, tokens=s.tokens[s.prompt_length :]) for s in begun]
+    continuations = [continuation_to(s.choice, s.tokens[s.prompt_length :], s.path) for s in begun]
+    if group.search is not None:
+        for rank, kept in enumerate(group.search.kept):
+            part = continuation_to(rank, kept.tokens, kept.path)
+            part.score, part.complete = kept.score, True
+            continuations.append(part)
     return wire.Paused(uid=group.uid, continuations=continuations, grow=group.worst(page_size), lacking=group.lacking)
+
+
+def continuation_to(choice: int, tokens: Listing[int], path: Path | None) -> wire.Continuation:
+    """What one sequence has generated."""
+    if path is None:
+        return wire.Continuation(choice=choice, tokens=tokens)
+    return wire.Continuation(
+        choice=choice,
+        tokens=tokens,
+        score=path.score,
+        logprobs=path.logprobs,
+        top_counts=[len(top) for top in path.tops],
+        top_ids=[token for top in path.tops for token, _ in top],
+        top_logprobs=[logprob for top in path.tops for _, logprob in top],
+    )
+
+
+def grown_to(uid: int, grown: Grown) -> wire.Grown:
+    """For who watches."""
+    return wire.Grown(
+        uid=uid,
+        parents=[parent for parent, _, _ in grown.live],
+        tokens=[token for _, token, _ in grown.live],
+        scores=[score for _, _, score in grown.live],
+        complete_parents=[parent for parent, _, _ in grown.complete],
+        complete_tokens=[token for _, token, _ in grown.complete],
+        complete_scores=[score for _, _, score in grown.complete],
+        length=grown.length,
+    )

@@ -144,6 +144,10 @@ class IntegerShard:
         """Pages that can be taken."""
         return self.pool.free
 
+    def expect(self, uid: int, continuations: Continuations) -> None:
+        """A group that is not known here will join with these: it was computed on another shard, which is lost."""
+        self._resumes.setdefault(uid, continuations)
+
     def prefill(self, new: Iterable[Asked], chunks: Sequence[tuple[int, int]], tokens: int, decode: bool) -> Outcome:
         """`new` groups join. `chunks` (uid, most tokens of it) are computed in this order as long as `tokens` last, then once more
         without their bounds. With `decode`, all groups that decoded before ride along."""

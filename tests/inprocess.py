@@ -43,6 +43,7 @@ class InProcess:
     def __init__(self, service: Service) -> None:
         self.stage = "ready"
         self.steps = 0
+        self.lost: asyncio.Future[None] = asyncio.Future()
         self._service = service
         self._thread = ThreadPoolExecutor(1)
 
@@ -66,6 +67,9 @@ class InProcess:
     def _run(self, kind: str, request: Any) -> shard_pb2.Reply:
         reply = getattr(self._service, METHODS[kind])(request, NoCall())
         return shard_pb2.Reply(**{"step" if kind in ("prefill", "decode") else kind: reply})
+
+    async def forget(self) -> None:
+        raise AssertionError("it is never lost")
 
     async def close(self) -> None:
         self._thread.shutdown()

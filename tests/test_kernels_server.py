@@ -11,6 +11,7 @@ from penstock.tests import serving
 pytest.importorskip("triton")
 
 SMALL = ("--max-total-tokens=96", "--kv-pages=32", "--max-batch-prefill-tokens=16", "--max-batch-size=2", "--max-best-of=1")
+BEAMS = {"inputs": "Once", "parameters": {"max_new_tokens": 4, "details": True, "num_beams": 2}}
 ASKED = {"inputs": "Once upon a time", "parameters": {"max_new_tokens": 5, "details": True, "top_n_tokens": 2}}
 SAMPLED = {"inputs": "Once", "parameters": {"max_new_tokens": 4, "details": True, "temperature": 1.3, "top_p": 0.95, "seed": 11}}
 
@@ -22,7 +23,7 @@ def answers(*flags: str) -> list[list[int]]:
             return [token["id"] for token in json.load(answer)["details"]["tokens"]]
 
     with serving.serve(*SMALL, *flags) as server:
-        return [ask(server.url, asked) for asked in (ASKED, SAMPLED)]
+        return [ask(server.url, asked) for asked in (ASKED, SAMPLED, BEAMS)]
 
 
 def test_the_same_tokens_by_triton() -> None:

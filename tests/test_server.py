@@ -791,7 +791,7 @@ def test_after_sigkill_of_the_launcher_no_process_lives_and_of_a_shard_nothing_i
                     last = data
             return json.loads(last)  # type: ignore[no-any-return]
 
-        flags = ("--dtype", "float16", "--num-shard", "2", "--kv-pages", "256")
+        flags = ("--dtype", "float16", "--num-shard", "2", "--kv-pages", "256", "--max-restarts", "0")
         with serve(str(model), *flags, folder=place) as server:
             assert not left.exists()  # swept
             assert len(server.children()) == 3
@@ -799,6 +799,7 @@ def test_after_sigkill_of_the_launcher_no_process_lives_and_of_a_shard_nothing_i
             server.check_end(1)
             assert "on cpu, float16" in server.log
             assert "penstock: shard 1 was killed by SIGKILL" in server.log
+            assert "the shards died more than 0 times" in server.log
 
 
 def test_sigint_lets_a_stream_end_and_dummy_weights_need_only_a_config_and_a_tokenizer(

@@ -10,7 +10,7 @@ from ..config import RouterConfig
 from ..request import Refused, Request
 from .body import json_response, read
 from .openai import OpenAI
-from .openai_bodies import UNSUPPORTED, ChatBody, naming, parameters, refuse_unsupported
+from .openai_bodies import UNSUPPORTED, ChatBody, naming, parameters, refuse_unsupported, width_of
 from .openai_chats import Chats
 from .ports import Batcher, limits_of
 from .stream import Clock, fold, headers_of
@@ -94,8 +94,12 @@ class Either:
             body = self._generate.decode(data)
         except msgspec.ValidationError as error:
             raise Refused(f"instances[{index}]: {error}", "instances") from error
-        if body.stream or (body.parameters and body.parameters.best_of not in (None, 1)):
-            raise Refused(f"instances[{index}]: neither `stream` nor `best_of` is allowed for this endpoint", "instances")
+        given = body.parameters
+        if body.stream or (given and (given.best_of not in (None, 1) or given.num_return_sequences not in (None, 1))):
+            raise Refused(
+                f"instances[{index}]: neither `stream` nor `best_of` nor `num_return_sequences` is allowed for this endpoint",
+                "instances",
+            )
         asked = await self._tgi.asked(http, body)
         return asked.request, asked.prefix
 
@@ -105,7 +109,10 @@ class Either:
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         with naming(inputs="messages", max_new_tokens="max_tokens"):
             request, _ = await self._chats.request(
-                body, body.messages, parameters(http, body, max_new_tokens=most), limits_of(self._batcher)
+                body,
+                body.messages,
+                parameters(http, body, width=width_of(body), max_new_tokens=most),
+                limits_of(self._batcher),
             )
         return request
 

@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import web
 
 from ..config import RouterConfig
-from ..request import Finish, Prompt, Refused, Request, Token
+from ..request import Finish, Grown, Prompt, Refused, Request, Token
 from ..text import Tokenizer
 from ..validation import Validator
 from .body import json_response, read_named
@@ -23,12 +23,14 @@ from .openai_bodies import (
     ChatBody,
     CompletionBody,
     StreamOptions,
+    Width,
     ignored,
     naming,
     parameters,
     prompt_alternatives,
     refuse_unsupported,
     truncation,
+    width_of,
 )
 from .openai_chats import Chats
 from .openai_formats import format_name, grammar_of
@@ -76,7 +78,7 @@ class OpenAI:
         body, names = await read_named(http, self._chat, self._config.payload_limit)
         headers = ignored(self._config, body, names)
         refuse_unsupported(body, (*UNSUPPORTED, "echo"))
-        if body.best_of not in (None, body.n or 1):
+        if body.best_of not in (None, body.n or 1) and not body.use_beam_search:
             raise Refused("`best_of` is not supported for chats: ask for `n` answers", "best_of")
         if body.top_logprobs and not body.logprobs:
             raise Refused("`top_logprobs` needs `logprobs`: true", "top_logprobs")
@@ -84,10 +86,12 @@ class OpenAI:
         alternatives = prompt_alternatives(body)
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         limits = limits_of(self._batcher)
+        width = width_of(body)
         asked = parameters(
             http,
             body,
             choices=shown,
+            width=width,
             max_new_tokens=most,
             top_n_tokens=body.top_logprobs,
             prompt_logprobs=alternatives is not None,
@@ -95,7 +99,8 @@ class OpenAI:
             truncate=truncation(body, limits.max_input_tokens),
         )
         limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        with naming(inputs="messages", max_new_tokens=limit, top_n_tokens="top_logprobs", truncate="truncate_prompt_tokens"):
+        theirs = {"inputs": "messages", "max_new_tokens": limit, "top_n_tokens": "top_logprobs"}
+        with naming(**theirs, **width.names, truncate="truncate_prompt_tokens"):
             request, make = await self._chats.request(body, body.messages, asked, limits)
         shapes = Chat(bool(body.logprobs), make)
         entries = self._entries if alternatives is not None else None
@@ -111,18 +116,22 @@ class OpenAI:
         most = self._config.max_client_batch_size
         if len(prompts) > most:
             raise Refused(f"Number of prompts exceeds the maximum allowed batch size of {most}", "prompt")
-        shown, drawn = self._drawn(body)
+        width = width_of(body)
+        shown, drawn = self._drawn(body, width)
         scored = bool(body.echo) and body.logprobs is not None
         alternatives = prompt_alternatives(body)
         if scored and alternatives is not None:
             raise Refused("`prompt_logprobs` together with `echo` and `logprobs` says the same twice", "prompt_logprobs")
         silent = body.max_tokens == 0 and (bool(body.echo) or alternatives is not None)
         asked_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+        if silent and width.beams is None:
+            width = Width(1)  # there is nothing to search for, whatever the operator's default is
         limits = limits_of(self._batcher)
         asked = parameters(
             http,
             body,
             choices=drawn,
+            width=width,
             max_new_tokens=1 if silent else asked_tokens,
             top_n_tokens=body.logprobs,
             prompt_logprobs=scored or alternatives is not None,
@@ -132,7 +141,7 @@ class OpenAI:
         )
         special = body.add_special_tokens is not False
         theirs = {"inputs": "prompt", "max_new_tokens": "max_tokens", "top_n_tokens": "logprobs", "grammar": format_name(body)}
-        with naming(**theirs, truncate="truncate_prompt_tokens"):
+        with naming(**theirs, **width.names, truncate="truncate_prompt_tokens"):
             requests = [await self._validator.request(prompt, asked, limits, add_special_tokens=special) for prompt in prompts]
         whole = body.truncate_prompt_tokens is None
         texts = [prompt if isinstance(prompt, str) and whole else "" for prompt in prompts]
@@ -161,12 +170,16 @@ class OpenAI:
         model: Json = {"id": config.model, "object": "model", "created": 0, "owned_by": config.model}
         return model if limits is None else model | {"max_model_len": limits.max_total_tokens}
 
-    def _drawn(self, body: CompletionBody) -> tuple[int, int]:
-        """How many answers to a prompt are shown, and drawn."""
+    def _drawn(self, body: CompletionBody, width: Width) -> tuple[int, int]:
+        """How many answers to a prompt are shown, and drawn. Beams find just as many."""
         shown = self._choices("n", body.n)
+        if width.searched and body.best_of is not None and width.field != "best_of":
+            raise Refused(f"`best_of` together with `{width.field}` > 1 is not supported: `n` are the best beams", "best_of")
         drawn = shown if body.best_of is None else self._choices("best_of", body.best_of)
         if drawn < shown:
             raise Refused(f"`best_of` must be at least `n`. Given: {drawn} and {shown}", "best_of")
+        if body.use_beam_search:
+            return shown, shown
         if drawn > shown and body.stream:
             raise Refused("`best_of` > `n` is not supported when streaming tokens", "best_of")
         return shown, drawn
@@ -209,8 +222,12 @@ class OpenAI:
 def _whole(asked: Asked, folded: list[list[Answer]]) -> Json:
     """A whole answer."""
     shapes = asked.envelope.shapes
-    shown = [(place, answer) for place, drawn in enumerate(folded) for answer in _best(drawn, asked.shown)]
-    choices = [shapes.choice(index, answer) for index, (_, answer) in enumerate(shown)]
+    shown = [
+        (place, place * asked.shown + index, answer)
+        for place, drawn in enumerate(folded)
+        for index, answer in enumerate(_best(drawn, asked.shown))
+    ]
+    choices = [shapes.choice(index, answer) for _, index, answer in shown]
     usage = Usage(asked.prompt_tokens)
     usage.completion_tokens = 0 if asked.silent else sum(answer.finish.generated_tokens for answer in _all(folded))
     usage.cached_tokens = sum(drawn[0].prompt.cached_tokens for drawn in folded)
@@ -220,7 +237,7 @@ def _whole(asked: Asked, folded: list[list[Answer]]) -> Json:
     entries = [asked.entries(request, drawn[0].prompt) for request, drawn in zip(asked.requests, folded, strict=True)]
     if isinstance(shapes, Chat):
         return asked.envelope.whole(choices, usage) | {"prompt_logprobs": entries[0]}
-    told = [choice | {"prompt_logprobs": entries[place]} for choice, (place, _) in zip(choices, shown, strict=True)]
+    told = [choice | {"prompt_logprobs": entries[place]} for choice, (place, _, _) in zip(choices, shown, strict=True)]
     return asked.envelope.whole(told, usage)
 
 
@@ -231,6 +248,7 @@ class Events:
         self._asked = asked
         self._shapes = asked.envelope.shapes
         self._usage = Usage(asked.prompt_tokens)
+        self._unopened: dict[int, Prompt] = {}  # of beams' choices but the best: there may be fewer than asked for
         self._timing = Timing(clock.arrived)
         self._head, self._tail = asked.envelope.chunk()
         usage = b',"usage":null}' if asked.options.include_usage else b"}"
@@ -247,8 +265,10 @@ class Events:
 
     def _frames(self, first: int, item: Item) -> bytes:
         if isinstance(item, Token):
-            self._usage.completion_tokens += not self._asked.silent
             place = first + item.choice
+            if place in self._unopened:
+                return self._framed(self._shapes.opening(place, self._unopened.pop(place))) + self._frames(first, item)
+            self._usage.completion_tokens += not self._asked.silent
             around = self._around[place]
             if around is None:
                 return self._framed(self._shapes.delta(place, item))
@@ -258,7 +278,12 @@ class Events:
             self._timing.begin()
             self._usage.cached_tokens += item.cached_tokens
             places = range(first, first + self._asked.shown)
+            if self._asked.requests[0].beams is not None:
+                self._unopened.update(dict.fromkeys(places[1:], item))
+                places = places[:1]
             return b"".join([self._framed(self._shapes.opening(place, item)) for place in places])
+        if isinstance(item, Grown):  # nobody can ask for them here
+            return b""
         self._timing.end(item)
         return self._framed(self._shapes.delta(first + item.choice, item))
 
@@ -323,7 +348,7 @@ def _all(folded: list[list[Answer]]) -> list[Answer]:
 
 def _best(answers: list[Answer], count: int) -> list[Answer]:
     """All in order, or the most probable ones, best first, where more were drawn."""
-    if len(answers) == count:
+    if len(answers) <= count:
         return answers
     return sorted(answers, key=lambda answer: answer.mean_logprob, reverse=True)[:count]
 

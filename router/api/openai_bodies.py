@@ -7,6 +7,7 @@ name; one that nobody has heard of is ignored, and the answer says so, or refuse
 import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -21,6 +22,8 @@ from .tenant import tenant_of
 COMPLETION_TOKENS = 16  # OpenAI's default of `max_tokens`, for completions only
 MOST_TOP_LOGPROBS = 20  # OpenAI's
 MOST_TOLD = 32  # names of ignored fields in the header
+# What vLLM's beam search does not draw with, and the values that say so. With a temperature of 0 all of them mean nothing.
+NOT_DRAWN: dict[str, tuple[float, ...]] = {"temperature": (), "top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,)}
 
 TIERS = {  # OpenAI's service tiers
     "auto": Priority.NORMAL,
@@ -37,6 +40,8 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "echo": (False,),
     "use_beam_search": (False,),
     "beam_width": (1,),
+    "num_return_sequences": (1,),
+    "stream_beams": (False,),
     "logits_processors": ([],),
     "bad_words": ([],),
     "modalities": (["text"],),
@@ -55,6 +60,10 @@ REASONS = {
     "previous_response_id": "`previous_response_id` is not supported: the server keeps no answers; send the whole conversation",
     "conversation": "`conversation` is not supported: the server keeps no conversations; send all of it as `input`",
     "store": "`store`: true is not supported: the server keeps no answers",
+    "use_beam_search": "`use_beam_search` is not supported on this route: use `num_beams`",
+    "beam_width": "`beam_width` is not supported on this route: use `num_beams`",
+    "num_return_sequences": "`num_return_sequences` is not supported on this route: use `n`",
+    "stream_beams": "`stream_beams` is not supported on this route: use /generate_stream",
     "background": "`background` is not supported: the server keeps no answers",
 }
 
@@ -105,6 +114,9 @@ class Common(Format, kw_only=True):
     priority: Any = None  # ours
     timeout: float | None = None  # ours: seconds
     service_tier: str | None = None
+    num_beams: int | None = None  # these are ours, with transformers' names
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None  # or "never"
 
 
 class Body(Common, kw_only=True):
@@ -115,13 +127,15 @@ class Body(Common, kw_only=True):
     best_of: int | None = None
     max_tokens: int | None = None
     prompt_logprobs: int | None = None
+    use_beam_search: bool | None = None
+    beam_width: int | None = None  # SGLang's for num_beams
 
     # What would change the answer, and can't be honoured.
     suffix: Any = None
     functions: Any = None
     function_call: Any = None
-    use_beam_search: Any = None
-    beam_width: Any = None  # SGLang's
+    num_return_sequences: Any = None
+    stream_beams: Any = None
     logits_processors: Any = None
     bad_words: Any = None
     allowed_token_ids: Any = None
@@ -181,18 +195,68 @@ def ignored(config: RouterConfig, body: msgspec.Struct, names: Collection[str]) 
     return {"x-ignored-fields": ", ".join(re.sub(r"[^\w.-]", "?", name[:64], flags=re.ASCII) for name in unknown[:MOST_TOLD])}
 
 
-def parameters(http: web.Request, body: Common, **more: Any) -> Parameters:
-    """OpenAI's neutral values, and vLLM's, are TGI's absence."""
-    greedy = body.temperature == 0.0
+@dataclass(frozen=True, slots=True)
+class Width:
+    """How many beams a body asks for, and by which of its fields."""
+
+    beams: int | None = None  # None: nothing is said
+    field: str = "num_beams"
+    greedy: bool = False  # nothing is drawn
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What refusals are to call what only chats and completions call otherwise."""
+        return {"num_beams": self.field, "num_return_sequences": "n"}
+
+    @property
+    def searched(self) -> bool:
+        """Whether answers are found instead of drawn."""
+        return self.beams is not None and self.beams > 1
+
+
+def width_of(body: Body) -> Width:
+    """By transformers' name or SGLang's; where vLLM's `use_beam_search` says that there are beams, by the number of answers."""
+    names = ("num_beams", "beam_width", *(("best_of", "n") if body.use_beam_search else ()))
+    greedy = bool(body.use_beam_search)
+    said = [Width(getattr(body, name), name, greedy) for name in names if getattr(body, name) is not None]
+    if len(said) > 1 and said[1].field == "beam_width" and said[0].beams != said[1].beams:
+        raise Refused("`num_beams` and `beam_width` say the same: send one of them", "beam_width")
+    if not greedy:
+        if said and said[0].searched and body.use_beam_search is False:
+            raise Refused(f"`use_beam_search`: false contradicts `{said[0].field}`: leave one of them out", "use_beam_search")
+        return said[0] if said else Width()
+    if not said:
+        raise Refused("`use_beam_search` needs to know how many beams: send `n`, or `num_beams`", "use_beam_search")
+    for name, neutral in NOT_DRAWN.items():
+        if body.temperature != 0.0 and getattr(body, name) not in (None, *neutral):
+            raise Refused(
+                f"`{name}` together with `use_beam_search` is not supported: leave it out, or send `num_beams` instead, which lets "
+                "beams be drawn",
+                name,
+            )
+    return said[0]
+
+
+def parameters(
+    http: web.Request, body: Common, *, choices: int | None = None, width: Width | None = None, **more: Any
+) -> Parameters:
+    """OpenAI's neutral values, and vLLM's, are TGI's absence. choices: answers to each prompt; width: of the beams."""
+    width = width or Width(body.num_beams)
+    greedy = width.greedy or body.temperature == 0.0
     return Parameters(
+        choices=None if width.searched else choices,
+        num_beams=width.beams,
+        num_return_sequences=choices if width.searched else None,
+        length_penalty=body.length_penalty,
+        early_stopping=body.early_stopping,
         priority=_priority(body),
         timeout=body.timeout,
         tenant=tenant_of(http),
         temperature=None if greedy else body.temperature,
-        do_sample=not greedy,
+        do_sample=not greedy and not (width.searched and body.temperature is None),
         top_k=None if greedy or body.top_k in (0, -1) else body.top_k,
         top_p=None if greedy or body.top_p == 1.0 else body.top_p,
-        min_p=None if greedy else body.min_p,
+        min_p=None if greedy or body.min_p == 0.0 else body.min_p,
         frequency_penalty=body.frequency_penalty,
         presence_penalty=body.presence_penalty,
         repetition_penalty=body.repetition_penalty,

@@ -195,7 +195,8 @@ class Chat:
             parts = [part for item in items for part in speaker.read(item)]
             message = message_of(parts, whole=True)
             reason = speaker.reason(answer.finish)
-        return {"index": index, "message": message, "logprobs": self._content(answer.tokens), "finish_reason": reason}
+        choice = {"index": index, "message": message, "logprobs": self._content(answer.tokens), "finish_reason": reason}
+        return choice | _score(answer.finish)
 
     def opening(self, index: int, prompt: Prompt) -> bytes:
         return encode(_chunk_choice(index, {"delta": {"role": "assistant", "content": ""}, "logprobs": None}))
@@ -210,7 +211,7 @@ class Chat:
         if speaker is not None:
             delta = message_of(speaker.read(item), whole=False)
             reason = speaker.reason(item)
-        return encode(_chunk_choice(index, {"delta": delta, "logprobs": None}, reason))
+        return encode(_chunk_choice(index, {"delta": delta, "logprobs": None}, reason) | _score(item))
 
     def around(self, index: int) -> tuple[bytes, bytes] | None:
         if self._make is not None or self._logprobs:
@@ -270,7 +271,7 @@ class Completions:
             generated = self._content(index, answer.tokens)
             content = generated if content is None or generated is None else _joined(content, generated)
         reason = "length" if self._silent else REASONS[answer.finish.reason]
-        return _chunk_choice(index, {"text": text, "logprobs": content}, reason)
+        return _chunk_choice(index, {"text": text, "logprobs": content}, reason) | _score(answer.finish)
 
     def opening(self, index: int, prompt: Prompt) -> bytes | None:
         if not self._echoes:
@@ -281,7 +282,7 @@ class Completions:
     def delta(self, index: int, item: Token | Finish) -> bytes | None:
         if isinstance(item, Finish):
             text, reason = ("", "length") if self._silent else (item.delta, REASONS[item.reason])
-            return encode(_chunk_choice(index, {"text": text, "logprobs": None}, reason))
+            return encode(_chunk_choice(index, {"text": text, "logprobs": None}, reason) | _score(item))
         if self._silent:
             return None
         return encode(_chunk_choice(index, {"text": item.delta, "logprobs": self._content(index, [item])}))
@@ -369,6 +370,11 @@ def _joined(first: Json, second: Json) -> Json:
 
 def _chunk_choice(index: int, content: Json, reason: str | None = None) -> Json:
     return {"index": index, **content, "finish_reason": reason}
+
+
+def _score(finish: Finish) -> Json:
+    """What stands in a choice that beams found."""
+    return {} if finish.score is None else {"score": max(finish.score, LOWEST_LOGPROB)}
 
 
 def logprob_of(token: Token) -> Json:

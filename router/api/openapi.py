@@ -15,7 +15,7 @@ from . import openapi_answers as answers
 from .openai_bodies import ChatBody, CompletionBody
 from .page import Stats
 from .responses import ResponsesBody
-from .tgi_shapes import DetokenizeBody, Event, GenerateAnswer, GenerateBody, SpanJson, TokenizeBody
+from .tgi_shapes import BeamsEvent, DetokenizeBody, Event, GenerateAnswer, GenerateBody, SpanJson, TokenizeBody
 
 Json = dict[str, Any]
 
@@ -73,7 +73,7 @@ OPERATIONS = (
         tag=TGI,
         body=GenerateBody,
         answer=list[GenerateAnswer],
-        event=Event,
+        event=(Event, BeamsEvent),
         statuses=OURS,
     ),
     Operation(path="/generate", summary="Completes a text", tag=TGI, body=GenerateBody, answer=GenerateAnswer, statuses=OURS),
@@ -82,7 +82,7 @@ OPERATIONS = (
         summary="Completes a text, an event for each token",
         tag=TGI,
         body=GenerateBody,
-        event=Event,
+        event=(Event, BeamsEvent),
         statuses=OURS,
     ),
     Operation(
@@ -91,7 +91,7 @@ OPERATIONS = (
         tag=TGI,
         body=(GenerateBody, ChatBody, CompletionBody),
         answer=(list[GenerateAnswer], answers.ChatCompletion, answers.Completion),
-        event=(Event, answers.ChatChunk, answers.CompletionChunk),
+        event=(Event, BeamsEvent, answers.ChatChunk, answers.CompletionChunk),
         statuses=OURS,
     ),
     Operation(
@@ -254,7 +254,8 @@ def _events(operation: Operation, schemas: Schemas) -> Json:
     content = {"anyOf": [schemas.of(operation.event), schemas.of(_error(operation))]}
     return {
         "type": "object",
-        "description": "Server-sent events that carry JSON. After an error nothing follows. OpenAI's streams end with `[DONE]`.",
+        "description": "Server-sent events that carry JSON. After an error nothing follows. OpenAI's streams end with `[DONE]`. "
+        "Events that `stream_beams` asks for are named `beams`; others of these routes have no name.",
         "properties": {
             "event": {"type": "string"},
             "data": {"type": "string", "contentMediaType": JSON, "contentSchema": content},

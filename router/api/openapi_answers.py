@@ -196,6 +196,7 @@ class ChatChoice(Closed, kw_only=True):
     message: Message
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
+    score: float | Maybe = msgspec.UNSET
 
 
 class ChatChunkChoice(Closed, kw_only=True):
@@ -203,6 +204,7 @@ class ChatChunkChoice(Closed, kw_only=True):
     delta: Delta
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"] | None
+    score: float | Maybe = msgspec.UNSET
 
 
 class CompletionLogprobs(Closed, kw_only=True):
@@ -217,6 +219,7 @@ class CompletionChoice(Closed, kw_only=True):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"] | None
+    score: float | Maybe = msgspec.UNSET
     prompt_logprobs: list[dict[str, Any] | None] | Maybe = msgspec.UNSET
 
 

@@ -71,6 +71,7 @@ class Longest(msgspec.Struct):
     max_input_tokens: int
     max_total_tokens: int
     choices: int
+    beams: int
     stop_sequences: int
     top_tokens: int
 
@@ -195,6 +196,7 @@ class Page:
                 max_input_tokens=limits.max_input_tokens if limits else 0,
                 max_total_tokens=limits.max_total_tokens if limits else 0,
                 choices=min(config.max_best_of, config.max_batch_size or config.max_best_of),
+                beams=min(config.max_num_beams, config.sequences),
                 stop_sequences=config.max_stop_sequences,
                 top_tokens=config.max_top_n_tokens,
             ),

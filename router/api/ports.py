@@ -3,9 +3,9 @@
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
-from ..request import Finish, Limits, NotReady, Prompt, Request, Token
+from ..request import Finish, Grown, Limits, NotReady, Prompt, Request, Token
 
-Item = Prompt | Token | Finish
+Item = Prompt | Token | Finish | Grown
 Sink = Callable[[list[Item]], bool]
 
 

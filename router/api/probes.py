@@ -1,7 +1,8 @@
 """Whether the server lives, has loaded, takes requests: three questions, which load balancers and orchestrators ask apart.
 
 /health         503 while the model loads for the first time, then 200 as long as this process lives: TGI's, to start by
-/health/ready   200 exactly when a request would be taken now; 503 while the model loads, the server drains or is broken
+/health/ready   200 exactly when a request would be computed now; 503 while the model loads, the server drains, or the shards were
+                lost and others do not yet take their place, for which requests wait
 /health/live    200 as long as this process answers
 """
 
@@ -22,12 +23,10 @@ class Probes:
 
     def __init__(self, batcher: Batcher) -> None:
         self._batcher = batcher
-        self._loaded = False  # once ready, whatever comes then
 
     async def health(self, http: web.Request) -> web.Response:
         """GET /health. The body is empty, or says why not."""
-        self._loaded = self._loaded or self._batcher.ready
-        if self._loaded:
+        if self._batcher.limits is not None:  # known once the model has been loaded, whatever comes then
             return web.Response()
         return self._refusal({"error": "unhealthy", "error_type": "healthcheck"})
 

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from ..config import RouterConfig
 from ..parsing import reader
-from ..request import Finish, Prompt, Refused, Request, Token
+from ..request import Finish, Grown, Prompt, Refused, Request, Token
 from ..text import Tokenizer
 from ..validation import Validator
 from .body import json_response, read_named
@@ -60,6 +60,10 @@ class ResponsesBody(Common, kw_only=True):
     store: Any = None
     truncation: Any = None
     max_tool_calls: Any = None
+    num_return_sequences: Any = None
+    use_beam_search: Any = None
+    beam_width: Any = None
+    stream_beams: Any = None
 
 
 UNSUPPORTED = ResponsesBody.__struct_fields__[ResponsesBody.__struct_fields__.index("previous_response_id") :]
@@ -151,7 +155,7 @@ class Events:
             self._usage.cached_tokens = item.cached_tokens
             for kind in ("created", "in_progress"):
                 yield {"type": f"response.{kind}", "response": response.json("in_progress", [])}
-        else:
+        elif not isinstance(item, Grown):  # nobody can ask for those here
             yield from output.finish(item)
             self._usage.reasoning_tokens = output.reasoning_tokens
             status = _status(item)

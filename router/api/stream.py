@@ -59,7 +59,7 @@ class Clock:
 
 
 async def fold(streams: Sequence[AsyncGenerator[list[Item], None]], choices: int = 1) -> list[list[Answer]]:
-    """Of each stream all its choices. However it ends, all streams are closed."""
+    """Of each stream all its choices but those that never end: beams may find fewer. However it ends, all streams are closed."""
     prompts: dict[int, Prompt] = {}
     finishes: dict[tuple[int, int], Finish] = {}
     tokens: list[list[list[Token]]] = [[[] for _ in range(choices)] for _ in streams]
@@ -76,7 +76,11 @@ async def fold(streams: Sequence[AsyncGenerator[list[Item], None]], choices: int
 
     await read_all(streams, take)
     return [
-        [Answer(prompts[index], own, finishes[index, choice]) for choice, own in enumerate(of_stream)]
+        [
+            Answer(prompts[index], own, finishes[index, choice])
+            for choice, own in enumerate(of_stream)
+            if (index, choice) in finishes
+        ]
         for index, of_stream in enumerate(tokens)
     ]
 

@@ -1,7 +1,7 @@
 """text-generation-inference's own routes: its JSON to a `Request`, a stream of items to its JSON. Nothing else."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -11,7 +11,7 @@ from aiohttp import web
 
 from ..config import RouterConfig
 from ..grammar import json_schema, regex
-from ..request import Alternative, Finish, Grammar, Refused, Request, Token
+from ..request import Alternative, Beam, Finish, Grammar, Grown, Prompt, Refused, Request, Token
 from ..text import Tokenizer
 from ..validation import Parameters, Validator
 from .body import json_response, read
@@ -20,6 +20,8 @@ from .ports import Batcher, Item, limits_of
 from .stream import Answer, Clock, fold, headers_of, plain_frame, send, stream_headers_of
 from .tenant import tenant_of
 from .tgi_shapes import (
+    BeamJson,
+    BeamsEvent,
     BestOf,
     Details,
     DetokenizeBody,
@@ -155,6 +157,11 @@ class Tgi:
         _refuse_unsupported(given, streaming)
         parameters = Parameters(
             choices=given.best_of,
+            num_beams=given.num_beams,
+            num_return_sequences=given.num_return_sequences,
+            length_penalty=given.length_penalty,
+            early_stopping=given.early_stopping,
+            stream_beams=bool(given.stream_beams),
             temperature=given.temperature,
             repetition_penalty=given.repetition_penalty,
             frequency_penalty=given.frequency_penalty,
@@ -177,7 +184,7 @@ class Tgi:
             timeout=given.timeout,
             tenant=tenant_of(http),
         )
-        if 1 < (given.best_of or 1) <= self._validator.most_choices and not parameters.sampled:
+        if 1 < (given.best_of or 1) <= self._validator.most_choices and not parameters.sampled and (given.num_beams or 1) == 1:
             raise Refused("you must use sampling when `best_of` is > 1", "best_of")
         request = await self._validator.request(body.inputs, parameters, limits_of(self._batcher))
         full = full_text if given.return_full_text is None else given.return_full_text
@@ -185,22 +192,22 @@ class Tgi:
 
     async def _whole(self, asked: Asked, clock: Clock, *, wrapped: bool) -> web.Response:
         (answers,) = await fold([self._batcher.submit(asked.request)], asked.request.choices)
-        best = max(answers, key=lambda answer: answer.mean_logprob)
+        best = answers[0] if asked.request.beams else max(answers, key=lambda answer: answer.mean_logprob)
         content = GenerateAnswer(asked.prefix + best.finish.text)
         if asked.details:
             content.details = Details(**self._details(asked, best))
             if len(answers) > 1:
-                content.details.best_of_sequences = [
-                    BestOf(generated_text=asked.prefix + answer.finish.text, **self._details(asked, answer))
-                    for answer in answers
-                    if answer is not best
-                ]
+                content.details.best_of_sequences = [self._other(asked, answer) for answer in answers if answer is not best]
         headers = headers_of(clock, [asked.request], [best]) | _characters(asked)
         return json_response([content] if wrapped else content, headers)
 
     async def _streamed(self, http: web.Request, asked: Asked, clock: Clock) -> web.StreamResponse:
         headers = stream_headers_of(clock, [asked.request]) | _characters(asked)
-        return await send(http, self._batcher, [asked.request], Events(asked), headers)
+        events = BeamEvents(asked, self._other) if asked.request.beams else Events(asked)
+        return await send(http, self._batcher, [asked.request], events, headers)
+
+    def _other(self, asked: Asked, answer: Answer) -> BestOf:
+        return BestOf(generated_text=asked.prefix + answer.finish.text, **self._details(asked, answer))
 
     def _details(self, asked: Asked, answer: Answer) -> dict[str, Any]:
         """What the details of the best answer and of the others have in common."""
@@ -213,6 +220,7 @@ class Tgi:
             "prefill": [PrefillJson(id, self._tokenizer.token_text(id), logprob) for id, logprob in prefill],
             "tokens": [_token(token) for token in answer.tokens],
             "top_tokens": [_top(token) for token in answer.tokens] if request.top_n else msgspec.UNSET,
+            "score": _score(finish),
         }
 
 
@@ -228,7 +236,7 @@ class Events:
         frames = []
         for item, after in zip(items, [*items[1:], None], strict=True):
             if isinstance(item, Token):
-                frames.append(plain_frame(encode(self._event(item, after if isinstance(after, Finish) else None))))
+                frames.append(self._frame(item, after if isinstance(after, Finish) else None))
         return b"".join(frames)
 
     def end(self) -> bytes:
@@ -239,21 +247,80 @@ class Events:
         """The end of a stream that failed."""
         return plain_frame(tgi_body(problem))
 
-    def _event(self, token: Token, finish: Finish | None) -> Event:
+    def _frame(self, token: Token, finish: Finish | None, others: Sequence[BestOf] = ()) -> bytes:
         self._index += 1
         event = Event(self._index, _token(token))
         if self._asked.request.top_n:
             event.top_tokens = _top(token)
         if finish is not None:
             event.generated_text = self._asked.prefix + finish.text
-            event.details = _stream_details(self._asked, finish)
-        return event
+            event.details = _stream_details(self._asked, finish, others)
+        return plain_frame(encode(event))
 
 
-def _stream_details(asked: Asked, finish: Finish) -> StreamDetails | None:
+class BeamEvents(Events):
+    """The same where beams are searched: the best answer's tokens, and, if they are asked for, the beams of each step.
+
+    The last token's event waits until all is found: it also tells the other answers.
+    """
+
+    def __init__(self, asked: Asked, other: Callable[[Asked, Answer], BestOf]) -> None:
+        super().__init__(asked)
+        self._other = other
+        self._step = 0
+        self._prompt = Prompt(())
+        self._tokens: list[list[Token]] = [[] for _ in range(asked.request.choices)]  # but the best answer's
+        self._finishes: dict[int, Finish] = {}
+        self._last: Token | None = None  # of the best answer, not told yet
+
+    def of(self, stream: int, items: Sequence[Item]) -> bytes:
+        """See `stream.Events`."""
+        frames = []
+        for item in items:
+            match item:
+                case Token(choice=0):
+                    frames += self._untold()
+                    self._last = item
+                case Token():
+                    self._tokens[item.choice].append(item)
+                case Grown():
+                    frames.append(self._grown(item))
+                case Finish():
+                    self._finishes[item.choice] = item
+                case Prompt():
+                    self._prompt = item
+        if 0 not in self._finishes:
+            frames += self._untold()
+        return b"".join(frames)
+
+    def end(self) -> bytes:
+        """The last token's event."""
+        assert self._last is not None
+        finish = self._finishes.pop(0)
+        answers = [Answer(self._prompt, self._tokens[choice], own) for choice, own in sorted(self._finishes.items())]
+        return self._frame(self._last, finish, [self._other(self._asked, answer) for answer in answers])
+
+    def _untold(self) -> list[bytes]:
+        token, self._last = self._last, None
+        return [] if token is None else [self._frame(token, None)]
+
+    def _grown(self, grown: Grown) -> bytes:
+        self._step += 1
+        event = BeamsEvent(self._step, [_beam(beam) for beam in grown.live], [_beam(beam) for beam in grown.complete])
+        return b"event: beams\n" + plain_frame(encode(event))
+
+
+def _stream_details(asked: Asked, finish: Finish, others: Sequence[BestOf]) -> StreamDetails | None:
     if not asked.details:
         return None
-    return StreamDetails(finish.reason, finish.generated_tokens, asked.seed, len(asked.request.prompt))
+    return StreamDetails(
+        finish.reason,
+        finish.generated_tokens,
+        asked.seed,
+        len(asked.request.prompt),
+        best_of_sequences=list(others) or msgspec.UNSET,
+        score=_score(finish),
+    )
 
 
 def _characters(asked: Asked) -> dict[str, str]:
@@ -264,6 +331,14 @@ def _token(token: Token | Alternative) -> TokenJson:
     return TokenJson(token.id, token.text, token.logprob, token.special)
 
 
+def _score(finish: Finish) -> float | msgspec.UnsetType:
+    return msgspec.UNSET if finish.score is None else finish.score
+
+
+def _beam(beam: Beam) -> BeamJson:
+    return BeamJson(beam.parent, beam.id, beam.text, beam.score)
+
+
 def _top(token: Token) -> list[TokenJson]:
     return [_token(alternative) for alternative in token.top]
 
@@ -271,6 +346,8 @@ def _top(token: Token) -> list[TokenJson]:
 def _refuse_unsupported(given: GenerateParameters, streaming: bool) -> None:
     if streaming and given.best_of not in (None, 1):
         raise Refused("`best_of` != 1 is not supported when streaming tokens", "best_of")
+    if given.stream_beams and not streaming:
+        raise Refused("`stream_beams` needs a stream: send the request to /generate_stream, or leave it out", "stream_beams")
     if streaming and given.decoder_input_details:
         raise Refused("`decoder_input_details` == true is not supported when streaming tokens", "decoder_input_details")
     if given.watermark:

@@ -37,6 +37,11 @@ class GenerateParameters(msgspec.Struct):
     top_n_tokens: int | None = None
     grammar: GrammarBody | None = None
     adapter_id: str | None = None
+    num_beams: int | None = None  # these are ours, with transformers' names
+    num_return_sequences: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None  # or "never"
+    stream_beams: bool | None = None
     priority: Any = None  # ours
     timeout: float | None = None  # ours: seconds
 
@@ -92,7 +97,7 @@ class PrefillJson(msgspec.Struct):
 
 
 class BestOf(msgspec.Struct):
-    """Another answer than the best."""
+    """Another answer than the best. `score` is there where beams were searched."""
 
     generated_text: str
     finish_reason: str
@@ -101,6 +106,7 @@ class BestOf(msgspec.Struct):
     prefill: list[PrefillJson]
     tokens: list[TokenJson]
     top_tokens: list[list[TokenJson]] | msgspec.UnsetType = msgspec.UNSET
+    score: float | msgspec.UnsetType = msgspec.UNSET
 
 
 class Details(msgspec.Struct):
@@ -113,15 +119,18 @@ class Details(msgspec.Struct):
     tokens: list[TokenJson]
     best_of_sequences: list[BestOf] | msgspec.UnsetType = msgspec.UNSET
     top_tokens: list[list[TokenJson]] | msgspec.UnsetType = msgspec.UNSET
+    score: float | msgspec.UnsetType = msgspec.UNSET
 
 
 class StreamDetails(msgspec.Struct):
-    """Of a stream, in its last event."""
+    """Of a stream, in its last event. What beams found beside the answer that was streamed is `best_of_sequences`."""
 
     finish_reason: str
     generated_tokens: int
     seed: int | None
     input_length: int
+    best_of_sequences: list[BestOf] | msgspec.UnsetType = msgspec.UNSET
+    score: float | msgspec.UnsetType = msgspec.UNSET
 
 
 class GenerateAnswer(msgspec.Struct):
@@ -137,3 +146,20 @@ class Event(msgspec.Struct):
     top_tokens: list[TokenJson] | msgspec.UnsetType = msgspec.UNSET
     generated_text: str | None = None
     details: StreamDetails | None = None
+
+
+class BeamJson(msgspec.Struct):
+    """A beam, by its last token."""
+
+    parent: int  # its place among the live beams of the step before
+    id: int
+    text: str
+    score: float
+
+
+class BeamsEvent(msgspec.Struct):
+    """What a step made of the beams: an event named `beams`, for who asks for `stream_beams`."""
+
+    step: int  # from 1
+    live: list[BeamJson]  # best first
+    complete: list[BeamJson]  # by this step

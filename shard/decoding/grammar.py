@@ -40,6 +40,12 @@ class Guide:
         self.matcher = matcher
         self._followed = 0
 
+    def copy(self) -> "Guide":
+        """One that goes on by itself."""
+        twin = Guide(self.matcher.deep_copy())
+        twin._followed = self._followed
+        return twin
+
     @property
     def complete(self) -> bool:
         """Whether the text may end here."""
@@ -108,6 +114,11 @@ class Grammars:
         if self._vocabulary % 32:
             mask[:, -1] &= (1 << self._vocabulary % 32) - 1
         return mask
+
+    def bytes_of(self, tokens: Listing[int]) -> bytes:
+        """The text that tokens stand for. Raises Unusable."""
+        text: bytes = self._tokenizer.result().decode_bytes(list(tokens))
+        return text
 
     def _compile(self, grammar: str) -> "Future[llguidance.LLMatcher]":
         compiled = self._compiled.get(grammar)

@@ -21,9 +21,9 @@ class Sample:
         """One per sequence, or per choice that begins."""
         if group.waiting:
             [first] = group.sequences
-            sampling = _sampling(group, 0)
+            sampling = sampling_of(group, 0)
             return [Row(sampling, first.tokens, first.prompt_length, choice, group.top_n) for choice in group.waiting]
-        return [Row(_sampling(group, s.generated), s.tokens, s.prompt_length, s.choice, group.top_n) for s in group.sequences]
+        return [Row(sampling_of(group, s.generated), s.tokens, s.prompt_length, s.choice, group.top_n) for s in group.sequences]
 
     def judge(self, group: Group, picks: Listing[Pick]) -> Verdict:
         """Appends each pick."""
@@ -41,7 +41,7 @@ class Sample:
         return Verdict(emitted, ended)
 
 
-def _sampling(group: Group, generated: int) -> Sampling:
+def sampling_of(group: Group, generated: int) -> Sampling:
     """Of the next token; while it is too early for an end token, none can be drawn. A grammar's mask sees to that itself."""
     if generated >= group.min_new_tokens or group.grammar:
         return group.sampling

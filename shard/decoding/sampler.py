@@ -73,12 +73,12 @@ def _pick_fused(logits: Tensor, rows: Listing[Row], mask: Tensor | None) -> list
     from ...kernels.fused_sampling import sample
 
     penalized = any(row.sampling.penalized for row in rows)
-    found = sample(logits, _draws(rows, logits.device), _penalties(rows, logits.device) if penalized else None, mask)
+    found = sample(logits, draws_of(rows, logits.device), _penalties(rows, logits.device) if penalized else None, mask)
     logprobs = found.logprobs
     if any(row.final for row in rows):
         final = torch.tensor([row.final for row in rows], device=logits.device)
         logprobs = torch.where(final & logprobs.isfinite(), found.final, logprobs)
-    tops = _own_tops(logits, rows)
+    tops = own_tops(logits, rows)
     chosen = torch.stack((found.tokens.double(), logprobs.double())).tolist()
     return [
         None if math.isnan(logprob) else Pick(int(token), logprob, tops.get(i, ()))
@@ -88,7 +88,7 @@ def _pick_fused(logits: Tensor, rows: Listing[Row], mask: Tensor | None) -> list
 
 def _pick_plainly(logits: Tensor, rows: Listing[Row], mask: Tensor | None) -> list[Pick | None]:
     own = logits.logsumexp(-1)
-    scores = _penalized(logits, rows)
+    scores = penalized(logits, rows)
     if mask is not None:
         scores = allow(scores, mask)
     picked = _choose(scores, rows)
@@ -96,7 +96,7 @@ def _pick_plainly(logits: Tensor, rows: Listing[Row], mask: Tensor | None) -> li
     for part, columns in picked:
         tokens[part.rows] = columns if part.ids is None else part.ids.gather(1, columns.unsqueeze(1)).squeeze(1)
     logprobs = logits.gather(1, tokens.unsqueeze(1)).squeeze(1) - own
-    tops = _own_tops(logits, rows)
+    tops = own_tops(logits, rows)
     for part, columns in picked:
         _report_final(part, columns, rows, logprobs, tops)
     return [
@@ -105,7 +105,7 @@ def _pick_plainly(logits: Tensor, rows: Listing[Row], mask: Tensor | None) -> li
     ]
 
 
-def _penalized(logits: Tensor, rows: Listing[Row]) -> Tensor:
+def penalized(logits: Tensor, rows: Listing[Row]) -> Tensor:
     """Logits after penalties and bias; a new tensor if there are any."""
     indices = [i for i, row in enumerate(rows) if row.sampling.penalized]
     if not indices:
@@ -149,12 +149,12 @@ def _choose(scores: Tensor, rows: Listing[Row]) -> list[tuple[Candidates, Tensor
         greedy = everything[[i for i, row in enumerate(rows) if not row.sampling.temperature > 0]]
         picked.append((Candidates(greedy, scores[greedy], None), scores[greedy].argmax(-1)))
     indices = everything[sampled]
-    draws = _draws([rows[i] for i in sampled], device)
+    draws = draws_of([rows[i] for i in sampled], device)
     parts = candidates(scores[indices], draws)
     return picked + [(Candidates(indices[part.rows], part.scores, part.ids), draw(part, draws)) for part in parts]
 
 
-def _draws(rows: Listing[Row], device: torch.device) -> Draws:
+def draws_of(rows: Listing[Row], device: torch.device) -> Draws:
     """Two copies to the device, whatever the number of parameters."""
     samplings = [row.sampling for row in rows]
     floats = [[one.temperature, one.top_p, one.min_p, one.typical_p] for one in samplings]
@@ -167,7 +167,8 @@ def _draws(rows: Listing[Row], device: torch.device) -> Draws:
     return Draws(temperature, top_k, top_p, min_p, typical_p, seeds, choices, positions)
 
 
-def _own_tops(logits: Tensor, rows: Listing[Row]) -> dict[int, tuple[tuple[int, float], ...]]:
+def own_tops(logits: Tensor, rows: Listing[Row]) -> dict[int, tuple[tuple[int, float], ...]]:
+    """The model's own most probable tokens, by row, of those rows that report them."""
     indices = [i for i, row in enumerate(rows) if row.top_n and not row.final]
     if not indices:
         return {}

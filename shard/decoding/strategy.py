@@ -1,7 +1,7 @@
 """How a group goes on: two verbs. A new method of decoding is a new file with a class that has them."""
 
 from collections.abc import Sequence as Listing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
 
@@ -28,11 +28,35 @@ class Emitted:
 
 
 @dataclass(frozen=True, slots=True)
+class Child:
+    """A beam that lives on: a parent's tokens, and another."""
+
+    parent: Sequence
+    token: int
+    score: float
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """What a step made of beams, as (rank of the beam before, token, score)."""
+
+    live: list[tuple[int, int, float]]  # best first
+    complete: list[tuple[int, int, float]]  # that were completed and are among the best
+    length: int  # generated tokens of each, with this one
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """What a step meant for a group."""
 
     emitted: list[Emitted]
     ended: list[Sequence]  # nothing more will come of them
+    children: list[Child] = field(default_factory=list)  # what takes the place of all sequences, if there are any
+    scores: list[float] | None = None  # of the answers of a search that has ended
+    grown: Grown | None = None
+    failure: str = ""  # why the group can't go on
 
 
 class Strategy(Protocol):
@@ -43,7 +67,8 @@ class Strategy(Protocol):
         `rows` says."""
 
     def rows(self, group: Group) -> list[Row]:
-        """How logits become picks: one per wanted row of `draft`; or one per waiting choice, all from the prompt's last row."""
+        """How logits become picks: one per wanted row of `draft`; or one per waiting choice, all from the prompt's last row. For
+        beams, whose picks come from all rows together, as many candidates as their search looks at."""
 
     def judge(self, group: Group, picks: Listing[Pick]) -> Verdict:
         """Takes the picks of the rows into the group's sequences, whose spans are computed. Choices that waited have begun."""

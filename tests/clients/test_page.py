@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from penstock.router.config import RouterConfig
-from penstock.router.request import Limits, Overloaded, Refused
+from penstock.router.request import Beams, Limits, Overloaded, Refused
 from penstock.router.text import Tokenizer
 from penstock.tests import serving as real
 from penstock.tests.router.fake_batcher import FakeBatcher, make_tokenizer, serving
@@ -425,3 +425,63 @@ def test_with_the_demo_model(new_page: Any) -> None:
         run(page, "Well")
         expect(page.locator("#problem")).to_contain_text("unclosed group")
         expect(page.locator("#grammar-source")).to_have_attribute("aria-invalid", "true")
+
+
+def test_beams_are_seen_as_they_grow(tokenizer: Tokenizer, new_page: Any) -> None:
+    with served(tokenizer, pace=asyncio.Semaphore(0), says="Hello</s>") as server:
+        page = new_page(server.url)
+        expect(page.locator("#state")).to_have_text("ready")
+        assert page.locator("#length_penalty").is_hidden()
+        page.fill("#num_beams", "3")
+        expect(page.locator("#temperature")).to_have_value("0")
+        page.fill("#length_penalty", "2")
+        page.fill("#n", "2")
+        page.fill("#prompt", "hi")
+        page.click("#run")
+        server.permit(3)
+        beams = page.locator(".beams .beam")
+        expect(beams).to_have_count(9)
+        expect(page.locator(".beams figcaption")).to_contain_text("3 beams · 3 steps · 0 complete")
+        expect(page.locator(".beams .beam.best > text")).to_have_text(["H", "e", "l"])
+        # The second step's first beam, which says the same as the best, has no heir, and so has the one that it goes on from.
+        expect(page.locator(".beams .beam.dropped > text")).to_have_text(['"', "e"])
+        expect(page.locator(".beams path")).to_have_count(6)
+        expect(page.locator(".beams path.dropped")).to_have_count(1)
+        expect(page.locator(".beams .dropped.best")).to_have_count(0)
+        assert "H · score −0.500" in page.locator(".beams .beam title").first.evaluate("title => title.textContent")
+        server.permit(10)
+        expect(page.locator(".answer .text")).to_have_text(["Hello", "Hello1"])
+        expect(page.locator(".answer .facts").first).to_contain_text("score −0.250")
+        expect(page.locator(".beams .beam.best")).to_have_count(6)
+        expect(page.locator(".beams .beam.complete.best > text")).to_have_text(["</s>"])
+        request = server.batcher.requests[-1]
+        assert request.beams == Beams(width=3, length_penalty=2.0, watched=True)
+        assert (request.choices, request.sampling.temperature) == (2, 0.0)
+        server.permit(100)
+        page.click("input[value=chat] + span")
+        run(page, "hi")
+        expect(page.locator("#chat .answer .text")).to_have_text(["Hello", "Hello1"])
+        assert server.batcher.requests[-1].beams == Beams(width=3, length_penalty=2.0)
+        page.fill("#num_beams", "1")
+        expect(page.locator("#temperature")).to_have_value("0.8")
+        run(page, "hi")
+        assert server.batcher.requests[-1].beams is None
+
+
+def test_answers_that_are_not_there_are_named_as_such(tokenizer: Tokenizer, new_page: Any) -> None:
+    with served(tokenizer, finds=1) as server:
+        page = new_page(server.url)
+        page.fill("#num_beams", "2")
+        page.fill("#n", "2")
+        run(page, "hi")
+        expect(page.locator(".answer .facts").last).to_contain_text("there is no other")
+
+
+def test_what_beams_are_refused_for_is_marked(tokenizer: Tokenizer, new_page: Any) -> None:
+    with served(tokenizer) as server:
+        page = new_page(server.url)
+        page.fill("#num_beams", "2")
+        page.fill("#n", "3")
+        run(page, "hi")
+        expect(page.locator("#problem")).to_contain_text("`num_return_sequences` must be > 0 and <= 2 (`num_beams`). Given: 3")
+        expect(page.locator("#n")).to_have_attribute("aria-invalid", "true")

@@ -1,4 +1,5 @@
-"""A launcher whose children are stand-ins: `harness.py PORT GRACE ROUTER-BEHAVIOUR SHARD-BEHAVIOUR...`, words joined by +."""
+"""A launcher whose children are stand-ins: `harness.py PORT GRACE RESTARTS PIPE ROUTER-BEHAVIOUR
+SHARD-BEHAVIOUR...`, words joined by +."""
 
 import os
 import sys
@@ -9,7 +10,7 @@ from penstock.launcher.console import Console
 
 STAND_IN = str(Path(__file__).with_name("stand_in.py"))
 
-port, grace, router, *shards = sys.argv[1:]
+port, grace, restarts, pipe, router, *shards = sys.argv[1:]
 serve.GRACE = 1.0
 console = Console(json_output=False)
 
@@ -26,5 +27,7 @@ server = serve.Server(
     health=("127.0.0.1", int(port)),
     ready=lambda: console.say("ready"),
     grace=float(grace),
+    max_restarts=int(restarts),
+    complaints=Path(pipe) if pipe else None,
 )
 sys.exit(server.run())

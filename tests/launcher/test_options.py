@@ -42,6 +42,8 @@ def test_every_option_is_read_from_its_variable() -> None:
         options.port: "7",
         options.fraction: "0.5",
         options.seconds: "0.5",
+        options.positive: "0.5",
+        options.limit: "0",
         options.path: "/text",
         options.file: str(Path(__file__).resolve()),
         options.graphs: "1,2",
@@ -104,6 +106,9 @@ def test_a_machine_name_in_hostname_is_no_setting() -> None:
         ("", {"MAX_INPUT_TOKENS": "5", "MAX_INPUT_LENGTH": "5"}, "MAX_INPUT_TOKENS and MAX_INPUT_LENGTH mean the same"),
         ("--max-input-tokens 5 --max-total-tokens 5", {}, "--max-input-tokens 5 must be below --max-total-tokens 5"),
         ("--max-best-of 8 --max-batch-size 4", {}, "--max-best-of 8 answers could not run at once: raise --max-batch-size 4"),
+        ("--num-beams 9", {}, "--num-beams 9 is more than --max-num-beams 8: lower it, or raise the other"),
+        ("--num-beams 4 --max-batch-size 2", {}, "4 beams of a request could not run at once: raise --max-batch-size to 4"),
+        ("--max-num-beams 200", {}, "200 beams of a request could not run at once: raise --max-batch-size to 200"),
         ("--kv-pages 8 --max-batch-total-tokens 64", {}, "--kv-pages 8 of 16 tokens and --max-batch-total-tokens 64 both say"),
         ("--itl-target 0", {}, "--itl-target=0: a number of milliseconds above 0 is needed"),
         ("--itl-target 20 --prefill-policy pause", {}, "--itl-target is for --prefill-policy mixed"),
@@ -127,6 +132,7 @@ def test_every_flag_has_an_effect() -> None:
     """It is a setting of a process, or the launcher's own."""
     own = {
         *("model_id", "huggingface_hub_cache", "num_shard", "sharded", "shard_uds_path", "cuda_memory_fraction", "env"),
+        "max_restarts",
         *("penstock_kernels", "api_key", "max_batch_total_tokens"),  # say what others say, in TGI's words
     }
     settings = {field.name for config in (RouterConfig, ShardConfig) for field in dataclasses.fields(config)}
@@ -134,7 +140,7 @@ def test_every_flag_has_an_effect() -> None:
 
 
 def test_every_setting_of_the_router_has_a_flag() -> None:
-    found = {"folder", "model", "shards", "api_keys"}  # by the launcher itself
+    found = {"folder", "model", "shards", "complaints", "api_keys"}  # by the launcher itself
     assert {field.name for field in dataclasses.fields(RouterConfig)} - set(options.FIELDS) == found
 
 

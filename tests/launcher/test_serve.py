@@ -8,11 +8,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from penstock.launcher import machine, serve
 from penstock.launcher.console import Console
+from penstock.launcher.restarts import LONGEST_DELAY, WINDOW, Restarts
 
 HARNESS = str(Path(__file__).with_name("harness.py"))
 
@@ -20,10 +22,10 @@ HARNESS = str(Path(__file__).with_name("harness.py"))
 class Launcher:
     """A harness process, and what it has written so far."""
 
-    def __init__(self, *behaviours: str, grace: float = 5) -> None:
+    def __init__(self, *behaviours: str, grace: float = 5, restarts: int = 0, pipe: str = "") -> None:
         port = machine.free_port(0)
         self.process = subprocess.Popen(
-            [sys.executable, HARNESS, str(port), str(grace), *behaviours],
+            [sys.executable, HARNESS, str(port), str(grace), str(restarts), pipe, *behaviours],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -45,8 +47,8 @@ class Launcher:
         self.lines += [line.rstrip() for line in self.process.stdout]
         return self.process.wait(timeout=30)
 
-    def pids(self) -> list[int]:
-        return [int(line.rpartition(" ")[2]) for line in self.lines if "has pid" in line]
+    def pids(self, name: str = "") -> list[int]:
+        return [int(line.rpartition(" ")[2]) for line in self.lines if f"{name} has pid" in line]
 
     def position(self, pattern: str) -> int:
         found = [number for number, line in enumerate(self.lines) if re.search(pattern, line)]
@@ -58,8 +60,8 @@ class Launcher:
 def launch() -> Iterator[Callable[..., Launcher]]:
     started: list[Launcher] = []
 
-    def start(*behaviours: str, grace: float = 5) -> Launcher:
-        started.append(Launcher(*behaviours, grace=grace))
+    def start(*behaviours: str, **settings: Any) -> Launcher:
+        started.append(Launcher(*behaviours, **settings))
         return started[-1]
 
     yield start
@@ -165,6 +167,73 @@ def test_a_killed_router_ends_everything(launch: Callable[..., Launcher]) -> Non
     assert launcher.end() == 1
     assert gone(launcher.pids(), 0)
     assert any(line.startswith("penstock: router was killed by SIGKILL") for line in launcher.lines)
+
+
+def test_killed_shards_are_started_again_and_the_router_stays(launch: Callable[..., Launcher]) -> None:
+    launcher = launch("serves", "runs", "runs", restarts=2)
+    launcher.until("^penstock: ready$")
+    for restart in (1, 2):
+        os.kill(launcher.pids("shard-1")[-1], signal.SIGKILL)
+        launcher.until(f"^penstock: starting the shards again now: restart {restart} of at most 2 within 10 minutes$")
+        launcher.until("^penstock: ready again after")
+    assert [len(launcher.pids(name)) for name in ("router", "shard-0", "shard-1")] == [1, 3, 3]
+    assert gone(launcher.pids("shard-0")[:-1] + launcher.pids("shard-1")[:-1], 0)
+    os.kill(launcher.pids("shard-0")[-1], signal.SIGKILL)
+    assert launcher.end() == 1
+    assert gone(launcher.pids(), 0)
+    assert "penstock: the shards died more than 2 times within 10 minutes (--max-restarts): the server ends" in launcher.lines
+
+
+def test_a_killed_router_is_started_again_and_the_shards_stay(launch: Callable[..., Launcher]) -> None:
+    launcher = launch("serves", "runs", restarts=1)
+    launcher.until("^penstock: ready$")
+    os.kill(launcher.pids("router")[0], signal.SIGKILL)
+    launcher.until("^penstock: ready again after")
+    assert [len(launcher.pids(name)) for name in ("router", "shard-0")] == [2, 1]
+    launcher.process.kill()  # those that were started again are no orphans either
+    launcher.end()
+    assert gone(launcher.pids(), 5)
+
+
+def test_a_signal_while_something_is_started_again_ends_everything(launch: Callable[..., Launcher]) -> None:
+    launcher = launch("serves+drains", "runs", restarts=3)
+    launcher.until("^penstock: ready$")
+    os.kill(launcher.pids("shard-0")[0], signal.SIGKILL)
+    launcher.until("starting the shards again")
+    launcher.process.send_signal(signal.SIGTERM)
+    assert launcher.end() == 0
+    assert gone(launcher.pids(), 0)
+
+
+def test_shards_of_which_the_router_complains_are_started_again_but_not_twice(
+    launch: Callable[..., Launcher], tmp_path: Path
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    launcher = launch("serves", "runs", restarts=1, pipe=str(pipe))
+    launcher.until("^penstock: ready$")
+    met = time.monotonic()
+    os.kill(launcher.pids("shard-0")[0], signal.SIGSTOP)
+    with pipe.open("w") as complaints:
+        for _ in range(3):
+            complaints.write(f"{met} shard rank 0 has not answered for 2 s\n")
+    launcher.until("^penstock: the router has lost the shards: shard rank 0 has not answered for 2 s$")
+    launcher.until("^penstock: ready again after")
+    launcher.process.send_signal(signal.SIGTERM)
+    assert launcher.end() == 0
+    assert len(launcher.pids("shard-0")) == 2
+    assert gone(launcher.pids(), 0)
+
+
+def test_what_does_not_come_up_is_tried_more_and_more_slowly() -> None:
+    restarts = Restarts(12)
+    assert [restarts.died(float(now)) for now in range(11)] == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, *[LONGEST_DELAY] * 4]
+    restarts.ready()
+    assert restarts.died(20.0) == 0.0
+    assert restarts.died(21.0) is None
+    assert restarts.died(WINDOW + 5.5) is not None
+    assert restarts.count == 12 - 6 + 1
+    assert Restarts(0).died(0.0) is None
 
 
 def test_sigkill_leaves_no_orphan(launch: Callable[..., Launcher]) -> None:

@@ -19,8 +19,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from penstock.router.api.app import make_app
 from penstock.router.api.ports import Item, Sink
 from penstock.router.config import RouterConfig
-from penstock.router.request import Alternative, Failure, Finish, Limits, NotReady, Prompt, Request, Token
-from penstock.router.text import Tokenizer
+from penstock.router.request import Alternative, Beam, Failure, Finish, Grown, Limits, NotReady, Prompt, Request, Token
+from penstock.router.text import TextStream, Tokenizer
 
 LIMITS = Limits(max_input_tokens=100, max_total_tokens=128, vocabulary=300)
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -55,6 +55,7 @@ class FakeBatcher:
     pace: asyncio.Semaphore | None = None  # a permit for each token
     logprob: float = -0.5
     cached: int = 0  # tokens of every prompt
+    finds: int = 1 << 30  # answers, at most, where beams are searched
     requests: list[Request] = field(default_factory=list)
     opened: int = 0
     closed: int = 0
@@ -78,12 +79,12 @@ class FakeBatcher:
             raise NotReady(self.stage)
         self.opened += 1
         try:
-            texts = [
-                self.tokenizer.stream(
-                    request.prompt, request.stop, request.include_stop, request.skip_special_tokens, request.shown
-                )
-                for _ in range(request.choices)
-            ]
+            if request.beams is not None:
+                async with aclosing(self._search(request)) as lists:
+                    async for items in lists:
+                        yield items
+                return
+            texts = [self._text(request) for _ in range(request.choices)]
             answers = [
                 self.tokenizer.encode(says, add_special_tokens=False)[: request.max_new_tokens] for says in self._says(request)
             ]
@@ -91,9 +92,7 @@ class FakeBatcher:
             for count in range(1, request.max_new_tokens + 1):
                 await self._turn(count)
                 if count == 1:
-                    scored = len(request.prompt) - 1 if request.prompt_logprobs else 0
-                    top = tuple((id, -0.5 - id) for id in range(2, 2 + request.prompt_top_n))
-                    yield [Prompt((None, *[-1.0] * scored) if request.prompt_logprobs else (), top * scored, self.cached)]
+                    yield [self._prompt(request)]
                 for choice, ids in list(going.items()):
                     piece = texts[choice].push(id := ids[count - 1])
                     self.told += 1
@@ -112,6 +111,68 @@ class FakeBatcher:
             raise AssertionError("`says` must be as long as max_new_tokens, or end")
         finally:
             self.closed += 1
+
+    async def _search(self, request: Request) -> AsyncGenerator[list[Item], None]:
+        """`says`, then the same with a number before its end: what they share as it grows, of the best; the others come whole."""
+        found = [self._found(request, choice) for choice in range(min(request.choices, self.finds))]
+        longest = max(len(tokens) for tokens, _ in found)
+        shared = next(
+            (
+                place
+                for place, tokens in enumerate(zip(*(own for own, _ in found), strict=False))
+                if len({t.id for t in tokens}) > 1
+            ),
+            longest - 1,
+        )
+        for count in range(1, longest + 1):
+            await self._turn(count)
+            items: list[Item] = [self._prompt(request)] if count == 1 else []
+            items += [self._grown(request, found[0][0], count)] if request.beams and request.beams.watched else []
+            items += found[0][0][count - 1 : count] if count <= shared else []
+            if count == longest:
+                for tokens, finish in found:
+                    items += [*(tokens if finish.choice else tokens[shared:]), finish]
+            self.told += sum(isinstance(item, Token) for item in items)
+            if items:
+                yield items
+
+    def _found(self, request: Request, choice: int) -> tuple[list[Token], Finish]:
+        """An answer of beam search, whole. Later ones have more probable tokens: by the mean they would be first."""
+        says, number = self.says, str(choice) if choice else ""
+        says = says.removesuffix("</s>") + number + "</s>" * says.endswith("</s>")
+        tokens: list[Token] = []
+        text = self._text(request)
+        for count, id in enumerate(self.tokenizer.encode(says, add_special_tokens=False), 1):
+            piece = text.push(id)
+            special = self.tokenizer.is_special(id)
+            logprob = self.logprob / (1 + choice)
+            tokens.append(Token(id, piece.text, piece.delta, logprob, special, self._top(request.top_n), choice))
+            reason = self._reason(request, id, count, piece.stopped)
+            if reason:
+                delta = text.end()
+                return tokens, Finish(reason, text.text, delta, count, 0.25, 0.5, choice, -0.25 * (1 + choice))
+        raise AssertionError("`says` must be as long as max_new_tokens, or end")
+
+    def _grown(self, request: Request, best: list[Token], count: int) -> Grown:
+        """The best answer is the second beam, from the second step on; the first says the same, and continues another."""
+        assert request.beams is not None
+        last = request.beams.width - 1
+        id = best[count - 1].id if count < len(best) else 100
+        parents = [last, min(count - 2, 1), *range(1, last)] if count > 1 else [0] * (last + 1)
+        ids = [id, id if count > 1 else 2, *range(3, 2 + last)]
+        beams = tuple(
+            Beam(parent, id, self.tokenizer.token_text(id), -0.5 * count - place)
+            for place, (parent, id) in enumerate(zip(parents, ids, strict=True))
+        )
+        return Grown(beams, (Beam(1, best[-1].id, best[-1].text, -0.25),) if count == len(best) else ())
+
+    def _text(self, request: Request) -> TextStream:
+        return self.tokenizer.stream(request.prompt, request.stop, request.include_stop, request.skip_special_tokens, request.shown)
+
+    def _prompt(self, request: Request) -> Prompt:
+        scored = len(request.prompt) - 1 if request.prompt_logprobs else 0
+        top = tuple((id, -0.5 - id) for id in range(2, 2 + request.prompt_top_n))
+        return Prompt((None, *[-1.0] * scored) if request.prompt_logprobs else (), top * scored, self.cached)
 
     def _says(self, request: Request) -> list[str]:
         """One text for each choice: the same with its number in front, but for the first."""

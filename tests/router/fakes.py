@@ -50,7 +50,10 @@ class FakeShards:
         self.commands: list[shard_pb2.Command] = []  # all that were executed
         self.warmup: shard_pb2.WarmupRequest | None = None
         self.closed = False
-        self.break_at = 0  # the step that kills the shard
+        self.lost: asyncio.Future[None]
+        self.groups_met = 0  # rank groups, one after the other
+        self.break_at = 0  # the step that kills the shard; there is no other until it is 0 again
+        self.killers: set[bytes] = set()  # prompts that kill the shard when a token of theirs would be computed
         self.fail: dict[int, str] = {}  # groups that fail in their next step, and why
         self.gate = asyncio.Event()  # cleared: commands wait
         self.gate.set()
@@ -66,13 +69,34 @@ class FakeShards:
         self.stage = "connected"
 
     async def warm_up(self, request: shard_pb2.WarmupRequest) -> shard_pb2.WarmupReply:
+        while self.groups_met and self.break_at:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        self.lost = asyncio.get_running_loop().create_future()
+        self.groups_met += 1
         self.warmup = request
         self.stage = "ready"
         return shard_pb2.WarmupReply(pages=self.pages, page_size=self.model.page_size)
 
     def execute(self, command: shard_pb2.Command) -> asyncio.Future[shard_pb2.Reply]:
-        self._last = asyncio.ensure_future(self._execute(command, self._last))
+        self._last = asyncio.ensure_future(self._execute(command, self._last, self.lost))
         return self._last
+
+    def die(self) -> None:
+        """Whatever it was told is lost, and its pages with it."""
+        self.model = IntegerShard(self.pages, self.model.page_size)
+        self._groups.clear()
+        self._generated.clear()
+        if not self.lost.done():
+            self.lost.set_exception(Broken("shard rank 0 has ended"))
+            self.lost.exception()
+
+    async def forget(self) -> None:
+        assert self.lost.done()
+        self.stage = "waiting"
+        if self._last is not None:
+            self._last.cancel()
+            await asyncio.wait([self._last])
+            self._last = None
 
     async def close(self) -> None:
         self.closed = True
@@ -80,13 +104,17 @@ class FakeShards:
             self._last.cancel()
             await asyncio.wait([self._last])
 
-    async def _execute(self, command: shard_pb2.Command, earlier: asyncio.Task[shard_pb2.Reply] | None) -> shard_pb2.Reply:
+    async def _execute(
+        self, command: shard_pb2.Command, earlier: asyncio.Task[shard_pb2.Reply] | None, lost: "asyncio.Future[None]"
+    ) -> shard_pb2.Reply:
         if earlier is not None and not earlier.done():
             await asyncio.wait([earlier])
         await self.gate.wait()
         await asyncio.sleep(self._seconds)
         self._steps += 1
-        if self.break_at and self._steps >= self.break_at:
+        if not lost.done() and ((self.break_at and self._steps >= self.break_at) or self._killed(command)):
+            self.die()
+        if lost.done():
             raise Broken("shard rank 0 has ended")
         self.commands.append(command)
         match command.WhichOneof("kind"):
@@ -99,6 +127,11 @@ class FakeShards:
             case "filter":
                 return self._filter(command.filter)
         raise AssertionError(f"unexpected command {command}")
+
+    def _killed(self, command: shard_pb2.Command) -> bool:
+        kind = command.WhichOneof("kind")
+        known = [self._groups[uid] for uid in self.model.groups] if kind != "filter" else []
+        return any(bytes(group.tokens) in self.killers for group in [*known, *command.prefill.groups])
 
     def _decoding(self) -> list[tuple[int, int]]:
         return [(uid, choice) for uid, group in self.model.groups.items() if group.decodes for choice in group.tails]
@@ -116,6 +149,8 @@ class FakeShards:
         decoding = self._decoding() if request.decode_batches else []
         chunks = list(zip(request.chunk_uids, request.chunk_lengths, strict=True))
         new = [self._asked(group) for group in request.groups]
+        for asked in new if self.groups_met > 1 else ():
+            self.model.expect(asked.uid, asked.continuations)
         return self._reply(decoding, self.model.prefill(new, chunks, request.prompt_tokens, bool(request.decode_batches)))
 
     def _asked(self, group: shard_pb2.Group) -> Asked:

@@ -11,7 +11,7 @@ from penstock.router.api import access, app
 from penstock.router.record import Record, Run, current, request_id
 from penstock.router.request import Broken, Request
 from penstock.router.text import Tokenizer
-from penstock.tests.router.fake_batcher import Server, make_tokenizer, serve
+from penstock.tests.router.fake_batcher import LIMITS, Server, make_tokenizer, serve
 
 HELLO = {"inputs": "Hi secret", "parameters": {"max_new_tokens": 20}}
 CHAT = {"messages": [{"role": "user", "content": "Hi secret"}]}
@@ -178,12 +178,14 @@ def test_probes_ask_three_questions(tokenizer: Tokenizer) -> None:
         _, data, response = await server.get("/health/ready")
         assert json.loads(data) == {"ready": False, "stage": "loading weights: 40 %", "progress": 0.4}
         assert response.headers["Retry-After"] == "1"
+        server.batcher.limits = LIMITS  # known when it has loaded, whatever comes then
+        for stage in ("recovering: loading weights: 40 %", "shutting down"):
+            server.batcher.stage = stage
+            assert await statuses() == [200, 503, 200]
         server.batcher.ready = True
         assert await statuses() == [200, 200, 200]
-        server.batcher.ready, server.batcher.stage = False, "shutting down"
-        assert await statuses() == [200, 503, 200]
 
-    serve(tokenizer, test, ready=False, stage="loading weights: 40 %", settings={"api_keys": ("key",)})
+    serve(tokenizer, test, ready=False, limits=None, stage="loading weights: 40 %", settings={"api_keys": ("key",)})
 
 
 def test_all_routes_but_open_ones_ask_for_the_key(tokenizer: Tokenizer) -> None:

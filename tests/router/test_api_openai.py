@@ -300,8 +300,6 @@ def test_nulls_are_nothing(tokenizer: Tokenizer, path: str, body: dict[str, Any]
         ({"service_tier": "x"}, "service_tier", '`service_tier` must be one of auto, default, flex, priority. Given: "x"'),
         ({"timeout": -1}, "timeout", "`timeout` must be strictly positive"),
         ({"suffix": "x"}, "suffix", "Suffix is not supported and can be achieved by preprocessing the prompt."),
-        ({"use_beam_search": True}, "use_beam_search", "`use_beam_search` is not supported"),
-        ({"beam_width": 2}, "beam_width", "`beam_width` is not supported"),
         ({"bad_words": ["x"]}, "bad_words", "`bad_words` is not supported: forbid tokens with a `logit_bias` of -100"),
         ({"functions": [{"name": "f"}]}, "functions", "`functions` is not supported: use `tools`"),
         ({"response_format": {}}, "response_format.type", FORMATS + "None"),

@@ -137,11 +137,12 @@ def test_stats_add_up(tokenizer: Tokenizer) -> None:
             "max_input_tokens": 100,
             "max_total_tokens": 128,
             "choices": 8,
+            "beams": 4,
             "stop_sequences": 4,
             "top_tokens": 5,
         }
 
-    serve(tokenizer, test, settings={"max_best_of": 8})
+    serve(tokenizer, test, settings={"max_best_of": 8, "max_num_beams": 4})
 
 
 def test_every_sample_is_one_that_is_counted() -> None:

@@ -14,7 +14,7 @@ import pytest
 from penstock.router.api import stream
 from penstock.router.request import Broken, Expired, Limits, Overloaded
 from penstock.router.text import Tokenizer
-from penstock.tests.router.fake_batcher import Server, make_tokenizer, serve, until
+from penstock.tests.router.fake_batcher import LIMITS, Server, make_tokenizer, serve, until
 
 TOO_MANY = "`inputs` tokens + `max_new_tokens` must be <= 128. Given: 3 `inputs` tokens and 10000 `max_new_tokens`"
 HELLO = {"inputs": "hi", "parameters": {"max_new_tokens": 20}}
@@ -487,11 +487,11 @@ def test_health_tells_ready_from_loading(tokenizer: Tokenizer) -> None:
             status, data, _ = await server.get(path)
             assert status == 503
             assert json.loads(data) == {"error": "unhealthy", "error_type": "healthcheck", "stage": stage, "progress": 0.4}
-        server.batcher.ready = True
+        server.batcher.ready, server.batcher.limits = True, LIMITS
         for path in ("/health", "/ping", "/"):
             assert (await server.get(path))[:2] == (200, b"")
 
-    serve(tokenizer, test, ready=False, stage="loading weights: 40 %")
+    serve(tokenizer, test, ready=False, limits=None, stage="loading weights: 40 %")
 
 
 def test_metrics_also_by_head(tokenizer: Tokenizer) -> None:

@@ -438,10 +438,13 @@ def test_a_group_that_fails_fails_alone() -> None:
     run(test)
 
 
-def test_when_the_shards_break_every_stream_is_told_and_the_batcher_ends() -> None:
+def test_when_the_shards_break_while_it_drains_every_stream_is_told_and_the_batcher_ends() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         shards.break_at = 4
-        ends = await asyncio.gather(*(read(batcher, ask(text)) for text in ("a", "b")), return_exceptions=True)
+        reading = [asyncio.create_task(read(batcher, ask(text))) for text in ("a", "b")]
+        await asyncio.sleep(0)
+        await batcher.drain(30)
+        ends = await asyncio.gather(*reading, return_exceptions=True)
         assert [str(end) for end in ends] == ["shard rank 0 has ended"] * 2
         with pytest.raises(Broken):
             await batcher.wait()

@@ -84,7 +84,7 @@ STREAM = {"stream": True, "stream_options": {"include_usage": True, "continuous_
 def test_answers_are_as_described(tokenizer: Tokenizer, path: str, body: object) -> None:
     async def test(server: Server) -> None:
         status, answer, _ = await server.post(path, body)
-        _check(path, status, "application/json", answer)
+        check(path, status, "application/json", answer)
 
     serve(tokenizer, test)
 
@@ -102,7 +102,7 @@ def test_events_are_as_described(tokenizer: Tokenizer, path: str, body: object) 
         events = [event for event in await server.events(path, body) if event != "[DONE]"]
         assert len(events) > 5
         for event in events:
-            _check(path, 200, "text/event-stream", event, "properties", "data", "contentSchema")
+            check(path, 200, "text/event-stream", event, "properties", "data", "contentSchema")
 
     serve(tokenizer, test)
 
@@ -111,17 +111,17 @@ def test_what_is_got_is_as_described(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         for path in ("/info", "/v1/models", "/v1/models/some/model", "/v1/models/other", "/stats", "/health/ready", "/health/live"):
             status, data, _ = await server.get(path)
-            _check("/v1/models/{id}" if path.count("/") > 2 else path, status, "application/json", json.loads(data), method="get")
+            check("/v1/models/{id}" if path.count("/") > 2 else path, status, "application/json", json.loads(data), method="get")
         server.batcher.ready = False
         for path in ("/health", "/health/ready"):
             status, data, _ = await server.get(path)
             if status == 503:
-                _check(path, status, "application/json", json.loads(data), method="get")
+                check(path, status, "application/json", json.loads(data), method="get")
 
     serve(tokenizer, test)
 
 
-def _check(path: str, status: int, kind: str, answer: object, *way: str, method: str = "post") -> None:
+def check(path: str, status: int, kind: str, answer: object, *way: str, method: str = "post") -> None:
     whole = document(CONFIG)
     schema = whole["paths"][path][method]["responses"][str(status)]["content"][kind]["schema"]
     for step in way:

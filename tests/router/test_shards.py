@@ -1,6 +1,8 @@
 """`GrpcShards` against a real gRPC server on a unix socket, with a servicer that only counts."""
 
 import asyncio
+import os
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 
 from penstock.proto import shard_pb2
 from penstock.proto.rpc import handler
+from penstock.router import shards as router_shards
 from penstock.router.request import Broken, Request, Sampling
 from penstock.router.shards import GrpcShards, group
 
@@ -30,8 +33,11 @@ class Servicer:
         self.dies_at = 0
         self.lies_at = 0
         self.silent_until = 0
+        self.hangs = False  # it answers no Info any more
 
     async def Info(self, request: Any, context: Any) -> shard_pb2.InfoReply:  # noqa: N802
+        if self.hangs:
+            await asyncio.Event().wait()
         stage = next(self.stages, "ready")
         return shard_pb2.InfoReply(rank=self.rank, ranks=self.ranks, stage=stage, loaded=stage == "ready")
 
@@ -67,8 +73,8 @@ class Servicer:
 Test = Callable[[GrpcShards, list[Servicer]], Awaitable[None]]
 
 
-def serve(folder: Path, ranks: int, test: Test, late: float = 0.0) -> None:
-    """Runs `test` with a client and `ranks` servers that begin to listen `late` seconds later."""
+def serve(folder: Path, ranks: int, test: Test, late: float = 0.0, **settings: Any) -> None:
+    """Runs `test` with a client and `ranks` servers that begin to listen `late` seconds later. settings: of the client."""
 
     async def main() -> None:
         barrier = asyncio.Barrier(ranks)
@@ -86,7 +92,7 @@ def serve(folder: Path, ranks: int, test: Test, late: float = 0.0) -> None:
                 servers.append(server)
 
         starting = asyncio.create_task(start())
-        shards = GrpcShards(sockets)
+        shards = GrpcShards(sockets, **settings)
         try:
             async with asyncio.timeout(20):
                 await test(shards, servicers)
@@ -203,6 +209,80 @@ def test_sockets_of_another_rank_group_are_refused(tmp_path: Path) -> None:
             await shards.connect()
 
     serve(tmp_path, 2, test)
+
+
+def test_who_hangs_is_lost_and_whoever_started_it_is_told(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+
+    async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
+        listening = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+        before = time.monotonic()
+        await shards.connect()
+        await shards.warm_up(WARMUP)
+        after = time.monotonic()
+        await asyncio.sleep(0.5)
+        assert not shards.lost.done(), "nothing is asked"
+        servicers[0].silent_until = 99
+        with pytest.raises(Broken, match=r"rank 0 has not answered for 0.3 s"):
+            await shards.execute(decode())
+        with pytest.raises(Broken):
+            await shards.lost
+        met, _, text = os.read(listening, 1000).decode().partition(" ")
+        os.close(listening)
+        assert before <= float(met) <= after
+        assert text == "shard rank 0 has not answered for 0.3 s\n"
+
+    serve(tmp_path, 1, test, step_timeout=0.3, complaints=str(pipe))
+
+
+def test_slow_steps_are_not_taken_for_a_hang(tmp_path: Path) -> None:
+    async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
+        await shards.connect()
+        await shards.warm_up(WARMUP)
+        shards._longest = 1.0  # seconds, as the reply to a step has told
+        servicers[0].silent_until = 3
+        first = shards.execute(decode())
+        await asyncio.sleep(1.0)
+        await shards.execute(decode())
+        assert (await first).step.step == 2
+
+    serve(tmp_path, 1, test, step_timeout=0.2)
+
+
+def test_a_rank_that_hangs_while_it_loads_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_shards, "LOADING", 0.2)
+
+    async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
+        await shards.connect()
+        servicers[1].hangs = True
+        servicers[1].warm = asyncio.Barrier(9)
+        with pytest.raises(Broken, match=r"rank 1 has not answered for 0.2 s"):
+            await shards.warm_up(WARMUP)
+
+    serve(tmp_path, 2, test, step_timeout=0.1)
+
+
+def test_what_has_ended_is_missed_at_once_and_others_take_its_place(tmp_path: Path) -> None:
+    async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
+        await shards.connect()
+        await shards.warm_up(WARMUP)
+        servicers[0].dies_at = 3
+        await shards.execute(decode())
+        with pytest.raises(Broken):
+            await shards.execute(decode())
+        with pytest.raises(Broken):
+            await shards.lost
+        servicers[0].dies_at = 0
+        for _ in range(2):
+            await shards.forget()
+            await shards.connect()
+            await shards.warm_up(WARMUP)
+            assert not shards.lost.done()
+            assert (await shards.execute(decode())).step.step == 2
+        assert servicers[0].steps[-2:] == [("clear_cache", 1), ("decode", 2)]
+
+    serve(tmp_path, 1, test)
 
 
 def test_neutral_sampling_stays_off_the_wire() -> None:

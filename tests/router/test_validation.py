@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.router.config import RouterConfig
-from penstock.router.request import Priority, Refused, Request
+from penstock.router.request import Beams, Priority, Refused, Request, Stopping
 from penstock.router.text import LONG_TEXT, Tokenizer
 from penstock.router.validation import Parameters, Validator
 from penstock.tests.router.fake_batcher import LIMITS, make_tokenizer
@@ -26,6 +26,7 @@ def validate(tokenizer: Tokenizer, prompt: Any = "hi", config: RouterConfig = CO
     return asyncio.run(Validator(config, tokenizer).request(prompt, Parameters(**given), LIMITS))
 
 
+WITHOUT = "`{}` needs beams: ask for them with `num_beams` > 1, or leave it out"
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"temperature": 0.0}, "`temperature` must be strictly positive"),
     ({"temperature": -1.0}, "`temperature` must be strictly positive"),
@@ -57,6 +58,28 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {5: 101.0}}, "`logit_bias` must be >= -100.0 and <= 100.0"),
     ({"logit_bias": {300: 1.0}}, "`logit_bias` has the token id 300; the model knows 0 to 299"),
     ({"end_ids": [-1]}, "`stop_token_ids` has the token id -1; the model knows 0 to 299"),
+    ({"num_beams": 0}, "`num_beams` must be > 0 and <= 8 (--max-num-beams). Given: 0"),
+    ({"num_beams": 9}, "`num_beams` must be > 0 and <= 8 (--max-num-beams). Given: 9"),
+    ({"num_beams": 10**30}, f"`num_beams` must be > 0 and <= 8 (--max-num-beams). Given: {10**30}"),
+    ({"num_beams": 3, "num_return_sequences": 4}, "`num_return_sequences` must be > 0 and <= 3 (`num_beams`). Given: 4"),
+    ({"num_beams": 3, "num_return_sequences": 0}, "`num_return_sequences` must be > 0 and <= 3 (`num_beams`). Given: 0"),
+    ({"num_beams": 3, "length_penalty": math.nan}, "`length_penalty` must be a finite number of 32 bits"),
+    (
+        {"num_beams": 3, "length_penalty": -20.0, "max_new_tokens": 100},
+        "`length_penalty` -20.0 is too far from 0 for 100 tokens: lengths to its power must be finite numbers of 32 bits; lower "
+        "`max_new_tokens` or bring it nearer",
+    ),
+    ({"num_beams": 3, "early_stopping": "soon"}, '`early_stopping` must be true, false or "never". Given: "soon"'),
+    (
+        {"num_beams": 3, "choices": 2, "do_sample": True},
+        "`best_of` together with `num_beams` > 1 is not supported: `num_return_sequences` says how many of the best beams are "
+        "answers",
+    ),
+    ({"num_return_sequences": 2}, WITHOUT.format("num_return_sequences")),
+    ({"num_beams": 1, "length_penalty": 0.5}, WITHOUT.format("length_penalty")),
+    ({"early_stopping": True}, WITHOUT.format("early_stopping")),
+    ({"early_stopping": "never"}, WITHOUT.format("early_stopping")),
+    ({"stream_beams": True}, WITHOUT.format("stream_beams")),
     ({"prompt": ""}, "`inputs` cannot be empty"),
     ({"prompt": []}, "`inputs` cannot be empty"),
     ({"prompt": [1, 300]}, "`inputs` has the token id 300; the model knows 0 to 299"),
@@ -207,3 +230,82 @@ def test_priority_and_timeout_are_taken(tokenizer: Tokenizer) -> None:
     assert (request.priority, request.timeout, request.tenant) == (Priority.BATCH, 2.5, "x")
     request = validate(tokenizer)
     assert (request.priority, request.timeout, request.tenant, request.choices) == (Priority.NORMAL, 0.0, "", 1)
+
+
+def test_beams(tokenizer: Tokenizer) -> None:
+    request = validate(tokenizer, num_beams=4)
+    assert (request.beams, request.choices, request.sampling.temperature) == (Beams(width=4), 1, 0.0)
+    request = validate(
+        tokenizer, num_beams=8, num_return_sequences=8, length_penalty=-1.5, early_stopping=True, stream_beams=True, top_k=5, seed=7
+    )
+    assert request.beams == Beams(width=8, length_penalty=-1.5, stopping=Stopping.FULL, watched=True)
+    assert (request.choices, request.sampling.temperature, request.sampling.seed) == (8, 1.0, 7)
+    assert validate(tokenizer, num_beams=2, early_stopping="never").beams == Beams(width=2, stopping=Stopping.NEVER)
+    assert validate(tokenizer, num_beams=2, early_stopping=False).beams == Beams(width=2, stopping=Stopping.WORSE)
+    neutral: dict[str, Any] = {"num_return_sequences": 1, "length_penalty": 1, "early_stopping": False, "stream_beams": False}
+    assert validate(tokenizer, num_beams=1, **neutral).beams is None
+    assert validate(tokenizer, num_beams=1, choices=3, do_sample=True).choices == 3
+
+
+def test_the_operators_beams_are_for_those_who_ask_for_nothing(tokenizer: Tokenizer) -> None:
+    config = replace(CONFIG, num_beams=4)
+    assert validate(tokenizer, config=config).beams == Beams(width=4)
+    assert validate(tokenizer, config=config, num_return_sequences=3, length_penalty=2.0).choices == 3
+    assert validate(tokenizer, config=config, num_beams=2).beams == Beams(width=2)
+    for given in ({"num_beams": 1}, {"do_sample": True}, {"temperature": 0.5}, {"top_k": 3}, {"choices": 2}):
+        assert validate(tokenizer, config=config, **given).beams is None, given
+
+
+@pytest.mark.parametrize(
+    ("settings", "most", "flag"),
+    [
+        ({"max_num_beams": 3}, 3, "--max-num-beams"),
+        ({"max_batch_size": 2}, 2, "--max-batch-size"),
+        ({"max_concurrent_requests": 4, "max_best_of": 5}, 5, "--max-batch-size"),
+        ({"max_num_beams": 200}, 128, "--max-batch-size"),
+    ],
+)
+def test_beams_are_as_many_as_run_at_once(tokenizer: Tokenizer, settings: dict[str, int], most: int, flag: str) -> None:
+    config = replace(CONFIG, **settings)  # type: ignore[arg-type]
+    assert validate(tokenizer, config=config, num_beams=most).beams == Beams(width=most)
+    with pytest.raises(Refused) as refused:
+        validate(tokenizer, config=config, num_beams=most + 1)
+    assert str(refused.value) == f"`num_beams` must be > 0 and <= {most} ({flag}). Given: {most + 1}"
+
+
+def test_beams_are_answers_as_others_are(tokenizer: Tokenizer) -> None:
+    with pytest.raises(Refused, match=r"^`num_return_sequences` must be > 0 and <= 2 \(--max-best-of\). Given: 3$"):
+        validate(tokenizer, config=replace(CONFIG, max_best_of=2), num_beams=4, num_return_sequences=3)
+
+
+def test_all_beams_must_fit_however_few_are_answers(tokenizer: Tokenizer) -> None:
+    """9 tokens of prompt fill 2 pages of 4 and begin a third."""
+    limits = replace(LIMITS, pages=14, page_size=4)
+
+    def ask(**given: Any) -> Request:
+        return asyncio.run(Validator(CONFIG, tokenizer).request([5] * 9, Parameters(num_beams=4, **given), limits))
+
+    assert ask(max_new_tokens=12, num_return_sequences=2).choices == 2  # 2 + 4 * 3
+    with pytest.raises(Refused) as refused:
+        ask(max_new_tokens=13)
+    assert str(refused.value) == (
+        "4 beams over 9 `inputs` tokens with `max_new_tokens` 13 need 18 pages of 4 tokens, and there are 14: "
+        "at most 12 new tokens fit, or fewer beams"
+    )
+    assert ask().max_new_tokens == 12, "as many as fit"
+
+
+@pytest.mark.parametrize(("given", "each"), [({}, 2), ({"ignore_eos": True}, 2), ({"end_ids": [5, 6]}, 4)])
+def test_a_step_weighs_no_more_tokens_than_there_are(tokenizer: Tokenizer, given: dict[str, Any], each: int) -> None:
+    """transformers takes the best max(2, 1 + end tokens) * num_beams, so that enough are left that do not end."""
+
+    def ask(vocabulary: int) -> Request:
+        limits = replace(LIMITS, vocabulary=vocabulary)
+        return asyncio.run(Validator(CONFIG, tokenizer).request([5] * 3, Parameters(num_beams=6, **given), limits))
+
+    assert ask(6 * each).beams == Beams(width=6)
+    with pytest.raises(Refused) as refused:
+        ask(6 * each - 1)
+    assert str(refused.value) == (
+        f"`num_beams` must be <= 5: each step weighs {each} tokens for each beam, of which the model has {6 * each - 1}. Given: 6"
+    )

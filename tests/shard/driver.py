@@ -17,6 +17,7 @@ import grpc
 
 from penstock.proto import rpc
 from penstock.proto import shard_pb2 as wire
+from penstock.shard.decoding.hypotheses import Search
 from penstock.shard.decoding.sampler import Pick
 from penstock.shard.decoding.strategy import Emitted, Finish
 from penstock.shard.engine import Outcome
@@ -63,6 +64,7 @@ class World:
 
     tokens: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # by uid and choice
     finishes: dict[tuple[int, int], Finish] = field(default_factory=dict)
+    scores: dict[int, list[float]] = field(default_factory=dict)  # of beam searches that have ended
     failed: dict[int, str] = field(default_factory=dict)
     cancelled: set[int] = field(default_factory=set)
     ended: set[tuple[int, int]] = field(default_factory=set)  # choices
@@ -170,6 +172,10 @@ class Driver:
             for uid, emitted in outcome.emitted:
                 if uid in self.grow:
                     self._take(uid, emitted)
+            for uid, scores in outcome.scored:
+                if uid in self.grow:  # what was wanted may be more than there is
+                    self.world.scores[uid] = list(scores)
+                    self._forget(uid)
             for uid, message in outcome.failed:
                 self.world.failed[uid] = message
                 self._forget(uid)
@@ -185,7 +191,7 @@ class Driver:
         self.world.tokens[key].append(emitted.pick.token)
         if emitted.finish:
             self.world.finishes[key] = emitted.finish
-            if not self._live(uid):
+            if not self._live(uid) and not self.asked[uid].HasField("beams"):
                 self._forget(uid)
 
     def _live(self, uid: int) -> list[int]:
@@ -211,7 +217,8 @@ class Driver:
 
     def _end(self) -> None:
         """Of a group that goes on with its other choices, and is known to have begun."""
-        keys = [(uid, choice) for uid in sorted(self.grow) for choice in self._live(uid)]
+        uids = [uid for uid in sorted(self.grow) if not self.asked[uid].HasField("beams")]
+        keys = [(uid, choice) for uid in uids for choice in self._live(uid)]
         able = [key for key in keys if len(self._live(key[0])) > 1 and self.world.tokens[key]]
         if able and self.chance.random() < self.habits.end:
             gone = self.chance.choice(able)
@@ -249,7 +256,10 @@ class Driver:
             again = wire.Group()
             again.CopyFrom(self.asked[told.uid])
             again.continuations.extend(told.continuations)
-            for part in told.continuations:
+            again.beams.told = len(self.world.tokens[told.uid, 0])
+            if not self.asked[told.uid].HasField("beams"):
+                again.ClearField("beams")
+            for part in () if again.HasField("beams") else told.continuations:
                 assert list(part.tokens) == self.world.tokens[told.uid, part.choice]
             group = group_from(again)
             assert (told.grow, told.lacking) == (group.worst(size), group.lacking)
@@ -266,7 +276,9 @@ def message(group: Group) -> wire.Group:
     return wire.Group(
         uid=group.uid,
         tokens=first.tokens[: first.prompt_length],
-        choices=len(group.waiting),
+        choices=group.search.wanted if group.search else len(group.waiting),
+        beams=beams(group.search) if group.search else None,
+        stops=group.stops,
         continuations=[wire.Continuation(choice=s.choice, tokens=s.tokens[s.prompt_length :]) for s in begun],
         max_new_tokens=group.max_new_tokens,
         end_ids=sorted(group.end_ids),
@@ -279,6 +291,17 @@ def message(group: Group) -> wire.Group:
         min_new_tokens=group.min_new_tokens,
         grammar=group.grammar,
         cache_key=first.cache_key,
+    )
+
+
+def beams(search: Search) -> wire.Beams:
+    """Likewise."""
+    return wire.Beams(
+        width=search.width,
+        length_penalty=search.length_penalty,
+        stop=wire.Beams.Stop.Name(search.stop),
+        told=search.told,
+        watched=search.watched,
     )
 
 
@@ -344,9 +367,11 @@ class Remote:
 
 def _outcome(reply: wire.StepReply) -> Outcome:
     rows = zip(reply.uids, reply.choices, reply.tokens, reply.logprobs, reply.finishes, strict=True)
+    scores, ended = iter(reply.scores), zip(reply.scored_uids, reply.scored_counts, strict=True)
     return Outcome(
         emitted=[(uid, Emitted(choice, Pick(token, logprob), Finish(finish))) for uid, choice, token, logprob, finish in rows],
         standing=list(zip(reply.held_uids, reply.held, reply.grow, reply.lacking, strict=True)),
+        scored=[(uid, [next(scores) for _ in range(count)]) for uid, count in ended],
         failed=list(zip(reply.failed_uids, reply.failed_messages, strict=True)),
         prompt_tokens=reply.prompt_tokens,
         restored_tokens=reply.restored_tokens,

@@ -7,6 +7,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ import transformers
 from torch import Tensor
 
 from penstock.shard.config import ShardConfig
+from penstock.shard.decoding import hypotheses
 from penstock.shard.engine import Engine
 from penstock.shard.loading import load
 from penstock.shard.models.decoder import Decoder
@@ -200,5 +202,11 @@ def group(uid: int, tokens: Sequence[int], count: int, sampling: Sampling | None
     """A request for `count` tokens, greedy unless it says otherwise."""
     end_ids = frozenset(more.pop("end_ids", ()))
     names = ("choices", "continuations", "cache_key")
+    search = more.get("search")
+    if search is not None:
+        more["search"] = replace(search, kept=[])
     begun, waiting = sequences(tokens, **{"choices": 1} | {name: more.pop(name) for name in names if name in more})
-    return Group(uid, begun, waiting, sampling or Sampling(), count, end_ids, **more)
+    if search is not None:
+        begun[0].path = hypotheses.Path()
+    more |= {"sampling": sampling or Sampling(), "end_ids": end_ids}
+    return Group(uid=uid, sequences=begun, waiting=waiting, max_new_tokens=count, **more)

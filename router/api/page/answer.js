@@ -26,6 +26,7 @@ export class Answer {
     this.first = this.last = 0;
     this.count = 0; // tokens of this stream
     this.end = "";
+    this.score = null; // where beams were searched
     this.element.setAttribute("aria-busy", "true");
     say(this.facts, "waiting for the first token");
   }
@@ -52,7 +53,8 @@ export class Answer {
     this.#tell();
   }
 
-  finish(reason) {
+  finish(reason, score = null) {
+    this.score = score;
     this.end = ENDS[reason] ?? reason;
     if (reason === "stop" && this.tokens.at(-1)?.text === "") this.body.lastElementChild.classList.add("end");
     this.element.setAttribute("aria-busy", "false");
@@ -97,8 +99,9 @@ export class Answer {
     const { first, last, asked, count } = this;
     const parts = [];
     if (this.end) parts.push(this.end);
+    if (this.score !== null) parts.push(`score ${this.score.toFixed(3).replace("-", "−")}`);
     parts.push(`${count} token${count === 1 ? "" : "s"}`);
-    if (count > 1 && last > first) parts.push(`${Math.round(((count - 1) / (last - first)) * 1000)} a second`);
+    if (count > 1 && last > first && this.score === null) parts.push(`${Math.round(((count - 1) / (last - first)) * 1000)} a second`);
     if (first) parts.push(`first after ${Math.round(first - asked)} ms`);
     say(this.facts, parts.join(" · "));
   }

@@ -29,6 +29,18 @@ export function request({ mode, model, prompt, messages, continued }, values) {
   return { path: chat ? "v1/chat/completions" : "v1/completions", body };
 }
 
+// The same for /generate_stream, which also tells the beams of each step; null where its answer could not be asked for there.
+export function watched({ path, body }) {
+  if (path !== "v1/completions" || !body.num_beams) return null;
+  const { model, prompt, max_tokens, n, logprobs, stream, stream_options, response_format, structured_outputs, ...more } = body;
+  const schema = response_format?.json_schema?.schema;
+  const grammar = schema ? { type: "json", value: schema } : { type: "regex", value: structured_outputs?.regex };
+  if (!grammar.value && (response_format || structured_outputs)) return null;
+  if (!more.temperature) for (const name of ["temperature", "top_p", "top_k", "min_p"]) delete more[name]; // it would draw
+  const asked = { max_new_tokens: max_tokens, num_return_sequences: n ?? 1, top_n_tokens: logprobs, details: true, stream_beams: true };
+  return { path: "generate_stream", body: { inputs: prompt, parameters: { ...more, ...asked, ...(grammar.value && { grammar }) } } };
+}
+
 // Events of a stream, parsed, until [DONE] or the end. Raises Problem.
 export async function* events(path, { body, signal } = {}) {
   const headers = { Accept: "text/event-stream" };
@@ -75,11 +87,30 @@ async function problem(response) {
 function told(status, body) {
   const error = body?.error;
   const message = typeof error === "string" ? error : error?.message;
-  return new Problem(status, message ?? `The server answered with status ${status}.`, error?.param ?? null);
+  const named = /`(\w+)`/.exec(message ?? ""); // TGI's errors name the field in their text only
+  return new Problem(status, message ?? `The server answered with status ${status}.`, error?.param ?? named?.[1] ?? null);
 }
 
-// What a chunk adds to one choice, in parts: text, and tokens with their alternatives. Both APIs' shapes come out the same.
-export function added(choice) {
+// What an event adds to choices, each in parts: text, and tokens with their alternatives. All APIs' shapes come out the same.
+export function pieces({ choices, token, top_tokens, details }) {
+  if (!token) return (choices ?? []).map((choice) => ({ ...choice, parts: added(choice) }));
+  const reason = { eos_token: "stop", stop_sequence: "stop" }[details?.finish_reason] ?? details?.finish_reason;
+  const best = { index: 0, finish_reason: reason, score: details?.score, parts: [native(token, top_tokens)] };
+  const others = (details?.best_of_sequences ?? []).map(({ tokens, top_tokens: tops, finish_reason, score }, i) => ({
+    index: i + 1,
+    finish_reason: finish_reason === "length" ? "length" : "stop",
+    score,
+    parts: tokens.map((one, at) => native(one, tops?.[at])),
+  }));
+  return [best, ...others];
+}
+
+function native({ text, logprob, special }, tops = []) {
+  const top = tops.map((other) => ({ token: other.text, logprob: other.logprob }));
+  return { text: special ? "" : text, thought: false, tokens: [{ token: text, logprob, top }] };
+}
+
+function added(choice) {
   if (choice.delta) {
     const { content, reasoning_content, reasoning, tool_calls } = choice.delta;
     const thought = reasoning_content ?? reasoning ?? "";

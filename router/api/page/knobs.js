@@ -6,6 +6,8 @@ import { $, make } from "./dom.js";
 const KNOBS = [
   { name: "max_tokens", group: "answer", label: "Most tokens", min: 1, max: 1024, step: 1, value: 200 },
   { name: "n", group: "answer", label: "Samples", hint: "side by side", min: 1, max: 16, step: 1, value: 1, off: 1 },
+  { name: "num_beams", group: "answer", label: "Beams", hint: "1: none", min: 1, max: 8, step: 1, value: 1, off: 1 },
+  { name: "length_penalty", group: "answer", label: "Length penalty", hint: "0: none", min: -2, max: 4, step: 0.1, value: 1, off: 1, open: true },
   { name: "top", group: "answer", label: "Alternatives", min: 0, max: 5, step: 1, value: 5 },
   { name: "temperature", group: "sampling", label: "Temperature", hint: "0: greedy", min: 0, max: 2, step: 0.05, value: 0.8 },
   { name: "top_p", group: "sampling", label: "Top-p", min: 0.01, max: 1, step: 0.01, value: 1, off: 1 },
@@ -16,7 +18,7 @@ const KNOBS = [
   { name: "frequency_penalty", group: "penalties", label: "Frequency", min: -2, max: 2, step: 0.1, value: 0, off: 0 },
   { name: "presence_penalty", group: "penalties", label: "Presence", min: -2, max: 2, step: 0.1, value: 0, off: 0 },
 ];
-const BLAMED = { max_new_tokens: "max_tokens", best_of: "n", top_n_tokens: "top", top_logprobs: "top", logprobs: "top" };
+const BLAMED = { max_new_tokens: "max_tokens", best_of: "n", num_return_sequences: "n", top_n_tokens: "top", top_logprobs: "top", logprobs: "top" };
 const EXAMPLES = {
   json_schema: `{
   "type": "object",
@@ -40,21 +42,24 @@ export class Knobs {
     for (const knob of KNOBS) form.querySelector(`[data-group=${knob.group}]`).append(row(knob));
     $("grammar").addEventListener("change", () => this.#grammar(true));
     form.addEventListener("input", (event) => {
+      if (event.target.dataset.knob === "num_beams") this.#beams(true);
       event.target.removeAttribute("aria-invalid");
       event.target.setCustomValidity?.("");
     });
     form.addEventListener("reset", () =>
       setTimeout(() => {
         this.#grammar(false);
+        this.#beams(false);
         form.querySelectorAll("[type=range]").forEach(fill);
       }),
     );
     form.addEventListener("submit", (event) => event.preventDefault());
+    this.#beams(false);
   }
 
   // The operator's limits.
-  limit({ choices, top_tokens, max_total_tokens }) {
-    for (const [name, most] of [["n", choices], ["top", top_tokens], ["max_tokens", max_total_tokens - 1]]) {
+  limit({ choices, beams, top_tokens, max_total_tokens }) {
+    for (const [name, most] of [["n", choices], ["num_beams", beams], ["top", top_tokens], ["max_tokens", max_total_tokens - 1]]) {
       if (most < 0) continue;
       for (const input of document.querySelectorAll(`[data-knob=${name}]`)) {
         input.max = String(most);
@@ -75,7 +80,7 @@ export class Knobs {
     const parameters = {};
     for (const { name, off } of KNOBS) {
       const text = $(name).value;
-      if (name !== "top" && text !== "" && Number(text) !== off) parameters[name] = Number(text);
+      if (name !== "top" && !$(name).parentElement.hidden && text !== "" && Number(text) !== off) parameters[name] = Number(text);
     }
     const stop = $("stop").value.split("\n").filter(Boolean).map(unescaped);
     if (stop.length) parameters.stop = stop;
@@ -89,6 +94,20 @@ export class Knobs {
     if (!input || !this.form.contains(input)) return;
     $("knobs").open = true;
     input.setAttribute("aria-invalid", "true");
+  }
+
+  // Most who search beams want the most probable text: nothing is drawn then, until somebody pulls the temperature up again.
+  #beams(chosen) {
+    const searched = Number($("num_beams").value) > 1;
+    $("length_penalty").parentElement.hidden = !searched;
+    if (chosen && searched !== this.searched) {
+      const { min, value } = KNOBS.find(({ name }) => name === "temperature");
+      for (const input of document.querySelectorAll("[data-knob=temperature]")) {
+        input.value = searched ? min : value;
+        if (input.type === "range") fill(input);
+      }
+    }
+    this.searched = searched;
   }
 
   #grammar(chosen) {

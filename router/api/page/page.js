@@ -1,7 +1,8 @@
 // The page: takes what somebody writes, sends it, shows what comes. Nothing of it is kept anywhere but on the screen.
 
 import { Answer } from "./answer.js";
-import { Problem, added, events, key, request } from "./api.js";
+import { Problem, events, key, pieces, request, watched } from "./api.js";
+import { Beams } from "./beams.js";
 import { Card } from "./card.js";
 import { curl, python } from "./code.js";
 import { $, make, say } from "./dom.js";
@@ -44,7 +45,7 @@ async function send() {
   const text = $("prompt").value;
   if (!values || !text) return;
   const asked = request(input(), values);
-  const turn = newTurn(text, asked.body.n ?? 1);
+  const turn = newTurn(text, asked.body.n ?? 1, asked.body.num_beams ? "Beam" : "Sample");
   if (mode === "chat") {
     chat.push(turn);
     $("prompt").value = "";
@@ -95,20 +96,25 @@ async function stream(asked, turn, answers) {
   let ended;
   running = { abort, ended: new Promise((resolve) => (ended = resolve)) };
   last = asked;
+  const told = watched(asked) ?? asked;
+  showBeams(turn, told === asked ? 0 : asked.body.num_beams);
   fail("");
   busy(true);
   const open = new Set(answers);
   let problem = null;
   try {
-    for await (const event of events(asked.path, { body: asked.body, signal: abort.signal })) {
+    for await (const event of events(told.path, { body: told.body, signal: abort.signal })) {
       const follow = below(turn) < NEAR;
       if (event.usage) note(turn, event.usage);
-      for (const choice of event.choices ?? []) {
-        const answer = answers[choice.index];
+      if (event.details) note(turn, { prompt_tokens: event.details.input_length });
+      if (event.live) turn.beams?.grow(event);
+      if (event.token) turn.beams?.settle(event.token.id);
+      for (const { index, parts, finish_reason, score } of pieces(event)) {
+        const answer = answers[index];
         if (!answer) continue; // more than was asked for
-        for (const part of added(choice)) answer.push(part);
-        if (choice.finish_reason) {
-          answer.finish(choice.finish_reason);
+        for (const part of parts) answer.push(part);
+        if (finish_reason) {
+          answer.finish(finish_reason, score);
           open.delete(answer);
         }
       }
@@ -117,7 +123,9 @@ async function stream(asked, turn, answers) {
   } catch (error) {
     problem = error.name === "AbortError" ? null : error;
   }
-  for (const answer of open) answer.finish(problem ? "failed" : "stopped");
+  const end = problem ? "failed" : abort.signal.aborted ? "stopped" : "there is no other"; // beams may find fewer
+  for (const answer of open) answer.finish(end);
+  turn.beams?.finish();
   running = null;
   busy(false);
   ended();
@@ -145,8 +153,8 @@ function refused(problem, turn) {
 
 // Showing
 
-function newTurn(prompt, count) {
-  const answers = Array.from({ length: count }, (_, i) => new Answer(count === 1 ? "Answer" : `Sample ${i + 1}`));
+function newTurn(prompt, count, name) {
+  const answers = Array.from({ length: count }, (_, i) => new Answer(count === 1 ? "Answer" : `${name} ${i + 1}`));
   const columns = make("div", { className: "answers" }, ...answers.map(({ element }) => element));
   columns.dataset.count = String(count);
   const element = make("section", { className: "turn" }, columns);
@@ -160,6 +168,13 @@ function newTurn(prompt, count) {
     if (mode === "chat" && count > 1) addPick(turn, answer);
   }
   return turn;
+}
+
+// The beams of a search that begins; 0: none can be seen.
+function showBeams(turn, width) {
+  turn.beams?.element.remove();
+  turn.beams = width ? new Beams(width) : null;
+  if (turn.beams) turn.notes.before(turn.beams.element);
 }
 
 function note(turn, { prompt_tokens: count, prompt_tokens_details: details }) {

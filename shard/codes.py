@@ -1,0 +1,67 @@
+"""What was chosen in a step, as numbers: so rank 0, which alone sees logits, tells the other ranks.
+
+A pick is its token, and whether it completes its row. A beam's candidate is that, the row that it continues, and its score, bit for
+bit: all ranks keep the same books.
+"""
+
+import struct
+from collections.abc import Iterator
+from collections.abc import Sequence as Listing
+
+from .decoding.expansion import Candidate
+from .decoding.sampler import Pick
+
+Found = list[Pick | None]  # of a group: a pick of each row, or its candidates; None for what can't be chosen
+
+NONE, BROKEN = -1, -2  # no candidate, and None
+
+# What is known of each group: its rows, and the most candidates that it may have; 0: it has no beams.
+Counts = Listing[tuple[int, int]]
+
+
+def length_of(counts: Counts) -> int:
+    """How many numbers there are."""
+    return sum(2 * candidates or rows for rows, candidates in counts)
+
+
+def codes_of(found: Listing[Found], counts: Counts) -> list[int]:
+    """The numbers."""
+    result: list[int] = []
+    for own, (_, candidates) in zip(found, counts, strict=True):
+        codes = [code for pick in own for code in (_pair(pick) if candidates else (_code(pick),))]
+        result += codes + [NONE] * (2 * candidates - len(codes))
+    return result
+
+
+def found_from(codes: Listing[int], counts: Counts) -> list[Found]:
+    """What they say."""
+    rest = iter(codes)
+    return [
+        list(_candidates(rest, candidates)) if candidates else [_pick(next(rest)) for _ in range(rows)]
+        for rows, candidates in counts
+    ]
+
+
+def _code(pick: Pick | None) -> int:
+    return BROKEN if pick is None else 2 * pick.token + pick.complete
+
+
+def _pick(code: int) -> Pick | None:
+    return None if code < 0 else Pick(code // 2, 0.0, complete=bool(code % 2))
+
+
+def _pair(candidate: Pick | None) -> tuple[int, int]:
+    if not isinstance(candidate, Candidate):
+        return BROKEN, 0
+    bits: int = struct.unpack("<i", struct.pack("<f", candidate.score))[0]
+    return candidate.row << 33 | _code(candidate), bits
+
+
+def _candidates(codes: Iterator[int], count: int) -> Iterator[Candidate | None]:
+    for _ in range(count):
+        code, bits = next(codes), next(codes)
+        if code == BROKEN:
+            yield None
+        elif code != NONE:
+            score: float = struct.unpack("<f", struct.pack("<i", bits))[0]
+            yield Candidate(code >> 1 & 0xFFFFFFFF, 0.0, (), bool(code & 1), code >> 33, score)

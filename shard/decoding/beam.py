@@ -1,0 +1,129 @@
+"""Beam search with the exact meaning of transformers' generate(num_beams=...); see docs/beam-search.md.
+
+Every live beam is a sequence of the group, best first. A step runs a token of each; of all their continuations the best are
+looked at: those that end a beam and rank among the first `width` are complete, the best `width` of the others live on.
+"""
+
+from collections.abc import Sequence as Listing
+
+from ..sequence import Group, Sequence
+from ..step import Span
+from .expansion import Candidate
+from .hypotheses import Hypothesis, Path, Search
+from .sample import sampling_of
+from .sampler import Pick, Row
+from .strategy import Child, Emitted, Finish, Grown, Verdict
+
+NOTHING = "no continuation of any beam is possible"
+
+
+class BeamSearch:
+    """See Strategy."""
+
+    def draft(self, group: Group) -> list[Span]:
+        """One token per beam: the last one."""
+        return [Span(s, s.computed, s.tokens[s.computed :]) for s in group.sequences]
+
+    def rows(self, group: Group) -> list[Row]:
+        """One per beam; the first step has one, the prompt. A beam's rank is part of the key of its noise."""
+        sampling = sampling_of(group, group.sequences[0].generated)
+        return [Row(sampling, s.tokens, s.prompt_length, rank, group.top_n) for rank, s in enumerate(group.sequences)]
+
+    def judge(self, group: Group, picks: Listing[Pick]) -> Verdict:
+        """The picks are Candidates, in the order in which they are looked at."""
+        search = _search(group)
+        length = group.sequences[0].generated + 1
+        last = length >= group.max_new_tokens
+        live: list[Candidate] = []
+        complete: list[Candidate] = []
+        for rank, candidate in enumerate(picks):
+            assert isinstance(candidate, Candidate)
+            if not last and not _ends(group, candidate):
+                live.append(candidate)
+            elif rank < search.width:
+                complete.append(candidate)
+        live = sorted(live, key=lambda one: -one.score)[: search.width]
+        before = search.kept
+        search.keep([_hypothesis(group, candidate, length) for candidate in complete])
+        grown = _grown(group, live, complete, length, before) if search.watched else None
+        if not live and not search.kept:
+            return Verdict([], [], failure=NOTHING)
+        if not live or search.over(live[0].score, length, group.max_new_tokens):
+            answers = search.kept[: search.wanted]
+            rows = [row for choice, answer in enumerate(answers) for row in _rest(choice, answer, search.told)]
+            return Verdict(rows, list(group.sequences), scores=[answer.score for answer in answers], grown=grown)
+        emitted = _certain(group, live)
+        search.told += len(emitted)
+        children = [Child(group.sequences[one.row], one.token, one.score, one.logprob, one.top) for one in live]
+        return Verdict(emitted, [], children=children, grown=grown)
+
+
+def _search(group: Group) -> Search:
+    assert group.search is not None
+    return group.search
+
+
+def _path(sequence: Sequence) -> Path:
+    assert sequence.path is not None
+    return sequence.path
+
+
+def _ends(group: Group, candidate: Candidate) -> bool:
+    return candidate.complete or candidate.token in group.end_ids
+
+
+def _hypothesis(group: Group, candidate: Candidate, length: int) -> Hypothesis:
+    parent = group.sequences[candidate.row]
+    tokens = parent.tokens[parent.prompt_length :]
+    tokens.append(candidate.token)
+    path = _path(parent).copy()
+    path.append(candidate.score, candidate.logprob, candidate.top, group.top_n > 0)
+    return Hypothesis(tokens, path, _search(group).final(candidate.score, length), _ends(group, candidate))
+
+
+def _certain(group: Group, live: Listing[Candidate]) -> list[Emitted]:
+    """What every possible answer goes on with, beyond what was told: the live beams' and the kept ones' longest common prefix."""
+    search, emitted = _search(group), []
+    first = live[0]
+    parent, path = group.sequences[first.row], _path(group.sequences[first.row])
+    for place in range(search.told, parent.generated + 1):
+        token = _token(group, first, place)
+        same = all(_token(group, other, place) == token for other in live) and all(
+            place < len(kept.tokens) and kept.tokens[place] == token for kept in search.kept
+        )
+        if not same:
+            break
+        newest = place == parent.generated
+        top = first.top if newest else (path.tops[place] if path.tops else ())
+        emitted.append(Emitted(0, Pick(token, first.logprob if newest else path.logprobs[place], top), Finish.NOT))
+    return emitted
+
+
+def _token(group: Group, candidate: Candidate, place: int) -> int:
+    parent = group.sequences[candidate.row]
+    return candidate.token if place == parent.generated else parent.tokens[parent.prompt_length + place]
+
+
+def _rest(choice: int, answer: Hypothesis, told: int) -> list[Emitted]:
+    """An answer's rows. What was told belongs to the best one; the others come whole."""
+    path, last = answer.path, len(answer.tokens) - 1
+    finish = Finish.END if answer.ended else Finish.LENGTH
+    return [
+        Emitted(
+            choice,
+            Pick(answer.tokens[place], path.logprobs[place], path.tops[place] if path.tops else ()),
+            finish if place == last else Finish.NOT,
+        )
+        for place in range(0 if choice else told, len(answer.tokens))
+    ]
+
+
+def _grown(group: Group, live: Listing[Candidate], complete: Listing[Candidate], length: int, before: Listing[Hypothesis]) -> Grown:
+    search = _search(group)
+    new = {one.score for one in search.kept} - {one.score for one in before}
+    scores = [(one, search.final(one.score, length)) for one in complete]
+    return Grown(
+        [(one.row, one.token, one.score) for one in live],
+        [(one.row, one.token, score) for one, score in scores if score in new],
+        length,
+    )

@@ -1,0 +1,244 @@
+"""How much to speculate: what drafts are worth for each sequence, and how many a step gets. Ints and floats; knows no sequence, no
+model and no clock, so that all ranks that are told the same decide the same.
+
+A draft is worth the probability that it is accepted: so many tokens more does the step bring. A step of B drafts for S sequences
+takes seconds(B, rounds) and brings S + (the sum of what its drafts are worth). What is best is the highest of tokens per second,
+none at all included; and what a latency target asks for comes before that (AdaServe: Li et al. 2025, arXiv:2501.12162).
+"""
+
+import heapq
+from collections.abc import Sequence as Listing
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
+
+# Of the statistics of acceptance. Depths beyond the last count as the last; ranks beyond it are worth nothing.
+DEPTHS = 8
+RANKS = 8
+FORGET = 0.95  # what a trial weighs after the next one of its kind: some 20 count
+PRIORS = [0.6 * 0.5**rank for rank in range(RANKS)]  # by rank, when those before were refused, before anything is known
+TRUST = 4.0  # what is known from elsewhere weighs as much as so many trials
+# A gain over not speculating that is within what measured costs are wrong by is none.
+MARGIN = 1.03
+FLOOR = 0.02  # tokens that a draft has to be worth to be considered
+# Steps without a draft after which a sequence gets one, to see whether guesses have become better; doubled each time they have not.
+PATIENCE = 16
+MOST_PATIENCE = 256
+PROBING = 0.01  # of all time may go to that
+
+
+@dataclass(slots=True)
+class Odds:
+    """How often something came true, lately."""
+
+    tried: float = 0.0
+    true: float = 0.0
+    trust: float = TRUST  # in what is known from elsewhere; it fades as the rest does
+
+    def observe(self, true: bool) -> None:
+        """One trial."""
+        self.tried = self.tried * FORGET + 1
+        self.true = self.true * FORGET + true
+        self.trust *= FORGET
+
+    def blended(self, known: float) -> float:
+        """Its probability. known: as it is elsewhere."""
+        return (self.trust * known + self.true) / (self.trust + self.tried)
+
+
+class Acceptance:
+    """How often drafts of a sequence were accepted, by depth and by rank among siblings, and how long none were tried."""
+
+    def __init__(self, before: "Acceptance | None" = None) -> None:
+        """before: what is known of other sequences, as it is whenever this is asked."""
+        self._before = before
+        self._odds = [[Odds() for _ in range(RANKS)] for _ in range(DEPTHS)]  # of each, when those with lower ranks were refused
+        self.waited = 0  # steps without a draft
+        self.patience = PATIENCE
+
+    def observe(self, ranks: Listing[int], widths: Listing[int]) -> None:
+        """A verified tree; see `Tree.trial`."""
+        for depth, width in enumerate(widths):
+            good = ranks[depth] if depth < len(ranks) else width
+            for rank, odds in enumerate(self._odds[min(depth, DEPTHS - 1)][: min(width, good + 1)]):
+                odds.observe(rank == good)
+        if widths:
+            self.patience = PATIENCE if ranks else min(2 * self.patience, MOST_PATIENCE)
+
+    def shares(self, depths: int) -> list[list[float]]:
+        """By depth and rank: the probability that of the siblings there the one with this rank is accepted, if it comes to them. No
+        rank has more than the one before it.
+
+        Where little was tried it is as at the depth above, and at the first depth as with other sequences.
+        """
+        known = self._first()
+        result = [_shares(known)] if depths else []
+        for depth in range(1, depths):
+            if depth < DEPTHS:
+                known = [odds.blended(share) for odds, share in zip(self._odds[depth], known, strict=True)]
+            result.append(_shares(known))
+        return result
+
+    def _first(self) -> list[float]:
+        """By rank, after the sequence's last token: the probability of each, when those before it were refused."""
+        known = self._before._first() if self._before is not None else PRIORS
+        return [odds.blended(share) for odds, share in zip(self._odds[0], known, strict=True)]
+
+    def expected(self, widths: Listing[int]) -> float:
+        """Tokens that a step brings if every node of layer i has `widths[i]` children."""
+        reached = accumulate(zip(self.shares(len(widths)), widths, strict=True), _reach, initial=1.0)
+        return sum(reached)
+
+    def chain(self, most: int) -> "Worth":
+        """Of the drafts of a chain."""
+        gains = list(accumulate((share[0] for share in self.shares(most)), lambda reached, share: reached * share))
+        return Worth(gains, list(range(1, most + 1)))
+
+    def tree(self, most: int, depth: int, width: int = RANKS) -> "Worth":
+        """Of so many drafts at most, the best ones first, in a tree no deeper and with no more siblings than that."""
+        shares, width = self.shares(depth), min(width, RANKS)
+        worth = Worth([], [])
+        waiting = [(-shares[0][0], 1, 0, 1.0)] if depth and width else []  # (-gain, depth, rank, what reaches its parent)
+        while waiting and len(worth.gains) < most:
+            gain, rounds, rank, reached = heapq.heappop(waiting)
+            worth.gains.append(-gain)
+            worth.rounds.append(rounds)
+            if rank + 1 < width:
+                heapq.heappush(waiting, (-reached * shares[rounds - 1][rank + 1], rounds, rank + 1, reached))
+            if rounds < depth:
+                heapq.heappush(waiting, (gain * shares[rounds][0], rounds + 1, 0, -gain))
+        return worth
+
+
+def _shares(odds: Listing[float]) -> list[float]:
+    """Of all, from each one's when those before it were refused."""
+    result: list[float] = []
+    left = 1.0
+    for own in odds:
+        result.append(min(left * own, result[-1] if result else 1.0))
+        left *= 1 - own
+    return result
+
+
+def _reach(reached: float, layer: tuple[list[float], int]) -> float:
+    shares, width = layer
+    return reached * sum(shares[:width])
+
+
+@dataclass(frozen=True, slots=True)
+class Worth:
+    """Of the drafts that a sequence may get, in the order in which it gets them."""
+
+    gains: list[float]  # tokens that each adds to what a step is expected to bring; none is more than the one before
+    rounds: list[int]  # of the draft model that each takes: its depth, from 1 on
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a sequence could use."""
+
+    worth: Worth
+    needed: float = 0.0  # tokens that this step has to bring, by its latency target; 0: it has none
+
+
+class Cost(Protocol):
+    """What a step takes."""
+
+    def seconds(self, drafts: int, rounds: int) -> float:
+        """With so many drafts, for which the draft model ran so often. Never less with more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """As the router fits it to measured steps."""
+
+    step: float  # without drafts
+    draft: float  # each: to be proposed and verified
+    round: float = 0.0  # each run of the draft model
+
+    def seconds(self, drafts: int, rounds: int) -> float:
+        """See Cost."""
+        return self.step + self.draft * drafts + self.round * rounds
+
+
+def needed(elapsed: float, tokens: int, target: float, step: float) -> float:
+    """Tokens that the next step, of so many seconds, has to bring so that there is one per `target` seconds when it is over.
+
+    elapsed: seconds since the first token; tokens: so many came since.
+    """
+    return max(0.0, (elapsed + step) / target - tokens)
+
+
+def divide(wishes: Listing[Wish], cost: Cost, most: int) -> tuple[list[int], int]:
+    """How many drafts each sequence gets, `most` in all, and in how many rounds: no tree is to be deeper.
+
+    First those with a latency target, the most urgent first, until what they are expected to get is what they need. Then whoever
+    gains most, as long as that makes more tokens per second, by more than costs are wrong by.
+    """
+    counts = [0] * len(wishes)
+    left, expected, rounds = most, float(len(wishes)), 0
+    for i in sorted((i for i, wish in enumerate(wishes) if wish.needed > 1), key=lambda i: (-wishes[i].needed, i)):
+        worth, own = wishes[i].worth, 1.0
+        while own < wishes[i].needed and counts[i] < len(worth.gains) and left:
+            own += worth.gains[counts[i]]
+            rounds = max(rounds, worth.rounds[counts[i]])
+            counts[i] += 1
+            left -= 1
+        expected += own - 1
+    rest = [
+        (gain, i, own_rounds)
+        for i, wish in enumerate(wishes)
+        for gain, own_rounds in zip(wish.worth.gains[counts[i] :], wish.worth.rounds[counts[i] :], strict=True)
+        if gain >= FLOOR
+    ]
+    rest.sort(key=lambda one: -one[0])  # what is equal stays in order: nobody's second before its first
+    taken, rounds = _most_per_second(rest, cost, most - left, left, expected, rounds)
+    for i in taken:
+        counts[i] += 1
+    return counts, rounds
+
+
+def _most_per_second(
+    rest: Listing[tuple[float, int, int]], cost: Cost, given: int, left: int, expected: float, rounds: int
+) -> tuple[list[int], int]:
+    """Who gets one draft more, as often as it does; and rounds. rest: (gain, whose, rounds), the highest gain first."""
+    best: tuple[list[int], int] = ([], rounds)
+    highest = MARGIN * expected / cost.seconds(given, rounds)
+    for limit in sorted({max(rounds, own) for _, _, own in rest}):
+        taken: list[int] = []
+        tokens = expected
+        for gain, i, own in rest:
+            if own > limit:
+                continue
+            if len(taken) == left:
+                break
+            tokens += gain
+            taken.append(i)
+            rate = tokens / cost.seconds(given + len(taken), limit)
+            if rate > highest:
+                highest, best = rate, (list(taken), limit)
+    return best
+
+
+class Probes:
+    """Drafts for sequences that have had none for long: without trials nobody would see that guesses have become better."""
+
+    def __init__(self) -> None:
+        self._saved = 0.0  # seconds that may be spent
+
+    def add(self, trackers: Listing[Acceptance], counts: list[int], rounds: int, cost: Cost) -> tuple[list[int], int]:
+        """`counts` and `rounds` of a step, with one draft more for the sequence that has waited longest beyond its patience, if
+        there is time for it. Counts the steps that they wait."""
+        for tracker, count in zip(trackers, counts, strict=True):
+            tracker.waited = 0 if count else tracker.waited + 1
+        drafts = sum(counts)
+        plain = cost.seconds(drafts, rounds)
+        price = cost.seconds(drafts + 1, max(rounds, 1)) - plain
+        self._saved = min(self._saved + PROBING * plain, price)
+        late = [(tracker.patience - tracker.waited, i) for i, tracker in enumerate(trackers) if tracker.waited >= tracker.patience]
+        if not late or self._saved < price:
+            return counts, rounds
+        _, chosen = min(late)
+        trackers[chosen].waited = 0
+        self._saved -= price
+        return [count + (i == chosen) for i, count in enumerate(counts)], max(rounds, 1)

@@ -1,0 +1,111 @@
+"""The best continuations of beams: what beam search looks at in a step, for many groups at once. Knows rows, no sequence.
+
+As in transformers, log-probabilities come first, then penalties, bias and masks, which are not made up for; what is left is added
+to the beams' scores. With a temperature continuations are drawn without putting any back: those with the highest score plus
+Gumbel noise (Kool et al. 2019, arXiv:1903.06059).
+"""
+
+from collections.abc import Sequence as Listing
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from ...kernels import noise
+from ...kernels.beam import candidates
+from ...kernels.sampling import allow
+from ...kernels.sampling import candidates as distributions
+from .sampler import Pick, Row, draws_of, own_tops, penalized
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate(Pick):
+    """A beam's continuation."""
+
+    row: int = 0  # which beam it continues
+    score: float = 0.0  # sum of log-probabilities
+
+
+@dataclass(frozen=True, slots=True)
+class Beams:
+    """One group's part of the rows."""
+
+    rows: Listing[Row]
+    scores: Listing[float]  # of each row's beam so far
+    count: int  # candidates wanted
+
+
+def expand(logits: Tensor, sets: Listing[Beams], mask: Tensor | None = None) -> list[list[Candidate | None]]:
+    """The candidates of each set, best first, or as they were drawn; fewer if there are no more, [None] if logits are not finite.
+
+    logits: [rows, vocabulary] float32, the sets' rows one after the other; mask: see `sampler.pick`.
+    """
+    rows = [row for beams in sets for row in beams.rows]
+    starts = [0, *accumulate(len(beams.rows) for beams in sets)]
+    own = logits.logsumexp(-1)
+    scores = torch.tensor([score for beams in sets for score in beams.scores], device=logits.device)
+    counts = [min(beams.count, logits.shape[1]) for beams in sets]
+    plain = mask is None and not any(row.sampling.penalized or row.sampling.temperature for row in rows)
+    if plain:
+        sums, places, ids = candidates(logits, scores, starts, max(counts))
+    else:
+        sums, places, ids = _processed(logits, own, scores, sets, starts, max(counts), mask)
+    logprobs = logits[places, ids] - own[places]
+    tops = own_tops(logits, rows)
+    columns = torch.stack((sums.double(), places.double(), ids.double(), logprobs.double())).tolist()
+    finite = own.isfinite().tolist()
+    result: list[list[Candidate | None]] = []
+    for (start, end), count, *found in zip(pairwise(starts), counts, *columns, strict=True):
+        if not all(finite[start:end]):
+            result.append([None])
+            continue
+        result.append(
+            [
+                Candidate(int(token), logprob, tops.get(int(place), ()), False, int(place) - start, total)
+                for total, place, token, logprob in list(zip(*found, strict=True))[:count]
+                if total > -torch.inf
+            ]
+        )
+    return result
+
+
+def _processed(
+    logits: Tensor, own: Tensor, scores: Tensor, sets: Listing[Beams], starts: Listing[int], count: int, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Like `kernels.beam.candidates`, where some rows are changed, bound or drawn from."""
+    rows = [row for beams in sets for row in beams.rows]
+    values = penalized(logits - own.unsqueeze(1), rows)
+    if mask is not None:
+        values = allow(values, mask)
+    values = _warped(values, rows) + scores.unsqueeze(1)
+    sums, places, ids = [], [], []
+    for beams, (start, end) in zip(sets, pairwise(starts), strict=True):
+        whole = values[start:end].flatten()
+        order = whole
+        if beams.rows[0].sampling.temperature:
+            draws = draws_of(beams.rows, logits.device)
+            order = whole + noise.gumbel_all(draws.seeds, draws.choices, draws.positions, logits.shape[1]).flatten()
+        best = order.topk(min(count, len(order))).indices
+        sums.append(whole[best])
+        places.append(best // logits.shape[1] + start)
+        ids.append(best % logits.shape[1])
+    return torch.stack(sums), torch.stack(places), torch.stack(ids)
+
+
+def _warped(values: Tensor, rows: Listing[Row]) -> Tensor:
+    """Log-probabilities divided by temperature, -inf for what filters take away, of rows that are drawn from."""
+    drawn = [i for i, row in enumerate(rows) if row.sampling.temperature]
+    if not drawn:
+        return values
+    indices = torch.tensor(drawn, device=values.device)
+    draws = draws_of([rows[i] for i in drawn], values.device)
+    result = values.clone()
+    shift = values[indices].amax(-1) / draws.temperature
+    for part in distributions(values[indices], draws):
+        warped = part.scores + shift[part.rows].unsqueeze(1)
+        if part.ids is not None:
+            whole = torch.full((len(part.rows), values.shape[1]), -torch.inf, device=values.device)
+            warped = whole.scatter_(1, part.ids, warped)
+        result[indices[part.rows]] = warped
+    return result

@@ -1,0 +1,231 @@
+"""Drafts by a draft model: a tree grows from its logits, in rounds over all sequences at once. What computes the logits is not
+known here.
+
+For `gumbel` a node's children are the tokens that are best by the draft's logits with the noise that the target will draw with, at
+the same output position: where the two models agree, they draw the same token. What the draft thinks of a child then follows from
+the same sums, as it follows from the logits where there is no noise. For `rejection` children are independent draws from the
+draft's distribution, which may repeat.
+"""
+
+from collections.abc import Sequence as Listing
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ...kernels.noise import gumbel, gumbel_all
+from ...kernels.sampling import candidates
+from ..sequence import Sequence
+from .proposers import Asked, Proposed
+from .sampler import Row, draws_of, penalized
+from .tree import ROOT, lay, size
+from .verify import Draft, Drawn, Rule, distributions, propose, row
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Logits of a draft model that are wanted: after some nodes of a tree that grows on top of a sequence."""
+
+    sequence: Sequence
+    tokens: Listing[int]  # of all nodes so far, in the order in which they came
+    parents: Listing[int]  # of each; -1: the sequence's last token
+    nodes: Listing[int]  # after which the logits are wanted; in the first round [-1]. They never come twice.
+
+
+class Model(Protocol):
+    """A draft model with keys and values of its own, of a sequence's tokens as far as it has been asked for them."""
+
+    def logits(self, wanted: Listing[Wanted]) -> Tensor:
+        """[nodes of all, the target's vocabulary] float32, one after the other; -inf for tokens that it doesn't know, and that a
+        grammar excludes. Nodes that were asked for before are computed already; what it lacks of the sequence it computes first.
+        """
+
+
+@dataclass(slots=True)
+class Growing:
+    """A tree while it grows: nodes in the order in which they came."""
+
+    asked: Asked
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)  # of paths
+    depths: list[int] = field(default_factory=list)  # 0 after the sequence's last token
+    place: dict[tuple[int, int], int] = field(default_factory=dict)  # (parent, token) > node
+    drawn: dict[int, list[Drawn]] = field(default_factory=dict)  # by parent
+    layer: list[int] = field(default_factory=lambda: [ROOT])  # nodes that came last
+    open: list[int] = field(default_factory=lambda: [ROOT])  # nodes without children so far, that may have some
+
+    def path(self, node: int) -> list[int]:
+        """Tokens up to a node."""
+        tokens = []
+        while node != ROOT:
+            tokens.append(self.tokens[node])
+            node = self.parents[node]
+        return tokens[::-1]
+
+    def expand(self, nodes: Listing[int]) -> None:
+        """These get children now."""
+        self.open = [node for node in self.open if node not in nodes]
+        self.layer = []
+
+    def add(self, parent: int, token: int, logprob: float) -> None:
+        """A child, if it isn't there. logprob: of it after its parent."""
+        if (parent, token) in self.place:
+            return
+        node = self.place[parent, token] = len(self.tokens)
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.logprobs.append(logprob + (self.logprobs[parent] if parent >= 0 else 0.0))
+        self.depths.append(self.depths[parent] + 1 if parent >= 0 else 0)
+        self.layer.append(node)
+        if self.depths[node] + 1 < self.asked.depth:
+            self.open.append(node)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where children are wanted."""
+
+    growing: Growing
+    node: int
+    width: int  # so many
+
+
+class Growth(Protocol):
+    """The shape of trees."""
+
+    rounds: int  # the most
+
+    def children(self, growing: Growing) -> list[tuple[int, int]]:
+        """The nodes that get children in the next round, with the number of these; none: it is grown."""
+
+
+class Expansion:
+    """Layer by layer, <k1, ..., km>: every node of layer i gets k_i children. Its shape doesn't depend on what is drawn, which
+    `rejection` requires. A chain is <1, ..., 1>."""
+
+    def __init__(self, widths: Listing[int]) -> None:
+        self.widths = tuple(widths)
+        self.rounds = len(self.widths)
+
+    def children(self, growing: Growing) -> list[tuple[int, int]]:
+        """See Growth. A layer that would be too much is left out."""
+        depth = growing.depths[growing.layer[0]] + 1 if growing.layer and growing.layer[0] != ROOT else 0
+        if not growing.layer or depth >= min(self.rounds, growing.asked.depth):
+            return []
+        if size(self.widths[: depth + 1]) > growing.asked.nodes:
+            return []
+        return [(node, self.widths[depth]) for node in growing.layer]
+
+
+class BestFirst:
+    """In every round the most probable nodes that have none get children; of all nodes the most probable stay. Not for
+    `rejection`: what is expanded and what stays depends on what was drawn."""
+
+    def __init__(self, rounds: int, together: int = 4, width: int = 4) -> None:
+        """together: nodes that get children in one round; width: children."""
+        self.rounds = rounds
+        self._together = together
+        self._width = width
+
+    def children(self, growing: Growing) -> list[tuple[int, int]]:
+        """See Growth. Nodes whose children couldn't stay get none."""
+        least = sorted(growing.logprobs, reverse=True)[growing.asked.nodes - 1 : growing.asked.nodes]
+        own = {node: growing.logprobs[node] if node != ROOT else 0.0 for node in growing.open}
+        best = sorted((node for node in own if not least or own[node] > least[0]), key=lambda node: (-own[node], node))
+        return [(node, self._width) for node in best[: self._together]]
+
+
+class Drafting:
+    """A proposer that grows trees from a draft model's logits."""
+
+    def __init__(self, model: Model, growth: Growth, rule: Rule = Rule.GUMBEL) -> None:
+        assert rule is not Rule.REJECTION or isinstance(growth, Expansion), "rejection needs a shape that doesn't depend on draws"
+        self._model = model
+        self._growth = growth
+        self._rule = rule
+
+    def propose(self, asked: Listing[Asked]) -> Proposed:
+        """See Proposer."""
+        growing = [Growing(one) for one in asked]
+        probabilities: list[Tensor] = []
+        for _ in range(self._growth.rounds):
+            chosen = [(one, self._growth.children(one) if one.asked.nodes and one.asked.depth else []) for one in growing]
+            chosen = [(one, some) for one, some in chosen if some]
+            if not chosen:
+                break
+            self._round(chosen, probabilities)
+        drafts = [_draft(one) for one in growing]
+        return Proposed(drafts, torch.cat(probabilities) if probabilities else None)
+
+    def _round(self, chosen: Listing[tuple[Growing, list[tuple[int, int]]]], probabilities: list[Tensor]) -> None:
+        """Gives nodes children, as (node, number). probabilities: what was drawn from so far, and is now."""
+        logits = self._model.logits(
+            [Wanted(one.asked.sequence, one.tokens, one.parents, [node for node, _ in some]) for one, some in chosen]
+        )
+        places = [Place(one, node, width) for one, some in chosen for node, width in some]
+        rows = [row(place.growing.asked.group, place.growing.asked.sequence, place.growing.path(place.node)) for place in places]
+        for one, some in chosen:
+            one.expand([node for node, _ in some])
+        drawn = [i for i, own in enumerate(rows) if self._rule is Rule.REJECTION and own.sampling.temperature > 0]
+        sure = sorted(set(range(len(rows))) - set(drawn))
+        if sure:
+            _add_best([places[i] for i in sure], logits[sure], [rows[i] for i in sure])
+        if drawn:
+            first = sum(map(len, probabilities))
+            probabilities.append(_add_drawn([places[i] for i in drawn], logits[drawn], [rows[i] for i in drawn], first))
+
+
+def _add_best(places: Listing[Place], logits: Tensor, rows: Listing[Row]) -> None:
+    tokens, logprobs = best(logits, rows, max(place.width for place in places))
+    for place, own, values in zip(places, tokens.tolist(), logprobs.tolist(), strict=True):
+        for token, logprob in zip(own[: place.width], values[: place.width], strict=True):
+            if logprob > -torch.inf:
+                place.growing.add(place.node, token, logprob)
+
+
+def _add_drawn(places: Listing[Place], logits: Tensor, rows: Listing[Row], first: int) -> Tensor:
+    """What was drawn from: its row 0 is source number `first`."""
+    probabilities = distributions(logits, rows)
+    tokens = propose(probabilities, draws_of(rows, logits.device), max(place.width for place in places))
+    logprobs = probabilities.gather(1, tokens).log()
+    for source, (place, own, values) in enumerate(zip(places, tokens.tolist(), logprobs.tolist(), strict=True), first):
+        place.growing.drawn[place.node] = [Drawn(token, source) for token in own[: place.width]]
+        for token, logprob in zip(own[: place.width], values[: place.width], strict=True):
+            place.growing.add(place.node, token, logprob)
+    return probabilities
+
+
+def _draft(growing: Growing) -> Draft:
+    """As the target wants it: laid, and no more than was asked for."""
+    tree, order = lay(growing.tokens, growing.parents, growing.logprobs)
+    if not growing.drawn:
+        return Draft(tree.cut(growing.asked.nodes))
+    return Draft(tree, tuple(tuple(growing.drawn.get(node, ())) for node in (ROOT, *order)))
+
+
+def best(logits: Tensor, rows: Listing[Row], width: int) -> tuple[Tensor, Tensor]:
+    """[rows, width] each: the tokens that come first if the rows are drawn with their noise, and their log-probabilities given the
+    noise; -inf where a row's filters leave no more."""
+    scores = penalized(logits, rows)
+    ids = torch.zeros(len(rows), width, dtype=torch.int64, device=logits.device)
+    logprobs = torch.full((len(rows), width), -torch.inf, device=logits.device)
+    greedy = [i for i, one in enumerate(rows) if not one.sampling.temperature > 0]
+    sampled = [i for i, one in enumerate(rows) if one.sampling.temperature > 0]
+    if greedy:
+        values, columns = scores[greedy].log_softmax(-1).topk(min(width, scores.shape[1]))
+        ids[greedy, : values.shape[1]], logprobs[greedy, : values.shape[1]] = columns, values
+    if sampled:
+        draws = draws_of([rows[i] for i in sampled], logits.device)
+        lines = torch.tensor(sampled, device=logits.device)
+        for part in candidates(scores[sampled], draws):
+            own = draws.take(part.rows)
+            if part.ids is None:
+                noises = gumbel_all(own.seeds, own.choices, own.positions, part.scores.shape[1])
+            else:
+                noises = gumbel(own.seeds, own.choices, own.positions, part.ids)
+            values, columns = (part.scores + noises).log_softmax(-1).topk(min(width, part.scores.shape[1]))
+            found = columns if part.ids is None else part.ids.gather(1, columns)
+            ids[lines[part.rows], : values.shape[1]], logprobs[lines[part.rows], : values.shape[1]] = found, values
+    return ids, logprobs

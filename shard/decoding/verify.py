@@ -1,0 +1,307 @@
+"""Which drafts are accepted. A rule says which token follows a sequence's last one, and which follows every draft; the answer is
+the path along these tokens, as far as there are drafts for it, and the token after it.
+
+    gumbel      what plain sampling would emit: each row is drawn with the noise of its own output position, so the answer is that
+                of plain sampling, token for token, whatever is proposed. Without a temperature there is no noise; the rule stays.
+    rejection   drafts that were drawn from known distributions are accepted at random, so that the answer has the distribution
+                of plain sampling: along a chain (Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318),
+                and with several tries at every node (SpecInfer: Miao et al. 2024, arXiv:2305.09781).
+    typical     LOSSY: whatever the model finds probable enough is accepted (Medusa: Cai et al. 2024, arXiv:2401.10774).
+
+All randomness is noise of (seed, choice, output position), as in `kernels.noise`; nothing has a state. Knows trees and rows, no
+page.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Listing
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from itertools import chain
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from ...kernels import noise
+from ...kernels.sampling import Candidates, Draws, allow, candidates, draw
+from ..sequence import Group, Sequence
+from . import sampler
+from .sample import sampling_of
+from .sampler import Pick, Row, draws_of, penalized
+from .strategy import Finish
+from .tree import Tree
+
+# Last words of the noise's counter, each a use of the seed of its own; `noise.STREAM`, 0, is what tokens are drawn with.
+PROPOSED = 1  # what a draft model draws
+ACCEPTED = 2  # whether it is accepted
+# Medusa's criterion, with the values that it was published with: probable enough is what is above the lower of a constant and a
+# share of exp(-entropy).
+THRESHOLD = 0.09
+SHARE = 0.3
+
+
+class Rule(StrEnum):
+    """How drafts are verified."""
+
+    GUMBEL = "gumbel"
+    REJECTION = "rejection"
+    TYPICAL = "typical"
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One try: a token that was proposed to follow."""
+
+    token: int
+    source: int  # the row of the step's draft probabilities that it was drawn from; -1: it was certain to be proposed
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What is proposed for a sequence."""
+
+    tree: Tree = Tree()  # noqa: RUF009 - it is frozen
+    # For rejection, of the sequence's last token and then of every node: its children as they were drawn, one independently of the
+    # other and of the order in which they are tried. A token that was drawn twice stands here twice, and once in the tree.
+    drawn: tuple[tuple[Drawn, ...], ...] = ()
+
+
+def certain(tree: Tree) -> Draft:
+    """A draft that nothing but its sequence's tokens has decided on, such as one that was looked up."""
+    return Draft(tree, tuple(tuple(Drawn(tree.tokens[node], -1) for node in family) for family in tree.children))
+
+
+class Extended(Listing[int]):
+    """A sequence's tokens and some more, without a copy of them."""
+
+    __slots__ = ("_length", "_more", "_tokens")
+
+    def __init__(self, tokens: Listing[int], more: Listing[int]) -> None:
+        self._tokens = tokens
+        self._more = more
+        self._length = len(tokens) + len(more)  # is asked for often
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[int]:
+        return chain(self._tokens, self._more)
+
+    @overload
+    def __getitem__(self, place: int) -> int: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[int]: ...
+
+    def __getitem__(self, place: int | slice) -> int | list[int]:
+        return [*self._tokens, *self._more][place]
+
+
+def row(group: Group, sequence: Sequence, path: Listing[int]) -> Row:
+    """What follows so many drafts is drawn as if they were the sequence's own tokens."""
+    tokens = Extended(sequence.tokens, path) if path else sequence.tokens
+    return Row(sampling_of(group, sequence.generated + len(path)), tokens, sequence.prompt_length, sequence.choice, group.top_n)
+
+
+def rows(group: Group, sequence: Sequence, tree: Tree) -> list[Row]:
+    """Of the sequence's last token, then of every node."""
+    paths: list[list[int]] = []
+    for token, parent in zip(tree.tokens, tree.parents, strict=True):
+        paths.append([*paths[parent], token] if parent >= 0 else [token])
+    return [row(group, sequence, path) for path in ([], *paths)]
+
+
+def room(group: Group, sequence: Sequence) -> int:
+    """How deep a tree may be: the token after the last accepted draft is the last that the group may have, at most."""
+    return max(0, group.max_new_tokens - sequence.generated - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """What a step brought a sequence."""
+
+    path: list[int]  # the drafts whose keys and values stay: all new tokens but the last
+    picks: list[Pick | None]  # the new tokens; None, as the last: the model's logits are not finite there
+    finish: Finish  # of the last one
+
+
+def accept(group: Group, sequence: Sequence, tree: Tree, picks: Listing[Pick | None]) -> Accepted:
+    """Ends where plain decoding would have ended. picks: of the sequence's last token, then of every node. Changes nothing."""
+    path = tree.accepted([one.token if one else None for one in picks])
+    kept: list[Pick | None] = []
+    finish = Finish.NOT
+    for node in (-1, *path):
+        one = picks[node + 1]
+        kept.append(one)
+        if one is None:
+            break
+        if one.complete or one.token in group.end_ids:
+            finish = Finish.END
+        elif sequence.generated + len(kept) >= group.max_new_tokens:
+            finish = Finish.LENGTH
+        if finish:
+            break
+    return Accepted(path[: len(kept) - 1], kept, finish)
+
+
+def pick(
+    logits: Tensor,
+    rows: Listing[Row],
+    drafts: Listing[Draft],
+    rule: Rule,
+    mask: Tensor | None = None,
+    probabilities: Tensor | None = None,
+) -> list[Pick | None]:
+    """What follows each row, by a rule: `sampler.pick`, but for rows that have drafts to choose among.
+
+    logits, rows, mask: as there, 1 + len(tree) of each draft one after the other; probabilities: [sources, vocabulary] float32,
+    what drafts were drawn from.
+    """
+    picks = sampler.pick(logits, rows, mask)
+    if rule is Rule.GUMBEL:
+        return picks
+    assert len(rows) == sum(1 + len(draft.tree) for draft in drafts)
+    tried: list[Listing[Drawn]] = []
+    for draft in drafts:
+        tried += draft.drawn if rule is Rule.REJECTION else certain(draft.tree).drawn
+        tried += [()] * (len(draft.tree) + 1 - len(draft.drawn)) if rule is Rule.REJECTION else []
+    asked = [i for i, one in enumerate(rows) if tried[i] and one.sampling.temperature > 0 and picks[i]]
+    if not asked:
+        return picks
+    some = [rows[i] for i in asked]
+    draws = draws_of(some, logits.device)
+    target = distributions(logits[asked], some, mask[asked] if mask is not None else None)
+    if rule is Rule.REJECTION:
+        tokens = _by_rejection(target, draws, [tried[i] for i in asked], probabilities)
+    else:
+        probable = _probable(target, [[one.token for one in tried[i]] for i in asked])
+        chosen = _longest(drafts, dict(zip(asked, probable, strict=True)))
+        tokens = torch.tensor([chosen.get(i, one.token) for i in asked if (one := picks[i])], device=logits.device)
+    return _replaced(picks, asked, some, tokens, logits, target)
+
+
+def distributions(logits: Tensor, rows: Listing[Row], mask: Tensor | None = None) -> Tensor:
+    """[rows, vocabulary] float32: the probabilities that plain sampling draws from. Every row has a temperature."""
+    scores = penalized(logits, rows)
+    if mask is not None:
+        scores = allow(scores, mask)
+    result = torch.zeros_like(scores)
+    for part in candidates(scores, draws_of(rows, logits.device)):
+        own = part.scores.softmax(-1)
+        result[part.rows] = own if part.ids is None else torch.zeros_like(scores[part.rows]).scatter_(1, part.ids, own)
+    return result
+
+
+def propose(probabilities: Tensor, draws: Draws, count: int) -> Tensor:
+    """[rows, count] int64: so many independent draws from each row of `probabilities` [rows, vocabulary]."""
+    sums = probabilities.double().cumsum(-1)
+    return torch.searchsorted(sums, _uniform(draws, count, PROPOSED) * sums[:, -1:], right=True)
+
+
+def _uniform(draws: Draws, count: int, stream: int) -> Tensor:
+    """[rows, count] float64 in (0, 1)."""
+    seeds, choices, positions = draws.seeds.unsqueeze(1), draws.choices.unsqueeze(1), draws.positions.unsqueeze(1)
+    places = torch.arange(count, device=seeds.device).unsqueeze(0)
+    key = seeds & noise.MASK, seeds >> 32 & noise.MASK
+    words = noise.philox(key, (places, positions, choices, torch.full_like(choices, stream)))
+    return (words[0].double() + 0.5) * 2.0**-32
+
+
+def _by_rejection(target: Tensor, draws: Draws, tried: Listing[Listing[Drawn]], probabilities: Tensor | None) -> Tensor:
+    """[rows] int64: the first try that is accepted, or what is drawn from what the refused ones leave."""
+    device = target.device
+    most = max(map(len, tried))
+    padded = [[*((one.token, one.source) for one in some), *[(-1, -1)] * (most - len(some))] for some in tried]
+    tokens, sources = torch.tensor(padded, device=device).unbind(-1)
+    accepted, rest = refuse(target, tokens, sources, probabilities, _uniform(draws, most, ACCEPTED))
+    drawn = draw(Candidates(torch.arange(len(rest), device=device), rest.log(), None), draws)
+    return torch.where(accepted >= 0, accepted, drawn)
+
+
+def refuse(target: Tensor, tokens: Tensor, sources: Tensor, probabilities: Tensor | None, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Tries the tokens of every row in turn. Each was drawn from its own distribution q; a refused one leaves the next, and at last
+    the token that is drawn without a draft, the part of the distribution that q didn't cover.
+
+    target: [rows, vocabulary] probabilities; tokens, sources: [rows, tries] as in `Drawn`, tokens -1 where there are no more;
+    probabilities: [sources, vocabulary]; uniform: [rows, tries]. Returns [rows] the accepted token, or -1; [rows, vocabulary] what
+    is left to draw from.
+    """
+    accepted = torch.full_like(tokens[:, 0], -1)
+    rest = target.clone()
+    for i in range(tokens.shape[1]):
+        open_rows = ((accepted < 0) & (tokens[:, i] >= 0)).nonzero().squeeze(1)
+        if not len(open_rows):
+            break
+        token = tokens[open_rows, i].unsqueeze(1)
+        left, proposed = rest[open_rows], _proposed(token, sources[open_rows, i], probabilities, rest.shape[1])
+        good = _accepts(left.gather(1, token), proposed.gather(1, token), uniform[open_rows, i].unsqueeze(1)).squeeze(1)
+        accepted[open_rows[good]] = token[good].squeeze(1)
+        rest[open_rows[~good]] = _residual(left[~good], proposed[~good])
+    return accepted, rest
+
+
+def _proposed(token: Tensor, sources: Tensor, probabilities: Tensor | None, vocabulary: int) -> Tensor:
+    """[rows, vocabulary]: what each token was drawn from."""
+    sure = torch.zeros(len(token), vocabulary, device=token.device)
+    if probabilities is None:
+        return sure.scatter_(1, token, 1.0)
+    known = sources >= 0
+    if bool(known.all()):
+        return probabilities[sources]
+    sure[known] = probabilities[sources[known]]
+    return torch.where(known.unsqueeze(1), sure, torch.zeros_like(sure).scatter_(1, token, 1.0))
+
+
+def _accepts(target: Tensor, proposed: Tensor, uniform: Tensor) -> Tensor:
+    """With the probability min(1, target / proposed)."""
+    return uniform * proposed < target
+
+
+def _residual(target: Tensor, proposed: Tensor) -> Tensor:
+    """What has to be drawn if a token drawn from `proposed` was refused. Where rounding leaves nothing, it is what it was."""
+    left = (target - proposed).clamp_(min=0)
+    total = left.sum(-1, keepdim=True)
+    return torch.where(total > 0, left / total, target)
+
+
+def _probable(target: Tensor, tokens: Listing[Listing[int]]) -> list[list[bool]]:
+    """Which of each row's tokens meet Medusa's criterion."""
+    entropy = -torch.special.xlogy(target, target).sum(-1)
+    least = (SHARE * (-entropy).exp()).clamp(max=THRESHOLD)
+    counts = torch.tensor([len(some) for some in tokens], device=target.device)
+    lines = torch.arange(len(tokens), device=target.device).repeat_interleave(counts)
+    flags = iter((target[lines, list(chain.from_iterable(tokens))] > least[lines]).tolist())
+    return [[next(flags) for _ in some] for some in tokens]
+
+
+def _longest(drafts: Listing[Draft], probable: dict[int, list[bool]]) -> dict[int, int]:
+    """By row: the token of the child from which most probable drafts follow each other, the first of several; rows without a
+    probable child are not in it. probable: of rows, for each of their children."""
+    found: dict[int, int] = {}
+    first = 0
+    for draft in drafts:
+        children = draft.tree.children
+        lengths = [0] * len(children)
+        for line in reversed(range(len(children))):
+            good = [node for node, is_good in zip(children[line], probable.get(first + line, ()), strict=False) if is_good]
+            if good:
+                best = max(good, key=lambda node: (lengths[node + 1], -node))
+                lengths[line] = lengths[best + 1] + 1
+                found[first + line] = draft.tree.tokens[best]
+        first += len(children)
+    return found
+
+
+def _replaced(
+    picks: list[Pick | None], asked: Listing[int], rows: Listing[Row], tokens: Tensor, logits: Tensor, target: Tensor
+) -> list[Pick | None]:
+    """Other tokens for the rows `asked`, with their log-probabilities; `rows` and `target` are of these only."""
+    lines = torch.tensor(asked, device=logits.device)
+    own = logits[lines, tokens] - logits[lines].logsumexp(-1)
+    final = target.gather(1, tokens.unsqueeze(1)).squeeze(1).log()
+    reported = torch.where(torch.tensor([one.final for one in rows], device=logits.device), final, own)
+    for i, token, logprob in zip(asked, tokens.tolist(), reported.tolist(), strict=True):
+        one = picks[i]
+        if one and one.token != token:
+            picks[i] = replace(one, token=token, logprob=logprob)
+    return picks

@@ -1,0 +1,144 @@
+"""The container files, without an engine: linted, in accord with the project, and what they promise of the server tried on it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from penstock.launcher import options
+from penstock.launcher.machine import free_port
+from penstock.router.config import RouterConfig
+from penstock.tests.deploy import walk
+from penstock.tests.deploy.conftest import Running
+
+DEPLOY = walk.ROOT / "deploy"
+DOCKERFILE = DEPLOY / "container" / "Dockerfile"
+HEALTH = DEPLOY / "container" / "health.py"
+PROJECT = tomllib.loads((walk.ROOT / "pyproject.toml").read_text())
+EXTRA = "pip install 'penstock[deploy]' brings it"
+
+
+def instructions(name: str) -> list[str]:
+    """What follows each NAME of the Dockerfile, continued lines joined."""
+    text = DOCKERFILE.read_text().replace("\\\n", " ")
+    return [line.partition(" ")[2].strip() for line in text.splitlines() if line.split(" ")[0] == name]
+
+
+def environment() -> dict[str, str]:
+    return dict(word.split("=", 1) for line in instructions("ENV") for word in line.split())
+
+
+def sources() -> set[str]:
+    """What it copies of the tree."""
+    copies = [line.split() for line in instructions("COPY") if not line.startswith("--from")]
+    return {source for words in copies for source in words[:-1]}
+
+
+def test_the_linter_finds_nothing() -> None:
+    linter = walk.find("hadolint")
+    if linter is None:
+        pytest.skip(f"hadolint is not installed: {EXTRA}")
+    answer = subprocess.run([linter, str(DOCKERFILE)], capture_output=True, text=True, timeout=30)
+    assert answer.stdout + answer.stderr == ""
+
+
+def test_the_image_holds_every_package() -> None:
+    packages = {name.split(".")[1] for name in PROJECT["tool"]["setuptools"]["packages"] if "." in name}
+    files = {"pyproject.toml", "README.md", "LICENSE", "__init__.py", str(HEALTH.relative_to(walk.ROOT))}
+    assert sources() == packages | files
+    allowed = (DOCKERFILE.parent / "Dockerfile.dockerignore").read_text().splitlines()
+    assert {line[1:] for line in allowed if line.startswith("!")} == sources()
+
+
+def test_torch_is_that_of_the_makefile() -> None:
+    [torch] = [line for line in instructions("ARG") if line.startswith("TORCH=")]
+    assert f"TORCH := {torch.removeprefix('TORCH=')}" in (walk.ROOT / "Makefile").read_text().splitlines()
+    assert torch.removeprefix("TORCH=") in compose("compose.yaml")["services"]["penstock"]["build"]["args"]["TORCH"]
+
+
+def test_the_last_user_is_not_root() -> None:
+    stages = re.split(r"^FROM ", DOCKERFILE.read_text(), flags=re.MULTILINE)
+    users = [re.findall(r"^USER (\d+):\d+$", stage, flags=re.MULTILINE) for stage in stages]
+    assert [each[-1] for each in users if each] == ["10001", "10001"]  # runtime, on which cpu builds, and cuda
+
+
+def test_it_runs_what_is_installed() -> None:
+    [entry] = instructions("ENTRYPOINT")
+    assert json.loads(entry)[0] in PROJECT["project"]["scripts"]
+    [port] = instructions("EXPOSE")
+    assert environment()["PORT"] == port == str(RouterConfig(folder="", model="").port)
+    copied = [line.split() for line in instructions("COPY")]
+    [place] = [words[-1] for words in copied if words[0].endswith("health.py")]
+    [check] = instructions("HEALTHCHECK")
+    assert json.loads(check.partition("CMD ")[2]) == ["python", "-I", place]
+
+
+def test_no_secret_is_built_in() -> None:
+    named = [line.partition("=")[0] for line in instructions("ARG")] + list(environment())
+    assert not [name for name in named if re.search("KEY|TOKEN|SECRET|PASSWORD", name)]
+
+
+def test_the_health_check_tells_a_server_from_none(server: int) -> None:
+    for port, code in ((server, 0), (free_port(0), 1)):
+        own = {**os.environ, "PORT": str(port)}
+        answer = subprocess.run([sys.executable, "-I", str(HEALTH)], env=own, capture_output=True, text=True, timeout=30)
+        assert answer.returncode == code, answer.stderr
+
+
+def compose(name: str) -> Any:
+    return yaml.safe_load((DEPLOY / "compose" / name).read_text())
+
+
+def test_compose_is_valid() -> None:
+    checker = walk.find("check-jsonschema")
+    if checker is None:
+        pytest.skip(f"check-jsonschema is not installed: {EXTRA}")
+    files = [str(path) for path in sorted((DEPLOY / "compose").glob("*.yaml"))]
+    command = [checker, "--builtin-schema", "vendor.compose-spec", *files]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+
+
+def test_compose_finds_its_files() -> None:
+    services = compose("compose.yaml")["services"]
+    mounts = [volume.split(":")[0] for service in services.values() for volume in service["volumes"]]
+    assert [mount for mount in mounts if mount.startswith(".") and not (DEPLOY / "compose" / mount).is_file()] == []
+    build = services["penstock"]["build"]
+    context = (DEPLOY / "compose" / build["context"]).resolve()
+    assert context == walk.ROOT
+    assert context / build["dockerfile"] == DOCKERFILE
+    targets = {line.partition(" AS ")[2] for line in instructions("FROM")}
+    for name in ("compose.yaml", "gpu.yaml"):
+        service = compose(name)["services"]["penstock"]
+        assert service["build"]["target"] in targets
+        assert service["image"] == f"penstock:{service['build']['target']}"
+
+
+def test_compose_gives_penstock_its_flags_and_its_time() -> None:
+    service = compose("compose.yaml")["services"]["penstock"]
+    flags = {spelling.upper() for field in options.FIELDS.values() for spelling in (field.name, field.metadata["also"]) if spelling}
+    assert set(service["environment"]) - {"HF_TOKEN"} <= flags
+    given = float(service["stop_grace_period"].removesuffix("s"))
+    assert given >= float(service["environment"]["GRACEFUL_TERMINATION_TIMEOUT"]) + 10
+    assert service["read_only"]
+    assert all(port.startswith("127.0.0.1:") for each in compose("compose.yaml")["services"].values() for port in each["ports"])
+
+
+def test_it_runs_shut_in_as_a_container_is(running: Running) -> None:
+    """That it has come this far is the test; here only that it was."""
+    if not running.shut_in:
+        pytest.skip("this machine can't make namespaces (unshare --user), in which the server would be shut in")
+    status = dict(line.split(":\t", 1) for line in Path(f"/proc/{running.pid}/status").read_text().splitlines() if ":\t" in line)
+    assert status["NSpid"].split()[-1] == "1"
+    assert int(status["CapEff"], 16) == 0
+    assert status["NoNewPrivs"] == "1"
+    mounts = [line.split() for line in Path(f"/proc/{running.pid}/mountinfo").read_text().splitlines()]
+    [options_of_root] = [fields[5] for fields in mounts if fields[4] == "/"]
+    assert "ro" in options_of_root.split(",")

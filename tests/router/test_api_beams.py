@@ -1,0 +1,395 @@
+"""Beam search at both APIs: what may be asked, how answers, scores and events look, and answers that are fewer than asked for."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from penstock.router.request import Beams, Stopping
+from penstock.router.text import Tokenizer
+from penstock.tests.router.fake_batcher import Server, make_tokenizer, serve
+from penstock.tests.router.test_openapi import check
+
+BOTH = pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 20}),
+        ("/v1/completions", {"prompt": "hi", "max_tokens": 20}),
+    ],
+)
+FOUND = ["Hello you", "Hello you1", "Hello you2"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def native(**parameters: Any) -> dict[str, Any]:
+    return {"inputs": "hi", "parameters": {"max_new_tokens": 20, **parameters}}
+
+
+async def events(server: Server, body: object) -> tuple[list[Any], list[Any]]:
+    """Of /generate_stream: the events without a name, and those named `beams`."""
+    plain: list[Any] = []
+    named: list[Any] = []
+    async with server.client.post("/generate_stream", json=body) as response:
+        assert response.status == 200
+        for block in (await response.read()).decode().split("\n\n")[:-1]:
+            name, found, rest = block.rpartition("\n")
+            assert name == ("event: beams" if found else "")
+            (named if found else plain).append(json.loads(rest.removeprefix("data: ")))
+    for event in [*plain, *named]:
+        check("/generate_stream", 200, "text/event-stream", event, "properties", "data", "contentSchema")
+    return plain, named
+
+
+def told(events: list[Any], field: str) -> dict[int, str]:
+    """Of a stream of OpenAI's: each choice's text."""
+    texts: dict[int, str] = {}
+    for event in events:
+        for choice in event["choices"] if event != "[DONE]" else ():
+            text = choice["delta"].get("content", "") if field == "delta" else choice["text"]
+            texts[choice["index"]] = texts.get(choice["index"], "") + text
+    return texts
+
+
+def test_the_best_is_the_answer_and_the_others_stand_beside_it(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        asked = native(
+            num_beams=4, num_return_sequences=3, length_penalty=-0.5, early_stopping="never", details=True, top_n_tokens=1
+        )
+        status, body, response = await server.post("/generate", asked)
+        check("/generate", status, "application/json", body)
+        assert body["generated_text"] == FOUND[0]
+        details = body["details"]
+        assert (details["score"], details["seed"], details["finish_reason"]) == (-0.25, None, "eos_token")
+        assert "".join(token["text"] for token in details["tokens"]) == "Hello you</s>"
+        assert [(one["generated_text"], one["score"]) for one in details["best_of_sequences"]] == [
+            (FOUND[1], -0.5),
+            (FOUND[2], -0.75),
+        ]
+        assert [token["text"] for token in details["best_of_sequences"][1]["tokens"]][-2:] == ["2", "</s>"]
+        assert len(details["best_of_sequences"][1]["top_tokens"]) == 11
+        assert response.headers["x-generated-tokens"] == "10"
+        [request] = server.batcher.requests
+        assert request.beams == Beams(width=4, length_penalty=-0.5, stopping=Stopping.NEVER)
+        assert (request.choices, request.sampling.temperature) == (3, 0.0)
+
+    serve(tokenizer, test)
+
+
+def test_without_details_there_is_only_the_best_text(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        assert (await server.post("/generate", native(num_beams=4, num_return_sequences=3)))[1] == {"generated_text": FOUND[0]}
+        assert (await server.post("/", native(num_beams=4)))[1] == [{"generated_text": "hiHello you"}]
+        _, body, _ = await server.post("/generate", native(num_beams=4, details=True))
+        assert "best_of_sequences" not in body["details"]
+        _, body, _ = await server.post("/generate", native(details=True))
+        assert "score" not in body["details"]
+
+    serve(tokenizer, test)
+
+
+def test_what_else_is_asked_for_is_given(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        more = {"return_full_text": True, "stop": ["o"], "decoder_input_details": True, "do_sample": True, "seed": 3}
+        asked = native(num_beams=4, num_return_sequences=2, grammar={"type": "regex", "value": ".*"}, **more)
+        _, body, _ = await server.post("/generate", asked)
+        assert (body["generated_text"], body["details"]["finish_reason"]) == ("hiHello", "stop_sequence")
+        assert len(body["details"]["prefill"]) == len(body["details"]["best_of_sequences"][0]["prefill"]) == 3
+        assert body["details"]["seed"] == 3
+        [request] = server.batcher.requests
+        assert request.grammar is not None
+        assert (request.stop, request.sampling.temperature, request.sampling.seed) == (("o",), 1.0, 3)
+
+    serve(tokenizer, test)
+
+
+def test_the_stream_is_the_best_and_its_end_tells_the_others(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        plain, named = await events(server, native(num_beams=4, num_return_sequences=3, details=True, return_full_text=True))
+        assert not named
+        assert [event["index"] for event in plain] == list(range(1, 11))
+        assert "".join(event["token"]["text"] for event in plain) == "Hello you</s>"
+        assert [event["generated_text"] for event in plain] == [None] * 9 + ["hiHello you"]
+        details = plain[-1]["details"]
+        assert (details["score"], details["input_length"], details["generated_tokens"]) == (-0.25, 3, 10)
+        assert [one["generated_text"] for one in details["best_of_sequences"]] == ["hiHello you1", "hiHello you2"]
+        assert [token["text"] for token in details["best_of_sequences"][0]["tokens"]] == [*"Hello you1", "</s>"]
+        assert details["best_of_sequences"][1]["score"] == -0.75
+        del details["best_of_sequences"]
+        plain, _ = await events(server, native(num_beams=4, details=True))
+        assert plain[-1]["details"] == details
+        plain, _ = await events(server, native(num_beams=4, num_return_sequences=2))
+        assert (plain[-1]["generated_text"], plain[-1]["details"]) == ("Hello you", None)
+
+    serve(tokenizer, test)
+
+
+def test_it_streams_before_it_ends(tokenizer: Tokenizer) -> None:
+    """What the answers share is told as it becomes certain, though the end tells more of them."""
+
+    async def test(server: Server) -> None:
+        asked = native(num_beams=4, num_return_sequences=2, details=True)
+        async with server.client.post("/generate_stream", json=asked) as response:
+            for letter in "Hell":
+                event = json.loads((await response.content.readuntil(b"\n\n")).removeprefix(b"data: "))
+                assert event["token"]["text"] == letter
+                pace.release()
+            for _ in range(20):
+                pace.release()
+            assert b'"best_of_sequences"' in await response.read()
+
+    pace = asyncio.Semaphore(1)
+    serve(tokenizer, test, pace=pace)
+
+
+@pytest.mark.parametrize("found", [1, 2])
+def test_fewer_answers_than_asked_for_are_what_there_is(tokenizer: Tokenizer, found: int) -> None:
+    async def test(server: Server) -> None:
+        asked = native(num_beams=4, num_return_sequences=3, details=True)
+        _, body, _ = await server.post("/generate", asked)
+        assert len(body["details"].get("best_of_sequences", [])) == found - 1
+        plain, _ = await events(server, asked)
+        assert plain[-1]["generated_text"] == "Hello you"
+        assert len(plain[-1]["details"].get("best_of_sequences", [])) == found - 1
+        body = {"prompt": ["hi", "ho"], "num_beams": 4, "n": 3, "max_tokens": 20}
+        _, whole, _ = await server.post("/v1/completions", body)
+        places = [place * 3 + index for place in range(2) for index in range(found)]
+        assert [choice["index"] for choice in whole["choices"]] == places
+        tokens = 2 * [10, 21][found - 1]
+        assert whole["usage"]["completion_tokens"] == tokens
+        stream = await server.events("/v1/completions", body | {"stream": True, "stream_options": {"include_usage": True}})
+        ended = [choice["index"] for event in stream[:-1] for choice in event["choices"] if choice["finish_reason"]]
+        assert sorted(ended) == places
+        assert stream[-2]["usage"]["completion_tokens"] == tokens
+        body = {"messages": [{"role": "user", "content": "hi"}], "num_beams": 4, "n": 3, "max_tokens": 20, "stream": True}
+        stream = await server.events("/v1/chat/completions", body)
+        opened = [choice["index"] for event in stream[:-1] for choice in event["choices"] if "role" in choice["delta"]]
+        assert opened == list(range(found))
+
+    serve(tokenizer, test, finds=found)
+
+
+def test_who_asks_for_them_sees_the_beams(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        plain, named = await events(server, native(num_beams=3, stream_beams=True))
+        assert [event["step"] for event in named] == list(range(1, 11))
+        assert named[0] == {
+            "step": 1,
+            "live": [
+                {"parent": 0, "id": plain[0]["token"]["id"], "text": "H", "score": -0.5},
+                {"parent": 0, "id": 2, "text": "!", "score": -1.5},
+                {"parent": 0, "id": 3, "text": '"', "score": -2.5},
+            ],
+            "complete": [],
+        }
+        assert [[beam["parent"] for beam in event["live"]] for event in named[1:3]] == [[2, 0, 1], [2, 1, 1]]
+        assert named[-1]["complete"] == [{"parent": 1, "id": 1, "text": "</s>", "score": -0.25}]
+        assert "".join(event["token"]["text"] for event in plain) == "Hello you</s>"
+        assert server.batcher.requests[0].beams == Beams(width=3, watched=True)
+
+    serve(tokenizer, test)
+
+
+@pytest.mark.parametrize(
+    ("path", "parameters", "message"),
+    [
+        ("/generate", {"num_beams": 2, "best_of": 2}, "`best_of` together with `num_beams` > 1 is not supported"),
+        (
+            "/generate",
+            {"num_beams": 2, "best_of": 2, "do_sample": True},
+            "`best_of` together with `num_beams` > 1 is not supported",
+        ),
+        ("/generate_stream", {"num_beams": 2, "best_of": 2}, "`best_of` != 1 is not supported when streaming tokens"),
+        ("/generate", {"num_return_sequences": 2}, "`num_return_sequences` needs beams: ask for them with `num_beams` > 1"),
+        ("/generate", {"length_penalty": 2}, "`length_penalty` needs beams"),
+        ("/generate", {"early_stopping": True}, "`early_stopping` needs beams"),
+        ("/generate", {"num_beams": 2, "early_stopping": "x"}, '`early_stopping` must be true, false or "never". Given: "x"'),
+        (
+            "/generate",
+            {"num_beams": 2, "stream_beams": True},
+            "`stream_beams` needs a stream: send the request to /generate_stream",
+        ),
+        ("/generate_stream", {"stream_beams": True}, "`stream_beams` needs beams"),
+        ("/generate", {"num_beams": 9}, "`num_beams` must be > 0 and <= 8 (--max-num-beams). Given: 9"),
+        ("/generate", {"num_beams": 2.5}, "Expected `int | null`, got `float` - at `$.parameters.num_beams`"),
+        ("/vertex", {"num_beams": 2, "num_return_sequences": 2}, "nor `num_return_sequences` is allowed for this endpoint"),
+    ],
+)
+def test_what_is_invalid_is_refused(tokenizer: Tokenizer, path: str, parameters: dict[str, Any], message: str) -> None:
+    async def test(server: Server) -> None:
+        body = native(**parameters)
+        status, answer, _ = await server.post(path, {"instances": [body]} if path == "/vertex" else body)
+        assert status == 422
+        assert message in answer["error"]
+        assert not server.batcher.requests
+
+    serve(tokenizer, test)
+
+
+def test_the_operators_beams_are_for_greedy_requests(tokenizer: Tokenizer) -> None:
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 20}
+    prompt = {"prompt": "hi", "max_tokens": 20}
+
+    async def test(server: Server) -> None:
+        for path, body, searched in (
+            ("/generate", native(), True),
+            ("/generate", native(num_beams=1), False),
+            ("/generate", native(do_sample=True), False),
+            ("/vertex", {"instances": [native()]}, True),
+            ("/v1/chat/completions", chat, False),
+            ("/v1/chat/completions", chat | {"temperature": 0}, True),
+            ("/v1/completions", prompt | {"temperature": 0}, True),
+            ("/v1/completions", prompt | {"temperature": 0, "n": 2}, False),
+            ("/v1/completions", prompt | {"temperature": 0, "max_tokens": 0, "echo": True}, False),
+            ("/v1/responses", {"input": "hi", "temperature": 0, "max_output_tokens": 20}, True),
+            ("/v1/responses", {"input": "hi", "max_output_tokens": 20}, False),
+        ):
+            status, _, _ = await server.post(path, body)
+            assert status == 200
+            assert server.batcher.requests[-1].beams == (Beams(width=4) if searched else None), (path, body)
+
+    serve(tokenizer, test, settings={"num_beams": 4})
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"num_beams": 4, "n": 3},
+        {"beam_width": 4, "n": 3},
+        {"use_beam_search": True, "num_beams": 4, "n": 3},
+        {"use_beam_search": True, "best_of": 4, "n": 3},
+        {"use_beam_search": True, "beam_width": 4, "n": 3, "temperature": 0, "top_p": 0.9},
+        {"num_beams": 4, "n": 3, "temperature": 0.0, "top_k": -1, "min_p": 0.0, "top_p": 1.0},
+        {"num_beams": 4, "n": 3, "top_k": -1, "min_p": 0.0, "top_p": 1.0},
+    ],
+)
+def test_openais_choices_are_the_best_beams(tokenizer: Tokenizer, path: str, body: dict[str, Any], asked: dict[str, Any]) -> None:
+    async def test(server: Server) -> None:
+        told = {"length_penalty": 2.0, "early_stopping": True, **asked}
+        status, answer, response = await server.post(path, body | told)
+        check(path, status, "application/json", answer)
+        assert "x-ignored-fields" not in response.headers
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+        assert [choice["score"] for choice in answer["choices"]] == [-0.25, -0.5, -0.75]
+        texts = [choice["message"]["content"] if "message" in choice else choice["text"] for choice in answer["choices"]]
+        assert texts == FOUND
+        [request] = server.batcher.requests
+        assert (request.choices, request.sampling.temperature) == (3, 0.0)
+        assert request.beams == Beams(width=4, length_penalty=2.0, stopping=Stopping.FULL)
+
+    serve(tokenizer, test)
+
+
+@BOTH
+def test_vllms_answers_are_as_many_as_its_beams(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> None:
+    async def test(server: Server) -> None:
+        _, answer, _ = await server.post(path, body | {"use_beam_search": True, "n": 3, "temperature": 0})
+        assert len(answer["choices"]) == 3
+        _, answer, _ = await server.post(path, body | {"use_beam_search": True, "n": 1})
+        assert "score" not in answer["choices"][0]
+        beams, greedy = server.batcher.requests
+        assert (beams.beams, beams.choices) == (Beams(width=3), 3)
+        assert (greedy.beams, greedy.choices, greedy.sampling.temperature) == (None, 1, 0.0)
+
+    serve(tokenizer, test)
+
+
+@BOTH
+def test_a_temperature_draws_beams(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> None:
+    async def test(server: Server) -> None:
+        for given, temperature in (({"temperature": 0.7, "seed": 5}, 0.7), ({"top_p": 0.5}, 1.0), ({}, 0.0)):
+            assert (await server.post(path, body | {"num_beams": 2} | given))[0] == 200
+            request = server.batcher.requests[-1]
+            assert (request.beams, request.sampling.temperature) == (Beams(width=2), temperature)
+        assert server.batcher.requests[0].sampling.seed == 5
+
+    serve(tokenizer, test)
+
+
+@BOTH
+def test_streams_tell_the_choices_in_turn(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> None:
+    async def test(server: Server) -> None:
+        asked = body | {"num_beams": 4, "n": 3, "stream": True, "stream_options": {"include_usage": True}}
+        stream = await server.events(path, asked)
+        for event in stream[:-1]:
+            check(path, 200, "text/event-stream", event, "properties", "data", "contentSchema")
+        field = "delta" if "chat" in path else "text"
+        assert told(stream, field) == dict(enumerate(FOUND))
+        ends = [choice for event in stream[:-1] for choice in event["choices"] if choice["finish_reason"]]
+        assert [(choice["index"], choice["score"]) for choice in ends] == [(0, -0.25), (1, -0.5), (2, -0.75)]
+        others = [choice for event in stream[:-1] for choice in event["choices"] if not choice["finish_reason"]]
+        assert not any("score" in choice for choice in others)
+        assert stream[-2]["usage"]["completion_tokens"] == 10 + 11 + 11
+
+    serve(tokenizer, test)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("given", "parameter", "message"),
+    [
+        ({"use_beam_search": True}, "use_beam_search", "`use_beam_search` needs to know how many beams: send `n`, or `num_beams`"),
+        ({"use_beam_search": True, "n": 9}, "n", "`n` must be > 0 and <= 8 (--max-num-beams). Given: 9"),
+        ({"use_beam_search": True, "n": 17}, "n", "`n` must be from 1 to 16 (--max-best-of). Given: 17"),
+        ({"use_beam_search": True, "num_beams": 2, "n": 3}, "n", "`n` must be > 0 and <= 2 (`num_beams`). Given: 3"),
+        ({"use_beam_search": True, "n": 1, "length_penalty": 2}, "length_penalty", "ask for them with `n` > 1, or leave it out"),
+        ({"use_beam_search": True, "n": 2, "temperature": 0.7}, "temperature", "`temperature` together with `use_beam_search` is"),
+        ({"use_beam_search": True, "n": 2, "top_k": 5}, "top_k", "`top_k` together with `use_beam_search` is not supported"),
+        ({"use_beam_search": False, "num_beams": 2}, "use_beam_search", "`use_beam_search`: false contradicts `num_beams`"),
+        ({"num_beams": 2, "beam_width": 3}, "beam_width", "`num_beams` and `beam_width` say the same"),
+        ({"beam_width": 9}, "beam_width", "`beam_width` must be > 0 and <= 8"),
+        ({"num_beams": 2, "n": 3}, "n", "`n` must be > 0 and <= 2 (`num_beams`). Given: 3"),
+        ({"num_beams": 2, "best_of": 3}, "best_of", "`best_of`"),
+        ({"length_penalty": 0.5}, "length_penalty", "`length_penalty` needs beams: ask for them with `num_beams` > 1"),
+        ({"early_stopping": "never"}, "early_stopping", "`early_stopping` needs beams"),
+        ({"num_beams": 2, "num_return_sequences": 2}, "num_return_sequences", "is not supported on this route: use `n`"),
+        ({"num_beams": 2, "stream_beams": True}, "stream_beams", "is not supported on this route: use /generate_stream"),
+    ],
+)
+def test_what_is_invalid_is_a_400(
+    tokenizer: Tokenizer, path: str, body: dict[str, Any], given: dict[str, Any], parameter: str, message: str
+) -> None:
+    async def test(server: Server) -> None:
+        status, answer, _ = await server.post(path, body | given)
+        assert status == 400
+        assert message in answer["error"]["message"]
+        assert answer["error"]["param"] == parameter
+        assert not server.batcher.requests
+
+    serve(tokenizer, test)
+
+
+def test_what_asks_for_no_beams_is_taken(tokenizer: Tokenizer) -> None:
+    neutral = {"num_beams": 1, "length_penalty": 1.0, "early_stopping": False}
+    ours = {"num_return_sequences": 1, "stream_beams": False}
+    vllm = {"use_beam_search": False, "beam_width": 1, **ours}
+
+    async def test(server: Server) -> None:
+        for path, body in (
+            ("/generate", native(**neutral, **ours)),
+            ("/v1/completions", {"prompt": "hi", "max_tokens": 20, **neutral, **vllm}),
+            ("/v1/responses", {"input": "hi", "max_output_tokens": 20, **neutral, **vllm}),
+        ):
+            status, _, response = await server.post(path, body)
+            assert (status, response.headers.get("x-ignored-fields")) == (200, None)
+            assert server.batcher.requests[-1].beams is None
+
+    serve(tokenizer, test)
+
+
+def test_responses_take_the_best(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        body = {"input": "hi", "max_output_tokens": 20, "num_beams": 4, "length_penalty": 0.0}
+        _, answer, _ = await server.post("/v1/responses", body)
+        assert answer["output"][0]["content"][0]["text"] == "Hello you"
+        assert server.batcher.requests[0].beams == Beams(width=4, length_penalty=0.0)
+        assert server.batcher.requests[0].sampling.temperature == 0.0
+        status, answer, _ = await server.post("/v1/responses", body | {"use_beam_search": True})
+        assert (status, answer["error"]["param"]) == (400, "use_beam_search")
+
+    serve(tokenizer, test)

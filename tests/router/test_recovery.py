@@ -1,0 +1,263 @@
+"""Who is found guilty of the shards' deaths, and after how many; and a batcher whose shards die."""
+
+import asyncio
+import random
+
+import pytest
+
+from penstock.router.batcher import Batcher, Item
+from penstock.router.recovery import FURTHER, Inquest
+from penstock.router.request import Broken, Finish, Overloaded, Prompt, Request, Token
+from penstock.tests.router.fakes import END, FakeShards, letter
+from penstock.tests.router.test_batcher import ask, quiet, read, run, value
+
+
+class World:
+    """Requests that run step by step, some of which kill the shards at some place."""
+
+    def __init__(self, lengths: dict[int, int], killers: dict[int, int]) -> None:
+        self.lengths = lengths  # steps that each takes
+        self.killers = killers  # who kills, in which of its steps
+        self.places = dict.fromkeys(lengths, 0)
+        self.inquest = Inquest()
+        self.deaths = 0
+        self.failed: list[int] = []
+
+    def step(self, killed: bool = False) -> None:
+        """One step of all that may run; the shards die if a killer is at its place, or if they are `killed`."""
+        running = {uid: place for uid, place in self.places.items() if self.inquest.admits(uid)}
+        assert running, "everybody waits for nobody"
+        if killed or any(self.killers.get(uid) == place for uid, place in running.items()):
+            self.deaths += 1
+            guilty = self.inquest.died(running)
+            if guilty is not None:
+                self.failed.append(guilty)
+                del self.places[guilty]
+            return
+        for uid, place in running.items():
+            self.places[uid] = place + 1
+            if place + 1 == self.lengths[uid]:
+                del self.places[uid]
+        self.inquest.hear(self.places.get)
+
+    def run(self) -> None:
+        for _ in range(10_000):
+            if not self.places:
+                return
+            self.step()
+        raise AssertionError("it never ends")
+
+
+def test_who_kills_the_shards_twice_alone_fails() -> None:
+    world = World({1: 100}, {1: 30})
+    world.run()
+    assert (world.failed, world.deaths) == ([1], 2)
+
+
+@pytest.mark.parametrize("count", [2, 3, 8, 50])
+def test_one_among_many_is_found_and_the_others_go_on(count: int) -> None:
+    for guilty in {1, 2, count // 2 + 1, count}:
+        world = World(dict.fromkeys(range(1, count + 1), 60), {guilty: 20})
+        world.run()
+        assert world.failed == [guilty]
+        assert world.deaths <= 4 + count.bit_length()
+
+
+def test_the_youngest_is_found_with_few_deaths() -> None:
+    world = World(dict.fromkeys(range(1, 65), 60), {64: 0})
+    world.run()
+    assert (world.failed, world.deaths) == ([64], 4)  # twice all, once with those who have passed, once alone
+
+
+def test_two_guilty_ones_are_both_found() -> None:
+    world = World(dict.fromkeys(range(1, 20), 60), {3: 20, 17: 40})
+    world.run()
+    assert sorted(world.failed) == [3, 17]
+
+
+def test_shards_that_die_of_something_else_accuse_nobody_who_makes_progress() -> None:
+    chance = random.Random(1)
+    for _ in range(50):
+        world = World({uid: chance.randint(1, 300) for uid in range(1, chance.randint(2, 20))}, {})
+        since = 0
+        while world.places:
+            killed = since > FURTHER + 1 and chance.random() < 0.1
+            since = 0 if killed else since + 1
+            world.step(killed)
+        assert world.failed == []
+
+
+def test_a_death_in_which_nothing_was_computed_says_nothing() -> None:
+    inquest = Inquest()
+    assert inquest.died({1: 5, 2: 5}) is None
+    assert not inquest.open
+    assert inquest.died({}) is None
+    assert inquest.died({1: 5, 2: 5}) is None
+    assert inquest.open
+    assert inquest.died({}) is None
+    assert (inquest.admits(1), inquest.admits(2), inquest.admits(3)) == (True, False, False)
+
+
+def test_a_trial_ends_when_those_on_trial_have_left() -> None:
+    inquest = Inquest()
+    for _ in range(2):
+        inquest.died({1: 5, 2: 5})
+    assert not inquest.hear({1: 5 + FURTHER, 2: 5}.get)
+    assert inquest.hear({2: 5}.get)
+    assert (inquest.admits(2), inquest.admits(3)) == (True, False)
+    assert inquest.hear({2: 6 + FURTHER}.get)
+    assert not inquest.open
+    assert inquest.admits(3)
+
+
+# A batcher whose shards die
+
+
+async def restart(shards: FakeShards) -> None:
+    """Kills them at once, whatever they do."""
+    shards.die()
+    met = shards.groups_met
+    while shards.groups_met == met:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
+def test_streams_go_on_with_the_tokens_that_they_would_have_had() -> None:
+    asked = [
+        ask("a" * 40, 160),
+        ask("b", 160, choices=3),
+        ask("cc", 150, end_ids=(END,)),
+        ask("d", 160, stop=(chr(letter(b"d", 20)) + chr(letter(b"d", 21)),)),
+        ask("e" * 30, 120, prompt_logprobs=True),
+    ]
+
+    def fake() -> FakeShards:
+        return FakeShards(pages=512, seconds=0.001, ends_at=lambda prompt: 73 if prompt[0] == ord("c") else 0)
+
+    async def calm(batcher: Batcher, shards: FakeShards) -> None:
+        expected.extend(await asyncio.gather(*(read(batcher, request) for request in asked)))
+
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        reading = [asyncio.create_task(read(batcher, request)) for request in asked]
+        for pause in (0.0, 0.02, 0.04, 0.03, 0.05):
+            await asyncio.sleep(pause)
+            await restart(shards)
+        found = await asyncio.gather(*reading)
+        assert [told(items) for items in found] == [told(items) for items in expected]
+        await quiet(batcher, shards)
+        assert value(batcher, "penstock_restarts_total") == 5
+        assert value(batcher, "penstock_replayed_requests_total") > len(asked)
+        assert value(batcher, "penstock_recovery_seconds_count") == 5
+
+    expected: list[list[Item]] = []
+    run(calm, fake())
+    run(test, fake())
+
+
+def told(items: list[Item]) -> list[object]:
+    """What of a stream may not depend on time: of each choice its own, since their order among each other may."""
+    kept: list[object] = []
+    for item in sorted(items, key=lambda item: item.choice if isinstance(item, Token | Finish) else -1):
+        match item:
+            case Prompt(logprobs):
+                kept.append(logprobs)
+            case Token(id, text, delta):
+                kept.append((id, text, delta))
+            case Finish(reason, text, delta, generated):
+                kept.append((reason, text, delta, generated))
+    return kept
+
+
+def test_while_there_are_no_shards_requests_wait_and_may_leave() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        begun = batcher.submit(ask("a", 30))
+        items = await anext(begun)
+        shards.break_at = 1
+        shards.die()
+        while batcher.ready:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        assert batcher.stage == "recovering: connected"
+        leaving, waiting = asyncio.create_task(read(batcher, ask("b", 5))), asyncio.create_task(read(batcher, ask("c", 5)))
+        await asyncio.sleep(0.01)
+        assert value(batcher, "penstock_waiting") + value(batcher, "penstock_paused") == 3
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        third = asyncio.create_task(read(batcher, ask("d", 5)))
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded):
+            batcher.submit(ask("e", 5))
+        shards.break_at = 0
+        assert len(await waiting) == len(await third) == 7
+        assert batcher.ready
+        items += [item async for more in begun for item in more]
+        assert [item.id for item in items if isinstance(item, Token)] == [letter(b"a", position) for position in range(30)]
+        await quiet(batcher, shards)
+
+    run(test, FakeShards(seconds=0.001), max_concurrent_requests=3)
+
+
+def test_shards_that_die_while_nothing_runs_are_missed_at_once() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        await read(batcher, ask("a"))
+        await restart(shards)
+        await asyncio.sleep(0.01)
+        assert batcher.ready
+        assert len(await read(batcher, ask("a"))) == 7
+
+    run(test)
+
+
+def test_a_request_that_kills_the_shards_fails_alone() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        shards.killers = {b"killer"}
+        asked = [ask(text, 40) for text in ("a", "b", "killer", "c")]
+        reading = [asyncio.create_task(read(batcher, request)) for request in asked]
+        late = asyncio.create_task(read_later(batcher, ask("late")))
+        *others, last = await asyncio.gather(*reading, late, return_exceptions=True)
+        killer = others.pop(2)
+        assert isinstance(killer, Broken)
+        assert "again and again" in str(killer)
+        for text, items in zip(("a", "b", "c"), others, strict=True):
+            assert isinstance(items, list)
+            tokens = [item.id for item in items if isinstance(item, Token)]
+            assert tokens == [letter(text.encode(), position) for position in range(40)]
+        assert isinstance(last, list)
+        assert shards.groups_met <= 8
+        await quiet(batcher, shards)
+        assert batcher.ready
+
+    async def read_later(batcher: Batcher, request: Request) -> list[Item]:
+        await asyncio.sleep(0.02)
+        return await read(batcher, request)
+
+    run(test, FakeShards(seconds=0.001))
+
+
+def test_a_smaller_pool_fails_only_what_does_not_fit_any_more() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        large, small = asyncio.create_task(read(batcher, ask("a", 200))), asyncio.create_task(read(batcher, ask("b", 40)))
+        await asyncio.sleep(0.02)
+        shards.pages = 30
+        await restart(shards)
+        with pytest.raises(Broken, match="too little memory"):
+            await large
+        assert len(await small) == 42
+        assert batcher.limits is not None
+        assert batcher.limits.max_total_tokens == 120
+        await quiet(batcher, shards)
+
+    run(test, FakeShards(seconds=0.001))
+
+
+def test_who_shuts_down_waits_for_no_new_shards() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        reading = asyncio.create_task(read(batcher, ask("a", 200)))
+        await asyncio.sleep(0.01)
+        shards.break_at = 1
+        shards.die()
+        await asyncio.sleep(0.01)
+        await batcher.drain(30)
+        with pytest.raises(Broken, match="shuts down"):
+            await reading
+
+    run(test, FakeShards(seconds=0.001))

@@ -1,0 +1,296 @@
+"""Beam search against transformers' generate(num_beams=...): the same answers in the same order with the same scores, also in mixed
+traffic, in pools where groups are paused, on two ranks."""
+
+import functools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from penstock.shard.decoding.hypotheses import Search, Stop
+from penstock.shard.decoding.strategy import Child
+from penstock.shard.engine import Engine
+from penstock.shard.parallel import Ranks
+from penstock.shard.sequence import Group, Sampling
+from penstock.tests.shard import tiny
+from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
+from penstock.tests.shard.test_oracle import at_rest, prompt
+
+NAME = "llama"
+PROMPTS = 8  # of a combination of parameters: as many cases
+NEVER = 1 << 20  # a token that the model does not know: without any, transformers takes the model's own
+STOPS: dict[Stop, bool | str] = {Stop.WORSE: False, Stop.FULL: True, Stop.NEVER: "never"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A combination of parameters."""
+
+    seed: int
+    length: int  # of the prompts
+    width: int
+    wanted: int
+    count: int
+    penalty: float
+    stop: Stop
+    end_ids: tuple[int, ...]
+    repetition: float
+    least: int
+
+    @property
+    def prompts(self) -> list[tuple[int, ...]]:
+        return [prompt(self.seed * PROMPTS + index, self.length) for index in range(PROMPTS)]
+
+    def groups(self, first: int = 0) -> list[Group]:
+        """As the shard gets them."""
+        search = Search(self.width, self.wanted, self.penalty, self.stop)
+        sampling = Sampling(repetition_penalty=self.repetition)
+        return [
+            tiny.group(first + index, tokens, self.count, sampling, end_ids=self.end_ids, min_new_tokens=self.least, search=search)
+            for index, tokens in enumerate(self.prompts)
+        ]
+
+
+def cases(count: int) -> list[Case]:
+    """Random ones. What ends an answer is what the model likes to say."""
+    chance = random.Random(count)
+    made = []
+    for seed in range(count):
+        width = chance.choice([2, 2, 3, 4, 4, 5, 6, 7, 8])
+        made.append(
+            Case(
+                seed=seed,
+                length=chance.choice([1, 3, 8, 15, 16, 17, 30]),
+                width=width,
+                wanted=chance.randint(1, width),
+                count=(count := chance.choice([1, 2, 5, 12, 20])),
+                penalty=chance.choice([1.0, 1.0, 0.0, 2.0, -1.0, 0.7]),
+                stop=chance.choice(list(Stop)),
+                end_ids=tuple(chance.sample(frequent(), chance.choice([0, 1, 1, 2, 3]))),
+                repetition=chance.choice([1.0, 1.0, 1.0, 1.3]),
+                least=chance.choice([0, 0, 0, 1]) * min(count, 3),
+            )
+        )
+    return made
+
+
+@functools.cache
+def frequent() -> list[int]:
+    """The model's favourite tokens."""
+    asked = tuple(prompt(seed, 8) for seed in range(40))
+    said = [token for answer in tiny.greedy(NAME, asked, 8) for token in answer]
+    return sorted(set(said), key=lambda token: (-said.count(token), token))[:12]
+
+
+@torch.inference_mode()
+def by_transformers(case: Case) -> list[list[tuple[list[int], float]]]:
+    """Of each prompt the answers with their scores."""
+    given = torch.tensor(case.prompts)
+    settings = transformers.GenerationConfig(
+        num_beams=case.width,
+        num_return_sequences=case.wanted,
+        max_new_tokens=case.count,
+        length_penalty=case.penalty,
+        early_stopping=STOPS[case.stop],
+        eos_token_id=list(case.end_ids) or [NEVER],
+        min_new_tokens=(case.least if case.end_ids else 0) or None,
+        repetition_penalty=case.repetition,
+        pad_token_id=0,
+        bos_token_id=None,
+        do_sample=False,
+        output_scores=True,
+        return_dict_in_generate=True,
+    )
+    model = tiny.reference(NAME)
+    found = model.generate(given, attention_mask=torch.ones_like(given), generation_config=settings)
+    answers = []
+    for row, beams, score in zip(found.sequences, found.beam_indices, found.sequences_scores, strict=True):
+        answers.append((row[case.length :][: int((beams >= 0).sum())].tolist(), float(score)))
+    return [answers[start : start + case.wanted] for start in range(0, len(answers), case.wanted)]
+
+
+def found_of(world: World, group: Group) -> list[tuple[list[int], float]]:
+    """The same, of a group that a shard has answered."""
+    return [(world.tokens[group.uid, choice], score) for choice, score in enumerate(world.scores[group.uid])]
+
+
+def same(found: Sequence[tuple[list[int], float]], expected: Sequence[tuple[list[int], float]]) -> bool:
+    """Where two scores are as good as equal, either order is right. A negative length penalty makes sums of hundreds."""
+    if len(found) != len(expected):
+        return False
+    if any(abs(ours - theirs) > 1e-4 + 2e-6 * abs(theirs) for (_, ours), (_, theirs) in zip(found, expected, strict=True)):
+        return False
+    near = [score for (ours, score), (theirs, _) in zip(found, expected, strict=True) if ours != theirs]
+    tied = sorted(tokens for tokens, score in found if any(abs(score - one) < 1e-5 for one in near))
+    return tied == sorted(tokens for tokens, score in expected if any(abs(score - one) < 1e-5 for one in near))
+
+
+@functools.cache
+def answered(count: int) -> list[tuple[Case, list[list[tuple[list[int], float]]]]]:
+    """Cases and what transformers makes of them."""
+    return [(case, by_transformers(case)) for case in cases(count)]
+
+
+def check(world: World, asked: Sequence[tuple[Case, Any]]) -> None:
+    """Group i * PROMPTS + j is of prompt j of case i."""
+    assert not world.failed
+    for index, (case, expected) in enumerate(asked):
+        for group, answers in zip(case.groups(index * PROMPTS), expected, strict=True):
+            assert same(found_of(world, group), answers), (case, group.uid, found_of(world, group), answers)
+
+
+def test_a_thousand_answers_are_those_of_transformers() -> None:
+    asked = answered(130)
+    engine = tiny.engine(NAME, 16, 4000)
+    groups = [group for index, (case, _) in enumerate(asked) for group in case.groups(index * PROMPTS)]
+    world = drive(engine, groups, Habits())
+    assert len(groups) > 1000
+    check(world, asked)
+    assert at_rest(engine)
+
+
+def others(first: int, count: int = 12) -> list[Group]:
+    """What runs beside them: greedy ones, and seeded ones with one choice or three."""
+    made = []
+    for index in range(count):
+        sampling = Sampling(temperature=0.9, top_p=0.95, seed=index) if index % 2 else Sampling()
+        tokens = prompt(500 + index, 3 + 5 * (index % 4))
+        made.append(tiny.group(first + index, tokens, 15, sampling, choices=3 if index % 4 == 1 else 1))
+    return made
+
+
+def some(part: int, parts: int = 6) -> list[tuple[Case, list[list[tuple[list[int], float]]]]]:
+    """A part of the thousand."""
+    return answered(130)[part::parts]
+
+
+def mixed(asked: Sequence[tuple[Case, Any]]) -> tuple[list[Group], list[Group]]:
+    """Beams and what runs beside them, and all of them in an order of their own."""
+    beams = [group for index, (case, _) in enumerate(asked) for group in case.groups(index * PROMPTS)]
+    beside = others(len(beams))
+    together = beams + beside
+    random.Random(len(beams)).shuffle(together)
+    return together, beside
+
+
+@functools.cache
+def beside_alone() -> dict[int, list[int]]:
+    """What the others answer when there are no beams, by index and choice."""
+    world = drive(tiny.engine(NAME, 16, 2000, prefix_caching=False), others(0), Habits())
+    return {100 * uid + choice: tokens for (uid, choice), tokens in world.tokens.items()}
+
+
+def check_beside(world: World, first: int) -> None:
+    for uid_and_choice, tokens in beside_alone().items():
+        assert world.tokens[first + uid_and_choice // 100, uid_and_choice % 100] == tokens
+
+
+def most_pages(groups: Sequence[Group], page_size: int) -> int:
+    """Of the largest group alone, at its full length."""
+    most = 0
+    for group in groups:
+        shared = group.prompt_length // page_size
+        total = -(-(group.prompt_length + group.max_new_tokens - 1) // page_size)
+        width = group.search.width if group.search else len(group.waiting)
+        most = max(most, shared + width * (total - shared))
+    return most
+
+
+@pytest.mark.parametrize(
+    ("part", "page_size", "chunk", "prefix_caching"),
+    [(0, 16, 7, True), (1, 4, 7, False), (2, 1, 7, True), (3, 4, UNLIMITED, True), (4, 1, UNLIMITED, False)],
+)
+def test_nothing_that_runs_beside_them_changes_them(part: int, page_size: int, chunk: int, prefix_caching: bool) -> None:
+    """Nor do they change anything; some are cancelled, all are paused, and the pool has room for hardly more than the largest."""
+    asked = some(part)
+    groups, beside = mixed(asked)
+    engine = tiny.engine(NAME, page_size, most_pages(groups, page_size) + 8 // page_size, prefix_caching)
+    world = drive(engine, groups, Habits(chunk, pause=0.02), seed=part)
+    check(world, asked)
+    check_beside(world, beside[0].uid)
+    assert sum(1 for group in groups if group.search and world.pauses[group.uid]) > len(groups) // 10
+    assert at_rest(engine)
+
+
+def test_two_ranks_agree() -> None:
+    asked = some(5)
+    groups, beside = mixed(asked)
+    pages = most_pages(groups, 4) + 2
+
+    def work(ranks: Ranks) -> tuple[World, bool]:
+        engine = tiny.engine_of(NAME, ranks, 4, pages)
+        return drive(engine, groups, Habits(16, pause=0.02), seed=5), at_rest(engine)
+
+    (world, first), (twin, second) = tiny.Pair().run(work)
+    check(world, asked)
+    check_beside(world, beside[0].uid)
+    assert twin.tokens == world.tokens
+    assert (first, second) == (True, True)
+
+
+def test_pages_stay_within_their_bound_and_come_back_from_anywhere() -> None:
+    """Never more than k independent continuations of one prompt would take; copies are of partial pages only."""
+    for index, (case, _) in enumerate(some(0, 10)):
+        for page_size in (1, 4, 16):
+            [group, *_] = case.groups()
+            engine = tiny.engine(NAME, page_size, 600, prefix_caching=False)
+            peak, forks = watch(engine)
+            world = drive(engine, [group], Habits(cancel=0.1 * (index % 2)), seed=index)
+            assert world.cancelled or world.scores
+            bound = -(-case.length // page_size) + case.width * (1 + -(-case.count // page_size))
+            assert max(peak) <= bound
+            assert engine.forks.copied <= forks[0] * (page_size - 1)
+            assert at_rest(engine)
+
+
+def watch(engine: Engine) -> tuple[list[int], list[int]]:
+    """Pages held whenever some are taken; forks."""
+    peak, forks = [0], [0]
+    take, fork = engine.pool.take, engine.forks.fork
+
+    def taken(count: int) -> list[int]:
+        pages = take(count)
+        peak.append(engine.pool.pages - engine.pool.free)
+        return pages
+
+    def forked(group: Group, children: Sequence[Child], tops: bool) -> None:
+        forks[0] += len(children)
+        fork(group, children, tops)
+
+    engine.pool.take, engine.forks.fork = taken, forked  # type: ignore[method-assign]
+    return peak, forks
+
+
+def test_drawn_beams_are_a_function_of_their_seed() -> None:
+    """Whatever runs beside them; and other seeds draw others."""
+
+    def groups(first: int) -> list[Group]:
+        search = Search(4, 4)
+        return [
+            tiny.group(first + seed, prompt(3, 9), 12, Sampling(temperature=1.5, top_k=40, seed=seed), search=search)
+            for seed in range(8)
+        ]
+
+    alone = [drive(tiny.engine(NAME), [group], Habits()) for group in groups(0)]
+    expected = [found_of(world, group) for world, group in zip(alone, groups(0), strict=True)]
+    beside = others(100)
+    engine = tiny.engine(NAME, 4, 60)
+    world = drive(engine, groups(0) + beside, Habits(7, pause=0.05), seed=1)
+    assert [[tokens for tokens, _ in found_of(world, group)] for group in groups(0)] == [
+        [tokens for tokens, _ in answers] for answers in expected
+    ]
+    assert len({tuple(answers[0][0]) for answers in expected}) == 8
+
+
+def test_a_faulty_rule_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Complete beams are divided by their length, end token included; candidates behind the first `width` can't be complete."""
+    asked = some(0, 20)
+    groups = [group for index, (case, _) in enumerate(asked) for group in case.groups(index * PROMPTS)]
+    right = Search.final
+    monkeypatch.setattr(Search, "final", lambda self, score, length: right(self, score, max(1, length - 1)))
+    with pytest.raises(AssertionError):
+        check(drive(tiny.engine(NAME), groups, Habits()), asked)

@@ -1,0 +1,360 @@
+"""Drafts go where they bring most, and nowhere if that is slower; who has a latency target comes first; what is off comes back."""
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from penstock.shard.decoding import budget
+from penstock.shard.decoding.budget import (
+    DEPTHS,
+    FLOOR,
+    MARGIN,
+    MOST_PATIENCE,
+    PATIENCE,
+    PROBING,
+    RANKS,
+    Acceptance,
+    Cost,
+    Linear,
+    Probes,
+    Wish,
+    Worth,
+    divide,
+    needed,
+)
+
+SEEDS = range(40)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A device that takes so many tokens at once, and twice the time for one more."""
+
+    at_once: int
+
+    def seconds(self, drafts: int, rounds: int) -> float:
+        """See Cost."""
+        return 1.0 + (4 + drafts) // self.at_once + 0.1 * rounds
+
+
+def worth(chance: random.Random, most: int) -> Worth:
+    gains = sorted((chance.random() for _ in range(chance.randint(0, most))), reverse=True)
+    return Worth(gains, [chance.randint(1, 3) for _ in gains])
+
+
+def cost(chance: random.Random) -> Cost:
+    if chance.random() < 0.5:
+        return Steps(chance.randint(1, 9))
+    return Linear(1.0, chance.choice([0.0, 0.05, 0.3, 1.0]), chance.choice([0.0, 0.1, 0.5]))
+
+
+def rate(wishes: Sequence[Wish], counts: Sequence[int], rounds: int, price: Cost) -> float:
+    """Tokens per second, if nobody gets drafts that take more rounds."""
+    tokens = float(len(wishes))
+    for wish, count in zip(wishes, counts, strict=True):
+        able = [gain for gain, own in zip(wish.worth.gains, wish.worth.rounds, strict=True) if own <= rounds]
+        assert count <= len(able)
+        tokens += sum(able[:count])
+    return tokens / price.seconds(sum(counts), rounds)
+
+
+# Dividing
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_division_brings_more_tokens_per_second(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against all divisions."""
+    monkeypatch.setattr(budget, "MARGIN", 1.0)
+    monkeypatch.setattr(budget, "FLOOR", 0.0)
+    chance = random.Random(seed)
+    wishes = [Wish(worth(chance, 4)) for _ in range(chance.randint(1, 3))]
+    price, most = cost(chance), chance.randint(0, 8)
+    best = 0.0
+    for rounds in range(4):
+        able = [sum(own <= rounds for own in wish.worth.rounds) for wish in wishes]
+        for some in itertools.product(*(range(count + 1) for count in able)):
+            if sum(some) <= most:
+                best = max(best, rate(wishes, some, rounds, price))
+    assert rate(wishes, *divide(wishes, price, most), price) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_nobody_gets_more_than_there_is_and_nothing_makes_it_slower(seed: int) -> None:
+    chance = random.Random(seed)
+    wishes = [Wish(worth(chance, 9)) for _ in range(chance.randint(0, 9))]
+    price, most = cost(chance), chance.randint(0, 30)
+    counts, rounds = divide(wishes, price, most)
+    assert sum(counts) <= most
+    assert all(0 <= count <= len(wish.worth.gains) for count, wish in zip(counts, wishes, strict=True))
+    if any(counts):
+        assert rate(wishes, counts, rounds, price) > MARGIN * rate(wishes, [0] * len(wishes), 0, price)
+    assert (counts, rounds) == divide(wishes, price, most)
+
+
+def test_what_is_worth_next_to_nothing_is_not_drafted() -> None:
+    assert divide([Wish(Worth([0.5, FLOOR / 2], [1, 2]))], Linear(1.0, 0.0), 4) == ([1], 1)
+
+
+def test_the_order_of_equals_is_theirs() -> None:
+    """All ranks decide the same, and not by chance."""
+    wishes = [Wish(Worth([0.5, 0.5, 0.5], [1, 1, 1])) for _ in range(3)]
+    assert divide(wishes, Linear(1.0, 0.0), 4) == ([3, 1, 0], 1)
+
+
+def test_there_is_nothing_to_be_had_where_drafts_cost_as_much_as_steps() -> None:
+    sure = Acceptance()
+    for _ in range(99):
+        sure.observe([0] * 4, [1] * 4)
+    wishes = [Wish(sure.chain(4)) for _ in range(8)]
+    assert divide(wishes, Linear(0.001, 0.001), 99) == ([0] * 8, 0)
+    assert divide(wishes, Linear(1.0, 0.001), 99) == ([4] * 8, 4)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_latency_target_comes_before_throughput(seed: int) -> None:
+    """Whoever has one gets what it needs, the most urgent first, as long as there is any."""
+    chance = random.Random(seed)
+    wishes = [Wish(worth(chance, 6), chance.choice([0.0, 0.0, chance.uniform(0, 4)])) for _ in range(chance.randint(1, 6))]
+    most = chance.randint(0, 12)
+    counts, _ = divide(wishes, Linear(1.0, 5.0), most)  # drafts never pay
+    left = most
+    for i in sorted(range(len(wishes)), key=lambda i: -wishes[i].needed):
+        own = 1.0
+        wanted = 0
+        while own < wishes[i].needed and wanted < min(left, len(wishes[i].worth.gains)):
+            own += wishes[i].worth.gains[wanted]
+            wanted += 1
+        assert counts[i] == wanted
+        left -= wanted
+
+
+def test_what_targets_leave_goes_to_whoever_gains_most() -> None:
+    slow, fast = Worth([0.3, 0.2], [1, 2]), Worth([0.9, 0.8, 0.7], [1, 2, 3])
+    assert divide([Wish(fast), Wish(slow, needed=1.2)], Linear(1.0, 0.01), 2) == ([1, 1], 1)
+    assert divide([Wish(fast), Wish(slow)], Linear(1.0, 0.01), 2) == ([2, 0], 2)
+    assert divide([Wish(fast), Wish(slow, needed=1.2)], Linear(1.0, 0.01), 9) == ([3, 2], 3)
+
+
+def test_what_is_needed_follows_from_the_target() -> None:
+    assert needed(elapsed=1.0, tokens=10, target=0.1, step=0.1) == pytest.approx(1.0)  # just in time
+    assert needed(elapsed=1.0, tokens=5, target=0.1, step=0.1) == pytest.approx(6.0)
+    assert needed(elapsed=1.0, tokens=50, target=0.1, step=0.1) == 0
+
+
+# Acceptance
+
+
+def chain_of(rates: Sequence[float], chance: random.Random) -> tuple[list[int], list[int]]:
+    """A verified chain as long as `rates`, each draft accepted with its probability."""
+    accepted = 0
+    while accepted < len(rates) and chance.random() < rates[accepted]:
+        accepted += 1
+    return [0] * accepted, [1] * min(accepted + 1, len(rates))
+
+
+def test_acceptance_is_learned_by_depth() -> None:
+    rates, chance, tracker = [0.9, 0.7, 0.4], random.Random(5), Acceptance()
+    sums = [0.0] * 3
+    for i in range(3000):
+        tracker.observe(*chain_of(rates, chance))
+        if i >= 100:
+            sums = [total + own[0] for total, own in zip(sums, tracker.shares(3), strict=True)]
+    found = [total / 2900 for total in sums]
+    assert found == pytest.approx(rates, abs=0.1)
+    worth = tracker.chain(3)
+    assert worth.gains == sorted(worth.gains, reverse=True)
+    assert worth.rounds == [1, 2, 3]
+    assert tracker.expected((1, 1, 1)) == pytest.approx(1 + sum(worth.gains))
+
+
+def test_acceptance_is_learned_by_rank() -> None:
+    chance, tracker = random.Random(5), Acceptance()
+    for _ in range(300):
+        [rank] = chance.choices([0, 1, 2, None], [0.5, 0.25, 0.1, 0.15])
+        tracker.observe([] if rank is None else [rank], [3])
+    [shares] = tracker.shares(1)
+    assert shares[:3] == pytest.approx([0.5, 0.25, 0.1], abs=0.15)
+    assert tracker.expected((3,)) == pytest.approx(1.85, abs=0.15)
+    assert tracker.expected((1,)) < tracker.expected((2,)) < tracker.expected((3,))
+
+
+def test_what_was_long_ago_is_forgotten() -> None:
+    tracker = Acceptance()
+    for _ in range(500):
+        tracker.observe([0], [1])
+    for _ in range(60):
+        tracker.observe([], [1])
+    assert tracker.shares(1)[0][0] < 0.2
+    for _ in range(60):
+        tracker.observe([0], [1])
+    assert tracker.shares(1)[0][0] > 0.8
+
+
+def test_what_nothing_is_known_of_is_as_with_others() -> None:
+    others = Acceptance()
+    fresh = Acceptance(others)
+    assert fresh.shares(1) == Acceptance().shares(1)
+    for _ in range(60):
+        others.observe([0], [1])
+    assert fresh.shares(3)[2][0] == pytest.approx(others.shares(1)[0][0])
+    for _ in range(60):
+        fresh.observe([], [1])
+    assert fresh.shares(1)[0][0] < 0.2
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_shares_are_probabilities_and_worths_are_those_of_the_best_tree(seed: int) -> None:
+    chance, tracker = random.Random(seed), Acceptance()
+    for _ in range(chance.randint(0, 60)):
+        widths = [chance.randint(1, RANKS + 3) for _ in range(chance.randint(1, DEPTHS + 3))]
+        ranks = [chance.randrange(width) for width in widths[: chance.randint(0, len(widths))]]
+        tracker.observe(ranks, widths[: len(ranks) + 1])
+    depth, width, most = chance.randint(0, 4), chance.randint(0, 4), chance.randint(0, 30)
+    shares = tracker.shares(depth)
+    for own in shares:
+        assert own == sorted(own, reverse=True)
+        assert min(own) >= 0
+        assert sum(own) <= 1 + 1e-9
+    layers: list[list[tuple[float, int]]] = [[(1.0, 0)]]
+    for level, own in enumerate(shares, 1):
+        layers.append([(reached * share, level) for reached, _ in layers[-1] for share in own[:width]])
+    wanted = sorted((one for layer in layers[1:] for one in layer), reverse=True)[:most]
+    found = tracker.tree(most, depth, width)
+    assert found.gains == pytest.approx([gain for gain, _ in wanted])
+    assert max(found.rounds, default=0) <= depth
+    assert len(found.rounds) == len(found.gains)
+    if width:
+        assert tracker.tree(depth, depth, 1).gains == pytest.approx(tracker.chain(depth).gains)
+
+
+def test_the_closed_form_of_a_chain() -> None:
+    """Leviathan et al. 2023: (1 - a^(k + 1)) / (1 - a) tokens per step."""
+    sure = Acceptance()
+    a = sure.shares(1)[0][0]
+    assert sure.expected((1,) * 5) == pytest.approx((1 - a**6) / (1 - a))
+
+
+# Off, and back again
+
+
+def test_one_that_waits_is_tried_now_and_then() -> None:
+    """No more than one in a step; less often if it is in vain, as often as before when it is not."""
+    trackers, probes = [Acceptance() for _ in range(5)], Probes()
+    tries: list[list[int]] = [[] for _ in trackers]
+    for step in range(3000):
+        counts, rounds = probes.add(trackers, [0] * 5, 0, Linear(1.0, 0.005))
+        assert sum(counts) == rounds <= 1
+        for i, count in enumerate(counts):
+            if count:
+                tries[i].append(step)
+                trackers[i].observe([], [1])
+    for own in tries:
+        gaps = [later - sooner for sooner, later in itertools.pairwise([-1, *own])]
+        assert gaps[0] <= PATIENCE + 5
+        assert MOST_PATIENCE <= gaps[-1] <= MOST_PATIENCE + 5
+    trackers[0].observe([0], [1])
+    assert trackers[0].patience == PATIENCE
+
+
+@pytest.mark.parametrize("price", [Linear(1.0, 0.5), Linear(1.0, 0.03, 0.2), Linear(1.0, 0.0, 0.0)])
+def test_tries_take_a_hundredth_of_the_time(price: Linear) -> None:
+    trackers, probes = [Acceptance() for _ in range(40)], Probes()
+    seconds = 0.0
+    for _ in range(1000):
+        counts, rounds = probes.add(trackers, [0] * 40, 0, price)
+        seconds += price.seconds(sum(counts), rounds)
+    assert 1000 <= seconds <= 1000 * (1 + PROBING)
+    assert any(tracker.waited < 1000 for tracker in trackers)
+
+
+def test_who_has_drafts_does_not_wait() -> None:
+    trackers, probes = [Acceptance(), Acceptance()], Probes()
+    for _ in range(3 * PATIENCE):
+        counts, rounds = probes.add(trackers, [2, 0], 2, Linear(1.0, 0.01))
+        assert (counts[0], rounds) == (2, 2)
+        assert trackers[0].waited == 0
+
+
+class World:
+    """Sequences whose drafts are accepted with some probability, on a device with some cost."""
+
+    def __init__(self, seed: int, sequences: int, rates: Sequence[float], price: Cost, most: int = 4) -> None:
+        self._chance = random.Random(seed)
+        self.trackers = [Acceptance() for _ in range(sequences)]
+        self.rates = list(rates)
+        self._probes = Probes()
+        self.price = price
+        self._most = most
+        self.tokens = self.seconds = 0.0
+        self.drafts = 0
+
+    def run(self, steps: int) -> "World":
+        """So many; counts anew."""
+        self.tokens = self.seconds = 0.0
+        self.drafts = 0
+        for _ in range(steps):
+            counts, rounds = divide([Wish(one.chain(self._most)) for one in self.trackers], self.price, 999)
+            counts, rounds = self._probes.add(self.trackers, counts, rounds, self.price)
+            self.seconds += self.price.seconds(sum(counts), rounds)
+            self.drafts += sum(counts)
+            for tracker, count, own in zip(self.trackers, counts, self.rates, strict=True):
+                ranks, widths = chain_of([own] * count, self._chance)
+                tracker.observe(ranks, widths)
+                self.tokens += 1 + len(ranks)
+        return self
+
+    @property
+    def against_none(self) -> float:
+        """Tokens per second, by those without speculation."""
+        return self.tokens / self.seconds / (len(self.trackers) / self.price.seconds(0, 0))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_speculation_is_never_slower_than_none(seed: int) -> None:
+    """Whatever is accepted and whatever it costs, once it is known."""
+    chance = random.Random(seed)
+    count = chance.choice([1, 2, 8, 32])
+    draft = chance.choice([0.002, 0.02, 0.1, 0.5])
+    price = Linear(1.0 + count * draft, draft, chance.choice([0.0, 0.1]))  # each sequence is a token of the step itself
+    world = World(seed, count, [chance.choice([0.0, 0.3, 0.6, 0.9]) for _ in range(count)], price)
+    world.run(60)
+    assert world.run(200).against_none > 0.97
+
+
+def test_speculation_pays_where_it_can() -> None:
+    """At least nine tenths of what is possible: (1 - a^(k + 1)) / (1 - a) over what it costs."""
+    price = Linear(1.0, 0.02, 0.05)
+    world = World(1, 1, [0.8], price).run(3000)
+    assert world.against_none > 0.9 * (1 - 0.8**5) / (1 - 0.8) / price.seconds(4, 4)
+
+
+def test_speculation_goes_under_load_and_comes_back() -> None:
+    world = World(2, 8, [0.8] * 8, Linear(1.0, 0.005))
+    assert world.run(200).drafts > 200 * 8 * 3
+    world.price = Linear(1.0, 0.5)
+    assert world.run(200).drafts < 200 / 8
+    world.price = Linear(1.0, 0.005)
+    assert world.run(50).drafts > 50 * 8 * 3
+
+
+def test_speculation_goes_where_nothing_is_accepted_and_comes_back() -> None:
+    world = World(3, 4, [0.9, 0.9, 0.0, 0.9], Linear(1.0, 0.06))
+    world.run(200)
+    assert world.trackers[2].shares(1)[0][0] < 0.4
+    world.rates = [0.0, 0.0, 0.9, 0.0]
+    world.run(MOST_PATIENCE + 400)
+    assert world.trackers[2].shares(1)[0][0] > 0.6
+    assert world.run(200).drafts < 200 * (4 + 3)
+
+
+def test_without_probes_it_would_never_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above needs them."""
+    monkeypatch.setattr(budget, "PATIENCE", 10**9)
+    monkeypatch.setattr(budget, "MOST_PATIENCE", 10**9)
+    world = World(3, 1, [0.0], Linear(1.0, 0.06))
+    world.run(200)
+    world.rates = [0.9]
+    assert world.run(MOST_PATIENCE + 400).drafts == 0

@@ -1,0 +1,299 @@
+"""What is proposed: what a text repeats, found without reading it again; what a draft model draws, by the target's noise."""
+
+import functools
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.shard.decoding import sampler, verify
+from penstock.shard.decoding.growth import BestFirst, Drafting, Expansion, Growth, Wanted, best
+from penstock.shard.decoding.lookup import LONGEST, PLACES, Index, look_up
+from penstock.shard.decoding.proposers import Asked, Lookup, Merged
+from penstock.shard.decoding.tree import ROOT, Tree, size
+from penstock.shard.decoding.verify import Rule
+from penstock.shard.sequence import Sampling
+from penstock.tests.shard.toy import Toy, end, group, next_token
+
+MODEL = Toy(30, 5)
+
+
+def paths(tree: Tree) -> set[tuple[int, ...]]:
+    return {tuple(tree.tokens[i] for i in tree.path(node)) for node in range(len(tree))}
+
+
+# Lookup
+
+
+def earlier_by_scan(text: Sequence[int], length: int) -> list[int]:
+    """Places after which the last tokens came before, the most recent first."""
+    wanted = list(text[len(text) - length :])
+    return [place for place in range(len(text) - 1, length - 1, -1) if list(text[place - length : place]) == wanted]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_index_finds_what_a_scan_finds_however_it_has_grown(seed: int) -> None:
+    chance = random.Random(seed)
+    text = [chance.randrange(3) for _ in range(chance.randint(1, 60))]
+    index, known = Index(), 0
+    while known < len(text):
+        known = min(len(text), known + chance.choice([0, 1, 1, 2, 20]))
+        index.follow(text[:known])
+        for length in range(1, min(LONGEST, known) + 1):
+            assert list(index.earlier(length)) == earlier_by_scan(text[:known], length)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_longest_repeated_end_is_continued_as_it_was_the_last_time(seed: int) -> None:
+    chance = random.Random(seed)
+    text = [chance.randrange(4) for _ in range(chance.randint(1, 40))]
+    index = Index()
+    index.follow(text)
+    tree = look_up(index, nodes=6, depth=5)
+    matches = [places for length in range(LONGEST, 0, -1) if length <= len(text) and (places := earlier_by_scan(text, length))]
+    wanted = list(text)
+    for _ in range(5 if matches else 0):
+        wanted.append(wanted[matches[0][0] + len(wanted) - len(text)])  # what reaches the end goes on with itself
+    assert list(tree.tokens) == wanted[len(text) :]
+    assert tree.is_chain
+
+
+def test_several_continuations_make_a_tree_the_most_recent_first() -> None:
+    index = Index()
+    index.follow([1, 2, 7, 7, 1, 2, 8, 8, 1, 2, 7, 9, 1, 2])
+    assert look_up(index, 9, 2, branches=1).tokens == (7, 9)
+    assert paths(look_up(index, 9, 2, branches=2)) == {(7,), (7, 9), (8,), (8, 8)}
+    assert look_up(index, 9, 2, branches=2).tokens == (7, 9, 8, 8)
+    assert len(look_up(index, 3, 2, branches=2)) == 3
+
+
+def test_shorter_ends_give_the_branches_that_longer_ones_do_not() -> None:
+    index = Index()
+    index.follow([2, 5, 5, 1, 2, 7, 7, 1, 2])
+    tree = look_up(index, 9, 1, branches=2)
+    assert tree.tokens == (7, 5)
+    assert tree.logprobs[0] > tree.logprobs[1]
+
+
+def test_nothing_is_found_for_a_new_token_nor_in_no_text() -> None:
+    index = Index()
+    assert look_up(index, 4, 4) == Tree()
+    index.follow([1, 2, 3])
+    assert look_up(index, 4, 4) == Tree()
+    index.follow([1, 2, 3, 3])
+    assert look_up(index, 0, 4) == look_up(index, 4, 0) == Tree()
+
+
+def test_a_step_costs_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a long text only its last tokens are looked at, and of what repeats all over only a few places."""
+
+    class Watched(Sequence[int]):
+        def __init__(self, length: int) -> None:
+            self.length = length
+            self.read = 0
+
+        def __len__(self) -> int:
+            return self.length
+
+        def __getitem__(self, place: int | slice) -> object:  # type: ignore[override]
+            assert isinstance(place, slice)
+            own = [5] * len(range(*place.indices(self.length)))
+            self.read += len(own)
+            return own
+
+    index = Index()
+    index.follow(Watched(10_000))
+    last = Watched(10_001)
+    index.follow(last)
+    assert last.read == 1
+    places = index.earlier
+    looked = []
+    monkeypatch.setattr(index, "earlier", lambda length: (looked.append(place) or place for place in places(length)))
+    assert look_up(index, 4, 4, branches=2).tokens == (5, 5, 5, 5)
+    assert 0 < len(looked) <= LONGEST * (PLACES + 1)
+
+
+def test_lookup_is_asked_for_many() -> None:
+    proposer = Lookup()
+    asked = [Asked(one := group(uid, Sampling(), 9, text), one.sequences[0], 4, 3) for uid, text in enumerate([(1, 1), (1, 2)])]
+    first, second = proposer.propose(asked).drafts
+    assert first.tree.tokens == (1, 1, 1)
+    assert not len(second.tree)
+    asked[1].sequence.tokens.extend([1])
+    assert proposer.propose(asked).drafts[1].tree.tokens == (2, 1, 2)
+
+
+# A draft model
+
+
+class Watch:
+    """A model that sees to it that it is asked as the protocol says."""
+
+    def __init__(self, model: Toy) -> None:
+        self._model = model
+        self.rounds: list[int] = []
+        self._known: dict[int, set[int]] = {}
+
+    def logits(self, wanted: Sequence[Wanted]) -> Tensor:
+        """See Model."""
+        for one in wanted:
+            known = self._known.setdefault(id(one.sequence), set())
+            assert one.nodes
+            assert not known & set(one.nodes), "asked for twice"
+            assert len(set(one.nodes)) == len(one.nodes)
+            assert all(node == ROOT or one.parents[node] in known for node in one.nodes), "a parent was never computed"
+            known.update(one.nodes)
+        self.rounds.append(sum(len(one.nodes) for one in wanted))
+        return self._model.after([end(one, node) for one in wanted for node in one.nodes])
+
+
+GROWTHS: dict[str, Growth] = {
+    "chain": Expansion((1,) * 6),
+    "expansion": Expansion((3, 2, 1, 1)),
+    "best first": BestFirst(5, together=3, width=4),
+    "one by one": BestFirst(20, together=1, width=2),
+}
+
+
+@functools.cache
+def asked(temperature: float = 1.0) -> list[Asked]:
+    """For very different numbers."""
+    chance = random.Random(3)
+    result = []
+    for uid in range(30):
+        one = group(uid, Sampling(temperature=temperature, seed=uid, top_k=uid % 3 * 4), 50, (uid, 1))
+        result.append(Asked(one, one.sequences[0], chance.randint(0, 40), chance.randint(0, 6)))
+    return result
+
+
+@pytest.mark.parametrize("name", list(GROWTHS))
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_trees_are_no_larger_and_no_deeper_than_asked_for(name: str, temperature: float) -> None:
+    watch, growth = Watch(MODEL), GROWTHS[name]
+    drafts = Drafting(watch, growth).propose(asked(temperature)).drafts
+    assert len(watch.rounds) <= growth.rounds
+    for one, draft in zip(asked(temperature), drafts, strict=True):
+        assert len(draft.tree) <= one.nodes
+        assert max(draft.tree.depths, default=-1) < one.depth
+        assert paths(draft.tree) == {path for path in paths(draft.tree) if len(path) == 1 or path[:-1] in paths(draft.tree)}
+    assert sum(len(draft.tree) for draft in drafts) > 60
+
+
+def test_nothing_is_asked_of_the_model_where_nothing_is_wanted() -> None:
+    watch = Watch(MODEL)
+    one = group(0, Sampling(), 9)
+    none = [Asked(one, one.sequences[0], 0, 5), Asked(one, one.sequences[0], 5, 0)]
+    for growth in GROWTHS.values():
+        assert [len(draft.tree) for draft in Drafting(watch, growth).propose(none).drafts] == [0, 0]
+    assert watch.rounds == []
+
+
+@pytest.mark.parametrize(
+    ("widths", "nodes", "expected"), [((3, 2, 1), 15, 15), ((3, 2, 1), 14, 9), ((3, 2, 1), 8, 3), ((3, 2), 2, 0)]
+)
+def test_an_expansion_grows_whole_layers(widths: tuple[int, ...], nodes: int, expected: int) -> None:
+    one = group(0, Sampling(temperature=1.0), 50)
+    [draft] = Drafting(MODEL, Expansion(widths)).propose([Asked(one, one.sequences[0], nodes, 9)]).drafts
+    assert len(draft.tree) == expected
+    layers = [draft.tree.depths.count(depth) for depth in range(len(widths))]
+    assert layers == [size(widths[: i + 1]) - size(widths[:i]) if size(widths[: i + 1]) <= nodes else 0 for i in range(len(widths))]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_chain_is_what_plain_sampling_from_the_draft_would_say(temperature: float) -> None:
+    """With the target's noise: so a draft that agrees with the target proposes what the target draws."""
+    for uid in range(20):
+        one = group(uid, Sampling(temperature=temperature, seed=uid, frequency_penalty=0.5), 50, (uid, 2))
+        [draft] = Drafting(MODEL, Expansion((1,) * 5)).propose([Asked(one, one.sequences[0], 5, 9)]).drafts
+        for token in draft.tree.tokens:
+            [pick] = sampler.pick(MODEL.after([one.sequences[0].tokens[-2:]]), [verify.row(one, one.sequences[0], [])])
+            assert pick is not None
+            assert pick.token == token
+            one.sequences[0].tokens.append(token)
+
+
+def test_children_are_the_best_by_noise_and_as_probable_as_that_makes_them() -> None:
+    from penstock.kernels.noise import gumbel_all
+
+    one = group(0, Sampling(temperature=0.7, seed=11), 50)
+    logits = MODEL.after([(3, 4)])
+    ids, logprobs = best(logits, [verify.row(one, one.sequences[0], [5, 6])], 4)
+    noise = gumbel_all(torch.tensor([11]), torch.tensor([0]), torch.tensor([2]), MODEL.vocabulary)
+    sums = logits / 0.7 + noise
+    torch.testing.assert_close(ids, sums.topk(4).indices)
+    torch.testing.assert_close(logprobs, sums.log_softmax(-1).topk(4).values)
+
+
+def test_what_filters_leave_out_is_not_proposed() -> None:
+    """Not even if more children are wanted than there are tokens left."""
+    one = group(0, Sampling(temperature=1.0, top_k=2), 50)
+    [draft] = Drafting(MODEL, Expansion((5,))).propose([Asked(one, one.sequences[0], 9, 9)]).drafts
+    allowed = {token for token, own in enumerate(next_token(MODEL, Sampling(temperature=1.0, top_k=2), (1, 1), 2)) if own}
+    assert set(draft.tree.tokens) == allowed
+    mixed = [verify.row(one, one.sequences[0], []), verify.row(group(1, Sampling(), 9), one.sequences[0], [])]
+    ids, logprobs = best(MODEL.after([(1, 1), (1, 1)]), mixed, 5)
+    assert logprobs.isfinite().sum(-1).tolist() == [2, 5]
+    assert set(ids[0, :2].tolist()) == allowed
+
+
+def whole(one: Asked, depth: int) -> dict[tuple[int, ...], float]:
+    """Greedily: every path, and its log-probability by the model."""
+    found: dict[tuple[int, ...], float] = {(): 0.0}
+    layer = [()]
+    for _ in range(depth):
+        layer = [(*path, token) for path in layer for token in range(MODEL.vocabulary)]
+        for path in layer:
+            text = [*one.sequence.tokens, *path[:-1]]
+            found[path] = found[path[:-1]] + float(MODEL.table[text[-2], text[-1]].log_softmax(-1)[path[-1]])
+    del found[()]
+    return found
+
+
+def test_growing_best_first_finds_the_most_probable_nodes_of_all() -> None:
+    one = group(0, Sampling(), 50, (7, 8))
+    wanted = Asked(one, one.sequences[0], 8, 2)
+    [draft] = Drafting(MODEL, BestFirst(9, together=8, width=8)).propose([wanted]).drafts
+    known = whole(wanted, 2)
+    assert paths(draft.tree) == set(sorted(known, key=lambda path: -known[path])[:8])
+
+
+def test_growing_best_first_stops_where_nothing_more_could_stay() -> None:
+    watch = Watch(MODEL)
+    one = group(0, Sampling(), 50, (7, 8))
+    Drafting(watch, BestFirst(100, together=1, width=8)).propose([Asked(one, one.sequences[0], 3, 50)])
+    assert len(watch.rounds) < 8
+
+
+def test_best_first_brings_more_than_a_chain_of_as_many_nodes() -> None:
+    """By a draft that is often wrong; a tree that beats nothing would be a fault of the order."""
+    target, counts = MODEL.near(9, 1.0), {}
+    groups = [group(uid, Sampling(temperature=1.0, seed=uid), 50, (uid % 30, 3)) for uid in range(400)]
+    for name, growth in (("chain", Expansion((1,) * 8)), ("tree", BestFirst(4, together=4, width=4))):
+        wanted = [Asked(one, one.sequences[0], 8, 8) for one in groups]
+        drafts = Drafting(MODEL, growth).propose(wanted).drafts
+        rows = [row for one, draft in zip(groups, drafts, strict=True) for row in verify.rows(one, one.sequences[0], draft.tree)]
+        picks = verify.pick(target.after([row.tokens[-2:] for row in rows]), rows, drafts, Rule.GUMBEL)
+        first, accepted = 0, 0
+        for draft in drafts:
+            accepted += len(draft.tree.accepted([pick.token if pick else None for pick in picks[first:]]))
+            first += 1 + len(draft.tree)
+        counts[name] = accepted / len(drafts)
+    assert counts["tree"] > 1.15 * counts["chain"]
+
+
+# Several
+
+
+def test_several_proposers_make_one_tree() -> None:
+    text = (1, 2, 3, 1, 2, 4, 1, 2)
+    one = group(0, Sampling(), 50, text)
+    wanted = [Asked(one, one.sequences[0], 6, 4)]
+    looked_up = Lookup(2).propose([Asked(one, one.sequences[0], 6, 4)]).drafts[0].tree
+    grown = Drafting(MODEL, Expansion((2, 1))).propose(wanted).drafts[0].tree
+    [draft] = Merged([Lookup(2), Drafting(MODEL, Expansion((2, 1)))]).propose(wanted).drafts
+    assert len(draft.tree) == 6
+    assert paths(draft.tree) <= paths(looked_up) | paths(grown)
+    [alone] = Merged([Lookup(2)]).propose(wanted).drafts
+    assert alone.tree == looked_up

@@ -1,0 +1,204 @@
+"""Trees hold every path once, the most probable first; what is cut off is what is least probable; and what is accepted moves to
+where plain decoding would have put it."""
+
+import itertools
+import math
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from penstock.kernels.attention import ancestry
+from penstock.shard.decoding.tree import MOST_NODES, ROOT, Tree, chain, lay, merge, moves, size
+
+SEEDS = range(25)
+EMPTY = Tree()
+
+
+def some(seed: int, nodes: int, vocabulary: int = 5) -> tuple[list[int], list[int], list[float]]:
+    """Nodes of a random tree, in an order of growth."""
+    chance = random.Random(seed)
+    tokens: list[int] = []
+    parents: list[int] = []
+    logprobs: list[float] = []
+    taken: set[tuple[int, int]] = set()
+    while len(tokens) < nodes:
+        key = chance.randrange(-1, len(tokens)), chance.randrange(vocabulary)
+        if key in taken:
+            continue
+        taken.add(key)
+        parents.append(key[0])
+        tokens.append(key[1])
+        logprobs.append((logprobs[key[0]] if key[0] >= 0 else 0.0) + math.log(chance.choice([0.1, 0.3, 0.5, 0.9])))
+    return tokens, parents, logprobs
+
+
+def random_tree(seed: int, nodes: int | None = None) -> Tree:
+    return lay(*some(seed, random.Random(-seed).randint(0, 20) if nodes is None else nodes))[0]
+
+
+def paths(tree: Tree) -> dict[tuple[int, ...], float]:
+    """Tokens of every node's path, and its log-probability."""
+    found = {tuple(tree.tokens[i] for i in tree.path(node)): tree.logprobs[node] for node in range(len(tree))}
+    assert len(found) == len(tree)
+    return found
+
+
+def check(tree: Tree) -> None:
+    """It is as the module says."""
+    assert len(tree.tokens) == len(tree.parents) == len(tree.logprobs)
+    paths(tree)
+    open_nodes = [ROOT]
+    for node, parent in enumerate(tree.parents):
+        assert parent in open_nodes, "not depth-first"
+        del open_nodes[open_nodes.index(parent) + 1 :]
+        open_nodes.append(node)
+        assert tree.logprobs[node] <= (tree.logprobs[parent] if parent >= 0 else 0.0)
+    for family in tree.children:
+        own = [tree.logprobs[node] for node in family]
+        assert own == sorted(own, reverse=True)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_laying_keeps_paths_and_puts_the_most_probable_first(seed: int) -> None:
+    tokens, parents, logprobs = some(seed, seed % 40)
+    tree, order = lay(tokens, parents, logprobs)
+    check(tree)
+    assert sorted(order) == list(range(len(tokens)))
+    assert [tokens[node] for node in order] == list(tree.tokens)
+    assert [logprobs[node] for node in order] == list(tree.logprobs)
+    assert [parents[node] for node in order] == [order[parent] if parent >= 0 else ROOT for parent in tree.parents]
+    node = ROOT
+    for place in itertools.count():  # the first chain is that of the best children
+        family = [i for i, parent in enumerate(parents) if parent == node]
+        if not family:
+            break
+        node = max(family, key=lambda i: (logprobs[i], -i))
+        assert order[place] == node
+
+
+def test_rounding_makes_no_child_more_probable_than_its_parent() -> None:
+    tree, _ = lay([1, 2, 3], [-1, 0, 1], [-0.5, -0.4, -0.6])
+    assert tree.logprobs == (-0.5, -0.5, -0.6)
+
+
+def test_a_parent_comes_before_its_children() -> None:
+    with pytest.raises(AssertionError, match="node 0 stands before its parent 1"):
+        lay([1, 2], [1, -1], [0.0, 0.0])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_merging_keeps_every_path_once(seed: int) -> None:
+    trees = [random_tree(5 * seed + i) for i in range(seed % 4)]
+    merged = merge(trees)
+    check(merged)
+    known = [paths(tree) for tree in trees]
+    wanted = {path: max(own[path] for own in known if path in own) for path in {path for own in known for path in own}}
+    assert paths(merged) == wanted
+    assert paths(merge([merged, *trees])) == wanted
+
+
+def test_equal_tokens_at_one_depth_under_different_parents_are_different_nodes() -> None:
+    merged = merge([chain([1, 7]), chain([2, 7])])
+    assert sorted(paths(merged)) == [(1,), (1, 7), (2,), (2, 7)]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_is_cut_off_is_what_is_least_probable(seed: int) -> None:
+    tree = random_tree(seed, 9)
+    for nodes in range(10):
+        kept = tree.cut(nodes)
+        check(kept)
+        assert len(kept) == nodes
+        assert paths(kept).items() <= paths(tree).items()
+        assert math.fsum(map(math.exp, kept.logprobs)) == pytest.approx(most_worth(tree, nodes))
+    assert tree.cut(100) == tree
+
+
+def most_worth(tree: Tree, nodes: int) -> float:
+    """Of all so many nodes that are a tree, by trying all."""
+    best = 0.0
+    for chosen in itertools.combinations(range(len(tree)), nodes):
+        if all(tree.parents[node] in (ROOT, *chosen) for node in chosen):
+            best = max(best, math.fsum(math.exp(tree.logprobs[node]) for node in chosen))
+    return best
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_depths_are_those_that_attention_sees(seed: int) -> None:
+    tree = random_tree(seed)
+    assert tree.depths == [len(tree.path(node)) - 1 for node in range(len(tree))] == ancestry(tree.parents)[1]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_span_holds_what_a_sequence_lacks_and_then_the_tree(seed: int) -> None:
+    tree, lacking = random_tree(seed), 1 + seed % 3
+    parents = tree.query(lacking)
+    if parents is None:
+        assert tree.is_chain
+        parents = list(range(-1, lacking + len(tree) - 1))
+    sees, depths = ancestry(parents)
+    assert depths == [*range(lacking), *(lacking + depth for depth in tree.depths)]
+    for node in range(len(tree)):
+        own = {lacking + i for i in tree.path(node)} | set(range(lacking))
+        assert {i for i, seen in enumerate(sees[lacking + node]) if seen} == own
+
+
+def test_a_chain_needs_no_parents() -> None:
+    assert chain([4, 5, 6]).query(2) is None
+    assert EMPTY.query(1) is None
+    assert chain([4, 5, 6], [-1.0, -0.5, -0.25]).logprobs == (-1.0, -1.5, -1.75)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_path_is_followed_as_far_as_there_are_nodes(seed: int) -> None:
+    tree, chance = random_tree(seed), random.Random(seed)
+    picked = [chance.randrange(5) for _ in range(len(tree) + 1)]
+    accepted = tree.accepted(picked)
+    text = [picked[0]]
+    for node in accepted:
+        assert tuple(tree.tokens[i] for i in tree.path(node)) == tuple(text)
+        text.append(picked[node + 1])
+    assert tuple(text) not in paths(tree)
+    ranks, widths = tree.trial(accepted)
+    families = tree.children
+    assert [families[parent + 1][rank] for parent, rank in zip([ROOT, *accepted], ranks, strict=False)] == accepted
+    assert len(ranks) == len(accepted)
+    assert widths == [len(families[node + 1]) for node in (ROOT, *accepted) if families[node + 1]]
+
+
+def test_where_nothing_was_picked_nothing_is_followed() -> None:
+    assert chain([4, 5, 6]).accepted([4, 5, None, 6]) == [0, 1]
+    assert chain([4, 5, 6]).accepted([None, 5, 6, 6]) == []
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_is_accepted_moves_to_where_it_belongs(seed: int) -> None:
+    tree, chance = random_tree(seed, 12), random.Random(seed)
+    path = tree.path(chance.randrange(12))
+    slots: list[object] = list(range(12))
+    for source, target in moves(path):
+        assert target < source, "it would overwrite what is still to be moved"
+        slots[target] = slots[source]
+    assert slots[: len(path)] == path
+
+
+def test_the_check_finds_moves_in_the_wrong_order() -> None:
+    slots = list(range(3))
+    for source, target in reversed(moves([1, 2])):
+        slots[target] = slots[source]
+    assert slots[:2] != [1, 2]
+
+
+def test_nothing_moves_when_the_first_chain_is_accepted() -> None:
+    tree = random_tree(1, 20)
+    node, first = ROOT, []
+    while tree.children[node + 1]:
+        node = tree.children[node + 1][0]
+        first.append(node)
+        assert moves(first) == []
+
+
+@pytest.mark.parametrize(("widths", "nodes"), [((), 0), ((1, 1, 1), 3), ((4, 2, 2, 1), 44), ((1, 1, 3, 1, 1, 1, 1, 1), 20)])
+def test_sizes_of_expansions(widths: Sequence[int], nodes: int) -> None:
+    assert size(widths) == nodes <= MOST_NODES
