@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -258,6 +259,7 @@ class Tty:
         self._seen = b""
         self._pid, self._file = pty.fork()
         if not self._pid:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # what runs the tests in the background has it ignored
             os.execve(sys.executable, [sys.executable, "-m", "penstock.launcher", "chat", url], {**ENVIRONMENT, "TERM": "xterm"})
 
     def __enter__(self) -> "Tty":
