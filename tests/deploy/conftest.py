@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -71,6 +72,8 @@ def server(running: Running) -> int:
 
 def can_be_shut_in() -> bool:
     if shutil.which("unshare") is None or shutil.which("setpriv") is None:
+        return False
+    if Path(sys.prefix).resolve().is_relative_to("/tmp"):  # which it doesn't see
         return False
     return subprocess.run([*NAMESPACES, "true"], capture_output=True, timeout=30).returncode == 0
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from penstock.shard import engine as engine_module
+from penstock.shard.decoding.methods import strategy_of
 from penstock.shard.decoding.sampler import Pick
 from penstock.shard.engine import Engine, Outcome
 from penstock.shard.pages import PADDING
@@ -38,8 +39,8 @@ class Slots:
             for place in range(self.page_size):
                 self.content[page * self.page_size + place] = None
 
-    def copy(self, source: int, targets: Sequence[int], rows: int) -> None:
-        for page in targets:
+    def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        for source, page, rows in copies:
             for place in range(rows):
                 self.content[page * self.page_size + place] = self.content[source * self.page_size + place]
 
@@ -76,14 +77,14 @@ class Model:
         return span.sequence.cache_key, tuple(span.sequence.tokens[: place + 1])
 
 
-def choose(decoder: object, strategy: Any, runs: Sequence[Run], hidden: object, masks: object) -> dict[int, list[Pick | None]]:
+def choose(decoder: object, runs: Sequence[Run], hidden: object, masks: object, stops: object) -> dict[int, list[Pick | None]]:
     """Stands for what makes tokens of logits."""
 
     def draw(row: Any) -> Pick | None:
         key = repr((list(row.tokens), row.choice, row.sampling.seed))
         return None if POISON in row.tokens else Pick(zlib.crc32(key.encode()) % WORDS, 0.0)
 
-    return {run.group.uid: [draw(row) for row in strategy.rows(run.group)] for run in runs if run.sampled}
+    return {run.group.uid: [draw(row) for row in strategy_of(run.group).rows(run.group)] for run in runs if run.sampled}
 
 
 class Paper(Engine):
@@ -97,7 +98,7 @@ class Paper(Engine):
     def resize(self, pages: int, page_size: int) -> None:
         super().resize(pages, page_size)
         self.cache: Any = Slots(page_size)
-        self.prompts._cache = self.cache
+        self.prompts._cache = self.forks._cache = self.cache
         self.forward: Any = lambda spans: self.decoder(spans, self.cache)
         evicted = self.pool.evicted
 
