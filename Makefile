@@ -11,8 +11,9 @@ WHAT ?= cpu
 TORCH := torch==2.13.0
 
 CHECKED := proto kernels shard router launcher demo simulator bench benchmarks  # as in pyproject.toml
+SERVING := proto kernels shard router launcher  # what clients reach
 
-.PHONY: install serve plan test lint format proto kernels bench clean
+.PHONY: install serve plan test lint audit format proto kernels bench clean
 
 install: $(INSTALLED)
 
@@ -31,8 +32,15 @@ serve: $(INSTALLED)
 plan: $(INSTALLED)
 	@$(BIN)/penstock plan $(MODEL) $(FLAGS)
 
+# Two halves side by side: those that compute keep one core busy, the others start servers and mostly wait.
+COMPUTING := tests/kernels tests/shard
+
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	@mkdir -p build
+	@$(BIN)/python -m pytest -p no:cacheprovider $(COMPUTING) >build/computing.log 2>&1 & half=$$!; trap "kill $$half" INT TERM; \
+	echo "$(COMPUTING): build/computing.log"; \
+	$(BIN)/python -m pytest $(COMPUTING:%=--ignore=%); others=$$?; \
+	wait $$half; computing=$$?; cat build/computing.log; test $$others = 0 -a $$computing = 0
 
 # The root is the package, and tools take the checkout's folder for its name: through this link that is always `penstock`.
 build/penstock:
@@ -42,11 +50,17 @@ build/penstock:
 lint: $(INSTALLED) build/penstock
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
+	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive $(SERVING)
 	cd build && ../$(BIN)/mypy --config-file ../pyproject.toml --explicit-package-bases $(CHECKED:%=penstock/%)
 
 format: $(INSTALLED)
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
+
+# Known vulnerabilities of what is installed. Asks PyPI, so it needs a network that has it; without, it fails, and is no part of `lint`.
+audit: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet -e '.[audit]'
+	$(BIN)/python -m pip_audit --local --skip-editable --strict --progress-spinner off
 
 # Through the link the generated module lands in proto/ and says `penstock.proto`.
 proto: $(INSTALLED) build/penstock

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import json
 import random
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -14,10 +15,11 @@ from typing import Any, NoReturn, TypeVar
 import aiohttp
 from rich.console import Console
 
-from . import page, prompts, tables
+from . import chaos, page, prompts, tables
 from .client import CLOCK, Client, Unreachable
 from .figures import Figures, Objective, figures
 from .load import Extent, Load, Stage
+from .local import Failed
 from .prompts import Prompt, Recorded, Scale, Synthetic
 from .protocols import Api, OpenAI, Tgi
 from .record import Record
@@ -34,6 +36,7 @@ EXAMPLES = """examples:
   penstock bench https://host/v1 --api openai-completions --prompt lognormal:800,0.7 --output uniform:16,256
   penstock bench --shared-prefix 1000 --prefixes 4         four system prompts of 1000 tokens
   penstock bench --dataset ShareGPT.json --rate 4
+  penstock bench --chaos 120 --chaos-clients 200 --serve='--num-shard 2'
 
 ttft: to the first token; itl: from each token to the next; tpot: mean of these in a request; e2e: to the last token. In an open
 loop all count from the moment at which a request was to be sent. docs/benchmarking.md says more."""
@@ -53,6 +56,8 @@ def main(arguments: Sequence[str], api_key: str = "") -> int:
     """Runs the command. Returns the exit code: 1 if a stage had no answer, 2 for what the caller can mend."""
     parser = make_parser()
     options = parser.parse_args(arguments)
+    if options.chaos:
+        return _chaos(parser, options)
     try:
         source = _source(options)
         if options.requests and options.duration:
@@ -79,6 +84,14 @@ def main(arguments: Sequence[str], api_key: str = "") -> int:
     for line in tables.remarks(result["stages"]):
         out.print(line, style="yellow", markup=False, soft_wrap=True)
     return int(not all(found["requests"]["answered"] for found in result["stages"]))
+
+
+def _chaos(parser: Parser, options: argparse.Namespace) -> int:
+    plan = chaos.Plan(options.chaos, options.chaos_clients, options.chaos_every, options.seed)
+    try:
+        return chaos.main(plan, shlex.split(options.serve), options.json, Console(stderr=True, quiet=options.quiet))
+    except (Failed, OSError, ValueError) as mistake:
+        parser.error(str(mistake))
 
 
 async def _measure(options: argparse.Namespace, source: Synthetic | Recorded, console: Console) -> dict[str, Any]:
@@ -208,6 +221,11 @@ def positive(text: str) -> float:
     return value
 
 
+def from_zero(text: str) -> float:
+    """A number from 0."""
+    return 0.0 if text == "0" else positive(text)
+
+
 def count(text: str) -> int:
     """A whole number from 1."""
     if not (text.isascii() and text.isdigit()) or int(text) < 1:
@@ -284,6 +302,22 @@ def make_parser() -> Parser:
         "--field", type=checked(field), action="append", default=[], metavar="NAME=JSON", help="also in every body; may be repeated"
     )
     add("--continuous-usage", action="store_true", help="ask for the number of tokens with each event (vLLM, penstock)")
+    faults = parser.add_argument_group(
+        "faults, to a server of its own", "which it starts: URL, load and what is asked are not for it"
+    )
+    add = faults.add_argument
+    add("--chaos", type=checked(positive), metavar="SECONDS", help="kill and stop shards under load; are all answers the same?")
+    add("--chaos-clients", type=checked(count), default=30, metavar="N", help="who ask again and again (default 30)")
+    add(
+        "--chaos-every",
+        type=checked(from_zero),
+        default=5.0,
+        metavar="SECONDS",
+        help="from ready to the next fault, on average (default 5); 0: none, a soak",
+    )
+    add(
+        "--serve", default="", metavar="FLAGS", help="of that `penstock serve`, with the model among them (default: the demo model)"
+    )
     told = parser.add_argument_group("what is told")
     add = told.add_argument
     add(

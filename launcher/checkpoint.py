@@ -5,6 +5,7 @@ when it loads them.
 """
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from .mistake import Mistake
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2, "I8": 1, "U8": 1}
 LARGEST_HEADER = 100_000_000  # bytes; the format's own limit
 
 
@@ -46,10 +48,15 @@ def read(folder: Path, load_format: str, ask: Callable[[], Remote] | None = None
     if ask is not None and not _has_weights(folder):
         return _absent(folder, config, ask)
     sizes: Counter[str] = Counter()
-    paths = _weight_files(folder)
-    for path in paths:
-        sizes.update(_header(path))
-    return Checkpoint(folder=folder, config=config, dtype=_stored_dtype(folder, sizes), bytes=sizes.total(), files=len(paths))
+    named = _weight_files(folder)
+    for path, names in named.items():
+        found = _header(path)
+        lacking = next((name for name in names if name not in found), None)
+        if lacking is not None:
+            raise Mistake(f"{path} has no tensor {lacking}, which {INDEX} puts there: download the model again")
+        for dtype, length in found.values():
+            sizes[dtype] += length
+    return Checkpoint(folder=folder, config=config, dtype=_stored_dtype(folder, sizes), bytes=sizes.total(), files=len(named))
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -63,7 +70,7 @@ def vocabulary(folder: Path) -> int:
 
 def _has_weights(folder: Path) -> bool:
     if (folder / INDEX).is_file():
-        return all((folder / name).is_file() for name in _index(folder)[1])
+        return all((folder / name).is_file() for name in _index(folder)[1].values())
     return (folder / SINGLE).is_file()
 
 
@@ -72,40 +79,47 @@ def _absent(folder: Path, config: dict[str, Any], ask: Callable[[], Remote]) -> 
     dtype = _named_dtype(config)
     if (folder / INDEX).is_file():
         total, names = _index(folder)
-        return Checkpoint(folder=folder, config=config, dtype=dtype, bytes=total, files=len(names) if total else 0, here=False)
+        files = len(set(names.values())) if total else 0
+        return Checkpoint(folder=folder, config=config, dtype=dtype, bytes=total, files=files, here=False)
     remote = ask()
     if remote.files:
         dtype = _stored_dtype(folder, remote.sizes)
     return Checkpoint(folder=folder, config=config, dtype=dtype, bytes=remote.sizes.total(), files=remote.files, here=False)
 
 
-def _index(folder: Path) -> tuple[int, list[str]]:
-    """Bytes of all weights, 0 if the index doesn't say, and the files that hold them."""
+def _index(folder: Path) -> tuple[int, dict[str, str]]:
+    """Bytes of all weights, 0 if the index doesn't say, and the file of each tensor."""
     index = _json(folder / INDEX, "download the model again")
     weights, metadata = index.get("weight_map"), index.get("metadata")
-    if not isinstance(weights, dict):
+    if not isinstance(weights, dict) or not weights:
         raise Mistake(f"{folder / INDEX} has no weight_map: download the model again")
+    for file in weights.values():
+        # A path out of the folder would have us read what is none of the model's.
+        if not isinstance(file, str) or not file.isprintable() or file in ("", ".", "..") or "/" in file:
+            raise Mistake(f"{folder / INDEX} names {file!r}, a file of the same folder is needed: download the model again")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    return int(total) if isinstance(total, int | float) else 0, sorted(set(weights.values()))
+    return int(total) if isinstance(total, int | float) else 0, weights
 
 
 def _stored_dtype(folder: Path, sizes: Counter[str]) -> str:
     floats = [name for name, _ in sizes.most_common() if name in FLOATS]
     if not floats:
-        raise Mistake(f"the weights in {folder} are {', '.join(sizes)}: only {', '.join(FLOATS)} can be loaded")
+        raise Mistake(f"the weights in {folder} are {', '.join(sizes) or 'none'}: only {', '.join(FLOATS)} can be loaded")
     return FLOATS[floats[0]]
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """Every safetensors file of the model, all there."""
+def _weight_files(folder: Path) -> dict[Path, list[str]]:
+    """Every safetensors file of the model, all there, with the tensors that an index puts into it."""
     if (folder / INDEX).is_file():
-        _, names = _index(folder)
-        missing = [name for name in names if not (folder / name).is_file()]
+        files: dict[str, list[str]] = {}
+        for name, file in _index(folder)[1].items():
+            files.setdefault(file, []).append(name)
+        missing = [file for file in sorted(files) if not (folder / file).is_file()]
         if missing:
             raise Mistake(f"{folder} lacks {', '.join(missing)}, which its index names: complete the download")
-        return [folder / name for name in names]
+        return {folder / file: names for file, names in sorted(files.items())}
     if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
+        return {folder / SINGLE: []}
     pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     if pickles:
         raise Mistake(
@@ -115,25 +129,41 @@ def _weight_files(folder: Path) -> list[Path]:
     raise Mistake(f"{folder} has no weights ({SINGLE} or {INDEX}): complete it, or take random ones with --load-format dummy")
 
 
-def _header(path: Path) -> Counter[str]:
-    """Bytes per dtype in one safetensors file: 8 bytes of length, that much JSON, then the tensors."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, LARGEST_HEADER):
-            raise Mistake(f"{path} is no safetensors file, or is cut short: download it again")
-        text = file.read(length)
-    sizes: Counter[str] = Counter()
+def _header(path: Path) -> dict[str, tuple[str, int]]:
+    """dtype and bytes of each tensor in one safetensors file: 8 bytes of length, that much JSON, then the tensors, gapless."""
     try:
-        for name, tensor in json.loads(text).items():
-            if name != "__metadata__":
-                start, end = tensor["data_offsets"]
-                if not 0 <= start <= end <= size - 8 - length:
-                    raise Mistake(f"{path} is cut short, {name} lies beyond its end: download it again")
-                sizes[tensor["dtype"]] += end - start
-    except (ValueError, KeyError, TypeError, AttributeError):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, LARGEST_HEADER):
+                raise Mistake(f"{path} is no safetensors file, or is cut short: download it again")
+            text = file.read(length)
+    except OSError as error:
+        raise Mistake(f"{path} can't be read: {error.strerror}") from None
+    try:
+        tensors = {name: _extent(tensor) for name, tensor in json.loads(text).items() if name != "__metadata__"}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise Mistake(f"{path} has a broken header: download it again") from None
-    return sizes
+    position, end = 0, size - 8 - length
+    for name, (_, start, stop) in sorted(tensors.items(), key=lambda item: item[1][1:]):
+        if stop > end:
+            raise Mistake(f"{path} is cut short, {name} lies beyond its end: download it again")
+        if start != position:
+            raise Mistake(f"{path} has a broken header, {name} overlaps another tensor or leaves a gap: download it again")
+        position = stop
+    if position != end:
+        raise Mistake(f"{path} is {end - position} bytes longer than its header says: download it again")
+    return {name: (dtype, stop - start) for name, (dtype, start, stop) in tensors.items()}
+
+
+def _extent(tensor: dict[str, Any]) -> tuple[str, int, int]:
+    """dtype, start and stop of a tensor. Raises ValueError unless its shape takes just these bytes."""
+    dtype, shape, (start, stop) = tensor["dtype"], tensor["shape"], tensor["data_offsets"]
+    if not isinstance(dtype, str) or any(type(number) is not int or number < 0 for number in (start, stop, *shape)):
+        raise ValueError
+    if math.prod(shape) * ITEM_BYTES.get(dtype, 0) not in (0, stop - start) or stop < start:
+        raise ValueError
+    return dtype, start, stop
 
 
 def _named_dtype(config: dict[str, Any]) -> str:
@@ -151,6 +181,8 @@ def _json(path: Path, remedy: str) -> dict[str, Any]:
         raise Mistake(f"{path.parent} has no {path.name}: {remedy}") from None
     except (OSError, ValueError) as error:
         raise Mistake(f"{path} can't be read: {error}") from None
+    except RecursionError:
+        raise Mistake(f"{path} is nested too deeply: {remedy}") from None
     if not isinstance(value, dict):
         raise Mistake(f"{path} holds no JSON object: {remedy}")
     return value

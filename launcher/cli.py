@@ -139,17 +139,18 @@ def _serve(asked: Options, environment: Mapping[str, str]) -> int:
         prefix = asked.shard_uds_path or str(private / "shard")
         *sockets, relay = stack.enter_context(rundir.prefixed(prefix, names))
         complaints = private / "complaints"
-        os.mkfifo(complaints)
         router = router_config(asked, name, text, sockets, str(complaints))
         shards = shard_configs(asked, name, planned, sockets, relay)
         # The router's settings may hold the API key, which `ps` would show.
         router_file = private / "router.json"
-        router_file.write_text(settings.dump(router))
+        with rundir.writing(str(private)):
+            os.mkfifo(complaints)
+            router_file.write_text(settings.dump(router))
         interpreted = planned.device == "cpu" and asked.penstock_kernels == "triton"
         server = Server(
             router=Command("router", _command("penstock.router", f"@{router_file}")),
             shards=[Command(f"shard {shard.rank}", _command("penstock.shard", settings.dump(shard))) for shard in shards],
-            environment=child_environment(environment, planned.threads, interpret=interpreted),
+            environment=child_environment(environment, planned.threads, interpret=interpreted, local=_local(asked.master_addr)),
             console=console,
             health=(greeting.reachable(asked.hostname), asked.port),
             ready=lambda: console.say(greeting.banner(asked, name, text, time.monotonic() - began)),
@@ -159,6 +160,10 @@ def _serve(asked: Options, environment: Mapping[str, str]) -> int:
             complaints=complaints,
         )
         return server.run()
+
+
+def _local(address: str) -> bool:
+    return sys.platform.startswith("linux") and (address in ("localhost", "::1") or address.startswith("127."))
 
 
 def _locate(asked: Options, weights: bool) -> tuple[str, Path]:
@@ -223,8 +228,9 @@ def shard_configs(asked: Options, name: str, planned: Plan, sockets: Sequence[st
     ]
 
 
-def child_environment(environment: Mapping[str, str], threads: int, interpret: bool = False) -> dict[str, str]:
-    """Ours, without secrets, and with what libraries read before any code of ours runs. interpret: kernels, by Triton on a CPU."""
+def child_environment(environment: Mapping[str, str], threads: int, interpret: bool = False, local: bool = False) -> dict[str, str]:
+    """Ours, without secrets, and with what libraries read before any code of ours runs. interpret: kernels, by Triton on a CPU;
+    local: ranks talk to each other within this machine only, where else Gloo would listen at the address of its name."""
     libraries = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads}
     return {
         **{name: value for name, value in environment.items() if name not in SECRETS},
@@ -236,4 +242,5 @@ def child_environment(environment: Mapping[str, str], threads: int, interpret: b
         "PYTHONUNBUFFERED": "1",  # their lines reach us when they are written
         "TOKENIZERS_PARALLELISM": "false",  # one prompt at a time gains nothing from it
         **({"TRITON_INTERPRET": "1"} if interpret else {}),
+        **({"GLOO_SOCKET_IFNAME": environment.get("GLOO_SOCKET_IFNAME", "lo")} if local else {}),
     }

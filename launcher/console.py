@@ -46,6 +46,7 @@ class Console:
             try:
                 stream.write(line + "\n")
                 stream.flush()
-            except BrokenPipeError:
-                # Whoever read our output has gone (`penstock serve | head`). The server goes on; it is stopped by a signal.
+            except OSError:
+                # Whoever read our output has gone (`penstock serve | head`), or the disk is full. The server goes on without lines;
+                # it is stopped by a signal.
                 return

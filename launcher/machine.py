@@ -14,6 +14,8 @@ from ..proto import process
 from ..proto.process import available_memory, control_groups, lines_of
 from .mistake import Mistake
 
+PATIENCE = 20  # seconds until nvidia-smi has answered; a driver that hangs lets it wait for ever
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
@@ -67,12 +69,17 @@ def _gpu_memory() -> tuple[int, ...]:
     if not shutil.which("nvidia-smi") or not (process.PROC / "driver/nvidia").exists():
         return ()
     command = ["nvidia-smi", "--query-gpu=index,uuid,memory.free", "--format=csv,noheader,nounits"]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        raise Mistake(
+            f"nvidia-smi has not answered for {PATIENCE} s: restart the GPU's driver, or do without GPUs: CUDA_VISIBLE_DEVICES=-1"
+        ) from None
     rows = [[cell.strip() for cell in line.split(",")] for line in answer.stdout.splitlines()] if answer.returncode == 0 else []
     if visible is not None:
         asked = [name.strip() for name in visible.split(",")]
         rows = [row for name in asked for row in rows if name == row[0] or (name and row[1].startswith(name))]
-    return tuple(int(row[2]) << 20 for row in rows)
+    return tuple(int(row[2]) << 20 for row in rows if row[2].isdigit())  # else "[N/A]", of a device that has failed
 
 
 def check_port(hostname: str, port: int) -> None:

@@ -29,7 +29,7 @@ HTTP = "HTTP and operation"
 
 # Flags of text-generation-inference that penstock lacks: who moves is not pointed to a flag that only looks alike.
 TGI_ONLY = (
-    "--validation-workers --quantize --speculate --trust-remote-code --prometheus-port "
+    "--validation-workers --quantize --trust-remote-code --prometheus-port "
     "--weights-cache-override --disable-custom-kernels --rope-scaling --rope-factor "
     "--watermark-gamma --watermark-delta --tokenizer-config-path "
     "--lora-adapters --usage-stats --enable-prefill-logprobs --disable-usage-stats --disable-crash-reports"
@@ -209,12 +209,25 @@ class Options:
         kind=count,
     )
     max_num_beams: int = option(REQUESTS, "widest beam search of a request (num_beams)", default=ROUTER.max_num_beams, kind=count)
+    speculate: int = option(
+        REQUESTS,
+        "tokens that each step guesses of an answer, by looking up what followed its last ones before. They change no token, and "
+        "save steps where answers repeat their prompts or themselves; `speculate` in a request lowers it; 0: none",
+        default=ROUTER.speculate,
+        kind=limit,
+    )
     max_stop_sequences: int = option(REQUESTS, "most stop strings", default=ROUTER.max_stop_sequences, kind=count)
     max_top_n_tokens: int = option(REQUESTS, "most alternatives per token", default=ROUTER.max_top_n_tokens, kind=count)
     max_client_batch_size: int = option(
         REQUESTS, "most prompts in one /v1/completions", default=ROUTER.max_client_batch_size, kind=count
     )
     payload_limit: int = option(REQUESTS, "most bytes of a body", default=ROUTER.payload_limit, kind=count)
+    payload_limit_total: int = option(
+        REQUESTS,
+        "most bytes of the bodies of all requests that are read or answered; one more is answered 429",
+        default=ROUTER.payload_limit_total,
+        kind=count,
+    )
     unknown_fields: str = option(
         REQUESTS,
         "fields of a body on /v1 that nobody has heard of: ignore names them in the header x-ignored-fields, refuse answers 400",
@@ -295,6 +308,12 @@ class Options:
         default="on" if SHARD.prefix_caching else "off",
         choices=("on", "off"),
     )
+    isolate_tenants: bool = option(
+        BATCHING,
+        "each API key (without --api-key: each bearer token) finds again only what its own requests have computed, so that nobody "
+        "learns from the time of an answer what others have asked",
+        default=ROUTER.isolate_tenants,
+    )
     page_size: int = option(BATCHING, "tokens per page of the key/value pool", default=SHARD.page_size, kind=count)
     kv_pages: int = option(
         BATCHING, "pages of the pool (default: what memory is left after warm-up)", default=SHARD.kv_pages, kind=count
@@ -359,6 +378,19 @@ class Options:
         default=ROUTER.graceful_termination_timeout,
         kind=seconds,
         short="-g",
+    )
+    idle_timeout: float = option(
+        HTTP,
+        "seconds after which a connection is closed that has not sent the whole head of its next request; a load balancer in front "
+        "has to close its idle ones sooner",
+        default=ROUTER.idle_timeout,
+        kind=positive,
+    )
+    slow_client_timeout: float = option(
+        HTTP,
+        "seconds after which a stream is closed whose client reads nothing of it",
+        default=ROUTER.slow_client_timeout,
+        kind=positive,
     )
     max_restarts: int = option(
         HTTP,

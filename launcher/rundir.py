@@ -24,11 +24,12 @@ LONGEST_SOCKET = 107  # bytes of a path that fit into sockaddr_un, without the c
 @contextmanager
 def private() -> Iterator[Path]:
     """A new folder that only this user can enter; gone afterwards, with everything in it."""
-    home = Path(tempfile.gettempdir())
-    if len(os.fsencode(home)) > LONGEST_SOCKET - 40:
-        home = Path("/tmp")  # an unusually long TMPDIR leaves no room for a socket's name
-    _sweep(home)
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=home))
+    with writing("the temporary folder"):
+        home = Path(tempfile.gettempdir())
+        if len(os.fsencode(home)) > LONGEST_SOCKET - 40:
+            home = Path("/tmp")  # an unusually long TMPDIR leaves no room for a socket's name
+        _sweep(home)
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=home))  # with mode 0700
     # Locked before it gets its name: a sweep never sees it unlocked.
     with (folder / "unlocked").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -37,6 +38,17 @@ def private() -> Iterator[Path]:
             yield folder
         finally:
             shutil.rmtree(folder)
+
+
+@contextmanager
+def writing(what: str) -> Iterator[None]:
+    """Within, a folder that can't be written to is a Mistake."""
+    try:
+        yield
+    except OSError as error:
+        raise Mistake(
+            f"{what} can't be written to ({error.strerror}): free space or rights there, or name another folder with TMPDIR"
+        ) from None
 
 
 def _sweep(home: Path) -> None:
@@ -62,7 +74,9 @@ def prefixed(prefix: str, names: list[str]) -> Iterator[list[str]]:
     if len(os.fsencode(longest)) > LONGEST_SOCKET:
         raise Mistake(f"--shard-uds-path: {longest} is longer than the {LONGEST_SOCKET} bytes that a socket's path may have")
     lock = Path(f"{prefix}-{LOCK}").absolute()
-    with lock.open("w") as file:
+    with writing(f"--shard-uds-path {prefix}"):
+        file = lock.open("w")
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -38,7 +38,6 @@ IGNORED = {
 }
 REFUSED = {
     "quantize": "weights are computed as they are stored: leave it out, and name a model that is not quantized",
-    "speculate": "there is no speculation yet: leave it out; the answers are the same",
     "weights_cache_override": "name the folder that holds config.json and the weights with --model-id",
     "rope_scaling": "write rope_scaling into the config.json of a copy of the model, and name that folder with --model-id",
     "rope_factor": "write rope_scaling into the config.json of a copy of the model, and name that folder with --model-id",
@@ -50,7 +49,7 @@ SWITCHES = {
     *("trust_remote_code", "disable_custom_kernels", "disable_usage_stats", "disable_crash_reports", "enable_prefill_logprobs"),
     "ngrok",
 }
-NEUTRAL = {"speculate": ("0",), "lora_adapters": ("",), "rope_factor": ("1", "1.0")}  # values of refused flags that ask for nothing
+NEUTRAL = {"lora_adapters": ("",), "rope_factor": ("1", "1.0")}  # values of refused flags that ask for nothing
 VARIABLES = {  # that TGI reads, and that are no flags
     "ATTENTION": "attention is chosen by the device",
     "USE_FLASH_ATTENTION": "attention is chosen by the device",

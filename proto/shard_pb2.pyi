@@ -98,7 +98,7 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., typical_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., bias_ids: _Optional[_Iterable[int]] = ..., bias_values: _Optional[_Iterable[float]] = ..., final_logprobs: _Optional[bool] = ...) -> None: ...
 
 class Group(_message.Message):
-    __slots__ = ("uid", "tokens", "choices", "max_new_tokens", "end_ids", "sampling", "top_n", "prompt_logprobs", "continuations", "cache_key", "prompt_top_n", "min_new_tokens", "grammar", "trace", "beams", "stops")
+    __slots__ = ("uid", "tokens", "choices", "max_new_tokens", "end_ids", "sampling", "top_n", "prompt_logprobs", "continuations", "cache_key", "prompt_top_n", "min_new_tokens", "grammar", "trace", "beams", "drafts", "stops")
     UID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     CHOICES_FIELD_NUMBER: _ClassVar[int]
@@ -114,6 +114,7 @@ class Group(_message.Message):
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
     BEAMS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_FIELD_NUMBER: _ClassVar[int]
     STOPS_FIELD_NUMBER: _ClassVar[int]
     uid: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
@@ -130,8 +131,9 @@ class Group(_message.Message):
     grammar: str
     trace: str
     beams: Beams
+    drafts: int
     stops: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, uid: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., choices: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., end_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., top_n: _Optional[int] = ..., prompt_logprobs: _Optional[bool] = ..., continuations: _Optional[_Iterable[_Union[Continuation, _Mapping]]] = ..., cache_key: _Optional[str] = ..., prompt_top_n: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., grammar: _Optional[str] = ..., trace: _Optional[str] = ..., beams: _Optional[_Union[Beams, _Mapping]] = ..., stops: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, uid: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., choices: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., end_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., top_n: _Optional[int] = ..., prompt_logprobs: _Optional[bool] = ..., continuations: _Optional[_Iterable[_Union[Continuation, _Mapping]]] = ..., cache_key: _Optional[str] = ..., prompt_top_n: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., grammar: _Optional[str] = ..., trace: _Optional[str] = ..., beams: _Optional[_Union[Beams, _Mapping]] = ..., drafts: _Optional[int] = ..., stops: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Beams(_message.Message):
     __slots__ = ("width", "length_penalty", "stop", "told", "watched")
@@ -222,7 +224,7 @@ class DecodeRequest(_message.Message):
     def __init__(self, step: _Optional[int] = ..., batches: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepReply(_message.Message):
-    __slots__ = ("step", "uids", "choices", "tokens", "logprobs", "finishes", "top_counts", "top_ids", "top_logprobs", "prompt_uids", "prompt_counts", "prompt_logprobs", "prompt_tops", "prompt_top_ids", "prompt_top_logprobs", "held_uids", "held", "grow", "lacking", "free", "cached", "failed_uids", "failed_messages", "seconds", "mask_seconds", "mask_wait_seconds", "prompt_tokens", "restored_tokens", "cached_tokens", "found_uids", "found_tokens", "decode_tokens", "prompt_keys", "decode_keys", "scored_uids", "scores", "scored_counts", "grown")
+    __slots__ = ("step", "uids", "choices", "tokens", "logprobs", "finishes", "top_counts", "top_ids", "top_logprobs", "prompt_uids", "prompt_counts", "prompt_logprobs", "prompt_tops", "prompt_top_ids", "prompt_top_logprobs", "held_uids", "held", "grow", "lacking", "free", "cached", "failed_uids", "failed_messages", "seconds", "mask_seconds", "mask_wait_seconds", "prompt_tokens", "restored_tokens", "cached_tokens", "found_uids", "found_tokens", "decode_tokens", "prompt_keys", "decode_keys", "scored_uids", "scores", "scored_counts", "grown", "drafted_tokens", "accepted_tokens")
     STEP_FIELD_NUMBER: _ClassVar[int]
     UIDS_FIELD_NUMBER: _ClassVar[int]
     CHOICES_FIELD_NUMBER: _ClassVar[int]
@@ -261,6 +263,8 @@ class StepReply(_message.Message):
     SCORES_FIELD_NUMBER: _ClassVar[int]
     SCORED_COUNTS_FIELD_NUMBER: _ClassVar[int]
     GROWN_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     step: int
     uids: _containers.RepeatedScalarFieldContainer[int]
     choices: _containers.RepeatedScalarFieldContainer[int]
@@ -299,7 +303,9 @@ class StepReply(_message.Message):
     scores: _containers.RepeatedScalarFieldContainer[float]
     scored_counts: _containers.RepeatedScalarFieldContainer[int]
     grown: _containers.RepeatedCompositeFieldContainer[Grown]
-    def __init__(self, step: _Optional[int] = ..., uids: _Optional[_Iterable[int]] = ..., choices: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., finishes: _Optional[_Iterable[int]] = ..., top_counts: _Optional[_Iterable[int]] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., prompt_uids: _Optional[_Iterable[int]] = ..., prompt_counts: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Iterable[float]] = ..., prompt_tops: _Optional[_Iterable[int]] = ..., prompt_top_ids: _Optional[_Iterable[int]] = ..., prompt_top_logprobs: _Optional[_Iterable[float]] = ..., held_uids: _Optional[_Iterable[int]] = ..., held: _Optional[_Iterable[int]] = ..., grow: _Optional[_Iterable[int]] = ..., lacking: _Optional[_Iterable[int]] = ..., free: _Optional[int] = ..., cached: _Optional[int] = ..., failed_uids: _Optional[_Iterable[int]] = ..., failed_messages: _Optional[_Iterable[str]] = ..., seconds: _Optional[float] = ..., mask_seconds: _Optional[float] = ..., mask_wait_seconds: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., restored_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., found_uids: _Optional[_Iterable[int]] = ..., found_tokens: _Optional[_Iterable[int]] = ..., decode_tokens: _Optional[int] = ..., prompt_keys: _Optional[int] = ..., decode_keys: _Optional[int] = ..., scored_uids: _Optional[_Iterable[int]] = ..., scores: _Optional[_Iterable[float]] = ..., scored_counts: _Optional[_Iterable[int]] = ..., grown: _Optional[_Iterable[_Union[Grown, _Mapping]]] = ...) -> None: ...
+    drafted_tokens: int
+    accepted_tokens: int
+    def __init__(self, step: _Optional[int] = ..., uids: _Optional[_Iterable[int]] = ..., choices: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., finishes: _Optional[_Iterable[int]] = ..., top_counts: _Optional[_Iterable[int]] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., prompt_uids: _Optional[_Iterable[int]] = ..., prompt_counts: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Iterable[float]] = ..., prompt_tops: _Optional[_Iterable[int]] = ..., prompt_top_ids: _Optional[_Iterable[int]] = ..., prompt_top_logprobs: _Optional[_Iterable[float]] = ..., held_uids: _Optional[_Iterable[int]] = ..., held: _Optional[_Iterable[int]] = ..., grow: _Optional[_Iterable[int]] = ..., lacking: _Optional[_Iterable[int]] = ..., free: _Optional[int] = ..., cached: _Optional[int] = ..., failed_uids: _Optional[_Iterable[int]] = ..., failed_messages: _Optional[_Iterable[str]] = ..., seconds: _Optional[float] = ..., mask_seconds: _Optional[float] = ..., mask_wait_seconds: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., restored_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., found_uids: _Optional[_Iterable[int]] = ..., found_tokens: _Optional[_Iterable[int]] = ..., decode_tokens: _Optional[int] = ..., prompt_keys: _Optional[int] = ..., decode_keys: _Optional[int] = ..., scored_uids: _Optional[_Iterable[int]] = ..., scores: _Optional[_Iterable[float]] = ..., scored_counts: _Optional[_Iterable[int]] = ..., grown: _Optional[_Iterable[_Union[Grown, _Mapping]]] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class FilterRequest(_message.Message):
     __slots__ = ("step", "drop", "pause", "end_uids", "end_choices")

@@ -6,6 +6,7 @@ Exit status: 0 after SIGTERM or SIGINT, 1 after a fault, 2 when a setting is wro
 
 import errno
 import logging
+import resource
 import signal
 import socket
 import sys
@@ -38,6 +39,7 @@ def main() -> int:
     configure_logging("router", config.json_output, config.log_level, request_id)
     for number in (signal.SIGTERM, signal.SIGINT):  # until there is something to be stopped
         signal.signal(number, lambda number, frame: sys.exit(0))
+    raise_limit()
     try:
         with listen(config) as listening:
             doorman = Doorman(listening)
@@ -47,6 +49,12 @@ def main() -> int:
     except Misconfigured as error:
         logger.error("%s", error)
         return 2
+
+
+def raise_limit() -> None:
+    """As many connections as the operator allows (ulimit -Hn): what shells and systemd give by default is 1024 files."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def listen(config: RouterConfig) -> socket.socket:

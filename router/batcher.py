@@ -276,12 +276,12 @@ class Batcher:
         """Waits for shards. When they are there, all streams that there are wait for them in the queue. Raises Broken or
         Misconfigured."""
         config = self._config
-        sequences = config.sequences
+        rows = config.sequences * (1 + config.speculate)
         await self._shards.connect()
         warm = await self._shards.warm_up(
             shard_pb2.WarmupRequest(
-                max_step_tokens=largest_step(_step_tokens(config, self._shards.info), sequences),
-                max_step_rows=sequences,
+                max_step_tokens=largest_step(_step_tokens(config, self._shards.info), rows),
+                max_step_rows=rows,
                 max_total_tokens=config.max_total_tokens,
             )
         )
@@ -421,7 +421,15 @@ class Batcher:
         """It joins the queue, to begin or to go on where it was, unless the inquest wants it to wait."""
         assert self._scheduler is not None
         request = stream.request
-        job = Job(stream.uid, len(request.prompt), request.max_new_tokens, request.sequences, stream.rank, request.tenant)
+        job = Job(
+            uid=stream.uid,
+            prompt_tokens=len(request.prompt),
+            max_new_tokens=request.max_new_tokens,
+            choices=request.sequences,
+            rank=stream.rank,
+            tenant=request.tenant,
+            drafts=request.drafts,
+        )
         if not self._scheduler.admissible(job.prompt_tokens, job.max_new_tokens, job.choices):
             message = "the shards were lost, and those that took their place have too little memory for this request"
             self._fail(stream.uid, Broken(message), "generation")

@@ -27,6 +27,7 @@ class RouterConfig:
     max_best_of: int = 16  # most choices of a request: TGI's best_of, OpenAI's n, num_return_sequences
     num_beams: int = 1  # of a request that names no number and draws nothing
     max_num_beams: int = 8  # widest beam search of a request
+    speculate: int = 0  # tokens that a step guesses of each answer, by looking up what followed its last ones before; 0: none
     max_stop_sequences: int = 4
     max_top_n_tokens: int = 5
     max_client_batch_size: int = 4
@@ -39,8 +40,10 @@ class RouterConfig:
     max_waiting_tokens: int = 20  # "pause": decode steps after which those that wait are computed however few they are
     waiting_served_ratio: float = 0.3  # "pause": waiting per running request from which decodes pause
     payload_limit: int = 2_000_000  # bytes of a request's body
+    payload_limit_total: int = 512_000_000  # bytes of the bodies of all requests that are read or answered
     unknown_fields: str = "ignore"  # what to do with those of a body on /v1 that nobody has heard of: "ignore" or "refuse"
     disable_grammar_support: bool = False  # requests with a grammar are refused
+    isolate_tenants: bool = False  # no tenant's request finds keys and values that another's has left
     aip_predict_route: str = ""  # path at which Vertex AI sends what /vertex takes; "": at /vertex only
     aip_health_route: str = ""  # path at which it asks for /health
     chat_template: str = ""  # a file with the operator's, instead of the model's own
@@ -48,6 +51,8 @@ class RouterConfig:
     tool_call_parser: str = AUTO  # how the model writes calls of tools; "auto": as its chat template tells
     reasoning_parser: str = AUTO  # how it writes what it thinks before it answers
     graceful_termination_timeout: float = 90.0  # seconds that running streams get after SIGTERM
+    idle_timeout: float = 75.0  # seconds that a connection may be without a whole head of a request
+    slow_client_timeout: float = 60.0  # seconds in which a stream's client may read nothing of what is there for it
     step_timeout: float = 60.0  # seconds without an answer after which the shards are lost, at least
     complaints: str = ""  # a named pipe in which whoever started the shards is told that they hang; "": nobody is told
     cors_allow_origin: str = ANY_ORIGIN  # origins whose pages may use the server from a browser, with commas between them

@@ -38,6 +38,8 @@ COUNTERS = {
     "penstock_cached_prompt_tokens": ("Tokens of prompts that were found in the cache instead", ()),
     "penstock_restored_tokens": ("Tokens computed a second time, for paused requests", ()),
     "penstock_pauses": ("Times that a running request gave its pages back for a while", ()),
+    "penstock_drafted_tokens": ("Tokens that were guessed, of which none is emitted unless it is right", ()),
+    "penstock_accepted_tokens": ("Those of them that were right", ()),
     "penstock_mask_seconds": ("Seconds that grammars' masks took on the shards, most of them while the model computed", ()),
     "penstock_mask_wait_seconds": ("Seconds of them for which steps waited", ()),
     "penstock_generated_tokens": ("Tokens that the shards generated", ()),
@@ -53,6 +55,7 @@ GAUGES = {
     "penstock_waiting": "Requests that wait",
     "penstock_running": "Requests that run",
     "penstock_paused": "Requests that were paused and wait to go on",
+    "penstock_slow_clients": "Clients whose stream was closed since they read nothing of it",
     "penstock_pages_total": "Pages in the shards' pool",
     "penstock_pages_free": "Pages that can be taken, cached ones included",
     "penstock_pages_cached": "Pages that can be taken and hold prefixes for later requests",
@@ -153,6 +156,9 @@ class Metrics:
         if reply.mask_seconds:
             self._counters["penstock_mask_seconds"].inc(reply.mask_seconds)
             self._counters["penstock_mask_wait_seconds"].inc(reply.mask_wait_seconds)
+        if reply.drafted_tokens:
+            self._counters["penstock_drafted_tokens"].inc(reply.drafted_tokens)
+            self._counters["penstock_accepted_tokens"].inc(reply.accepted_tokens)
         self._kinds[mixed if reply.prompt_tokens else "decode"].observe(reply.seconds)
         if isinstance(action, Prefill):
             if action.new:

@@ -50,12 +50,19 @@ async def serve(config: RouterConfig, listening: socket.socket, doorman: Doorman
     )
     batcher = Batcher(config, tokenizer, GrpcShards(config.shards, config.step_timeout, config.complaints), metrics)
     app = make_app(config, tokenizer, batcher, metrics, tracer)
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, auto_decompress=False, shutdown_timeout=LAST_WORDS)
+    runner = web.AppRunner(
+        app,
+        handler_cancellation=True,
+        access_log=None,
+        auto_decompress=False,
+        shutdown_timeout=LAST_WORDS,
+        keepalive_timeout=config.idle_timeout,  # and for a first request, and for the rest of a head that has begun
+    )
     await runner.setup()
     doorman.relieve()
     await web.SockSite(runner, listening).start()
     logger.info("listening on http://%s:%d", *listening.getsockname()[:2])
-    batching = asyncio.create_task(_batch(batcher))
+    batching = asyncio.create_task(_batch(batcher, tokenizer))
     stopping = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait([batching, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -75,9 +82,15 @@ async def serve(config: RouterConfig, listening: socket.socket, doorman: Doorman
     return 0
 
 
-async def _batch(batcher: Batcher) -> None:
+async def _batch(batcher: Batcher, tokenizer: Tokenizer) -> None:
     await batcher.start()
     if batcher.limits is not None:
+        if tokenizer.size > batcher.limits.vocabulary:
+            logger.warning(
+                "the tokenizer has %d tokens, the model knows %d: texts that need others are refused; are both of the same model?",
+                tokenizer.size,
+                batcher.limits.vocabulary,
+            )
         logger.info(
             "ready: %d tokens of prompt, %d with the answer; requests of full length that fit at once: %d",
             batcher.limits.max_input_tokens,

@@ -75,10 +75,12 @@ class Request:
     shown: tuple[int, ...] = ()  # special tokens that are in the text all the same: whoever parses it has to see them
     choices: int = 1  # answers, drawn independently, the prompt is computed once; or the best that beam search finds, in order
     beams: Beams | None = None
+    drafts: int = 0  # the most guesses of what follows that a step checks for each answer: they change no token
     priority: Priority = Priority.NORMAL
     grammar: Grammar | None = None  # compiled and found to be possible
     timeout: float = 0.0  # seconds after arrival by which the whole answer must be there; 0: whenever
     tenant: str = ""  # on whose account; tenants share the server fairly. Never shown or logged
+    cache_key: str = ""  # who may find the keys and values that it leaves: those with the same one
 
     @property
     def sequences(self) -> int:

@@ -57,6 +57,7 @@ class Job:
     choices: int = 1
     rank: float = 0.0  # when it arrived, as it were: its priority sets it back. Smaller goes first
     tenant: str = ""
+    drafts: int = 0  # tokens that a step may guess for each choice
     running: int = 0  # choices that have not ended
     overtaken: int = 0  # later jobs that were admitted before it
     lacking: int = 0  # tokens to be computed before it decodes, by the last report
@@ -214,7 +215,8 @@ class Scheduler:
         begun = generated or [1] * job.choices
         shared = job.prompt_tokens // self._bounds.page_size
         # Until it decodes, and in two steps after that: what the shards will say themselves as soon as they know it.
-        most = (most_pages(job.prompt_tokens, min(job.max_new_tokens, count + 2), 1, self._bounds.page_size) for count in begun)
+        size, steps = self._bounds.page_size, 2 * (1 + job.drafts)
+        most = (most_pages(job.prompt_tokens, min(job.max_new_tokens, count + steps), 1, size) for count in begun)
         job.grow = shared + sum(pages - shared for pages in most)
         job.running, job.lacking = len(begun), job.prompt_tokens
         if generated:

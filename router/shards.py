@@ -119,6 +119,8 @@ def group(
         trace=trace,
         beams=_beams(request.beams, told) if request.beams else None,
         stops=request.stop if request.beams else (),
+        cache_key=request.cache_key,
+        drafts=request.drafts,
     )
 
 

@@ -51,7 +51,10 @@ class Tokenizer:
                 f"{path} does not exist. Save the tokenizer in the fast format first: "
                 "transformers.AutoTokenizer.from_pretrained(model).save_pretrained(folder)"
             )
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library has no narrower one
+            raise Unusable(f"{path} is no tokenizer ({_line(error)}): download it again") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         settings = _read(folder / "tokenizer_config.json")
@@ -94,6 +97,12 @@ class Tokenizer:
         for character in text:
             at.append(at[-1] + len(character.encode()))
         return [(id, at[start], at[stop]) for id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True)]
+
+    @property
+    def size(self) -> int:
+        """How many tokens it has; their ids are usually those below."""
+        count: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        return count
 
     def is_special(self, id: int) -> bool:
         """It is no part of a text for a reader."""
@@ -213,7 +222,9 @@ class Tokenizer:
             found = _read(folder / name).get("eos_token_id")
             if found is not None:
                 break
-        ids = [] if found is None else [found] if isinstance(found, int) else list(found)
+        ids = [] if found is None else [found] if isinstance(found, int) else found
+        if not isinstance(ids, list) or not all(isinstance(id, int) for id in ids):
+            raise Unusable(f"{folder / name} says eos_token_id {found!r}, a token id or a list of them is needed")
         own = self._tokenizer.token_to_id(named) if named else None
         return tuple(dict.fromkeys(ids if own is None else [*ids, own]))
 
@@ -371,8 +382,9 @@ def _decoders(decoder: dict[str, Any] | None) -> set[str]:
 
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
     """Names to texts; a token is written as a string or as an object with its content."""
-    found = {name: settings[name] for name in SPECIAL_NAMES if settings.get(name)}
-    return {name: token if isinstance(token, str) else token["content"] for name, token in found.items()}
+    given = {name: settings.get(name) for name in SPECIAL_NAMES}
+    found = {name: token.get("content") if isinstance(token, dict) else token for name, token in given.items()}
+    return {name: token for name, token in found.items() if token and isinstance(token, str)}
 
 
 def _templates(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
@@ -380,9 +392,11 @@ def _templates(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
     found: dict[str, str] = {}
     source = settings.get("chat_template") or _read(folder / "chat_template.json").get("chat_template")
     if isinstance(source, list):
-        found = {entry["name"]: entry["template"] for entry in source}
-    elif isinstance(source, dict):
+        source = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+    if isinstance(source, dict):
         found = dict(source)
+        if not all(isinstance(word, str) for item in found.items() for word in item):
+            raise Unusable(f"the chat templates of {folder} have no names or no texts: --chat-template FILE takes another")
     elif isinstance(source, str):
         found = {DEFAULT: source}
     for path in [*folder.glob("chat_template.jinja"), *sorted(folder.glob("chat_templates/*.jinja"))]:
@@ -409,7 +423,13 @@ def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise Unusable(f"{path} is no JSON: {error}") from error
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise Unusable(f"{path} is no JSON ({_line(error)}): download it again") from error
+    if not isinstance(content, dict):
+        raise Unusable(f"{path} holds no JSON object: download it again")
     return content
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

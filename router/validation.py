@@ -31,6 +31,7 @@ class Parameters:
     length_penalty: float | None = None
     early_stopping: bool | str | None = None
     stream_beams: bool = False  # every step's beams are told
+    speculate: int | None = None  # guesses in a step, at most as many as the operator allows
     temperature: float | None = None
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -106,6 +107,8 @@ class Validator:
             raise Refused(f"`truncate` must be strictly positive and less than {most}. Given: {parameters.truncate}", "truncate")
         if isinstance(prompt, str):
             ids: Sequence[int] = await self.encode(prompt, add_special_tokens)
+            if max(ids, default=0) >= limits.vocabulary:  # a tokenizer may have more tokens than the model
+                _check_ids(ids, "inputs", limits)
         else:
             _check_ids(prompt, "inputs", limits)
             ids = prompt
@@ -130,10 +133,12 @@ class Validator:
             shown=parameters.shown,
             choices=choices,
             beams=beams,
+            drafts=self._drafts(parameters, beams),
             priority=_priority(parameters.priority),
             grammar=parameters.grammar,
             timeout=parameters.timeout or 0.0,
             tenant=parameters.tenant,
+            cache_key=parameters.tenant if self._config.isolate_tenants else "",
         )
         if parameters.grammar is not None:
             await self.grammars.check(parameters.grammar)
@@ -162,6 +167,15 @@ class Validator:
         own = () if given.ignore_eos else self._tokenizer.eos_ids
         ids = dict.fromkeys((*own, *given.end_ids, *(id for id in found.values() if id is not None)))
         return tuple(strings), tuple(id for id in ids if id < limits.vocabulary)  # a tokenizer may have more tokens than the model
+
+    def _drafts(self, given: Parameters, beams: Beams | None) -> int:
+        """Guesses in a step. There are none for beams, nor where a grammar is kept."""
+        most = self._config.speculate
+        if given.speculate is not None and not 0 <= given.speculate <= most:
+            raise Refused(f"`speculate` must be >= 0 and <= {most} (--speculate). Given: {given.speculate}", "speculate")
+        if beams is not None or given.grammar is not None:
+            return 0
+        return most if given.speculate is None else given.speculate
 
     def _beams(self, given: Parameters) -> Beams | None:
         """Whether and how beams are searched. The operator's width is for those who ask for nothing, and draw nothing."""

@@ -48,8 +48,10 @@ def serve(config: ShardConfig, kind: type[Service], load: Load) -> NoReturn:
     ends: queue.SimpleQueue[int] = queue.SimpleQueue()
     signal.signal(signal.SIGTERM, lambda signum, frame: ends.put(0))
     service = kind(config, ends.put)
+    os.umask(0o077)  # what is made here, the sockets before all, is this user's alone, wherever it lies
     server = grpc.server(ThreadPoolExecutor(SERVICE_THREADS), handlers=[rpc.handler(service)], options=rpc.OPTIONS)
     server.add_insecure_port(f"unix:{config.socket}")
+    os.chmod(config.socket, 0o600)
     server.start()
     threading.Thread(target=_work, args=(config, service, load, ends.put), daemon=True).start()
     code = ends.get()

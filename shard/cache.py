@@ -1,12 +1,13 @@
 """The key/value tensors, nothing else."""
 
 from collections.abc import Sequence as Listing
+from itertools import accumulate
 
 import numpy
 import torch
 from torch import Tensor
 
-from ..kernels.paging import copy_pages
+from ..kernels.paging import copy_pages, move_slots
 from .models.families import Shape
 
 
@@ -38,6 +39,12 @@ class Cache:
         """(source, target, rows): the first `rows` tokens of page `source` to `target`. Targets are distinct and no sources."""
         columns = torch.tensor(copies, dtype=torch.int64).t().contiguous().to(self.pages.device)
         copy_pages(self.pages, *columns)
+
+    def move(self, rows: Listing[Listing[tuple[int, int]]]) -> None:
+        """(source, target) slots, of each row one after the other; no two rows have a slot in common."""
+        moves = torch.tensor([pair for row in rows for pair in row], dtype=torch.int64).t().contiguous().to(self.pages.device)
+        starts = torch.tensor([0, *accumulate(map(len, rows))], dtype=torch.int64, device=self.pages.device)
+        move_slots(self.pages.flatten(1, 2), moves[0], moves[1], starts)
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

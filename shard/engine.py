@@ -10,17 +10,22 @@ from array import array
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 
 from ..kernels.ragged import Layout
 from . import step
 from .cache import Cache
+from .decoding.budget import Acceptance, worthwhile
 from .decoding.hypotheses import candidates_of
+from .decoding.lookup import Index
 from .decoding.methods import strategy_of
+from .decoding.proposers import Asked, Lookup, Proposer
 from .decoding.sampler import Pick
 from .decoding.stops import Stops
 from .decoding.strategy import Child, Emitted, Grown
+from .decoding.verify import room
 from .forks import Forks
 from .forward import Bounds, Forward, Record
 from .logits import choose, score_prompts
@@ -54,6 +59,8 @@ class Outcome:
     restored_tokens: int = 0  # those of them that restore groups
     cached_tokens: int = 0  # that were found instead
     decode_tokens: int = 0
+    drafted: int = 0  # those of them that were guesses ...
+    accepted: int = 0  # ... and that stay
     prompt_keys: int = 0
     decode_keys: int = 0
     free: int = 0  # pages, when it was over
@@ -86,6 +93,7 @@ class Engine:
         self._cache_dtype = cache_dtype or decoder.embedding.dtype
         self._masks = masks
         self._stops = stops
+        self.proposer: Proposer = Lookup()
         self.resize(0, page_size)
 
     def resize(self, pages: int, page_size: int) -> None:
@@ -229,6 +237,7 @@ class Engine:
         """The runs of all groups that decode, with pages for them."""
         groups = [group for uid in dict.fromkeys(batches) if uid in self.batches for group in self.batches[uid].groups.values()]
         runs = []
+        self._guess([group for group in groups if group.decodes and group.drafts])
         for group in groups:
             if not group.decodes:
                 continue
@@ -240,6 +249,19 @@ class Engine:
                 outcome.fail(group, f"the pool is full: {error}")
                 self._drop(group)
         return runs
+
+    def _guess(self, groups: Listing[Group]) -> None:
+        """Proposes drafts for the next step: as many as a group may have, and its sequences may still take."""
+        asked = []
+        for group in groups:
+            for sequence in group.sequences:
+                sequence.index = sequence.index or Index()
+                sequence.acceptance = sequence.acceptance or Acceptance()
+                most = worthwhile(sequence.acceptance, min(group.drafts, room(group, sequence)))
+                asked.append(Asked(group, sequence, most, most, sequence.index))
+        if asked:
+            for one, draft in zip(asked, self.proposer.propose(asked).drafts, strict=True):
+                one.sequence.draft = draft.tree
 
     def _compiled(self, chunks: list[tuple[Group, int]], alone: bool) -> list[tuple[Group, int]]:
         """Without those whose grammars are still being compiled: nobody waits for them, unless there is nothing else to be done.
@@ -299,15 +321,26 @@ class Engine:
 
     def _publish(self, runs: Listing[Run]) -> None:
         """Makes the pages known that are full now."""
+        for run in runs:
+            self._publish_all(run.group, [span.sequence for span in run.spans if not span.drafts])  # guesses may be wrong
+
+    def _publish_all(self, group: Group, sequences: Iterable[Sequence]) -> None:
         if self.prefixes is None:
             return
-        size = self.pool.page_size
-        for run in runs:
-            for span in run.spans:
-                sequence = span.sequence
-                if sequence.computed >= ((sequence.node.depth if sequence.node else 0) + 1) * size:
-                    self.prefixes.publish(sequence)
-                    run.group.counted = -1
+        for sequence in sequences:
+            if sequence.computed >= ((sequence.node.depth if sequence.node else 0) + 1) * self.pool.page_size:
+                self.prefixes.publish(sequence)
+                group.counted = -1
+
+    def _move(self, moves: Listing[tuple[Sequence, int, int]]) -> None:
+        """Keys and values of accepted guesses to where they belong."""
+        size, rows = self.pool.page_size, []
+        for _, own in groupby(moves, key=lambda one: id(one[0])):
+            [sequence, *_], *_ = listed = list(own)
+            slots = [place for _, *places in listed for place in places]
+            found = [sequence.pages[place // size] * size + place % size for place in slots]
+            rows.append(list(zip(found[::2], found[1::2], strict=True)))
+        self.cache.move(rows)
 
     def _judge(self, run: Run, picks: dict[int, list[Pick | None]], outcome: Outcome) -> None:
         group = run.group
@@ -315,16 +348,19 @@ class Engine:
             self._fail(group, run.problem, outcome)
             return
         if run.sampled:
-            own = [choice for choice in picks[group.uid] if choice is not None]
-            if len(own) < len(picks[group.uid]):
-                self._fail(group, "the model's logits are not finite numbers: non_finite_logits", outcome)
-                return
-            if group.waiting:
+            own = picks[group.uid]
+            if group.waiting and None not in own:
                 self._begin(group, outcome)
             verdict = strategy_of(group).judge(group, own)
             if verdict.failure:
                 self._fail(group, verdict.failure, outcome)
                 return
+            outcome.drafted += verdict.drafted
+            outcome.accepted += verdict.accepted
+            if verdict.moves:
+                self._move(verdict.moves)
+            if any(span.drafts for span in run.spans):
+                self._publish_all(group, group.sequences)
             outcome.emitted += [(group.uid, emitted) for emitted in verdict.emitted]
             if verdict.scores is not None:
                 outcome.scored.append((group.uid, verdict.scores))

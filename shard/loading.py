@@ -52,6 +52,8 @@ def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
         model = shape(json.loads((folder / "config.json").read_text()))
     except FileNotFoundError:
         raise Unsupported(f"{folder} has no config.json: is it a model's folder?") from None
+    except RecursionError as error:
+        raise Unsupported(f"{folder}/config.json is nested too deeply ({error}): download it again") from None
     except json.JSONDecodeError as error:
         raise Unsupported(f"{folder}/config.json is not JSON ({error}): download it again") from None
     model.check_ranks(config.ranks)

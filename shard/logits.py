@@ -92,7 +92,7 @@ def _logits(decoder: Decoder, wanted: Listing[Wanted], hidden: Tensor) -> Tensor
     copies: list[int] = []  # of each of them
     for one in wanted:
         run = one.run
-        count = 1 if run.group.waiting else len(run.group.sequences)
+        count = 1 if run.group.waiting else run.wanted
         places += range(run.first + run.wanted - count, run.first + run.wanted)
         copies += [len(one.rows) // count] * count
     logits = decoder.logits(hidden if len(places) == len(hidden) else hidden[places])

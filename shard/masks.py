@@ -63,7 +63,7 @@ class Masks:
                 places += [len(bound)] * (len(group.waiting) or 1)
                 bound.append((group, sequence, guide))
             if not guides:
-                places += [-1] * (len(group.waiting) or len(group.sequences))
+                places += [-1] * (len(group.waiting) or run.wanted)
         mask = numpy.full((len(places), self._words), -1, numpy.int32)
         if bound:
             own = self._grammars.masks([guide for _, _, guide in bound])

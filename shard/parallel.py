@@ -3,7 +3,9 @@
 With one rank everything here does nothing, and torch.distributed is not started.
 """
 
+import socket
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as distributed
@@ -19,13 +21,10 @@ class Ranks:
         self.rank = rank
         self.size = size
         if size > 1:
-            distributed.init_process_group(
-                "nccl" if device.type == "cuda" else "gloo",
-                init_method=f"tcp://{address}:{port}",
-                rank=rank,
-                world_size=size,
-                timeout=timedelta(seconds=RENDEZVOUS_SECONDS),
-            )
+            timeout = timedelta(seconds=RENDEZVOUS_SECONDS)
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            store = _store(rank, size, address, port, timeout)
+            distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
     def add(self, x: Tensor) -> Tensor:
         """x, overwritten by the sum of all ranks' x."""
@@ -60,3 +59,12 @@ class Ranks:
         """Leaves the group."""
         if self.size > 1 and distributed.is_initialized():
             distributed.destroy_process_group()
+
+
+def _store(rank: int, size: int, address: str, port: int, timeout: timedelta) -> Any:
+    """Where the ranks meet. Rank 0 listens at that address only: left to itself torch would listen at all that the machine has."""
+    settings: dict[str, Any] = {"is_master": not rank, "timeout": timeout}
+    if not rank:
+        listening = socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        settings |= {"master_listen_fd": listening.detach(), "wait_for_workers": False}
+    return distributed.TCPStore(address, port, size, **settings)  # type: ignore[attr-defined]

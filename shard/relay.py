@@ -1,5 +1,6 @@
 """Passes commands from rank 0 to the other ranks as bytes, in order. A rank whose peer is gone learns it at once."""
 
+import os
 from multiprocessing.connection import Client, Connection, Listener
 
 
@@ -8,6 +9,8 @@ class Sender:
 
     def __init__(self, path: str, peers: int) -> None:
         self._listener = Listener(path, family="AF_UNIX", backlog=peers) if peers else None
+        if peers:
+            os.chmod(path, 0o600)
         self._peers: list[Connection] = []
         self._count = peers
 

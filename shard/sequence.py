@@ -14,8 +14,11 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
 
+from .decoding.budget import Acceptance
 from .decoding.grammar import Guide
 from .decoding.hypotheses import Path, Search
+from .decoding.lookup import Index
+from .decoding.tree import Tree
 from .prefix import Node
 
 # Decode steps that `Group.grow` covers: the router decides on the next one while another is under way.
@@ -57,6 +60,9 @@ class Sequence:
     node: Node | None = None  # of its last full page that others can find; None: there is none
     guide: Guide | None = None  # its place in the group's grammar, once it was asked for; on rank 0 only
     path: Path | None = None  # of a beam
+    draft: Tree = field(default_factory=Tree)  # guesses of what follows, for the step that is planned
+    acceptance: Acceptance | None = None  # of such guesses, as it was
+    index: Index | None = None  # of what repeats in its tokens, once guesses were looked up
 
     @property
     def generated(self) -> int:
@@ -103,6 +109,7 @@ class Group:
     grammar: str = ""  # that its sequences keep, as `decoding.grammar` wants it; "": none
     compiled: bool = False  # the grammar is, as rank 0 has told
     search: Search | None = None  # its sequences are beams, best first; it has one until its prompt is computed
+    drafts: int = 0  # the most guesses for each of its sequences in a step
     stops: tuple[str, ...] = ()  # texts that complete a beam
     trace: str = ""  # by which logs of others know it
     batch: int = 0
@@ -120,6 +127,11 @@ class Group:
         return sequence.prompt_length if self.waiting else len(sequence.tokens) - 1
 
     @property
+    def ahead(self) -> int:
+        """Tokens that `grow` covers for each of its sequences."""
+        return AHEAD * (1 + self.drafts)
+
+    @property
     def lacking(self) -> int:
         """Tokens to be computed before it decodes. Those of the prompt count once."""
         if self.decodes:
@@ -134,7 +146,7 @@ class Group:
         generated = [1] * len(self.waiting) if self.waiting else [s.generated for s in self.sequences]
         if self.search is not None:
             generated = [generated[0]] * self.search.width
-        most = [self.prompt_length + min(count - 1 + AHEAD, self.max_new_tokens - 1) for count in generated]
+        most = [self.prompt_length + min(count - 1 + self.ahead, self.max_new_tokens - 1) for count in generated]
         return shared + sum(-(-tokens // page_size) - shared for tokens in most)
 
     def standing(self, page_size: int) -> tuple[int, int, int]:
@@ -149,10 +161,10 @@ class Group:
         if len(self.sequences) == 1:
             [sequence] = self.sequences
             held = len(sequence.pages)
-            return held, -(-min(sequence.computed + AHEAD, last) // page_size) - held, 0
+            return held, max(0, -(-min(sequence.computed + self.ahead, last) // page_size) - held), 0
         if self.counted < 0:
             self.counted = self._count(page_size)
-        grow = sum(-(-min(s.computed + AHEAD, last) // page_size) - len(s.pages) for s in self.sequences)
+        grow = sum(max(0, -(-min(s.computed + self.ahead, last) // page_size) - len(s.pages)) for s in self.sequences)
         return self.counted, grow, 0
 
     def _beams_grow(self, page_size: int, last: int, width: int) -> int:

@@ -240,6 +240,8 @@ def step_reply(step: int, outcome: Outcome) -> wire.Reply:
         decode_tokens=outcome.decode_tokens,
         prompt_keys=outcome.prompt_keys,
         decode_keys=outcome.decode_keys,
+        drafted_tokens=outcome.drafted,
+        accepted_tokens=outcome.accepted,
         scored_uids=[uid for uid, _ in outcome.scored],
         scored_counts=[len(scores) for _, scores in outcome.scored],
         scores=[score for _, scores in outcome.scored for score in scores],
@@ -284,6 +286,7 @@ def group_from(message: wire.Group) -> Group:
         min_new_tokens=message.min_new_tokens,
         grammar=message.grammar,
         search=search,
+        drafts=0 if search or message.grammar else message.drafts,
         stops=tuple(message.stops),
         trace=message.trace,
     )

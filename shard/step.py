@@ -25,6 +25,7 @@ class Span:
     tokens: Listing[int]
     parents: Listing[int] | None = None  # per token: index of its parent in `tokens`, -1: the token before; None: a chain
     wanted: int = 1  # of how many of the last tokens the logits are wanted
+    drafts: int = 0  # how many of the last tokens are guesses
 
 
 @dataclass(slots=True)

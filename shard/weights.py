@@ -106,8 +106,8 @@ def _places(folder: Path) -> dict[str, Path]:
     index = folder / INDEX
     if index.is_file():
         try:
-            names = json.loads(index.read_text())["weight_map"]
-        except (json.JSONDecodeError, KeyError) as error:
+            names = dict(json.loads(index.read_text())["weight_map"])
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise Unsupported(f"{index} is not an index of tensors ({error!r}): download it again") from None
         missing = sorted({file for file in names.values() if not (folder / file).is_file()})
         if missing:

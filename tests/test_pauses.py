@@ -57,12 +57,15 @@ SETTINGS = [
     {"page_size": 4, "prefix_caching": True, "step": 16},
     {"page_size": 1, "prefix_caching": False, "step": 64},
     {"page_size": 1, "prefix_caching": True, "step": 33},
+    {"page_size": 4, "prefix_caching": True, "step": 33, "drafts": 4},
+    {"page_size": 16, "prefix_caching": False, "step": 64, "drafts": 7},
 ]
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_a_pool_in_which_everybody_is_paused_twice_changes_no_token(alone: list[list[list[int]]], settings: dict[str, Any]) -> None:
-    asked = requests()
+    drafts = settings.get("drafts", 0)  # guesses change no token either
+    asked = [replace(request, drafts=drafts) for request in requests()]
     page_size = settings["page_size"]
     pages = max(most_pages(request, page_size) for request in asked) + 1  # room for little more than the largest of them
 

@@ -15,6 +15,7 @@ from ..text import Tokenizer
 from ..tracing import Tracing
 from ..validation import Validator
 from .access import add_headers, observed
+from .body import BODY
 from .cors import cors
 from .docs import Docs
 from .either import Either
@@ -25,7 +26,8 @@ from .page import FILES, Page
 from .ports import Batcher, Metrics
 from .probes import HEALTH, LIVE, READY, Probes
 from .responses import Responses
-from .tenant import bearer
+from .stream import PATIENT, Patience
+from .tenant import bearer, digest
 from .tgi import Tgi
 
 PROBES = {"/", HEALTH, READY, LIVE, "/ping"}  # to be asked by load balancers, which have no key
@@ -60,10 +62,11 @@ def make_app(
             preflight,
             _problems(metrics),
             _authorization(config.api_keys, open_paths),
-            _hurried(config.payload_limit),
-        ],
-        client_max_size=config.payload_limit,
+            _read(config.payload_limit, config.payload_limit_total, metrics),
+        ]
     )
+    patience = app[PATIENT] = Patience(config.slow_client_timeout)
+    metrics.watch("penstock_slow_clients", lambda: patience.dropped)
     app.on_response_prepare.extend((add_headers, grant))
 
     async def render_metrics(http: web.Request) -> web.Response:
@@ -142,12 +145,12 @@ def _problem_of_http(error: web.HTTPException) -> Problem:
 
 def _authorization(keys: tuple[str, ...], open_paths: Set[str]) -> Middleware:
     """Asks for one of the operator's keys, if there are any, except for who looks at the probes and other open paths."""
-    expected = [key.encode() for key in keys]
+    expected = [digest(key.encode()) for key in keys]
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         if expected and not (request.method in ("GET", "HEAD") and request.path in open_paths):
-            given = bearer(request)
+            given = digest(bearer(request))
             # All are compared, each in constant time, so that nobody learns a key letter by letter, or which of them is near.
             if not sum(hmac.compare_digest(given, key) for key in expected):
                 headers = {"WWW-Authenticate": "Bearer"}
@@ -159,18 +162,47 @@ def _authorization(keys: tuple[str, ...], open_paths: Set[str]) -> Middleware:
     return check
 
 
-def _hurried(limit: int) -> Middleware:
-    """Reads a body before anybody asks for it, but not for ever. One that will be refused for its size is not read."""
+def _read(limit: int, together: int, metrics: Metrics) -> Middleware:
+    """Reads a body before anybody asks for it, but not for ever, and not more of all requests than memory is meant for. One that
+    will be refused for its size is not read.
+    """
+    held = 0  # bytes of the bodies of all requests that have not been answered
+
+    def check(length: int) -> None:
+        if length > limit:
+            raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=length)
+        if held > together:
+            metrics.failed("overloaded")
+            message = f"the requests that are read or answered have bodies of more than {together} bytes together"
+            raise Rejected(Problem(429, "overloaded", message, headers={"Retry-After": "1", "Connection": "close"}))
+
+    async def receive(request: web.Request) -> bytes:
+        nonlocal held
+        body = bytearray()
+        try:
+            async with asyncio.timeout(PATIENCE):
+                while chunk := await request.content.readany():
+                    body += chunk
+                    held += len(chunk)
+                    check(len(body))
+        except TimeoutError:
+            held -= len(body)
+            message = f"the body was not complete {PATIENCE:g} s after its headers"
+            raise Rejected(Problem(408, "timeout", message, headers={"Connection": "close"})) from None
+        except BaseException:  # the client may have left, too
+            held -= len(body)
+            raise
+        return bytes(body)
 
     @web.middleware
-    async def hurry(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.body_exists and (request.content_length or 0) <= limit:
-            try:
-                async with asyncio.timeout(PATIENCE):
-                    await request.read()  # aiohttp keeps it
-            except TimeoutError:
-                message = f"the body was not complete {PATIENCE:g} s after its headers"
-                raise Rejected(Problem(408, "timeout", message, headers={"Connection": "close"})) from None
-        return await handler(request)
+    async def read(request: web.Request, handler: Handler) -> web.StreamResponse:
+        nonlocal held
+        if not request.body_exists or (request.content_length or 0) > limit:
+            return await handler(request)
+        request[BODY] = await receive(request)
+        try:
+            return await handler(request)
+        finally:
+            held -= len(request[BODY])
 
-    return hurry
+    return read

@@ -11,6 +11,7 @@ from aiohttp import web
 from ..request import Refused
 from .errors import Problem, Rejected
 
+BODY = web.RequestKey("body", bytes)  # of a request that has one, once it is read: see `app`
 DEEPEST = 200  # brackets within each other; Python's own limit is 1,000 calls, of which parsers and templates need some
 KEY = re.compile(rb'"(\w+)"\s*:')
 LONG_NUMBER = re.compile(rb"\d{4300}")  # more than Python reads
@@ -32,7 +33,7 @@ async def read_named(http: web.Request, decoder: msgspec.json.Decoder[Body], lim
         raise Rejected(Problem(415, "unsupported_encoding", "compressed bodies are not supported: send plain JSON"))
     if (http.content_length or 0) > limit:  # refused before it is read
         raise Rejected(Problem(413, "payload_too_large", f"the body may have {limit} bytes", headers={"Connection": "close"}))
-    data = await http.read()
+    data = http.get(BODY, b"")
     try:
         text = data.decode()
         return decoder.decode(data), _names(text)

@@ -114,6 +114,7 @@ class Common(Format, kw_only=True):
     priority: Any = None  # ours
     timeout: float | None = None  # ours: seconds
     service_tier: str | None = None
+    speculate: int | None = None  # ours
     num_beams: int | None = None  # these are ours, with transformers' names
     length_penalty: float | None = None
     early_stopping: bool | str | None = None  # or "never"
@@ -249,6 +250,7 @@ def parameters(
         num_return_sequences=choices if width.searched else None,
         length_penalty=body.length_penalty,
         early_stopping=body.early_stopping,
+        speculate=body.speculate,
         priority=_priority(body),
         timeout=body.timeout,
         tenant=tenant_of(http),

@@ -12,6 +12,7 @@ and TCP_NOTSENT_LOWAT on the listening socket): events that wait there could not
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
@@ -30,6 +31,20 @@ COMMENT = b":\n\n"
 # Line ends to some readers of SSE (huggingface_hub), though not to JSON.
 LINE_ENDS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
 COMPUTE_TYPE = "penstock"
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Patience:
+    """With clients that do not read what is there for them: their items wait in the batcher, and others for their place."""
+
+    seconds: float
+    dropped: int = 0  # clients with whom it has ended
+
+
+PATIENT = web.AppKey("patience", Patience)
 
 
 @dataclass(slots=True)
@@ -176,8 +191,8 @@ async def send(
 class EventStream:
     """A response made of server-sent events. It begins with the first of them.
 
-    As a context it sends a comment whenever nothing else has been sent for a while, and does not mind a client that leaves:
-    nobody can be told.
+    As a context it sends a comment whenever nothing else has been sent for a while, closes the connection of who does not read, and
+    does not mind a client that leaves: nobody can be told.
     """
 
     def __init__(self, http: web.Request, headers: dict[str, str]) -> None:
@@ -190,6 +205,7 @@ class EventStream:
         self._protocol = http.protocol
         self._transport: asyncio.Transport | None = None  # whose chunks we write ourselves; before HTTP/1.1 there are none
         self._written = monotonic()
+        self._patience = http.app[PATIENT]
         self._writing = 0  # calls of `write` that have not returned
         self._beginning = asyncio.Lock()  # the first event and the first comment may come at once, and only one can begin
 
@@ -229,12 +245,13 @@ class EventStream:
                 self.begun = True
 
     async def __aenter__(self) -> "EventStream":
-        self._keeper = asyncio.create_task(self._keep_alive())
+        self._keepers = [asyncio.create_task(self._keep_alive()), asyncio.create_task(self._watch())]
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
-        self._keeper.cancel()
-        await asyncio.wait([self._keeper])
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.wait(self._keepers)
         return isinstance(error, ConnectionResetError)
 
     async def _keep_alive(self) -> None:
@@ -245,6 +262,20 @@ class EventStream:
                 if silent >= KEEP_ALIVE and not self._protocol.writing_paused:
                     await self.write(COMMENT)
                 await asyncio.sleep(KEEP_ALIVE - silent if silent < KEEP_ALIVE else KEEP_ALIVE)
+
+    async def _watch(self) -> None:
+        """Closes the connection of a client that takes nothing of what was written for too long: the handler will be told."""
+        patience, seen, since = self._patience, (0.0, 0), monotonic()
+        while (transport := self._http.transport) is not None:
+            now, left = monotonic(), (self._written, transport.get_write_buffer_size())
+            if left != seen or not self._protocol.writing_paused:
+                seen, since = left, now
+            elif now - since >= patience.seconds:
+                logger.warning("the client has read nothing for %g s: its stream is closed", now - since)
+                patience.dropped += 1
+                transport.abort()
+                return
+            await asyncio.sleep(patience.seconds / 8)
 
 
 def headers_of(clock: Clock, requests: Sequence[Request], answers: Sequence[Answer]) -> dict[str, str]:

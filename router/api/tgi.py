@@ -162,6 +162,7 @@ class Tgi:
             length_penalty=given.length_penalty,
             early_stopping=given.early_stopping,
             stream_beams=bool(given.stream_beams),
+            speculate=given.speculate,
             temperature=given.temperature,
             repetition_penalty=given.repetition_penalty,
             frequency_penalty=given.frequency_penalty,

@@ -42,6 +42,7 @@ class GenerateParameters(msgspec.Struct):
     length_penalty: float | None = None
     early_stopping: bool | str | None = None  # or "never"
     stream_beams: bool | None = None
+    speculate: int | None = None  # ours
     priority: Any = None  # ours
     timeout: float | None = None  # ours: seconds
 

@@ -12,7 +12,7 @@ from .expansion import Candidate
 from .hypotheses import Hypothesis, Path, Search
 from .sample import sampling_of
 from .sampler import Pick, Row
-from .strategy import Child, Emitted, Finish, Grown, Verdict
+from .strategy import NOT_FINITE, Child, Emitted, Finish, Grown, Verdict
 
 NOTHING = "no continuation of any beam is possible"
 
@@ -29,7 +29,7 @@ class BeamSearch:
         sampling = sampling_of(group, group.sequences[0].generated)
         return [Row(sampling, s.tokens, s.prompt_length, rank, group.top_n) for rank, s in enumerate(group.sequences)]
 
-    def judge(self, group: Group, picks: Listing[Pick]) -> Verdict:
+    def judge(self, group: Group, picks: Listing[Pick | None]) -> Verdict:
         """The picks are Candidates, in the order in which they are looked at."""
         search = _search(group)
         length = group.sequences[0].generated + 1
@@ -37,6 +37,8 @@ class BeamSearch:
         live: list[Candidate] = []
         complete: list[Candidate] = []
         for rank, candidate in enumerate(picks):
+            if candidate is None:
+                return Verdict([], [], failure=NOT_FINITE)
             assert isinstance(candidate, Candidate)
             if not last and not _ends(group, candidate):
                 live.append(candidate)

@@ -21,6 +21,7 @@ TRUST = 4.0  # what is known from elsewhere weighs as much as so many trials
 # A gain over not speculating that is within what measured costs are wrong by is none.
 MARGIN = 1.03
 FLOOR = 0.02  # tokens that a draft has to be worth to be considered
+LEAST = 0.2  # tokens that each draft of a chain has to be worth where nobody knows what steps cost
 # Steps without a draft after which a sequence gets one, to see whether guesses have become better; doubled each time they have not.
 PATIENCE = 16
 MOST_PATIENCE = 256
@@ -218,6 +219,16 @@ def _most_per_second(
             if rate > highest:
                 highest, best = rate, (list(taken), limit)
     return best
+
+
+def worthwhile(tracker: Acceptance, most: int) -> int:
+    """How many drafts of a chain a sequence gets where nobody knows what steps cost. Counts the steps that it has none, after some
+    of which it gets one, to see."""
+    count = sum(gain >= LEAST for gain in tracker.chain(most).gains)
+    tracker.waited = 0 if count else tracker.waited + 1
+    if most and tracker.waited >= tracker.patience:
+        tracker.waited, count = 0, 1
+    return count
 
 
 class Probes:

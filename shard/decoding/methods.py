@@ -3,12 +3,16 @@
 from ..sequence import Group
 from .beam import BeamSearch
 from .sample import Sample
+from .speculate import Speculate
 from .strategy import Strategy
 
-SAMPLE: Strategy = Sample()
-BEAM_SEARCH: Strategy = BeamSearch()
+SAMPLE = Sample()
+SPECULATE = Speculate(SAMPLE)
+BEAM_SEARCH = BeamSearch()
 
 
 def strategy_of(group: Group) -> Strategy:
     """How it goes on."""
-    return SAMPLE if group.search is None else BEAM_SEARCH
+    if group.search is not None:
+        return BEAM_SEARCH
+    return SPECULATE if group.drafts else SAMPLE

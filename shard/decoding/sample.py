@@ -7,7 +7,7 @@ from dataclasses import replace
 from ..sequence import Group, Sampling
 from ..step import Span
 from .sampler import Pick, Row
-from .strategy import Emitted, Finish, Verdict
+from .strategy import NOT_FINITE, Emitted, Finish, Verdict
 
 
 class Sample:
@@ -25,10 +25,12 @@ class Sample:
             return [Row(sampling, first.tokens, first.prompt_length, choice, group.top_n) for choice in group.waiting]
         return [Row(sampling_of(group, s.generated), s.tokens, s.prompt_length, s.choice, group.top_n) for s in group.sequences]
 
-    def judge(self, group: Group, picks: Listing[Pick]) -> Verdict:
+    def judge(self, group: Group, picks: Listing[Pick | None]) -> Verdict:
         """Appends each pick."""
         emitted, ended = [], []
         for sequence, pick in zip(group.sequences, picks, strict=True):
+            if pick is None:
+                return Verdict([], [], failure=NOT_FINITE)
             sequence.tokens.append(pick.token)
             finish = Finish.NOT
             if pick.complete or pick.token in group.end_ids:

@@ -9,6 +9,8 @@ from ..sequence import Group, Sequence
 from ..step import Span
 from .sampler import Pick, Row
 
+NOT_FINITE = "the model's logits are not finite numbers: non_finite_logits"
+
 
 class Finish(IntEnum):
     """Why a sequence ended, in the numbers of the wire."""
@@ -47,7 +49,7 @@ class Grown:
     length: int  # generated tokens of each, with this one
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Verdict:
     """What a step meant for a group."""
 
@@ -57,6 +59,9 @@ class Verdict:
     scores: list[float] | None = None  # of the answers of a search that has ended
     grown: Grown | None = None
     failure: str = ""  # why the group can't go on
+    moves: list[tuple[Sequence, int, int]] = field(default_factory=list)  # keys and values, from place to place, in this order
+    drafted: int = 0  # drafts that were computed ...
+    accepted: int = 0  # ... and those of them that stay
 
 
 class Strategy(Protocol):
@@ -70,5 +75,5 @@ class Strategy(Protocol):
         """How logits become picks: one per wanted row of `draft`; or one per waiting choice, all from the prompt's last row. For
         beams, whose picks come from all rows together, as many candidates as their search looks at."""
 
-    def judge(self, group: Group, picks: Listing[Pick]) -> Verdict:
+    def judge(self, group: Group, picks: Listing[Pick | None]) -> Verdict:
         """Takes the picks of the rows into the group's sequences, whose spans are computed. Choices that waited have begun."""

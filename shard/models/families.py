@@ -3,11 +3,30 @@
 Knows no tensor and imports no torch, so that the launcher can plan with it. A new family is a new entry in `FAMILIES`.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 Config = dict[str, Any]
+
+# What the fields of a config.json may be, so that one that lies is found before anything is computed with it. Bounds are far beyond
+# every model there is, and far below where an allocation or a loop over them would never end.
+SIZES = {
+    "vocab_size": 1 << 24,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 22,
+    "num_hidden_layers": 1 << 12,
+    "num_attention_heads": 1 << 14,
+    "num_key_value_heads": 1 << 14,
+    "head_dim": 1 << 12,
+    "max_position_embeddings": 1 << 30,
+    "sliding_window": 1 << 30,
+    "max_window_layers": 1 << 12,
+}
+MAY_BE_NULL = ("num_key_value_heads", "head_dim", "sliding_window", "max_window_layers")  # and means that there is none
+AGAIN = "is it the model's own? Download it again"
+SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
 
 
 class Unsupported(ValueError):
@@ -85,14 +104,60 @@ def shape(config: Config) -> Shape:
     field that is missing.
     """
     names = config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise Unsupported(f"config.json says architectures {names!r}, a list of names is needed: download the model again")
     for name in names:
         if name in FAMILIES:
             try:
-                return FAMILIES[name](config)
+                _check(config)
+                return _sound(FAMILIES[name](config))
             except KeyError as error:
                 raise Unsupported(f"config.json of a {name} lacks {error}: is it complete?") from None
     asked = ", ".join(names) or "none named"
     raise Unsupported(f"architecture {asked} is not supported: this version serves {', '.join(sorted(FAMILIES))}")
+
+
+def _check(config: Config) -> None:
+    """Raises Unsupported if a field that we read can't be what it says."""
+    for name, most in SIZES.items():
+        value = config.get(name, 1)
+        least = 0 if name in ("sliding_window", "max_window_layers") else 1
+        if value is None and name in MAY_BE_NULL:
+            continue
+        if type(value) is not int or not least <= value <= most:
+            raise Unsupported(f"config.json says {name} {_shown(value)}, an integer from {least} to {most} is needed: {AGAIN}")
+    for name in SWITCHES:
+        if not isinstance(config.get(name, False), bool):
+            raise Unsupported(f"config.json says {name} {_shown(config[name])}, true or false is needed: {AGAIN}")
+    kinds = config.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or len(kinds) != config["num_hidden_layers"]):
+        raise Unsupported(f"config.json says layer_types {_shown(kinds)}, a name for each of num_hidden_layers is needed: {AGAIN}")
+
+
+def _number(values: Mapping[str, Any], name: str, default: float | None = None, most: float = 1e12) -> float:
+    """A number above 0. Raises KeyError if it is not there and has no default."""
+    value = values[name] if default is None else values.get(name)
+    if value is None and default is not None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and 0 < value <= most):
+        raise Unsupported(f"config.json says {name} {_shown(value)}, a number above 0 up to {most:g} is needed: {AGAIN}")
+    return float(value)
+
+
+def _shown(value: object) -> str:
+    return repr(value)[:40]
+
+
+def _sound(found: Shape) -> Shape:
+    """The same. Raises Unsupported if its numbers contradict each other."""
+    if found.heads % found.kv_heads:
+        raise Unsupported(
+            f"config.json says {found.heads} attention heads and {found.kv_heads} key/value heads, of which the first must be a "
+            f"multiple: {AGAIN}"
+        )
+    if found.head_size < 2 or found.head_size % 2:
+        raise Unsupported(f"config.json means heads of {found.head_size} numbers, an even number is needed: {AGAIN}")
+    return found
 
 
 def _common(config: Config) -> Shape:
@@ -111,7 +176,7 @@ def _common(config: Config) -> Shape:
         kv_heads=config.get("num_key_value_heads") or heads,
         head_size=config.get("head_dim") or hidden // heads,
         intermediate=config["intermediate_size"],
-        norm_epsilon=config.get("rms_norm_eps", 1e-6),
+        norm_epsilon=_number(config, "rms_norm_eps", 1e-6, 1.0),
         max_positions=config.get("max_position_embeddings", 2048),
         tied=config.get("tie_word_embeddings", False),
         rope=_rope(config),
@@ -122,20 +187,22 @@ def _common(config: Config) -> Shape:
 def _rope(config: Config) -> Rope:
     # transformers 5 writes one `rope_parameters`; earlier versions `rope_theta` and, for scaled ones, `rope_scaling`.
     values = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(values, dict):
+        raise Unsupported(f"config.json says rope_parameters {_shown(values)}, an object is needed: {AGAIN}")
     kind = values.get("rope_type") or values.get("type") or "default"
-    theta = float(values.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    theta = _number(values if values.get("rope_theta") is not None else config, "rope_theta", 10000.0)
     if kind == "default":
         return Rope(theta=theta)
     if kind == "linear":
-        return Rope(theta=theta, kind=kind, factor=float(values["factor"]))
+        return Rope(theta=theta, kind=kind, factor=_number(values, "factor"))
     if kind == "llama3":
         return Rope(
             theta=theta,
             kind=kind,
-            factor=float(values["factor"]),
-            low_frequency_factor=float(values["low_freq_factor"]),
-            high_frequency_factor=float(values["high_freq_factor"]),
-            original_positions=int(values["original_max_position_embeddings"]),
+            factor=_number(values, "factor"),
+            low_frequency_factor=_number(values, "low_freq_factor"),
+            high_frequency_factor=_number(values, "high_freq_factor"),
+            original_positions=int(_number(values, "original_max_position_embeddings")),
         )
     raise Unsupported(f"rotary scaling {kind!r} is not supported: the decoder has default, linear and llama3")
 

@@ -36,7 +36,8 @@ def safetensors(path: Path, tensors: dict[str, tuple[str, int]], cut: int = 0) -
     """A file of zeros, `cut` bytes short: name -> (dtype, bytes)."""
     header, position = {}, 0
     for name, (dtype, size) in tensors.items():
-        header[name] = {"dtype": dtype, "shape": [size], "data_offsets": [position, position + size]}
+        numbers = size // checkpoint.ITEM_BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": [numbers], "data_offsets": [position, position + size]}
         position += size
     text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + b"\0" * (position - cut))
@@ -91,8 +92,8 @@ def test_weights_on_the_hub_are_not_needed_for_a_plan(tmp_path: Path) -> None:
     assert "weights       float16, 14 B in 1 file; not downloaded\n" in tables[0]
     assert "weights       bfloat16, about 169.6 KiB, estimated from config.json; not downloaded\n" in tables[1]
     assert "weights       bfloat16, 3.0 MiB in 2 files; not downloaded\n" in tables[2]
-    for name, size in (("one", 10), ("two", 20)):
-        safetensors(tmp_path / f"{name}.safetensors", {"a": ("F16", size)})
+    for name, tensor, size in (("one", "a", 10), ("two", "b", 20)):
+        safetensors(tmp_path / f"{name}.safetensors", {tensor: ("F16", size)})
     assert checkpoint.read(tmp_path, "auto", lambda: pytest.fail("all is there")).bytes == 30
 
 

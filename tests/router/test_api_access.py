@@ -242,3 +242,21 @@ def test_a_body_that_does_not_come_is_not_waited_for(tokenizer: Tokenizer, monke
         assert b'"error_type":"timeout"' in answer
 
     serve(tokenizer, test)
+
+
+def test_bodies_have_a_limit_together(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        host, port = str(server.client._base_url.host), int(server.client._base_url.port or 0)
+        _, writer = await asyncio.open_connection(host, port)
+        writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 900\r\n\r\n" + b" " * 800)
+        while (await server.post("/generate", {"inputs": "Hi" * 100}))[0] == 200:  # noqa: ASYNC110 (until the others have come)
+            await asyncio.sleep(0.01)
+        status, answer, response = await server.post("/v1/completions", {"prompt": "Hi" * 100})
+        assert (status, answer["error"]["code"], response.headers["Retry-After"]) == (429, "overloaded", "1")
+        assert set(server.metrics.failures) == {"overloaded"}
+        writer.close()
+        while (await server.post("/generate", {"inputs": "Hi" * 40}))[0] == 429:  # noqa: ASYNC110 (until its leaving was noticed)
+            await asyncio.sleep(0.01)
+        assert (await server.post("/generate", {"inputs": "Hi" * 40}))[0] == 200
+
+    serve(tokenizer, test, settings={"payload_limit_total": 900})

@@ -69,6 +69,8 @@ class World:
     cancelled: set[int] = field(default_factory=set)
     ended: set[tuple[int, int]] = field(default_factory=set)  # choices
     pauses: Counter[int] = field(default_factory=Counter)
+    drafted: int = 0  # guesses, and ...
+    accepted: int = 0  # ... those that were right
     mixed: int = 0  # steps with chunks and decodes
     cached: int = 0  # tokens that were found
     restored: int = 0  # tokens
@@ -169,6 +171,8 @@ class Driver:
             self.free = outcome.free
             self.world.cached += outcome.cached_tokens
             self.world.restored += outcome.restored_tokens
+            self.world.drafted += outcome.drafted
+            self.world.accepted += outcome.accepted
             for uid, emitted in outcome.emitted:
                 if uid in self.grow:
                     self._take(uid, emitted)
@@ -279,6 +283,7 @@ def message(group: Group) -> wire.Group:
         choices=group.search.wanted if group.search else len(group.waiting),
         beams=beams(group.search) if group.search else None,
         stops=group.stops,
+        drafts=group.drafts,
         continuations=[wire.Continuation(choice=s.choice, tokens=s.tokens[s.prompt_length :]) for s in begun],
         max_new_tokens=group.max_new_tokens,
         end_ids=sorted(group.end_ids),
@@ -376,6 +381,8 @@ def _outcome(reply: wire.StepReply) -> Outcome:
         prompt_tokens=reply.prompt_tokens,
         restored_tokens=reply.restored_tokens,
         cached_tokens=reply.cached_tokens,
+        drafted=reply.drafted_tokens,
+        accepted=reply.accepted_tokens,
         free=reply.free,
         cached=reply.cached,
     )

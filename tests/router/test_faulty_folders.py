@@ -1,0 +1,82 @@
+"""Tokenizers, chat templates and token ids that are not what they should be: one line, before anybody is served wrongly."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.router.config import RouterConfig
+from penstock.router.request import Limits, Refused
+from penstock.router.text import Tokenizer, Unusable
+from penstock.router.validation import Parameters, Validator
+from penstock.tests.router.fake_batcher import make_tokenizer
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_tokenizer(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("tokenizer.json", b"", "tokenizer.json is no tokenizer"),
+        ("tokenizer.json", b"[]", "tokenizer.json is no tokenizer"),
+        ("tokenizer.json", b'{"a":' * 100_000, "tokenizer.json is no tokenizer"),
+        ("tokenizer_config.json", b"{", "tokenizer_config.json is no JSON"),
+        ("tokenizer_config.json", b'{"a":' * 100_000, "tokenizer_config.json is no JSON"),
+        ("tokenizer_config.json", b"\xff", "tokenizer_config.json is no JSON"),
+        ("tokenizer_config.json", b"[]", "tokenizer_config.json holds no JSON object"),
+        ("tokenizer_config.json", b'{"chat_template": "{% for %}"}', 'the chat template "default" cannot be used'),
+        ("tokenizer_config.json", b'{"chat_template": {"default": 5}}', "have no names or no texts"),
+        ("tokenizer_config.json", b'{"chat_template": [{"template": "x"}]}', "have no names or no texts"),
+        ("special_tokens_map.json", b"5", "special_tokens_map.json holds no JSON object"),
+        ("generation_config.json", b'{"eos_token_id": "x"}', "says eos_token_id 'x'"),
+        ("generation_config.json", b'{"eos_token_id": [[1]]}', "says eos_token_id [[1]]"),
+        ("chat_template.jinja", b"\xff\xff", "chat_template.jinja cannot be read"),
+    ],
+)
+def test_a_folder_that_cannot_be_used(folder: Path, name: str, content: bytes, said: str) -> None:
+    (folder / name).write_bytes(content)
+    with pytest.raises(Unusable) as caught:
+        Tokenizer(folder)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("token", [5, ["</s>"], {}, {"content": 5}, {"text": "x"}])
+def test_special_tokens_that_are_no_texts_are_none(folder: Path, token: object) -> None:
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
+    assert Tokenizer(folder).eos_ids == ()
+
+
+def test_a_text_of_tokens_that_the_model_lacks_is_refused(folder: Path) -> None:
+    """A tokenizer with more ids than the model: an id too high would end the shard."""
+    tokenizer = Tokenizer(folder)
+    limits = Limits(max_input_tokens=100, max_total_tokens=128, vocabulary=tokenizer.size - 1)
+    validator = Validator(RouterConfig(folder="", model="m"), tokenizer)
+    highest = next(chr(code) for code in range(1 << 16) if tokenizer.size - 1 in tokenizer.encode(chr(code), False))
+    assert asyncio.run(validator.request("abc", Parameters(), limits)).prompt
+    with pytest.raises(
+        Refused, match=rf"`inputs` has the token id {tokenizer.size - 1}; the model knows 0 to {tokenizer.size - 2}"
+    ):
+        asyncio.run(validator.request(f"abc{highest}", Parameters(), limits))
+
+
+def test_ids_without_a_token_have_no_text(folder: Path) -> None:
+    """A tokenizer with fewer ids than the model, whose table is often padded."""
+    tokenizer = Tokenizer(folder)
+    stream = tokenizer.stream([5])
+    assert tokenizer.token_text(tokenizer.size + 7) == ""
+    assert stream.push(tokenizer.size + 7).delta == ""
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_whose_keys_and_values_are_found(folder: Path, isolated: bool) -> None:
+    config = RouterConfig(folder="", model="m", isolate_tenants=isolated)
+    limits = Limits(max_input_tokens=100, max_total_tokens=128, vocabulary=300)
+    validator = Validator(config, Tokenizer(folder))
+    keys = [asyncio.run(validator.request("abc", Parameters(tenant=name), limits)).cache_key for name in ("a", "b", "")]
+    assert keys == (["a", "b", ""] if isolated else ["", "", ""])
