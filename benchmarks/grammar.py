@@ -3,8 +3,8 @@
     benchmarks/grammar.py [--tokens N] [--seconds S]
 
 For the demo model's vocabulary and for one of 128,000 tokens, made here: how long it takes to read the tokenizer, to compile a
-grammar, and to fill a token's mask, alone and in a batch of 64, in time of one core. Texts are random walks through the grammars:
-what they come to is as new as it is in service, and odder.
+grammar, and to fill a token's mask, alone, in a batch of 64, and after each of 8 guesses of 16 sequences, in time of one core.
+Texts are random walks through the grammars: what they come to is as new as it is in service, and odder.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from penstock.router import grammar as sources
 from penstock.shard.decoding.grammar import Grammars, Guide
+from penstock.shard.decoding.tree import Tree, chain
 
 DEMO = Path(__file__).parents[1] / "demo" / "model"
 MILLION = 1e6
@@ -58,6 +59,7 @@ class Result:
     compiled: float
     masks: Sequence[float]
     batch: float  # median, for each of 64 sequences
+    guesses: float  # median, for each row of 16 sequences with 8 guesses
 
 
 def main() -> None:
@@ -74,14 +76,22 @@ def main() -> None:
             grammars = Grammars(place, size)
             grammars.ready(sources.written(sources.regex("a")), wait=True)
             print(f"\n{name}: {size} tokens, tokenizer read in {time.perf_counter() - began:.2f} s")
-            print(f"{'grammar':>16} {'compile':>10} {'first mask':>11} {'median':>9} {'p99':>9} {'batch of 64, each':>18}")
+            print(
+                f"{'grammar':>16} {'compile':>10} {'first mask':>11} {'median':>9} {'p99':>9} {'of 64, each':>12} {'a guess':>11}"
+            )
             everything: list[float] = []
             for title, grammar in GRAMMARS.items():
                 result = measure(grammars, sources.written(grammar), options.seconds)
                 everything += result.masks[1:]
-                times = (result.masks[0], quantile(result.masks[1:], 0.5), quantile(result.masks[1:], 0.99), result.batch)
-                first, median, last, each = (f"{seconds * MILLION:.0f} µs" for seconds in times)
-                print(f"{title:>16} {result.compiled * 1000:7.1f} ms {first:>11} {median:>9} {last:>9} {each:>18}")
+                times = (
+                    result.masks[0],
+                    quantile(result.masks[1:], 0.5),
+                    quantile(result.masks[1:], 0.99),
+                    result.batch,
+                    result.guesses,
+                )
+                first, median, last, each, guess = (f"{seconds * MILLION:.0f} µs" for seconds in times)
+                print(f"{title:>16} {result.compiled * 1000:7.1f} ms {first:>11} {median:>9} {last:>9} {each:>12} {guess:>11}")
             print(
                 f"{'all':>16} {'':>22} {quantile(everything, 0.5) * MILLION:6.0f} µs {quantile(everything, 0.99) * MILLION:6.0f} µs"
             )
@@ -101,7 +111,38 @@ def measure(grammars: Grammars, grammar: str, seconds: float) -> Result:
     end = time.perf_counter() + seconds / 2
     while time.perf_counter() < end:
         batches += walk(grammars, [grammars.guide(grammar) for _ in range(64)], chance)
-    return Result(compiled, masks, quantile(batches, 0.5))
+    chains: list[float] = []
+    end = time.perf_counter() + seconds / 2
+    while time.perf_counter() < end:
+        chains += guessed(grammars, [grammars.guide(grammar) for _ in range(16)], chance)
+    return Result(compiled, masks, quantile(batches, 0.5), quantile(chains, 0.5))
+
+
+def guessed(grammars: Grammars, guides: list[Guide], chance: random.Random, longest: int = 20) -> Iterator[float]:
+    """Seconds per row of steps in which each has a chain of guesses, of which some are right."""
+    texts: list[list[int]] = [[] for _ in guides]
+    for _ in range(longest):
+        trees = [guesses(grammars, guide, text, chance) for guide, text in zip(guides, texts, strict=True)]
+        began = time.process_time()
+        for guide, text in zip(guides, texts, strict=True):
+            guide.follow(text)
+        rows, _ = grammars.masks_along(guides, trees)
+        yield (time.process_time() - began) / len(rows)
+        texts = [[*text, *tree.tokens[: chance.randint(1, 4)]] for text, tree in zip(texts, trees, strict=True)]
+        if not all(map(len, trees)):
+            return
+
+
+def guesses(grammars: Grammars, guide: Guide, text: list[int], chance: random.Random) -> Tree:
+    """Eight tokens that keep the grammar, if so many come."""
+    ahead, path = guide.copy(), list[int]()
+    while len(path) < 8:
+        ahead.follow([*text, *path])
+        token = one_of(grammars.masks([ahead])[0], chance)
+        if token < 0:
+            break
+        path.append(token)
+    return chain(path)
 
 
 def walk(grammars: Grammars, guides: list[Guide], chance: random.Random, longest: int = 200) -> Iterator[float]:

@@ -67,10 +67,10 @@ def plan(rows: Sequence[Row], layout: Layout, capacity: "paged.Capacity | None" 
     )
 
 
-def capacity(layout: Layout, tokens: int, rows: int, total: int, pages: int, mixed: bool) -> "paged.Capacity":
+def capacity(layout: Layout, tokens: int, rows: int, total: int, pages: int, mixed: bool, trees: bool = False) -> "paged.Capacity":
     """Room for the steps that usually come: so many tokens and rows, in sequences of up to `total` tokens in a pool of `pages`.
 
-    mixed: rows may have any number of queries; else each has one.
+    mixed: rows may have any number of queries, else each has one; trees: which may be trees.
     """
     from . import paged_attention as paged
 
@@ -88,7 +88,7 @@ def capacity(layout: Layout, tokens: int, rows: int, total: int, pages: int, mix
         items=items,
         entries=tokens,
         pieces=3 * tokens + cuts * max(tile.rows for tile in tiles) // layout.ratio,
-        trees=False,
+        trees=trees,
     )
 
 

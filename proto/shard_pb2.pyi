@@ -198,7 +198,7 @@ class Grown(_message.Message):
     def __init__(self, uid: _Optional[int] = ..., parents: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., scores: _Optional[_Iterable[float]] = ..., complete_parents: _Optional[_Iterable[int]] = ..., complete_tokens: _Optional[_Iterable[int]] = ..., complete_scores: _Optional[_Iterable[float]] = ..., length: _Optional[int] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("step", "batch", "groups", "chunk_uids", "chunk_lengths", "decode_batches", "prompt_tokens")
+    __slots__ = ("step", "batch", "groups", "chunk_uids", "chunk_lengths", "decode_batches", "prompt_tokens", "allowance")
     STEP_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
@@ -206,6 +206,7 @@ class PrefillRequest(_message.Message):
     CHUNK_LENGTHS_FIELD_NUMBER: _ClassVar[int]
     DECODE_BATCHES_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ALLOWANCE_FIELD_NUMBER: _ClassVar[int]
     step: int
     batch: int
     groups: _containers.RepeatedCompositeFieldContainer[Group]
@@ -213,18 +214,39 @@ class PrefillRequest(_message.Message):
     chunk_lengths: _containers.RepeatedScalarFieldContainer[int]
     decode_batches: _containers.RepeatedScalarFieldContainer[int]
     prompt_tokens: int
-    def __init__(self, step: _Optional[int] = ..., batch: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., chunk_uids: _Optional[_Iterable[int]] = ..., chunk_lengths: _Optional[_Iterable[int]] = ..., decode_batches: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
+    allowance: Allowance
+    def __init__(self, step: _Optional[int] = ..., batch: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., chunk_uids: _Optional[_Iterable[int]] = ..., chunk_lengths: _Optional[_Iterable[int]] = ..., decode_batches: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., allowance: _Optional[_Union[Allowance, _Mapping]] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
-    __slots__ = ("step", "batches")
+    __slots__ = ("step", "batches", "allowance")
     STEP_FIELD_NUMBER: _ClassVar[int]
     BATCHES_FIELD_NUMBER: _ClassVar[int]
+    ALLOWANCE_FIELD_NUMBER: _ClassVar[int]
     step: int
     batches: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, step: _Optional[int] = ..., batches: _Optional[_Iterable[int]] = ...) -> None: ...
+    allowance: Allowance
+    def __init__(self, step: _Optional[int] = ..., batches: _Optional[_Iterable[int]] = ..., allowance: _Optional[_Union[Allowance, _Mapping]] = ...) -> None: ...
+
+class Allowance(_message.Message):
+    __slots__ = ("step_seconds", "draft_seconds", "round_seconds", "most", "needed_uids", "needed", "first_seconds")
+    STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ROUND_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    MOST_FIELD_NUMBER: _ClassVar[int]
+    NEEDED_UIDS_FIELD_NUMBER: _ClassVar[int]
+    NEEDED_FIELD_NUMBER: _ClassVar[int]
+    FIRST_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    step_seconds: float
+    draft_seconds: float
+    round_seconds: float
+    most: int
+    needed_uids: _containers.RepeatedScalarFieldContainer[int]
+    needed: _containers.RepeatedScalarFieldContainer[float]
+    first_seconds: float
+    def __init__(self, step_seconds: _Optional[float] = ..., draft_seconds: _Optional[float] = ..., round_seconds: _Optional[float] = ..., most: _Optional[int] = ..., needed_uids: _Optional[_Iterable[int]] = ..., needed: _Optional[_Iterable[float]] = ..., first_seconds: _Optional[float] = ...) -> None: ...
 
 class StepReply(_message.Message):
-    __slots__ = ("step", "uids", "choices", "tokens", "logprobs", "finishes", "top_counts", "top_ids", "top_logprobs", "prompt_uids", "prompt_counts", "prompt_logprobs", "prompt_tops", "prompt_top_ids", "prompt_top_logprobs", "held_uids", "held", "grow", "lacking", "free", "cached", "failed_uids", "failed_messages", "seconds", "mask_seconds", "mask_wait_seconds", "prompt_tokens", "restored_tokens", "cached_tokens", "found_uids", "found_tokens", "decode_tokens", "prompt_keys", "decode_keys", "scored_uids", "scores", "scored_counts", "grown", "drafted_tokens", "accepted_tokens")
+    __slots__ = ("step", "uids", "choices", "tokens", "logprobs", "finishes", "top_counts", "top_ids", "top_logprobs", "prompt_uids", "prompt_counts", "prompt_logprobs", "prompt_tops", "prompt_top_ids", "prompt_top_logprobs", "held_uids", "held", "grow", "lacking", "free", "cached", "failed_uids", "failed_messages", "seconds", "mask_seconds", "mask_wait_seconds", "prompt_tokens", "restored_tokens", "cached_tokens", "found_uids", "found_tokens", "decode_tokens", "prompt_keys", "decode_keys", "scored_uids", "scores", "scored_counts", "grown", "drafted_tokens", "accepted_tokens", "guessed_uids", "guessed_drafted", "guessed_accepted", "tried_by_depth", "kept_by_depth", "draft_seconds", "rounds", "exhausted")
     STEP_FIELD_NUMBER: _ClassVar[int]
     UIDS_FIELD_NUMBER: _ClassVar[int]
     CHOICES_FIELD_NUMBER: _ClassVar[int]
@@ -265,6 +287,14 @@ class StepReply(_message.Message):
     GROWN_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GUESSED_UIDS_FIELD_NUMBER: _ClassVar[int]
+    GUESSED_DRAFTED_FIELD_NUMBER: _ClassVar[int]
+    GUESSED_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    TRIED_BY_DEPTH_FIELD_NUMBER: _ClassVar[int]
+    KEPT_BY_DEPTH_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    EXHAUSTED_FIELD_NUMBER: _ClassVar[int]
     step: int
     uids: _containers.RepeatedScalarFieldContainer[int]
     choices: _containers.RepeatedScalarFieldContainer[int]
@@ -305,7 +335,15 @@ class StepReply(_message.Message):
     grown: _containers.RepeatedCompositeFieldContainer[Grown]
     drafted_tokens: int
     accepted_tokens: int
-    def __init__(self, step: _Optional[int] = ..., uids: _Optional[_Iterable[int]] = ..., choices: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., finishes: _Optional[_Iterable[int]] = ..., top_counts: _Optional[_Iterable[int]] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., prompt_uids: _Optional[_Iterable[int]] = ..., prompt_counts: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Iterable[float]] = ..., prompt_tops: _Optional[_Iterable[int]] = ..., prompt_top_ids: _Optional[_Iterable[int]] = ..., prompt_top_logprobs: _Optional[_Iterable[float]] = ..., held_uids: _Optional[_Iterable[int]] = ..., held: _Optional[_Iterable[int]] = ..., grow: _Optional[_Iterable[int]] = ..., lacking: _Optional[_Iterable[int]] = ..., free: _Optional[int] = ..., cached: _Optional[int] = ..., failed_uids: _Optional[_Iterable[int]] = ..., failed_messages: _Optional[_Iterable[str]] = ..., seconds: _Optional[float] = ..., mask_seconds: _Optional[float] = ..., mask_wait_seconds: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., restored_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., found_uids: _Optional[_Iterable[int]] = ..., found_tokens: _Optional[_Iterable[int]] = ..., decode_tokens: _Optional[int] = ..., prompt_keys: _Optional[int] = ..., decode_keys: _Optional[int] = ..., scored_uids: _Optional[_Iterable[int]] = ..., scores: _Optional[_Iterable[float]] = ..., scored_counts: _Optional[_Iterable[int]] = ..., grown: _Optional[_Iterable[_Union[Grown, _Mapping]]] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
+    guessed_uids: _containers.RepeatedScalarFieldContainer[int]
+    guessed_drafted: _containers.RepeatedScalarFieldContainer[int]
+    guessed_accepted: _containers.RepeatedScalarFieldContainer[int]
+    tried_by_depth: _containers.RepeatedScalarFieldContainer[int]
+    kept_by_depth: _containers.RepeatedScalarFieldContainer[int]
+    draft_seconds: float
+    rounds: int
+    exhausted: int
+    def __init__(self, step: _Optional[int] = ..., uids: _Optional[_Iterable[int]] = ..., choices: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., finishes: _Optional[_Iterable[int]] = ..., top_counts: _Optional[_Iterable[int]] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., prompt_uids: _Optional[_Iterable[int]] = ..., prompt_counts: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Iterable[float]] = ..., prompt_tops: _Optional[_Iterable[int]] = ..., prompt_top_ids: _Optional[_Iterable[int]] = ..., prompt_top_logprobs: _Optional[_Iterable[float]] = ..., held_uids: _Optional[_Iterable[int]] = ..., held: _Optional[_Iterable[int]] = ..., grow: _Optional[_Iterable[int]] = ..., lacking: _Optional[_Iterable[int]] = ..., free: _Optional[int] = ..., cached: _Optional[int] = ..., failed_uids: _Optional[_Iterable[int]] = ..., failed_messages: _Optional[_Iterable[str]] = ..., seconds: _Optional[float] = ..., mask_seconds: _Optional[float] = ..., mask_wait_seconds: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., restored_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., found_uids: _Optional[_Iterable[int]] = ..., found_tokens: _Optional[_Iterable[int]] = ..., decode_tokens: _Optional[int] = ..., prompt_keys: _Optional[int] = ..., decode_keys: _Optional[int] = ..., scored_uids: _Optional[_Iterable[int]] = ..., scores: _Optional[_Iterable[float]] = ..., scored_counts: _Optional[_Iterable[int]] = ..., grown: _Optional[_Iterable[_Union[Grown, _Mapping]]] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., guessed_uids: _Optional[_Iterable[int]] = ..., guessed_drafted: _Optional[_Iterable[int]] = ..., guessed_accepted: _Optional[_Iterable[int]] = ..., tried_by_depth: _Optional[_Iterable[int]] = ..., kept_by_depth: _Optional[_Iterable[int]] = ..., draft_seconds: _Optional[float] = ..., rounds: _Optional[int] = ..., exhausted: _Optional[int] = ...) -> None: ...
 
 class FilterRequest(_message.Message):
     __slots__ = ("step", "drop", "pause", "end_uids", "end_choices")

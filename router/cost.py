@@ -64,6 +64,12 @@ class Cost:
         """Seconds of a step."""
         return sum(value * each for value, each in zip(_features(work), self._coefficients(), strict=True))
 
+    @property
+    def slopes(self) -> tuple[float, float, float]:
+        """Seconds of a token that is sampled, of a key that it sees as a prompt's tokens do, and of one that is read for it."""
+        _, b, c, d, e = self._coefficients()
+        return b + e, c, d
+
     def tokens_within(self, seconds: float, position: int) -> int:
         """How many tokens of a prompt, of which `position` tokens are computed, can be added to a step for so much time."""
         _, b, c, d, _ = self._coefficients()

@@ -39,18 +39,45 @@ class Measured:
     decode_keys: int = 0
     rows: int = 0  # that were sampled
     seconds: float = 0.0
+    drafted: int = 0  # of the decodes' tokens, those that were guesses ...
+    accepted: int = 0  # ... and those of them that were right
+    rounds: int = 0  # runs of the draft model
+    draft_seconds: float = 0.0  # what it took to find guesses
+
+    @property
+    def decodes(self) -> int:
+        """Sequences that decoded."""
+        return self.decode_tokens - self.drafted
+
+    @property
+    def read(self) -> float:
+        """Keys of these: a sequence's are read once, however many guesses it has."""
+        return self.decode_keys * self.decodes / self.decode_tokens if self.decode_tokens else 0.0
+
+    @property
+    def net(self) -> float:
+        """Seconds without those of the draft model, which the model that is served has nothing to do with."""
+        return self.seconds - self.draft_seconds if self.rounds else self.seconds
 
     @property
     def work(self) -> Work:
         """In the words of the model of cost. Of a prompt's context only the average over its tokens is known."""
         context = self.prompt_keys / self.prompt_tokens if self.prompt_tokens else 0.0
-        return Work(self.prompt_tokens + self.decode_tokens, self.prompt_keys, self.decode_keys + context, self.rows)
+        seen = self.prompt_keys + self.decode_keys - self.read  # a guess is computed as a prompt's token is
+        return Work(self.prompt_tokens + self.decode_tokens, seen, self.read + context, self.rows)
+
+
+def fit(cost: Cost, step: Measured) -> None:
+    """Teaches the model what a step took; not those of decodes with guesses, which are no straight line (`drafting`)."""
+    if step.prompt_tokens or not step.drafted:
+        cost.observe(step.work, step.net, prompts=step.prompt_tokens > 0)
 
 
 class Policy(Protocol):
     """One instance for one scheduler."""
 
     mixes: bool  # decodes ride in the steps that compute prompts
+    cost: Cost | None  # what steps take, as far as it has learned; None: nobody needs to know
 
     def room(self, now: Standing) -> int:
         """Most tokens of prompts in the next step, at least 1."""
@@ -65,6 +92,11 @@ class Policy(Protocol):
 def prompt_share(step_tokens: int) -> int:
     """Tokens that prompts get in every step, however many sequences decode."""
     return max(1, step_tokens // 8)
+
+
+def target_of(asked: float, alone: float) -> float:
+    """Seconds that a step with decodes may take. asked: by the operator; alone: what the decodes alone take."""
+    return asked or max(LEAST_TARGET, DECODE_SHARE * alone)
 
 
 def largest_step(step_tokens: int, sequences: int) -> int:
@@ -88,8 +120,7 @@ class Mixed:
         if self.cost is None or not now.decodes:
             return room
         alone = self.cost.predict(Work(tokens=now.decodes, read=now.keys, rows=now.decodes))
-        target = self._target or max(LEAST_TARGET, DECODE_SHARE * alone)
-        seconds = max(target - alone, PROMPT_SHARE * alone)
+        seconds = max(target_of(self._target, alone) - alone, PROMPT_SHARE * alone)
         return max(1, min(room, self.cost.tokens_within(seconds, now.position)))
 
     def admits(self, now: Standing) -> bool:
@@ -99,7 +130,7 @@ class Mixed:
     def learn(self, step: Measured) -> None:
         """Fits the model of cost."""
         if self.cost is not None:
-            self.cost.observe(step.work, step.seconds, prompts=step.prompt_tokens > 0)
+            fit(self.cost, step)
 
 
 class Pause:
@@ -107,8 +138,11 @@ class Pause:
 
     mixes = False
 
-    def __init__(self, step_tokens: int, waiting_served_ratio: float = 0.3, waiting_tokens: int = 20) -> None:
+    def __init__(
+        self, step_tokens: int, waiting_served_ratio: float = 0.3, waiting_tokens: int = 20, cost: Cost | None = None
+    ) -> None:
         self._step_tokens = step_tokens
+        self.cost = cost  # what somebody else needs to know; None: nobody does
         self._ratio = waiting_served_ratio
         self._waiting_tokens = waiting_tokens
 
@@ -124,4 +158,6 @@ class Pause:
         return not now.decodes or due
 
     def learn(self, step: Measured) -> None:
-        """Nothing to learn."""
+        """Fits the model of cost, for those who need it."""
+        if self.cost is not None:
+            fit(self.cost, step)

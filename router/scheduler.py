@@ -1,4 +1,5 @@
-"""Decides what the shards compute next. Pure: it knows integers; no token, clock or IO, and of our modules only `policies`.
+"""Decides what the shards compute next. Pure: it knows integers; no token, clock or IO, and of our modules only those that know
+what a step costs (`policies`, `drafting`).
 
     arrive, cancel, end   what clients do
     next() -> action      what the shards shall do now; None: nothing. Its effect is assumed at once, so that the next call may
@@ -17,6 +18,8 @@ Rules, each held by tests/router/simulation.py
   order       Jobs come by rank (arrival and priority), paused ones among those that wait; of several tenants the one that has
               least running comes first. Where one does not fit, later ones may overtake it, each job at most `overtakes` times,
               a paused one never. Then all wait.
+  drafts      Where the server speculates, a step says what a draft may cost and how many there may be (`drafting`). Prompts come
+              first: drafts get the tokens that these leave of the step.
   cancelling  The groups of cancelled jobs, and ended choices, are dropped by a Filter before anything else is asked.
 """
 
@@ -25,6 +28,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from .cost import Work
+from .drafting import Allowance, Drafting
 from .policies import Measured, Mixed, Policy, Standing
 
 BATCH = 1  # the one batch on the shards
@@ -86,6 +91,7 @@ class Prefill:
     chunks: tuple[tuple[int, int], ...]  # (uid, most tokens of it), of new and earlier groups
     tokens: int  # most of all chunks; what the bounds leave goes round once more
     decode: bool
+    allowance: Allowance | None = None  # of drafts for these; None: there are none
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +99,7 @@ class Decode:
     """One step of every decodable group of the batch."""
 
     batch: int
+    allowance: Allowance | None = None  # of drafts; None: there are none
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +133,10 @@ class Report:
     prompt_keys: int = 0
     decode_keys: int = 0
     rows: int = 0  # that were sampled
+    drafted: int = 0  # of decode_tokens, those that were guesses ...
+    accepted: int = 0  # ... and those of them that were right
+    rounds: int = 0  # runs of the draft model
+    draft_seconds: float = 0.0  # what it took to find guesses
 
 
 def most_pages(prompt_tokens: int, max_new_tokens: int, choices: int, page_size: int) -> int:
@@ -150,9 +161,11 @@ def fill(lacking: Sequence[int], most: Sequence[int], tokens: int) -> list[int]:
 class Scheduler:
     """One running batch, filled from one queue."""
 
-    def __init__(self, bounds: Bounds, policy: Policy | None = None) -> None:
+    def __init__(self, bounds: Bounds, policy: Policy | None = None, drafting: Drafting | None = None) -> None:
+        """drafting: where the shards speculate."""
         self._bounds = bounds
         self._policy = policy or Mixed(bounds.step_tokens)
+        self._drafting = drafting
         self._waiting: dict[int, Job] = {}  # paused ones included
         self._lines: dict[str, list[Job]] = {}  # the same by tenant, in order
         self._running: dict[int, Job] = {}  # admitted
@@ -167,6 +180,7 @@ class Scheduler:
         self._grow = 0  # pages that admitted jobs may still take
         self._sequences = 0  # of admitted jobs
         self._decodes = 0  # those of them that decode
+        self._drafters = 0  # admitted jobs that may have drafts
         self._keys = 0.0  # that a decode's token saw in the last step, on average
         self._steps = 0  # since one computed a prompt
         self._uncached = 1.0  # share of prompts' tokens that had to be computed, of late
@@ -286,12 +300,25 @@ class Scheduler:
         chunks, new = self._plan(decodes)
         if chunks:
             self._steps = 0
-            return Prefill(BATCH, tuple(job.uid for job in new), chunks, self.room, decode=self._policy.mixes and decodes > 0)
+            mixed = self._policy.mixes and decodes > 0
+            allowance = self._allowance(decodes) if mixed else None
+            return Prefill(BATCH, tuple(job.uid for job in new), chunks, self.room, mixed, allowance)
         if not decodes:
             return None
         self._steps += 1
         self._underway.append({})
-        return Decode(BATCH)
+        return Decode(BATCH, self._allowance(decodes))
+
+    def _allowance(self, decodes: int) -> Allowance | None:
+        """Of the step that was just added to those under way."""
+        if self._drafting is None or not self._drafters:
+            return None
+        asked = self._underway[-1]
+        tokens = sum(asked.values())
+        position = sum((self._running[uid].prompt_tokens - self._running[uid].lacking) * count for uid, count in asked.items())
+        before = max(0.0, position / tokens) if tokens else 0.0  # on average, of a prompt
+        prompts = Work(tokens, tokens * (before + tokens / 2), before * len(asked) + tokens / 2)
+        return self._drafting.allow(decodes, decodes * (self._keys + 1), prompts)
 
     # Prompts
 
@@ -396,6 +423,7 @@ class Scheduler:
         self._running[job.uid] = job
         self._grow += job.grow
         self._sequences += job.running
+        self._drafters += job.drafts > 0
         self._loads[job.tenant] = self._loads.get(job.tenant, 0) + job.load
         if job.lacking:
             self._prompts[job.uid] = job
@@ -465,6 +493,7 @@ class Scheduler:
         if self._prompts.pop(uid, None) is None:
             self._decodes -= job.running
         self._sequences -= job.running
+        self._drafters -= job.drafts > 0
         self._grow -= job.grow
         self._loads[job.tenant] -= job.load
         if not self._loads[job.tenant]:
@@ -484,9 +513,21 @@ class Scheduler:
         prompt = told.prompt_tokens + told.cached_tokens
         if prompt:
             self._uncached += 0.2 * (told.prompt_tokens / prompt - self._uncached)
-        self._policy.learn(
-            Measured(told.prompt_tokens, told.prompt_keys, told.decode_tokens, told.decode_keys, told.rows, told.seconds)
+        step = Measured(
+            told.prompt_tokens,
+            told.prompt_keys,
+            told.decode_tokens,
+            told.decode_keys,
+            told.rows,
+            told.seconds,
+            told.drafted,
+            told.accepted,
+            told.rounds,
+            told.draft_seconds,
         )
+        self._policy.learn(step)
+        if self._drafting is not None:
+            self._drafting.learn(step)
 
 
 def _order(job: Job) -> tuple[float, int]:

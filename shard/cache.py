@@ -1,5 +1,6 @@
 """The key/value tensors, nothing else."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from itertools import accumulate
 
@@ -21,6 +22,7 @@ class Cache:
         size = (shape.layers, (pages + 1) * page_size, 2, shape.kv_heads // ranks, shape.head_size)
         whole = _zeros(size, dtype, device)
         self.page_size = page_size
+        self.cleared: Callable[[Listing[int]], object] = lambda pages: None  # is told of pages that others get
         self.layers = list(whole.unbind(0))
         # Copied and zeroed as bytes where torch's operations don't know the type.
         flat = whole.view(torch.uint8) if dtype.itemsize == 1 else whole
@@ -33,6 +35,7 @@ class Cache:
 
     def clear(self, pages: Listing[int]) -> None:
         """Zeroes `pages`: what is masked must still be finite, so numbers that are not must not outlive their request."""
+        self.cleared(pages)
         self.pages.index_fill_(1, torch.tensor(pages, dtype=torch.int64, device=self.pages.device), 0)
 
     def copy(self, copies: Listing[tuple[int, int, int]]) -> None:

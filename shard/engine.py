@@ -14,20 +14,17 @@ from itertools import groupby
 
 import torch
 
-from ..kernels.ragged import Layout
 from . import step
 from .cache import Cache
-from .decoding.budget import Acceptance, worthwhile
+from .decoding.budget import Allowance
 from .decoding.hypotheses import candidates_of
-from .decoding.lookup import Index
 from .decoding.methods import strategy_of
-from .decoding.proposers import Asked, Lookup, Proposer
 from .decoding.sampler import Pick
 from .decoding.stops import Stops
-from .decoding.strategy import Child, Emitted, Grown
-from .decoding.verify import room
+from .decoding.strategy import Child, Emitted, Grown, Verdict
 from .forks import Forks
-from .forward import Bounds, Forward, Record
+from .forward import Bounds, Forward, Record, layout_of
+from .guesses import Guesses
 from .logits import choose, score_prompts
 from .masks import Masks
 from .models.decoder import Decoder
@@ -35,6 +32,7 @@ from .pages import OutOfPages, PagePool
 from .prefix import Prefixes
 from .prompts import Prompts
 from .sequence import Batch, Group, Sequence
+from .shrink import ALONE, Shrink
 from .step import Run
 
 log = logging.getLogger(__name__)
@@ -61,10 +59,28 @@ class Outcome:
     decode_tokens: int = 0
     drafted: int = 0  # those of them that were guesses ...
     accepted: int = 0  # ... and that stay
+    guessed: list[tuple[int, int, int]] = field(default_factory=list)  # (uid, drafted, accepted) of groups that had guesses
+    tried: list[int] = field(default_factory=list)  # by depth: sequences that had a guess there ...
+    kept: list[int] = field(default_factory=list)  # ... and those of them of which one was right
+    draft_seconds: float = 0.0  # what finding guesses took
+    rounds: int = 0  # runs of the draft model
+    exhausted: int = 0  # times that memory ran out, so that the step was computed in parts
     prompt_keys: int = 0
     decode_keys: int = 0
     free: int = 0  # pages, when it was over
     cached: int = 0
+
+    def count(self, group: Group, verdict: Verdict) -> None:
+        """What became of a group's guesses."""
+        self.drafted += verdict.drafted
+        self.accepted += verdict.accepted
+        self.guessed.append((group.uid, verdict.drafted, verdict.accepted))
+        for tried, kept in verdict.trials:
+            more = [0] * (tried - len(self.tried))
+            self.tried, self.kept = self.tried + more, self.kept + more
+            for depth in range(tried):
+                self.tried[depth] += 1
+                self.kept[depth] += depth < kept
 
     def fail(self, group: Group, why: str) -> None:
         """The group is not computed any further. Said here too, by the name under which logs and traces of others know it."""
@@ -84,40 +100,49 @@ class Engine:
         cache_dtype: torch.dtype | None = None,
         masks: Masks | None = None,
         stops: Stops | None = None,
+        guesses: Guesses | None = None,
     ) -> None:
         """cache_dtype: of keys and values; without it, the weights' own. masks, stops: what grammars and beams' stop strings need,
-        on rank 0."""
+        on rank 0. guesses: without them, what is guessed is looked up."""
         self.decoder = decoder
         self.device = device
         self._prefix_caching = prefix_caching
         self._cache_dtype = cache_dtype or decoder.embedding.dtype
         self._masks = masks
         self._stops = stops
-        self.proposer: Proposer = Lookup()
+        self.guesses = guesses or Guesses(decoder.ranks, device)
         self.resize(0, page_size)
 
     def resize(self, pages: int, page_size: int) -> None:
         """Starts anew with an empty pool of that size."""
         shape, ranks = self.decoder.shape, self.decoder.ranks.size
         self.cache = Cache(shape, ranks, pages, page_size, self._cache_dtype, self.device)
-        self.forward = Forward(self.decoder, self.cache, _layout(self.decoder, page_size, self.device))
+        self.forward = Forward(self.decoder, self.cache, layout_of(self.decoder, page_size, self.device))
+        if self.guesses.drafter:
+            self.guesses.drafter.resize(pages, page_size)
+            self.cache.cleared = self.guesses.drafter.forget
         self.pool = PagePool(pages, page_size)
         self.prefixes = Prefixes(self.pool) if self._prefix_caching else None
         self.prompts = Prompts(self.pool, self.cache, self.prefixes)
         self.forks = Forks(self.pool, self.cache)
+        self.shrink = Shrink(able=ranks == 1)
         self.batches: dict[int, Batch] = {}
         self.groups: dict[int, Group] = {}  # of all batches, by uid
         self._changed: dict[int, Group] = {}  # groups whose standing may have changed, by uid
+        self._allowance: Allowance | None = None  # of the step that runs; None: nobody knows what steps cost
 
     @property
     def token_bytes(self) -> int:
-        """What keys and values of a token take on this rank."""
-        return self.decoder.shape.kv_elements(self.decoder.ranks.size) * self._cache_dtype.itemsize
+        """What keys and values of a token take on this rank, a draft model's included."""
+        drafts = self.guesses.drafter.token_bytes if self.guesses.drafter else 0
+        return self.decoder.shape.kv_elements(self.decoder.ranks.size) * self._cache_dtype.itemsize + drafts
 
     @torch.inference_mode()
     def record(self, record: Record, bounds: Bounds, progress: Callable[[str], None]) -> None:
         """Makes graphs of steps over the pool as it is now; see `forward`."""
         self.forward.record(record, bounds, progress)
+        if self.guesses.drafter:
+            self.guesses.drafter.forward.record(record, bounds, lambda stage: progress(f"the draft model: {stage}"))
 
     def clear(self) -> None:
         """Drops every batch and forgets every prefix."""
@@ -126,11 +151,17 @@ class Engine:
             self.prefixes.clear()
 
     def prefill(
-        self, batch: int, groups: Listing[Group], chunks: Listing[tuple[int, int]], prompt_tokens: int, decode: Listing[int]
+        self,
+        batch: int,
+        groups: Listing[Group],
+        chunks: Listing[tuple[int, int]],
+        prompt_tokens: int,
+        decode: Listing[int],
+        allowance: Allowance | None = None,
     ) -> Outcome:
         """Adds `groups` to `batch`, then computes chunks, as (uid, most tokens), of what groups lack, `prompt_tokens` in all,
         together with a decode step of the batches `decode`. Unknown groups are ignored: they may just have ended."""
-        outcome = Outcome()
+        outcome, self._allowance = Outcome(), allowance
         for group in groups:
             problem = self._problem(group)
             if problem:
@@ -143,9 +174,9 @@ class Engine:
         prompts = self.prompts.fill(self._compiled(known, alone=not decodes), prompt_tokens)
         return self._run(prompts, decodes, outcome)
 
-    def decode(self, batches: Listing[int]) -> Outcome:
+    def decode(self, batches: Listing[int], allowance: Allowance | None = None) -> Outcome:
         """One step for every group in `batches` whose prompt is computed."""
-        outcome = Outcome()
+        outcome, self._allowance = Outcome(), allowance
         return self._run([], self._decodes(batches, outcome), outcome)
 
     def filter(self, drop: Iterable[int]) -> list[Group]:
@@ -228,16 +259,19 @@ class Engine:
     def _fail(self, group: Group, why: str, outcome: Outcome) -> None:
         """The group goes, and nobody finds what it has computed."""
         outcome.fail(group, why)
+        self._withdraw(group)
+        self._drop(group)
+
+    def _withdraw(self, group: Group) -> None:
         if self.prefixes is not None:
             for sequence in group.sequences:
                 self.prefixes.withdraw(sequence)
-        self._drop(group)
 
     def _decodes(self, batches: Iterable[int], outcome: Outcome) -> list[Run]:
         """The runs of all groups that decode, with pages for them."""
         groups = [group for uid in dict.fromkeys(batches) if uid in self.batches for group in self.batches[uid].groups.values()]
         runs = []
-        self._guess([group for group in groups if group.decodes and group.drafts])
+        self._guess([group for group in groups if group.decodes and group.drafts], outcome)
         for group in groups:
             if not group.decodes:
                 continue
@@ -250,18 +284,17 @@ class Engine:
                 self._drop(group)
         return runs
 
-    def _guess(self, groups: Listing[Group]) -> None:
-        """Proposes drafts for the next step: as many as a group may have, and its sequences may still take."""
-        asked = []
-        for group in groups:
-            for sequence in group.sequences:
-                sequence.index = sequence.index or Index()
-                sequence.acceptance = sequence.acceptance or Acceptance()
-                most = worthwhile(sequence.acceptance, min(group.drafts, room(group, sequence)))
-                asked.append(Asked(group, sequence, most, most, sequence.index))
+    @torch.inference_mode()
+    def _guess(self, groups: Listing[Group], outcome: Outcome) -> None:
+        began = time.perf_counter()
+        asked = self.guesses.ask(groups, self._allowance, self.pool) if groups else []
         if asked:
-            for one, draft in zip(asked, self.proposer.propose(asked).drafts, strict=True):
-                one.sequence.draft = draft.tree
+            self._clear_taken()
+            rounds = self.shrink.attempt(lambda: self.guesses.propose(asked))
+            if rounds is None:
+                self.guesses.forget(asked)
+            outcome.rounds = rounds or 0
+        outcome.draft_seconds = time.perf_counter() - began
 
     def _compiled(self, chunks: list[tuple[Group, int]], alone: bool) -> list[tuple[Group, int]]:
         """Without those whose grammars are still being compiled: nobody waits for them, unless there is nothing else to be done.
@@ -295,12 +328,15 @@ class Engine:
         if spans:
             self._clear_taken()
             masks = self._masks.begin(runs) if self._masks else None
-            hidden = self.forward(spans)
+            hidden, lost = self.shrink.forward(self.forward, spans, self.pool.page_size)
             first = 0
             for run in runs:
                 run.first, first = first, first + run.wanted
-            score_prompts(self.decoder, prompts, hidden)
-            picks = choose(self.decoder, runs, hidden, masks, self._stops)
+            if lost:
+                self._lose(runs, lost)
+            if hidden is not None:
+                score_prompts(self.decoder, prompts, hidden, self.shrink)
+                picks = choose(self.decoder, runs, hidden, self.guesses, self.shrink, masks, self._stops)
             if masks is not None:
                 outcome.mask_seconds, outcome.mask_wait_seconds = masks.seconds, masks.waited
         self._publish(runs)
@@ -311,8 +347,16 @@ class Engine:
             self._judge(run, picks, outcome)
         self.forks.copy()
         self._tell(outcome)
-        outcome.seconds = time.perf_counter() - began
+        outcome.exhausted = self.shrink.take()
+        outcome.seconds = time.perf_counter() - began + outcome.draft_seconds
         return outcome
+
+    def _lose(self, runs: Listing[Run], pages: set[int]) -> None:
+        """Groups that hold one of these can't go on. Nobody shall find the pages, nor take them for those that it has computed."""
+        for run in runs:
+            if any(not pages.isdisjoint(sequence.pages) for sequence in run.group.sequences):
+                run.problem = ALONE
+                self._withdraw(run.group)
 
     def _clear_taken(self) -> None:
         pages = self.pool.taken()
@@ -322,6 +366,8 @@ class Engine:
     def _publish(self, runs: Listing[Run]) -> None:
         """Makes the pages known that are full now."""
         for run in runs:
+            if run.problem:
+                continue  # its group goes
             self._publish_all(run.group, [span.sequence for span in run.spans if not span.drafts])  # guesses may be wrong
 
     def _publish_all(self, group: Group, sequences: Iterable[Sequence]) -> None:
@@ -335,6 +381,8 @@ class Engine:
     def _move(self, moves: Listing[tuple[Sequence, int, int]]) -> None:
         """Keys and values of accepted guesses to where they belong."""
         size, rows = self.pool.page_size, []
+        if not moves:
+            return
         for _, own in groupby(moves, key=lambda one: id(one[0])):
             [sequence, *_], *_ = listed = list(own)
             slots = [place for _, *places in listed for place in places]
@@ -355,11 +403,9 @@ class Engine:
             if verdict.failure:
                 self._fail(group, verdict.failure, outcome)
                 return
-            outcome.drafted += verdict.drafted
-            outcome.accepted += verdict.accepted
-            if verdict.moves:
-                self._move(verdict.moves)
             if any(span.drafts for span in run.spans):
+                outcome.count(group, verdict)
+                self._move(verdict.moves)
                 self._publish_all(group, group.sequences)
             outcome.emitted += [(group.uid, emitted) for emitted in verdict.emitted]
             if verdict.scores is not None:
@@ -420,16 +466,3 @@ class Engine:
                     outcome.standing.append((uid, *standing))
         self._changed.clear()
         outcome.free, outcome.cached = self.pool.free, self.pool.cached
-
-
-def _layout(decoder: Decoder, page_size: int, device: torch.device) -> Layout:
-    shape, ranks = decoder.shape, decoder.ranks.size
-    return Layout(
-        page_size=page_size,
-        heads=shape.heads // ranks,
-        kv_heads=shape.kv_heads // ranks,
-        size=shape.head_size,
-        windows=tuple(sorted(set(shape.windows))),
-        dtype=decoder.embedding.dtype,
-        device=device,
-    )

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ..kernels import ragged
@@ -36,6 +37,8 @@ class Bounds:
     total: int  # tokens of a sequence
     pages: int  # in the pool
     chosen: tuple[int, ...] | None = None
+    drafts: bool = False  # sequences come with drafts ...
+    trees: bool = False  # ... that are no chains
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +78,13 @@ class Forward:
     def record(self, record: Record, bounds: Bounds, progress: Callable[[str], None]) -> None:
         """Makes the graphs, the largest first: the others find room in the memory that it takes."""
         began = time.perf_counter()
-        sizes = [(size, True) for size in rooms.mixed(bounds.chosen, bounds.tokens)]
+        sizes = [(size, True) for size in rooms.mixed(bounds.chosen, bounds.tokens, bounds.drafts)]
         sizes += [(size, False) for size in rooms.decodes(bounds.chosen, bounds.rows)]
         for count, (size, mixed) in enumerate(sorted(sizes, reverse=True)):
             progress(f"recording graphs: {count} of {len(sizes)}")
             rows = min(size, rooms.MIXED_ROWS) if mixed else size
-            room = Room(size, rows, ragged.capacity(self._layout, size, rows, bounds.total, bounds.pages, mixed))
+            trees = mixed and bounds.trees
+            room = Room(size, rows, ragged.capacity(self._layout, size, rows, bounds.total, bounds.pages, mixed, trees))
             own = step.plan([], self._layout, room)  # nothing but padding, which is computed and written nowhere
             replay = record(lambda own=own: self._decoder(own, self._cache))  # type: ignore[misc]
             (self._mixed if mixed else self._decodes).insert(0, Graph(room, own, replay))
@@ -96,3 +100,17 @@ class Forward:
 def _fitting(graphs: Listing[Graph], tokens: int) -> Graph | None:
     place = bisect_left(graphs, tokens, key=lambda graph: graph.room.tokens)
     return graphs[place] if place < len(graphs) else None
+
+
+def layout_of(decoder: Decoder, page_size: int, device: torch.device) -> Layout:
+    """Of what the decoder's attention reads, in pages of that size."""
+    shape, ranks = decoder.shape, decoder.ranks.size
+    return Layout(
+        page_size=page_size,
+        heads=shape.heads // ranks,
+        kv_heads=shape.kv_heads // ranks,
+        size=shape.head_size,
+        windows=tuple(sorted(set(shape.windows))),
+        dtype=decoder.embedding.dtype,
+        device=device,
+    )

@@ -10,13 +10,16 @@ from pathlib import Path
 import torch
 
 from ..kernels.choose import triton_on
+from ..proto.speculation import Speculation, parse
 from .config import ShardConfig
 from .decoding.grammar import Grammars
 from .decoding.stops import Stops
+from .drafter import Drafter
 from .engine import Engine
+from .guesses import Guesses
 from .masks import Masks
 from .models.decoder import Decoder
-from .models.families import Unsupported, shape
+from .models.families import Shape, Unsupported, shape
 from .parallel import Ranks
 from .weights import DummyWeights, Source, Weights
 
@@ -48,34 +51,53 @@ class Progress:
 def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
     """The engine of this rank, its pool still empty. `stage` is told what is going on. Raises Unsupported."""
     folder = Path(config.folder)
-    try:
-        model = shape(json.loads((folder / "config.json").read_text()))
-    except FileNotFoundError:
-        raise Unsupported(f"{folder} has no config.json: is it a model's folder?") from None
-    except RecursionError as error:
-        raise Unsupported(f"{folder}/config.json is nested too deeply ({error}): download it again") from None
-    except json.JSONDecodeError as error:
-        raise Unsupported(f"{folder}/config.json is not JSON ({error}): download it again") from None
+    model = _shape(folder)
     model.check_ranks(config.ranks)
     device = _device(config)
-    dtype = DTYPES[config.dtype]
     if triton_on(device) and find_spec("triton") is None:
         raise Unsupported(
             "the kernels need Triton, which is not installed: pip install 'triton>=3.6', or PENSTOCK_KERNELS=reference"
         )
     if config.ranks > 1:
         stage(f"waiting for {config.ranks} ranks")
-    ranks = Ranks(config.rank, config.ranks, device, config.master_addr, config.master_port)
+    ranks = Ranks(config.rank, config.ranks, device, config.master_addr, config.master_port, config.neighbours)
     grammars = Grammars(folder, model.vocabulary) if config.rank == 0 else None
     masks = Masks(grammars, model.vocabulary) if grammars else None
     progress = Progress(model.parameters(config.ranks), stage)
-    source: Source = (
-        DummyWeights(dtype, device, progress) if config.load_format == "dummy" else Weights(folder, dtype, device, progress)
-    )
     stage("loading weights")
     cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8_e4m3fn" else None
+    decoder = Decoder(model, _source(config, folder, device, progress), ranks, device)
     stops = Stops(grammars) if grammars else None
-    return Engine(Decoder(model, source, ranks, device), device, config.page_size, config.prefix_caching, cache_dtype, masks, stops)
+    speculation = parse(config.speculate) if config.speculate else Speculation()
+    drafter = _drafter(config, speculation.draft, model, device, stage) if speculation.draft and config.rank == 0 else None
+    guesses = Guesses(ranks, device, speculation, drafter, masks)
+    return Engine(decoder, device, config.page_size, config.prefix_caching, cache_dtype, masks, stops, guesses)
+
+
+def _shape(folder: Path) -> Shape:
+    """Of the model in a folder. Raises Unsupported."""
+    try:
+        return shape(json.loads((folder / "config.json").read_text()))
+    except FileNotFoundError:
+        raise Unsupported(f"{folder} has no config.json: is it a model's folder?") from None
+    except RecursionError as error:
+        raise Unsupported(f"{folder}/config.json is nested too deeply ({error}): download it again") from None
+    except json.JSONDecodeError as error:
+        raise Unsupported(f"{folder}/config.json is not JSON ({error}): download it again") from None
+
+
+def _drafter(config: ShardConfig, folder: str, target: Shape, device: torch.device, stage: Callable[[str], None]) -> Drafter:
+    """The draft model, whole: it is small, and other ranks would have to wait for each other in each of its rounds."""
+    stage("loading the draft model")
+    model = _shape(Path(folder))
+    progress = Progress(model.parameters(), stage)
+    decoder = Decoder(model, _source(config, Path(folder), device, progress), Ranks(0, 1, device, "", 0), device)
+    return Drafter(decoder, target.vocabulary, device)
+
+
+def _source(config: ShardConfig, folder: Path, device: torch.device, progress: Progress) -> Source:
+    dtype = DTYPES[config.dtype]
+    return DummyWeights(dtype, device, progress) if config.load_format == "dummy" else Weights(folder, dtype, device, progress)
 
 
 def _device(config: ShardConfig) -> torch.device:
@@ -83,8 +105,8 @@ def _device(config: ShardConfig) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise Unsupported("torch sees no CUDA device: install its CUDA build, or use --device cpu")
-    if config.rank >= torch.cuda.device_count():
+    if config.device_number >= torch.cuda.device_count():
         raise Unsupported(f"rank {config.rank} has no device: there are {torch.cuda.device_count()}; use a smaller --num-shard")
-    device = torch.device("cuda", config.rank)
+    device = torch.device("cuda", config.device_number)
     torch.cuda.set_device(device)
     return device

@@ -5,39 +5,49 @@ All ranks walk through it, since logits are joined; only rank 0 sees them, and t
 
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from .codes import Found, codes_of, found_from, length_of
+from .decoding import verify
 from .decoding.expansion import Beams, Candidate, expand
 from .decoding.grammar import Unusable
 from .decoding.hypotheses import candidates_of
 from .decoding.methods import strategy_of
 from .decoding.sampler import Pick, Row, pick
 from .decoding.stops import Stops
+from .decoding.verify import Draft, Rule
+from .guesses import Guesses
 from .masks import Pending
 from .models.decoder import Decoder
 from .sequence import Group, Sequence
+from .shrink import ALONE, Shrink
 from .step import Run
 
 # Rows whose logits are held at once for prompt log-probabilities: 64 x 128k float32 are 33 MB.
 SCORED_ROWS = 64
 
 
-def score_prompts(decoder: Decoder, runs: Listing[Run], hidden: Tensor) -> None:
+def score_prompts(decoder: Decoder, runs: Listing[Run], hidden: Tensor, shrink: Shrink) -> None:
     """Log-probabilities of the prompt tokens that this step's rows predict, and of the most probable tokens in their places, for
     groups that want them."""
     for run in runs:
-        if not run.group.prompt_logprobs or not run.spans:
-            continue
-        [span] = run.spans
-        targets = span.sequence.tokens[span.start + 1 : min(span.start + 1 + len(span.tokens), span.sequence.prompt_length)]
-        for start in range(0, len(targets), SCORED_ROWS):
-            part = targets[start : start + SCORED_ROWS].tolist()
-            logits = decoder.logits(hidden[run.first + start : run.first + start + len(part)])
-            if logits is not None:
-                _score(run.group, logits, torch.tensor(part, device=logits.device))
+        if run.group.prompt_logprobs and run.spans and not shrink.attempt(partial(_score_run, decoder, run, hidden)):
+            run.problem = ALONE
+
+
+def _score_run(decoder: Decoder, run: Run, hidden: Tensor) -> bool:
+    [span] = run.spans
+    targets = span.sequence.tokens[span.start + 1 : min(span.start + 1 + len(span.tokens), span.sequence.prompt_length)]
+    for start in range(0, len(targets), SCORED_ROWS):
+        part = targets[start : start + SCORED_ROWS].tolist()
+        logits = decoder.logits(hidden[run.first + start : run.first + start + len(part)])
+        if logits is not None:
+            _score(run.group, logits, torch.tensor(part, device=logits.device))
+    return True
 
 
 def _score(group: Group, logits: Tensor, targets: Tensor) -> None:
@@ -59,7 +69,13 @@ class Wanted:
 
 
 def choose(
-    decoder: Decoder, runs: Listing[Run], hidden: Tensor, masks: Pending | None = None, stops: Stops | None = None
+    decoder: Decoder,
+    runs: Listing[Run],
+    hidden: Tensor,
+    guesses: Guesses,
+    shrink: Shrink,
+    masks: Pending | None = None,
+    stops: Stops | None = None,
 ) -> dict[int, Found]:
     """Per group that is sampled: its picks; None for what can't be chosen. The same tokens on every rank."""
     wanted = []
@@ -70,20 +86,40 @@ def choose(
             wanted.append(Wanted(run, strategy_of(group).rows(group), count))
     if not wanted:
         return {}
-    logits = _logits(decoder, wanted, hidden)
-    mask = masks.join(hidden.device) if masks is not None else None
-    found = _found(logits, wanted, mask) if logits is not None else [[] for _ in wanted]
+    found = _in_parts(decoder, wanted, hidden, guesses, shrink, masks)
     if masks is not None:
         found = masks.settle(found)
     if stops is not None:
         found = [_stopped(one, some, stops) for one, some in zip(wanted, found, strict=True)]
     if decoder.ranks.size > 1:
         counts = [(len(one.rows), one.candidates) for one in wanted]
-        codes = codes_of(found, counts) if logits is not None else [0] * length_of(counts)
+        samples = decoder.ranks.rank == 0
+        codes = codes_of(found, counts) if samples else [0] * length_of(counts)
         told = decoder.ranks.tell(torch.tensor(codes, device=hidden.device)).tolist()
-        if logits is None:
+        if not samples:
             found = found_from(told, counts)
     return {one.run.group.uid: some for one, some in zip(wanted, found, strict=True)}
+
+
+def _in_parts(
+    decoder: Decoder, wanted: Listing[Wanted], hidden: Tensor, guesses: Guesses, shrink: Shrink, masks: Pending | None
+) -> list[Found]:
+    """Of each run, all at once if there is memory for it. One that is too large even alone has a problem."""
+    sizes = [len(one.rows) for one in wanted]
+    starts = [0, *accumulate(sizes)]
+
+    def some(own: Listing[int]) -> list[Found]:
+        part = [wanted[i] for i in own]
+        logits = _logits(decoder, part, hidden)
+        mask = masks.join(hidden.device)[starts[own[0]] : starts[own[-1] + 1]] if masks is not None else None
+        return _found(logits, part, guesses, mask) if logits is not None else [[] for _ in part]
+
+    found: list[Found] = []
+    for one, own in zip(wanted, shrink.rows(some, range(len(wanted)), sizes), strict=True):
+        if own is None:
+            one.run.problem = ALONE
+        found.append(own if own is not None else [None] * len(one.rows))
+    return found
 
 
 def _logits(decoder: Decoder, wanted: Listing[Wanted], hidden: Tensor) -> Tensor | None:
@@ -101,10 +137,10 @@ def _logits(decoder: Decoder, wanted: Listing[Wanted], hidden: Tensor) -> Tensor
     return logits
 
 
-def _found(logits: Tensor, wanted: Listing[Wanted], mask: Tensor | None) -> list[Found]:
+def _found(logits: Tensor, wanted: Listing[Wanted], guesses: Guesses, mask: Tensor | None) -> list[Found]:
     """Of each run. Beams are expanded together, and all others picked together."""
     if not any(one.candidates for one in wanted):
-        return _split(pick(logits, [row for one in wanted for row in one.rows], mask), wanted)
+        return _split(_picks(logits, wanted, guesses, mask), wanted)
     result: list[Found] = [[] for _ in wanted]
     beams, others = [i for i, one in enumerate(wanted) if one.candidates], [i for i, one in enumerate(wanted) if not one.candidates]
     own, own_mask = _part(logits, mask, wanted, beams)
@@ -114,9 +150,23 @@ def _found(logits: Tensor, wanted: Listing[Wanted], mask: Tensor | None) -> list
     if others:
         own, own_mask = _part(logits, mask, wanted, others)
         rest = [wanted[i] for i in others]
-        for i, picks in zip(others, _split(pick(own, [row for one in rest for row in one.rows], own_mask), rest), strict=True):
+        for i, picks in zip(others, _split(_picks(own, rest, guesses, own_mask), rest), strict=True):
             result[i] = picks
     return result
+
+
+def _picks(logits: Tensor, wanted: Listing[Wanted], guesses: Guesses, mask: Tensor | None) -> Found:
+    rows = [row for one in wanted for row in one.rows]
+    if guesses.rule is Rule.GUMBEL:
+        return pick(logits, rows, mask)
+    drafts = [draft for one in wanted for draft in _drafts(one)]
+    return verify.pick(logits, rows, drafts, guesses.rule, mask, guesses.probabilities)
+
+
+def _drafts(one: Wanted) -> list[Draft]:
+    """Of each of its sequences, or of each choice that begins."""
+    group = one.run.group
+    return [Draft()] * len(one.rows) if group.waiting else [Draft(own.draft, own.tried) for own in group.sequences]
 
 
 def _part(logits: Tensor, mask: Tensor | None, wanted: Listing[Wanted], chosen: Listing[int]) -> tuple[Tensor, Tensor | None]:

@@ -1,6 +1,7 @@
-"""What grammars allow the rows of a step, found while the forward runs: the next mask depends only on tokens that are known.
+"""What grammars allow the rows of a step, found while the forward runs: the next mask depends only on tokens that are known. And
+what they allow a draft model to guess.
 
-Only rank 0 has it, as only rank 0 samples. Knows groups and rows, no logits. A group whose grammar can't go on fails alone.
+Only rank 0 has it, as only rank 0 samples. Knows groups and rows. A group whose grammar can't go on fails alone.
 """
 
 import time
@@ -14,8 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..kernels.sampling import allow
+from .decoding.expansion import Candidate
 from .decoding.grammar import NOWHERE, Grammars, Guide, Unusable, bit
+from .decoding.growth import Model, Wanted
 from .decoding.sampler import Pick
+from .decoding.tree import ROOT, Tree
 from .sequence import Group, Sequence
 from .step import Run
 
@@ -25,6 +30,7 @@ class Found:
     """The masks of a step."""
 
     mask: Tensor  # [rows of the step, words]; all bits of rows that are free
+    closed: list[bool]  # of each row, whether it is a draft's, and nothing can follow
     problems: dict[int, str]  # uid of a group that can't go on > why
     seconds: float
 
@@ -51,29 +57,56 @@ class Masks:
             return None
         return Pending(sampled, self._thread.submit(self._find, sampled).result)
 
+    def kept_by(self, model: Model) -> "Keeping":
+        """A draft model that guesses what grammars allow."""
+        return Keeping(model, self._grammars)
+
     def _find(self, sampled: Listing[Run]) -> Found:
         began = time.perf_counter()
         problems: dict[int, str] = {}
         bound: list[tuple[Group, Sequence, Guide]] = []
-        places: list[int] = []  # of each row of the step: its sequence in `bound`, or -1
+        places: list[int] = []  # of each row of the step: its row among those of `bound`, or -1
+        first = 0
         for run in sampled:
-            group = run.group
+            group, count = run.group, len(run.group.waiting)
             guides = self._guides(group, problems)
             for sequence, guide in zip(group.sequences, guides, strict=False):
-                places += [len(bound)] * (len(group.waiting) or 1)
+                own = range(first, first + 1 + len(sequence.draft))
+                places += [first] * count or own
                 bound.append((group, sequence, guide))
+                first = own.stop
             if not guides:
-                places += [-1] * (len(group.waiting) or run.wanted)
+                places += [-1] * (count or run.wanted)
         mask = numpy.full((len(places), self._words), -1, numpy.int32)
+        closed = [False] * len(places)
         if bound:
-            own = self._grammars.masks([guide for _, _, guide in bound])
-            for row, (group, sequence, guide) in zip(own, bound, strict=True):
-                _allow_ends(row, group, sequence, guide)
-                if not row.any() and group.search is None:  # beams have others
-                    problems[group.uid] = guide.problem or NOWHERE
-            rows = [row for row, place in enumerate(places) if place >= 0 and bound[place][0].uid not in problems]
-            mask[rows] = own[[places[row] for row in rows]]
-        return Found(torch.from_numpy(mask), problems, time.perf_counter() - began)
+            allowed, ends = self._allowed(bound, problems)
+            rows = [row for row, place in enumerate(places) if place >= 0]
+            mask[rows] = allowed[[places[row] for row in rows]]
+            for row in rows:
+                closed[row] = ends[places[row]]
+        return Found(torch.from_numpy(mask), closed, problems, time.perf_counter() - began)
+
+    def _allowed(
+        self, bound: Listing[tuple[Group, Sequence, Guide]], problems: dict[int, str]
+    ) -> tuple[NDArray[numpy.int32], list[bool]]:
+        """[rows, words] of each sequence's last token, then of its drafts; and which of them are closed. What is, and what has a
+        problem, has all bits: something has to be picked."""
+        trees = [sequence.draft for _, sequence, _ in bound]
+        mask, complete = self._grammars.masks_along([guide for _, _, guide in bound], trees)
+        closed = [False] * len(mask)
+        row = 0
+        for (group, sequence, guide), tree in zip(bound, trees, strict=True):
+            for depth in (0, *(1 + depth for depth in tree.depths)):
+                _allow_ends(mask[row], group, sequence.generated + depth, complete[row])
+                if not mask[row].any() and group.search is None:  # beams have others
+                    mask[row] = -1
+                    if depth:
+                        closed[row] = True
+                    else:
+                        problems[group.uid] = guide.problem or NOWHERE
+                row += 1
+        return mask, closed
 
     def _guides(self, group: Group, problems: dict[int, str]) -> list[Guide]:
         """Of its sequences, each where its sequence is. They are made here, be it that the group begins or is restored."""
@@ -89,6 +122,42 @@ class Masks:
             problems[group.uid] = str(error)
             return []
         return guides
+
+
+class Keeping:
+    """A draft model, without what grammars exclude after the nodes that it is asked for. See `growth.Model`."""
+
+    def __init__(self, model: Model, grammars: Grammars) -> None:
+        self._model = model
+        self._grammars = grammars
+
+    def ready(self, sequences: Listing[Sequence]) -> list[bool]:
+        """See `growth.Model`."""
+        return self._model.ready(sequences)
+
+    def logits(self, wanted: Listing[Wanted]) -> Tensor:
+        """See `growth.Model`. Where no token but an end may come, nothing is excluded: such a guess is lost anyway."""
+        logits = self._model.logits(wanted)
+        places = [(one, node) for one in wanted for node in one.nodes]
+        guides = {row: guide for row, place in enumerate(places) if (guide := _after(*place))}
+        if guides:
+            masks = self._grammars.masks(list(guides.values()))
+            masks[~masks.any(1)] = -1
+            rows = torch.tensor(list(guides), device=logits.device)
+            logits[rows] = allow(logits[rows], torch.from_numpy(masks).to(logits.device))
+        return logits
+
+
+def _after(wanted: Wanted, node: int) -> Guide | None:
+    """Where its grammar stands after a node; None: nowhere, or it has none."""
+    sequence, path = wanted.sequence, list[int]()
+    if sequence.guide is None:
+        return None
+    sequence.guide.follow(sequence.tokens[sequence.prompt_length :])
+    while node != ROOT:
+        path.append(wanted.tokens[node])
+        node = wanted.parents[node]
+    return sequence.guide.after(path[::-1]) if path else sequence.guide
 
 
 class Pending:
@@ -112,35 +181,55 @@ class Pending:
         return mask.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else mask
 
     def settle(self, picks: Listing[list[Pick | None]]) -> list[list[Pick | None]]:
-        """The picks of these runs, without those of groups that can't go on, whose runs are told why. Where no token ends a group,
-        a pick that completes its grammar does."""
-        problems = self._result().problems
-        settled = []
+        """The picks of these runs, without those of groups that can't go on, whose runs are told why, and of drafts that nothing
+        can follow. Where no token ends a group, a pick that completes its grammar does."""
+        found = self._result()
+        settled, first = [], 0
         for run, own in zip(self._sampled, picks, strict=True):
             group = run.group
-            if group.uid in problems:
-                run.problem = problems[group.uid]
+            closed = found.closed[first : first + (len(group.waiting) or run.wanted)]
+            first += len(closed)
+            if group.uid in found.problems:
+                run.problem = found.problems[group.uid]
                 own = [None] * len(own)
-            elif group.grammar and not group.end_ids:
-                own = [_completed(pick, group.sequences[_row(pick, place, group)].guide) for place, pick in enumerate(own)]
+            elif group.grammar and group.search is None:
+                own = [None if is_closed else pick for is_closed, pick in zip(closed, own, strict=True)]
+            if group.grammar and not group.end_ids:
+                own = _expanded(group, own) if group.search else _completed(group, own)
             settled.append(own)
         return settled
 
 
-def _row(pick: Pick | None, place: int, group: Group) -> int:
-    """Which of the group's sequences it continues."""
-    return 0 if group.waiting else getattr(pick, "row", place)
+def _expanded(group: Group, candidates: Listing[Pick | None]) -> list[Pick | None]:
+    """A group's candidates; those are marked that complete its grammar."""
+    return [
+        replace(one, complete=True) if isinstance(one, Candidate) and _completing(group.sequences[one.row], [one]) else one
+        for one in candidates
+    ]
 
 
-def _completed(pick: Pick | None, guide: Guide | None) -> Pick | None:
-    if pick is None or guide is None or not guide.completed_by(pick.token):
-        return pick
-    return replace(pick, complete=True)
+def _completed(group: Group, picks: Listing[Pick | None]) -> list[Pick | None]:
+    """A group's picks; on the path along those of a sequence, the one is marked that completes its grammar."""
+    settled, first = list(picks), 0
+    for sequence, tree in [(group.sequences[0], Tree())] * len(group.waiting) or [(one, one.draft) for one in group.sequences]:
+        own = picks[first : first + 1 + len(tree)]
+        path = [1 + node for node in (ROOT, *tree.accepted([one.token if one else None for one in own]))]
+        along = [one for row in path if (one := own[row])]
+        count = _completing(sequence, along)
+        if count:
+            settled[first + path[count - 1]] = replace(along[count - 1], complete=True)
+        first += len(own)
+    return settled
 
 
-def _allow_ends(row: NDArray[numpy.int32], group: Group, sequence: Sequence, guide: Guide) -> None:
+def _completing(sequence: Sequence, picks: Listing[Pick]) -> int:
+    """How many of these next tokens complete its grammar; 0 if they don't."""
+    return sequence.guide.completed_by([one.token for one in picks]) if sequence.guide else 0
+
+
+def _allow_ends(row: NDArray[numpy.int32], group: Group, generated: int, complete: bool) -> None:
     """Ends are allowed where the text may end, but not too early, unless nothing else can come."""
-    early = sequence.generated < group.min_new_tokens
+    early = generated < group.min_new_tokens
     if early:
         others = row.copy()
         for token in group.end_ids:
@@ -148,6 +237,6 @@ def _allow_ends(row: NDArray[numpy.int32], group: Group, sequence: Sequence, gui
         if others.any():
             row[:] = others
             return
-    if guide.complete:
+    if complete:
         for token in group.end_ids:
             row[token // 32] |= bit(token)

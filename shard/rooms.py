@@ -6,6 +6,7 @@ A step is padded to the next size. Steps of decodes alone have as many rows as t
 # Tokens. The steps between two sizes are at most a fourth of the larger one: so much of a step may be padding.
 DECODES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 MIXED = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+VERIFIED = (8, 16)  # of mixed steps, too, where a few sequences are computed with their drafts
 MIXED_ROWS = 256  # of a mixed step, whose logits are wanted
 # What a graph takes besides the tensors that all graphs share: its nodes, on the device. A guess until it is measured.
 GRAPH_BYTES = 8 << 20
@@ -35,6 +36,6 @@ def decodes(chosen: tuple[int, ...] | None, rows: int) -> list[int]:
     return [*below, min(rows, DECODES[-1])] if below or rows else below
 
 
-def mixed(chosen: tuple[int, ...] | None, tokens: int) -> list[int]:
-    """Sizes of mixed steps, ascending. tokens: the most that a step has."""
-    return [] if chosen is not None else [size for size in MIXED if size <= tokens]
+def mixed(chosen: tuple[int, ...] | None, tokens: int, drafts: bool = False) -> list[int]:
+    """Sizes of mixed steps, ascending. tokens: the most that a step has; drafts: whether there are any."""
+    return [] if chosen is not None else [size for size in (*(VERIFIED if drafts else ()), *MIXED) if size <= tokens]

@@ -18,8 +18,9 @@ from .decoding.budget import Acceptance
 from .decoding.grammar import Guide
 from .decoding.hypotheses import Path, Search
 from .decoding.lookup import Index
-from .decoding.tree import Tree
+from .decoding.tree import Drawn, Tree
 from .prefix import Node
+from .sketch import Sketch
 
 # Decode steps that `Group.grow` covers: the router decides on the next one while another is under way.
 AHEAD = 2
@@ -61,8 +62,10 @@ class Sequence:
     guide: Guide | None = None  # its place in the group's grammar, once it was asked for; on rank 0 only
     path: Path | None = None  # of a beam
     draft: Tree = field(default_factory=Tree)  # guesses of what follows, for the step that is planned
+    tried: tuple[tuple[Drawn, ...], ...] = ()  # how they were drawn, for the rule `rejection`: see `verify.Draft`; on rank 0 only
     acceptance: Acceptance | None = None  # of such guesses, as it was
     index: Index | None = None  # of what repeats in its tokens, once guesses were looked up
+    sketch: Sketch | None = None  # of it, by a draft model
 
     @property
     def generated(self) -> int:
@@ -87,7 +90,7 @@ class Sequence:
 
     def clear(self) -> None:
         """Nothing is computed; its pages are somebody else's."""
-        self.pages, self.computed, self.node = [], 0, None
+        self.pages, self.computed, self.node, self.sketch = [], 0, None, None
 
 
 @dataclass(slots=True)

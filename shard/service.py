@@ -19,6 +19,7 @@ import grpc
 from ..kernels.choose import triton_on
 from ..proto import shard_pb2 as wire
 from .config import ShardConfig
+from .decoding.budget import Allowance, Linear
 from .decoding.hypotheses import Hypothesis, Path, Search, Stop
 from .decoding.strategy import Grown
 from .engine import Engine, Outcome
@@ -103,11 +104,13 @@ class Service:
         tokens, rows = request.max_step_tokens, request.max_step_rows
         graphs = engine.device.type == "cuda" and triton_on(engine.device)  # the plain operations wait for the device on the way
         chosen = parse(config.cuda_graphs) if graphs else ()
-        sizes = [*decodes(chosen, rows), *mixed(chosen, tokens)]
-        pages, sample = size_pool(engine, config.page_size, config.kv_pages, config.memory_fraction, tokens, rows, total, sizes)
+        drafts = engine.guesses.most > 0
+        sizes = [*decodes(chosen, rows), *mixed(chosen, tokens, drafts)]
+        recorded = sizes * 2 if engine.guesses.drafter else sizes  # the draft model's own
+        pages, sample = size_pool(engine, config.page_size, config.kv_pages, config.memory_fraction, tokens, rows, total, recorded)
         engine.resize(ranks.least(pages), config.page_size)
         if sizes:
-            bounds = Bounds(tokens, rows, total, engine.pool.pages, chosen)
+            bounds = Bounds(tokens, rows, total, engine.pool.pages, chosen, drafts, engine.guesses.trees)
             engine.record(Recorder(), bounds, lambda stage: setattr(self, "stage", stage))
         return wire.WarmupReply(
             pages=engine.pool.pages,
@@ -176,11 +179,12 @@ class Service:
     def _prefill(self, request: wire.PrefillRequest) -> Answer:
         groups = [group_from(message) for message in request.groups]
         chunks = list(zip(request.chunk_uids, request.chunk_lengths, strict=True))
-        outcome = self.engine.prefill(request.batch, groups, chunks, request.prompt_tokens, request.decode_batches)
+        allowed = allowance_from(request)
+        outcome = self.engine.prefill(request.batch, groups, chunks, request.prompt_tokens, request.decode_batches, allowed)
         return partial(step_reply, request.step, outcome)
 
     def _decode(self, request: wire.DecodeRequest) -> Answer:
-        return partial(step_reply, request.step, self.engine.decode(request.batches))
+        return partial(step_reply, request.step, self.engine.decode(request.batches, allowance_from(request)))
 
     def _filter(self, request: wire.FilterRequest) -> Answer:
         engine, pool = self.engine, self.engine.pool
@@ -242,12 +246,29 @@ def step_reply(step: int, outcome: Outcome) -> wire.Reply:
         decode_keys=outcome.decode_keys,
         drafted_tokens=outcome.drafted,
         accepted_tokens=outcome.accepted,
+        guessed_uids=[uid for uid, _, _ in outcome.guessed],
+        guessed_drafted=[drafted for _, drafted, _ in outcome.guessed],
+        guessed_accepted=[accepted for _, _, accepted in outcome.guessed],
+        tried_by_depth=outcome.tried,
+        kept_by_depth=outcome.kept,
+        draft_seconds=outcome.draft_seconds,
+        rounds=outcome.rounds,
+        exhausted=outcome.exhausted,
         scored_uids=[uid for uid, _ in outcome.scored],
         scored_counts=[len(scores) for _, scores in outcome.scored],
         scores=[score for _, scores in outcome.scored for score in scores],
         grown=[grown_to(uid, grown) for uid, grown in outcome.grown],
     )
     return wire.Reply(step=reply)
+
+
+def allowance_from(request: wire.PrefillRequest | wire.DecodeRequest) -> Allowance | None:
+    """What the step's drafts may cost, if the router says."""
+    if not request.HasField("allowance"):
+        return None
+    told = request.allowance
+    cost = Linear(told.step_seconds, told.draft_seconds, told.round_seconds, told.first_seconds)
+    return Allowance(cost, told.most, dict(zip(told.needed_uids, told.needed, strict=True)))
 
 
 def group_from(message: wire.Group) -> Group:
@@ -286,7 +307,7 @@ def group_from(message: wire.Group) -> Group:
         min_new_tokens=message.min_new_tokens,
         grammar=message.grammar,
         search=search,
-        drafts=0 if search or message.grammar else message.drafts,
+        drafts=0 if search else message.drafts,
         stops=tuple(message.stops),
         trace=message.trace,
     )

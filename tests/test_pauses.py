@@ -51,6 +51,7 @@ def alone() -> list[list[list[int]]]:
     return run(test, shard={"kv_pages": 400, "prefix_caching": False})
 
 
+DRAFT = DEMO.with_name("draft")
 SETTINGS = [
     {"page_size": 16, "prefix_caching": True, "step": 512},
     {"page_size": 16, "prefix_caching": False, "step": 7},
@@ -59,10 +60,12 @@ SETTINGS = [
     {"page_size": 1, "prefix_caching": True, "step": 33},
     {"page_size": 4, "prefix_caching": True, "step": 33, "drafts": 4},
     {"page_size": 16, "prefix_caching": False, "step": 64, "drafts": 7},
+    {"page_size": 4, "prefix_caching": True, "step": 33, "drafts": 4, "speculate": f"draft={DRAFT},tokens=4"},
+    {"page_size": 1, "prefix_caching": False, "step": 64, "drafts": 9, "speculate": f"draft={DRAFT},tree=2x2x1,ngram=2"},
 ]
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: ",".join(map(str, list(settings.values())[:4])))
 def test_a_pool_in_which_everybody_is_paused_twice_changes_no_token(alone: list[list[list[int]]], settings: dict[str, Any]) -> None:
     drafts = settings.get("drafts", 0)  # guesses change no token either
     asked = [replace(request, drafts=drafts) for request in requests()]
@@ -78,7 +81,12 @@ def test_a_pool_in_which_everybody_is_paused_twice_changes_no_token(alone: list[
     found, pauses = run(
         test,
         scheduler=Restless,
-        shard={"kv_pages": pages, "page_size": page_size, "prefix_caching": settings["prefix_caching"]},
+        shard={
+            "kv_pages": pages,
+            "page_size": page_size,
+            "prefix_caching": settings["prefix_caching"],
+            "speculate": settings.get("speculate", ""),
+        },
         router={"max_batch_prefill_tokens": settings["step"]},
     )
     assert pauses >= 2

@@ -8,7 +8,7 @@ none at all included; and what a latency target asks for comes before that (AdaS
 
 import heapq
 from collections.abc import Sequence as Listing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Protocol
 
@@ -63,6 +63,8 @@ class Acceptance:
             good = ranks[depth] if depth < len(ranks) else width
             for rank, odds in enumerate(self._odds[min(depth, DEPTHS - 1)][: min(width, good + 1)]):
                 odds.observe(rank == good)
+        if self._before is not None:
+            self._before.observe(ranks, widths)
         if widths:
             self.patience = PATIENCE if ranks else min(2 * self.patience, MOST_PATIENCE)
 
@@ -154,20 +156,22 @@ class Linear:
     """As the router fits it to measured steps."""
 
     step: float  # without drafts
-    draft: float  # each: to be proposed and verified
+    draft: float  # each: to be verified
     round: float = 0.0  # each run of the draft model
+    first: float = 0.0  # that there are any: a step with drafts takes another way through the model
 
     def seconds(self, drafts: int, rounds: int) -> float:
         """See Cost."""
-        return self.step + self.draft * drafts + self.round * rounds
+        return self.step + self.draft * drafts + self.round * rounds + (self.first if drafts else 0.0)
 
 
-def needed(elapsed: float, tokens: int, target: float, step: float) -> float:
-    """Tokens that the next step, of so many seconds, has to bring so that there is one per `target` seconds when it is over.
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """What the router says of a step's drafts, alike on all ranks."""
 
-    elapsed: seconds since the first token; tokens: so many came since.
-    """
-    return max(0.0, (elapsed + step) / target - tokens)
+    cost: Linear
+    most: int  # drafts in all
+    needed: dict[int, float] = field(default_factory=dict)  # by uid, as in `Wish`; others have no latency target
 
 
 def divide(wishes: Listing[Wish], cost: Cost, most: int) -> tuple[list[int], int]:
@@ -207,7 +211,7 @@ def _most_per_second(
     highest = MARGIN * expected / cost.seconds(given, rounds)
     for limit in sorted({max(rounds, own) for _, _, own in rest}):
         taken: list[int] = []
-        tokens = expected
+        tokens, count = expected, 0
         for gain, i, own in rest:
             if own > limit:
                 continue
@@ -217,7 +221,9 @@ def _most_per_second(
             taken.append(i)
             rate = tokens / cost.seconds(given + len(taken), limit)
             if rate > highest:
-                highest, best = rate, (list(taken), limit)
+                highest, count = rate, len(taken)
+        if count:
+            best = (taken[:count], limit)
     return best
 
 

@@ -9,9 +9,10 @@ import json
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator
 from collections.abc import Sequence as Listing
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,6 +21,7 @@ import numpy
 from numpy.typing import NDArray
 
 from ...proto.grammar import limits
+from .tree import ROOT, Tree
 
 MOST_THREADS = 8  # that compute masks
 KEPT = 256  # compiled grammars, of which the least recently used go first
@@ -34,7 +36,7 @@ class Unusable(Exception):
 
 
 class Guide:
-    """One sequence's place in its grammar. It never goes back: what it has followed was generated."""
+    """One sequence's place in its grammar. What it has followed was generated; of drafts it only goes back and forth."""
 
     def __init__(self, matcher: llguidance.LLMatcher) -> None:
         self.matcher = matcher
@@ -69,10 +71,51 @@ class Guide:
         """How many of these tokens, one after the other, may come next. It stays where it is."""
         return self.matcher.validate_tokens(list(path))
 
-    def completed_by(self, token: int) -> bool:
-        """Whether nothing may follow this next token. It stays where it is."""
+    def after(self, path: Listing[int]) -> "Guide | None":
+        """One that stands after these next tokens, if they may come."""
+        twin = self.copy()
+        return twin if twin.matcher.try_consume_tokens(list(path)) == len(path) else None
+
+    def visit(self, tree: Tree, ends: Container[int] = ()) -> Iterator[int]:
+        """Stands where it is, which is ROOT, then after each node of a tree in turn, and at last where it was. Nodes that may not
+        come are left out with all below them; so is what would follow `ends`, or a place where nothing fits."""
+        spare = self.matcher.deep_copy() if len(tree) else self.matcher
+        yield ROOT
+        if self.matcher.is_error():
+            return
+        path: list[int] = []  # to where it stands
+        closed: set[int] = set()  # nodes that nothing is to follow
+        for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
+            if parent in closed or token in ends:
+                closed.add(node)
+                continue
+            depth = path.index(parent) + 1 if parent != ROOT else 0
+            self._back(path, depth, tree, spare)
+            if self.matcher.try_consume_tokens([token]):
+                path.append(node)
+                yield node
+            if path[-1:] != [node] or self.matcher.is_error():
+                closed.add(node)
+                self._back(path, depth, tree, spare)
+        self._back(path, 0, tree, spare)
+
+    def _back(self, path: list[int], depth: int, tree: Tree, spare: llguidance.LLMatcher) -> None:
+        """Stands after the first `depth` nodes of the path to where it stands, which it shortens. A matcher that has met an error
+        never recovers: a copy of the spare one takes its place."""
+        if not self.matcher.rollback(len(path) - depth):
+            self.matcher = spare.deep_copy()
+            self.matcher.consume_tokens([tree.tokens[node] for node in path[:depth]])
+        del path[depth:]
+
+    def completed_by(self, tokens: Listing[int]) -> int:
+        """After how many of these next tokens nothing may follow; 0: there are too few. It stays where it is."""
         after = self.matcher.deep_copy()
-        return after.consume_token(token) and after.is_accepting() and after.is_stopped()
+        for count, token in enumerate(tokens, 1):
+            if not after.consume_token(token):
+                break
+            if after.is_accepting() and after.is_stopped():
+                return count
+        return 0
 
 
 class Grammars:
@@ -82,7 +125,9 @@ class Grammars:
     def __init__(self, folder: Path, vocabulary: int) -> None:
         """vocabulary: ids that the model knows; its tokenizer may have fewer or more."""
         self._vocabulary = vocabulary
-        self._executor = llguidance.LLExecutor(max(1, min(MOST_THREADS, (os.cpu_count() or 1) // 2)))
+        self._threads = max(1, min(MOST_THREADS, (os.cpu_count() or 1) // 2))
+        self._executor = llguidance.LLExecutor(self._threads)
+        self._walkers = ThreadPoolExecutor(self._threads, "grammar")
         self._tokenizer = _background(lambda: _tokenizer(folder, vocabulary))
         self._compiled: OrderedDict[str, Future[llguidance.LLMatcher]] = OrderedDict()
 
@@ -100,20 +145,50 @@ class Grammars:
     def masks(self, guides: Listing[Guide]) -> NDArray[numpy.int32]:
         """Which of the model's tokens may come next: [guides, words] int32, bit i of word w allows token 32 w + i. There are none
         where a guide has come to an end, or has a problem."""
-        tokenizer = self._tokenizer.result()
-        mask = numpy.zeros((len(guides), -(-tokenizer.vocab_size // 32)), numpy.int32)
+        mask = self._rows(len(guides), 0)
         place, size = mask.ctypes.data, mask.shape[1] * mask.itemsize
         if len(guides) == 1:  # a hand-over to another thread takes longer
             guides[0].matcher.unsafe_compute_mask_ptr(place, size)
         else:
             jobs = [(guide.matcher, row) for row, guide in enumerate(guides)]
             self._executor.unsafe_compute_mask_ptr(jobs, place, size, len(guides))
-        for end in tokenizer.eos_tokens:
-            mask[:, end // 32] &= ~bit(end)
-        mask = mask[:, : -(-self._vocabulary // 32)]
+        return self._fitted(mask)
+
+    def masks_along(self, guides: Listing[Guide], trees: Listing[Tree]) -> tuple[NDArray[numpy.int32], list[bool]]:
+        """The same where each guide stands and after every node of its tree, one after the other; and whether the text may end
+        there. What would follow a node that may not come doesn't matter: its row has all bits."""
+        if not any(map(len, trees)):
+            return self.masks(guides), [guide.complete for guide in guides]
+        counts = [1 + len(tree) for tree in trees]
+        mask = self._rows(sum(counts), -1)
+        parts = numpy.split(mask, list(accumulate(counts))[:-1])
+        if len(guides) == 1 or self._threads == 1:
+            complete = list(map(self._along, guides, trees, parts))
+        else:
+            complete = list(self._walkers.map(self._along, guides, trees, parts))
+        return self._fitted(mask), list(chain.from_iterable(complete))
+
+    def _along(self, guide: Guide, tree: Tree, rows: NDArray[numpy.int32]) -> list[bool]:
+        """Fills the rows of one tree. Says where the text may end."""
+        complete = [False] * len(rows)
+        place, size = rows.ctypes.data, rows.strides[0]
+        for node in guide.visit(tree, self._tokenizer.result().eos_tokens):
+            guide.matcher.unsafe_compute_mask_ptr(place + (1 + node) * size, size)
+            complete[1 + node] = guide.complete
+        return complete
+
+    def _rows(self, count: int, words: int) -> NDArray[numpy.int32]:
+        """For llguidance to write into: as wide as its own vocabulary, which isn't quite the model's."""
+        return numpy.full((count, -(-self._tokenizer.result().vocab_size // 32)), words, numpy.int32)
+
+    def _fitted(self, rows: NDArray[numpy.int32]) -> NDArray[numpy.int32]:
+        """What llguidance has written, for the model's tokens."""
+        for end in self._tokenizer.result().eos_tokens:
+            rows[:, end // 32] &= ~bit(end)
+        rows = rows[:, : -(-self._vocabulary // 32)]
         if self._vocabulary % 32:
-            mask[:, -1] &= (1 << self._vocabulary % 32) - 1
-        return mask
+            rows[:, -1] &= (1 << self._vocabulary % 32) - 1
+        return rows
 
     def bytes_of(self, tokens: Listing[int]) -> bytes:
         """The text that tokens stand for. Raises Unusable."""

@@ -19,8 +19,8 @@ from ...kernels.sampling import candidates
 from ..sequence import Sequence
 from .proposers import Asked, Proposed
 from .sampler import Row, draws_of, penalized
-from .tree import ROOT, lay, size
-from .verify import Draft, Drawn, Rule, distributions, propose, row
+from .tree import ROOT, Drawn, lay
+from .verify import Draft, Rule, distributions, propose, row
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,9 @@ class Wanted:
 class Model(Protocol):
     """A draft model with keys and values of its own, of a sequence's tokens as far as it has been asked for them."""
 
+    def ready(self, sequences: Listing[Sequence]) -> list[bool]:
+        """Which of them it can draft for in this step. Others lack too much to be computed at once; some of it is, here."""
+
     def logits(self, wanted: Listing[Wanted]) -> Tensor:
         """[nodes of all, the target's vocabulary] float32, one after the other; -inf for tokens that it doesn't know, and that a
         grammar excludes. Nodes that were asked for before are computed already; what it lacks of the sequence it computes first.
@@ -47,6 +50,7 @@ class Growing:
     """A tree while it grows: nodes in the order in which they came."""
 
     asked: Asked
+    fixed: bool = False  # its shape may not depend on what is drawn
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # of paths
@@ -63,6 +67,12 @@ class Growing:
             tokens.append(self.tokens[node])
             node = self.parents[node]
         return tokens[::-1]
+
+    def best(self, nodes: Listing[int]) -> list[int]:
+        """Those of them that are among the most probable of all, of which as many stay as are asked for."""
+        order = sorted(range(len(self.tokens)), key=lambda node: (-self.logprobs[node], node))
+        kept = {ROOT, *order[: self.asked.nodes]}
+        return [node for node in nodes if node in kept]
 
     def expand(self, nodes: Listing[int]) -> None:
         """These get children now."""
@@ -102,21 +112,35 @@ class Growth(Protocol):
 
 
 class Expansion:
-    """Layer by layer, <k1, ..., km>: every node of layer i gets k_i children. Its shape doesn't depend on what is drawn, which
-    `rejection` requires. A chain is <1, ..., 1>."""
+    """Layer by layer, <k1, ..., km>: every node of layer i gets k_i children. A chain is <1, ..., 1>."""
 
     def __init__(self, widths: Listing[int]) -> None:
         self.widths = tuple(widths)
         self.rounds = len(self.widths)
 
     def children(self, growing: Growing) -> list[tuple[int, int]]:
-        """See Growth. A layer that would be too much is left out."""
-        depth = growing.depths[growing.layer[0]] + 1 if growing.layer and growing.layer[0] != ROOT else 0
-        if not growing.layer or depth >= min(self.rounds, growing.asked.depth):
+        """See Growth. If it is more than what is asked for, the least probable nodes are left out; or, where that may not depend on
+        what is drawn, layers are narrower and fewer."""
+        if not growing.layer:
             return []
-        if size(self.widths[: depth + 1]) > growing.asked.nodes:
+        depth = growing.depths[growing.layer[0]] + 1 if growing.layer[0] != ROOT else 0
+        widths = self._narrowed(growing.asked.nodes) if growing.fixed else self.widths
+        if depth >= min(len(widths), growing.asked.depth):
             return []
-        return [(node, self.widths[depth]) for node in growing.layer]
+        return [(node, widths[depth]) for node in (growing.layer if growing.fixed else growing.best(growing.layer))]
+
+    def _narrowed(self, nodes: int) -> list[int]:
+        """So that there are at most so many nodes."""
+        widths: list[int] = []
+        layer = 1
+        for width in self.widths:
+            own = min(width, nodes // layer)
+            if not own:
+                break
+            widths.append(own)
+            layer *= own
+            nodes -= layer
+        return widths
 
 
 class BestFirst:
@@ -131,9 +155,8 @@ class BestFirst:
 
     def children(self, growing: Growing) -> list[tuple[int, int]]:
         """See Growth. Nodes whose children couldn't stay get none."""
-        least = sorted(growing.logprobs, reverse=True)[growing.asked.nodes - 1 : growing.asked.nodes]
-        own = {node: growing.logprobs[node] if node != ROOT else 0.0 for node in growing.open}
-        best = sorted((node for node in own if not least or own[node] > least[0]), key=lambda node: (-own[node], node))
+        own = {node: growing.logprobs[node] if node != ROOT else 0.0 for node in growing.best(growing.open)}
+        best = sorted(own, key=lambda node: (-own[node], node))
         return [(node, self._width) for node in best[: self._together]]
 
 
@@ -148,10 +171,12 @@ class Drafting:
 
     def propose(self, asked: Listing[Asked]) -> Proposed:
         """See Proposer."""
-        growing = [Growing(one) for one in asked]
+        growing = [Growing(one, self._rule is Rule.REJECTION) for one in asked]
+        ready = self._model.ready([one.sequence for one in asked])
+        able = [one for one, there in zip(growing, ready, strict=True) if there and one.asked.nodes and one.asked.depth]
         probabilities: list[Tensor] = []
         for _ in range(self._growth.rounds):
-            chosen = [(one, self._growth.children(one) if one.asked.nodes and one.asked.depth else []) for one in growing]
+            chosen = [(one, self._growth.children(one)) for one in able]
             chosen = [(one, some) for one, some in chosen if some]
             if not chosen:
                 break

@@ -10,12 +10,12 @@ from ..step import Span
 from .sample import Sample
 from .sampler import Pick, Row
 from .strategy import NOT_FINITE, Emitted, Finish, Verdict
-from .tree import moves
+from .tree import Tree, moves
 from .verify import accept, rows
 
 
 class Speculate:
-    """See Strategy. The rule is `verify.Rule.GUMBEL`: rows are picked as any others are."""
+    """See Strategy. How rows are picked is the rule's business: see `verify.pick`."""
 
     def __init__(self, plain: Sample) -> None:
         self._plain = plain
@@ -40,13 +40,13 @@ class Speculate:
         verdict = Verdict([], [])
         first = 0
         for sequence in group.sequences:
-            tree, sequence.draft = sequence.draft, type(sequence.draft)()
+            tree, sequence.draft, sequence.tried = sequence.draft, Tree(), ()
             accepted = accept(group, sequence, tree, picks[first : first + 1 + len(tree)])
             first += 1 + len(tree)
             start = len(sequence.tokens)  # of the drafts' slots
+            if not accepted.picks:
+                return Verdict([], [], failure=NOT_FINITE)
             for place, pick in enumerate(accepted.picks, 1):
-                if pick is None:
-                    return Verdict([], [], failure=NOT_FINITE)
                 sequence.tokens.append(pick.token)
                 finish = accepted.finish if place == len(accepted.picks) else Finish.NOT
                 verdict.emitted.append(Emitted(sequence.choice, pick, finish))
@@ -55,7 +55,9 @@ class Speculate:
             if accepted.finish:
                 verdict.ended.append(sequence)
             elif sequence.acceptance is not None:  # an end says nothing of the drafts after it
-                sequence.acceptance.observe(*tree.trial(accepted.path))
+                ranks, widths = tree.trial(accepted.path)
+                sequence.acceptance.observe(ranks, widths)
+                verdict.trials.append((len(widths), len(ranks)))
             verdict.drafted += len(tree)
             verdict.accepted += len(accepted.path)
         return verdict

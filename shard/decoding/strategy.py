@@ -62,6 +62,7 @@ class Verdict:
     moves: list[tuple[Sequence, int, int]] = field(default_factory=list)  # keys and values, from place to place, in this order
     drafted: int = 0  # drafts that were computed ...
     accepted: int = 0  # ... and those of them that stay
+    trials: list[tuple[int, int]] = field(default_factory=list)  # of each sequence: depths at which there were any to stay; did
 
 
 class Strategy(Protocol):

@@ -18,6 +18,14 @@ ROOT = -1
 
 
 @dataclass(frozen=True, slots=True)
+class Drawn:
+    """One try: a token that was proposed to follow."""
+
+    token: int
+    source: int  # the row of the step's draft probabilities that it was drawn from; -1: it was certain to be proposed
+
+
+@dataclass(frozen=True, slots=True)
 class Tree:
     """Made by `chain`, `lay` and `merge`, which see to the order."""
 
@@ -161,8 +169,3 @@ def moves(path: Listing[int]) -> list[tuple[int, int]]:
     """What an accepted path asks for: (from, to) in slots after the sequence's last token, in the order in which they are to be
     moved, one after the other. Nothing, if the path is the first chain."""
     return [(node, place) for place, node in enumerate(path) if node != place]
-
-
-def size(widths: Listing[int]) -> int:
-    """Nodes of an expansion in which every node of layer i has `widths[i]` children."""
-    return sum(accumulate(widths, lambda count, width: count * width))

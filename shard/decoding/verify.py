@@ -29,7 +29,7 @@ from . import sampler
 from .sample import sampling_of
 from .sampler import Pick, Row, draws_of, penalized
 from .strategy import Finish
-from .tree import Tree
+from .tree import Drawn, Tree
 
 # Last words of the noise's counter, each a use of the seed of its own; `noise.STREAM`, 0, is what tokens are drawn with.
 PROPOSED = 1  # what a draft model draws
@@ -46,14 +46,6 @@ class Rule(StrEnum):
     GUMBEL = "gumbel"
     REJECTION = "rejection"
     TYPICAL = "typical"
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """One try: a token that was proposed to follow."""
-
-    token: int
-    source: int  # the row of the step's draft probabilities that it was drawn from; -1: it was certain to be proposed
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,27 +113,27 @@ class Accepted:
     """What a step brought a sequence."""
 
     path: list[int]  # the drafts whose keys and values stay: all new tokens but the last
-    picks: list[Pick | None]  # the new tokens; None, as the last: the model's logits are not finite there
+    picks: list[Pick]  # the new tokens; none: nothing can follow the last one
     finish: Finish  # of the last one
 
 
 def accept(group: Group, sequence: Sequence, tree: Tree, picks: Listing[Pick | None]) -> Accepted:
     """Ends where plain decoding would have ended. picks: of the sequence's last token, then of every node. Changes nothing."""
     path = tree.accepted([one.token if one else None for one in picks])
-    kept: list[Pick | None] = []
+    kept: list[Pick] = []
     finish = Finish.NOT
     for node in (-1, *path):
         one = picks[node + 1]
-        kept.append(one)
         if one is None:
-            break
+            break  # the next step meets it again, as plain decoding would
+        kept.append(one)
         if one.complete or one.token in group.end_ids:
             finish = Finish.END
         elif sequence.generated + len(kept) >= group.max_new_tokens:
             finish = Finish.LENGTH
         if finish:
             break
-    return Accepted(path[: len(kept) - 1], kept, finish)
+    return Accepted(path[: max(0, len(kept) - 1)], kept, finish)
 
 
 def pick(

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 from penstock.kernels import choose, fused_sampling, operations
+from penstock.proto.speculation import parse
 from penstock.shard import rooms
+from penstock.shard.drafter import Drafter
 from penstock.shard.engine import Engine
 from penstock.shard.forward import Bounds
+from penstock.shard.guesses import Guesses
 from penstock.shard.sequence import Group, Sampling
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import Habits, World, drive
@@ -52,7 +55,10 @@ def replaying(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return run
 
 
-def with_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
+USUAL = Bounds(tokens=32, rows=8, total=64, pages=PAGES)
+
+
+def with_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch, bounds: Bounds = USUAL) -> Engine:
     monkeypatch.setattr(rooms, "DECODES", (1, 2, 4))
     monkeypatch.setattr(rooms, "MIXED", (16, 32))
     record: Any = replaying
@@ -60,7 +66,7 @@ def with_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
         from penstock.shard.graphs import Recorder
 
         record = Recorder()
-    engine.record(record, Bounds(tokens=32, rows=8, total=64, pages=PAGES), lambda stage: None)
+    engine.record(record, bounds, lambda stage: None)
     return engine
 
 
@@ -86,6 +92,29 @@ def test_padded_steps_give_the_same_tokens(name: str, monkeypatch: pytest.Monkey
     assert found.tokens == expected.tokens
     assert engine.forward.replayed > 3 * engine.forward.eager
     assert not engine.cache.pages[:, 0].any()  # padding is written nowhere
+
+
+@pytest.mark.parametrize("said", ["tokens=3", "tree=2x2"])
+def test_steps_with_drafts_fit_graphs(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the model, which verify chains or trees, and those of its draft model."""
+    expected = run(tiny.engine("llama", 4, PAGES))
+    choose.force("triton")
+    engine = tiny.engine("llama", 4, PAGES)
+    engine.guesses = Guesses(
+        engine.decoder.ranks, tiny.CPU, parse(f"draft=x,{said}"), Drafter(engine.decoder, tiny.VOCABULARY, tiny.CPU)
+    )
+    engine.resize(PAGES, 4)
+    asked = groups()
+    for group in asked:
+        group.drafts = engine.guesses.most
+    bounds = Bounds(tokens=32, rows=8, total=64, pages=PAGES, drafts=True, trees=engine.guesses.trees)
+    found = drive(with_graphs(engine, monkeypatch, bounds), asked, Habits(chunk=9), seed=4)
+    assert found.tokens == expected.tokens
+    assert found.accepted > 0
+    assert engine.forward.replayed > 3 * engine.forward.eager
+    drafter = engine.guesses.drafter
+    assert drafter is not None
+    assert drafter.forward.replayed > 3 * drafter.forward.eager
 
 
 def test_a_step_that_no_graph_has_room_for_runs_without(monkeypatch: pytest.MonkeyPatch) -> None:

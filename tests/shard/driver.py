@@ -63,6 +63,7 @@ class World:
     """What happened."""
 
     tokens: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # by uid and choice
+    logprobs: dict[tuple[int, int], list[float]] = field(default_factory=dict)  # of these
     finishes: dict[tuple[int, int], Finish] = field(default_factory=dict)
     scores: dict[int, list[float]] = field(default_factory=dict)  # of beam searches that have ended
     failed: dict[int, str] = field(default_factory=dict)
@@ -193,6 +194,7 @@ class Driver:
         if key in self.world.ended:
             return
         self.world.tokens[key].append(emitted.pick.token)
+        self.world.logprobs.setdefault(key, []).append(emitted.pick.logprob)
         if emitted.finish:
             self.world.finishes[key] = emitted.finish
             if not self._live(uid) and not self.asked[uid].HasField("beams"):

@@ -23,7 +23,6 @@ from penstock.shard.decoding.budget import (
     Wish,
     Worth,
     divide,
-    needed,
 )
 
 SEEDS = range(40)
@@ -136,12 +135,6 @@ def test_what_targets_leave_goes_to_whoever_gains_most() -> None:
     assert divide([Wish(fast), Wish(slow, needed=1.2)], Linear(1.0, 0.01), 2) == ([1, 1], 1)
     assert divide([Wish(fast), Wish(slow)], Linear(1.0, 0.01), 2) == ([2, 0], 2)
     assert divide([Wish(fast), Wish(slow, needed=1.2)], Linear(1.0, 0.01), 9) == ([3, 2], 3)
-
-
-def test_what_is_needed_follows_from_the_target() -> None:
-    assert needed(elapsed=1.0, tokens=10, target=0.1, step=0.1) == pytest.approx(1.0)  # just in time
-    assert needed(elapsed=1.0, tokens=5, target=0.1, step=0.1) == pytest.approx(6.0)
-    assert needed(elapsed=1.0, tokens=50, target=0.1, step=0.1) == 0
 
 
 # Acceptance

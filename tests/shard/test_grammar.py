@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from penstock.shard.decoding.grammar import Grammars, Unusable, bit
 from penstock.shard.decoding.sampler import Pick
+from penstock.shard.decoding.tree import Tree, chain, merge
 from penstock.shard.engine import Engine
 from penstock.shard.masks import Masks
 from penstock.shard.parallel import Ranks
@@ -42,8 +43,7 @@ def pieces() -> list[bytes]:
 
 def allowed(mask: NDArray[numpy.int32]) -> list[int]:
     """Ids in one row."""
-    words = mask.tolist()
-    return [32 * word + place for word in range(len(words)) for place in range(32) if words[word] >> place & 1]
+    return [int(token) for token in numpy.unpackbits(mask.view(numpy.uint8), bitorder="little").nonzero()[0]]
 
 
 def test_a_mask_holds_all_tokens_that_can_come_next_and_no_others(grammars: Grammars, pieces: list[bytes]) -> None:
@@ -68,7 +68,8 @@ def test_a_mask_holds_all_tokens_that_can_come_next_and_no_others(grammars: Gram
                 break
             tokens.append(chance.choice(allowed(mask)))
             text = after[tokens[-1]]
-            assert guide.completed_by(tokens[-1]) == (text in words and not any(w != text and w.startswith(text) for w in words))
+            completed = text in words and not any(w != text and w.startswith(text) for w in words)
+            assert guide.completed_by(tokens[-1:]) == guide.completed_by([*tokens[-1:], 1, 2]) == completed
             guide.follow(tokens)
         assert text in words
         assert not guide.problem
@@ -92,6 +93,65 @@ def test_what_is_followed_at_once_and_one_by_one_is_the_same(grammars: Grammars)
         right = chance.choice(ids)
         assert (slow.fits([right]), slow.fits([wrong]), slow.fits([right, wrong, right])) in ((1, 0, 1), (1, 0, 2), (1, 0, 3))
         tokens.append(right)
+
+
+SCHEMA = {"type": "object", "properties": {"kind": {"enum": ["a dog", "a cat"]}, "legs": {"type": "integer"}}, "required": ["kind"]}
+VISITED = {
+    "json": llguidance.LLMatcher.grammar_from_json_schema(json.dumps(SCHEMA)),
+    "text": regex("(.|\n)*"),
+    "words": regex("(one|two|three|four hundred|a b c d){1,9}"),
+    "nowhere": llguidance.LLMatcher.grammar_from_lark('start: "a" (x | /[a-c]+/)\nx: x "b"'),
+    "short": regex("[ab]{3}"),
+}
+
+
+@pytest.mark.parametrize("name", list(VISITED))
+def test_what_may_follow_a_draft_is_what_may_follow_its_path(name: str, grammars: Grammars) -> None:
+    """As a guide that has come there by itself says; what may not come is of no interest. Two stand at different places."""
+    chance = random.Random(name)
+    told: list[list[int]] = [[], []]
+    guides = [grammars.guide(VISITED[name]) for _ in told]
+    refused = followed = 0
+    ends = grammars._tokenizer.result().eos_tokens
+    for _ in range(12):
+        trees = [drafted(grammars, VISITED[name], own, chance) for own in told]
+        masks, complete = grammars.masks_along(guides, trees)
+        row = 0
+        for own, tree in zip(told, trees, strict=True):
+            paths = [own, *([*own, *(tree.tokens[one] for one in tree.path(node))] for node in range(len(tree)))]
+            for path in paths:
+                alone = grammars.guide(VISITED[name])
+                if all(token not in ends and alone.fits([token]) and alone.matcher.consume_token(token) for token in path):
+                    assert (masks[row] == grammars.masks([alone])[0]).all()
+                    assert complete[row] == alone.complete
+                    followed += 1
+                else:
+                    assert masks[row].any()
+                    refused += 1
+                row += 1
+        for guide, own, tree in zip(guides, told, trees, strict=True):
+            assert not guide.problem or name == "nowhere"
+            first = [tree.tokens[node] for node, parent in enumerate(tree.parents) if parent < 0]
+            own += [token for token in first if guide.fits([token]) and token not in ends][:1]
+            guide.follow(own)
+    assert refused > 50
+    assert followed > 50 or name == "short"
+
+
+def drafted(grammars: Grammars, grammar: str, own: list[int], chance: random.Random) -> Tree:
+    """A tree of paths that keep the grammar for a while."""
+    paths = []
+    for _ in range(4):
+        guide, path = grammars.guide(grammar), []
+        guide.follow(own)
+        for _ in range(chance.randint(0, 5)):
+            ids = allowed(grammars.masks([guide])[0])
+            wrong = not ids or chance.random() < 0.2
+            path.append(chance.choice([END, 0, 2000, 2047, chance.randrange(VOCABULARY)]) if wrong else chance.choice(ids))
+            if not wrong:
+                guide.follow([*own, *path])
+        paths.append(chain(path, [-chance.random() for _ in path]))
+    return merge(paths)
 
 
 def test_a_token_that_does_not_fit_is_a_problem_of_its_guide_alone(grammars: Grammars) -> None:

@@ -15,7 +15,9 @@ import pytest
 
 from penstock.proto import rpc, settings
 from penstock.proto import shard_pb2 as wire
+from penstock.shard import parallel
 from penstock.shard.config import ShardConfig
+from penstock.shard.parallel import NoMeeting
 from penstock.shard.sequence import Sampling
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import Habits, Remote, drive
@@ -133,3 +135,11 @@ def test_a_rank_that_dies_ends_the_other(ranks: Ranks) -> None:
     assert ranks.codes(10) == [1, -signal.SIGKILL]
     assert time.monotonic() - began < 10
     assert list(ranks.folder.iterdir()) == [ranks.folder / "rank-1"]  # of the one that had no time to clean up
+
+
+def test_a_port_that_another_has_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        expected = f"127.0.0.1, port {port}: Address already in use: choose another --master-port"
+        with pytest.raises(NoMeeting, match=expected):
+            parallel.Ranks(0, 2, tiny.CPU, "127.0.0.1", port)

@@ -3,6 +3,7 @@
 import functools
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from penstock.shard.decoding import sampler, verify
 from penstock.shard.decoding.growth import BestFirst, Drafting, Expansion, Growth, Wanted, best
 from penstock.shard.decoding.lookup import LONGEST, PLACES, Index, look_up
 from penstock.shard.decoding.proposers import Asked, Lookup, Merged
-from penstock.shard.decoding.tree import ROOT, Tree, size
+from penstock.shard.decoding.tree import ROOT, Tree
 from penstock.shard.decoding.verify import Rule
 from penstock.shard.sequence import Sampling
 from penstock.tests.shard.toy import Toy, end, group, next_token
@@ -136,6 +137,10 @@ class Watch:
         self.rounds: list[int] = []
         self._known: dict[int, set[int]] = {}
 
+    def ready(self, sequences: Sequence[Any]) -> list[bool]:
+        """See Model."""
+        return [True] * len(sequences)
+
     def logits(self, wanted: Sequence[Wanted]) -> Tensor:
         """See Model."""
         for one in wanted:
@@ -190,15 +195,25 @@ def test_nothing_is_asked_of_the_model_where_nothing_is_wanted() -> None:
     assert watch.rounds == []
 
 
-@pytest.mark.parametrize(
-    ("widths", "nodes", "expected"), [((3, 2, 1), 15, 15), ((3, 2, 1), 14, 9), ((3, 2, 1), 8, 3), ((3, 2), 2, 0)]
-)
-def test_an_expansion_grows_whole_layers(widths: tuple[int, ...], nodes: int, expected: int) -> None:
+@pytest.mark.parametrize("nodes", [15, 14, 8, 3, 2, 1])
+def test_an_expansion_keeps_its_most_probable_nodes(nodes: int) -> None:
     one = group(0, Sampling(temperature=1.0), 50)
-    [draft] = Drafting(MODEL, Expansion(widths)).propose([Asked(one, one.sequences[0], nodes, 9)]).drafts
-    assert len(draft.tree) == expected
-    layers = [draft.tree.depths.count(depth) for depth in range(len(widths))]
-    assert layers == [size(widths[: i + 1]) - size(widths[:i]) if size(widths[: i + 1]) <= nodes else 0 for i in range(len(widths))]
+    [whole] = Drafting(MODEL, Expansion((3, 2, 1))).propose([Asked(one, one.sequences[0], 15, 9)]).drafts
+    [draft] = Drafting(MODEL, Expansion((3, 2, 1))).propose([Asked(one, one.sequences[0], nodes, 9)]).drafts
+    assert len(whole.tree) == 15
+    assert draft.tree.tokens == whole.tree.cut(nodes).tokens
+    assert draft.tree.parents == whole.tree.cut(nodes).parents
+
+
+@pytest.mark.parametrize(("nodes", "widths"), [(15, (3, 2, 1)), (14, (3, 2)), (8, (3, 1)), (4, (3,)), (2, (2,)), (0, ())])
+def test_where_drafts_are_drawn_an_expansion_is_narrowed_whatever_they_are(nodes: int, widths: tuple[int, ...]) -> None:
+    for seed in range(20):
+        one = group(0, Sampling(temperature=1.0, seed=seed), 50)
+        drafting = Drafting(MODEL, Expansion((3, 2, 1)), Rule.REJECTION)
+        [draft] = drafting.propose([Asked(one, one.sequences[0], nodes, 9)]).drafts
+        assert len(draft.tree) <= nodes
+        for depth, tries in zip([-1, *draft.tree.depths], draft.drawn, strict=False):
+            assert len(tries) == (*widths, 0)[depth + 1]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

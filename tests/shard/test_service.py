@@ -14,10 +14,12 @@ import torch
 from penstock.proto import rpc
 from penstock.proto import shard_pb2 as wire
 from penstock.shard.config import ShardConfig
+from penstock.shard.decoding.budget import Allowance, Linear
+from penstock.shard.engine import Outcome
 from penstock.shard.loading import load
 from penstock.shard.relay import Sender
 from penstock.shard.sequence import Sampling
-from penstock.shard.service import Service, group_from
+from penstock.shard.service import Service, allowance_from, group_from, step_reply
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import Habits, Remote, drive, message
 from penstock.tests.shard.test_oracle import COUNT, prompt, prompts, requests
@@ -41,7 +43,7 @@ class Process:
 
     def start(self) -> None:
         """The model is loaded."""
-        self.service.start(tiny.engine(NAME, page_size=4, pages=0), Sender("", 0))
+        self.service.start(tiny.engine(NAME, page_size=4, pages=0), Sender(ShardConfig(folder="", model="")))
 
     def close(self) -> None:
         self.channel.close()
@@ -245,6 +247,28 @@ def test_a_group_survives_the_wire() -> None:
     plain = tiny.group(1, [1], 1)
     assert group_from(message(plain)) == plain
     assert group_from(wire.Group(tokens=[1])).sampling == Sampling()
+
+
+def test_what_drafts_may_cost_survives_the_wire() -> None:
+    told = wire.Allowance(step_seconds=0.5, first_seconds=0.25, draft_seconds=0.125, round_seconds=2.0, most=7)
+    told.needed_uids.extend([1 << 40, 3])
+    told.needed.extend([1.5, 0.0])
+    for request in (wire.DecodeRequest(allowance=told), wire.PrefillRequest(allowance=told)):
+        found = allowance_from(type(request).FromString(request.SerializeToString()))
+        assert found is not None
+        assert found == Allowance(Linear(step=0.5, draft=0.125, round=2.0, first=0.25), 7, {1 << 40: 1.5, 3: 0.0})
+        assert found.cost.seconds(2, 1) == 0.5 + 0.25 + 2 * 0.125 + 2.0
+        assert found.cost.seconds(0, 0) == 0.5
+        assert allowance_from(type(request)()) is None
+
+
+def test_what_was_guessed_is_in_columns() -> None:
+    outcome = Outcome(drafted=5, accepted=3, guessed=[(7, 2, 1), (9, 3, 2)], tried=[2, 1], kept=[2, 1], draft_seconds=0.5, rounds=4)
+    step = step_reply(1, outcome).step
+    columns = zip(step.guessed_uids, step.guessed_drafted, step.guessed_accepted, strict=True)
+    assert (list(columns), step.drafted_tokens, step.accepted_tokens) == (outcome.guessed, 5, 3)
+    assert (list(step.tried_by_depth), list(step.kept_by_depth)) == ([2, 1], [2, 1])
+    assert (step.draft_seconds, step.rounds) == (0.5, 4)
 
 
 def test_columns_hold_log_probabilities_of_transformers(warm: Process) -> None:

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import pytest
 
 from penstock.kernels.attention import ancestry
-from penstock.shard.decoding.tree import MOST_NODES, ROOT, Tree, chain, lay, merge, moves, size
+from penstock.proto.speculation import MOST_DRAFTS, Speculation
+from penstock.shard.decoding.tree import MOST_NODES, ROOT, Tree, chain, lay, merge, moves
 
 SEEDS = range(25)
 EMPTY = Tree()
@@ -201,4 +202,4 @@ def test_nothing_moves_when_the_first_chain_is_accepted() -> None:
 
 @pytest.mark.parametrize(("widths", "nodes"), [((), 0), ((1, 1, 1), 3), ((4, 2, 2, 1), 44), ((1, 1, 3, 1, 1, 1, 1, 1), 20)])
 def test_sizes_of_expansions(widths: Sequence[int], nodes: int) -> None:
-    assert size(widths) == nodes <= MOST_NODES
+    assert Speculation(widths=tuple(widths)).grown == nodes <= MOST_NODES == MOST_DRAFTS

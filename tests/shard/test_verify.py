@@ -407,7 +407,7 @@ def test_what_is_accepted_ends_where_plain_decoding_ends(
     picks = [Pick(token, 0.0, complete=i in complete) for i, token in enumerate(picked)]
     accepted = verify.accept(one, one.sequences[0], chain([5, 6, 7]), picks)
     assert accepted.path == path
-    assert [pick.token for pick in accepted.picks if pick] == tokens
+    assert [pick.token for pick in accepted.picks] == tokens
     assert accepted.finish == finish
 
 
@@ -415,7 +415,7 @@ def test_an_end_within_the_drafts_is_the_end() -> None:
     one = group(0, Sampling(), 10, end_ids=(6,))
     accepted = verify.accept(one, one.sequences[0], chain([5, 6, 7]), [Pick(token, 0.0) for token in (5, 6, 7, 8)])
     assert (accepted.path, accepted.finish) == ([0], Finish.END)
-    assert [pick.token for pick in accepted.picks if pick] == [5, 6]
+    assert [pick.token for pick in accepted.picks] == [5, 6]
 
 
 def test_no_draft_is_deeper_than_the_answer_may_be_long() -> None:
@@ -436,12 +436,14 @@ def test_logits_that_are_not_finite_matter_where_the_answer_goes(rule: Rule) -> 
     logits[1, 6] = 50
     picks = verify.pick(logits, rows, drafts, rule)
     assert picks[3] is None
-    assert [pick and pick.token for pick in verify.accept(one, one.sequences[0], tree, picks).picks] == [5, 6, 3]
+    assert [pick.token for pick in verify.accept(one, one.sequences[0], tree, picks).picks] == [5, 6, 3]
     logits[1] = torch.inf
     picks = verify.pick(logits, rows, drafts, rule)
     accepted = verify.accept(one, one.sequences[0], tree, picks)
-    assert [pick and pick.token for pick in accepted.picks] == [5, None]
-    assert accepted.path == [0]
+    assert ([pick.token for pick in accepted.picks], accepted.path) == ([5], [])  # it is for the next step to fail
+    logits[0] = torch.inf
+    accepted = verify.accept(one, one.sequences[0], tree, verify.pick(logits, rows, drafts, rule))
+    assert (accepted.picks, accepted.path, accepted.finish) == ([], [], Finish.NOT)
 
 
 def test_a_mask_binds_rejection() -> None:

@@ -65,6 +65,20 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen2-window": lambda: transformers.Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
     "qwen3": lambda: transformers.Qwen3Config(**SMALL, head_dim=16),
 }
+TINIEST: dict[str, Any] = {
+    "vocab_size": 4,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+}
+# Not of interest as families: as many tokens as the demo model's tokenizer has, and so few that answers can be enumerated.
+OTHERS: dict[str, Callable[[], Any]] = {
+    "words": lambda: transformers.LlamaConfig(**SMALL | {"vocab_size": 2048, "num_hidden_layers": 1}),
+    "four": lambda: transformers.LlamaConfig(**TINIEST),
+}
 
 
 @functools.cache
@@ -89,7 +103,7 @@ def _made(name: str) -> Path:
         "MistralConfig": transformers.MistralForCausalLM,
         "Qwen2Config": transformers.Qwen2ForCausalLM,
         "Qwen3Config": transformers.Qwen3ForCausalLM,
-    }[type(config := FAMILIES[name]()).__name__](config)
+    }[type(config := (FAMILIES | OTHERS)[name]()).__name__](config)
     with torch.no_grad():
         for key, value in model.named_parameters():
             # Wide, so that logits lie far apart; norms around 1, so that leaving one out shows.

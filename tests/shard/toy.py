@@ -5,6 +5,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy
 import torch
@@ -47,8 +48,12 @@ class Toy:
         places = torch.tensor([list(end) for end in ends])
         return self.table[places[:, 0], places[:, 1]]
 
+    def ready(self, sequences: Sequence[Any]) -> list[bool]:
+        """As a draft model: always."""
+        return [True] * len(sequences)
+
     def logits(self, wanted: Sequence[Wanted]) -> Tensor:
-        """As a draft model."""
+        """Likewise."""
         return self.after([end(one, node) for one in wanted for node in one.nodes])
 
 
@@ -127,16 +132,36 @@ def speculate(
 
 def exact(model: Toy, sampling: Sampling, count: int, prompt: Sequence[int] = PROMPT) -> NDArray[numpy.float64]:
     """The joint distribution of the first `count` tokens, by enumeration: [vocabulary] * count."""
-    result = numpy.ones((model.vocabulary,) * count)
+    return joint(lambda text: model.table[text[-2], text[-1]], model.vocabulary, sampling, count, prompt, len(prompt))
+
+
+def joint(
+    logits: Callable[[Sequence[int]], Tensor],
+    vocabulary: int,
+    sampling: Sampling,
+    count: int,
+    text: Sequence[int],
+    prompt_length: int,
+) -> NDArray[numpy.float64]:
+    """That of the `count` tokens after a text, which begins with the prompt. logits: after a text."""
+    result = numpy.ones((vocabulary,) * count)
     for length in range(count):
-        for path in itertools.product(range(model.vocabulary), repeat=length):
-            result[path] *= next_token(model, sampling, [*prompt, *path], len(prompt)).reshape(-1, *(1,) * (count - 1 - length))
+        for path in itertools.product(range(vocabulary), repeat=length):
+            after = [*text, *path]
+            scores = logits(after).double().numpy().copy()
+            result[path] *= distribution(scores, sampling, after, prompt_length).reshape(-1, *(1,) * (count - 1 - length))
     return result
 
 
 def next_token(model: Toy, sampling: Sampling, text: Sequence[int], prompt_length: int) -> NDArray[numpy.float64]:
-    """[vocabulary]: written once more, without a look at how the shard does it."""
-    scores = model.table[text[-2], text[-1]].double().numpy().copy()
+    """[vocabulary]."""
+    return distribution(model.table[text[-2], text[-1]].double().numpy().copy(), sampling, text, prompt_length)
+
+
+def distribution(
+    scores: NDArray[numpy.float64], sampling: Sampling, text: Sequence[int], prompt_length: int
+) -> NDArray[numpy.float64]:
+    """[vocabulary], from the logits after a text: written once more, without a look at how the shard does it."""
     output = text[prompt_length:]
     for token in set(text):
         scores[token] *= sampling.repetition_penalty if scores[token] < 0 else 1 / sampling.repetition_penalty

@@ -1,0 +1,69 @@
+"""The draft model that `--speculate draft=...` names: where it is, and whether it can guess for the model that is served."""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+from ..proto.speculation import Speculation
+from ..shard.models.families import shape
+from . import checkpoint, hub
+from .checkpoint import Checkpoint
+from .mistake import Mistake
+from .options import Options
+
+TOKENIZER = "tokenizer.json"
+REMEDY = "take a draft model of the same family, made with the same tokenizer"
+
+
+def resolve(asked: Options, model: Checkpoint, weights: bool = True) -> tuple[Speculation, Checkpoint | None]:
+    """What `--speculate` says, with the draft model's folder instead of its name; and that model, if there is one. Raises Mistake.
+
+    weights: whether they are needed; without, a download takes the small files only.
+    """
+    said = asked.speculation
+    if not said.draft:
+        return said, None
+    try:
+        _, folder = hub.locate(said.draft, "", asked.huggingface_hub_cache, not asked.json_output, weights)
+        ask = functools.partial(hub.remote, said.draft, "") if hub.on_hub(said.draft) and not weights else None
+        draft = checkpoint.read(folder, asked.load_format, ask)
+        shape(draft.config)
+        check_vocabulary(folder, model.folder)
+    except (Mistake, ValueError) as error:
+        raise Mistake(f"--speculate draft={said.draft}: {error}") from None
+    return dataclasses.replace(said, draft=str(folder)), draft
+
+
+def check_vocabulary(draft: Path, model: Path) -> None:
+    """Raises Mistake unless both have the same tokens; what only one of them has added behind those is no difference. Without a
+    tokenizer, as random weights may come, nothing is compared."""
+    texts = [folder / TOKENIZER for folder in (draft, model)]
+    if not all(path.is_file() for path in texts) or texts[0].read_bytes() == texts[1].read_bytes():
+        return
+    (guessed, guessed_added), (known, known_added) = map(_tokens, texts)
+    for id in sorted(guessed.keys() | known.keys() | (guessed_added.keys() & known_added.keys())):
+        one, other = guessed.get(id, guessed_added.get(id)), known.get(id, known_added.get(id))
+        if one != other:
+            raise Mistake(
+                f"its tokens are not the model's, id {id} is {_shown(one)} there and {_shown(other)} in {model}: {REMEDY}"
+            )
+
+
+def _tokens(path: Path) -> tuple[dict[int, str], dict[int, str]]:
+    """By id: the vocabulary's own tokens, and those that were added."""
+    try:
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
+        vocabulary = content["model"]["vocab"]
+        if isinstance(vocabulary, dict):
+            own = {int(id): str(token) for token, id in vocabulary.items()}
+        else:  # of Unigram: with scores, in the order of the ids
+            own = {id: str(token) for id, (token, _) in enumerate(vocabulary)}
+        return own, {int(one["id"]): str(one["content"]) for one in content.get("added_tokens", ())}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise Mistake(f"{path} has no vocabulary: save the tokenizer with transformers' AutoTokenizer") from None
+
+
+def _shown(token: str | None) -> str:
+    return "none" if token is None else repr(token)

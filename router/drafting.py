@@ -1,0 +1,150 @@
+"""What drafts cost in a step, and how many the next one may have. Pure arithmetic on a few floats; the shards decide which
+sequences get them, by what is accepted of each (docs/speculation.md).
+
+    seconds = plain(sequences, keys) + first + draft * drafts + round * runs of the draft model
+
+What `cost.Cost` says of a token is what many cost together; that a few more beside a few are nearly free on a device that waits for
+its memory, and dear on one that computes, is in no straight line. So all four are learned for each load by itself, that is for each
+power of two of sequences that decode, from steps that do nothing else. What was learned of a load is kept while others are seen:
+drafts come back when the load falls. Until something was measured, a draft costs what one more sequence does; more than that it
+hardly ever does, so what a step takes beyond is first of all for the way that steps with drafts take.
+
+Steps with drafts can't say what they would have taken without, and steps without not what drafts would cost. So there is
+  a step without   now and then where those with drafts are usual
+  a trial          now and then where they are not: some steps in a row, since a draft model that was not asked for long has to
+                   catch up first. Its price bounds how often
+  another number   of drafts now and then where it is always the same: costs are told that explain what was measured as well
+Whatever is believed of costs, steps with drafts that were slower than those without end them, up to the next trial.
+"""
+
+from dataclasses import dataclass, replace
+
+from .cost import Cost, Work
+from .loads import Load
+from .policies import PROMPT_SHARE, Measured, target_of
+
+LOADS = 16  # powers of two
+KNOWN = 2.0  # steps without drafts that have to be there before any are allowed
+PLAIN = 64  # steps with drafts after which there is one without
+TRIAL = 6  # steps of a trial
+IDLE = 2  # steps without drafts that are none where they are usual
+TRYING = 0.005  # of the time without drafts may be lost by trials ...
+LEARNING = 0.015  # ... and by the first ones: so much by the second, half of it by the next, ...
+SLOPES = 16  # steps after which the model of cost is asked again: to fit it takes longer than all that is done here
+MARGIN = 1.03  # what a gain has to exceed, as costs are wrong by that much
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """What the drafts of a step probably take, and how many there may be. Seconds."""
+
+    step: float  # without drafts
+    first: float  # that there are any
+    draft: float  # each
+    round: float  # each run of the draft model
+    most: int
+    target: float  # between two tokens of a stream that has a latency target
+
+
+class Drafting:
+    """One instance for one scheduler."""
+
+    def __init__(self, cost: Cost, step_tokens: int, drafts: int, target: float = 0.0) -> None:
+        """cost: as it is whenever this is asked; drafts: the most of a sequence; target: seconds that a step may take, as the
+        operator says; 0: by what it takes without prompts and drafts."""
+        self._cost = cost
+        self._step_tokens = step_tokens
+        self._drafts = drafts
+        self._target = target
+        self._loads = [Load() for _ in range(LOADS)]
+        self._slopes = cost.slopes
+        self._age = 0  # steps since they were asked for
+
+    def learn(self, step: Measured) -> None:
+        """A step was answered. Those with prompts say little of what drafts take."""
+        if step.prompt_tokens or step.decodes <= 0 or step.net <= 0:
+            return
+        self._age += 1
+        if self._age >= SLOPES:
+            self._slopes, self._age = self._cost.slopes, 0
+        load = self._load(step.decodes)
+        if step.rounds:
+            load.rounds.add(max(step.draft_seconds / step.rounds, 1e-9))
+        if not step.drafted:
+            load.plain.add(step.net, step.decodes, step.read)
+            load.turns += load.since > 0
+            load.since, load.idle = 0, load.idle + 1
+            load.saved += max(TRYING, LEARNING / 2**load.trials) * step.net
+            return
+        plain = self._plain(load, step.decodes, step.read)
+        load.add(step.drafted, step.net - plain, step.net)
+        load.gain(step.decodes + step.accepted, step.decodes * step.seconds / plain)
+        load.price += 0.2 * (max(step.seconds - plain * (1 + step.accepted / step.decodes), 0.0) - load.price)
+        load.since, load.idle = load.since + 1, 0
+        load.trial = max(load.trial - 1, 0)
+
+    def allow(self, decodes: int, keys: float, prompts: Work) -> Allowance:
+        """Of the next step. keys: that the sequences which decode will see; prompts: what it computes beside them."""
+        load = self._load(decodes)
+        alone = self._plain(load, decodes, keys)
+        token, key, _ = self._slopes
+        first, draft = load.fit(token + key * keys / decodes, alone)
+        each = draft + first * load.often  # no less than that, even if there are more than usual
+        first, draft = load.tilted(first, draft)
+        target = target_of(self._target, alone)
+        step, share = alone, 1.0
+        if prompts.tokens:
+            both = Work(decodes + prompts.tokens, prompts.seen, keys + prompts.read, decodes)
+            step = alone + self._cost.predict(both) - self._cost.predict(Work(decodes, 0.0, keys, decodes))
+            share = PROMPT_SHARE
+        room = max(0, self._step_tokens - decodes - int(prompts.tokens) - 1)  # and one that the shards may try
+        if each > 0:
+            room = min(room, int(max(target - step, share * alone) / each))
+        return self._decided(load, Allowance(step, first, draft, self._round(decodes), room, target), decodes, not prompts.tokens)
+
+    def _decided(self, load: Load, found: Allowance, decodes: int, alone: bool) -> Allowance:
+        """What is told. alone: no prompts are in the step."""
+        none = replace(found, most=0)
+        if load.plain.count < KNOWN:
+            return none
+        if alone and not load.trial and load.idle > IDLE and load.saved > TRIAL * load.price:
+            load.trial, load.saved, load.trials = TRIAL, 0.0, load.trials + 1
+        if alone and load.trial:
+            return replace(found, first=0.0, draft=0.0, round=0.0, most=min(found.most, self._drafts * max(1, decodes // 8)))
+        return found if load.since < PLAIN and not load.loses and self._may_pay(found, decodes) else none
+
+    def _may_pay(self, found: Allowance, decodes: int) -> bool:
+        """Whether drafts are worth it if all are accepted. Else the shards need not even think of them."""
+        drafts = min(found.most, decodes * self._drafts)
+        seconds = found.step + found.first + found.draft * drafts + found.round
+        return (decodes + drafts) / seconds > MARGIN * decodes / found.step
+
+    def _plain(self, load: Load, decodes: float, keys: float) -> float:
+        """Seconds of a step without drafts: as others at this load, with the difference that `Cost` says."""
+        mean = load.plain
+        if not mean.count:
+            return self._cost.predict(Work(decodes, 0.0, keys, decodes))
+        token, _, key = self._slopes
+        return max(mean.seconds + token * (decodes - mean.sequences) + key * (keys - mean.keys), mean.seconds / 2)
+
+    def _round(self, decodes: int) -> float:
+        """Seconds of a run of the draft model: at the nearest load at which there was one. None yet: they are found out by one."""
+        place = _place(decodes)
+        known = [(abs(i - place), i) for i, load in enumerate(self._loads) if load.rounds.count]
+        return self._loads[min(known)[1]].rounds.seconds if known else 0.0
+
+    def _load(self, decodes: int) -> Load:
+        return self._loads[_place(decodes)]
+
+
+def _place(decodes: int) -> int:
+    return min(max(decodes - 1, 0).bit_length(), LOADS - 1)
+
+
+def needed(elapsed: float, tokens: int, target: float, ahead: float, steps: int) -> float:
+    """Tokens that the next step has to bring a stream so that it has one per `target` seconds when that is over.
+
+    elapsed: seconds since its first token, after which so many came; ahead: seconds until the next step is over; steps: how many
+    are under way before it, of which each brings one.
+    """
+    return max(0.0, (elapsed + ahead) / target - tokens - steps)

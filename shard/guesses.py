@@ -1,0 +1,159 @@
+"""What is guessed of each sequence for a step: how much, by the budget, and what, by the proposers. Alike on all ranks.
+
+Where there is a draft model only rank 0 asks it, and tells the others. Pages for what it computes are taken by all.
+"""
+
+from collections.abc import Sequence as Listing
+
+import torch
+from torch import Tensor
+
+from ..proto.speculation import Speculation
+from .decoding.budget import Acceptance, Allowance, Probes, Wish, Worth, divide, worthwhile
+from .decoding.growth import BestFirst, Drafting, Expansion, Growth, Model
+from .decoding.lookup import Index
+from .decoding.proposers import Asked, Lookup, Merged, Proposed, Proposer
+from .decoding.tree import Tree
+from .decoding.verify import Draft, Rule, room
+from .drafter import Drafter
+from .masks import Masks
+from .pages import OutOfPages, PagePool
+from .parallel import Ranks
+from .sequence import Group, Sequence
+
+# Runs of the draft model for a tree that grows best first.
+ROUNDS = 8
+
+
+class Guesses:
+    """`rule` verifies what `proposer` proposes; `probabilities` are those of the last step's drafts, for the rule `rejection`."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        device: torch.device,
+        speculation: Speculation | None = None,
+        drafter: Drafter | None = None,
+        masks: Masks | None = None,
+    ) -> None:
+        """drafter: on rank 0, if there is a draft model; masks: what its guesses keep grammars by."""
+        self._speculation = speculation or Speculation()
+        self._ranks = ranks
+        self._device = device
+        self._acceptance = Acceptance()  # of all sequences
+        self._probes = Probes()
+        self.drafter = drafter
+        self.rule = Rule(self._speculation.verify)
+        self.proposer = _proposer(self._speculation, masks.kept_by(drafter) if masks and drafter else drafter)
+        self.probabilities: Tensor | None = None
+
+    @property
+    def most(self) -> int:
+        """Drafts of a sequence."""
+        return self._speculation.most
+
+    @property
+    def trees(self) -> bool:
+        """Whether they may be other than chains."""
+        asked = self._speculation
+        return asked.nodes > 1 or max(asked.widths, default=1) > 1 or bool(asked.draft and asked.ngram)
+
+    def ask(self, groups: Listing[Group], allowance: Allowance | None, pool: PagePool) -> list[Asked]:
+        """How much is guessed in the next step: as much as a group may have, its sequences may still take, and is worth it."""
+        asked = self._asked(groups, allowance)
+        return [one for one in asked if _extend(one, pool)] if self._speculation.draft else asked
+
+    def propose(self, asked: Listing[Asked]) -> int:
+        """Gives the sequences their drafts. Returns how often the draft model ran."""
+        rounds = self.drafter.rounds if self.drafter else 0
+        proposed = self._told(asked) if self._speculation.draft else self.proposer.propose(asked)
+        self.probabilities = proposed.probabilities
+        for one, draft in zip(asked, proposed.drafts, strict=True):
+            one.sequence.draft, one.sequence.tried = draft.tree, draft.drawn
+        return self.drafter.rounds - rounds if self.drafter else 0
+
+    def forget(self, asked: Listing[Asked]) -> None:
+        """Proposing broke off: nothing is guessed, and the draft model begins anew with these sequences."""
+        for one in asked:
+            one.sequence.draft, one.sequence.tried, one.sequence.sketch = Tree(), (), None
+            if self.drafter:
+                self.drafter.forget(one.sequence.pages)
+
+    def _asked(self, groups: Listing[Group], allowance: Allowance | None) -> list[Asked]:
+        if allowance is not None and not allowance.most:
+            return []
+        able = []
+        for group in groups:
+            for sequence in group.sequences:
+                sequence.acceptance = sequence.acceptance or Acceptance(self._acceptance)
+                depth = room(group, sequence)
+                if depth and group.drafts:
+                    able.append((group, sequence, sequence.acceptance, depth))
+        if allowance is None:
+            counts = [worthwhile(tracker, min(group.drafts, depth)) for group, _, tracker, depth in able]
+            rounds = max(counts, default=0)
+        else:
+            wishes = [
+                Wish(self._worth(tracker, group.drafts, depth), allowance.needed.get(group.uid, 0.0))
+                for group, _, tracker, depth in able
+            ]
+            trackers = [tracker for _, _, tracker, _ in able]
+            counts, rounds = self._probes.add(trackers, *divide(wishes, allowance.cost, allowance.most), allowance.cost)
+        return [
+            Asked(group, sequence, count, min(depth, rounds), _index(sequence))
+            for (group, sequence, _, depth), count in zip(able, counts, strict=True)
+            if count
+        ]
+
+    def _worth(self, tracker: Acceptance, nodes: int, depth: int) -> Worth:
+        """Of what is proposed for a sequence."""
+        asked = self._speculation
+        if not asked.nodes and max(asked.widths, default=1) == 1:
+            return tracker.chain(min(nodes, depth, max(len(asked.widths), asked.ngram) or nodes))
+        layers = max(ROUNDS if asked.nodes else len(asked.widths), asked.ngram)
+        return tracker.tree(nodes, min(depth, layers), max(asked.widths, default=len(asked.widths) or nodes))
+
+    def _told(self, asked: Listing[Asked]) -> Proposed:
+        """What rank 0 proposes."""
+        if self._ranks.size == 1:
+            return self.proposer.propose(asked)
+        proposed = self.proposer.propose(asked) if self.drafter else Proposed([Draft() for _ in asked])
+        codes: list[int] = []
+        for one, draft in zip(asked, proposed.drafts, strict=True):
+            padding = [0] * (one.nodes - len(draft.tree))
+            codes += [len(draft.tree), *draft.tree.tokens, *padding, *draft.tree.parents, *padding]
+        told = iter(self._ranks.tell(torch.tensor(codes, device=self._device)).tolist())
+        if self.drafter:
+            return proposed
+        return Proposed([Draft(_read(next(told), [next(told) for _ in range(2 * one.nodes)])) for one in asked])
+
+
+def _proposer(asked: Speculation, model: Model | None) -> Proposer:
+    if model is None:
+        return Lookup()
+    growth: Growth = BestFirst(ROUNDS) if asked.nodes else Expansion(asked.widths)
+    drafting = Drafting(model, growth, Rule(asked.verify))
+    return Merged([drafting, Lookup()]) if asked.ngram else drafting
+
+
+def _index(sequence: Sequence) -> Index:
+    sequence.index = sequence.index or Index()
+    return sequence.index
+
+
+def _extend(one: Asked, pool: PagePool) -> bool:
+    """Pages for all nodes; False, and none, if there are too few."""
+    try:
+        before = len(one.sequence.pages)
+        pool.extend(one.sequence.pages, len(one.sequence.tokens) + one.nodes)
+    except OutOfPages:
+        return False
+    if len(one.sequence.pages) > before:
+        one.group.counted = -1
+    return True
+
+
+def _read(count: int, codes: Listing[int]) -> Tree:
+    """A tree as rank 0 told it; how probable its nodes are doesn't matter any more."""
+    half = len(codes) // 2
+    return Tree(tuple(codes[:count]), tuple(codes[half : half + count]), (0.0,) * count)

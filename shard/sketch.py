@@ -1,0 +1,36 @@
+"""How far a draft model is with a sequence, which may have found, restored or shared its pages without it. Plain ints."""
+
+from collections.abc import Sequence as Listing
+from collections.abc import Set
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Sketch:
+    """Of one sequence. What it says may be too little, never too much."""
+
+    computed: int = 0  # leading tokens whose keys and values the draft model has
+    ahead: list[int] = field(default_factory=list)  # drafts that it has computed behind all of them, each on top of the one before
+    behind: list[int] = field(default_factory=list)  # pages in which they are, from that of token `computed` on
+    settled: int = 0  # leading pages that are not looked at again
+
+    def accept(self, tokens: Listing[int], size: int) -> list[int]:
+        """Drafts that have become tokens stay computed, but for the last one. Returns the pages that they have filled."""
+        first, end = self.computed, len(tokens) - 1
+        while self.ahead and self.computed < end and self.ahead[0] == tokens[self.computed]:
+            self.computed += 1
+            del self.ahead[0]
+        filled = self.behind[: self.computed // size - first // size]
+        self.ahead, self.behind, self.computed = [], [], min(self.computed, end)
+        return filled
+
+    def look(self, end: int, pages: Listing[int], size: int, full: Set[int], final: int) -> None:
+        """Finds out what is computed in the pages of so many tokens. full: those that are computed whole, whoever has done it;
+        final: leading pages that can't be swapped for others of the same content any more."""
+        for i in range(self.settled, self.computed // size):
+            if pages[i] not in full:
+                self.computed = i * size
+                break
+        self.settled = min(final, self.computed // size)
+        while (whole := (self.computed // size + 1) * size) <= end and pages[self.computed // size] in full:
+            self.computed = whole

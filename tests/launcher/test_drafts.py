@@ -1,0 +1,106 @@
+"""Draft models: found, and compared with the model that they guess for."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.launcher import checkpoint, cli, hub, machine, plan
+from penstock.launcher.drafts import check_vocabulary, resolve
+from penstock.launcher.machine import Machine
+from penstock.launcher.mistake import Mistake
+from penstock.launcher.options import Options
+from penstock.proto.speculation import Speculation, parse
+
+DEMO = checkpoint.read(hub.DEMO_FOLDER, "auto")
+VOCABULARY = {"a": 0, "b": 1, "c": 2}
+
+
+def folder(path: Path, vocabulary: Any, added: dict[str, int] | None = None) -> Path:
+    """With a tokenizer.json."""
+    path.mkdir()
+    tokens = [{"id": id, "content": token} for token, id in (added or {}).items()]
+    (path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": tokens}))
+    return path
+
+
+def test_without_a_draft_model() -> None:
+    assert resolve(Options(), DEMO) == (Speculation(), None)
+    assert resolve(Options(speculate="3"), DEMO) == (Speculation(ngram=3), None)
+
+
+def test_the_embedded_draft_model() -> None:
+    asked = Options(speculate="draft=demo-draft,tokens=4,ngram=2")
+    said, draft = resolve(asked, DEMO)
+    assert draft is not None
+    assert (said.draft, said.most, draft.folder) == (str(hub.DRAFT_FOLDER), 6, hub.DRAFT_FOLDER)
+    planned = plan.divide(asked, DEMO, Machine(cores=2, memory=1 << 32, fast_bfloat16=False))
+    [shard] = cli.shard_configs(asked, "name", planned, ["a"], "r", said)
+    assert parse(shard.speculate) == said
+    assert cli.router_config(asked, "name", hub.DEMO_FOLDER, []).speculate == 6
+
+
+def test_a_folder_wherever_the_server_is_started_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine").symlink_to(hub.DRAFT_FOLDER)
+    monkeypatch.chdir(tmp_path)
+    said, _ = resolve(Options(speculate="draft=mine"), DEMO)
+    assert said.draft == str(hub.DRAFT_FOLDER)
+
+
+def test_without_weights_and_tokenizers_nothing_is_compared(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((hub.DRAFT_FOLDER / "config.json").read_text())
+    said, _ = resolve(Options(speculate=f"draft={tmp_path}", load_format="dummy"), DEMO)
+    assert said.draft == str(tmp_path)
+
+
+def test_what_is_wrong_with_it_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(Mistake, match=r"^--speculate draft=\S+: \S+ has no config.json"):
+        resolve(Options(speculate=f"draft={tmp_path}"), DEMO)
+    (tmp_path / "config.json").write_text('{"architectures": ["StrangeForCausalLM"]}')
+    with pytest.raises(Mistake, match=r"^--speculate draft=\S+: .*StrangeForCausalLM"):
+        resolve(Options(speculate=f"draft={tmp_path}", load_format="dummy"), DEMO)
+    other = folder(tmp_path / "other", {"<unk>": 0})
+    for name in ("config.json", "model.safetensors"):
+        (other / name).symlink_to(hub.DRAFT_FOLDER / name)
+    with pytest.raises(Mistake, match=r"^--speculate draft=\S+: its tokens are not the model's, id \d+ is .*same tokenizer$"):
+        resolve(Options(speculate=f"draft={other}"), DEMO)
+
+
+def test_vocabularies(tmp_path: Path) -> None:
+    model = folder(tmp_path / "model", VOCABULARY, {"<end>": 3})
+    same = [
+        folder(tmp_path / "same", dict(reversed(VOCABULARY.items())), {"<end>": 3}),
+        folder(tmp_path / "unigram", [[token, -1.5] for token in VOCABULARY], {"<end>": 3}),
+        folder(tmp_path / "fewer", VOCABULARY),  # of those that were added
+        folder(tmp_path / "more", VOCABULARY, {"<end>": 3, "<tool>": 4}),
+        folder(tmp_path / "added", {"a": 0, "b": 1}, {"c": 2}),
+    ]
+    for one in same:
+        check_vocabulary(one, model)
+    others = {
+        "id 2 is 'd' there and 'c'": folder(tmp_path / "d", {"a": 0, "b": 1, "d": 2}),
+        "id 1 is 'c' there and 'b'": folder(tmp_path / "swapped", {"a": 0, "c": 1, "b": 2}),
+        "id 2 is none there and 'c'": folder(tmp_path / "short", {"a": 0, "b": 1}),
+        "id 3 is 'x' there and '<end>'": folder(tmp_path / "long", {**VOCABULARY, "x": 3}),
+        "id 3 is '<stop>' there and '<end>'": folder(tmp_path / "stop", VOCABULARY, {"<stop>": 3}),
+        "no vocabulary": folder(tmp_path / "empty", None),
+    }
+    for problem, one in others.items():
+        with pytest.raises(Mistake, match=problem):
+            check_vocabulary(one, model)
+
+
+def test_a_lossy_rule_is_named_when_the_server_starts(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(cli, "Server", lambda **given: type("Server", (), {"run": lambda self: 0})())
+    port = str(machine.free_port(21000))
+    for verify, said in (("typical", True), ("gumbel", False)):
+        assert cli.main(["serve", "--port", port, "--speculate", f"ngram=3,verify={verify}"]) == 0
+        assert ("verify=typical is lossy" in "".join(capfd.readouterr())) is said
+
+
+def test_errors_are_told_before_anything_starts(capfd: pytest.CaptureFixture[str]) -> None:
+    for text in ("tokens=3", "draft=/nowhere/at/all", "200"):
+        assert cli.main(["serve", "--speculate", text]) == 2
+        [line] = capfd.readouterr().err.splitlines()
+        assert line.startswith("penstock: error: --speculate")

@@ -1,0 +1,194 @@
+"""A draft model: with the target itself as its own, every guess is right, whatever becomes of pages."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from penstock.proto.speculation import parse
+from penstock.shard.decoding.budget import Allowance, Linear
+from penstock.shard.decoding.growth import Wanted
+from penstock.shard.drafter import SHORT, Drafter
+from penstock.shard.engine import Engine, Outcome
+from penstock.shard.guesses import Guesses
+from penstock.shard.parallel import Ranks
+from penstock.shard.sequence import Group, Sampling
+from penstock.shard.sketch import Sketch
+from penstock.tests.shard import tiny
+from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
+from penstock.tests.shard.test_oracle import at_rest, prompt
+from penstock.tests.shard.test_sharing import room
+from penstock.tests.shard.test_speculation import asked, expected
+
+SHAPES = ["tokens=8", "tree=3x2x1", "nodes=64", "tree=2x2,ngram=3"]
+
+
+def engine(said: str, page_size: int = 16, pages: int = 1024, prefix_caching: bool = True, draft: str = "llama") -> Engine:
+    """A tiny model with another, or itself, as its draft model."""
+    target = tiny.decoder("llama")
+    drafter = Drafter(tiny.decoder(draft), tiny.VOCABULARY, tiny.CPU)
+    guesses = Guesses(target.ranks, tiny.CPU, parse(f"draft=x,{said}"), drafter)
+    result = Engine(target, tiny.CPU, page_size, prefix_caching, guesses=guesses)
+    result.resize(pages, page_size)
+    return result
+
+
+def free(engine: Engine) -> Engine:
+    """Drafts cost nothing there, so that there are as many as can be."""
+    plain_prefill, plain_decode = engine.prefill, engine.decode
+    allowance = Allowance(Linear(1.0, 0.0, 0.0), 1000)
+
+    def prefill(*arguments: object) -> Outcome:
+        return plain_prefill(*arguments, allowance)  # type: ignore[arg-type]
+
+    def decode(batches: Sequence[int]) -> Outcome:
+        return plain_decode(batches, allowance)
+
+    engine.prefill, engine.decode = prefill, decode  # type: ignore[method-assign,assignment]
+    return engine
+
+
+def all_of(said: str) -> int:
+    return parse(f"draft=x,{said}").most
+
+
+@pytest.mark.parametrize("said", SHAPES)
+@pytest.mark.parametrize(
+    ("page_size", "chunk", "prefix_caching", "draft"),
+    [(16, 7, True, "llama"), (4, UNLIMITED, False, "llama"), (1, 7, True, "llama-tied")],
+)
+def test_a_draft_model_changes_no_token(said: str, page_size: int, chunk: int, prefix_caching: bool, draft: str) -> None:
+    plain, groups = expected(), asked(all_of(said))
+    own = free(engine(said, page_size, room(groups, page_size) + 200 // page_size, prefix_caching, draft))
+    world = drive(own, groups, Habits(chunk, pause=0.05), seed=page_size)
+    assert world.tokens == plain.tokens
+    assert world.finishes == plain.finishes
+    assert world.pauses
+    assert world.drafted > 50
+    assert draft != "llama" or world.accepted > 150
+    assert at_rest(own)
+
+
+@pytest.mark.parametrize(("page_size", "prefix_caching"), [(1, True), (4, False), (16, True)])
+def test_who_drafts_for_itself_is_always_right(page_size: int, prefix_caching: bool) -> None:
+    groups = asked(4)
+    own = free(engine("tokens=4", page_size, 2000, prefix_caching))
+    world = drive(own, groups, Habits(7, pause=0.05), seed=3)
+    assert world.tokens == expected().tokens
+    assert world.accepted > 300
+    assert world.drafted - world.accepted <= wasted(world, groups)
+
+
+def wasted(world: World, groups: Sequence[Group]) -> int:
+    """Guesses behind an end."""
+    return sum(4 for group in groups for _ in range(len(group.waiting)) if group.end_ids)
+
+
+def test_trees_contain_what_the_target_says() -> None:
+    own = free(engine("tree=3x2x1", 4, 2000))
+    world = drive(own, asked(15), Habits(), seed=3)
+    assert world.tokens == expected().tokens
+    assert world.accepted > 200
+
+
+def test_long_prompts_are_caught_up_with_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.shard.drafter.CATCH_UP", 100)
+    own = free(engine("tokens=4", 16))
+    own.prefill(0, [tiny.group(0, prompt(3, 2 * 100 + SHORT + 5), 40, drafts=4)], [(0, UNLIMITED)], UNLIMITED, [])
+    assert [own.decode([0]).drafted for _ in range(5)] == [0, 0, 4, 4, 4]
+
+
+def test_drafts_see_what_the_target_would() -> None:
+    """Its logits after a tree's nodes are those of plain forwards over the same tokens."""
+    drafter = Drafter(tiny.decoder("llama"), tiny.VOCABULARY + 3, tiny.CPU)
+    drafter.resize(64, 4)
+    tokens = prompt(1, 21)
+    sequence = tiny.group(0, tokens, 20).sequences[0]
+    sequence.pages = list(range(1, 12))
+    assert drafter.ready([sequence]) == [True]
+    first = drafter.logits([Wanted(sequence, [], [], [-1])])
+    nodes, parents = [5, 6, 7, 8], [-1, -1, 0, 1]
+    layer = drafter.logits([Wanted(sequence, nodes, parents, [0, 1])])
+    leaves = drafter.logits([Wanted(sequence, nodes, parents, [2, 3])])
+    for found, text in zip([first[0], *layer, *leaves], [[], [5], [6], [5, 7], [6, 8]], strict=True):
+        assert torch.allclose(found[: tiny.VOCABULARY], tiny.expected_logits("llama", [*tokens, *text])[-1], atol=1e-4)
+        assert found[tiny.VOCABULARY :].tolist() == [-torch.inf] * 3
+
+
+def test_a_draft_model_with_another_vocabulary_only_guesses_worse() -> None:
+    small = Drafter(tiny.decoder("llama"), tiny.VOCABULARY - 20, tiny.CPU)
+    small.resize(8, 16)
+    sequence = tiny.group(0, [1, 2, 3], 20).sequences[0]
+    sequence.pages = [1]
+    small.ready([sequence])
+    assert small.logits([Wanted(sequence, [], [], [-1])]).shape == (1, tiny.VOCABULARY - 20)
+
+
+def test_two_ranks_draft_the_same() -> None:
+    plain = expected()
+
+    def work(ranks: Ranks) -> World:
+        drafter = Drafter(tiny.decoder("llama"), tiny.VOCABULARY, tiny.CPU) if ranks.rank == 0 else None
+        half = tiny.engine_of("llama", ranks, 4, 300)
+        half.guesses = Guesses(ranks, tiny.CPU, parse("draft=x,tree=2x2x1"), drafter)
+        half.resize(300, 4)
+        return drive(free(half), asked(10), Habits(16, pause=0.03), seed=5)
+
+    world, twin = tiny.Pair().run(work)
+    assert world.tokens == twin.tokens == plain.tokens
+    assert (world.drafted, world.accepted) == (twin.drafted, twin.accepted)
+    assert world.accepted > 200
+
+
+@pytest.mark.parametrize("said", ["tokens=3,verify=rejection", "tree=3x2,verify=rejection", "tree=3x2,verify=typical"])
+def test_other_rules_are_greedy_without_a_temperature_and_alike_on_all_ranks(said: str) -> None:
+    groups = [tiny.group(uid, prompt(uid, 9), 20, Sampling(), drafts=all_of(said)) for uid in range(6)]
+    drawn = [tiny.group(uid, prompt(uid, 9), 20, Sampling(temperature=2.0, seed=uid), drafts=all_of(said)) for uid in range(6, 16)]
+    plain = drive(engine("tokens=1"), [tiny.group(uid, prompt(uid, 9), 20) for uid in range(6)], Habits())
+
+    def work(ranks: Ranks) -> World:
+        drafter = Drafter(tiny.decoder("llama-tied"), tiny.VOCABULARY, tiny.CPU) if ranks.rank == 0 else None
+        half = tiny.engine_of("llama", ranks, 4, 300)
+        half.guesses = Guesses(ranks, tiny.CPU, parse(f"draft=x,{said}"), drafter)
+        half.resize(300, 4)
+        return drive(free(half), [*groups, *drawn], Habits(16), seed=5)
+
+    world, twin = tiny.Pair().run(work)
+    assert world.tokens == twin.tokens
+    assert {key: world.tokens[key] for key in plain.tokens} == plain.tokens
+    assert not world.failed
+    assert world.accepted > 0
+
+
+# Sketches
+
+
+def test_accepted_drafts_stay_computed() -> None:
+    sketch = Sketch(10, [1, 2, 3], [7, 8])
+    assert sketch.accept([0] * 10 + [1, 2, 9], 4) == [7]
+    assert (sketch.computed, sketch.ahead) == (12, [])
+    sketch = Sketch(10, [1, 2, 3], [7, 8])
+    assert sketch.accept([0] * 10 + [1, 2], 4) == []
+    assert sketch.computed == 11, "the last token is always computed anew: its logits are wanted"
+    sketch = Sketch(10, [1, 2, 3], [7, 8])
+    assert sketch.accept([0] * 10 + [5, 2, 3], 4) == []
+    assert sketch.computed == 10
+
+
+def test_pages_that_others_have_computed_count() -> None:
+    sketch = Sketch()
+    sketch.look(13, [1, 2, 3, 4], 4, {1, 2, 4}, 0)
+    assert sketch.computed == 8
+    sketch.look(13, [1, 9, 3, 4], 4, {1, 2, 3, 4}, 0)  # the second was swapped for one that isn't
+    assert sketch.computed == 4
+    sketch.look(13, [1, 2, 3, 4], 4, {1, 2, 3, 4}, 3)
+    assert (sketch.computed, sketch.settled) == (12, 1)
+    sketch.look(16, [1, 2, 3, 4], 4, {1, 2, 3, 4}, 3)
+    assert (sketch.computed, sketch.settled) == (16, 3)
+
+
+def test_sampled_answers_are_guessed_with_their_noise() -> None:
+    groups = [tiny.group(uid, prompt(uid, 9), 24, Sampling(temperature=1.0, seed=uid), drafts=3) for uid in range(8)]
+    own = free(engine("tokens=3", 16))
+    world = drive(own, groups, Habits())
+    assert world.accepted == world.drafted > 100
