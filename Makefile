@@ -22,7 +22,7 @@ $(INSTALLED): pyproject.toml
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "penstock needs Python 3.11 or newer: make PYTHON=python3.12 ..."'
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv  # one that is half-made is made anew
 	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	$(BIN)/python -m pip install --quiet -e '.[dev,deploy]'
 	touch $(INSTALLED)
 
 # make serve MODEL=folder FLAGS='--port 8080'
@@ -32,8 +32,8 @@ serve: $(INSTALLED)
 plan: $(INSTALLED)
 	@$(BIN)/penstock plan $(MODEL) $(FLAGS)
 
-# Two halves side by side: those that compute keep one core busy, the others start servers and mostly wait.
-COMPUTING := tests/kernels tests/shard
+# Two halves side by side, which take about as long.
+COMPUTING := tests/kernels tests/shard tests/launcher tests/deploy tests/clients
 
 test: $(INSTALLED)
 	@mkdir -p build

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from penstock.router.metrics import COUNTERS, HISTOGRAMS, Metrics
+from penstock.router.metrics import COUNTERS, HISTOGRAMS, REPLICA_GAUGES, Metrics
 from penstock.tests.deploy import promql
 
 ROOT = Path(__file__).parents[2]
@@ -65,7 +65,7 @@ def labels_of(name: str) -> set[str]:
     labels: tuple[str, ...] = ()
     for found in (name, base):
         labels += COUNTERS[found][1] if found in COUNTERS else HISTOGRAMS[found][1] if found in HISTOGRAMS else ()
-    return {*labels, *(("le",) if name.endswith("_bucket") else ())}
+    return {*labels, *(("le",) if name.endswith("_bucket") else ()), *(("replica",) if name in REPLICA_GAUGES else ())}
 
 
 def kinds_of_errors() -> set[str]:

@@ -1,8 +1,9 @@
 """The commands of docs/deploy.md. A block of commands is opened by ```sh and tags:
 
-sh serve        the line that starts the server which the other blocks talk to
-sh run TOOL...  runs in a test, where these tools are there
-sh              needs a cluster, a container engine, a GPU or root
+sh serve           the line that starts the server which the other blocks talk to
+sh run TOOL...     runs in a test, where these tools are there
+sh starts TOOL...  each line is a server, or one node of a server, that a test starts and ends
+sh                 needs a cluster, a container engine, a GPU or root
 """
 
 import os

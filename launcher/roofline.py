@@ -1,0 +1,100 @@
+"""How fast a model can be at best on accelerators of which memory, arithmetic and wires are known: the roofline.
+
+Seconds of a step, per rank, as all ranks do the same at the same time. Pure; knows no server and no machine. What is not in it:
+launches of kernels, sampling, the host. Servers reach 0.6 to 0.9 of it (docs/performance.md).
+"""
+
+from dataclasses import dataclass
+
+from ..shard.models.families import Shape
+
+FORMULA = """\
+decode      max(weights / bandwidth, 2 x parameters x streams / FLOP/s) + streams x keys and values / bandwidth + exchange
+prefill     max(weights / bandwidth, (2 x parameters x tokens + 4 x layers x heads x head size x pairs) / FLOP/s) + exchange
+exchange    (2 x layers + 1) all-reduces of tokens x hidden + the logits, to rank 0
+all-reduce  of S bytes over n nodes of g ranks: latency + 2 (g-1)/g x S / link + network-latency + 2 (n-1)/n x S/g / network
+All of a rank. Weights: without the embedding table, of which rows are read; keys and values: of a context; pairs: of tokens
+that see each other. Nothing that starts a kernel, samples or plans is in it: servers reach 0.6 to 0.9 of such figures."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accelerator:
+    """Of one: bytes, bytes a second, dense FLOP/s with 16-bit numbers. Wires: bytes a second in one direction, seconds."""
+
+    memory: float
+    bandwidth: float
+    flops: float
+    link: float  # to others of the same node
+    network: float  # to those of other nodes
+    latency: float  # of an all-reduce of few bytes within a node
+    network_latency: float  # between nodes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The ranks of a replica, which share a model."""
+
+    shape: Shape
+    ranks: int
+    nodes: int
+    item: int  # bytes of a weight
+    token_bytes: int  # of a token's keys and values on a rank
+
+    @property
+    def head(self) -> int:
+        """Elements of the output matrix."""
+        return self.shape.vocabulary_slice(self.ranks) * self.shape.hidden
+
+    @property
+    def parameters(self) -> int:
+        """Those that every step reads and every token is multiplied with. Of an embedding table, single rows are read."""
+        return self.shape.parameters(self.ranks) - (0 if self.shape.tied else self.head)
+
+
+def decode(group: Group, on: Accelerator, streams: int, context: int) -> float:
+    """Each of so many sequences gets a token; all have a context of that length."""
+    weights = max(group.parameters * group.item / on.bandwidth, 2 * group.parameters * streams / on.flops)
+    return weights + streams * context_bytes(group, context) / on.bandwidth + exchange(group, on, streams, streams)
+
+
+def prefill(group: Group, on: Accelerator, tokens: int) -> float:
+    """A prompt, while nothing else runs."""
+    pairs = sum(_pairs(tokens, window) for window in group.shape.windows)
+    attention = 4 * pairs * group.shape.heads * group.shape.head_size / group.ranks
+    products = 2 * ((group.parameters - group.head) * tokens + group.head)
+    weights = group.parameters * group.item / on.bandwidth
+    return max(weights, (products + attention) / on.flops) + exchange(group, on, tokens, 1)
+
+
+def context_bytes(group: Group, context: int) -> float:
+    """Of the keys and values that a token reads: layers with a window forget."""
+    seen = sum(min(context, window or context) for window in group.shape.windows)
+    return group.token_bytes / group.shape.layers * seen
+
+
+def exchange(group: Group, on: Accelerator, tokens: int, rows: int) -> float:
+    """All that ranks tell each other in a step of so many tokens, of which so many rows get logits."""
+    reduced = all_reduce(on, group.ranks // group.nodes, group.nodes, tokens * group.shape.hidden * group.item)
+    return (2 * group.shape.layers + 1) * reduced + gather(group, on, rows)
+
+
+def all_reduce(on: Accelerator, ranks: int, nodes: int, size: float) -> float:
+    """`size` bytes, summed over `nodes` with `ranks` each: within each node, then each rank its part with its like, and back."""
+    inside = on.latency + 2 * (ranks - 1) / ranks * size / on.link if ranks > 1 else 0.0
+    between = on.network_latency + 2 * (nodes - 1) / nodes * size / ranks / on.network if nodes > 1 else 0.0
+    return inside + between
+
+
+def gather(group: Group, on: Accelerator, rows: int) -> float:
+    """Logits, of which each rank has a part, come to rank 0."""
+    near = group.ranks // group.nodes
+    part = rows * group.shape.vocabulary_slice(group.ranks) * group.item
+    inside = on.latency + (near - 1) * part / on.link if near > 1 else 0.0
+    between = on.network_latency + (group.nodes - 1) * near * part / on.network if group.nodes > 1 else 0.0
+    return inside + between
+
+
+def _pairs(tokens: int, window: int) -> int:
+    """How often a token of a prompt sees another or itself in a layer."""
+    full = min(tokens, window or tokens)
+    return full * (full + 1) // 2 + (tokens - full) * full

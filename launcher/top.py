@@ -1,0 +1,460 @@
+"""`penstock top`: what servers do right now, in a terminal, as a table or as JSON. Knows HTTP and the names of metrics.
+
+Everything shown is a gauge of the last look, or what counters and histograms gained since one some seconds earlier.
+"""
+
+import argparse
+import http.client
+import json
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from .chat import CONTROL, DEFAULT_URL
+from .mistake import Mistake
+from .options import Parser
+
+TIMEOUT = 5.0  # seconds for an answer
+LARGEST = 16 << 20  # bytes of one
+INTERVAL, WINDOW = 2.0, 10.0  # seconds between two looks, and for which the figures stand
+AT_ONCE = 32  # servers that are asked at the same time
+WIDTH = 200  # of a table that goes to no terminal
+
+PREFIX = "penstock_"
+GAUGES = ("running", "waiting", "paused", "pages_total", "pages_free", "pages_cached")
+COUNTERS = (
+    *("generated_tokens_total", "prompt_tokens_total", "cached_prompt_tokens_total"),
+    *("drafted_tokens_total", "accepted_tokens_total"),
+)
+HISTOGRAMS = ("time_to_first_token_seconds", "inter_token_latency_seconds")
+RESTARTS = "restarts_total"  # since the server began: shown as it is
+REPLICA = "replica"  # the label by which a server tells its rank groups apart
+OF_REPLICA = "replica_"  # begins the names of their gauges
+UP = "up"  # whether a replica takes requests
+WANTED = (*(PREFIX + name for name in (*GAUGES, *COUNTERS, *HISTOGRAMS, RESTARTS)), PREFIX + OF_REPLICA)
+
+Buckets = dict[float, float]  # upper bound -> observations up to it
+
+
+@dataclass(slots=True)
+class Sums:
+    """What a server, a replica or several of them show: names without our prefix."""
+
+    values: dict[str, float] = field(default_factory=dict)
+    buckets: dict[str, Buckets] = field(default_factory=dict)
+
+    def add(self, other: "Sums") -> None:
+        """Both together."""
+        for name, value in other.values.items():
+            self.values[name] = self.values.get(name, 0.0) + value
+        for name, found in other.buckets.items():
+            mine = self.buckets.setdefault(name, {})
+            for bound, count in found.items():
+                mine[bound] = mine.get(bound, 0.0) + count
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """At a server, once."""
+
+    moment: float
+    state: str  # "ready", or what is the case instead
+    model: str = ""
+    parts: dict[str, Sums] = field(default_factory=dict)  # of the whole server: ""; of its replicas, by their names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """For people. None where there is nothing to tell. Seconds, and shares from 0 to 1."""
+
+    running: int | None
+    waiting: int | None
+    paused: int | None
+    tokens_per_second: float | None
+    prompt_tokens_per_second: float | None
+    first_token_p50: float | None
+    first_token_p99: float | None
+    between_tokens_p50: float | None
+    between_tokens_p99: float | None
+    pages_held: float | None  # by requests
+    pages_cached: float | None
+    prefix_hits: float | None  # tokens of prompts that were found in the cache
+    accepted: float | None  # guessed tokens that were right
+    restarts: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A server: what is shown of it."""
+
+    url: str
+    state: str
+    model: str
+    parts: dict[str, Sums]  # as in a Look, but counters are per second, over the window
+
+
+def parse(text: str) -> dict[str, Sums]:
+    """What Prometheus would read, as far as it is wanted. Raises ValueError if it could not."""
+    lines = "\n".join(line for line in text.splitlines() if line.startswith(WANTED))
+    parts: dict[str, Sums] = {}
+    for family in text_string_to_metric_families(lines + "\n"):
+        for sample in family.samples:
+            name = sample.name.removeprefix(PREFIX).removeprefix(OF_REPLICA)
+            sums = parts.setdefault(sample.labels.get(REPLICA, ""), Sums())
+            base = name.removesuffix("_bucket")
+            if base in HISTOGRAMS and "le" in sample.labels:
+                buckets, bound = sums.buckets.setdefault(base, {}), float(sample.labels["le"])
+                buckets[bound] = buckets.get(bound, 0.0) + sample.value
+            elif name in (*GAUGES, *COUNTERS, RESTARTS, UP):
+                sums.values[name] = sums.values.get(name, 0.0) + sample.value
+    return whole(parts)
+
+
+def whole(parts: dict[str, Sums]) -> dict[str, Sums]:
+    """The same. What only the replicas show, the whole server shows as their sum."""
+    total = parts.setdefault("", Sums())
+    together = Sums()
+    for name, sums in parts.items():
+        if name:
+            together.add(sums)
+    total.values = {**together.values, **total.values}
+    total.buckets = {**together.buckets, **total.buckets}
+    return parts
+
+
+def since(before: Sums | None, after: Sums, seconds: float) -> Sums:
+    """Gauges as they are, counters as they grew per second, buckets as they grew. What shrank began anew, and all of it is new."""
+    if before is None:
+        return Sums({name: value for name, value in after.values.items() if name not in COUNTERS})
+    values = {
+        name: _growth(before.values.get(name, 0.0), value) / seconds if name in COUNTERS else value
+        for name, value in after.values.items()
+    }
+    buckets = {}
+    for name, found in after.buckets.items():
+        old = before.buckets.get(name, {})
+        anew = any(count < old.get(bound, 0.0) for bound, count in found.items())
+        buckets[name] = {bound: count - (0.0 if anew else old.get(bound, 0.0)) for bound, count in found.items()}
+    return Sums(values, buckets)
+
+
+def _growth(before: float, after: float) -> float:
+    return after - before if after >= before else after
+
+
+def quantile(share: float, buckets: Buckets) -> float | None:
+    """As PromQL's histogram_quantile: evenly spread within a bucket; beyond the last bound, that bound. None of nothing."""
+    bounds = sorted(buckets)
+    rank = share * buckets[bounds[-1]] if bounds else 0.0
+    if not rank:
+        return None
+    lower, below = 0.0, 0.0
+    for bound in bounds:
+        if buckets[bound] >= rank:
+            if bound == float("inf"):
+                return lower
+            return lower + (bound - lower) * (rank - below) / (buckets[bound] - below)
+        lower, below = bound, buckets[bound]
+    return lower
+
+
+def figures(sums: Sums) -> Figures:
+    """sums: as in a Row."""
+
+    def value(name: str) -> int | None:
+        return int(sums.values[name]) if name in sums.values else None
+
+    def share(part: str, *names: str) -> float | None:
+        every = sum(sums.values.get(name, 0.0) for name in names)
+        return sums.values[part] / every if every and part in sums.values else None
+
+    def held() -> float | None:
+        total = sums.values.get("pages_total")
+        return 1 - sums.values.get("pages_free", 0.0) / total if total else None
+
+    def spread(name: str, part: float) -> float | None:
+        return quantile(part, sums.buckets.get(name, {}))
+
+    first, between = HISTOGRAMS
+    return Figures(
+        running=value("running"),
+        waiting=value("waiting"),
+        paused=value("paused"),
+        tokens_per_second=sums.values.get("generated_tokens_total"),
+        prompt_tokens_per_second=sums.values.get("prompt_tokens_total"),
+        first_token_p50=spread(first, 0.5),
+        first_token_p99=spread(first, 0.99),
+        between_tokens_p50=spread(between, 0.5),
+        between_tokens_p99=spread(between, 0.99),
+        pages_held=held(),
+        pages_cached=share("pages_cached", "pages_total"),
+        prefix_hits=share("cached_prompt_tokens_total", "cached_prompt_tokens_total", "prompt_tokens_total"),
+        accepted=share("accepted_tokens_total", "drafted_tokens_total"),
+        restarts=value(RESTARTS),
+    )
+
+
+class Server:
+    """One that is looked at again and again."""
+
+    def __init__(self, url: str, api_key: str, window: float) -> None:
+        """Raises Mistake if `url` is none."""
+        self.url = _base(url)
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._window = window
+        self._looks: deque[Look] = deque()
+        self._model = ""
+
+    def look(self) -> None:
+        """Once more."""
+        self._looks.append(self._look())
+        while len(self._looks) > 2 and self._looks[1].moment <= self._looks[-1].moment - self._window:
+            self._looks.popleft()
+
+    def row(self) -> Row:
+        """What the looks within the window show."""
+        last = self._looks[-1]
+        first = next((look for look in self._looks if look.parts), last)
+        before = first.parts if first is not last else {}
+        seconds = last.moment - first.moment
+        return Row(
+            self.url, last.state, last.model, {name: since(before.get(name), sums, seconds) for name, sums in last.parts.items()}
+        )
+
+    def _look(self) -> Look:
+        moment = time.monotonic()
+        try:
+            state = self._state()
+            status, text = self._get("/metrics")
+            if status != 200:
+                return Look(moment, "wants a key" if status in (401, 403) else f"/metrics: {status}")
+            if not self._model:
+                status, answer = self._get("/info")
+                self._model = str(_object(answer).get("model_id", "")) if status == 200 else ""
+            return Look(moment, state, self._model, parse(text))
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            self._model = ""
+            return Look(moment, f"no answer: {getattr(error, 'strerror', None) or error or type(error).__name__}")
+
+    def _state(self) -> str:
+        status, text = self._get("/health/ready")
+        return "ready" if status == 200 else str(_object(text).get("stage") or f"not ready: {status}")
+
+    def _get(self, route: str) -> tuple[int, str]:
+        parts = urlsplit(self.url)
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(parts.hostname or "", parts.port, timeout=TIMEOUT)
+        try:
+            connection.request("GET", parts.path + route, headers=self._headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read(LARGEST).decode(errors="replace")
+        finally:
+            connection.close()
+
+
+def _base(url: str) -> str:
+    full = url if "://" in url else f"http://{url}"
+    parts = urlsplit(full)
+    try:
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none
+        good = False
+    if not good:
+        raise Mistake(f"{url} is no URL of a server: http://HOST:PORT is needed")
+    return full.rstrip("/").removesuffix("/v1")
+
+
+def _object(text: str) -> dict[str, Any]:
+    """{} if it is none."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def together(rows: Iterable[Row]) -> Figures:
+    """Of all servers. Of latencies, all observations count alike."""
+    total = Sums()
+    for row in rows:
+        total.add(row.parts.get("", Sums()))
+    return figures(total)
+
+
+def as_json(rows: Sequence[Row]) -> dict[str, Any]:
+    """Everything that a table shows."""
+    servers = [
+        {
+            **{"url": row.url, "state": row.state, "model": row.model},
+            "figures": asdict(figures(row.parts.get("", Sums()))),
+            "replicas": {name: {"ready": _up(sums), **asdict(figures(sums))} for name, sums in _replicas(row)},
+        }
+        for row in rows
+    ]
+    return {"servers": servers, "all": asdict(together(rows))}
+
+
+def _replicas(row: Row) -> list[tuple[str, Sums]]:
+    return sorted(((name, sums) for name, sums in row.parts.items() if name), key=lambda item: (len(item[0]), item[0]))
+
+
+def _up(replica: Sums) -> bool:
+    return replica.values.get(UP) != 0.0
+
+
+# Of columns, with the least width of a terminal that has room for them.
+TITLES = {
+    "requests\nrun/wait/pause": 0,
+    "tokens/s": 0,
+    "prompt\ntokens/s": 110,
+    "first token\nms": 0,
+    "between\ntokens ms": 0,
+    "pages held\n+ cached": 90,
+    "prefix\nhits": 120,
+    "guesses\naccepted": 130,
+    "restarts": 120,
+}
+MODEL = 150  # likewise, of its name
+
+
+def table(rows: Sequence[Row], width: int = WIDTH) -> Table:
+    """A line for each server, each of its replicas if it has several, and all servers."""
+    found = Table(box=None, header_style="bold", pad_edge=False)
+    found.add_column("server", no_wrap=True, overflow="fold")
+    for title in ["model"] * (width >= MODEL) + ["state"]:
+        found.add_column(title, max_width=30)
+    for title, least in TITLES.items():
+        if width >= least:
+            found.add_column(title, justify="right", no_wrap=True)
+
+    def add(name: str, model: str, state: str, shown: Figures | None, style: str = "") -> None:
+        cells = zip(TITLES.values(), _cells(shown), strict=True) if shown else ()
+        names = [name, *[model] * (width >= MODEL), state]
+        found.add_row(*(_clean(text) for text in names), *(cell for least, cell in cells if width >= least), style=style)
+
+    for row in rows:
+        add(row.url.removeprefix("http://"), row.model, row.state, figures(row.parts[""]) if row.parts else None)
+        replicas = _replicas(row)
+        for name, sums in replicas if len(replicas) > 1 else ():
+            add(f"  replica {name}", "", "ready" if _up(sums) else "not ready", figures(sums))
+    if len(rows) > 1:
+        add("all", "", "", together(rows), "bold")
+    return found
+
+
+def _cells(shown: Figures) -> list[str]:
+    counts = (shown.running, shown.waiting, shown.paused)
+    return [
+        " / ".join("-" if value is None else str(value) for value in counts),
+        _whole(shown.tokens_per_second),
+        _whole(shown.prompt_tokens_per_second),
+        _pair(shown.first_token_p50, shown.first_token_p99),
+        _pair(shown.between_tokens_p50, shown.between_tokens_p99),
+        _share(shown.pages_held) + ("" if shown.pages_cached is None else f" + {_share(shown.pages_cached)}"),
+        _share(shown.prefix_hits),
+        _share(shown.accepted),
+        _whole(shown.restarts),
+    ]
+
+
+def _whole(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
+def _pair(median: float | None, slow: float | None) -> str:
+    """Of a latency: half of all are below the first, 99 of 100 below the second."""
+    return "-" if median is None or slow is None else f"{median * 1e3:,.0f} / {slow * 1e3:,.0f}"
+
+
+def _clean(text: str) -> str:
+    """What a server says could do something to the terminal, or be taken for markup."""
+    return CONTROL.sub(" ", text).replace("[", r"\[")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """All flags."""
+    parser = Parser(
+        prog="penstock top",
+        usage="penstock top [URL ...] [FLAG ...]",
+        description=__doc__,
+        epilog="Latencies are medians / 99th percentiles of the window. Ctrl-C ends it; where stdout is no terminal it tells once.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("urls", nargs="*", metavar="URL", help=f"of servers (default {DEFAULT_URL})")
+    add("--api-key", default="", help="(default: API_KEY or OPENAI_API_KEY of the environment)")
+    add("--interval", type=_positive, default=INTERVAL, metavar="X", help=f"seconds between two looks (default {INTERVAL:g})")
+    add(
+        "--window", type=_positive, default=WINDOW, metavar="X", help=f"seconds that rates and latencies cover (default {WINDOW:g})"
+    )
+    add("--once", action="store_true", help="tell once, after two looks; exit code 1 if a server is not ready")
+    add("--json", action="store_true", help="a line of JSON for each look")
+    return parser
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: a number of seconds above 0 is needed")
+    return value
+
+
+def main(arguments: Sequence[str], api_key: str = "") -> int:
+    """Runs the command. Returns the exit code."""
+    options = make_parser().parse_args(arguments)
+    key = options.api_key or api_key
+    servers = [Server(url, key, options.window) for url in options.urls or [DEFAULT_URL]]
+    terminal = sys.stdout.isatty()
+    console = Console(width=None if terminal else WIDTH, highlight=False)
+    once = options.once or not (terminal or options.json)
+    try:
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            looks = _looks(servers, pool, options.interval)
+            if once:
+                return _tell(console, next(looks), options.json)
+            if options.json:
+                for rows in looks:
+                    print(json.dumps(as_json(rows)), flush=True)
+            with Live(console=console, screen=True, auto_refresh=False) as live:
+                for rows in looks:
+                    live.update(table(rows, console.width), refresh=True)
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+def _looks(servers: Sequence[Server], pool: ThreadPoolExecutor, interval: float) -> Iterator[list[Row]]:
+    """Every server's row, again and again; the first time after two looks."""
+    turn = time.monotonic()
+    list(pool.map(Server.look, servers))
+    while True:
+        turn = max(turn + interval, time.monotonic())
+        time.sleep(max(0.0, turn - time.monotonic()))
+        list(pool.map(Server.look, servers))
+        yield [server.row() for server in servers]
+
+
+def _tell(console: Console, rows: Sequence[Row], as_text: bool) -> int:
+    if as_text:
+        print(json.dumps(as_json(rows)))
+    else:
+        console.print(table(rows, console.width))
+    return int(any(row.state != "ready" for row in rows))
