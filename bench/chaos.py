@@ -1,8 +1,8 @@
 """`penstock bench --chaos`: a server of our own whose shards are killed and stopped under load. Its clients notice nothing.
 
-Every answer is compared with the one that the same request got before the first fault. What is left when all have been answered is
-looked for, too: pages, processes, sockets, memory that grows. The router is left alone: who kills it cuts its connections, so
-that nothing could be compared.
+Every answer is compared with the one that the same request got before the first fault, then without guesses: where the server
+speculates, that changes nothing either. What is left when all have been answered is looked for, too: pages, processes, sockets,
+memory that grows. The router is left alone: who kills it cuts its connections, so that nothing could be compared.
 """
 
 import asyncio
@@ -37,6 +37,7 @@ SLACK = 3  # files that a process may have more of than before: a metric's page,
 LENGTH = 80  # tokens of an answer
 MATURE = 5.0  # seconds after which what a process' memory does means anything
 GROWTH = 64 * 2**20  # bytes that it may grow after its first minute, or the first half of a shorter life
+STEP, STEEPEST = 8 * 2**20, 2**20 / 60  # where nothing is killed: so many bytes, and so many more a second
 RECORD = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 40}, "legs": {"type": "integer", "maximum": 8}},
@@ -66,6 +67,8 @@ class Found:
     faults: Counter[str] = field(default_factory=Counter)
     recoveries: list[float] = field(default_factory=list)  # seconds
     longest_pause: float = 0.0  # between two events of a stream
+    drafted: int = 0  # tokens that were guessed ...
+    accepted: int = 0  # ... and were right
     leaks: list[str] = field(default_factory=list)
     memory: dict[int, list[tuple[float, int]]] = field(default_factory=dict)  # of each process: moments and bytes
     names: dict[int, str] = field(default_factory=dict)  # of the processes
@@ -82,15 +85,28 @@ def requests() -> list[tuple[str, Json]]:
     schema = {"type": "json_schema", "json_schema": {"name": "record", "schema": RECORD}}
     chat = {"messages": [{"role": "user", "content": "Give me a record of a dog as JSON."}], "max_tokens": LENGTH, "stream": True}
     stops = {"max_new_tokens": LENGTH, "stop": ["ear"], "seed": 3, "temperature": 0.9}
+    bound = {"max_new_tokens": LENGTH, "grammar": {"type": "regex", "value": "(one|two|three)( and (one|two|three))*"}}
+    again = "One dog, two dogs, three dogs. " * 6  # what comes is easily guessed
     return [
         ("/v1/completions", {"prompt": "Once upon a time", "temperature": 0, **endless}),
         ("/v1/completions", {"prompt": "Tell me a story of a dog. " * 8, "temperature": 0.9, "seed": 1, "top_p": 0.9, **endless}),
         ("/v1/completions", {"prompt": "There was", "n": 2, "temperature": 1.0, "seed": 2, "presence_penalty": 0.5, **endless}),
         ("/v1/completions", {"prompt": "Once there was a", "num_beams": 3, "n": 2, **endless}),
+        ("/v1/completions", {"prompt": again, "temperature": 0, **endless}),
+        ("/v1/completions", {"prompt": again, "n": 2, "temperature": 0.5, "seed": 5, **endless}),
         ("/generate_stream", {"inputs": "The end is", "parameters": stops}),
+        ("/generate_stream", {"inputs": again, "parameters": {**bound, "seed": 6, "temperature": 0.7}}),
         ("/v1/chat/completions", {**chat, "temperature": 1.0, "seed": 4, "response_format": schema}),
+        ("/v1/chat/completions", {**chat, "temperature": 1.0, "n": 2, "seed": 7, "response_format": schema}),
         *(("/v1/completions", {"prompt": f"Number {n}", "temperature": n % 2, "seed": n, **endless}) for n in range(4)),
     ]
+
+
+def unguessed(body: Json) -> Json:
+    """The same request, for which nothing is guessed."""
+    if "parameters" in body:
+        return {**body, "parameters": {**body["parameters"], "speculate": 0}}
+    return {**body, "speculate": 0}
 
 
 class Stream:
@@ -98,15 +114,17 @@ class Stream:
 
     def __init__(self) -> None:
         self.data = b""
-        self.pause = 0.0  # the longest between two reads
+        self.pause = 0.0  # the longest between two reads of events; what only keeps the connection alive is none
 
     async def read(self, response: aiohttp.ClientResponse, leave_after: int = 0) -> bool:
         """All of it. Leaves after so many reads, if that is not 0; False then."""
         last, count = 0.0, 0
         async for chunk in response.content.iter_any():
+            self.data += chunk
+            if chunk.startswith(b":"):
+                continue
             now = time.monotonic()
             self.pause, last, count = max(self.pause, now - last if last else 0.0), now, count + 1
-            self.data += chunk
             if count == leave_after:
                 return False
         return True
@@ -145,7 +163,7 @@ class Chaos:
     async def run(self) -> None:
         """All of it. Raises ValueError where the server does not do what is needed before the first fault."""
         async with self._connections() as self._session:
-            self._expected = [await self._ask(path, body) for path, body in self._asked]
+            self._expected = [await self._ask(path, unguessed(body)) for path, body in self._asked]
         async with self._connections() as self._session:
             await self._settled()
             before = self._server.held()
@@ -154,6 +172,9 @@ class Chaos:
         async with self._connections() as self._session:
             left = await self._settled()
             self._leaks(left, before, self._server.held())
+            seen = await self._metrics()
+            self.found.drafted = int(seen["penstock_drafted_tokens_total"])
+            self.found.accepted = int(seen["penstock_accepted_tokens_total"])
 
     def _connections(self) -> aiohttp.ClientSession:
         connector = aiohttp.TCPConnector(limit=0)
@@ -271,9 +292,11 @@ class Chaos:
                     self.found.leaks.append(f"{what} of the {name}: {had} before, {has} afterwards")
         for pid, samples in self.found.memory.items():
             late = settled(samples)
-            grown = late[-1][1] - late[0][1]
-            if age(samples) >= MATURE and grown > GROWTH:
-                self.found.leaks.append(f"memory of the {self.found.names[pid]} grew by {grown / 2**20:.0f} MiB once it was warm")
+            grown, most = growth(late), GROWTH if self._plan.every else STEP + STEEPEST * age(late)
+            if age(samples) >= MATURE and grown > most:
+                self.found.leaks.append(
+                    f"memory of the {self.found.names[pid]} grew by {grown / 2**20:.1f} MiB in {age(late):.0f} s once it was warm"
+                )
 
 
 def age(samples: Sequence[tuple[float, int]]) -> float:
@@ -285,6 +308,13 @@ def settled(samples: Sequence[tuple[float, int]]) -> Sequence[tuple[float, int]]
     """Without the time in which a process fills its caches: the first minute, or the first half of a shorter run."""
     warm = min(samples[0][0] + 60, (samples[0][0] + samples[-1][0]) / 2)
     return [sample for sample in samples if sample[0] >= warm]
+
+
+def growth(samples: Sequence[tuple[float, int]]) -> float:
+    """Bytes by which the last quarter is above the first one, in the middle of each: one sample alone says nothing."""
+    sizes = [size for _, size in samples]
+    part = max(1, len(sizes) // 4)
+    return float(numpy.median(sizes[-part:]) - numpy.median(sizes[:part]))
 
 
 def slope(samples: Sequence[tuple[float, int]]) -> float:
@@ -333,6 +363,8 @@ def report(plan: Plan, found: Found) -> Json:
         "faults": dict(found.faults),
         "recovery_seconds": found.recoveries,
         "longest_pause_seconds": found.longest_pause,
+        "drafted": found.drafted,
+        "accepted": found.accepted,
         "wrong": found.wrong,
         "errors": found.errors,
         "leaks": found.leaks,
@@ -349,6 +381,8 @@ def told(plan: Plan, found: Found) -> list[str]:
         f"cut by their clients: {found.cut}",
         f"longest pause of a stream: {found.longest_pause:.2f} s",
     ]
+    if found.drafted:
+        lines.append(f"guesses: {found.drafted}; right: {found.accepted}")
     for pid, samples in found.memory.items():
         late = settled(samples)
         if age(samples) >= MATURE:

@@ -177,13 +177,13 @@ def running(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     config = RouterConfig(
         folder=str(DEMO),
         model="null",
-        shards=(f"{folder}/shard",),
+        groups=((f"{folder}/shard",),),
         hostname="127.0.0.1",
         port=port,
         max_concurrent_requests=2048,
         max_total_tokens=8192,
     )
-    shard_process = subprocess.Popen([sys.executable, __file__, "--shard", config.shards[0]])
+    shard_process = subprocess.Popen([sys.executable, __file__, "--shard", config.groups[0][0]])
     router = subprocess.Popen([sys.executable, "-P", "-m", "penstock.router", settings.dump(config)])
     try:
         while not _healthy(port):

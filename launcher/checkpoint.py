@@ -4,6 +4,7 @@ Finds here, before any process starts, what is missing or broken. Whether the te
 when it loads them.
 """
 
+import hashlib
 import json
 import math
 from collections import Counter
@@ -57,6 +58,12 @@ def read(folder: Path, load_format: str, ask: Callable[[], Remote] | None = None
         for dtype, length in found.values():
             sizes[dtype] += length
     return Checkpoint(folder=folder, config=config, dtype=_stored_dtype(folder, sizes), bytes=sizes.total(), files=len(named))
+
+
+def digest(model: Checkpoint) -> str:
+    """Tells a model from others: by its config.json, and names and sizes of its weights' files."""
+    files = {} if model.random or not model.files else {path.name: path.stat().st_size for path in _weight_files(model.folder)}
+    return hashlib.sha256(json.dumps([model.config, files], sort_keys=True).encode()).hexdigest()[:16]
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -15,20 +15,22 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from ..proto import settings
+from ..proto.speculation import LOSSY, NOTHING, Speculation, written
 from ..router.config import RouterConfig
 from ..shard.config import ShardConfig
-from . import checkpoint, greeting, hub, machine, options, plan, rundir
+from . import assembly, checkpoint, cluster, drafts, greeting, hub, machine, nodes, options, plan, replicas, rundir
 from .console import Console
 from .mistake import Mistake
 from .options import Options
 from .plan import Plan
-from .serve import Command, Server
+from .replicas import Place
+from .serve import Command, Part, Server
 
 ENVIRONMENT = (
     "Every flag can also be set by an environment variable of the same name in upper case, such as MAX_TOTAL_TOKENS=4096; "
     "the flag wins."
 )
-SECRETS = ("API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_API_TOKEN")  # no child needs them
+SECRETS = ("API_KEY", "ADMIN_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_API_TOKEN")  # no child needs them
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str], environment: Mapping[str, str]) -> int:
     if arguments[:1] == ["simulate"]:
         os.execv(sys.executable, [sys.executable, "-P", "-m", "penstock.simulator", *arguments[1:]])
-    if arguments[:1] in (["chat"], ["bench"]):
+    if arguments[:1] in (["chat"], ["bench"], ["top"]):
         return _client(arguments[0], arguments[1:], environment)
     commands: dict[str, Callable[[Options, Mapping[str, str]], int]] = {"serve": _serve, "plan": _plan}
     top, parsers = _parsers()
@@ -74,8 +76,10 @@ def _client(name: str, arguments: list[str], environment: Mapping[str, str]) -> 
         from ..bench import command
 
         return command.main(arguments, key)
-    from . import chat
+    from . import chat, top
 
+    if name == "top":
+        return top.main(arguments, key)
     return chat.main(arguments, key)
 
 
@@ -88,15 +92,16 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
         "penstock plan FOLDER|ID      shows how it would run: ranks, memory, capacity\n"
         "penstock chat [URL]          talks to a server that runs, ours or any with OpenAI's API\n"
         "penstock bench [URL]         loads a server, and says what its clients get\n"
+        "penstock top [URL ...]       watches servers\n"
         "penstock simulate --help     plays traffic against the scheduler alone, thousands of requests a second\n"
         "penstock serve --help        lists every flag",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="penstock [-h] [--version] {serve,plan,chat,bench,simulate} [MODEL] [FLAG ...]",
+        usage="penstock [-h] [--version] {serve,plan,chat,bench,top,simulate} [MODEL] [FLAG ...]",
     )
     top.add_argument("--version", action="version", version=f"penstock {importlib.metadata.version('penstock')}")
     described = {
         "serve": "Starts shards and router, and serves MODEL until Ctrl-C.",
-        "plan": "Shows how MODEL would run with these flags. Starts nothing.",
+        "plan": "Shows how MODEL would run with these flags, here or (--cluster) on other machines. Starts nothing.",
     }
     parsers: dict[str, argparse.ArgumentParser] = {}
     for name, description in described.items():
@@ -116,50 +121,119 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
 def _plan(asked: Options, environment: Mapping[str, str]) -> int:
     name, folder = _locate(asked, weights=False)
     ask = functools.partial(hub.remote, asked.model_id, asked.revision) if hub.on_hub(asked.model_id) else None
-    print(plan.table(plan.make(asked, checkpoint.read(folder, asked.load_format, ask)), name))
+    model = checkpoint.read(folder, asked.load_format, ask)
+    _, draft = drafts.resolve(asked, model, weights=False)
+    if asked.cluster:
+        print(cluster.table(asked, model, name, cluster.parse(asked.cluster), draft))
+    else:
+        print(plan.table(plan.make(asked, model, draft), name))
     return 0
 
 
 def _serve(asked: Options, environment: Mapping[str, str]) -> int:
     began = time.monotonic()
+    if asked.cluster:
+        raise Mistake(f"--cluster {asked.cluster} is for penstock plan: serve runs on this machine")
     console = Console(asked.json_output)
-    machine.check_port(asked.hostname, asked.port)
-    name, folder = _locate(asked, weights=asked.load_format != "dummy")
-    planned = plan.make(asked, checkpoint.read(folder, asked.load_format))
+    asked, node = nodes.settle(asked, environment)
+    if node:
+        console.say(node)
+    assembly.checked(asked, asked.master_addr if node else asked.shard_listen.rpartition(":")[0])
+    if not asked.node_rank and not asked.no_router:
+        machine.check_port(asked.hostname, asked.port)
+    name, folder = _locate(asked, weights=asked.local_replicas > 0 and asked.load_format != "dummy")
+    if not asked.local_replicas:
+        return _route(asked, name, folder, environment, console, began)
+    model = checkpoint.read(folder, asked.load_format)
+    speculation, draft = drafts.resolve(asked, model, weights=asked.load_format != "dummy")
+    planned = plan.make(asked, model, draft)
     text = text_folder(planned)
-    console.say(f"{name} on {planned.device}, {planned.dtype}, ranks: {planned.ranks}, threads of each: {planned.threads}")
+    of = f"{asked.local_replicas} replicas of {planned.ranks}" if asked.local_replicas > 1 else planned.ranks
+    console.say(f"{name} on {planned.device}, {planned.dtype}, ranks: {of}, threads of each: {planned.threads}")
     if text != folder:
         console.say(f"{folder} has no tokenizer.json: the embedded demo model's tokenizer stands in")
+    if speculation.most and speculation.verify in LOSSY:
+        console.say(f"--speculate verify={speculation.verify} is lossy: answers differ from what the model says without guesses")
     idle = [options.flag(option) for option in options.PAUSING if getattr(asked, option) is not None]
     if idle and asked.prefill_policy != "pause":
         console.say(f"no effect without --prefill-policy pause: {', '.join(idle)}")
     with ExitStack() as stack:
         private = stack.enter_context(rundir.private())
-        names = [*(str(rank) for rank in range(planned.ranks)), "relay"]
         prefix = asked.shard_uds_path or str(private / "shard")
-        *sockets, relay = stack.enter_context(rundir.prefixed(prefix, names))
-        complaints = private / "complaints"
-        router = router_config(asked, name, text, sockets, str(complaints))
-        shards = shard_configs(asked, name, planned, sockets, relay)
-        # The router's settings may hold the API key, which `ps` would show.
-        router_file = private / "router.json"
-        with rundir.writing(str(private)):
-            os.mkfifo(complaints)
-            router_file.write_text(settings.dump(router))
+        names = replicas.sockets(asked.local_replicas, planned.local_ranks)
+        paths = stack.enter_context(rundir.prefixed(prefix, [each for one in names for each in one]))
+        places = replicas.divide(asked, planned.local_ranks, planned.device == "cuda", paths, environment)
+        configs = [
+            shard_configs(asked, name, planned, place.sockets, place.relay, speculation, place.number, place.listen)
+            for place in places
+        ]
         interpreted = planned.device == "cpu" and asked.penstock_kernels == "triton"
-        server = Server(
-            router=Command("router", _command("penstock.router", f"@{router_file}")),
-            shards=[Command(f"shard {shard.rank}", _command("penstock.shard", settings.dump(shard))) for shard in shards],
-            environment=child_environment(environment, planned.threads, interpret=interpreted, local=_local(asked.master_addr)),
-            console=console,
-            health=(greeting.reachable(asked.hostname), asked.port),
-            ready=lambda: console.say(greeting.banner(asked, name, text, time.monotonic() - began)),
-            grace=asked.graceful_termination_timeout,
-            max_restarts=asked.max_restarts,
-            leftovers=[Path(path) for path in (*sockets, relay)],
-            complaints=complaints,
-        )
+        local = asked.nnodes == 1 and _local(configs[0][0].master_addr)
+        children = child_environment(environment, planned.threads, interpret=interpreted, local=local)
+        groups: dict[str, Part] = {}
+        if asked.nnodes > 1:
+            digest = checkpoint.digest(model) + (checkpoint.digest(draft) if draft else "")
+            ours = assembly.Ours(asked, configs[0], digest, private, children, _command, console)
+            if asked.node_rank:
+                return assembly.follow(ours)
+            groups["0"], found = assembly.lead(ours)
+            addresses: Sequence[Sequence[str]] = [found]
+        else:
+            for place, shards in zip(places, configs, strict=True):
+                commands = [_shard(place, shard) for shard in shards]
+                groups[place.name] = Part(place.title, commands, asked.max_restarts, place.files)
+            addresses = [place.addresses for place in places]
+        server = _server(asked, name, text, private, groups, addresses, children, console, began)
         return server.run()
+
+
+def _route(asked: Options, name: str, folder: Path, environment: Mapping[str, str], console: Console, began: float) -> int:
+    """Serves with rank groups that somebody else has started."""
+    if not checkpoint.has_tokenizer(folder):
+        raise Mistake(f"{folder} has no tokenizer.json, which the router needs: name the folder of the model that --replica serves")
+    with rundir.private() as private:
+        children = child_environment(environment, 1)
+        return _server(asked, name, folder, private, {}, [], children, console, began).run()
+
+
+def _server(
+    asked: Options,
+    name: str,
+    text: Path,
+    private: Path,
+    groups: Mapping[str, Part],
+    addresses: Sequence[Sequence[str]],
+    environment: Mapping[str, str],
+    console: Console,
+    began: float,
+) -> Server:
+    """These rank groups, with their addresses, and a router in front of them, if one is wanted."""
+    complaints = private / "complaints"
+    file = private / "router.json"
+    with rundir.writing(str(private)):
+        os.mkfifo(complaints)
+        # The router's settings may hold the API key, which `ps` would show.
+        file.write_text(settings.dump(router_config(asked, name, text, [*addresses, *asked.remote_replicas], str(complaints))))
+
+    def ready() -> None:
+        seconds = time.monotonic() - began
+        console.say(greeting.shards(addresses) if asked.no_router else greeting.banner(asked, name, text, seconds))
+
+    return Server(
+        router=None if asked.no_router else Command("router", _command("penstock.router", f"@{file}")),
+        groups=groups,
+        environment=environment,
+        console=console,
+        health=(greeting.reachable(asked.hostname), asked.port),
+        ready=ready,
+        grace=asked.graceful_termination_timeout,
+        max_restarts=asked.max_restarts,
+        complaints=complaints,
+    )
+
+
+def _shard(place: Place, shard: ShardConfig) -> Command:
+    return Command(place.process(shard.rank), _command("penstock.shard", settings.dump(shard)), place.environment)
 
 
 def _local(address: str) -> bool:
@@ -190,23 +264,37 @@ def _command(module: str, configuration: str) -> list[str]:
     return [sys.executable, "-P", "-m", module, configuration]
 
 
-def router_config(asked: Options, name: str, folder: Path, sockets: Sequence[str], complaints: str = "") -> RouterConfig:
-    """Options and settings that bear the same name are the same."""
+def router_config(asked: Options, name: str, folder: Path, groups: Sequence[Sequence[str]], complaints: str = "") -> RouterConfig:
+    """Options and settings that bear the same name are the same. groups: the addresses of each one's ranks."""
+    addresses = tuple(tuple(ranks) for ranks in groups)
     fields = {field.name for field in dataclasses.fields(RouterConfig)} & set(options.FIELDS)
     given = {field: value for field in fields if (value := getattr(asked, field)) is not None}
+    given["speculate"] = asked.speculation.most
     keys = tuple(key for part in asked.api_key.split(",") if (key := part.strip()))
-    return RouterConfig(folder=str(folder), model=name, shards=tuple(sockets), complaints=complaints, api_keys=keys, **given)
+    return RouterConfig(folder=str(folder), model=name, groups=addresses, complaints=complaints, api_keys=keys, **given)
 
 
-def shard_configs(asked: Options, name: str, planned: Plan, sockets: Sequence[str], relay: str) -> list[ShardConfig]:
-    """One per rank."""
-    port = asked.master_port or (machine.free_port(options.SHARD.master_port) if planned.ranks > 1 else options.SHARD.master_port)
+def shard_configs(
+    asked: Options,
+    name: str,
+    planned: Plan,
+    sockets: Sequence[str],
+    relay: str,
+    speculation: Speculation = NOTHING,
+    replica: int = 0,
+    listen: Sequence[str] = (),
+) -> list[ShardConfig]:
+    """One per rank of a group on this machine. replica: its number; listen: where ranks are reached instead of their sockets."""
+    first = (asked.node_rank or 0) * planned.local_ranks
+    address, port = _meeting(asked, planned, replica)
     return [
         ShardConfig(
             folder=str(planned.checkpoint.folder),
             model=name,
             rank=rank,
             ranks=planned.ranks,
+            local_rank=rank - first,
+            local_ranks=planned.local_ranks,
             device=planned.device,
             dtype=planned.dtype,
             kv_cache_dtype=asked.kv_cache_dtype,
@@ -216,16 +304,34 @@ def shard_configs(asked: Options, name: str, planned: Plan, sockets: Sequence[st
             page_size=asked.page_size,
             kv_pages=asked.pool_pages,
             prefix_caching=asked.prefix_caching == "on",
-            memory_fraction=asked.cuda_memory_fraction,
+            speculate=written(speculation),
+            # Groups on a CPU share its memory, ranks of a group divide their part of it themselves.
+            memory_fraction=asked.cuda_memory_fraction / (asked.local_replicas if planned.device == "cpu" else 1),
             threads=planned.threads,
-            socket=sockets[rank],
-            relay=relay if planned.ranks > 1 else "",
-            master_addr=asked.master_addr,
+            socket="" if listen else sockets[rank - first],
+            listen=listen[rank - first] if listen else "",
+            tls_cert=asked.tls_cert if listen else "",
+            tls_key=asked.tls_key if listen else "",
+            tls_ca=asked.tls_ca if listen else "",
+            relay=relay if planned.local_ranks > 1 else "",
+            master_addr=address,
             master_port=port,
             json_output=asked.json_output,
         )
-        for rank in range(planned.ranks)
+        for rank in range(first, first + planned.local_ranks)
     ]
+
+
+def _meeting(asked: Options, planned: Plan, replica: int) -> tuple[str, int]:
+    """Where the ranks of a group on this machine meet; those of several machines are told by node 0. Raises Mistake if the port is
+    taken and the operator wants no other."""
+    address = asked.master_addr or options.SHARD.master_addr
+    port = (asked.master_port or options.SHARD.master_port) + replica
+    if planned.ranks > 1 and not asked.master_port:
+        port = machine.free_port(port)
+    elif planned.ranks > 1 and planned.ranks == planned.local_ranks:
+        machine.check_port(address, port, "--master-port")
+    return address, port
 
 
 def child_environment(environment: Mapping[str, str], threads: int, interpret: bool = False, local: bool = False) -> dict[str, str]:

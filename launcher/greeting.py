@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import platform
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from . import machine, plan
@@ -21,6 +22,12 @@ def banner(asked: Options, name: str, folder: Path, seconds: float) -> str:
     url = f"http://{f'[{host}]' if ':' in host else host}:{asked.port}"
     ready = f"ready in {seconds:.1f} s: {name} at {url}"
     return ready if asked.json_output else f"{ready}\n\n{example(url, name, folder, bool(asked.api_key))}\n\nCtrl-C stops it."
+
+
+def shards(addresses: Sequence[Sequence[str]]) -> str:
+    """Where rank groups are that were started for a router elsewhere."""
+    flags = [f"--replica {','.join(rank if ':' in rank else f'unix:{rank}' for rank in ranks)}" for ranks in addresses]
+    return f"the shards are starting; a router finds them with {' '.join(flags)}"
 
 
 def example(url: str, name: str, folder: Path, key: bool) -> str:

@@ -12,6 +12,8 @@ from .mistake import Mistake
 
 DEMO = "penstock-demo"  # the name under which clients see the embedded model
 DEMO_FOLDER = Path(__file__).resolve().parents[1] / "demo" / "model"
+DRAFT = "demo-draft"  # the name under which operators know the small one that guesses for it
+DRAFT_FOLDER = DEMO_FOLDER.with_name("draft")
 
 SMALL = ["*.json", "*.jinja", "tokenizer*"]
 # Weights only as safetensors: other formats are pickles, which run code when they are loaded.
@@ -37,6 +39,10 @@ def locate(model: str, revision: str = "", cache: str = "", progress: bool = Tru
         if not DEMO_FOLDER.is_dir():
             raise Mistake("this installation lacks the embedded demo model: name a model (penstock serve MODEL), or install again")
         return DEMO, DEMO_FOLDER
+    if model == DRAFT:
+        if not DRAFT_FOLDER.is_dir():
+            raise Mistake(f"this installation lacks the embedded {DRAFT}: install it again")
+        return DRAFT, DRAFT_FOLDER
     folder = Path(model).expanduser()
     if folder.is_dir():
         if revision:
@@ -51,7 +57,7 @@ def locate(model: str, revision: str = "", cache: str = "", progress: bool = Tru
 
 def on_hub(model: str) -> bool:
     """Whether `model`, which has been located, is a model of the hub."""
-    return bool(model) and not Path(model).expanduser().is_dir()
+    return model not in ("", DRAFT) and not Path(model).expanduser().is_dir()
 
 
 def remote(model: str, revision: str) -> Remote:

@@ -1,19 +1,23 @@
 """What this machine has: cores, memory, GPUs, a free port. Reads /proc and /sys; imports no torch, knows no model."""
 
 import errno
+import fcntl
+import ipaddress
 import os
 import shutil
 import socket
+import struct
 import subprocess
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..proto import process
 from ..proto.process import available_memory, control_groups, lines_of
 from .mistake import Mistake
 
+SIOCGIFADDR = 0x8915  # linux/sockios.h
 PATIENCE = 20  # seconds until nvidia-smi has answered; a driver that hangs lets it wait for ever
 
 
@@ -25,6 +29,12 @@ class Machine:
     memory: int  # that can be taken without swapping
     fast_bfloat16: bool  # the CPU multiplies bfloat16 in hardware
     gpu_memory: tuple[int, ...] = ()
+
+    def share(self, parts: int, gpus: int) -> "Machine":
+        """What each of so many equal parts has at least, so many of the GPUs among it, in their order."""
+        taken = self.gpu_memory[: parts * gpus]
+        least = tuple(min(taken[place::gpus]) for place in range(gpus)) if taken else ()
+        return replace(self, cores=max(1, self.cores // parts), memory=self.memory // parts, gpu_memory=least)
 
 
 def inspect() -> Machine:
@@ -82,8 +92,8 @@ def _gpu_memory() -> tuple[int, ...]:
     return tuple(int(row[2]) << 20 for row in rows if row[2].isdigit())  # else "[N/A]", of a device that has failed
 
 
-def check_port(hostname: str, port: int) -> None:
-    """Raises Mistake, which names the holder, unless `hostname`:`port` can be listened on."""
+def check_port(hostname: str, port: int, flag: str = "--port") -> None:
+    """Raises Mistake, which names the holder, unless `hostname`:`port` can be listened on. flag: by which it is chosen."""
     family = socket.AF_INET6 if ":" in hostname else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the router does: lingering connections are no obstacle
@@ -93,9 +103,9 @@ def check_port(hostname: str, port: int) -> None:
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 by = _holder(port)
-                raise Mistake(f"port {port} is in use{by}: choose another with --port") from None
+                raise Mistake(f"port {port} is in use{by}: choose another with {flag}") from None
             if error.errno == errno.EACCES:
-                raise Mistake(f"port {port} needs privileges: choose one from 1024 with --port") from None
+                raise Mistake(f"port {port} needs privileges: choose one from 1024 with {flag}") from None
             raise Mistake(f"can't listen on {hostname}: {error.strerror}") from None
 
 
@@ -136,3 +146,27 @@ def free_port(preferred: int) -> int:
                 continue
             return int(probe.getsockname()[1])
     raise Mistake("this machine has no free TCP port")
+
+
+def free_ports(address: str, count: int) -> list[int]:
+    """Ports of `address` at which nobody listens. Raises OSError if it is none of ours."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.create_server((address, 0), family=family)) for _ in range(count)]
+        return [int(probe.getsockname()[1]) for probe in probes]
+
+
+def interface(address: str) -> str:
+    """The name of the network interface that has this address; "" if that can't be said."""
+    sought = ipaddress.ip_address(address)
+    if sought.version == 6:
+        rows = [line.split() for line in lines_of(process.PROC / "net/if_inet6")]
+        return next((row[5] for row in rows if int(row[0], 16) == int(sought)), "")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no address
+                found = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack("256s", name.encode()))
+                there = ipaddress.ip_address(found[20:24])
+                if there == sought or (there.is_loopback and sought.is_loopback):
+                    return name
+    return ""

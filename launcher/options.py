@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..router.config import ANY_ORIGIN, NO_ORIGIN, REASONING_PARSERS, TOOL_CALL_PARSERS, RouterConfig
+from ..proto.speculation import Speculation
+from ..proto.speculation import parse as parse_speculation
+from ..router.config import ANY_ORIGIN, NO_ORIGIN, REASONING_PARSERS, TOOL_CALL_PARSERS, RouterConfig, addresses_of
 from ..shard.config import ShardConfig
 from ..shard.rooms import parse as parse_sizes
 from .mistake import Mistake
@@ -25,6 +27,7 @@ REQUESTS = "limits of a request"
 CHATS = "chats"
 BATCHING = "batching and memory"
 COMPUTE = "where and how it computes"
+NODES = "several machines"
 HTTP = "HTTP and operation"
 
 # Flags of text-generation-inference that penstock lacks: who moves is not pointed to a flag that only looks alike.
@@ -110,6 +113,27 @@ def path(text: str) -> str:
 def graphs(text: str) -> str:
     """As the shards read it."""
     parse_sizes(text)
+    return text
+
+
+def speculation(text: str) -> str:
+    """As the shards read it, but for the draft model's name."""
+    return text if parse_speculation(text).most else ""
+
+
+def rank_groups(text: str) -> str:
+    """Addresses as the router reads them; groups with semicolons between them."""
+    for group in text.split(";"):
+        addresses_of(group)
+    return text
+
+
+def place(text: str) -> str:
+    """host:port, one that can be listened at."""
+    host, _, number = text.rpartition(":")
+    if not host or text.startswith("unix:"):
+        raise ValueError("host:port is needed")
+    port(number)
     return text
 
 
@@ -209,12 +233,15 @@ class Options:
         kind=count,
     )
     max_num_beams: int = option(REQUESTS, "widest beam search of a request (num_beams)", default=ROUTER.max_num_beams, kind=count)
-    speculate: int = option(
+    speculate: str = option(
         REQUESTS,
-        "tokens that each step guesses of an answer, by looking up what followed its last ones before. They change no token, and "
-        "save steps where answers repeat their prompts or themselves; `speculate` in a request lowers it; 0: none",
-        default=ROUTER.speculate,
-        kind=limit,
+        "guesses what follows, and checks all guesses in one step: that saves steps and changes no token. N: tokens of each answer "
+        "that are looked up, by what followed its last ones before. Or some of draft=MODEL (a folder, a hub id, or demo-draft), "
+        "tokens=K (a chain of guesses), tree=4x2x2x1 (children by depth), nodes=N (a tree of the most probable), ngram=N, "
+        "verify=gumbel|rejection|typical (typical is lossy: it changes answers), with commas between them, such as "
+        "draft=demo-draft,tokens=4. `speculate` in a request lowers it; 0: none",
+        default="",
+        kind=speculation,
     )
     max_stop_sequences: int = option(REQUESTS, "most stop strings", default=ROUTER.max_stop_sequences, kind=count)
     max_top_n_tokens: int = option(REQUESTS, "most alternatives per token", default=ROUTER.max_top_n_tokens, kind=count)
@@ -258,7 +285,10 @@ class Options:
     )
 
     max_concurrent_requests: int = option(
-        BATCHING, "requests in flight; one more is answered 429", default=ROUTER.max_concurrent_requests, kind=count
+        BATCHING,
+        "requests in flight, for each replica; one more is answered 429",
+        default=ROUTER.max_concurrent_requests,
+        kind=count,
     )
     max_batch_prefill_tokens: int = option(
         BATCHING,
@@ -344,19 +374,77 @@ class Options:
         default=SHARD.kernels,
         choices=("reference", "triton"),
     )
-    num_shard: int = option(COMPUTE, "ranks that share the model (default: 1; all GPUs with --sharded true)", default=0, kind=count)
+    num_shard: int = option(
+        COMPUTE,
+        "ranks that share the model, on all nodes together (default: 1; with --sharded true, and on several nodes, all GPUs, one "
+        "a node if there are none)",
+        default=0,
+        kind=count,
+    )
     sharded: bool | None = option(
         COMPUTE,
         "true: one rank per GPU, at least 2; false: one rank (default: as --num-shard says)",
         default=None,
         kind=boolean,
     )
-    threads: int = option(COMPUTE, "compute threads of a rank (default: the cores divided between ranks)", default=0, kind=count)
-    master_addr: str = option(COMPUTE, "where the ranks meet (torch.distributed)", default=SHARD.master_addr)
-    master_port: int = option(
-        COMPUTE, f"its port (default: {SHARD.master_port}, or a free one if that is taken)", default=0, kind=port
+    replicas: int | None = option(
+        COMPUTE,
+        "rank groups that are started here, of --num-shard ranks each, which divide the GPUs, or cores and memory, between them; a "
+        "request goes to the one that has most of its prompt cached, as long as its load allows (default: 1; 0 with --replica)",
+        default=None,
+        kind=limit,
     )
+    replica: str = option(
+        COMPUTE,
+        "a rank group that somebody else has started (--no-router), as one more replica: host:port or unix:/path of each of its "
+        "ranks, rank 0 first, with commas between them; may be given several times",
+        default="",
+        kind=rank_groups,
+    )
+    no_router: bool = option(
+        COMPUTE, "start the rank groups alone, at --shard-uds-path or --shard-listen, for a router elsewhere", default=False
+    )
+    shard_listen: str = option(
+        COMPUTE,
+        "with --no-router: host:port at which rank 0 listens instead of at a socket; each further rank at the next port",
+        default="",
+        kind=place,
+    )
+    threads: int = option(COMPUTE, "compute threads of a rank (default: the cores divided between ranks)", default=0, kind=count)
+    master_addr: str = option(
+        NODES, f"address of node 0, where nodes and ranks meet (default: {SHARD.master_addr}, of one node)", default=""
+    )
+    master_port: int = option(
+        NODES, f"its port (default: {SHARD.master_port}; of one node, a free one if that is taken)", default=0, kind=port
+    )
+    nnodes: int = option(
+        NODES, "machines whose ranks share the model; penstock is started on each, with the same flags", default=0, kind=count
+    )
+    node_rank: int | None = option(
+        NODES, "which of them this is, from 0; node 0 serves HTTP", default=None, kind=limit, environment=False
+    )
+    node_addr: str = option(NODES, "address at which the other nodes reach this one (default: of the route to node 0)", default="")
+    node_timeout: float = option(
+        NODES, "seconds that nodes wait for each other, at start and after a loss", default=300.0, kind=positive
+    )
+    insecure_nodes: bool = option(
+        NODES, "let ranks be reached from other machines without --tls-...: for networks where nobody else is", default=False
+    )
+    tls_cert: str = option(
+        NODES,
+        "certificate of this node (PEM), valid for the name penstock, of one authority with the others': who has none is refused",
+        default=ROUTER.tls_cert,
+        kind=file,
+    )
+    tls_key: str = option(NODES, "its key (PEM)", default=ROUTER.tls_key, kind=file)
+    tls_ca: str = option(NODES, "the authority's certificate (PEM)", default=ROUTER.tls_ca, kind=file)
     shard_uds_path: str = option(COMPUTE, "prefix of the shards' sockets, PREFIX-RANK (default: in a private folder)", default="")
+    cluster: str = option(
+        COMPUTE,
+        'for penstock plan: machines elsewhere, such as "2 x 8 x H200": which ranks and replicas fit, and what they reach',
+        default="",
+        environment=False,
+    )
 
     hostname: str = option(
         HTTP,
@@ -370,6 +458,12 @@ class Options:
         HTTP,
         "ask clients for `Authorization: Bearer KEY`; several with commas between them, which share the server fairly; the "
         "environment keeps them out of `ps`",
+        default="",
+    )
+    admin_key: str = option(
+        HTTP,
+        "key of those who let replicas join and leave (/admin); without it only a server on a loopback address has these routes; "
+        "the environment keeps it out of `ps`",
         default="",
     )
     graceful_termination_timeout: float = option(
@@ -432,6 +526,26 @@ class Options:
     env: bool = option(HTTP, "print versions and machine first, for a bug report", default=False, short="-e", environment=False)
 
     @property
+    def speculation(self) -> Speculation:
+        """What `speculate` says."""
+        return parse_speculation(self.speculate or "0")
+
+    @property
+    def local_replicas(self) -> int:
+        """Rank groups that are started here."""
+        return (0 if self.replica else 1) if self.replicas is None else self.replicas
+
+    @property
+    def remote_replicas(self) -> tuple[tuple[str, ...], ...]:
+        """The addresses of the others."""
+        return tuple(addresses_of(group) for group in self.replica.split(";")) if self.replica else ()
+
+    @property
+    def sequences(self) -> int:
+        """Most that run at once."""
+        return self.max_batch_size or max(self.max_concurrent_requests, self.max_best_of)
+
+    @property
     def pool_pages(self) -> int:
         """Pages of the key/value pool, if the operator says how large it is, in one way or the other; else 0."""
         return self.kv_pages or (max(1, self.max_batch_total_tokens // self.page_size) if self.max_batch_total_tokens else 0)
@@ -452,6 +566,15 @@ class Parser(argparse.ArgumentParser):
         raise Mistake(f"{message} ({self.prog} --help lists what there is)")
 
 
+class Joined(argparse.Action):
+    """A flag that may be given several times: what it says each time, with semicolons between them."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        """See argparse."""
+        before = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, values if before is None else f"{before};{values}")
+
+
 class Formatter(argparse.HelpFormatter):
     """Aligned wide enough that most flags take one line."""
 
@@ -468,6 +591,9 @@ METAVARS: dict[Any, str] = {
     boolean: "{true,false}",
     address: "ADDRESS",
     graphs: "SIZES",
+    speculation: "N|KEY=VALUE,...",
+    rank_groups: "ADDRESS[,...]",
+    place: "HOST:PORT",
     path: "PATH",
     origins: "ORIGINS",
     url: "URL",
@@ -478,7 +604,7 @@ METAVARS: dict[Any, str] = {
 def add(parser: argparse.ArgumentParser) -> None:
     """Gives `parser` every flag, in groups, and the positional MODEL."""
     parser.add_argument("model", metavar="MODEL", nargs="?", default="", help="folder or hub id (default: the embedded demo model)")
-    groups = {title: parser.add_argument_group(title) for title in (MODEL, REQUESTS, CHATS, BATCHING, COMPUTE, HTTP)}
+    groups = {title: parser.add_argument_group(title) for title in (MODEL, REQUESTS, CHATS, BATCHING, COMPUTE, NODES, HTTP)}
     for name, field in FIELDS.items():
         details = field.metadata
         group = groups[details["group"]]
@@ -488,8 +614,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         if details["switch"]:
             group.add_argument(*names, dest=name, action="store_const", const="true", help=help)
             continue
+        action: type[argparse.Action] | str = Joined if details["kind"] is rank_groups else "store"
         metavar = "{" + ",".join(details["choices"]) + "}" if details["choices"] else METAVARS.get(details["kind"], "TEXT")
-        group.add_argument(*names, dest=name, metavar=metavar, help=help)
+        group.add_argument(*names, dest=name, metavar=metavar, help=help, action=action)
         if details["also"]:
             group.add_argument(flag(details["also"]), dest=details["also"], help=argparse.SUPPRESS)
 
@@ -541,15 +668,33 @@ def check(options: Options) -> Options:
         raise Mistake(
             f"--num-beams {options.num_beams} is more than --max-num-beams {options.max_num_beams}: lower it, or raise the other"
         )
-    together = options.max_batch_size or max(options.max_concurrent_requests, options.max_best_of)
     beams = options.max_num_beams if options.max_num_beams != ROUTER.max_num_beams else options.num_beams
-    if beams > together:
+    if beams > options.sequences:
         raise Mistake(f"{beams} beams of a request could not run at once: raise --max-batch-size to {beams}")
+    _check_replicas(options)
     if options.sharded is False and options.num_shard > 1:
         raise Mistake(f"--sharded false and --num-shard {options.num_shard} contradict each other: leave one out")
     if options.sharded and options.num_shard == 1:
         raise Mistake("--sharded true and --num-shard 1 contradict each other: leave one out")
     return options
+
+
+def _check_replicas(options: Options) -> None:
+    """Raises Mistake where it isn't clear who starts which rank groups, or who reaches them."""
+    if options.replicas == 0 and not options.replica:
+        raise Mistake("--replicas 0 leaves nobody to compute: name a rank group that runs with --replica ADDRESS")
+    if options.nnodes > 1 and options.local_replicas != 1:
+        raise Mistake(
+            f"--replicas {options.local_replicas} of --nnodes {options.nnodes}: a rank group of several nodes is one replica"
+        )
+    if options.no_router and options.replica:
+        raise Mistake("--no-router and --replica contradict each other: whoever has a router names its replicas")
+    if options.no_router and bool(options.shard_listen) == bool(options.shard_uds_path):
+        raise Mistake("--no-router needs --shard-uds-path PREFIX or --shard-listen HOST:PORT, where a router finds the shards")
+    if options.shard_listen and not options.no_router:
+        raise Mistake("--shard-listen is for --no-router: a router of this machine reaches its shards by sockets")
+    if options.no_router and options.nnodes > 1:
+        raise Mistake("--no-router and --nnodes contradict each other: the router of several nodes is on node 0")
 
 
 def _spellings(field: "dataclasses.Field[Any]") -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..shard import rooms
 from ..shard.models.families import Shape, shape
-from . import machine
+from . import machine, replicas
 from .checkpoint import Checkpoint
 from .machine import Machine
 from .mistake import Mistake
@@ -25,10 +25,14 @@ class Plan:
     checkpoint: Checkpoint
     device: str
     ranks: int
+    local_ranks: int  # on this machine
     dtype: str
     threads: int
     weight_bytes: int
     token_bytes: int  # of one token's keys and values
+    draft: Shape | None = None  # the draft model, which is whole on rank 0
+    draft_bytes: int = 0  # its weights
+    draft_token_bytes: int = 0
     memory: int  # that the rank may use
     page_size: int
     pages: int  # on every rank, for the same tokens
@@ -40,14 +44,15 @@ class Plan:
         return self.pages * self.page_size
 
 
-def make(options: Options, model: Checkpoint) -> Plan:
-    return divide(options, model, machine.inspect())
+def make(options: Options, model: Checkpoint, draft: Checkpoint | None = None) -> Plan:
+    return divide(options, model, replicas.share(options, machine.inspect()), draft)
 
 
-def divide(options: Options, model: Checkpoint, machine: Machine) -> Plan:
-    """The plan for `model` on `machine`. Raises Mistake."""
+def divide(options: Options, model: Checkpoint, machine: Machine, draft: Checkpoint | None = None) -> Plan:
+    """The plan for `model`, with a draft model if there is one, on `machine`. Raises Mistake."""
     device = _device(options, machine)
     ranks = _ranks(options, device, machine)
+    local = ranks // max(1, options.nnodes)
     try:
         form = shape(model.config)
         form.check_ranks(ranks)
@@ -60,32 +65,39 @@ def divide(options: Options, model: Checkpoint, machine: Machine) -> Plan:
     tables = 2 if device == "cpu" and dtype == "float32" else None
     weights = form.parameters(ranks, tables) * ITEM_BYTES[dtype]
     token = form.kv_elements(ranks) * (ITEM_BYTES[dtype] if options.kv_cache_dtype == "auto" else 1)
-    total = min(machine.gpu_memory[:ranks]) if device == "cuda" else machine.memory // ranks
+    total = min(machine.gpu_memory[:local]) if device == "cuda" else machine.memory // local
     usable = int(total * options.cuda_memory_fraction)
-    page = token * options.page_size
+    small = shape(draft.config) if draft else None
+    draft_bytes = small.parameters(1, tables) * ITEM_BYTES[dtype] if small else 0
+    draft_token = small.kv_elements(1) * ITEM_BYTES[dtype] if small else 0
+    page = (token + draft_token) * options.page_size
     # More pages than all requests together can fill would lie idle.
     longest = options.max_total_tokens or form.max_positions
-    together = options.max_batch_size or max(options.max_concurrent_requests, options.max_best_of)
+    together = options.sequences
     graphs = _graphs(options, together) if device == "cuda" else 0
     left = usable - graphs * rooms.GRAPH_BYTES
     useful = together * -(-longest // options.page_size)
-    pages = options.pool_pages or min(useful, (left - weights) // page)
-    if pages < 1 or weights + pages * page > left:
+    pages = options.pool_pages or min(useful, (left - weights - draft_bytes) // page)
+    if pages < 1 or weights + draft_bytes + pages * page > left:
         asked = f"{options.pool_pages} pages" if options.pool_pages else "one page"
         allowed = f"{size(max(0, left))} may be used ({options.cuda_memory_fraction:.0%} of {size(total)})"
         raise Mistake(
-            f"weights take {size(weights)} and {asked} {size(page * max(1, options.pool_pages))} per rank, but {allowed}: "
-            f"{_remedy(options, form, ranks, dtype)}"
+            f"weights take {size(weights + draft_bytes)} and {asked} {size(page * max(1, options.pool_pages))} per rank, but "
+            f"{allowed}: {_remedy(options, form, ranks, dtype)}"
         )
     return Plan(
         shape=form,
         checkpoint=model,
         device=device,
         ranks=ranks,
+        local_ranks=local,
         dtype=dtype,
-        threads=options.threads or max(1, machine.cores // ranks),
+        threads=options.threads or max(1, machine.cores // local),
         weight_bytes=weights,
         token_bytes=token,
+        draft=small,
+        draft_bytes=draft_bytes,
+        draft_token_bytes=draft_token,
         memory=usable,
         page_size=options.page_size,
         pages=pages,
@@ -96,7 +108,10 @@ def divide(options: Options, model: Checkpoint, machine: Machine) -> Plan:
 def _graphs(options: Options, together: int) -> int:
     """How many steps will be recorded."""
     chosen = rooms.parse(options.cuda_graphs)
-    return len(rooms.decodes(chosen, together)) + len(rooms.mixed(chosen, options.max_batch_prefill_tokens or rooms.MIXED[-1]))
+    speculation = options.speculation
+    tokens = options.max_batch_prefill_tokens or rooms.MIXED[-1]
+    steps = len(rooms.decodes(chosen, together)) + len(rooms.mixed(chosen, tokens, speculation.most > 0))
+    return steps * (2 if speculation.draft else 1)  # the draft model's own
 
 
 def _device(options: Options, machine: Machine) -> str:
@@ -112,9 +127,14 @@ def _ranks(options: Options, device: str, machine: Machine) -> int:
     if options.sharded and (gpus < 2 if device == "cuda" else not options.num_shard):
         found = f"{gpus} GPU{'' if gpus == 1 else 's'} here" if device == "cuda" else "a CPU"
         raise Mistake(f"--sharded true needs at least 2 GPUs, and there is {found}: say how many ranks with --num-shard")
-    ranks = options.num_shard or (gpus if options.sharded else 1)
-    if device == "cuda" and ranks > gpus:
-        raise Mistake(f"--num-shard {ranks}, but there are {gpus} GPUs: at most one rank per GPU")
+    nodes = max(1, options.nnodes)
+    all_gpus = bool(options.sharded) or (nodes > 1 and device == "cuda")
+    ranks = options.num_shard or nodes * (gpus if all_gpus else 1)
+    if ranks % nodes:
+        raise Mistake(f"--num-shard {ranks} counts the ranks of all nodes, which share them evenly: --nnodes is {nodes}")
+    if device == "cuda" and ranks // nodes > gpus:
+        here = f", {ranks // nodes} of them on this node" if nodes > 1 else ""
+        raise Mistake(f"--num-shard {ranks}{here}, but there are {gpus} GPUs: at most one rank per GPU")
     return ranks
 
 
@@ -146,7 +166,9 @@ def table(plan: Plan, name: str) -> str:
         ("device", f"{plan.device}, {plan.dtype}"),
         (
             "ranks",
-            f"{plan.ranks}" + (f", {plan.threads} thread{'' if plan.threads == 1 else 's'} each" if plan.device == "cpu" else ""),
+            f"{plan.ranks}"
+            + (f", {plan.local_ranks} on each node" if plan.local_ranks < plan.ranks else "")
+            + (f", {plan.threads} thread{'' if plan.threads == 1 else 's'} each" if plan.device == "cpu" else ""),
         ),
         ("", ""),
         ("of each rank", ""),
@@ -154,11 +176,25 @@ def table(plan: Plan, name: str) -> str:
         ("  weights", f"{size(plan.weight_bytes):>10}"),
         *([("  graphs", f"{size(plan.graphs * rooms.GRAPH_BYTES):>10}  {plan.graphs} recorded steps")] if plan.graphs else []),
         ("  keys/values", f"{size(plan.pages * plan.page_size * plan.token_bytes):>10}  {size(plan.token_bytes)} per token"),
+        *_draft(plan),
         ("", ""),
         ("pages", f"{plan.pages:,} of {plan.page_size} token{'' if plan.page_size == 1 else 's'}"),
         ("capacity", f"{plan.capacity:,} tokens (an estimate: the shards measure at start what activations leave)"),
     ]
     return "\n".join(f"{left:<14}{right}".rstrip() for left, right in rows)
+
+
+def _draft(plan: Plan) -> list[tuple[str, str]]:
+    """What the draft model takes beside the model, of the rank that has it."""
+    if plan.draft is None:
+        return []
+    cache = plan.pages * plan.page_size * plan.draft_token_bytes
+    return [
+        ("", ""),
+        ("draft model", f"{plan.draft.architecture}, {plan.draft.parameters() / 1e6:,.1f} M parameters"),
+        ("  weights", f"{size(plan.draft_bytes):>10}  on rank 0 alone"),
+        ("  keys/values", f"{size(cache):>10}  {size(plan.draft_token_bytes)} per token, in pages of the same numbers"),
+    ]
 
 
 def _stored(form: Shape, model: Checkpoint) -> str:

@@ -1,7 +1,7 @@
 """The life of a server: start everything at once, tell how it goes, start again what dies, stop everything when the operator asks.
 
-The router and the shards are two parts: each dies and is started again as a whole, and neither with the other. What dies before the
-server was ready for the first time, or too often, or by the operator's fault, ends it.
+The router and each rank group (a replica) are parts: each dies and is started again as a whole, and none with another. What dies
+before the server was ready for the first time, or too often, or by the operator's fault, ends it; of several replicas the last.
 
 The main thread owns all decisions, and starts all processes; other threads only put events into its queue.
 """
@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import processes
@@ -41,6 +41,7 @@ class Command:
 
     name: str
     arguments: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)  # beside what all processes have
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,29 +56,64 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    attempt: int  # which of those who watched has seen it
+    part: "Part"  # that was watched
+    attempt: int  # which of those who watched it has seen it
 
 
 @dataclass(frozen=True, slots=True)
 class Hung:
     """The router complains of shards that answer nothing."""
 
+    replica: str
     since: float  # when it had met them
     text: str
 
 
-Event = Signal | Stage | Ready | Hung | Child  # a Child: it has ended
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """Something that concerns a part has happened on another machine. The part says what follows from it."""
+
+    part: "Part"
+    what: object
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A part has died, though none of our own processes has ended. In vain: it is not started again."""
+
+    text: str
+    exit_code: int = 1
+    in_vain: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """A part can be started now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Another machine is asked to stop: so are we."""
+
+    text: str
+
+
+Event = Signal | Stage | Ready | Hung | Child | Elsewhere  # a Child: it has ended
+Outcome = Failed | Again | Leave | None
 
 
 class Part:
-    """Processes that live and die together."""
+    """Processes that live and die together. It may have others on other machines: see `spread.py`."""
 
     def __init__(self, name: str, commands: Sequence[Command], limit: int, leftovers: Sequence[Path] = ()) -> None:
         """leftovers: files that they may have left when they were killed."""
         self.name = name
         self.children: list[Child] = []
         self.started = 0.0
+        self.lost = 0.0  # when it died and was not ready since; 0: it is well
         self.due: float | None = None  # when it shall be started again
+        self.attempt = 0  # who watches it for us
+        self.hopeless = False  # it is not started again
         self.limit = limit
         self.restarts = Restarts(limit)
         self._commands = commands
@@ -89,7 +125,21 @@ class Part:
             path.unlink(missing_ok=True)
         self.due, self.started = None, time.monotonic()
         for command in self._commands:
-            self.children.append(processes.start(command.name, command.arguments, environment))
+            self.children.append(processes.start(command.name, command.arguments, {**environment, **command.environment}))
+
+    def attend(self, put: Callable[["Event"], None]) -> None:
+        """From now on what happens elsewhere is put there."""
+
+    def hear(self, what: object) -> Outcome:
+        """What follows from something that was put."""
+
+    def terminate(self) -> None:
+        """Asks all to end, rank 0 last, as the others follow it."""
+        for child in reversed(self.children):
+            child.terminate()
+
+    def close(self, exit_code: int) -> None:
+        """It is over."""
 
     def kill(self) -> bool:
         """Returns when nothing of it is left; False if something won't go."""
@@ -106,25 +156,25 @@ class Part:
 
 
 class Server:
-    """A router and its shards. `run` starts them, and returns when nothing of them is left."""
+    """A router and its rank groups. `run` starts them, and returns when nothing of them is left."""
 
     def __init__(
         self,
         *,
-        router: Command,
-        shards: Sequence[Command],
+        router: Command | None,  # None: it is somebody else's
+        groups: Mapping[str, Part],  # by the names of the replicas that they are; the others are somebody else's
         environment: Mapping[str, str],
         console: Console,
         health: tuple[str, int],  # where the router's /health is asked
         ready: Callable[[], None],  # called once, when it first answers 200
         grace: float,  # seconds that running streams get
-        max_restarts: int = 0,  # of each part within the time that `restarts` counts
-        leftovers: Sequence[Path] = (),  # files that the shards leave when they are killed
-        complaints: Path | None = None,  # a named pipe in which the router says that the shards hang
+        max_restarts: int = 0,  # of the router within the time that `restarts` counts
+        complaints: Path | None = None,  # a named pipe in which the router says that shards hang
     ) -> None:
-        self._router = Part("the router", [router], max_restarts)
-        self._shards = Part("the shards", shards, max_restarts, leftovers)
-        self._parts = (self._router, self._shards)  # the router first: it listens while the shards load
+        self._router = Part("the router", [router], max_restarts) if router is not None else None
+        self._groups = groups
+        # The router first: it listens while the shards load.
+        self._parts = [*([self._router] if self._router is not None else ()), *groups.values()]
         self._environment = environment
         self._console = console
         self._health = health
@@ -134,27 +184,32 @@ class Server:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._gone: set[Child] = set()
         self._asked = -ECHO  # when the operator asked to stop
-        self._attempt = 0  # who watches /health for us
         self._served = False  # it was ready once
-        self._lost = 0.0  # when something died since it was ready; 0: nothing
 
     def run(self) -> int:
         """The exit code: 0 after a stop that was asked for, 1 if a part failed, 2 if it failed by the operator's fault."""
-        with _signals() as inbox:
+        code = 1
+        with signals() as inbox:
             try:
                 for part in self._parts:
                     part.start(self._environment)
                 # Threads from here on: a process with one thread forks most safely.
-                threading.Thread(target=_watch_signals, args=(inbox, self._events.put), daemon=True).start()
+                threading.Thread(target=watch_signals, args=(inbox, self._events.put), daemon=True).start()
                 if self._complaints is not None:
                     threading.Thread(target=_watch_complaints, args=(self._complaints, self._events.put), daemon=True).start()
                 for part in self._parts:
                     self._follow(part)
-                self._watch(HEALTH, 0.0)
-                return self._supervise()
+                    part.attend(self._events.put)
+                if self._router is not None:
+                    self._watch(self._router, HEALTH, 0.0)
+                else:
+                    self._begin()
+                code = self._supervise()
+                return code
             finally:
                 for part in self._parts:
                     part.kill()
+                    part.close(code)
 
     def _supervise(self) -> int:
         code = None
@@ -162,23 +217,27 @@ class Server:
             match self._next():
                 case Stage(text):
                     self._console.say(text)
-                case Ready(attempt) if attempt == self._attempt:
-                    self._came_up()
+                case Ready(part, attempt) if attempt == part.attempt:
+                    self._came_up(part)
                 case Signal(number):
                     self._asked = time.monotonic()
                     self._console.say(
                         f"{signal.Signals(number).name}: running streams get up to {self._grace:g} s; once more stops at once"
                     )
                     code = self._stop(self._grace)
-                case Hung(since, text) if self._shards.children and since >= self._shards.started:
-                    self._console.complain(f"the router has lost the shards: {text}")
-                    code = self._died(self._shards, 1)
+                case Hung(replica, since, text):
+                    group = self._groups.get(replica)
+                    if group is not None and group.children and since >= group.started:
+                        self._console.complain(f"the router has lost {group.name}: {text}")
+                        code = self._died(group, 1)
+                case Elsewhere(spread, what):
+                    code = self._heed(spread, spread.hear(what))
                 case Child() as child:
                     self._gone.add(child)
-                    part = next((part for part in self._parts if child in part.children), None)
-                    if part is not None:  # else we have killed it
+                    parts = [part for part in self._parts if child in part.children]
+                    if parts:  # else we have killed it
                         self._console.complain(child.verdict())
-                        code = self._died(part, child.process.returncode)
+                        code = self._died(parts[0], child.process.returncode)
         return code
 
     def _next(self) -> Event:
@@ -192,27 +251,49 @@ class Server:
                     if part.due is not None and part.due <= time.monotonic():
                         self._restart(part)
 
-    def _came_up(self) -> None:
+    def _begin(self) -> None:
+        """It serves, for the first time."""
         for part in self._parts:
             part.restarts.ready()
-        if self._served:
-            self._console.say(f"ready again after {time.monotonic() - self._lost:.1f} s")
-        else:
-            self._served = True
-            self._ready()
-        self._lost = 0.0
+        self._served = True
+        self._ready()
+
+    def _came_up(self, part: Part) -> None:
+        if not self._served:
+            self._begin()
+        part.restarts.ready()
+        if part.lost:
+            which = f"{part.name} is " if len(self._groups) > 1 else ""
+            self._console.say(f"{which}ready again after {time.monotonic() - part.lost:.1f} s")
+        part.lost = 0.0
+
+    def _heed(self, part: Part, outcome: Outcome) -> int | None:
+        """What another machine has said."""
+        match outcome:
+            case Failed(text, exit_code, in_vain):
+                self._console.complain(text)
+                if not in_vain:
+                    return self._died(part, exit_code)
+                self._stop(0)
+                return exit_code
+            case Again() if not part.children and part.due is None:
+                self._restart(part)
+            case Leave(text):
+                self._asked = time.monotonic()
+                self._console.say(f"{text}: running streams get up to {self._grace:g} s; a signal here stops at once")
+                return self._stop(self._grace)
+        return None
 
     def _died(self, part: Part, exit_code: int) -> int | None:
-        """A part has failed. It will be started again, unless that is hopeless: then the server ends, with the exit code."""
+        """A part has failed. It will be started again, unless that is hopeless: then the server ends, with the exit code, if it
+        can't do without."""
         now = time.monotonic()
-        self._lost = self._lost or now
+        part.lost = part.lost or now
+        if self._router is None and now > part.started + WINDOW:
+            part.restarts.ready()  # nobody tells us so, but it has lived long enough
         delay = part.restarts.died(now) if self._served and exit_code != 2 else None
         if delay is None:
-            if self._served and exit_code != 2:
-                often = f"more than {part.limit} times within {WINDOW / 60:g} minutes"
-                self._console.complain(f"{part.name} died {often} (--max-restarts): the server ends")
-            self._stop(0)
-            return 2 if exit_code == 2 else 1
+            return self._give_up(part, exit_code)
         if not part.kill():
             self._console.complain(f"{part.name} can't be killed: the server ends")
             return 1
@@ -222,6 +303,20 @@ class Server:
             f"{part.limit} within {WINDOW / 60:g} minutes"
         )
         return None
+
+    def _give_up(self, part: Part, exit_code: int) -> int | None:
+        """A part is not started again."""
+        part.hopeless = True
+        spared = self._served and part is not self._router and not all(group.hopeless for group in self._groups.values())
+        if self._served:
+            why = f"died more than {part.limit} times within {WINDOW / 60:g} minutes (--max-restarts)"
+            ends = "the other replicas go on" if spared else "the server ends"
+            if exit_code != 2:
+                self._console.complain(f"{part.name} {why}: {ends}")
+        if spared and part.kill():
+            return None
+        self._stop(0)
+        return 2 if exit_code == 2 else 1
 
     def _restart(self, part: Part) -> None:
         try:
@@ -235,20 +330,24 @@ class Server:
             part.due = time.monotonic() + delay
             return
         self._follow(part)
-        self._watch(READY, NOTICE)
+        if part is self._router:
+            self._watch(part, READY, NOTICE)
+        elif self._router is not None and self._served:  # else it is watched from the beginning
+            [name] = [name for name, group in self._groups.items() if group is part]
+            self._watch(part, f"{READY}?replica={name}", NOTICE)
 
     def _follow(self, part: Part) -> None:
         for child in part.children:
             processes.follow(child, self._console, self._events.put)
 
-    def _watch(self, path: str, delay: float) -> None:
-        """Ready comes when `path` answers 200, unless something dies before."""
-        self._attempt = attempt = self._attempt + 1
+    def _watch(self, part: Part, path: str, delay: float) -> None:
+        """Ready comes when `path` answers 200, unless the part dies before."""
+        part.attempt = attempt = part.attempt + 1
 
         def watch() -> None:
             time.sleep(delay)
-            _watch_health(*self._health, path, self._events.put, lambda: self._attempt == attempt)
-            self._events.put(Ready(attempt))
+            _watch_health(*self._health, path, self._events.put, lambda: part.attempt == attempt)
+            self._events.put(Ready(part, attempt))
 
         threading.Thread(target=watch, daemon=True).start()
 
@@ -257,10 +356,13 @@ class Server:
 
         0, or 1 if they were not given their time.
         """
-        for part, seconds in ((self._router, grace + GRACE), (self._shards, GRACE)):
-            for child in reversed(part.children):
-                child.terminate()
-            if not self._wait(part.children, seconds):
+        for parts, seconds in (
+            ([self._router] if self._router is not None else [], grace + GRACE),
+            (self._groups.values(), GRACE),
+        ):
+            for part in parts:
+                part.terminate()
+            if not self._wait([child for part in parts for child in part.children], seconds):
                 return 1
         return 0
 
@@ -279,11 +381,13 @@ class Server:
                 return False
             if isinstance(event, Child):
                 self._gone.add(event)
+            if isinstance(event, Elsewhere) and isinstance(event.part.hear(event.what), Failed):
+                event.part.kill()  # the router cuts its streams then
         return True
 
 
 @contextmanager
-def _signals() -> Iterator[socket.socket]:
+def signals() -> Iterator[socket.socket]:
     """Within, the signals that ask to stop become bytes in the socket, a byte of its number for each.
 
     A handler in Python would not do: one that comes in the moment before the main thread waits for the queue runs only when
@@ -304,7 +408,7 @@ def _signals() -> Iterator[socket.socket]:
         outbox.close()  # the thread that reads the inbox ends
 
 
-def _watch_signals(inbox: socket.socket, put: Callable[[Event], None]) -> None:
+def watch_signals(inbox: socket.socket, put: Callable[[Event], None]) -> None:
     with inbox:
         while numbers := inbox.recv(16):
             for number in numbers:
@@ -316,17 +420,18 @@ def _watch_complaints(path: Path, put: Callable[[Event], None]) -> None:
     """Each line of the pipe is one: see `RouterConfig.complaints`. Opened to be written as well, else it ends with a router."""
     with os.fdopen(os.open(path, os.O_RDWR), encoding="utf-8", errors="replace") as pipe:
         for line in pipe:
-            since, _, text = line.rstrip("\n").partition(" ")
+            replica, since, text = (*line.rstrip("\n").split(" ", 2), "", "")[:3]
             with suppress(ValueError):
-                put(Hung(float(since), text))
+                put(Hung(replica, float(since), text))
 
 
 def _watch_health(host: str, port: int, path: str, put: Callable[[Event], None], wanted: Callable[[], bool]) -> None:
-    """Asks until the answer is 200, or nobody wants to know any more. Puts a Stage when a new one is named."""
+    """Asks until the answer is 200, or 404 (a replica that has left the router), or nobody wants to know any more. Puts a Stage
+    when a new one is named."""
     last = ""
     while wanted():
         status, stage = health(host, port, path)
-        if status == 200:
+        if status in (200, 404):
             return
         kind = re.sub(r"[\d.,]+ ?%?", "", stage)  # "loading weights 40 %" is the stage that 30 % was
         if stage and kind != last:

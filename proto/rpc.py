@@ -10,11 +10,23 @@ import grpc
 from google.protobuf import message_factory
 
 from . import shard_pb2
+from .certificates import NAME, Certificates
 
 SERVICE = shard_pb2.DESCRIPTOR.services_by_name["Shard"]
 
 # Prompts of a full prefill step are the largest messages; grpc's default of 4 MiB would refuse some.
 OPTIONS = [("grpc.max_receive_message_length", 256 << 20), ("grpc.max_send_message_length", 256 << 20)]
+# Between machines: a peer that is silent is asked, and given up when it doesn't answer.
+FAR_OPTIONS = [
+    *OPTIONS,
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),  # of a server: how often it may be asked
+    ("grpc.so_reuseport", 0),  # of a server: nobody else listens at its port
+]
+FAR_CHANNEL_OPTIONS = [*FAR_OPTIONS, ("grpc.ssl_target_name_override", NAME)]
 
 
 def handler(servicer: object) -> "grpc.GenericRpcHandler[Any, Any]":
@@ -31,6 +43,18 @@ def handler(servicer: object) -> "grpc.GenericRpcHandler[Any, Any]":
             response_serializer=lambda reply: reply.SerializeToString(),
         )
     return grpc.method_handlers_generic_handler(SERVICE.full_name, methods)
+
+
+def server_credentials(certificates: Certificates) -> grpc.ServerCredentials:
+    """Clients have to show a certificate of the same authority."""
+    certificate, key, authority = certificates.read()
+    return grpc.ssl_server_credentials([(key, certificate)], authority, require_client_auth=True)
+
+
+def channel_credentials(certificates: Certificates) -> grpc.ChannelCredentials:
+    """The server has to show one, with the name that all of them bear."""
+    certificate, key, authority = certificates.read()
+    return grpc.ssl_channel_credentials(authority, key, certificate)
 
 
 class Stub:

@@ -26,6 +26,11 @@ def load(kind: type[Settings], text: str) -> Settings:
     if unknown:
         raise ValueError(f"{kind.__name__} has no setting {', '.join(unknown)}")
     try:
-        return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+        return kind(**{name: _frozen(value) for name, value in values.items()})
     except TypeError as error:
         raise ValueError(f"{kind.__name__}: {error}") from None
+
+
+def _frozen(value: Any) -> Any:
+    """Lists as tuples, within each other, too."""
+    return tuple(_frozen(each) for each in value) if isinstance(value, list) else value

@@ -9,8 +9,9 @@ So the shards go from step to step without waiting for the router, and compute w
 string found in that text, a client that has left, a new request: they act one step late. What was computed by then of a choice
 that nobody wants any more is thrown away.
 
-When the shards are lost no stream is. Requests wait in the queue of a scheduler of their own, new ones too, for shards that others
-start. Then they go on from the tokens that were received: those that follow are the same on any shard.
+When the shards are lost no stream is. Streams go on elsewhere, if there are others that compute the same (see `Others`), or wait in
+the queue of a scheduler of their own, new ones too, for shards that somebody starts. They go on from the tokens that were received:
+those that follow are the same on any shard.
 """
 
 import asyncio
@@ -18,14 +19,16 @@ import itertools
 import logging
 from array import array
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic
 from typing import Any, Protocol
 
 from ..proto import shard_pb2
 from .config import Misconfigured, RouterConfig
 from .cost import Cost
+from .drafting import Allowance, Drafting, needed
 from .metrics import Metrics
 from .policies import Mixed, Pause, Policy, largest_step
 from .record import Run, begin
@@ -37,6 +40,7 @@ from .request import (
     Expired,
     Finish,
     Grown,
+    Guessed,
     Limits,
     NotReady,
     Overloaded,
@@ -130,9 +134,18 @@ def bounds_of(config: RouterConfig, info: shard_pb2.InfoReply, warm: shard_pb2.W
 
 def policy_of(config: RouterConfig, bounds: Bounds, warm: shard_pb2.WarmupReply) -> Policy:
     """What the operator chose."""
+    cost = Cost(warm.sample_tokens, warm.sample_seconds)
     if config.prefill_policy == "pause":
-        return Pause(bounds.step_tokens, config.waiting_served_ratio, config.max_waiting_tokens)
-    return Mixed(bounds.step_tokens, Cost(warm.sample_tokens, warm.sample_seconds), config.itl_target)
+        known = cost if config.speculate else None
+        return Pause(bounds.step_tokens, config.waiting_served_ratio, config.max_waiting_tokens, known)
+    return Mixed(bounds.step_tokens, cost, config.itl_target)
+
+
+def drafting_of(config: RouterConfig, bounds: Bounds, policy: Policy) -> Drafting | None:
+    """None: the server does not speculate."""
+    if not config.speculate or policy.cost is None:
+        return None
+    return Drafting(policy.cost, bounds.step_tokens, config.speculate, config.itl_target)
 
 
 def _step_tokens(config: RouterConfig, info: shard_pb2.InfoReply) -> int:
@@ -163,6 +176,7 @@ class Stream:
     arrived: float
     left: int  # choices that are not done
     run: Run  # what is told of it when it has ended
+    home: "Batcher"  # who runs it
     sink: Sink | None = None
     rank: float = 0.0  # see Job
     started: float = 0.0  # first step that was to compute something of it; 0: none yet
@@ -170,6 +184,7 @@ class Stream:
     cached: int = 0  # tokens of the prompt that were found
     finish: Finish | None = None  # of the choice that was done last
     grown: int = 0  # steps of its beams that were told
+    stepped: float = 0.0  # when a step gave it tokens, lately
     opened: bool = False  # its Prompt is among the items, or was taken
     items: list[Item] = field(default_factory=list)  # not taken yet
     failure: Exception | None = None  # comes after the items
@@ -204,6 +219,38 @@ class Underway:
         return not isinstance(self.action, Filter)
 
 
+class Others(Protocol):
+    """Those that compute the same on other shards, as one of them sees them."""
+
+    def lost(self, batcher: "Batcher", /) -> None:
+        """Its shards are gone."""
+
+    def found(self, batcher: "Batcher", /) -> None:
+        """It has shards, its first ones or others, and computes at once. Raises Misconfigured if that may not be."""
+
+    def ended(self, batcher: "Batcher", stream: Stream, /) -> None:
+        """A stream of it needs nothing more."""
+
+    def refuge(self, stream: Stream, /) -> "Batcher | None":
+        """Who takes a stream that can't stay where it is; None: nobody."""
+
+
+class Nobody:
+    """`Others` where there are none."""
+
+    def lost(self, batcher: "Batcher", /) -> None:
+        """Nobody is told."""
+
+    def found(self, batcher: "Batcher", /) -> None:
+        """Nobody is told."""
+
+    def ended(self, batcher: "Batcher", stream: Stream, /) -> None:
+        """Nobody is told."""
+
+    def refuge(self, stream: Stream, /) -> "Batcher | None":
+        """Nobody."""
+
+
 class Pace:
     """How fast requests end: when there will be room for another."""
 
@@ -224,7 +271,19 @@ class Pace:
 class Batcher:
     """Runs requests on the shards, many at once. `start` it, then `submit`; `wait` tells when it ends."""
 
-    def __init__(self, config: RouterConfig, tokenizer: Tokenizer, shards: Shards, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        tokenizer: Tokenizer,
+        shards: Shards,
+        metrics: Metrics,
+        *,
+        name: str = "0",
+        uids: Iterator[int] | None = None,
+        others: Others | None = None,
+    ) -> None:
+        """name: of the replica, in metrics; uids: where those of streams come from, the same for all that streams may move to."""
+        self.name = name
         self.limits: Limits | None = None  # until it has started
         self.info: shard_pb2.InfoReply | None = None  # dtype, device, ...; until it has started
         self.together = 0  # requests of full length that fit at once; until it has started
@@ -244,7 +303,8 @@ class Batcher:
         self._silent.set()
         self._pace = Pace()
         self._last: dict[str, float] = {}  # seconds of the last step, by kind: what the next is expected to take
-        self._uids = itertools.count(1)
+        self._uids = uids or itertools.count(1)
+        self._others = others or Nobody()
         self._wake = asyncio.Event()  # the scheduler may have something to do
         self._draining = False
         self._broken: str = ""
@@ -254,6 +314,25 @@ class Batcher:
     def ready(self) -> bool:
         """Whether requests are taken."""
         return self._loop is not None and not self._draining and not self._broken and not self._recovering
+
+    @property
+    def trying(self) -> bool:
+        """Whether most requests wait until it is known which of some others has killed the shards."""
+        return self._inquest.open
+
+    @property
+    def streams(self) -> Collection[Stream]:
+        """That need something of the shards yet."""
+        return self._streams.values()
+
+    @property
+    def readers(self) -> int:
+        """Of streams that have ended, too."""
+        return self._readers
+
+    def seconds_to_room(self, now: float) -> float:
+        """Until a request ends, probably."""
+        return self._pace.seconds(now)
 
     @property
     def stage(self) -> str:
@@ -272,30 +351,32 @@ class Batcher:
         self._show()
         self._loop = asyncio.create_task(self._serve())
 
+    async def forget(self) -> None:
+        """After `start` has raised Broken: it may be called again."""
+        await self._shards.forget()
+
     async def _equip(self) -> None:
         """Waits for shards. When they are there, all streams that there are wait for them in the queue. Raises Broken or
         Misconfigured."""
         config = self._config
-        rows = config.sequences * (1 + config.speculate)
         await self._shards.connect()
-        warm = await self._shards.warm_up(
-            shard_pb2.WarmupRequest(
-                max_step_tokens=largest_step(_step_tokens(config, self._shards.info), rows),
-                max_step_rows=rows,
-                max_total_tokens=config.max_total_tokens,
-            )
-        )
+        tokens = largest_step(_step_tokens(config, self._shards.info), config.sequences)
+        rows = min(config.sequences * (1 + config.speculate), tokens)  # drafts get what others leave of a step
+        request = shard_pb2.WarmupRequest(max_step_tokens=tokens, max_step_rows=rows, max_total_tokens=config.max_total_tokens)
+        warm = await self._shards.warm_up(request)
         self.info = self._shards.info
         self._shards.lost.add_done_callback(lambda lost: self._wake.set())
         self.limits, self._bounds = bounds_of(config, self.info, warm)
         self.together = self._bounds.together(self.limits.max_total_tokens)
         self._warm = warm
         self._queue_all()
+        self._others.found(self)
 
     def _queue_all(self) -> None:
         """Everybody arrives at a new scheduler."""
         assert self._bounds is not None
-        self._scheduler = Scheduler(self._bounds, policy_of(self._config, self._bounds, self._warm))
+        policy = policy_of(self._config, self._bounds, self._warm)
+        self._scheduler = Scheduler(self._bounds, policy, drafting_of(self._config, self._bounds, policy))
         self._held.clear()
         for stream in tuple(self._streams.values()):
             self._arrive(stream)
@@ -311,18 +392,19 @@ class Batcher:
             assert self._bounds is not None
             return self._bounds
 
-        self._metrics.watch("tgi_queue_size", lambda: now().waiting)
-        self._metrics.watch("tgi_batch_current_size", lambda: now().running)
-        self._metrics.watch("tgi_batch_current_max_tokens", lambda: (bounds().pages - now().free) * bounds().page_size)
-        self._metrics.watch("tgi_batch_max_total_tokens", lambda: bounds().pages * bounds().page_size)
-        self._metrics.watch("penstock_waiting", lambda: now().waiting)
-        self._metrics.watch("penstock_running", lambda: now().running)
-        self._metrics.watch("penstock_paused", lambda: now().paused_jobs)
-        self._metrics.watch("penstock_pages_total", lambda: bounds().pages)
-        self._metrics.watch("penstock_pages_free", lambda: now().free)
-        self._metrics.watch("penstock_pages_cached", lambda: now().cached)
-        self._metrics.watch("penstock_pages_held", lambda: bounds().pages - now().free)
-        self._metrics.watch("penstock_prompt_budget", lambda: now().room)
+        watch = partial(self._metrics.watch, replica=self.name)
+        watch("tgi_queue_size", lambda: now().waiting)
+        watch("tgi_batch_current_size", lambda: now().running)
+        watch("tgi_batch_current_max_tokens", lambda: (bounds().pages - now().free) * bounds().page_size)
+        watch("tgi_batch_max_total_tokens", lambda: bounds().pages * bounds().page_size)
+        watch("penstock_waiting", lambda: now().waiting)
+        watch("penstock_running", lambda: now().running)
+        watch("penstock_paused", lambda: now().paused_jobs)
+        watch("penstock_pages_total", lambda: bounds().pages)
+        watch("penstock_pages_free", lambda: now().free)
+        watch("penstock_pages_cached", lambda: now().cached)
+        watch("penstock_pages_held", lambda: bounds().pages - now().free)
+        watch("penstock_prompt_budget", lambda: now().room)
 
     async def wait(self) -> None:
         """Returns after `close`; raises what has ended the loop, after every stream has been told."""
@@ -363,7 +445,11 @@ class Batcher:
         """
         self._metrics.arrived()
         self._admissible()
-        return self._read(request, sink)
+        return read(partial(self._begin, request, sink))
+
+    def _begin(self, request: Request, sink: Sink | None) -> Stream:
+        self._admissible()  # again: others may have come between `submit` and the first item
+        return self.open(request, sink)
 
     def _admissible(self) -> None:
         """Raises if no request can be taken now."""
@@ -376,27 +462,10 @@ class Batcher:
         if self._readers >= self._config.max_concurrent_requests:
             self._metrics.failed("overloaded")
             message = f"{self._readers} requests are in flight, as many as the server takes at once"
-            raise Overloaded(message, self._pace.seconds(monotonic()))
+            raise Overloaded(message, self.seconds_to_room(monotonic()))
 
-    async def _read(self, request: Request, sink: Sink | None) -> AsyncGenerator[list[Item], None]:
-        self._admissible()  # again: others may have come between `submit` and the first item
-        stream = self._open(request, sink)
-        loop = asyncio.get_running_loop()  # asked for once: that is a system call
-        try:
-            while True:
-                if stream.items:
-                    yield stream.take()
-                elif stream.failure is not None:
-                    raise stream.failure
-                elif not stream.left:
-                    return
-                else:
-                    stream.waiter = loop.create_future()
-                    await stream.waiter
-        finally:
-            self._close(stream)
-
-    def _open(self, request: Request, sink: Sink | None) -> Stream:
+    def open(self, request: Request, sink: Sink | None) -> Stream:
+        """A request begins, whether or not it is admissible."""
         now = monotonic()
         make = self._tokenizer.stream
         texts = (
@@ -404,18 +473,57 @@ class Batcher:
             for _ in range(request.choices)
         )
         choices = [Choice(index, text) for index, text in enumerate(texts)]
-        stream = Stream(next(self._uids), request, choices, now, left=len(choices), run=begin(request, now), sink=sink)
+        run = begin(request, now)
+        stream = Stream(next(self._uids), request, choices, now, left=len(choices), run=run, home=self, sink=sink)
         delay = DELAYS[request.priority]
         if request.timeout:
             delay = min(delay, request.timeout / 2)
-            stream.alarm = asyncio.get_running_loop().call_later(request.timeout, self._expire, stream)
+            stream.alarm = asyncio.get_running_loop().call_later(request.timeout, lambda: stream.home._expire(stream))
         stream.rank = now + delay
+        self._enter(stream)
+        return stream
+
+    def _enter(self, stream: Stream) -> None:
         self._streams[stream.uid] = stream
-        self._arrive(stream)
         self._readers += 1
         self._silent.clear()
+        self._arrive(stream)
         self._wake.set()
-        return stream
+
+    def fits(self, request: Request) -> bool:
+        """Whether a request can run here now: there are shards, as far as is known, and it is not too large for them."""
+        scheduler = self._scheduler
+        if scheduler is None or self._shards.lost.done():
+            return False
+        return scheduler.admissible(len(request.prompt), request.max_new_tokens, request.sequences)
+
+    def evacuate(self, suspects: bool = False) -> int:
+        """Streams go on elsewhere, all for which there is a place; suspects, who may have killed the shards, only if that is said.
+        How many have gone."""
+        gone = 0
+        for stream in tuple(self._streams.values()):
+            if self._inquest.suspects(stream.uid) and not suspects:
+                continue
+            other = self._others.refuge(stream)
+            if other is not None:
+                self._let_go(stream)
+                other._adopt(stream, self._inquest.release(stream.uid))
+                gone += 1
+        self._metrics.moved(gone)
+        return gone
+
+    def _let_go(self, stream: Stream) -> None:
+        """It is another's from now on. What is computed of it here is thrown away."""
+        self._forget(stream)
+        self._held.discard(stream.uid)
+        self._cancel(stream.uid)
+        self._lose_reader()
+
+    def _adopt(self, stream: Stream, known: tuple[int, int] | None) -> None:
+        """It goes on here. known: what an inquest knows of it."""
+        self._inquest.adopt(stream.uid, known)
+        stream.home, stream.continuations, stream.cached = self, replayed(stream), 0
+        self._enter(stream)
 
     def _arrive(self, stream: Stream) -> None:
         """It joins the queue, to begin or to go on where it was, unless the inquest wants it to wait."""
@@ -439,17 +547,26 @@ class Batcher:
             self._scheduler.arrive(job, [len(one.tokens) for one in stream.continuations])
             self._wake.set()
 
-    def _close(self, stream: Stream) -> None:
-        self._readers -= 1
+    def close_stream(self, stream: Stream) -> None:
+        """Nobody reads it any more."""
+        self._lose_reader()
         self._pace.ended(monotonic())
         if stream.alarm is not None:
             stream.alarm.cancel()
-        if not self._readers:
-            self._silent.set()
-        if self._streams.pop(stream.uid, None) is not None:
+        if stream.uid in self._streams:
+            self._forget(stream)
             self._cancel(stream.uid)
             self._metrics.failed("dropped")
             stream.run.fail("dropped", sum(one.generated for one in stream.choices))
+
+    def _lose_reader(self) -> None:
+        self._readers -= 1
+        if not self._readers:
+            self._silent.set()
+
+    def _forget(self, stream: Stream) -> None:
+        del self._streams[stream.uid]
+        self._others.ended(self, stream)
 
     def _cancel(self, uid: int) -> None:
         """Of no effect if the scheduler knows already that it has ended."""
@@ -475,15 +592,17 @@ class Batcher:
             raise
 
     async def _recover(self, lost: Broken) -> None:
-        """Waits for new shards, to which all streams go. Raises Misconfigured."""
+        """Waits for new shards, to which all streams go that have found no other place. Raises Misconfigured."""
         began = monotonic()
         self._recovering = str(lost)
         self._accuse()
+        replays = sum(stream.started > 0 for stream in self._streams.values())
+        self._others.lost(self)
+        moved = self.evacuate()
         for stream in self._streams.values():
             stream.continuations, stream.cached = replayed(stream), 0
         self._queue_all()
-        replays = sum(stream.started > 0 for stream in self._streams.values())
-        logger.warning("%s: requests that wait for new ones: %d, begun: %d", lost, len(self._streams), replays)
+        logger.warning("%s: requests that wait for new ones: %d, that go on elsewhere: %d", lost, len(self._streams), moved)
         while True:
             try:
                 await self._shards.forget()
@@ -513,7 +632,9 @@ class Batcher:
         if stream is None:
             return None
         computed = max(0, len(stream.request.prompt) - self._scheduler.lacking(uid))
-        return max(choice.generated for choice in stream.choices) + computed // self._bounds.step_tokens
+        # A step gives a choice one token, but for those that were guessed right.
+        steps = stream.run.steps if stream.request.drafts else max(choice.generated for choice in stream.choices)
+        return steps + computed // self._bounds.step_tokens
 
     def _admit_held(self) -> None:
         """Those whom the inquest let wait so far join the queue."""
@@ -556,12 +677,12 @@ class Batcher:
 
     def _send(self, scheduler: Scheduler, underway: deque[Underway], steps: int) -> None:
         """Asks for what is next, until so many steps are under way."""
-        while sum(one.step for one in underway) < steps:
+        while (ahead := sum(one.step for one in underway)) < steps:
             action = scheduler.next()
             if action is None:
                 return
             now = monotonic()
-            underway.append(Underway(action, now, self._shards.execute(self._command(action, now))))
+            underway.append(Underway(action, now, self._shards.execute(self._command(action, now, ahead))))
 
     async def _near_end(self, oldest: Underway, began: float) -> None:
         """Waits until a step will end soon, if the last one of its kind tells."""
@@ -569,24 +690,47 @@ class Batcher:
         if seconds > 0:
             await asyncio.wait([oldest.reply], timeout=seconds)
 
-    def _command(self, action: Action, now: float) -> shard_pb2.Command:
+    def _command(self, action: Action, now: float, ahead: int) -> shard_pb2.Command:
+        """ahead: steps that are under way."""
         match action:
-            case Decode(batch):
-                return shard_pb2.Command(decode=shard_pb2.DecodeRequest(batches=[batch]))
+            case Decode(batch, allowance):
+                decode = shard_pb2.DecodeRequest(batches=[batch], allowance=self._allowed(allowance, now, ahead))
+                return shard_pb2.Command(decode=decode)
             case Filter(drop, pause, end):
                 uids, choices = [uid for uid, _ in end], [choice for _, choice in end]
                 request = shard_pb2.FilterRequest(drop=drop, pause=pause, end_uids=uids, end_choices=choices)
                 return shard_pb2.Command(filter=request)
-            case Prefill(batch, new, chunks, tokens, decode):
+            case Prefill(batch, new, chunks, tokens, mixed, allowance):
                 prefill = shard_pb2.PrefillRequest(
                     batch=batch,
                     groups=[self._group(self._streams[uid], now) for uid in new],
                     chunk_uids=[uid for uid, _ in chunks],
                     chunk_lengths=[length for _, length in chunks],
                     prompt_tokens=tokens,
-                    decode_batches=[BATCH] if decode else [],
+                    decode_batches=[BATCH] if mixed else [],
+                    allowance=self._allowed(allowance, now, ahead),
                 )
                 return shard_pb2.Command(prefill=prefill)
+
+    def _allowed(self, allowance: Allowance | None, now: float, ahead: int) -> shard_pb2.Allowance | None:
+        """What drafts may cost, and what those who are in a hurry need."""
+        if allowance is None:
+            return None
+        wanted: dict[int, float] = {}
+        for uid, stream in self._streams.items() if allowance.most else ():
+            if stream.request.priority is Priority.INTERACTIVE and stream.request.drafts and stream.run.first:
+                tokens = min((choice.generated for choice in stream.choices if choice.running), default=1) - 1
+                seconds = (1 + ahead) * allowance.step
+                wanted[uid] = needed(now - stream.run.first, tokens, allowance.target, seconds, ahead)
+        return shard_pb2.Allowance(
+            step_seconds=allowance.step,
+            first_seconds=allowance.first,
+            draft_seconds=allowance.draft,
+            round_seconds=allowance.round,
+            most=allowance.most,
+            needed_uids=wanted,
+            needed=wanted.values(),
+        )
 
     def _group(self, stream: Stream, now: float) -> shard_pb2.Group:
         """A request that begins, or goes on where it was paused."""
@@ -624,7 +768,11 @@ class Batcher:
                 decode_tokens=step.decode_tokens,
                 prompt_keys=step.prompt_keys,
                 decode_keys=step.decode_keys,
-                rows=len(step.tokens),
+                rows=len(step.tokens) + step.drafted_tokens - step.accepted_tokens,
+                drafted=step.drafted_tokens,
+                accepted=step.accepted_tokens,
+                rounds=step.rounds,
+                draft_seconds=step.draft_seconds,
             )
         )
         self._last[_kind(action)] = seconds
@@ -656,12 +804,19 @@ class Batcher:
         for uid, found in zip(reply.found_uids, reply.found_tokens, strict=True):
             if uid in self._streams:
                 self._streams[uid].cached += found
+        for uid, drafted, accepted in zip(reply.guessed_uids, reply.guessed_drafted, reply.guessed_accepted, strict=True):
+            if uid in self._streams:
+                run = self._streams[uid].run
+                run.drafted, run.accepted = run.drafted + drafted, run.accepted + accepted
         touched += self._deliver_beams(reply, prompts)
         rows = zip(reply.uids, reply.choices, reply.tokens, reply.logprobs, reply.finishes, self._tops(reply), strict=True)
         for uid, index, token, logprob, finish, top in rows:
             stream = self._streams.get(uid)
             if stream is None or (choice := stream.choices[index]).done:  # it was closed or stopped in the meantime
                 continue
+            if stream.stepped < now:  # else it has tokens of this step already
+                stream.stepped = now
+                stream.run.steps += 1
             if choice.generated:
                 if choice.last < now:  # not of this step
                     latest[choice.last] = latest.get(choice.last, 0) + 1
@@ -762,7 +917,9 @@ class Batcher:
     def _finish(self, stream: Stream, choice: Choice, reason: str, now: float, score: float | None = None) -> None:
         delta = choice.text.end()
         queued, inference = stream.started - stream.arrived, now - stream.started
-        finish = Finish(reason, choice.text.text, delta, choice.generated, queued, inference, choice.index, score)
+        run = stream.run
+        guessed = Guessed(run.drafted, run.accepted, run.steps) if stream.request.drafts else None
+        finish = Finish(reason, choice.text.text, delta, choice.generated, queued, inference, choice.index, score, guessed)
         stream.items.append(finish)
         stream.run.reasons.append(reason)
         choice.done = True
@@ -781,7 +938,7 @@ class Batcher:
 
     def _leave(self, stream: Stream, now: float) -> None:
         """All its choices are done."""
-        del self._streams[stream.uid]
+        self._forget(stream)
         stream.run.ended, stream.run.generated = now, sum(one.generated for one in stream.choices)
         assert stream.finish is not None
         self._metrics.done(stream.request, stream.finish, stream.run.generated, stream.run.first - stream.started)
@@ -794,8 +951,9 @@ class Batcher:
 
     def _fail(self, uid: int, failure: Exception, kind: str) -> None:
         """Ends one stream."""
-        stream = self._streams.pop(uid, None)
+        stream = self._streams.get(uid)
         if stream is not None:
+            self._forget(stream)
             self._cancel(uid)
             self._metrics.failed(kind)
             stream.run.fail(kind, sum(one.generated for one in stream.choices))
@@ -806,6 +964,25 @@ class Batcher:
         """Ends all streams."""
         for uid in tuple(self._streams):
             self._fail(uid, Broken(message), "generation")
+
+
+async def read(open: Callable[[], Stream]) -> AsyncGenerator[list[Item], None]:
+    """What its reader gets of a stream, wherever it runs. It is opened with the first item, and closed with the last."""
+    stream = open()
+    loop = asyncio.get_running_loop()  # asked for once: that is a system call
+    try:
+        while True:
+            if stream.items:
+                yield stream.take()
+            elif stream.failure is not None:
+                raise stream.failure
+            elif not stream.left:
+                return
+            else:
+                stream.waiter = loop.create_future()
+                await stream.waiter
+    finally:
+        stream.home.close_stream(stream)
 
 
 def replayed(stream: Stream) -> Sequence[shard_pb2.Continuation]:

@@ -1,5 +1,6 @@
 """What the router process is told by the launcher. Standard library only."""
 
+import re
 from dataclasses import dataclass
 
 ANY_ORIGIN, NO_ORIGIN = "*", "none"  # what --cors-allow-origin may say beside origins
@@ -9,6 +10,7 @@ TOOL_CALL_PARSERS = (
     *(AUTO, NONE, "hermes", "llama3_json", "json", "granite", "jamba", "internlm", "phi4_mini_json", "mistral", "mistral_args"),
     *("pythonic", "deepseek_v3", "deepseek_v31", "kimi_k2", "qwen3_coder", "glm45", "harmony"),
 )
+ADDRESS = re.compile(r"unix:/[^,;\s]+|[\w.-]+:\d{1,5}|\[[\da-fA-F:.]+\]:\d{1,5}", re.ASCII)  # of a rank's service
 REASONING_PARSERS = (AUTO, NONE, "deepseek_r1", "qwen3", "glm45", "kimi_k2", "mistral", "granite", "seed_oss", "cohere", "harmony")
 
 
@@ -19,11 +21,12 @@ class RouterConfig:
     folder: str  # with tokenizer.json, tokenizer_config.json, chat template, config.json: the model's, or one that stands in
     model: str  # model id that clients see
     revision: str = ""
-    shards: tuple[str, ...] = ()  # unix sockets of the ranks' services, rank 0 first
+    groups: tuple[tuple[str, ...], ...] = ()  # rank groups (replicas): of each the addresses of its ranks' services, rank 0 first
     hostname: str = "0.0.0.0"
     port: int = 3000
     api_keys: tuple[str, ...] = ()  # none: no authorization asked. Each is a tenant; tenants share the server fairly
-    max_concurrent_requests: int = 128
+    admin_key: str = ""  # of those who let replicas join and leave; "": whoever is on this machine may, if nobody else reaches us
+    max_concurrent_requests: int = 128  # of each replica
     max_best_of: int = 16  # most choices of a request: TGI's best_of, OpenAI's n, num_return_sequences
     num_beams: int = 1  # of a request that names no number and draws nothing
     max_num_beams: int = 8  # widest beam search of a request
@@ -54,6 +57,9 @@ class RouterConfig:
     idle_timeout: float = 75.0  # seconds that a connection may be without a whole head of a request
     slow_client_timeout: float = 60.0  # seconds in which a stream's client may read nothing of what is there for it
     step_timeout: float = 60.0  # seconds without an answer after which the shards are lost, at least
+    tls_cert: str = ""  # PEM files by which this process and shards on other machines trust each other; "": no TLS
+    tls_key: str = ""
+    tls_ca: str = ""
     complaints: str = ""  # a named pipe in which whoever started the shards is told that they hang; "": nobody is told
     cors_allow_origin: str = ANY_ORIGIN  # origins whose pages may use the server from a browser, with commas between them
     otlp_endpoint: str = ""  # URL of a collector of traces (OTLP/HTTP); "": no traces
@@ -65,6 +71,16 @@ class RouterConfig:
     def sequences(self) -> int:
         """Most that run at once."""
         return self.max_batch_size or max(self.max_concurrent_requests, self.max_best_of)
+
+
+def addresses_of(text: str) -> tuple[str, ...]:
+    """Of a rank group's ranks, rank 0 first, with commas between them. Raises ValueError."""
+    found = tuple(part.strip() for part in text.split(","))
+    if not all(ADDRESS.fullmatch(part) for part in found):
+        raise ValueError("host:port or unix:/path of each rank of a group is needed, with commas between them")
+    if len(set(found)) < len(found):
+        raise ValueError("the same rank is named twice")
+    return found
 
 
 class Misconfigured(Exception):

@@ -10,10 +10,11 @@ when somebody looks.
 
 import re
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import prometheus_client
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -40,11 +41,21 @@ COUNTERS = {
     "penstock_pauses": ("Times that a running request gave its pages back for a while", ()),
     "penstock_drafted_tokens": ("Tokens that were guessed, of which none is emitted unless it is right", ()),
     "penstock_accepted_tokens": ("Those of them that were right", ()),
+    "penstock_drafted_positions": ("Times that it came to a guess so far behind an answer's last token", ("position",)),
+    "penstock_accepted_positions": ("Those of them that it was right, or another there", ("position",)),
+    "penstock_speculation_steps": ("Steps in which answers that may have guesses went on, by whether any had", ("drafts",)),
+    "penstock_draft_seconds": ("Seconds that it took to find guesses", ()),
+    "penstock_draft_rounds": ("Runs of the draft model", ()),
+    "penstock_verify_seconds": ("Seconds beside those of steps with guesses, as the shard sees them", ()),
     "penstock_mask_seconds": ("Seconds that grammars' masks took on the shards, most of them while the model computed", ()),
     "penstock_mask_wait_seconds": ("Seconds of them for which steps waited", ()),
     "penstock_generated_tokens": ("Tokens that the shards generated", ()),
+    "penstock_out_of_memory": ("Times that memory ran out in a step, which the shards then computed in smaller parts", ()),
     "penstock_restarts": ("Times that the shards were lost, and others took their place", ()),
     "penstock_replayed_requests": ("Requests that had begun on shards that were lost, and went on", ()),
+    "penstock_moved_requests": ("Requests that went on on another replica, since theirs was lost or left", ()),
+    "penstock_placements": ("Requests that were given to a replica, by what it was chosen for", ("replica", "reason")),
+    "penstock_placement_hit_tokens": ("Tokens of their prompts that were expected to be cached there", ("replica",)),
     "penstock_finished_requests": ("Requests that were answered to their end, by why their last answer ended", ("reason",)),
 }
 GAUGES = {
@@ -64,7 +75,16 @@ GAUGES = {
     "penstock_grammars_compiled": "Grammars that were compiled to see whether they are possible",
     "penstock_grammars_found": "Grammars of requests that had been compiled before",
     "penstock_prompt_budget": "Tokens that the last step with prompts had for them",
+    "penstock_replicas_ready": "Replicas that take requests",
     "penstock_prompt_budget_used": "Tokens of prompts that it computed",
+}
+# Of each replica, by its name: what the gauge on the right shows of all together.
+REPLICA_GAUGES = {
+    "penstock_replica_up": ("penstock_replicas_ready", "Whether the replica takes requests"),
+    "penstock_replica_running": ("penstock_running", "Requests that run on the replica"),
+    "penstock_replica_waiting": ("penstock_waiting", "Requests that wait for the replica"),
+    "penstock_replica_pages_total": ("penstock_pages_total", "Pages in the replica's pool"),
+    "penstock_replica_pages_free": ("penstock_pages_free", "Pages of the replica that can be taken, cached ones included"),
 }
 HISTOGRAMS = {
     "tgi_request_duration": ("Seconds from arrival to the end", (), SECONDS),
@@ -75,7 +95,7 @@ HISTOGRAMS = {
     "tgi_request_generated_tokens": ("Generated tokens of a request", (), TOKENS),
     "tgi_request_input_length": ("Prompt tokens of a request", (), TOKENS),
     "tgi_request_max_new_tokens": ("Generated tokens that a request allowed", (), TOKENS),
-    "tgi_request_skipped_tokens": ("Tokens beyond the first that a step of a request gave (speculation)", (), TOKENS),
+    "tgi_request_skipped_tokens": ("Tokens beyond the first that a step gave an answer (speculation)", (), TOKENS),
     "tgi_batch_next_size": ("Requests that began in a step", (), TOKENS[:11]),
     "tgi_batch_inference_duration": ("Seconds of a step, as the router sees it", ("method",), SECONDS),
     "tgi_batch_forward_duration": ("Seconds of a step, as the shard sees it", ("method",), SECONDS),
@@ -89,6 +109,8 @@ HISTOGRAMS = {
     "penstock_decode_seconds": ("Seconds from its first token to its end", (), SECONDS),
     "penstock_request_choices": ("Answers that a request asked for", (), TOKENS[:8]),
 }
+SKIPPED = "tgi_request_skipped_tokens"  # takes many values at once
+POSITIONS = 8  # behind the last token, of which guesses are counted apart; the last counts for all beyond
 # TGI's names carry no unit, prometheus_client insists on one.
 UNIT = re.compile(rb"^((?:# (?:HELP|TYPE) )?tgi_\w+)_total\b", re.MULTILINE)
 
@@ -107,9 +129,14 @@ class Metrics:
         self._histograms = {
             name: prometheus_client.Histogram(name, text, labels, registry=registry, buckets=buckets)
             for name, (text, labels, buckets) in HISTOGRAMS.items()
+            if name != SKIPPED
         }
         self._intervals = Intervals("penstock_inter_token_latency_seconds", "Seconds between tokens of a request", SECONDS)
         registry.register(self._intervals)
+        self._skipped = Intervals(SKIPPED, HISTOGRAMS[SKIPPED][0], HISTOGRAMS[SKIPPED][2])
+        registry.register(self._skipped)
+        self._watched: dict[str, dict[str, Callable[[], float]]] = {}  # who tells a gauge's value: of each replica
+        registry.register(Shares(self._watched))
         self._gauges["penstock_kv_cache_usage_ratio"].set_function(self._usage)
         self._as_vllm = AsVllm(registry, model)
         # Looked up once: these are needed in every step.
@@ -121,9 +148,25 @@ class Metrics:
         self._prompt_tokens = self._counters["penstock_prompt_tokens"]
         self._generated_tokens = self._counters["penstock_generated_tokens"]
 
-    def watch(self, name: str, read: Callable[[], float]) -> None:
-        """The gauge shows what `read` returns when somebody looks."""
-        self._gauges[name].set_function(read)
+    def watch(self, name: str, read: Callable[[], float], replica: str = "") -> None:
+        """The gauge shows what `read` returns when somebody looks; the sum, where there are several replicas."""
+        reads = self._watched.setdefault(name, {})
+        reads[replica] = read
+        self._gauges[name].set_function(lambda: sum(each() for each in reads.values()))
+
+    def left(self, replica: str) -> None:
+        """It is in no gauge any more."""
+        for reads in self._watched.values():
+            reads.pop(replica, None)
+
+    def placed(self, replica: str, reason: str, hit: int) -> None:
+        """A request was given to a replica, where so many tokens of its prompt are probably cached."""
+        self._counters["penstock_placements"].labels(replica=replica, reason=reason).inc()
+        self._counters["penstock_placement_hit_tokens"].labels(replica=replica).inc(hit)
+
+    def moved(self, count: int) -> None:
+        """So many requests went on on other replicas."""
+        self._counters["penstock_moved_requests"].inc(count)
 
     def arrived(self) -> None:
         """A request was submitted."""
@@ -156,9 +199,11 @@ class Metrics:
         if reply.mask_seconds:
             self._counters["penstock_mask_seconds"].inc(reply.mask_seconds)
             self._counters["penstock_mask_wait_seconds"].inc(reply.mask_wait_seconds)
-        if reply.drafted_tokens:
-            self._counters["penstock_drafted_tokens"].inc(reply.drafted_tokens)
-            self._counters["penstock_accepted_tokens"].inc(reply.accepted_tokens)
+        if reply.exhausted:
+            self._counters["penstock_out_of_memory"].inc(reply.exhausted)
+        self._skipped.observe(_skipped(reply))
+        if action.allowance is not None:
+            self._guessed(reply)
         self._kinds[mixed if reply.prompt_tokens else "decode"].observe(reply.seconds)
         if isinstance(action, Prefill):
             if action.new:
@@ -170,6 +215,20 @@ class Metrics:
             self._gauges["penstock_prompt_budget_used"].set(reply.prompt_tokens)
             self._counters["penstock_cached_prompt_tokens"].inc(reply.cached_tokens)
             self._counters["penstock_restored_tokens"].inc(reply.restored_tokens)
+
+    def _guessed(self, reply: shard_pb2.StepReply) -> None:
+        counters = self._counters
+        counters["penstock_speculation_steps"].labels(drafts="some" if reply.drafted_tokens else "none").inc()
+        counters["penstock_draft_seconds"].inc(reply.draft_seconds)
+        counters["penstock_draft_rounds"].inc(reply.rounds)
+        if not reply.drafted_tokens:
+            return
+        counters["penstock_drafted_tokens"].inc(reply.drafted_tokens)
+        counters["penstock_accepted_tokens"].inc(reply.accepted_tokens)
+        counters["penstock_verify_seconds"].inc(max(0.0, reply.seconds - reply.draft_seconds))
+        for name, column in (("drafted", reply.tried_by_depth), ("accepted", reply.kept_by_depth)):
+            for depth, count in enumerate(column):
+                counters[f"penstock_{name}_positions"].labels(position=min(depth + 1, POSITIONS)).inc(count)
 
     def paused(self, count: int) -> None:
         """So many requests gave their pages back."""
@@ -230,6 +289,13 @@ class Metrics:
         return found
 
 
+def _skipped(reply: shard_pb2.StepReply) -> Mapping[float, int]:
+    """How many answers got how many tokens beyond the first."""
+    if not reply.accepted_tokens:
+        return {0: len(reply.tokens)} if reply.tokens else {}
+    return Counter(count - 1 for count in Counter(zip(reply.uids, reply.choices, strict=True)).values())
+
+
 class Intervals(Collector):
     """A histogram that takes many values at once: 0.3 us each, 2.3 us with prometheus_client's, which locks (x86, 2 cores)."""
 
@@ -259,6 +325,21 @@ class Intervals(Collector):
         yield family
 
 
+class Shares(Collector):
+    """What of some gauges is each replica's."""
+
+    def __init__(self, watched: Mapping[str, Mapping[str, Callable[[], float]]]) -> None:
+        self._watched = watched
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry."""
+        for name, (whole, text) in REPLICA_GAUGES.items():
+            family = GaugeMetricFamily(name, text, labels=["replica"])
+            for replica, read in self._watched.get(whole, {}).items():
+                family.add_metric([replica], float(read()))
+            yield family
+
+
 # vLLM's name -> ours. Help, kind and buckets are those of ours.
 VLLM = {
     "vllm:num_requests_running": "penstock_running",
@@ -268,6 +349,8 @@ VLLM = {
     "vllm:prompt_tokens": "penstock_prompt_tokens",
     "vllm:generation_tokens": "penstock_generated_tokens",
     "vllm:prefix_cache_hits": "penstock_cached_prompt_tokens",
+    "vllm:spec_decode_num_draft_tokens": "penstock_drafted_tokens",
+    "vllm:spec_decode_num_accepted_tokens": "penstock_accepted_tokens",
     "vllm:time_to_first_token_seconds": "penstock_time_to_first_token_seconds",
     "vllm:inter_token_latency_seconds": "penstock_inter_token_latency_seconds",
     "vllm:request_time_per_output_token_seconds": "tgi_request_mean_time_per_token_duration",

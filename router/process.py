@@ -4,18 +4,20 @@ import asyncio
 import logging
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from aiohttp import web
 
+from ..proto import certificates
 from .api.app import make_app
-from .batcher import Batcher
 from .config import RouterConfig
 from .doorman import Doorman
+from .fleet import Fleet
 from .metrics import Metrics
 from .request import Broken
-from .shards import GrpcShards
+from .shards import GrpcShards, Shards
 from .text import Tokenizer, Unusable
 from .tracing import Missing, Tracer
 
@@ -48,8 +50,8 @@ async def serve(config: RouterConfig, listening: socket.socket, doorman: Doorman
         trust_templates=config.trust_request_chat_template,
         parsers=(config.tool_call_parser, config.reasoning_parser),
     )
-    batcher = Batcher(config, tokenizer, GrpcShards(config.shards, config.step_timeout, config.complaints), metrics)
-    app = make_app(config, tokenizer, batcher, metrics, tracer)
+    fleet = Fleet(config, tokenizer, partial(_connect, config), metrics)
+    app = make_app(config, tokenizer, fleet, metrics, tracer, fleet)
     runner = web.AppRunner(
         app,
         handler_cancellation=True,
@@ -62,19 +64,19 @@ async def serve(config: RouterConfig, listening: socket.socket, doorman: Doorman
     doorman.relieve()
     await web.SockSite(runner, listening).start()
     logger.info("listening on http://%s:%d", *listening.getsockname()[:2])
-    batching = asyncio.create_task(_batch(batcher, tokenizer))
+    batching = asyncio.create_task(_batch(fleet, tokenizer))
     stopping = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait([batching, stopping], return_when=asyncio.FIRST_COMPLETED)
         if not batching.done():
             logger.info("stopping: no new requests; running ones have %g s", config.graceful_termination_timeout)
-            await batcher.drain(config.graceful_termination_timeout)
+            await fleet.drain(config.graceful_termination_timeout)
     finally:
         await runner.cleanup()
         for task in (batching, stopping):
             task.cancel()
         await asyncio.wait([batching, stopping])
-        await batcher.close()
+        await fleet.close()
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
     if not batching.cancelled():
@@ -82,22 +84,28 @@ async def serve(config: RouterConfig, listening: socket.socket, doorman: Doorman
     return 0
 
 
-async def _batch(batcher: Batcher, tokenizer: Tokenizer) -> None:
-    await batcher.start()
-    if batcher.limits is not None:
-        if tokenizer.size > batcher.limits.vocabulary:
+async def _batch(fleet: Fleet, tokenizer: Tokenizer) -> None:
+    await fleet.start()
+    if fleet.limits is not None:
+        if tokenizer.size > fleet.limits.vocabulary:
             logger.warning(
                 "the tokenizer has %d tokens, the model knows %d: texts that need others are refused; are both of the same model?",
                 tokenizer.size,
-                batcher.limits.vocabulary,
+                fleet.limits.vocabulary,
             )
         logger.info(
             "ready: %d tokens of prompt, %d with the answer; requests of full length that fit at once: %d",
-            batcher.limits.max_input_tokens,
-            batcher.limits.max_total_tokens,
-            batcher.together,
+            fleet.limits.max_input_tokens,
+            fleet.limits.max_total_tokens,
+            fleet.together,
         )
-    await batcher.wait()
+    await fleet.wait()
+
+
+def _connect(config: RouterConfig, name: str, addresses: Sequence[str]) -> Shards:
+    """The port to a replica's rank group. Nobody listens to complaints about those that the launcher has not started."""
+    complaints = config.complaints if tuple(addresses) in config.groups else ""
+    return GrpcShards(addresses, config.step_timeout, complaints, certificates.of(config), name)
 
 
 def _stop_signal() -> asyncio.Event:

@@ -23,6 +23,9 @@ class Run:
     ended: float = 0.0
     cached_tokens: int = 0  # of the prompt
     generated: int = 0  # tokens of all choices
+    drafted: int = 0  # tokens that were guessed for it
+    accepted: int = 0  # those of them that were right
+    steps: int = 0  # that gave it tokens
     reasons: list[str] = field(default_factory=list)  # why its choices ended, in the order in which they did
     failure: str = ""  # what kind, if it was not answered to its end
 

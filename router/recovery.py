@@ -10,6 +10,9 @@ can't be seen which of them it was; but the guilty one is in every step that kil
 
 So most of the time the innocent are acquitted by running, which costs a few steps, and not by another death. Shards that die of
 something else, however often, accuse nobody who makes progress.
+
+Where there are other shards, whoever is no suspect goes on there, and what is known of it goes along (`release`, `adopt`). Suspects
+stay with those that died: so a guilty one kills the shards of one inquest once, those of another, and then none but these.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,6 +37,26 @@ class Inquest:
     def admits(self, uid: int) -> bool:
         """Whether a request may run now."""
         return not self._trial or uid in self._trial or uid in self._passed
+
+    def suspects(self, uid: int) -> bool:
+        """Whether a request was computed in two deaths in a row, and was not acquitted since."""
+        return uid in self._trial or uid in self._suspects
+
+    def release(self, uid: int) -> tuple[int, int] | None:
+        """A request leaves. What is known of it, for the inquest that it goes to."""
+        known = self._deaths.pop(uid, None)
+        if uid in self._suspects:
+            self._suspects.remove(uid)
+        if uid in self._trial:
+            self._trial.remove(uid)
+            if not self._trial:
+                self._try_next()
+        return None if uid in self._passed else known
+
+    def adopt(self, uid: int, known: tuple[int, int] | None) -> None:
+        """A request comes, from other shards that died."""
+        if known is not None:
+            self._deaths[uid] = known
 
     def died(self, places: Mapping[int, int]) -> int | None:
         """The shards have died while these were computed; what was found out before still counts if it was none. Returns who is

@@ -80,6 +80,7 @@ class Request:
     grammar: Grammar | None = None  # compiled and found to be possible
     timeout: float = 0.0  # seconds after arrival by which the whole answer must be there; 0: whenever
     tenant: str = ""  # on whose account; tenants share the server fairly. Never shown or logged
+    session: str = ""  # what it belongs to, such as a conversation: where there are replicas, it goes where the rest of that went
     cache_key: str = ""  # who may find the keys and values that it leaves: those with the same one
 
     @property
@@ -129,6 +130,14 @@ class Token(msgspec.Struct, frozen=True, gc=False):
     choice: int = 0  # from 0
 
 
+class Guessed(msgspec.Struct, frozen=True, gc=False):
+    """What guesses were worth to a request, all its answers together, so far."""
+
+    drafted: int  # tokens that were guessed
+    accepted: int  # those of them that were right
+    steps: int  # that gave it tokens
+
+
 class Finish(msgspec.Struct, frozen=True, gc=False):
     """Last item of a choice. A stream ends with the last choice's."""
 
@@ -140,6 +149,7 @@ class Finish(msgspec.Struct, frozen=True, gc=False):
     inference_seconds: float  # from that step to the end
     choice: int = 0
     score: float | None = None  # of an answer that beam search found
+    guessed: Guessed | None = None  # of a request that may have guesses
 
 
 class Beam(msgspec.Struct, frozen=True, gc=False):

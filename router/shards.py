@@ -12,6 +12,7 @@ import os
 from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from time import monotonic
 from typing import Any, Protocol
 
@@ -19,7 +20,8 @@ import grpc
 import grpc.aio
 
 from ..proto import shard_pb2
-from ..proto.rpc import OPTIONS, Stub
+from ..proto.certificates import Certificates
+from ..proto.rpc import FAR_CHANNEL_OPTIONS, OPTIONS, Stub, channel_credentials
 from .grammar import written
 from .request import Beams, Broken, Request, Stopping
 
@@ -27,12 +29,12 @@ POLL = 0.02  # seconds between looks for a rank that does not answer yet; part o
 STAGE_POLL = 0.1  # seconds between looks at what a loading rank does; nobody waits for it
 INFO_TIMEOUT = 5.0  # seconds; a rank that listens answers at once, even while it loads
 LOADING = 30.0  # seconds, at least, that a rank which loads may be too busy for that
+UNREACHED = 15.0  # seconds after which it is told that a rank of another machine can't be reached, since nobody else may
 SOON = 0.5  # seconds within which a socket at which nobody listens says so
 LOOKS = 10  # at a command that is not answered, before the ranks count as lost
 PATIENCE = 10  # times the longest step so far that a command may always take
 
 CHANNEL_OPTIONS = [
-    *OPTIONS,
     ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 50),
@@ -146,16 +148,28 @@ def _unless(neutral: float, value: float) -> float | None:
 
 
 class GrpcShards:
-    """`Shards` over gRPC on unix sockets: all ranks answer Info and Warmup, rank 0 takes the commands on one stream."""
+    """`Shards` over gRPC: all ranks answer Info and Warmup, rank 0 takes the commands on one stream."""
 
-    def __init__(self, sockets: Sequence[str], step_timeout: float = 60.0, complaints: str = "") -> None:
-        """See `RouterConfig` for what is not a socket."""
-        self._sockets = tuple(sockets)
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        step_timeout: float = 60.0,
+        complaints: str = "",
+        certificates: Certificates | None = None,
+        name: str = "0",
+    ) -> None:
+        """addresses: of each rank the path of its unix socket, address:port, or file:PATH, where PATH is a file in which
+        address:port stands as long as there is somebody; certificates: for those of other machines; name: the replica's. See
+        `RouterConfig` for what else there is."""
+        self._name = name
+        self._addresses = tuple(addresses)
+        self._certificates = certificates
         self._step_timeout = step_timeout
         self._load_timeout = max(step_timeout, LOADING)
         self._complaints = complaints
-        self._channels: list[grpc.aio.Channel] = []
-        self._stubs: list[Stub] = []
+        self._targets: dict[int, str] = {}  # of each rank: where it was found
+        self._channels: dict[int, grpc.aio.Channel] = {}
+        self._stubs: dict[int, Stub] = {}
         self._stage = "waiting for the shards to start"
         self._info: shard_pb2.InfoReply | None = None
         self._call: Any = None
@@ -185,21 +199,17 @@ class GrpcShards:
         return self._lost
 
     async def connect(self) -> None:
-        for socket in self._sockets:
-            channel = grpc.aio.insecure_channel(f"unix:{socket}", options=CHANNEL_OPTIONS)
-            self._channels.append(channel)
-            self._stubs.append(Stub(channel))
-        infos = await _together([self._first_answer(rank) for rank in range(len(self._sockets))])
+        infos = await _together([self._first_answer(rank) for rank in range(len(self._addresses))])
         for rank, info in enumerate(infos):
             if (info.rank, info.ranks) != (rank, len(infos)):
                 raise Broken(
-                    f"the shard at {self._sockets[rank]} is rank {info.rank} of {info.ranks}, rank {rank} of {len(infos)} was "
-                    "expected: give the router the sockets of one rank group, rank 0 first"
+                    f"the shard at {self._addresses[rank]} is rank {info.rank} of {info.ranks}, rank {rank} of {len(infos)} was "
+                    "expected: give the router the addresses of one rank group, rank 0 first"
                 )
         self._learn(infos[0])
 
     async def warm_up(self, request: shard_pb2.WarmupRequest) -> shard_pb2.WarmupReply:
-        ranks = range(len(self._stubs))
+        ranks = range(len(self._addresses))
         warmups = [self._ask(rank, "Warmup", request) for rank in ranks]
         replies = await _together(warmups, [self._watch(rank) for rank in ranks])
         self._learn(await self._ask(0, "Info", shard_pb2.InfoRequest()))
@@ -225,7 +235,8 @@ class GrpcShards:
 
     async def forget(self) -> None:
         await self.close()
-        self._channels, self._stubs, self._call, self._reader, self._guard = [], [], None, None, None
+        self._targets, self._channels, self._stubs = {}, {}, {}
+        self._call, self._reader, self._guard = None, None, None
         self._outgoing, self._step, self._broken, self._looks = asyncio.Queue(), 0, None, 0
         self._stage = "waiting for the shards to start"
 
@@ -235,25 +246,48 @@ class GrpcShards:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._fail(Broken("the connection to the shards was closed"))
-        await asyncio.gather(*(channel.close(None) for channel in self._channels))
+        await asyncio.gather(*(channel.close(None) for channel in self._channels.values()))
 
     async def _first_answer(self, rank: int) -> shard_pb2.InfoReply:
         silent = 0.0  # seconds that it has listened and not answered
+        began, told = 0.0, None
         while silent < self._load_timeout:
             # Looked for first: a refused connection is tried again only after gRPC's back-off, a missing file at once.
-            if _exists(self._sockets[rank]):
+            if target := _target(self._addresses[rank]):
                 asked = monotonic()
+                began = began or asked
                 self._met = self._met if silent else asked
                 try:
-                    reply: shard_pb2.InfoReply = await self._stubs[rank].Info(shard_pb2.InfoRequest(), timeout=INFO_TIMEOUT)
+                    stub = await self._reach(rank, target)
+                    reply: shard_pb2.InfoReply = await stub.Info(shard_pb2.InfoRequest(), timeout=INFO_TIMEOUT)
                     return reply
                 except grpc.aio.AioRpcError as error:
                     if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                         raise _broken(rank, error) from None
                     took = monotonic() - asked
                     silent = silent + took if took > SOON else 0.0
+                    if not target.startswith("unix:") and monotonic() > began + UNREACHED and error.details() != told:
+                        told = error.details()
+                        logger.warning("shard rank %d at %s can't be reached: %s", rank, target, told)
             await asyncio.sleep(POLL)
         raise self._hung(rank, silent)
+
+    async def _reach(self, rank: int, target: str) -> Stub:
+        """The stub of a rank, which is found there now."""
+        if self._targets.get(rank) != target:
+            if rank in self._channels:
+                await self._channels[rank].close(None)
+            channel = self._channel(target)
+            self._targets[rank], self._channels[rank], self._stubs[rank] = target, channel, Stub(channel)
+        return self._stubs[rank]
+
+    def _channel(self, target: str) -> grpc.aio.Channel:
+        if target.startswith("unix:"):
+            return grpc.aio.insecure_channel(target, options=[*OPTIONS, *CHANNEL_OPTIONS])
+        options = [*FAR_CHANNEL_OPTIONS, *CHANNEL_OPTIONS]
+        if self._certificates is None:
+            return grpc.aio.insecure_channel(target, options=options)
+        return grpc.aio.secure_channel(target, channel_credentials(self._certificates), options=options)
 
     async def _ask(self, rank: int, method: str, request: Any, within: float | None = None) -> Any:
         try:
@@ -290,7 +324,7 @@ class GrpcShards:
                 logger.error("nobody hears that %s: %s", error, why.strerror)
                 return error
             with open(pipe, "w", encoding="utf-8") as file, suppress(OSError):
-                file.write(f"{self._met:.6f} {error}\n")
+                file.write(f"{self._name} {self._met:.6f} {error}\n")
         return error
 
     def _learn(self, info: shard_pb2.InfoReply) -> None:
@@ -351,8 +385,18 @@ def _refuse(future: "asyncio.Future[Any]", error: Broken) -> None:
         future.exception()  # asyncio shall not complain about those that nobody comes back for
 
 
-def _exists(socket: str) -> bool:
-    return os.path.exists(socket)
+def _target(address: str) -> str:
+    """In gRPC's words; "" while there is nobody."""
+    kind, colon, path = address.partition(":")
+    if kind == "file":
+        try:
+            return Path(path).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return ""
+    if colon and kind != "unix" and not address.startswith("/"):
+        return address
+    socket = path if kind == "unix" else address
+    return f"unix:{socket}" if os.path.exists(socket) else ""
 
 
 def _broken(rank: int, error: grpc.aio.AioRpcError) -> Broken:

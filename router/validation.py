@@ -61,6 +61,7 @@ class Parameters:
     priority: object = None
     timeout: float | None = None
     tenant: str = ""
+    session: str = ""
 
     @property
     def sampled(self) -> bool:
@@ -138,6 +139,7 @@ class Validator:
             grammar=parameters.grammar,
             timeout=parameters.timeout or 0.0,
             tenant=parameters.tenant,
+            session=parameters.session,
             cache_key=parameters.tenant if self._config.isolate_tenants else "",
         )
         if parameters.grammar is not None:
@@ -169,11 +171,11 @@ class Validator:
         return tuple(strings), tuple(id for id in ids if id < limits.vocabulary)  # a tokenizer may have more tokens than the model
 
     def _drafts(self, given: Parameters, beams: Beams | None) -> int:
-        """Guesses in a step. There are none for beams, nor where a grammar is kept."""
+        """Guesses in a step. There are none for beams."""
         most = self._config.speculate
         if given.speculate is not None and not 0 <= given.speculate <= most:
             raise Refused(f"`speculate` must be >= 0 and <= {most} (--speculate). Given: {given.speculate}", "speculate")
-        if beams is not None or given.grammar is not None:
+        if beams is not None:
             return 0
         return most if given.speculate is None else given.speculate
 

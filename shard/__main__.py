@@ -16,12 +16,13 @@ import grpc
 import torch
 
 from ..kernels.choose import force
-from ..proto import rpc, settings
+from ..proto import certificates, rpc, settings
 from ..proto.process import configure_logging, die_with_parent
 from .config import ShardConfig
 from .engine import Engine
 from .loading import load
 from .models.families import Unsupported
+from .parallel import NoMeeting
 from .relay import Receiver, Sender
 from .service import Service
 
@@ -49,19 +50,36 @@ def serve(config: ShardConfig, kind: type[Service], load: Load) -> NoReturn:
     signal.signal(signal.SIGTERM, lambda signum, frame: ends.put(0))
     service = kind(config, ends.put)
     os.umask(0o077)  # what is made here, the sockets before all, is this user's alone, wherever it lies
-    server = grpc.server(ThreadPoolExecutor(SERVICE_THREADS), handlers=[rpc.handler(service)], options=rpc.OPTIONS)
-    server.add_insecure_port(f"unix:{config.socket}")
-    os.chmod(config.socket, 0o600)
+    try:
+        server = _server(config, service)
+    except (RuntimeError, OSError) as error:
+        log.error(f"can't listen at {config.listen or config.socket}: {error}")
+        os._exit(1)
     server.start()
     threading.Thread(target=_work, args=(config, service, load, ends.put), daemon=True).start()
     code = ends.get()
     log.info("stopping")
     server.stop(LAST_WORDS if code else None).wait(LAST_WORDS)
-    for path in (config.socket, config.relay if config.rank == 0 else ""):
+    for path in ("" if config.listen else config.socket, config.relay if config.rank == 0 else ""):
         if path:
             Path(path).unlink(missing_ok=True)
     logging.shutdown()
     os._exit(code)  # a thread that waits for a peer that is gone would keep the interpreter from ending
+
+
+def _server(config: ShardConfig, service: Service) -> grpc.Server:
+    """Listens, and does not answer yet. Raises RuntimeError or OSError."""
+    options = rpc.FAR_OPTIONS if config.listen else rpc.OPTIONS
+    server = grpc.server(ThreadPoolExecutor(SERVICE_THREADS), handlers=[rpc.handler(service)], options=options)
+    certified = certificates.of(config)
+    if not config.listen:
+        server.add_insecure_port(f"unix:{config.socket}")
+        os.chmod(config.socket, 0o600)
+    elif certified is None:
+        server.add_insecure_port(config.listen)
+    else:
+        server.add_secure_port(config.listen, rpc.server_credentials(certified))
+    return server
 
 
 def _work(config: ShardConfig, service: Service, load: Load, end: Callable[[int], None]) -> None:
@@ -70,9 +88,9 @@ def _work(config: ShardConfig, service: Service, load: Load, end: Callable[[int]
         torch.set_num_threads(config.threads)
         force(config.kernels)
         began = time.perf_counter()
-        relay = Sender(config.relay, config.ranks - 1 if config.rank == 0 else 0)
+        relay = Sender(config)
         engine = load(config, lambda stage: setattr(service, "stage", stage))
-        receiver = Receiver(config.relay) if config.rank else None
+        receiver = Receiver(config) if config.rank else None
         relay.connect()
         service.start(engine, relay)
         log.info(f"loaded {config.model} in {time.perf_counter() - began:.1f} s")
@@ -81,8 +99,11 @@ def _work(config: ShardConfig, service: Service, load: Load, end: Callable[[int]
     except Unsupported as error:
         log.error(str(error))
         end(2)
-    except (EOFError, ConnectionError):
-        log.error("rank 0 is gone")
+    except NoMeeting as error:
+        log.error(str(error))
+        end(1)  # whoever has taken the port since the launcher looked may be gone when it tries again
+    except EOFError as error:
+        log.error(f"rank 0 is gone{f': {error}' if str(error) else ''}")
         end(1)
     except Exception:
         log.exception("the shard failed")

@@ -11,7 +11,9 @@ class ShardConfig:
     model: str  # what the operator asked for, to be shown
     rank: int = 0
     ranks: int = 1
-    device: str = "cpu"  # "cpu" or "cuda"; on "cuda" a rank takes the device of its local number
+    local_rank: int = -1  # its number on its machine, which is also its device's; -1: as its rank
+    local_ranks: int = 0  # on its machine, which share its memory; the first machine has the first ranks; 0: all
+    device: str = "cpu"  # "cpu" or "cuda"
     dtype: str = "float32"  # of weights: "float32", "bfloat16", "float16"
     load_format: str = "auto"  # "auto": safetensors of the folder; "dummy": random weights from config.json alone
     kv_cache_dtype: str = (
@@ -23,9 +25,27 @@ class ShardConfig:
     kv_pages: int = 0  # size of the pool in pages; 0: from the memory that is left after warm-up
     prefix_caching: bool = True  # computed prefixes are kept for later requests while nobody needs their pages
     memory_fraction: float = 0.9  # of the device's memory (on a CPU: of this rank's share of what is available) to be used
+    speculate: str = ""  # how drafts are proposed and verified, see `proto.speculation`; a draft model is named by its folder
     threads: int = 1  # compute threads of this rank (CPU)
     socket: str = ""  # unix socket of this rank's service
-    relay: str = ""  # unix socket on which rank 0 passes commands to the other ranks; unused with one rank
+    listen: str = ""  # address:port of it instead, to be reached from other machines
+    relay: str = ""  # unix socket on which rank 0 passes commands to the other ranks of its machine; "" on other machines
+    relay_address: str = ""  # address:port at which it does for those of other machines
+    token: str = ""  # by which the ranks of a group know each other there
+    link_timeout: float = 20.0  # seconds of silence after which another machine is lost
+    tls_cert: str = ""  # PEM files by which machines trust each other; "": no TLS
+    tls_key: str = ""
+    tls_ca: str = ""
     master_addr: str = "127.0.0.1"  # torch.distributed rendezvous
     master_port: int = 29500
     json_output: bool = False  # log lines as JSON
+
+    @property
+    def neighbours(self) -> int:
+        """Ranks on this machine."""
+        return self.local_ranks or self.ranks
+
+    @property
+    def device_number(self) -> int:
+        """Of this rank's device."""
+        return self.rank if self.local_rank < 0 else self.local_rank

@@ -41,7 +41,7 @@ def size_pool(
     step; total: tokens of the longest sequence; graphs: tokens of the steps that will be recorded. Raises Unsupported if it isn't
     enough for anything.
     """
-    ranks = engine.decoder.ranks.size
+    ranks = engine.decoder.ranks.neighbours
     page_bytes = engine.token_bytes * page_size
     # The measured step has no context. On a CPU a long one is gathered, and copied once more by head, one layer at a time.
     context = 0 if triton_on(engine.device) else 2 * total * page_bytes // page_size // engine.decoder.shape.layers

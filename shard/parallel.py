@@ -3,6 +3,7 @@
 With one rank everything here does nothing, and torch.distributed is not started.
 """
 
+import os
 import socket
 from datetime import timedelta
 from typing import Any
@@ -14,12 +15,18 @@ from torch import Tensor
 RENDEZVOUS_SECONDS = 120
 
 
+class NoMeeting(Exception):
+    """The ranks can't meet where they should. What it says is for the operator."""
+
+
 class Ranks:
     """One rank's view of its group. NCCL on CUDA, Gloo on CPU."""
 
-    def __init__(self, rank: int, size: int, device: torch.device, address: str, port: int) -> None:
+    def __init__(self, rank: int, size: int, device: torch.device, address: str, port: int, neighbours: int = 0) -> None:
+        """neighbours: ranks on this machine, this one included; 0: all."""
         self.rank = rank
         self.size = size
+        self.neighbours = neighbours or size
         if size > 1:
             timeout = timedelta(seconds=RENDEZVOUS_SECONDS)
             backend = "nccl" if device.type == "cuda" else "gloo"
@@ -65,6 +72,10 @@ def _store(rank: int, size: int, address: str, port: int, timeout: timedelta) ->
     """Where the ranks meet. Rank 0 listens at that address only: left to itself torch would listen at all that the machine has."""
     settings: dict[str, Any] = {"is_master": not rank, "timeout": timeout}
     if not rank:
-        listening = socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        try:
+            listening = socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        except OSError as error:
+            why = os.strerror(error.errno or 0)
+            raise NoMeeting(f"the ranks can't meet at {address}, port {port}: {why}: choose another --master-port") from None
         settings |= {"master_listen_fd": listening.detach(), "wait_for_workers": False}
     return distributed.TCPStore(address, port, size, **settings)  # type: ignore[attr-defined]

@@ -1,43 +1,127 @@
-"""Passes commands from rank 0 to the other ranks as bytes, in order. A rank whose peer is gone learns it at once."""
+"""Passes commands from rank 0 to the other ranks as bytes, in order. A rank whose peer is gone learns it at once.
 
+Ranks of this machine come by a unix socket, those of others by TCP; each names its rank and the group's token, since a port hears
+whoever comes: ranks of an earlier group, and strangers.
+"""
+
+import hmac
+import logging
 import os
-from multiprocessing.connection import Client, Connection, Listener
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from ..proto import certificates, link
+from ..proto.link import Link, Stranger
+from .config import ShardConfig
+
+log = logging.getLogger(__name__)
+
+LONGEST_GREETING = 1000  # bytes
 
 
 class Sender:
-    """Rank 0's end. Constructing it listens; `connect` waits for the others."""
+    """Rank 0's end. Constructing it listens; `connect` waits for the others. Elsewhere it does nothing."""
 
-    def __init__(self, path: str, peers: int) -> None:
-        self._listener = Listener(path, family="AF_UNIX", backlog=peers) if peers else None
-        if peers:
-            os.chmod(path, 0o600)
-        self._peers: list[Connection] = []
-        self._count = peers
+    def __init__(self, config: ShardConfig) -> None:
+        self._config = config
+        self._expected: list[tuple[socket.socket, int]] = []  # where they come, and how many
+        self._peers: list[Link] = []
+        if config.rank:
+            return
+        if config.neighbours > 1:
+            self._expected.append((_listen(config.relay), config.neighbours - 1))
+        if config.ranks > config.neighbours:
+            self._expected.append((link.listen(*link.split(config.relay_address)), config.ranks - config.neighbours))
 
     def connect(self) -> None:
         """Returns when every other rank is there."""
-        if self._listener is not None:
-            self._peers = [self._listener.accept() for _ in range(self._count)]
+        for listening, count in self._expected:
+            ranks: set[int] = set()
+            for rank, peer in self._arrivals(listening):
+                if rank not in ranks:
+                    ranks.add(rank)
+                    self._peers.append(peer)
+                if len(ranks) == count:
+                    break
+            listening.close()
 
     def send(self, message: bytes) -> None:
         """Raises OSError if a rank is gone."""
         for peer in self._peers:
-            peer.send_bytes(message)
+            peer.send(message)
 
     def close(self) -> None:
-        """Removes the socket's file; the other ranks end."""
+        """The other ranks end."""
         for peer in self._peers:
             peer.close()
-        if self._listener is not None:
-            self._listener.close()
+        for listening, _ in self._expected:
+            link.hush(listening)
+
+    def _arrivals(self, listening: socket.socket) -> Iterator[tuple[int, Link]]:
+        """Everybody who knows the token, with the rank."""
+        local = listening.family == socket.AF_UNIX
+        certified = None if local else certificates.of(self._config)
+        while True:
+            try:
+                peer, address = link.accept(listening, certified, self._config.link_timeout)
+                rank = _greeted(peer, self._config.token)
+            except Stranger as stranger:
+                log.warning(str(stranger))
+                continue
+            if rank is not None:
+                yield rank, peer
+            else:
+                log.warning(f"{address} was refused: no rank of this group")
+                peer.close()
 
 
 class Receiver:
     """Another rank's end. To be constructed after rank 0 listens, as it does before the rendezvous of the ranks."""
 
-    def __init__(self, path: str) -> None:
-        self._connection = Client(path, family="AF_UNIX")
+    def __init__(self, config: ShardConfig) -> None:
+        """Raises EOFError if rank 0 is gone."""
+        with _lost():
+            if config.relay:
+                connection = socket.socket(socket.AF_UNIX)
+                connection.connect(config.relay)
+                self._link = Link(connection)
+            else:
+                address, port = link.split(config.relay_address)
+                self._link = link.connect(address, port, certificates.of(config), config.link_timeout)
+            self._link.send(f"{config.token} {config.rank}".encode())
 
     def receive(self) -> bytes:
         """The next command. Raises EOFError when rank 0 is gone."""
-        return self._connection.recv_bytes()
+        with _lost():
+            return self._link.receive()
+
+    def close(self) -> None:
+        """Rank 0 learns it with the next command."""
+        self._link.close()
+
+
+@contextmanager
+def _lost() -> Iterator[None]:
+    """However it is noticed that rank 0 is gone, it is an EOFError."""
+    try:
+        yield
+    except OSError as error:
+        raise EOFError(link.reason(error)) from None
+
+
+def _listen(path: str) -> socket.socket:
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(path)
+    os.chmod(path, 0o600)
+    listening.listen()
+    return listening
+
+
+def _greeted(peer: Link, token: str) -> int | None:
+    """The rank of a peer that knows the token."""
+    with suppress(OSError, EOFError, ValueError):
+        told, _, rank = peer.receive(link.HANDSHAKE, LONGEST_GREETING).decode().rpartition(" ")
+        if hmac.compare_digest(told.encode(), token.encode()):
+            return int(rank)
+    return None

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -28,10 +28,17 @@ class Server:
     With `environment` it is `text-generation-launcher`, and that is all it is told beside the flags and PORT.
     """
 
-    def __init__(self, folder: Path, *flags: str, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *flags: str,
+        environment: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),  # of the command, which runs it elsewhere
+        port: int = 0,
+    ) -> None:
         self.folder = folder
         self.runs, self.here = folder / "run", folder / "here"
-        self.port = free_port(0)
+        self.port = port or free_port(0)
         self.url = f"http://127.0.0.1:{self.port}"
         for each in (self.runs, self.here):
             each.mkdir(exist_ok=True)
@@ -43,7 +50,7 @@ class Server:
             command, told = ["penstock.launcher.tgi"], {**environment, "PORT": str(self.port)}
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", *command, *flags],
+                [*prefix, sys.executable, "-m", *command, *flags],
                 env={**os.environ, "TMPDIR": str(self.runs), **told},
                 cwd=self.here,
                 stdin=subprocess.DEVNULL,

@@ -101,9 +101,21 @@ def _values(http: web.Request, record: Record, status: int) -> dict[str, Any]:
             "queue_seconds": _longest(runs, lambda run: run.started - run.arrived if run.started else run.ended - run.arrived),
             "first_token_seconds": _longest(runs, lambda run: run.first - run.arrived if run.first else 0.0),
             "inference_seconds": _longest(runs, lambda run: run.ended - run.started if run.started else 0.0),
+            **_guesses(runs),
             "finish_reason": ",".join(dict.fromkeys(reason for run in runs for reason in run.reasons)),
         }
     return {name: value for name, value in values.items() if value != ""}
+
+
+def _guesses(runs: list[Run]) -> dict[str, int]:
+    """Of requests that might have had some."""
+    if not any(run.request.drafts for run in runs):
+        return {}
+    return {
+        "drafted_tokens": sum(run.drafted for run in runs),
+        "accepted_tokens": sum(run.accepted for run in runs),
+        "steps": sum(run.steps for run in runs),
+    }
 
 
 def _sentence(values: dict[str, Any]) -> str:
@@ -111,6 +123,8 @@ def _sentence(values: dict[str, Any]) -> str:
     words = [f"{values['method']} {values['path']} {values['status']} in {values['seconds']:g} s, {values['request_id']}"]
     if "prompt_tokens" in values:
         words.append(f"tokens: {values['prompt_tokens']} in ({values['cached_tokens']} cached), {values['generated_tokens']} out")
+        if values.get("drafted_tokens"):
+            words.append(f"guessed {values['drafted_tokens']}, right {values['accepted_tokens']}, in {values['steps']} steps")
         words.append(f"queued {values['queue_seconds']:g} s, computed {values['inference_seconds']:g} s")
     words += [values[name] for name in ("finish_reason", "error") if name in values]
     return "; ".join(words)

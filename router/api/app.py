@@ -15,6 +15,7 @@ from ..text import Tokenizer
 from ..tracing import Tracing
 from ..validation import Validator
 from .access import add_headers, observed
+from .admin import PREFIX, Admin
 from .body import BODY
 from .cors import cors
 from .docs import Docs
@@ -23,7 +24,7 @@ from .errors import OPENAI_PATH, Problem, Rejected, as_openai, openai_body, prob
 from .openai import OpenAI
 from .openai_chats import Chats
 from .page import FILES, Page
-from .ports import Batcher, Metrics
+from .ports import Batcher, Metrics, Replicas
 from .probes import HEALTH, LIVE, READY, Probes
 from .responses import Responses
 from .stream import PATIENT, Patience
@@ -40,10 +41,17 @@ logger = logging.getLogger(__name__)
 
 
 def make_app(
-    config: RouterConfig, tokenizer: Tokenizer, batcher: Batcher, metrics: Metrics, tracing: Tracing | None = None
+    config: RouterConfig,
+    tokenizer: Tokenizer,
+    batcher: Batcher,
+    metrics: Metrics,
+    tracing: Tracing | None = None,
+    replicas: Replicas | None = None,
 ) -> web.Application:
     """All routes. Run it with `handler_cancellation=True`, or a client that leaves is noticed late, and with
     `auto_decompress=False`, or a compressed body is unpacked before it can be refused.
+
+    replicas: for those who administer them, if anybody does.
     """
     validator = Validator(config, tokenizer, metrics.validated)
     metrics.watch("penstock_grammars_compiled", lambda: validator.grammars.compiled)
@@ -61,7 +69,7 @@ def make_app(
             observed(tracing, open_paths | SILENT),
             preflight,
             _problems(metrics),
-            _authorization(config.api_keys, open_paths),
+            _authorization(config.api_keys, open_paths, PREFIX if config.admin_key else None),
             _read(config.payload_limit, config.payload_limit_total, metrics),
         ]
     )
@@ -72,7 +80,7 @@ def make_app(
     async def render_metrics(http: web.Request) -> web.Response:
         return web.Response(body=metrics.render(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
-    probe = Probes(batcher)
+    probe = Probes(batcher, replicas)
     page = Page(config, batcher, metrics, probe.health)
     app.on_shutdown.append(page.close)
     app.add_routes(
@@ -97,6 +105,7 @@ def make_app(
             *(web.get(path, probe.health) for path in sorted(probes - {"/", READY, LIVE})),
             *page.routes(),
             *docs.routes(),
+            *(Admin(config, replicas).routes() if replicas is not None else ()),
         ]
     )
     return app
@@ -143,13 +152,15 @@ def _problem_of_http(error: web.HTTPException) -> Problem:
     return Problem(error.status, kind, error.text or error.reason, headers=headers)
 
 
-def _authorization(keys: tuple[str, ...], open_paths: Set[str]) -> Middleware:
-    """Asks for one of the operator's keys, if there are any, except for who looks at the probes and other open paths."""
+def _authorization(keys: tuple[str, ...], open_paths: Set[str], other: str | None) -> Middleware:
+    """Asks for one of the operator's keys, if there are any, except for who looks at the probes and other open paths. other: the
+    beginning of paths that ask for a key of their own."""
     expected = [digest(key.encode()) for key in keys]
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if expected and not (request.method in ("GET", "HEAD") and request.path in open_paths):
+        guarded = other is not None and request.path.startswith(other)
+        if expected and not guarded and not (request.method in ("GET", "HEAD") and request.path in open_paths):
             given = digest(bearer(request))
             # All are compared, each in constant time, so that nobody learns a key letter by letter, or which of them is near.
             if not sum(hmac.compare_digest(given, key) for key in expected):

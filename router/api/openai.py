@@ -36,7 +36,7 @@ from .openai_chats import Chats
 from .openai_formats import format_name, grammar_of
 from .openai_shapes import Chat, Completions, Echo, Envelope, Json, Shapes, Usage, encode, prompt_entries
 from .ports import Batcher, Item, limits_of
-from .stream import Answer, Clock, escaped, fold, headers_of, plain_frame, send, stream_headers_of
+from .stream import Answer, Clock, escaped, fold, guesses, headers_of, plain_frame, send, stream_headers_of
 
 DONE = b"data: [DONE]\n\n"
 
@@ -232,6 +232,8 @@ def _whole(asked: Asked, folded: list[list[Answer]]) -> Json:
     usage.completion_tokens = 0 if asked.silent else sum(answer.finish.generated_tokens for answer in _all(folded))
     usage.cached_tokens = sum(drawn[0].prompt.cached_tokens for drawn in folded)
     usage.reasoning_tokens = shapes.reasoning_tokens()
+    for drawn in folded:
+        usage.guess(guesses(answer.finish for answer in drawn))
     if asked.entries is None:
         return asked.envelope.whole(choices, usage)
     entries = [asked.entries(request, drawn[0].prompt) for request, drawn in zip(asked.requests, folded, strict=True)]
@@ -249,6 +251,7 @@ class Events:
         self._shapes = asked.envelope.shapes
         self._usage = Usage(asked.prompt_tokens)
         self._unopened: dict[int, Prompt] = {}  # of beams' choices but the best: there may be fewer than asked for
+        self._finishes: dict[int, Finish] = {}  # of each stream, the last so far
         self._timing = Timing(clock.arrived)
         self._head, self._tail = asked.envelope.chunk()
         usage = b',"usage":null}' if asked.options.include_usage else b"}"
@@ -285,6 +288,7 @@ class Events:
         if isinstance(item, Grown):  # nobody can ask for them here
             return b""
         self._timing.end(item)
+        self._finishes[first] = item
         return self._framed(self._shapes.delta(first + item.choice, item))
 
     def end(self) -> bytes:
@@ -292,6 +296,8 @@ class Events:
         if not self._asked.options.include_usage:
             return DONE
         self._usage.reasoning_tokens = self._shapes.reasoning_tokens()
+        for finish in self._finishes.values():
+            self._usage.guess(finish.guessed)
         usage, timing = encode(self._usage.json()), encode(self._timing.json(self._usage.completion_tokens))
         return plain_frame(b'%b%b,"usage":%b,"metrics":%b}' % (self._head, self._tail, usage, timing)) + DONE
 

@@ -17,7 +17,7 @@ from ..config import RouterConfig
 from ..request import Priority, Refused
 from ..validation import Parameters
 from .openai_formats import Format, grammar_of
-from .tenant import tenant_of
+from .tenant import session_of, tenant_of
 
 COMPLETION_TOKENS = 16  # OpenAI's default of `max_tokens`, for completions only
 MOST_TOP_LOGPROBS = 20  # OpenAI's
@@ -70,11 +70,9 @@ REASONS = {
 # OpenAI's fields that change nothing in an answer.
 HARMLESS = frozenset(
     (
-        "user",
         "metadata",
         "store",
         "safety_identifier",
-        "prompt_cache_key",
         "prompt_cache_retention",
         "prediction",
         "request_id",
@@ -114,6 +112,8 @@ class Common(Format, kw_only=True):
     priority: Any = None  # ours
     timeout: float | None = None  # ours: seconds
     service_tier: str | None = None
+    user: Any = None  # these two say which requests belong together
+    prompt_cache_key: Any = None
     speculate: int | None = None  # ours
     num_beams: int | None = None  # these are ours, with transformers' names
     length_penalty: float | None = None
@@ -254,6 +254,7 @@ def parameters(
         priority=_priority(body),
         timeout=body.timeout,
         tenant=tenant_of(http),
+        session=session_of(http, body.prompt_cache_key, body.user),
         temperature=None if greedy else body.temperature,
         do_sample=not greedy and not (width.searched and body.temperature is None),
         top_k=None if greedy or body.top_k in (0, -1) else body.top_k,

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import msgspec
 
 from ..parsing import Arguments, Call, Part, Reader, Reasoning, Text
-from ..request import Alternative, Finish, Prompt, Request, Token
+from ..request import Alternative, Finish, Guessed, Prompt, Request, Token
 from ..text import Tokenizer
 from .stream import Answer
 
@@ -34,6 +34,24 @@ class Usage:
     completion_tokens: int = 0
     cached_tokens: int = 0  # of the prompts
     reasoning_tokens: int | None = None  # of the completion; None: nobody has looked for reasoning
+    guessed: Guessed | None = None  # None: there could be no guesses
+
+    def guess(self, guessed: Guessed | None) -> None:
+        """One request's."""
+        if guessed is not None:
+            drafted, accepted = (self.guessed.drafted, self.guessed.accepted) if self.guessed else (0, 0)
+            self.guessed = Guessed(drafted + guessed.drafted, accepted + guessed.accepted, guessed.steps)
+
+    @property
+    def details(self) -> Json:
+        """Of the completion, by OpenAI's names."""
+        found: Json = {}
+        if self.reasoning_tokens is not None:
+            found["reasoning_tokens"] = self.reasoning_tokens
+        if self.guessed is not None:
+            found["accepted_prediction_tokens"] = self.guessed.accepted
+            found["rejected_prediction_tokens"] = self.guessed.drafted - self.guessed.accepted
+        return found
 
     def json(self) -> Json:
         found: Json = {
@@ -42,8 +60,8 @@ class Usage:
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
-        if self.reasoning_tokens is not None:
-            found["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        if details := self.details:
+            found["completion_tokens_details"] = details
         return found
 
 

@@ -125,12 +125,18 @@ class Reasoned(Closed, kw_only=True):
     reasoning_tokens: int
 
 
+class CompletionDetails(Closed, kw_only=True):
+    reasoning_tokens: int | Maybe = msgspec.UNSET
+    accepted_prediction_tokens: int | Maybe = msgspec.UNSET
+    rejected_prediction_tokens: int | Maybe = msgspec.UNSET
+
+
 class UsageJson(Closed, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: Cached
-    completion_tokens_details: Reasoned | Maybe = msgspec.UNSET
+    completion_tokens_details: CompletionDetails | Maybe = msgspec.UNSET
 
 
 class Timings(Closed, kw_only=True):

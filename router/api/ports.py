@@ -3,6 +3,7 @@
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
+from ..replica import Replica
 from ..request import Finish, Grown, Limits, NotReady, Prompt, Request, Token
 
 Item = Prompt | Token | Finish | Grown
@@ -19,6 +20,17 @@ class Batcher(Protocol):
     @property
     def limits(self) -> Limits | None: ...
     def submit(self, request: Request, sink: Sink | None = None, /) -> AsyncGenerator[list[Item], None]: ...
+
+
+class Replicas(Protocol):
+    """Those among which the batcher divides requests; see `fleet.Fleet`."""
+
+    @property
+    def replicas(self) -> list[Replica]: ...
+    def serves(self, name: str, /) -> bool: ...
+    def join(self, addresses: Sequence[str], name: str = "", /) -> Replica: ...
+    def retire(self, name: str, move: bool = False, /) -> Replica: ...
+    async def remove(self, name: str, /) -> None: ...
 
 
 class Metrics(Protocol):

@@ -13,7 +13,7 @@ and TCP_NOTSENT_LOWAT on the listening socket): events that wait there could not
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from time import monotonic
@@ -22,7 +22,7 @@ from typing import Protocol
 
 from aiohttp import HttpVersion11, web
 
-from ..request import Failure, Finish, Prompt, Request, Token
+from ..request import Failure, Finish, Guessed, Prompt, Request, Token
 from .errors import Problem, problem_of
 from .ports import Batcher, Item, Sink
 
@@ -59,6 +59,12 @@ class Answer:
     def mean_logprob(self) -> float:
         """How probable it is, whatever its length."""
         return sum(token.logprob for token in self.tokens) / len(self.tokens)
+
+
+def guesses(finishes: Iterable[Finish]) -> Guessed | None:
+    """Of one request, of whose answers the last to end tells for all."""
+    found = [finish.guessed for finish in finishes if finish.guessed is not None]
+    return max(found, key=lambda one: (one.steps, one.drafted), default=None)
 
 
 @dataclass(slots=True)

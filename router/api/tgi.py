@@ -11,14 +11,14 @@ from aiohttp import web
 
 from ..config import RouterConfig
 from ..grammar import json_schema, regex
-from ..request import Alternative, Beam, Finish, Grammar, Grown, Prompt, Refused, Request, Token
+from ..request import Alternative, Beam, Finish, Grammar, Grown, Guessed, Prompt, Refused, Request, Token
 from ..text import Tokenizer
 from ..validation import Parameters, Validator
 from .body import json_response, read
 from .errors import Problem, tgi_body
 from .ports import Batcher, Item, limits_of
-from .stream import Answer, Clock, fold, headers_of, plain_frame, send, stream_headers_of
-from .tenant import tenant_of
+from .stream import Answer, Clock, fold, guesses, headers_of, plain_frame, send, stream_headers_of
+from .tenant import session_of, tenant_of
 from .tgi_shapes import (
     BeamJson,
     BeamsEvent,
@@ -32,6 +32,7 @@ from .tgi_shapes import (
     GrammarBody,
     PrefillJson,
     SpanJson,
+    SpeculationJson,
     StreamDetails,
     TokenizeBody,
     TokenJson,
@@ -184,6 +185,7 @@ class Tgi:
             priority=given.priority,
             timeout=given.timeout,
             tenant=tenant_of(http),
+            session=session_of(http),
         )
         if 1 < (given.best_of or 1) <= self._validator.most_choices and not parameters.sampled and (given.num_beams or 1) == 1:
             raise Refused("you must use sampling when `best_of` is > 1", "best_of")
@@ -197,6 +199,7 @@ class Tgi:
         content = GenerateAnswer(asked.prefix + best.finish.text)
         if asked.details:
             content.details = Details(**self._details(asked, best))
+            content.details.speculation = _speculation(guesses(answer.finish for answer in answers))
             if len(answers) > 1:
                 content.details.best_of_sequences = [self._other(asked, answer) for answer in answers if answer is not best]
         headers = headers_of(clock, [asked.request], [best]) | _characters(asked)
@@ -321,6 +324,7 @@ def _stream_details(asked: Asked, finish: Finish, others: Sequence[BestOf]) -> S
         len(asked.request.prompt),
         best_of_sequences=list(others) or msgspec.UNSET,
         score=_score(finish),
+        speculation=_speculation(finish.guessed),
     )
 
 
@@ -334,6 +338,10 @@ def _token(token: Token | Alternative) -> TokenJson:
 
 def _score(finish: Finish) -> float | msgspec.UnsetType:
     return msgspec.UNSET if finish.score is None else finish.score
+
+
+def _speculation(guessed: Guessed | None) -> SpeculationJson | msgspec.UnsetType:
+    return msgspec.UNSET if guessed is None else SpeculationJson(guessed.drafted, guessed.accepted, guessed.steps)
 
 
 def _beam(beam: Beam) -> BeamJson:

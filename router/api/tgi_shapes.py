@@ -97,6 +97,14 @@ class PrefillJson(msgspec.Struct):
     logprob: float | None
 
 
+class SpeculationJson(msgspec.Struct):
+    """What guesses were worth to a request, all its answers together. There where it might have had some."""
+
+    drafted_tokens: int
+    accepted_tokens: int  # those of them that were right
+    steps: int  # that gave it tokens
+
+
 class BestOf(msgspec.Struct):
     """Another answer than the best. `score` is there where beams were searched."""
 
@@ -121,6 +129,7 @@ class Details(msgspec.Struct):
     best_of_sequences: list[BestOf] | msgspec.UnsetType = msgspec.UNSET
     top_tokens: list[list[TokenJson]] | msgspec.UnsetType = msgspec.UNSET
     score: float | msgspec.UnsetType = msgspec.UNSET
+    speculation: SpeculationJson | msgspec.UnsetType = msgspec.UNSET  # ours
 
 
 class StreamDetails(msgspec.Struct):
@@ -132,6 +141,7 @@ class StreamDetails(msgspec.Struct):
     input_length: int
     best_of_sequences: list[BestOf] | msgspec.UnsetType = msgspec.UNSET
     score: float | msgspec.UnsetType = msgspec.UNSET
+    speculation: SpeculationJson | msgspec.UnsetType = msgspec.UNSET  # ours
 
 
 class GenerateAnswer(msgspec.Struct):

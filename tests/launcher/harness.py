@@ -1,5 +1,5 @@
-"""A launcher whose children are stand-ins: `harness.py PORT GRACE RESTARTS PIPE ROUTER-BEHAVIOUR
-SHARD-BEHAVIOUR...`, words joined by +."""
+"""A launcher whose children are stand-ins: `harness.py PORT GRACE RESTARTS PIPE REPLICAS
+ROUTER-BEHAVIOUR SHARD-BEHAVIOUR...`, words joined by +. REPLICAS: each shard is one, unless it is empty."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ from penstock.launcher.console import Console
 
 STAND_IN = str(Path(__file__).with_name("stand_in.py"))
 
-port, grace, restarts, pipe, router, *shards = sys.argv[1:]
+port, grace, restarts, pipe, replicas, router, *shards = sys.argv[1:]
 serve.GRACE = 1.0
 console = Console(json_output=False)
 
@@ -19,9 +19,13 @@ def command(name: str, behaviour: str) -> serve.Command:
     return serve.Command(name, [sys.executable, "-S", STAND_IN, name.replace(" ", "-"), port, *behaviour.split("+")])
 
 
+commands = [command(f"shard {rank}", behaviour) for rank, behaviour in enumerate(shards)]
+groups = {"0": serve.Part("the shards", commands, int(restarts))}
+if replicas:
+    groups = {str(rank): serve.Part(f"replica {rank}", [each], int(restarts)) for rank, each in enumerate(commands)}
 server = serve.Server(
     router=command("router", router),
-    shards=[command(f"shard {rank}", behaviour) for rank, behaviour in enumerate(shards)],
+    groups=groups,
     environment=dict(os.environ),
     console=console,
     health=("127.0.0.1", int(port)),

@@ -135,7 +135,7 @@ def test_a_whole_life(model: Path, tmp_path: Path) -> None:
     assert (router.api_keys, router.port, router.folder) == (("secret!",), port, str(hub.DEMO_FOLDER))
     assert "has no tokenizer.json: the embedded demo model's tokenizer stands in" in text
     assert "no effect without --prefill-policy pause: --max-waiting-tokens, --waiting-served-ratio" in text
-    assert router.shards == tuple(shard.socket for shard in shards)
+    assert router.groups == (tuple(shard.socket for shard in shards),)
     assert [shard.rank for shard in shards] == [0, 1]
     assert len({shard.relay for shard in shards}) == 1
     assert shards[0].relay
@@ -176,8 +176,8 @@ def test_options_reach_the_configs(tmp_path: Path) -> None:
         prefill_policy="mixed",
         prefix_caching="off",
     )
-    router = cli.router_config(asked, "name", tmp_path, ["a", "b"])
-    assert (router.max_total_tokens, router.api_keys, router.model, router.shards) == (100, ("k", "l"), "name", ("a", "b"))
+    router = cli.router_config(asked, "name", tmp_path, [["a", "b"]])
+    assert (router.max_total_tokens, router.api_keys, router.model, router.groups) == (100, ("k", "l"), "name", (("a", "b"),))
     assert (router.itl_target, router.prefill_policy) == (0.1, "mixed")
     model = checkpoint.Checkpoint(folder=tmp_path, config=CONFIG, dtype="float32", bytes=0, files=0)
     planned = plan.divide(asked, model, Machine(cores=2, memory=1 << 30, fast_bfloat16=False))
@@ -192,10 +192,13 @@ def test_options_reach_the_configs(tmp_path: Path) -> None:
 
 def test_a_taken_master_port_is_avoided_unless_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "free_port", lambda preferred: preferred + 1)
+    checked: list[tuple[str, int, str]] = []
+    monkeypatch.setattr(machine, "check_port", lambda *asked: checked.append(asked))
     model = checkpoint.Checkpoint(folder=tmp_path, config=CONFIG, dtype="float32", bytes=0, files=0)
     for asked, expected in ((Options(num_shard=2), 29501), (Options(num_shard=2, master_port=29500), 29500), (Options(), 29500)):
         planned = plan.divide(asked, model, Machine(cores=2, memory=1 << 30, fast_bfloat16=False))
         assert {shard.master_port for shard in cli.shard_configs(asked, "n", planned, ["a", "b"], "r")} == {expected}
+    assert checked == [("127.0.0.1", 29500, "--master-port")]
 
 
 def test_the_example_fits_the_model(tmp_path: Path) -> None:

@@ -181,6 +181,10 @@ def test_settings_that_the_machine_does_not_have(runs: Path, capsys: pytest.Capt
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         check(["serve", "--hostname", "127.0.0.1", "--port", port], [f"port {port} is in use by process", "--port"], capsys)
+        meeting = ["serve", "--device", "cpu", "--num-shard", "2", "--port", str(machine.free_port(0)), "--master-port", port]
+        assert cli.main(meeting) == 2
+        assert f"error: port {port} is in use by process" in (told := capsys.readouterr().err)
+        assert told.endswith("choose another with --master-port\n")
 
 
 def test_a_driver_that_hangs_or_whose_device_has_failed(

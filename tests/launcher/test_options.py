@@ -36,6 +36,9 @@ def test_flags() -> None:
     assert asked == expected
 
 
+ALONE_WRONG = ("max_input_tokens", "replicas", "no_router", "shard_listen")  # these need another
+
+
 def test_every_option_is_read_from_its_variable() -> None:
     samples = {
         options.count: "1",
@@ -47,12 +50,14 @@ def test_every_option_is_read_from_its_variable() -> None:
         options.path: "/text",
         options.file: str(Path(__file__).resolve()),
         options.graphs: "1,2",
+        options.speculation: "3",
+        options.rank_groups: "a:1",
         options.origins: "https://a.example",
         options.url: "http://localhost:4318",
         str: "text",
     }
     for name, field in options.FIELDS.items():
-        if not field.metadata["environment"] or name == "max_input_tokens":  # this needs a larger max_total_tokens
+        if not field.metadata["environment"] or name in ALONE_WRONG:
             continue
         if name == "itl_target":
             assert parse("", ITL_TARGET="40").itl_target == 0.04
@@ -132,6 +137,9 @@ def test_every_flag_has_an_effect() -> None:
     """It is a setting of a process, or the launcher's own."""
     own = {
         *("model_id", "huggingface_hub_cache", "num_shard", "sharded", "shard_uds_path", "cuda_memory_fraction", "env"),
+        "cluster",  # plan's
+        *("nnodes", "node_rank", "node_addr", "node_timeout", "insecure_nodes"),  # where processes run
+        *("replicas", "replica", "no_router", "shard_listen"),
         "max_restarts",
         *("penstock_kernels", "api_key", "max_batch_total_tokens"),  # say what others say, in TGI's words
     }
@@ -140,7 +148,7 @@ def test_every_flag_has_an_effect() -> None:
 
 
 def test_every_setting_of_the_router_has_a_flag() -> None:
-    found = {"folder", "model", "shards", "complaints", "api_keys"}  # by the launcher itself
+    found = {"folder", "model", "groups", "complaints", "api_keys"}  # by the launcher itself
     assert {field.name for field in dataclasses.fields(RouterConfig)} - set(options.FIELDS) == found
 
 

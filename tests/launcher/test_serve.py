@@ -22,10 +22,10 @@ HARNESS = str(Path(__file__).with_name("harness.py"))
 class Launcher:
     """A harness process, and what it has written so far."""
 
-    def __init__(self, *behaviours: str, grace: float = 5, restarts: int = 0, pipe: str = "") -> None:
+    def __init__(self, *behaviours: str, grace: float = 5, restarts: int = 0, pipe: str = "", replicas: bool = False) -> None:
         port = machine.free_port(0)
         self.process = subprocess.Popen(
-            [sys.executable, HARNESS, str(port), str(grace), str(restarts), pipe, *behaviours],
+            [sys.executable, HARNESS, str(port), str(grace), str(restarts), pipe, "1" if replicas else "", *behaviours],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -176,12 +176,43 @@ def test_killed_shards_are_started_again_and_the_router_stays(launch: Callable[.
         os.kill(launcher.pids("shard-1")[-1], signal.SIGKILL)
         launcher.until(f"^penstock: starting the shards again now: restart {restart} of at most 2 within 10 minutes$")
         launcher.until("^penstock: ready again after")
+        while min(len(launcher.pids(name)) for name in ("shard-0", "shard-1")) <= restart:
+            launcher.until("has pid")  # on a busy machine these lines come late
     assert [len(launcher.pids(name)) for name in ("router", "shard-0", "shard-1")] == [1, 3, 3]
     assert gone(launcher.pids("shard-0")[:-1] + launcher.pids("shard-1")[:-1], 0)
     os.kill(launcher.pids("shard-0")[-1], signal.SIGKILL)
     assert launcher.end() == 1
     assert gone(launcher.pids(), 0)
     assert "penstock: the shards died more than 2 times within 10 minutes (--max-restarts): the server ends" in launcher.lines
+
+
+def test_a_replica_that_dies_is_started_again_alone_and_given_up_alone(launch: Callable[..., Launcher], tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    launcher = launch("serves", "runs", "runs", restarts=1, replicas=True, pipe=str(pipe))
+    launcher.until("^penstock: ready$")
+    while len(launcher.pids()) < 3:
+        launcher.until("has pid")
+    with pipe.open("w") as complaints:
+        complaints.write(f"1 {time.monotonic()} shard rank 0 has not answered for 2 s\n")
+        complaints.write(f"7 {time.monotonic()} shard rank 0 has not answered for 2 s\n")  # somebody else's: nobody's business
+    launcher.until("^penstock: the router has lost replica 1: shard rank 0 has not answered for 2 s$")
+    launcher.until("^penstock: starting replica 1 again now: restart 1 of at most 1 within 10 minutes$")
+    launcher.until("^penstock: replica 1 is ready again after")
+    while len(launcher.pids("shard-1")) < 2:
+        launcher.until("has pid")
+    os.kill(launcher.pids("shard-1")[-1], signal.SIGKILL)
+    launcher.until("^penstock: replica 1 died more than 1 times within 10 minutes .--max-restarts.: the other replicas go on$")
+    os.kill(launcher.pids("shard-0")[-1], signal.SIGKILL)
+    launcher.until("^penstock: starting replica 0 again now")
+    launcher.until("^penstock: replica 0 is ready again after")
+    assert launcher.process.poll() is None
+    while len(launcher.pids("shard-0")) < 2:
+        launcher.until("has pid")
+    os.kill(launcher.pids("shard-0")[-1], signal.SIGKILL)  # the last one
+    assert launcher.end() == 1
+    assert any("replica 0 died more than 1 times" in line and line.endswith("the server ends") for line in launcher.lines)
+    assert gone(launcher.pids(), 0)
 
 
 def test_a_killed_router_is_started_again_and_the_shards_stay(launch: Callable[..., Launcher]) -> None:
@@ -216,9 +247,11 @@ def test_shards_of_which_the_router_complains_are_started_again_but_not_twice(
     os.kill(launcher.pids("shard-0")[0], signal.SIGSTOP)
     with pipe.open("w") as complaints:
         for _ in range(3):
-            complaints.write(f"{met} shard rank 0 has not answered for 2 s\n")
+            complaints.write(f"0 {met} shard rank 0 has not answered for 2 s\n")
     launcher.until("^penstock: the router has lost the shards: shard rank 0 has not answered for 2 s$")
     launcher.until("^penstock: ready again after")
+    while len(launcher.pids("shard-0")) < 2:
+        launcher.until("has pid")  # on a busy machine that comes late
     launcher.process.send_signal(signal.SIGTERM)
     assert launcher.end() == 0
     assert len(launcher.pids("shard-0")) == 2
@@ -253,7 +286,7 @@ def test_if_the_second_start_fails_the_first_child_is_not_left_behind(tmp_path: 
     first = serve.Command("router", ["/bin/sh", "-c", f"echo $$ > {pid_file}; exec sleep 60"])
     server = serve.Server(
         router=first,
-        shards=[serve.Command("shard 0", [str(tmp_path / "nothing")])],
+        groups={"0": serve.Part("the shards", [serve.Command("shard 0", [str(tmp_path / "nothing")])], 0)},
         environment=dict(os.environ),
         console=Console(json_output=False),
         health=("127.0.0.1", 9),

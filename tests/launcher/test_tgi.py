@@ -184,7 +184,7 @@ def test_the_flag_wins_and_a_false_switch_is_silent() -> None:
     assert asked.port == 81
     assert not asked.disable_grammar_support
     assert remarks == []
-    assert parse("--speculate", "0", SPECULATE="3")[0].speculate == 0
+    assert parse("--speculate", "0", SPECULATE="3")[0].speculate == ""
 
 
 def test_variables_that_are_no_flags() -> None:

@@ -19,7 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from penstock.router.api.app import make_app
 from penstock.router.api.ports import Item, Sink
 from penstock.router.config import RouterConfig
-from penstock.router.request import Alternative, Beam, Failure, Finish, Grown, Limits, NotReady, Prompt, Request, Token
+from penstock.router.request import Alternative, Beam, Failure, Finish, Grown, Guessed, Limits, NotReady, Prompt, Request, Token
 from penstock.router.text import TextStream, Tokenizer
 
 LIMITS = Limits(max_input_tokens=100, max_total_tokens=128, vocabulary=300)
@@ -102,7 +102,8 @@ class FakeBatcher:
                     reason = self._reason(request, id, count, piece.stopped)
                     if reason:
                         delta = texts[choice].end()
-                        yield [token, Finish(reason, texts[choice].text, delta, count, 0.25, 0.5, choice)]
+                        guessed = Guessed(3 * count, 2 * count, count) if request.drafts else None
+                        yield [token, Finish(reason, texts[choice].text, delta, count, 0.25, 0.5, choice, None, guessed)]
                         del going[choice]
                     else:
                         yield [token]

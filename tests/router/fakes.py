@@ -52,6 +52,7 @@ class FakeShards:
         self.closed = False
         self.lost: asyncio.Future[None]
         self.groups_met = 0  # rank groups, one after the other
+        self.adopts = False  # there are others, whose groups may come here
         self.break_at = 0  # the step that kills the shard; there is no other until it is 0 again
         self.killers: set[bytes] = set()  # prompts that kill the shard when a token of theirs would be computed
         self.fail: dict[int, str] = {}  # groups that fail in their next step, and why
@@ -149,7 +150,7 @@ class FakeShards:
         decoding = self._decoding() if request.decode_batches else []
         chunks = list(zip(request.chunk_uids, request.chunk_lengths, strict=True))
         new = [self._asked(group) for group in request.groups]
-        for asked in new if self.groups_met > 1 else ():
+        for asked in new if self.groups_met > 1 or self.adopts else ():
             self.model.expect(asked.uid, asked.continuations)
         return self._reply(decoding, self.model.prefill(new, chunks, request.prompt_tokens, bool(request.decode_batches)))
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import time
 
 import pytest
 
@@ -240,6 +241,25 @@ def test_a_body_that_does_not_come_is_not_waited_for(tokenizer: Tokenizer, monke
         writer.close()
         assert answer.startswith(b"HTTP/1.1 408 ")
         assert b'"error_type":"timeout"' in answer
+
+    serve(tokenizer, test)
+
+
+def test_a_body_of_as_many_chunks_as_bytes_is_read_in_no_time(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        host, port = str(server.client._base_url.host), int(server.client._base_url.port or 0)
+        reader, writer = await asyncio.open_connection(host, port)
+        body = b'{"inputs":"Hi"' + b" " * 200_000 + b"}"
+        began = time.monotonic()
+        writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n")
+        for start in range(0, len(body), 1000):
+            writer.write(b"".join(b"1\r\n%c\r\n" % byte for byte in body[start : start + 1000]))
+            await writer.drain()
+        writer.write(b"0\r\n\r\n")
+        answer = await reader.read()
+        writer.close()
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert time.monotonic() - began < 10  # 1 is usual
 
     serve(tokenizer, test)
 

@@ -736,6 +736,7 @@ SMUGGLED = [
     b"GET /health HTTP/9.9\r\nHost: x\r\n\r\n",
     b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
     b"GET /health HTTP/1.1\r\nHost: x\r\nA: " + b"a" * 100_000 + b"\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"".join(b"A%d: b\r\n" % number for number in range(10_000)) + b"\r\n",
     b"nonsense\r\n\r\n",
 ]
 

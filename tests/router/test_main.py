@@ -38,7 +38,7 @@ def settings(tmp_path: Path) -> Callable[..., str]:
         values = {
             "folder": str(tmp_path),
             "model": "fake",
-            "shards": (str(tmp_path / "socket"),),
+            "groups": ((str(tmp_path / "socket"),),),
             "hostname": "127.0.0.1",
             "port": port,
         }

@@ -3,6 +3,7 @@
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.proto import shard_pb2
+from penstock.router.drafting import Allowance
 from penstock.router.metrics import HISTOGRAMS, SECONDS, VLLM, Intervals, Metrics
 from penstock.router.request import Finish, Request
 from penstock.router.scheduler import Decode, Filter, Prefill
@@ -81,6 +82,46 @@ def test_steps_are_counted_by_method() -> None:
     assert values["penstock_prompt_budget_used"] == 7
 
 
+def test_what_was_guessed_is_counted() -> None:
+    metrics = Metrics()
+    allowed = Allowance(0.25, 0.0, 0.0, 0.0, 8, 0.5)
+    some = shard_pb2.StepReply(
+        seconds=0.75,
+        draft_seconds=0.25,
+        rounds=4,
+        uids=[1, 1, 1, 2, 2, 3, 3],
+        choices=[0, 0, 0, 0, 0, 0, 1],
+        tokens=[5] * 7,
+        drafted_tokens=9,
+        accepted_tokens=3,
+        tried_by_depth=[2, 2, 1, 1, 1, 1, 1, 1, 1, 1],
+        kept_by_depth=[2, 1],
+    )
+    metrics.step(Decode(1, allowed), 1.0, some)
+    metrics.step(Decode(1, allowed), 1.0, shard_pb2.StepReply(seconds=0.5, uids=[1], choices=[0], tokens=[5], draft_seconds=0.125))
+    metrics.step(Decode(1), 1.0, shard_pb2.StepReply(seconds=0.5))
+    values = samples(metrics)
+    assert (values["penstock_drafted_tokens_total"], values["penstock_accepted_tokens_total"]) == (9, 3)
+    drafted = [values[f'penstock_drafted_positions_total{{position="{position}"}}'] for position in range(1, 9)]
+    assert drafted == [2, 2, 1, 1, 1, 1, 1, 3], "the last counts for all beyond"
+    assert values['penstock_accepted_positions_total{position="1"}'] == 2
+    assert values['penstock_accepted_positions_total{position="2"}'] == 1
+    assert values['penstock_speculation_steps_total{drafts="some"}'] == 1
+    assert values['penstock_speculation_steps_total{drafts="none"}'] == 1
+    assert (values["penstock_draft_seconds_total"], values["penstock_draft_rounds_total"]) == (0.375, 4)
+    assert values["penstock_verify_seconds_total"] == 0.5
+    # By TGI: of each answer and step, the tokens beyond the first.
+    assert (values["tgi_request_skipped_tokens_sum"], values["tgi_request_skipped_tokens_count"]) == (3, 5)
+    assert values['tgi_request_skipped_tokens_bucket{le="1.0"}'] == 4
+
+
+def test_memory_that_ran_out_is_counted() -> None:
+    metrics = Metrics()
+    for count in (0, 3, 1):
+        metrics.step(Decode(1), 1.0, shard_pb2.StepReply(exhausted=count))
+    assert samples(metrics)["penstock_out_of_memory_total"] == 4
+
+
 def test_pauses_are_counted() -> None:
     metrics = Metrics()
     metrics.paused(2)
@@ -149,7 +190,8 @@ def test_what_joins_and_what_leaves_is_counted() -> None:
 # What is read by the Gateway API's endpoint picker, by autoscalers and by vLLM's own dashboards.
 OF_VLLM = {
     "gauge": "num_requests_running num_requests_waiting kv_cache_usage_perc cache_config_info",
-    "counter": "num_preemptions prompt_tokens generation_tokens prefix_cache_hits prefix_cache_queries request_success",
+    "counter": "num_preemptions prompt_tokens generation_tokens prefix_cache_hits prefix_cache_queries request_success "
+    "spec_decode_num_draft_tokens spec_decode_num_accepted_tokens",
     "histogram": "time_to_first_token_seconds inter_token_latency_seconds request_time_per_output_token_seconds "
     "e2e_request_latency_seconds request_queue_time_seconds request_inference_time_seconds request_prefill_time_seconds "
     "request_decode_time_seconds request_prompt_tokens request_generation_tokens request_params_max_tokens request_params_n",

@@ -261,3 +261,32 @@ def test_who_shuts_down_waits_for_no_new_shards() -> None:
             await reading
 
     run(test, FakeShards(seconds=0.001))
+
+
+def test_what_is_known_goes_along_to_another_inquest() -> None:
+    first, second = Inquest(), Inquest()
+    assert first.died({1: 5, 2: 5}) is None
+    assert not first.suspects(1)
+    for uid in (1, 2):
+        second.adopt(uid, first.release(uid))
+    assert first.release(1) is None
+    assert second.died({1: 6, 2: 6 + FURTHER, 3: 0}) is None  # one of them has got further
+    assert [second.suspects(uid) for uid in (1, 2, 3)] == [True, False, False]
+    assert second.release(1) == (2, 6)
+    assert not second.open
+    third = Inquest()
+    third.adopt(1, (2, 6))
+    assert third.died({1: 6}) == 1
+
+
+def test_a_suspect_that_leaves_makes_place_for_the_next_trial() -> None:
+    inquest = Inquest()
+    for _ in range(2):
+        inquest.died({1: 0, 2: 0, 3: 0})
+    assert [inquest.admits(uid) for uid in (1, 2, 3)] == [True, True, False]
+    inquest.release(1)
+    assert not inquest.admits(3)
+    inquest.release(2)
+    assert [inquest.admits(uid) for uid in (3, 4)] == [True, False]
+    inquest.release(3)
+    assert not inquest.open

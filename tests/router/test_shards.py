@@ -228,7 +228,8 @@ def test_who_hangs_is_lost_and_whoever_started_it_is_told(tmp_path: Path) -> Non
             await shards.execute(decode())
         with pytest.raises(Broken):
             await shards.lost
-        met, _, text = os.read(listening, 1000).decode().partition(" ")
+        replica, met, text = os.read(listening, 1000).decode().split(" ", 2)
+        assert replica == "0"
         os.close(listening)
         assert before <= float(met) <= after
         assert text == "shard rank 0 has not answered for 0.3 s\n"

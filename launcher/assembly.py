@@ -1,0 +1,205 @@
+"""Puts a rank group of several machines together: from options and ranks to what node 0 starts, or another node follows."""
+
+import dataclasses
+import errno
+import importlib.metadata
+import re
+import secrets
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..proto import certificates, link, settings
+from ..proto.certificates import Certificates
+from ..shard.config import ShardConfig
+from . import machine, muster, rundir
+from .console import Console
+from .follower import Follower, Leader
+from .mistake import Mistake
+from .muster import Hello, Orders, Roll
+from .options import Options
+from .serve import Command
+from .spread import Meeting, Spread
+
+NAMES = 30.0  # seconds in which node 0's own name may become known: an orchestrator makes it when the machine is there
+
+
+@dataclass(frozen=True, slots=True)
+class Ours:
+    """This node's ranks, and how their processes are started."""
+
+    asked: Options
+    shards: Sequence[ShardConfig]
+    digest: str  # of the model's files
+    folder: Path  # this server's own
+    environment: Mapping[str, str]
+    command: Callable[[str, str], Sequence[str]]  # of a module with its settings
+    console: Console
+
+    @property
+    def silence(self) -> float:
+        """Seconds after which another node is lost that answers nothing."""
+        return min(link.SILENCE, self.asked.step_timeout)
+
+    @property
+    def terms(self) -> dict[str, str]:
+        """What has to be the same on all nodes."""
+        versions = {name: importlib.metadata.version(name) for name in ("penstock", "torch")}
+        # The digest knows the draft model, whose folder may be another one on each.
+        shard = dataclasses.replace(self.shards[0], speculate=re.sub(r"draft=[^,]*", "draft", self.shards[0].speculate))
+        return muster.terms(shard, self.asked.nnodes, self.digest, versions)
+
+    def start(self, shard: ShardConfig, orders: Orders, master: str, own: str) -> Command:
+        """The process of a rank, which meets the others as ordered. master, own: addresses of node 0 and of this one."""
+        asked = self.asked
+        placed = dataclasses.replace(
+            shard,
+            relay_address=orders.relay_address,
+            token=orders.token,
+            link_timeout=self.silence,
+            tls_cert=asked.tls_cert,
+            tls_key=asked.tls_key,
+            tls_ca=asked.tls_ca,
+            master_addr=master,
+            master_port=orders.store,
+        )
+        file = self.folder / f"rank-{shard.rank}.json"  # `ps` would show the token
+        with rundir.writing(str(self.folder)):
+            file.write_text(settings.dump(placed), encoding="utf-8")
+        found = machine.interface(own)
+        # NCCL takes all whose names begin so, unless there is a = before it.
+        names = {"GLOO_SOCKET_IFNAME": found, "NCCL_SOCKET_IFNAME": f"={found}"} if found else {}
+        chosen = {name: value for name, value in names.items() if not self.environment.get(name)}
+        return Command(f"shard {shard.rank}", self.command("penstock.shard", f"@{file}"), chosen)
+
+
+class Ranks:
+    """See `follower.Ranks`."""
+
+    def __init__(self, ours: Ours) -> None:
+        self._ours = ours
+        self._start = secrets.token_hex(8)
+        self._ports: dict[str, tuple[int, ...]] = {}  # by the address
+
+    def hello(self, address: str) -> Hello:
+        ours = self._ours
+        own = _resolved(ours.asked.node_addr) if ours.asked.node_addr else address
+        if own not in self._ports:
+            self._ports[own] = tuple(machine.free_ports(own, len(ours.shards)))
+        node = ours.asked.node_rank or 0
+        return Hello(node=node, start=self._start, address=own, ports=self._ports[own], terms=ours.terms)
+
+    def commands(self, orders: Orders, hello: Hello) -> Sequence[Command]:
+        master, _ = link.split(orders.relay_address)
+        places = [link.joined(hello.address, port) for port in hello.ports]
+        shards = [
+            dataclasses.replace(shard, socket="", relay="", listen=place)
+            for shard, place in zip(self._ours.shards, places, strict=True)
+        ]
+        return [self._ours.start(shard, orders, master, hello.address) for shard in shards]
+
+
+def lead(ours: Ours) -> tuple[Spread, list[str]]:
+    """The group as node 0 starts it, and where the router finds the ranks. Listens from now on. Raises Mistake."""
+    asked = ours.asked
+    certified = checked(asked)
+    address = _own_address(asked, ours.console)
+    try:
+        listening = link.listen(address, asked.master_port)
+        relay, store = machine.free_ports(address, 2)
+    except OSError as error:
+        place = link.joined(address, asked.master_port)
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise Mistake(
+                f"--master-addr {asked.master_addr} is no address of this machine, which is node 0: name its own"
+            ) from None
+        if error.errno == errno.EADDRINUSE:
+            raise Mistake(f"{place} is in use: choose another --master-port, on all nodes") from None
+        raise Mistake(f"can't listen at {place}, where the nodes meet: {error.strerror}") from None
+    orders = Orders(epoch=0, relay_address=link.joined(address, relay), token=secrets.token_hex(16), store=store)
+    meeting = Meeting(
+        listening=listening,
+        certificates=certified,
+        silence=ours.silence,
+        timeout=asked.node_timeout,
+        orders=orders,
+        addresses=ours.folder,
+        console=ours.console,
+    )
+    commands = [ours.start(shard, orders, address, address) for shard in ours.shards]
+    left = [Path(path) for shard in ours.shards for path in {shard.socket, shard.relay} if path]
+    group = Spread("the shards", commands, asked.max_restarts, left, meeting, Roll(asked.nnodes, ours.terms))
+    others = range(len(ours.shards), ours.shards[0].ranks)
+    return group, [*(shard.socket for shard in ours.shards), *(f"file:{group.place(rank)}" for rank in others)]
+
+
+def follow(ours: Ours) -> int:
+    """Serves as a node other than 0. The exit code. Raises Mistake."""
+    asked = ours.asked
+    leader = Leader(
+        address=asked.master_addr,
+        port=asked.master_port,
+        certificates=checked(asked),
+        silence=ours.silence,
+        timeout=asked.node_timeout,
+    )
+    return Follower(
+        leader=leader,
+        ranks=Ranks(ours),
+        environment=ours.environment,
+        console=ours.console,
+        grace=asked.graceful_termination_timeout,
+    ).run()
+
+
+def checked(asked: Options, address: str = "") -> Certificates | None:
+    """What processes of several machines trust each other by. Raises Mistake if they can't, or if they would trust anybody who
+    reaches `address`, where ranks listen, and nobody has said so."""
+    named = [path for path in (asked.tls_cert, asked.tls_key, asked.tls_ca) if path]
+    if len(named) not in (0, 3):
+        raise Mistake("--tls-cert, --tls-key and --tls-ca belong together: name all three, or none")
+    found = certificates.of(asked)
+    if found is not None:
+        try:
+            found.check()
+        except OSError as error:
+            why = link.reason(error)
+            raise Mistake(
+                f"--tls-cert {asked.tls_cert} with --tls-key {asked.tls_key} would be refused by other nodes: {why}. It needs the "
+                f"name {certificates.NAME} (subjectAltName), --tls-ca as its authority, and use as client and as server"
+            ) from None
+    elif address and not asked.insecure_nodes and not link.is_loopback(address):
+        raise Mistake(
+            f"ranks would obey anybody who reaches {address}: name certificates with --tls-cert, --tls-key and --tls-ca, or say "
+            "--insecure-nodes where nobody else is in the network"
+        )
+    return found
+
+
+def _own_address(asked: Options, console: Console) -> str:
+    """Node 0's. Its name may be younger than this process."""
+    deadline, told = time.monotonic() + min(NAMES, asked.node_timeout), False
+    while True:
+        try:
+            address = _resolved(asked.master_addr)
+            break
+        except OSError:
+            if time.monotonic() > deadline:
+                raise Mistake(f"--master-addr {asked.master_addr} has no address: is its name known here?") from None
+        if not told:
+            console.say(f"the name {asked.master_addr} is not known yet")
+            told = True
+        time.sleep(1)
+    if link.is_loopback(address) and not link.is_loopback(asked.master_addr):
+        raise Mistake(
+            f"--master-addr {asked.master_addr} is {address} here (/etc/hosts says so), where no other node comes: name an address "
+            "at which the others reach this machine"
+        )
+    return address
+
+
+def _resolved(name: str) -> str:
+    """Its first address. Raises OSError."""
+    return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])

@@ -1,0 +1,284 @@
+"""What the launcher of a node other than 0 does: it brings its ranks to node 0, and follows what that one says.
+
+Without node 0 none of its ranks run: it ends them and looks for it, for as long as nodes may be missing. It ends when node 0 does,
+with its exit code. What the launchers say to each other: `muster.py`.
+"""
+
+import queue
+import signal
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..proto import link
+from ..proto.certificates import Certificates
+from ..proto.link import Link
+from . import muster, processes
+from .console import Console
+from .muster import Hello, Message, Orders
+from .processes import Child
+from .serve import ECHO, GRACE, Command, Part, Signal, signals, watch_signals
+
+FIRST_RETRY, LAST_RETRY = 0.25, 3.0  # seconds between two attempts to reach node 0; each time twice as long
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leader:
+    """Where node 0 is, and how long it is waited for."""
+
+    address: str
+    port: int
+    certificates: Certificates | None
+    silence: float
+    timeout: float
+
+    def __str__(self) -> str:
+        return f"node 0 ({link.joined(self.address, self.port)})"
+
+
+class Ranks(Protocol):
+    """This node's ranks, and what they need to be reached."""
+
+    def hello(self, address: str) -> Hello:
+        """What is said of them. address: ours, on the way to node 0."""
+        ...
+
+    def commands(self, orders: Orders, hello: Hello) -> Sequence[Command]:
+        """The processes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    peer: Link
+    hello: Hello  # that was said
+
+
+@dataclass(frozen=True, slots=True)
+class Unreached:
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    peer: Link
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    peer: Link
+    why: str
+
+
+Event = Signal | Child | Reached | Unreached | Said | Lost
+
+
+class Follower:
+    """`run` returns when node 0 has ended, or can't be found, or when this node shall stop."""
+
+    def __init__(
+        self,
+        *,
+        leader: Leader,
+        ranks: Ranks,
+        environment: Mapping[str, str],
+        console: Console,
+        grace: float,  # seconds that running streams get when this node is asked to stop
+    ) -> None:
+        self._leader = leader
+        self._ranks = ranks
+        self._environment = environment
+        self._console = console
+        self._grace = grace
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._link: Link | None = None
+        self._hello: Hello | None = None
+        self._shards = Part("the shards", [], 0)
+        self._epoch = 0
+        self._since = time.monotonic()  # node 0 is missing
+        self._reason = ""  # told last
+        self._delay = FIRST_RETRY
+        self._asked = 0.0  # when this node was asked to stop; 0: not
+
+    def run(self) -> int:
+        """The exit code: that of node 0; 1 if it was lost for good, 2 if this node doesn't fit."""
+        with signals() as inbox:
+            threading.Thread(target=watch_signals, args=(inbox, self._events.put), daemon=True).start()
+            self._seek()
+            try:
+                return self._follow()
+            finally:
+                self._shards.kill()
+                if self._link is not None:
+                    self._link.close()
+
+    def _follow(self) -> int:
+        code = None
+        while code is None:
+            try:
+                event = self._events.get(timeout=self._patience())
+            except queue.Empty:
+                self._console.complain("node 0 has not ended in time: this node ends")
+                return 1
+            match event:
+                case Signal(number):
+                    code = self._stop(signal.Signals(number).name)
+                case Child() as child if child in self._shards.children:
+                    self._died(child.verdict(), child.process.returncode)
+                case Reached(peer, hello):
+                    self._link, self._hello = peer, hello
+                    threading.Thread(target=self._read, args=(peer,), daemon=True).start()
+                case Unreached(why):
+                    code = self._missing(f"is not there yet: {why}")
+                case Said(peer, message) if peer is self._link:
+                    code = self._said(message)
+                case Lost(peer, why) if peer is self._link:
+                    code = self._lost(f"is lost: {why}")
+        return code
+
+    def _patience(self) -> float | None:
+        """Seconds until node 0 should have ended, once this node has asked it to."""
+        return max(0.0, self._asked + self._grace + 2 * GRACE - time.monotonic()) if self._asked else None
+
+    def _said(self, message: Message) -> int | None:
+        match message:
+            case {"kind": "welcome"}:
+                self._console.say(f"{self._leader} knows this node; its ranks start when all nodes are there")
+                self._since, self._reason, self._delay = 0.0, "", FIRST_RETRY
+            case {"kind": "wait", "text": str(text)}:
+                return self._lost(f"does not take this node yet: {text}")
+            case {"kind": "refused", "text": str(text)}:
+                self._console.complain(f"{self._leader} refuses this node: {text}")
+                return 2
+            case {"kind": "start"}:
+                self._start(muster.orders(message))
+            case {"kind": "halt", "epoch": int(epoch)}:
+                if self._shards.children:
+                    self._console.say(f"{self._leader} has lost some of the group: this node's shards end, to be started again")
+                self._halt(epoch)
+            case {"kind": "stop"}:
+                self._end()
+            case {"kind": "end", "code": int(code), "text": str(text)}:
+                (self._console.complain if code else self._console.say)(text)
+                self._end()
+                return code
+        return None
+
+    def _start(self, orders: Orders) -> None:
+        assert self._hello is not None
+        self._epoch = orders.epoch
+        self._console.say(f"{self._leader} starts the group" + (" again" if orders.epoch > 1 else ""))
+        self._shards = Part("the shards", self._ranks.commands(orders, self._hello), 0)
+        try:
+            self._shards.start(self._environment)
+        except OSError as error:  # no memory, too many processes
+            self._died(f"the shards can't be started: {error}", 1)
+            return
+        for child in self._shards.children:
+            processes.follow(child, self._console, self._events.put)
+
+    def _died(self, text: str, code: int) -> None:
+        """Node 0 decides what becomes of the group."""
+        self._console.complain(text)
+        self._shards.kill()
+        self._tell({"kind": "died", "epoch": self._epoch, "text": text, "code": code})
+        self._tell({"kind": "halted", "epoch": self._epoch})
+
+    def _halt(self, epoch: int) -> None:
+        if self._shards.kill():
+            self._tell({"kind": "halted", "epoch": epoch})
+        else:
+            self._console.complain("the shards can't be killed: node 0 waits for that")
+
+    def _lost(self, why: str) -> int | None:
+        """No ranks without node 0."""
+        if self._shards.children:
+            self._shards.kill()
+            self._console.complain("without node 0 the shards are ended")
+        assert self._link is not None
+        self._link.close()
+        self._link = None
+        self._since = self._since or time.monotonic()
+        return self._missing(why)
+
+    def _missing(self, why: str) -> int | None:
+        """Node 0 is looked for, unless it has been missing for too long."""
+        if self._asked:
+            return 0
+        timeout = self._leader.timeout
+        if time.monotonic() >= self._since + timeout:
+            self._console.complain(f"{self._leader} {why}; it was waited for {timeout:g} s (--node-timeout): this node ends")
+            return 1
+        if why != self._reason:
+            self._console.complain(f"{self._leader} {why}; it is looked for, up to {timeout:g} s")
+            self._reason = why
+        self._seek(self._delay)
+        self._delay = min(2 * self._delay, LAST_RETRY)
+        return None
+
+    def _stop(self, name: str) -> int | None:
+        """Node 0 drains first, for which it needs these ranks."""
+        if self._asked:
+            if time.monotonic() < self._asked + ECHO:
+                return None
+            self._console.complain("stopped at once")
+            return 1
+        if self._link is None or not self._shards.children:
+            return 0
+        self._asked = time.monotonic()
+        self._console.say(f"{name}: {self._leader} is asked to drain and stop; once more stops this node at once")
+        self._tell({"kind": "leave", "text": f"{name} there"})
+        return None
+
+    def _end(self) -> None:
+        """The shards get their time."""
+        children = list(self._shards.children)
+        self._shards.terminate()
+        deadline = time.monotonic() + GRACE
+        while any(child.process.poll() is None for child in children) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self._shards.kill()
+
+    def _tell(self, message: Message) -> None:
+        if self._link is not None:
+            with suppress(OSError, EOFError):  # then it is lost, which its reader will say
+                self._link.send(muster.written(message))
+
+    def _seek(self, delay: float = 0.0) -> None:
+        threading.Thread(target=self._try, args=(delay,), daemon=True).start()
+
+    def _try(self, delay: float) -> None:
+        """Once. Puts what has come of it."""
+        time.sleep(delay)
+        leader = self._leader
+        with ExitStack() as stack:
+            try:
+                peer = link.connect(leader.address, leader.port, leader.certificates, leader.silence)
+                stack.callback(peer.close)
+                hello = self._ranks.hello(peer.address)
+                peer.send(muster.written(hello.message()))
+            except (OSError, EOFError) as error:
+                self._events.put(Unreached(_reason(error)))
+                return
+            stack.pop_all()
+        self._events.put(Reached(peer, hello))
+
+    def _read(self, peer: Link) -> None:
+        try:
+            while True:
+                self._events.put(Said(peer, muster.read(peer.receive())))
+        except EOFError:
+            self._events.put(Lost(peer, "it has closed the connection"))
+        except (OSError, ValueError) as error:
+            self._events.put(Lost(peer, _reason(error)))
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, socket.gaierror):
+        return "its name is not known"
+    return link.reason(error) if isinstance(error, OSError) else str(error) or "it has closed the connection"

@@ -1,0 +1,144 @@
+"""Which of several machines this is: by flags, else by what torchrun, Slurm or LeaderWorkerSet have put into the environment.
+
+Pure. Who starts a server on one machine only is never made part of a group by a variable that happens to be there: of a Slurm job
+only a step counts (`srun`), of torchrun and LeaderWorkerSet only a whole set of variables.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..proto import link
+from .mistake import Mistake
+from .options import SHARD, Options, check
+
+Environment = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a program that places processes says, each with the name of the variable that says it."""
+
+    nodes: tuple[str, int]
+    node: tuple[str, int]
+    address: tuple[str, str]
+    port: tuple[str, int]
+
+
+def settle(asked: Options, environment: Environment) -> tuple[Options, str]:
+    """The options with `nnodes`, `node_rank`, `master_addr` and `master_port` decided, and a line for the operator that says what
+    was taken from where, if there are several nodes. Raises Mistake."""
+    found = _torchrun(environment) or _slurm(environment) or _leader_worker_set(environment)
+    nodes = asked.nnodes or (found.nodes[1] if found else 1)
+    port = _free_of_agent(asked.master_port, environment)
+    if nodes == 1:
+        if asked.node_rank:
+            raise Mistake(f"--node-rank {asked.node_rank} of one node: say with --nnodes how many there are")
+        return dataclasses.replace(asked, nnodes=1, node_rank=0, master_port=port), ""
+    rank, rank_from = _rank(asked, environment, found)
+    if rank >= nodes:
+        raise Mistake(f"{rank_from} says node {rank}, but nodes are counted from 0 and there are {nodes}")
+    address = asked.master_addr or (found.address[1] if found else "")
+    if not address:
+        raise Mistake(f"--nnodes {nodes} needs --master-addr, the address of node 0, on each of them")
+    port = port or (found.port[1] if found else SHARD.master_port)
+    sources = [
+        _source("nnodes", asked.nnodes, environment, found.nodes[0] if found else ""),
+        rank_from,
+        _source("master_addr", asked.master_addr, environment, found.address[0] if found else ""),
+        "MASTER_PORT + 1, as torchrun holds that one"
+        if port == asked.master_port + 1
+        else _source("master_port", asked.master_port, environment, found.port[0] if found else "default"),
+    ]
+    line = f"node {rank} of {nodes}, node 0 is at {link.joined(address, port)}"
+    names = ("nodes", "rank", "address", "port")
+    told = f"{line} ({', '.join(f'{name}: {source}' for name, source in zip(names, sources, strict=True))})"
+    return check(dataclasses.replace(asked, nnodes=nodes, node_rank=rank, master_addr=address, master_port=port)), told
+
+
+def _rank(asked: Options, environment: Environment, found: Found | None) -> tuple[int, str]:
+    """And where it was found."""
+    if asked.node_rank is not None:
+        return asked.node_rank, "--node-rank"
+    if environment.get("NODE_RANK"):
+        return _number(environment, "NODE_RANK"), "NODE_RANK"
+    if found is None:
+        raise Mistake(f"--nnodes {asked.nnodes} needs --node-rank, a number from 0 of its own on each of them")
+    return found.node[1], found.node[0]
+
+
+def _source(name: str, value: object, environment: Environment, otherwise: str) -> str:
+    """The flag or the variable that says it."""
+    if not value:
+        return otherwise
+    variable = name.upper()
+    return variable if environment.get(variable) == str(value) else "--" + name.replace("_", "-")
+
+
+def _torchrun(environment: Environment) -> Found | None:
+    """torchrun starts `LOCAL_WORLD_SIZE` processes a node: one of ours, which starts the ranks itself."""
+    if any(not environment.get(name) for name in ("GROUP_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
+        return None
+    here, nodes = _number(environment, "LOCAL_WORLD_SIZE"), _number(environment, "WORLD_SIZE")
+    if nodes > here > 1:
+        raise Mistake(f"torchrun starts {here} processes on each node (LOCAL_WORLD_SIZE): say --nproc-per-node 1, and --num-shard")
+    port = _free_of_agent(_number(environment, "MASTER_PORT"), environment)
+    return Found(
+        ("WORLD_SIZE", max(1, nodes // max(1, here))),
+        ("GROUP_RANK", _number(environment, "GROUP_RANK")),
+        ("MASTER_ADDR", environment["MASTER_ADDR"]),
+        ("MASTER_PORT", port),
+    )
+
+
+def _free_of_agent(port: int, environment: Environment) -> int:
+    """torchrun itself listens at MASTER_PORT while it runs us: the next one then."""
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and environment.get("MASTER_PORT") == str(port):
+        return port + 1
+    return port
+
+
+def _slurm(environment: Environment) -> Found | None:
+    """A step of a job: what `srun` has started. A batch script has the job's variables as well, but runs on one node alone."""
+    if not environment.get("SLURM_STEP_ID") or not environment.get("SLURM_NODEID"):
+        return None
+    nodes = "SLURM_STEP_NUM_NODES" if environment.get("SLURM_STEP_NUM_NODES") else "SLURM_NNODES"
+    hosts = "SLURM_STEP_NODELIST" if environment.get("SLURM_STEP_NODELIST") else "SLURM_JOB_NODELIST"
+    if not environment.get(nodes) or not environment.get(hosts):
+        return None
+    count = _number(environment, nodes)
+    tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS") or str(count)
+    if count > 1 and tasks != str(count):
+        raise Mistake(f"Slurm starts {tasks} tasks on {count} nodes: say srun --ntasks-per-node=1, and --num-shard")
+    return Found(
+        (nodes, count),
+        ("SLURM_NODEID", _number(environment, "SLURM_NODEID")),
+        (hosts, first_host(environment[hosts])),
+        ("default", SHARD.master_port),
+    )
+
+
+def first_host(hosts: str) -> str:
+    """Of a list as Slurm writes it: node[07-09,12],other -> node07."""
+    head = re.match(r"(?:[^,\[]|\[[^\]]*\])+", hosts)
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", head[0] if head else hosts)
+
+
+def _leader_worker_set(environment: Environment) -> Found | None:
+    """A group of pods in Kubernetes."""
+    if any(not environment.get(name) for name in ("LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX")):
+        return None
+    return Found(
+        ("LWS_GROUP_SIZE", _number(environment, "LWS_GROUP_SIZE")),
+        ("LWS_WORKER_INDEX", _number(environment, "LWS_WORKER_INDEX")),
+        ("LWS_LEADER_ADDRESS", environment["LWS_LEADER_ADDRESS"]),
+        ("default", SHARD.master_port),
+    )
+
+
+def _number(environment: Environment, name: str) -> int:
+    text = environment[name]
+    if not text.isascii() or not text.isdigit():
+        raise Mistake(f"{name}={text}: a whole number is needed; --nnodes, --node-rank and --master-addr do without such variables")
+    return int(text)

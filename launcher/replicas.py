@@ -1,0 +1,97 @@
+"""Several rank groups on one machine: what of it each of them gets, and where they are reached. Pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .machine import Machine
+from .mistake import Mistake
+from .options import Options
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Of one rank group."""
+
+    number: int
+    alone: bool  # there are no others on this machine
+    sockets: Sequence[str]  # of the ranks
+    relay: str
+    listen: Sequence[str]  # host:port of the ranks, where these are reached instead; (): they aren't
+    environment: Mapping[str, str]  # of its processes, beside what all have
+
+    @property
+    def name(self) -> str:
+        """In the router."""
+        return str(self.number)
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        return "the shards" if self.alone else f"replica {self.number}"
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        """Where a router finds the ranks."""
+        return self.listen or self.sockets
+
+    @property
+    def files(self) -> list[Path]:
+        """That processes which are killed leave behind."""
+        return [Path(path) for path in (*self.sockets, self.relay)]
+
+    def process(self, rank: int) -> str:
+        """Its name."""
+        return f"shard {rank}" if self.alone else f"replica {self.number} shard {rank}"
+
+
+def share(options: Options, machine: Machine) -> Machine:
+    """What each rank group has of the machine. Raises Mistake."""
+    parts, gpus = options.local_replicas, len(machine.gpu_memory)
+    if parts < 2:
+        return machine
+    ranks = options.num_shard or (max(2, gpus // parts) if options.sharded else 1)
+    if gpus and options.device != "cpu" and parts * ranks > gpus:
+        raise Mistake(
+            f"--replicas {parts} of {ranks} rank{'' if ranks == 1 else 's'} each need {parts * ranks} GPUs, and there are {gpus}: "
+            "lower one of them"
+        )
+    return machine.share(parts, ranks)
+
+
+def sockets(groups: int, ranks: int) -> list[list[str]]:
+    """Names of each group's sockets, the one for its relay last."""
+    before = [f"{group}-" if groups > 1 else "" for group in range(groups)]
+    return [[*(f"{each}{rank}" for rank in range(ranks)), f"{each}relay"] for each in before]
+
+
+def divide(options: Options, ranks: int, cuda: bool, paths: Sequence[str], environment: Mapping[str, str]) -> list[Place]:
+    """The places of all groups of so many ranks. paths: as `sockets` names them, in its order."""
+    groups, size = options.local_replicas, ranks + 1
+    listening = _listening(options, groups * ranks)
+    places = []
+    for group in range(groups):
+        *own, relay = paths[group * size : (group + 1) * size]
+        listen = listening[group * ranks : (group + 1) * ranks]
+        devices = _devices(group, ranks, environment) if cuda and groups > 1 else {}
+        places.append(Place(group, groups == 1, own, relay, listen, devices))
+    return places
+
+
+def _listening(options: Options, count: int) -> list[str]:
+    if not options.shard_listen:
+        return []
+    host, _, port = options.shard_listen.rpartition(":")
+    return [f"{host}:{int(port) + number}" for number in range(count)]
+
+
+def _devices(group: int, ranks: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """Which GPUs a group sees: the next of those that we may see, in their order."""
+    numbers = range(group * ranks, (group + 1) * ranks)
+    given = [name.strip() for name in environment.get(VISIBLE, "").split(",") if name.strip()]
+    if given:
+        return {VISIBLE: ",".join(given[number] for number in numbers)}
+    # As nvidia-smi counts them, by whose answer it was planned.
+    return {VISIBLE: ",".join(map(str, numbers)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}

@@ -1,0 +1,264 @@
+"""The rank group of several nodes as node 0 sees it: a part of its server whose other processes run on other machines.
+
+Nobody's ranks are started before all nodes are there and fit together; when anything of the group is lost, on any machine or
+between two of them, all of it is ended, and all nodes meet anew. What the launchers say to each other: `muster.py`.
+"""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..proto import link
+from ..proto.certificates import Certificates
+from ..proto.link import Link, Stranger
+from . import muster
+from .console import Console
+from .muster import Hello, Message, Orders, Roll, named
+from .serve import GRACE, Again, Command, Elsewhere, Event, Failed, Leave, Outcome, Part
+
+GREETING = 1 << 16  # bytes of a hello, at most
+STRANGERS = 16  # that are listened to at once; more have to wait
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """Where and how the nodes meet."""
+
+    listening: socket.socket
+    certificates: Certificates | None
+    silence: float  # seconds after which a node that answers nothing is lost
+    timeout: float  # seconds that nodes may be missing
+    orders: Orders  # but for the epoch
+    addresses: Path  # folder in which the router finds those of other nodes' ranks: a file for each, named by the rank
+    console: Console
+
+
+@dataclass(frozen=True, slots=True)
+class Came:
+    peer: Link
+    hello: Hello
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    peer: Link
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    peer: Link
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    epoch: int
+
+
+class Spread(Part):
+    """Ours are started when the others are there; until then it has no children."""
+
+    def __init__(
+        self, name: str, commands: Sequence[Command], limit: int, leftovers: Sequence[Path], meeting: Meeting, roll: Roll
+    ) -> None:
+        super().__init__(name, commands, limit, leftovers)
+        self._meeting = meeting
+        self._roll = roll
+        self._links: dict[int, Link] = {}
+        self._readers: list[threading.Thread] = []
+        self._epoch = 0
+        self._waiting = False  # for nodes, to start
+        self._running = False
+        self._ending = False
+        self._found: set[Path] = set()  # where the router finds others' ranks
+        self._objection = ""  # to the last node that did not fit
+        self._put: Callable[[Event], None] = lambda event: None
+
+    def attend(self, put: Callable[[Event], None]) -> None:
+        """See Part."""
+        self._put = put
+        threading.Thread(target=self._receive, daemon=True).start()
+
+    def start(self, environment: Mapping[str, str]) -> None:
+        """If all nodes are there. Else Again is what `hear` says when they are."""
+        if not self._roll.complete:
+            self.due, self._waiting = None, True
+            self._meeting.console.say(f"waiting for {self._roll.missing()}, up to {self._meeting.timeout:g} s")
+            self._expect()
+            return
+        self._epoch += 1
+        self._waiting, self._running = False, True
+        orders = {**self._meeting.orders.message(), "epoch": self._epoch}
+        for node in self._links:
+            self._tell(node, orders)
+        for path, address in self._places():
+            self._found.add(path)
+            path.write_text(address, encoding="utf-8")
+        self._roll.started()
+        super().start(environment)
+
+    def kill(self) -> bool:
+        """Here; elsewhere the others do it themselves, and say when it is done."""
+        self._running = False
+        for path in self._found:
+            path.unlink(missing_ok=True)
+        for node in self._links:
+            self._tell(node, {"kind": "halt", "epoch": self._epoch})
+        return super().kill()
+
+    def terminate(self) -> None:
+        """See Part."""
+        self._running, self._ending = False, True
+        for node in self._links:
+            self._tell(node, {"kind": "stop"})
+        super().terminate()
+
+    def close(self, exit_code: int) -> None:
+        """Returns when the others have ended as well, or don't answer."""
+        link.hush(self._meeting.listening)
+        text = f"node 0 ends with exit code {exit_code}: its log says why" if exit_code else "node 0 has stopped as it was asked to"
+        for node in self._links:
+            self._tell(node, {"kind": "end", "code": exit_code, "text": text})
+        deadline = time.monotonic() + GRACE
+        for reader in self._readers:
+            reader.join(max(0.0, deadline - time.monotonic()))
+
+    def hear(self, what: object) -> Outcome:
+        """See Part."""
+        match what:
+            case Came(peer, hello):
+                return self._came(peer, hello)
+            case Said(peer, message):
+                node = self._node(peer)
+                return None if node is None else self._said(node, message)
+            case Gone(peer, why):
+                node = self._node(peer)
+                return None if node is None else self._gone(node, why)
+            case Late(epoch) if self._waiting and epoch == self._epoch and not self._roll.complete:
+                text = self._roll.late(self._meeting.timeout)
+                unfit = f"; the last that came: {self._objection}" if self._objection else ""
+                return Failed(text + unfit, 2 if unfit else 1, in_vain=True)
+        return None
+
+    def _came(self, peer: Link, hello: Hello) -> Outcome:
+        name, console = named(hello.node, hello.address), self._meeting.console
+        if text := self._roll.objection(hello):
+            self._objection = text
+            console.complain(f"{name} was refused: {text}")
+            _answer(peer, {"kind": "refused", "text": text})
+            return None
+        if text := self._roll.rival(hello):
+            _answer(peer, {"kind": "wait", "text": text})
+            return None
+        lost = self._running  # it had lost us, and has ended its ranks, before we knew
+        if hello.node in self._links:
+            self._links[hello.node].close()
+        self._links[hello.node] = peer
+        self._roll.enter(hello)
+        self._tell(hello.node, {"kind": "welcome"})
+        console.say(f"{name} is there")
+        return Failed(f"{name} has lost this node, and comes anew") if lost else self._again()
+
+    def _said(self, node: int, message: Message) -> Outcome:
+        name = self._name(node)
+        match message:
+            case {"kind": "died", "epoch": epoch, "text": text, "code": int(code)} if epoch == self._epoch and self._running:
+                return Failed(f"{name}: {text}", code)
+            case {"kind": "halted", "epoch": epoch} if epoch == self._epoch:
+                self._roll.halted(node)
+                return self._again()
+            case {"kind": "leave", "text": text}:
+                return Leave(f"{name}: {text}")
+        return None
+
+    def _gone(self, node: int, why: str) -> Outcome:
+        text = f"{self._name(node)} is lost: {why}"
+        del self._links[node]
+        self._roll.leave(node)
+        if self._running:
+            return Failed(text)
+        if not self._ending:
+            self._meeting.console.complain(text)
+        return None
+
+    def _again(self) -> Outcome:
+        return Again() if self._waiting and self._roll.complete else None
+
+    def _node(self, peer: Link) -> int | None:
+        """Whose link it is, unless it has another one by now."""
+        return next((node for node, known in self._links.items() if known is peer), None)
+
+    def _name(self, node: int) -> str:
+        return named(node, self._roll.present[node].address)
+
+    def place(self, rank: int) -> Path:
+        """Where the router finds the address of a rank of another node."""
+        return self._meeting.addresses / f"address-{rank}"
+
+    def _places(self) -> list[tuple[Path, str]]:
+        """Where the router looks for each rank of other nodes, and what it finds there."""
+        return [
+            (self.place(hello.node * len(hello.ports) + number), link.joined(hello.address, port))
+            for hello in self._roll.present.values()
+            for number, port in enumerate(hello.ports)
+        ]
+
+    def _tell(self, node: int, message: Message) -> None:
+        with suppress(OSError, EOFError):  # then it is gone, which its reader will say
+            self._links[node].send(muster.written(message))
+
+    def _expect(self) -> None:
+        timer = threading.Timer(self._meeting.timeout, self._put_here, [Late(self._epoch)])
+        timer.daemon = True
+        timer.start()
+
+    def _put_here(self, what: object) -> None:
+        self._put(Elsewhere(self, what))
+
+    def _receive(self) -> None:
+        """Listens to whoever comes, until the socket is closed."""
+        room = threading.Semaphore(STRANGERS)
+        while True:
+            room.acquire()
+            try:
+                connection, (address, *_) = self._meeting.listening.accept()
+            except OSError:
+                return
+            reader = threading.Thread(target=self._converse, args=(connection, str(address), room.release), daemon=True)
+            self._readers = [*filter(threading.Thread.is_alive, self._readers), reader]
+            reader.start()
+
+    def _converse(self, connection: socket.socket, address: str, known: Callable[[], object]) -> None:
+        try:
+            peer = link.secure(connection, address, self._meeting.certificates, self._meeting.silence)
+            hello = muster.hello(muster.read(peer.receive(link.HANDSHAKE, GREETING)))
+        except Stranger as stranger:
+            self._meeting.console.complain(str(stranger))
+            return
+        except (OSError, EOFError, ValueError) as error:
+            self._meeting.console.complain(f"{address} was refused: it is no node ({str(error) or 'it has left'})")
+            peer.close()
+            return
+        finally:
+            known()
+        self._put_here(Came(peer, hello))
+        try:
+            while True:
+                self._put_here(Said(peer, muster.read(peer.receive(None, GREETING))))
+        except EOFError:
+            self._put_here(Gone(peer, "its launcher has closed the connection"))
+        except ValueError as error:
+            self._put_here(Gone(peer, f"it talks nonsense: {error}"))
+        except OSError as error:
+            self._put_here(Gone(peer, link.reason(error)))
+
+
+def _answer(peer: Link, message: Message) -> None:
+    """The last thing that it is told. It closes the connection."""
+    with suppress(OSError, EOFError):
+        peer.send(muster.written(message))

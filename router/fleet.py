@@ -1,0 +1,393 @@
+"""The replicas: rank groups of one model, each with a batcher of its own, behind one door. Knows batchers and names.
+
+    submit           to the replica that `placement` chooses; where there is only one, straight to it
+    lost, found      a replica's shards are gone: its streams go on on the others at once. It has others: it takes part again, and
+                     takes the streams of those that are still without
+    join, retire,    what an operator asks for while the server runs (see `api/admin.py`)
+    remove
+
+A stream goes on with the tokens that it would have had, since they depend on nothing but the request: that is why all replicas have
+to serve the same model in the same number format. Streams that may have killed the shards (see `recovery`) stay where they are.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from time import monotonic
+
+from .batcher import Batcher, Item, Sink, Stream, Tokenizer, read
+from .config import Misconfigured, RouterConfig
+from .metrics import Metrics
+from .placement import Placement
+from .replica import Conflict, Replica, Unknown
+from .request import Broken, Limits, NotReady, Overloaded, Request
+from .shards import Shards
+
+RETRY = 0.5  # seconds until a replica that failed to start is tried again
+CHARGED = 256  # tokens that a choice counts for in its replica's load, at most: few answers are as long as they may be
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A replica."""
+
+    addresses: tuple[str, ...]
+    batcher: Batcher
+    up: bool = False  # it has shards
+    leaving: bool = False  # it gets no more requests
+    trouble: str = ""  # why it has no shards
+    failed: bool = False  # it is not tried again
+    life: "asyncio.Task[None] | None" = None
+
+    @property
+    def takes(self) -> bool:
+        """Requests."""
+        return self.up and not self.leaving
+
+    @property
+    def state(self) -> str:
+        """In a word."""
+        if self.failed:
+            return "failed"
+        if self.leaving:
+            return "draining" if self.batcher.readers else "drained"
+        return "ready" if self.up else "starting" if self.batcher.limits is None else "recovering"
+
+
+def work_of(request: Request) -> int:
+    """Tokens that a request counts for in its replica's load."""
+    return len(request.prompt) + request.sequences * min(request.max_new_tokens, CHARGED)
+
+
+class Fleet:
+    """All replicas. `start` it, then `submit`; `wait` tells when it ends."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        tokenizer: Tokenizer,
+        connect: Callable[[str, Sequence[str]], Shards],
+        metrics: Metrics,
+    ) -> None:
+        """connect: makes the port to the rank group of a replica, by its name and the addresses of its ranks."""
+        self.limits: Limits | None = None  # that hold on every replica; until one has started
+        self._config = config
+        self._tokenizer = tokenizer
+        self._connect = connect
+        self._metrics = metrics
+        self._uids = itertools.count(1)
+        self._numbers = itertools.count()  # names of replicas
+        self._members: dict[str, Member] = {}
+        self._only: Batcher | None = None  # if there is one
+        self._placement: Placement | None = None  # while there are several
+        self._most = 0  # requests that may be in flight
+        self._draining = False
+        self._served = False  # a replica was ready
+        self._settled = asyncio.Event()  # one is, or none will be
+        self._over: asyncio.Future[None] | None = None
+        for addresses in config.groups:
+            self._add(tuple(addresses), "")
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are taken."""
+        return not self._draining and any(member.takes and member.batcher.ready for member in self._members.values())
+
+    @property
+    def stage(self) -> str:
+        """What is the case, for people."""
+        if self._draining:
+            return "shutting down"
+        if self.ready:
+            return "ready"
+        members = [member for member in self._members.values() if not member.failed]
+        return members[0].batcher.stage if members else next((one.trouble for one in self._members.values()), "no replica")
+
+    @property
+    def together(self) -> int:
+        """Requests of full length that fit at once."""
+        return sum(member.batcher.together for member in self._members.values() if member.takes)
+
+    @property
+    def replicas(self) -> list[Replica]:
+        """All of them, as operators see them."""
+        return [self._described(name) for name in self._members]
+
+    def serves(self, name: str) -> bool:
+        """Whether a replica takes requests. Raises Unknown."""
+        member = self._member(name)
+        return not self._draining and member.takes and member.batcher.ready
+
+    # The life of the server
+
+    async def start(self) -> None:
+        """Connects to all replicas and warms them up. Returns when the first is there; the others join as they come. Raises Broken
+        or Misconfigured."""
+        self._over = asyncio.get_running_loop().create_future()
+        for member in self._members.values():
+            member.life = asyncio.create_task(self._live(member))
+        self._over.add_done_callback(lambda over: self._settled.set())
+        await self._settled.wait()
+        if self._over.done():
+            self._over.result()
+
+    async def wait(self) -> None:
+        """Returns after `close`; raises what has ended the last replica, or a fault of ours, after its streams have been told."""
+        assert self._over is not None
+        await asyncio.wait([self._over])
+        self._over.result()
+
+    async def drain(self, seconds: float) -> None:
+        """See `Batcher.drain`."""
+        self._draining = True
+        await asyncio.gather(*(member.batcher.drain(seconds) for member in self._members.values()))
+
+    async def close(self) -> None:
+        """Ends everything at once."""
+        self._draining = True
+        await asyncio.gather(*(self._end(member) for member in self._members.values()))
+        if self._over is not None and not self._over.done():
+            self._over.set_result(None)
+
+    # Requests
+
+    def submit(self, request: Request, sink: Sink | None = None) -> AsyncGenerator[list[Item], None]:
+        """See `Batcher.submit`."""
+        if self._only is not None:
+            return self._only.submit(request, sink)
+        self._metrics.arrived()
+        self._admissible()
+        return read(partial(self._open, request, sink))
+
+    def _open(self, request: Request, sink: Sink | None) -> Stream:
+        self._admissible()  # again: others may have come between `submit` and the first item
+        return (self._place(request, self._metrics.placed) or self._waiting_room()).open(request, sink)
+
+    def _admissible(self) -> None:
+        """Raises if no request can be taken now."""
+        if self._draining or self.limits is None:
+            self._metrics.failed("unavailable")
+            raise NotReady(f"not ready: {self.stage}")
+        readers = sum(member.batcher.readers for member in self._members.values())
+        if readers >= self._most:
+            self._metrics.failed("overloaded")
+            now = monotonic()
+            message = f"{readers} requests are in flight, as many as the server takes at once"
+            raise Overloaded(message, min(member.batcher.seconds_to_room(now) for member in self._members.values()))
+
+    def _place(self, request: Request, tell: Callable[[str, str, int], None] | None = None) -> Batcher | None:
+        """Who takes a request. None: nobody can."""
+        if self._placement is None:
+            return None
+        members = self._members
+        place = partial(
+            self._placement.place, request.prompt, work_of(request), key=request.cache_key, session=request.session
+        )  # fmt: skip
+        placed = place(fits=lambda name: not (one := members[name].batcher).trying and one.fits(request))
+        placed = placed or place(fits=lambda name: members[name].batcher.fits(request))
+        if placed is None:
+            return None
+        if tell is not None:
+            tell(placed.name, placed.reason, placed.hit)
+        return members[placed.name].batcher
+
+    def _waiting_room(self) -> Batcher:
+        """Where requests wait while no replica has shards."""
+        known = [member for member in self._members.values() if member.batcher.limits is not None and not member.failed]
+        return min(known, key=lambda member: (member.leaving, len(member.batcher.streams))).batcher
+
+    # What batchers tell: see `batcher.Others`
+
+    def lost(self, batcher: Batcher) -> None:
+        """Its shards are gone, and what they had cached."""
+        self._members[batcher.name].up = False
+        if self._placement is not None:
+            self._placement.leave(batcher.name)
+
+    def found(self, batcher: Batcher) -> None:
+        """It has shards, and takes requests from now on. Raises Misconfigured if they are not as the others'."""
+        member = self._members[batcher.name]
+        self._compare(batcher)
+        member.up, member.trouble = True, ""
+        self._arrange()
+        if self._placement is not None:
+            logger.info("replica %s is ready", batcher.name)
+            for other in self._members.values():
+                if not other.up:
+                    other.batcher.evacuate()
+        self._served = True
+        self._settled.set()
+
+    def ended(self, batcher: Batcher, stream: Stream) -> None:
+        """It has less to do."""
+        member = self._members.get(batcher.name)
+        if self._placement is not None and member is not None and member.batcher is batcher:
+            self._placement.lift(batcher.name, work_of(stream.request))
+
+    def refuge(self, stream: Stream) -> Batcher | None:
+        """Another replica; none while the server shuts down."""
+        return None if self._draining else self._place(stream.request)
+
+    # What operators ask for
+
+    def join(self, addresses: Sequence[str], name: str = "") -> Replica:
+        """A replica that somebody else has started takes part as soon as it is there. Raises Conflict."""
+        if name in self._members:
+            raise Conflict(f"there is a replica {name} already: choose another name")
+        for other, member in self._members.items():
+            if not set(addresses).isdisjoint(member.addresses):
+                raise Conflict(f"{', '.join(addresses)} is replica {other} already: remove that first")
+        member = self._add(tuple(addresses), name)
+        self._arrange()
+        member.life = asyncio.create_task(self._live(member))
+        logger.info("replica %s joins: %s", member.batcher.name, ", ".join(addresses))
+        return self._described(member.batcher.name)
+
+    def retire(self, name: str, move: bool = False) -> Replica:
+        """A replica gets no more requests; those that it has end there, or go on on others. Raises Unknown or Conflict."""
+        member = self._member(name)
+        self._spare(member)
+        member.leaving = True
+        self._arrange()
+        moved = member.batcher.evacuate() if move else 0
+        logger.info("replica %s takes no more requests: %d go on on others, %d here", name, moved, len(member.batcher.streams))
+        return self._described(name)
+
+    async def remove(self, name: str) -> None:
+        """A replica leaves at once: its requests go on on others. Raises Unknown or Conflict."""
+        member = self._member(name)
+        self._spare(member)
+        member.leaving = True
+        self._arrange()
+        moved = member.batcher.evacuate(suspects=True)  # there will be no other trial
+        logger.info("replica %s leaves: requests that go on on others: %d", name, moved)
+        del self._members[name]
+        self._metrics.left(name)
+        self._arrange()
+        await self._end(member)
+
+    def _spare(self, member: Member) -> None:
+        """Raises Conflict unless the server can do without it."""
+        others = [other for other in self._members.values() if other is not member]
+        needed = member.takes or member.batcher.streams
+        if not others or (needed and not any(other.takes for other in others)):
+            raise Conflict(f"no other replica takes requests: replica {member.batcher.name} can't be spared until one does")
+
+    # Members
+
+    def _add(self, addresses: tuple[str, ...], name: str) -> Member:
+        name = name or next(number for each in self._numbers if (number := str(each)) not in self._members)
+        shards = self._connect(name, addresses)
+        batcher = Batcher(
+            self._config, self._tokenizer, shards, self._metrics, name=name, uids=self._uids, others=self
+        )  # fmt: skip
+        member = self._members[name] = Member(addresses, batcher)
+        self._metrics.watch("penstock_replicas_ready", lambda: member.takes and batcher.ready, replica=name)
+        self._arrange()
+        return member
+
+    def _member(self, name: str) -> Member:
+        if name not in self._members:
+            raise Unknown(f"there is no replica {name}; there are: {', '.join(self._members)}")
+        return self._members[name]
+
+    def _described(self, name: str) -> Replica:
+        member = self._member(name)
+        batcher = member.batcher
+        return Replica(
+            name=name,
+            addresses=member.addresses,
+            state=member.state,
+            stage=member.trouble or batcher.stage,
+            requests=len(batcher.streams),
+            load=sum(work_of(stream.request) for stream in batcher.streams),
+            pages=batcher.limits.pages if batcher.limits is not None else 0,
+        )
+
+    async def _live(self, member: Member) -> None:
+        """From its start to its end. One that can't serve is left out, unless it is the last."""
+        try:
+            await self._start(member)
+            await member.batcher.wait()
+        except (Broken, Misconfigured) as error:
+            member.up, member.failed, member.trouble = False, True, str(error)
+            if self._served and not all(other.failed for other in self._members.values()):
+                logger.error("replica %s is left out: %s", member.batcher.name, error)
+                self._arrange()
+            else:
+                self._fail(error)
+        except Exception as error:
+            self._fail(error)
+
+    async def _start(self, member: Member) -> None:
+        """Again and again, once the server serves: whoever starts the shards does so, too."""
+        while True:
+            try:
+                await member.batcher.start()
+                return
+            except Broken as error:
+                if not self._served:
+                    raise
+                if member.trouble != str(error):
+                    logger.warning("replica %s does not start: %s", member.batcher.name, error)
+                member.trouble = str(error)
+                await member.batcher.forget()
+                await asyncio.sleep(RETRY)
+
+    def _fail(self, error: Exception) -> None:
+        """The server ends."""
+        assert self._over is not None
+        if not self._over.done():
+            self._over.set_exception(error)
+
+    async def _end(self, member: Member) -> None:
+        if member.life is not None:
+            member.life.cancel()
+            await asyncio.wait([member.life])
+        await member.batcher.close()
+
+    def _compare(self, batcher: Batcher) -> None:
+        """Raises Misconfigured if a stream could not go on there with the same tokens."""
+        for member in self._members.values():
+            other = member.batcher
+            if other is not batcher and not member.failed and other.info is not None and batcher.info is not None:
+                for what in ("model", "dtype", "vocabulary", "max_positions"):
+                    here, there = getattr(batcher.info, what), getattr(other.info, what)
+                    if here != there:
+                        raise Misconfigured(
+                            f"replica {batcher.name} has {what} {here}, replica {other.name} has {there}: replicas are of one "
+                            "model and one number format"
+                        )
+
+    def _arrange(self) -> None:
+        """After somebody has come, or has gone: who gets requests, and which."""
+        members = self._members
+        self._only = next(iter(members.values())).batcher if len(members) == 1 else None
+        counted = [member for member in members.values() if not member.failed and not member.leaving]
+        self._most = self._config.max_concurrent_requests * max(1, len(counted))
+        told = [limits for member in members.values() if not member.failed and (limits := member.batcher.limits) is not None]
+        self.limits = _least(told) if told else self.limits
+        if self._only is not None or not told:
+            self._placement = None
+            return
+        if self._placement is None:
+            self._placement = Placement(told[0].page_size)
+        for name, member in members.items():
+            if not member.takes:
+                self._placement.leave(name)
+            elif name not in self._placement:
+                self._placement.join(name, sum(work_of(stream.request) for stream in member.batcher.streams))
+
+
+def _least(told: Sequence[Limits]) -> Limits:
+    """What may be asked wherever a request goes."""
+    return replace(
+        min(told, key=lambda limits: limits.pages * limits.page_size),
+        max_input_tokens=min(limits.max_input_tokens for limits in told),
+        max_total_tokens=min(limits.max_total_tokens for limits in told),
+    )

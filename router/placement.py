@@ -1,0 +1,250 @@
+"""Which replica takes a request. Pure: knows token ids, names and integers; no clock, no IO, and nothing of what a replica is.
+
+    join, leave      replicas come and go: who has left, or died, has no cache any more
+    place -> Placed  a request goes to one of them; its prompt counts as cached there from now on
+    lift             it has ended, or was moved away
+
+What each replica has cached is guessed from what it was sent: an index of the prompts' beginnings; shards are asked for nothing.
+
+    load      A replica may take a request while that leaves it at most TOLERANCE above the mean, in tokens of outstanding requests.
+              There is always one: the least loaded. So no prefix, however popular, makes one replica a bottleneck; it spreads.
+    session   Among those, the one where the session's last request went: its conversation is there, answers included. Sessions may
+              go a little further above the mean (LOYALTY): to leave costs them the whole conversation.
+    prefix    Else the one that holds most of the prompt; of several the least loaded. What it need not compute does not count.
+    otherwise The least loaded; where loads are equal, the one that was given least so far.
+
+The index maps the hash of a prompt's beginning to the replicas that have seen it, as bits. Beginnings end at page boundaries, at
+each one at first, then in strides that grow with the length, so that a prompt of n tokens has O(log n) of them; each hash includes
+the one before. Two generations bound the memory: what is used moves to the young one, and when that is full the old one is dropped.
+A hash that two beginnings share, which differ only where it does not look, costs a cache hit, never an answer.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
+
+TOLERANCE = 1.1  # times the mean load that a replica may have
+LOYALTY = 1.5  # the same for a session that was there
+UNIT = 16  # tokens: beginnings are cut at no finer places, however small pages are
+FINE = 8  # cuts until strides grow
+GROWTH = 4  # from there on a stride is a quarter of the length so far
+LONGEST = 1 << 24  # tokens: longer prompts are looked at up to there
+BEGINNINGS = 1 << 17  # of prompts that a generation remembers: some 15 MB
+SESSIONS = 1 << 16  # the same of sessions
+
+_burden = attrgetter("load", "given", "bit")  # of a place: no two have the same
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where a request went, and why."""
+
+    name: str
+    reason: str  # "session", "prefix" or "load"
+    hit: int  # tokens of the prompt that are probably cached there
+
+
+@dataclass(slots=True)
+class _Place:
+    """A replica that takes requests."""
+
+    name: str
+    bit: int
+    load: int = 0  # tokens of outstanding requests
+    given: int = 0  # tokens in total
+
+
+class Generations:
+    """Bits by key. Each bit is kept for at least `size` keys after it was last added, and for twice as many at most."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._young: dict[int, int] = {}
+        self._old: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._young) + len(self._old)
+
+    def get(self, key: int) -> int:
+        """Its bits."""
+        return self._young.get(key, 0) | self._old.get(key, 0)
+
+    def add(self, key: int, bit: int) -> None:
+        """One more bit."""
+        self._young[key] = self._young.get(key, 0) | bit
+        if len(self._young) >= self._size:
+            self._young, self._old = {}, self._young
+
+    def put(self, key: int, bit: int) -> None:
+        """This bit, and no other."""
+        self._old.pop(key, None)
+        self._young[key] = 0
+        self.add(key, bit)
+
+    def clear(self, bit: int) -> None:
+        """Nobody has this one any more."""
+        for generation in (self._young, self._old):
+            for key in [key for key, bits in generation.items() if bits & bit]:
+                generation[key] &= ~bit
+                if not generation[key]:
+                    del generation[key]
+
+
+class Placement:
+    """The replicas of one router, by name."""
+
+    def __init__(self, page_size: int = UNIT, *, beginnings: int = BEGINNINGS, sessions: int = SESSIONS) -> None:
+        self._cuts = _cuts(page_size * -(-UNIT // page_size))
+        self._places: dict[str, _Place] = {}
+        self._by_bit: dict[int, _Place] = {}
+        self._order: list[_Place] = []  # by burden, the least loaded first: most choices are made near its beginning
+        self._total = 0  # load of all
+        self._index = Generations(beginnings)
+        self._sessions = Generations(sessions)
+
+    @property
+    def names(self) -> list[str]:
+        """Of the replicas that take requests."""
+        return [*self._places]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._places
+
+    @property
+    def remembered(self) -> int:
+        """Beginnings and sessions: what takes memory."""
+        return len(self._index) + len(self._sessions)
+
+    def load(self, name: str) -> int:
+        """Tokens of its outstanding requests."""
+        return self._places[name].load
+
+    def join(self, name: str, load: int = 0) -> None:
+        """It takes requests from now on, and has nothing cached. load: of requests that it has nevertheless."""
+        bit = next(1 << number for number in range(len(self._by_bit) + 1) if 1 << number not in self._by_bit)
+        # Without what others were given it would be behind for ever, and get all requests that have no other preference.
+        given = min((place.given for place in self._order), default=0)
+        place = self._places[name] = self._by_bit[bit] = _Place(name, bit, load, given)
+        self._total += load
+        insort(self._order, place, key=_burden)
+
+    def leave(self, name: str) -> None:
+        """It takes no more, and what it had cached is gone. Nothing happens if it isn't here."""
+        place = self._places.pop(name, None)
+        if place is None:
+            return
+        del self._by_bit[place.bit], self._order[self._rank(place)]
+        self._total -= place.load
+        self._index.clear(place.bit)
+        self._sessions.clear(place.bit)
+
+    def place(
+        self,
+        prompt: tuple[int, ...],
+        work: int,
+        *,
+        key: str = "",
+        session: str = "",
+        fits: Callable[[str], bool] = lambda name: True,
+    ) -> Placed | None:
+        """Chooses for a request. work: tokens that it counts for; key: who shares cached prefixes with it; fits: whether the one
+        that was chosen can take it, else it is another one. None: nobody can take it."""
+        keys = self._keys(prompt, key)
+        sticky = hash((key, session)) if session else None
+        refused = 0
+        while len(self._order) > refused.bit_count():
+            chosen, reason, hit = self._choose(refused, keys, work, sticky)
+            if fits(chosen.name):
+                self._take(chosen, keys, work, sticky)
+                return Placed(chosen.name, reason, hit)
+            refused |= chosen.bit
+        return None
+
+    def lift(self, name: str, work: int) -> None:
+        """A request that was placed there is there no more."""
+        place = self._places.get(name)
+        if place is not None:
+            self._change(place, -work)
+
+    def _rank(self, place: _Place) -> int:
+        return bisect_left(self._order, _burden(place), key=_burden)
+
+    def _change(self, place: _Place, work: int) -> None:
+        del self._order[self._rank(place)]
+        place.load += work
+        place.given += max(work, 0)
+        self._total += work
+        insort(self._order, place, key=_burden)
+
+    def _take(self, chosen: _Place, keys: list[tuple[int, int]], work: int, sticky: int | None) -> None:
+        self._change(chosen, work)
+        for _, key in keys:
+            self._index.add(key, chosen.bit)
+        if sticky is not None:
+            self._sessions.put(sticky, chosen.bit)
+
+    def _choose(self, refused: int, keys: list[tuple[int, int]], work: int, sticky: int | None) -> tuple[_Place, str, int]:
+        """refused: those that can't be, as bits; at least one can."""
+        least = next(place for place in self._order if not place.bit & refused)
+        mean = (self._total + work) / len(self._order)
+        held = self._held(keys)
+        bit = self._sessions.get(sticky) & ~refused if sticky is not None else 0
+        if bit:
+            loyal = self._by_bit[bit]
+            if loyal.load + work <= max(LOYALTY * mean, least.load + 2 * work):
+                return loyal, "session", next((length for length, bits in held if bits & bit), 0)
+        bound = max(TOLERANCE * mean, least.load + work)
+        for length, bits in held:
+            holder = self._least(bits & ~refused, bound - work + length)
+            if holder is not None:
+                return holder, "prefix", length
+        return least, "load", 0
+
+    def _least(self, bits: int, most: float) -> _Place | None:
+        """Of these the least loaded, if that is no more than `most`."""
+        if bits in self._by_bit:  # one alone
+            return self._by_bit[bits] if self._by_bit[bits].load <= most else None
+        if bits:
+            for place in self._order:
+                if place.load > most:
+                    break
+                if place.bit & bits:
+                    return place
+        return None
+
+    def _held(self, keys: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Who holds how many tokens of the prompt's beginning, as bits: the longest first, each replica in all that it holds."""
+        held: list[tuple[int, int]] = []
+        bits = -1
+        for length, key in keys:
+            bits &= self._index.get(key)
+            if not bits:
+                break
+            if held and held[-1][1] == bits:
+                held.pop()
+            held.append((length, bits))
+        held.reverse()
+        return held
+
+    def _keys(self, prompt: tuple[int, ...], key: str) -> list[tuple[int, int]]:
+        """The prompt's beginnings: length and hash. The last token is never one's end: it is computed in any case."""
+        length, chain = len(prompt), hash(key)
+        keys = []
+        for end, part in self._cuts:
+            if end >= length:
+                break
+            chain = hash((chain, prompt[part]))
+            keys.append((end, chain))
+        return keys
+
+
+def _cuts(unit: int) -> list[tuple[int, slice]]:
+    """Where beginnings end, and which tokens since the one before tell it from others: of a long stride a few are enough."""
+    cuts, place = [], 0
+    while place < LONGEST:
+        units = max(1, place // (unit * GROWTH)) if place >= unit * FINE else 1
+        end = place + unit * units
+        cuts.append((end, slice(place, end, 2 * units if units > 1 else 1)))
+        place = end
+    return cuts

@@ -1,0 +1,221 @@
+"""What a node of several starts, from options to the settings of its ranks; what is refused before anything starts."""
+
+import dataclasses
+import json
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.launcher import assembly, checkpoint, cli, machine, plan
+from penstock.launcher.console import Console
+from penstock.launcher.machine import Machine
+from penstock.launcher.mistake import Mistake
+from penstock.launcher.muster import Orders
+from penstock.launcher.options import Options
+from penstock.proto import settings
+from penstock.shard.config import ShardConfig
+from penstock.tests.certificates import Authority, authorities, make
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 2048,
+}
+MACHINE = Machine(cores=4, memory=1 << 30, fast_bfloat16=False)
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> tuple[Authority, Authority]:
+    return authorities(tmp_path_factory.mktemp("certificates"))
+
+
+def planned(asked: Options, machine: Machine = MACHINE) -> plan.Plan:
+    model = checkpoint.Checkpoint(folder=Path("/model"), config=CONFIG, dtype="float32", bytes=0, files=0)
+    return plan.divide(asked, model, machine)
+
+
+def ours(folder: Path, environment: Mapping[str, str] = {}, **asked: Any) -> assembly.Ours:
+    """A node of two with two ranks each."""
+    told = Options(nnodes=2, num_shard=4, **asked)
+    sockets = [str(folder / name) for name in ("a", "b")]
+    shards = cli.shard_configs(told, "m", planned(told), sockets, str(folder / "relay"))
+    return assembly.Ours(told, shards, "digest", folder, environment, lambda module, text: [module, text], Console(False))
+
+
+def told(command: assembly.Command) -> ShardConfig:
+    """Whom a process is started for. Its settings are no argument, but in a file."""
+    module, argument = command.arguments
+    assert (module, argument[:1]) == ("penstock.shard", "@")
+    return settings.load(ShardConfig, argument)
+
+
+def test_num_shard_counts_the_ranks_of_all_nodes() -> None:
+    found = planned(Options(nnodes=2, num_shard=4, node_rank=1))
+    assert (found.ranks, found.local_ranks, found.threads) == (4, 2, 2)
+    assert found.memory == int(MACHINE.memory // 2 * 0.9)
+    assert "4, 2 on each node, 2 threads each" in plan.table(found, "m")
+    assert planned(Options(nnodes=2)).ranks == 2
+    gpus = dataclasses.replace(MACHINE, gpu_memory=(1 << 30,) * 2)
+    assert (planned(Options(nnodes=2), gpus).ranks, planned(Options(), gpus).ranks) == (4, 1)
+    with pytest.raises(Mistake, match="--num-shard 3 counts the ranks of all nodes, which share them evenly: --nnodes is 2"):
+        planned(Options(nnodes=2, num_shard=3))
+    with pytest.raises(Mistake, match="--num-shard 8, 4 of them on this node, but there are 2 GPUs"):
+        planned(Options(nnodes=2, num_shard=8), gpus)
+
+
+def test_node_0_starts_the_first_ranks_at_sockets(tmp_path: Path) -> None:
+    here = ours(tmp_path, node_rank=0, master_addr="127.0.0.1", master_port=machine.free_port(0), step_timeout=7.0)
+    group, addresses = assembly.lead(here)
+    try:
+        assert addresses == [*(str(tmp_path / name) for name in "ab"), *(f"file:{tmp_path}/address-{rank}" for rank in (2, 3))]
+        first, second = map(told, group._commands)
+        assert [(shard.rank, shard.local_rank, shard.socket, shard.listen) for shard in (first, second)] == [
+            (0, 0, addresses[0], ""),
+            (1, 1, addresses[1], ""),
+        ]
+        assert (first.ranks, first.local_ranks, first.neighbours) == (4, 2, 2)
+        assert first.relay == second.relay == str(tmp_path / "relay")
+        assert (first.link_timeout, first.master_addr) == (7.0, "127.0.0.1")
+        assert len(first.token) == 32
+        assert [command.environment for command in group._commands] == [
+            {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+        ] * 2
+        with pytest.raises(Mistake, match=r"127.0.0.1:\d+ is in use: choose another --master-port, on all nodes"):
+            assembly.lead(here)
+    finally:
+        group.close(0)
+
+
+def test_other_nodes_start_the_others_where_they_are_reached(tmp_path: Path, authority: tuple[Authority, Authority]) -> None:
+    files = dict(zip(("tls_cert", "tls_key", "tls_ca"), authority[0].files, strict=True))
+    chosen = {"NCCL_SOCKET_IFNAME": "ib0"}
+    here = ours(tmp_path, chosen, node_rank=1, master_addr="127.0.0.1", master_port=5, **files)
+    ranks = assembly.Ranks(here)
+    hello = ranks.hello("127.0.0.1")
+    assert (hello.node, hello.address, len(set(hello.ports))) == (1, "127.0.0.1", 2)
+    assert ranks.hello("127.0.0.1") == hello  # when node 0 is met again
+    orders = Orders(epoch=1, relay_address="127.0.0.2:9", token="secret", store=8)
+    commands = ranks.commands(orders, hello)
+    third, fourth = map(told, commands)
+    assert [(shard.rank, shard.local_rank, shard.listen) for shard in (third, fourth)] == [
+        (2, 0, f"127.0.0.1:{hello.ports[0]}"),
+        (3, 1, f"127.0.0.1:{hello.ports[1]}"),
+    ]
+    assert (third.socket, third.relay, third.relay_address, third.token) == ("", "", "127.0.0.2:9", "secret")
+    assert (third.master_addr, third.master_port) == ("127.0.0.2", 8)
+    assert (third.tls_cert, third.tls_key, third.tls_ca) == authority[0].files
+    assert [command.environment for command in commands] == [{"GLOO_SOCKET_IFNAME": "lo"}] * 2
+
+
+def test_all_nodes_say_the_same_but_for_what_is_their_own(tmp_path: Path) -> None:
+    first = ours(tmp_path, node_rank=0, master_addr="a", threads=1).terms
+    assert first == ours(tmp_path / "elsewhere", node_rank=1, master_addr="b", threads=2).terms
+    assert first != ours(tmp_path, node_rank=1, page_size=4).terms
+    assert {"penstock", "torch", "weights", "nodes", "dtype", "page_size", "kv_cache_dtype", "ranks"} <= set(first)
+
+
+def test_a_model_is_known_by_its_files(tmp_path: Path) -> None:
+    def digest(name: str, config: dict[str, Any], weights: bytes) -> str:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / checkpoint.SINGLE).write_bytes(weights)
+        return checkpoint.digest(checkpoint.Checkpoint(folder=folder, config=config, dtype="float32", bytes=len(weights), files=1))
+
+    same = digest("a", {"x": 1, "y": 2}, b"1234")
+    assert same == digest("b", {"y": 2, "x": 1}, b"4321")
+    assert len({same, digest("c", {"x": 1, "y": 2}, b"12345"), digest("d", {"x": 1, "y": 3}, b"1234")}) == 3
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"master_addr": "10.0.0.1"}, "ranks would obey anybody who reaches 10.0.0.1: name certificates with --tls-cert"),
+        ({"master_addr": "node07"}, "or say --insecure-nodes where nobody else is in the network"),
+        ({"master_addr": "127.0.0.1", "tls_cert": "x"}, "--tls-cert, --tls-key and --tls-ca belong together"),
+    ],
+)
+def test_nobody_listens_to_everybody_by_mistake(asked: dict[str, str], words: str) -> None:
+    with pytest.raises(Mistake) as caught:
+        assembly.checked(Options(**asked), asked["master_addr"])
+    assert words in str(caught.value)
+    assert assembly.checked(Options(master_addr="10.0.0.1", insecure_nodes=True), "10.0.0.1") is None
+    assert assembly.checked(Options(master_addr="::1"), "::1") is None
+    assert assembly.checked(Options()) is None
+
+
+def test_certificates_that_others_would_refuse_are_named(authority: tuple[Authority, Authority], tmp_path: Path) -> None:
+    def checked(certificate: str, key: str, ca: str) -> None:
+        assert assembly.checked(Options(tls_cert=certificate, tls_key=key, tls_ca=ca), "10.0.0.1") is not None
+
+    mine, others = (each.files for each in authority)
+    checked(*mine)
+    misnamed = make(tmp_path / "misnamed", "node07").files
+    for files, words in (
+        ((others[0], others[1], mine[2]), "certificate"),
+        (misnamed, "certificate is not valid for 'penstock'"),
+        ((mine[0], others[1], mine[2]), "key values mismatch"),
+    ):
+        with pytest.raises(Mistake) as caught:
+            checked(*files)
+        assert words in str(caught.value)
+        assert "would be refused by other nodes" in str(caught.value)
+
+
+def test_node_0_is_the_machine_with_the_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lead(name: str, address: str = "") -> None:
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address or name, 0))]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **named: found)
+        asked = {"master_addr": name, "master_port": 1, "insecure_nodes": True, "node_timeout": 0.1}
+        assembly.lead(ours(tmp_path, node_rank=0, **asked))
+
+    with pytest.raises(Mistake, match=r"--master-addr 192.0.2.1 is no address of this machine, which is node 0"):
+        lead("192.0.2.1")
+    with pytest.raises(Mistake, match=r"--master-addr node07 is 127.0.1.1 here \(/etc/hosts says so\), where no other node comes"):
+        lead("node07", "127.0.1.1")
+    monkeypatch.undo()
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(Mistake, match="--master-addr node07 has no address: is its name known here"):
+        assembly.lead(ours(tmp_path, node_rank=0, master_addr="node07", insecure_nodes=True, node_timeout=0.1))
+
+
+def unknown(*arguments: object, **named: object) -> None:
+    raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--nnodes 2 --node-rank 0 --master-addr 10.0.0.1", "ranks would obey anybody who reaches 10.0.0.1"),
+        ("--nnodes 2 --node-rank 1 --master-addr 10.0.0.1", "ranks would obey anybody who reaches 10.0.0.1"),
+        ("--nnodes 2 --master-addr 127.0.0.1", "--nnodes 2 needs --node-rank"),
+        ("--tls-key /etc/hostname", "--tls-cert, --tls-key and --tls-ca belong together"),
+        (
+            "--nnodes 2 --node-rank 0 --master-addr 192.0.2.1 --insecure-nodes",
+            "--master-addr 192.0.2.1 is no address of this machine",
+        ),
+        ("--nnodes 2 --node-rank 0 --master-addr 127.0.0.1 --num-shard 3", "--num-shard 3 counts the ranks of all nodes"),
+    ],
+)
+def test_starts_that_cannot_succeed(flags: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--device", "cpu", "--port", str(machine.free_port(0)), *flags.split()]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
+
+
+def test_interfaces_are_known_by_their_addresses() -> None:
+    assert machine.interface("127.0.0.1") == "lo"
+    assert machine.interface("192.0.2.1") == ""
+    assert machine.interface("2001:db8::1") == ""
+    ports = machine.free_ports("127.0.0.1", 3)
+    assert len(set(ports)) == 3
+    with pytest.raises(OSError, match="assign"):
+        machine.free_ports("192.0.2.1", 1)

@@ -1,0 +1,133 @@
+"""Several rank groups: what of the machine each gets, where a router finds them, and what contradicts itself."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.launcher import checkpoint, cli, greeting, machine, options, plan, replicas
+from penstock.launcher.machine import Machine
+from penstock.launcher.mistake import Mistake
+from penstock.launcher.options import Options
+from penstock.tests.launcher.test_cli import CONFIG
+
+GPUS = Machine(cores=16, memory=800, fast_bfloat16=True, gpu_memory=(80, 70, 60, 50))
+CPU = Machine(cores=5, memory=1 << 31, fast_bfloat16=False)
+PATHS = [f"/p-{name}" for name in ("0-0", "0-1", "0-relay", "1-0", "1-1", "1-relay")]
+
+
+def test_each_gets_an_equal_part_of_a_cpu() -> None:
+    assert replicas.share(Options(), CPU) is CPU
+    shared = replicas.share(Options(replicas=2), CPU)
+    assert (shared.cores, shared.memory) == (2, 1 << 30)
+    assert replicas.share(Options(replicas=8), CPU).cores == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"replicas": 2}, (70,)),
+        ({"replicas": 4}, (50,)),
+        ({"replicas": 2, "num_shard": 2}, (60, 50)),
+        ({"replicas": 2, "sharded": True}, (60, 50)),
+        ({"replicas": 8, "device": "cpu"}, (50,)),  # of which nobody asks
+    ],
+)
+def test_gpus_are_planned_by_the_least_of_each_place(settings: dict[str, Any], expected: tuple[int, ...]) -> None:
+    assert replicas.share(Options(**settings), GPUS).gpu_memory == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"replicas": 5}, "--replicas 5 of 1 rank each need 5 GPUs, and there are 4: lower one of them"),
+        ({"replicas": 2, "num_shard": 3}, "--replicas 2 of 3 ranks each need 6 GPUs"),
+        ({"replicas": 3, "sharded": True}, "--replicas 3 of 2 ranks each need 6 GPUs"),
+    ],
+)
+def test_too_few_gpus_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(Mistake, match=message):
+        replicas.share(Options(**settings), GPUS)
+
+
+def test_each_sees_gpus_of_its_own() -> None:
+    def seen(**environment: str) -> list[dict[str, str]]:
+        asked = Options(replicas=2, num_shard=2)
+        return [dict(place.environment) for place in replicas.divide(asked, 2, True, PATHS, environment)]
+
+    order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    assert seen() == [{"CUDA_VISIBLE_DEVICES": "0,1", **order}, {"CUDA_VISIBLE_DEVICES": "2,3", **order}]
+    assert seen(CUDA_VISIBLE_DEVICES="7, GPU-a,5,2") == [{"CUDA_VISIBLE_DEVICES": "7,GPU-a"}, {"CUDA_VISIBLE_DEVICES": "5,2"}]
+
+
+def test_places_have_names_and_files_of_their_own() -> None:
+    assert replicas.sockets(1, 2) == [["0", "1", "relay"]]
+    assert [f"/p-{name}" for names in replicas.sockets(2, 2) for name in names] == PATHS
+    first, second = replicas.divide(Options(replicas=2), 2, False, PATHS, {})
+    assert (second.name, second.title, second.process(1)) == ("1", "replica 1", "replica 1 shard 1")
+    assert (second.addresses, second.relay) == (["/p-1-0", "/p-1-1"], "/p-1-relay")
+    assert set(first.files).isdisjoint(second.files)
+    assert second.environment == {}
+    [only] = replicas.divide(Options(), 1, True, ["/p-0", "/p-relay"], {})
+    assert (only.title, only.process(0), only.environment) == ("the shards", "shard 0", {})
+
+
+def test_for_a_router_elsewhere_ranks_listen_at_ports_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "free_port", lambda preferred: preferred)
+    asked = Options(
+        replicas=2, num_shard=2, no_router=True, shard_listen="10.0.0.1:7000", insecure_nodes=True, cuda_memory_fraction=0.8
+    )
+    places = replicas.divide(asked, 2, False, PATHS, {})
+    assert [place.addresses for place in places] == [["10.0.0.1:7000", "10.0.0.1:7001"], ["10.0.0.1:7002", "10.0.0.1:7003"]]
+    model = checkpoint.Checkpoint(folder=tmp_path, config=CONFIG, dtype="float32", bytes=0, files=0)
+    planned = plan.divide(asked, model, replicas.share(asked, CPU))
+    configs = [
+        cli.shard_configs(asked, "n", planned, place.sockets, place.relay, replica=place.number, listen=place.listen)
+        for place in places
+    ]
+    assert [shard.listen for shards in configs for shard in shards] == [f"10.0.0.1:{port}" for port in range(7000, 7004)]
+    assert [(shard.rank, shard.socket, shard.memory_fraction) for shard in configs[1]] == [(0, "", 0.4), (1, "", 0.4)]
+    assert [{shard.master_port for shard in shards} for shards in configs] == [{29500}, {29501}]
+    text = greeting.shards([place.addresses for place in places])
+    assert text.endswith("--replica 10.0.0.1:7000,10.0.0.1:7001 --replica 10.0.0.1:7002,10.0.0.1:7003")
+    assert greeting.shards([["/p-0"]]).endswith("--replica unix:/p-0")
+
+
+def parsed(*flags: str, **environment: str) -> Options:
+    parser = options.Parser(prog="penstock serve", formatter_class=options.Formatter, allow_abbrev=False)
+    options.add(parser)
+    return options.parse(parser, flags, environment)
+
+
+def test_rank_groups_that_others_have_started_are_named_one_by_one_or_together() -> None:
+    for asked in (
+        parsed("--replica", "a:1,a:2", "--replica", "unix:/b"),
+        parsed("--replica", "a:1,a:2;unix:/b"),
+        parsed(REPLICA="a:1,a:2;unix:/b"),
+    ):
+        assert asked.remote_replicas == (("a:1", "a:2"), ("unix:/b",))
+        assert asked.local_replicas == 0
+    assert (parsed().local_replicas, parsed().remote_replicas) == (1, ())
+    assert parsed("--replica", "a:1", "--replicas", "2").local_replicas == 2
+    assert cli.router_config(parsed("--replicas", "2"), "n", Path(), [["a", "b"], ["c"]]).groups == (("a", "b"), ("c",))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--replicas", "0"], "name a rank group that runs with --replica"),
+        (["--replica", "somewhere"], "--replica=somewhere: host:port or unix:/path"),
+        (["--replica", "a:1", "--replica", ""], "host:port or unix:/path"),
+        (["--replica", "a:1,a:1"], "named twice"),
+        (["--replicas", "2", "--nnodes", "2"], "a rank group of several nodes is one replica"),
+        (["--no-router"], "--no-router needs --shard-uds-path PREFIX or --shard-listen"),
+        (["--no-router", "--shard-uds-path", "/p", "--shard-listen", "127.0.0.1:1"], "--no-router needs"),
+        (["--no-router", "--shard-uds-path", "/p", "--replica", "a:1"], "--no-router and --replica contradict"),
+        (["--shard-listen", "127.0.0.1:1"], "--shard-listen is for --no-router"),
+        (["--no-router", "--shard-listen", "unix:/p"], "--shard-listen=unix:/p: host:port is needed"),
+        (["--no-router", "--shard-listen", "127.0.0.1:0"], "whole number from 1"),
+    ],
+)
+def test_contradictions_are_named(flags: list[str], message: str) -> None:
+    with pytest.raises(Mistake, match=message):
+        parsed(*flags)

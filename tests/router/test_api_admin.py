@@ -1,0 +1,189 @@
+"""Who may let replicas join and leave, and what they are told. What becomes of requests then: test_fleet.py."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from penstock.router.api.admin import local
+from penstock.router.api.app import make_app
+from penstock.router.config import RouterConfig
+from penstock.router.replica import Conflict, Replica, Unknown
+from penstock.router.text import Tokenizer
+from penstock.tests.router.fake_batcher import FakeBatcher, FakeMetrics, make_tokenizer
+
+KEY = {"Authorization": "Bearer boss"}
+CLIENT = {"Authorization": "Bearer client"}
+Ask = Callable[..., Awaitable[tuple[int, Any]]]
+
+
+class FakeReplicas:
+    """Remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[object, ...]] = []
+
+    @property
+    def replicas(self) -> list[Replica]:
+        return [self._one("0")]
+
+    def _one(self, name: str) -> Replica:
+        if name == "nobody":
+            raise Unknown("there is no replica nobody; there are: 0")
+        return Replica(name=name, addresses=("unix:/a",), state="ready", stage="ready", requests=1, load=20, pages=64)
+
+    def serves(self, name: str) -> bool:
+        return self._one(name).name == "0"
+
+    def join(self, addresses: Sequence[str], name: str = "") -> Replica:
+        self.asked.append(("join", *addresses, name))
+        if name == "0":
+            raise Conflict("there is a replica 0 already: choose another name")
+        return self._one(name or "1")
+
+    def retire(self, name: str, move: bool = False) -> Replica:
+        self.asked.append(("retire", name, move))
+        return self._one(name)
+
+    async def remove(self, name: str) -> None:
+        self.asked.append(("remove", name))
+        self._one(name)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return make_tokenizer(tmp_path_factory.mktemp("model"))
+
+
+def run(tokenizer: Tokenizer, test: Callable[[Ask, FakeReplicas], Awaitable[None]], **settings: Any) -> None:
+    async def main() -> None:
+        replicas = FakeReplicas()
+        config = RouterConfig(folder="", model="m", **{"hostname": "127.0.0.1", **settings})
+        app = make_app(config, tokenizer, FakeBatcher(tokenizer), FakeMetrics(), None, replicas)
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, auto_decompress=False)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        host, port = runner.addresses[0][:2]
+
+        async def ask(method: str, path: str, **options: Any) -> tuple[int, Any]:
+            async with client.request(method, path, **options) as response:
+                return response.status, await response.json() if response.content_type == "application/json" else None
+
+        try:
+            async with asyncio.timeout(20), aiohttp.ClientSession(f"http://{host}:{port}") as client:
+                await test(ask, replicas)
+        finally:
+            await runner.cleanup()
+
+    asyncio.run(main())
+
+
+ROUTES = [("GET", ""), ("POST", ""), ("POST", "/0/drain"), ("DELETE", "/0")]
+
+
+@pytest.mark.parametrize(("hostname", "local_only"), [("0.0.0.0", False), ("::", False), ("10.0.0.1", False), ("::1", True)])
+def test_without_a_key_only_a_server_of_this_machine_has_these_routes(
+    tokenizer: Tokenizer, hostname: str, local_only: bool
+) -> None:
+    async def test(ask: Ask, replicas: FakeReplicas) -> None:
+        for method, path in ROUTES:
+            status, _ = await ask(method, f"/admin/replicas{path}", json={"address": "h:1"} if path == "" else {})
+            assert (status < 300) == local_only
+            assert status in (200, 202, 404)
+        assert bool(replicas.asked) == local_only
+
+    run(tokenizer, test, hostname=hostname)
+
+
+def test_which_names_are_this_machine() -> None:
+    found = [local(name) for name in ("localhost", "127.0.0.1", "127.8.8.8", "::1", "0.0.0.0", "::", "10.0.0.1", "example.org")]
+    assert found == [True] * 4 + [False] * 4
+
+
+def test_a_web_page_may_not_even_where_nobody_else_comes(tokenizer: Tokenizer) -> None:
+    async def test(ask: Ask, replicas: FakeReplicas) -> None:
+        for headers in ({"Origin": "https://evil.example"}, {"Sec-Fetch-Site": "same-origin"}):
+            for method, path in ROUTES:
+                status, answer = await ask(method, f"/admin/replicas{path}", headers=headers, data=b'{"address": "evil:1"}')
+                assert (status, answer["error_type"]) == (403, "forbidden")
+        assert replicas.asked == []
+
+    run(tokenizer, test)
+
+
+def test_the_admin_key_is_asked_for_and_a_clients_is_not_enough(tokenizer: Tokenizer) -> None:
+    async def test(ask: Ask, replicas: FakeReplicas) -> None:
+        for method, path in ROUTES:
+            for headers in ({}, CLIENT, {"Authorization": "Bearer bos"}, {"Authorization": "boss"}):
+                status, answer = await ask(method, f"/admin/replicas{path}", headers=headers, json={"address": "h:1"})
+                assert (status, answer["error_type"]) == (401, "unauthorized")
+        assert replicas.asked == []
+        status, answer = await ask("GET", "/admin/replicas", headers=KEY)
+        assert (status, answer["replicas"][0]["name"]) == (200, "0")
+        assert (await ask("GET", "/info", headers=KEY))[0] == 401  # nor is it a client's
+        assert (await ask("GET", "/info", headers=CLIENT))[0] == 200
+
+    run(tokenizer, test, admin_key="boss", api_keys=("client",), hostname="0.0.0.0")
+
+
+def test_where_clients_need_keys_so_do_these_routes(tokenizer: Tokenizer) -> None:
+    async def test(ask: Ask, replicas: FakeReplicas) -> None:
+        assert (await ask("GET", "/admin/replicas"))[0] == 401
+        assert (await ask("GET", "/admin/replicas", headers=CLIENT))[0] == 200
+
+    run(tokenizer, test, api_keys=("client",))
+
+
+def test_what_is_asked_is_done(tokenizer: Tokenizer) -> None:
+    async def test(ask: Ask, replicas: FakeReplicas) -> None:
+        body = {"address": "10.0.0.1:8000, [fd00::1]:8001", "name": "far"}
+        status, answer = await ask("POST", "/admin/replicas", json=body)
+        assert (status, answer["name"], answer["addresses"]) == (202, "far", ["unix:/a"])
+        assert (await ask("POST", "/admin/replicas/0/drain"))[0] == 202
+        assert (await ask("POST", "/admin/replicas/0/drain", json={"move": True}))[0] == 202
+        status, answer = await ask("DELETE", "/admin/replicas/0")
+        assert (status, len(answer["replicas"])) == (200, 1)
+        assert replicas.asked == [
+            ("join", "10.0.0.1:8000", "[fd00::1]:8001", "far"),
+            ("retire", "0", False),
+            ("retire", "0", True),
+            ("remove", "0"),
+        ]
+
+    run(tokenizer, test)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "message"),
+    [
+        ("POST", "", {"address": "h:1", "name": "0"}, 409, "choose another name"),
+        ("POST", "", {"address": "somewhere"}, 422, "host:port or unix:/path of each rank"),
+        ("POST", "", {"address": "h:1,h:1"}, 422, "the same rank is named twice"),
+        ("POST", "", {"address": "h:1", "name": "a/b"}, 422, "`name`: up to 64 letters"),
+        ("POST", "", {"address": "h:1", "weight": 2}, 422, "weight"),
+        ("POST", "", {}, 422, "address"),
+        ("POST", "/nobody/drain", {}, 404, "there are: 0"),
+        ("DELETE", "/nobody", {}, 404, "there are: 0"),
+        ("POST", "/0/drain", {"move": 1}, 422, "move"),
+    ],
+)
+def test_what_can_not_be_done_is_named(
+    tokenizer: Tokenizer, method: str, path: str, body: dict[str, object], status: int, message: str
+) -> None:
+    async def test(ask: Ask, replicas: FakeReplicas) -> None:
+        found, answer = await ask(method, f"/admin/replicas{path}", json=body)
+        assert (found, message in answer["error"]) == (status, True), answer
+
+    run(tokenizer, test)
+
+
+def test_one_replica_can_be_asked_whether_it_is_ready(tokenizer: Tokenizer) -> None:
+    async def test(ask: Ask, replicas: FakeReplicas) -> None:
+        found = [(await ask("GET", f"/health/ready?replica={name}"))[0] for name in ("0", "1", "nobody")]
+        assert found == [200, 503, 404]
+        assert (await ask("GET", "/health/ready"))[0] == 200
+
+    run(tokenizer, test)

@@ -1,0 +1,122 @@
+"""`GrpcShards` and ranks of other machines: at an address, or wherever a file says, over TLS."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import grpc.aio
+import pytest
+
+from penstock.proto.certificates import Certificates
+from penstock.proto.rpc import FAR_OPTIONS, handler, server_credentials
+from penstock.router import shards as shards_module
+from penstock.router.request import Broken
+from penstock.router.shards import GrpcShards
+from penstock.tests.certificates import Authority, authorities
+from penstock.tests.router.test_shards import WARMUP, Servicer, decode
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> tuple[Authority, Authority]:
+    return authorities(tmp_path_factory.mktemp("certificates"))
+
+
+async def listen(certificates: Certificates | None) -> tuple[grpc.aio.Server, str, Servicer]:
+    """A rank group of one, and where it is."""
+    servicer = Servicer(0, 1, asyncio.Barrier(1))
+    server = grpc.aio.server(options=FAR_OPTIONS)
+    server.add_generic_rpc_handlers((handler(servicer),))
+    if certificates is None:
+        port = server.add_insecure_port("127.0.0.1:0")
+    else:
+        port = server.add_secure_port("127.0.0.1:0", server_credentials(certificates))
+    await server.start()
+    return server, f"127.0.0.1:{port}", servicer
+
+
+def run(work: Callable[[], Awaitable[None]]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(20):
+            await work()
+
+    asyncio.run(limited())
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_a_rank_at_an_address(tls: bool, known: tuple[Authority, Authority]) -> None:
+    certificates = Certificates(*known[0].files) if tls else None
+
+    async def work() -> None:
+        server, address, servicer = await listen(certificates)
+        shards = GrpcShards([address], certificates=certificates)
+        await shards.connect()
+        await shards.warm_up(WARMUP)
+        assert (await shards.execute(decode())).step.step == 2
+        assert servicer.steps == [("clear_cache", 1), ("decode", 2)]
+        await shards.close()
+        await server.stop(None)
+
+    run(work)
+
+
+def test_a_rank_is_found_where_a_file_says_each_time_anew(tmp_path: Path) -> None:
+    file = tmp_path / "address"
+
+    async def work() -> None:
+        shards = GrpcShards([f"file:{file}"])
+        for _ in range(2):
+            connecting = asyncio.create_task(shards.connect())
+            await asyncio.sleep(0.1)
+            assert not connecting.done()  # nobody is there
+            server, address, servicer = await listen(None)
+            file.write_text(address)
+            await connecting
+            await shards.warm_up(WARMUP)
+            assert servicer.warmups == 1
+            file.unlink()
+            await server.stop(None)
+            with pytest.raises(Broken):
+                await shards.lost
+            await shards.forget()
+        await shards.close()
+
+    run(work)
+
+
+def test_a_rank_that_moves_while_it_is_looked_for_is_followed(tmp_path: Path) -> None:
+    file = tmp_path / "address"
+    file.write_text("127.0.0.1:1")  # nobody listens there
+
+    async def work() -> None:
+        shards = GrpcShards([f"file:{file}"])
+        connecting = asyncio.create_task(shards.connect())
+        await asyncio.sleep(0.3)
+        server, address, _ = await listen(None)
+        file.write_text(address)
+        await connecting
+        await shards.close()
+        await server.stop(None)
+
+    run(work)
+
+
+@pytest.mark.parametrize("stranger", ["router", "rank"])
+def test_who_has_another_certificate_is_not_talked_to(
+    stranger: str, known: tuple[Authority, Authority], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shards_module, "UNREACHED", 0.3)
+    ours, others = known
+    forged = Certificates(others.files[0], others.files[1], ours.files[2])
+    mine = Certificates(*ours.files)
+
+    async def work() -> None:
+        server, address, servicer = await listen(forged if stranger == "rank" else mine)
+        shards = GrpcShards([address], certificates=forged if stranger == "router" else mine)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(shards.connect(), 1.0)
+        assert next(servicer.stages) == "loading weights 40 %"  # nobody has asked
+        assert [line for line in caplog.messages if f"shard rank 0 at {address} can't be reached: " in line]
+        await shards.close()
+        await server.stop(None)
+
+    run(work)

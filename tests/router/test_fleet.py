@@ -1,0 +1,416 @@
+"""Several replicas behind one door: whatever dies, joins or leaves, every stream has the tokens that it would have had."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from penstock.router.batcher import Item
+from penstock.router.config import Misconfigured
+from penstock.router.fleet import Fleet
+from penstock.router.metrics import Metrics
+from penstock.router.replica import Conflict, Unknown
+from penstock.router.request import Broken, NotReady, Overloaded, Prompt, Request, Token
+from penstock.tests.router.fakes import ByteTokenizer, FakeShards, letter
+from penstock.tests.router.test_batcher import answer, ask, config
+from penstock.tests.router.test_recovery import told
+
+Test = Callable[["Fleet", "Shards"], Awaitable[None]]
+Shards = dict[str, FakeShards]
+
+
+def run(test: Test, count: int = 3, *, make: Callable[[], FakeShards] = lambda: FakeShards(seconds=0.001), **changes: Any) -> None:
+    """Runs `test` with a fleet of so many replicas that are all ready."""
+
+    async def main() -> None:
+        shards: Shards = {}
+
+        def connect(name: str, addresses: Sequence[str]) -> FakeShards:
+            shards[name] = make()
+            shards[name].adopts = True
+            return shards[name]
+
+        groups = tuple((f"unix:/{number}",) for number in range(count))
+        fleet = Fleet(config(groups=groups, **changes), ByteTokenizer(), connect, Metrics())
+        async with asyncio.timeout(60):
+            await fleet.start()
+            await until(lambda: all(replica.state == "ready" for replica in fleet.replicas))
+            await test(fleet, shards)
+            await fleet.close()
+            await fleet.wait()
+        assert all(fake.closed for fake in shards.values())
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(main())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
+async def quiet(fleet: Fleet, shards: Shards) -> None:
+    """Returns when no shard has anything left."""
+    names = {replica.name for replica in fleet.replicas}
+    await until(lambda: not any(fake.model.groups for name, fake in shards.items() if name in names))
+    await until(lambda: value(fleet, "penstock_pages_free") == value(fleet, "penstock_pages_total"))
+    for name in ("penstock_waiting", "penstock_running", "penstock_paused"):
+        assert value(fleet, name) == 0
+    assert [(replica.requests, replica.load) for replica in fleet.replicas] == [(0, 0)] * len(names)
+
+
+def value(fleet: Fleet, name: str) -> float:
+    """A metric; the sum over its labels."""
+    lines = fleet._metrics.render().decode().splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
+
+
+async def read(fleet: Fleet, request: Request) -> list[Item]:
+    return [item async for items in fleet.submit(request) for item in items]
+
+
+def begin(fleet: Fleet, requests: Sequence[Request]) -> list["asyncio.Task[list[Item]]"]:
+    return [asyncio.create_task(read(fleet, request)) for request in requests]
+
+
+def crowd(count: int = 12, most: int = 60) -> list[Request]:
+    return [ask(f"{chr(97 + number)}" * (5 + 3 * number), most, choices=1 + number % 3) for number in range(count)]
+
+
+def states(fleet: Fleet) -> dict[str, str]:
+    return {replica.name: replica.state for replica in fleet.replicas}
+
+
+def expected() -> list[list[object]]:
+    """What the crowd gets where nothing happens."""
+    found: list[list[object]] = []
+
+    async def calm(fleet: Fleet, shards: Shards) -> None:
+        found.extend([told(items) for items in await asyncio.gather(*begin(fleet, crowd()))])
+
+    run(calm, 1)
+    return found
+
+
+async def serve_through(fleet: Fleet, shards: Shards, trouble: Callable[[], Awaitable[object]]) -> None:
+    """The crowd is served while something happens, as if it did not."""
+    reading = begin(fleet, crowd())
+    await until(lambda: value(fleet, "penstock_generated_tokens_total") > 50)
+    await trouble()
+    found = await asyncio.gather(*reading)
+    assert [told(items) for items in found] == EXPECTED
+    await quiet(fleet, shards)
+
+
+EXPECTED = expected()
+
+
+def test_requests_are_divided_and_nothing_is_different() -> None:
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        async def nothing() -> None:
+            assert fleet.ready
+            assert all(replica.requests for replica in fleet.replicas)
+
+        await serve_through(fleet, shards, nothing)
+        assert value(fleet, "tgi_request_success") == value(fleet, "tgi_request_count") == 12
+        assert value(fleet, "penstock_placements_total") == 12
+        assert value(fleet, "penstock_replicas_ready") == value(fleet, "penstock_replica_up") == 3
+        assert value(fleet, "penstock_pages_total") == value(fleet, "penstock_replica_pages_total") == 3 * 64
+
+    run(test)
+
+
+def test_with_one_replica_nothing_is_placed() -> None:
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        assert len(await read(fleet, ask("a", 5))) == 7
+        assert fleet._placement is None
+        assert value(fleet, "penstock_placements_total") == 0
+        shards["0"].break_at = 1
+        shards["0"].die()
+        await until(lambda: states(fleet) == {"0": "recovering"})
+        assert fleet.stage.startswith("recovering")
+        waiting = asyncio.create_task(read(fleet, ask("b", 5)))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        shards["0"].break_at = 0
+        assert len(await waiting) == 7
+
+    run(test, 1)
+
+
+def test_a_replica_that_dies_hands_its_streams_to_the_others_at_once() -> None:
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        async def kill() -> None:
+            shards["1"].break_at = 1  # it does not come back
+            shards["1"].die()
+            await until(lambda: states(fleet)["1"] == "recovering")
+            assert fleet.ready
+            assert [replica.requests for replica in fleet.replicas][1] == 0
+            assert not fleet.serves("1")
+
+        await serve_through(fleet, shards, kill)
+        assert value(fleet, "penstock_moved_requests_total") >= 3
+        assert value(fleet, "penstock_replica_up") == 2
+        assert len(await read(fleet, ask("later", 5))) == 7
+        shards["1"].break_at = 0
+        await until(lambda: states(fleet)["1"] == "ready")
+        await asyncio.gather(*begin(fleet, crowd()))
+        assert shards["1"].groups_met == 2
+        assert value(fleet, "penstock_restarts_total") == 1
+        assert any(command.WhichOneof("kind") == "prefill" for command in shards["1"].commands[-20:])  # it takes part again
+
+    run(test)
+
+
+def test_while_all_are_dead_streams_wait_and_go_on_on_the_first_that_comes_back() -> None:
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        async def kill() -> None:
+            for fake in shards.values():
+                fake.break_at = 1
+                fake.die()
+            await until(lambda: set(states(fleet).values()) == {"recovering"})
+            assert not fleet.ready
+            assert value(fleet, "penstock_moved_requests_total") == 0  # nobody went where shards were lost as well
+            late = asyncio.create_task(read(fleet, ask("late", 5)))
+            await asyncio.sleep(0.02)
+            shards["2"].break_at = 0
+            assert len(await late) == 7
+
+        await serve_through(fleet, shards, kill)
+        assert list(states(fleet).values()) == ["recovering", "recovering", "ready"]
+
+    run(test)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_request_that_kills_kills_two_replicas_and_no_third(alone: bool) -> None:
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        for fake in shards.values():
+            fake.killers = {b"killer"}
+        others = [] if alone else crowd(9, 200)
+        reading = begin(fleet, others)
+        killer = asyncio.create_task(read(fleet, ask("killer", 40)))
+        with pytest.raises(Broken, match="again and again"):
+            await killer
+        for request, items in zip(others, await asyncio.gather(*reading), strict=True):
+            tokens = [item.id for item in items if isinstance(item, Token) and item.choice == 0]
+            assert tokens == [letter(request.prompt, position) for position in range(200)]
+        met = sorted(fake.groups_met for fake in shards.values())
+        assert met[:2] == [1, 1]
+        assert sum(met) <= (6 if alone else 12)
+        await until(lambda: not any(replica.requests for replica in fleet.replicas))
+
+    run(test, 4, make=lambda: FakeShards(512, seconds=0.001))
+
+
+def test_a_replica_drains_and_its_requests_end_there() -> None:
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        async def drain() -> None:
+            assert fleet.retire("2").state == "draining"
+            before = len(shards["2"].commands)
+            await asyncio.gather(*begin(fleet, [ask("new", 3)] * 6))
+            met = [group for command in shards["2"].commands[before:] for group in command.prefill.groups]
+            assert not [group for group in met if bytes(group.tokens) == b"new"]
+
+        await serve_through(fleet, shards, drain)
+        assert states(fleet)["2"] == "drained"
+        assert value(fleet, "penstock_moved_requests_total") == 0
+        await fleet.remove("2")
+        assert list(states(fleet)) == ["0", "1"]
+        assert value(fleet, "penstock_replica_up") == 2
+        assert shards["2"].closed
+
+    run(test)
+
+
+def test_a_replica_leaves_at_once_and_its_requests_go_on_elsewhere() -> None:
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        async def leave() -> None:
+            fleet.retire("0", move=True)
+            assert fleet.replicas[0].requests == 0
+            await until(lambda: not shards["0"].model.groups)
+            await fleet.remove("1")
+
+        await serve_through(fleet, shards, leave)
+        assert states(fleet) == {"0": "drained", "2": "ready"}
+        assert value(fleet, "penstock_moved_requests_total") >= 6
+        with pytest.raises(Conflict, match="replica 2 can't be spared"):
+            fleet.retire("2")
+        with pytest.raises(Conflict, match="replica 2 can't be spared"):
+            await fleet.remove("2")
+        twice = await asyncio.gather(fleet.remove("0"), fleet.remove("0"), return_exceptions=True)
+        assert [type(one) for one in twice] == [type(None), Unknown]
+        with pytest.raises(Conflict, match="no other replica"):
+            await fleet.remove("2")
+        with pytest.raises(Unknown, match="no replica 0; there are: 2"):
+            await fleet.remove("0")
+        assert len(await read(fleet, ask("a", 5))) == 7
+        assert fleet._placement is None
+
+    run(test)
+
+
+def test_a_replica_joins_under_load_and_takes_its_share() -> None:
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        async def join() -> None:
+            joined = fleet.join(["unix:/new"], "fast")
+            assert (joined.name, joined.state, joined.pages) == ("fast", "starting", 0)
+            with pytest.raises(Conflict, match="unix:/new is replica fast already"):
+                fleet.join(["unix:/new"])
+            with pytest.raises(Conflict, match="a replica fast already"):
+                fleet.join(["unix:/x"], "fast")
+            await until(lambda: states(fleet) == {"0": "ready", "fast": "ready"})
+            assert sum(replica.load for replica in fleet.replicas) > 0
+            reading = begin(fleet, crowd(3, 30))
+            await until(lambda: len(shards["fast"].model.groups) == 3)  # the other has the first crowd
+            await asyncio.gather(*reading)
+
+        await serve_through(fleet, shards, join)
+        assert fleet.join(["unix:/third"]).name == "1"
+
+    run(test, 1)
+
+
+def test_a_replica_of_another_model_is_left_out() -> None:
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        async def join() -> None:
+            fleet.join(["unix:/other"], "other")
+            shards["other"].info.dtype = "bfloat16"
+            await until(lambda: states(fleet)["other"] == "failed")
+            assert "replica other has dtype bfloat16, replica 0 has float32" in fleet.replicas[1].stage
+
+        await serve_through(fleet, shards, join)
+        await fleet.remove("other")
+        assert list(states(fleet)) == ["0"]
+
+    run(test, 1)
+
+
+def test_a_replica_that_does_not_start_is_tried_again_and_hinders_nobody() -> None:
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        fleet.join(["unix:/late"], "late")
+        late = shards["late"]
+        failures = 0
+
+        async def fail() -> None:
+            nonlocal failures
+            failures += 1
+            late.lost = asyncio.get_running_loop().create_future()
+            late.die()
+            raise Broken("the shard at unix:/late is rank 1 of 2")
+
+        late.connect = fail  # type: ignore[method-assign]
+        await until(lambda: failures > 1)
+        assert fleet.replicas[1].state == "starting"
+        assert "rank 1 of 2" in fleet.replicas[1].stage
+        assert len(await read(fleet, ask("a", 5))) == 7
+        del late.connect
+        await until(lambda: states(fleet)["late"] == "ready")
+
+    run(test, 1)
+
+
+def test_limits_hold_on_every_replica() -> None:
+    sizes = iter((64, 30, 64))
+
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        assert fleet.limits is not None
+        assert (fleet.limits.max_total_tokens, fleet.limits.pages) == (120, 30)
+        large = asyncio.create_task(read(fleet, ask("a", 110)))
+        await asyncio.sleep(0.01)
+        await fleet.remove("1")
+        assert (fleet.limits.max_total_tokens, fleet.limits.pages) == (256, 64)
+        assert len(await large) == 112
+
+    run(test, make=lambda: FakeShards(next(sizes), seconds=0.001))
+
+
+def test_each_replica_takes_as_many_requests_as_the_operator_says() -> None:
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        reading = begin(fleet, [ask("a", 200)] * 6)
+        await asyncio.sleep(0.01)
+        with pytest.raises(Overloaded, match="6 requests are in flight"):
+            fleet.submit(ask("b"))
+        for task in reading:
+            task.cancel()
+        await asyncio.gather(*reading, return_exceptions=True)
+        await quiet(fleet, shards)
+
+    run(test, max_concurrent_requests=2)
+
+
+def test_who_leaves_a_stream_leaves_it_wherever_it_runs() -> None:
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        stream = fleet.submit(ask("a", 100, timeout=30.0))
+        items = [item for item in await anext(stream) if not isinstance(item, Prompt)]
+        home = next(replica.name for replica in fleet.replicas if replica.requests)
+        fleet.retire(home, move=True)
+        while len(items) < 50:
+            items += await anext(stream)
+        await stream.aclose()
+        text = "".join(item.text for item in items if isinstance(item, Token))
+        assert text == answer("a", 100)[: len(text)]
+        await quiet(fleet, shards)
+
+    run(test)
+
+
+def test_a_deadline_goes_along() -> None:
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        reading = asyncio.create_task(read(fleet, ask("a", 200, timeout=0.05)))
+        await asyncio.sleep(0.02)
+        fleet.retire(next(replica.name for replica in fleet.replicas if replica.requests), move=True)
+        with pytest.raises(Exception, match=r"not complete 0\.05 s after"):
+            await reading
+        await quiet(fleet, shards)
+
+    run(test)
+
+
+def test_a_session_stays_and_its_prefix_is_found() -> None:
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        async def homes(session: str, text: str) -> str:
+            before = {name: len(fake.commands) for name, fake in shards.items()}
+            await read(fleet, ask(text, 3, session=session))
+            [home] = [name for name, fake in shards.items() if len(fake.commands) > before[name]]
+            return home
+
+        first = [await homes(f"s{number}", "shared beginning of all conversations" * 2) for number in range(3)]
+        assert len(set(first)) == 1  # nothing else runs: the prefix is there
+        assert [await homes(f"s{number}", "x" * (number + 1)) for number in range(3)] == first
+
+    run(test)
+
+
+def test_shutting_down_lets_streams_end_and_refuses_new_ones() -> None:
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        reading = begin(fleet, crowd())
+        await asyncio.sleep(0.02)
+        draining = asyncio.create_task(fleet.drain(30))
+        await asyncio.sleep(0)
+        assert (fleet.ready, fleet.stage) == (False, "shutting down")
+        with pytest.raises(NotReady, match="shutting down"):
+            fleet.submit(ask("b"))
+        assert [told(items) for items in await asyncio.gather(*reading)] == EXPECTED
+        await draining
+
+    run(test)
+
+
+def test_before_any_replica_is_there_a_failure_ends_the_start() -> None:
+    async def main() -> None:
+        fake = FakeShards(pages=4)
+        fleet = Fleet(
+            config(groups=(("a",), ("b",)), max_total_tokens=100), ByteTokenizer(), lambda name, addresses: fake, Metrics()
+        )
+        with pytest.raises(NotReady):
+            fleet.submit(ask("a"))
+        assert fleet.stage == "waiting"
+        with pytest.raises(Misconfigured, match="--max-total-tokens 100 is more than the pool's capacity of 16"):
+            await fleet.start()
+        with suppress(Misconfigured):
+            await fleet.close()
+
+    asyncio.run(main())
