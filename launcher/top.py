@@ -6,6 +6,7 @@ Everything shown is a gauge of the last look, or what counters and histograms ga
 import argparse
 import http.client
 import json
+import signal
 import sys
 import time
 from collections import deque
@@ -425,6 +426,8 @@ def main(arguments: Sequence[str], api_key: str = "") -> int:
     terminal = sys.stdout.isatty()
     console = Console(width=None if terminal else WIDTH, highlight=False)
     once = options.once or not (terminal or options.json)
+    if not once:  # Ctrl-C ends it, also where a script has started it with `&`, which has the signal ignored
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with ThreadPoolExecutor(AT_ONCE) as pool:
             looks = _looks(servers, pool, options.interval)

@@ -54,8 +54,10 @@ class Speculate:
             verdict.moves += [(sequence, start + source, start + target) for source, target in moves(accepted.path)]
             if accepted.finish:
                 verdict.ended.append(sequence)
-            elif sequence.acceptance is not None:  # an end says nothing of the drafts after it
-                ranks, widths = tree.trial(accepted.path)
+            if sequence.acceptance is not None:
+                ranks, widths = tree.trial(accepted.right)
+                if len(accepted.right) > len(accepted.path):
+                    del widths[len(ranks) :]  # an end says nothing of the drafts after it
                 sequence.acceptance.observe(ranks, widths)
                 verdict.trials.append((len(widths), len(ranks)))
             verdict.drafted += len(tree)

@@ -115,6 +115,7 @@ class Accepted:
     path: list[int]  # the drafts whose keys and values stay: all new tokens but the last
     picks: list[Pick]  # the new tokens; none: nothing can follow the last one
     finish: Finish  # of the last one
+    right: list[int]  # the drafts that were right: the path, and the draft of the last token, if there is one
 
 
 def accept(group: Group, sequence: Sequence, tree: Tree, picks: Listing[Pick | None]) -> Accepted:
@@ -133,7 +134,7 @@ def accept(group: Group, sequence: Sequence, tree: Tree, picks: Listing[Pick | N
             finish = Finish.LENGTH
         if finish:
             break
-    return Accepted(path[: max(0, len(kept) - 1)], kept, finish)
+    return Accepted(path[: max(0, len(kept) - 1)], kept, finish, path[: len(kept)])
 
 
 def pick(

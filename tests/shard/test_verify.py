@@ -414,7 +414,7 @@ def test_what_is_accepted_ends_where_plain_decoding_ends(
 def test_an_end_within_the_drafts_is_the_end() -> None:
     one = group(0, Sampling(), 10, end_ids=(6,))
     accepted = verify.accept(one, one.sequences[0], chain([5, 6, 7]), [Pick(token, 0.0) for token in (5, 6, 7, 8)])
-    assert (accepted.path, accepted.finish) == ([0], Finish.END)
+    assert (accepted.path, accepted.right, accepted.finish) == ([0], [0, 1], Finish.END)
     assert [pick.token for pick in accepted.picks] == [5, 6]
 
 
