@@ -33,7 +33,7 @@ plan: $(INSTALLED)
 	@$(BIN)/penstock plan $(MODEL) $(FLAGS)
 
 # Two halves side by side, which take about as long.
-COMPUTING := tests/kernels tests/shard tests/launcher tests/deploy tests/clients
+COMPUTING := tests/kernels tests/shard tests/launcher tests/deploy tests/clients tests/chaos
 
 test: $(INSTALLED)
 	@mkdir -p build

@@ -20,7 +20,7 @@ from penstock.bench.chaos import Plan, play
 from penstock.bench.local import Local
 from penstock.tests.serving import scratch
 
-FAULTS, SOAK = 6.0, 30.0  # seconds
+FAULTS, SOAK = 6.0, 24.0  # seconds
 SECONDS = os.environ.get("PENSTOCK_CHAOS_SECONDS")
 FLAGS = "--device cpu --threads 1 --page-size 4 --kv-pages 4096 --max-batch-prefill-tokens 32"
 SHORT = 8  # tokens
