@@ -12,7 +12,7 @@ BEAM_SEARCH = BeamSearch()
 
 
 def strategy_of(group: Group) -> Strategy:
-    """How it goes on."""
+    """How it goes on in this step."""
     if group.search is not None:
         return BEAM_SEARCH
-    return SPECULATE if group.drafts else SAMPLE
+    return SPECULATE if any(map(len, (sequence.draft for sequence in group.sequences))) else SAMPLE
