@@ -17,21 +17,20 @@ those that follow are the same on any shard.
 import asyncio
 import itertools
 import logging
-from array import array
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 from typing import Any, Protocol
 
 from ..proto import shard_pb2
-from .config import Misconfigured, RouterConfig
-from .cost import Cost
-from .drafting import Allowance, Drafting, needed
+from .bounds import bounds_of, drafting_of, policy_of, step_tokens
+from .config import RouterConfig
+from .drafting import Allowance, needed
 from .metrics import Metrics
-from .policies import Mixed, Pause, Policy, largest_step
-from .record import Run, begin
+from .policies import largest_step
+from .record import begin
 from .recovery import Inquest
 from .request import (
     Alternative,
@@ -51,8 +50,8 @@ from .request import (
 )
 from .scheduler import BATCH, Action, Bounds, Decode, Filter, Job, Prefill, Report, Scheduler
 from .shards import Shards, group
+from .streams import Choice, Item, Pace, Sink, Stream, Tokenizer, read, replayed
 
-STEP_TOKENS, CPU_STEP_TOKENS = 4096, 512  # of a step, unless the operator says: see `_step_tokens`
 REASONS = {1: "eos_token", 2: "length"}  # by StepReply.finishes
 LEAD = 0.01  # seconds before the expected end of a step when the next is sent: late enough for new requests to be in it
 # Seconds that a request counts as arrived later than it did. An interactive one passes a batch one that came up to a minute
@@ -61,148 +60,8 @@ DELAYS = {Priority.INTERACTIVE: 0.0, Priority.NORMAL: 5.0, Priority.BATCH: 60.0}
 
 RETRY = 0.2  # seconds until new shards that were lost at once are looked for again
 
-MOST_ITEMS = 256  # that are taken at once, so that what is made of them is bounded, too
-
-Item = Prompt | Token | Finish | Grown
-# Takes items as soon as a step gives them; False: it can't now, and they wait for the stream's reader.
-Sink = Callable[[list[Item]], bool]
-
 
 logger = logging.getLogger(__name__)
-
-
-class Piece(Protocol):
-    """What a token adds to a text."""
-
-    @property
-    def text(self) -> str: ...
-    @property
-    def delta(self) -> str: ...
-    @property
-    def stopped(self) -> bool: ...
-
-
-class Text(Protocol):
-    """The text of one stream; see `text.TextStream`."""
-
-    @property
-    def text(self) -> str: ...
-    def push(self, id: int, /) -> Piece: ...
-    def end(self) -> str: ...
-
-
-class Tokenizer(Protocol):
-    """What the batcher needs of `text.Tokenizer`."""
-
-    def is_special(self, id: int, /) -> bool: ...
-    def token_text(self, id: int, /) -> str: ...
-    def stream(
-        self,
-        prompt: Sequence[int],
-        stop: tuple[str, ...],
-        include_stop: bool,
-        skip_special_tokens: bool,
-        shown: Collection[int],
-        /,
-    ) -> Text: ...
-
-
-def bounds_of(config: RouterConfig, info: shard_pb2.InfoReply, warm: shard_pb2.WarmupReply) -> tuple[Limits, Bounds]:
-    """What a request may ask and what may run at once, from settings, model and memory. Raises Misconfigured."""
-    capacity = warm.pages * warm.page_size
-    pool = f"the pool's capacity of {capacity} ({warm.pages} pages of {warm.page_size})"
-    more = "or give the pool more memory (--kv-pages, --cuda-memory-fraction, more shards)"
-    total = config.max_total_tokens or min(capacity, info.max_positions)
-    if total > info.max_positions:
-        raise Misconfigured(f"--max-total-tokens {total} is more than the model's {info.max_positions} positions: lower it")
-    if total > capacity:
-        raise Misconfigured(f"--max-total-tokens {total} is more than {pool}: lower it, {more}")
-    if total < 2:
-        raise Misconfigured(f"no request fits: a prompt and an answer have {total} tokens at most; raise --max-total-tokens {more}")
-    prompt = config.max_input_tokens or total - 1
-    if prompt >= total:
-        raise Misconfigured(
-            f"--max-input-tokens {prompt} leaves no room for an answer within {total} tokens in total: lower it to at most "
-            f"{total - 1}, or raise --max-total-tokens"
-        )
-    limits = Limits(
-        max_input_tokens=prompt, max_total_tokens=total, vocabulary=info.vocabulary, pages=warm.pages, page_size=warm.page_size
-    )
-    bounds = Bounds(pages=warm.pages, page_size=warm.page_size, step_tokens=_step_tokens(config, info), sequences=config.sequences)
-    return limits, bounds
-
-
-def policy_of(config: RouterConfig, bounds: Bounds, warm: shard_pb2.WarmupReply) -> Policy:
-    """What the operator chose."""
-    cost = Cost(warm.sample_tokens, warm.sample_seconds)
-    if config.prefill_policy == "pause":
-        known = cost if config.speculate else None
-        return Pause(bounds.step_tokens, config.waiting_served_ratio, config.max_waiting_tokens, known)
-    return Mixed(bounds.step_tokens, cost, config.itl_target)
-
-
-def drafting_of(config: RouterConfig, bounds: Bounds, policy: Policy) -> Drafting | None:
-    """None: the server does not speculate."""
-    if not config.speculate or policy.cost is None:
-        return None
-    return Drafting(policy.cost, bounds.step_tokens, config.speculate, config.itl_target)
-
-
-def _step_tokens(config: RouterConfig, info: shard_pb2.InfoReply) -> int:
-    """Most query tokens in a step. A CPU computes a few hundred a second, and streams wait while a step runs."""
-    return config.max_batch_prefill_tokens or (CPU_STEP_TOKENS if info.device == "cpu" else STEP_TOKENS)
-
-
-@dataclass(slots=True)
-class Choice:
-    """One of a request's answers."""
-
-    index: int
-    text: Text
-    ids: "array[int]" = field(default_factory=lambda: array("I"))  # its tokens, as far as they were received
-    generated: int = 0
-    last: float = 0.0  # its last token
-    running: bool = True  # on the shards, as far as is known
-    done: bool = False  # its Finish is among the items
-
-
-@dataclass(slots=True, eq=False)
-class Stream:
-    """A request in flight, between the loop, which adds items, and the reader, who takes them."""
-
-    uid: int
-    request: Request
-    choices: list[Choice]
-    arrived: float
-    left: int  # choices that are not done
-    run: Run  # what is told of it when it has ended
-    home: "Batcher"  # who runs it
-    sink: Sink | None = None
-    rank: float = 0.0  # see Job
-    started: float = 0.0  # first step that was to compute something of it; 0: none yet
-    continuations: Sequence[shard_pb2.Continuation] = ()  # where it goes on when it is restored
-    cached: int = 0  # tokens of the prompt that were found
-    finish: Finish | None = None  # of the choice that was done last
-    grown: int = 0  # steps of its beams that were told
-    stepped: float = 0.0  # when a step gave it tokens, lately
-    opened: bool = False  # its Prompt is among the items, or was taken
-    items: list[Item] = field(default_factory=list)  # not taken yet
-    failure: Exception | None = None  # comes after the items
-    waiter: "asyncio.Future[None] | None" = None  # the reader, when there was nothing to take
-    alarm: asyncio.TimerHandle | None = None  # its own deadline
-
-    def wake(self) -> None:
-        """There is something to take. The reader runs when the loop lets go, and takes all that has come till then."""
-        if self.waiter is not None and not self.waiter.done():
-            self.waiter.set_result(None)
-
-    def take(self) -> list[Item]:
-        """The oldest items. A Finish stays with its Token."""
-        end = MOST_ITEMS
-        while end < len(self.items) and isinstance(self.items[end], Finish):
-            end += 1
-        taken, self.items = self.items[:end], self.items[end:]
-        return taken
 
 
 @dataclass(slots=True)
@@ -249,23 +108,6 @@ class Nobody:
 
     def refuge(self, stream: Stream, /) -> "Batcher | None":
         """Nobody."""
-
-
-class Pace:
-    """How fast requests end: when there will be room for another."""
-
-    def __init__(self) -> None:
-        self._ends: deque[float] = deque(maxlen=32)
-
-    def ended(self, now: float) -> None:
-        """A request was answered, or given up."""
-        self._ends.append(now)
-
-    def seconds(self, now: float) -> float:
-        """Until the next one ends, probably."""
-        if not self._ends:
-            return 1.0
-        return min(max((now - self._ends[0]) / len(self._ends), 1.0), 60.0)
 
 
 class Batcher:
@@ -360,7 +202,7 @@ class Batcher:
         Misconfigured."""
         config = self._config
         await self._shards.connect()
-        tokens = largest_step(_step_tokens(config, self._shards.info), config.sequences)
+        tokens = largest_step(step_tokens(config, self._shards.info), config.sequences)
         rows = min(config.sequences * (1 + config.speculate), tokens)  # drafts get what others leave of a step
         request = shard_pb2.WarmupRequest(max_step_tokens=tokens, max_step_rows=rows, max_total_tokens=config.max_total_tokens)
         warm = await self._shards.warm_up(request)
@@ -478,7 +320,7 @@ class Batcher:
         delay = DELAYS[request.priority]
         if request.timeout:
             delay = min(delay, request.timeout / 2)
-            stream.alarm = asyncio.get_running_loop().call_later(request.timeout, lambda: stream.home._expire(stream))
+            stream.alarm = asyncio.get_running_loop().call_later(request.timeout, lambda: stream.home.expire(stream))
         stream.rank = now + delay
         self._enter(stream)
         return stream
@@ -879,17 +721,10 @@ class Batcher:
         )
 
     def _push(self, stream: Stream) -> None:
-        """Hands the items to the sink, or else wakes the reader; also when there will be no more."""
-        if stream.sink is not None and 0 < len(stream.items) <= MOST_ITEMS:
-            try:
-                if stream.sink(stream.items):
-                    stream.items = []
-            except Exception as error:  # a sink is somebody else's: its fault is no other stream's
-                stream.items, stream.sink, stream.failure = [], None, error
-                self._fail(stream.uid, error, "generation")
-                stream.wake()
-        if stream.items or not stream.left:
-            stream.wake()
+        try:
+            stream.push()
+        except Exception as error:  # a sink is somebody else's: its fault is no other stream's
+            self._fail(stream.uid, error, "generation")
 
     def _prompt_logprobs(
         self, reply: shard_pb2.StepReply
@@ -943,7 +778,7 @@ class Batcher:
         assert stream.finish is not None
         self._metrics.done(stream.request, stream.finish, stream.run.generated, stream.run.first - stream.started)
 
-    def _expire(self, stream: Stream) -> None:
+    def expire(self, stream: Stream) -> None:
         """Its own deadline is over."""
         generated = sum(choice.generated for choice in stream.choices)
         message = f"the answer was not complete {stream.request.timeout:g} s after the request came: {generated} tokens were there"
@@ -964,34 +799,6 @@ class Batcher:
         """Ends all streams."""
         for uid in tuple(self._streams):
             self._fail(uid, Broken(message), "generation")
-
-
-async def read(open: Callable[[], Stream]) -> AsyncGenerator[list[Item], None]:
-    """What its reader gets of a stream, wherever it runs. It is opened with the first item, and closed with the last."""
-    stream = open()
-    loop = asyncio.get_running_loop()  # asked for once: that is a system call
-    try:
-        while True:
-            if stream.items:
-                yield stream.take()
-            elif stream.failure is not None:
-                raise stream.failure
-            elif not stream.left:
-                return
-            else:
-                stream.waiter = loop.create_future()
-                await stream.waiter
-    finally:
-        stream.home.close_stream(stream)
-
-
-def replayed(stream: Stream) -> Sequence[shard_pb2.Continuation]:
-    """Where a stream goes on when the shards that computed it are lost. Nothing: it starts anew, as a beam search does, which
-    is told how much of it is known already."""
-    if stream.request.beams is not None:
-        return ()
-    begun = [choice for choice in stream.choices if choice.running and choice.ids]
-    return tuple(shard_pb2.Continuation(choice=choice.index, tokens=choice.ids) for choice in begun)
 
 
 def _scores(reply: shard_pb2.StepReply) -> dict[tuple[int, int], float]:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from penstock.proto import shard_pb2
-from penstock.router import batcher as router_batcher
-from penstock.router.batcher import Batcher, Item, Pace, bounds_of, policy_of
+from penstock.router import streams
+from penstock.router.batcher import Batcher
+from penstock.router.bounds import bounds_of, policy_of
 from penstock.router.config import Misconfigured, RouterConfig
 from penstock.router.cost import Work
 from penstock.router.metrics import Metrics
@@ -30,6 +31,7 @@ from penstock.router.request import (
     Token,
 )
 from penstock.router.scheduler import Bounds
+from penstock.router.streams import Item, Pace
 from penstock.tests.router.fakes import END, ByteTokenizer, FakeShards, letter
 
 Test = Callable[[Batcher, FakeShards], Awaitable[None]]
@@ -166,7 +168,7 @@ def test_a_sink_that_raises_ends_its_own_stream_only() -> None:
 
 
 def test_who_reads_late_gets_few_lists_of_bounded_length_and_no_finish_without_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router_batcher, "MOST_ITEMS", 5)
+    monkeypatch.setattr(streams, "MOST_ITEMS", 5)
 
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         stream = batcher.submit(ask("hello", 20, choices=3))

@@ -230,7 +230,7 @@ class Measuring(Drafting):
 
 
 def test_rows_are_those_that_were_sampled_not_those_that_were_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.router.batcher.Drafting", Measuring)
+    monkeypatch.setattr("penstock.router.bounds.Drafting", Measuring)
 
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         reply = FakeShards._reply

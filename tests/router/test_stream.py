@@ -13,9 +13,10 @@ from aiohttp import web
 from penstock.router.__main__ import listen
 from penstock.router.api import stream
 from penstock.router.api.app import make_app
-from penstock.router.batcher import MOST_ITEMS, Batcher
+from penstock.router.batcher import Batcher
 from penstock.router.config import RouterConfig
 from penstock.router.metrics import Metrics
+from penstock.router.streams import MOST_ITEMS
 from penstock.router.text import Tokenizer
 from penstock.tests.router.fake_batcher import make_tokenizer, until
 from penstock.tests.router.fakes import FakeShards

@@ -1,0 +1,57 @@
+"""What a request may ask, what may run at once, and who decides on steps: from settings, model and memory. Pure."""
+
+from ..proto import shard_pb2
+from .config import Misconfigured, RouterConfig
+from .cost import Cost
+from .drafting import Drafting
+from .policies import Mixed, Pause, Policy
+from .request import Limits
+from .scheduler import Bounds
+
+STEP_TOKENS, CPU_STEP_TOKENS = 4096, 512  # of a step, unless the operator says: see `step_tokens`
+
+
+def bounds_of(config: RouterConfig, info: shard_pb2.InfoReply, warm: shard_pb2.WarmupReply) -> tuple[Limits, Bounds]:
+    """What a request may ask and what may run at once, from settings, model and memory. Raises Misconfigured."""
+    capacity = warm.pages * warm.page_size
+    pool = f"the pool's capacity of {capacity} ({warm.pages} pages of {warm.page_size})"
+    more = "or give the pool more memory (--kv-pages, --cuda-memory-fraction, more shards)"
+    total = config.max_total_tokens or min(capacity, info.max_positions)
+    if total > info.max_positions:
+        raise Misconfigured(f"--max-total-tokens {total} is more than the model's {info.max_positions} positions: lower it")
+    if total > capacity:
+        raise Misconfigured(f"--max-total-tokens {total} is more than {pool}: lower it, {more}")
+    if total < 2:
+        raise Misconfigured(f"no request fits: a prompt and an answer have {total} tokens at most; raise --max-total-tokens {more}")
+    prompt = config.max_input_tokens or total - 1
+    if prompt >= total:
+        raise Misconfigured(
+            f"--max-input-tokens {prompt} leaves no room for an answer within {total} tokens in total: lower it to at most "
+            f"{total - 1}, or raise --max-total-tokens"
+        )
+    limits = Limits(
+        max_input_tokens=prompt, max_total_tokens=total, vocabulary=info.vocabulary, pages=warm.pages, page_size=warm.page_size
+    )
+    bounds = Bounds(pages=warm.pages, page_size=warm.page_size, step_tokens=step_tokens(config, info), sequences=config.sequences)
+    return limits, bounds
+
+
+def policy_of(config: RouterConfig, bounds: Bounds, warm: shard_pb2.WarmupReply) -> Policy:
+    """What the operator chose."""
+    cost = Cost(warm.sample_tokens, warm.sample_seconds)
+    if config.prefill_policy == "pause":
+        known = cost if config.speculate else None
+        return Pause(bounds.step_tokens, config.waiting_served_ratio, config.max_waiting_tokens, known)
+    return Mixed(bounds.step_tokens, cost, config.itl_target)
+
+
+def drafting_of(config: RouterConfig, bounds: Bounds, policy: Policy) -> Drafting | None:
+    """None: the server does not speculate."""
+    if not config.speculate or policy.cost is None:
+        return None
+    return Drafting(policy.cost, bounds.step_tokens, config.speculate, config.itl_target)
+
+
+def step_tokens(config: RouterConfig, info: shard_pb2.InfoReply) -> int:
+    """Most query tokens in a step. A CPU computes a few hundred a second, and streams wait while a step runs."""
+    return config.max_batch_prefill_tokens or (CPU_STEP_TOKENS if info.device == "cpu" else STEP_TOKENS)
