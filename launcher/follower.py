@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +19,7 @@ from ..proto.certificates import Certificates
 from ..proto.link import Link
 from . import muster, processes
 from .console import Console
+from .conversation import Gone, Said, listen, tell
 from .muster import Hello, Message, Orders
 from .processes import Child
 from .serve import ECHO, GRACE, Command, Part, Signal, signals, watch_signals
@@ -63,19 +64,7 @@ class Unreached:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Said:
-    peer: Link
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    peer: Link
-    why: str
-
-
-Event = Signal | Child | Reached | Unreached | Said | Lost
+Event = Signal | Child | Reached | Unreached | Said | Gone
 
 
 class Follower:
@@ -132,12 +121,12 @@ class Follower:
                     self._died(child.verdict(), child.process.returncode)
                 case Reached(peer, hello):
                     self._link, self._hello = peer, hello
-                    threading.Thread(target=self._read, args=(peer,), daemon=True).start()
+                    threading.Thread(target=listen, args=(peer, self._events.put, _reason), daemon=True).start()
                 case Unreached(why):
                     code = self._missing(f"is not there yet: {why}")
                 case Said(peer, message) if peer is self._link:
                     code = self._said(message)
-                case Lost(peer, why) if peer is self._link:
+                case Gone(peer, why) if peer is self._link:
                     code = self._lost(f"is lost: {why}")
         return code
 
@@ -246,8 +235,7 @@ class Follower:
 
     def _tell(self, message: Message) -> None:
         if self._link is not None:
-            with suppress(OSError, EOFError):  # then it is lost, which its reader will say
-                self._link.send(muster.written(message))
+            tell(self._link, message)
 
     def _seek(self, delay: float = 0.0) -> None:
         threading.Thread(target=self._try, args=(delay,), daemon=True).start()
@@ -267,15 +255,6 @@ class Follower:
                 return
             stack.pop_all()
         self._events.put(Reached(peer, hello))
-
-    def _read(self, peer: Link) -> None:
-        try:
-            while True:
-                self._events.put(Said(peer, muster.read(peer.receive())))
-        except EOFError:
-            self._events.put(Lost(peer, "it has closed the connection"))
-        except (OSError, ValueError) as error:
-            self._events.put(Lost(peer, _reason(error)))
 
 
 def _reason(error: Exception) -> str:

@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from ..proto.certificates import Certificates
 from ..proto.link import Link, Stranger
 from . import muster
 from .console import Console
+from .conversation import Gone, Said, listen, tell
 from .muster import Hello, Message, Orders, Roll, named
 from .serve import GRACE, Again, Command, Elsewhere, Event, Failed, Leave, Outcome, Part
 
@@ -41,18 +41,6 @@ class Meeting:
 class Came:
     peer: Link
     hello: Hello
-
-
-@dataclass(frozen=True, slots=True)
-class Said:
-    peer: Link
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
-class Gone:
-    peer: Link
-    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +138,10 @@ class Spread(Part):
         if text := self._roll.objection(hello):
             self._objection = text
             console.complain(f"{name} was refused: {text}")
-            _answer(peer, {"kind": "refused", "text": text})
+            tell(peer, {"kind": "refused", "text": text})
             return None
         if text := self._roll.rival(hello):
-            _answer(peer, {"kind": "wait", "text": text})
+            tell(peer, {"kind": "wait", "text": text})
             return None
         lost = self._running  # it had lost us, and has ended its ranks, before we knew
         if hello.node in self._links:
@@ -209,8 +197,7 @@ class Spread(Part):
         ]
 
     def _tell(self, node: int, message: Message) -> None:
-        with suppress(OSError, EOFError):  # then it is gone, which its reader will say
-            self._links[node].send(muster.written(message))
+        tell(self._links[node], message)
 
     def _expect(self) -> None:
         timer = threading.Timer(self._meeting.timeout, self._put_here, [Late(self._epoch)])
@@ -247,18 +234,11 @@ class Spread(Part):
         finally:
             known()
         self._put_here(Came(peer, hello))
-        try:
-            while True:
-                self._put_here(Said(peer, muster.read(peer.receive(None, GREETING))))
-        except EOFError:
-            self._put_here(Gone(peer, "its launcher has closed the connection"))
-        except ValueError as error:
-            self._put_here(Gone(peer, f"it talks nonsense: {error}"))
-        except OSError as error:
-            self._put_here(Gone(peer, link.reason(error)))
+        listen(peer, self._put_here, _reason, GREETING)
 
 
-def _answer(peer: Link, message: Message) -> None:
-    """The last thing that it is told. It closes the connection."""
-    with suppress(OSError, EOFError):
-        peer.send(muster.written(message))
+def _reason(error: Exception) -> str:
+    """Why a node is gone."""
+    if isinstance(error, ValueError):
+        return f"it talks nonsense: {error}"
+    return link.reason(error) if isinstance(error, OSError) else "its launcher has closed the connection"
