@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from penstock.proto import link
 from penstock.proto.certificates import Certificates
 from penstock.shard.config import ShardConfig
 from penstock.tests.certificates import Authority, authorities
+from penstock.tests.launcher.reading import Reading
 from penstock.tests.launcher.test_serve import gone
 
 HARNESS = str(Path(__file__).with_name("node_harness.py"))
@@ -128,7 +128,7 @@ def test_what_is_no_hello_is_refused(message: bytes) -> None:
 # Whole launchers
 
 
-class Node:
+class Node(Reading):
     """A launcher with a stand-in for its rank, and what it has written so far."""
 
     def __init__(self, node: int, **settings: Any) -> None:
@@ -142,25 +142,7 @@ class Node:
             "certificates": None,
             **settings,
         }
-        self.process = subprocess.Popen(
-            [sys.executable, HARNESS, json.dumps(told)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        self.lines: list[str] = []
-
-    def until(self, pattern: str) -> str:
-        """Reads on to the line that matches."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line.rstrip())
-            if re.search(pattern, line):
-                return line
-        raise AssertionError(f"no {pattern!r} in {self.lines}")
-
-    def end(self) -> int:
-        """Reads the rest and waits. The exit code."""
-        assert self.process.stdout is not None
-        self.lines += [line.rstrip() for line in self.process.stdout]
-        return self.process.wait(timeout=30)
+        super().__init__([sys.executable, HARNESS, json.dumps(told)])
 
     def says(self, pattern: str) -> bool:
         return any(re.search(pattern, line) for line in self.lines)
@@ -187,7 +169,7 @@ def up(leader: Node, *followers: Node) -> None:
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     started: list[Node] = []
-    places = {"port": machine.free_port(0), "health": machine.free_port(0), "folder": str(tmp_path)}
+    places = {"port": machine.free_port(), "health": machine.free_port(), "folder": str(tmp_path)}
 
     def begin(node: int, **settings: Any) -> Node:
         started.append(Node(node, **places, **settings))

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,37 +14,19 @@ import pytest
 from penstock.launcher import machine, serve
 from penstock.launcher.console import Console
 from penstock.launcher.restarts import LONGEST_DELAY, WINDOW, Restarts
+from penstock.tests.launcher.reading import Reading
 
 HARNESS = str(Path(__file__).with_name("harness.py"))
 
 
-class Launcher:
-    """A harness process, and what it has written so far."""
+class Launcher(Reading):
+    """The launcher's harness."""
 
     def __init__(self, *behaviours: str, grace: float = 5, restarts: int = 0, pipe: str = "", replicas: bool = False) -> None:
-        port = machine.free_port(0)
-        self.process = subprocess.Popen(
-            [sys.executable, HARNESS, str(port), str(grace), str(restarts), pipe, "1" if replicas else "", *behaviours],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+        port = machine.free_port()
+        super().__init__(
+            [sys.executable, HARNESS, str(port), str(grace), str(restarts), pipe, "1" if replicas else "", *behaviours]
         )
-        self.lines: list[str] = []
-
-    def until(self, pattern: str) -> str:
-        """Reads on to the line that matches."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line.rstrip())
-            if re.search(pattern, line):
-                return line
-        raise AssertionError(f"no {pattern!r} in {self.lines}")
-
-    def end(self) -> int:
-        """Reads the rest and waits. The exit code."""
-        assert self.process.stdout is not None
-        self.lines += [line.rstrip() for line in self.process.stdout]
-        return self.process.wait(timeout=30)
 
     def pids(self, name: str = "") -> list[int]:
         return [int(line.rpartition(" ")[2]) for line in self.lines if f"{name} has pid" in line]
