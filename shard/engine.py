@@ -271,7 +271,9 @@ class Engine:
         """The runs of all groups that decode, with pages for them."""
         groups = [group for uid in dict.fromkeys(batches) if uid in self.batches for group in self.batches[uid].groups.values()]
         runs = []
-        self._guess([group for group in groups if group.decodes and group.drafts], outcome)
+        guessed = [group for group in groups if group.decodes and group.drafts]
+        if guessed:
+            self._guess(guessed, outcome)
         for group in groups:
             if not group.decodes:
                 continue
@@ -287,7 +289,7 @@ class Engine:
     @torch.inference_mode()
     def _guess(self, groups: Listing[Group], outcome: Outcome) -> None:
         began = time.perf_counter()
-        asked = self.guesses.ask(groups, self._allowance, self.pool) if groups else []
+        asked = self.guesses.ask(groups, self._allowance, self.pool)
         if asked:
             self._clear_taken()
             rounds = self.shrink.attempt(lambda: self.guesses.propose(asked))
@@ -381,8 +383,6 @@ class Engine:
     def _move(self, moves: Listing[tuple[Sequence, int, int]]) -> None:
         """Keys and values of accepted guesses to where they belong."""
         size, rows = self.pool.page_size, []
-        if not moves:
-            return
         for _, own in groupby(moves, key=lambda one: id(one[0])):
             [sequence, *_], *_ = listed = list(own)
             slots = [place for _, *places in listed for place in places]
@@ -405,7 +405,8 @@ class Engine:
                 return
             if any(span.drafts for span in run.spans):
                 outcome.count(group, verdict)
-                self._move(verdict.moves)
+                if verdict.moves:
+                    self._move(verdict.moves)
                 self._publish_all(group, group.sequences)
             outcome.emitted += [(group.uid, emitted) for emitted in verdict.emitted]
             if verdict.scores is not None:
