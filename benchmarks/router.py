@@ -173,7 +173,7 @@ def shard(path: str) -> None:
 @contextmanager
 def running(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """The router's process and its port, ready."""
-    port = free_port(0)
+    port = free_port()
     config = RouterConfig(
         folder=str(DEMO),
         model="null",

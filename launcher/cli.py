@@ -164,11 +164,11 @@ def _serve(asked: Options, environment: Mapping[str, str]) -> int:
         paths = stack.enter_context(rundir.prefixed(prefix, [each for one in names for each in one]))
         places = replicas.divide(asked, planned.local_ranks, planned.device == "cuda", paths, environment)
         configs = [
-            shard_configs(asked, name, planned, place.sockets, place.relay, speculation, place.number, place.listen)
+            shard_configs(asked, name, planned, place.sockets, place.relay, place.meeting, speculation, place.listen)
             for place in places
         ]
         interpreted = planned.device == "cpu" and asked.penstock_kernels == "triton"
-        local = asked.nnodes == 1 and _local(configs[0][0].master_addr)
+        local = asked.nnodes == 1 and sys.platform.startswith("linux")
         children = child_environment(environment, planned.threads, interpret=interpreted, local=local)
         groups: dict[str, Part] = {}
         if asked.nnodes > 1:
@@ -236,10 +236,6 @@ def _shard(place: Place, shard: ShardConfig) -> Command:
     return Command(place.process(shard.rank), _command("penstock.shard", settings.dump(shard)), place.environment)
 
 
-def _local(address: str) -> bool:
-    return sys.platform.startswith("linux") and (address in ("localhost", "::1") or address.startswith("127."))
-
-
 def _locate(asked: Options, weights: bool) -> tuple[str, Path]:
     return hub.locate(asked.model_id, asked.revision, asked.huggingface_hub_cache, not asked.json_output, weights)
 
@@ -280,13 +276,12 @@ def shard_configs(
     planned: Plan,
     sockets: Sequence[str],
     relay: str,
+    meeting: str,
     speculation: Speculation = NOTHING,
-    replica: int = 0,
     listen: Sequence[str] = (),
 ) -> list[ShardConfig]:
-    """One per rank of a group on this machine. replica: its number; listen: where ranks are reached instead of their sockets."""
+    """One per rank of a group on this machine. listen: where ranks are reached instead of their sockets."""
     first = (asked.node_rank or 0) * planned.local_ranks
-    address, port = _meeting(asked, planned, replica)
     return [
         ShardConfig(
             folder=str(planned.checkpoint.folder),
@@ -314,24 +309,11 @@ def shard_configs(
             tls_key=asked.tls_key if listen else "",
             tls_ca=asked.tls_ca if listen else "",
             relay=relay if planned.local_ranks > 1 else "",
-            master_addr=address,
-            master_port=port,
+            meeting=meeting if 1 < planned.ranks == planned.local_ranks else "",
             json_output=asked.json_output,
         )
         for rank in range(first, first + planned.local_ranks)
     ]
-
-
-def _meeting(asked: Options, planned: Plan, replica: int) -> tuple[str, int]:
-    """Where the ranks of a group on this machine meet; those of several machines are told by node 0. Raises Mistake if the port is
-    taken and the operator wants no other."""
-    address = asked.master_addr or options.SHARD.master_addr
-    port = (asked.master_port or options.SHARD.master_port) + replica
-    if planned.ranks > 1 and not asked.master_port:
-        port = machine.free_port(port)
-    elif planned.ranks > 1 and planned.ranks == planned.local_ranks:
-        machine.check_port(address, port, "--master-port")
-    return address, port
 
 
 def child_environment(environment: Mapping[str, str], threads: int, interpret: bool = False, local: bool = False) -> dict[str, str]:

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import ipaddress
 import os
+import secrets
 import shutil
 import socket
 import struct
@@ -17,6 +18,7 @@ from ..proto import process
 from ..proto.process import available_memory, control_groups, lines_of
 from .mistake import Mistake
 
+FIRST_PORT = 10240  # of those that are chosen; well-known services have lower ones
 SIOCGIFADDR = 0x8915  # linux/sockios.h
 PATIENCE = 20  # seconds until nvidia-smi has answered; a driver that hangs lets it wait for ever
 
@@ -92,8 +94,8 @@ def _gpu_memory() -> tuple[int, ...]:
     return tuple(int(row[2]) << 20 for row in rows if row[2].isdigit())  # else "[N/A]", of a device that has failed
 
 
-def check_port(hostname: str, port: int, flag: str = "--port") -> None:
-    """Raises Mistake, which names the holder, unless `hostname`:`port` can be listened on. flag: by which it is chosen."""
+def check_port(hostname: str, port: int) -> None:
+    """Raises Mistake, which names the holder, unless `hostname`:`port` can be listened on."""
     family = socket.AF_INET6 if ":" in hostname else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the router does: lingering connections are no obstacle
@@ -103,9 +105,9 @@ def check_port(hostname: str, port: int, flag: str = "--port") -> None:
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 by = _holder(port)
-                raise Mistake(f"port {port} is in use{by}: choose another with {flag}") from None
+                raise Mistake(f"port {port} is in use{by}: choose another with --port") from None
             if error.errno == errno.EACCES:
-                raise Mistake(f"port {port} needs privileges: choose one from 1024 with {flag}") from None
+                raise Mistake(f"port {port} needs privileges: choose one from 1024 with --port") from None
             raise Mistake(f"can't listen on {hostname}: {error.strerror}") from None
 
 
@@ -134,26 +136,30 @@ def _descriptors(holder: Path) -> Iterator[str]:
         return
 
 
-def free_port(preferred: int) -> int:
-    """`preferred` if nobody listens there, else any free one."""
-    for port in (preferred, 0):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-                probe.listen()
-            except OSError:
-                continue
-            return int(probe.getsockname()[1])
-    raise Mistake("this machine has no free TCP port")
+def free_port() -> int:
+    """One for this machine only, see `free_ports`."""
+    [port] = free_ports("127.0.0.1", 1)
+    return port
 
 
 def free_ports(address: str, count: int) -> list[int]:
-    """Ports of `address` at which nobody listens. Raises OSError if it is none of ours."""
+    """Ports of `address` at which nobody listens, and that the kernel gives no outgoing connection before they are used. Raises
+    OSError if the address is none of ours."""
+    [given, *_] = lines_of(process.PROC / "sys/net/ipv4/ip_local_port_range") or ["32768"]
+    settled = range(FIRST_PORT, int(given.split()[0]))
+    sought = secrets.SystemRandom().sample(settled, min(len(settled), 100)) + [0] * count  # 0: any, where others are not to be had
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    ports: list[int] = []
     with ExitStack() as stack:
-        probes = [stack.enter_context(socket.create_server((address, 0), family=family)) for _ in range(count)]
-        return [int(probe.getsockname()[1]) for probe in probes]
+        while len(ports) < count:
+            try:
+                probe = stack.enter_context(socket.create_server((address, sought.pop(0)), family=family))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or not sought:
+                    raise
+            else:
+                ports.append(int(probe.getsockname()[1]))
+    return ports
 
 
 def interface(address: str) -> str:

@@ -412,10 +412,10 @@ class Options:
     )
     threads: int = option(COMPUTE, "compute threads of a rank (default: the cores divided between ranks)", default=0, kind=count)
     master_addr: str = option(
-        NODES, f"address of node 0, where nodes and ranks meet (default: {SHARD.master_addr}, of one node)", default=""
+        NODES, "address of node 0, where nodes and their ranks meet; those of one node do without", default=""
     )
     master_port: int = option(
-        NODES, f"its port (default: {SHARD.master_port}; of one node, a free one if that is taken)", default=0, kind=port
+        NODES, f"its port, where nodes meet (default: {SHARD.master_port}); one node does without", default=0, kind=port
     )
     nnodes: int = option(
         NODES, "machines whose ranks share the model; penstock is started on each, with the same flags", default=0, kind=count

@@ -19,6 +19,7 @@ class Place:
     alone: bool  # there are no others on this machine
     sockets: Sequence[str]  # of the ranks
     relay: str
+    meeting: str
     listen: Sequence[str]  # host:port of the ranks, where these are reached instead; (): they aren't
     environment: Mapping[str, str]  # of its processes, beside what all have
 
@@ -40,7 +41,7 @@ class Place:
     @property
     def files(self) -> list[Path]:
         """That processes which are killed leave behind."""
-        return [Path(path) for path in (*self.sockets, self.relay)]
+        return [Path(path) for path in (*self.sockets, self.relay, self.meeting)]
 
     def process(self, rank: int) -> str:
         """Its name."""
@@ -62,21 +63,21 @@ def share(options: Options, machine: Machine) -> Machine:
 
 
 def sockets(groups: int, ranks: int) -> list[list[str]]:
-    """Names of each group's sockets, the one for its relay last."""
+    """Names of each group's sockets, the one for its relay after those of its ranks, and of the file by which these meet."""
     before = [f"{group}-" if groups > 1 else "" for group in range(groups)]
-    return [[*(f"{each}{rank}" for rank in range(ranks)), f"{each}relay"] for each in before]
+    return [[*(f"{each}{rank}" for rank in range(ranks)), f"{each}relay", f"{each}meeting"] for each in before]
 
 
 def divide(options: Options, ranks: int, cuda: bool, paths: Sequence[str], environment: Mapping[str, str]) -> list[Place]:
     """The places of all groups of so many ranks. paths: as `sockets` names them, in its order."""
-    groups, size = options.local_replicas, ranks + 1
+    groups, size = options.local_replicas, ranks + 2
     listening = _listening(options, groups * ranks)
     places = []
     for group in range(groups):
-        *own, relay = paths[group * size : (group + 1) * size]
+        *own, relay, meeting = paths[group * size : (group + 1) * size]
         listen = listening[group * ranks : (group + 1) * ranks]
         devices = _devices(group, ranks, environment) if cuda and groups > 1 else {}
-        places.append(Place(group, groups == 1, own, relay, listen, devices))
+        places.append(Place(group, groups == 1, own, relay, meeting, listen, devices))
     return places
 
 

@@ -60,7 +60,8 @@ def serve(config: ShardConfig, kind: type[Service], load: Load) -> NoReturn:
     code = ends.get()
     log.info("stopping")
     server.stop(LAST_WORDS if code else None).wait(LAST_WORDS)
-    for path in ("" if config.listen else config.socket, config.relay if config.rank == 0 else ""):
+    of_all = (config.relay, config.meeting) if config.rank == 0 else ()
+    for path in ("" if config.listen else config.socket, *of_all):
         if path:
             Path(path).unlink(missing_ok=True)
     logging.shutdown()

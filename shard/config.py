@@ -36,7 +36,8 @@ class ShardConfig:
     tls_cert: str = ""  # PEM files by which machines trust each other; "": no TLS
     tls_key: str = ""
     tls_ca: str = ""
-    master_addr: str = "127.0.0.1"  # torch.distributed rendezvous
+    meeting: str = ""  # file by which the ranks of one machine meet (torch.distributed); "": these do at an address
+    master_addr: str = "127.0.0.1"
     master_port: int = 29500
     json_output: bool = False  # log lines as JSON
 

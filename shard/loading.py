@@ -60,7 +60,8 @@ def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
         )
     if config.ranks > 1:
         stage(f"waiting for {config.ranks} ranks")
-    ranks = Ranks(config.rank, config.ranks, device, config.master_addr, config.master_port, config.neighbours)
+    meeting = Path(config.meeting) if config.meeting else (config.master_addr, config.master_port)
+    ranks = Ranks(config.rank, config.ranks, device, meeting, config.neighbours)
     grammars = Grammars(folder, model.vocabulary) if config.rank == 0 else None
     masks = Masks(grammars, model.vocabulary) if grammars else None
     progress = Progress(model.parameters(config.ranks), stage)
@@ -91,7 +92,7 @@ def _drafter(config: ShardConfig, folder: str, target: Shape, device: torch.devi
     stage("loading the draft model")
     model = _shape(Path(folder))
     progress = Progress(model.parameters(), stage)
-    decoder = Decoder(model, _source(config, Path(folder), device, progress), Ranks(0, 1, device, "", 0), device)
+    decoder = Decoder(model, _source(config, Path(folder), device, progress), Ranks(0, 1, device), device)
     return Drafter(decoder, target.vocabulary, device)
 
 

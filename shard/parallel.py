@@ -6,6 +6,7 @@ With one rank everything here does nothing, and torch.distributed is not started
 import os
 import socket
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from torch import Tensor
 RENDEZVOUS_SECONDS = 120
 
 
+Meeting = Path | tuple[str, int]  # a file, which is not there yet, of ranks of one machine; an address and a port else
+
+
 class NoMeeting(Exception):
     """The ranks can't meet where they should. What it says is for the operator."""
 
@@ -22,15 +26,15 @@ class NoMeeting(Exception):
 class Ranks:
     """One rank's view of its group. NCCL on CUDA, Gloo on CPU."""
 
-    def __init__(self, rank: int, size: int, device: torch.device, address: str, port: int, neighbours: int = 0) -> None:
-        """neighbours: ranks on this machine, this one included; 0: all."""
+    def __init__(self, rank: int, size: int, device: torch.device, meeting: Meeting = Path(), neighbours: int = 0) -> None:
+        """meeting: where, of more than one; neighbours: ranks on this machine, this one included; 0: all."""
         self.rank = rank
         self.size = size
         self.neighbours = neighbours or size
         if size > 1:
             timeout = timedelta(seconds=RENDEZVOUS_SECONDS)
             backend = "nccl" if device.type == "cuda" else "gloo"
-            store = _store(rank, size, address, port, timeout)
+            store = _store(rank, size, meeting, timeout)
             distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
     def add(self, x: Tensor) -> Tensor:
@@ -68,14 +72,17 @@ class Ranks:
             distributed.destroy_process_group()
 
 
-def _store(rank: int, size: int, address: str, port: int, timeout: timedelta) -> Any:
+def _store(rank: int, size: int, meeting: Meeting, timeout: timedelta) -> Any:
     """Where the ranks meet. Rank 0 listens at that address only: left to itself torch would listen at all that the machine has."""
+    if isinstance(meeting, Path):
+        return distributed.FileStore(str(meeting), size)  # type: ignore[attr-defined]
+    address, port = meeting
     settings: dict[str, Any] = {"is_master": not rank, "timeout": timeout}
     if not rank:
         try:
             listening = socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
         except OSError as error:
             why = os.strerror(error.errno or 0)
-            raise NoMeeting(f"the ranks can't meet at {address}, port {port}: {why}: choose another --master-port") from None
+            raise NoMeeting(f"the ranks can't meet at {address}, port {port}: {why}") from None
         settings |= {"master_listen_fd": listening.detach(), "wait_for_workers": False}
     return distributed.TCPStore(address, port, size, **settings)  # type: ignore[attr-defined]

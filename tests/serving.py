@@ -38,7 +38,7 @@ class Server:
     ) -> None:
         self.folder = folder
         self.runs, self.here = folder / "run", folder / "here"
-        self.port = port or free_port(0)
+        self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         for each in (self.runs, self.here):
             each.mkdir(exist_ok=True)

@@ -43,7 +43,7 @@ class Running:
 def running() -> Iterator[Running]:
     """A server that is ready; at its end it must end well."""
     [line] = [block.text for block in walk.blocks() if block.tags == ("serve",)]
-    port, shut_in = free_port(0), can_be_shut_in()
+    port, shut_in = free_port(), can_be_shut_in()
     command = ["env", "-i", *environment(port), *line.split()]
     if shut_in:
         command = [*NAMESPACES, "bash", "-euc", SHUT_IN, str(walk.PAGE), *command[2:]]

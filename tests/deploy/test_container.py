@@ -86,7 +86,7 @@ def test_no_secret_is_built_in() -> None:
 
 
 def test_the_health_check_tells_a_server_from_none(server: int) -> None:
-    for port, code in ((server, 0), (free_port(0), 1)):
+    for port, code in ((server, 0), (free_port(), 1)):
         own = {**os.environ, "PORT": str(port)}
         answer = subprocess.run([sys.executable, "-I", str(HEALTH)], env=own, capture_output=True, text=True, timeout=30)
         assert answer.returncode == code, answer.stderr

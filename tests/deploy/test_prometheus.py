@@ -66,7 +66,7 @@ def prometheus(server: int, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     assert "penstock:3000" in settings
     (folder / "prometheus.yml").write_text(settings.replace("penstock:3000", f"127.0.0.1:{server}").replace(" 5s", " 1s"))
     (folder / "alerts.yml").write_text((MONITORING / "alerts.yml").read_text())
-    port = free_port(0)
+    port = free_port()
     command = ["prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen([*command, f"--web.listen-address=127.0.0.1:{port}"], cwd=folder, stdout=log, stderr=log)

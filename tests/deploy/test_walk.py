@@ -37,7 +37,7 @@ def name(block: walk.Block) -> str:
 def test_its_servers_start_and_end(block: walk.Block) -> None:
     """All lines together are one server. SIGTERM to the first ends all of it, and ends it well; rank groups of others go on."""
     need(block)
-    port, meeting, elsewhere = free_port(0), str(free_port(0)), str(free_port(0))
+    port, meeting, elsewhere = free_port(), str(free_port()), str(free_port())
     lines = block.text.replace("29600", elsewhere).splitlines()
     own = {"MASTER_PORT": meeting, "PET_MASTER_PORT": meeting}  # the second is torchrun's name for it
     with serving.scratch() as folder:

@@ -45,7 +45,7 @@ def ours(folder: Path, environment: Mapping[str, str] = {}, **asked: Any) -> ass
     """A node of two with two ranks each."""
     told = Options(nnodes=2, num_shard=4, **asked)
     sockets = [str(folder / name) for name in ("a", "b")]
-    shards = cli.shard_configs(told, "m", planned(told), sockets, str(folder / "relay"))
+    shards = cli.shard_configs(told, "m", planned(told), sockets, str(folder / "relay"), "")
     return assembly.Ours(told, shards, "digest", folder, environment, lambda module, text: [module, text], Console(False))
 
 
@@ -71,7 +71,7 @@ def test_num_shard_counts_the_ranks_of_all_nodes() -> None:
 
 
 def test_node_0_starts_the_first_ranks_at_sockets(tmp_path: Path) -> None:
-    here = ours(tmp_path, node_rank=0, master_addr="127.0.0.1", master_port=machine.free_port(0), step_timeout=7.0)
+    here = ours(tmp_path, node_rank=0, master_addr="127.0.0.1", master_port=machine.free_port(), step_timeout=7.0)
     group, addresses = assembly.lead(here)
     try:
         assert addresses == [*(str(tmp_path / name) for name in "ab"), *(f"file:{tmp_path}/address-{rank}" for rank in (2, 3))]
@@ -205,7 +205,7 @@ def unknown(*arguments: object, **named: object) -> None:
     ],
 )
 def test_starts_that_cannot_succeed(flags: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["serve", "--device", "cpu", "--port", str(machine.free_port(0)), *flags.split()]) == 2
+    assert cli.main(["serve", "--device", "cpu", "--port", str(machine.free_port()), *flags.split()]) == 2
     said = capsys.readouterr().err
     assert words in said
     assert said.count("\n") == 1

@@ -99,7 +99,7 @@ def test_a_whole_life(model: Path, tmp_path: Path) -> None:
     seen, temporary = tmp_path / "seen", tmp_path / "tmp"
     seen.mkdir()
     temporary.mkdir()
-    port = machine.free_port(0)
+    port = machine.free_port()
     stand_in = str(Path(__file__).with_name("stand_in.py"))
     flags = ["--load-format", "dummy", "--device", "cpu", "--num-shard", "2", "--threads", "3", "--port", str(port)]
     flags += ["--waiting-served-ratio", "0.3"]
@@ -144,7 +144,7 @@ def test_a_whole_life(model: Path, tmp_path: Path) -> None:
 
 def test_the_embedded_tokenizer_stands_in_where_it_fits(model: Path) -> None:
     (model / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 100}))
-    answer = run("serve", str(model), "--load-format", "dummy", "--device", "cpu", "--port", str(machine.free_port(0)))
+    answer = run("serve", str(model), "--load-format", "dummy", "--device", "cpu", "--port", str(machine.free_port()))
     assert answer.returncode == 2
     assert "vocab_size 100 is below the 2048 tokens of the embedded tokenizer that would stand in: raise it" in answer.stderr
     planned = plan.divide(Options(), checkpoint.read(model, "dummy"), Machine(cores=2, memory=1 << 30, fast_bfloat16=False))
@@ -170,7 +170,6 @@ def test_options_reach_the_configs(tmp_path: Path) -> None:
         page_size=4,
         kv_pages=9,
         cuda_memory_fraction=0.5,
-        master_port=1234,
         json_output=True,
         itl_target=0.1,
         prefill_policy="mixed",
@@ -181,24 +180,13 @@ def test_options_reach_the_configs(tmp_path: Path) -> None:
     assert (router.itl_target, router.prefill_policy) == (0.1, "mixed")
     model = checkpoint.Checkpoint(folder=tmp_path, config=CONFIG, dtype="float32", bytes=0, files=0)
     planned = plan.divide(asked, model, Machine(cores=2, memory=1 << 30, fast_bfloat16=False))
-    [shard] = cli.shard_configs(asked, "name", planned, ["a"], "r")
-    assert (shard.page_size, shard.kv_pages, shard.memory_fraction, shard.master_port) == (4, 9, 0.5, 1234)
+    [shard] = cli.shard_configs(asked, "name", planned, ["a"], "r", "m")
+    assert (shard.page_size, shard.kv_pages, shard.memory_fraction, shard.meeting) == (4, 9, 0.5, "")
     assert (shard.json_output, shard.relay, shard.socket, shard.model) == (True, "", "a", "name")
     assert not shard.prefix_caching
     assert Options(max_batch_total_tokens=100, page_size=16).pool_pages == 6
     assert (Options(max_batch_total_tokens=3).pool_pages, Options(kv_pages=7).pool_pages, Options().pool_pages) == (1, 7, 0)
     assert cli.router_config(Options(), "name", tmp_path, []).api_keys == ()
-
-
-def test_a_taken_master_port_is_avoided_unless_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "free_port", lambda preferred: preferred + 1)
-    checked: list[tuple[str, int, str]] = []
-    monkeypatch.setattr(machine, "check_port", lambda *asked: checked.append(asked))
-    model = checkpoint.Checkpoint(folder=tmp_path, config=CONFIG, dtype="float32", bytes=0, files=0)
-    for asked, expected in ((Options(num_shard=2), 29501), (Options(num_shard=2, master_port=29500), 29500), (Options(), 29500)):
-        planned = plan.divide(asked, model, Machine(cores=2, memory=1 << 30, fast_bfloat16=False))
-        assert {shard.master_port for shard in cli.shard_configs(asked, "n", planned, ["a", "b"], "r")} == {expected}
-    assert checked == [("127.0.0.1", 29500, "--master-port")]
 
 
 def test_the_example_fits_the_model(tmp_path: Path) -> None:

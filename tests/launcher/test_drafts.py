@@ -36,7 +36,7 @@ def test_the_embedded_draft_model() -> None:
     assert draft is not None
     assert (said.draft, said.most, draft.folder) == (str(hub.DRAFT_FOLDER), 6, hub.DRAFT_FOLDER)
     planned = plan.divide(asked, DEMO, Machine(cores=2, memory=1 << 32, fast_bfloat16=False))
-    [shard] = cli.shard_configs(asked, "name", planned, ["a"], "r", said)
+    [shard] = cli.shard_configs(asked, "name", planned, ["a"], "r", "m", said)
     assert parse(shard.speculate) == said
     assert cli.router_config(asked, "name", hub.DEMO_FOLDER, []).speculate == 6
 
@@ -93,7 +93,7 @@ def test_vocabularies(tmp_path: Path) -> None:
 
 def test_a_lossy_rule_is_named_when_the_server_starts(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(cli, "Server", lambda **given: type("Server", (), {"run": lambda self: 0})())
-    port = str(machine.free_port(21000))
+    port = str(machine.free_port())
     for verify, said in (("typical", True), ("gumbel", False)):
         assert cli.main(["serve", "--port", port, "--speculate", f"ngram=3,verify={verify}"]) == 0
         assert ("verify=typical is lossy" in "".join(capfd.readouterr())) is said

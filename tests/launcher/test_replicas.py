@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from penstock.launcher import checkpoint, cli, greeting, machine, options, plan, replicas
+from penstock.launcher import checkpoint, cli, greeting, options, plan, replicas
 from penstock.launcher.machine import Machine
 from penstock.launcher.mistake import Mistake
 from penstock.launcher.options import Options
@@ -13,7 +13,7 @@ from penstock.tests.launcher.test_cli import CONFIG
 
 GPUS = Machine(cores=16, memory=800, fast_bfloat16=True, gpu_memory=(80, 70, 60, 50))
 CPU = Machine(cores=5, memory=1 << 31, fast_bfloat16=False)
-PATHS = [f"/p-{name}" for name in ("0-0", "0-1", "0-relay", "1-0", "1-1", "1-relay")]
+PATHS = [f"/p-{name}" for name in ("0-0", "0-1", "0-relay", "0-meeting", "1-0", "1-1", "1-relay", "1-meeting")]
 
 
 def test_each_gets_an_equal_part_of_a_cpu() -> None:
@@ -61,19 +61,18 @@ def test_each_sees_gpus_of_its_own() -> None:
 
 
 def test_places_have_names_and_files_of_their_own() -> None:
-    assert replicas.sockets(1, 2) == [["0", "1", "relay"]]
+    assert replicas.sockets(1, 2) == [["0", "1", "relay", "meeting"]]
     assert [f"/p-{name}" for names in replicas.sockets(2, 2) for name in names] == PATHS
     first, second = replicas.divide(Options(replicas=2), 2, False, PATHS, {})
     assert (second.name, second.title, second.process(1)) == ("1", "replica 1", "replica 1 shard 1")
-    assert (second.addresses, second.relay) == (["/p-1-0", "/p-1-1"], "/p-1-relay")
+    assert (second.addresses, second.relay, second.meeting) == (["/p-1-0", "/p-1-1"], "/p-1-relay", "/p-1-meeting")
     assert set(first.files).isdisjoint(second.files)
     assert second.environment == {}
-    [only] = replicas.divide(Options(), 1, True, ["/p-0", "/p-relay"], {})
+    [only] = replicas.divide(Options(), 1, True, ["/p-0", "/p-relay", "/p-meeting"], {})
     assert (only.title, only.process(0), only.environment) == ("the shards", "shard 0", {})
 
 
-def test_for_a_router_elsewhere_ranks_listen_at_ports_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "free_port", lambda preferred: preferred)
+def test_for_a_router_elsewhere_ranks_listen_at_ports_one_after_the_other(tmp_path: Path) -> None:
     asked = Options(
         replicas=2, num_shard=2, no_router=True, shard_listen="10.0.0.1:7000", insecure_nodes=True, cuda_memory_fraction=0.8
     )
@@ -82,12 +81,11 @@ def test_for_a_router_elsewhere_ranks_listen_at_ports_one_after_the_other(tmp_pa
     model = checkpoint.Checkpoint(folder=tmp_path, config=CONFIG, dtype="float32", bytes=0, files=0)
     planned = plan.divide(asked, model, replicas.share(asked, CPU))
     configs = [
-        cli.shard_configs(asked, "n", planned, place.sockets, place.relay, replica=place.number, listen=place.listen)
-        for place in places
+        cli.shard_configs(asked, "n", planned, place.sockets, place.relay, place.meeting, listen=place.listen) for place in places
     ]
     assert [shard.listen for shards in configs for shard in shards] == [f"10.0.0.1:{port}" for port in range(7000, 7004)]
     assert [(shard.rank, shard.socket, shard.memory_fraction) for shard in configs[1]] == [(0, "", 0.4), (1, "", 0.4)]
-    assert [{shard.master_port for shard in shards} for shards in configs] == [{29500}, {29501}]
+    assert [{shard.meeting for shard in shards} for shards in configs] == [{"/p-0-meeting"}, {"/p-1-meeting"}]
     text = greeting.shards([place.addresses for place in places])
     assert text.endswith("--replica 10.0.0.1:7000,10.0.0.1:7001 --replica 10.0.0.1:7002,10.0.0.1:7003")
     assert greeting.shards([["/p-0"]]).endswith("--replica unix:/p-0")

@@ -194,7 +194,7 @@ def test_a_look(played: str) -> None:
     assert found.parts[""].values["running"] == 1
     assert found.parts[""].values["generated_tokens_total"] > 10
     assert told(played, "wrong").state == "wants a key"
-    assert told(f"localhost:{free_port(0)}").state == "no answer: Connection refused"
+    assert told(f"localhost:{free_port()}").state == "no answer: Connection refused"
 
 
 def test_the_window_moves(played: str) -> None:
@@ -211,7 +211,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 def test_the_command_tells_once(played: str) -> None:
     """Where stdout is no terminal, too. The key comes from the environment."""
-    nobody = f"127.0.0.1:{free_port(0)}"
+    nobody = f"127.0.0.1:{free_port()}"
     answer = run(played, nobody, "--interval", "0.1", API_KEY="secret")
     assert answer.returncode == 1  # one is loading, nobody is the other
     assert "loading weights: 50 %" in answer.stdout

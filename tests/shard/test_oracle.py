@@ -233,7 +233,7 @@ def test_two_ranks_have_the_logits_of_one() -> None:
         return scores + [value for _, emitted in outcome.emitted for _, value in emitted.pick.top]
 
     first, _ = tiny.Pair().run(work)
-    [alone] = [work(Ranks(0, 1, tiny.CPU, "", 0))]
+    [alone] = [work(Ranks(0, 1, tiny.CPU))]
     assert first == pytest.approx(alone, abs=TOLERANCE)
     assert len(first) == sum(map(len, asked)) - 3 + 9
 

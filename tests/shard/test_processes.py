@@ -27,18 +27,11 @@ SECONDS = 60  # to start
 WARMUP = wire.WarmupRequest(max_step_tokens=256, max_step_rows=64, max_total_tokens=512)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class Ranks:
     """Two processes of one model."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.folder = folder
-        port = free_port()
         self.processes = []
         for rank in range(2):
             config = ShardConfig(
@@ -50,7 +43,7 @@ class Ranks:
                 kv_pages=1024,
                 socket=str(folder / f"rank-{rank}"),
                 relay=str(folder / "relay"),
-                master_port=port,
+                meeting=str(folder / "meeting"),
             )
             command = [sys.executable, "-m", "penstock.shard", settings.dump(config)]
             self.processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
@@ -140,6 +133,6 @@ def test_a_rank_that_dies_ends_the_other(ranks: Ranks) -> None:
 def test_a_port_that_another_has_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        expected = f"127.0.0.1, port {port}: Address already in use: choose another --master-port"
+        expected = f"127.0.0.1, port {port}: Address already in use"
         with pytest.raises(NoMeeting, match=expected):
-            parallel.Ranks(0, 2, tiny.CPU, "127.0.0.1", port)
+            parallel.Ranks(0, 2, tiny.CPU, ("127.0.0.1", port))

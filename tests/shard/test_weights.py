@@ -196,7 +196,7 @@ def test_a_wrong_shape(copy: Path, ranks: int) -> None:
     model = shape(json.loads((copy / "config.json").read_text()))
     source = Weights(copy, torch.float32, tiny.CPU, lambda read: None)
     with pytest.raises(Unsupported, match=r"mlp.gate_proj.weight is \[88, 64\], config.json says \[90, 64\]: they belong to"):
-        Decoder(model, source, Alone(0) if ranks == 2 else Ranks(0, 1, tiny.CPU, "", 0), tiny.CPU)
+        Decoder(model, source, Alone(0) if ranks == 2 else Ranks(0, 1, tiny.CPU), tiny.CPU)
 
 
 def test_a_missing_file(sharded: Path) -> None:
