@@ -28,6 +28,7 @@ from penstock.shard.relay import Sender
 from penstock.shard.service import Service
 
 DEMO = Path(__file__).parents[1] / "demo" / "model"
+LIGHT = DEMO.with_name("draft")  # half as deep and wide, with the same tokens: for tests to which any trained model will do
 METHODS = {"prefill": "Prefill", "decode": "Decode", "filter": "Filter", "concat": "Concat", "clear_cache": "ClearCache"}
 
 

@@ -1,13 +1,16 @@
 """What is computed once is not computed again: counted in tokens, over a real model, scheduler and pool."""
 
+import functools
 import random
 
 import pytest
 
 from penstock.router.batcher import Batcher
 from penstock.router.request import Request, Sampling
-from penstock.tests.inprocess import run, together, tokens, value
+from penstock.tests import inprocess
+from penstock.tests.inprocess import LIGHT, together, tokens, value
 
+run = functools.partial(inprocess.run, folder=LIGHT)
 PAGE = 16
 
 

@@ -1,6 +1,6 @@
 """Processes that are killed or stopped under load: every answer is the one that it would have been.
 
-Real processes and the demo model. Who is to blame, and what becomes of the queue meanwhile: tests/router/test_recovery.py.
+Real processes and a trained model. Who is to blame, and what becomes of the queue meanwhile: tests/router/test_recovery.py.
 """
 
 import asyncio
@@ -9,12 +9,12 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
+from penstock.tests.inprocess import LIGHT
 from penstock.tests.serving import Server, serve
 from penstock.tests.test_server import idle, metrics, post, talk, until
 
@@ -45,14 +45,19 @@ if "penstock.shard" in sys.orig_argv:
 
 
 @pytest.fixture(scope="module")
-def one() -> Iterator[Server]:
-    with serve(*FLAGS) as server:
-        yield server
+def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """It can be poisoned."""
+    folder = tmp_path_factory.mktemp("poison")
+    (folder / "sitecustomize.py").write_text(POISON)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(folder))
+        with serve(str(LIGHT), *FLAGS, "--max-restarts", "9") as server:
+            yield server
 
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Server]:
-    with serve("--num-shard", "2", *FLAGS) as server:
+    with serve(str(LIGHT), "--num-shard", "2", *FLAGS) as server:
         yield server
 
 
@@ -139,7 +144,7 @@ def test_streams_go_on_where_they_were_when_a_shard_is_killed_or_stopped(
         assert len(expected[2]) == 2
         for restarts, number in enumerate((signal.SIGKILL, signal.SIGSTOP), 1):
             again = asyncio.create_task(answers(session))
-            await generated(session, 20 * len(asked) * restarts)
+            await generated(session, 10 * len(asked) * restarts)
             os.kill(server.child(f'"rank":{last},'), number)
             await until_ready(session, ready=False)
             assert (await status(session, "/health"), await status(session, "/health/live")) == (200, 200)
@@ -180,9 +185,31 @@ def test_a_killed_router_comes_back_to_its_shards(one: Server) -> None:
     talk(one, work)
 
 
+def test_a_request_that_kills_the_shard_whenever_it_runs_fails_alone(one: Server) -> None:
+    others = requests()[-2:]
+    deadly = {"prompt": "x", "max_tokens": DEADLY, "ignore_eos": True}
+
+    async def work(session: aiohttp.ClientSession) -> None:
+        expected = [await told(session, path, body) for path, body in others]
+        before = (await metrics(session))["penstock_restarts_total"]
+        failing = asyncio.create_task(post(session, "/v1/completions", deadly))
+        await until_ready(session, ready=False)
+        found = asyncio.gather(*(told(session, path, body) for path, body in others))
+        with pytest.raises(AssertionError, match="again and again"):
+            await failing
+        assert await found == expected
+        assert (
+            2 <= (await metrics(session))["penstock_restarts_total"] - before <= 3
+        )  # before and after others were suspected with it
+        await until(session, idle, 2)
+
+    talk(one, work)
+
+
 def test_a_signal_in_the_middle_of_a_recovery_ends_everything(one: Server) -> None:
     async def work(session: aiohttp.ClientSession) -> None:
-        running = asyncio.create_task(post(session, "/generate", {"inputs": "x", "parameters": {"max_new_tokens": 900}}))
+        endless = {"prompt": "x", "max_tokens": 900, "ignore_eos": True}
+        running = asyncio.create_task(post(session, "/v1/completions", endless))
         await until(session, lambda seen: seen["penstock_running"] > 0, 10)
         os.kill(one.child("penstock.shard"), signal.SIGKILL)
         await until_ready(session, ready=False)
@@ -206,24 +233,3 @@ def test_after_sigkill_of_the_launcher_no_process_that_was_started_again_lives(t
     two.process.kill()
     two.process.wait()
     two.wait_until_alone(5)
-
-
-def test_a_request_that_kills_the_shard_whenever_it_runs_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "sitecustomize.py").write_text(POISON)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    others = requests()[-2:]
-    deadly = {"prompt": "x", "max_tokens": DEADLY, "ignore_eos": True}
-
-    async def work(session: aiohttp.ClientSession) -> None:
-        expected = [await told(session, path, body) for path, body in others]
-        failing = asyncio.create_task(post(session, "/v1/completions", deadly))
-        await until_ready(session, ready=False)
-        found = asyncio.gather(*(told(session, path, body) for path, body in others))
-        with pytest.raises(AssertionError, match="again and again"):
-            await failing
-        assert await found == expected
-        assert 2 <= (await metrics(session))["penstock_restarts_total"] <= 3  # before and after others were suspected with it
-        await until(session, idle, 2)
-
-    with serve("--kv-pages", "256") as server:
-        talk(server, work)

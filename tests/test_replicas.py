@@ -1,4 +1,4 @@
-"""Three replicas of the demo model behind one router: who gets what, and that nobody notices when one of them dies, comes or goes.
+"""Three replicas of a model behind one router: who gets what, and that nobody notices when one of them dies, comes or goes.
 
 Real processes. Placement alone: tests/router/test_placement.py; deaths in any order: tests/router/test_fleet.py.
 """
@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from penstock.tests.inprocess import LIGHT
 from penstock.tests.serving import START, Server, scratch, serve
 from penstock.tests.test_recovery import generated, requests, status, told
 from penstock.tests.test_server import idle, metrics, talk, until
@@ -27,7 +28,7 @@ USERS, REQUESTS, TOGETHER = 100, 480, 18
 
 @pytest.fixture(scope="module")
 def three() -> Iterator[Server]:
-    with serve("--replicas", "3", *SIZE) as server:
+    with serve(str(LIGHT), "--replicas", "3", *SIZE) as server:
         yield server
 
 
@@ -135,7 +136,7 @@ def test_a_replica_that_is_killed_loses_no_stream_and_comes_back(three: Server) 
 
 def test_a_replica_joins_and_others_leave_and_no_stream_is_lost(three: Server) -> None:
     with scratch() as folder:
-        group = Server(folder, "--no-router", "--shard-uds-path", str(folder / "group"), *SIZE)
+        group = Server(folder, str(LIGHT), "--no-router", "--shard-uds-path", str(folder / "group"), *SIZE)
         try:
             through(three, lambda session: come_and_go(session, f"unix:{folder / 'group'}-0"))
             assert f"a router finds them with --replica unix:{folder / 'group'}-0" in group.log

@@ -15,7 +15,7 @@ from penstock.benchmarks.overload import MIB, gather, raised
 from penstock.tests.router.test_stream import post
 from penstock.tests.serving import scratch
 
-IDLE, SLOW = 1.5, 1.0  # seconds
+IDLE, SLOW = 6.0, 1.0  # seconds; a crowd that gathers takes longer than two on a busy machine, and nobody may be cut meanwhile
 LIMIT, CONNECTIONS = 128, 1000
 GROWTH = 60 * MIB  # of the router; 14 are usual
 TIMEOUTS = ("--idle-timeout", str(IDLE), "--slow-client-timeout", str(SLOW))
@@ -62,11 +62,8 @@ def test_a_client_that_does_not_read_loses_its_stream(server: Local) -> None:
     assert server.log.read_text().count("its stream is closed") == 1
 
 
-@pytest.mark.parametrize(
-    "sent", [b"", b"POST /generate HTTP/1.1\r\nHost: x\r\n", b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\nGET /"]
-)
-def test_a_connection_without_a_whole_request_is_closed(server: Local, sent: bytes) -> None:
-    async def test() -> None:
+def test_a_connection_without_a_whole_request_is_closed(server: Local) -> None:
+    async def visit(sent: bytes) -> None:
         reader, writer = await asyncio.open_connection(HOST, server.port)
         began = time.monotonic()
 
@@ -83,6 +80,10 @@ def test_a_connection_without_a_whole_request_is_closed(server: Local, sent: byt
         writer.close()
         assert IDLE - 0.1 <= time.monotonic() - began < IDLE + 8
         assert answer.count(b"HTTP/1.1 ") == sent.count(b"\r\n\r\n")
+
+    async def test() -> None:
+        begun = (b"", b"POST /generate HTTP/1.1\r\nHost: x\r\n", b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\nGET /")
+        await asyncio.gather(*(visit(sent) for sent in begun))
 
     asyncio.run(test())
 

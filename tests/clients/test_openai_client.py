@@ -29,12 +29,6 @@ class City(pydantic.BaseModel):
     large: bool
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serve("--max-concurrent-requests", "16") as server:
-        yield server
-
-
 @pytest.fixture
 def client(server: Server) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=30) as client:

@@ -5,7 +5,6 @@ Heavy to install, so only where they are; PENSTOCK_TEST_URL names a server that 
 
 import json
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,21 +22,14 @@ TOOL = {"type": "function", "function": {"name": "place", "description": "A plac
 pytestmark = pytest.mark.filterwarnings("default")  # of libraries that warn about each other
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    running = os.environ.get("PENSTOCK_TEST_URL")
-    if running:
-        yield f"{running}/v1"
-        return
-    from penstock.tests.serving import serve
-
-    with serve() as server:
-        yield f"{server.url}/v1"
+@pytest.fixture
+def api(url: str) -> str:
+    return f"{url}/v1"
 
 
-def test_langchain_chats(url: str) -> None:
+def test_langchain_chats(api: str) -> None:
     langchain = pytest.importorskip("langchain_openai")
-    chat = langchain.ChatOpenAI(model="any", base_url=url, api_key="none", max_tokens=40, temperature=0)
+    chat = langchain.ChatOpenAI(model="any", base_url=api, api_key="none", max_tokens=40, temperature=0)
     whole = chat.invoke("Tell me a story.")
     assert whole.usage_metadata["output_tokens"] == 40
     assert "".join(part.content for part in chat.stream("Tell me a story.")) == whole.content
@@ -54,18 +46,18 @@ def test_langchain_chats(url: str) -> None:
         chat.invoke("x", max_tokens=100_000)
 
 
-def test_langchain_uses_responses(url: str) -> None:
+def test_langchain_uses_responses(api: str) -> None:
     langchain = pytest.importorskip("langchain_openai")
-    chat = langchain.ChatOpenAI(model="any", base_url=url, api_key="none", use_responses_api=True, temperature=0, max_tokens=9)
+    chat = langchain.ChatOpenAI(model="any", base_url=api, api_key="none", use_responses_api=True, temperature=0, max_tokens=9)
     whole = chat.invoke("Tell me a story.")
     assert whole.text
     parts = [part.text for part in chat.stream("Tell me a story.")]
     assert "".join(parts) == whole.text
 
 
-def test_langchain_completes(url: str) -> None:
+def test_langchain_completes(api: str) -> None:
     langchain = pytest.importorskip("langchain_openai")
-    text = langchain.OpenAI(model="any", base_url=url, api_key="none", max_tokens=8, temperature=0)
+    text = langchain.OpenAI(model="any", base_url=api, api_key="none", max_tokens=8, temperature=0)
     whole = text.invoke("Once upon a time")
     assert whole
     assert "".join(text.stream("Once upon a time")) == whole
@@ -73,11 +65,11 @@ def test_langchain_completes(url: str) -> None:
     assert answers[0][0].text == whole
 
 
-def asked(url: str, provider: str, count: int) -> dict[str, Any]:
+def asked(api: str, provider: str, count: int) -> dict[str, Any]:
     """What LiteLLM needs for a chat."""
     return {
         "model": f"{provider}/any",
-        "api_base": url,
+        "api_base": api,
         "api_key": "none",
         "messages": [{"role": "user", "content": "Tell me a story."}],
         "temperature": 0,
@@ -86,23 +78,23 @@ def asked(url: str, provider: str, count: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("provider", ["openai", "hosted_vllm"])
-def test_litellm_chats(url: str, provider: str) -> None:
+def test_litellm_chats(api: str, provider: str) -> None:
     litellm = pytest.importorskip("litellm")
-    whole = litellm.completion(**asked(url, provider, 8)).choices[0].message.content
-    parts = [chunk.choices[0].delta.content or "" for chunk in litellm.completion(**asked(url, provider, 8), stream=True)]
+    whole = litellm.completion(**asked(api, provider, 8)).choices[0].message.content
+    parts = [chunk.choices[0].delta.content or "" for chunk in litellm.completion(**asked(api, provider, 8), stream=True)]
     assert "".join(parts) == whole
     format = {"type": "json_schema", "json_schema": {"name": "place", "strict": True, "schema": SCHEMA}}
-    answer = litellm.completion(**asked(url, provider, 40), response_format=format)
+    answer = litellm.completion(**asked(api, provider, 40), response_format=format)
     assert json.loads(answer.choices[0].message.content)["city"] in ("Paris", "Rome")
     with pytest.raises(litellm.BadRequestError):
-        litellm.completion(**asked(url, provider, 100_000))
+        litellm.completion(**asked(api, provider, 100_000))
 
 
 @pytest.mark.parametrize("provider", ["openai", "hosted_vllm"])
-def test_litellm_calls_tools(url: str, provider: str) -> None:
+def test_litellm_calls_tools(api: str, provider: str) -> None:
     litellm = pytest.importorskip("litellm")
     pytest.importorskip("mcp")  # which LiteLLM imports as soon as there are tools
     more: Any = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
-    [choice] = litellm.completion(**asked(url, provider, 40), **more).choices
+    [choice] = litellm.completion(**asked(api, provider, 40), **more).choices
     assert choice.finish_reason == "tool_calls"
     assert choice.message.tool_calls[0].function.name == "place"

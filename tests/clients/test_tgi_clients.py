@@ -6,7 +6,6 @@ PENSTOCK_TEST_URL names a server that runs, and --confcutdir=tests/clients keeps
 
 import asyncio
 import json
-import os
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -17,18 +16,6 @@ pytestmark = pytest.mark.filterwarnings("default")  # the clients' own
 
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}, "required": ["name", "age"]}
 PROMPT = "Once upon a time"
-
-
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    running = os.environ.get("PENSTOCK_TEST_URL")
-    if running:
-        yield running
-        return
-    from penstock.tests import serving
-
-    with serving.serve() as server:
-        yield server.url
 
 
 @pytest.fixture(scope="module")

@@ -23,14 +23,19 @@ from penstock.tests.router.fakes import FakeShards
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
-NEW = 3000  # tokens
+FEW, MANY = 400, 3000  # tokens
 LONGEST = 512  # bytes of an event
-CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": NEW, "stream": True, "temperature": 0, "ignore_eos": True}
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "stream": True, "temperature": 0, "ignore_eos": True}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": CHAT,
-    "/v1/completions": {"prompt": ["a", "b"], "max_tokens": NEW, "stream": True, "temperature": 0, "ignore_eos": True},
-    "/generate_stream": {"inputs": "Hi", "parameters": {"max_new_tokens": NEW}},
+    "/v1/completions": {"prompt": ["a", "b"], "stream": True, "temperature": 0, "ignore_eos": True},
+    "/generate_stream": {"inputs": "Hi"},
 }
+
+
+def body_for(path: str, new: int) -> dict[str, Any]:
+    """Of a stream of so many tokens."""
+    return BODIES[path] | ({"parameters": {"max_new_tokens": new}} if path == "/generate_stream" else {"max_tokens": new})
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +123,7 @@ def contents(path: str, body: bytes) -> list[str]:
     assert rest == ""
     events = [json.loads(frame.removeprefix("data: ")) for frame in frames if frame not in ("data: [DONE]", ":")]
     if path == "/generate_stream":
-        assert [event["index"] for event in events] == list(range(1, NEW + 1))
+        assert [event["index"] for event in events] == list(range(1, len(events) + 1))
         return ["".join(event["token"]["text"] for event in events)]
     texts: dict[int, str] = {}
     for event in events:
@@ -128,9 +133,9 @@ def contents(path: str, body: bytes) -> list[str]:
     return [texts[index] for index in sorted(texts)]
 
 
-async def whole(port: int, path: str) -> list[str]:
+async def whole(port: int, path: str, new: int) -> list[str]:
     """The same texts, not streamed."""
-    body = BODIES[path] | {"stream": False}
+    body = body_for(path, new) | {"stream": False}
     reader, writer = await post(port, path.removesuffix("_stream"), body, "1.0")
     answer = json.loads((await reader.read()).partition(b"\r\n\r\n")[2])
     writer.close()
@@ -143,11 +148,11 @@ async def whole(port: int, path: str) -> list[str]:
 def test_a_fast_reader_gets_every_event_at_once(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     async def test(port: int, metrics: Metrics) -> None:
         writes = Writes(monkeypatch)
-        reader, writer = await post(port, path, BODIES[path])
+        reader, writer = await post(port, path, body_for(path, FEW))
         head, _, body = (await reader.read()).partition(b"\r\n\r\n")
         writer.close()
         assert b"Transfer-Encoding: chunked" in head
-        assert contents(path, unchunked(body)) == await whole(port, path)
+        assert contents(path, unchunked(body)) == await whole(port, path, FEW)
         assert len(writes.pushed) > 10 * len(writes.written), "most leave without a task that wakes up"
 
     serve(tokenizer, test, seconds=0.0002)
@@ -159,17 +164,17 @@ def test_events_for_who_reads_late_coalesce_and_none_is_lost(
 ) -> None:
     async def test(port: int, metrics: Metrics) -> None:
         writes = Writes(monkeypatch)
-        reader, writer = await post(port, path, BODIES[path])
+        reader, writer = await post(port, path, body_for(path, MANY))
         requests = 2 if path == "/v1/completions" else 1
         await until(lambda: metrics.samples(["tgi_request_success_total"])["tgi_request_success_total"] == requests)
         sent = sum(writes.pushed) + sum(writes.written)
         assert sent < 300 * LONGEST, "the rest waits as items: buffers take little"
         body = (await reader.read()).partition(b"\r\n\r\n")[2]
         writer.close()
-        assert contents(path, unchunked(body)) == await whole(port, path)
+        assert contents(path, unchunked(body)) == await whole(port, path, MANY)
         assert max(writes.written) > 100 * 100
         assert max(writes.written) <= (MOST_ITEMS + 1) * LONGEST
-        assert len(writes.pushed) + len(writes.written) < NEW / 4
+        assert len(writes.pushed) + len(writes.written) < MANY / 4
 
     serve(tokenizer, test)
 
@@ -177,11 +182,11 @@ def test_events_for_who_reads_late_coalesce_and_none_is_lost(
 def test_before_http_1_1_there_are_no_chunks(tokenizer: Tokenizer) -> None:
     async def test(port: int, metrics: Metrics) -> None:
         path = "/v1/chat/completions"
-        reader, writer = await post(port, path, BODIES[path], "1.0")
+        reader, writer = await post(port, path, body_for(path, FEW), "1.0")
         head, _, body = (await reader.read()).partition(b"\r\n\r\n")
         writer.close()
         assert b"chunked" not in head
-        assert contents(path, body) == await whole(port, path)
+        assert contents(path, body) == await whole(port, path, FEW)
 
     serve(tokenizer, test)
 
@@ -216,12 +221,12 @@ def test_a_fault_of_an_answers_shape_cuts_this_answer_only(
 
     async def test(port: int, metrics: Metrics) -> None:
         path = "/v1/chat/completions"
-        reader, writer = await post(port, "/generate_stream", BODIES["/generate_stream"])
-        broken, other = await post(port, path, CHAT)
+        reader, writer = await post(port, "/generate_stream", body_for("/generate_stream", FEW))
+        broken, other = await post(port, path, body_for(path, FEW))
         monkeypatch.setattr(Events, "of", breaks)
         assert not (await broken.read()).endswith(b"0\r\n\r\n"), "the client sees that it is not complete"
         assert calls == 5
-        assert len(contents("/generate_stream", unchunked((await reader.read()).partition(b"\r\n\r\n")[2]))[0]) == NEW
+        assert len(contents("/generate_stream", unchunked((await reader.read()).partition(b"\r\n\r\n")[2]))[0]) == FEW
         for each in (writer, other):
             each.close()
         assert "ZeroDivisionError" in caplog.text

@@ -1,5 +1,6 @@
 """What sequences share is computed once, and nobody can tell: prefixes, choices, pauses, and pages that are just enough."""
 
+import functools
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -46,9 +47,10 @@ def mixed(count: int = 11) -> list[Group]:
     return made
 
 
-def calm(name: str, groups: Sequence[Group]) -> dict[tuple[int, int], list[int]]:
-    """The answers of an ample pool where nothing is shared and nobody is disturbed."""
-    return drive(tiny.engine(name, 16, 2000, prefix_caching=False), groups, Habits()).tokens
+@functools.cache
+def calm(name: str, count: int = 11) -> dict[tuple[int, int], list[int]]:
+    """The answers to `mixed` of an ample pool where nothing is shared and nobody is disturbed."""
+    return drive(tiny.engine(name, 16, 2000, prefix_caching=False), mixed(count), Habits()).tokens
 
 
 def room(groups: Sequence[Group], page_size: int) -> int:
@@ -68,7 +70,7 @@ def replace_most(group: Group) -> Group:
 def test_pauses_in_a_tiny_pool_change_no_token(prefix_caching: bool, page_size: int, chunk: int) -> None:
     """Everybody is paused at least twice, in the prompt or after, and pages are hardly enough for two."""
     groups = mixed()
-    expected = calm("llama", groups)
+    expected = calm("llama")
     greedy = [uid for uid in range(len(groups)) if uid % 3 == 0]
     asked = tuple(tuple(groups[uid].sequences[0].tokens) for uid in greedy)
     assert [expected[uid, 0] for uid in greedy] == tiny.greedy("llama", asked, COUNT)
@@ -97,7 +99,7 @@ def watch(engine: Engine) -> list[int]:
 @pytest.mark.parametrize("seed", range(2))
 def test_aborts_ends_and_pauses_change_nobodys_tokens(seed: int) -> None:
     groups = mixed(22)
-    expected = calm("qwen3", groups)
+    expected = calm("qwen3", 22)
     engine = tiny.engine("qwen3", 4, room(groups, 4) + 10)
     world = drive(engine, groups, Habits(chunk=16, pause=0.1, cancel=0.2, end=0.3), seed)
     for key, tokens in world.tokens.items():
@@ -113,7 +115,7 @@ def test_aborts_ends_and_pauses_change_nobodys_tokens(seed: int) -> None:
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_two_ranks_agree_on_every_page(prefix_caching: bool) -> None:
     groups = mixed(8)
-    expected = calm("qwen2", groups)
+    expected = calm("qwen2", 8)
 
     def work(ranks: Ranks) -> tuple[World, list[int]]:
         engine = tiny.engine_of("qwen2", ranks, 4, room(groups, 4) + 3, prefix_caching)

@@ -77,9 +77,18 @@ def expected() -> World:
 
 
 @pytest.mark.parametrize(
-    ("drafts", "page_size", "chunk", "prefix_caching"), [(1, 16, 7, True), (4, 4, UNLIMITED, False), (8, 1, 7, True)]
+    ("proposer", "drafts", "page_size", "chunk", "prefix_caching"),
+    [
+        ("lookup", 1, 16, 7, True),
+        ("lookup", 4, 4, UNLIMITED, False),
+        ("right", 4, 4, UNLIMITED, False),
+        ("right", 8, 1, 7, True),
+        ("chains", 1, 16, 7, True),
+        ("chains", 8, 1, 7, True),
+        ("trees", 4, 4, UNLIMITED, False),
+        ("trees", 8, 1, 7, True),
+    ],
 )
-@pytest.mark.parametrize("proposer", ["lookup", "right", "chains", "trees"])
 def test_guesses_change_no_token(proposer: str, drafts: int, page_size: int, chunk: int, prefix_caching: bool) -> None:
     plain = expected()
     groups = asked(drafts)

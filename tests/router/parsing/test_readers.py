@@ -266,7 +266,7 @@ def test_random_texts_never_break_a_reader(parser: str) -> None:
     kind = {"deepseek_v31": "deepseek_v3", "mistral_args": "mistral"}.get(parser, parser)
     examples = [case[1] for case in CASES if case[0] == kind]
     told = 0
-    for _ in range(1500):
+    for _ in range(500):
         text = luck.choice(examples)[: luck.randrange(400)] if luck.random() < 0.4 else ""
         text += "".join(luck.choice(family if luck.random() < 0.3 else WORDS) for _ in range(luck.randrange(1, 25)))
         schemas = SCHEMAS if luck.random() < 0.7 else None
@@ -283,7 +283,7 @@ def test_random_texts_never_break_a_reader(parser: str) -> None:
                 rest = rest[rest.index(part.text) + len(part.text) :]
             if isinstance(part, Arguments):
                 part.text.encode()
-    assert told > 10
+    assert told > 3
 
 
 def generated(parser: str, luck: random.Random) -> tuple[str, list[Part]]:
