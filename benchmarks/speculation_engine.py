@@ -28,6 +28,7 @@ from penstock.shard.sequence import Group, Sampling, sequences
 
 DEMO = Path(__file__).parents[1] / "demo"
 ACCEPTED, DRAFTS = 0.8, 4
+DRAWS = 4  # of what an oracle gets right, for one answer: luck moves the tokens of a single step by 7 % in 160 of them
 ORACLE_GOAL, REPEATED_GOAL = 0.90, 2.5
 FREE = Allowance(Linear(1.0, 0.0, 0.0), 1 << 20)  # drafts cost nothing: as many as can be
 STORY = "<|user|>Tell me a story about a cat called {name}.<|assistant|>"
@@ -38,10 +39,10 @@ LOOPS = 160  # tokens after which a model with random weights repeats itself
 class Oracle:
     """Knows what will be said; each of its drafts is right with a probability, if those before it are."""
 
-    def __init__(self, said: dict[int, list[int]], right: float) -> None:
+    def __init__(self, said: dict[int, list[int]], right: float, seed: int = 0) -> None:
         self._said = said
         self._right = right
-        self._chance = random.Random(0)
+        self._chance = random.Random(seed)
 
     def propose(self, asked: Sequence[Asked]) -> Proposed:
         """See Proposer."""
@@ -103,12 +104,16 @@ def oracle(engine: Engine, new: int, rounds: int) -> None:
     for turn in range(rounds):
         asked = prompts(1, 64, checkpoint.SHAPE["vocab_size"], turn)
         plain = decode(engine, asked, new, 0)
-        engine.guesses.proposer = Oracle(dict(enumerate(plain.tokens)), ACCEPTED)
-        guessed = decode(engine, asked, new, DRAFTS)
-        engine.guesses.proposer = Oracle(dict(enumerate(plain.tokens)), 0.0)
+        said = dict(enumerate(plain.tokens))
+        engine.guesses.proposer = Oracle(said, 0.0)
         price = decode(engine, asked, new // 4, DRAFTS).seconds / plain.seconds
-        assert guessed.tokens == plain.tokens or near(guessed.tokens, plain.tokens)
-        gains.append(guessed.speed / plain.speed)
+        speeds = []
+        for draw in range(DRAWS):
+            engine.guesses.proposer = Oracle(said, ACCEPTED, turn * DRAWS + draw)
+            guessed = decode(engine, asked, new, DRAFTS)
+            assert guessed.tokens == plain.tokens or near(guessed.tokens, plain.tokens)
+            speeds.append(guessed.speed)
+        gains.append(statistics.harmonic_mean(speeds) / plain.speed)
         prices.append(price)
         ratios.append(gains[-1] / (brought / price))
     verdict = "met" if statistics.median(ratios) >= ORACLE_GOAL else "MISSED"

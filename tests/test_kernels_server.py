@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.tests import serving
+from penstock.tests.inprocess import LIGHT
 
 pytest.importorskip("triton")
 
@@ -22,7 +23,7 @@ def answers(*flags: str) -> list[list[int]]:
         with urllib.request.urlopen(request, timeout=60) as answer:
             return [token["id"] for token in json.load(answer)["details"]["tokens"]]
 
-    with serving.serve(*SMALL, *flags) as server:
+    with serving.serve(str(LIGHT), *SMALL, *flags) as server:
         return [ask(server.url, asked) for asked in (ASKED, SAMPLED, BEAMS)]
 
 

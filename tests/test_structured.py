@@ -104,12 +104,19 @@ def test_the_impossible_is_refused_within_a_second_while_others_stream(server: S
     good = body({"type": "json", "value": SCHEMA}, 3)
     before = text(server, good)
     beside: list[str] = []
-    thread = threading.Thread(target=lambda: beside.extend(text(server, good) for _ in range(6)))
+    done = threading.Event()
+
+    def stream() -> None:
+        while not done.is_set():
+            beside.append(text(server, good))
+
+    thread = threading.Thread(target=stream)
     thread.start()
     for grammar in BAD:
         began = time.monotonic()
         status, answer = post(server, "/generate", body(grammar, 1))
         assert (status, json.loads(answer)["error_type"]) == (422, "validation"), answer
         assert time.monotonic() - began < 2  # a second, on a machine that does nothing else
+    done.set()
     thread.join()
     assert set(beside) == {text(server, good)} == {before}
