@@ -1,6 +1,6 @@
 """Requests that come when they like, against a static batch: the demo model on the CPU, asked over HTTP.
 
-    python benchmarks/load.py                   two minutes
+    python benchmarks/load.py                   three minutes
 
     saturation   tokens a second when there are always more requests than run at once
     open loop    requests at random (Poisson), at 80 % of that rate, whoever is still being answered
@@ -145,8 +145,10 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=16, help="most sequences at once (default 16)")
     parser.add_argument("--prompt", type=int, default=64, help="tokens of each prompt (default 64)")
     parser.add_argument("--new", type=int, default=96, help="tokens of each answer (default 96)")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of an open loop (default 20)")
-    parser.add_argument("--rounds", type=int, default=3, help="medians count (default 3)")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of an open loop (default 8)")
+    parser.add_argument(
+        "--rounds", type=int, default=8, help="medians of them count, since machines change their speed (default 8)"
+    )
     parser.add_argument("--json", type=Path, help="write the numbers there, too")
     options = parser.parse_args()
     flags = ["--threads", "1", "--max-batch-size", str(options.batch), "--max-concurrent-requests", "1000"]

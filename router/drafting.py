@@ -12,7 +12,7 @@ hardly ever does, so what a step takes beyond is first of all for the way that s
 Steps with drafts can't say what they would have taken without, and steps without not what drafts would cost. So there is
   a step without   now and then where those with drafts are usual
   a trial          now and then where they are not: some steps in a row, since a draft model that was not asked for long has to
-                   catch up first. Its price bounds how often
+                   catch up first. What the last one has cost bounds how often
   another number   of drafts now and then where it is always the same: costs are told that explain what was measured as well
 Whatever is believed of costs, steps with drafts that were slower than those without end them, up to the next trial.
 """
@@ -79,7 +79,8 @@ class Drafting:
         plain = self._plain(load, step.decodes, step.read)
         load.add(step.drafted, step.net - plain, step.net)
         load.gain(step.decodes + step.accepted, step.decodes * step.seconds / plain)
-        load.price += 0.2 * (max(step.seconds - plain * (1 + step.accepted / step.decodes), 0.0) - load.price)
+        if load.trial:
+            load.saved -= max(step.seconds - plain * (1 + step.accepted / step.decodes), 0.0)
         load.since, load.idle = load.since + 1, 0
         load.trial = max(load.trial - 1, 0)
 
@@ -107,7 +108,7 @@ class Drafting:
         none = replace(found, most=0)
         if load.plain.count < KNOWN:
             return none
-        if alone and not load.trial and load.idle > IDLE and load.saved > TRIAL * load.price:
+        if alone and not load.trial and load.idle > IDLE and load.saved >= 0:
             load.trial, load.saved, load.trials = TRIAL, 0.0, load.trials + 1
         if alone and load.trial:
             return replace(found, first=0.0, draft=0.0, round=0.0, most=min(found.most, self._drafts * max(1, decodes // 8)))

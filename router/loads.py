@@ -42,8 +42,7 @@ class Load:
     rounds: Mean = field(default_factory=Mean)
     since: int = 0  # steps with drafts since one without ...
     idle: int = 0  # ... and steps without since one with
-    saved: float = 0.0  # seconds that may be spent on a trial
-    price: float = 0.0  # seconds that a step of the last one has cost
+    saved: float = 0.0  # seconds that may be spent on a trial; negative: that the last one has cost, and that are not saved yet
     turns: int = 0  # how often there was one without after steps with
     trial: int = 0  # steps with drafts that are still to come of it
     trials: int = 0  # so far
