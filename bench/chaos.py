@@ -36,6 +36,7 @@ CUT = 0.1  # share of requests whose client leaves in the middle
 SLACK = 3  # files that a process may have more of than before: a metric's page, a log
 LENGTH = 80  # tokens of an answer
 MATURE = 5.0  # seconds after which what a process' memory does means anything
+OLD = 60.0  # the same where shards are killed: each new one fills its caches anew
 GROWTH = 64 * 2**20  # bytes that it may grow after its first minute, or the first half of a shorter life
 STEP, STEEPEST = 8 * 2**20, 2**20 / 60  # where nothing is killed: so many bytes, and so many more a second
 RECORD = {
@@ -293,10 +294,15 @@ class Chaos:
         for pid, samples in self.found.memory.items():
             late = settled(samples)
             grown, most = growth(late), GROWTH if self._plan.every else STEP + STEEPEST * age(late)
-            if age(samples) >= MATURE and grown > most:
+            if age(samples) >= mature(self._plan) and grown > most:
                 self.found.leaks.append(
                     f"memory of the {self.found.names[pid]} grew by {grown / 2**20:.1f} MiB in {age(late):.0f} s once it was warm"
                 )
+
+
+def mature(plan: Plan) -> float:
+    """Seconds that a process has to have lived before its memory is judged."""
+    return OLD if plan.every else MATURE
 
 
 def age(samples: Sequence[tuple[float, int]]) -> float:
@@ -385,7 +391,7 @@ def told(plan: Plan, found: Found) -> list[str]:
         lines.append(f"guesses: {found.drafted}; right: {found.accepted}")
     for pid, samples in found.memory.items():
         late = settled(samples)
-        if age(samples) >= MATURE:
+        if age(samples) >= mature(plan):
             lines.append(
                 f"memory of the {found.names[pid]} ({pid}): {samples[0][1] / 2**20:.0f} MiB, {samples[-1][1] / 2**20:.0f} after "
                 f"{age(samples):.0f} s; slope once it was warm: {slope(late):+.2f} MiB/min"
