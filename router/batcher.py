@@ -364,7 +364,7 @@ class Batcher:
     def _adopt(self, stream: Stream, known: tuple[int, int] | None) -> None:
         """It goes on here. known: what an inquest knows of it."""
         self._inquest.adopt(stream.uid, known)
-        stream.home, stream.continuations, stream.cached = self, replayed(stream), 0
+        stream.home, stream.continuations, stream.cached, stream.searched = self, replayed(stream), 0, 0
         self._enter(stream)
 
     def _arrive(self, stream: Stream) -> None:
@@ -442,7 +442,7 @@ class Batcher:
         self._others.lost(self)
         moved = self.evacuate()
         for stream in self._streams.values():
-            stream.continuations, stream.cached = replayed(stream), 0
+            stream.continuations, stream.cached, stream.searched = replayed(stream), 0, 0
         self._queue_all()
         logger.warning("%s: requests that wait for new ones: %d, that go on elsewhere: %d", lost, len(self._streams), moved)
         while True:
@@ -474,8 +474,12 @@ class Batcher:
         if stream is None:
             return None
         computed = max(0, len(stream.request.prompt) - self._scheduler.lacking(uid))
-        # A step gives a choice one token, but for those that were guessed right.
-        steps = stream.run.steps if stream.request.drafts else max(choice.generated for choice in stream.choices)
+        if stream.request.beams is not None:  # their search begins anew, and tells nothing before something is certain
+            steps = stream.searched
+        elif stream.request.drafts:  # else a step gives a choice one token
+            steps = stream.run.steps
+        else:
+            steps = max(choice.generated for choice in stream.choices)
         return steps + computed // self._bounds.step_tokens
 
     def _admit_held(self) -> None:
@@ -696,6 +700,9 @@ class Batcher:
             if stream is not None and stream.request.beams is not None:
                 self._open_items(stream, prompts)
                 touched.append(stream)
+        for uid, tokens in zip(reply.searched_uids, reply.searched_tokens, strict=True):
+            if uid in self._streams:
+                self._streams[uid].searched = tokens
         for grown in reply.grown:
             stream = self._streams.get(grown.uid)
             if stream is not None and grown.length > stream.grown:  # else it began anew, on other shards

@@ -95,6 +95,7 @@ class Stream:
     cached: int = 0  # tokens of the prompt that were found
     finish: Finish | None = None  # of the choice that was done last
     grown: int = 0  # steps of its beams that were told
+    searched: int = 0  # tokens of its beams, told or not, since their search began, on these shards
     stepped: float = 0.0  # when a step gave it tokens, lately
     opened: bool = False  # its Prompt is among the items, or was taken
     items: list[Item] = field(default_factory=list)  # not taken yet

@@ -49,6 +49,7 @@ class Outcome:
     standing: list[tuple[int, int, int, int]] = field(default_factory=list)  # (uid, *Group.standing), only where it changed
     scored: list[tuple[int, list[float]]] = field(default_factory=list)  # (uid, scores of the answers) of searches that have ended
     grown: list[tuple[int, Grown]] = field(default_factory=list)  # of those that are watched
+    searched: list[tuple[int, int]] = field(default_factory=list)  # (uid, tokens of each beam) of searches that go on
     failed: list[tuple[int, str]] = field(default_factory=list)  # (uid, why); they are gone
     seconds: float = 0.0
     mask_seconds: float = 0.0  # what grammars' masks took, beside the forward
@@ -411,6 +412,8 @@ class Engine:
             outcome.emitted += [(group.uid, emitted) for emitted in verdict.emitted]
             if verdict.scores is not None:
                 outcome.scored.append((group.uid, verdict.scores))
+            if verdict.searched:
+                outcome.searched.append((group.uid, verdict.searched))
             if verdict.grown is not None:
                 outcome.grown.append((group.uid, verdict.grown))
             if verdict.ended:

@@ -258,6 +258,8 @@ def step_reply(step: int, outcome: Outcome) -> wire.Reply:
         scored_counts=[len(scores) for _, scores in outcome.scored],
         scores=[score for _, scores in outcome.scored for score in scores],
         grown=[grown_to(uid, grown) for uid, grown in outcome.grown],
+        searched_uids=[uid for uid, _ in outcome.searched],
+        searched_tokens=[tokens for _, tokens in outcome.searched],
     )
     return wire.Reply(step=reply)
 

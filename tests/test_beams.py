@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from penstock.router.batcher import Batcher
+from penstock.router.recovery import FURTHER
 from penstock.router.request import Beams, Finish, Grammar, Grown, Prompt, Request, Sampling, Stopping, Token
 from penstock.router.text import Tokenizer
 from penstock.tests.inprocess import DEMO, Restless, run, together, tokens, value
@@ -209,5 +210,23 @@ def test_who_leaves_takes_everything_along() -> None:
                 async with asyncio.timeout(seconds):
                     await whole(batcher, request(3, max_new_tokens=200, end_ids=()))
         assert value(batcher, "penstock_running") == 0
+
+    run(test)
+
+
+def test_a_search_gets_further_while_nothing_is_certain() -> None:
+    """Who has to answer for a death of the shards is acquitted by that."""
+
+    async def test(batcher: Batcher) -> None:
+        seen: list[tuple[int, int]] = []  # tokens that were told, and how far it is
+        reading = asyncio.create_task(whole(batcher, request(3, max_new_tokens=40, end_ids=())))
+        while not reading.done():
+            for stream in batcher.streams:
+                place = batcher._place(stream.uid)
+                assert place is not None
+                seen.append((max(choice.generated for choice in stream.choices), place))
+            await asyncio.sleep(0)
+        assert max(place - told for told, place in seen) > 2 * FURTHER
+        assert seen == sorted(seen)
 
     run(test)

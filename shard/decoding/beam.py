@@ -57,7 +57,7 @@ class BeamSearch:
         emitted = _certain(group, live)
         search.told += len(emitted)
         children = [Child(group.sequences[one.row], one.token, one.score, one.logprob, one.top) for one in live]
-        return Verdict(emitted, [], children=children, grown=grown)
+        return Verdict(emitted, [], children=children, grown=grown, searched=length)
 
 
 def _search(group: Group) -> Search:

@@ -58,6 +58,7 @@ class Verdict:
     children: list[Child] = field(default_factory=list)  # what takes the place of all sequences, if there are any
     scores: list[float] | None = None  # of the answers of a search that has ended
     grown: Grown | None = None
+    searched: int = 0  # tokens of each beam of a search that goes on
     failure: str = ""  # why the group can't go on
     moves: list[tuple[Sequence, int, int]] = field(default_factory=list)  # keys and values, from place to place, in this order
     drafted: int = 0  # drafts that were computed ...
