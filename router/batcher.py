@@ -40,17 +40,19 @@ from .request import (
     Finish,
     Grown,
     Guessed,
+    Item,
     Limits,
     NotReady,
     Overloaded,
     Priority,
     Prompt,
     Request,
+    Sink,
     Token,
 )
 from .scheduler import BATCH, Action, Bounds, Decode, Filter, Job, Prefill, Report, Scheduler
 from .shards import Shards, group
-from .streams import Choice, Item, Pace, Sink, Stream, Tokenizer, read, replayed
+from .streams import Choice, Pace, Stream, Tokenizer, read, replayed
 
 REASONS = {1: "eos_token", 2: "length"}  # by StepReply.finishes
 LEAD = 0.01  # seconds before the expected end of a step when the next is sent: late enough for new requests to be in it

@@ -23,9 +23,9 @@ from .config import Misconfigured, RouterConfig
 from .metrics import Metrics
 from .placement import Placement
 from .replica import Conflict, Replica, Unknown
-from .request import Broken, Limits, NotReady, Overloaded, Request
+from .request import Broken, Item, Limits, NotReady, Overloaded, Request, Sink
 from .shards import Shards
-from .streams import Item, Sink, Stream, Tokenizer, read
+from .streams import Stream, Tokenizer, read
 
 RETRY = 0.5  # seconds until a replica that failed to start is tried again
 CHARGED = 256  # tokens that a choice counts for in its replica's load, at most: few answers are as long as they may be

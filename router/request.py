@@ -1,5 +1,6 @@
 """The router's own words: what a request asks and what its stream yields. They belong to no HTTP API and know no protobuf."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -166,6 +167,11 @@ class Grown(msgspec.Struct, frozen=True, gc=False):
 
     live: tuple[Beam, ...]  # best first
     complete: tuple[Beam, ...]  # completed by this step and, so far, among the best
+
+
+Item = Prompt | Token | Finish | Grown
+# Takes items as soon as a step gives them; False: it can't now, and they wait for the stream's reader.
+Sink = Callable[[list[Item]], bool]
 
 
 class Failure(Exception):

@@ -9,13 +9,9 @@ from typing import Protocol
 
 from ..proto import shard_pb2
 from .record import Run
-from .request import Finish, Grown, Prompt, Request, Token
+from .request import Finish, Item, Request, Sink
 
 MOST_ITEMS = 256  # that are taken at once, so that what is made of them is bounded, too
-
-Item = Prompt | Token | Finish | Grown
-# Takes items as soon as a step gives them; False: it can't now, and they wait for the stream's reader.
-Sink = Callable[[list[Item]], bool]
 
 
 class Piece(Protocol):
@@ -87,7 +83,7 @@ class Stream:
     arrived: float
     left: int  # choices that are not done
     run: Run  # what is told of it when it has ended
-    home: "Home"  # who runs it
+    home: Home  # who runs it
     sink: Sink | None = None
     rank: float = 0.0  # see Job
     started: float = 0.0  # first step that was to compute something of it; 0: none yet

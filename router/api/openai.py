@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import web
 
 from ..config import RouterConfig
-from ..request import Finish, Grown, Prompt, Refused, Request, Token
+from ..request import Finish, Grown, Item, Prompt, Refused, Request, Token
 from ..text import Tokenizer
 from ..validation import Validator
 from .body import json_response, read_named
@@ -35,7 +35,7 @@ from .openai_bodies import (
 from .openai_chats import Chats
 from .openai_formats import format_name, grammar_of
 from .openai_shapes import Chat, Completions, Echo, Envelope, Json, Shapes, Usage, encode, prompt_entries
-from .ports import Batcher, Item, limits_of
+from .ports import Batcher, limits_of
 from .stream import Answer, Clock, escaped, fold, guesses, headers_of, plain_frame, send, stream_headers_of
 
 DONE = b"data: [DONE]\n\n"

@@ -4,10 +4,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
 from ..replica import Replica
-from ..request import Finish, Grown, Limits, NotReady, Prompt, Request, Token
-
-Item = Prompt | Token | Finish | Grown
-Sink = Callable[[list[Item]], bool]
+from ..request import Item, Limits, NotReady, Request, Sink
 
 
 class Batcher(Protocol):

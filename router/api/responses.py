@@ -9,7 +9,7 @@ from aiohttp import web
 
 from ..config import RouterConfig
 from ..parsing import reader
-from ..request import Finish, Grown, Prompt, Refused, Request, Token
+from ..request import Finish, Grown, Item, Prompt, Refused, Request, Token
 from ..text import Tokenizer
 from ..validation import Validator
 from .body import json_response, read_named
@@ -27,7 +27,7 @@ from .openai_bodies import (
 )
 from .openai_chats import Chats
 from .openai_shapes import Json, Speaker, Usage, encode
-from .ports import Batcher, Item, limits_of
+from .ports import Batcher, limits_of
 from .responses_shapes import Output, Response
 from .stream import Clock, fold, headers_of, named_frame, send, stream_headers_of
 

@@ -22,9 +22,9 @@ from typing import Protocol
 
 from aiohttp import HttpVersion11, web
 
-from ..request import Failure, Finish, Guessed, Prompt, Request, Token
+from ..request import Failure, Finish, Guessed, Item, Prompt, Request, Sink, Token
 from .errors import Problem, problem_of
-from .ports import Batcher, Item, Sink
+from .ports import Batcher
 
 KEEP_ALIVE = 15.0  # seconds of silence after which a comment keeps proxies from cutting the connection; TGI's value
 COMMENT = b":\n\n"

@@ -11,12 +11,12 @@ from aiohttp import web
 
 from ..config import RouterConfig
 from ..grammar import json_schema, regex
-from ..request import Alternative, Beam, Finish, Grammar, Grown, Guessed, Prompt, Refused, Request, Token
+from ..request import Alternative, Beam, Finish, Grammar, Grown, Guessed, Item, Prompt, Refused, Request, Token
 from ..text import Tokenizer
 from ..validation import Parameters, Validator
 from .body import json_response, read
 from .errors import Problem, tgi_body
-from .ports import Batcher, Item, limits_of
+from .ports import Batcher, limits_of
 from .stream import Answer, Clock, fold, guesses, headers_of, plain_frame, send, stream_headers_of
 from .tenant import session_of, tenant_of
 from .tgi_shapes import (

@@ -17,9 +17,22 @@ from aiohttp import web
 from tokenizers import decoders, models, pre_tokenizers
 
 from penstock.router.api.app import make_app
-from penstock.router.api.ports import Item, Sink
 from penstock.router.config import RouterConfig
-from penstock.router.request import Alternative, Beam, Failure, Finish, Grown, Guessed, Limits, NotReady, Prompt, Request, Token
+from penstock.router.request import (
+    Alternative,
+    Beam,
+    Failure,
+    Finish,
+    Grown,
+    Guessed,
+    Item,
+    Limits,
+    NotReady,
+    Prompt,
+    Request,
+    Sink,
+    Token,
+)
 from penstock.router.text import TextStream, Tokenizer
 
 LIMITS = Limits(max_input_tokens=100, max_total_tokens=128, vocabulary=300)

@@ -22,6 +22,7 @@ from penstock.router.request import (
     Broken,
     Expired,
     Finish,
+    Item,
     Limits,
     NotReady,
     Overloaded,
@@ -31,7 +32,7 @@ from penstock.router.request import (
     Token,
 )
 from penstock.router.scheduler import Bounds
-from penstock.router.streams import Item, Pace
+from penstock.router.streams import Pace
 from penstock.tests.router.fakes import END, ByteTokenizer, FakeShards, letter
 
 Test = Callable[[Batcher, FakeShards], Awaitable[None]]

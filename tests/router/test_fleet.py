@@ -11,8 +11,7 @@ from penstock.router.config import Misconfigured
 from penstock.router.fleet import Fleet
 from penstock.router.metrics import Metrics
 from penstock.router.replica import Conflict, Unknown
-from penstock.router.request import Broken, NotReady, Overloaded, Prompt, Request, Token
-from penstock.router.streams import Item
+from penstock.router.request import Broken, Item, NotReady, Overloaded, Prompt, Request, Token
 from penstock.tests.router.fakes import ByteTokenizer, FakeShards, letter
 from penstock.tests.router.test_batcher import answer, ask, config
 from penstock.tests.router.test_recovery import told

@@ -7,8 +7,7 @@ import pytest
 
 from penstock.router.batcher import Batcher
 from penstock.router.recovery import FURTHER, Inquest
-from penstock.router.request import Broken, Finish, Overloaded, Prompt, Request, Token
-from penstock.router.streams import Item
+from penstock.router.request import Broken, Finish, Item, Overloaded, Prompt, Request, Token
 from penstock.tests.router.fakes import END, FakeShards, letter
 from penstock.tests.router.test_batcher import ask, quiet, read, run, value
 
