@@ -23,7 +23,7 @@ Json = dict[str, Any]
 
 SIZE = ("--page-size", "4", "--kv-pages", "4096", "--max-batch-prefill-tokens", "64")
 SYSTEM = 64  # tokens of a system prompt
-USERS, REQUESTS, TOGETHER = 100, 480, 18
+USERS, REQUESTS, TOGETHER = 100, 480, 24
 
 
 @pytest.fixture(scope="module")
@@ -67,17 +67,18 @@ def test_shared_prefixes_are_found_and_load_is_even(three: Server) -> None:
 
     async def work(session: aiohttp.ClientSession) -> None:
         await until_three(session)
-        room = asyncio.Semaphore(TOGETHER)
 
         async def ask() -> int:
             prompt = chance.choice(users) + chance.choices(range(300, 2000), k=chance.randint(3, 12))
             body = {"prompt": prompt, "max_tokens": chance.choice((2, 4, 8)), "ignore_eos": True}
-            async with room, session.post("/v1/completions", json=body) as response:
+            async with session.post("/v1/completions", json=body) as response:
                 assert response.status == 200, await response.text()
                 cached: int = (await response.json())["usage"]["prompt_tokens_details"]["cached_tokens"]
                 return cached
 
-        found = await asyncio.gather(*(ask() for _ in range(REQUESTS)))
+        found: list[int] = []
+        for _ in range(REQUESTS // TOGETHER):  # not one for one that has ended: a replica that the machine starves rightly gets less
+            found += await asyncio.gather(*(ask() for _ in range(TOGETHER)))
         assert sum(cached >= SYSTEM for cached in found) >= 0.9 * REQUESTS  # really, as the shards say
         counts = await given(session)
         assert sum(counts.values()) == REQUESTS
