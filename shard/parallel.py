@@ -15,7 +15,6 @@ from torch import Tensor
 
 RENDEZVOUS_SECONDS = 120
 
-
 Meeting = Path | tuple[str, int]  # a file, which is not there yet, of ranks of one machine; an address and a port else
 
 
@@ -75,7 +74,9 @@ class Ranks:
 def _store(rank: int, size: int, meeting: Meeting, timeout: timedelta) -> Any:
     """Where the ranks meet. Rank 0 listens at that address only: left to itself torch would listen at all that the machine has."""
     if isinstance(meeting, Path):
-        return distributed.FileStore(str(meeting), size)  # type: ignore[attr-defined]
+        store = distributed.FileStore(str(meeting), size)  # type: ignore[attr-defined]
+        store.set_timeout(timeout)  # torch sets it only for stores that it makes itself; else ranks wait for five minutes
+        return store
     address, port = meeting
     settings: dict[str, Any] = {"is_master": not rank, "timeout": timeout}
     if not rank:

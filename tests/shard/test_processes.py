@@ -12,6 +12,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+import torch
 
 from penstock.proto import rpc, settings
 from penstock.proto import shard_pb2 as wire
@@ -83,6 +84,14 @@ def ranks(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ranks]:
         yield result
     finally:
         result.close()
+
+
+def test_a_rank_that_does_not_come_is_not_waited_for_longer_than_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "RENDEZVOUS_SECONDS", 0.2)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="timeout"):
+        parallel.Ranks(0, 2, torch.device("cpu"), tmp_path / "meeting")
+    assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize("ranks", ["demo"], indirect=True)
