@@ -237,7 +237,9 @@ def test_a_body_that_does_not_come_is_not_waited_for(tokenizer: Tokenizer, monke
         host, port = str(server.client._base_url.host), int(server.client._base_url.port or 0)
         reader, writer = await asyncio.open_connection(host, port)
         writer.write(b'POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"inputs":')
-        answer = await reader.readuntil(b"}")  # the end of the connection comes later: the rest of the body is let in, and dropped
+        answer = await reader.readuntil(b"}")
+        writer.write_eof()  # until the client ends, too, the rest of its body is let in, and dropped
+        assert await reader.read() == b""
         writer.close()
         assert answer.startswith(b"HTTP/1.1 408 ")
         assert b'"error_type":"timeout"' in answer

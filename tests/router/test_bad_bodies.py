@@ -175,28 +175,10 @@ ODD: list[Any] = [
 ]
 
 
-BESIDE_TOOLS = {
-    "tool_choice",
-    "tools",
-    "functions",
-    "function_call",
-    "parallel_tool_calls",
-    "messages",
-    "input",
-    "response_format",
-    "text",
-}
-BESIDE_TOOLS |= {
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "reasoning",
-    "n",
-    "num_beams",
-    "stop",
-}
+BESIDE_TOOLS = set(
+    "tools tool_choice parallel_tool_calls functions function_call messages input text n num_beams stop reasoning response_format "
+    "structured_outputs guided_json guided_regex guided_choice guided_grammar".split()
+)
 
 
 @pytest.mark.parametrize(("path", "body"), [(CHAT_PATH, ChatBody), (PATH, CompletionBody), (RESPONSES_PATH, ResponsesBody)])
