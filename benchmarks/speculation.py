@@ -115,7 +115,7 @@ def line(server: Server, streams: int, new: int, rounds: int) -> None:
             steps.append(tokens / max(1.0, tokens - accepted))
             right.append(accepted / max(1.0, drafted))
     logs = [math.log(fast / slow) for fast, slow in zip(guessed, plain, strict=True)]
-    ratio, error = math.exp(statistics.fmean(logs)), statistics.stdev([*logs, statistics.fmean(logs)]) / math.sqrt(rounds)
+    ratio, error = math.exp(statistics.fmean(logs)), statistics.pstdev(logs) / math.sqrt(max(1, rounds - 1))
     saved = statistics.median(steps)
     verdicts = [f"goal {GOAL_NEVER_BELOW:.2f}x {'met' if ratio >= GOAL_NEVER_BELOW else 'MISSED'}"]
     if streams == 1:
