@@ -176,8 +176,7 @@ ODD: list[Any] = [
 
 
 BESIDE_TOOLS = set(
-    "tools tool_choice parallel_tool_calls functions function_call messages input text n num_beams stop reasoning response_format "
-    "structured_outputs guided_json guided_regex guided_choice guided_grammar".split()
+    ["tools", "tool_choice", "parallel_tool_calls", "functions", "function_call", "messages", "input", "text", "n", "num_beams", "stop", "reasoning", "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"]
 )
 
 
