@@ -175,9 +175,9 @@ ODD: list[Any] = [
 ]
 
 
-BESIDE_TOOLS = set(
-    ["tools", "tool_choice", "parallel_tool_calls", "functions", "function_call", "messages", "input", "text", "n", "num_beams", "stop", "reasoning", "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"]
-)
+TOOLS = {"tools", "tool_choice", "parallel_tool_calls", "functions", "function_call"}
+FORMATS = {"response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "reasoning"}
+BESIDE_TOOLS = TOOLS | FORMATS | {"messages", "input", "text", "n", "num_beams", "stop"}
 
 
 @pytest.mark.parametrize(("path", "body"), [(CHAT_PATH, ChatBody), (PATH, CompletionBody), (RESPONSES_PATH, ResponsesBody)])
