@@ -17,6 +17,7 @@ import sys
 import time
 import weakref
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, BinaryIO
@@ -47,18 +48,19 @@ class Renderer:
     def __init__(self, seconds: float = SECONDS) -> None:
         self._seconds = seconds
         self._idle: list[_Process] = []
-        self._room = asyncio.Semaphore(PROCESSES)
+        # Its own: a process ends with the thread that has started it, see `die_with_parent`.
+        self._threads = ThreadPoolExecutor(PROCESSES, "renderer")
 
     async def render(self, source: str, special_tokens: Mapping[str, str], chat: Chat) -> str:
         """The prompt's text. Raises Refused."""
-        async with self._room:
-            result = await asyncio.to_thread(self._ask, source, special_tokens, chat)
+        result = await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, source, special_tokens, chat)
         if result.refused:
             raise Refused(result.refused, result.parameter)
         return result.text
 
     def close(self) -> None:
-        """Ends the processes that nobody waits for."""
+        """Ends the processes that nobody waits for. No chat is rendered any more."""
+        self._threads.shutdown(wait=False)
         while self._idle:
             self._idle.pop().close()
 

@@ -84,6 +84,18 @@ def test_whatever_a_template_does_it_ends(renderer: Renderer, name: str) -> None
     assert time.monotonic() - start < 20
 
 
+def test_a_process_stays(renderer: Renderer) -> None:
+    """Whichever threads and loops come and go: a process dies with the thread that has started it."""
+    found = set()
+    for number in range(3):
+        assert render(renderer, f"{{{{ {number} }}}}") == str(number)
+        [process] = renderer._idle
+        time.sleep(0.05)
+        found.add(process._process.pid if process._process.poll() is None else None)
+    assert len(found) == 1
+    assert None not in found
+
+
 def test_a_process_that_was_killed_is_replaced(renderer: Renderer) -> None:
     async def run() -> list[str]:
         found = [await renderer.render("{{ 1 }}", {}, QUESTION)]
