@@ -16,6 +16,7 @@ SIZE = 5
 SCALE = (1.0, 100.0, 10_000.0, 1_000.0, 10.0)
 MANY = 1_000_000_000
 TRUST = 1e-3  # of the first idea of what a token costs, against measured steps of weight 1
+LEAST = 0.01  # of it: where other features explain all that was measured, a step would else be for nothing, and others divide by it
 
 Row = list[float]
 
@@ -96,6 +97,7 @@ class Cost:
         for i in range(SIZE):
             squares[i][i] += 1e-9 * (squares[i][i] + 1.0)
         solution = nonnegative(squares, sums)
+        solution[1] = max(solution[1], LEAST * prior)
         return [value / scale for value, scale in zip(solution, SCALE, strict=True)]
 
 

@@ -111,6 +111,18 @@ def test_nothing_costs_less_than_nothing() -> None:
         assert min(nonnegative(squares, sums)) >= 0
 
 
+def test_no_step_is_for_nothing() -> None:
+    """Not even where prompts alone were seen, whose arithmetic explains all: a step that decodes is asked about next."""
+    for seed in range(300):
+        chance = random.Random(seed)
+        cost = Cost(64, chance.uniform(1e-3, 0.2))
+        for _ in range(chance.randint(1, 10)):
+            prompt = chance.randint(1, 32)
+            seen = prompt * chance.randint(1, 100)
+            cost.observe(Work(prompt, seen, seen / prompt, 1), chance.uniform(1, 3) * (5e-4 * prompt + 1e-6 * seen), prompts=True)
+        assert cost.predict(decode(1, 10)) > 1e-6
+
+
 def test_equations_are_solved() -> None:
     assert solve([[4.0, 1.0], [1.0, 3.0]], [1.0, 2.0]) == pytest.approx([1 / 11, 7 / 11])
 
