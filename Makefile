@@ -32,15 +32,20 @@ serve: $(INSTALLED)
 plan: $(INSTALLED)
 	@$(BIN)/penstock plan $(MODEL) $(FLAGS)
 
-# Two halves side by side, which take about as long.
-COMPUTING := tests/kernels tests/shard tests/launcher tests/deploy tests/clients tests/chaos
+# Three parts side by side: two that take as long on two cores, and one that mostly waits.
+COMPUTING := tests/kernels tests/shard tests/launcher tests/deploy tests/clients
+CHAOS := tests/chaos
 
 test: $(INSTALLED)
 	@mkdir -p build
-	@$(BIN)/python -m pytest -p no:cacheprovider $(COMPUTING) >build/computing.log 2>&1 & half=$$!; trap "kill $$half" INT TERM; \
-	echo "$(COMPUTING): build/computing.log"; \
-	$(BIN)/python -m pytest $(COMPUTING:%=--ignore=%); others=$$?; \
-	wait $$half; computing=$$?; cat build/computing.log; test $$others = 0 -a $$computing = 0
+	@run="$(BIN)/python -m pytest -p no:cacheprovider"; \
+	$$run $(COMPUTING) >build/computing.log 2>&1 & computing=$$!; \
+	$$run $(CHAOS) >build/chaos.log 2>&1 & chaos=$$!; \
+	trap "kill $$computing $$chaos" INT TERM; \
+	echo "$(COMPUTING): build/computing.log"; echo "$(CHAOS): build/chaos.log"; \
+	$$run $(patsubst %,--ignore=%,$(COMPUTING) $(CHAOS)); others=$$?; \
+	wait $$computing; computing=$$?; wait $$chaos; chaos=$$?; \
+	cat build/computing.log build/chaos.log; test $$others = 0 -a $$computing = 0 -a $$chaos = 0
 
 # The root is the package, and tools take the checkout's folder for its name: through this link that is always `penstock`.
 build/penstock:

@@ -55,6 +55,7 @@ class Plan:
     clients: int
     every: float  # seconds between the end of a recovery and the next fault, on average; 0: no faults
     seed: int
+    think: float = 0.0  # seconds that a client waits, on average, until it asks again
 
 
 @dataclass(slots=True)
@@ -203,6 +204,7 @@ class Chaos:
     async def _client(self) -> None:
         """Asks again when it has its answer."""
         while time.monotonic() < self._end:
+            await asyncio.sleep(self._dice.uniform(0, 2 * self._plan.think))
             index = self._dice.randrange(len(self._asked))
             path, body = self._asked[index]
             stream = Stream()

@@ -30,7 +30,7 @@ def requests() -> list[Request]:
         made.append(
             Request(
                 prompt=tuple(tokenizer.encode(text)),
-                max_new_tokens=20 + 3 * number,
+                max_new_tokens=16 + 2 * number,
                 sampling=sampling,
                 choices=4 if number % 4 == 1 else 1,
             )

@@ -25,7 +25,7 @@ QUESTION = Chat(messages=[{"role": "user", "content": "x"}])
 
 @pytest.fixture
 def renderer() -> Iterator[Renderer]:
-    renderer = Renderer(seconds=1.0)
+    renderer = Renderer(seconds=0.5)
     yield renderer
     renderer.close()
 

@@ -183,7 +183,7 @@ class World:
             assert grow == again.pages(self.size, 2)
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", range(75))
 def test_it_counts_like_a_plain_model(seed: int) -> None:
     """Without a cache, everything can be said of each sequence alone."""
     world = World(seed, caching=False)
@@ -203,7 +203,7 @@ def test_it_counts_like_a_plain_model(seed: int) -> None:
         assert outcome.free == world.pages - sum(group.pages(world.size, 0) for group in world.groups.values())
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", range(75))
 def test_the_books_are_right_with_a_cache(seed: int) -> None:
     """Whatever is shared, evicted and restored: pages are counted once, `grow` is a bound, and in the end all come back."""
     random_ = random.Random(seed)
