@@ -91,7 +91,9 @@ def tiles_of(ratio: int, size: int, dtype: torch.dtype, generation: int = 9) -> 
     least = max(16, triton.next_power_of_2(ratio))
     few, many = max(64, least), max(128 if size <= 128 else 64, least)
     if dtype == torch.float32:
-        return Tile(least, 32, 4, 2), Tile(max(32, least), 32, 4, 2), Tile(max(64, least), 32, 8, 2)
+        # Its products are computed in registers. 16 keys are the least of a product; few enough never to spill but in one place.
+        keys = 32 if generation == 8 and size <= 64 else 16
+        return Tile(least, 16, 8, 2), Tile(max(32, least), 16, 8, 2), Tile(max(64, least), keys, 8, 2)
     if generation == 0:
         return Tile(least, 32, 4, 2), Tile(few, 32, 4, 2), Tile(many, 32, 8 if size <= 128 else 4, 2)
     if generation == 8:
@@ -341,7 +343,7 @@ def compilations() -> list[Compilation]:
                 _compilation(kind, 128, generation, trees=True, hot=True),
                 _compilation(kind, 128, generation, window=4096, hot=True),
                 _compilation(kind, 256, generation, window=4096, softcap=50.0, hot=True),
-                _compilation(kind, 128, generation, dtype=torch.float32),
+                *(_compilation(kind, size, generation, dtype=torch.float32, hot=True) for size in (64, 128, 256)),
             ]
             if generation != 8:  # before Ada there is no e4m3
                 result.append(_compilation(kind, 128, generation, eight_bits=True, page_size=64, hot=True))
