@@ -81,7 +81,6 @@ class Restless(Scheduler):
     """Pauses jobs when nothing asks for it, until each was paused `times` times."""
 
     times = 2
-    zeal = 0.8  # how probably it does so where it can
 
     def __init__(self, bounds: Bounds, policy: Policy, drafting: Drafting | None = None) -> None:
         super().__init__(bounds, policy, drafting)
@@ -91,7 +90,7 @@ class Restless(Scheduler):
     def next(self) -> Action | None:
         idle = not self._filters and not self._dropped and not self._ended
         tired = [job for job in self._running.values() if self.pauses[job.uid] < self.times]
-        if idle and tired and self._chance.random() < self.zeal:
+        if idle and tired and self._chance.random() < 0.8:
             victims = self._chance.sample(tired, self._chance.randint(1, len(tired)))
             self.pauses.update(job.uid for job in victims)
             return self._take_back(victims)

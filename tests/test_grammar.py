@@ -139,7 +139,7 @@ def test_an_answer_of_more_than_1024_tokens_is_complete() -> None:
     }
 
     async def test(batcher: Batcher) -> list[list[int]]:
-        return await tokens(batcher, request(json_schema(schema), seed=3, max_new_tokens=2000))
+        return await tokens(batcher, request(json_schema(schema), seed=3, max_new_tokens=2000, choices=2))
 
     for ids in run(test, scheduler=Restless, shard={"kv_pages": 400}):
         assert len(ids) > 1024

@@ -77,9 +77,8 @@ def test_shared_prefixes_are_found_and_load_is_even(three: Server) -> None:
                 return cached
 
         found: list[int] = []
-        for _ in range(
-            REQUESTS // TOGETHER
-        ):  # not one for one that has ended: a replica that the machine starves rightly gets less
+        # In waves: of a stream of one request for one that has ended, a replica that the machine starves rightly gets less.
+        for _ in range(REQUESTS // TOGETHER):
             found += await asyncio.gather(*(ask() for _ in range(TOGETHER)))
         assert sum(cached >= SYSTEM for cached in found) >= 0.9 * REQUESTS  # really, as the shards say
         counts = await given(session)

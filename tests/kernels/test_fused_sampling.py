@@ -131,7 +131,7 @@ NEAR = {
 }
 
 
-@pytest.mark.parametrize("vocabulary", [1, 7, 259])
+@pytest.mark.parametrize("vocabulary", [1, 7, 61, 259])
 def test_the_same_tokens(vocabulary: int, chance: random.Random) -> None:
     """Greedy, plain and filtered rows, one of each kind, in a view with NaN around it."""
     rows = len(NEAR["top_k"])
@@ -203,8 +203,9 @@ def test_penalties_come_and_go(chance: random.Random) -> None:
     assert logits.equal(before)
 
 
-def test_penalties_and_masks(chance: random.Random) -> None:
-    rows, vocabulary = len(NEAR["top_k"]), 203
+@pytest.mark.parametrize("vocabulary", [40, 203])
+def test_penalties_and_masks(vocabulary: int, chance: random.Random) -> None:
+    rows = len(NEAR["top_k"])
     logits = torch.randn(rows, vocabulary, device=DEVICE) * 3
     words = torch.randint(-(1 << 31), 1 << 31, (rows, -(-vocabulary // 32)), device=DEVICE).int()
     words[:, 0] |= 1  # of every row something is allowed
@@ -225,7 +226,7 @@ def test_rows_do_not_know_their_neighbours(chance: random.Random) -> None:
     logits, parameters = torch.randn(rows, vocabulary, device=DEVICE) * 2, draws(rows, **NEAR)
     logits[1, 7], logits[4, 3] = torch.nan, torch.inf
     among = sample(logits, parameters, None, None)
-    for row in (3, 6):
+    for row in (0, 3, 6):
         alone = sample(logits[row : row + 1], parameters.take(torch.tensor([row], device=DEVICE)), None, None)
         assert alone.tokens[0] == among.tokens[row]
         assert alone.logprobs[0] == among.logprobs[row]
