@@ -15,15 +15,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# Padding that a block may add: rows whose lengths differ by less than this factor share one (and anything under 64 tokens).
-SPREAD = 1.3
+# Elements of padding that a block may add to its rows: about what another block would cost. Measured 2026-11-22 on a shared EPYC,
+# 12 rows of 64 to 160 tokens with 256 elements each, four layers: 3.1 ms in three blocks, 2.1 in one.
+PADDING = 1 << 18
 # Queries that are attended at once. torch's causal attention computes the whole square: tiles that end where their last query
 # may look save nearly half of it, and 64 is the height of its own inner tile. Measured 2026-11-21, 512 tokens, 16/8 heads of 64,
 # one thread: 23 to 28 ms as one call, 13 to 18 ms in tiles.
 TILE = 64
-# Elements of keys and values that a block gathers at once: 2 M floats are 8 MB. Measured 2026-11-21 on a shared EPYC with 32 MB
-# of L3: beyond about 16 MB the copy goes through memory and costs as much as the attention itself.
-BLOCK_ELEMENTS = 2 << 20
+# Elements of keys and values that a block gathers at once: 4 MB of floats. Measured 2026-11-22 on a shared EPYC with 1 MB
+# of L2 and 32 MB of L3, of which neighbours take their part: 32 rows of 256 to 300 tokens, 4 layers with 256 elements and 12 with
+# 1,024, take 11.7 and 134 ms with half as many, 12.3 and 124 with these, 17.3 and 123 with twice as many.
+BLOCK_ELEMENTS = 1 << 20
 
 
 class Full(ValueError):
@@ -71,36 +73,46 @@ def blocks(rows: Sequence[Row], page_size: int, windows: Sequence[int], elements
     windows: the distinct ones of the model's layers, 0 for none; elements: of keys and values per token and layer.
     """
     result, start = [], 0
-    for part in _split(rows, elements):
+    for part in split(rows, elements):
         block = _block(part, start, page_size, windows, device)
         result.append(block)
         start += block.rows * block.queries
     return result
 
 
-def _split(rows: Sequence[Row], elements: int) -> Iterator[Sequence[Row]]:
-    first = 0
-    for i in range(1, len(rows) + 1):
-        if i < len(rows):
-            length = rows[i].queries + rows[i].context
-            shortest = rows[first].queries + rows[first].context
-            similar = rows[i].queries == rows[first].queries <= TILE and length <= max(64, SPREAD * shortest)
-            if similar and (i + 1 - first) * length * elements <= BLOCK_ELEMENTS:
-                continue
-        yield rows[first:i]
-        first = i
+def split(rows: Sequence[Row], elements: int) -> Iterator[Sequence[Row]]:
+    """Rows side by side that a block may hold together."""
+    first = total = 0  # of the block: its first row, and the tokens of its rows
+    for i, row in enumerate(rows):
+        length = row.queries + row.context
+        if i > first:
+            padded = (i + 1 - first) * length
+            # What is padded costs its copy, and each query as much as a quarter of that.
+            padding = (padded - total - length) * elements * (3 + row.queries) // 4
+            alike = row.queries == rows[first].queries <= TILE
+            if not alike or padded * elements > BLOCK_ELEMENTS or padding > PADDING:
+                yield rows[first:i]
+                first, total = i, 0
+        total += length
+    if rows:
+        yield rows[first:]
 
 
 def _block(rows: Sequence[Row], start: int, page_size: int, windows: Sequence[int], device: torch.device) -> Block:
     queries = rows[0].queries
-    length = queries + max(row.context for row in rows)
-    width = -(-length // page_size)
-    # A row's table may be longer than its length (pages taken ahead) or, in a block of mixed lengths, shorter.
-    tables = torch.tensor([[*row.pages[:width], *(0,) * (width - len(row.pages))] for row in rows])
-    slots = (tables.unsqueeze(-1) * page_size + torch.arange(page_size)).view(len(rows), -1)[:, :length]
+    slots = slots_of(rows, page_size)
     tiled = queries > TILE and rows[0].parents is None
     views = {window: _view(rows, slots, window, tiled, device) for window in windows}
     return Block(start, len(rows), queries, views, tiled)
+
+
+def slots_of(rows: Sequence[Row], page_size: int) -> Tensor:
+    """[rows, length of the longest]: where their keys and values are; anything after a row's last."""
+    length = max(row.queries + row.context for row in rows)
+    width = -(-length // page_size)
+    # A row's table may be longer than its length (pages taken ahead) or, in a block of mixed lengths, shorter.
+    tables = torch.tensor([[*row.pages[:width], *(0,) * (width - len(row.pages))] for row in rows])
+    return (tables.unsqueeze(-1) * page_size + torch.arange(page_size)).view(len(rows), -1)[:, :length]
 
 
 def _view(rows: Sequence[Row], slots: Tensor, window: int, tiled: bool, device: torch.device) -> View:
@@ -110,15 +122,15 @@ def _view(rows: Sequence[Row], slots: Tensor, window: int, tiled: bool, device: 
     length = seen[0].queries + max(row.context for row in seen)
     part = slots.gather(1, torch.tensor(unseen).unsqueeze(1) + torch.arange(length))
     # Seen from its end, every tile of a chain looks the same: the mask of the last one serves all.
-    mask = _mask([Row(TILE, length - TILE, ())] if tiled else seen, length, window, device)
-    return View(length, part.reshape(-1).to(device), mask)
+    return view_of(part, _visible([Row(TILE, length - TILE, ())] if tiled else seen, length, window), device)
 
 
-def _mask(rows: Sequence[Row], length: int, window: int, device: torch.device) -> Tensor | None:
-    visible = _visible(rows, length, window)
-    if bool(visible.all()):
-        return None
-    return torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf).unsqueeze(1).to(device)
+def view_of(slots: Tensor, visible: Tensor, device: torch.device) -> View:
+    """slots: [rows, length]; visible: [rows, queries, length]."""
+    mask = None
+    if not bool(visible.all()):
+        mask = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf).unsqueeze(1).to(device)
+    return View(slots.shape[1], slots.reshape(-1).to(device), mask)
 
 
 def _visible(rows: Sequence[Row], length: int, window: int) -> Tensor:
@@ -165,22 +177,26 @@ def attention(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
+def gather(cache: Tensor, slots: Tensor, rows: int, dtype: torch.dtype, scales: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Keys and values [rows, kv_heads, length, size] in `dtype`, of as many slots for each row."""
+    found = _gather(cache, slots, dtype, scales).view(rows, -1, *cache.shape[1:])
+    return found[:, :, 0].transpose(1, 2), found[:, :, 1].transpose(1, 2)
+
+
 def _gather(cache: Tensor, slots: Tensor, dtype: torch.dtype, scales: Tensor | None) -> Tensor:
-    """[slots, 2, kv_heads, size] in `dtype`."""
     flat = cache.view(len(cache), -1)
     if cache.dtype == dtype:
-        return flat.index_select(0, slots).view(-1, *cache.shape[1:])
+        return flat.index_select(0, slots)
     # torch selects no floats of 8 bits, but bytes.
-    stored = flat.view(torch.uint8).index_select(0, slots).view(cache.dtype).view(-1, *cache.shape[1:])
-    return stored.to(dtype) if scales is None else (stored.float() * scales[..., None]).to(dtype)
+    stored = flat.view(torch.uint8).index_select(0, slots).view(cache.dtype)
+    return stored.to(dtype) if scales is None else (stored.view(-1, *cache.shape[1:]).float() * scales[..., None]).to(dtype)
 
 
 def _attend(query: Tensor, cache: Tensor, block: Block, window: int, scale: float, scales: Tensor | None) -> Tensor:
     heads, size = query.shape[1:]
     kv_heads = cache.shape[2]
     count, queries, view = block.rows, block.queries, block.views[window]
-    gathered = _gather(cache, view.slots, query.dtype, scales).view(count, view.length, 2, kv_heads, size)
-    keys, values = gathered[:, :, 0].transpose(1, 2), gathered[:, :, 1].transpose(1, 2)  # [rows, kv_heads, length, size]
+    keys, values = gather(cache, view.slots, count, query.dtype, scales)
     asked = query[block.start : block.start + count * queries]
     mask = view.mask if view.mask is None else view.mask.to(query.dtype)
     if queries == 1:  # all query heads of a key head in one tile: keys and values are read once

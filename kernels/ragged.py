@@ -1,6 +1,6 @@
 """The one primitive of `design.md`: ragged rows over paged keys and values, by whichever attention the process uses.
 
-Torch's (`attention.py`) defines what is meant and serves CPUs; Triton's (`paged_attention.py`) serves accelerators.
+Torch's (`attention.py`, `common.py`) defines what is meant and serves CPUs; Triton's (`paged_attention.py`) serves accelerators.
 """
 
 from collections.abc import Sequence
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
-from . import attention as plain
+from . import common
 from .attention import Full, Row
 from .choose import triton_on
 from .work import ITEMS_PER_PROCESSOR
 
-__all__ = ["Full", "Layout", "Plan", "Row", "attention", "capacity", "order", "plan"]
+__all__ = ["Full", "Layout", "Plan", "Row", "attention", "capacity", "plan"]
 
 if TYPE_CHECKING:
     from . import paged_attention as paged
@@ -39,22 +39,18 @@ class Layout:
         return self.heads // self.kv_heads
 
 
-Plan: TypeAlias = "list[plain.Block] | paged.Plan"
+Plan: TypeAlias = "common.Plan | paged.Plan"
 
 
-def order(rows: Sequence[Row], layout: Layout) -> Sequence[int]:
-    """The order in which rows should stand in a step."""
-    return range(len(rows)) if triton_on(layout.device) else plain.order(rows)
-
-
-def plan(rows: Sequence[Row], layout: Layout, capacity: "paged.Capacity | None" = None) -> Plan:
-    """The attention of rows that stand in that order. capacity: what a graph has room for. Raises Full if that is too little."""
+def plan(rows: Sequence[Row], layout: Layout, capacity: "paged.Capacity | None" = None) -> tuple[Sequence[int], Plan]:
+    """The order in which rows have to stand in a step, and their attention then. capacity: what a graph has room for. Raises Full
+    if that is too little."""
     if not triton_on(layout.device):
         elements = 2 * layout.kv_heads * layout.size
-        return plain.blocks(rows, layout.page_size, layout.windows, elements, layout.device)
+        return common.plan(rows, layout.page_size, layout.windows, elements, layout.device)
     from . import paged_attention as paged
 
-    return paged.plan(
+    attended = paged.plan(
         rows,
         layout.page_size,
         layout.kv_heads,
@@ -65,6 +61,7 @@ def plan(rows: Sequence[Row], layout: Layout, capacity: "paged.Capacity | None" 
         windows=layout.windows,
         capacity=capacity,
     )
+    return range(len(rows)), attended
 
 
 def capacity(layout: Layout, tokens: int, rows: int, total: int, pages: int, mixed: bool, trees: bool = False) -> "paged.Capacity":
@@ -98,8 +95,8 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, window: int, scale: floa
     query: [tokens, heads, size]; cache: a layer [slots, 2, kv_heads, size], keys first, in the query's dtype or float8_e4m3fn;
     scales: [2, kv_heads] float32, what cached keys and values are to be multiplied by.
     """
-    if isinstance(plan, list):
-        return plain.attention(query, cache, plan, window, scale, scales)
+    if isinstance(plan, common.Plan):
+        return common.attention(query, cache, plan, window, scale, scales)
     from . import paged_attention as paged
 
     return paged.attention(query, cache, plan, window, scale, scales=scales)

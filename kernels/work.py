@@ -110,7 +110,7 @@ def table(rows: Sequence[Row], page_size: int, most: int) -> Table:
             positions[starts[i] : starts[i] + row.queries] = row.context + _ints(ancestry_depths(row))
     own = numpy.zeros_like(queries)
     tokens, runs, count = [numpy.arange(len(positions))], [], len(positions)
-    for run in _runs(rows, page_size, most):
+    for run in runs_of(rows, page_size, most):
         runs.append((run, count))
         tokens.append(_ranges(starts[run.members], queries[run.members]))
         count += len(tokens[-1])
@@ -157,8 +157,8 @@ def masks(row: Row) -> list[tuple[int, int]]:
     return [(bits & (1 << 64) - 1, bits >> 64) for bits in sees]
 
 
-def _runs(rows: Sequence[Row], page_size: int, most: int) -> Iterator[Run]:
-    """Longer runs come after those that they continue."""
+def runs_of(rows: Sequence[Row], page_size: int, most: int) -> Iterator[Run]:
+    """What rows of at most so many queries have in common. Runs come after those that they continue."""
     able = [i for i, row in enumerate(rows) if row.queries <= most]
     full = [row.context // page_size for row in rows]
     least = -(-SHORTEST_RUN // page_size)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..kernels import attention, ragged
+from ..kernels import attention, common, ragged
 from ..kernels.ragged import Layout
 from .sequence import Group, Sequence
 
@@ -77,8 +77,8 @@ class Step:
 
     def become(self, other: "Step") -> None:
         """Takes the contents of a step for the same room, in place."""
-        assert not isinstance(self.attention, list)
-        assert not isinstance(other.attention, list)
+        assert not isinstance(self.attention, common.Plan)
+        assert not isinstance(other.attention, common.Plan)
         self.buffer.copy_(other.buffer, non_blocking=True)
         self.attention.become(other.attention)
 
@@ -91,7 +91,7 @@ def plan(spans: Listing[Span], layout: Layout, room: Room | None = None) -> Step
     slots: list[int] = []
     starts = [0] * len(spans)
     size = layout.page_size
-    order = ragged.order(rows, layout)
+    order, attended = ragged.plan(rows, layout, room.attention if room else None)
     for i in order:
         span, start, pages = spans[i], spans[i].start, spans[i].sequence.pages
         starts[i] = len(tokens)
@@ -108,7 +108,6 @@ def plan(spans: Listing[Span], layout: Layout, room: Room | None = None) -> Step
         wanted += [0] * unused
     buffer = _moved(tokens + positions + slots + wanted, layout.device)
     tokens_of, positions_of, slots_of, rows_of = torch.split(buffer, [len(tokens)] * 3 + [len(wanted)])
-    attended = ragged.plan([rows[i] for i in order], layout, room.attention if room else None)
     return Step(buffer, tokens_of, positions_of, slots_of, rows_of, attended)
 
 

@@ -1,14 +1,17 @@
-"""Attention over ragged rows in pages equals a plain softmax in float64, row by row: chains and trees, with windows and without."""
+"""Attention over ragged rows in pages equals a plain softmax in float64, row by row: chains and trees, with windows and without,
+rows that begin alike and rows that do not."""
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from penstock.kernels import attention as kernel
-from penstock.kernels.attention import BLOCK_ELEMENTS, SPREAD, Row, ancestry, attention, blocks, order
+from penstock.kernels import common
+from penstock.kernels.attention import BLOCK_ELEMENTS, PADDING, Row, ancestry, attention, blocks, order
 
 CPU = torch.device("cpu")
 KV_HEADS = 2
@@ -16,10 +19,17 @@ SIZE = 8
 
 
 class Paged:
-    """Rows over a cache of random numbers. Every page is some row's own; what no row uses holds numbers as well."""
+    """Rows over a cache of random numbers; what no row uses holds numbers as well. sharing: how likely a row begins with pages of
+    another, as far as their contexts allow."""
 
     def __init__(
-        self, shapes: Sequence[tuple[int, int]], page_size: int, trees: float = 0.0, seed: int = 0, spare: int = 0
+        self,
+        shapes: Sequence[tuple[int, int]],
+        page_size: int,
+        trees: float = 0.0,
+        seed: int = 0,
+        spare: int = 0,
+        sharing: float = 0.0,
     ) -> None:
         chance = random.Random(seed)
         torch.manual_seed(seed)
@@ -27,26 +37,41 @@ class Paged:
         counts = [-(-(queries + context) // page_size) + chance.randint(0, spare) for queries, context in shapes]
         pages = list(range(1, sum(counts) + 1))
         chance.shuffle(pages)
-        rows = []
+        rows: list[Row] = []
         for (queries, context), count in zip(shapes, counts, strict=True):
             parents = [chance.randint(-1, i - 1) for i in range(queries)] if chance.random() < trees else None
-            rows.append(Row(queries, context, [pages.pop() for _ in range(count)], parents))
+            alike: Sequence[int] = ()
+            if rows and chance.random() < sharing:
+                other = chance.choice(rows)
+                most = min(context, other.context) // page_size
+                alike = other.pages[: chance.choice([most, chance.randint(0, most)])]
+            rows.append(Row(queries, context, [*alike, *(pages.pop() for _ in range(count - len(alike)))], parents))
+        self.rows_as_given = rows
         self.rows = [rows[i] for i in order(rows)]
         self.cache = torch.randn((sum(counts) + 1) * page_size, 2, KV_HEADS, SIZE)
 
     def slots(self, row: Row) -> list[int]:
         return [row.pages[i // self.page_size] * self.page_size + i % self.page_size for i in range(row.context + row.queries)]
 
-    def check(self, group: int, window: int) -> None:
-        """Against the plain way; `group` query heads share a key head."""
+    def check(self, group: int, window: int) -> common.Plan:
+        """Against the plain way; `group` query heads share a key head. Returns how it was computed."""
         query = torch.randn(sum(row.queries for row in self.rows), KV_HEADS * group, SIZE)
-        plan = blocks(self.rows, self.page_size, sorted({0, window}), 2 * KV_HEADS * SIZE, CPU)
-        found = attention(query, self.cache, plan, window, SIZE**-0.5)
+        found, plan = self.found(query, window)
         expected = [
             plain(part, self.cache[self.slots(row)], row, window)
             for part, row in zip(query.split([row.queries for row in self.rows]), self.rows, strict=True)
         ]
         torch.testing.assert_close(found, torch.cat(expected).float())
+        return plan
+
+    def found(self, query: Tensor, window: int) -> tuple[Tensor, common.Plan]:
+        """The answers of `query`, whose tokens stand in the order of the rows, and how they were computed."""
+        windows = sorted({0, window})
+        order, plan = common.plan(self.rows, self.page_size, windows, 2 * KV_HEADS * SIZE, CPU)
+        parts = query.split([row.queries for row in self.rows])
+        answers = common.attention(torch.cat([parts[i] for i in order]), self.cache, plan, window, SIZE**-0.5)
+        found = dict(zip(order, answers.split([self.rows[i].queries for i in order]), strict=True))
+        return torch.cat([found[i] for i in range(len(found))]), plan
 
 
 def plain(query: Tensor, cached: Tensor, row: Row, window: int) -> Tensor:
@@ -94,6 +119,64 @@ def test_random_rows(seed: int) -> None:
     Paged(shapes, chance.choice([1, 3, 16]), trees=0.3, seed=seed, spare=1).check(chance.choice([1, 2, 4]), chance.choice([0, 9]))
 
 
+@pytest.mark.parametrize("group", [1, 2, 4])
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_that_begin_alike(seed: int, page_size: int, group: int) -> None:
+    """Some of them decode and read what they have in common together; others have more queries and do not."""
+    chance = random.Random(seed)
+    shapes = [(chance.choice([1, 1, 1, 4]), chance.randint(150, 700)) for _ in range(10)]
+    plan = Paged(shapes, page_size, trees=0.5, seed=seed, spare=1, sharing=0.8).check(group, 0)
+    assert plan.levels
+
+
+def test_nested_beginnings() -> None:
+    """Beams under a prompt that others share as well, another prompt of that length, and a row alone."""
+    paged = Paged([(1, 320), (1, 800), (1, 810), (1, 330), (1, 325), (1, 48), (2, 400)], 16, spare=1)
+    one, two, three, four, five, short, pair = paged.rows_as_given
+    paged.rows = [
+        one,
+        replace(two, pages=[*one.pages[:20], *two.pages[20:]]),
+        replace(three, pages=[*one.pages[:20], *two.pages[20:50], *three.pages[50:]]),
+        four,
+        replace(five, pages=[*four.pages[:20], *five.pages[20:]]),
+        short,
+        replace(pair, pages=[*one.pages[:20], *pair.pages[20:]]),
+    ]
+    plan = paged.check(2, 0)
+    read = [[(block.rows, block.queries, block.views[0].length) for block in level.blocks] for level in plan.levels]
+    assert read == [[(1, 2, 320), (1, 3, 320)], [(1, 2, 480)]]
+    assert sum(block.rows * block.views[0].length for block in plan.blocks) < 700  # of 2,700 keys
+
+
+@pytest.mark.parametrize(("dtype", "stored"), [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float8_e4m3fn)])
+def test_beginnings_in_other_numbers(dtype: torch.dtype, stored: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Together or each alone: the same, up to rounding."""
+    paged = Paged([(1, 400)] * 5, 16, sharing=1.0, seed=4)
+    query, cache = torch.randn(5, 2 * KV_HEADS, SIZE).to(dtype), paged.cache.to(stored)
+    scales = torch.tensor([[0.5, 2.0], [1.0, 0.25]]) if stored != dtype else None
+
+    def found() -> Tensor:
+        order, plan = common.plan(paged.rows, 16, [0], 2 * KV_HEADS * SIZE, CPU)
+        assert bool(plan.levels) == (common.runs_of is honest)
+        return common.attention(query[order], cache, plan, 0, SIZE**-0.5, scales)[torch.tensor(order).argsort()]
+
+    honest = common.runs_of
+    together = found()
+    monkeypatch.setattr(common, "runs_of", lambda *_: ())
+    torch.testing.assert_close(together, found(), rtol=2e-2, atol=2e-2)
+
+
+def test_the_check_finds_common_keys_that_are_forgotten_or_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    paged = Paged([(1, 320)] * 3, 16, sharing=1.0, seed=3)
+    assert paged.check(2, 0).levels
+    honest = common._merge
+    for fault in (lambda *_: None, lambda *given: (honest(*given), honest(*given))):
+        monkeypatch.setattr(common, "_merge", fault)
+        with pytest.raises(AssertionError):
+            paged.check(2, 0)
+
+
 def test_the_check_finds_a_mask_that_hides_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
     def open_tree(parents: Sequence[int]) -> tuple[list[list[bool]], list[int]]:
         return [[True] * len(parents) for _ in parents], ancestry(parents)[1]
@@ -116,7 +199,7 @@ def test_what_a_row_does_not_see_may_be_anything() -> None:
 
 def test_blocks_are_of_equal_rows_and_bounded_size() -> None:
     chance = random.Random(1)
-    shapes = [(chance.choice([1, 1, 1, 4]), chance.randint(0, 3000)) for _ in range(200)]
+    shapes = [(chance.choice([1, 1, 1, 4]), chance.randint(0, 1500)) for _ in range(200)]
     rows = Paged(shapes, 16).rows
     elements = 256
     plan = blocks(rows, 16, [0], elements, CPU)
@@ -126,7 +209,8 @@ def test_blocks_are_of_equal_rows_and_bounded_size() -> None:
         place += block.rows
         assert {row.queries for row in own} == {block.queries}
         assert block.views[0].length == max(row.queries + row.context for row in own)
-        assert block.views[0].length <= max(64, SPREAD * min(row.queries + row.context for row in own))
+        padding = sum(block.views[0].length - row.queries - row.context for row in own) * elements
+        assert padding * (3 + block.queries) <= 4 * PADDING
         assert block.rows == 1 or block.rows * block.views[0].length * elements <= BLOCK_ELEMENTS
         assert len(block.views[0].slots) == block.rows * block.views[0].length
     assert place == len(rows)
