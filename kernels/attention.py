@@ -10,7 +10,9 @@ nothing here runs once per row. Blocks are small enough for the gathered copy to
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
+import numpy
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -26,6 +28,9 @@ TILE = 64
 # of L2 and 32 MB of L3, of which neighbours take their part: 32 rows of 256 to 300 tokens, 4 layers with 256 elements and 12 with
 # 1,024, take 11.7 and 134 ms with half as many, 12.3 and 124 with these, 17.3 and 123 with twice as many.
 BLOCK_ELEMENTS = 1 << 20
+
+
+Array: TypeAlias = "numpy.ndarray[Any, Any]"
 
 
 class Full(ValueError):
@@ -106,50 +111,53 @@ def _block(rows: Sequence[Row], start: int, page_size: int, windows: Sequence[in
     return Block(start, len(rows), queries, views, tiled)
 
 
-def slots_of(rows: Sequence[Row], page_size: int) -> Tensor:
+def slots_of(rows: Sequence[Row], page_size: int) -> Array:
     """[rows, length of the longest]: where their keys and values are; anything after a row's last."""
     length = max(row.queries + row.context for row in rows)
     width = -(-length // page_size)
     # A row's table may be longer than its length (pages taken ahead) or, in a block of mixed lengths, shorter.
-    tables = torch.tensor([[*row.pages[:width], *(0,) * (width - len(row.pages))] for row in rows])
-    return (tables.unsqueeze(-1) * page_size + torch.arange(page_size)).view(len(rows), -1)[:, :length]
+    tables = numpy.array([[*row.pages[:width], *(0,) * (width - len(row.pages))] for row in rows])
+    return (tables[:, :, None] * page_size + numpy.arange(page_size)).reshape(len(rows), -1)[:, :length]
 
 
-def _view(rows: Sequence[Row], slots: Tensor, window: int, tiled: bool, device: torch.device) -> View:
-    """slots: [rows, length], without a window. What lies before one is not gathered: the context just seems shorter."""
-    unseen = [max(0, row.context - window + 1) if window else 0 for row in rows]
-    seen = [Row(row.queries, row.context - skip, (), row.parents) for row, skip in zip(rows, unseen, strict=True)]
-    length = seen[0].queries + max(row.context for row in seen)
-    part = slots.gather(1, torch.tensor(unseen).unsqueeze(1) + torch.arange(length))
+def _view(rows: Sequence[Row], slots: Array, window: int, tiled: bool, device: torch.device) -> View:
+    """slots: of `slots_of`. What lies before a window is not gathered: the context just seems shorter."""
+    if window:
+        unseen = [max(0, row.context - window + 1) for row in rows]
+        rows = [Row(row.queries, row.context - skip, (), row.parents) for row, skip in zip(rows, unseen, strict=True)]
+        length = rows[0].queries + max(row.context for row in rows)
+        slots = numpy.take_along_axis(slots, numpy.array(unseen)[:, None] + numpy.arange(length), 1)
+    length = slots.shape[1]
     # Seen from its end, every tile of a chain looks the same: the mask of the last one serves all.
-    return view_of(part, _visible([Row(TILE, length - TILE, ())] if tiled else seen, length, window), device)
+    return view_of(slots, _visible([Row(TILE, length - TILE, ())] if tiled else rows, length, window), device)
 
 
-def view_of(slots: Tensor, visible: Tensor, device: torch.device) -> View:
+def view_of(slots: Array, visible: Array, device: torch.device) -> View:
     """slots: [rows, length]; visible: [rows, queries, length]."""
     mask = None
-    if not bool(visible.all()):
-        mask = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf).unsqueeze(1).to(device)
-    return View(slots.shape[1], slots.reshape(-1).to(device), mask)
+    if not visible.all():
+        hidden = numpy.where(visible, numpy.float32(0), numpy.float32(-numpy.inf))
+        mask = torch.from_numpy(hidden).unsqueeze(1).to(device)
+    return View(slots.shape[1], torch.from_numpy(slots.reshape(-1)).to(device), mask)
 
 
-def _visible(rows: Sequence[Row], length: int, window: int) -> Tensor:
+def _visible(rows: Sequence[Row], length: int, window: int) -> Array:
     """[rows, queries, length]: which of a row's slots each query sees."""
-    queries = rows[0].queries
-    keys = torch.arange(length)
+    queries, keys = rows[0].queries, numpy.arange(length)
     if all(row.parents is None for row in rows):
-        positions = torch.tensor([[row.context] for row in rows]) + torch.arange(queries)  # of queries, [rows, queries]
-        visible = keys <= positions[:, :, None]
-        return visible & (positions[:, :, None] - keys < window) if window else visible
-    result = torch.zeros(len(rows), queries, length, dtype=torch.bool)
+        positions = (
+            numpy.array([[[row.context]] for row in rows]) + numpy.arange(queries)[:, None]
+        )  # of queries, [rows, queries, 1]
+        visible = keys <= positions
+        return visible & (positions - keys < window) if window else visible
+    result = numpy.zeros((len(rows), queries, length), bool)
     for i, row in enumerate(rows):  # one row a tree: their masks have nothing in common
         ancestors, depths = ancestry(row.parents if row.parents is not None else range(-1, queries - 1))
-        depth = torch.tensor(depths)
         result[i, :, : row.context] = True
-        result[i, :, row.context : row.context + queries] = torch.tensor(ancestors)
+        result[i, :, row.context : row.context + queries] = ancestors
         if window:
-            key_positions = torch.cat((keys[: row.context], row.context + depth, keys[row.context + queries :]))
-            result[i] &= (row.context + depth)[:, None] - key_positions < window
+            places = row.context + numpy.array(depths)
+            result[i] &= places[:, None] - numpy.concatenate((keys[: row.context], places, keys[row.context + queries :])) < window
     return result
 
 

@@ -7,6 +7,7 @@ What a token finds among the keys that it has in common with others and among it
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -49,21 +50,23 @@ def plan(
     order = plain.order(own)
     blocks = plain.blocks([own[i] for i in order], page_size, windows, elements, device)
     tokens = {row: token for token, row in enumerate(order)}  # rows of one query come first
-    return order, Plan(blocks, [_level(level, rows, tokens, page_size, elements) for level in levels])
+    return order, Plan(blocks, [_level(level, rows, tokens, page_size, elements, device) for level in levels])
 
 
-def _level(runs: Sequence[Run], rows: Sequence[Row], tokens: dict[int, int], page_size: int, elements: int) -> Level:
+def _level(
+    runs: Sequence[Run], rows: Sequence[Row], tokens: dict[int, int], page_size: int, elements: int, device: torch.device
+) -> Level:
     pages = [rows[run.members[0]].pages[run.begin : run.end] for run in runs]
     joint = [Row(len(run.members), len(own) * page_size - len(run.members), own) for run, own in zip(runs, pages, strict=True)]
     order = plain.order(joint)
     blocks, start = [], 0
     for part in plain.split([joint[i] for i in order], elements):
         slots = plain.slots_of(part, page_size)
-        lengths = torch.tensor([[[row.queries + row.context]] for row in part])
-        view = plain.view_of(slots, torch.arange(slots.shape[1]) < lengths, slots.device)
+        lengths = numpy.array([[[row.queries + row.context]] for row in part])
+        view = plain.view_of(slots, numpy.arange(slots.shape[1]) < lengths, device)
         blocks.append(Block(start, len(part), part[0].queries, {0: view}, False))
         start += len(part) * part[0].queries
-    return Level(torch.tensor([tokens[i] for k in order for i in runs[k].members]), blocks)
+    return Level(torch.tensor([tokens[i] for k in order for i in runs[k].members], device=device), blocks)
 
 
 def attention(query: Tensor, cache: Tensor, plan: Plan, window: int, scale: float, scales: Tensor | None = None) -> Tensor:
