@@ -78,7 +78,8 @@ class InProcess:
 
 
 class Restless(Scheduler):
-    """Pauses jobs when nothing asks for it, until each was paused `times` times."""
+    """Pauses jobs when nothing asks for it, until each was paused `times` times: those that decode at once, since with drafts few
+    steps end an answer; others by chance."""
 
     times = 2
 
@@ -90,8 +91,9 @@ class Restless(Scheduler):
     def next(self) -> Action | None:
         idle = not self._filters and not self._dropped and not self._ended
         tired = [job for job in self._running.values() if self.pauses[job.uid] < self.times]
-        if idle and tired and self._chance.random() < 0.8:
-            victims = self._chance.sample(tired, self._chance.randint(1, len(tired)))
+        if idle and tired and (self._chance.random() < 0.8 or not all(job.lacking for job in tired)):
+            chosen = self._chance.sample(tired, self._chance.randint(1, len(tired)))
+            victims = [job for job in tired if job in chosen or not job.lacking]
             self.pauses.update(job.uid for job in victims)
             return self._take_back(victims)
         return super().next()
