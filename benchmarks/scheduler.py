@@ -1,4 +1,5 @@
-"""What the scheduler itself costs per step, in microseconds of one core: beside vLLM's where `vllm` can be imported.
+"""What the scheduler itself costs per step, in microseconds of one core: beside vLLM's where `vllm` can be imported,
+as in the environment that `benchmarks/cpu.py` uses for it, after `pip install --no-deps --no-build-isolation -e .` there.
 
     python benchmarks/scheduler.py                      32, 256 and 1024 running sequences
     python benchmarks/scheduler.py --running 256 --steps 5000
@@ -99,7 +100,8 @@ def ours(running: int, waiting: int, output: int, steps: int) -> list[float]:
 
 def vllm(running: int, steps: int) -> list[float]:
     """The same for vLLM: `schedule` and `update_from_output`, in microseconds. Follows vLLM's own tests; arguments that
-    a version does not have are left out. It has not been run where this was written."""
+    a version does not have are left out. Theirs also looks for the end of each sequence and makes its output, which our shards and
+    streams do."""
     import torch
     from vllm import config  # type: ignore[import-not-found]
     from vllm.sampling_params import SamplingParams  # type: ignore[import-not-found]
@@ -185,7 +187,7 @@ def main() -> int:
         }
         if importlib.util.find_spec("vllm") is not None:
             try:
-                rows["vllm decode"] = vllm(running, max(20, options.steps // 20))
+                rows["vllm decode"] = vllm(running, max(20, options.steps // 5))
             except Exception as error:
                 print(f"vllm is left out: {type(error).__name__}: {error}")
         for name, taken in rows.items():
