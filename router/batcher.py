@@ -17,7 +17,7 @@ those that follow are the same on any shard.
 import asyncio
 import itertools
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -645,7 +645,7 @@ class Batcher:
     def _deliver(self, reply: shard_pb2.StepReply) -> None:
         """Turns the rows of a reply into items of their streams."""
         now = monotonic()
-        latest: dict[float, int] = {}  # when the tokens before came, and of how many that is so
+        before: list[float] = []  # when the token before each came, if it is of another step
         touched: list[Stream] = []
         prompts = self._prompt_logprobs(reply) if reply.prompt_uids else {}
         scores = _scores(reply) if reply.scored_uids else {}
@@ -667,7 +667,7 @@ class Batcher:
                 stream.run.steps += 1
             if choice.generated:
                 if choice.last < now:  # not of this step
-                    latest[choice.last] = latest.get(choice.last, 0) + 1
+                    before.append(choice.last)
             elif not any(other.generated for other in stream.choices):
                 self._metrics.first_token(now - stream.arrived)
                 stream.run.first, stream.run.cached_tokens = now, stream.cached
@@ -682,9 +682,12 @@ class Batcher:
             if finish or piece.stopped:
                 self._finish(stream, choice, "stop_sequence" if piece.stopped else REASONS[finish], now, scores.get((uid, index)))
             touched.append(stream)
-        self._metrics.tokens(len(reply.tokens), {now - last: count for last, count in latest.items()})
+        self._metrics.tokens(len(reply.tokens), {now - last: count for last, count in Counter(before).items()})
         for stream in touched:
-            self._push(stream)
+            try:
+                stream.push()
+            except Exception as error:  # a sink is somebody else's: its fault is no other stream's
+                self._fail(stream.uid, error, "generation")
         for uid, message in zip(reply.failed_uids, reply.failed_messages, strict=True):
             self._fail(uid, Broken(message), "generation")
 
@@ -728,12 +731,6 @@ class Batcher:
             tuple(Beam(parent, token, text(token), score) for parent, token, score in live),
             tuple(Beam(parent, token, text(token), score) for parent, token, score in complete),
         )
-
-    def _push(self, stream: Stream) -> None:
-        try:
-            stream.push()
-        except Exception as error:  # a sink is somebody else's: its fault is no other stream's
-            self._fail(stream.uid, error, "generation")
 
     def _prompt_logprobs(
         self, reply: shard_pb2.StepReply

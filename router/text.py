@@ -77,6 +77,7 @@ class Tokenizer:
         self.errors = EACH_BYTE if self._byte_fallback else "replace"
         self._anchor = self._tokenizer.encode("a", add_special_tokens=False).ids
         self._pieces: dict[int, str | bytes] = {}
+        self.whole: dict[int, Piece] = {}  # of tokens seen so far that are characters by themselves and not special
         self._check()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -122,6 +123,8 @@ class Tokenizer:
         piece = self._pieces.get(id)
         if piece is None:
             piece = self._pieces[id] = self._find_piece(id)
+            if isinstance(piece, str) and not self.is_special(id):
+                self.whole[id] = Piece(piece, piece, False)
         return piece
 
     def token_text(self, id: int) -> str:
@@ -275,6 +278,10 @@ class TextStream:
 
     def push(self, id: int) -> Piece:
         """The next token. After one that `stopped`, only `end` may follow."""
+        piece = self._tokenizer.whole.get(id)
+        if piece is not None and not (self._finders or self._pending or self._fresh):  # most often: nothing before it matters
+            self._parts.append(piece.text)
+            return piece
         if self._skip and self._tokenizer.is_special(id) and id not in self._shown:
             return Piece(self._tokenizer.token_text(id), "", False)
         text = self._decode(id)

@@ -27,7 +27,7 @@ from .page import FILES, Page
 from .ports import Batcher, Metrics, Replicas
 from .probes import HEALTH, LIVE, READY, Probes
 from .responses import Responses
-from .stream import PATIENT, Patience
+from .stream import OUTBOX, PATIENT, Outbox, Patience
 from .tenant import bearer, digest
 from .tgi import Tgi
 
@@ -74,6 +74,7 @@ def make_app(
         ]
     )
     patience = app[PATIENT] = Patience(config.slow_client_timeout)
+    app[OUTBOX] = Outbox()
     metrics.watch("penstock_slow_clients", lambda: patience.dropped)
     app.on_response_prepare.extend((add_headers, grant))
 

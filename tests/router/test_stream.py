@@ -4,7 +4,7 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -232,3 +232,53 @@ def test_a_fault_of_an_answers_shape_cuts_this_answer_only(
         assert "ZeroDivisionError" in caplog.text
 
     serve(tokenizer, test, seconds=0.0002)
+
+
+def test_what_is_written_never_overtakes_what_was_pushed(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def waits(self: stream.Outbox, out: stream.EventStream, chunk: bytes) -> None:
+        self._chunks.append((out, chunk))  # until somebody writes
+
+    async def test(port: int, metrics: Metrics) -> None:
+        monkeypatch.setattr(stream.Outbox, "put", waits)
+        for path in BODIES:
+            reader, writer = await post(port, path, body_for(path, FEW))
+            body = unchunked((await reader.read()).partition(b"\r\n\r\n")[2])
+            writer.close()
+            assert contents(path, body) == await whole(port, path, FEW)
+
+    serve(tokenizer, test)
+
+
+def test_a_fault_of_a_socket_cuts_its_answer_only(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hand_over, faulty = stream.EventStream.hand_over, set[stream.EventStream]()
+
+    def breaks(self: stream.EventStream, chunk: bytes) -> None:
+        if not faulty or self in faulty:
+            faulty.add(self)
+            raise ZeroDivisionError
+        hand_over(self, chunk)
+
+    async def test(port: int, metrics: Metrics) -> None:
+        path = "/v1/chat/completions"
+        posted = [await post(port, path, body_for(path, FEW)) for _ in range(4)]
+        monkeypatch.setattr(stream.EventStream, "hand_over", breaks)
+        bodies = await asyncio.gather(*(received(reader) for reader, _ in posted))
+        complete = [body for body in bodies if body.endswith(b"0\r\n\r\n")]
+        assert len(complete) == 3
+        assert all(len(contents(path, unchunked(body))[0]) == FEW for body in complete)
+        for _, writer in posted:
+            writer.close()
+        assert "ZeroDivisionError" in caplog.text
+
+    serve(tokenizer, test, seconds=0.0002)
+
+
+async def received(reader: asyncio.StreamReader) -> bytes:
+    """A body, or what has come of it when the connection breaks."""
+    found = b""
+    with suppress(ConnectionResetError):
+        while data := await reader.read(65536):
+            found += data
+    return found.partition(b"\r\n\r\n")[2]
