@@ -235,9 +235,12 @@ class Server:
                 case Child() as child:
                     self._gone.add(child)
                     parts = [part for part in self._parts if child in part.children]
-                    if parts:  # else we have killed it
+                    if parts and self._served:  # else we have killed it
                         self._console.complain(child.verdict())
                         code = self._died(parts[0], child.process.returncode)
+                    elif parts:
+                        code = self._died(parts[0], child.process.returncode)
+                        self._console.complain(child.verdict())  # last, below what others say while they are stopped
         return code
 
     def _next(self) -> Event:

@@ -137,7 +137,7 @@ def test_a_failed_shard_ends_everything(launch: Callable[..., Launcher], code: i
         "    Traceback of a fault",
         "    ValueError: what went wrong",
     ]
-    assert sorted(launcher.lines[told + 1 : told + 4]) == expected_words  # stdout and stderr come through two pipes
+    assert sorted(launcher.lines[told + 1 :]) == expected_words  # and nothing below; stdout and stderr come through two pipes
 
 
 def test_a_killed_router_ends_everything(launch: Callable[..., Launcher]) -> None:
