@@ -34,7 +34,7 @@ plan: $(INSTALLED)
 	@$(BIN)/penstock plan $(MODEL) $(FLAGS)
 
 # Three parts side by side: two that take as long on two cores, and one that mostly waits.
-COMPUTING := tests/kernels tests/shard tests/launcher tests/deploy tests/clients
+COMPUTING := tests/kernels tests/shard tests/launcher tests/deploy tests/clients tests/bench tests/benchmarks tests/simulator
 CHAOS := tests/chaos
 
 test: $(INSTALLED)

@@ -25,7 +25,7 @@ from penstock.tests.serving import Server, scratch, serve
 
 Json = dict[str, Any]
 
-FLAGS = ("--page-size", "4", "--kv-pages", "2048", "--max-batch-prefill-tokens", "32")
+FLAGS = ("demo-draft", "--page-size", "4", "--kv-pages", "2048", "--max-batch-prefill-tokens", "32")
 PORT = 3000
 LENGTH = 50  # tokens
 SILENCE = 2  # seconds until a machine that is cut off is lost

@@ -13,7 +13,14 @@ import pytest
 
 from penstock.tests import serving
 
-ENVIRONMENT = {"MAX_CONCURRENT_REQUESTS": "32", "HOSTNAME": "pod-0", "DEVICE": "cpu", "THREADS": "1", "USAGE_STATS": "off"}
+ENVIRONMENT = {
+    "MODEL_ID": "demo-draft",
+    "MAX_CONCURRENT_REQUESTS": "32",
+    "HOSTNAME": "pod-0",
+    "DEVICE": "cpu",
+    "THREADS": "1",
+    "USAGE_STATS": "off",
+}
 PROMPT = "Once upon a time"
 LONG = 1300  # tokens: TGI computes 1024 at a time
 CHAT = {"messages": [{"role": "user", "content": "Tell me a story."}]}

@@ -23,7 +23,7 @@ from penstock.tests.serving import scratch
 FAULTS, SOAK = 6.0, 60.0  # seconds
 THINK = 1.6  # seconds: a soak beside other tests leaves them most of the machine
 SECONDS = os.environ.get("PENSTOCK_CHAOS_SECONDS")
-FLAGS = "--device cpu --threads 1 --page-size 4 --kv-pages 4096 --max-batch-prefill-tokens 32"
+FLAGS = "demo-draft --device cpu --threads 1 --page-size 4 --kv-pages 4096 --max-batch-prefill-tokens 32"
 SHORT = 8  # tokens
 MOST = 3 * 2**20  # bytes that a process may grow in the second half of a soak of that length; 1 is usual
 MANY = 150  # answers, half of them in that time, even on a busy machine; 550 are usual, and show 11 kB that each leaves behind

@@ -23,7 +23,7 @@ TIMEOUTS = ("--idle-timeout", str(IDLE), "--slow-client-timeout", str(SLOW))
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Local]:
-    flags = ("--device", "cpu", "--threads", "1", "--page-size", "4", "--kv-pages", "4096", *TIMEOUTS)
+    flags = ("demo-draft", "--device", "cpu", "--threads", "1", "--page-size", "4", "--kv-pages", "4096", *TIMEOUTS)
     with scratch() as folder, Local([*flags, "--max-concurrent-requests", str(LIMIT)], folder / "log") as server:
         yield server
         assert server.stop() == 0
