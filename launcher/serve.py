@@ -234,13 +234,9 @@ class Server:
                     code = self._heed(spread, spread.hear(what))
                 case Child() as child:
                     self._gone.add(child)
-                    parts = [part for part in self._parts if child in part.children]
-                    if parts and self._served:  # else we have killed it
-                        self._console.complain(child.verdict())
-                        code = self._died(parts[0], child.process.returncode)
-                    elif parts:
-                        code = self._died(parts[0], child.process.returncode)
-                        self._console.complain(child.verdict())  # last, below what others say while they are stopped
+                    own = next((part for part in self._parts if child in part.children), None)
+                    if own is not None:  # else we have killed it
+                        code = self._fell(own, child)
         return code
 
     def _next(self) -> Event:
@@ -286,6 +282,16 @@ class Server:
                 self._console.say(f"{text}: running streams get up to {self._grace:g} s; a signal here stops at once")
                 return self._stop(self._grace)
         return None
+
+    def _fell(self, part: Part, child: Child) -> int | None:
+        """A process of a part has ended by itself. Of a start that fails this comes last, below what others say while they are
+        stopped."""
+        if self._served:
+            self._console.complain(child.verdict())
+        code = self._died(part, child.process.returncode)
+        if not self._served:
+            self._console.complain(child.verdict())
+        return code
 
     def _died(self, part: Part, exit_code: int) -> int | None:
         """A part has failed. It will be started again, unless that is hopeless: then the server ends, with the exit code, if it
