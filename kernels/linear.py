@@ -1,6 +1,6 @@
 """Matrix products with weights that are laid out once, at load time, for the machine that they run on. Knows tensors only.
 
-In float32 on a CPU torch's own product (MKL on x86) leaves much on the table. Measured 2026-11-21 on an EPYC (AVX2, one thread,
+On a CPU torch's own product (MKL on x86) leaves much on the table. In float32, measured 2026-11-21 on an EPYC (AVX2, one thread,
 GFLOP/s at 1 / 8 / 32 / 512 rows of 1024 x 5632, and tokens a second of a 200 M parameter model):
 
     F.linear                    7 / 18 / 41 / 79       the whole model at 512 rows: 263 (transformers)
@@ -9,8 +9,15 @@ GFLOP/s at 1 / 8 / 32 / 512 rows of 1024 x 5632, and tokens a second of a 200 M 
     two threads, oneDNN                                29 / 140 / 240 / 450
     two threads, OpenBLAS                               8 / 33 / 60 / 290     (its spinning threads fight with torch's)
 
-So one thread takes OpenBLAS, several take oneDNN; each needs one copy of a weight. Which route is taken depends on nothing that
-changes between two starts of the same server: the last bits of an answer do not either.
+and on one with AVX-512 and bfloat16 units (2026-11-22, ms of 71 million weights at 1 / 8 / 32 / 128 rows):
+
+    OpenBLAS                    10 / 27 / 54 / 170
+    oneDNN, weights packed       8 / 12 / 27 / 85
+    F.linear, bfloat16          10 / 11 / 19 / 48
+    oneDNN, packed, bfloat16     4 / 6 / 14 / 42
+
+So one thread with AVX2 alone takes OpenBLAS, all others take oneDNN; each needs one copy of a weight. Which route is taken depends
+on nothing that changes between two starts of the same server: the last bits of an answer do not either.
 """
 
 from collections.abc import Callable
@@ -60,8 +67,10 @@ def transposed(weight: Tensor, bias: Tensor | None) -> Product:
 
 
 def _route(weight: Tensor) -> Callable[[Tensor, Tensor | None], Product]:
-    if weight.device.type != "cpu" or weight.dtype != torch.float32:
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return plain
-    if torch.get_num_threads() == 1 and torch.backends.cpu.get_cpu_capability() == "AVX2":
-        return transposed
-    return packed if torch.backends.mkldnn.is_available() else plain  # type: ignore[no-untyped-call]
+    if weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return packed
+    if weight.dtype != torch.float32:
+        return plain
+    return transposed if torch.get_num_threads() == 1 and torch.backends.cpu.get_cpu_capability() == "AVX2" else packed
