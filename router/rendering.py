@@ -98,7 +98,7 @@ class _Process:
         self._socket.setblocking(False)
         command = [sys.executable, "-P", "-m", __name__]
         with theirs:
-            self._process = subprocess.Popen(command, stdin=theirs, stdout=theirs, bufsize=0, start_new_session=True)
+            self._process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=theirs.fileno(), start_new_session=True)
         self._end = weakref.finalize(self, _ended, self._process, self._socket)  # also when nobody says so
         self._ready = False
 
