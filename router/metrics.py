@@ -351,7 +351,7 @@ class Intervals(Histogram):
 
     def observe(self, values: Mapping[float, int]) -> None:
         """Each value, as often as it says."""
-        row = self.labels()
+        row = self._rows[()]
         for value, count in values.items():
             row.observe(value, count)
 
