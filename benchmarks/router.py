@@ -10,6 +10,8 @@ router's process, all its threads, from the first request to the last byte. Case
     chat, completions, generate   64 streams of each route, one event per token
     slow                          64 chats, whose readers are slower than the tokens: events wait, and leave together
     many                          1,024 chats
+    request                       64 chats of one token each: what its request costs, a step shared by a few
+    step                          one chat: what a step costs, with its token
 
 In the same run bare `socket.send` of the same bytes, 64 sockets in turns, says how much of that is the kernel's. What a token costs
 is told in such sends, too, so that machines can be compared: the goals are of one where a send takes 9.5 us.
@@ -64,6 +66,7 @@ class Case:
     path: str
     streams: int
     slow: bool = False
+    tokens: int = 0  # of each answer, whatever is asked for
 
     def body(self, new: int) -> bytes:
         """Of a request for so many tokens."""
@@ -83,6 +86,8 @@ CASES = {
     "generate": Case("/generate_stream", 64),
     "slow": Case("/v1/chat/completions", 64, slow=True),
     "many": Case("/v1/chat/completions", 1024),
+    "request": Case("/v1/chat/completions", 64, tokens=1),
+    "step": Case("/v1/chat/completions", 1),
 }
 
 
@@ -267,6 +272,7 @@ def drain(streams: list[Stream], slow: bool) -> None:
 
 def measure(case: Case, pid: int, port: int, new: int) -> float:
     """Tokens per CPU-second of the process."""
+    new = case.tokens or new
     body = case.body(new)
     head = f"POST {case.path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     used = cpu_of(pid)
