@@ -23,7 +23,7 @@ from ..proto.process import die_with_parent
 from .request import Refused
 from .template import Chat, ChatTemplate
 
-SECONDS = 5.0  # for one chat. All of it costs the router 0.4 ms of CPU for a short one and 8 ms for 1 MB (x86, 2 crowded cores)
+SECONDS = 5.0  # for one chat. All of it costs the router 0.04 ms of CPU for a short one and 4 ms for 1 MB (x86, 2 cores)
 START = 30.0  # for a process to be there; usual are 0.2 s, and 0.7 s on a crowded machine
 MEMORY = 1 << 30  # bytes of addresses that rendering may add to what the process has when it starts
 PROCESSES = 2  # so that a slow chat holds nobody up
