@@ -4,8 +4,9 @@
     python benchmarks/router.py --cases chat --rounds 1
 
 A real router process, and a shard process that computes nothing and answers every command at once, with real tokens of the demo
-model's tokenizer. Streams are read by bare sockets, which cost little, since cores are few. Tokens per CPU-second are those of the
-router's process, all its threads, from the first request to the last byte. Cases:
+model's tokenizer; both with the environment that the launcher gives them. Streams are read by bare sockets, which cost little,
+since cores are few. Tokens per CPU-second are those of the router's process, all its threads, from the first request to the last
+byte. Cases:
 
     chat, completions, generate   64 streams of each route, one event per token
     slow                          64 chats, whose readers are slower than the tokens: events wait, and leave together
@@ -41,6 +42,7 @@ from typing import Any
 import grpc
 import tokenizers
 
+from penstock.launcher.cli import child_environment
 from penstock.launcher.machine import free_port
 from penstock.proto import rpc, settings
 from penstock.proto import shard_pb2 as wire
@@ -190,8 +192,9 @@ def running(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
         max_concurrent_requests=2048,
         max_total_tokens=8192,
     )
-    shard_process = subprocess.Popen([sys.executable, __file__, "--shard", config.groups[0][0]])
-    router = subprocess.Popen([sys.executable, "-P", "-m", "penstock.router", settings.dump(config)])
+    environment = child_environment(os.environ, 1)
+    shard_process = subprocess.Popen([sys.executable, __file__, "--shard", config.groups[0][0]], env=environment)
+    router = subprocess.Popen([sys.executable, "-P", "-m", "penstock.router", settings.dump(config)], env=environment)
     try:
         while not _healthy(port):
             if router.poll() is not None or shard_process.poll() is not None:
