@@ -47,7 +47,7 @@ class Server:
     def __init__(self, folder: Path, log: Path) -> None:
         self._log = open(log, "w")  # noqa: SIM115 - the server writes to it until `stop`
         flags = ["--threads", "1", "--max-total-tokens", "1024", "--max-top-n-tokens", "8", "--kv-pages", "2000"]
-        self._process, self._port, _ = serve([str(folder), *flags], self._log)
+        self._process, self._port, _ = serve([str(folder), "--dtype", "float32", *flags], self._log)
         vocabulary = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
         self._ids = list(vocabulary.values())
 

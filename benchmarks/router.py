@@ -4,12 +4,15 @@
     python benchmarks/router.py --cases chat --rounds 1
 
 A real router process, and a shard process that computes nothing and answers every command at once, with real tokens of the demo
-model's tokenizer. Streams are read by bare sockets, which cost little, since cores are few. Tokens per CPU-second are those of the
-router's process, all its threads, from the first request to the last byte. Cases:
+model's tokenizer; both with the environment that the launcher gives them. Streams are read by bare sockets, which cost little,
+since cores are few. Tokens per CPU-second are those of the router's process, all its threads, from the first request to the last
+byte. Cases:
 
     chat, completions, generate   64 streams of each route, one event per token
     slow                          64 chats, whose readers are slower than the tokens: events wait, and leave together
     many                          1,024 chats
+    request                       64 chats of one token each: what its request costs, a step shared by a few
+    step                          one chat: what a step costs, with its token
 
 In the same run bare `socket.send` of the same bytes, 64 sockets in turns, says how much of that is the kernel's. What a token costs
 is told in such sends, too, so that machines can be compared: the goals are of one where a send takes 9.5 us.
@@ -39,6 +42,7 @@ from typing import Any
 import grpc
 import tokenizers
 
+from penstock.launcher.cli import child_environment
 from penstock.launcher.machine import free_port
 from penstock.proto import rpc, settings
 from penstock.proto import shard_pb2 as wire
@@ -64,6 +68,7 @@ class Case:
     path: str
     streams: int
     slow: bool = False
+    tokens: int = 0  # of each answer, whatever is asked for
 
     def body(self, new: int) -> bytes:
         """Of a request for so many tokens."""
@@ -83,6 +88,8 @@ CASES = {
     "generate": Case("/generate_stream", 64),
     "slow": Case("/v1/chat/completions", 64, slow=True),
     "many": Case("/v1/chat/completions", 1024),
+    "request": Case("/v1/chat/completions", 64, tokens=1),
+    "step": Case("/v1/chat/completions", 1),
 }
 
 
@@ -185,8 +192,9 @@ def running(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
         max_concurrent_requests=2048,
         max_total_tokens=8192,
     )
-    shard_process = subprocess.Popen([sys.executable, __file__, "--shard", config.groups[0][0]])
-    router = subprocess.Popen([sys.executable, "-P", "-m", "penstock.router", settings.dump(config)])
+    environment = child_environment(os.environ, 1)
+    shard_process = subprocess.Popen([sys.executable, __file__, "--shard", config.groups[0][0]], env=environment)
+    router = subprocess.Popen([sys.executable, "-P", "-m", "penstock.router", settings.dump(config)], env=environment)
     try:
         while not _healthy(port):
             if router.poll() is not None or shard_process.poll() is not None:
@@ -267,6 +275,7 @@ def drain(streams: list[Stream], slow: bool) -> None:
 
 def measure(case: Case, pid: int, port: int, new: int) -> float:
     """Tokens per CPU-second of the process."""
+    new = case.tokens or new
     body = case.body(new)
     head = f"POST {case.path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     used = cpu_of(pid)

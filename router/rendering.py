@@ -1,23 +1,20 @@
 """Renders chats in a process of its own: a template is a program, and only a process can be stopped whatever it does.
 
 Counting loops, or forbidding functions, would not do: a template can fill the memory or the time with one `replace`, one `join`,
-one product. Here it gets some seconds and some memory, and the event loop waits for a pipe meanwhile. A chat that is refused for
-its time costs its process, and the next one starts another.
+one product. Here it gets some seconds and some memory, and the event loop waits for a socket meanwhile. A chat that is refused for
+its time costs its process, and the next one starts another. So does one whose client leaves while it is rendered.
 """
 
 import asyncio
 import dataclasses
 import json
-import os
 import resource
-import select
+import socket
 import struct
 import subprocess
 import sys
-import time
 import weakref
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, BinaryIO
@@ -26,11 +23,13 @@ from ..proto.process import die_with_parent
 from .request import Refused
 from .template import Chat, ChatTemplate
 
-SECONDS = 5.0  # for one chat. All of it costs the router 0.4 ms of CPU for a short one and 8 ms for 1 MB (x86, 2 crowded cores)
+SECONDS = 5.0  # for one chat. All of it costs the router 0.04 ms of CPU for a short one and 4 ms for 1 MB (x86, 2 cores)
 START = 30.0  # for a process to be there; usual are 0.2 s, and 0.7 s on a crowded machine
 MEMORY = 1 << 30  # bytes of addresses that rendering may add to what the process has when it starts
 PROCESSES = 2  # so that a slow chat holds nobody up
 HEAD = struct.Struct("<I")
+READ = 65536  # bytes
+FIELDS = tuple(field.name for field in dataclasses.fields(Chat))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,97 +47,95 @@ class Renderer:
     def __init__(self, seconds: float = SECONDS) -> None:
         self._seconds = seconds
         self._idle: list[_Process] = []
-        # Its own: a process ends with the thread that has started it, see `die_with_parent`.
-        self._threads = ThreadPoolExecutor(PROCESSES, "renderer")
+        self._free = asyncio.Semaphore(PROCESSES)
 
     async def render(self, source: str, special_tokens: Mapping[str, str], chat: Chat) -> str:
         """The prompt's text. Raises Refused."""
-        result = await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, source, special_tokens, chat)
+        job = json.dumps([source, special_tokens, {name: getattr(chat, name) for name in FIELDS}]).encode()
+        async with self._free:
+            result = await self._ask(job)
         if result.refused:
             raise Refused(result.refused, result.parameter)
         return result.text
 
     def close(self) -> None:
-        """Ends the processes that nobody waits for. No chat is rendered any more."""
-        self._threads.shutdown(wait=False)
+        """Ends the processes that nobody waits for."""
         while self._idle:
             self._idle.pop().close()
 
-    def _ask(self, source: str, special_tokens: Mapping[str, str], chat: Chat) -> Result:
+    async def _ask(self, job: bytes) -> Result:
         """One that was idle may have been killed meanwhile; a new one fails only because of the chat."""
-        job = json.dumps([source, special_tokens, dataclasses.asdict(chat)]).encode()
         while self._idle:
             try:
-                return self._ask_one(self._idle.pop(), job)
-            except (OSError, EOFError, IndexError):
+                return await self._ask_one(self._idle.pop(), job)
+            except (OSError, EOFError):
                 continue
         try:
-            return self._ask_one(_Process(_started()), job)
+            return await self._ask_one(_Process(), job)
         except (OSError, EOFError):
             return Result(refused="rendering the chat template has failed: it needs too much memory", parameter="messages")
 
-    def _ask_one(self, process: "_Process", job: bytes) -> Result:
+    async def _ask_one(self, process: "_Process", job: bytes) -> Result:
         try:
-            answer = process.ask(job, self._seconds)
-        except TimeoutError:
-            process.close()
+            await process.ready()
+            async with asyncio.timeout(self._seconds):
+                answer = await process.ask(job)
+        except BaseException as error:  # the client may have left, too
+            # Not here: to take back the memory of a process that had much of it takes the kernel a while.
+            asyncio.get_running_loop().run_in_executor(None, process.close)
+            if not isinstance(error, TimeoutError):
+                raise
             return Result(refused=f"the chat template takes more than {self._seconds:g} s for the messages", parameter="messages")
-        except BaseException:
-            process.close()
-            raise
         self._idle.append(process)
         return Result(**json.loads(answer))
 
 
 class _Process:
-    """The other process, seen from here."""
+    """The other process, seen from here. It dies with the thread that has started it: the event loop's, which stays."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
-        """Waits until it is ready."""
-        self._process = process
-        self._end = weakref.finalize(self, _ended, process)  # also when nobody says so
-        self._read(HEAD.size, time.monotonic() + START)
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        self._socket.setblocking(False)
+        command = [sys.executable, "-P", "-m", __name__]
+        with theirs:
+            self._process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=theirs.fileno(), start_new_session=True)
+        self._end = weakref.finalize(self, _ended, self._process, self._socket)  # also when nobody says so
+        self._ready = False
 
-    def ask(self, job: bytes, seconds: float) -> bytes:
-        """Raises TimeoutError, or OSError or EOFError if the process has ended."""
-        deadline = time.monotonic() + seconds
-        assert self._process.stdin is not None
-        rest = memoryview(HEAD.pack(len(job)) + job)
-        while rest:
-            rest = rest[self._process.stdin.write(rest) :]
-        (length,) = HEAD.unpack(self._read(HEAD.size, deadline))
-        return self._read(length, deadline)
+    async def ready(self) -> None:
+        """Waits until it is. Raises OSError or EOFError if it has ended, or never will be."""
+        if self._ready:
+            return
+        try:
+            async with asyncio.timeout(START):
+                await self._answer()
+        except TimeoutError:
+            raise EOFError from None
+        self._ready = True
+
+    async def ask(self, job: bytes) -> bytes:
+        """Raises OSError or EOFError if the process has ended."""
+        await asyncio.get_running_loop().sock_sendall(self._socket, HEAD.pack(len(job)) + job)
+        return await self._answer()
 
     def close(self) -> None:
         self._end()
 
-    def _read(self, length: int, deadline: float) -> bytes:
-        assert self._process.stdout is not None
-        descriptor = self._process.stdout.fileno()
-        readable = select.poll()  # `select.select` knows no descriptor above 1023
-        readable.register(descriptor, select.POLLIN)
-        found = bytearray()
-        while len(found) < length:
-            if not readable.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                raise TimeoutError
-            data = os.read(descriptor, length - len(found))
+    async def _answer(self) -> bytes:
+        """The next one."""
+        loop, found = asyncio.get_running_loop(), bytearray()
+        while len(found) < HEAD.size or len(found) < HEAD.size + HEAD.unpack_from(found)[0]:
+            data = await loop.sock_recv(self._socket, READ)
             if not data:
                 raise EOFError
             found += data
-        return bytes(found)
+        return bytes(found[HEAD.size :])
 
 
-def _started() -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-P", "-m", __name__]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True)
-
-
-def _ended(process: "subprocess.Popen[bytes]") -> None:
+def _ended(process: "subprocess.Popen[bytes]", connection: socket.socket) -> None:
+    connection.close()
     process.kill()
     process.wait()
-    for stream in (process.stdin, process.stdout):
-        if stream is not None:
-            stream.close()
 
 
 @lru_cache(maxsize=16)

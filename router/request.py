@@ -58,8 +58,7 @@ class Beams:
     watched: bool = False  # the stream has a Grown for every step
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class Request(msgspec.Struct, frozen=True, kw_only=True):
     """A validated request. Its prompt fits, its numbers are in range."""
 
     prompt: tuple[int, ...]

@@ -7,8 +7,9 @@ import asyncio
 import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from time import monotonic
+
+import msgspec
 
 from .config import RouterConfig
 from .grammar import Grammars
@@ -21,8 +22,7 @@ LARGEST_FLOAT = 3.4e38  # the shards compute in 32 bit
 SMALLEST_FLOAT = 1.2e-38
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parameters:
+class Parameters(msgspec.Struct, frozen=True, kw_only=True):
     """What a client said, before anybody has looked at it. None: nothing. Names are TGI's, where TGI has one."""
 
     choices: int | None = None  # answers that are drawn: TGI's best_of, OpenAI's n
@@ -40,7 +40,7 @@ class Parameters:
     top_p: float | None = None
     min_p: float | None = None
     typical_p: float | None = None
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = msgspec.field(default_factory=dict)
     do_sample: bool = False
     seed: int | None = None
     max_new_tokens: int | None = None

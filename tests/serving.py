@@ -44,7 +44,9 @@ class Server:
             each.mkdir(exist_ok=True)
         self._log = folder / f"log-{self.port}"
         if environment is None:
+            # Not as the model is stored: what is compared with transformers, or with other batches, wants 32 bits.
             own = ("serve", "--hostname", "127.0.0.1", "--port", str(self.port), "--device", "cpu", "--threads", "1")
+            own += ("--dtype", "float32")
             command, told = ["penstock.launcher", *own], {}
         else:
             command, told = ["penstock.launcher.tgi"], {**environment, "PORT": str(self.port)}

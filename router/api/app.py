@@ -192,7 +192,7 @@ def _read(limit: int, together: int, metrics: Metrics) -> Middleware:
         nonlocal held
         body = bytearray()
         try:
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(None if request.content.is_eof() else PATIENCE):
                 while chunk := await request.content.readany():
                     body += chunk
                     held += len(chunk)

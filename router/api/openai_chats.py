@@ -1,8 +1,9 @@
 """From a chat to a request and to what reads its answers: template, tools, reasoning, format. Shared by all routes that chat."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from ..parsing import constraint, markers, reader
 from ..request import Grammar, Limits, Refused, Request

@@ -216,7 +216,7 @@ async def send(
     async with out:
         try:
             await read_all(streams, take)
-            await out.write(events.end())
+            await out.end(events.end())
         except Failure as failure:
             if not out.begun:
                 raise
@@ -227,7 +227,7 @@ async def send(
 class EventStream:
     """A response made of server-sent events. It begins with the first of them.
 
-    As a context it sends a comment whenever nothing else has been sent for a while, closes the connection of who does not read, and
+    As a context it sends a blank line whenever nothing else has been sent for a while, closes the connection of who does not read, and
     does not mind a client that leaves: nobody can be told.
     """
 
@@ -244,7 +244,11 @@ class EventStream:
         self._patience = http.app[PATIENT]
         self._outbox = http.app[OUTBOX]
         self._writing = 0  # calls of `write` that have not returned
-        self._beginning = asyncio.Lock()  # the first event and the first comment may come at once, and only one can begin
+        self._beginning = asyncio.Lock()  # the first event and a first blank line may come at once, and only one can begin
+        self._blank: asyncio.Task[None] | None = None  # that is or was written
+        self._next_look: asyncio.TimerHandle | None = None
+        self._left = (0.0, 0)  # when something was written, and what of it the socket had not taken, at the last look ...
+        self._since = self._written  # ... and when that began to be so
 
     def push(self, frames: bytes) -> None:
         """Whole frames leave soon, as a chunk of HTTP. Is there nobody any more, the handler will be told."""
@@ -267,6 +271,13 @@ class EventStream:
 
     async def write(self, frames: bytes) -> None:
         """The same at any time: begins the response, and returns when the socket has taken all."""
+        await self._leave(frames, self.response.write)
+
+    async def end(self, frames: bytes) -> None:
+        """The same with the last of them: the response's end leaves with them."""
+        await self._leave(frames, self.response.write_eof)
+
+    async def _leave(self, frames: bytes, write: Callable[[bytes], Awaitable[None]]) -> None:
         self._outbox.flush()  # what was pushed comes before, even if this is nothing, and the end
         if not frames:
             return
@@ -276,7 +287,7 @@ class EventStream:
             if not self.begun:
                 await self._begin()
             self._written = monotonic()
-            await self.response.write(frames)
+            await write(frames)
             if self._http.version >= HttpVersion11:  # the headers have left with the first write
                 self._transport = self._http.transport
             await self._http.writer.drain()
@@ -293,37 +304,42 @@ class EventStream:
                 self.begun = True
 
     async def __aenter__(self) -> "EventStream":
-        self._keepers = [asyncio.create_task(self._keep_alive()), asyncio.create_task(self._watch())]
+        self._loop = asyncio.get_running_loop()
+        self._look()
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.wait(self._keepers)
+        if self._next_look is not None:
+            self._next_look.cancel()
+        if self._blank is not None:
+            self._blank.cancel()
+            await asyncio.wait([self._blank])
         return isinstance(error, ConnectionResetError)
 
-    async def _keep_alive(self) -> None:
-        """Runs until it is cancelled or the client leaves. Who has not read what was sent needs no comment."""
-        with suppress(ConnectionResetError):  # the handler is told the same
-            while True:
-                silent = monotonic() - self._written
-                if silent >= KEEP_ALIVE and not self._protocol.writing_paused:
-                    await self.write(BLANK)
-                await asyncio.sleep(KEEP_ALIVE - silent if silent < KEEP_ALIVE else KEEP_ALIVE)
+    def _look(self) -> None:
+        """From time to time: whether there was silence for too long, and whether the client takes what was written."""
+        transport, now, paused = self._http.transport, monotonic(), self._protocol.writing_paused
+        if transport is None:  # the handler is told the same
+            return
+        left = (self._written, transport.get_write_buffer_size())
+        if left != self._left or not paused:
+            self._left, self._since = left, now
+        elif now - self._since >= self._patience.seconds:
+            logger.warning("the client has read nothing for %g s: its stream is closed", now - self._since)
+            self._patience.dropped += 1
+            self.abort()
+            return
+        wait = KEEP_ALIVE - (now - self._written)
+        if wait <= 0:
+            wait = KEEP_ALIVE
+            if not paused and (self._blank is None or self._blank.done()):  # who has not read what was sent needs none
+                self._blank = self._loop.create_task(self._tell())
+        self._next_look = self._loop.call_later(min(wait, self._patience.seconds / 8), self._look)
 
-    async def _watch(self) -> None:
-        """Closes the connection of a client that takes nothing of what was written for too long: the handler will be told."""
-        patience, seen, since = self._patience, (0.0, 0), monotonic()
-        while (transport := self._http.transport) is not None:
-            now, left = monotonic(), (self._written, transport.get_write_buffer_size())
-            if left != seen or not self._protocol.writing_paused:
-                seen, since = left, now
-            elif now - since >= patience.seconds:
-                logger.warning("the client has read nothing for %g s: its stream is closed", now - since)
-                patience.dropped += 1
-                self.abort()
-                return
-            await asyncio.sleep(patience.seconds / 8)
+    async def _tell(self) -> None:
+        """That we are there."""
+        with suppress(ConnectionResetError):  # the handler is told the same
+            await self.write(BLANK)
 
 
 def headers_of(clock: Clock, requests: Sequence[Request], answers: Sequence[Answer]) -> dict[str, str]:

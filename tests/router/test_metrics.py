@@ -1,10 +1,11 @@
 """What /metrics shows."""
 
+import prometheus_client
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.proto import shard_pb2
 from penstock.router.drafting import Allowance
-from penstock.router.metrics import HISTOGRAMS, SECONDS, VLLM, Intervals, Metrics
+from penstock.router.metrics import HISTOGRAMS, SECONDS, TOKENS, VLLM, Histogram, Intervals, Metrics
 from penstock.router.request import Finish, Request
 from penstock.router.scheduler import Decode, Filter, Prefill
 
@@ -142,6 +143,20 @@ def test_intervals_fall_into_buckets_with_their_upper_bound_included() -> None:
     intervals.observe({0.5: 1, 1.0: 1, 1.5: 1, 2.0: 1, 9.0: 1})
     (family,) = intervals.collect()
     assert [sample.value for sample in family.samples] == [2, 4, 5, 5, 14.0]
+
+
+def test_histograms_are_as_those_of_prometheus_client() -> None:
+    for labels in ((), ("method",)):
+        theirs = prometheus_client.Histogram("name", "text", labels, registry=None, buckets=TOKENS)
+        ours = Histogram("name", "text", TOKENS, labels)
+        for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 2.0**20, 2.0**20 + 1):
+            for row in (theirs.labels("decode"), ours.labels("decode")) if labels else (theirs, ours.labels()):
+                row.observe(value)
+        (expected,), (found,) = theirs.collect(), ours.collect()
+        assert (found.name, found.documentation, found.type) == (expected.name, expected.documentation, expected.type)
+        assert {(one.name, *one.labels.items()): one.value for one in found.samples} == {
+            (one.name, *one.labels.items()): one.value for one in expected.samples if not one.name.endswith("_created")
+        }
 
 
 def test_tokens_and_their_intervals() -> None:
