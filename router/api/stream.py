@@ -227,8 +227,8 @@ async def send(
 class EventStream:
     """A response made of server-sent events. It begins with the first of them.
 
-    As a context it sends a blank line whenever nothing else has been sent for a while, closes the connection of who does not read, and
-    does not mind a client that leaves: nobody can be told.
+    As a context it sends a blank line whenever nothing else has been sent for a while, closes the connection of who does not read,
+    and does not mind a client that leaves: nobody can be told.
     """
 
     def __init__(self, http: web.Request, headers: dict[str, str]) -> None:
