@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import numpy
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from . import attention as plain
-from .attention import Block, Row
+from .attention import Block, Row, View
 from .work import Run, runs_of
 
 
@@ -67,6 +68,25 @@ def _level(
         blocks.append(Block(start, len(part), part[0].queries, {0: view}, False))
         start += len(part) * part[0].queries
     return Level(torch.tensor([tokens[i] for k in order for i in runs[k].members], device=device), blocks)
+
+
+def follow(plan: Plan, slots: Tensor) -> Plan | None:
+    """The plan of one token more for each row of `plan`, in the same order: it sees what the row's last query saw, and itself. None
+    where rows have different numbers of queries, or windows. For a few steps: nobody looks for more common keys, or larger blocks.
+
+    slots: [rows] int64, of the new tokens. Keys may stand in any order, so they are the last ones, behind padding, too.
+    """
+    several = any(block.queries > 1 for block in plan.blocks) and (len(plan.blocks) > 1 or plan.blocks[0].rows > 1)
+    if several or any(set(block.views) != {0} for block in plan.blocks):
+        return None
+    blocks, start = [], 0
+    for block in plan.blocks:
+        view, own = block.views[0], slots[start : start + block.rows]
+        table = torch.cat((view.slots.view(block.rows, -1), own.unsqueeze(1)), 1).flatten()
+        mask = functional.pad(view.mask, (0, 1)) if view.mask is not None and block.queries == 1 else None
+        blocks.append(Block(start, block.rows, 1, {0: View(view.length + 1, table, mask)}, False))
+        start += block.rows
+    return Plan(blocks, plan.levels)
 
 
 def attention(query: Tensor, cache: Tensor, plan: Plan, window: int, scale: float, scales: Tensor | None = None) -> Tensor:

@@ -41,6 +41,7 @@ class Drafter:
         self.cache = Cache(self.decoder.shape, 1, pages, page_size, self.decoder.embedding.dtype, self.device)
         self.forward = Forward(self.decoder, self.cache, layout_of(self.decoder, page_size, self.device))
         self._full: set[int] = set()  # pages in which all keys and values are there
+        self._before: list[Span] = []  # of the last round
 
     @property
     def token_bytes(self) -> int:
@@ -87,11 +88,19 @@ class Drafter:
             spans.append(span)
             rows += [first + place for place in places]
             first += span.wanted
-        hidden = self.forward(spans)
+        hidden = self.forward.follow(spans) if self._go_on(wanted, spans) else self.forward(spans)
         found = self.decoder.logits(hidden if len(rows) == len(hidden) else hidden[rows])
         assert found is not None
         lacking = self._vocabulary - found.shape[1]
         return functional.pad(found, (0, lacking), value=-torch.inf) if lacking > 0 else found[:, : self._vocabulary]
+
+    def _go_on(self, wanted: Listing[Wanted], spans: list[Span]) -> bool:
+        """Whether all are one token more of the chains of the last round."""
+        before, self._before = self._before, spans
+        return len(spans) == len(before) and all(
+            one.nodes[0] != ROOT and own.parents is last.parents is None and own.sequence is last.sequence
+            for one, own, last in zip(wanted, spans, before, strict=True)
+        )
 
     def _span(self, one: Wanted) -> tuple[Span, list[int]]:
         """What has to be computed, and which of its wanted rows are asked for. A chain goes on from what is computed; of a tree all

@@ -61,6 +61,7 @@ class Forward:
         self._layout = layout
         self._decodes: list[Graph] = []  # of spans of one token; by size
         self._mixed: list[Graph] = []  # of any spans; by size
+        self._last: Step | None = None  # that ran without a graph, if the last one did
 
     def __call__(self, spans: Listing[Span]) -> Tensor:
         """Computes spans, writes their keys and values, and returns the wanted rows' states: [rows, hidden], good until the next
@@ -69,11 +70,22 @@ class Forward:
         graph = _fitting(self._decodes if tokens == len(spans) else self._mixed, tokens)
         own = self._padded(spans, graph.room) if graph else None
         if graph is None or own is None:
-            self.eager += 1
-            return self._decoder(step.plan(spans, self._layout), self._cache)
+            return self._compute(step.plan(spans, self._layout))
         self.replayed += 1
+        self._last = None
         graph.input.become(own)
         return graph.replay()[: sum(span.wanted for span in spans)]
+
+    def follow(self, spans: Listing[Span]) -> Tensor:
+        """The same for spans of one token each, which follow those of the last call in their order; these wanted one row each. What
+        was planned for those is used for these, where nothing is recorded that would be quicker."""
+        own = step.follow(self._last, spans, self._layout) if self._last is not None else None
+        return self._compute(own) if own is not None else self(spans)
+
+    def _compute(self, own: Step) -> Tensor:
+        self.eager += 1
+        self._last = own
+        return self._decoder(own, self._cache)
 
     def record(self, record: Record, bounds: Bounds, progress: Callable[[str], None]) -> None:
         """Makes the graphs, the largest first: the others find room in the memory that it takes."""

@@ -5,7 +5,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from penstock.kernels.ragged import Layout
+from penstock.kernels.work import SHORTEST_RUN
 from penstock.proto.speculation import parse
+from penstock.shard import step
 from penstock.shard.decoding.budget import Allowance, Linear
 from penstock.shard.decoding.growth import Wanted
 from penstock.shard.drafter import SHORT, Drafter
@@ -14,6 +17,7 @@ from penstock.shard.guesses import Guesses
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling
 from penstock.shard.sketch import Sketch
+from penstock.shard.step import Room, Span, Step
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
 from penstock.tests.shard.test_oracle import at_rest, prompt
@@ -95,6 +99,42 @@ def test_trees_contain_what_the_target_says() -> None:
     world = drive(own, asked(15), Habits(), seed=3)
     assert world.tokens == expected().tokens
     assert world.accepted > 200
+
+
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_chains_that_go_on_see_what_plain_forwards_would(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds are planned from those before them: for sequences of different lengths, two of which share their first pages, and of
+    which one has more to compute at first."""
+    drafter = Drafter(tiny.decoder("llama"), tiny.VOCABULARY, tiny.CPU)
+    drafter.resize(500, page_size)
+    shared = prompt(1, 2 * SHORTEST_RUN)
+    texts = [[*shared, *prompt(2, 5)], prompt(3, 9), [*shared, *prompt(4, 30)], prompt(5, 40)]
+    sequences = [tiny.group(uid, text, 20).sequences[0] for uid, text in enumerate(texts)]
+    common = len(shared) // page_size
+    for i, sequence in enumerate(sequences):
+        sequence.pages = [*range(1, 1 + common)] if i in (0, 2) else []
+        sequence.pages += range(100 * (i + 1), 100 * (i + 1) + 20)
+    assert all(drafter.ready(sequences))
+    for sequence, left in zip(sequences, (1, 1, 1, 2), strict=True):
+        sketch = sequence.sketch
+        assert sketch is not None
+        if count := len(sequence.tokens) - sketch.computed - left:
+            drafter.forward([drafter._advance(sequence, sketch, count, wanted=0)])
+    planned: list[int] = []
+    plan = step.plan
+
+    def counted(spans: Sequence[Span], layout: Layout, room: Room | None = None) -> Step:
+        planned.append(len(spans))
+        return plan(spans, layout, room)
+
+    monkeypatch.setattr(step, "plan", counted)
+    drafts = [5, 6, 7, 8]
+    for depth in range(len(drafts)):
+        parents = list(range(-1, depth - 1))
+        found = drafter.logits([Wanted(sequence, drafts[:depth], parents, [depth - 1]) for sequence in sequences])
+        for row, text in zip(found, texts, strict=True):
+            assert torch.allclose(row, tiny.expected_logits("llama", [*text, *drafts[:depth]])[-1], atol=1e-4)
+    assert planned == [4, 4]  # the first round, where one has two tokens, and the second
 
 
 def test_long_prompts_are_caught_up_with_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
