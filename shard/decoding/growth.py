@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.noise import gumbel, gumbel_all
-from ...kernels.sampling import candidates
+from ...kernels.sampling import candidates, first_largest
 from ..sequence import Sequence
 from .proposers import Asked, Proposed
 from .sampler import Row, draws_of, penalized
@@ -195,7 +195,9 @@ class Drafting:
             one.expand([node for node, _ in some])
         drawn = [i for i, own in enumerate(rows) if self._rule is Rule.REJECTION and own.sampling.temperature > 0]
         sure = sorted(set(range(len(rows))) - set(drawn))
-        if sure:
+        if not drawn:
+            _add_best(places, logits, rows)
+        elif sure:
             _add_best([places[i] for i in sure], logits[sure], [rows[i] for i in sure])
         if drawn:
             first = sum(map(len, probabilities))
@@ -231,15 +233,17 @@ def _draft(growing: Growing) -> Draft:
 
 
 def best(logits: Tensor, rows: Listing[Row], width: int) -> tuple[Tensor, Tensor]:
-    """[rows, width] each: the tokens that come first if the rows are drawn with their noise, and their log-probabilities given the
-    noise; -inf where a row's filters leave no more."""
+    """[rows, width] each, or narrower where there are no more tokens: those that come first if the rows are drawn with their noise,
+    and their log-probabilities given the noise; -inf where a row's filters leave no more."""
     scores = penalized(logits, rows)
-    ids = torch.zeros(len(rows), width, dtype=torch.int64, device=logits.device)
-    logprobs = torch.full((len(rows), width), -torch.inf, device=logits.device)
     greedy = [i for i, one in enumerate(rows) if not one.sampling.temperature > 0]
     sampled = [i for i, one in enumerate(rows) if one.sampling.temperature > 0]
+    if not sampled:
+        return _largest(scores.log_softmax(-1), width)
+    ids = torch.zeros(len(rows), width, dtype=torch.int64, device=logits.device)
+    logprobs = torch.full((len(rows), width), -torch.inf, device=logits.device)
     if greedy:
-        values, columns = scores[greedy].log_softmax(-1).topk(min(width, scores.shape[1]))
+        columns, values = _largest(scores[greedy].log_softmax(-1), width)
         ids[greedy, : values.shape[1]], logprobs[greedy, : values.shape[1]] = columns, values
     if sampled:
         draws = draws_of([rows[i] for i in sampled], logits.device)
@@ -250,7 +254,16 @@ def best(logits: Tensor, rows: Listing[Row], width: int) -> tuple[Tensor, Tensor
                 noises = gumbel_all(own.seeds, own.choices, own.positions, part.scores.shape[1])
             else:
                 noises = gumbel(own.seeds, own.choices, own.positions, part.ids)
-            values, columns = (part.scores + noises).log_softmax(-1).topk(min(width, part.scores.shape[1]))
+            columns, values = _largest((part.scores + noises).log_softmax(-1), width)
             found = columns if part.ids is None else part.ids.gather(1, columns)
             ids[lines[part.rows], : values.shape[1]], logprobs[lines[part.rows], : values.shape[1]] = found, values
     return ids, logprobs
+
+
+def _largest(scores: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Columns and values, [rows, width] each or all there are, of each row's largest numbers."""
+    if width == 1:
+        columns = first_largest(scores).unsqueeze(1)
+        return columns, scores.gather(1, columns)
+    values, columns = scores.topk(min(width, scores.shape[1]))
+    return columns, values
