@@ -144,7 +144,7 @@ class Decoder:
         for layer, norm in zip(self.layers, [*(layer.input_norm for layer in self.layers[1:]), self.norm], strict=True):
             attended = layer.attend(x, step, rotary, cache)
             if layer is self.layers[-1]:  # whose keys and values are written: nothing more is wanted of other rows
-                residual, attended = residual[step.rows], attended[step.rows]
+                residual, attended = residual.index_select(0, step.rows), attended.index_select(0, step.rows)
                 if not len(residual):
                     return residual
             x = add_rms_norm(layer.transform(attended, residual), residual, norm, epsilon)
