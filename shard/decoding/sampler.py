@@ -97,8 +97,9 @@ def _pick_plainly(logits: Tensor, rows: Listing[Row], mask: Tensor | None) -> li
     logprobs = logits.log_softmax(-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
     finite = logprobs.isnan().logical_not_().tolist()
     tops = own_tops(logits, rows)
-    for part, columns in picked:
-        _report_final(part, columns, rows, logprobs, tops)
+    if any(row.final for row in rows):
+        for part, columns in picked:
+            _report_final(part, columns, rows, logprobs, tops)
     return [
         Pick(token, logprob, tops.get(i, ())) if good else None
         for i, (token, logprob, good) in enumerate(zip(tokens.tolist(), logprobs.tolist(), finite, strict=True))
