@@ -31,6 +31,7 @@ SPECIAL = re.compile(r"<[^<>\s]+>")  # in a lark grammar: perhaps a special toke
 # spaces for ever, and small models do.
 WHITESPACE = r" |\n[ \t]{0,32}"
 SLOW = f"it takes more than {MOST_WORK:g} s to compile; make it simpler"
+BYTES = 256
 SCALARS = ("string", "number", "integer", "boolean", "null")
 
 
@@ -144,9 +145,12 @@ class Grammars:
         problem = _said(matcher.get_error())
         if problem:
             return problem
-        matcher.compute_bitmask()
+        allowed = int.from_bytes(matcher.compute_bitmask(), "little")
         if matcher.is_error():
             return _said(matcher.get_error()) if "too" in matcher.stop_reason().lower() else "there is no text that it allows"
+        first = (allowed & -allowed).bit_length() - 1
+        if 0 <= first < BYTES and not matcher.consume_token(first):  # some that are too large are only found to be so in use
+            return _said(matcher.get_error())
         return ""
 
 
@@ -155,11 +159,11 @@ class _Bytes:
 
     is_tokenizer_wrapper = True
     bos_token_id = None
-    eos_token_id = 256
+    eos_token_id = BYTES
 
     def __init__(self, specials: Sequence[str]) -> None:
-        self.tokens = [bytes([byte]) for byte in range(256)] + [b"<end>"] + [name.encode() for name in specials]
-        self.special_token_ids = list(range(256, len(self.tokens)))
+        self.tokens = [bytes([byte]) for byte in range(BYTES)] + [b"<end>"] + [name.encode() for name in specials]
+        self.special_token_ids = list(range(BYTES, len(self.tokens)))
 
     def __call__(self, text: str | bytes) -> list[int]:
         return list(text.encode() if isinstance(text, str) else text)

@@ -62,6 +62,7 @@ GOOD = [
     json_schema({"$defs": {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(50)} | {"d50": {}}, "$ref": "#/$defs/d0"}),
     json_schema({"properties": {"a/b~c": {"enum": ["é", "😀", None, 1]}}, "items": {"$ref": "#/properties/a~1b~0c"}}),
     json_schema(nested(20)),
+    json_schema({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1000)}}),
     regex(r"^[a-z]+@[a-z]+\.(com|org)$"),
     regex(""),
     lark('start: "a" <|user|> x\nx: /[0-9]+/'),
@@ -123,6 +124,12 @@ def test_what_is_impossible_is_refused_with_the_reason(grammar: Grammar, said: s
     assert said in message
     assert "\n" not in message
     assert len(message) < 600
+
+
+def test_what_is_too_large_after_its_first_byte_is_refused_by_the_fastest_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MOST_WORK", "MOST_SECONDS"):
+        monkeypatch.setattr(module, name, 60.0)
+    assert "too many expressions" in problem(regex("(a{60000}){60000}"))
 
 
 HOSTILE = [
