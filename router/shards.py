@@ -34,6 +34,7 @@ SOON = 0.5  # seconds within which a socket at which nobody listens says so
 LOOKS = 10  # at a command that is not answered, before the ranks count as lost
 PATIENCE = 10  # times the longest step so far that a command may always take
 
+GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)  # what a rank that ends says, or nobody any more
 CHANNEL_OPTIONS = [
     ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 50),
@@ -262,7 +263,7 @@ class GrpcShards:
                     reply: shard_pb2.InfoReply = await stub.Info(shard_pb2.InfoRequest(), timeout=INFO_TIMEOUT)
                     return reply
                 except grpc.aio.AioRpcError as error:
-                    if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                    if error.code() not in (*GONE, grpc.StatusCode.DEADLINE_EXCEEDED):
                         raise _broken(rank, error) from None
                     took = monotonic() - asked
                     silent = silent + took if took > SOON else 0.0
@@ -400,6 +401,6 @@ def _target(address: str) -> str:
 
 
 def _broken(rank: int, error: grpc.aio.AioRpcError) -> Broken:
-    if error.code() is grpc.StatusCode.UNAVAILABLE:
+    if error.code() in GONE:
         return Broken(f"shard rank {rank} is lost: {error.details()}")
     return Broken(f"shard rank {rank}: {error.details()} ({error.code().name})")

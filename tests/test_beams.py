@@ -3,12 +3,12 @@
 import asyncio
 import functools
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from msgspec.structs import replace
 
 from penstock.router.batcher import Batcher
 from penstock.router.recovery import FURTHER

@@ -4,11 +4,11 @@ import asyncio
 import functools
 import json
 import re
-from dataclasses import replace
 from typing import Any
 
 import jsonschema
 import pytest
+from msgspec.structs import replace
 
 from penstock.router.batcher import Batcher
 from penstock.router.grammar import choice, json_object, json_schema, lark, regex

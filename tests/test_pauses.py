@@ -4,10 +4,10 @@ import asyncio
 import functools
 import random
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from penstock.router.batcher import Batcher
 from penstock.router.request import Priority, Request, Sampling, Token
