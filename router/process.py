@@ -5,6 +5,7 @@ import gc
 import logging
 import signal
 import socket
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from .text import Tokenizer, Unusable
 from .tracing import Missing, Tracer
 
 LAST_WORDS = 5.0  # seconds that handlers get to send what they have when everything ends
+YIELD = 1.0  # seconds in which a shard that has failed ends before the router does, so that its reason is the one that is told
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +39,7 @@ def run(config: RouterConfig, listening: socket.socket, doorman: Doorman) -> int
         return 2
     except Broken as error:
         logger.error("%s", error)
+        time.sleep(YIELD)
         return 1
 
 

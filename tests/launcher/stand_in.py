@@ -13,7 +13,7 @@ name, port, *behaviour = sys.argv[1:]
 
 
 def say(text: str) -> None:
-    print(f"{name} {text}", flush=True)
+    os.write(1, f"{name} {text}\n".encode())  # at once, or lines of several processes mix
 
 
 class Health(http.server.BaseHTTPRequestHandler):
