@@ -37,8 +37,6 @@ def plan(
     rows: Sequence[Row], page_size: int, windows: Sequence[int], elements: int, device: torch.device
 ) -> tuple[list[int], Plan]:
     """The order in which `rows` have to stand in the step, and its plan; arguments as those of `attention.blocks`."""
-    if len(rows) == 1 and not any(windows) and rows[0].parents is None and rows[0].queries <= plain.TILE:
-        return [0], Plan([_alone(rows[0], page_size, device)], [])
     # torch tells the sums that a merge needs on CPUs only. Behind a window rows see different parts of what they have in common.
     able = device.type == "cpu" and not any(windows)
     levels: list[list[Run]] = []
@@ -54,17 +52,6 @@ def plan(
     blocks = plain.blocks([own[i] for i in order], page_size, windows, elements, device)
     tokens = {row: token for token, row in enumerate(order)}  # rows of one query come first
     return order, Plan(blocks, [_level(level, rows, tokens, page_size, elements, device) for level in levels])
-
-
-def _alone(row: Row, page_size: int, device: torch.device) -> Block:
-    """As `attention.blocks` makes it of a short chain without a window, in a third of the time: of one row with four layers of 256
-    features that is 4 % of a step."""
-    slots = torch.from_numpy(plain.slots_of([row], page_size)[0]).to(device)
-    mask = None
-    if row.queries > 1:
-        later = torch.full((row.queries, row.queries), -torch.inf, device=device).triu(1)
-        mask = functional.pad(later, (row.context, 0)).expand(1, 1, -1, -1)
-    return Block(0, 1, row.queries, {0: View(len(slots), slots, mask)}, False)
 
 
 def _level(

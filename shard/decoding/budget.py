@@ -94,17 +94,8 @@ class Acceptance:
 
     def chain(self, most: int) -> "Worth":
         """Of the drafts of a chain."""
-        gains, reached, share = [], 1.0, self._first_alone()
-        for depth in range(most):
-            if 0 < depth < DEPTHS:
-                share = self._odds[depth][0].blended(share)
-            reached *= share
-            gains.append(reached)
+        gains = list(accumulate((share[0] for share in self.shares(most)), lambda reached, share: reached * share))
         return Worth(gains, list(range(1, most + 1)))
-
-    def _first_alone(self) -> float:
-        """Of `_first`, that of rank 0."""
-        return self._odds[0][0].blended(self._before._first_alone() if self._before is not None else PRIORS[0])
 
     def tree(self, most: int, depth: int, width: int = RANKS) -> "Worth":
         """Of so many drafts at most, the best ones first, in a tree no deeper and with no more siblings than that."""

@@ -87,18 +87,18 @@ def _pick_fused(logits: Tensor, rows: Listing[Row], mask: Tensor | None) -> list
 
 
 def _pick_plainly(logits: Tensor, rows: Listing[Row], mask: Tensor | None) -> list[Pick | None]:
+    own = logits.logsumexp(-1)
     scores = penalized(logits, rows)
     if mask is not None:
         scores = allow(scores, mask)
     picked = _choose(scores, rows)
-    chosen = [columns if part.ids is None else part.ids.gather(1, columns.unsqueeze(1)).squeeze(1) for part, columns in picked]
-    tokens = chosen[0] if len(picked) == 1 else torch.cat(chosen)[torch.cat([part.rows for part, _ in picked]).argsort()]
-    own = logits.logsumexp(-1)
+    tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+    for part, columns in picked:
+        tokens[part.rows] = columns if part.ids is None else part.ids.gather(1, columns.unsqueeze(1)).squeeze(1)
     logprobs = logits.gather(1, tokens.unsqueeze(1)).squeeze(1) - own
     tops = own_tops(logits, rows)
-    if any(row.final for row in rows):
-        for part, columns in picked:
-            _report_final(part, columns, rows, logprobs, tops)
+    for part, columns in picked:
+        _report_final(part, columns, rows, logprobs, tops)
     return [
         Pick(token, logprob, tops.get(i, ())) if finite else None
         for i, (token, logprob, finite) in enumerate(zip(tokens.tolist(), logprobs.tolist(), own.isfinite().tolist(), strict=True))
