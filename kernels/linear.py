@@ -20,7 +20,7 @@ So one thread with AVX2 alone takes OpenBLAS, all others take oneDNN; each needs
 on nothing that changes between two starts of the same server: the last bits of an answer do not either.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -37,7 +37,9 @@ class Weight:
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.bytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
         self.shape = weight.shape
-        self.product = _route(weight)(weight, bias)
+        route = _route(weight)
+        self.compiled = (weight.shape, weight.dtype, bias is not None) if route is packed else None  # what oneDNN compiles for
+        self.product = route(weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [rows, in]; result [rows, out]."""
@@ -69,11 +71,19 @@ def packed(weight: Tensor, bias: Tensor | None) -> Product:
 def usual(rows: int) -> int:
     """So many, or up to an eighth more: one of eight numbers between two powers of two.
 
-    oneDNN compiles a product anew for each number of rows that it has not seen. That takes 0.5 to 0.7 ms for each shape of weight
-    (measured 2026-11-22 on an EPYC with AVX-512), and memory, and steps have any number of rows.
+    oneDNN compiles a product anew for each number of rows that it has not seen, and steps have any number of rows. That takes 0.5
+    to 0.7 ms and as many MiB for each shape of weight (measured 2026-11-22 on an EPYC with AVX-512).
     """
     step = 1 << max(0, rows.bit_length() - 4)
     return -(-rows // step) * step
+
+
+def compile_products(weights: Iterable[Weight], most: int) -> None:
+    """Has oneDNN compile the products of up to `most` rows now, once for each shape of weight, so that no later step waits for it."""
+    counts = sorted({usual(rows) for rows in range(1, most + 1)})
+    for (shape, dtype, _), weight in {weight.compiled: weight for weight in weights if weight.compiled}.items():
+        for rows in counts:
+            weight(torch.zeros(rows, shape[1], dtype=dtype))
 
 
 def transposed(weight: Tensor, bias: Tensor | None) -> Product:

@@ -139,6 +139,13 @@ class Engine:
         return self.decoder.shape.kv_elements(self.decoder.ranks.size) * self._cache_dtype.itemsize + drafts
 
     @torch.inference_mode()
+    def compile(self, rows: int) -> None:
+        """Makes steps of up to so many tokens ready to run."""
+        self.decoder.compile(rows)
+        if self.guesses.drafter:
+            self.guesses.drafter.decoder.compile(rows)
+
+    @torch.inference_mode()
     def record(self, record: Record, bounds: Bounds, progress: Callable[[str], None]) -> None:
         """Makes graphs of steps over the pool as it is now; see `forward`."""
         self.forward.record(record, bounds, progress)

@@ -34,6 +34,7 @@ from .steps import Answer, Executor, Failed, Refused
 
 log = logging.getLogger(__name__)
 
+COMPILED = 64  # tokens of the largest step that is made ready before the first request; larger ones take long by themselves
 FAILED = "the shard failed and ends; its log says why"
 
 
@@ -83,7 +84,6 @@ class Service:
         assert self._executor is not None
         with self._lock:
             if self._warmup is None:
-                self.stage = "measuring memory"
                 try:
                     self._warmup = self._executor.call(self._measure, request)
                 except Unsupported as error:
@@ -107,6 +107,9 @@ class Service:
         drafts = engine.guesses.most > 0
         sizes = [*decodes(chosen, rows), *mixed(chosen, tokens, drafts)]
         recorded = sizes * 2 if engine.guesses.drafter else sizes  # the draft model's own
+        self.stage = "compiling products"
+        engine.compile(min(tokens, COMPILED))
+        self.stage = "measuring memory"
         pages, sample = size_pool(engine, config.page_size, config.kv_pages, config.memory_fraction, tokens, rows, total, recorded)
         engine.resize(ranks.least(pages), config.page_size)
         if sizes:

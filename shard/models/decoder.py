@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...kernels.linear import Weight
+from ...kernels.linear import Weight, compile_products
 from ...kernels.operations import add_rms_norm, rms_norm, rotate_and_write, swiglu
 from ...kernels.ragged import attention
 from ...kernels.reference import rotary_table
@@ -164,15 +164,15 @@ class Decoder:
         joined = self.ranks.join(self.head(hidden))
         return joined[:, : self.shape.vocabulary].float() if joined is not None else None
 
+    def compile(self, rows: int) -> None:
+        """Makes steps of up to so many tokens ready to run, where their products are compiled on first use."""
+        compile_products((weight for weight in self._weights() if isinstance(weight, Weight)), rows)
+
     @property
     def weight_bytes(self) -> int:
         """What this rank's weights take in memory."""
-        return sum(_bytes(self)) + sum(size for layer in self.layers for size in _bytes(layer))
+        return sum(weight.bytes if isinstance(weight, Weight) else weight.nbytes for weight in self._weights())
 
-
-def _bytes(part: object) -> Iterator[int]:
-    for value in vars(part).values():
-        if isinstance(value, Weight):
-            yield value.bytes
-        elif isinstance(value, Tensor):
-            yield value.nbytes
+    def _weights(self) -> Iterator[Weight | Tensor]:
+        for part in (self, *self.layers):
+            yield from (value for value in vars(part).values() if isinstance(value, (Weight, Tensor)))

@@ -8,7 +8,7 @@ import transformers
 from torch.nn import functional
 from transformers.models.llama import modeling_llama
 
-from penstock.kernels.linear import Weight, packed, plain, transposed
+from penstock.kernels.linear import Weight, compile_products, packed, plain, transposed, usual
 from penstock.kernels.reference import rms_norm, rotary_table, rotate, swiglu
 
 SIZES = [1, 7, 1000]
@@ -71,6 +71,22 @@ def test_rows_of_packed_weights_are_independent_to_the_last_bit() -> None:
     whole = product(x)
     for rows in (1, 2, 5, 31, 64, 129):
         assert product(x[:rows].clone()).equal(whole[:rows])
+
+
+def test_few_numbers_of_rows_are_computed_and_they_are_little_more() -> None:
+    assert [usual(rows) for rows in (1, 15, 16, 17, 31, 33, 4095, 4096)] == [1, 15, 16, 18, 32, 36, 4096, 4096]
+    assert all(rows <= usual(rows) < 1.125 * rows for rows in range(1, 5000))
+    assert len({usual(rows) for rows in range(1, 4097)}) == 16 + 8 * 8
+
+
+def test_products_are_compiled_once_for_each_shape_of_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[tuple[torch.Size, int]] = []
+    monkeypatch.setattr("penstock.kernels.linear._route", lambda weight: packed)
+    weights = [Weight(torch.randn(high, 6), bias) for high, bias in ((4, None), (5, None), (4, None), (4, torch.randn(4)))]
+    for weight in weights:
+        weight.product = lambda x, weight=weight: compiled.append((weight.shape, len(x))) or x  # type: ignore[misc,func-returns-value]
+    compile_products(weights, 20)
+    assert sorted(compiled) == sorted((torch.Size((high, 6)), rows) for high in (4, 4, 5) for rows in [*range(1, 17), 18, 20])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
