@@ -80,6 +80,8 @@ class FakeShards:
 
     def execute(self, command: shard_pb2.Command) -> asyncio.Future[shard_pb2.Reply]:
         self._last = asyncio.ensure_future(self._execute(command, self._last, self.lost))
+        # As with the real ones, nobody need come back for it: complaints, written while rubbish is collected, disturb others.
+        self._last.add_done_callback(lambda done: done.cancelled() or done.exception())
         return self._last
 
     def die(self) -> None:
