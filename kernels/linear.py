@@ -79,7 +79,7 @@ def usual(rows: int) -> int:
 
 
 def compile_products(weights: Iterable[Weight], most: int) -> None:
-    """Has oneDNN compile the products of up to `most` rows now, once for each shape of weight, so that no later step waits for it."""
+    """Has oneDNN compile the products of up to `most` rows once for each shape of weight: no later step waits for that."""
     counts = sorted({usual(rows) for rows in range(1, most + 1)})
     for (shape, dtype, _), weight in {weight.compiled: weight for weight in weights if weight.compiled}.items():
         for rows in counts:
