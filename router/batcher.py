@@ -621,6 +621,7 @@ class Batcher:
                 accepted=step.accepted_tokens,
                 rounds=step.rounds,
                 draft_seconds=step.draft_seconds,
+                later_seconds=step.later_seconds,
             )
         )
         self._last[_kind(action)] = seconds

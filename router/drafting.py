@@ -3,6 +3,9 @@ sequences get them, by what is accepted of each (docs/speculation.md).
 
     seconds = plain(sequences, keys) + first + draft * drafts + round * runs of the draft model
 
+The draft model's first run has to catch up with what was accepted, and to fetch its weights anew: what it takes beyond the others
+is a part of `first`.
+
 What `cost.Cost` says of a token is what many cost together; that a few more beside a few are nearly free on a device that waits for
 its memory, and dear on one that computes, is in no straight line. So all four are learned for each load by itself, that is for each
 power of two of sequences that decode, from steps that do nothing else. What was learned of a load is kept while others are seen:
@@ -17,10 +20,11 @@ Steps with drafts can't say what they would have taken without, and steps withou
 Whatever is believed of costs, steps with drafts that were slower than those without end them, up to the next trial.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from .cost import Cost, Work
-from .loads import Load
+from .loads import Load, Mean
 from .policies import PROMPT_SHARE, Measured, target_of
 
 LOADS = 16  # powers of two
@@ -69,7 +73,9 @@ class Drafting:
             self._slopes, self._age = self._cost.slopes, 0
         load = self._load(step.decodes)
         if step.rounds:
-            load.rounds.add(max(step.draft_seconds / step.rounds, 1e-9))
+            load.openings.add(max(step.draft_seconds - step.later_seconds, 1e-9))
+        if step.rounds > 1:
+            load.rounds.add(max(step.later_seconds / (step.rounds - 1), 1e-9))
         if not step.drafted:
             load.plain.add(step.net, step.decodes, step.read)
             load.turns += load.since > 0
@@ -101,7 +107,9 @@ class Drafting:
         room = max(0, self._step_tokens - decodes - int(prompts.tokens) - 1)  # and one that the shards may try
         if each > 0:
             room = min(room, int(max(target - step, share * alone) / each))
-        return self._decided(load, Allowance(step, first, draft, self._round(decodes), room, target), decodes, not prompts.tokens)
+        run = self._run(decodes, lambda load: load.rounds)
+        first += max(0.0, self._run(decodes, lambda load: load.openings) - run)
+        return self._decided(load, Allowance(step, first, draft, run, room, target), decodes, not prompts.tokens)
 
     def _decided(self, load: Load, found: Allowance, decodes: int, alone: bool) -> Allowance:
         """What is told. alone: no prompts are in the step."""
@@ -128,11 +136,11 @@ class Drafting:
         token, _, key = self._slopes
         return max(mean.seconds + token * (decodes - mean.sequences) + key * (keys - mean.keys), mean.seconds / 2)
 
-    def _round(self, decodes: int) -> float:
+    def _run(self, decodes: int, kind: Callable[[Load], Mean]) -> float:
         """Seconds of a run of the draft model: at the nearest load at which there was one. None yet: they are found out by one."""
         place = _place(decodes)
-        known = [(abs(i - place), i) for i, load in enumerate(self._loads) if load.rounds.count]
-        return self._loads[min(known)[1]].rounds.seconds if known else 0.0
+        known = [(abs(i - place), i) for i, load in enumerate(self._loads) if kind(load).count]
+        return kind(self._loads[min(known)[1]]).seconds if known else 0.0
 
     def _load(self, decodes: int) -> Load:
         return self._loads[_place(decodes)]

@@ -36,10 +36,11 @@ class Mean:
 
 @dataclass(slots=True)
 class Load:
-    """Steps that do nothing but decode. `plain` are those without drafts, `rounds` runs of the draft model."""
+    """Steps that do nothing but decode."""
 
-    plain: Mean = field(default_factory=Mean)
-    rounds: Mean = field(default_factory=Mean)
+    plain: Mean = field(default_factory=Mean)  # those without drafts
+    openings: Mean = field(default_factory=Mean)  # first runs of the draft model, with all that is done before the second ...
+    rounds: Mean = field(default_factory=Mean)  # ... and each of the others
     since: int = 0  # steps with drafts since one without ...
     idle: int = 0  # ... and steps without since one with
     saved: float = 0.0  # seconds that may be spent on a trial; negative: that the last one has cost, and that are not saved yet

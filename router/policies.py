@@ -42,7 +42,8 @@ class Measured:
     drafted: int = 0  # of the decodes' tokens, those that were guesses ...
     accepted: int = 0  # ... and those of them that were right
     rounds: int = 0  # runs of the draft model
-    draft_seconds: float = 0.0  # what it took to find guesses
+    draft_seconds: float = 0.0  # what it took to find guesses ...
+    later_seconds: float = 0.0  # ... and, of that, runs after the first one
 
     @property
     def decodes(self) -> int:

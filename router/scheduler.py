@@ -136,7 +136,8 @@ class Report:
     drafted: int = 0  # of decode_tokens, those that were guesses ...
     accepted: int = 0  # ... and those of them that were right
     rounds: int = 0  # runs of the draft model
-    draft_seconds: float = 0.0  # what it took to find guesses
+    draft_seconds: float = 0.0  # what it took to find guesses ...
+    later_seconds: float = 0.0  # ... and, of that, runs after the first one
 
 
 def most_pages(prompt_tokens: int, max_new_tokens: int, choices: int, page_size: int) -> int:
@@ -524,6 +525,7 @@ class Scheduler:
             told.accepted,
             told.rounds,
             told.draft_seconds,
+            told.later_seconds,
         )
         self._policy.learn(step)
         if self._drafting is not None:

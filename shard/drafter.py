@@ -6,6 +6,7 @@ and restored without it: every sequence has a sketch of how far the draft model 
 Nothing here can change a token, only how good guesses are.
 """
 
+import time
 from collections.abc import Sequence as Listing
 
 import torch
@@ -26,13 +27,16 @@ CATCH_UP = 512  # tokens beyond that which are computed in a step; sequences tha
 
 
 class Drafter:
-    """See `growth.Model`. `rounds` counts forwards that drafts were grown from."""
+    """See `growth.Model`. `rounds` counts forwards that drafts were grown from, `later` the seconds of those after the first one of a
+    step, which has to catch up with the model: what is done with their logits included."""
 
     def __init__(self, decoder: Decoder, vocabulary: int, device: torch.device) -> None:
         """vocabulary: the target's."""
         self.decoder = decoder
         self.device = device
         self.rounds = 0
+        self.later = 0.0
+        self._ended = 0.0
         self._vocabulary = vocabulary
         self.resize(0, 1)
 
@@ -91,6 +95,9 @@ class Drafter:
         hidden = self.forward.follow(spans) if self._go_on(wanted, spans) else self.forward(spans)
         found = self.decoder.logits(hidden if len(rows) == len(hidden) else hidden[rows])
         assert found is not None
+        now = time.perf_counter()
+        self.later += now - self._ended if wanted[0].nodes[0] != ROOT else 0.0
+        self._ended = now
         lacking = self._vocabulary - found.shape[1]
         return functional.pad(found, (0, lacking), value=-torch.inf) if lacking > 0 else found[:, : self._vocabulary]
 

@@ -63,7 +63,8 @@ class Outcome:
     guessed: list[tuple[int, int, int]] = field(default_factory=list)  # (uid, drafted, accepted) of groups that had guesses
     tried: list[int] = field(default_factory=list)  # by depth: sequences that had a guess there ...
     kept: list[int] = field(default_factory=list)  # ... and those of them of which one was right
-    draft_seconds: float = 0.0  # what finding guesses took
+    draft_seconds: float = 0.0  # what finding guesses took ...
+    later_seconds: float = 0.0  # ... and, of that, runs of the draft model after the first one
     rounds: int = 0  # runs of the draft model
     exhausted: int = 0  # times that memory ran out, so that the step was computed in parts
     prompt_keys: int = 0
@@ -300,10 +301,10 @@ class Engine:
         asked = self.guesses.ask(groups, self._allowance, self.pool)
         if asked:
             self._clear_taken()
-            rounds = self.shrink.attempt(lambda: self.guesses.propose(asked))
-            if rounds is None:
+            found = self.shrink.attempt(lambda: self.guesses.propose(asked))
+            if found is None:
                 self.guesses.forget(asked)
-            outcome.rounds = rounds or 0
+            outcome.rounds, outcome.later_seconds = found or (0, 0.0)
         outcome.draft_seconds = time.perf_counter() - began
 
     def _compiled(self, chunks: list[tuple[Group, int]], alone: bool) -> list[tuple[Group, int]]:

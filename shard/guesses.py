@@ -63,14 +63,14 @@ class Guesses:
         asked = self._asked(groups, allowance)
         return [one for one in asked if _extend(one, pool)] if self._speculation.draft else asked
 
-    def propose(self, asked: Listing[Asked]) -> int:
-        """Gives the sequences their drafts. Returns how often the draft model ran."""
-        rounds = self.drafter.rounds if self.drafter else 0
+    def propose(self, asked: Listing[Asked]) -> tuple[int, float]:
+        """Gives the sequences their drafts. Returns how often the draft model ran, and the seconds of its runs after the first."""
+        rounds, later = (self.drafter.rounds, self.drafter.later) if self.drafter else (0, 0.0)
         proposed = self._told(asked) if self._speculation.draft else self.proposer.propose(asked)
         self.probabilities = proposed.probabilities
         for one, draft in zip(asked, proposed.drafts, strict=True):
             one.sequence.draft, one.sequence.tried = draft.tree, draft.drawn
-        return self.drafter.rounds - rounds if self.drafter else 0
+        return (self.drafter.rounds - rounds, self.drafter.later - later) if self.drafter else (0, 0.0)
 
     def forget(self, asked: Listing[Asked]) -> None:
         """Proposing broke off: nothing is guessed, and the draft model begins anew with these sequences."""

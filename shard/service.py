@@ -256,6 +256,7 @@ def step_reply(step: int, outcome: Outcome) -> wire.Reply:
         kept_by_depth=outcome.kept,
         draft_seconds=outcome.draft_seconds,
         rounds=outcome.rounds,
+        later_seconds=outcome.later_seconds,
         exhausted=outcome.exhausted,
         scored_uids=[uid for uid, _ in outcome.scored],
         scored_counts=[len(scores) for _, scores in outcome.scored],

@@ -15,9 +15,11 @@ from typing import Protocol
 # Of the statistics of acceptance. Depths beyond the last count as the last; ranks beyond it are worth nothing.
 DEPTHS = 8
 RANKS = 8
-FORGET = 0.95  # what a trial weighs after the next one of its kind: some 20 count
+FORGET = 0.95  # what a trial weighs after the next one of its kind: some 20 of a sequence count ...
+FORGET_ALL = 0.99  # ... and some 100 of all sequences together
+FADE = 0.98  # what is known of a depth weighs after a step whose drafts ended above: else nobody would see that it has changed
 PRIORS = [0.6 * 0.5**rank for rank in range(RANKS)]  # by rank, when those before were refused, before anything is known
-TRUST = 4.0  # what is known from elsewhere weighs as much as so many trials
+TRUST = 8.0  # what is known from elsewhere weighs as much as so many trials
 # A gain over not speculating that is within what measured costs are wrong by is none.
 MARGIN = 1.03
 FLOOR = 0.02  # tokens that a draft has to be worth to be considered
@@ -34,17 +36,20 @@ class Odds:
 
     tried: float = 0.0
     true: float = 0.0
-    trust: float = TRUST  # in what is known from elsewhere; it fades as the rest does
 
-    def observe(self, true: bool) -> None:
-        """One trial."""
-        self.tried = self.tried * FORGET + 1
-        self.true = self.true * FORGET + true
-        self.trust *= FORGET
+    def observe(self, true: bool, forget: float) -> None:
+        """One trial. forget: what those before it weigh from now on."""
+        self.tried = self.tried * forget + 1
+        self.true = self.true * forget + true
+
+    def fade(self) -> None:
+        """There was none, though there could have been."""
+        self.tried *= FADE
+        self.true *= FADE
 
     def blended(self, known: float) -> float:
         """Its probability. known: as it is elsewhere."""
-        return (self.trust * known + self.true) / (self.trust + self.tried)
+        return (TRUST * known + self.true) / (TRUST + self.tried)
 
 
 class Acceptance:
@@ -53,6 +58,7 @@ class Acceptance:
     def __init__(self, before: "Acceptance | None" = None) -> None:
         """before: what is known of other sequences, as it is whenever this is asked."""
         self._before = before
+        self._forget = FORGET if before is not None else FORGET_ALL
         self._odds = [[Odds() for _ in range(RANKS)] for _ in range(DEPTHS)]  # of each, when those with lower ranks were refused
         self.waited = 0  # steps without a draft
         self.patience = PATIENCE
@@ -62,7 +68,9 @@ class Acceptance:
         for depth, width in enumerate(widths):
             good = ranks[depth] if depth < len(ranks) else width
             for rank, odds in enumerate(self._odds[min(depth, DEPTHS - 1)][: min(width, good + 1)]):
-                odds.observe(rank == good)
+                odds.observe(rank == good, self._forget)
+        for odds in self._odds[len(widths)] if 0 < len(widths) < DEPTHS else ():
+            odds.fade()
         if self._before is not None:
             self._before.observe(ranks, widths)
         if widths:

@@ -175,15 +175,28 @@ def test_acceptance_is_learned_by_rank() -> None:
 
 
 def test_what_was_long_ago_is_forgotten() -> None:
+    """Of a sequence soon, of all together later."""
+    every = Acceptance()
+    for tracker, trials in ((Acceptance(every), 60), (every, 300)):
+        for _ in range(500):
+            tracker.observe([0], [1])
+        for _ in range(trials):
+            tracker.observe([], [1])
+        assert tracker.shares(1)[0][0] < 0.2
+        for _ in range(trials):
+            tracker.observe([0], [1])
+        assert tracker.shares(1)[0][0] > 0.8
+
+
+def test_what_was_not_tried_for_long_is_as_the_depth_above() -> None:
+    """Else bad luck at some depth would end all drafts that deep for ever."""
     tracker = Acceptance()
-    for _ in range(500):
-        tracker.observe([0], [1])
-    for _ in range(60):
-        tracker.observe([], [1])
-    assert tracker.shares(1)[0][0] < 0.2
-    for _ in range(60):
-        tracker.observe([0], [1])
-    assert tracker.shares(1)[0][0] > 0.8
+    for _ in range(20):
+        tracker.observe([0, 0], [1, 1, 1])
+    assert tracker.shares(3)[2][0] < 0.5 * tracker.shares(3)[1][0]
+    for _ in range(200):
+        tracker.observe([0, 0], [1, 1])
+    assert tracker.shares(3)[2][0] > 0.9 * tracker.shares(3)[1][0]
 
 
 def test_what_nothing_is_known_of_is_as_with_others() -> None:

@@ -263,12 +263,21 @@ def test_what_drafts_may_cost_survives_the_wire() -> None:
 
 
 def test_what_was_guessed_is_in_columns() -> None:
-    outcome = Outcome(drafted=5, accepted=3, guessed=[(7, 2, 1), (9, 3, 2)], tried=[2, 1], kept=[2, 1], draft_seconds=0.5, rounds=4)
+    outcome = Outcome(
+        drafted=5,
+        accepted=3,
+        guessed=[(7, 2, 1), (9, 3, 2)],
+        tried=[2, 1],
+        kept=[2, 1],
+        draft_seconds=0.5,
+        later_seconds=0.375,
+        rounds=4,
+    )
     step = step_reply(1, outcome).step
     columns = zip(step.guessed_uids, step.guessed_drafted, step.guessed_accepted, strict=True)
     assert (list(columns), step.drafted_tokens, step.accepted_tokens) == (outcome.guessed, 5, 3)
     assert (list(step.tried_by_depth), list(step.kept_by_depth)) == ([2, 1], [2, 1])
-    assert (step.draft_seconds, step.rounds) == (0.5, 4)
+    assert (step.draft_seconds, step.later_seconds, step.rounds) == (0.5, 0.375, 4)
 
 
 def test_columns_hold_log_probabilities_of_transformers(warm: Process) -> None:
