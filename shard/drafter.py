@@ -27,8 +27,8 @@ CATCH_UP = 512  # tokens beyond that which are computed in a step; sequences tha
 
 
 class Drafter:
-    """See `growth.Model`. `rounds` counts forwards that drafts were grown from, `later` the seconds of those after the first one of a
-    step, which has to catch up with the model: what is done with their logits included."""
+    """See `growth.Model`. `rounds` counts forwards that drafts were grown from; `later` are the seconds of those that were not a
+    step's first, which has to catch up with the model, with all that was done since the one before."""
 
     def __init__(self, decoder: Decoder, vocabulary: int, device: torch.device) -> None:
         """vocabulary: the target's."""
