@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SECONDS_BETWEEN_LINES = 2.0
+# Parameters of draft models that a CPU's cache holds as floats: of so few, calls take longer than arithmetic, the most with halves.
+SMALL_DRAFT = 4_000_000
 
 
 class Progress:
@@ -67,7 +69,7 @@ def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
     progress = Progress(model.parameters(config.ranks), stage)
     stage("loading weights")
     cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8_e4m3fn" else None
-    decoder = Decoder(model, _source(config, folder, device, progress), ranks, device)
+    decoder = Decoder(model, _source(config.load_format, folder, DTYPES[config.dtype], device, progress), ranks, device)
     stops = Stops(grammars) if grammars else None
     speculation = parse(config.speculate) if config.speculate else Speculation()
     drafter = _drafter(config, speculation.draft, model, device, stage) if speculation.draft and config.rank == 0 else None
@@ -92,13 +94,15 @@ def _drafter(config: ShardConfig, folder: str, target: Shape, device: torch.devi
     stage("loading the draft model")
     model = _shape(Path(folder))
     progress = Progress(model.parameters(), stage)
-    decoder = Decoder(model, _source(config, Path(folder), device, progress), Ranks(0, 1, device), device)
+    small = device.type == "cpu" and model.parameters() <= SMALL_DRAFT
+    source = _source(config.load_format, Path(folder), torch.float32 if small else DTYPES[config.dtype], device, progress)
+    # Guesses may round as they like.
+    decoder = Decoder(model, source, Ranks(0, 1, device), device, exact=False)
     return Drafter(decoder, target.vocabulary, device)
 
 
-def _source(config: ShardConfig, folder: Path, device: torch.device, progress: Progress) -> Source:
-    dtype = DTYPES[config.dtype]
-    return DummyWeights(dtype, device, progress) if config.load_format == "dummy" else Weights(folder, dtype, device, progress)
+def _source(load_format: str, folder: Path, dtype: torch.dtype, device: torch.device, progress: Progress) -> Source:
+    return DummyWeights(dtype, device, progress) if load_format == "dummy" else Weights(folder, dtype, device, progress)
 
 
 def _device(config: ShardConfig) -> torch.device:

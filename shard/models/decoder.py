@@ -40,8 +40,9 @@ def frequencies(rope: Rope, size: int) -> Tensor:
 class Loader:
     """Cuts this rank's part out of the named tensors of one layer (or of the model, with an empty prefix)."""
 
-    def __init__(self, source: Source, shape: Shape, ranks: Ranks, prefix: str) -> None:
+    def __init__(self, source: Source, shape: Shape, ranks: Ranks, prefix: str, exact: bool) -> None:
         self.source = source
+        self.exact = exact
         self.shape = shape
         self.ranks = ranks
         self.prefix = prefix
@@ -54,13 +55,13 @@ class Loader:
         """Matrices [size, hidden] side by side, of each this rank's part of the outputs."""
         weights = [self._part(f"{name}.weight", (size, self.shape.hidden), 0) for name, size in zip(names, sizes, strict=True)]
         biases = [self._part(f"{name}.bias", (size,), 0) for name, size in zip(names, sizes, strict=True)] if bias else None
-        return Weight(torch.cat(weights), torch.cat(biases) if biases else None)
+        return Weight(torch.cat(weights), torch.cat(biases) if biases else None, self.exact)
 
     def rows(self, name: str, size: int, bias: bool) -> Weight:
         """A matrix [hidden, size], this rank's part of the inputs. Rank 0 adds the bias, so that the sum has it once."""
         weight = self._part(f"{name}.weight", (self.shape.hidden, size), 1)
         own = bias and self.ranks.rank == 0
-        return Weight(weight, self.source.tensor(f"{self.prefix}{name}.bias", (self.shape.hidden,)) if own else None)
+        return Weight(weight, self.source.tensor(f"{self.prefix}{name}.bias", (self.shape.hidden,)) if own else None, self.exact)
 
     def table(self, name: str) -> Tensor:
         """This rank's rows of a matrix [vocabulary, hidden], with zeros beyond its end."""
@@ -90,12 +91,12 @@ class Loader:
 class Layer:
     """Attention and MLP, each behind a norm and added to what came in."""
 
-    def __init__(self, index: int, shape: Shape, source: Source, ranks: Ranks) -> None:
+    def __init__(self, index: int, shape: Shape, source: Source, ranks: Ranks, exact: bool) -> None:
         self.index = index
         self.shape = shape
         self.ranks = ranks
         self.window = shape.windows[index]
-        load = Loader(source, shape, ranks, f"model.layers.{index}.")
+        load = Loader(source, shape, ranks, f"model.layers.{index}.", exact)
         sizes = [n * shape.head_size for n in (shape.heads, shape.kv_heads, shape.kv_heads)]
         names = [f"self_attn.{name}_proj" for name in "qkv"]
         self.input_norm = load.vector("input_layernorm", shape.hidden)
@@ -126,14 +127,15 @@ class Layer:
 class Decoder:
     """The model: tokens to hidden states, hidden states to logits."""
 
-    def __init__(self, shape: Shape, source: Source, ranks: Ranks, device: torch.device) -> None:
+    def __init__(self, shape: Shape, source: Source, ranks: Ranks, device: torch.device, exact: bool = True) -> None:
+        """exact: see `Weight`."""
         self.shape = shape
         self.ranks = ranks
-        load = Loader(source, shape, ranks, "")
+        load = Loader(source, shape, ranks, "", exact)
         self.embedding = load.table("model.embed_tokens.weight")
-        self.layers = [Layer(index, shape, source, ranks) for index in range(shape.layers)]
+        self.layers = [Layer(index, shape, source, ranks, exact) for index in range(shape.layers)]
         self.norm = load.vector("model.norm", shape.hidden)
-        self.head = Weight(self.embedding if shape.tied else load.table("lm_head.weight"))
+        self.head = Weight(self.embedding if shape.tied else load.table("lm_head.weight"), exact=exact)
         self.frequencies = frequencies(shape.rope, shape.head_size).to(device)
 
     def __call__(self, step: Step, cache: Cache) -> Tensor:

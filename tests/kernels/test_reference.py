@@ -8,7 +8,7 @@ import transformers
 from torch.nn import functional
 from transformers.models.llama import modeling_llama
 
-from penstock.kernels.linear import Weight, compile_products, packed, plain, transposed, usual
+from penstock.kernels.linear import SHORT, Weight, compile_products, packed, plain, shortened, transposed, usual
 from penstock.kernels.reference import rms_norm, rotary_table, rotate, swiglu
 
 SIZES = [1, 7, 1000]
@@ -64,6 +64,29 @@ def test_every_route_is_the_same_product(wide: int, high: int, rows: int, bias: 
     matrix, x = torch.randn(high, wide), torch.randn(rows, wide)
     vector = torch.randn(high) if bias else None
     torch.testing.assert_close(route(matrix, vector)(x), functional.linear(x, matrix, vector), rtol=1.3e-6, atol=3e-4)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_few_rows_of_a_small_weight_may_take_the_short_way(bias: bool) -> None:
+    weight, vector = torch.randn(512, 128), torch.randn(512) if bias else None
+    most, taken = SHORT // weight.numel(), []
+
+    def usual_way(x: Any) -> Any:
+        taken.append(len(x))
+        return functional.linear(x, weight, vector)
+
+    product = shortened(weight, vector, usual_way)
+    for rows in (1, most, most + 1, 40):
+        x = torch.randn(rows, 128)
+        torch.testing.assert_close(product(x), functional.linear(x, weight, vector), rtol=1.3e-6, atol=3e-4)
+    assert taken == [most + 1, 40]
+
+
+def test_only_guesses_take_it() -> None:
+    small, large = torch.randn(4, 8), torch.randn(SHORT // 8 + 1, 8)
+    ways = [Weight(small), Weight(small, exact=False), Weight(large, exact=False), Weight(small.bfloat16(), exact=False)]
+    assert ["shortest" in weight.product.__qualname__ for weight in ways] == [False, True, False, False]
+    assert [weight.bytes for weight in ways[:2]] == [small.nbytes, 2 * small.nbytes]
 
 
 def test_rows_of_packed_weights_are_independent_to_the_last_bit() -> None:

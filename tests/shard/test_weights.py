@@ -78,6 +78,17 @@ def test_a_bfloat16_checkpoint_is_the_same_model_in_float32(tmp_path: Path) -> N
     assert decoder(tmp_path / "half", dtype="bfloat16").embedding.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize(("most", "dtype"), [(10**6, torch.float32), (0, torch.bfloat16)])
+def test_a_small_draft_model_is_computed_in_float32(monkeypatch: pytest.MonkeyPatch, most: int, dtype: torch.dtype) -> None:
+    monkeypatch.setattr("penstock.shard.loading.SMALL_DRAFT", most)
+    folder = str(tiny.folder("llama"))
+    config = ShardConfig(folder=folder, model="m", dtype="bfloat16", speculate=f"draft={folder},tokens=2")
+    engine = load(config, lambda stage: None)
+    assert engine.guesses.drafter is not None
+    assert engine.decoder.embedding.dtype == torch.bfloat16
+    assert engine.guesses.drafter.decoder.embedding.dtype == dtype
+
+
 def test_a_tied_model_has_no_second_table() -> None:
     model = tiny.decoder("llama-tied")
     torch.testing.assert_close(tensors(model)["head"][:-1].t(), model.embedding, rtol=0, atol=0)
