@@ -60,7 +60,7 @@ class Guesses:
 
     def ask(self, groups: Listing[Group], allowance: Allowance | None, pool: PagePool) -> list[Asked]:
         """How much is guessed in the next step: as much as a group may have, its sequences may still take, and is worth it."""
-        asked = self._asked(groups, allowance)
+        asked = self._asked(groups, allowance, pool.page_size)
         return [one for one in asked if _extend(one, pool)] if self._speculation.draft else asked
 
     def propose(self, asked: Listing[Asked]) -> tuple[int, float]:
@@ -79,7 +79,7 @@ class Guesses:
             if self.drafter:
                 self.drafter.forget(one.sequence.pages)
 
-    def _asked(self, groups: Listing[Group], allowance: Allowance | None) -> list[Asked]:
+    def _asked(self, groups: Listing[Group], allowance: Allowance | None, page_size: int) -> list[Asked]:
         if allowance is not None and not allowance.most:
             return []
         able = []
@@ -88,20 +88,21 @@ class Guesses:
                 sequence.acceptance = sequence.acceptance or Acceptance(self._acceptance)
                 depth = room(group, sequence)
                 if depth and group.drafts:
-                    able.append((group, sequence, sequence.acceptance, depth))
+                    most = min(group.drafts, _left(group, sequence, page_size))
+                    able.append((group, sequence, sequence.acceptance, most, depth))
         if allowance is None:
-            counts = [worthwhile(tracker, min(group.drafts, depth)) for group, _, tracker, depth in able]
+            counts = [worthwhile(tracker, min(most, depth)) for _, _, tracker, most, depth in able]
             rounds = max(counts, default=0)
         else:
             wishes = [
-                Wish(self._worth(tracker, group.drafts, depth), allowance.needed.get(group.uid, 0.0))
-                for group, _, tracker, depth in able
+                Wish(self._worth(tracker, most, depth), allowance.needed.get(group.uid, 0.0))
+                for group, _, tracker, most, depth in able
             ]
-            trackers = [tracker for _, _, tracker, _ in able]
+            trackers = [tracker for _, _, tracker, _, _ in able]
             counts, rounds = self._probes.add(trackers, *divide(wishes, allowance.cost, allowance.most), allowance.cost)
         return [
             Asked(group, sequence, count, min(depth, rounds), _index(sequence))
-            for (group, sequence, _, depth), count in zip(able, counts, strict=True)
+            for (group, sequence, _, _, depth), count in zip(able, counts, strict=True)
             if count
         ]
 
@@ -134,6 +135,12 @@ def _proposer(asked: Speculation, model: Model | None) -> Proposer:
     growth: Growth = BestFirst(ROUNDS) if asked.nodes else Expansion(asked.widths)
     drafting = Drafting(model, growth, Rule(asked.verify))
     return Merged([drafting, Lookup()]) if asked.ngram else drafting
+
+
+def _left(group: Group, sequence: Sequence, page_size: int) -> int:
+    """Nodes that a tree may have in the pages that the sequence may come to hold: `Group.grow` covers no others."""
+    last = group.prompt_length + group.max_new_tokens - 1
+    return -(-last // page_size) * page_size - len(sequence.tokens)
 
 
 def _index(sequence: Sequence) -> Index:
