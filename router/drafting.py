@@ -30,7 +30,9 @@ from .policies import PROMPT_SHARE, Measured, target_of
 LOADS = 16  # powers of two
 KNOWN = 2.0  # steps without drafts that have to be there before any are allowed
 PLAIN = 64  # steps with drafts after which there is one without
-TRIAL = 6  # steps of a trial
+TRIAL = 6  # steps of a trial; ...
+LEAST_TRIAL = 3  # ... of many sequences, which learn as much in fewer
+HOPELESS = 3  # trials that count as made where they have cost more than they brought with fewer sequences
 IDLE = 2  # steps without drafts that are none where they are usual
 TRYING = 0.005  # of the time without drafts may be lost by trials ...
 LEARNING = 0.015  # ... and by the first ones: so much by the second, half of it by the next, ...
@@ -86,13 +88,16 @@ class Drafting:
         load.add(step.drafted, step.net - plain, step.net)
         load.gain(step.decodes + step.accepted, step.decodes * step.seconds / plain)
         if load.trial:
-            load.saved -= max(step.seconds - plain * (1 + step.accepted / step.decodes), 0.0)
+            cost = max(step.seconds - plain * (1 + step.accepted / step.decodes), 0.0)
+            load.saved, load.cost = load.saved - cost, load.cost + cost
         load.since, load.idle = load.since + 1, 0
         load.trial = max(load.trial - 1, 0)
 
     def allow(self, decodes: int, keys: float, prompts: Work) -> Allowance:
         """Of the next step. keys: that the sequences which decode will see; prompts: what it computes beside them."""
         load = self._load(decodes)
+        if not load.trials:
+            self._expect(decodes)
         alone = self._plain(load, decodes, keys)
         token, key, _ = self._slopes
         first, draft = load.fit(token + key * keys / decodes, alone)
@@ -117,7 +122,8 @@ class Drafting:
         if load.plain.count < KNOWN:
             return none
         if alone and not load.trial and load.idle > IDLE and load.saved >= 0:
-            load.trial, load.saved, load.trials = TRIAL, 0.0, load.trials + 1
+            load.trial, load.saved, load.trials = max(TRIAL // max(1, decodes // 4), LEAST_TRIAL), 0.0, load.trials + 1
+            load.cost = 0.0
         if alone and load.trial:
             return replace(found, first=0.0, draft=0.0, round=0.0, most=min(found.most, self._drafts * max(1, decodes // 8)))
         return found if load.since < PLAIN and not load.loses and self._may_pay(found, decodes) else none
@@ -127,6 +133,14 @@ class Drafting:
         drafts = min(found.most, decodes * self._drafts)
         seconds = found.step + found.first + found.draft * drafts + found.round
         return (decodes + drafts) / seconds > MARGIN * decodes / found.step
+
+    def _expect(self, decodes: int) -> None:
+        """Drafts gain less the more sequences there are: where fewer have lost by them, the first trial has to be saved for."""
+        for fewer in reversed(self._loads[: _place(decodes)]):
+            if fewer.trials:
+                load = self._load(decodes)
+                load.saved, load.trials = (-fewer.cost, HOPELESS) if fewer.lost else (load.saved, load.trials)
+                return
 
     def _plain(self, load: Load, decodes: float, keys: float) -> float:
         """Seconds of a step without drafts: as others at this load, with the difference that `Cost` says."""

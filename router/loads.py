@@ -47,6 +47,7 @@ class Load:
     turns: int = 0  # how often there was one without after steps with
     trial: int = 0  # steps with drafts that are still to come of it
     trials: int = 0  # so far
+    cost: float = 0.0  # seconds that were lost by the last one
     _squares: tuple[float, float, float] = (0.0, 0.0, 0.0)  # weighted sums of 1, drafts, drafts squared ...
     _sums: tuple[float, float] = (0.0, 0.0)  # ... and of what these took
     _count: float = 0.0  # steps with drafts, lately
@@ -70,7 +71,12 @@ class Load:
     @property
     def loses(self) -> bool:
         """Steps with drafts were slower than those without, whatever was expected of them."""
-        return self._count >= FEW and self._tokens < self._alike
+        return self._count >= FEW and self.lost
+
+    @property
+    def lost(self) -> bool:
+        """So it seems, after a few of them already."""
+        return self._tokens < self._alike
 
     def fit(self, draft: float, step: float) -> tuple[float, float]:
         """Seconds that any draft at all takes, and each. draft: what each takes as far as others know; step: without any."""

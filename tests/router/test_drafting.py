@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from penstock.router.cost import Cost, Work
-from penstock.router.drafting import KNOWN, PLAIN, TRIAL, Allowance, Drafting, needed
+from penstock.router.drafting import KNOWN, LEAST_TRIAL, PLAIN, TRIAL, Allowance, Drafting, needed
 from penstock.router.policies import Measured, fit
 from penstock.shard.decoding.budget import Acceptance, Linear, Probes, Wish, divide
 
@@ -204,9 +204,20 @@ def test_where_drafts_are_none_there_are_trials_now_and_then() -> None:
     drafting = Drafting(Cost(512, 0.5), 4096, CHAIN)
     told = list(allowances(drafting, 16, 1000, device))
     off = [not found.most for found in told]
-    assert off[3 : 3 + TRIAL] == [False] * TRIAL
-    assert [found.draft for found in told[3 : 3 + TRIAL]] == [0.0] * TRIAL, "or nobody would try any"
+    steps = LEAST_TRIAL  # of many sequences
+    assert off[3 : 3 + steps] == [False] * steps
+    assert [found.draft for found in told[3 : 3 + steps]] == [0.0] * steps, "or nobody would try any"
     assert 0.9 < sum(off) / len(off) < 0.995
+
+
+@pytest.mark.parametrize("pays", [False, True])
+def test_what_fewer_sequences_lost_by_is_not_tried_at_once(pays: bool) -> None:
+    device = Device(memory=10.0, token=0.01) if pays else Device(memory=0.0, token=1.0, first=2.0)
+    drafting = Drafting(Cost(512, 0.5), 4096, CHAIN)
+    list(allowances(drafting, 2, 100, device))
+    more = [bool(found.most) for found in allowances(drafting, 16, 1000, device)]
+    assert any(more[:10]) == pays
+    assert any(more)
 
 
 @pytest.mark.parametrize(
