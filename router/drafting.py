@@ -125,7 +125,7 @@ class Drafting:
             load.trial, load.saved, load.trials = max(TRIAL // max(1, decodes // 4), LEAST_TRIAL), 0.0, load.trials + 1
             load.cost = 0.0
         if alone and load.trial:
-            return replace(found, first=0.0, draft=0.0, round=0.0, most=min(found.most, self._drafts * max(1, decodes // 8)))
+            return replace(found, first=0.0, draft=0.0, round=0.0, most=min(found.most, self._drafts * decodes))
         return found if load.since < PLAIN and not load.loses and self._may_pay(found, decodes) else none
 
     def _may_pay(self, found: Allowance, decodes: int) -> bool:
