@@ -213,16 +213,36 @@ def _attend(query: Tensor, cache: Tensor, block: Block, window: int, scale: floa
     keys, values = gather(cache, view.slots, count, query.dtype, scales)
     asked = query[block.start : block.start + count * queries]
     mask = view.mask if view.mask is None else view.mask.to(query.dtype)
-    if queries == 1:  # all query heads of a key head in one tile: keys and values are read once
-        tile = asked.view(count, kv_heads, -1, size)
-        return functional.scaled_dot_product_attention(tile, keys, values, mask, scale=scale).reshape(count, heads, size)
+    ratio = heads // kv_heads
+    if queries == 1 or queries * ratio <= TILE:
+        if queries > 1 and mask is not None:
+            mask = mask.repeat_interleave(ratio, 2)
+        tile = folded(asked, count, kv_heads)
+        return unfolded(functional.scaled_dot_product_attention(tile, keys, values, mask, scale=scale), queries)
     spread = asked.reshape(count, queries, heads, size).transpose(1, 2)
-    grouped = heads != kv_heads
+    grouped = ratio > 1
     if block.tiled and mask is not None:
         answer = _attend_tiles(spread, keys.contiguous(), values.contiguous(), mask, scale, grouped)
     else:
         answer = functional.scaled_dot_product_attention(spread, keys, values, mask, scale=scale, enable_gqa=grouped)
     return answer.transpose(1, 2).reshape(count * queries, heads, size)
+
+
+def folded(asked: Tensor, rows: int, kv_heads: int) -> Tensor:
+    """All queries and query heads of a key head in one tile, so that keys and values are read once: [rows, kv_heads, queries *
+    heads / kv_heads, size]. asked: [rows * queries, heads, size].
+
+    Measured 2026-11-22 on an EPYC with AVX-512: 16 rows of 5 queries on 300 keys, 8/4 heads of 32, 0.94 ms by heads and 0.63 by
+    tiles; one of 64 on 500, 16/8 heads of 64, 2.2 and 2.3.
+    """
+    heads, size = asked.shape[1:]
+    return asked.view(rows, -1, kv_heads, heads // kv_heads, size).transpose(1, 2).reshape(rows, kv_heads, -1, size)
+
+
+def unfolded(answer: Tensor, queries: int) -> Tensor:
+    """[rows * queries, heads, size] of what `folded` queries found."""
+    rows, kv_heads, _, size = answer.shape
+    return answer.view(rows, kv_heads, queries, -1, size).transpose(1, 2).reshape(rows * queries, -1, size)
 
 
 def _attend_tiles(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, grouped: bool) -> Tensor:

@@ -72,18 +72,17 @@ def _level(
 
 def follow(plan: Plan, slots: Tensor) -> Plan | None:
     """The plan of one token more for each row of `plan`, in the same order: it sees what the row's last query saw, and itself. None
-    where rows have different numbers of queries, or windows. For a few steps: nobody looks for more common keys, or larger blocks.
+    where there are windows. For a few steps: nobody looks for more common keys, or larger blocks.
 
     slots: [rows] int64, of the new tokens. Keys may stand in any order, so they are the last ones, behind padding, too.
     """
-    several = any(block.queries > 1 for block in plan.blocks) and (len(plan.blocks) > 1 or plan.blocks[0].rows > 1)
-    if several or any(set(block.views) != {0} for block in plan.blocks):
+    if any(set(block.views) != {0} for block in plan.blocks):
         return None
     blocks, start = [], 0
     for block in plan.blocks:
         view, own = block.views[0], slots[start : start + block.rows]
         table = torch.cat((view.slots.view(block.rows, -1), own.unsqueeze(1)), 1).flatten()
-        mask = functional.pad(view.mask, (0, 1)) if view.mask is not None and block.queries == 1 else None
+        mask = functional.pad(view.mask[:, :, -1:], (0, 1)) if view.mask is not None and block.rows > 1 else None
         blocks.append(Block(start, block.rows, 1, {0: View(view.length + 1, table, mask)}, False))
         start += block.rows
     return Plan(blocks, plan.levels)
@@ -112,18 +111,17 @@ def _find(query: Tensor, cache: Tensor, blocks: Sequence[Block], scale: float, s
 
 def _attend(query: Tensor, cache: Tensor, block: Block, scale: float, scales: Tensor | None) -> Found:
     """Of a block whose queries all see the same."""
-    view, heads, size = block.views[0], *query.shape[1:]
+    view, heads = block.views[0], query.shape[1]
     keys, values = plain.gather(cache, view.slots, block.rows, query.dtype, scales)
     kv_heads = keys.shape[1]
     asked = query[block.start : block.start + block.rows * block.queries]
-    # All queries and query heads of a key head in one tile: keys and values are read once.
-    tile = asked.view(block.rows, block.queries, kv_heads, -1, size).transpose(1, 2).reshape(block.rows, kv_heads, -1, size)
+    tile = plain.folded(asked, block.rows, kv_heads)
     # What `scaled_dot_product_attention` calls on a CPU and does not pass on: the sums.
     answer, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         tile, keys, values, attn_mask=view.mask if view.mask is None else view.mask.to(query.dtype), scale=scale
     )
-    answer = answer.view(block.rows, kv_heads, block.queries, -1, size).transpose(1, 2).reshape(-1, heads, size)
-    return answer, weight.view(block.rows, kv_heads, block.queries, -1).transpose(1, 2).reshape(-1, heads).float()
+    weight = weight.view(block.rows, kv_heads, block.queries, -1).transpose(1, 2).reshape(-1, heads)
+    return plain.unfolded(answer, block.queries), weight.float()
 
 
 def _merge(answer: Tensor, weight: Tensor, tokens: Tensor, other: Tensor, other_weight: Tensor) -> None:
