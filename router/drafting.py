@@ -28,14 +28,14 @@ from .loads import Load, Mean
 from .policies import PROMPT_SHARE, Measured, target_of
 
 LOADS = 16  # powers of two
-KNOWN = 2.0  # steps without drafts that have to be there before any are allowed
+KNOWN = 6.0  # steps without drafts that have to be there before any are allowed: the first ones after prompts are no usual ones
 PLAIN = 64  # steps with drafts after which there is one without
 TRIAL = 6  # steps of a trial; ...
 LEAST_TRIAL = 3  # ... of many sequences, which learn as much in fewer
 HOPELESS = 3  # trials that count as made where they have cost more than they brought with fewer sequences
 IDLE = 2  # steps without drafts that are none where they are usual
 TRYING = 0.005  # of the time without drafts may be lost by trials ...
-LEARNING = 0.015  # ... and by the first ones: so much by the second, half of it by the next, ...
+LEARNING = 0.01  # ... and by the first ones: so much by the second, half of it by the next, ...
 SLOPES = 16  # steps after which the model of cost is asked again: to fit it takes longer than all that is done here
 MARGIN = 1.03  # what a gain has to exceed, as costs are wrong by that much
 
