@@ -34,6 +34,8 @@ TRIAL = 6  # steps of a trial; ...
 LEAST_TRIAL = 3  # ... of many sequences, which learn as much in fewer
 HOPELESS = 3  # trials that count as made where they have cost more than they brought with fewer sequences
 IDLE = 2  # steps without drafts that are none where they are usual
+CALM = 8  # steps after the last prompt before a trial: how answers begin says little of how they go on; ...
+BUSY = 64  # ... and steps without drafts after which it is made all the same
 TRYING = 0.005  # of the time without drafts may be lost by trials ...
 LEARNING = 0.01  # ... and by the first ones: so much by the second, half of it by the next, ...
 SLOPES = 16  # steps after which the model of cost is asked again: to fit it takes longer than all that is done here
@@ -65,9 +67,11 @@ class Drafting:
         self._loads = [Load() for _ in range(LOADS)]
         self._slopes = cost.slopes
         self._age = 0  # steps since they were asked for
+        self._calm = 0  # steps since a prompt
 
     def learn(self, step: Measured) -> None:
         """A step was answered. Those with prompts say little of what drafts take."""
+        self._calm = 0 if step.prompt_tokens else self._calm + 1
         if step.prompt_tokens or step.decodes <= 0 or step.net <= 0:
             return
         self._age += 1
@@ -121,7 +125,8 @@ class Drafting:
         none = replace(found, most=0)
         if load.plain.count < KNOWN:
             return none
-        if alone and not load.trial and load.idle > IDLE and load.saved >= 0:
+        calm = self._calm >= CALM or load.idle > BUSY
+        if alone and calm and not load.trial and load.idle > IDLE and load.saved >= 0:
             load.trial, load.saved, load.trials = max(TRIAL // max(1, decodes // 4), LEAST_TRIAL), 0.0, load.trials + 1
             load.cost = 0.0
         if alone and load.trial:

@@ -209,6 +209,22 @@ def test_where_drafts_are_none_there_are_trials_now_and_then() -> None:
     assert 0.9 < sum(off) / len(off) < 0.995
 
 
+def test_trials_keep_away_from_prompts_unless_there_are_always_some() -> None:
+    """`found.draft` is 0 in trials alone."""
+    device = Device(memory=0.0, token=1.0, first=2.0)  # where nobody believes in drafts
+    for every, tries in ((30, True), (4, False), (4, True)):
+        drafting, trials, since = Drafting(Cost(512, 0.05), 4096, CHAIN), [], 0
+        for count in range(40 if not tries else 120):
+            if count % every == 0:
+                drafting.learn(Measured(prompt_tokens=10, decode_tokens=2, seconds=device.seconds(2, 0, 10)))
+                since = 0
+            [found] = allowances(drafting, 2, 1, device)
+            since += 1
+            trials += [since] if found.most and not found.draft else []
+        assert bool(trials) == tries
+        assert every < 10 or min(trials) > 8
+
+
 @pytest.mark.parametrize("pays", [False, True])
 def test_what_fewer_sequences_lost_by_is_not_tried_at_once(pays: bool) -> None:
     device = Device(memory=10.0, token=0.01) if pays else Device(memory=0.0, token=1.0, first=2.0)
