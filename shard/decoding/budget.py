@@ -62,9 +62,12 @@ class Acceptance:
         self._odds = [[Odds() for _ in range(RANKS)] for _ in range(DEPTHS)]  # of each, when those with lower ranks were refused
         self.waited = 0  # steps without a draft
         self.patience = PATIENCE
+        self._trees = 0  # observed
+        self._chain: tuple[tuple[int, int, int], Worth] | None = None  # of the last answer, and what it was computed from
 
     def observe(self, ranks: Listing[int], widths: Listing[int]) -> None:
         """A verified tree; see `Tree.trial`."""
+        self._trees += 1
         for depth, width in enumerate(widths):
             good = ranks[depth] if depth < len(ranks) else width
             for rank, odds in enumerate(self._odds[min(depth, DEPTHS - 1)][: min(width, good + 1)]):
@@ -76,24 +79,24 @@ class Acceptance:
         if widths:
             self.patience = PATIENCE if ranks else min(2 * self.patience, MOST_PATIENCE)
 
-    def shares(self, depths: int) -> list[list[float]]:
-        """By depth and rank: the probability that of the siblings there the one with this rank is accepted, if it comes to them. No
-        rank has more than the one before it.
+    def shares(self, depths: int, width: int = RANKS) -> list[list[float]]:
+        """By depth and rank, the first `width` of these: the probability that of the siblings there the one with this rank is
+        accepted, if it comes to them. No rank has more than the one before it.
 
         Where little was tried it is as at the depth above, and at the first depth as with other sequences.
         """
-        known = self._first()
+        known = self._first(width)
         result = [_shares(known)] if depths else []
         for depth in range(1, depths):
             if depth < DEPTHS:
-                known = [odds.blended(share) for odds, share in zip(self._odds[depth], known, strict=True)]
+                known = [odds.blended(share) for odds, share in zip(self._odds[depth][:width], known, strict=True)]
             result.append(_shares(known))
         return result
 
-    def _first(self) -> list[float]:
+    def _first(self, width: int) -> list[float]:
         """By rank, after the sequence's last token: the probability of each, when those before it were refused."""
-        known = self._before._first() if self._before is not None else PRIORS
-        return [odds.blended(share) for odds, share in zip(self._odds[0], known, strict=True)]
+        known = self._before._first(width) if self._before is not None else PRIORS[:width]
+        return [odds.blended(share) for odds, share in zip(self._odds[0][:width], known, strict=True)]
 
     def expected(self, widths: Listing[int]) -> float:
         """Tokens that a step brings if every node of layer i has `widths[i]` children."""
@@ -102,12 +105,16 @@ class Acceptance:
 
     def chain(self, most: int) -> "Worth":
         """Of the drafts of a chain."""
-        gains = list(accumulate((share[0] for share in self.shares(most)), lambda reached, share: reached * share))
-        return Worth(gains, list(range(1, most + 1)))
+        asked = most, self._trees, self._before._trees if self._before is not None else 0
+        if self._chain is None or self._chain[0] != asked:
+            gains = list(accumulate((share[0] for share in self.shares(most, 1)), lambda reached, share: reached * share))
+            self._chain = asked, Worth(gains, list(range(1, most + 1)))
+        return self._chain[1]
 
     def tree(self, most: int, depth: int, width: int = RANKS) -> "Worth":
         """Of so many drafts at most, the best ones first, in a tree no deeper and with no more siblings than that."""
-        shares, width = self.shares(depth), min(width, RANKS)
+        width = min(width, RANKS)
+        shares = self.shares(depth, width)
         worth = Worth([], [])
         waiting = [(-shares[0][0], 1, 0, 1.0)] if depth and width else []  # (-gain, depth, rank, what reaches its parent)
         while waiting and len(worth.gains) < most:
