@@ -90,7 +90,7 @@ class Drafting:
             return
         plain = self._plain(load, step.decodes, step.read)
         load.add(step.drafted, step.net - plain, step.net)
-        load.gain(step.decodes + step.accepted, step.decodes * step.seconds / plain)
+        load.gain(step.decodes, step.decodes + step.accepted, step.decodes * step.seconds / plain)
         if load.trial:
             cost = max(step.seconds - plain * (1 + step.accepted / step.decodes), 0.0)
             load.saved, load.cost = load.saved - cost, load.cost + cost

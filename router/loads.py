@@ -10,7 +10,7 @@ FORGET_GAIN = 0.95
 TRUST = 4.0  # in what a draft costs as far as others know, against a measured step with one
 DOUBT = 0.1  # the same in that there is no `first`
 TILT = 16  # steps with drafts after which there is one of which more are asked, or fewer, in turns
-FEW = 8.0  # steps with drafts that say little of what they gain
+FEW = 8.0  # sequences, of all steps with drafts together, that say little of what these gain
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class Load:
     cost: float = 0.0  # seconds that were lost by the last one
     _squares: tuple[float, float, float] = (0.0, 0.0, 0.0)  # weighted sums of 1, drafts, drafts squared ...
     _sums: tuple[float, float] = (0.0, 0.0)  # ... and of what these took
-    _count: float = 0.0  # steps with drafts, lately
+    _count: float = 0.0  # sequences in steps with drafts, lately
     _tokens: float = 0.0  # that they brought ...
     _alike: float = 0.0  # ... and that would have been brought without in their time
 
@@ -62,9 +62,9 @@ class Load:
         self._squares = one + weight, linear + weight * drafts, square + weight * drafts * drafts
         self._sums = first + weight * extra, second + weight * extra * drafts
 
-    def gain(self, tokens: int, alike: float) -> None:
+    def gain(self, sequences: int, tokens: int, alike: float) -> None:
         """It brought so many tokens, and without drafts there would have been `alike` in its time, the draft model's included."""
-        self._count = self._count * FORGET_GAIN + 1
+        self._count = self._count * FORGET_GAIN + sequences
         self._tokens = self._tokens * FORGET_GAIN + tokens
         self._alike = self._alike * FORGET_GAIN + alike
 
