@@ -214,7 +214,7 @@ def _attend(query: Tensor, cache: Tensor, block: Block, window: int, scale: floa
     asked = query[block.start : block.start + count * queries]
     mask = view.mask if view.mask is None else view.mask.to(query.dtype)
     ratio = heads // kv_heads
-    if queries == 1 or queries * ratio <= TILE:
+    if queries * ratio <= TILE:
         if queries > 1 and mask is not None:
             mask = mask.repeat_interleave(ratio, 2)
         tile = folded(asked, count, kv_heads)

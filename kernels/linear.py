@@ -67,11 +67,9 @@ def packed(weight: Tensor, bias: Tensor | None) -> Product:
     blocked = torch.ops.mkldnn._reorder_linear_weight(weight, EXPECTED_ROWS)
 
     def product(x: Tensor) -> Tensor:
-        rows = len(x)
-        lacking = usual(rows) - rows
-        whole = functional.pad(x, (0, 0, 0, lacking)) if lacking else x
-        result: Tensor = torch.ops.mkldnn._linear_pointwise(whole, blocked, bias, "none", [], "")
-        return result[:rows]
+        if lacking := usual(len(x)) - len(x):
+            return product(functional.pad(x, (0, 0, 0, lacking)))[: len(x)]
+        return torch.ops.mkldnn._linear_pointwise(x, blocked, bias, "none", [], "")  # type: ignore[no-any-return]
 
     return product
 

@@ -139,8 +139,7 @@ def _proposer(asked: Speculation, model: Model | None) -> Proposer:
 
 def _left(group: Group, sequence: Sequence, page_size: int) -> int:
     """Nodes that a tree may have in the pages that the sequence may come to hold: `Group.grow` covers no others."""
-    last = group.prompt_length + group.max_new_tokens - 1
-    return -(-last // page_size) * page_size - len(sequence.tokens)
+    return -(-group.last // page_size) * page_size - len(sequence.tokens)
 
 
 def _index(sequence: Sequence) -> Index:

@@ -135,6 +135,11 @@ class Group:
         return AHEAD * (1 + self.drafts)
 
     @property
+    def last(self) -> int:
+        """Tokens of a sequence that are computed at most: the last one never is."""
+        return self.prompt_length + self.max_new_tokens - 1
+
+    @property
     def lacking(self) -> int:
         """Tokens to be computed before it decodes. Those of the prompt count once."""
         if self.decodes:
@@ -157,16 +162,16 @@ class Group:
         if not self.decodes:
             held = self._count(page_size)
             return held, self.worst(page_size) - held, self.lacking
-        last = self.prompt_length + self.max_new_tokens - 1  # the last token is never computed
         if self.search is not None:
             held = self._count(page_size)
-            return held, self._beams_grow(page_size, last, self.search.width), 0
+            return held, self._beams_grow(page_size, self.last, self.search.width), 0
         if len(self.sequences) == 1:
             [sequence] = self.sequences
             held = len(sequence.pages)
-            return held, max(0, -(-min(sequence.computed + self.ahead, last) // page_size) - held), 0
+            return held, max(0, -(-min(sequence.computed + self.ahead, self.last) // page_size) - held), 0
         if self.counted < 0:
             self.counted = self._count(page_size)
+        last = self.last
         grow = sum(max(0, -(-min(s.computed + self.ahead, last) // page_size) - len(s.pages)) for s in self.sequences)
         return self.counted, grow, 0
 
