@@ -75,8 +75,8 @@ def rotate_and_write(
 
 def write(slots: Tensor, rows: Tensor, cache: Tensor, scales: Tensor | None = None) -> None:
     """rows: [tokens, 2 * kv_heads * size], keys and values, to `slots` of a layer; nothing where a slot is negative."""
-    kept = slots >= 0
-    if not bool(kept.all()):
+    if len(slots) and int(slots.min()) < 0:
+        kept = slots >= 0
         slots, rows = slots[kept], rows[kept]
     flat = cache.view(len(cache), -1)
     if cache.dtype == rows.dtype:

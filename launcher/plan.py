@@ -63,12 +63,12 @@ def divide(options: Options, model: Checkpoint, machine: Machine, draft: Checkpo
     dtype = _dtype(options, model, device, machine)
     # In float32 a CPU packs its matrices: a table that is also the output matrix is held in both forms.
     tables = 2 if device == "cpu" and dtype == "float32" else None
-    weights = form.parameters(ranks, tables) * ITEM_BYTES[dtype]
+    weights = (form.parameters(ranks, tables) + form.rotary_elements) * ITEM_BYTES[dtype]
     token = form.kv_elements(ranks) * (ITEM_BYTES[dtype] if options.kv_cache_dtype == "auto" else 1)
     total = min(machine.gpu_memory[:local]) if device == "cuda" else machine.memory // local
     usable = int(total * options.cuda_memory_fraction)
     small = shape(draft.config) if draft else None
-    draft_bytes = small.parameters(1, tables) * ITEM_BYTES[dtype] if small else 0
+    draft_bytes = (small.parameters(1, tables) + small.rotary_elements) * ITEM_BYTES[dtype] if small else 0
     draft_token = small.kv_elements(1) * ITEM_BYTES[dtype] if small else 0
     page = (token + draft_token) * options.page_size
     # More pages than all requests together can fill would lie idle.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..kernels import paged_attention  # which imports Triton
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # many a step: frozen ones take three times as long to make
 class Span:
     """Some tokens of a sequence, to be computed on top of those before: a prompt's chunk, the last sampled token, a token with its
     drafts. Pages for all of them are there. What is before them is computed, or is in another span of the same step."""

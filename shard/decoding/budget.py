@@ -225,20 +225,15 @@ def _most_per_second(
     best: tuple[list[int], int] = ([], rounds)
     highest = MARGIN * expected / cost.seconds(given, rounds)
     for limit in sorted({max(rounds, own) for _, _, own in rest}):
-        taken: list[int] = []
+        taken = [(gain, i) for gain, i, own in rest if own <= limit][:left]
         tokens, count = expected, 0
-        for gain, i, own in rest:
-            if own > limit:
-                continue
-            if len(taken) == left:
-                break
+        for number, (gain, _) in enumerate(taken, 1):
             tokens += gain
-            taken.append(i)
-            rate = tokens / cost.seconds(given + len(taken), limit)
+            rate = tokens / cost.seconds(given + number, limit)
             if rate > highest:
-                highest, count = rate, len(taken)
+                highest, count = rate, number
         if count:
-            best = (taken[:count], limit)
+            best = ([i for _, i in taken[:count]], limit)
     return best
 
 

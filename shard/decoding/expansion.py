@@ -19,7 +19,7 @@ from ...kernels.sampling import candidates as distributions
 from .sampler import Pick, Row, draws_of, own_tops, penalized
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Candidate(Pick):
     """A beam's continuation."""
 

@@ -23,7 +23,7 @@ from .tree import ROOT, Drawn, lay
 from .verify import Draft, Rule, distributions, propose, row
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # many a step: frozen ones take three times as long to make
 class Wanted:
     """Logits of a draft model that are wanted: after some nodes of a tree that grows on top of a sequence."""
 
@@ -93,7 +93,7 @@ class Growing:
             self.open.append(node)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # many a step: frozen ones take three times as long to make
 class Place:
     """Where children are wanted."""
 

@@ -136,12 +136,13 @@ class Decoder:
         self.layers = [Layer(index, shape, source, ranks, exact) for index in range(shape.layers)]
         self.norm = load.vector("model.norm", shape.hidden)
         self.head = Weight(self.embedding if shape.tied else load.table("lm_head.weight"), exact=exact)
-        self.frequencies = frequencies(shape.rope, shape.head_size).to(device)
+        turning, positions = frequencies(shape.rope, shape.head_size).to(device), torch.arange(shape.max_positions, device=device)
+        self.rotary = rotary_table(turning, positions, self.embedding.dtype)
 
     def __call__(self, step: Step, cache: Cache) -> Tensor:
         """Computes the step's tokens, writes their keys and values, and returns the wanted rows' states: [rows, hidden]."""
         residual, epsilon = self.embed(step.tokens), self.shape.norm_epsilon
-        rotary = rotary_table(self.frequencies, step.positions, residual.dtype)
+        rotary = self.rotary.index_select(0, step.positions)
         x = rms_norm(residual, self.layers[0].input_norm, epsilon)
         for layer, norm in zip(self.layers, [*(layer.input_norm for layer in self.layers[1:]), self.norm], strict=True):
             attended = layer.attend(x, step, rotary, cache)

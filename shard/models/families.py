@@ -86,6 +86,11 @@ class Shape:
         """Elements of keys and values that one token takes on one rank, all layers."""
         return 2 * self.layers * self.kv_heads // ranks * self.head_size
 
+    @property
+    def rotary_elements(self) -> int:
+        """Elements of the cosines and sines of all positions, which every rank has."""
+        return 2 * self.max_positions * self.head_size
+
     def parameters(self, ranks: int = 1, tables: int | None = None) -> int:
         """Elements of all weights on one rank. `tables`: how often the vocabulary's table is held, if not as in the checkpoint."""
         heads, kv_heads = self.heads // ranks, self.kv_heads // ranks

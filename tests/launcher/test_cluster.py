@@ -118,7 +118,8 @@ def test_70_billion_parameters_over_eight_ranks_by_hand() -> None:
     layer = 8192 * (64 + 2 * 8) * 128 + 64 * 128 * 8192 + 3 * 8192 * 28672  # matrices
     read = 80 * (layer // 8 + 2 * 8192) + 8192 + 128256 // 8 * 8192  # and norms, and an eighth of the output matrix
     layout = layouts("2 x 8 x H200", LARGE)[8]
-    assert layout.plan.weight_bytes == 2 * (read + 128256 // 8 * 8192)  # and of the embedding table
+    rotary = 131072 * 2 * 128  # cosines and sines of all positions
+    assert layout.plan.weight_bytes == 2 * (read + 128256 // 8 * 8192 + rotary)  # and an eighth of the embedding table
     assert layout.plan.token_bytes == 2 * 80 * 128 * 2  # a head's keys and values
     weights = 2 * read / 4.8e12
     keys = 1024 * 40960 / 4.8e12
@@ -145,7 +146,9 @@ def test_a_draft_model_takes_its_share() -> None:
     [plain], [drafting] = (cluster.layouts(asked, model(SMALL), cluster.parse("H200"), each) for each in (None, draft))
     left = plain.plan.memory - plain.plan.weight_bytes
     assert plain.plan.pages == left // (16 * 131072)
-    assert drafting.plan.pages == (left - 2 * shape(draft.config).parameters()) // (16 * 131072 * 9 // 8)  # an eighth of the layers
+    small = shape(draft.config)
+    taken = 2 * (small.parameters() + small.rotary_elements)
+    assert drafting.plan.pages == (left - taken) // (16 * 131072 * 9 // 8)  # an eighth of the layers
     text = cluster.table(asked, model(SMALL), "name", cluster.parse("H200"), draft)
     assert "graphs     draft  keys/values" in text
     assert "a draft model is on rank 0 alone" in text
@@ -222,7 +225,7 @@ def test_the_table_marks_the_best() -> None:
     assert max(map(len, text.splitlines())) <= 140
     assert "*" not in table("H200", SMALL).partition("how\n")[0]  # nothing to choose from
     assert "no room for a sequence of 1,024 tokens" in table(
-        "mine memory=17.9GB bandwidth=1T flops=1T", SMALL, Options(cuda_graphs="0")
+        "mine memory=18GB bandwidth=1T flops=1T", SMALL, Options(cuda_graphs="0")
     )
 
 

@@ -137,6 +137,7 @@ def test_the_arithmetic(tmp_path: Path) -> None:
     planned = plan.divide(Options(page_size=4), model, MACHINE)
     attention = 64 * (4 + 2 + 2) * 16 + 64 * 64
     parameters = 2 * (attention + 3 * 64 * 128 + 2 * 64) + 2 * 100 * 64 + 64
+    parameters += 256 * 2 * 16  # cosines and sines of all positions
     assert planned.weight_bytes == 4 * parameters
     assert planned.token_bytes == 4 * 128
     assert planned.memory == int(0.9 * (8 << 20))
