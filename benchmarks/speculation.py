@@ -2,8 +2,9 @@
 
     python benchmarks/speculation.py                the embedded demo model and its draft model, then what one shard gets of it
 
-Through the server: requests with `speculate` 0 and without it take turns, at several numbers of streams. The ratio is the geometric
-mean of the rounds', with its standard error: on a shared machine a single one may be a tenth off.
+Through the server: so many clients, each of which asks for one story after the other as a chat, with `speculate` 0 and without it
+in turns. The ratio is the geometric mean of the rounds', with its standard error: on a shared machine a single one may be a tenth
+off.
 Inside one shard (`speculation_engine.py`): an oracle against the closed form, look-up on repetitive text, and trees against chains
 of as many nodes.
 """
@@ -14,6 +15,8 @@ import math
 import signal
 import statistics
 import tempfile
+from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +24,13 @@ import aiohttp
 
 from penstock.benchmarks import speculation_engine
 from penstock.benchmarks.cpu import serve, tree_cpu
+from penstock.demo.grammar import Question, questions
 
 DEMO = Path(__file__).parents[1] / "demo" / "model"
 DRAFTING = "draft=demo-draft,tokens=4"
 STREAMS = (1, 2, 4, 8, 16, 32)
 GOAL_STEPS, GOAL_NEVER_BELOW = 1.5, 0.97
-STORY = "Tell me a story about a cat called {name}."
+FEWEST = 8  # stories in a run, and at least two of each client
 COUNTERS = ("penstock_generated_tokens_total", "penstock_drafted_tokens_total", "penstock_accepted_tokens_total")
 
 
@@ -38,25 +42,26 @@ class Server:
         flags = ["--threads", "1", "--speculate", speculate, "--max-total-tokens", "1024"]
         self._process, self._port, _ = serve([str(DEMO), *flags], self._log)
 
-    def run(self, prompts: list[str], new: int, speculate: int | None) -> tuple[float, list[float]]:
-        """CPU seconds, and what the counters went up by."""
-        return asyncio.run(self._run(prompts, new, speculate))
+    def run(self, asked: Sequence[Question], clients: int, most: int, speculate: int | None) -> tuple[float, list[float]]:
+        """CPU seconds, and what the counters went up by. most: tokens of an answer."""
+        return asyncio.run(self._run(asked, clients, most, speculate))
 
-    async def _run(self, prompts: list[str], new: int, speculate: int | None) -> tuple[float, list[float]]:
+    async def _run(self, asked: Sequence[Question], clients: int, most: int, speculate: int | None) -> tuple[float, list[float]]:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=3600)) as session:
+
+            async def client(own: Sequence[Question]) -> None:
+                for one in own:
+                    body = {"model": "", "messages": list(one.messages), "max_tokens": most, "temperature": 0}
+                    await self._post(session, body if speculate is None else body | {"speculate": speculate})
+
             before, began = await self._counters(session), tree_cpu(self._process.pid)
-            bodies = [
-                {"model": "", "prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True}
-                | ({} if speculate is None else {"speculate": speculate})
-                for prompt in prompts
-            ]
-            await asyncio.gather(*(self._post(session, body) for body in bodies))
+            await asyncio.gather(*(client(asked[number::clients]) for number in range(clients)))
             seconds = tree_cpu(self._process.pid) - began
             after = await self._counters(session)
         return seconds, [late - early for late, early in zip(after, before, strict=True)]
 
     async def _post(self, session: aiohttp.ClientSession, body: dict[str, Any]) -> None:
-        async with session.post(f"http://127.0.0.1:{self._port}/v1/completions", json=body) as answer:
+        async with session.post(f"http://127.0.0.1:{self._port}/v1/chat/completions", json=body) as answer:
             if answer.status != 200:
                 raise SystemExit(f"penstock answered {answer.status}: {await answer.text()}")
             await answer.read()
@@ -75,7 +80,7 @@ class Server:
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--new", type=int, default=128, help="tokens of an answer (default: %(default)s)")
+    parser.add_argument("--new", type=int, default=128, help="tokens of an answer, at most (default: %(default)s)")
     parser.add_argument(
         "--rounds",
         type=int,
@@ -102,16 +107,16 @@ def main() -> None:
 def line(server: Server, streams: int, new: int, rounds: int) -> None:
     """Measures and prints one number of streams."""
     plain, guessed, steps, right = [], [], [], []
+    stories = questions(streams, "story")
+    count = max(FEWEST, 2 * streams)
     for turn in range(-1, rounds):
         found = {}
         for speculate in (0, None) if turn % 2 else (None, 0):
-            # Prompts that differ, so that neither finds the other's.
-            names = [f"{turn} {stream}" if speculate is None else f"{stream} {turn}" for stream in range(streams)]
-            found[speculate] = server.run([STORY.format(name=name) for name in names], new, speculate)
-        slow, (fast, (tokens, drafted, accepted)) = found[0][0], found[None]
+            found[speculate] = server.run(list(islice(stories, count)), streams, new, speculate)
+        (slow, (told, *_)), (fast, (tokens, drafted, accepted)) = found[0], found[None]
         if turn >= 0:
-            plain.append(streams * new / max(slow, 0.01))
-            guessed.append(streams * new / max(fast, 0.01))
+            plain.append(told / max(slow, 0.01))
+            guessed.append(tokens / max(fast, 0.01))
             steps.append(tokens / max(1.0, tokens - accepted))
             right.append(accepted / max(1.0, drafted))
     logs = [math.log(fast / slow) for fast, slow in zip(guessed, plain, strict=True)]

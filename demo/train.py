@@ -2,8 +2,9 @@
 
     python -m penstock.demo.train --out demo
 
-writes `model/` and `draft/` under the output folder. The same seed and tokens give the same weights on the same
-machine; `--minutes` only shortens a run on a slow one.
+writes `model/` and `draft/` under the output folder. The draft learns what the target thinks of every token, not what
+stands there: what it is for is to agree (Zhou et al. 2023, arXiv:2310.08461). The same seed and tokens give the same
+weights on the same machine; `--minutes` only shortens a run on a slow one.
 """
 
 import argparse
@@ -53,6 +54,7 @@ class Plan(NamedTuple):
     minutes: float
     peak_rate: float
     lessons: Iterable[Sequence[Message]]
+    teacher: Llama | None = None  # whose view of every position is learnt, instead of what stands there
 
 
 def render(messages: Sequence[Message]) -> list[tuple[str, bool]]:
@@ -95,15 +97,16 @@ class Piece(NamedTuple):
     owners: list[int]
 
 
-def encoded(tokenizer: Tokenizer, lessons: Iterable[Sequence[Message]]) -> Iterator[Piece]:
+def encoded(tokenizer: Tokenizer, lessons: Iterable[Sequence[Message]], distilled: bool) -> Iterator[Piece]:
     """The conversations as tokens."""
     for owner, messages in enumerate(lessons):
         tokens: list[int] = []
         weights: list[float] = []
         for text, spoken in render(messages):
             ids = tokenizer.encode(text, add_special_tokens=False).ids
-            # In a long turn, a story, most words are a free choice; the facts to be learnt are in the short ones.
-            weight = 0.1 if not spoken else 1.0 if len(ids) <= 64 else 0.4
+            # In a long turn, a story, most words are a free choice; the facts to be learnt are in the short ones. A
+            # teacher tells all choices.
+            weight = 0.1 if not spoken else 1.0 if distilled or len(ids) <= 64 else 0.4
             tokens += ids
             weights += [weight] * len(ids)
         yield Piece(tokens, weights, [owner] * len(tokens))
@@ -120,13 +123,15 @@ def window(source: Iterator[Piece], length: int) -> Piece:
     return Piece(filled.tokens[:length], filled.weights[:length], filled.owners[:length])
 
 
-def batches(tokenizer: Tokenizer, lessons: Iterable[Sequence[Message]]) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+def batches(
+    tokenizer: Tokenizer, lessons: Iterable[Sequence[Message]], distilled: bool
+) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
     """Tokens, weights and attention masks without end.
 
     Mostly short windows in which each conversation sees itself only, since that is learnt fastest; one batch in four
     has long windows in which all that went before is seen, so that far positions and crowded contexts are learnt too.
     """
-    source = encoded(tokenizer, lessons)
+    source = encoded(tokenizer, lessons, distilled)
     for number in count():
         crowded = number % 4 == 3
         length = LONG_WINDOW if crowded else SHORT_WINDOW
@@ -149,7 +154,7 @@ def train(model: Llama, tokenizer: Tokenizer, plan: Plan, folder: Path) -> None:
     )
     started = saved = told = time.monotonic()
     average = 0.0
-    for step, (tokens, weights, mask) in enumerate(batches(tokenizer, plan.lessons)):
+    for step, (tokens, weights, mask) in enumerate(batches(tokenizer, plan.lessons, plan.teacher is not None)):
         now = time.monotonic()
         seen = step * BATCH_TOKENS
         done = max(seen / plan.tokens, (now - started) / 60 / plan.minutes)
@@ -163,7 +168,9 @@ def train(model: Llama, tokenizer: Tokenizer, plan: Plan, folder: Path) -> None:
             save_model(model, tokenizer, folder)
         for group in optimizer.param_groups:
             group["lr"] = plan.peak_rate * learning_rate(step, done)
-        loss = weighted_loss(model(tokens[:, :-1], mask), tokens[:, 1:], weights[:, 1:])
+        logits = model(tokens[:, :-1], mask)
+        labels = tokens[:, 1:] if plan.teacher is None else view(plan.teacher, tokens[:, :-1], mask)
+        loss = weighted_loss(logits, labels, weights[:, 1:])
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -184,6 +191,13 @@ def relate_words(model: Llama, tokenizer: Tokenizer) -> None:
             weights[token, 0] = 4.0
 
 
+@torch.no_grad()
+def view(teacher: Llama, tokens: Tensor, mask: Tensor | None) -> Tensor:
+    """How probable it finds every token at every position."""
+    logits: Tensor = teacher(tokens, mask)
+    return logits.softmax(-1)
+
+
 def _report(name: str, average: float, seen: int, seconds: float, done: float) -> None:
     remaining = seconds / done * (1 - done)
     print(
@@ -198,8 +212,8 @@ def learning_rate(step: int, done: float) -> float:
 
 
 def weighted_loss(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-    """The mean cross entropy, each position by its weight."""
-    losses = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    """The mean cross entropy, each position by its weight. labels: tokens, or how probable each token is."""
+    losses = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(0, 1), reduction="none")
     return (losses * weights.flatten()).sum() / weights.sum()
 
 
@@ -310,13 +324,17 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Train the demo model and its draft.")
     parser.add_argument("--out", type=Path, required=True, help="folder that gets model/ and draft/")
-    parser.add_argument("--only", choices=("model", "draft"), help="train one of the two (default: both)")
+    parser.add_argument(
+        "--only",
+        choices=("model", "draft"),
+        help="train one of the two (default: both); the draft learns from the model that is there",
+    )
     parser.add_argument("--tokenizer", type=Path, help="keep this tokenizer.json instead of training one")
     parser.add_argument("--resume", type=Path, help="folder of a target to train further, without the first lessons")
     parser.add_argument("--tokens", type=int, default=6_000_000, help="tokens to train the target on")
-    parser.add_argument("--draft-tokens", type=int, default=6_000_000, help="tokens to train the draft on")
+    parser.add_argument("--draft-tokens", type=int, default=5_000_000, help="tokens to train the draft on")
     parser.add_argument("--minutes", type=float, default=50, help="the most time for the target")
-    parser.add_argument("--draft-minutes", type=float, default=8, help="the most time for the draft")
+    parser.add_argument("--draft-minutes", type=float, default=30, help="the most time for the draft")
     parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate of the target")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
@@ -342,11 +360,13 @@ def main() -> None:
             relate_words(model, tokenizer)
         train(model, tokenizer, Plan(options.tokens, options.minutes, options.rate, lessons), options.out / "model")
     if options.only != "model":
+        teacher = Llama(target_dimensions(vocabulary))
+        load_model(teacher, options.out / "model")
         torch.manual_seed(options.seed)
         model = Llama(draft_dimensions(vocabulary))
         relate_words(model, tokenizer)
         lessons = chain(first_lessons(options.seed + 1), conversations(options.seed + 1))
-        plan = Plan(options.draft_tokens, options.draft_minutes, 1.5 * options.rate, lessons)
+        plan = Plan(options.draft_tokens, options.draft_minutes, 2 * options.rate, lessons, teacher)
         train(model, tokenizer, plan, options.out / "draft")
 
 
