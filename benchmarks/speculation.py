@@ -27,7 +27,7 @@ from penstock.benchmarks.cpu import serve, tree_cpu
 from penstock.demo.grammar import Question, questions
 
 DEMO = Path(__file__).parents[1] / "demo" / "model"
-DRAFTING = "draft=demo-draft,tokens=4"
+DRAFTING = "draft=demo-draft,tokens=8"
 STREAMS = (1, 2, 4, 8, 16, 32)
 GOAL_STEPS, GOAL_NEVER_BELOW = 1.5, 0.97
 FEWEST = 8  # stories in a run, and at least two of each client
