@@ -63,8 +63,9 @@ def test_a_seed_says_all(url: str) -> None:
     parameters = {"max_new_tokens": 60, "do_sample": True, "seed": 7, "temperature": 1.2, "details": True}
     body = {"inputs": PROMPT, "parameters": parameters}
     alone = post(url, "/generate", body)
+    going = {"do_sample": True, **endless(url)}  # others that nobody seeds might say nothing
     with ThreadPoolExecutor(12) as pool:
-        others = [{"inputs": PROMPT[:size], "parameters": {"max_new_tokens": 5 * size, "do_sample": True}} for size in range(1, 12)]
+        others = [{"inputs": PROMPT[:size], "parameters": {"max_new_tokens": 5 * size, **going}} for size in range(1, 12)]
         busy = [pool.submit(post, url, "/generate", other) for other in others]
         among = post(url, "/generate", body)
         assert all(task.result()["generated_text"] for task in busy)
