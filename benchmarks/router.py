@@ -9,7 +9,7 @@ since cores are few. Tokens per CPU-second are those of the router's process, al
 byte. Cases:
 
     chat, completions, generate   64 streams of each route, one event per token
-    slow                          64 chats, whose readers are slower than the tokens: events wait, and leave together
+    slow                          64 chats of 2,000 tokens, whose readers are slower than these: events wait, and leave together
     many                          1,024 chats
     request                       64 chats of one token each: what its request costs, a step shared by a few
     step                          one chat: what a step costs, with its token
@@ -86,7 +86,7 @@ CASES = {
     "chat": Case("/v1/chat/completions", 64),
     "completions": Case("/v1/completions", 64),
     "generate": Case("/generate_stream", 64),
-    "slow": Case("/v1/chat/completions", 64, slow=True),
+    "slow": Case("/v1/chat/completions", 64, slow=True, tokens=2000),  # so that readers lag behind for most of an answer
     "many": Case("/v1/chat/completions", 1024),
     "request": Case("/v1/chat/completions", 64, tokens=1),
     "step": Case("/v1/chat/completions", 1),

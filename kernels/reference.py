@@ -15,8 +15,8 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     # Not functional.rms_norm: it takes three to ten times as long on a CPU (torch 2.13, 512 x 1024: 0.7 to 3 ms against 0.2). Few
     # operations, since for few rows these are what it costs.
     wide = x.float()
-    size = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    scale = torch.addcmul(_constant(epsilon, x.device), size, size, value=1 / x.shape[-1]).rsqrt_()
+    length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    scale = torch.addcmul(_constant(epsilon, x.device), length, length, value=1 / x.shape[-1]).rsqrt_()
     if x.dtype == torch.float32:
         return (x * weight).mul_(scale)
     return wide.mul_(scale).to(x.dtype).mul_(weight)
