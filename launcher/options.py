@@ -410,7 +410,12 @@ class Options:
         default="",
         kind=place,
     )
-    threads: int = option(COMPUTE, "compute threads of a rank (default: the cores divided between ranks)", default=0, kind=count)
+    threads: int = option(
+        COMPUTE,
+        "compute threads of a rank (default: the cores divided between ranks; fewer for small models)",
+        default=0,
+        kind=count,
+    )
     master_addr: str = option(
         NODES, "address of node 0, where nodes and their ranks meet; those of one node do without", default=""
     )

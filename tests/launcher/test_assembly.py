@@ -57,7 +57,7 @@ def told(command: assembly.Command) -> ShardConfig:
 
 
 def test_num_shard_counts_the_ranks_of_all_nodes() -> None:
-    found = planned(Options(nnodes=2, num_shard=4, node_rank=1))
+    found = planned(Options(nnodes=2, num_shard=4, node_rank=1, threads=2))
     assert (found.ranks, found.local_ranks, found.threads) == (4, 2, 2)
     assert found.memory == int(MACHINE.memory // 2 * 0.9)
     assert "4, 2 on each node, 2 threads each" in plan.table(found, "m")

@@ -143,7 +143,7 @@ def test_the_arithmetic(tmp_path: Path) -> None:
     assert planned.memory == int(0.9 * (8 << 20))
     assert planned.pages == (planned.memory - 4 * parameters) // (4 * 4 * 128)
     assert planned.capacity == 4 * planned.pages
-    assert (planned.device, planned.ranks, planned.dtype, planned.threads) == ("cpu", 1, "float32", 4)
+    assert (planned.device, planned.ranks, planned.dtype) == ("cpu", 1, "float32")
 
 
 def test_a_tied_table_is_held_twice_on_a_cpu_in_float32(tmp_path: Path) -> None:
@@ -158,9 +158,19 @@ def test_ranks_share(tmp_path: Path) -> None:
     planned = plan.divide(Options(num_shard=2), whole(tmp_path), MACHINE)
     assert planned.token_bytes == 4 * 64
     assert planned.memory == int(0.9 * (4 << 20))
-    assert planned.threads == 2
-    assert plan.divide(Options(num_shard=2), whole(tmp_path), replace(MACHINE, cores=1)).threads == 1
-    assert plan.divide(Options(num_shard=2, threads=3), whole(tmp_path), MACHINE).threads == 3
+
+
+def test_ranks_share_the_cores_as_far_as_they_have_work_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def threads(cores: int = 4, **asked: Any) -> int:
+        return plan.divide(Options(**asked), whole(tmp_path), replace(MACHINE, cores=cores)).threads
+
+    assert [threads(), threads(num_shard=2), threads(num_shard=2, threads=3)] == [1, 1, 3]  # a tiny model
+    assert plan.divide(Options(device="cuda"), whole(tmp_path), GPUS).threads == GPUS.cores
+    ranks = [plan.shape(whole(tmp_path).config).parameters(count) for count in (1, 2)]
+    monkeypatch.setattr(plan, "PER_THREAD", ranks[0] // 4)
+    assert [threads(), threads(cores=2), threads(cores=64)] == [4, 2, 4]
+    monkeypatch.setattr(plan, "PER_THREAD", ranks[1] // 4)
+    assert [threads(num_shard=2), threads(num_shard=2, cores=1), threads(num_shard=2, cores=64)] == [2, 1, 4]
 
 
 def test_no_more_pages_than_requests_can_fill(tmp_path: Path) -> None:
@@ -246,7 +256,7 @@ def test_what_cannot_run(options: Options, config: dict[str, Any], machine: Mach
 
 
 def test_the_table_is_aligned(tmp_path: Path) -> None:
-    lines = plan.table(plan.divide(Options(), whole(tmp_path), MACHINE), "a name").splitlines()
+    lines = plan.table(plan.divide(Options(threads=4), whole(tmp_path), MACHINE), "a name").splitlines()
     assert lines[0] == "model         a name"
     assert all(line[13:14] in ("", " ") for line in lines)
     assert "ranks         1, 4 threads each" in lines
