@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from .cache import Cache
 from .decoding.growth import Wanted
-from .decoding.tree import ROOT
+from .decoding.tree import MOST_NODES, ROOT
 from .forward import Forward, layout_of
 from .models.decoder import Decoder
 from .sequence import Sequence
@@ -30,14 +30,15 @@ class Drafter:
     """See `growth.Model`. `rounds` counts forwards that drafts were grown from; `later` are the seconds of those that were not a
     step's first, which has to catch up with the model, with all that was done since the one before."""
 
-    def __init__(self, decoder: Decoder, vocabulary: int, device: torch.device) -> None:
-        """vocabulary: the target's."""
+    def __init__(self, decoder: Decoder, vocabulary: int, device: torch.device, reach: int = MOST_NODES) -> None:
+        """vocabulary: the target's; reach: how deep a tree may be, so that its nodes have positions that the draft model knows."""
         self.decoder = decoder
         self.device = device
         self.rounds = 0
         self.later = 0.0
         self._ended = 0.0
         self._vocabulary = vocabulary
+        self._longest = decoder.shape.max_positions - reach + 1  # sequence with drafts; the last of these it does not compute
         self.resize(0, 1)
 
     def resize(self, pages: int, page_size: int) -> None:
@@ -63,7 +64,7 @@ class Drafter:
         for sequence in sequences:
             sketch = self._follow(sequence)
             lacking = len(sequence.tokens) - sketch.computed
-            if lacking > SHORT and left:
+            if lacking > SHORT and left and len(sequence.tokens) <= self._longest:
                 spans.append(self._advance(sequence, sketch, min(left, lacking - 1), wanted=0))
                 left -= len(spans[-1].tokens)
         if spans:
@@ -72,7 +73,7 @@ class Drafter:
 
     def _able(self, sequence: Sequence) -> bool:
         assert sequence.sketch is not None
-        return len(sequence.tokens) - sequence.sketch.computed <= SHORT and len(sequence.tokens) < self.decoder.shape.max_positions
+        return len(sequence.tokens) - sequence.sketch.computed <= SHORT and len(sequence.tokens) <= self._longest
 
     def _follow(self, sequence: Sequence) -> Sketch:
         sketch = sequence.sketch = sequence.sketch or Sketch()

@@ -98,7 +98,7 @@ def _drafter(config: ShardConfig, folder: str, target: Shape, device: torch.devi
     source = _source(config.load_format, Path(folder), torch.float32 if small else DTYPES[config.dtype], device, progress)
     # Guesses may round as they like.
     decoder = Decoder(model, source, Ranks(0, 1, device), device, exact=False)
-    return Drafter(decoder, target.vocabulary, device)
+    return Drafter(decoder, target.vocabulary, device, parse(config.speculate).most)
 
 
 def _source(load_format: str, folder: Path, dtype: torch.dtype, device: torch.device, progress: Progress) -> Source:

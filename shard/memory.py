@@ -72,7 +72,8 @@ def _of_graphs(recorded: int) -> str:
 def _sample(engine: Engine, page_size: int, tokens: int, rows: int) -> Sample:
     """A step like the largest one. A tiny one goes before it: whatever is made on first use takes much longer than the step."""
     sample = tokens if engine.device.type == "cuda" else min(tokens, SAMPLE_TOKENS)
-    prompts = max(1, min(rows, rows * sample // tokens))  # as many rows a token as the largest step has
+    longest = engine.decoder.shape.max_positions
+    prompts = max(-(-sample // longest), min(rows, rows * sample // tokens))  # as many rows a token as the largest step has
     _run(engine, page_size, [1])
     before = _peak(engine.device, reset=True)
     outcome = _run(engine, page_size, [sample // prompts + (i < sample % prompts) for i in range(prompts)])

@@ -22,6 +22,8 @@ from ..step import Step
 from ..weights import Source
 from .families import Rope, Shape
 
+PART = 1 << 16  # positions whose cosines and sines are computed at once, in float32
+
 
 def frequencies(rope: Rope, size: int) -> Tensor:
     """Radians per position of every pair of features: [size / 2] float32."""
@@ -136,8 +138,9 @@ class Decoder:
         self.layers = [Layer(index, shape, source, ranks, exact) for index in range(shape.layers)]
         self.norm = load.vector("model.norm", shape.hidden)
         self.head = Weight(self.embedding if shape.tied else load.table("lm_head.weight"), exact=exact)
-        turning, positions = frequencies(shape.rope, shape.head_size).to(device), torch.arange(shape.max_positions, device=device)
-        self.rotary = rotary_table(turning, positions, self.embedding.dtype)
+        turning, count = frequencies(shape.rope, shape.head_size).to(device), shape.max_positions
+        parts = [torch.arange(first, min(first + PART, count), device=device) for first in range(0, count, PART)]
+        self.rotary = torch.cat([rotary_table(turning, part, self.embedding.dtype) for part in parts])
 
     def __call__(self, step: Step, cache: Cache) -> Tensor:
         """Computes the step's tokens, writes their keys and values, and returns the wanted rows' states: [rows, hidden]."""

@@ -28,7 +28,7 @@ from penstock.tests.shard.test_speculation import asked, expected
 def engine(said: str, page_size: int = 16, pages: int = 1024, prefix_caching: bool = True, draft: str = "llama") -> Engine:
     """A tiny model with another, or itself, as its draft model."""
     target = tiny.decoder("llama")
-    drafter = Drafter(tiny.decoder(draft), tiny.VOCABULARY, tiny.CPU)
+    drafter = Drafter(tiny.decoder(draft), tiny.VOCABULARY, tiny.CPU, all_of(said))
     guesses = Guesses(target.ranks, tiny.CPU, parse(f"draft=x,{said}"), drafter)
     result = Engine(target, tiny.CPU, page_size, prefix_caching, guesses=guesses)
     result.resize(pages, page_size)
@@ -142,6 +142,17 @@ def test_long_prompts_are_caught_up_with_in_parts(monkeypatch: pytest.MonkeyPatc
     own = free(engine("tokens=4", 16))
     own.prefill(0, [tiny.group(0, prompt(3, 2 * 100 + SHORT + 5), 40, drafts=4)], [(0, UNLIMITED)], UNLIMITED, [])
     assert [own.decode([0]).drafted for _ in range(5)] == [0, 0, 4, 4, 4]
+
+
+def test_a_draft_model_with_fewer_positions_helps_as_far_as_these_go() -> None:
+    own, drafted = free(engine("tokens=4", 16, draft="short")), []
+    own.prefill(0, [tiny.group(0, prompt(3, 41), 60, drafts=4)], [(0, UNLIMITED)], UNLIMITED, [])
+    while own.groups:
+        drafted.append((len(own.groups[0].sequences[0].tokens), own.decode([0]).drafted))
+    assert [length for length, count in drafted if count] == [42, 47, 52, 57]
+    assert [length for length, count in drafted if not count] == list(range(62, 101))
+    own.prefill(0, [tiny.group(1, prompt(4, 300), 10, drafts=4)], [(1, UNLIMITED)], UNLIMITED, [])
+    assert own.decode([0]).drafted == 0
 
 
 def test_drafts_see_what_the_target_would() -> None:

@@ -75,11 +75,12 @@ TINIEST: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 FEW_HEADS: dict[str, Any] = SMALL | {"num_attention_heads": 4, "num_key_value_heads": 2}
-# Not of interest as families: as many tokens as the demo model's tokenizer has, so few that answers can be enumerated, and so few
-# heads that an interpreter computes them in time.
+# Not of interest as families: as many tokens as the demo model's tokenizer has, so few that answers can be enumerated, so few
+# positions that sequences go beyond them, and so few heads that an interpreter computes them in time.
 OTHERS: dict[str, Callable[[], Any]] = {
     "words": lambda: transformers.LlamaConfig(**SMALL | {"vocab_size": 2048, "num_hidden_layers": 1}),
     "four": lambda: transformers.LlamaConfig(**TINIEST),
+    "short": lambda: transformers.LlamaConfig(**SMALL | {"max_position_embeddings": 64}),
     "few-heads": lambda: transformers.LlamaConfig(**FEW_HEADS),
     "few-heads-qwen3": lambda: transformers.Qwen3Config(**FEW_HEADS, head_dim=16),
     "few-heads-window": lambda: transformers.Qwen2Config(
