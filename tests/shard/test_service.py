@@ -111,6 +111,14 @@ def test_too_many_pages_are_refused_with_the_remedy(process: Process) -> None:
     assert process.codes == [2]
 
 
+def test_the_measured_step_keeps_within_the_positions(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU it is as large as the largest step."""
+    monkeypatch.setattr("penstock.shard.memory.SAMPLE_TOKENS", 2000)  # of 512 positions
+    process.start()
+    few = wire.WarmupRequest(max_step_tokens=2000, max_step_rows=1, max_total_tokens=512)
+    assert process.stub.Warmup(few, timeout=30).sample_tokens == 2000
+
+
 def test_commands_before_warmup_are_refused(process: Process) -> None:
     process.start()
     calls = [
