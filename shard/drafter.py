@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from .cache import Cache
 from .decoding.growth import Wanted
-from .decoding.tree import MOST_NODES, ROOT
+from .decoding.tree import ROOT
 from .forward import Forward, layout_of
 from .models.decoder import Decoder
 from .sequence import Sequence
@@ -30,7 +30,7 @@ class Drafter:
     """See `growth.Model`. `rounds` counts forwards that drafts were grown from; `later` are the seconds of those that were not a
     step's first, which has to catch up with the model, with all that was done since the one before."""
 
-    def __init__(self, decoder: Decoder, vocabulary: int, device: torch.device, reach: int = MOST_NODES) -> None:
+    def __init__(self, decoder: Decoder, vocabulary: int, device: torch.device, reach: int) -> None:
         """vocabulary: the target's; reach: how deep a tree may be, so that its nodes have positions that the draft model knows."""
         self.decoder = decoder
         self.device = device

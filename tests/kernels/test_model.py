@@ -113,9 +113,9 @@ def test_steps_with_drafts_fit_graphs(said: str, monkeypatch: pytest.MonkeyPatch
     expected = plain(LLAMA)
     choose.force("triton")
     engine = tiny.engine(LLAMA, 4, PAGES)
-    engine.guesses = Guesses(
-        engine.decoder.ranks, tiny.CPU, parse(f"draft=x,{said}"), Drafter(engine.decoder, tiny.VOCABULARY, tiny.CPU)
-    )
+    speculation = parse(f"draft=x,{said}")
+    drafter = Drafter(engine.decoder, tiny.VOCABULARY, tiny.CPU, speculation.most)
+    engine.guesses = Guesses(engine.decoder.ranks, tiny.CPU, speculation, drafter)
     engine.resize(PAGES, 4)
     asked = groups()
     for group in asked:

@@ -65,8 +65,9 @@ def draft_model() -> Decoder:
 
 def engine(said: str) -> Engine:
     target = tiny.decoder("four")
-    drafter = Drafter(draft_model(), VOCABULARY, tiny.CPU)
-    result = Engine(target, tiny.CPU, 16, guesses=Guesses(target.ranks, tiny.CPU, parse(f"draft=x,{said}"), drafter))
+    speculation = parse(f"draft=x,{said}")
+    drafter = Drafter(draft_model(), VOCABULARY, tiny.CPU, speculation.most)
+    result = Engine(target, tiny.CPU, 16, guesses=Guesses(target.ranks, tiny.CPU, speculation, drafter))
     result.resize(AT_ONCE * CHOICES * 2, 16)
     return result
 

@@ -105,7 +105,7 @@ def test_trees_contain_what_the_target_says() -> None:
 def test_chains_that_go_on_see_what_plain_forwards_would(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds are planned from those before them: for sequences of different lengths, two of which share their first pages, and of
     which two have more to compute at first."""
-    drafter = Drafter(tiny.decoder("llama"), tiny.VOCABULARY, tiny.CPU)
+    drafter = Drafter(tiny.decoder("llama"), tiny.VOCABULARY, tiny.CPU, 8)
     drafter.resize(500, page_size)
     shared = prompt(1, 2 * SHORTEST_RUN)
     texts = [[*shared, *prompt(2, 5)], prompt(3, 9), [*shared, *prompt(4, 30)], prompt(5, 40)]
@@ -157,7 +157,7 @@ def test_a_draft_model_with_fewer_positions_helps_as_far_as_these_go() -> None:
 
 def test_drafts_see_what_the_target_would() -> None:
     """Its logits after a tree's nodes are those of plain forwards over the same tokens."""
-    drafter = Drafter(tiny.decoder("llama"), tiny.VOCABULARY + 3, tiny.CPU)
+    drafter = Drafter(tiny.decoder("llama"), tiny.VOCABULARY + 3, tiny.CPU, 8)
     drafter.resize(64, 4)
     tokens = prompt(1, 21)
     sequence = tiny.group(0, tokens, 20).sequences[0]
@@ -173,7 +173,7 @@ def test_drafts_see_what_the_target_would() -> None:
 
 
 def test_a_draft_model_with_another_vocabulary_only_guesses_worse() -> None:
-    small = Drafter(tiny.decoder("llama"), tiny.VOCABULARY - 20, tiny.CPU)
+    small = Drafter(tiny.decoder("llama"), tiny.VOCABULARY - 20, tiny.CPU, 8)
     small.resize(8, 16)
     sequence = tiny.group(0, [1, 2, 3], 20).sequences[0]
     sequence.pages = [1]
@@ -185,7 +185,7 @@ def test_two_ranks_draft_the_same() -> None:
     plain = expected()
 
     def work(ranks: Ranks) -> World:
-        drafter = Drafter(tiny.decoder("llama"), tiny.VOCABULARY, tiny.CPU) if ranks.rank == 0 else None
+        drafter = Drafter(tiny.decoder("llama"), tiny.VOCABULARY, tiny.CPU, 10) if ranks.rank == 0 else None
         half = tiny.engine_of("llama", ranks, 4, 300)
         half.guesses = Guesses(ranks, tiny.CPU, parse("draft=x,tree=2x2x1"), drafter)
         half.resize(300, 4)
@@ -204,7 +204,7 @@ def test_other_rules_are_greedy_without_a_temperature_and_alike_on_all_ranks(sai
     plain = drive(engine("tokens=1"), [tiny.group(uid, prompt(uid, 9), 20) for uid in range(6)], Habits())
 
     def work(ranks: Ranks) -> World:
-        drafter = Drafter(tiny.decoder("llama-tied"), tiny.VOCABULARY, tiny.CPU) if ranks.rank == 0 else None
+        drafter = Drafter(tiny.decoder("llama-tied"), tiny.VOCABULARY, tiny.CPU, all_of(said)) if ranks.rank == 0 else None
         half = tiny.engine_of("llama", ranks, 4, 300)
         half.guesses = Guesses(ranks, tiny.CPU, parse(f"draft=x,{said}"), drafter)
         half.resize(300, 4)
