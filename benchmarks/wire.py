@@ -34,7 +34,7 @@ from penstock.shard.__main__ import serve
 from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.sampler import Pick
 from penstock.shard.decoding.strategy import Emitted, Finish
-from penstock.shard.engine import Outcome
+from penstock.shard.outcome import Outcome
 from penstock.shard.service import Service
 
 SEQUENCES = 256

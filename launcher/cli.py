@@ -295,6 +295,7 @@ def shard_configs(
             kv_cache_dtype=asked.kv_cache_dtype,
             kernels=asked.penstock_kernels,
             cuda_graphs=asked.cuda_graphs,
+            overlap=asked.overlap,
             load_format=asked.load_format,
             page_size=asked.page_size,
             kv_pages=asked.pool_pages,

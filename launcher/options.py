@@ -368,6 +368,12 @@ class Options:
         default=SHARD.cuda_graphs,
         kind=graphs,
     )
+    overlap: str = option(
+        COMPUTE,
+        "begin a step before the tokens of the last one are on the host, so that the device never waits for it; auto: on GPUs",
+        default=SHARD.overlap,
+        choices=("auto", "on", "off"),
+    )
     penstock_kernels: str = option(
         COMPUTE,
         "for tests: reference: plain torch everywhere; triton: Triton everywhere, on a CPU in its (very slow) interpreter",

@@ -622,6 +622,7 @@ class Batcher:
                 rounds=step.rounds,
                 draft_seconds=step.draft_seconds,
                 later_seconds=step.later_seconds,
+                ahead=step.ahead,
             )
         )
         self._last[_kind(action)] = seconds

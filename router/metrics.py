@@ -54,6 +54,7 @@ COUNTERS = {
     "penstock_mask_wait_seconds": ("Seconds of them for which steps waited", ()),
     "penstock_generated_tokens": ("Tokens that the shards generated", ()),
     "penstock_out_of_memory": ("Times that memory ran out in a step, which the shards then computed in smaller parts", ()),
+    "penstock_overlapped_steps": ("Steps that were begun before the tokens of the one before had reached the host", ()),
     "penstock_restarts": ("Times that the shards were lost, and others took their place", ()),
     "penstock_replayed_requests": ("Requests that had begun on shards that were lost, and went on", ()),
     "penstock_moved_requests": ("Requests that went on on another replica, since theirs was lost or left", ()),
@@ -207,6 +208,7 @@ class Metrics:
             self._counters["penstock_mask_wait_seconds"].inc(reply.mask_wait_seconds)
         if reply.exhausted:
             self._counters["penstock_out_of_memory"].inc(reply.exhausted)
+        self._counters["penstock_overlapped_steps"].inc(reply.ahead)
         self._skipped.observe(_skipped(reply))
         if action.allowance is not None:
             self._guessed(reply)

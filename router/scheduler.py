@@ -138,6 +138,7 @@ class Report:
     rounds: int = 0  # runs of the draft model
     draft_seconds: float = 0.0  # what it took to find guesses ...
     later_seconds: float = 0.0  # ... and, of that, runs after the first one
+    ahead: bool = False  # what is said of standings and of free pages includes what the next step takes and computes
 
 
 def most_pages(prompt_tokens: int, max_new_tokens: int, choices: int, page_size: int) -> int:
@@ -263,6 +264,8 @@ class Scheduler:
     def report(self, told: Report) -> None:
         """The reply to the oldest Prefill or Decode that is under way. Jobs that are not here any more are ignored."""
         self._underway.popleft()
+        if told.ahead:
+            self._underway[0] = {}
         self.free, self.cached = told.free, told.cached
         for uid in told.finished:
             self._finish(uid)

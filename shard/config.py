@@ -21,6 +21,7 @@ class ShardConfig:
     )
     kernels: str = ""  # "reference" (plain torch) or "triton" for tests; "": Triton on CUDA, torch elsewhere
     cuda_graphs: str = "auto"  # which steps are recorded as graphs; see `rooms.parse`
+    overlap: str = "auto"  # "on": steps are begun before the tokens of the last one are known; "auto": on CUDA; "off"
     page_size: int = 16
     kv_pages: int = 0  # size of the pool in pages; 0: from the memory that is left after warm-up
     prefix_caching: bool = True  # computed prefixes are kept for later requests while nobody needs their pages

@@ -4,30 +4,34 @@ All ranks run the same engine on the same commands. Only rank 0 sees logits; the
 bookkeeping can't diverge. Knows groups, pages and strategies; no protobuf and no text.
 """
 
-import logging
 import time
 from array import array
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Listing
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from functools import partial
 from itertools import groupby
 
 import torch
+from torch import Tensor
 
+from ..kernels.transfer import to_device
 from . import step
 from .cache import Cache
+from .codes import Found
 from .decoding.budget import Allowance
 from .decoding.hypotheses import candidates_of
 from .decoding.methods import strategy_of
-from .decoding.sampler import Pick
 from .decoding.stops import Stops
-from .decoding.strategy import Child, Emitted, Grown, Verdict
+from .decoding.strategy import Child
+from .flight import Flight
 from .forks import Forks
 from .forward import Bounds, Forward, Record, layout_of
 from .guesses import Guesses
-from .logits import choose, score_prompts
+from .logits import choose, nothing, score_prompts
 from .masks import Masks
 from .models.decoder import Decoder
+from .outcome import Outcome
 from .pages import OutOfPages, PagePool
 from .prefix import Prefixes
 from .prompts import Prompts
@@ -35,63 +39,13 @@ from .sequence import Batch, Group, Sequence
 from .shrink import ALONE, Shrink
 from .step import Run
 
-log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What a step did, per group and in all. Tokens are query tokens; keys are what these see, each itself and all before it."""
-
-    emitted: list[tuple[int, Emitted]] = field(default_factory=list)  # (uid, token)
-    prompts: list[tuple[int, list[float]]] = field(default_factory=list)  # (uid, logprobs) of prompts now complete
-    tops: list[list[tuple[int, float]]] = field(default_factory=list)  # of each of these: Group.prompt_tops
-    found: list[tuple[int, int]] = field(default_factory=list)  # (uid, tokens of its prompt that were cached), fresh groups only
-    standing: list[tuple[int, int, int, int]] = field(default_factory=list)  # (uid, *Group.standing), only where it changed
-    scored: list[tuple[int, list[float]]] = field(default_factory=list)  # (uid, scores of the answers) of searches that have ended
-    grown: list[tuple[int, Grown]] = field(default_factory=list)  # of those that are watched
-    searched: list[tuple[int, int]] = field(default_factory=list)  # (uid, tokens of each beam) of searches that go on
-    failed: list[tuple[int, str]] = field(default_factory=list)  # (uid, why); they are gone
-    seconds: float = 0.0
-    mask_seconds: float = 0.0  # what grammars' masks took, beside the forward
-    mask_wait_seconds: float = 0.0  # what of it the forward did not hide
-    prompt_tokens: int = 0
-    restored_tokens: int = 0  # those of them that restore groups
-    cached_tokens: int = 0  # that were found instead
-    decode_tokens: int = 0
-    drafted: int = 0  # those of them that were guesses ...
-    accepted: int = 0  # ... and that stay
-    guessed: list[tuple[int, int, int]] = field(default_factory=list)  # (uid, drafted, accepted) of groups that had guesses
-    tried: list[int] = field(default_factory=list)  # by depth: sequences that had a guess there ...
-    kept: list[int] = field(default_factory=list)  # ... and those of them of which one was right
-    draft_seconds: float = 0.0  # what finding guesses took ...
-    later_seconds: float = 0.0  # ... and, of that, runs of the draft model after the first one
-    rounds: int = 0  # runs of the draft model
-    exhausted: int = 0  # times that memory ran out, so that the step was computed in parts
-    prompt_keys: int = 0
-    decode_keys: int = 0
-    free: int = 0  # pages, when it was over
-    cached: int = 0
-
-    def count(self, group: Group, verdict: Verdict) -> None:
-        """What became of a group's guesses."""
-        self.drafted += verdict.drafted
-        self.accepted += verdict.accepted
-        self.guessed.append((group.uid, verdict.drafted, verdict.accepted))
-        for tried, kept in verdict.trials:
-            more = [0] * (tried - len(self.tried))
-            self.tried, self.kept = self.tried + more, self.kept + more
-            for depth in range(tried):
-                self.tried[depth] += 1
-                self.kept[depth] += depth < kept
-
-    def fail(self, group: Group, why: str) -> None:
-        """The group is not computed any further. Said here too, by the name under which logs and traces of others know it."""
-        log.warning("request %s failed: %s", group.trace or group.uid, why)
-        self.failed.append((group.uid, why))
-
 
 class Engine:
-    """One rank's batches, and the model that moves them on."""
+    """One rank's batches, and the model that moves them on.
+
+    `prefill` and `decode` are whole steps. `begin_prefill` and `begin_decode` may return while the device works on theirs: then it
+    is over with the next step, which is begun on top of it, with `land`, or with any other command.
+    """
 
     def __init__(
         self,
@@ -103,9 +57,11 @@ class Engine:
         masks: Masks | None = None,
         stops: Stops | None = None,
         guesses: Guesses | None = None,
+        ahead: bool = False,
     ) -> None:
         """cache_dtype: of keys and values; without it, the weights' own. masks, stops: what grammars and beams' stop strings need,
-        on rank 0. guesses: without them, what is guessed is looked up."""
+        on rank 0. guesses: without them, what is guessed is looked up. ahead: whether steps are begun before the tokens of the
+        last one are known."""
         self.decoder = decoder
         self.device = device
         self._prefix_caching = prefix_caching
@@ -113,6 +69,9 @@ class Engine:
         self._masks = masks
         self._stops = stops
         self.guesses = guesses or Guesses(decoder.ranks, device)
+        self._ahead = ahead
+        self._flight: Flight | None = None  # the step that is under way
+        self._free = 0.0  # since when the device has nothing of the last one to do
         self.resize(0, page_size)
 
     def resize(self, pages: int, page_size: int) -> None:
@@ -170,30 +129,54 @@ class Engine:
     ) -> Outcome:
         """Adds `groups` to `batch`, then computes chunks, as (uid, most tokens), of what groups lack, `prompt_tokens` in all,
         together with a decode step of the batches `decode`. Unknown groups are ignored: they may just have ended."""
+        return self._whole(self.begin_prefill(batch, groups, chunks, prompt_tokens, decode, allowance))
+
+    def decode(self, batches: Listing[int], allowance: Allowance | None = None) -> Outcome:
+        """One step for every group in `batches` whose prompt is computed."""
+        return self._whole(self.begin_decode(batches, allowance))
+
+    def begin_prefill(
+        self,
+        batch: int,
+        groups: Listing[Group],
+        chunks: Listing[tuple[int, int]],
+        prompt_tokens: int,
+        decode: Listing[int],
+        allowance: Allowance | None = None,
+    ) -> "Future[Outcome]":
+        """Begins what `prefill` does; the result is there when the step is over."""
         outcome, self._allowance = Outcome(), allowance
         for group in groups:
             problem = self._problem(group)
             if problem:
                 outcome.fail(group, problem)
-                self.filter([group.uid])
+                if group.uid in self.groups:
+                    self._drop(self.groups[group.uid])
             else:
                 self._join(batch, group)
         decodes = self._decodes(decode, outcome)
         known = [(self.groups[uid], most) for uid, most in dict(chunks).items() if uid in self.groups]
         prompts = self.prompts.fill(self._compiled(known, alone=not decodes), prompt_tokens)
-        return self._run(prompts, decodes, outcome)
+        return self._step(prompts, decodes, outcome)
 
-    def decode(self, batches: Listing[int], allowance: Allowance | None = None) -> Outcome:
-        """One step for every group in `batches` whose prompt is computed."""
+    def begin_decode(self, batches: Listing[int], allowance: Allowance | None = None) -> "Future[Outcome]":
+        """Begins what `decode` does; the result is there when the step is over."""
         outcome, self._allowance = Outcome(), allowance
-        return self._run([], self._decodes(batches, outcome), outcome)
+        return self._step([], self._decodes(batches, outcome), outcome)
+
+    @property
+    def underway(self) -> Callable[[], None] | None:
+        """Waits for the device to be done with the step that is under way, by any thread; None: there is none."""
+        return self._flight.choice.wait if self._flight is not None else None
 
     def filter(self, drop: Iterable[int]) -> list[Group]:
         """Forgets groups, wherever they are, and frees their pages. Returns those that were known."""
+        self.land()
         return [self._drop(self.groups[uid]) for uid in drop if uid in self.groups]
 
     def end(self, ends: Iterable[tuple[int, int]]) -> None:
         """Ends single choices, as (uid, choice); a group ends with its last one. Unknown ones are ignored."""
+        self.land()
         for uid, choice in ends:
             group = self.groups.get(uid)
             if group is None:
@@ -214,6 +197,7 @@ class Engine:
 
     def concat(self, into: int, batches: Listing[int]) -> None:
         """Moves the groups of `batches` to the end of `into`."""
+        self.land()
         for uid in batches:
             if uid != into and uid in self.batches:
                 for group in self.batches.pop(uid).groups.values():
@@ -284,9 +268,9 @@ class Engine:
         if guessed:
             self._guess(guessed, outcome)
         for group in groups:
-            if not group.decodes:
+            spans = self._spans(group)
+            if not spans:
                 continue
-            spans = strategy_of(group).draft(group)
             try:
                 self._extend(group, spans)
                 runs.append(Run(group, spans, sampled=True))
@@ -294,6 +278,14 @@ class Engine:
                 outcome.fail(group, f"the pool is full: {error}")
                 self._drop(group)
         return runs
+
+    def _spans(self, group: Group) -> list[step.Span]:
+        """Those of its next decode step. None: it doesn't decode, or ends with the step that is under way."""
+        following = self._flight.follow(group) if self._flight is not None else None
+        if following is None:
+            return strategy_of(group).draft(group) if group.decodes else []
+        group.decodes = group.decodes or bool(following)
+        return following
 
     @torch.inference_mode()
     def _guess(self, groups: Listing[Group], outcome: Outcome) -> None:
@@ -330,37 +322,91 @@ class Engine:
         for span in spans:
             span.sequence.computed = span.start + len(span.tokens)
 
+    def _whole(self, landed: "Future[Outcome]") -> Outcome:
+        self.land()
+        return landed.result()
+
     @torch.inference_mode()
-    def _run(self, prompts: list[Run], decodes: list[Run], outcome: Outcome) -> Outcome:
-        began = time.perf_counter()
+    def _step(self, prompts: list[Run], decodes: list[Run], outcome: Outcome) -> "Future[Outcome]":
+        """Begins a step, after which the one before it has landed. It lands itself unless the next one can be begun on top."""
+        began, before = time.perf_counter(), self._flight
         runs = prompts + decodes
-        spans = [span for run in runs for span in run.spans]
-        picks: dict[int, list[Pick | None]] = {}
-        if spans:
-            self._clear_taken()
-            masks = self._masks.begin(runs) if self._masks else None
-            hidden, lost = self.shrink.forward(self.forward, spans, self.pool.page_size)
-            first = 0
-            for run in runs:
-                run.first, first = first, first + run.wanted
-            if lost:
-                self._lose(runs, lost)
-            if hidden is not None:
-                score_prompts(self.decoder, prompts, hidden, self.shrink)
-                picks = choose(self.decoder, runs, hidden, self.guesses, self.shrink, masks, self._stops)
-            if masks is not None:
-                outcome.mask_seconds, outcome.mask_wait_seconds = masks.seconds, masks.waited
-        self._publish(runs)
         for run in prompts:
             self._count_prompt(run, outcome)
         outcome.decode_tokens, outcome.decode_keys = sum(run.tokens for run in decodes), sum(run.keys for run in decodes)
+        spans = [span for run in runs for span in run.spans]
+        masks = self._masks.begin(runs) if self._masks and before is None and spans else None
+        hidden = self._forward(runs, spans) if spans else None
+        if before is not None:
+            before.outcome.ahead = True
+            self._changed |= {run.group.uid: run.group for run in runs}
+            self.land()
+            runs, hidden = self._remaining(runs, hidden)
+            masks = self._masks.begin(runs) if self._masks and hidden is not None else None
+        if hidden is not None:
+            score_prompts(self.decoder, runs, hidden, self.shrink)
+            choice = choose(self.decoder, runs, hidden, self.guesses, self.shrink, masks, self._stops)
+        else:
+            choice = nothing(self.device)
+        self._flight = Flight(runs, choice, masks, outcome, began)
+        landed = self._flight.landed
+        if not (self._ahead and spans and self._flight.simple(self.decoder.ranks.size == 1)):
+            self.land()
+        return landed
+
+    def _forward(self, runs: Listing[Run], spans: Listing[step.Span]) -> Tensor | None:
+        """The states of the rows that are wanted, run by run."""
+        self._clear_taken()
+        compute = self.forward if self._flight is None else partial(self.forward, picked=self._flight.choice.tokens())
+        hidden, lost = self.shrink.forward(compute, spans, self.pool.page_size)
+        first = 0
         for run in runs:
+            run.first, first = first, first + run.wanted
+        if lost:
+            self._lose(runs, lost)
+        return hidden
+
+    def _remaining(self, runs: Listing[Run], hidden: Tensor | None) -> tuple[list[Run], Tensor | None]:
+        """Without what has ended since the forward was begun."""
+        remaining, rows = [], list[int]()
+        for run in runs:
+            if not self._here(run.group):
+                continue
+            row, spans = run.first, []
+            run.first = len(rows)
+            for span in run.spans:
+                if any(span.sequence is sequence for sequence in run.group.sequences):
+                    spans.append(span)
+                    rows += range(row, row + span.wanted)
+                row += span.wanted
+            run.spans = spans
+            remaining.append(run)
+        if hidden is None or len(rows) == len(hidden):
+            return remaining, hidden
+        return remaining, hidden[to_device(torch.tensor(rows, dtype=torch.int64), self.device)]
+
+    @torch.inference_mode()
+    def land(self) -> None:
+        """Waits for the step that is under way, if there is one, and does what it leads to."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        outcome, picks = flight.outcome, flight.choice.take()
+        if flight.masks is not None:
+            outcome.mask_seconds, outcome.mask_wait_seconds = flight.masks.seconds, flight.masks.waited
+        self._publish(flight.runs)
+        for run in flight.runs:
             self._judge(run, picks, outcome)
         self.forks.copy()
         self._tell(outcome)
         outcome.exhausted = self.shrink.take()
-        outcome.seconds = time.perf_counter() - began + outcome.draft_seconds
-        return outcome
+        now = time.perf_counter()
+        # The device began with this step when it was done with the one before.
+        outcome.seconds, self._free = now - max(flight.began, self._free) + outcome.draft_seconds, now
+        flight.landed.set_result(outcome)
+
+    def _here(self, group: Group) -> bool:
+        return self.groups.get(group.uid) is group
 
     def _lose(self, runs: Listing[Run], pages: set[int]) -> None:
         """Groups that hold one of these can't go on. Nobody shall find the pages, nor take them for those that it has computed."""
@@ -377,7 +423,7 @@ class Engine:
     def _publish(self, runs: Listing[Run]) -> None:
         """Makes the pages known that are full now."""
         for run in runs:
-            if run.problem:
+            if run.problem or not self._here(run.group):
                 continue  # its group goes
             self._publish_all(run.group, [span.sequence for span in run.spans if not span.drafts])  # guesses may be wrong
 
@@ -399,8 +445,10 @@ class Engine:
             rows.append(list(zip(found[::2], found[1::2], strict=True)))
         self.cache.move(rows)
 
-    def _judge(self, run: Run, picks: dict[int, list[Pick | None]], outcome: Outcome) -> None:
+    def _judge(self, run: Run, picks: dict[int, Found], outcome: Outcome) -> None:
         group = run.group
+        if not self._here(group):
+            return
         if run.problem:
             self._fail(group, run.problem, outcome)
             return

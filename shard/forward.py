@@ -63,14 +63,14 @@ class Forward:
         self._mixed: list[Graph] = []  # of any spans; by size
         self._last: Step | None = None  # that ran without a graph, if the last one did
 
-    def __call__(self, spans: Listing[Span]) -> Tensor:
+    def __call__(self, spans: Listing[Span], picked: Tensor | None = None) -> Tensor:
         """Computes spans, writes their keys and values, and returns the wanted rows' states: [rows, hidden], good until the next
-        call."""
+        call. picked: see `step.plan`."""
         tokens = sum(len(span.tokens) for span in spans)
         graph = _fitting(self._decodes if tokens == len(spans) else self._mixed, tokens)
-        own = self._padded(spans, graph.room) if graph else None
+        own = self._padded(spans, graph.room, picked) if graph else None
         if graph is None or own is None:
-            return self._compute(step.plan(spans, self._layout))
+            return self._compute(step.plan(spans, self._layout, picked=picked))
         self.replayed += 1
         self._last = None
         graph.input.become(own)
@@ -102,9 +102,9 @@ class Forward:
             (self._mixed if mixed else self._decodes).insert(0, Graph(room, own, replay))
         log.info(f"recorded {len(sizes)} graphs in {time.perf_counter() - began:.1f} s")
 
-    def _padded(self, spans: Listing[Span], room: Room) -> Step | None:
+    def _padded(self, spans: Listing[Span], room: Room, picked: Tensor | None) -> Step | None:
         try:
-            return step.plan(spans, self._layout, room)
+            return step.plan(spans, self._layout, room, picked)
         except ragged.Full:  # it shares more prefixes, or wants more rows, than steps usually do
             return None
 

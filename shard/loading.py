@@ -74,7 +74,8 @@ def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
     speculation = parse(config.speculate) if config.speculate else Speculation()
     drafter = _drafter(config, speculation.draft, model, device, stage) if speculation.draft and config.rank == 0 else None
     guesses = Guesses(ranks, device, speculation, drafter, masks)
-    return Engine(decoder, device, config.page_size, config.prefix_caching, cache_dtype, masks, stops, guesses)
+    ahead = config.overlap == "on" or (config.overlap == "auto" and device.type == "cuda")
+    return Engine(decoder, device, config.page_size, config.prefix_caching, cache_dtype, masks, stops, guesses, ahead)
 
 
 def _shape(folder: Path) -> Shape:

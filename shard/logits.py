@@ -3,21 +3,23 @@
 All ranks walk through it, since logits are joined; only rank 0 sees them, and tells the others the tokens.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
 
+from ..kernels.transfer import Arrival, to_device
 from .codes import Found, codes_of, found_from, length_of
 from .decoding import verify
 from .decoding.expansion import Beams, Candidate, expand
 from .decoding.grammar import Unusable
 from .decoding.hypotheses import candidates_of
 from .decoding.methods import strategy_of
-from .decoding.sampler import Pick, Row, pick
+from .decoding.sampler import Pick, Picking, Row, begin, known, pick
 from .decoding.stops import Stops
 from .decoding.verify import Draft, Rule
 from .guesses import Guesses
@@ -68,6 +70,27 @@ class Wanted:
     candidates: int = 0  # of beams, whose rows are chosen from together
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What becomes of the rows that a step wants: on the device soon, on the host once it is waited for."""
+
+    tokens: Callable[[], Tensor]  # [rows] int64, on the device, run by run; below 0: none can be picked. Not if there are beams
+    wait: Callable[[], None]  # until the device has done the step; by any thread
+    take: Callable[[], dict[int, Found]]  # per group that is sampled: its picks; None for what can't be chosen
+
+
+def nothing(device: torch.device) -> Choice:
+    """Of a step that wants no tokens. It is over when the device has done what it was given so far."""
+    none = torch.empty(0, dtype=torch.int64, device=device)
+    arrival = Arrival(none)
+
+    def take() -> dict[int, Found]:
+        arrival.wait()
+        return {}
+
+    return Choice(lambda: none, arrival.wait, take)
+
+
 def choose(
     decoder: Decoder,
     runs: Listing[Run],
@@ -76,8 +99,8 @@ def choose(
     shrink: Shrink,
     masks: Pending | None = None,
     stops: Stops | None = None,
-) -> dict[int, Found]:
-    """Per group that is sampled: its picks; None for what can't be chosen. The same tokens on every rank."""
+) -> Choice:
+    """Of all groups that are sampled. The same tokens on every rank."""
     wanted = []
     for run in runs:
         if run.sampled:
@@ -85,7 +108,64 @@ def choose(
             count = min(candidates_of(search.width, len(group.end_ids)), decoder.shape.vocabulary) if search else 0
             wanted.append(Wanted(run, strategy_of(group).rows(group), count))
     if not wanted:
-        return {}
+        return nothing(hidden.device)
+    uids = [one.run.group.uid for one in wanted]
+    picking = _begin(decoder, wanted, hidden, guesses, shrink, masks)
+    if picking is None:
+        found = _found_now(decoder, wanted, hidden, guesses, shrink, masks, stops)
+        own = known(list(chain.from_iterable(found)), hidden.device)
+        return Choice(own.tokens, own.wait, lambda: dict(zip(uids, found, strict=True)))
+
+    def take() -> dict[int, Found]:
+        split = _split(picking.take(), wanted)
+        return dict(zip(uids, masks.settle(split) if masks is not None else split, strict=True))
+
+    return Choice(picking.tokens, picking.wait, take)
+
+
+def _begin(
+    decoder: Decoder, wanted: Listing[Wanted], hidden: Tensor, guesses: Guesses, shrink: Shrink, masks: Pending | None
+) -> Picking | None:
+    """Picks that the host need not wait for; None if they are of another kind, or memory is short."""
+    if guesses.rule is not Rule.GUMBEL or any(one.candidates for one in wanted):
+        return None
+    ranks, rows = decoder.ranks, [row for one in wanted for row in one.rows]
+    if ranks.size > 1 and any(one.run.group.grammar for one in wanted):
+        return None  # what becomes of a grammar is known on rank 0's host only
+
+    def work() -> Picking:
+        logits = _logits(decoder, wanted, hidden)
+        if logits is None:
+            return _told(ranks.tell(torch.empty(len(rows), dtype=torch.int64, device=hidden.device)))
+        picking = begin(logits, rows, masks.join(hidden.device) if masks is not None else None)
+        if ranks.size > 1:
+            ranks.tell(picking.tokens())
+        return picking
+
+    return shrink.whole(work, len(rows))
+
+
+def _told(tokens: Tensor) -> Picking:
+    """What rank 0 has picked."""
+    arrival = Arrival(tokens)
+
+    def take() -> list[Pick | None]:
+        [told] = arrival.lists()
+        return [Pick(token, 0.0) if token >= 0 else None for token in told]
+
+    return Picking(lambda: tokens, arrival.wait, take)
+
+
+def _found_now(
+    decoder: Decoder,
+    wanted: Listing[Wanted],
+    hidden: Tensor,
+    guesses: Guesses,
+    shrink: Shrink,
+    masks: Pending | None,
+    stops: Stops | None,
+) -> list[Found]:
+    """Of each run, on every rank."""
     found = _in_parts(decoder, wanted, hidden, guesses, shrink, masks)
     if masks is not None:
         found = masks.settle(found)
@@ -98,7 +178,7 @@ def choose(
         told = decoder.ranks.tell(torch.tensor(codes, device=hidden.device)).tolist()
         if not samples:
             found = found_from(told, counts)
-    return {one.run.group.uid: some for one, some in zip(wanted, found, strict=True)}
+    return found
 
 
 def _in_parts(
@@ -131,9 +211,11 @@ def _logits(decoder: Decoder, wanted: Listing[Wanted], hidden: Tensor) -> Tensor
         count = 1 if run.group.waiting else run.wanted
         places += range(run.first + run.wanted - count, run.first + run.wanted)
         copies += [len(one.rows) // count] * count
-    logits = decoder.logits(hidden if len(places) == len(hidden) else hidden[places])
+    device = hidden.device
+    logits = decoder.logits(hidden if len(places) == len(hidden) else hidden[to_device(torch.tensor(places), device)])
     if logits is not None and sum(copies) > len(places):
-        logits = logits.repeat_interleave(torch.tensor(copies, device=logits.device), 0)
+        each = to_device(torch.arange(len(copies)).repeat_interleave(torch.tensor(copies)), device)
+        logits = logits[each]
     return logits
 
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..kernels.sampling import allow
+from ..kernels.transfer import to_device
 from .decoding.expansion import Candidate
 from .decoding.grammar import NOWHERE, Grammars, Guide, Unusable, bit
 from .decoding.growth import Model, Wanted
@@ -178,7 +179,7 @@ class Pending:
         began = time.perf_counter()
         mask = self._result().mask
         self.waited = time.perf_counter() - began
-        return mask.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else mask
+        return to_device(mask, device)
 
     def settle(self, picks: Listing[list[Pick | None]]) -> list[list[Pick | None]]:
         """The picks of these runs, without those of groups that can't go on, whose runs are told why, and of drafts that nothing

@@ -112,10 +112,11 @@ class Prefixes:
 
     def _publish(self, holder: Holder, swap: bool) -> None:
         size = self._pool.page_size
-        if holder.computed < size:
+        known = min(holder.computed, len(holder.tokens))  # the next step may be under way, without a token that nobody knows yet
+        if known < size:
             return
         node = holder.node or self._root(holder.cache_key.encode())
-        while node.attached and holder.computed >= (node.depth + 1) * size:
+        while node.attached and known >= (node.depth + 1) * size:
             start, page = node.depth * size, holder.pages[node.depth]
             key = holder.tokens[start : start + size].tobytes()
             child = node.children.get(key)

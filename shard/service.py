@@ -22,15 +22,16 @@ from .config import ShardConfig
 from .decoding.budget import Allowance, Linear
 from .decoding.hypotheses import Hypothesis, Path, Search, Stop
 from .decoding.strategy import Grown
-from .engine import Engine, Outcome
+from .engine import Engine
 from .forward import Bounds
 from .graphs import Recorder
 from .memory import size_pool
 from .models.families import Unsupported
+from .outcome import Outcome
 from .relay import Sender
 from .rooms import decodes, mixed, parse
 from .sequence import Group, Sampling, sequences
-from .steps import Answer, Executor, Failed, Refused
+from .steps import LAND, Answer, Executor, Failed, Refused
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class Service:
     def start(self, engine: Engine, relay: Sender) -> None:
         """The model is loaded: commands can come. `relay` leads to the other ranks, if this is rank 0."""
         self._engine = engine
-        self._executor = Executor(self._dispatch, relay.send if self._config.ranks > 1 else None, self._end)
+        self._executor = Executor(self, relay.send if self._config.ranks > 1 else None, self._end)
         self.stage = "loaded"
         self._loaded.set()
 
@@ -152,9 +153,12 @@ class Service:
             yield from executor.stream(commands)
 
     def follow(self, message: bytes) -> None:
-        """Executes a command that rank 0 passed on."""
+        """Executes a command that rank 0 passed on, or ends a step as rank 0 did."""
         with self._lock:
-            self._dispatch(wire.Command.FromString(message))
+            if message == LAND:
+                self.land()
+            else:
+                self.execute(wire.Command.FromString(message), lambda answer: None)
 
     def _once(self, command: wire.Command, context: grpc.ServicerContext) -> wire.Reply:
         with self._told(context) as executor:
@@ -175,37 +179,48 @@ class Service:
         except Failed:
             context.abort(grpc.StatusCode.INTERNAL, FAILED)
 
-    def _dispatch(self, command: wire.Command) -> Answer:
+    def execute(self, command: wire.Command, reply: Callable[[Answer], None]) -> None:
+        """See `steps.Machine`."""
         kind = command.WhichOneof("kind")
-        return getattr(self, f"_{kind}")(getattr(command, kind))  # type: ignore[no-any-return]
+        getattr(self, f"_{kind}")(getattr(command, kind), reply)
 
-    def _prefill(self, request: wire.PrefillRequest) -> Answer:
+    @property
+    def underway(self) -> Callable[[], None] | None:
+        """See `steps.Machine`."""
+        return self.engine.underway
+
+    def land(self) -> None:
+        """See `steps.Machine`."""
+        self.engine.land()
+
+    def _prefill(self, request: wire.PrefillRequest, reply: Callable[[Answer], None]) -> None:
         groups = [group_from(message) for message in request.groups]
         chunks = list(zip(request.chunk_uids, request.chunk_lengths, strict=True))
         allowed = allowance_from(request)
-        outcome = self.engine.prefill(request.batch, groups, chunks, request.prompt_tokens, request.decode_batches, allowed)
-        return partial(step_reply, request.step, outcome)
+        landed = self.engine.begin_prefill(request.batch, groups, chunks, request.prompt_tokens, request.decode_batches, allowed)
+        landed.add_done_callback(lambda landed: reply(partial(step_reply, request.step, landed.result())))
 
-    def _decode(self, request: wire.DecodeRequest) -> Answer:
-        return partial(step_reply, request.step, self.engine.decode(request.batches, allowance_from(request)))
+    def _decode(self, request: wire.DecodeRequest, reply: Callable[[Answer], None]) -> None:
+        landed = self.engine.begin_decode(request.batches, allowance_from(request))
+        landed.add_done_callback(lambda landed: reply(partial(step_reply, request.step, landed.result())))
 
-    def _filter(self, request: wire.FilterRequest) -> Answer:
+    def _filter(self, request: wire.FilterRequest, reply: Callable[[Answer], None]) -> None:
         engine, pool = self.engine, self.engine.pool
         engine.filter(request.drop)
         engine.end(zip(request.end_uids, request.end_choices, strict=True))
         paused = [paused_to(group, pool.page_size) for group in engine.pause(request.pause)]
-        reply = wire.Reply(filter=wire.FilterReply(step=request.step, free=pool.free, paused=paused, cached=pool.cached))
-        return lambda: reply
+        told = wire.Reply(filter=wire.FilterReply(step=request.step, free=pool.free, paused=paused, cached=pool.cached))
+        reply(lambda: told)
 
-    def _concat(self, request: wire.ConcatRequest) -> Answer:
+    def _concat(self, request: wire.ConcatRequest, reply: Callable[[Answer], None]) -> None:
         self.engine.concat(request.into, request.batches)
-        reply = wire.Reply(concat=wire.ConcatReply(step=request.step))
-        return lambda: reply
+        told = wire.Reply(concat=wire.ConcatReply(step=request.step))
+        reply(lambda: told)
 
-    def _clear_cache(self, request: wire.ClearCacheRequest) -> Answer:
+    def _clear_cache(self, request: wire.ClearCacheRequest, reply: Callable[[Answer], None]) -> None:
         self.engine.clear()
-        reply = wire.Reply(clear_cache=wire.ClearCacheReply(step=request.step, free=self.engine.pool.free))
-        return lambda: reply
+        told = wire.Reply(clear_cache=wire.ClearCacheReply(step=request.step, free=self.engine.pool.free))
+        reply(lambda: told)
 
 
 def step_reply(step: int, outcome: Outcome) -> wire.Reply:
@@ -258,6 +273,7 @@ def step_reply(step: int, outcome: Outcome) -> wire.Reply:
         rounds=outcome.rounds,
         later_seconds=outcome.later_seconds,
         exhausted=outcome.exhausted,
+        ahead=outcome.ahead,
         scored_uids=[uid for uid, _ in outcome.scored],
         scored_counts=[len(scores) for _, scores in outcome.scored],
         scores=[score for _, scores in outcome.scored for score in scores],

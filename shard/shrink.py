@@ -162,6 +162,15 @@ class Shrink:
                 parts.put_back(part)
                 self._tokens.fail(sum(piece.tokens for piece in part))
 
+    def whole(self, work: Callable[[], Result], rows: int) -> Result | None:
+        """What `work` makes of so many rows at once; None if memory ran out, or would have, as it did lately."""
+        if 0 < self._rows.most < rows:
+            return None
+        found = self.attempt(work)
+        if found is None:
+            self._rows.fail(rows)
+        return found
+
     def rows(
         self, work: Callable[[Listing[Item]], Listing[Result]], items: Listing[Item], sizes: Listing[int]
     ) -> list[Result | None]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..kernels import attention, common, ragged
 from ..kernels.ragged import Layout
+from ..kernels.transfer import to_device
 from .sequence import Group, Sequence
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ class Span:
     parents: Listing[int] | None = None  # per token: index of its parent in `tokens`, -1: the token before; None: a chain
     wanted: int = 1  # of how many of the last tokens the logits are wanted
     drafts: int = 0  # how many of the last tokens are guesses
+    source: int = -1  # if its one token isn't known to the host: the row that it is picked from in the step before
 
 
 @dataclass(slots=True)
@@ -83,8 +85,9 @@ class Step:
         self.attention.become(other.attention)
 
 
-def plan(spans: Listing[Span], layout: Layout, room: Room | None = None) -> Step:
-    """The step that computes `spans`. Raises ragged.Full if there is too little room."""
+def plan(spans: Listing[Span], layout: Layout, room: Room | None = None, picked: Tensor | None = None) -> Step:
+    """The step that computes `spans`. picked: [rows] int64, tokens of the step before, where the host doesn't know them. Raises
+    ragged.Full if there is too little room."""
     rows = [attention.Row(len(s.tokens), s.start, s.sequence.pages, s.parents) for s in spans]
     tokens: list[int] = []
     positions: list[int] = []
@@ -106,7 +109,18 @@ def plan(spans: Listing[Span], layout: Layout, room: Room | None = None) -> Step
             raise ragged.Full(f"{len(tokens)} tokens and {len(wanted)} rows, with room for {room.tokens} and {room.rows}")
         tokens, positions, slots = tokens + [0] * lacking, positions + [0] * lacking, slots + [-1] * lacking
         wanted += [0] * unused
-    return _step(tokens, positions, slots, wanted, attended, layout)
+    own = _step(tokens, positions, slots, wanted, attended, layout)
+    if picked is not None:
+        _fill_in(own, spans, starts, picked)
+    return own
+
+
+def _fill_in(own: Step, spans: Listing[Span], starts: Listing[int], picked: Tensor) -> None:
+    """Tokens that only the device knows. Where none could be picked, what is computed is thrown away."""
+    pairs = [(start, span.source) for span, start in zip(spans, starts, strict=True) if span.source >= 0]
+    if pairs:
+        places, sources = to_device(torch.tensor(pairs).t().contiguous(), picked.device).unbind()
+        own.tokens.index_copy_(0, places, picked.index_select(0, sources).clamp_(min=0))
 
 
 def follow(before: Step, spans: Listing[Span], layout: Layout) -> Step | None:
@@ -128,15 +142,9 @@ def follow(before: Step, spans: Listing[Span], layout: Layout) -> Step | None:
 def _step(
     tokens: list[int], positions: list[int], slots: list[int], wanted: list[int], attended: ragged.Plan, layout: Layout
 ) -> Step:
-    buffer = _moved(tokens + positions + slots + wanted, layout.device)
+    buffer = to_device(torch.tensor(tokens + positions + slots + wanted, dtype=torch.int64), layout.device)
     tokens_of, positions_of, slots_of, rows_of = torch.split(buffer, [len(tokens)] * 3 + [len(wanted)])
     return Step(buffer, tokens_of, positions_of, slots_of, rows_of, attended)
-
-
-def _moved(values: list[int], device: torch.device) -> Tensor:
-    """int64 on the device, without waiting for it."""
-    tensor = torch.tensor(values, dtype=torch.int64)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _wanted(spans: Listing[Span], starts: Listing[int]) -> list[int]:

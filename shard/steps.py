@@ -3,6 +3,9 @@
 A router sends the next command before the last one is answered. While a command is executed, the one after it is received,
 checked and passed on to the other ranks, and the reply before it leaves, each on a thread of its own: between two steps there is
 only a queue. Beside that order it keeps what makes repetition and loss harmless: the last reply, and who reigns.
+
+A step may be left under way, for the next one to be begun on top of it while the device works. If there is no next one by the time
+that the device is done, it lands. Which of the two it was is told to the other ranks, whose books must not differ.
 """
 
 import logging
@@ -10,7 +13,8 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from contextlib import suppress
+from typing import ParamSpec, Protocol, TypeVar
 
 import grpc
 
@@ -26,6 +30,8 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 # Builds a reply, when the command after it may be under way already. May be called again, and by any thread.
 Answer = Callable[[], wire.Reply]
+# What the other ranks are told, instead of a command, when a step has landed before the next command was there.
+LAND = b""
 
 
 class Refused(Exception):
@@ -34,6 +40,20 @@ class Refused(Exception):
 
 class Failed(Exception):
     """A fault that is no group's own: what is left of the shard's state can't be trusted."""
+
+
+class Machine(Protocol):
+    """What executes commands, on one thread."""
+
+    def execute(self, command: wire.Command, reply: Callable[[Answer], None], /) -> None:
+        """Calls `reply`, unless it leaves a step under way: then the next call does before its own, or `land`."""
+
+    @property
+    def underway(self) -> Callable[[], None] | None:
+        """Waits, on any thread, until `land` has nothing to wait for; None: nothing is under way."""
+
+    def land(self) -> None:
+        """Ends what is under way, if anything is."""
 
 
 class Caller:
@@ -47,17 +67,18 @@ class Caller:
 
 
 class Executor:
-    """`execute` is called with one command at a time; `relay` passes one on to the other ranks, if there are any; `end` is told
-    the exit code with which this process should end after a fault."""
+    """The machine gets one command at a time; `relay` passes one on to the other ranks, if there are any; `end` is told the exit
+    code with which this process should end after a fault."""
 
-    def __init__(
-        self, execute: Callable[[wire.Command], Answer], relay: Callable[[bytes], None] | None, end: Callable[[int], None]
-    ) -> None:
-        self._execute = execute
+    def __init__(self, machine: Machine, relay: Callable[[bytes], None] | None, end: Callable[[int], None]) -> None:
+        self._machine = machine
         self._relay = relay
         self._end = end
         self._thread = ThreadPoolExecutor(1, "steps")
+        self._watcher = ThreadPoolExecutor(1, "device")
         self._order = threading.Lock()  # commands are relayed and queued in one order
+        self._count = 0  # of those that were queued
+        self._open: list[Future[Answer]] = []  # replies of what is executed, and of what is under way
         self._last: tuple[int, Future[Answer]] = (0, Future())  # queued, executed or not
         self._reign = 1  # ClearCache begins another
         self._failed = False
@@ -132,23 +153,50 @@ class Executor:
 
     def _pass(self, step: int, command: wire.Command) -> Future[Answer]:
         """To the other ranks, which shall not begin later than this one, and to the thread."""
-        if self._relay is not None and not self._failed:
-            try:
-                self._relay(command.SerializeToString())
-            except OSError:
-                self._fail("another rank is gone")
-        reply = self._thread.submit(self._run, command)
+        self._tell(command.SerializeToString() if self._relay is not None else b"")
+        self._count += 1
+        reply: Future[Answer] = Future()
+        self._thread.submit(self._run, command, reply, self._count)
         self._last = (step, reply)
         return reply
 
-    def _run(self, command: wire.Command) -> Answer:
+    def _tell(self, message: bytes) -> None:
+        if self._relay is not None and not self._failed:
+            try:
+                self._relay(message)
+            except OSError:
+                self._fail("another rank is gone")
+
+    def _run(self, command: wire.Command, reply: Future[Answer], count: int) -> None:
+        self._open = [*(one for one in self._open if not one.done()), reply]
+        self._guard(lambda: self._machine.execute(command, reply.set_result))
+        wait = self._machine.underway if not self._failed else None
+        if wait is not None:
+            self._watcher.submit(self._watch, wait, count)
+
+    def _watch(self, wait: Callable[[], None], count: int) -> None:
+        with suppress(Exception):  # what is wrong with the device is found again by who lands
+            wait()
+        self._thread.submit(self._land, count)
+
+    def _land(self, count: int) -> None:
+        """Ends the step of a command, unless there is another one: the step lands when that is executed."""
+        with self._order:
+            if self._count > count:
+                return
+            self._tell(LAND)
+        self._guard(self._machine.land)
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        if not self._failed:
+            try:
+                work()
+            except Exception:
+                self._fail("the shard failed")
         if self._failed:
-            raise Failed
-        try:
-            return self._execute(command)
-        except Exception as error:
-            self._fail("the shard failed")
-            raise Failed from error
+            for reply in self._open:
+                if not reply.done():
+                    reply.set_exception(Failed())
 
     def _fail(self, message: str) -> None:
         self._failed = True

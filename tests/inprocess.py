@@ -4,10 +4,11 @@ For tests of what needs all of these together and many runs of it.
 """
 
 import asyncio
+import queue
 import random
+import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,6 @@ from penstock.shard.service import Service
 
 DEMO = Path(__file__).parents[1] / "demo" / "model"
 LIGHT = DEMO.with_name("draft")  # half as deep and wide, with the same tokens: for tests to which any trained model will do
-METHODS = {"prefill": "Prefill", "decode": "Decode", "filter": "Filter", "concat": "Concat", "clear_cache": "ClearCache"}
 
 
 class NoCall:
@@ -40,14 +40,17 @@ class NoCall:
 
 
 class InProcess:
-    """`router.shards.Shards` without processes: commands run one after the other on a thread."""
+    """`router.shards.Shards` without processes: a stream of commands within this one."""
 
     def __init__(self, service: Service) -> None:
         self.stage = "ready"
         self.steps = 0
         self.lost: asyncio.Future[None] = asyncio.Future()
         self._service = service
-        self._thread = ThreadPoolExecutor(1)
+        self._commands: queue.SimpleQueue[shard_pb2.Command | None] = queue.SimpleQueue()
+        self._replies: queue.SimpleQueue[asyncio.Future[shard_pb2.Reply]] = queue.SimpleQueue()
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._read, daemon=True)
 
     @property
     def info(self) -> shard_pb2.InfoReply:
@@ -57,24 +60,33 @@ class InProcess:
         pass
 
     async def warm_up(self, request: shard_pb2.WarmupRequest) -> shard_pb2.WarmupReply:
-        return self._service.Warmup(request, NoCall())
+        reply = self._service.Warmup(request, NoCall())
+        self._thread.start()
+        return reply
 
     def execute(self, command: shard_pb2.Command) -> "asyncio.Future[shard_pb2.Reply]":
         self.steps += 1
-        kind = command.WhichOneof("kind")
-        request = getattr(command, kind)
-        request.step = self.steps
-        return asyncio.get_running_loop().run_in_executor(self._thread, self._run, kind, request)
+        getattr(command, command.WhichOneof("kind")).step = self.steps
+        reply = self._loop.create_future()
+        self._replies.put(reply)
+        self._commands.put(command)
+        return reply
 
-    def _run(self, kind: str, request: Any) -> shard_pb2.Reply:
-        reply = getattr(self._service, METHODS[kind])(request, NoCall())
-        return shard_pb2.Reply(**{"step" if kind in ("prefill", "decode") else kind: reply})
+    def _read(self) -> None:
+        for reply in self._service.Steps(iter(self._commands.get, None), NoCall()):
+            self._loop.call_soon_threadsafe(_take, self._replies.get(), reply)
 
     async def forget(self) -> None:
         raise AssertionError("it is never lost")
 
     async def close(self) -> None:
-        self._thread.shutdown()
+        self._commands.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+
+def _take(future: "asyncio.Future[shard_pb2.Reply]", reply: shard_pb2.Reply) -> None:
+    if not future.done():
+        future.set_result(reply)
 
 
 class Restless(Scheduler):

@@ -106,7 +106,8 @@ def test_a_pool_for_one_request_serves_many(alone: list[list[list[int]]]) -> Non
     assert run(test, shard={"kv_pages": pages}) == alone
 
 
-def test_aborts_at_random_steps_leave_the_others_alone(alone: list[list[list[int]]]) -> None:
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_aborts_at_random_steps_leave_the_others_alone(alone: list[list[list[int]]], overlap: str) -> None:
     asked = requests()
     chance = random.Random(3)
 
@@ -123,10 +124,11 @@ def test_aborts_at_random_steps_leave_the_others_alone(alone: list[list[list[int
         noise = [asyncio.create_task(impatient(batcher, chance.choice(asked))) for _ in range(30)]
         found = await together(batcher, asked)
         await asyncio.gather(*noise)
+        assert (value(batcher, "penstock_overlapped_steps_total") > 0) == (overlap == "on")
         return found
 
-    found = run(test, scheduler=Restless, shard={"kv_pages": 60, "page_size": 8}, router={"max_batch_prefill_tokens": 24})
-    assert found == alone
+    shard = {"kv_pages": 60, "page_size": 8, "overlap": overlap}
+    assert run(test, scheduler=Restless, shard=shard, router={"max_batch_prefill_tokens": 24}) == alone
 
 
 def test_one_step_of_lookahead_changes_no_token(alone: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,8 +154,9 @@ def test_bursts_that_fill_budget_and_pool_to_the_last_token() -> None:
 
     ample = run(test, shard={"kv_pages": 400, "prefix_caching": False})
     for pages in (6, 12, 13):
-        found = run(test, scheduler=Restless, shard={"kv_pages": pages}, router={"max_batch_prefill_tokens": 64})
-        assert found == ample
+        for overlap in ("off", "on"):
+            shard = {"kv_pages": pages, "overlap": overlap}
+            assert run(test, scheduler=Restless, shard=shard, router={"max_batch_prefill_tokens": 64}) == ample
 
 
 @pytest.mark.parametrize(

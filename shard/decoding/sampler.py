@@ -4,6 +4,7 @@ Everything runs on rank 0: the other ranks are told the tokens.
 """
 
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 from itertools import chain
@@ -14,6 +15,7 @@ from torch import Tensor
 from ...kernels.beam import most_probable
 from ...kernels.choose import triton_for
 from ...kernels.sampling import Candidates, Draws, Penalties, allow, candidates, draw, first_largest, penalize
+from ...kernels.transfer import Arrival, to_device
 from ..sequence import Sampling
 
 
@@ -48,42 +50,73 @@ class Pick:
     complete: bool = False  # its row ends with it, though it is no end token
 
 
+@dataclass(frozen=True, slots=True)
+class Picking:
+    """What becomes of some rows: on the device soon, on the host once it is waited for."""
+
+    tokens: Callable[[], Tensor]  # [rows] int64, on the device; -1 where none can be picked
+    wait: Callable[[], None]  # until `take` has nothing to wait for; by any thread
+    take: Callable[[], list[Pick | None]]
+
+
 def pick(logits: Tensor, rows: Listing[Row], mask: Tensor | None = None) -> list[Pick | None]:
     """One pick per row of `logits` [rows, vocabulary] float32; None where logits are NaN or infinite, so that none can be made.
 
     mask: [rows, words] int32, of rows that a grammar binds: bit i of word w allows token 32 w + i; None: all are free.
     """
+    return begin(logits, rows, mask).take()
+
+
+def begin(logits: Tensor, rows: Listing[Row], mask: Tensor | None = None) -> Picking:
+    """`pick`, which the device does while the host goes on, unless a row wants what only the plain sampler has."""
     if not triton_for(logits):
-        return _pick_plainly(logits, rows, mask)
+        return known(_pick_plainly(logits, rows, mask), logits.device)
     plain = [i for i, row in enumerate(rows) if row.unusual]
     if not plain:
-        return _pick_fused(logits, rows, mask)
+        return _begin_fused(logits, rows, mask)
     fused = [i for i, row in enumerate(rows) if not row.unusual]
     picks: list[Pick | None] = [None] * len(rows)
-    for indices, way in ((plain, _pick_plainly), (fused, _pick_fused)):
+    for indices, way in ((plain, _pick_plainly), (fused, lambda *some: _begin_fused(*some).take())):
         if indices:
-            some = way(logits[indices], [rows[i] for i in indices], mask[indices] if mask is not None else None)
+            own = to_device(torch.tensor(indices), logits.device)
+            some = way(logits[own], [rows[i] for i in indices], mask[own] if mask is not None else None)
             for i, one in zip(indices, some, strict=True):
                 picks[i] = one
-    return picks
+    return known(picks, logits.device)
 
 
-def _pick_fused(logits: Tensor, rows: Listing[Row], mask: Tensor | None) -> list[Pick | None]:
-    """By Triton, in few passes over the logits and with one wait for the device."""
+def known(picks: list[Pick | None], device: torch.device) -> Picking:
+    """Of rows whose picks are made."""
+
+    def tokens() -> Tensor:
+        return to_device(torch.tensor([one.token if one else -1 for one in picks], dtype=torch.int64), device)
+
+    return Picking(tokens, lambda: None, lambda: picks)
+
+
+def _begin_fused(logits: Tensor, rows: Listing[Row], mask: Tensor | None) -> Picking:
+    """By Triton, in few passes over the logits."""
     from ...kernels.fused_sampling import sample
 
     penalized = any(row.sampling.penalized for row in rows)
     found = sample(logits, draws_of(rows, logits.device), _penalties(rows, logits.device) if penalized else None, mask)
     logprobs = found.logprobs
     if any(row.final for row in rows):
-        final = torch.tensor([row.final for row in rows], device=logits.device)
+        final = to_device(torch.tensor([row.final for row in rows]), logits.device)
         logprobs = torch.where(final & logprobs.isfinite(), found.final, logprobs)
-    tops = own_tops(logits, rows)
-    chosen = torch.stack((found.tokens.double(), logprobs.double())).tolist()
-    return [
-        None if math.isnan(logprob) else Pick(int(token), logprob, tops.get(i, ()))
-        for i, (token, logprob) in enumerate(zip(*chosen, strict=True))
-    ]
+    wanting = _wanting_tops(rows)
+    tops = _most_probable(logits, rows, wanting) if wanting else ()
+    arrival = Arrival(torch.stack((found.tokens.double(), logprobs.double())), *tops)
+
+    def take() -> list[Pick | None]:
+        (tokens, told), *top = arrival.lists()
+        own = _listed(wanting, top[0], top[1], rows) if top else {}
+        return [
+            None if math.isnan(logprob) else Pick(int(token), logprob, own.get(i, ()))
+            for i, (token, logprob) in enumerate(zip(tokens, told, strict=True))
+        ]
+
+    return Picking(lambda: found.tokens.masked_fill(logprobs.isnan(), -1), arrival.wait, take)
 
 
 def _pick_plainly(logits: Tensor, rows: Listing[Row], mask: Tensor | None) -> list[Pick | None]:
@@ -125,15 +158,15 @@ def _penalties(rows: Listing[Row], device: torch.device) -> Penalties:
     bias = [(k, token, value) for k, row in enumerate(rows) for token, value in row.sampling.bias]
     samplings = [row.sampling for row in rows]
     return Penalties(
-        rows=torch.arange(len(rows)).repeat_interleave(counts).to(device),
-        ids=torch.tensor(list(tokens), dtype=torch.int64).to(device),
-        output=(places >= prompts).float().to(device),
-        repetition=torch.tensor([sampling.repetition_penalty for sampling in samplings], device=device),
-        frequency=torch.tensor([sampling.frequency_penalty for sampling in samplings], device=device),
-        presence=torch.tensor([sampling.presence_penalty for sampling in samplings], device=device),
-        bias_rows=torch.tensor([entry[0] for entry in bias], dtype=torch.int64, device=device),
-        bias_ids=torch.tensor([entry[1] for entry in bias], dtype=torch.int64, device=device),
-        bias_values=torch.tensor([entry[2] for entry in bias], dtype=torch.float32, device=device),
+        rows=to_device(torch.arange(len(rows)).repeat_interleave(counts), device),
+        ids=to_device(torch.tensor(list(tokens), dtype=torch.int64), device),
+        output=to_device((places >= prompts).float(), device),
+        repetition=to_device(torch.tensor([sampling.repetition_penalty for sampling in samplings]), device),
+        frequency=to_device(torch.tensor([sampling.frequency_penalty for sampling in samplings]), device),
+        presence=to_device(torch.tensor([sampling.presence_penalty for sampling in samplings]), device),
+        bias_rows=to_device(torch.tensor([entry[0] for entry in bias], dtype=torch.int64), device),
+        bias_ids=to_device(torch.tensor([entry[1] for entry in bias], dtype=torch.int64), device),
+        bias_values=to_device(torch.tensor([entry[2] for entry in bias], dtype=torch.float32), device),
     )
 
 
@@ -162,18 +195,29 @@ def draws_of(rows: Listing[Row], device: torch.device) -> Draws:
         (one.top_k, one.seed - (one.seed >> 63 << 64), row.choice, len(row.tokens) - row.prompt_length)  # the seed's bits, signed
         for one, row in zip(samplings, rows, strict=True)
     ]
-    temperature, top_p, min_p, typical_p = torch.tensor(floats, dtype=torch.float32).t().contiguous().to(device).unbind()
-    top_k, seeds, choices, positions = torch.tensor(ints, dtype=torch.int64).t().contiguous().to(device).unbind()
+    temperature, top_p, min_p, typical_p = to_device(torch.tensor(floats, dtype=torch.float32).t().contiguous(), device).unbind()
+    top_k, seeds, choices, positions = to_device(torch.tensor(ints, dtype=torch.int64).t().contiguous(), device).unbind()
     return Draws(temperature, top_k, top_p, min_p, typical_p, seeds, choices, positions)
 
 
 def own_tops(logits: Tensor, rows: Listing[Row]) -> dict[int, tuple[tuple[int, float], ...]]:
     """The model's own most probable tokens, by row, of those rows that report them."""
-    indices = [i for i, row in enumerate(rows) if row.top_n and not row.final]
-    if not indices:
+    wanting = _wanting_tops(rows)
+    if not wanting:
         return {}
-    values, ids = most_probable(logits[indices], min(max(rows[i].top_n for i in indices), logits.shape[1]))
-    return _listed(indices, ids, values, rows)
+    ids, values = _most_probable(logits, rows, wanting)
+    return _listed(wanting, ids.tolist(), values.tolist(), rows)
+
+
+def _wanting_tops(rows: Listing[Row]) -> list[int]:
+    return [i for i, row in enumerate(rows) if row.top_n and not row.final]
+
+
+def _most_probable(logits: Tensor, rows: Listing[Row], indices: Listing[int]) -> tuple[Tensor, Tensor]:
+    """Ids and log-probabilities of the most probable tokens of some rows, as many as any of them reports."""
+    some = logits if len(indices) == len(logits) else logits[to_device(torch.tensor(indices), logits.device)]
+    values, ids = most_probable(some, min(max(rows[i].top_n for i in indices), logits.shape[1]))
+    return ids, values
 
 
 def _report_final(
@@ -190,9 +234,11 @@ def _report_final(
     if wide:
         values, places_of_top = final.topk(min(wide, final.shape[1]))
         ids = places_of_top if part.ids is None else part.ids[places].gather(1, places_of_top)
-        tops.update(_listed([indices[k] for k in places], ids, values, rows))
+        tops.update(_listed([indices[k] for k in places], ids.tolist(), values.tolist(), rows))
 
 
-def _listed(indices: Listing[int], ids: Tensor, values: Tensor, rows: Listing[Row]) -> dict[int, tuple[tuple[int, float], ...]]:
-    pairs = zip(indices, ids.tolist(), values.tolist(), strict=True)
+def _listed(
+    indices: Listing[int], ids: Listing[Listing[int]], values: Listing[Listing[float]], rows: Listing[Row]
+) -> dict[int, tuple[tuple[int, float], ...]]:
+    pairs = zip(indices, ids, values, strict=True)
     return {i: tuple(zip(some, logprobs, strict=True))[: rows[i].top_n] for i, some, logprobs in pairs}

@@ -123,6 +123,13 @@ def test_memory_that_ran_out_is_counted() -> None:
     assert samples(metrics)["penstock_out_of_memory_total"] == 4
 
 
+def test_steps_for_which_the_device_did_not_wait_are_counted() -> None:
+    metrics = Metrics()
+    for ahead in (True, False, True):
+        metrics.step(Decode(1), 1.0, shard_pb2.StepReply(ahead=ahead))
+    assert samples(metrics)["penstock_overlapped_steps_total"] == 2
+
+
 def test_pauses_are_counted() -> None:
     metrics = Metrics()
     metrics.paused(2)

@@ -9,6 +9,7 @@ import queue
 import random
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -20,7 +21,8 @@ from penstock.proto import shard_pb2 as wire
 from penstock.shard.decoding.hypotheses import Search
 from penstock.shard.decoding.sampler import Pick
 from penstock.shard.decoding.strategy import Emitted, Finish
-from penstock.shard.engine import Outcome
+from penstock.shard.engine import Engine
+from penstock.shard.outcome import Outcome
 from penstock.shard.sequence import Group, Sampling
 from penstock.shard.service import group_from, paused_to
 
@@ -45,9 +47,9 @@ class Shard(Protocol):
 
     def prefill(
         self, batch: int, groups: Sequence[Group], chunks: Sequence[tuple[int, int]], prompt_tokens: int, decode: Sequence[int]
-    ) -> Outcome: ...
+    ) -> "Outcome | Future[Outcome]": ...
 
-    def decode(self, batches: Sequence[int]) -> Outcome: ...
+    def decode(self, batches: Sequence[int]) -> "Outcome | Future[Outcome]": ...
 
     def filter(self, drop: Iterable[int]) -> object: ...
 
@@ -56,6 +58,8 @@ class Shard(Protocol):
     def pause(self, uids: Iterable[int]) -> Sequence[Group | wire.Paused]: ...
 
     def concat(self, into: int, batches: Sequence[int]) -> None: ...
+
+    def land(self) -> None: ...
 
 
 @dataclass
@@ -101,6 +105,36 @@ def drive(shard: Shard, groups: Sequence[Group], habits: Habits, seed: int = 0) 
     return Driver(shard, [message(group) for group in groups], habits, seed).run()
 
 
+def drive_ahead(engine: Engine, groups: Sequence[Group], habits: Habits, seed: int = 0) -> World:
+    """The same, with most steps begun before the last one has landed."""
+    return Driver(Flying(engine, random.Random(seed)), [message(group) for group in groups], habits, seed).run()
+
+
+class Flying:
+    """An engine whose steps may be under way when it returns, as a service uses it."""
+
+    def __init__(self, engine: Engine, chance: random.Random) -> None:
+        self.engine = engine
+        self.ahead = 0  # steps that were begun on top of others
+        self._chance = chance
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def prefill(self, *arguments: Any) -> "Future[Outcome]":
+        return self._begin(self.engine.begin_prefill, *arguments)
+
+    def decode(self, *arguments: Any) -> "Future[Outcome]":
+        return self._begin(self.engine.begin_decode, *arguments)
+
+    def _begin(self, begin: Any, *arguments: Any) -> "Future[Outcome]":
+        if self._chance.random() < 0.2:
+            self.engine.land()  # the command comes late
+        self.ahead += self.engine.underway is not None
+        landed: Future[Outcome] = begin(*arguments)
+        return landed
+
+
 class Driver:
     """One run."""
 
@@ -115,7 +149,7 @@ class Driver:
         self.lacking: dict[int, int] = {}
         self.due = {one.uid: self._due(one.max_new_tokens) for one in asked}  # generated tokens at which it is paused
         self.free = shard.pool.pages
-        self.unheard: deque[Outcome] = deque()
+        self.unheard: deque[Outcome | Future[Outcome]] = deque()
         self.batches: list[int] = []
         self.number = 0
 
@@ -168,7 +202,7 @@ class Driver:
 
     def _hear(self, left: int) -> None:
         while len(self.unheard) > left or (self.unheard and not self.grow):
-            outcome = self.unheard.popleft()
+            outcome = self._landed(self.unheard.popleft())
             self.free = outcome.free
             self.world.cached += outcome.cached_tokens
             self.world.restored += outcome.restored_tokens
@@ -187,6 +221,13 @@ class Driver:
             for uid, _, grow, lacking in outcome.standing:
                 if uid in self.grow:
                     self.grow[uid], self.lacking[uid] = grow, lacking
+
+    def _landed(self, outcome: "Outcome | Future[Outcome]") -> Outcome:
+        if isinstance(outcome, Outcome):
+            return outcome
+        if not outcome.done():
+            self.shard.land()
+        return outcome.result()
 
     def _take(self, uid: int, emitted: Emitted) -> None:
         key = uid, emitted.choice

@@ -15,7 +15,8 @@ import torch
 from penstock.shard import engine as engine_module
 from penstock.shard.decoding.methods import strategy_of
 from penstock.shard.decoding.sampler import Pick
-from penstock.shard.engine import Engine, Outcome
+from penstock.shard.engine import Engine
+from penstock.shard.logits import Choice
 from penstock.shard.pages import PADDING
 from penstock.shard.step import Run, Span
 
@@ -57,42 +58,51 @@ class Model:
     def __init__(self) -> None:
         self.engine: Any = None
 
-    def __call__(self, spans: Sequence[Span], cache: Slots) -> str:
+    def __call__(self, spans: Sequence[Span], cache: Slots, picked: torch.Tensor | None) -> torch.Tensor:
         size, written = cache.page_size, set()
-        for span in spans:
+        named = [(span, self.known(span, picked)) for span in spans]
+        for span, tokens in named:
             for place in range(span.start, span.start + len(span.tokens)):
                 slot = span.sequence.pages[place // size] * size + place % size
                 assert slot >= size * (PADDING + 1)
                 assert slot not in written, "two tokens are written to one slot"
                 assert cache.content[slot] is None, "a token is written where another one is"
                 written.add(slot)
-                cache.content[slot] = self.name(span, place)
-        for span in spans:
+                cache.content[slot] = span.sequence.cache_key, tokens[: place + 1]
+        for span, tokens in named:
             for place in range(span.start + len(span.tokens)):
                 slot = span.sequence.pages[place // size] * size + place % size
-                assert cache.content[slot] == self.name(span, place), "a token sees what is not before it"
-        return "states, which nobody looks at"
+                assert cache.content[slot] == (span.sequence.cache_key, tokens[: place + 1]), "a token sees what is not before it"
+        return torch.zeros(sum(span.wanted for span in spans), 1)
 
     @staticmethod
-    def name(span: Span, place: int) -> Content:
-        return span.sequence.cache_key, tuple(span.sequence.tokens[: place + 1])
+    def known(span: Span, picked: torch.Tensor | None) -> tuple[int, ...]:
+        """All tokens of a span's sequence, with that which only the device knows."""
+        tokens = tuple(span.sequence.tokens)
+        if span.source < 0:
+            return tokens
+        assert picked is not None
+        assert len(tokens) == span.start, "the token is known"
+        return *tokens, max(0, int(picked[span.source]))
 
 
-def choose(decoder: object, runs: Sequence[Run], hidden: object, *rest: object) -> dict[int, list[Pick | None]]:
+def choose(decoder: object, runs: Sequence[Run], hidden: object, *rest: object) -> Choice:
     """Stands for what makes tokens of logits."""
 
     def draw(row: Any) -> Pick | None:
         key = repr((list(row.tokens), row.choice, row.sampling.seed))
         return None if POISON in row.tokens else Pick(zlib.crc32(key.encode()) % WORDS, 0.0)
 
-    return {run.group.uid: [draw(row) for row in strategy_of(run.group).rows(run.group)] for run in runs if run.sampled}
+    found = {run.group.uid: [draw(row) for row in strategy_of(run.group).rows(run.group)] for run in runs if run.sampled}
+    picks = [pick for own in found.values() for pick in own]
+    return Choice(lambda: torch.tensor([pick.token if pick else -1 for pick in picks]), lambda: None, lambda: found)
 
 
 class Paper(Engine):
     """Checks its own books after every step."""
 
-    def __init__(self, pages: int, page_size: int, prefix_caching: bool = True) -> None:
-        super().__init__(Model(), CPU, page_size, prefix_caching)  # type: ignore[arg-type]
+    def __init__(self, pages: int, page_size: int, prefix_caching: bool = True, ahead: bool = False) -> None:
+        super().__init__(Model(), CPU, page_size, prefix_caching, ahead=ahead)  # type: ignore[arg-type]
         self.resize(pages, page_size)
         self.evictions = self.computed = 0
 
@@ -100,7 +110,7 @@ class Paper(Engine):
         super().resize(pages, page_size)
         self.cache: Any = Slots(page_size)
         self.prompts._cache = self.forks._cache = self.cache
-        self.forward: Any = lambda spans: self.decoder(spans, self.cache)
+        self.forward: Any = lambda spans, picked=None: self.decoder(spans, self.cache, picked)
         evicted = self.pool.evicted
 
         def count(page: int) -> None:
@@ -109,11 +119,12 @@ class Paper(Engine):
 
         self.pool.evicted = count
 
-    def _run(self, *rest: Any) -> Outcome:
-        outcome = super()._run(*rest)
-        self.computed += outcome.prompt_tokens
-        self.audit()
-        return outcome
+    def land(self) -> None:
+        flight = self._flight
+        super().land()
+        if flight is not None:
+            self.computed += flight.outcome.prompt_tokens
+            self.audit()
 
     def audit(self) -> None:
         pool, size = self.pool, self.pool.page_size

@@ -1,23 +1,24 @@
 """A draft model: with the target itself as its own, every guess is right, whatever becomes of pages."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 
-from penstock.kernels.ragged import Layout
 from penstock.kernels.work import SHORTEST_RUN
 from penstock.proto.speculation import parse
 from penstock.shard import step
 from penstock.shard.decoding.budget import Allowance, Linear
 from penstock.shard.decoding.growth import Wanted
 from penstock.shard.drafter import SHORT, Drafter
-from penstock.shard.engine import Engine, Outcome
+from penstock.shard.engine import Engine
 from penstock.shard.guesses import Guesses
+from penstock.shard.outcome import Outcome
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling
 from penstock.shard.sketch import Sketch
-from penstock.shard.step import Room, Span, Step
+from penstock.shard.step import Span, Step
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
 from penstock.tests.shard.test_oracle import at_rest, prompt
@@ -123,9 +124,9 @@ def test_chains_that_go_on_see_what_plain_forwards_would(page_size: int, monkeyp
     planned: list[int] = []
     plan = step.plan
 
-    def counted(spans: Sequence[Span], layout: Layout, room: Room | None = None) -> Step:
+    def counted(spans: Sequence[Span], *rest: Any, **more: Any) -> Step:
         planned.append(len(spans))
-        return plan(spans, layout, room)
+        return plan(spans, *rest, **more)
 
     monkeypatch.setattr(step, "plan", counted)
     drafts = [5, 6, 7, 8]

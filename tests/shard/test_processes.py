@@ -29,7 +29,7 @@ WARMUP = wire.WarmupRequest(max_step_tokens=256, max_step_rows=64, max_total_tok
 
 
 class Ranks:
-    """Two processes of one model."""
+    """Two processes of one model, which leave their steps under way."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.folder = folder
@@ -40,6 +40,7 @@ class Ranks:
                 model=name,
                 rank=rank,
                 ranks=2,
+                overlap="on",
                 page_size=4,
                 kv_pages=1024,
                 socket=str(folder / f"rank-{rank}"),

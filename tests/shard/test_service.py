@@ -15,8 +15,8 @@ from penstock.proto import rpc
 from penstock.proto import shard_pb2 as wire
 from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.budget import Allowance, Linear
-from penstock.shard.engine import Outcome
 from penstock.shard.loading import load
+from penstock.shard.outcome import Outcome
 from penstock.shard.relay import Sender
 from penstock.shard.sequence import Sampling
 from penstock.shard.service import Service, allowance_from, group_from, step_reply
@@ -333,7 +333,7 @@ def test_a_fault_of_our_own_ends_the_process(warm: Process, monkeypatch: pytest.
     def broken(*rest: object) -> None:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(warm.service.engine, "decode", broken)
+    monkeypatch.setattr(warm.service.engine, "begin_decode", broken)
     with pytest.raises(grpc.RpcError, match="the shard failed and ends; its log says why") as error:
         warm.stub.Decode(wire.DecodeRequest(step=1), timeout=5)
     assert code_of(error) == grpc.StatusCode.INTERNAL

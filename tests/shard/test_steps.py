@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from penstock.proto import shard_pb2 as wire
-from penstock.shard.steps import AHEAD, Answer, Executor, Failed, Refused
+from penstock.shard.steps import AHEAD, LAND, Answer, Executor, Failed, Refused
 from penstock.tests.shard.test_service import WARMUP, Process, code_of, prefill
 
 SECONDS = 10  # for what takes milliseconds
@@ -52,10 +52,13 @@ class Stage:
         self.lost = False  # a peer is
         self.broken_at = 0
         self.routers: list[Router] = []
+        self.overlaps = False  # steps are left under way
+        self.device = threading.Semaphore(0)  # released for each step that the device has done
+        self._underway: Callable[[], None] | None = None
         self._steps: queue.SimpleQueue[None] = queue.SimpleQueue()  # that may end
         self._free = threading.Event()
         self._free.set()
-        self.executor = Executor(self._execute, self._relay if peers else None, self.codes.append)
+        self.executor = Executor(self, self._relay if peers else None, self.codes.append)
 
     def hold(self) -> None:
         """Steps wait for `let`."""
@@ -69,19 +72,46 @@ class Stage:
         self._free.set()
         self.let(100)
 
-    def _execute(self, command: wire.Command) -> Answer:
+    def execute(self, command: wire.Command, answer: Callable[[Answer], None]) -> None:
         kind, step = told(command)
         self.begun.append((kind, step))
         if kind != "clear_cache" and not self._free.is_set():
             self._steps.get(timeout=SECONDS)
-        if step == self.broken_at:
+        self.land()
+        if step == self.broken_at and not self.overlaps:
             raise RuntimeError("planted")
         reply = wire.Reply(clear_cache=wire.ClearCacheReply(step=step)) if kind == "clear_cache" else None
-        return lambda: reply or wire.Reply(step=wire.StepReply(step=step))
+
+        def land() -> None:
+            self.device.acquire()
+            if step == self.broken_at:
+                raise RuntimeError("planted")
+            answer(lambda: wire.Reply(step=wire.StepReply(step=step)))
+
+        if reply is not None or not self.overlaps:
+            answer(lambda: reply or wire.Reply(step=wire.StepReply(step=step)))
+        else:
+            self._underway = land
+
+    @property
+    def underway(self) -> Callable[[], None] | None:
+        def wait() -> None:
+            self.device.acquire()
+            self.device.release()
+
+        return wait if self._underway else None
+
+    def land(self) -> None:
+        underway, self._underway = self._underway, None
+        if underway is not None:
+            underway()
 
     def _relay(self, message: bytes) -> None:
         if self.lost:
             raise BrokenPipeError
+        if message == LAND:
+            self.relayed.append(("land", 0))
+            return
         self.relayed.append(told(wire.Command.FromString(message)))
 
 
@@ -284,6 +314,54 @@ def test_a_rank_that_is_gone_is_a_fault(stage: Stage) -> None:
     assert stage.begun == [("decode", 1)]
 
 
+def test_a_step_is_begun_while_the_device_works_on_the_last_one(stage: Stage) -> None:
+    stage.overlaps = True
+    router = Router(stage)
+    router.send(decode(1), decode(2))
+    router.start()
+    soon(lambda: stage.relayed == [("decode", 1), ("decode", 2)])
+    stage.device.release()
+    assert router.take() == ("step", 1)
+    soon(lambda: len(stage.begun) == 2)
+    assert stage.relayed == [("decode", 1), ("decode", 2)]  # the others know that the second came in time
+    stage.device.release()
+    assert router.take() == ("step", 2)
+    assert stage.relayed == [("decode", 1), ("decode", 2), ("land", 0)]  # and that nothing came after it
+    router.send(decode(3))
+    stage.device.release()
+    assert router.take() == ("step", 3)
+    assert stage.relayed[3:] == [("decode", 3), ("land", 0)]
+
+
+def test_what_is_under_way_lands_before_a_command_of_another_kind(stage: Stage) -> None:
+    stage.overlaps = True
+    router = Router(stage)
+    router.send(decode(1), clear(2))
+    router.start()
+    stage.device.release()
+    assert [router.take(), router.take()] == [("step", 1), ("clear_cache", 2)]
+    assert told_reply(soon_reply(stage, decode(3))) == 3
+
+
+def soon_reply(stage: Stage, command: wire.Command) -> wire.Reply:
+    stage.device.release()
+    return stage.executor.once(command)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_fault_that_shows_when_a_step_lands(stage: Stage, late: bool) -> None:
+    """By itself, or with the next command."""
+    stage.overlaps, stage.broken_at = True, 1
+    router = Router(stage)
+    router.send(decode(1), *(() if late else (decode(2),)))
+    stage.device.release()
+    with pytest.raises(Failed):
+        router.take()
+    router.end()
+    soon(lambda: not threads("receive"))
+    assert stage.codes == [1]
+
+
 def test_no_thread_is_left() -> None:
     others = threading.enumerate()
     stage = Stage(peers=False)
@@ -343,14 +421,14 @@ def test_commands_sent_ahead_have_the_replies_of_commands_sent_one_by_one(warm: 
 
 def test_a_router_that_dies_in_the_middle_of_a_step_leaves_nothing(warm: Process, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = warm.service.engine
-    begun, go, whole = threading.Event(), threading.Event(), engine.decode
+    begun, go, whole = threading.Event(), threading.Event(), engine.begin_decode
 
     def slow(*asked: Any) -> Any:
         begun.set()
         assert go.wait(SECONDS)
         return whole(*asked)
 
-    monkeypatch.setattr(engine, "decode", slow)
+    monkeypatch.setattr(engine, "begin_decode", slow)
     sent: queue.SimpleQueue[wire.Command | None] = queue.SimpleQueue()
     call = warm.stub.Steps(iter(sent.get, None), timeout=60)
     sent.put(wire.Command(prefill=prefill(1, 1, [1, 2, 3], 30)))
@@ -373,7 +451,7 @@ def test_a_fault_ends_the_stream_with_its_name(warm: Process, monkeypatch: pytes
     def broken(*rest: object) -> None:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(warm.service.engine, "decode", broken)
+    monkeypatch.setattr(warm.service.engine, "begin_decode", broken)
     replies = warm.stub.Steps(iter([wire.Command(prefill=prefill(1, 1, [1, 2, 3])), decode(2), decode(3)]), timeout=10)
     assert list(next(replies).step.uids) == [1]
     with pytest.raises(grpc.RpcError, match="the shard failed and ends; its log says why") as error:

@@ -152,9 +152,9 @@ def decoder(name: str) -> Decoder:
     return load(ShardConfig(folder=str(folder(name)), model=name), lambda stage: None).decoder
 
 
-def engine(name: str, page_size: int = 16, pages: int = 1024, prefix_caching: bool = True) -> Engine:
+def engine(name: str, page_size: int = 16, pages: int = 1024, prefix_caching: bool = True, ahead: bool = False) -> Engine:
     """A fresh one with an empty pool."""
-    result = Engine(decoder(name), CPU, page_size, prefix_caching)
+    result = Engine(decoder(name), CPU, page_size, prefix_caching, ahead=ahead)
     result.resize(pages, page_size)
     return result
 
@@ -211,11 +211,13 @@ class HalfOfPair(Ranks):
         return min(self._pair.show(self.rank, value))
 
 
-def engine_of(name: str, ranks: Ranks, page_size: int = 16, pages: int = 1024, prefix_caching: bool = True) -> Engine:
+def engine_of(
+    name: str, ranks: Ranks, page_size: int = 16, pages: int = 1024, prefix_caching: bool = True, ahead: bool = False
+) -> Engine:
     """One rank's engine."""
     model = shape(json.loads((folder(name) / "config.json").read_text()))
     weights = Weights(folder(name), torch.float32, CPU, lambda read: None)
-    result = Engine(Decoder(model, weights, ranks, CPU), CPU, page_size, prefix_caching)
+    result = Engine(Decoder(model, weights, ranks, CPU), CPU, page_size, prefix_caching, ahead=ahead)
     result.resize(pages, page_size)
     return result
 

@@ -1,0 +1,59 @@
+"""A step that the device works on, while the host plans the next one on top of it.
+
+The device shall not wait for the host, so the next step's forward is begun before this one's tokens are known: they are filled in
+on the device. What an end token would have ended is computed for one step more, and that is thrown away. Then this step lands:
+its tokens come to the host, and sequences take them; only after that is sampled from the next step's logits, so penalties, grammars
+and ends are what they always are.
+"""
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from .logits import Choice
+from .masks import Pending
+from .outcome import Outcome
+from .sequence import Group
+from .step import Run, Span
+
+
+@dataclass(slots=True)
+class Flight:
+    """One step."""
+
+    runs: list[Run]
+    choice: Choice
+    masks: Pending | None
+    outcome: Outcome
+    began: float  # by perf_counter
+    landed: "Future[Outcome]" = field(default_factory=Future)
+    _first: dict[int, int] = field(default_factory=dict)  # by group that is sampled: its first row; made when it is asked for
+
+    def simple(self, alone: bool) -> bool:
+        """Whether all that it leads to is known but the tokens: then `follow` says how it goes on. alone: on a single rank, since
+        only rank 0 knows what becomes of a grammar."""
+        return all(_simple(run) and (alone or not run.group.grammar) for run in self.runs)
+
+    def follow(self, group: Group) -> list[Span] | None:
+        """What comes after its tokens, of sequences that they can't make too long; None: nothing of the group is sampled."""
+        if not self._first:
+            sampled = [run.group for run in self.runs if run.sampled]
+            counts = (len(one.waiting) or len(one.sequences) for one in sampled)
+            self._first = dict(zip((one.uid for one in sampled), accumulate(counts, initial=0), strict=False))
+        first = self._first.get(group.uid)
+        if first is None:
+            return None
+        most = group.max_new_tokens
+        return [
+            Span(sequence, sequence.computed, (0,), source=row)
+            for row, sequence in enumerate(group.sequences, first)
+            if sequence.generated + 1 < most
+        ]
+
+
+def _simple(run: Run) -> bool:
+    """Each sequence gets one token, and nobody parts from anybody."""
+    group = run.group
+    if run.problem or group.search is not None or group.drafts or len(group.waiting) > 1:
+        return False
+    return run.sampled or group.decodes or group.lacking > 0

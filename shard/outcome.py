@@ -1,0 +1,62 @@
+"""What a step did, in the words of the engine."""
+
+import logging
+from dataclasses import dataclass, field
+
+from .decoding.strategy import Emitted, Grown, Verdict
+from .sequence import Group
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a step did, per group and in all. Tokens are query tokens; keys are what these see, each itself and all before it."""
+
+    emitted: list[tuple[int, Emitted]] = field(default_factory=list)  # (uid, token)
+    prompts: list[tuple[int, list[float]]] = field(default_factory=list)  # (uid, logprobs) of prompts now complete
+    tops: list[list[tuple[int, float]]] = field(default_factory=list)  # of each of these: Group.prompt_tops
+    found: list[tuple[int, int]] = field(default_factory=list)  # (uid, tokens of its prompt that were cached), fresh groups only
+    standing: list[tuple[int, int, int, int]] = field(default_factory=list)  # (uid, *Group.standing), only where it changed
+    scored: list[tuple[int, list[float]]] = field(default_factory=list)  # (uid, scores of the answers) of searches that have ended
+    grown: list[tuple[int, Grown]] = field(default_factory=list)  # of those that are watched
+    searched: list[tuple[int, int]] = field(default_factory=list)  # (uid, tokens of each beam) of searches that go on
+    failed: list[tuple[int, str]] = field(default_factory=list)  # (uid, why); they are gone
+    seconds: float = 0.0
+    mask_seconds: float = 0.0  # what grammars' masks took, beside the forward
+    mask_wait_seconds: float = 0.0  # what of it the forward did not hide
+    prompt_tokens: int = 0
+    restored_tokens: int = 0  # those of them that restore groups
+    cached_tokens: int = 0  # that were found instead
+    decode_tokens: int = 0
+    drafted: int = 0  # those of them that were guesses ...
+    accepted: int = 0  # ... and that stay
+    guessed: list[tuple[int, int, int]] = field(default_factory=list)  # (uid, drafted, accepted) of groups that had guesses
+    tried: list[int] = field(default_factory=list)  # by depth: sequences that had a guess there ...
+    kept: list[int] = field(default_factory=list)  # ... and those of them of which one was right
+    draft_seconds: float = 0.0  # what finding guesses took ...
+    later_seconds: float = 0.0  # ... and, of that, runs of the draft model after the first one
+    rounds: int = 0  # runs of the draft model
+    exhausted: int = 0  # times that memory ran out, so that the step was computed in parts
+    prompt_keys: int = 0
+    decode_keys: int = 0
+    free: int = 0  # pages, when it was over
+    cached: int = 0
+    ahead: bool = False  # the next step was planned before: what is said of pages and of what groups lack includes it
+
+    def count(self, group: Group, verdict: Verdict) -> None:
+        """What became of a group's guesses."""
+        self.drafted += verdict.drafted
+        self.accepted += verdict.accepted
+        self.guessed.append((group.uid, verdict.drafted, verdict.accepted))
+        for tried, kept in verdict.trials:
+            more = [0] * (tried - len(self.tried))
+            self.tried, self.kept = self.tried + more, self.kept + more
+            for depth in range(tried):
+                self.tried[depth] += 1
+                self.kept[depth] += depth < kept
+
+    def fail(self, group: Group, why: str) -> None:
+        """The group is not computed any further. Said here too, by the name under which logs and traces of others know it."""
+        log.warning("request %s failed: %s", group.trace or group.uid, why)
+        self.failed.append((group.uid, why))
