@@ -1,7 +1,9 @@
-"""When a shard's device works: moments before the first launch of a step's model and after the last launch of its sampling.
+"""When a shard's device works: moments before the first launch of a step's model and after its last one, before the first launch
+that makes logits of its states and after the last one of its sampling.
 
 They are CUDA events, so they stand between kernels on the device's own line of time. What is copied to the device before a step,
-and what brings its tokens to the host, counts as idle: the share of idle time that is told is rather too large than too small.
+what brings its tokens to the host, and a host that is late with sampling count as idle: the share of idle time that is told is
+rather too large than too small.
 """
 
 import functools
@@ -12,7 +14,6 @@ from typing import Any, Protocol
 
 import torch
 
-from penstock.kernels import choose
 from penstock.shard import graphs, logits
 from penstock.shard.models.decoder import Decoder
 
@@ -52,31 +53,36 @@ class Busy:
 
     def __init__(self, moment: Callable[[], Moment]) -> None:
         self._moment = moment
-        self._begun: Moment | None = None
-        self._steps: list[tuple[Moment, Moment]] = []
+        self._step: list[Moment] = []  # that is under way
+        self._steps: list[list[Moment]] = []  # of each four: the model's begin and end, its sampling's begin and end
 
     def begin(self) -> None:
-        """The next launch is a step's first. If the last step had nothing to sample, it counts as idle."""
-        self._begun = self._moment()
+        """The next launch is the first of a step's model. If the last step had nothing to sample, it counts as idle."""
+        self._step = [self._moment()]
 
-    def end(self) -> None:
-        """The last launch was a step's last."""
-        if self._begun is not None:
-            self._steps.append((self._begun, self._moment()))
-            self._begun = None
+    def go_on(self, place: int) -> None:
+        """The next of a step's moments, if it is its turn."""
+        if len(self._step) == place:
+            self._step.append(self._moment())
+            if len(self._step) == 4:
+                self._steps.append(self._step)
 
     def reset(self) -> None:
         """Forgets all steps."""
         self._steps = []
 
     def read(self) -> dict[str, list[float]]:
-        """Seconds: how long the device worked on each step, and how long it waited for the next."""
+        """Seconds: how long the device worked on each step, and how long it waited within it and for the next."""
         steps = list(self._steps)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        busy = [begun.until(ended) for begun, ended in steps]
-        gaps = [before[1].until(after[0]) for before, after in pairwise(steps)]
+        waits = [model.until(sampling) for _, model, sampling, _ in steps]
+        busy = [begun.until(model) + sampling.until(ended) for begun, model, sampling, ended in steps]
+        gaps = [wait + before[3].until(after[0]) for wait, (before, after) in zip(waits, pairwise(steps), strict=False)]
         return {"busy": busy, "gaps": gaps}
+
+
+MODEL_ENDED, SAMPLING_BEGINS, SAMPLING_ENDED = 1, 2, 3
 
 
 def watch(cuda: bool) -> Busy:
@@ -87,17 +93,16 @@ def watch(cuda: bool) -> Busy:
 
     @functools.wraps(forward)
     def watched(*arguments: Any) -> Any:
-        if not (cuda and torch.cuda.is_current_stream_capturing()):
-            busy.begin()
-        return forward(*arguments)
+        if cuda and torch.cuda.is_current_stream_capturing():
+            return forward(*arguments)
+        busy.begin()
+        result = forward(*arguments)
+        busy.go_on(MODEL_ENDED)
+        return result
 
     Decoder.__call__ = watched  # type: ignore[assignment, method-assign]
-    if cuda and choose.triton_on(torch.device("cuda")):
-        from penstock.kernels import fused_sampling as module
-
-        _after(module, "sample", busy)
-    else:
-        _after(logits, "pick", busy)
+    _around(Decoder, "logits", lambda: busy.go_on(SAMPLING_BEGINS), lambda: None)
+    _around(logits, "begin", lambda: None, lambda: busy.go_on(SAMPLING_ENDED))
     return busy
 
 
@@ -109,20 +114,23 @@ def _before_replays(busy: Busy) -> None:
 
         def watched() -> torch.Tensor:
             busy.begin()
-            return replay()
+            result = replay()
+            busy.go_on(MODEL_ENDED)
+            return result
 
         return watched
 
     graphs.Recorder.__call__ = recorded  # type: ignore[method-assign]
 
 
-def _after(module: Any, name: str, busy: Busy) -> None:
-    function = getattr(module, name)
+def _around(place: Any, name: str, before: Callable[[], None], after: Callable[[], None]) -> None:
+    function = getattr(place, name)
 
     @functools.wraps(function)
     def watched(*arguments: Any, **options: Any) -> Any:
+        before()
         result = function(*arguments, **options)
-        busy.end()
+        after()
         return result
 
-    setattr(module, name, watched)
+    setattr(place, name, watched)

@@ -2,8 +2,8 @@
 
     floor    max(weights / copy bandwidth, their operations / rate of products) + keys and values / copy bandwidth
 
-`step` is what the engine's caller waits for: planning on the host, the model, sampling, tokens back on the host. `device` is the
-part between the first and the last launch, on the device's own clock.
+`step` is what comes after what in an engine that is asked for the next step as soon as it takes one: planning on the host, the
+model, sampling, tokens back on the host, as far as they don't overlap. `device` is what the device works, on its own clock.
 
 And the same greedy tokens by Triton as by plain torch, on the trained model that ships: where they part, the two most probable
 tokens must have been as good as equal.
@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -29,6 +28,7 @@ from penstock.shard.engine import Engine
 from penstock.shard.forward import Bounds
 from penstock.shard.graphs import Recorder
 from penstock.shard.loading import load
+from penstock.shard.outcome import Outcome
 from penstock.shard.sequence import Group, Sampling, sequences
 
 SECTION = "a whole decode step, 8 B"
@@ -141,14 +141,16 @@ def _begin(engine: Engine, rows: int, context: int) -> None:
 
 
 def _measured(bench: Bench, engine: Engine, busy: Busy, rows: int, context: int, way: str) -> None:
-    samples = []
+    samples, steps = [], []
     for step in range(2 if bench.tiny else STEPS + WARM):
         if step == (0 if bench.tiny else WARM):
             busy.reset()
         began = time.perf_counter()
-        outcome = engine.decode([0])
+        steps.append(engine.begin_decode([0]))  # which returns when the step before is over
         if step >= WARM or bench.tiny:
             samples.append(time.perf_counter() - began)
+    engine.land()
+    for outcome in (step.result() for step in steps):
         if outcome.failed or len(outcome.emitted) != rows:
             raise RuntimeError(f"a step failed: {outcome.failed[:1] or len(outcome.emitted)}")
     floor = _floor(bench, engine, rows, context)
@@ -230,12 +232,19 @@ def _answers(engine: Engine, prompts: Sequence[Sequence[int]], new: int) -> list
         begun, waiting = sequences(prompt, 1)
         groups.append(Group(uid, begun, waiting, Sampling(), new, frozenset(), top_n=4))
     chunks = [(uid, len(prompt)) for uid, prompt in enumerate(prompts)]
-    outcome: Any = engine.prefill(0, groups, chunks, sum(map(len, prompts)), [])
     answers: list[list[Pick]] = [[] for _ in prompts]
-    while outcome.emitted or outcome.failed:
-        if outcome.failed:
-            raise RuntimeError(outcome.failed[0][1])
-        for uid, emitted in outcome.emitted:
-            answers[uid].append(emitted.pick)
-        outcome = engine.decode([0])
+    step = engine.begin_prefill(0, groups, chunks, sum(map(len, prompts)), [])
+    while engine.groups:
+        following = engine.begin_decode([0])  # on top of the last one, where the device can
+        _take(step.result(), answers)
+        step = following
+    engine.land()
+    _take(step.result(), answers)
     return answers
+
+
+def _take(outcome: Outcome, answers: list[list[Pick]]) -> None:
+    if outcome.failed:
+        raise RuntimeError(outcome.failed[0][1])
+    for uid, emitted in outcome.emitted:
+        answers[uid].append(emitted.pick)

@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,14 +62,18 @@ class NullEngine:
         self.device = "none"
         self.decoder = SimpleNamespace(shape=SimpleNamespace(vocabulary=128_000, max_positions=8192))
 
-    def decode(self, batches: Iterable[int], allowance: object) -> Outcome:
-        """A step; nothing is guessed."""
+    underway = None
+
+    def begin_decode(self, batches: Iterable[int], allowance: object) -> "Future[Outcome]":
+        """A step, which is over; nothing is guessed."""
         self._begun.append(time.perf_counter_ns())
         [microseconds] = batches
         if microseconds:
             time.sleep(microseconds / 1e6)
         self._ended.append(time.perf_counter_ns())
-        return self._outcome
+        landed: Future[Outcome] = Future()
+        landed.set_result(self._outcome)
+        return landed
 
     def clear(self) -> None:
         """Writes down what was measured since the last time."""

@@ -1,5 +1,6 @@
 """Builds one rank and serves it: `python -m penstock.shard '<ShardConfig as JSON>'`."""
 
+import gc
 import logging
 import os
 import queue
@@ -93,6 +94,7 @@ def _work(config: ShardConfig, service: Service, load: Load, end: Callable[[int]
         engine = load(config, lambda stage: setattr(service, "stage", stage))
         receiver = Receiver(config) if config.rank else None
         relay.connect()
+        gc.freeze()  # what is there by now stays: looking through it would hold steps up
         service.start(engine, relay)
         log.info(f"loaded {config.model} in {time.perf_counter() - began:.1f} s")
         while receiver is not None:
