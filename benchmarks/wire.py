@@ -64,6 +64,9 @@ class NullEngine:
 
     underway = None
 
+    def enter(self) -> None:
+        """It has no device."""
+
     def begin_decode(self, batches: Iterable[int], allowance: object) -> "Future[Outcome]":
         """A step, which is over; nothing is guessed."""
         self._begun.append(time.perf_counter_ns())

@@ -98,6 +98,11 @@ class Engine:
         drafts = self.guesses.drafter.token_bytes if self.guesses.drafter else 0
         return self.decoder.shape.kv_elements(self.decoder.ranks.size) * self._cache_dtype.itemsize + drafts
 
+    def enter(self) -> None:
+        """The calling thread is going to use the engine. Which device a thread launches kernels on is its own setting."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
     @torch.inference_mode()
     def compile(self, rows: int) -> None:
         """Makes steps of up to so many tokens ready to run."""

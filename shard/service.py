@@ -179,6 +179,10 @@ class Service:
         except Failed:
             context.abort(grpc.StatusCode.INTERNAL, FAILED)
 
+    def enter(self) -> None:
+        """See `steps.Machine`."""
+        self.engine.enter()
+
     def execute(self, command: wire.Command, reply: Callable[[Answer], None]) -> None:
         """See `steps.Machine`."""
         kind = command.WhichOneof("kind")

@@ -45,6 +45,9 @@ class Failed(Exception):
 class Machine(Protocol):
     """What executes commands, on one thread."""
 
+    def enter(self) -> None:
+        """The first call on that thread."""
+
     def execute(self, command: wire.Command, reply: Callable[[Answer], None], /) -> None:
         """Calls `reply`, unless it leaves a step under way: then the next call does before its own, or `land`."""
 
@@ -75,6 +78,7 @@ class Executor:
         self._relay = relay
         self._end = end
         self._thread = ThreadPoolExecutor(1, "steps")
+        self._thread.submit(machine.enter)
         self._watcher = ThreadPoolExecutor(1, "device")
         self._order = threading.Lock()  # commands are relayed and queued in one order
         self._count = 0  # of those that were queued

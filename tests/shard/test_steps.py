@@ -10,9 +10,11 @@ from typing import Any
 
 import grpc
 import pytest
+import torch
 
 from penstock.proto import shard_pb2 as wire
 from penstock.shard.steps import AHEAD, LAND, Answer, Executor, Failed, Refused
+from penstock.tests.shard import tiny
 from penstock.tests.shard.test_service import WARMUP, Process, code_of, prefill
 
 SECONDS = 10  # for what takes milliseconds
@@ -71,6 +73,9 @@ class Stage:
     def let_all(self) -> None:
         self._free.set()
         self.let(100)
+
+    def enter(self) -> None:
+        self.thread = threading.current_thread().name
 
     def execute(self, command: wire.Command, answer: Callable[[Answer], None]) -> None:
         kind, step = told(command)
@@ -170,7 +175,7 @@ def test_the_next_command_is_with_every_rank_while_a_step_runs(stage: Stage) -> 
     router = Router(stage)
     router.send(decode(1), decode(2), decode(3))
     router.start()
-    soon(lambda: len(stage.relayed) == 3)
+    soon(lambda: len(stage.relayed) == 3 and stage.begun)
     assert stage.begun == [("decode", 1)]
     stage.let()
     soon(lambda: len(stage.begun) == 2)  # nobody has asked for the second reply
@@ -312,6 +317,19 @@ def test_a_rank_that_is_gone_is_a_fault(stage: Stage) -> None:
         router.take()
     assert stage.codes == [1]
     assert stage.begun == [("decode", 1)]
+
+
+def test_the_thread_that_executes_is_made_ready_for_it(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks other than the first would launch Triton's kernels on the first one's device."""
+    stage.executor.once(decode(1))
+    assert stage.thread.startswith("steps")
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    engine = tiny.engine("llama")
+    engine.enter()
+    engine.device = torch.device("cuda", 1)
+    engine.enter()
+    assert chosen == [torch.device("cuda", 1)]
 
 
 def test_a_step_is_begun_while_the_device_works_on_the_last_one(stage: Stage) -> None:
