@@ -2,11 +2,12 @@
 
     python benchmarks/beams.py                     the embedded demo model
     python benchmarks/beams.py --large             random weights, 200 million parameters
+    python benchmarks/beams.py --device cuda       on a GPU, by the clock on the wall
 
-8 prompts, width 4. Machines are shared, so CPU time is measured, of the server's whole process tree or of this process, with one
-compute thread; ways take turns and medians are printed. Greedy decoding is compared by what tokens cost after the prompt, the
-difference between long answers and short ones; the others by whole answers, prompts included. Also printed: pages that a group
-holds at most, against those of as many independent sequences.
+8 prompts, width 4. Machines are shared, so on a CPU CPU time is measured, of the server's whole process tree or of this process,
+with one compute thread; --wall measures what people wait for. Ways take turns and medians are printed. Greedy decoding is compared
+by what tokens cost after the prompt, the difference between long answers and short ones; the others by whole answers, prompts
+included. Also printed: pages that a group holds at most, against those of as many independent sequences.
 
 A client's own beam search is what vLLM does: for every beam and every token a request for one token and its best alternatives.
 """
@@ -44,9 +45,10 @@ Prompts = list[list[int]]
 class Server:
     """Ours, and what its clients do. Every way returns the tokens that beams, or sequences, went on by."""
 
-    def __init__(self, folder: Path, log: Path) -> None:
+    def __init__(self, folder: Path, log: Path, device: str) -> None:
         self._log = open(log, "w")  # noqa: SIM115 - the server writes to it until `stop`
         flags = ["--threads", "1", "--max-total-tokens", "1024", "--max-top-n-tokens", "8", "--kv-pages", "2000"]
+        flags += ["--device", device]
         self._process, self._port, _ = serve([str(folder), "--dtype", "float32", *flags], self._log)
         vocabulary = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
         self._ids = list(vocabulary.values())
@@ -105,23 +107,25 @@ class Server:
             return sum(await asyncio.gather(*(search(session, prompt) for prompt in prompts)))
 
 
-def by_transformers(folder: Path) -> Callable[[Prompts, int], int]:
+def by_transformers(folder: Path, device: str) -> Callable[[Prompts, int], int]:
     """In this process."""
     import transformers as untyped
 
     transformers: Any = untyped
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(device)
 
     @torch.inference_mode()
     def run(prompts: Prompts, new: int) -> int:
-        given = torch.tensor(prompts)
+        given = torch.tensor(prompts, device=device)
         settings = transformers.GenerationConfig(
             num_beams=WIDTH, max_new_tokens=new, eos_token_id=[1 << 20], pad_token_id=0, do_sample=False
         )
         found = model.generate(given, attention_mask=torch.ones_like(given), generation_config=settings)
         assert found.shape[1] == PROMPT + new
+        if device != "cpu":
+            torch.cuda.synchronize()
         return new * WIDTH * len(prompts)
 
     return run
@@ -164,6 +168,8 @@ def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--large", action="store_true", help="random weights, 200 million parameters, instead of the demo model")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="for the server and transformers (default: cpu)")
+    parser.add_argument("--wall", action="store_true", help="measure by the clock on the wall, not by CPU time; always so on a GPU")
     parser.add_argument("--new", type=int, default=48, help="tokens of an answer (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="how often everything is measured (default: %(default)s)")
     options = parser.parse_args()
@@ -172,31 +178,33 @@ def main() -> None:
         if options.large:
             folder = Path(scratch) / "model"
             checkpoint.write(folder, torch.float32)
-        speeds = measure(folder, Path(scratch) / "penstock.log", options.new, options.rounds)
+        wall = options.wall or options.device == "cuda"
+        speeds = measure(folder, Path(scratch) / "penstock.log", options.new, options.rounds, options.device, wall)
         most, independent = pages(folder, options.new)
-    report(speeds, most, independent)
+    report(speeds, most, independent, "second" if wall else "CPU-second, one thread")
 
 
-def measure(folder: Path, log: Path, new: int, rounds: int) -> dict[str, list[float]]:
-    """Tokens per CPU-second of each way, without what the prompts cost."""
+def measure(folder: Path, log: Path, new: int, rounds: int, device: str, wall: bool) -> dict[str, list[float]]:
+    """Tokens per second, or CPU-second, of each way."""
     chance = random.Random(0)
     vocabulary = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-    server, other = Server(folder, log), by_transformers(folder)
+    server, other = Server(folder, log, device), by_transformers(folder, device)
+    clock, own = (time.perf_counter, time.perf_counter) if wall else (server.cpu, time.process_time)
     ways: dict[str, tuple[Callable[[Prompts, int], int], Callable[[], float]]] = {
-        "beams": (server.beams, server.cpu),
-        "greedy": (server.greedy, server.cpu),
-        "transformers": (other, time.process_time),
-        "a client's own": (server.client, server.cpu),
+        "beams": (server.beams, clock),
+        "greedy": (server.greedy, clock),
+        "transformers": (other, own),
+        "a client's own": (server.client, clock),
     }
     speeds: dict[str, list[float]] = {name: [] for name in (*ways, "beams after the prompt")}
     for turn in range(-1, rounds):  # the first one warms up
-        for name, (run, cpu) in ways.items():
+        for name, (run, spent_by) in ways.items():
             spent = {}
             for length in (1, new):
                 prompts = [[chance.randrange(3, vocabulary) for _ in range(PROMPT)] for _ in range(GROUPS)]
-                before = cpu()
+                before = spent_by()
                 tokens = run(prompts, length)
-                spent[tokens] = cpu() - before
+                spent[tokens] = spent_by() - before
             if turn >= 0:
                 (few, short), (many, long) = spent.items()
                 after = (many - few) / max(long - short, 0.01)
@@ -207,9 +215,9 @@ def measure(folder: Path, log: Path, new: int, rounds: int) -> dict[str, list[fl
     return speeds
 
 
-def report(speeds: dict[str, list[float]], most: list[int], independent: int) -> None:
+def report(speeds: dict[str, list[float]], most: list[int], independent: int, per: str) -> None:
     """Prints it."""
-    print(f"{GROUPS} groups of width {WIDTH}, prompts of {PROMPT} tokens: tokens of all beams per CPU-second, one thread")
+    print(f"{GROUPS} groups of width {WIDTH}, prompts of {PROMPT} tokens: tokens of all beams per {per}")
     medians = {name: statistics.median(found) for name, found in speeds.items()}
     for name, median in medians.items():
         told = ""
