@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .choose import triton_for
+from .transfer import to_device
 
 
 def most_probable(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -45,7 +46,7 @@ def candidates(logits: Tensor, scores: Tensor, starts: Sequence[int], count: int
     # Sets of different sizes are filled up with a row of -inf.
     width = max(end - start for start, end in pairwise(starts))
     table = [[*range(start, end), *(len(logits),) * (width - end + start)] for start, end in pairwise(starts)]
-    members = torch.tensor(table, device=logits.device)
+    members = to_device(torch.tensor(table), logits.device)
     values = torch.cat((values, values.new_full((1, values.shape[1]), -torch.inf)))
     ids = torch.cat((ids, ids.new_zeros(1, ids.shape[1])))
     best, places = values[members].view(count_of_sets, -1).topk(count)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.paging import copy_pages, move_slots
+from ..kernels.transfer import to_device
 from .models.families import Shape
 
 
@@ -36,17 +37,18 @@ class Cache:
     def clear(self, pages: Listing[int]) -> None:
         """Zeroes `pages`: what is masked must still be finite, so numbers that are not must not outlive their request."""
         self.cleared(pages)
-        self.pages.index_fill_(1, torch.tensor(pages, dtype=torch.int64, device=self.pages.device), 0)
+        self.pages.index_fill_(1, to_device(torch.tensor(pages, dtype=torch.int64), self.pages.device), 0)
 
     def copy(self, copies: Listing[tuple[int, int, int]]) -> None:
         """(source, target, rows): the first `rows` tokens of page `source` to `target`. Targets are distinct and no sources."""
-        columns = torch.tensor(copies, dtype=torch.int64).t().contiguous().to(self.pages.device)
+        columns = to_device(torch.tensor(copies, dtype=torch.int64).t().contiguous(), self.pages.device)
         copy_pages(self.pages, *columns)
 
     def move(self, rows: Listing[Listing[tuple[int, int]]]) -> None:
         """(source, target) slots, of each row one after the other; no two rows have a slot in common."""
-        moves = torch.tensor([pair for row in rows for pair in row], dtype=torch.int64).t().contiguous().to(self.pages.device)
-        starts = torch.tensor([0, *accumulate(map(len, rows))], dtype=torch.int64, device=self.pages.device)
+        moves = torch.tensor([pair for row in rows for pair in row], dtype=torch.int64).t().contiguous()
+        moves = to_device(moves, self.pages.device)
+        starts = to_device(torch.tensor([0, *accumulate(map(len, rows))], dtype=torch.int64), self.pages.device)
         move_slots(self.pages.flatten(1, 2), moves[0], moves[1], starts)
 
 

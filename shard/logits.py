@@ -259,7 +259,7 @@ def _part(logits: Tensor, mask: Tensor | None, wanted: Listing[Wanted], chosen: 
     for one in wanted:
         starts.append(start)
         start += len(one.rows)
-    places = [starts[i] + k for i in chosen for k in range(len(wanted[i].rows))]
+    places = to_device(torch.tensor([starts[i] + k for i in chosen for k in range(len(wanted[i].rows))]), logits.device)
     bound = mask is not None and any(wanted[i].run.group.grammar for i in chosen)
     return logits[places], mask[places] if mask is not None and bound else None
 

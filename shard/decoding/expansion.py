@@ -16,6 +16,7 @@ from ...kernels import noise
 from ...kernels.beam import candidates
 from ...kernels.sampling import allow
 from ...kernels.sampling import candidates as distributions
+from ...kernels.transfer import Arrival, to_device
 from .sampler import Pick, Row, draws_of, own_tops, penalized
 
 
@@ -44,7 +45,7 @@ def expand(logits: Tensor, sets: Listing[Beams], mask: Tensor | None = None) -> 
     rows = [row for beams in sets for row in beams.rows]
     starts = [0, *accumulate(len(beams.rows) for beams in sets)]
     own = logits.logsumexp(-1)
-    scores = torch.tensor([score for beams in sets for score in beams.scores], device=logits.device)
+    scores = to_device(torch.tensor([score for beams in sets for score in beams.scores]), logits.device)
     counts = [min(beams.count, logits.shape[1]) for beams in sets]
     plain = mask is None and not any(row.sampling.penalized or row.sampling.temperature for row in rows)
     if plain:
@@ -53,8 +54,9 @@ def expand(logits: Tensor, sets: Listing[Beams], mask: Tensor | None = None) -> 
         sums, places, ids = _processed(logits, own, scores, sets, starts, max(counts), mask)
     logprobs = logits[places, ids] - own[places]
     tops = own_tops(logits, rows)
-    columns = torch.stack((sums.double(), places.double(), ids.double(), logprobs.double())).tolist()
-    finite = own.isfinite().tolist()
+    columns, finite = Arrival(
+        torch.stack((sums.double(), places.double(), ids.double(), logprobs.double())), own.isfinite()
+    ).lists()
     result: list[list[Candidate | None]] = []
     for (start, end), count, *found in zip(pairwise(starts), counts, *columns, strict=True):
         if not all(finite[start:end]):
@@ -98,7 +100,7 @@ def _warped(values: Tensor, rows: Listing[Row]) -> Tensor:
     drawn = [i for i, row in enumerate(rows) if row.sampling.temperature]
     if not drawn:
         return values
-    indices = torch.tensor(drawn, device=values.device)
+    indices = to_device(torch.tensor(drawn), values.device)
     draws = draws_of([rows[i] for i in drawn], values.device)
     result = values.clone()
     shift = values[indices].amax(-1) / draws.temperature
