@@ -188,7 +188,8 @@ def distributions(logits: Tensor, rows: Listing[Row], mask: Tensor | None = None
 def propose(probabilities: Tensor, draws: Draws, count: int) -> Tensor:
     """[rows, count] int64: so many independent draws from each row of `probabilities` [rows, vocabulary]."""
     sums = probabilities.double().cumsum(-1)
-    return torch.searchsorted(sums, _uniform(draws, count, PROPOSED) * sums[:, -1:], right=True)
+    found = torch.searchsorted(sums, _uniform(draws, count, PROPOSED) * sums[:, -1:], right=True)
+    return found.clamp_(max=probabilities.shape[1] - 1)  # of what is no number nothing is found
 
 
 def _uniform(draws: Draws, count: int, stream: int) -> Tensor:
