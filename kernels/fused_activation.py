@@ -36,7 +36,9 @@ def swiglu(gate_up: Tensor, out: Tensor) -> Tensor:
     assert gate_up.stride(1) == out.stride(1) == 1
     if tokens:
         grid = (tokens, triton.cdiv(size, BLOCK_SIZE))
-        swiglu_kernel[grid](gate_up, out, size, gate_up.stride(0), out.stride(0), BLOCK=BLOCK_SIZE, num_warps=WARPS)
+        swiglu_kernel[grid](
+            gate_up, out, size, gate_up.stride(0), out.stride(0), BLOCK=BLOCK_SIZE, num_warps=WARPS, enable_fp_fusion=False
+        )
     return out
 
 

@@ -87,6 +87,7 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, ou
         ROWS=height,
         ADD=residual is not None,
         num_warps=warps,
+        enable_fp_fusion=False,
     )
     return out
 

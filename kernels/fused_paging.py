@@ -11,7 +11,7 @@ BLOCK_SIZE = 2048  # elements of a program; of two bytes in 4 warps they are two
 WARPS = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["sources", "targets", "filled"])
 def copy_kernel(
     pages: tl.tensor,  # [layers, pages, page_size * width]
     sources: tl.tensor,  # [copies]
@@ -32,7 +32,7 @@ def copy_kernel(
     tl.store(layer + target + element, tl.load(layer + source + element, mask=wanted), mask=wanted)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["sources", "targets", "starts"])
 def move_kernel(
     slots: tl.tensor,  # [layers, slots, width]
     sources: tl.tensor,  # [moves]
@@ -62,8 +62,9 @@ def copy_pages(pages: Tensor, sources: Tensor, targets: Tensor, filled: Tensor) 
     if len(sources) and layers:
         grid = (len(sources), layers, triton.cdiv(page_size * width, BLOCK_SIZE))
         copy_kernel[grid](
-            pages, sources, targets, filled, pages.stride(0), page_size * width, width, BLOCK=BLOCK_SIZE, num_warps=WARPS
-        )
+            pages, sources, targets, filled, pages.stride(0), page_size * width, width, BLOCK=BLOCK_SIZE, num_warps=WARPS,
+            enable_fp_fusion=False,
+        )  # fmt: skip
 
 
 def move_slots(slots: Tensor, sources: Tensor, targets: Tensor, starts: Tensor) -> None:
@@ -73,7 +74,9 @@ def move_slots(slots: Tensor, sources: Tensor, targets: Tensor, starts: Tensor) 
     assert slots.stride()[1:] == (width, 1)
     if len(sources) and layers:
         grid = (len(starts) - 1, layers, triton.cdiv(width, BLOCK_SIZE))
-        move_kernel[grid](slots, sources, targets, starts, slots.stride(0), width, BLOCK=BLOCK_SIZE, num_warps=WARPS)
+        move_kernel[grid](
+            slots, sources, targets, starts, slots.stride(0), width, BLOCK=BLOCK_SIZE, num_warps=WARPS, enable_fp_fusion=False
+        )
 
 
 def _bytes_if_small(x: Tensor) -> Tensor:

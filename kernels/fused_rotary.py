@@ -137,6 +137,7 @@ def rotate_and_write(
             SCALED=scales is not None,
             MOST=torch.finfo(cache.dtype).max if cache.dtype != joint.dtype else 0.0,
             num_warps=WARPS,
+            enable_fp_fusion=False,
         )
     return joint[:, : heads * size].view(tokens, heads, size)
 

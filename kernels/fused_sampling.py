@@ -32,6 +32,11 @@ CAPACITY = 2048  # logits that are gathered at most
 WANTED = 512  # at least so many are gathered, or twice top-k
 WARPS = 8
 LOWEST = tl.constexpr(-0x80000000)
+# One number a row or program, of tensors side by side: how they are aligned depends on the number of rows, and doesn't matter.
+PER_ROW = [
+    "temperature", "top_k", "top_p", "floors", "seeds", "choices", "positions", "tokens", "bests", "thresholds", "finals",
+    "noisiest", "ids", "scores_of", "sums",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +81,7 @@ def _allowed(mask, column, inside, MASKED: tl.constexpr):  # type: ignore[no-unt
     return inside
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["peaks", "sums"])
 def survey_kernel(
     logits: tl.tensor,  # [rows, vocabulary] float32
     mask: tl.tensor,  # [rows, words] int32; unused without MASKED
@@ -246,7 +251,7 @@ def _far_threshold(  # type: ignore[no-untyped-def]
     return low.to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PER_ROW)
 def filter_kernel(
     logits: tl.tensor,  # [rows, vocabulary] float32
     mask: tl.tensor,
@@ -337,7 +342,7 @@ def filter_kernel(
             tl.store(thresholds + row, threshold)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PER_ROW)
 def draw_kernel(
     logits: tl.tensor,  # [rows, vocabulary] float32
     mask: tl.tensor,
@@ -395,8 +400,9 @@ def sample(logits: Tensor, draws: Draws, penalties: Penalties | None, mask: Tens
     masked, mask_stride = mask is not None, mask.stride(0) if mask is not None else 0
     words = mask if mask is not None else logits
     survey_kernel[(rows, parts)](
-        logits, words, maxima, peaks, sums, vocabulary, logits.stride(0), mask_stride, MASKED=masked, SIZE=SPLIT, num_warps=WARPS
-    )
+        logits, words, maxima, peaks, sums, vocabulary, logits.stride(0), mask_stride, MASKED=masked, SIZE=SPLIT, num_warps=WARPS,
+        enable_fp_fusion=False,
+    )  # fmt: skip
     saved = None
     if penalties is not None:
         saved = penalize_(logits, penalties)
@@ -404,7 +410,7 @@ def sample(logits: Tensor, draws: Draws, penalties: Penalties | None, mask: Tens
             if len(touched):
                 renew_kernel[(triton.cdiv(len(touched), RENEWED),)](
                     logits, words, maxima, touched_rows, touched, len(touched), vocabulary, logits.stride(0), mask_stride,
-                    maxima.shape[1], MASKED=masked, BLOCK=RENEWED,
+                    maxima.shape[1], MASKED=masked, BLOCK=RENEWED, enable_fp_fusion=False,
                 )  # fmt: skip
     tokens, final = _choose(logits, draws, mask, maxima, parts)
     if penalties is not None and saved is not None:
@@ -466,7 +472,9 @@ def penalize_(logits: Tensor, penalties: Penalties) -> Tensor:
     saved = torch.empty(entries, device=logits.device)
     if entries:
         grid = (triton.cdiv(entries, ENTRIES),)
-        tally_kernel[grid](tallies, penalties.rows, penalties.ids, penalties.output, entries, vocabulary, BLOCK=ENTRIES)
+        tally_kernel[grid](
+            tallies, penalties.rows, penalties.ids, penalties.output, entries, vocabulary, BLOCK=ENTRIES, enable_fp_fusion=False
+        )
         penalize_kernel[grid](
             logits, tallies, saved, penalties.rows, penalties.ids, penalties.repetition, penalties.frequency, penalties.presence,
             entries, vocabulary, logits.stride(0), BLOCK=ENTRIES, enable_fp_fusion=False,
@@ -482,7 +490,7 @@ def restore_(logits: Tensor, penalties: Penalties, saved: Tensor) -> None:
     logits[penalties.bias_rows, penalties.bias_ids] = saved[entries:]
     if entries:
         restore_kernel[(triton.cdiv(entries, ENTRIES),)](
-            logits, saved, penalties.rows, penalties.ids, entries, logits.stride(0), BLOCK=ENTRIES
+            logits, saved, penalties.rows, penalties.ids, entries, logits.stride(0), BLOCK=ENTRIES, enable_fp_fusion=False
         )
 
 

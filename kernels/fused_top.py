@@ -49,7 +49,9 @@ def top(logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     ids = torch.empty(rows, parts, count, dtype=torch.int64, device=logits.device)
     totals = torch.empty(rows, parts, device=logits.device)
     if rows:
-        top_kernel[(rows, parts)](logits, values, ids, totals, vocabulary, logits.stride(0), count, SIZE=SPLIT, num_warps=WARPS)
+        top_kernel[(rows, parts)](
+            logits, values, ids, totals, vocabulary, logits.stride(0), count, SIZE=SPLIT, num_warps=WARPS, enable_fp_fusion=False
+        )
     return values.flatten(1), ids.flatten(1), totals.logsumexp(-1)
 
 

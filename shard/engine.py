@@ -15,6 +15,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from ..kernels.choose import triton_on
 from ..kernels.transfer import to_device
 from . import step
 from .cache import Cache
@@ -22,6 +23,7 @@ from .codes import Found
 from .decoding.budget import Allowance
 from .decoding.hypotheses import candidates_of
 from .decoding.methods import strategy_of
+from .decoding.sampler import compile_kernels
 from .decoding.stops import Stops
 from .decoding.strategy import Child
 from .flight import Flight
@@ -107,6 +109,8 @@ class Engine:
     def compile(self, rows: int) -> None:
         """Makes steps of up to so many tokens ready to run."""
         self.decoder.compile(rows)
+        if triton_on(self.device) and self.decoder.ranks.rank == 0:
+            compile_kernels(self.decoder.shape.vocabulary, self.device)
         if self.guesses.drafter:
             self.guesses.drafter.decoder.compile(rows)
 
@@ -311,8 +315,9 @@ class Engine:
         if not asked:
             return chunks
         ready = self._masks.ready(asked, alone and len(asked) == len(chunks)) if self._masks else [False] * len(asked)
-        told = self.decoder.ranks.tell(torch.tensor(ready, dtype=torch.int64, device=self.device)).tolist()
-        for group, compiled in zip(asked, told, strict=True):
+        if self.decoder.ranks.size > 1:
+            ready = self.decoder.ranks.tell(torch.tensor(ready, dtype=torch.int64, device=self.device)).tolist()
+        for group, compiled in zip(asked, ready, strict=True):
             group.compiled = bool(compiled)
         return [(group, most) for group, most in chunks if group.compiled or not group.grammar]
 

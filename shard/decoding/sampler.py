@@ -85,6 +85,14 @@ def begin(logits: Tensor, rows: Listing[Row], mask: Tensor | None = None) -> Pic
     return known(picks, logits.device)
 
 
+def compile_kernels(vocabulary: int, device: torch.device) -> None:
+    """Makes ready what `pick` may need by Triton: whoever wanted it first would wait seconds for its compilation."""
+    logits = torch.zeros(1, vocabulary, device=device)
+    row = Row(Sampling(temperature=1.0, top_p=0.9, repetition_penalty=1.1, bias=((0, 1.0),)), [0], 1, 0, top_n=1)
+    pick(logits, [row])
+    pick(logits, [row], torch.full((1, -(-vocabulary // 32)), -1, dtype=torch.int32, device=device))
+
+
 def known(picks: list[Pick | None], device: torch.device) -> Picking:
     """Of rows whose picks are made."""
 

@@ -1,0 +1,471 @@
+"""A CUDA device without a GPU: tensors that say they are on it and hold real numbers, as far as plain torch computes them.
+
+What kernels would compute is made up, but how they are launched is looked at: where their tensors are, of which types, and on
+which device the thread is. Every operation that makes the host wait for a real device is noted with the line that asks for it.
+So what is found here are faults that else show on a GPU only; that numbers are right is not.
+"""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from penstock.kernels.sampling import allow
+
+DEVICE = torch.device("cuda", 0)
+CPU = torch.device("cpu")
+PROCESSORS = 132  # an H200's
+OPTIONS = {"num_warps", "num_stages", "enable_fp_fusion"}  # of a launch, besides its arguments
+# Operations whose result's size the host has to know, or that read a number.
+READING = {"_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "equal", "unique2", "_unique2", "bincount"}
+# That take indices or whole tensors from anywhere, and wait for what is elsewhere.
+CARRYING = {"to", "_to_copy", "copy_", "copy"}
+INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
+
+
+class WrongDevice(AssertionError):
+    """What a GPU would refuse, or not even notice."""
+
+
+@dataclass(frozen=True, order=True)
+class Wait:
+    """The host waits for the device."""
+
+    place: str  # module:function
+    line: int
+    why: str
+
+
+@dataclass(frozen=True, order=True)
+class Launch:
+    """Of a kernel: its name, and the type of each argument as Triton would see it."""
+
+    kernel: str
+    types: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, object], ...]
+
+
+@dataclass
+class Noted:
+    """What happened on the device."""
+
+    waits: list[Wait] = field(default_factory=list)
+    launches: list[Launch] = field(default_factory=list)
+    copies: int = 0  # to the device, without waiting
+    replays: int = 0  # of graphs
+    operations: int = 0  # that were launched one by one, of torch and of our own
+
+
+noted = Noted()
+_pinned: dict[int, Tensor] = {}  # by where they are in memory; kept, so that no other tensor is there
+_current = threading.local()  # a thread's device, as CUDA has it
+_tape: list[Callable[[], None]] | None = None  # of the graph that is recorded
+
+
+class OnDevice(Tensor):
+    """A tensor on the device. To C++ it is one of a CPU, since torch's CPU build knows no device to be on."""
+
+    inner: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> "OnDevice":
+        made: OnDevice = Tensor._make_wrapper_subclass(
+            cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype, device=CPU
+        )
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return compute(function, args, kwargs or {})
+
+    device = property(lambda self: DEVICE)  # type: ignore[assignment]
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+
+    def tolist(self) -> Any:
+        wait("tolist")
+        return self.inner.tolist()
+
+    def cpu(self) -> Tensor:  # type: ignore[override]
+        wait("cpu")
+        return self.inner.clone()
+
+    def numpy(self) -> Any:  # type: ignore[override]
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+    def pin_memory(self) -> Tensor:  # type: ignore[override]
+        raise RuntimeError("cannot pin 'torch.cuda.Tensor': only dense CPU tensors can be pinned")
+
+
+class Arriving(Tensor):
+    """A tensor on its way to the host: what is in it is the device's until an event after it was waited for."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    stamp: int
+
+    def tolist(self) -> Any:
+        if self.stamp >= _reached:
+            raise WrongDevice("what is on its way to the host is read before it is there")
+        return self.as_subclass(Tensor).tolist()
+
+
+class Event:
+    """`torch.cuda.Event`."""
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
+        self._stamp = 0
+
+    def record(self, stream: object = None) -> None:
+        global _clock
+        _clock += 1
+        self._stamp = _clock
+
+    def synchronize(self) -> None:
+        global _reached
+        wait("event")
+        _reached = max(_reached, self._stamp)
+
+
+_clock = 0  # counts events
+_reached = 0  # of those that were waited for, the last
+
+
+def wait(why: str) -> None:
+    """Notes who makes the host wait."""
+    assert _tape is None, f"{why} while a graph is recorded"
+    noted.waits.append(Wait(*_place(), why))
+
+
+def _place() -> tuple[str, int]:
+    """The innermost line of the package."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith("penstock.") and not name.startswith("penstock.tests."):
+            return f"{name.removeprefix('penstock.')}:{frame.f_code.co_name}", frame.f_lineno
+        frame = frame.f_back
+    return "?", 0
+
+
+def wrapped(inner: Tensor) -> OnDevice:
+    """As made by the engine: an inference tensor."""
+    with torch.inference_mode():
+        return OnDevice(inner)
+
+
+def compute(function: Any, args: Any, kwargs: Any) -> Any:
+    """What any operation of torch does, on whichever device."""
+    name = function.overloadpacket.__name__
+    flat, _ = tree_flatten((args, kwargs))
+    tensors = [one for one in flat if isinstance(one, Tensor)]
+    ours = [one for one in tensors if isinstance(one, OnDevice)]
+    named = kwargs.get("device")
+    if name in ("pin_memory", "_pin_memory", "is_pinned"):
+        return _pin(name, args[0])
+    if kwargs.get("pin_memory"):
+        assert named is None or named.type == "cpu", "only memory of the host can be pinned"
+        return _pin("pin_memory", function(*args, **kwargs | {"pin_memory": False}))
+    if not ours and (named is None or named.type == "cpu"):
+        return function(*args, **kwargs)
+    kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
+    if name in CARRYING and (len(ours) < len(tensors) or (named is not None and named.type == "cpu")):
+        return _carry(function, name, args, kwargs)
+    _check(function, name, tensors, ours, args)
+    if name in READING:
+        wait(name)
+    if name == "repeat_interleave" and len(args) > 1 and isinstance(args[1], Tensor) and kwargs.get("output_size") is None:
+        wait("repeat_interleave of counts")
+    noted.operations += 1
+    given = tree_map(_inner, args), {key: tree_map(_inner, value) for key, value in kwargs.items()}
+    result = function(*given[0], **given[1])
+    if name in ("empty", "empty_like", "empty_strided", "new_empty"):
+        result.view(torch.uint8 if result.element_size() == 1 else result.dtype).zero_()  # what kernels would write into it
+    elif _tape is not None:
+        _tape.append(lambda: _again(result, function(*given[0], **given[1])))
+    if _in_place(function):
+        return args[0]
+    return tree_map(lambda one: wrapped(one) if isinstance(one, Tensor) else one, result)
+
+
+def _in_place(function: Any) -> bool:
+    first = next(iter(function._schema.arguments), None)
+    return first is not None and first.alias_info is not None and first.alias_info.is_write
+
+
+def _inner(value: Any) -> Any:
+    if isinstance(value, OnDevice):
+        return value.inner
+    return CPU if isinstance(value, torch.device) else value
+
+
+def _again(before: Any, now: Any) -> None:
+    """A replayed operation writes where it wrote when it was recorded."""
+    for old, new in zip(tree_flatten(before)[0], tree_flatten(now)[0], strict=True):
+        if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+            old.copy_(new)
+
+
+def _pin(name: str, tensor: Tensor) -> Any:
+    if name == "is_pinned":
+        return is_pinned(tensor)
+    if is_pinned(tensor):
+        return tensor
+    copy = tensor.clone()
+    _pinned[copy.untyped_storage().data_ptr()] = copy
+    return copy
+
+
+def is_pinned(tensor: Tensor) -> bool:
+    """Whether the device can read it while the host goes on."""
+    return not isinstance(tensor, OnDevice) and tensor.untyped_storage().data_ptr() in _pinned
+
+
+def _carry(function: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Between host and device."""
+    assert _tape is None, "a copy from or to the host while a graph is recorded"
+    target, source = (args[0], args[1]) if name.startswith("copy") else (None, args[0])
+    blocking = not kwargs.get("non_blocking") and not (name in ("copy_", "copy") and len(args) > 2 and args[2])
+    blocking = blocking and not (name == "to" and "other" not in str(function) and len(args) > 3 and args[3])
+    if isinstance(source, OnDevice) and not blocking and target is None:
+        noted.copies += 1
+        arriving = _inner(source).clone().as_subclass(Arriving)
+        arriving.stamp = _clock
+        return arriving
+    if isinstance(source, OnDevice):
+        wait("copy to the host")
+    elif source.numel() and not is_pinned(source):
+        wait("copy of memory that is not pinned")
+    elif source.numel() and blocking:
+        wait("blocking copy of pinned memory")
+    else:
+        noted.copies += 1
+    result = function(*tree_map(_inner, args), **tree_map(_inner, kwargs))
+    if target is not None:
+        return target
+    to_host = isinstance(source, OnDevice)
+    result = result.clone() if result.data_ptr() == _inner(source).data_ptr() else result
+    return result if to_host else wrapped(result)
+
+
+def _check(function: Any, name: str, tensors: Sequence[Tensor], ours: Sequence[Tensor], args: Any) -> None:
+    """Raises WrongDevice where torch would."""
+    others = [one for one in tensors if not isinstance(one, OnDevice)]
+    if name in INDEXING:
+        if not isinstance(args[0], OnDevice):
+            raise WrongDevice(f"{name} of a tensor on the host by one on the device")
+        indices = [one for one in args[1] if one is not None]
+        if any(not isinstance(one, OnDevice) and one.numel() for one in indices):
+            wait("index from the host")
+        if any(one.dtype in (torch.bool, torch.uint8) for one in indices) and not _fills(name, args):
+            wait("index of bools")
+        others = [one for one in others if not any(one is index for index in indices)]
+    if any(one.dim() or not {torch.Tag.pointwise} & set(function.tags) for one in others) and not _harmless(name, others):
+        raise WrongDevice(f"{name} of tensors on both devices: {[(tuple(one.shape), str(one.device)) for one in tensors]}")
+
+
+def _fills(name: str, args: Any) -> bool:
+    """`x[bools] = number` is a masked fill, which needs no sizes."""
+    return name.startswith("index_put") and len(args[1]) == 1 and args[2].numel() == 1 and not args[2].dim()
+
+
+def _harmless(name: str, others: Sequence[Tensor]) -> bool:
+    """A number on the host may be an operand."""
+    return not any(one.dim() for one in others) and (name in INDEXING or name.startswith(("fill_", "masked_fill", "index_fill_")))
+
+
+class Device(TorchDispatchMode):
+    """Under this, what is made on a CUDA device is made: in the thread that enters it."""
+
+    def __enter__(self) -> "Device":
+        self._before = torch._C._only_lift_cpu_tensors()  # a thread's own, too: `torch.tensor` brings its data to the device later
+        torch._C._set_only_lift_cpu_tensors(True)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch._C._set_only_lift_cpu_tensors(self._before)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return compute(function, args, kwargs or {})
+
+
+# Kernels
+
+
+def launch(kernel: Any, grid: Any, args: Any, kwargs: Any) -> None:
+    """Stands for a launch: looks at it, and makes up what it would have written."""
+    options = {key: value for key, value in kwargs.items() if key in OPTIONS}
+    names = list(kernel.arg_names)
+    given = dict(zip(names, args, strict=False)) | {key: value for key, value in kwargs.items() if key not in options}
+    name = kernel.fn.__name__
+    if set(given) != set(names):
+        raise WrongDevice(f"{name} lacks {set(names) - set(given)} or is given {set(given) - set(names)}")
+    for key, value in given.items():
+        if isinstance(value, Tensor) and not isinstance(value, OnDevice):
+            raise WrongDevice(f"{name} is given {key} on the host")
+    if current() != DEVICE.index:
+        raise WrongDevice(f"{name} is launched on device {current()}, its tensors are on {DEVICE}")
+    if not all(size > 0 for size in grid) or any(size > 65535 for size in grid[1:]) or grid[0] >= 1 << 31:
+        raise WrongDevice(f"{name} with a grid of {grid}")
+    constant = {param for param in names if param.isupper()}
+    plain, unaligned = _unspecialized(kernel)
+    types = tuple((key, _type(value, key in plain, key in unaligned)) for key, value in given.items() if key not in constant)
+    constants = tuple((key, value) for key, value in (given | options).items() if key in constant | OPTIONS)
+    noted.launches.append(Launch(name, types, constants))
+    noted.operations += 1
+    effect = EFFECTS.get(name)
+    if effect is not None:
+        inner = SimpleNamespace(**tree_map(_inner, given))
+        effect(inner)
+        if _tape is not None:
+            _tape.append(lambda: effect(inner))
+    if watching is not None:
+        watching(kernel, grid, given, options)
+
+
+watching: Callable[[Any, Any, dict[str, Any], dict[str, Any]], None] | None = None
+
+
+def _unspecialized(kernel: Any) -> tuple[Sequence[str], Sequence[str]]:
+    """Arguments that Triton does not specialize, and those of which it does not look at the alignment."""
+    told = kernel.kwargs if hasattr(kernel, "kwargs") else vars(kernel)  # in its interpreter, and else
+    return told.get("do_not_specialize") or (), told.get("do_not_specialize_on_alignment") or ()
+
+
+def _type(value: Any, plain: bool, unaligned: bool) -> str:
+    """As Triton specializes it: for aligned pointers, and for what is 1 or divisible by 16."""
+    if isinstance(value, OnDevice):
+        aligned = not (plain or unaligned or value.inner.data_ptr() % 16)
+        return f"*{str(value.dtype).removeprefix('torch.')}{':16' if aligned else ''}"
+    if plain or isinstance(value, bool) or not isinstance(value, int):
+        return type(value).__name__
+    return "1" if value == 1 else f"i{32 if -(1 << 31) <= value < 1 << 31 else 64}{':16' if value % 16 == 0 else ''}"
+
+
+def _norm(given: Any) -> None:
+    if given.ADD:
+        given.residual.add_(given.x)
+    wide = (given.residual if given.ADD else given.x).float()
+    given.out.copy_(wide * (wide.square().mean(-1, keepdim=True) + given.epsilon).rsqrt() * given.weight.float())
+
+
+def _swiglu(given: Any) -> None:
+    gate, up = given.gate_up.float().chunk(2, -1)
+    given.out.copy_(torch.nn.functional.silu(gate) * up)
+
+
+def _survey(given: Any) -> None:
+    given.sums.fill_(1 / given.sums.shape[1])
+    given.peaks.copy_(given.logits.logsumexp(-1, keepdim=True).expand_as(given.peaks))
+
+
+def _filter(given: Any) -> None:
+    given.bests.copy_(given.logits.amax(-1))
+    given.tokens.copy_((allow(given.logits, given.mask) if given.MASKED else given.logits).argmax(-1))
+    given.finals.fill_(-0.5)
+
+
+def _top(given: Any) -> None:
+    values, ids = given.logits.topk(given.count)
+    given.values.fill_(-torch.inf)[:, 0].copy_(values)
+    given.ids[:, 0].copy_(ids)
+    given.totals.fill_(-torch.inf)[:, 0].copy_(given.logits.logsumexp(-1))
+
+
+# What the host, or plain torch, goes on with. All others write nothing: what they were to write into is zeros.
+EFFECTS: dict[str, Callable[[Any], None]] = {
+    "norm_kernel": _norm,
+    "swiglu_kernel": _swiglu,
+    "survey_kernel": _survey,
+    "filter_kernel": _filter,
+    "draw_kernel": lambda given: given.sums.fill_(1),
+    "top_kernel": _top,
+}
+
+
+# torch.cuda
+
+
+def current() -> int:
+    """This thread's device: 0 in one that has not chosen."""
+    return int(getattr(_current, "index", 0))
+
+
+def _choose(device: Any) -> None:
+    _current.index = device.index if isinstance(device, torch.device) else int(device)
+
+
+class Graph:
+    """What was recorded, to be done again on the same memory."""
+
+    def __init__(self) -> None:
+        self.tape: list[Callable[[], None]] = []
+
+    def replay(self) -> None:
+        """All of it, as one launch."""
+        noted.replays += 1
+        with torch.inference_mode(), torch._C._DisableTorchDispatch():
+            for operation in self.tape:
+                operation()
+
+
+@contextmanager
+def recording(graph: Graph, pool: object = None) -> Iterator[None]:
+    """`torch.cuda.graph`."""
+    global _tape
+    assert _tape is None
+    _tape = graph.tape
+    try:
+        yield
+    finally:
+        _tape = None
+
+
+@contextmanager
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
+    """There is a CUDA device. Yields what is noted from now on."""
+    global noted
+    triton = pytest.importorskip("triton")
+    from triton.runtime.interpreter import InterpretedFunction
+
+    noted = Noted()
+    properties = SimpleNamespace(multi_processor_count=PROCESSORS, total_memory=1 << 37, name="no GPU at all")
+    torch_cuda: dict[str, Any] = {
+        "_lazy_init": lambda: None,
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": current,
+        "set_device": _choose,
+        "get_device_properties": lambda device=None: properties,
+        "get_device_capability": lambda device=None: (9, 0),
+        "mem_get_info": lambda device=None: (1 << 27, 1 << 28),
+        "reset_peak_memory_stats": lambda device=None: None,
+        "max_memory_allocated": lambda device=None: 1 << 20,
+        "empty_cache": lambda: wait("empty_cache"),
+        "synchronize": lambda device=None: wait("synchronize"),
+        "graph_pool_handle": object,
+        "CUDAGraph": Graph,
+        "Event": Event,
+        "graph": recording,
+    }
+    for name, value in torch_cuda.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    for kind in (triton.JITFunction, InterpretedFunction):
+        monkeypatch.setattr(kind, "__getitem__", lambda self, grid: lambda *args, **kwargs: launch(self, grid, args, kwargs))
+    try:
+        with Device():
+            yield noted
+    finally:
+        _pinned.clear()
+        _choose(0)

@@ -1,0 +1,239 @@
+"""The shard on a CUDA device that isn't there: what is where, what makes the host wait, what is compiled, where threads are.
+
+Numbers are made up where kernels would compute them; see `fake_cuda`.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import llguidance
+import pytest
+import torch
+
+from penstock.proto import shard_pb2 as wire
+from penstock.shard.config import ShardConfig
+from penstock.shard.decoding.hypotheses import Path as Beam
+from penstock.shard.decoding.hypotheses import Search, Stop
+from penstock.shard.engine import Engine, Outcome
+from penstock.shard.forward import Bounds
+from penstock.shard.graphs import Recorder
+from penstock.shard.loading import load
+from penstock.shard.memory import size_pool
+from penstock.shard.sequence import Group, Sampling, sequences
+from penstock.shard.service import Service
+from penstock.tests.shard import fake_cuda
+from penstock.tests.shard.fake_cuda import Noted
+
+pytest.importorskip("triton")
+
+FOLDER = Path(__file__).parents[2] / "demo"
+PROMPT = list(range(5, 65))  # so many that answers take pages
+END = frozenset([2])
+WORDS = llguidance.LLMatcher.grammar_from_regex("[a-z ]{1,200}")
+TOKENS, ROWS, TOTAL, PAGES, PAGE = 256, 16, 512, 256, 16
+# Where the host may wait in a decode step of greedy or sampled sequences: for the tokens of the step before.
+WAITS = {("kernels.transfer:wait", "event")}
+
+
+def group(uid: int, sampling: Sampling | None = None, choices: int = 1, search: Search | None = None, **more: Any) -> Group:
+    begun, waiting = sequences(PROMPT[: 30 + 30 * (uid % 2)], choices)
+    if search is not None:
+        begun[0].path = Beam()
+    end_ids = more.pop("end_ids", frozenset())
+    return Group(uid, begun, waiting, sampling or Sampling(), max_new_tokens=6, end_ids=end_ids, search=search, **more)
+
+
+def beams(width: int, wanted: int = 1) -> Search:
+    return Search(width, wanted, 1.0, Stop.FULL, 0, False, [])
+
+
+def hot(**more: Any) -> Sampling:
+    return Sampling(temperature=0.8, seed=3, **more)
+
+
+PLAIN: dict[str, Callable[[], list[Group]]] = {
+    "greedy": lambda: [group(1), group(2), group(3)],
+    "sampled": lambda: [group(1, hot(top_p=0.9)), group(2, hot(top_p=0.95, top_k=7, min_p=0.1)), group(3)],
+}
+SCENARIOS: dict[str, Callable[[], list[Group]]] = PLAIN | {
+    "penalties": lambda: [group(1, hot(repetition_penalty=1.2, frequency_penalty=0.3, presence_penalty=0.1)), group(2)],
+    "bias": lambda: [group(1, Sampling(bias=((4, 2.0), (9, -1.0)))), group(2, end_ids=END, min_new_tokens=3)],
+    "tops": lambda: [group(1, top_n=5), group(2, hot(final_logprobs=True)), group(3, hot(final_logprobs=True), top_n=3)],
+    "typical": lambda: [group(1, hot(typical_p=0.9)), group(2)],
+    "choices": lambda: [group(1, hot(), choices=4), group(2)],
+    "prompt": lambda: [group(1, prompt_logprobs=True, prompt_top_n=3)],
+    "beams": lambda: [group(1, search=beams(4, 2), end_ids=END), group(2), group(4, search=beams(2))],
+    "drawn beams": lambda: [group(1, hot(top_p=0.9, repetition_penalty=1.1), search=beams(3), end_ids=END, top_n=2)],
+    "grammar": lambda: [group(1, grammar=WORDS, end_ids=END), group(2, hot(frequency_penalty=0.5), grammar=WORDS), group(3)],
+    "beams of a grammar": lambda: [group(1, grammar=WORDS, search=beams(3), end_ids=END), group(2)],
+}
+
+DRAFTED = ("greedy", "sampled", "penalties", "grammar")  # what drafts make another step of
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
+    with fake_cuda.device(monkeypatch) as found:
+        yield found
+
+
+def config(speculate: str = "", **more: Any) -> ShardConfig:
+    said = speculate.replace("DRAFT", f"{FOLDER}/draft")
+    return ShardConfig(folder=str(FOLDER / "model"), model="demo", device="cuda", dtype="bfloat16", speculate=said, **more)
+
+
+def engine_of(speculate: str = "", graphs: bool = True, **more: Any) -> Engine:
+    """One that has warmed up, as the service has it do."""
+    engine = load(config(speculate, **more), lambda stage: None)
+    engine.compile(8)
+    size_pool(engine, PAGE, 0, 0.9, TOKENS, ROWS, TOTAL, [1, 2, 4])
+    engine.resize(PAGES, PAGE)
+    if graphs:
+        bounds = Bounds(TOKENS, ROWS, TOTAL, PAGES, None, engine.guesses.most > 0, engine.guesses.trees)
+        engine.record(Recorder(), bounds, lambda stage: None)
+    return engine
+
+
+def prefill(engine: Engine, groups: Sequence[Group], count: int, decode: Sequence[int]) -> Outcome:
+    return checked(engine.prefill(0, groups, [(uid, count) for uid in engine.groups | {g.uid: g for g in groups}], 1000, decode))
+
+
+def checked(outcome: Outcome) -> Outcome:
+    assert not outcome.failed
+    return outcome
+
+
+def run(engine: Engine, groups: Sequence[Group], step: Callable[[], object] = lambda: None) -> list[tuple[int, int, int]]:
+    """All tokens, as (uid, choice, token). Prompts come in chunks, beside decodes. step: is called before each decode step."""
+    outcomes = []
+    for one in groups:
+        if not one.search:
+            one.drafts = engine.guesses.most
+        outcomes += [prefill(engine, [one], 24, [0]), prefill(engine, [], 1000, [0])]
+    while engine.groups:
+        step()
+        outcomes.append(checked(engine.decode([0])))
+    return [(uid, one.choice, one.pick.token) for outcome in outcomes for uid, one in outcome.emitted]
+
+
+def overlapped(engine: Engine, groups: Sequence[Group], step: Callable[[], object] = lambda: None) -> list[tuple[int, int, int]]:
+    """`run`, but every step is begun before the one before it has landed, where it can be."""
+    begun = []
+    for one in groups:
+        if not one.search:
+            one.drafts = engine.guesses.most
+        begun += [
+            engine.begin_prefill(0, [one], [(one.uid, 24)], 1000, [0]),
+            engine.begin_prefill(0, [], [(one.uid, 1000)], 1000, [0]),
+        ]
+    while engine.groups:
+        step()
+        begun.append(engine.begin_decode([0]))
+    engine.land()
+    return [(uid, one.choice, one.pick.token) for landed in begun for uid, one in checked(landed.result(0)).emitted]
+
+
+@pytest.mark.parametrize(
+    ("speculate", "more"),
+    [
+        ("", {"kv_cache_dtype": "fp8_e4m3fn"}),
+        ("ngram=4", {}),
+        ("draft=DRAFT,tree=2x2,ngram=3", {}),
+        ("draft=DRAFT,tokens=2,verify=rejection", {}),
+    ],
+)
+def test_nothing_is_on_the_wrong_device(noted: Noted, speculate: str, more: dict[str, Any]) -> None:
+    """`fake_cuda` raises WrongDevice where it is, and says so where the host waits while a graph is recorded."""
+    engine = engine_of(speculate, **more)
+    for make in [SCENARIOS[name] for name in DRAFTED] if speculate else SCENARIOS.values():
+        run(engine, make())
+    assert engine.forward.replayed > 20
+    engine.cache.move([[(40, 36), (41, 37)], [(70, 66)]])  # as where a tree's second branch was right
+    names = {launched.kernel for launched in noted.launches}
+    assert names >= {"attend", "merge", "rotary_kernel", "norm_kernel", "swiglu_kernel", "move_kernel", "top_kernel"}
+    assert names >= {"survey_kernel", "filter_kernel", "draw_kernel", "penalize_kernel", "renew_kernel", "restore_kernel"}
+    assert speculate or "copy_kernel" in names
+
+
+def test_graphs_replay_what_was_planned(noted: Noted) -> None:
+    """Nothing of a step is baked into a graph: the made-up tokens are those that come without one."""
+    eager, replaying = engine_of(graphs=False), engine_of()
+    for make in PLAIN.values():
+        assert run(replaying, make()) == run(eager, make())
+    assert eager.forward.replayed == replaying.forward.eager == 0
+
+
+def test_steps_overlap(noted: Noted) -> None:
+    """With the tokens that they have without. What is read on the host before it is there is a WrongDevice."""
+    engine = engine_of()
+    for make in [*PLAIN.values(), SCENARIOS["tops"], SCENARIOS["grammar"], SCENARIOS["beams"]]:
+        assert sorted(overlapped(engine, make())) == sorted(run(engine, make()))
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("name", PLAIN)
+def test_an_overlapped_decode_step_waits_once(noted: Noted, name: str, graphs: bool) -> None:
+    engine = engine_of(graphs=graphs)
+    counts: list[list[fake_cuda.Wait]] = []
+
+    def note() -> None:
+        counts.append(list(noted.waits))
+        noted.waits.clear()
+
+    overlapped(engine, PLAIN[name](), note)
+    assert {(one.place, one.why) for some in counts[1:] for one in some} == WAITS
+    assert max(map(len, counts[1:])) == 1
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_plain_decode_step_waits_for_its_tokens_only(noted: Noted, name: str, graphs: bool) -> None:
+    engine = engine_of(graphs=graphs)
+    found = set()
+    counts = []
+
+    def note() -> None:
+        found.update((one.place, one.why) for one in noted.waits)
+        counts.append(len(noted.waits))
+        noted.waits.clear()
+
+    run(engine, PLAIN[name](), lambda: note() if counts else (noted.waits.clear(), counts.append(0)))
+    note()
+    assert found == WAITS
+    assert max(counts) == len(WAITS)
+
+
+def test_kernels_are_compiled_before_the_first_request(noted: Noted) -> None:
+    """Whatever the number of rows. Those that copy and move keys and values take no time worth mentioning."""
+    engine = engine_of()
+    known = {fake_cuda.Launch(one.kernel, one.types, one.constants) for one in noted.launches}
+    for make in SCENARIOS.values():
+        run(engine, make())
+    for rows in range(1, 5):
+        run(engine, [group(uid, hot(top_p=0.9)) for uid in range(rows)])
+    later = {one for one in noted.launches if one.kernel not in ("copy_kernel", "move_kernel")} - known
+    assert not later
+
+
+def test_commands_are_executed_on_the_engines_device(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several. Every thread begins with the first one, and Triton launches where the thread is."""
+    monkeypatch.setattr(fake_cuda, "DEVICE", torch.device("cuda", 1))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    own = config(local_rank=1)
+    codes: list[int] = []
+    service = Service(own, codes.append)
+    measure = service._measure
+
+    def measured(request: wire.WarmupRequest) -> wire.WarmupReply:
+        assert threading.current_thread() is not threading.main_thread()
+        with fake_cuda.Device():
+            return measure(request)
+
+    monkeypatch.setattr(service, "_measure", measured)
+    service.start(load(own, lambda stage: None), None)  # type: ignore[arg-type]  # it has no other ranks
+    context: Any = None
+    reply = service.Warmup(wire.WarmupRequest(max_step_tokens=64, max_step_rows=4, max_total_tokens=TOTAL), context)
+    assert reply.pages
+    assert not codes
