@@ -63,6 +63,7 @@ class NullEngine:
         self.decoder = SimpleNamespace(shape=SimpleNamespace(vocabulary=128_000, max_positions=8192))
 
     underway = None
+    overlaps = False
 
     def enter(self) -> None:
         """It has no device."""

@@ -370,7 +370,7 @@ class Options:
     )
     overlap: str = option(
         COMPUTE,
-        "begin a step before the tokens of the last one are on the host, so that the device never waits for it; auto: on GPUs",
+        "begin a step before the tokens of the last one are on the host, so that the device need not wait for it; auto: on GPUs",
         default=SHARD.overlap,
         choices=("auto", "on", "off"),
     )

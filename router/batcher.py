@@ -56,6 +56,9 @@ from .streams import Choice, Pace, Stream, Tokenizer, read, replayed
 
 REASONS = {1: "eos_token", 2: "length"}  # by StepReply.finishes
 LEAD = 0.01  # seconds before the expected end of a step when the next is sent: late enough for new requests to be in it
+# The same where it is planned and launched before that end. Steps would stop to overlap as soon as that took longer: what is sent
+# late is answered late, and the next is sent later still.
+OVERLAPPING_LEAD = 0.03
 # Seconds that a request counts as arrived later than it did. An interactive one passes a batch one that came up to a minute
 # before it, and nobody waits for ever.
 DELAYS = {Priority.INTERACTIVE: 0.0, Priority.NORMAL: 5.0, Priority.BATCH: 60.0}
@@ -534,7 +537,8 @@ class Batcher:
 
     async def _near_end(self, oldest: Underway, began: float) -> None:
         """Waits until a step will end soon, if the last one of its kind tells."""
-        seconds = began + self._last.get(_kind(oldest.action), 0.0) - LEAD - monotonic()
+        lead = OVERLAPPING_LEAD if self.info is not None and self.info.overlaps else LEAD
+        seconds = began + self._last.get(_kind(oldest.action), 0.0) - lead - monotonic()
         if seconds > 0:
             await asyncio.wait([oldest.reply], timeout=seconds)
 

@@ -71,7 +71,7 @@ class Engine:
         self._masks = masks
         self._stops = stops
         self.guesses = guesses or Guesses(decoder.ranks, device)
-        self._ahead = ahead
+        self.overlaps = ahead
         self._flight: Flight | None = None  # the step that is under way
         self._free = 0.0  # since when the device has nothing of the last one to do
         self.resize(0, page_size)
@@ -176,7 +176,7 @@ class Engine:
     @property
     def underway(self) -> Callable[[], None] | None:
         """Waits for the device to be done with the step that is under way, by any thread; None: there is none."""
-        return self._flight.choice.wait if self._flight is not None else None
+        return self._flight.wait if self._flight is not None else None
 
     def filter(self, drop: Iterable[int]) -> list[Group]:
         """Forgets groups, wherever they are, and frees their pages. Returns those that were known."""
@@ -314,7 +314,10 @@ class Engine:
         asked = [group for group, _ in chunks if group.grammar and not group.compiled]
         if not asked:
             return chunks
-        ready = self._masks.ready(asked, alone and len(asked) == len(chunks)) if self._masks else [False] * len(asked)
+        alone = alone and len(asked) == len(chunks)
+        if alone:
+            self.land()  # rather than wait with it
+        ready = self._masks.ready(asked, alone) if self._masks else [False] * len(asked)
         if self.decoder.ranks.size > 1:
             ready = self.decoder.ranks.tell(torch.tensor(ready, dtype=torch.int64, device=self.device)).tolist()
         for group, compiled in zip(asked, ready, strict=True):
@@ -360,7 +363,7 @@ class Engine:
             choice = nothing(self.device)
         self._flight = Flight(runs, choice, masks, outcome, began)
         landed = self._flight.landed
-        if not (self._ahead and spans and self._flight.simple(self.decoder.ranks.size == 1)):
+        if not (self.overlaps and spans and self._flight.simple(self.decoder.ranks.size == 1)):
             self.land()
         return landed
 
@@ -410,9 +413,9 @@ class Engine:
         self.forks.copy()
         self._tell(outcome)
         outcome.exhausted = self.shrink.take()
-        now = time.perf_counter()
-        # The device began with this step when it was done with the one before.
-        outcome.seconds, self._free = now - max(flight.began, self._free) + outcome.draft_seconds, now
+        # Overlapped steps take what the device needs for them, which begins with one when it is done with the one before.
+        over = flight.done if outcome.ahead and flight.done else time.perf_counter()
+        outcome.seconds, self._free = over - max(flight.began, self._free) + outcome.draft_seconds, over
         flight.landed.set_result(outcome)
 
     def _here(self, group: Group) -> bool:
@@ -420,7 +423,8 @@ class Engine:
 
     def _lose(self, runs: Listing[Run], pages: set[int]) -> None:
         """Groups that hold one of these can't go on. Nobody shall find the pages, nor take them for those that it has computed."""
-        for run in runs:
+        before = self._flight.runs if self._flight is not None else []  # which would make its pages known again when it lands
+        for run in [*before, *runs]:
             if any(not pages.isdisjoint(sequence.pages) for sequence in run.group.sequences):
                 run.problem = ALONE
                 self._withdraw(run.group)

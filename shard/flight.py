@@ -6,6 +6,7 @@ its tokens come to the host, and sequences take them; only after that is sampled
 and ends are what they always are.
 """
 
+import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -26,8 +27,14 @@ class Flight:
     masks: Pending | None
     outcome: Outcome
     began: float  # by perf_counter
+    done: float = 0.0  # when the device was, as far as `wait` has seen
     landed: "Future[Outcome]" = field(default_factory=Future)
-    _first: dict[int, int] = field(default_factory=dict)  # by group that is sampled: its first row; made when it is asked for
+    _first: dict[int, int] = field(default_factory=dict)  # by id of a group that is sampled: its first row; made when asked for
+
+    def wait(self) -> None:
+        """Until the device has done it, on any thread."""
+        self.choice.wait()
+        self.done = time.perf_counter()
 
     def simple(self, alone: bool) -> bool:
         """Whether all that it leads to is known but the tokens: then `follow` says how it goes on. alone: on a single rank, since
@@ -39,8 +46,8 @@ class Flight:
         if not self._first:
             sampled = [run.group for run in self.runs if run.sampled]
             counts = (len(one.waiting) or len(one.sequences) for one in sampled)
-            self._first = dict(zip((one.uid for one in sampled), accumulate(counts, initial=0), strict=False))
-        first = self._first.get(group.uid)
+            self._first = dict(zip(map(id, sampled), accumulate(counts, initial=0), strict=False))
+        first = self._first.get(id(group))
         if first is None:
             return None
         most = group.max_new_tokens
@@ -54,6 +61,4 @@ class Flight:
 def _simple(run: Run) -> bool:
     """Each sequence gets one token, and nobody parts from anybody."""
     group = run.group
-    if run.problem or group.search is not None or group.drafts or len(group.waiting) > 1:
-        return False
-    return run.sampled or group.decodes or group.lacking > 0
+    return not (run.problem or group.search is not None or group.drafts or len(group.waiting) > 1)

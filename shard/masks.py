@@ -178,7 +178,7 @@ class Pending:
         """[rows, words], for the rows of all runs that are sampled, in order."""
         began = time.perf_counter()
         mask = self._result().mask
-        self.waited = time.perf_counter() - began
+        self.waited += time.perf_counter() - began
         return to_device(mask, device)
 
     def settle(self, picks: Listing[list[Pick | None]]) -> list[list[Pick | None]]:

@@ -72,6 +72,7 @@ class Service:
         reply.page_size, reply.loaded, reply.device = config.page_size, self._loaded.is_set(), config.device
         if self._engine is not None:
             shape = self._engine.decoder.shape
+            reply.overlaps = self._engine.overlaps
             reply.vocabulary, reply.max_positions, reply.device = shape.vocabulary, shape.max_positions, str(self._engine.device)
         return reply
 

@@ -78,7 +78,6 @@ class Executor:
         self._relay = relay
         self._end = end
         self._thread = ThreadPoolExecutor(1, "steps")
-        self._thread.submit(machine.enter)
         self._watcher = ThreadPoolExecutor(1, "device")
         self._order = threading.Lock()  # commands are relayed and queued in one order
         self._count = 0  # of those that were queued
@@ -86,6 +85,7 @@ class Executor:
         self._last: tuple[int, Future[Answer]] = (0, Future())  # queued, executed or not
         self._reign = 1  # ClearCache begins another
         self._failed = False
+        self._thread.submit(self._guard, machine.enter)
 
     def call(self, function: Callable[Arguments, Result], *arguments: Arguments.args, **settings: Arguments.kwargs) -> Result:
         """Calls a function on the thread that executes commands, after all of them."""

@@ -16,11 +16,17 @@ def scheduler(policy: Mixed | Pause | None = None, **changes: int) -> Scheduler:
 
 
 def told(
-    it: Scheduler, *groups: tuple[int, int, int], free: int = 100, finished: Iterable[int] = (), failed: Iterable[int] = ()
+    it: Scheduler,
+    *groups: tuple[int, int, int],
+    free: int = 100,
+    finished: Iterable[int] = (),
+    failed: Iterable[int] = (),
+    ahead: bool = False,
 ) -> None:
     """Reports a step. groups: (uid, pages it may still take, tokens it lacks)."""
     uids, grow, lacking = ([group[i] for group in groups] for i in range(3))
-    it.report(Report(free=free, uids=uids, held=[1] * len(uids), grow=grow, lacking=lacking, finished=finished, failed=failed))
+    held = [1] * len(uids)
+    it.report(Report(free=free, uids=uids, held=held, grow=grow, lacking=lacking, finished=finished, failed=failed, ahead=ahead))
 
 
 def uids(action: object) -> Sequence[int]:
@@ -50,6 +56,17 @@ def test_the_next_step_may_be_asked_for_before_the_last_was_answered() -> None:
     told(it, (7, 5, 14))
     assert it.next() == Decode(1), "what is under way completes the prompt"
     told(it, (7, 1, 0))
+    assert it.next() == Decode(1)
+
+
+def test_what_a_reply_says_of_the_next_step_is_not_counted_twice() -> None:
+    it = scheduler()
+    it.arrive(Job(7, 40, 5))
+    assert it.next() == Prefill(1, (7,), ((7, 16),), 16, decode=False)
+    assert it.next() == Prefill(1, (), ((7, 15),), 15, decode=False)
+    told(it, (7, 5, 9), ahead=True)  # without what the second has computed by then it would be 24
+    assert it.next() == Prefill(1, (), ((7, 15),), 15, decode=False)
+    told(it, (7, 2, 0), ahead=True)
     assert it.next() == Decode(1)
 
 

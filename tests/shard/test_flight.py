@@ -1,18 +1,25 @@
 """Steps that are begun before the last one's tokens are known: nobody can tell, but for the time that it takes."""
 
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from penstock.shard import logits
 from penstock.shard.decoding.hypotheses import Search
+from penstock.shard.decoding.sampler import Picking, Row
 from penstock.shard.engine import Engine
 from penstock.shard.flight import Flight
 from penstock.shard.parallel import Ranks
 from penstock.shard.prefix import Prefixes
 from penstock.shard.sequence import Group, Sampling
+from penstock.shard.shrink import ALONE
+from penstock.shard.step import Span
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import Driver, Flying, Habits, World, drive, message
 from penstock.tests.shard.paper import POISON, Paper
@@ -21,6 +28,8 @@ from penstock.tests.shard.test_grammar import groups as bound
 from penstock.tests.shard.test_grammar import with_masks
 from penstock.tests.shard.test_oracle import COUNT, at_rest, prompt
 from penstock.tests.shard.test_sharing import crowd, mixed, room
+from penstock.tests.shard.test_shrink import SIZE, Scarce, requests
+from penstock.tests.shard.test_shrink import crowd as many
 
 SEEDED = Sampling(temperature=0.9, top_p=0.95, seed=77)
 
@@ -139,6 +148,134 @@ def test_rows_of_what_has_ended_would_be_found(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Engine, "_remaining", lambda self, runs, hidden: (runs, hidden))
     with pytest.raises((AssertionError, ValueError, KeyError, RuntimeError)):
         check_tokens(4, 7)
+
+
+@pytest.mark.parametrize("choices", [1, 3])
+def test_logits_that_are_no_numbers_fail_their_group_alone(monkeypatch: pytest.MonkeyPatch, choices: int) -> None:
+    """Its next token, of which there is none, is under way by then."""
+    right = logits.begin
+
+    def begin(found: Tensor, rows: Sequence[Row], mask: Tensor | None = None) -> Picking:
+        bad = [row.sampling.seed == 999 and len(row.tokens) - row.prompt_length >= 3 for row in rows]
+        return right(found.masked_fill(torch.tensor(bad).unsqueeze(1), torch.nan), rows, mask)
+
+    def groups() -> list[Group]:
+        made = [tiny.group(uid, prompt(uid, 5 + uid), 12, replace(SEEDED, seed=uid)) for uid in range(9)]
+        return [*made, tiny.group(9, prompt(9, 4), 12, replace(SEEDED, seed=999), choices=choices)]
+
+    monkeypatch.setattr(logits, "begin", begin)
+    expected = drive(tiny.engine("llama", 4, 600), groups(), Habits())
+    for seed, chunk in enumerate((3, 7, 99)):
+        engine = tiny.engine("llama", 4, 600, ahead=True)
+        world, ahead = fly(engine, groups(), Habits(chunk), seed)
+        assert world.failed.keys() == {9}
+        assert {key: own for key, own in world.tokens.items() if key[0] < 9} == {
+            key: own for key, own in expected.tokens.items() if key[0] < 9
+        }
+        assert ahead > 5
+        assert at_rest(engine)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("most", [1, 5, 23])
+def test_memory_that_runs_out_in_flight_changes_no_token(seed: int, most: int) -> None:
+    def groups() -> list[Group]:
+        return [group for group in requests(20, seed) if group.search is None and not group.drafts]
+
+    expected = drive(tiny.engine("llama", SIZE, 600), groups(), Habits())
+    engine = Scarce(most, ahead=True)
+    world, ahead = fly(engine, groups(), Habits((7, 40, 999)[seed % 3], pause=0.05), seed)
+    assert world.failed == {}
+    assert world.tokens == expected.tokens
+    assert engine.shrink._count > 0
+    assert ahead
+    assert at_rest(engine)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_too_large_alone_fails_alone_in_flight(seed: int) -> None:
+    engine = Scarce(tokens=40, reach=(45, 50, 54, 58)[seed % 4], ahead=True)
+    expected = drive(tiny.engine("llama", SIZE, 600), many(), Habits()).answers
+    world, _ = fly(engine, many(), Habits(chunk=(3, 13, 40, 999)[seed % 4], arrivals=16), seed)
+    assert world.failed == dict.fromkeys(range(8), ALONE)
+    assert {uid: world.answers[uid] for uid in range(8, 16)} == {uid: expected[uid] for uid in range(8, 16)}
+    assert at_rest(engine)
+
+
+def test_a_page_that_is_lost_under_way_is_not_made_known_by_the_step_before(paper: type[Paper]) -> None:
+    """A group wants to hear of all of its prompt, which a neighbour's answer repeats: that one would take the lost page."""
+    engine = paper(100, 2, ahead=True)
+    alone = paper(100, 2)
+    said = [alone.prefill(1, [tiny.group(1, (1, 2), 10)], [(1, 100)], 100, [1])] + [alone.decode([1]) for _ in range(9)]
+    answer = [emitted.pick.token for outcome in said for _, emitted in outcome.emitted]
+    right = engine.forward
+
+    def forward(spans: Sequence[Span], picked: Tensor | None = None) -> Tensor:
+        if any(span.sequence.prompt_length == 8 and span.start + len(span.tokens) > 2 for span in spans):
+            raise MemoryError
+        return right(spans, picked)
+
+    engine.forward = forward
+    steps = [engine.begin_prefill(1, [tiny.group(1, (1, 2), 10)], [(1, 100)], 100, [1]), engine.begin_decode([1])]
+    other = tiny.group(2, (1, 2, *answer[:6]), 4, prompt_logprobs=True)
+    steps += [engine.begin_prefill(1, [other], [(2, 2)], 2, [1]), engine.begin_prefill(1, [], [(2, 4)], 4, [1])]
+    while engine.groups:
+        steps.append(engine.begin_decode([1]))
+    engine.land()
+    outcomes = [step.result(0) for step in steps]
+    assert [emitted.pick.token for outcome in outcomes for uid, emitted in outcome.emitted if uid == 1] == answer
+    assert [failed for outcome in outcomes for failed in outcome.failed] == [(2, ALONE)]
+
+
+def test_a_group_that_takes_anothers_name_is_not_taken_for_it(paper: type[Paper]) -> None:
+    engine = paper(100, 2, ahead=True)
+    steps = [engine.begin_prefill(1, [tiny.group(1, (1, 2, 3), 8)], [(1, 100)], 100, [1]), engine.begin_decode([1])]
+    twins = [tiny.group(1, (3, 2, 1, 2, 2), 8) for _ in range(2)]
+    steps += [engine.begin_prefill(1, twins, [(1, 100)], 100, [1]), engine.begin_decode([1])]
+    engine.land()
+    assert [uid for step in steps for uid, _ in step.result(0).failed] == [1]
+
+
+def test_nobodys_tokens_wait_for_a_grammar_of_others(paper: type[Paper]) -> None:
+    engine, landed = paper(100, 2, ahead=True), []
+
+    class Compiling:
+        def ready(self, groups: list[Group], wait: bool) -> list[bool]:
+            landed.append(last.done())
+            return [wait] * len(groups)
+
+        def begin(self, runs: object) -> None:
+            return None
+
+    engine._masks = Compiling()  # type: ignore[assignment]
+    engine.begin_prefill(1, [tiny.group(1, (1, 2, 3), 2)], [(1, 100)], 100, [1])
+    last = engine.begin_decode([1])
+    engine.begin_prefill(1, [tiny.group(2, (3, 2, 1), 2, grammar="x")], [(2, 100)], 100, [1])
+    assert landed == [True]
+    engine.land()
+
+
+def test_the_seconds_of_steps_are_no_more_than_there_were(paper: type[Paper]) -> None:
+    """What a step takes does not count what the device still had to do for the one before."""
+    engine = paper(100, 2, ahead=True)
+    right = engine.forward
+
+    def slow(spans: Sequence[Span], picked: Tensor | None = None) -> Tensor:
+        time.sleep(0.002)
+        return right(spans, picked)
+
+    engine.forward = slow
+    began = time.perf_counter()
+    steps = [engine.begin_prefill(1, [tiny.group(1, (1, 2, 3), 20)], [(1, 100)], 100, [1])]
+    while engine.groups:
+        steps.append(engine.begin_decode([1]))
+        if engine.underway and len(steps) % 2:
+            engine.underway()  # as the thread does that watches the device
+    engine.land()
+    outcomes = [step.result(0) for step in steps]
+    assert sum(outcome.ahead for outcome in outcomes) > 15
+    assert all(outcome.seconds >= 0 for outcome in outcomes)
+    assert sum(outcome.seconds for outcome in outcomes) <= time.perf_counter() - began
 
 
 def test_beams_and_drafts_beside_others_in_flight() -> None:

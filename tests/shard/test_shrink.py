@@ -27,18 +27,18 @@ SIZE = 4  # of a page
 class Scarce(Engine):
     """Has no memory for forwards of more than so many tokens, nor for sequences beyond so many of theirs."""
 
-    def __init__(self, tokens: int = 999, reach: int = 999) -> None:
-        super().__init__(tiny.decoder("llama"), tiny.CPU, SIZE)
+    def __init__(self, tokens: int = 999, reach: int = 999, ahead: bool = False) -> None:
+        super().__init__(tiny.decoder("llama"), tiny.CPU, SIZE, ahead=ahead)
         self.resize(600, SIZE)
         self.refuses: Callable[[Span], bool] = lambda span: span.start + len(span.tokens) > reach
         self.failures = 0
         self.largest = 0  # number of tokens that was computed
         right = self.forward
 
-        def forward(spans: Sequence[Span]) -> Any:
+        def forward(spans: Sequence[Span], picked: Tensor | None = None) -> Any:
             if any(map(self.refuses, spans)):
                 self.fail()
-            hidden = right(spans)  # some keys and values are written, and then memory runs out
+            hidden = right(spans, picked)  # some keys and values are written, and then memory runs out
             count = sum(len(span.tokens) for span in spans)
             if count > tokens:
                 self.fail()
