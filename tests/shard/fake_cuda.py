@@ -3,8 +3,13 @@
 What kernels would compute is made up, but how they are launched is looked at: where their tensors are, of which types, and on
 which device the thread is. Every operation that makes the host wait for a real device is noted with the line that asks for it.
 So what is found here are faults that else show on a GPU only; that numbers are right is not.
+
+Tensors of the size that a GPU is made for hold nothing where `device` is told so: their memory is never touched, and operations on
+them are done by their shapes alone.
 """
 
+import math
+import mmap
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +29,10 @@ from penstock.kernels.sampling import allow
 DEVICE = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 PROCESSORS = 132  # an H200's
+HBM = 141 * 10**9  # bytes of its memory
+L2 = 60 << 20
+OPERATION = 5e-6  # seconds that anything takes on the device
+NO_RESERVE = 0x4000  # mmap(2): the system keeps nothing back for memory that is not touched
 OPTIONS = {"num_warps", "num_stages", "enable_fp_fusion"}  # of a launch, besides its arguments
 # Operations whose result's size the host has to know, or that read a number.
 READING = {"_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "equal", "unique2", "_unique2", "bincount"}
@@ -62,10 +71,14 @@ class Noted:
     launches: list[Launch] = field(default_factory=list)
     copies: int = 0  # to the device, without waiting
     replays: int = 0  # of graphs
+    seconds: float = 0.0  # that the device has worked, if every operation takes as long
+    held: int = 0  # bytes of large tensors
+    most: int = 0  # of these, at any time
     operations: int = 0  # that were launched one by one, of torch and of our own
 
 
 noted = Noted()
+large: int | None = None  # elements of tensors that are more than shapes, at most
 _pinned: dict[int, Tensor] = {}  # by where they are in memory; kept, so that no other tensor is there
 _current = threading.local()  # a thread's device, as CUDA has it
 _tape: list[Callable[[], None]] | None = None  # of the graph that is recorded
@@ -124,11 +137,22 @@ class Event:
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         self._stamp = 0
+        self._timed = enable_timing
+        self._seconds = 0.0
 
     def record(self, stream: object = None) -> None:
         global _clock
+        assert _tape is None, "an event to be looked at in a graph"
         _clock += 1
         self._stamp = _clock
+        self._seconds = noted.seconds
+
+    def elapsed_time(self, end: "Event") -> float:
+        """Milliseconds. Both have to be over."""
+        for one in (self, end):
+            if not one._timed or not one._stamp or one._stamp > _reached:
+                raise RuntimeError("an event that measures no time, was not recorded, or is not over")
+        return 1e3 * (end._seconds - self._seconds)
 
     def synchronize(self) -> None:
         global _reached
@@ -144,6 +168,13 @@ def wait(why: str) -> None:
     """Notes who makes the host wait."""
     assert _tape is None, f"{why} while a graph is recorded"
     noted.waits.append(Wait(*_place(), why))
+
+
+def _all_over() -> None:
+    """`torch.cuda.synchronize`."""
+    global _reached
+    wait("synchronize")
+    _reached = _clock
 
 
 def _place() -> tuple[str, int]:
@@ -169,7 +200,7 @@ def compute(function: Any, args: Any, kwargs: Any) -> Any:
     flat, _ = tree_flatten((args, kwargs))
     tensors = [one for one in flat if isinstance(one, Tensor)]
     ours = [one for one in tensors if isinstance(one, OnDevice)]
-    named = kwargs.get("device")
+    named = next((one for one in (kwargs.get("device"), *args) if isinstance(one, torch.device)), None)
     if name in ("pin_memory", "_pin_memory", "is_pinned"):
         return _pin(name, args[0])
     if kwargs.get("pin_memory"):
@@ -185,8 +216,15 @@ def compute(function: Any, args: Any, kwargs: Any) -> Any:
         wait(name)
     if name == "repeat_interleave" and len(args) > 1 and isinstance(args[1], Tensor) and kwargs.get("output_size") is None:
         wait("repeat_interleave of counts")
-    noted.operations += 1
+    if not (_views(function) or "empty" in name):
+        _work()
     given = tree_map(_inner, args), {key: tree_map(_inner, value) for key, value in kwargs.items()}
+    if large is not None:
+        if any(one.numel() > large for one in ours) and _in_place(function):
+            return args[0]
+        shaped = _shaped(function, *given)
+        if shaped is not None:
+            return shaped
     result = function(*given[0], **given[1])
     if name in ("empty", "empty_like", "empty_strided", "new_empty"):
         result.view(torch.uint8 if result.element_size() == 1 else result.dtype).zero_()  # what kernels would write into it
@@ -200,6 +238,57 @@ def compute(function: Any, args: Any, kwargs: Any) -> Any:
 def _in_place(function: Any) -> bool:
     first = next(iter(function._schema.arguments), None)
     return first is not None and first.alias_info is not None and first.alias_info.is_write
+
+
+def _views(function: Any) -> bool:
+    """The result is the memory of an argument, which is not written."""
+    return any(one.alias_info is not None and not one.alias_info.is_write for one in function._schema.arguments)
+
+
+def _work(seconds: float = OPERATION) -> None:
+    """One more operation on the device."""
+    noted.operations += 1
+    noted.seconds += seconds if _tape is None else 0.0
+
+
+class Memory(mmap.mmap):
+    """Memory that is there when it is touched. Counted as the device's until nobody has it any more."""
+
+    def __del__(self) -> None:
+        noted.held -= len(self)
+
+
+def _untouched(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    elements = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if math.prod(shape) else 0
+    memory = Memory(-1, max(1, elements) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
+    noted.held += len(memory)
+    noted.most = max(noted.most, noted.held)
+    if noted.held > HBM:
+        raise torch.OutOfMemoryError(f"{noted.held / 1e9:.1f} GB of large tensors")
+    return torch.frombuffer(memory, dtype=dtype).as_strided(shape, stride)
+
+
+def _shaped(function: Any, args: Any, kwargs: Any) -> Any:
+    """What a function returns, by shapes alone; None if nothing of it is large, if it is a view, or if that depends on numbers."""
+
+    def abstract(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        return torch.device("meta") if isinstance(value, torch.device) else value
+
+    if isinstance(kwargs.get("generator"), torch.Generator):
+        kwargs = {**kwargs, "generator": None}
+    given = tree_map(abstract, args), tree_map(abstract, kwargs)
+    try:
+        found = function(*given[0], **given[1])
+    except (NotImplementedError, RuntimeError):
+        return None
+    told = [one for one in tree_flatten(given)[0] if isinstance(one, Tensor)]
+    made = [one for one in tree_flatten(found)[0] if isinstance(one, Tensor)]
+    held = {one.untyped_storage()._cdata for one in told}
+    if not any(one.numel() > (large or 0) for one in told + made) or any(one.untyped_storage()._cdata in held for one in made):
+        return None  # what lies in the memory of an argument costs nothing
+    return tree_map(lambda one: wrapped(_untouched(one.shape, one.stride(), one.dtype)) if isinstance(one, Tensor) else one, found)
 
 
 def _inner(value: Any) -> Any:
@@ -323,8 +412,10 @@ def launch(kernel: Any, grid: Any, args: Any, kwargs: Any) -> None:
     types = tuple((key, _type(value, key in plain, key in unaligned)) for key, value in given.items() if key not in constant)
     constants = tuple((key, value) for key, value in (given | options).items() if key in constant | OPTIONS)
     noted.launches.append(Launch(name, types, constants))
-    noted.operations += 1
+    _work()
     effect = EFFECTS.get(name)
+    if large is not None and any(isinstance(value, Tensor) and value.numel() > large for value in given.values()):
+        effect = SHAPED.get(name)
     if effect is not None:
         inner = SimpleNamespace(**tree_map(_inner, given))
         effect(inner)
@@ -392,9 +483,25 @@ EFFECTS: dict[str, Callable[[Any], None]] = {
     "draw_kernel": lambda given: given.sums.fill_(1),
     "top_kernel": _top,
 }
+# Where the logits hold nothing.
+SHAPED: dict[str, Callable[[Any], Any]] = {
+    "survey_kernel": lambda given: given.sums.fill_(1 / given.sums.shape[1]),
+    "draw_kernel": lambda given: given.sums.fill_(1),
+}
 
 
 # torch.cuda
+
+
+_made = torch.Generator.__new__
+
+
+class Generator(torch.Generator):
+    """Of random numbers: all are made on the host."""
+
+    @staticmethod
+    def __new__(cls: Any, device: object = "cpu") -> Any:
+        return _made(cls, "cpu")
 
 
 def current() -> int:
@@ -411,10 +518,17 @@ class Graph:
 
     def __init__(self) -> None:
         self.tape: list[Callable[[], None]] = []
+        self.operations: int | None = None  # None: nothing was recorded
+
+    def reset(self) -> None:
+        """Forgets it."""
+        self.__init__()  # type: ignore[misc]
 
     def replay(self) -> None:
         """All of it, as one launch."""
+        assert self.operations is not None, "a graph is replayed that was not recorded"
         noted.replays += 1
+        noted.seconds += self.operations * OPERATION
         with torch.inference_mode(), torch._C._DisableTorchDispatch():
             for operation in self.tape:
                 operation()
@@ -425,22 +539,26 @@ def recording(graph: Graph, pool: object = None) -> Iterator[None]:
     """`torch.cuda.graph`."""
     global _tape
     assert _tape is None
+    assert graph.operations is None, "a graph is recorded twice"
+    before = noted.operations
     _tape = graph.tape
     try:
         yield
     finally:
         _tape = None
+    graph.operations = noted.operations - before
 
 
 @contextmanager
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
-    """There is a CUDA device. Yields what is noted from now on."""
-    global noted
+def device(monkeypatch: pytest.MonkeyPatch, shapes: int | None = None) -> Iterator[Noted]:
+    """There is a CUDA device. Yields what is noted from now on. shapes: tensors of more elements are nothing but shapes."""
+    global noted, large
     triton = pytest.importorskip("triton")
     from triton.runtime.interpreter import InterpretedFunction
 
-    noted = Noted()
-    properties = SimpleNamespace(multi_processor_count=PROCESSORS, total_memory=1 << 37, name="no GPU at all")
+    noted, large = Noted(), shapes
+    sizes = {"total_memory": HBM, "L2_cache_size": L2}
+    properties = SimpleNamespace(multi_processor_count=PROCESSORS, name="no GPU at all", **sizes)
     torch_cuda: dict[str, Any] = {
         "_lazy_init": lambda: None,
         "is_available": lambda: True,
@@ -449,16 +567,20 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
         "set_device": _choose,
         "get_device_properties": lambda device=None: properties,
         "get_device_capability": lambda device=None: (9, 0),
-        "mem_get_info": lambda device=None: (1 << 27, 1 << 28),
+        "mem_get_info": lambda device=None: (1 << 27, 1 << 28) if shapes is None else (HBM - noted.held, HBM),
         "reset_peak_memory_stats": lambda device=None: None,
         "max_memory_allocated": lambda device=None: 1 << 20,
         "empty_cache": lambda: wait("empty_cache"),
-        "synchronize": lambda device=None: wait("synchronize"),
+        "synchronize": lambda device=None: _all_over(),
         "graph_pool_handle": object,
         "CUDAGraph": Graph,
         "Event": Event,
         "graph": recording,
+        "is_current_stream_capturing": lambda: _tape is not None,
+        "current_stream": lambda device=None: SimpleNamespace(device_index=current(), device=DEVICE),
+        "_sleep": lambda cycles: _work(cycles / 2e9),
     }
+    monkeypatch.setattr(torch, "Generator", Generator)
     for name, value in torch_cuda.items():
         monkeypatch.setattr(torch.cuda, name, value)
     for kind in (triton.JITFunction, InterpretedFunction):
@@ -467,5 +589,6 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
         with Device():
             yield noted
     finally:
+        large = None
         _pinned.clear()
         _choose(0)
