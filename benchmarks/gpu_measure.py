@@ -10,7 +10,9 @@ import math
 import shutil
 import subprocess
 import time
+import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -20,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.benchmarks.gpu_report import Line, Timing, timing
+from penstock.benchmarks.gpu_report import Line, Timing, failed, timing
 
 Call = Callable[[], object]
 
@@ -29,6 +31,7 @@ MOST_CALLS = 400  # in one graph
 SECONDS = 0.3  # of repetitions
 MOST, LEAST = 50, 5  # repetitions
 COPIES = 64  # of a thing's memory, at most
+LAUNCHING = 1_000_000  # cycles, half a millisecond: longer than a processor takes to launch a graph
 
 
 class Bench:
@@ -44,8 +47,9 @@ class Bench:
         self.effort = effort
         self.note = ""  # what is wrong with the ceilings
         self._tell = tell
-        self.copy_rate = self.read_rate = 1e9  # bytes a second
-        self.product_rate = 1e9  # FLOP a second
+        self.copy_rate = self.read_rate = math.nan  # bytes a second
+        self.product_rate = math.nan  # FLOP a second
+        self.later: list[Callable[[Bench], object]] = []  # parts of a section that run when all others have
         self._stop = time.perf_counter() + seconds
         cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 1 << 10
         self._scratch = torch.empty(2 * cache if device.type == "cuda" else 1, dtype=torch.uint8, device=device)
@@ -61,6 +65,15 @@ class Bench:
         ratio = "" if line.ratio is None else f"{line.ratio:.3f} {line.against}"
         took = "" if line.timing is None else f"{line.timing.seconds * 1e6:.1f} us"
         print(f"    {line.what}: {' '.join(filter(None, [took, ratio, line.verdict, line.note]))}", flush=True)
+
+    def each(self, section: str, parts: Sequence[Callable[["Bench"], object]]) -> None:
+        """Runs parts of a section. One that fails says so, and the others run."""
+        for part in parts:
+            try:
+                part(self)
+            except Exception as problem:
+                traceback.print_exc()
+                self.add(failed(section, getattr(part, "__name__", "a part"), problem, 1.0))
 
     def late(self) -> bool:
         """The section's time is over: what is left of it is left out."""
@@ -98,17 +111,23 @@ class Bench:
         """Nothing that a call needs is in the cache afterwards."""
         self._scratch.zero_()
 
+    def occupy(self) -> None:
+        """`flush`; and the device has something to do until the host has launched a graph, so that its clock starts with it."""
+        self.flush()
+        if self.device.type == "cuda":
+            torch.cuda._sleep(LAUNCHING)  # type: ignore[no-untyped-call]
+
     def _by_graph(self, calls: Sequence[Call], rough: float) -> Timing:
         most = max(1, MOST_CALLS // len(calls))
         rounds = max(1, min(most, round(GRAPH / (rough * len(calls)))))
         graph = _captured(calls, rounds)
-        took = min(_once([graph.replay], self.flush) for _ in range(2))
+        took = min(_once([graph.replay], self.occupy) for _ in range(2))
         if took < GRAPH / 2 and rounds < most:  # launched one by one it took longer than from a graph
             graph.reset()
             rounds = min(most, round(rounds * GRAPH / took))
             graph = _captured(calls, rounds)
         count = rounds * len(calls)
-        samples = self._repeat(lambda: _once([graph.replay], self.flush) / count)
+        samples = self._repeat(lambda: _once([graph.replay], self.occupy) / count)
         graph.reset()
         return timing(samples, "graph")
 
@@ -131,13 +150,28 @@ def _clocked(call: Call) -> float:
 
 
 def _captured(calls: Sequence[Call], rounds: int) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(rounds):
-            for call in calls:
-                call()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        with torch.cuda.graph(graph):
+            for _ in range(rounds):
+                for call in calls:
+                    call()
+    except RuntimeError:
+        _recover(graph, stream)
+        raise
     graph.replay()
     return graph
+
+
+_broken: list[torch.cuda.CUDAGraph] = []  # kept: torch's allocator goes on asking them
+
+
+def _recover(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
+    """After a capture that failed torch is still on its stream, and refuses to make random numbers outside of it."""
+    _broken.append(graph)
+    torch.cuda.set_stream(stream)
+    generator = torch.cuda.default_generators[stream.device_index]
+    generator.graphsafe_set_state(torch.Generator(stream.device).graphsafe_get_state())
 
 
 def _once(calls: Sequence[Call], before: Call) -> float:
@@ -189,7 +223,9 @@ def clocks() -> dict[str, str]:
     if tool is None:
         return {}
     command = [tool, f"--query-gpu={','.join(names)}", "--format=csv,noheader", "--id=0"]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout.strip()
+    answer = ""
+    with suppress(OSError, subprocess.SubprocessError):
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout.strip()
     return dict(zip(names, (value.strip() for value in answer.split(",")), strict=False))
 
 
@@ -200,22 +236,27 @@ PRODUCTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4
 
 def ceilings(bench: Bench) -> None:
     """What this machine can do, measured now: everything after this is compared with it."""
-    _copies(bench)
-    _reads(bench)
+    bench.each(SECTION, (_copies, _reads, _squares, _products, _launches))
+
+
+def _squares(bench: Bench) -> None:
     side = 64 if bench.tiny else 8192
     left, right = _square(bench, side), _square(bench, side)
     took = bench.time([lambda: torch.mm(left, right)])
     bench.product_rate = 2 * side**3 / took.seconds
     bench.add(Line(section=SECTION, what=f"product {side}^3", timing=took, value=bench.product_rate / 1e12, unit="TFLOP/s"))
+
+
+def _products(bench: Bench) -> None:
     for rows in (1, 32, 256):
         for outputs, inputs in [(64, 32)] if bench.tiny else PRODUCTS:
             _product(bench, rows, outputs, inputs)
-    _launches(bench)
 
 
 def _copies(bench: Bench) -> None:
     size = 1 << 16 if bench.tiny else 1 << 31
-    source, target = torch.zeros(2, size, dtype=torch.uint8, device=bench.device).unbind()
+    # Bits that change: zeros take less power, and a GPU that is short of it runs slower with what models read.
+    source, target = torch.randint(256, (2, size), dtype=torch.uint8, device=bench.device).unbind()
     took = bench.time([lambda: target.copy_(source)])
     bench.copy_rate = 2 * size / took.seconds
     what, unit = f"copy {size >> 20} MiB", "GB/s read and written"
