@@ -19,10 +19,12 @@ that fails, or takes far too long, says so, and the others run. The exit code is
 missed). FlashInfer compiles for minutes when it is used first: once with --only attention before the run that counts.
 
 Where the package isn't installed: `mkdir -p build && ln -sfn .. build/penstock && PYTHONPATH=build python3 benchmarks/gpu.py`. The
-section `server` needs all that pyproject.toml lists, the others torch, triton, numpy and safetensors.
+section `server` needs all that pyproject.toml lists, `tokens` and `model` need llguidance, all of them torch, triton, numpy and
+safetensors. Numbers are written after every section, so that a run that is ended early leaves those it has.
 """
 
 import argparse
+import math
 import multiprocessing
 import os
 import random
@@ -30,11 +32,14 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.benchmarks import gpu_report as report
 
 MINUTES = 9.5  # of all sections together
 # Of a whole run, roughly. Most of correctness is compiling.
@@ -49,6 +54,7 @@ SHARES = {
 }
 GRACE = 60.0  # seconds that a section may take beyond its time before it is ended: it looks at the clock between measurements
 PATIENCE = {"server": 400.0}  # it has time limits of its own, and ends what it has started
+SLACK = 15.0  # seconds that the last sections may take beyond the time of all
 Rates = tuple[float, float, float]  # of copies and reads (bytes a second) and of products (FLOP a second)
 
 
@@ -67,24 +73,34 @@ def main() -> int:
         seconds = remaining * SHARES[left[0]] / sum(SHARES[name] for name in left)
         name = left.pop(0)
         print(f"{name} (about {seconds:.0f} s)", flush=True)
-        for kind, value in _isolated(name, options, rates, seconds):
+        patience = max(30.0, min(PATIENCE.get(name, seconds + GRACE), began + 60 * options.minutes + SLACK - time.perf_counter()))
+        for kind, value in _isolated(name, options, rates, seconds, patience):
             if kind == "line":
                 lines.append(value)
             elif kind == "facts":
                 facts |= value
             else:
                 rates = value
+        _save(options, lines, facts)  # a run that is ended from outside leaves what it has measured
     print(report.table(lines))
+    return report.sum_up(lines)
+
+
+def _save(options: argparse.Namespace, lines: "Sequence[report.Line]", facts: dict[str, str]) -> None:
+    from penstock.benchmarks import gpu_report as report
+
     if options.json:
         report.save(options.json, lines, {**facts, "seed": options.seed, "command": " ".join(sys.argv)})
     if options.markdown:
         words = [facts.get("device", "?"), f"torch {facts.get('torch', '?')}", f"triton {facts.get('triton', '?')}"]
         options.markdown.write_text(report.markdown(lines, ", ".join(words)))
-    return report.sum_up(lines)
 
 
-def _isolated(name: str, options: argparse.Namespace, rates: Rates | None, seconds: float) -> list[tuple[str, Any]]:
-    """What a section tells, from a process of its own: a kernel that goes astray ends all that its process has on the device."""
+def _isolated(
+    name: str, options: argparse.Namespace, rates: Rates | None, seconds: float, patience: float
+) -> list[tuple[str, Any]]:
+    """What a section tells, from a process of its own: a kernel that goes astray ends all that its process has on the device.
+    patience: seconds after which it is ended."""
     from penstock.benchmarks.gpu_report import failed
 
     began = time.perf_counter()
@@ -97,7 +113,7 @@ def _isolated(name: str, options: argparse.Namespace, rates: Rates | None, secon
     why = ""
     try:
         with suppress(EOFError):
-            while receiver.poll(max(0.0, began + PATIENCE.get(name, seconds + GRACE) - time.perf_counter())):
+            while receiver.poll(max(0.0, began + patience - time.perf_counter())):
                 told.append(receiver.recv())
             why = "it took far too long and was ended"
     finally:
@@ -130,7 +146,7 @@ def _child(name: str, options: argparse.Namespace, rates: Rates | None, seconds:
     bench = gpu_measure.Bench(device, options.tiny, lambda line: sender.send(("line", line)), seconds, options.minutes / MINUTES)
     if rates is not None:
         bench.copy_rate, bench.read_rate, bench.product_rate = rates
-    elif name != "ceilings":
+    if name != "ceilings" and (rates is None or any(map(math.isnan, rates))):
         bench.note = "the ceilings were not measured: ratios to them mean nothing"
     try:
         with torch.inference_mode():
