@@ -11,6 +11,7 @@ tokens must have been as good as equal.
 
 import json
 import random
+import statistics
 import tempfile
 import time
 from collections.abc import Sequence
@@ -150,10 +151,12 @@ def _measured(bench: Bench, engine: Engine, busy: Busy, rows: int, context: int,
         if step >= WARM or bench.tiny:
             samples.append(time.perf_counter() - began)
     engine.land()
-    for outcome in (step.result() for step in steps):
+    outcomes = [step.result() for step in steps]
+    for outcome in outcomes:
         if outcome.failed or len(outcome.emitted) != rows:
             raise RuntimeError(f"a step failed: {outcome.failed[:1] or len(outcome.emitted)}")
-    floor = _floor(bench, engine, rows, context)
+    keys = statistics.mean(outcome.decode_keys for outcome in outcomes[-len(samples) :])  # more than `context`: rows have grown
+    floor = _floor(bench, engine, rows, keys)
     own, what = timing(samples, "wall"), f"{rows} x {context}, {way}"
     ratio, goal = floor / own.seconds, GOALS.get((rows, context)) if way == "graph" else None
     rate = rows / own.seconds
@@ -170,13 +173,13 @@ def _measured(bench: Bench, engine: Engine, busy: Busy, rows: int, context: int,
     bench.add(Line(section=SECTION, what=f"{what}: device", timing=worked, ratio=ratio, against="floor / device", note=note))
 
 
-def _floor(bench: Bench, engine: Engine, rows: int, context: int) -> float:
-    """Seconds that a step takes at least."""
+def _floor(bench: Bench, engine: Engine, rows: int, keys: float) -> float:
+    """Seconds that a step takes at least. keys: that all rows together read in a layer."""
     shape = engine.decoder.shape
     read = shape.parameters(1) - (0 if shape.tied else shape.vocabulary * shape.hidden)  # of the table only some rows are read
     size = engine.decoder.embedding.dtype.itemsize
     products = max(read * size / bench.copy_rate, 2 * read * rows / bench.product_rate)
-    return products + rows * context * engine.token_bytes / bench.copy_rate
+    return products + keys * engine.token_bytes / bench.copy_rate
 
 
 def tokens(bench: Bench) -> None:
