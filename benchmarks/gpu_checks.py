@@ -7,6 +7,7 @@ given as a share of its tolerance: |found - expected| / (tolerance + tolerance *
 import multiprocessing
 import os
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -35,6 +36,7 @@ TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 ROUNDINGS = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 SHAPES = 4  # of steps of attention, in one part
 WORKERS = 8
+THREADS = 2  # of each, for what is computed on the host
 E4M3 = 0.07  # of a value's size: half a unit of three bits of mantissa is 1/16
 DIFFERENT = 1e-3  # rows of which a different token may be drawn: sums of masses are rounded otherwise on another device
 
@@ -51,15 +53,17 @@ def measure(bench: Bench, seed: int) -> None:
         return
     workers = max(1, min(WORKERS, (os.cpu_count() or 2) // 2))
     with multiprocessing.get_context("spawn").Pool(workers, maxtasksperchild=1) as pool:
-        for line in pool.imap(_worked, [(bench.seconds_left(), seed, name) for name in names]):
+        stop = time.perf_counter() + bench.seconds_left()
+        for line in pool.imap(_worked, [(stop, seed, name) for name in names]):
             bench.add(line)
 
 
 def _worked(what: tuple[float, int, str]) -> Line:
-    """In a process of a pool."""
-    seconds, seed, name = what
+    """In a process of a pool, whose clock is that of all others."""
+    stop, seed, name = what
+    torch.set_num_threads(THREADS)
     with torch.inference_mode():
-        return checked(Bench(torch.device("cuda"), False, print, seconds), seed, name)
+        return checked(Bench(torch.device("cuda"), False, print, stop - time.perf_counter()), seed, name)
 
 
 def checked(bench: Bench, seed: int, name: str) -> Line:
