@@ -43,8 +43,8 @@ PER_ROW = [
 class Outcome:
     """What was chosen, [rows] each."""
 
-    tokens: Tensor  # int64
-    logprobs: Tensor  # float32, by the model: NaN where a row's logits are NaN or infinite, so that nothing could be chosen
+    tokens: Tensor  # int64: -1 where a row's logits are NaN or infinite, so that nothing could be chosen
+    logprobs: Tensor  # float32, by the model; of those NaN
     final: Tensor  # float32, by the distribution that was drawn from; greedy: 0
 
 
@@ -385,6 +385,42 @@ def draw_kernel(
         tl.store(sums + place, tl.sum(tl.where(kept, tl.exp(scores), 0.0), 0))
 
 
+@triton.jit(do_not_specialize_on_alignment=[*PER_ROW, "peaks", "masses", "logprobs"])
+def settle_kernel(
+    logits: tl.tensor,  # [rows, vocabulary] float32
+    peaks: tl.tensor,  # [rows, parts], of `survey_kernel`
+    masses: tl.tensor,  # [rows, parts], of `survey_kernel`
+    noisiest: tl.tensor,  # [rows, parts], of `draw_kernel`, of rows whose token is -1
+    ids: tl.tensor,
+    scores_of: tl.tensor,
+    sums: tl.tensor,
+    tokens: tl.tensor,  # [rows] int64, in and out: -1 where the row's logits are NaN or infinite
+    finals: tl.tensor,  # [rows] float32, in and out
+    logprobs: tl.tensor,  # [rows] float32, out: NaN there
+    parts: tl.tensor,
+    stride: tl.tensor,
+    SIZE: tl.constexpr,
+) -> None:
+    """One program: a row. What was found in its parts, put together."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, SIZE)
+    inside, place = part < parts, row * parts + part
+    token = tl.load(tokens + row)
+    if token < 0:
+        noisy = tl.load(noisiest + place, mask=inside, other=float("-inf"))
+        best = tl.minimum(tl.argmax(noisy, 0), parts - 1)  # of what is no number nothing is the largest
+        token = tl.load(ids + row * parts + best)
+        total = tl.sum(tl.load(sums + place, mask=inside, other=0.0), 0)
+        tl.store(finals + row, tl.load(scores_of + row * parts + best) - tl.log(total))
+    own = tl.load(peaks + place, mask=inside, other=float("-inf"))
+    own += tl.log(tl.load(masses + place, mask=inside, other=1.0))
+    peak = tl.max(own, 0)
+    normalizer = peak + tl.log(tl.sum(tl.exp(own - peak), 0))
+    normalizer = tl.where(tl.abs(normalizer) < float("inf"), normalizer, float("nan"))
+    tl.store(logprobs + row, tl.load(logits + row * stride + token) - normalizer)
+    tl.store(tokens + row, tl.where(normalizer == normalizer, token, -1))
+
+
 def sample(logits: Tensor, draws: Draws, penalties: Penalties | None, mask: Tensor | None) -> Outcome:
     """One token for every row.
 
@@ -412,15 +448,19 @@ def sample(logits: Tensor, draws: Draws, penalties: Penalties | None, mask: Tens
                     logits, words, maxima, touched_rows, touched, len(touched), vocabulary, logits.stride(0), mask_stride,
                     maxima.shape[1], MASKED=masked, BLOCK=RENEWED, enable_fp_fusion=False,
                 )  # fmt: skip
-    tokens, final = _choose(logits, draws, mask, maxima, parts)
+    tokens, finals, *drawn = _choose(logits, draws, mask, maxima, parts)
     if penalties is not None and saved is not None:
         restore_(logits, penalties, saved)
-    own = (peaks + sums.log()).logsumexp(-1)
-    own = own.masked_fill(~own.isfinite(), torch.nan)
-    return Outcome(tokens, logits.gather(1, tokens.unsqueeze(1)).squeeze(1) - own, final)
+    logprobs = torch.empty(rows, device=device)
+    settle_kernel[(rows,)](
+        logits, peaks, sums, *drawn, tokens, finals, logprobs, parts, logits.stride(0), SIZE=triton.next_power_of_2(parts),
+        num_warps=1, enable_fp_fusion=False,
+    )  # fmt: skip
+    return Outcome(tokens, logprobs, finals)
 
 
-def _choose(logits: Tensor, draws: Draws, mask: Tensor | None, maxima: Tensor, parts: int) -> tuple[Tensor, Tensor]:
+def _choose(logits: Tensor, draws: Draws, mask: Tensor | None, maxima: Tensor, parts: int) -> tuple[Tensor, ...]:
+    """Tokens and their log-probabilities, but for tokens of -1: of those what each part has found."""
     rows, vocabulary = logits.shape
     device = logits.device
     masked, mask_stride = mask is not None, mask.stride(0) if mask is not None else 0
@@ -443,10 +483,7 @@ def _choose(logits: Tensor, draws: Draws, mask: Tensor | None, maxima: Tensor, p
         logits, mask, draws.temperature, floors, *keys, tokens, bests, thresholds, noisiest, ids, scores, sums, vocabulary,
         logits.stride(0), mask_stride, MASKED=masked, SIZE=SPLIT, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
-    late = tokens < 0
-    best = noisiest.argmax(1, keepdim=True)
-    drawn = scores.gather(1, best).squeeze(1) - sums.sum(1).log()
-    return torch.where(late, ids.gather(1, best).squeeze(1), tokens), torch.where(late, drawn, finals)
+    return tokens, finals, noisiest, ids, scores, sums
 
 
 ENTRIES = 256  # of penalties, of one program
@@ -479,6 +516,8 @@ def penalize_(logits: Tensor, penalties: Penalties) -> Tensor:
             logits, tallies, saved, penalties.rows, penalties.ids, penalties.repetition, penalties.frequency, penalties.presence,
             entries, vocabulary, logits.stride(0), BLOCK=ENTRIES, enable_fp_fusion=False,
         )  # fmt: skip
+    if not len(penalties.bias_ids):
+        return saved
     biased = logits[penalties.bias_rows, penalties.bias_ids]
     logits[penalties.bias_rows, penalties.bias_ids] = biased + penalties.bias_values
     return torch.cat((saved, biased))
@@ -487,7 +526,8 @@ def penalize_(logits: Tensor, penalties: Penalties) -> Tensor:
 def restore_(logits: Tensor, penalties: Penalties, saved: Tensor) -> None:
     """Undoes `penalize_`."""
     entries = len(penalties.ids)
-    logits[penalties.bias_rows, penalties.bias_ids] = saved[entries:]
+    if len(saved) > entries:
+        logits[penalties.bias_rows, penalties.bias_ids] = saved[entries:]
     if entries:
         restore_kernel[(triton.cdiv(entries, ENTRIES),)](
             logits, saved, penalties.rows, penalties.ids, entries, logits.stride(0), BLOCK=ENTRIES, enable_fp_fusion=False
@@ -518,7 +558,7 @@ _TYPES = {
     "saved": "*fp32", "repetition": "*fp32", "frequency": "*fp32", "presence": "*fp32", "temperature": "*fp32", "top_k": "*i64",
     "top_p": "*fp32", "floors": "*fp32", "seeds": "*i64", "choices": "*i64", "positions": "*i64", "gathered": "*fp32",
     "gathered_ids": "*i32", "tokens": "*i64", "bests": "*fp32", "thresholds": "*i32", "finals": "*fp32", "buckets": "i32:16",
-    "noisiest": "*fp32", "scores_of": "*fp32",
+    "noisiest": "*fp32", "scores_of": "*fp32", "masses": "*fp32", "logprobs": "*fp32", "parts": "i32",
 }  # fmt: skip
 
 
@@ -534,6 +574,7 @@ def compilations() -> list[Compilation]:
         ("restore", restore_kernel, {"BLOCK": ENTRIES}, 4),
         ("filter", filter_kernel, few, WARPS),
         ("draw", draw_kernel, split, WARPS),
+        ("settle", settle_kernel, {"SIZE": 64}, 1),
     ]
     return [
         Compilation(

@@ -3,7 +3,6 @@
 Everything runs on rank 0: the other ranks are told the tokens.
 """
 
-import math
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
@@ -114,17 +113,17 @@ def _begin_fused(logits: Tensor, rows: Listing[Row], mask: Tensor | None) -> Pic
         logprobs = torch.where(final & logprobs.isfinite(), found.final, logprobs)
     wanting = _wanting_tops(rows)
     tops = _most_probable(logits, rows, wanting) if wanting else ()
-    arrival = Arrival(torch.stack((found.tokens.double(), logprobs.double())), *tops)
+    arrival = Arrival(found.tokens, logprobs, *tops)
 
     def take() -> list[Pick | None]:
-        (tokens, told), *top = arrival.lists()
+        tokens, told, *top = arrival.lists()
         own = _listed(wanting, top[0], top[1], rows) if top else {}
         return [
-            None if math.isnan(logprob) else Pick(int(token), logprob, own.get(i, ()))
+            None if token < 0 else Pick(token, logprob, own.get(i, ()))
             for i, (token, logprob) in enumerate(zip(tokens, told, strict=True))
         ]
 
-    return Picking(lambda: found.tokens.masked_fill(logprobs.isnan(), -1), arrival.wait, take)
+    return Picking(lambda: found.tokens, arrival.wait, take)
 
 
 def _pick_plainly(logits: Tensor, rows: Listing[Row], mask: Tensor | None) -> list[Pick | None]:

@@ -232,4 +232,5 @@ def test_rows_do_not_know_their_neighbours(chance: random.Random) -> None:
         assert alone.logprobs[0] == among.logprobs[row]
         assert alone.final[0] == among.final[row]
     assert among.logprobs.isnan().nonzero().flatten().tolist() == [1, 4]
-    assert bool(((among.tokens >= 0) & (among.tokens < vocabulary)).all())
+    assert (among.tokens == -1).nonzero().flatten().tolist() == [1, 4]
+    assert bool(((among.tokens >= -1) & (among.tokens < vocabulary)).all())

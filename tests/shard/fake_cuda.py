@@ -481,6 +481,7 @@ EFFECTS: dict[str, Callable[[Any], None]] = {
     "survey_kernel": _survey,
     "filter_kernel": _filter,
     "draw_kernel": lambda given: given.sums.fill_(1),
+    "settle_kernel": lambda given: given.logprobs.fill_(-1),
     "top_kernel": _top,
 }
 # Where the logits hold nothing.
