@@ -40,7 +40,7 @@ if "penstock.shard" in sys.orig_argv:
                 os.kill(os.getpid(), signal.SIGKILL)
             return method(self, *arguments)
         return run
-    Engine.prefill, Engine.decode = deadly(Engine.prefill), deadly(Engine.decode)
+    Engine.begin_prefill, Engine.begin_decode = deadly(Engine.begin_prefill), deadly(Engine.begin_decode)
 """
 
 
@@ -57,7 +57,8 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Server]:
-    with serve(str(LIGHT), "--num-shard", "2", *FLAGS) as server:
+    """Its ranks leave steps under way, as they do on GPUs."""
+    with serve(str(LIGHT), "--num-shard", "2", "--overlap", "on", *FLAGS) as server:
         yield server
 
 
