@@ -271,11 +271,14 @@ class Engine:
 
     def _decodes(self, batches: Iterable[int], outcome: Outcome) -> list[Run]:
         """The runs of all groups that decode, with pages for them."""
-        groups = [group for uid in dict.fromkeys(batches) if uid in self.batches for group in self.batches[uid].groups.values()]
+        groups = self._members(batches)
+        if self.guesses.allowed(self._allowance) and any(group.drafts for group in groups):
+            self.land()  # guesses follow from tokens
+            groups = self._members(batches)
+            guessed = [group for group in groups if group.decodes and group.drafts]
+            if guessed:
+                self._guess(guessed, outcome)
         runs = []
-        guessed = [group for group in groups if group.decodes and group.drafts]
-        if guessed:
-            self._guess(guessed, outcome)
         for group in groups:
             spans = self._spans(group)
             if not spans:
@@ -287,6 +290,9 @@ class Engine:
                 outcome.fail(group, f"the pool is full: {error}")
                 self._drop(group)
         return runs
+
+    def _members(self, batches: Iterable[int]) -> list[Group]:
+        return [group for uid in dict.fromkeys(batches) if uid in self.batches for group in self.batches[uid].groups.values()]
 
     def _spans(self, group: Group) -> list[step.Span]:
         """Those of its next decode step. None: it doesn't decode, or ends with the step that is under way."""

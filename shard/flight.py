@@ -61,4 +61,5 @@ class Flight:
 def _simple(run: Run) -> bool:
     """Each sequence gets one token, and nobody parts from anybody."""
     group = run.group
-    return not (run.problem or group.search is not None or group.drafts or len(group.waiting) > 1)
+    drafts = any(span.drafts for span in run.spans)
+    return not (run.problem or drafts or group.search is not None or len(group.waiting) > 1)

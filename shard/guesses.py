@@ -58,6 +58,11 @@ class Guesses:
         asked = self._speculation
         return asked.nodes > 1 or max(asked.widths, default=1) > 1 or bool(asked.draft and asked.ngram)
 
+    @staticmethod
+    def allowed(allowance: Allowance | None) -> bool:
+        """Whether there may be any in a step."""
+        return allowance is None or allowance.most > 0
+
     def ask(self, groups: Listing[Group], allowance: Allowance | None, pool: PagePool) -> list[Asked]:
         """How much is guessed in the next step: as much as a group may have, its sequences may still take, and is worth it."""
         asked = self._asked(groups, allowance, pool.page_size)
@@ -80,7 +85,7 @@ class Guesses:
                 self.drafter.forget(one.sequence.pages)
 
     def _asked(self, groups: Listing[Group], allowance: Allowance | None, page_size: int) -> list[Asked]:
-        if allowance is not None and not allowance.most:
+        if not self.allowed(allowance):
             return []
         able = []
         for group in groups:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.shard import logits
+from penstock.shard.decoding.budget import Allowance, Linear
 from penstock.shard.decoding.hypotheses import Search
 from penstock.shard.decoding.sampler import Picking, Row
 from penstock.shard.engine import Engine
@@ -291,6 +292,32 @@ def test_beams_and_drafts_beside_others_in_flight() -> None:
     assert world.scores.keys() == expected.scores.keys()
     assert ahead
     assert at_rest(engine)
+
+
+def test_steps_overlap_while_drafts_are_not_allowed() -> None:
+    """As under load, where they don't pay; when they do again, they follow from the tokens that are there."""
+    cost = Linear(1.0, 0.0)
+
+    def groups() -> list[Group]:
+        return [tiny.group(uid, prompt(1, 5) * 4, 30, drafts=3) for uid in range(3)]
+
+    expected = drive(tiny.engine("llama", 16, 2000), groups(), Habits()).tokens
+    engine = tiny.engine("llama", 16, 2000, ahead=True)
+    steps = [engine.begin_prefill(1, groups(), [(uid, 99) for uid in range(3)], 999, [])]
+    underway = []
+    while engine.groups:
+        most = 0 if len(steps) % 8 < 5 else 9
+        steps.append(engine.begin_decode([1], Allowance(cost, most)))
+        underway.append((most, engine.underway is not None))
+    engine.land()
+    outcomes = [step.result(0) for step in steps]
+    found: dict[tuple[int, int], list[int]] = {}
+    for uid, emitted in (pair for outcome in outcomes for pair in outcome.emitted):
+        found.setdefault((uid, emitted.choice), []).append(emitted.pick.token)
+    assert found == expected
+    assert sum(outcome.ahead for outcome in outcomes) > 5
+    assert sum(outcome.drafted for outcome in outcomes) > 5
+    assert all(up for most, up in underway[:-3] if not most)
 
 
 def test_grammars_in_flight() -> None:
