@@ -1,0 +1,144 @@
+"""What a step costs the host of a GPU: bookkeeping, plan, parameters; without a GPU, and without what would be launched on it.
+
+    python benchmarks/host.py                      256 and 32 sampled rows, and 8 groups of 4 beams
+
+Plans are those of the Triton kernels, padded for a graph. The model and the sampling are stubs, so gRPC, launches and copies are
+not counted. Overlapped steps hide this part as long as it is shorter than what the device needs for a step; beams' steps don't.
+"""
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.benchmarks.gpu_model import write
+from penstock.kernels import choose
+from penstock.shard import logits
+from penstock.shard.config import ShardConfig
+from penstock.shard.decoding.expansion import Beams, Candidate
+from penstock.shard.decoding.hypotheses import Path as BeamPath
+from penstock.shard.decoding.hypotheses import Search
+from penstock.shard.decoding.sampler import Pick, Picking, Row, draws_of, known
+from penstock.shard.engine import Engine
+from penstock.shard.forward import Bounds
+from penstock.shard.loading import load
+from penstock.shard.models.decoder import Decoder
+from penstock.shard.sequence import Group, Sampling, sequences
+from penstock.shard.step import Step
+
+WARM, PAGE = 10, 16
+CHANCE = random.Random(0)
+
+
+class Still(Decoder):
+    """Computes nothing."""
+
+    def __call__(self, step: Step, *rest: Any) -> Tensor:
+        return self.embedding.new_zeros(len(step.rows), 8)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+def begin(found: Tensor, rows: Sequence[Row], mask: Tensor | None = None) -> Picking:
+    """Stands for the sampler, whose parameters are made."""
+    draws_of(rows, found.device)
+    return known([Pick(CHANCE.randrange(64), -1.0) for _ in rows], found.device)
+
+
+def expand(found: Tensor, sets: Sequence[Beams], mask: Tensor | None = None) -> list[list[Candidate]]:
+    """Stands for what finds the continuations of beams: of parents at random."""
+    return [
+        [
+            Candidate(CHANCE.randrange(64), -1.0, (), False, CHANCE.randrange(len(beams.rows)), -0.1 * rank)
+            for rank in range(beams.count)
+        ]
+        for beams in sets
+    ]
+
+
+STUBS: dict[str, Any] = {"begin": begin, "expand": expand}
+
+
+def engine_of(rows: int, context: int, steps: int, folder: Path) -> Engine:
+    """One that plans as for a GPU."""
+    config = ShardConfig(folder=str(write(folder, tiny=True)), model="still", load_format="dummy", overlap="on")
+    engine = load(config, lambda stage: None)
+    engine.decoder.__class__ = Still
+    choose.force("triton")
+    engine.resize(4 * rows * -(-(context + steps) // PAGE), PAGE)
+    engine.cache.copy = lambda copies: None  # type: ignore[method-assign]
+    bounds = Bounds(rows, rows, context + steps, engine.pool.pages, (rows,))
+    engine.record(lambda run: run, bounds, lambda stage: None)
+    return engine
+
+
+def groups_of(rows: int, context: int, width: int) -> list[Group]:
+    """So many sequences, or groups of so many beams."""
+    groups = []
+    for uid in range(rows // max(1, width)):
+        begun, waiting = sequences([CHANCE.randrange(64) for _ in range(context)], 1)
+        search = Search(width, 1) if width else None
+        if search is not None:
+            begun[0].path = BeamPath()
+        sampling = Sampling() if width else Sampling(temperature=0.8, top_p=0.95, seed=uid)
+        groups.append(Group(uid, begun, waiting, sampling, 1 << 20, frozenset(), search=search))
+    return groups
+
+
+def measure(rows: int, context: int, steps: int, width: int = 0) -> float:
+    """Seconds of a step, in the median."""
+    with stubs(), tempfile.TemporaryDirectory() as scratch:
+        return _measure(engine_of(rows, context, steps + 2 * WARM, Path(scratch)), rows, context, steps, width)
+
+
+@contextmanager
+def stubs() -> Iterator[None]:
+    """In place of what samples, and of the choice of kernels."""
+    before = {name: getattr(logits, name) for name in STUBS}
+    try:
+        for name, stub in STUBS.items():
+            setattr(logits, name, stub)
+        yield
+    finally:
+        choose.force("")
+        for name, own in before.items():
+            setattr(logits, name, own)
+
+
+def _measure(engine: Engine, rows: int, context: int, steps: int, width: int) -> float:
+    groups = groups_of(rows, context, width)
+    engine.prefill(0, groups, [(group.uid, context) for group in groups], rows * context, [])
+    seconds = []
+    for _ in range(steps + WARM):
+        began = time.perf_counter()
+        engine.begin_decode([0])
+        seconds.append(time.perf_counter() - began)
+    assert engine.forward.replayed >= steps
+    return statistics.median(seconds[WARM:])
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=100, help="of each kind (default: %(default)s)")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for what, rows, context, width in (
+        ("256 sampled rows, 512 tokens", 256, 512, 0),
+        ("32 sampled rows, 256 tokens", 32, 256, 0),
+        ("8 groups of 4 beams, 256 tokens", 32, 256, 4),
+    ):
+        print(f"{what:34}{measure(rows, context, options.steps, width) * 1e3:8.2f} ms a step")
+
+
+if __name__ == "__main__":
+    main()
