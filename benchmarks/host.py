@@ -48,7 +48,7 @@ class Still(Decoder):
         return hidden
 
 
-def begin(found: Tensor, rows: Sequence[Row], mask: Tensor | None = None) -> Picking:
+def begin(found: Tensor, rows: Sequence[Row], mask: Tensor | None = None) -> Picking[list[Pick | None]]:
     """Stands for the sampler, whose parameters are made."""
     draws_of(rows, found.device)
     return known([Pick(CHANCE.randrange(64), -1.0) for _ in rows], found.device)

@@ -11,6 +11,7 @@ from collections.abc import Sequence as Listing
 from concurrent.futures import Future
 from functools import partial
 from itertools import groupby
+from typing import Concatenate, ParamSpec
 
 import torch
 from torch import Tensor
@@ -40,6 +41,21 @@ from .prompts import Prompts
 from .sequence import Batch, Group, Sequence
 from .shrink import ALONE, Shrink
 from .step import Run
+
+Arguments = ParamSpec("Arguments")
+
+
+def _whole(
+    begin: "Callable[Concatenate[Engine, Arguments], Future[Outcome]]",
+) -> "Callable[Concatenate[Engine, Arguments], Outcome]":
+    """The same step, which is over when it returns."""
+
+    def whole(engine: "Engine", /, *arguments: Arguments.args, **named: Arguments.kwargs) -> Outcome:
+        landed = begin(engine, *arguments, **named)
+        engine.land()
+        return landed.result()
+
+    return whole
 
 
 class Engine:
@@ -127,23 +143,6 @@ class Engine:
         if self.prefixes is not None:
             self.prefixes.clear()
 
-    def prefill(
-        self,
-        batch: int,
-        groups: Listing[Group],
-        chunks: Listing[tuple[int, int]],
-        prompt_tokens: int,
-        decode: Listing[int],
-        allowance: Allowance | None = None,
-    ) -> Outcome:
-        """Adds `groups` to `batch`, then computes chunks, as (uid, most tokens), of what groups lack, `prompt_tokens` in all,
-        together with a decode step of the batches `decode`. Unknown groups are ignored: they may just have ended."""
-        return self._whole(self.begin_prefill(batch, groups, chunks, prompt_tokens, decode, allowance))
-
-    def decode(self, batches: Listing[int], allowance: Allowance | None = None) -> Outcome:
-        """One step for every group in `batches` whose prompt is computed."""
-        return self._whole(self.begin_decode(batches, allowance))
-
     def begin_prefill(
         self,
         batch: int,
@@ -153,7 +152,9 @@ class Engine:
         decode: Listing[int],
         allowance: Allowance | None = None,
     ) -> "Future[Outcome]":
-        """Begins what `prefill` does; the result is there when the step is over."""
+        """Adds `groups` to `batch`, then computes chunks, as (uid, most tokens), of what groups lack, `prompt_tokens` in all,
+        together with a decode step of the batches `decode`. Unknown groups are ignored: they may just have ended. The result is
+        there when the step is over."""
         outcome, self._allowance = Outcome(), allowance
         for group in groups:
             problem = self._problem(group)
@@ -169,9 +170,11 @@ class Engine:
         return self._step(prompts, decodes, outcome)
 
     def begin_decode(self, batches: Listing[int], allowance: Allowance | None = None) -> "Future[Outcome]":
-        """Begins what `decode` does; the result is there when the step is over."""
+        """One step for every group in `batches` whose prompt is computed. The result is there when the step is over."""
         outcome, self._allowance = Outcome(), allowance
         return self._step([], self._decodes(batches, outcome), outcome)
+
+    prefill, decode = _whole(begin_prefill), _whole(begin_decode)
 
     @property
     def underway(self) -> Callable[[], None] | None:
@@ -340,10 +343,6 @@ class Engine:
                 group.counted = -1
         for span in spans:
             span.sequence.computed = span.start + len(span.tokens)
-
-    def _whole(self, landed: "Future[Outcome]") -> Outcome:
-        self.land()
-        return landed.result()
 
     @torch.inference_mode()
     def _step(self, prompts: list[Run], decodes: list[Run], outcome: Outcome) -> "Future[Outcome]":

@@ -3,7 +3,6 @@
 All ranks walk through it, since logits are joined; only rank 0 sees them, and tells the others the tokens.
 """
 
-from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -70,13 +69,7 @@ class Wanted:
     candidates: int = 0  # of beams, whose rows are chosen from together
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What becomes of the rows that a step wants: on the device soon, on the host once it is waited for."""
-
-    tokens: Callable[[], Tensor]  # [rows] int64, on the device, run by run; below 0: none can be picked. Not if there are beams
-    wait: Callable[[], None]  # until the device has done the step; by any thread
-    take: Callable[[], dict[int, Found]]  # per group that is sampled: its picks; None for what can't be chosen
+Choice = Picking[dict[int, Found]]  # per group that is sampled: its picks; None for what can't be chosen. Row by row of its runs
 
 
 def nothing(device: torch.device) -> Choice:
@@ -88,7 +81,7 @@ def nothing(device: torch.device) -> Choice:
         arrival.wait()
         return {}
 
-    return Choice(lambda: none, arrival.wait, take)
+    return Picking(lambda: none, arrival.wait, take)
 
 
 def choose(
@@ -114,18 +107,18 @@ def choose(
     if picking is None:
         found = _found_now(decoder, wanted, hidden, guesses, shrink, masks, stops)
         own = known(list(chain.from_iterable(found)), hidden.device)
-        return Choice(own.tokens, own.wait, lambda: dict(zip(uids, found, strict=True)))
+        return Picking(own.tokens, own.wait, lambda: dict(zip(uids, found, strict=True)))
 
     def take() -> dict[int, Found]:
         split = _split(picking.take(), wanted)
         return dict(zip(uids, masks.settle(split) if masks is not None else split, strict=True))
 
-    return Choice(picking.tokens, picking.wait, take)
+    return Picking(picking.tokens, picking.wait, take)
 
 
 def _begin(
     decoder: Decoder, wanted: Listing[Wanted], hidden: Tensor, guesses: Guesses, shrink: Shrink, masks: Pending | None
-) -> Picking | None:
+) -> Picking[Found] | None:
     """Picks that the host need not wait for; None if they are of another kind, or memory is short."""
     if guesses.rule is not Rule.GUMBEL or any(one.candidates for one in wanted):
         return None
@@ -133,7 +126,7 @@ def _begin(
     if ranks.size > 1 and any(one.run.group.grammar for one in wanted):
         return None  # what becomes of a grammar is known on rank 0's host only
 
-    def work() -> Picking:
+    def work() -> Picking[Found]:
         logits = _logits(decoder, wanted, hidden)
         if logits is None:
             return _told(ranks.tell(torch.empty(len(rows), dtype=torch.int64, device=hidden.device)))
@@ -145,11 +138,11 @@ def _begin(
     return shrink.whole(work, len(rows))
 
 
-def _told(tokens: Tensor) -> Picking:
+def _told(tokens: Tensor) -> Picking[Found]:
     """What rank 0 has picked."""
     arrival = Arrival(tokens)
 
-    def take() -> list[Pick | None]:
+    def take() -> Found:
         [told] = arrival.lists()
         return [Pick(token, 0.0) if token >= 0 else None for token in told]
 

@@ -9,6 +9,7 @@ import threading
 from array import array
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Listing
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -203,11 +204,10 @@ class Service:
         chunks = list(zip(request.chunk_uids, request.chunk_lengths, strict=True))
         allowed = allowance_from(request)
         landed = self.engine.begin_prefill(request.batch, groups, chunks, request.prompt_tokens, request.decode_batches, allowed)
-        landed.add_done_callback(lambda landed: reply(partial(step_reply, request.step, landed.result())))
+        _reply_when(landed, request.step, reply)
 
     def _decode(self, request: wire.DecodeRequest, reply: Callable[[Answer], None]) -> None:
-        landed = self.engine.begin_decode(request.batches, allowance_from(request))
-        landed.add_done_callback(lambda landed: reply(partial(step_reply, request.step, landed.result())))
+        _reply_when(self.engine.begin_decode(request.batches, allowance_from(request)), request.step, reply)
 
     def _filter(self, request: wire.FilterRequest, reply: Callable[[Answer], None]) -> None:
         engine, pool = self.engine, self.engine.pool
@@ -226,6 +226,10 @@ class Service:
         self.engine.clear()
         told = wire.Reply(clear_cache=wire.ClearCacheReply(step=request.step, free=self.engine.pool.free))
         reply(lambda: told)
+
+
+def _reply_when(landed: "Future[Outcome]", step: int, reply: Callable[[Answer], None]) -> None:
+    landed.add_done_callback(lambda over: reply(partial(step_reply, step, over.result())))
 
 
 def step_reply(step: int, outcome: Outcome) -> wire.Reply:

@@ -157,7 +157,8 @@ class Executor:
 
     def _pass(self, step: int, command: wire.Command) -> Future[Answer]:
         """To the other ranks, which shall not begin later than this one, and to the thread."""
-        self._tell(command.SerializeToString() if self._relay is not None else b"")
+        if self._relay is not None:
+            self._tell(command.SerializeToString())
         self._count += 1
         reply: Future[Answer] = Future()
         self._thread.submit(self._run, command, reply, self._count)

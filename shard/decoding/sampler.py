@@ -7,6 +7,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 from itertools import chain
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -49,13 +50,16 @@ class Pick:
     complete: bool = False  # its row ends with it, though it is no end token
 
 
+Taken = TypeVar("Taken")
+
+
 @dataclass(frozen=True, slots=True)
-class Picking:
+class Picking(Generic[Taken]):
     """What becomes of some rows: on the device soon, on the host once it is waited for."""
 
-    tokens: Callable[[], Tensor]  # [rows] int64, on the device; -1 where none can be picked
+    tokens: Callable[[], Tensor]  # [rows] int64, on the device; -1 where none can be picked. Not of beams
     wait: Callable[[], None]  # until `take` has nothing to wait for; by any thread
-    take: Callable[[], list[Pick | None]]
+    take: Callable[[], Taken]
 
 
 def pick(logits: Tensor, rows: Listing[Row], mask: Tensor | None = None) -> list[Pick | None]:
@@ -66,7 +70,7 @@ def pick(logits: Tensor, rows: Listing[Row], mask: Tensor | None = None) -> list
     return begin(logits, rows, mask).take()
 
 
-def begin(logits: Tensor, rows: Listing[Row], mask: Tensor | None = None) -> Picking:
+def begin(logits: Tensor, rows: Listing[Row], mask: Tensor | None = None) -> Picking[list[Pick | None]]:
     """`pick`, which the device does while the host goes on, unless a row wants what only the plain sampler has."""
     if not triton_for(logits):
         return known(_pick_plainly(logits, rows, mask), logits.device)
@@ -92,7 +96,7 @@ def compile_kernels(vocabulary: int, device: torch.device) -> None:
     pick(logits, [row], torch.full((1, -(-vocabulary // 32)), -1, dtype=torch.int32, device=device))
 
 
-def known(picks: list[Pick | None], device: torch.device) -> Picking:
+def known(picks: list[Pick | None], device: torch.device) -> Picking[list[Pick | None]]:
     """Of rows whose picks are made."""
 
     def tokens() -> Tensor:
@@ -101,7 +105,7 @@ def known(picks: list[Pick | None], device: torch.device) -> Picking:
     return Picking(tokens, lambda: None, lambda: picks)
 
 
-def _begin_fused(logits: Tensor, rows: Listing[Row], mask: Tensor | None) -> Picking:
+def _begin_fused(logits: Tensor, rows: Listing[Row], mask: Tensor | None) -> Picking[list[Pick | None]]:
     """By Triton, in few passes over the logits."""
     from ...kernels.fused_sampling import sample
 

@@ -105,11 +105,6 @@ def drive(shard: Shard, groups: Sequence[Group], habits: Habits, seed: int = 0) 
     return Driver(shard, [message(group) for group in groups], habits, seed).run()
 
 
-def drive_ahead(engine: Engine, groups: Sequence[Group], habits: Habits, seed: int = 0) -> World:
-    """The same, with most steps begun before the last one has landed."""
-    return Driver(Flying(engine, random.Random(seed)), [message(group) for group in groups], habits, seed).run()
-
-
 class Flying:
     """An engine whose steps may be under way when it returns, as a service uses it."""
 

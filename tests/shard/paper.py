@@ -14,7 +14,7 @@ import torch
 
 from penstock.shard import engine as engine_module
 from penstock.shard.decoding.methods import strategy_of
-from penstock.shard.decoding.sampler import Pick
+from penstock.shard.decoding.sampler import Pick, Picking
 from penstock.shard.engine import Engine
 from penstock.shard.logits import Choice
 from penstock.shard.pages import PADDING
@@ -95,7 +95,7 @@ def choose(decoder: object, runs: Sequence[Run], hidden: object, *rest: object) 
 
     found = {run.group.uid: [draw(row) for row in strategy_of(run.group).rows(run.group)] for run in runs if run.sampled}
     picks = [pick for own in found.values() for pick in own]
-    return Choice(lambda: torch.tensor([pick.token if pick else -1 for pick in picks]), lambda: None, lambda: found)
+    return Picking(lambda: torch.tensor([pick.token if pick else -1 for pick in picks]), lambda: None, lambda: found)
 
 
 class Paper(Engine):
