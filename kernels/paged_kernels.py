@@ -19,14 +19,19 @@ def _dot(left: tl.tensor, right: tl.tensor, WIDEN: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _slots(pages: tl.tensor, begin: tl.tensor, end: tl.tensor, PAGE: tl.constexpr, KEYS: tl.constexpr) -> tl.tensor:
-    """Slots of keys `begin` to `begin + KEYS`: [KEYS] int64. Those from `end` on are of page 0."""
+def _slots(
+    pages: tl.tensor, begin: tl.tensor, end: tl.tensor, PAGE: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr
+) -> tl.tensor:
+    """Slots of keys `begin` to `begin + KEYS`: [KEYS] int64. MASKED: those from `end` on are of page 0."""
     if PAGE % KEYS == 0:  # the tile lies in one page
         page = tl.load(pages + begin // PAGE).to(tl.int64)
         slots = page * PAGE + begin % PAGE + tl.arange(0, KEYS)
     else:
-        key = begin + tl.arange(0, KEYS)
-        page = tl.load(pages + key // PAGE, mask=key < end, other=0).to(tl.int64)
+        key = (begin + tl.arange(0, KEYS)).to(tl.uint32)  # quotients of what has a sign take three more instructions
+        if MASKED:
+            page = tl.load(pages + key // PAGE, mask=key < end, other=0).to(tl.int64)
+        else:
+            page = tl.load(pages + key // PAGE).to(tl.int64)
         slots = page * PAGE + key % PAGE
     return slots
 
@@ -69,13 +74,11 @@ def _visible(
 def _logits(
     query: tl.tensor, key: tl.tensor, factor: tl.tensor, softcap: tl.tensor, CAPPED: tl.constexpr, WIDEN: tl.constexpr
 ) -> tl.tensor:
-    """In units of log 2. query: [ROWS, PADDED]; key: [KEYS, PADDED]."""
+    """In units of log 2 / `_unit`. query: [ROWS, PADDED]; key: [KEYS, PADDED]."""
     logits = _dot(query, tl.trans(key.to(query.dtype)), WIDEN)
     if CAPPED:
         # tanh(x) = 1 - 2 / (exp(2 x) + 1), and factor holds 2 log2(e) / softcap.
         logits = softcap * 1.4426950408889634 * (1.0 - 2.0 / (tl.exp2(logits * factor) + 1.0))
-    else:
-        logits *= factor
     return logits
 
 
@@ -125,8 +128,9 @@ def _through(
         word_1 = tl.load(words + 1, mask=token >= 0, other=0)
         word_2 = tl.load(words + 2, mask=token >= 0, other=0)
         word_3 = tl.load(words + 3, mask=token >= 0, other=0)
+    unit = 1.0 if CAPPED else factor
     for begin in tl.range(first, last, KEYS, num_stages=STAGES):
-        slots = _slots(pages, begin, end, PAGE, KEYS)
+        slots = _slots(pages, begin, end, PAGE, KEYS, MASKED)
         place = slots[:, None] * (2 * KV_HEADS * SIZE) + feature[None, :]
         key_at = begin + tl.arange(0, KEYS)
         if MASKED:  # what is hidden from all must not even be loaded: it may be no number, and 0 times that is none
@@ -142,11 +146,11 @@ def _through(
                 key_at, position, positions, word_0, word_1, word_2, word_3, context, tree, window, end, WINDOWED, TREES
             )
             logits = tl.where(visible, logits, float("-inf"))
-        higher = tl.maximum(best, tl.max(logits, 1))
+        higher = tl.maximum(best, tl.max(logits, 1) * unit)
         base = higher
         if MASKED:  # a row that has seen nothing yet
             base = tl.where(higher == float("-inf"), 0.0, higher)
-        part = tl.exp2(logits - base[:, None])
+        part = tl.exp2(logits * unit - base[:, None])
         fade = tl.exp2(best - base)
         total = total * fade + tl.sum(part, 1)
         best = higher
@@ -240,6 +244,7 @@ def attend(
         lowest = tl.maximum(first, nearest - window + 1)
         first += (lowest - first) // KEYS * KEYS
     tail = first
+    EDGE: tl.constexpr = KEYS if KEYS < 64 else 64  # masks take registers, and of a large tile most may be hidden
     if not SINGLE:  # what hides nothing need not be masked; where memory is slower than masking, one loop starts sooner
         middle = first
         if WINDOWED:
@@ -247,7 +252,7 @@ def attend(
             middle = first + tl.cdiv(tl.maximum(free - first, 0), KEYS) * KEYS
             sums, best, total = _through(
                 sums, best, total, asking, own, table, first, middle, end, lowest, factor, softcap, position, token, positions,
-                masks, context, tree, window, KV_HEADS, SIZE, PADDED, PAGE, KEYS, 3, WINDOWED, CAPPED, TREES, WIDEN, True,
+                masks, context, tree, window, KV_HEADS, SIZE, PADDED, PAGE, EDGE, 3, WINDOWED, CAPPED, TREES, WIDEN, True,
             )  # fmt: skip
         tail = middle + tl.maximum(plain - middle, 0) // KEYS * KEYS
         sums, best, total = _through(
@@ -256,7 +261,7 @@ def attend(
         )  # fmt: skip
     sums, best, total = _through(
         sums, best, total, asking, own, table, tail, end, end, lowest, factor, softcap, position, token, positions,
-        masks, context, tree, window, KV_HEADS, SIZE, PADDED, PAGE, KEYS, STAGES if SINGLE else 3,
+        masks, context, tree, window, KV_HEADS, SIZE, PADDED, PAGE, EDGE, STAGES if SINGLE else 3,
         WINDOWED, CAPPED, TREES, WIDEN, True,
     )  # fmt: skip
 
@@ -264,6 +269,8 @@ def attend(
     if SCALED:
         answer *= tl.load(scales + KV_HEADS + head)
     if partial < 0:
+        # Loaded once more, in other words lest it be kept: in the loops registers are scarce.
+        token = tl.load(listed + start + asked, mask=valid, other=0, cache_modifier=".ca")
         target = (token.to(tl.int64) * (KV_HEADS * RATIO) + query_head)[:, None] * SIZE + feature[None, :]
         tl.store(output + target, answer.to(output.dtype.element_ty), mask=held)
     else:
