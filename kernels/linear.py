@@ -18,13 +18,18 @@ and on one with AVX-512 and bfloat16 units (2026-11-22, ms of 71 million weights
 
 So one thread with AVX2 alone takes OpenBLAS, all others take oneDNN; each needs one copy of a weight. Which route is taken depends
 on nothing that changes between two starts of the same server: the last bits of an answer do not either.
+
+On an accelerator few rows go by `fused_product`, together with the norm before them and what comes after; more by torch's own.
 """
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from .choose import triton_for
 
 # oneDNN chooses its blocked layout by the number of rows it is told to expect. Told 1 it is slow for batches (42 GFLOP/s at 32);
 # told 4 to 512 one layout is good for all of them.
@@ -33,6 +38,10 @@ EXPECTED_ROWS = 32
 # 2026-11-22 on an EPYC with AVX-512, us: 128 x 128, one row 1.8 against 11.6, 16 rows 7.6 and 13; 2048 x 128, one row 19 and 36,
 # five 102 and 33.
 SHORT = 1 << 18
+# Rows that are few enough for reading the weight to be all that counts: those of `fused_product`. Not measured yet; 0 is none.
+FEW = 16
+# In float16 rows times the gains of their norm might come to more than it holds, and in float32 torch's own product is quicker.
+STREAMED = {torch.bfloat16}
 
 
 class Weight:
@@ -42,6 +51,7 @@ class Weight:
         """exact: a row's result may not depend on the rows beside it more than the route makes it."""
         self.bytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
         self.shape = weight.shape
+        self._plain = (weight, bias) if weight.dtype in STREAMED and triton_for(weight) else None
         route = _route(weight)
         self.compiled = (weight.shape, weight.dtype, bias is not None) if route is packed else None  # what oneDNN compiles for
         self.product = route(weight, bias)
@@ -51,7 +61,27 @@ class Weight:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [rows, in]; result [rows, out]."""
-        return self.product(x)
+        return self._streamed(x, self.shape[0]) if self.streams(x) else self.product(x)
+
+    def streams(self, x: Tensor) -> bool:
+        """Whether rows like x, of which there are few, go by one kernel with what stands before and after their product."""
+        return self._plain is not None and 0 < len(x) <= FEW
+
+    def of_norm(self, x: Tensor, gains: Tensor, epsilon: float, gated: bool) -> Tensor:
+        """The product of x's norm (`reference.rms_norm`), or SwiGLU of that: [rows, out] or [rows, out / 2]. x: some that streams."""
+        return self._streamed(x, self.shape[0] // (1 + gated), gains=gains, epsilon=epsilon, gated=gated)
+
+    def add(self, x: Tensor, sums: Tensor) -> None:
+        """Adds the product to `sums` [rows, out], in place. x: some that streams."""
+        self._streamed(x, self.shape[0], out=sums, add=True)
+
+    def _streamed(self, x: Tensor, outputs: int, out: Tensor | None = None, **options: Any) -> Tensor:
+        from .fused_product import product
+
+        assert self._plain is not None
+        if out is None:
+            out = torch.empty(len(x), outputs, dtype=x.dtype, device=x.device)
+        return product(x, *self._plain, out, **options)
 
 
 Product = Callable[[Tensor], Tensor]

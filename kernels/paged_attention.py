@@ -101,8 +101,8 @@ def tiles_of(ratio: int, size: int, dtype: torch.dtype, generation: int = 9) -> 
         return one, Tile(few, 32, 4 if size <= 128 else 8, 4), Tile(many, 64, 8, 5) if size <= 64 else Tile(many, 32, 8, 4)
     if size > 128:
         return Tile(least, 32, 4, 5), Tile(few, 32, 8, 4), Tile(many, 64, 8, 3)
-    # Many rows: of 128 keys at once their running sums are faded half as often, 590 instructions instead of 2 x 378. At 64 features two
-    # programs of 64 keys have room side by side, and while one takes exponentials the other multiplies.
+    # Many rows: with 128 keys at once their running sums are faded half as often, in 590 instructions instead of 2 x 378. At 64
+    # features two programs of 64 keys have room side by side, and while one takes exponentials the other multiplies.
     return Tile(least, 64, 4, 5), Tile(few, 64, 4, 5), Tile(many, 64, 8, 5) if size <= 64 else Tile(many, 128, 8, 4)
 
 

@@ -90,13 +90,53 @@ class Loader:
         return self.source.tensor(self.prefix + name, full, (dimension, start, start + size))
 
 
+class Stream:
+    """The residual stream of some tokens: what was added up so far, and what is still to be added, in one go with the next norm.
+
+    Few rows on an accelerator go by fewer launches (`fused_product`): products take norms and SwiGLU with them, and what they come
+    to is added at once. With several ranks what they come to must be added up first.
+    """
+
+    def __init__(self, sums: Tensor, ranks: Ranks, epsilon: float) -> None:
+        """sums: [tokens, hidden], the caller's no more."""
+        self._sums = sums
+        self._more: Tensor | None = None
+        self._ranks = ranks
+        self._epsilon = epsilon
+
+    def normalized(self, gains: Tensor) -> Tensor:
+        """[tokens, hidden]."""
+        if self._more is None:
+            return rms_norm(self._sums, gains, self._epsilon)
+        more, self._more = self._more, None
+        return add_rms_norm(more, self._sums, gains, self._epsilon)
+
+    def through(self, gains: Tensor, weight: Weight, gated: bool = False) -> Tensor:
+        """The product of the norm with `weight`, or SwiGLU of that."""
+        if self._more is None and weight.streams(self._sums):
+            return weight.of_norm(self._sums, gains, self._epsilon, gated)
+        found = weight(self.normalized(gains))
+        return swiglu(found) if gated else found
+
+    def add(self, x: Tensor, weight: Weight) -> None:
+        """Adds the product of x with `weight`, this rank's part of it."""
+        if self._ranks.size == 1 and weight.streams(x):
+            weight.add(x, self._sums)
+        else:
+            self._more = self._ranks.add(weight(x))
+
+    def select(self, rows: Tensor) -> None:
+        """Goes on with these rows alone; nothing is still to be added."""
+        assert self._more is None
+        self._sums = self._sums.index_select(0, rows)
+
+
 class Layer:
     """Attention and MLP, each behind a norm and added to what came in."""
 
     def __init__(self, index: int, shape: Shape, source: Source, ranks: Ranks, exact: bool) -> None:
         self.index = index
         self.shape = shape
-        self.ranks = ranks
         self.window = shape.windows[index]
         load = Loader(source, shape, ranks, f"model.layers.{index}.", exact)
         sizes = [n * shape.head_size for n in (shape.heads, shape.kv_heads, shape.kv_heads)]
@@ -111,19 +151,18 @@ class Layer:
         self.gate_up = load.columns(["mlp.gate_proj", "mlp.up_proj"], [shape.intermediate] * 2, shape.mlp_bias)
         self.down = load.rows("mlp.down_proj", shape.intermediate, shape.mlp_bias)
 
-    def transform(self, attended: Tensor, residual: Tensor) -> Tensor:
-        """attended: of `attend`, for some tokens; residual: their stream, to which attention's part is added in place. Result:
-        what the MLP adds to it, all [tokens, hidden]."""
-        x = add_rms_norm(self.ranks.add(self.output(attended)), residual, self.mlp_norm, self.shape.norm_epsilon)
-        return self.ranks.add(self.down(swiglu(self.gate_up(x))))
-
-    def attend(self, x: Tensor, step: Step, rotary: Tensor, cache: Cache) -> Tensor:
-        """x: [tokens, hidden], normalized; result: [tokens, this rank's heads * head size]. Writes keys and values to the cache."""
+    def attend(self, stream: Stream, step: Step, rotary: Tensor, cache: Cache) -> Tensor:
+        """[tokens, this rank's heads * head size]. Writes keys and values to the cache."""
         size, layer = self.shape.head_size, cache.layers[self.index]
-        scales = self.scales if layer.dtype != x.dtype else None
-        joint, epsilon = self.query_key_value(x), self.shape.norm_epsilon
+        joint, epsilon = stream.through(self.input_norm, self.query_key_value), self.shape.norm_epsilon
+        scales = self.scales if layer.dtype != joint.dtype else None
         query = rotate_and_write(joint, rotary, step.slots, layer, self.query_norm, self.key_norm, epsilon, scales)
         return attention(query, layer, step.attention, self.window, size**-0.5, scales).flatten(1)
+
+    def transform(self, attended: Tensor, stream: Stream) -> None:
+        """Adds to the stream what its tokens attended to, and what the MLP makes of that."""
+        stream.add(attended, self.output)
+        stream.add(stream.through(self.mlp_norm, self.gate_up, gated=True), self.down)
 
 
 class Decoder:
@@ -144,17 +183,17 @@ class Decoder:
 
     def __call__(self, step: Step, cache: Cache) -> Tensor:
         """Computes the step's tokens, writes their keys and values, and returns the wanted rows' states: [rows, hidden]."""
-        residual, epsilon = self.embed(step.tokens), self.shape.norm_epsilon
+        stream = Stream(self.embed(step.tokens), self.ranks, self.shape.norm_epsilon)
         rotary = self.rotary.index_select(0, step.positions)
-        x = rms_norm(residual, self.layers[0].input_norm, epsilon)
-        for layer, norm in zip(self.layers, [*(layer.input_norm for layer in self.layers[1:]), self.norm], strict=True):
-            attended = layer.attend(x, step, rotary, cache)
+        for layer in self.layers:
+            attended = layer.attend(stream, step, rotary, cache)
             if layer is self.layers[-1]:  # whose keys and values are written: nothing more is wanted of other rows
-                residual, attended = residual.index_select(0, step.rows), attended.index_select(0, step.rows)
-                if not len(residual):
-                    return residual
-            x = add_rms_norm(layer.transform(attended, residual), residual, norm, epsilon)
-        return x
+                stream.select(step.rows)
+                attended = attended.index_select(0, step.rows)
+                if not len(attended):
+                    return attended.new_empty(0, self.shape.hidden)
+            layer.transform(attended, stream)
+        return stream.normalized(self.norm)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[tokens, hidden]."""

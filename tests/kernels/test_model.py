@@ -11,13 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels import choose, fused_sampling, operations
+from penstock.kernels import choose, fused_product, fused_sampling, linear, operations
 from penstock.proto.speculation import parse
 from penstock.shard import rooms
 from penstock.shard.drafter import Drafter
 from penstock.shard.engine import Engine
 from penstock.shard.forward import Bounds
 from penstock.shard.guesses import Guesses
+from penstock.shard.models import decoder
+from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import Habits, World, drive
@@ -93,6 +95,28 @@ def test_a_shard_by_triton_gives_the_same_tokens(name: str, monkeypatch: pytest.
     assert found.tokens == expected.tokens
     assert found.finishes == expected.finishes
     assert calls
+
+
+@pytest.mark.parametrize("name", [QWEN3, WINDOW])
+def test_products_of_few_rows_give_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for models in bfloat16: norms, SwiGLU and sums go with the products."""
+    expected = plain(name)
+    choose.force("triton")
+    monkeypatch.setattr(linear, "STREAMED", {torch.float32})
+    monkeypatch.setattr(linear, "FEW", 5)  # of steps of up to a dozen
+    calls = []
+    product = fused_product.product
+    monkeypatch.setattr(
+        fused_product, "product", lambda *given, **how: calls.append((len(given[0]), *how)) or product(*given, **how)
+    )
+    norms = []
+    norm = operations.add_rms_norm
+    monkeypatch.setattr(decoder, "add_rms_norm", lambda x, *given: norms.append(len(x)) or norm(x, *given))
+    found = run(tiny.engine_of(name, Ranks(0, 1, tiny.CPU), 4, PAGES))
+    assert found.tokens == expected.tokens
+    assert {how for _, *names in calls for how in names} == {"add", "gains", "epsilon", "gated"}
+    assert max(rows for rows, *_ in calls) == 5
+    assert min(norms) > 1 and max(norms) > 5  # larger steps go by the others
 
 
 def test_padded_steps_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

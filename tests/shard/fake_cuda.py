@@ -456,6 +456,17 @@ def _swiglu(given: Any) -> None:
     given.out.copy_(torch.nn.functional.silu(gate) * up)
 
 
+def _product(given: Any) -> None:
+    x = given.x.float()
+    if given.NORM:
+        x = x * (x.square().mean(-1, keepdim=True) + given.epsilon).rsqrt() * given.gains.float()
+    found = torch.nn.functional.linear(x, given.weight.float(), given.bias.float() if given.BIASED else None)
+    if given.GATED:
+        gate, up = found.chunk(2, -1)
+        found = torch.nn.functional.silu(gate) * up
+    given.out.copy_(found + given.out.float() if given.ADD else found)
+
+
 def _survey(given: Any) -> None:
     given.sums.fill_(1 / given.sums.shape[1])
     given.peaks.copy_(given.logits.logsumexp(-1, keepdim=True).expand_as(given.peaks))
@@ -478,6 +489,7 @@ def _top(given: Any) -> None:
 EFFECTS: dict[str, Callable[[Any], None]] = {
     "norm_kernel": _norm,
     "swiglu_kernel": _swiglu,
+    "product_kernel": _product,
     "survey_kernel": _survey,
     "filter_kernel": _filter,
     "draw_kernel": lambda given: given.sums.fill_(1),

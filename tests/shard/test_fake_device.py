@@ -153,7 +153,15 @@ def test_nothing_is_on_the_wrong_device(noted: Noted, speculate: str, more: dict
     engine.cache.move([[(40, 36), (41, 37)], [(70, 66)]])  # as where a tree's second branch was right
     names = {launched.kernel for launched in noted.launches}
     assert names >= {"attend", "merge", "rotary_kernel", "norm_kernel", "swiglu_kernel", "move_kernel", "top_kernel"}
-    assert names >= {"survey_kernel", "filter_kernel", "draw_kernel", "penalize_kernel", "renew_kernel", "restore_kernel"}
+    assert names >= {
+        "product_kernel",
+        "survey_kernel",
+        "filter_kernel",
+        "draw_kernel",
+        "penalize_kernel",
+        "renew_kernel",
+        "restore_kernel",
+    }
     assert speculate or "copy_kernel" in names
 
 

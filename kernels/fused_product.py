@@ -1,0 +1,204 @@
+"""The product of few rows with a weight, by Triton, with what stands before and after it in a decoder: the norm of the rows, SwiGLU
+of the outputs, the sum with the residual stream. Knows tensors only.
+
+Few rows cost what reading the weight costs, a hundredth of a millisecond, and then launches count: a decoder's layer takes seven
+of them instead of ten. The rows are scaled by their norm after the product, since then they are read once:
+
+    sum of x[i] / rms(x) * gain[i] * weight[o, i]  =  (sum of x[i] * gain[i] * weight[o, i]) / rms(x)
+
+so x * gain is rounded where otherwise the norm is, and may come to more than float16 can hold: `linear.STREAMED`.
+"""
+
+import itertools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+
+from .compilation import Compilation
+
+# In Triton's interpreter a dot of bfloat16 is garbage, so operands are widened there.
+INTERPRET = bool(knobs.runtime.interpret)
+# Rows of a program's tile: the least of a product on the matrix units.
+ROWS = 16
+# Programs below which they are made of fewer outputs, so that more processors have one.
+PROGRAMS = 128
+WARPS = 4
+
+
+@triton.jit(do_not_specialize=["rows"])
+def product_kernel(
+    out: tl.tensor,  # [rows, outputs]; with ADD it holds what is added to
+    x: tl.tensor,  # [rows, inputs]
+    weight: tl.tensor,  # [outputs, inputs]; GATED: [2 * outputs, inputs], gates first
+    gains: tl.tensor,  # [inputs]; unused without NORM
+    bias: tl.tensor,  # as long as weight; unused without BIASED
+    rows: tl.tensor,
+    x_stride: tl.tensor,
+    out_stride: tl.tensor,
+    epsilon: tl.tensor,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    ADD: tl.constexpr,
+    BIASED: tl.constexpr,
+    WIDEN: tl.constexpr,
+) -> None:
+    """One program: COLUMNS outputs of all rows."""
+    row = tl.arange(0, ROWS)
+    output = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    asked, wanted = row < rows, output < OUTPUTS
+    deep = tl.arange(0, DEPTH)
+    from_x = x + row[:, None] * x_stride + deep[None, :]
+    from_weight = weight + output.to(tl.int64)[:, None] * INPUTS + deep[None, :]
+    result = tl.zeros([ROWS, COLUMNS], tl.float32)
+    other = tl.zeros([ROWS, COLUMNS], tl.float32)
+    squares = tl.zeros([ROWS], tl.float32)
+    for first in tl.range(0, INPUTS, DEPTH, num_stages=STAGES):
+        within = deep < INPUTS - first
+        if INPUTS % DEPTH == 0 and OUTPUTS % COLUMNS == 0:
+            columns = tl.load(from_weight + first)
+        else:
+            columns = tl.load(from_weight + first, mask=wanted[:, None] & within[None, :], other=0.0)
+        if INPUTS % DEPTH == 0:
+            values = tl.load(from_x + first, mask=asked[:, None], other=0.0)
+        else:
+            values = tl.load(from_x + first, mask=asked[:, None] & within[None, :], other=0.0)
+        if NORM:
+            wide = values.to(tl.float32)
+            squares += tl.sum(wide * wide, 1)
+            if INPUTS % DEPTH == 0:
+                gain = tl.load(gains + first + deep)
+            else:
+                gain = tl.load(gains + first + deep, mask=within, other=0.0)
+            values = (wide * gain.to(tl.float32)[None, :]).to(values.dtype)
+        result = _dot(values, columns, result, WIDEN)
+        if GATED:
+            if INPUTS % DEPTH == 0 and OUTPUTS % COLUMNS == 0:
+                ups = tl.load(from_weight + first + OUTPUTS * INPUTS)
+            else:
+                ups = tl.load(from_weight + first + OUTPUTS * INPUTS, mask=wanted[:, None] & within[None, :], other=0.0)
+            other = _dot(values, ups, other, WIDEN)
+    if NORM:
+        scale = tl.rsqrt(squares / INPUTS + epsilon)[:, None]
+        result *= scale
+        other *= scale
+    if BIASED:
+        result += tl.load(bias + output, mask=wanted, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            other += tl.load(bias + OUTPUTS + output, mask=wanted, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        result = result / (1.0 + tl.exp(-result)) * other
+    place = out + row[:, None] * out_stride + output[None, :]
+    held = asked[:, None] & wanted[None, :]
+    if ADD:
+        result += tl.load(place, mask=held, other=0.0).to(tl.float32)
+    tl.store(place, result.to(out.dtype.element_ty), mask=held)
+
+
+@triton.jit
+def _dot(left: tl.tensor, right: tl.tensor, sums: tl.tensor, WIDEN: tl.constexpr) -> tl.tensor:
+    """sums + left @ right.T, in float32."""
+    if WIDEN:
+        left = left.to(tl.float32)
+        right = right.to(tl.float32)
+    return tl.dot(left, tl.trans(right), sums, input_precision="ieee")
+
+
+def product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    *,
+    gains: Tensor | None = None,
+    epsilon: float = 0.0,
+    gated: bool = False,
+    add: bool = False,
+) -> Tensor:
+    """`out`, [rows, outputs], becomes (with `add`: becomes more by) the product of x [rows, inputs], at most ROWS rows.
+
+    weight: [outputs, inputs], dense; gains: the rows are normalized first (`reference.rms_norm`); gated: weight is [2 * outputs,
+    inputs], and of its product SwiGLU is taken (`reference.swiglu`). x and out are views whose last dimension is dense.
+    """
+    rows, inputs = x.shape
+    outputs = out.shape[1]
+    assert rows == len(out) and rows <= ROWS, f"{rows} rows"
+    assert weight.shape == (outputs * (1 + gated), inputs) and weight.is_contiguous()
+    assert x.stride(1) == out.stride(1) == 1
+    if rows:
+        amd = torch.version.hip is not None
+        constants = _constants(inputs, outputs, gains is not None, gated, add, bias is not None, amd)
+        product_kernel[(triton.cdiv(outputs, constants["COLUMNS"]),)](
+            out,
+            x,
+            weight,
+            gains if gains is not None else weight,
+            bias if bias is not None else weight,
+            rows,
+            x.stride(0),
+            out.stride(0),
+            epsilon,
+            **constants,
+            num_warps=WARPS,
+            num_stages=constants["STAGES"],
+            enable_fp_fusion=True,
+        )
+    return out
+
+
+def _constants(inputs: int, outputs: int, norm: bool, gated: bool, add: bool, biased: bool, amd: bool) -> dict[str, Any]:
+    # 16 KiB of weight at a time, and two or three such pieces under way for each program.
+    columns, depth, stages = (32, 128, 5) if gated else (32, 256, 4)
+    return {
+        "INPUTS": inputs,
+        "OUTPUTS": outputs,
+        "ROWS": ROWS,
+        "COLUMNS": columns if outputs >= columns * PROGRAMS else 16,
+        "DEPTH": min(depth, max(16, triton.next_power_of_2(inputs))),
+        "STAGES": 2 if amd else stages,  # as in attention: little shared memory, and many waves to hide latency
+        "NORM": norm,
+        "GATED": gated,
+        "ADD": add,
+        "BIASED": biased,
+        "WIDEN": INTERPRET,
+    }
+
+
+def compilations() -> list[Compilation]:
+    """The products of an 8 B model's layer, its vocabulary, and one with biases and odd numbers."""
+    cases = {
+        "queries": (4096, 6144, True, False, False, False),
+        "output": (4096, 4096, False, False, True, False),
+        "gated": (4096, 14336, True, True, False, False),
+        "down": (14336, 4096, False, False, True, False),
+        "vocabulary": (4096, 128256, False, False, False, False),
+        "odd, biased": (2000, 1000, True, True, False, True),
+    }
+    found = []
+    for (name, case), amd in itertools.product(cases.items(), (False, True)):
+        constants = {**_constants(*case, amd), "WIDEN": False}
+        pointers = dict.fromkeys(("out", "x", "weight", "gains", "bias"), "*bf16")
+        numbers = {"rows": "i32", "x_stride": "i32:16", "out_stride": "i32:16", "epsilon": "fp32"}
+        found.append(
+            Compilation(
+                kernel=product_kernel,
+                name=f"product {name}{' amd' * amd}",
+                signature={**pointers, **numbers, **dict.fromkeys(constants, "constexpr")},
+                constants=dict(constants),
+                warps=WARPS,
+                stages=constants["STAGES"],
+                fuse=True,
+                hot=True,
+                targets=("gfx942",) if amd else ("sm_80", "sm_90", "sm_100"),
+            )
+        )
+    return found

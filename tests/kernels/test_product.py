@@ -1,0 +1,123 @@
+"""Products of few rows, with what stands before and after them, mean what the plain operations mean one after the other."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from penstock.kernels import choose, fused_product, linear, reference
+from penstock.kernels.fused_product import ROWS, product
+from penstock.kernels.linear import Weight
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.bfloat16]
+# In float32 the order of additions differs; in bfloat16 norms and SwiGLU are rounded elsewhere.
+TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture
+def chance() -> random.Random:
+    seed = random.randrange(1 << 32)
+    print("seed", seed)  # shown when a test fails
+    torch.manual_seed(seed)
+    return random.Random(seed)
+
+
+def randn(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, device=DEVICE) * scale).to(dtype)
+
+
+def wide(rows: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A view [rows, size] of something wider that is NaN elsewhere, and the whole."""
+    whole = torch.full((rows + 2, size + 7), torch.nan, dtype=dtype, device=DEVICE)
+    whole[:rows, 3 : size + 3] = randn(rows, size, dtype=dtype)
+    return whole[:rows, 3 : size + 3], whole
+
+
+def exact(
+    x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor, gains: Tensor | None, gated: bool, add: bool
+) -> tuple[Tensor, float]:
+    """In float64; and the size that errors are in proportion to."""
+    values = x.double()
+    if gains is not None:
+        values = values * (values.square().mean(-1, keepdim=True) + 1e-3).rsqrt() * gains.double()
+    found = values @ weight.double().T + (bias.double() if bias is not None else 0)
+    if gated:
+        gate, up = found.chunk(2, -1)
+        found = torch.nn.functional.silu(gate) * up
+    if add:
+        found = found + before.double()
+    return found, max(1.0, found.abs().max().item())
+
+
+SIZES = [(16, 16), (40, 24), (64, 33), (256, 130), (300, 257), (512, 64)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("norm", [False, True])
+def test_products(dtype: torch.dtype, gated: bool, norm: bool, chance: random.Random) -> None:
+    for inputs, outputs in [*chance.sample(SIZES, 3), (chance.randint(1, 600), chance.randint(1, 200))]:
+        rows, add, biased = chance.choice([1, 2, 7, ROWS]), not gated and chance.random() < 0.6, chance.random() < 0.5
+        x, _ = wide(rows, inputs, dtype)
+        weight = randn(outputs * (1 + gated), inputs, dtype=dtype, scale=inputs**-0.5)
+        bias = randn(len(weight), dtype=dtype) if biased else None
+        gains = randn(inputs, dtype=dtype) if norm else None
+        out, whole = wide(rows, outputs, dtype)
+        before = out.clone()
+        if not add:
+            out.fill_(torch.nan)
+        assert product(x, weight, bias, out, gains=gains, epsilon=1e-3, gated=gated, add=add) is out
+        expected, size = exact(x, weight, bias, before, gains, gated, add)
+        assert (out.double() - expected).abs().max() <= TOLERANCES[dtype] * size
+        assert whole[:, :3].isnan().all() and whole[:, outputs + 3 :].isnan().all() and whole[rows:].isnan().all()
+
+
+def test_rows_know_no_neighbours(chance: random.Random) -> None:
+    """Not by a bit, whatever else is in the tile."""
+    x, weight, gains = randn(9, 200, dtype=torch.float32), randn(48, 200, dtype=torch.float32), randn(200, dtype=torch.float32)
+    x[4] = torch.nan
+    others = x.clone()
+    others[[0, 1, 5, 7, 8]] = randn(5, 200, dtype=torch.float32)
+    found = [product(each, weight, None, torch.empty(9, 48, device=DEVICE), gains=gains, epsilon=1e-5) for each in (x, others)]
+    assert found[0][[2, 3, 6]].equal(found[1][[2, 3, 6]])
+    assert found[0].isnan().any(1).tolist() == [row == 4 for row in range(9)]
+
+
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_gates_of_large_numbers() -> None:
+    weight = torch.tensor([[1e4], [-1e4], [90.0], [1.0], [1.0], [1.0]], device=DEVICE)
+    found = product(torch.tensor([[1.0]], device=DEVICE), weight, None, torch.empty(1, 3, device=DEVICE), gated=True)
+    torch.testing.assert_close(found, reference.swiglu(weight.T.contiguous()))
+
+
+def test_a_fault_would_be_seen(chance: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tiles that end before the inputs do."""
+    honest = fused_product._constants
+    monkeypatch.setattr(fused_product, "_constants", lambda inputs, *rest: honest(inputs, *rest) | {"INPUTS": inputs - 1})
+    with pytest.raises(AssertionError):
+        for _ in range(3):
+            test_products(torch.float32, False, False, chance)
+
+
+def test_few_rows_go_by_it_and_many_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "STREAMED", {torch.float32})
+    choose.force("triton")
+    try:
+        weight = Weight(randn(32, 24, dtype=torch.float32))
+    finally:
+        choose.force("")
+    calls = []
+    honest = fused_product.product
+    monkeypatch.setattr(fused_product, "product", lambda *given, **more: calls.append(len(given[0])) or honest(*given, **more))
+    for rows in (0, 1, linear.FEW, linear.FEW + 1):
+        x = randn(rows, 24, dtype=torch.float32)
+        assert weight.streams(x) == (0 < rows <= linear.FEW)
+        torch.testing.assert_close(weight(x), weight.product(x))
+    assert calls == [1, linear.FEW]
+    assert linear.FEW <= ROWS
+    half = Weight(randn(32, 24, dtype=torch.float16))
+    assert not half.streams(randn(1, 24, dtype=torch.float16))
