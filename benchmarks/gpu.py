@@ -13,6 +13,7 @@
     tokens        greedy tokens of the demo model by Triton and by plain torch
     model         whole decode steps of an 8 B model with made-up weights
     server        the share of time that the device waits between steps, with HTTP and 256 streams in front
+    tuning        only if asked for, instead of the others: what would be faster with other tiles
 
 How it is measured stands in gpu_measure.py. Medians, with the 10th and 90th percentile. Every section is a process of its own: one
 that fails, or takes far too long, says so, and the others run. The exit code is 1 if a result was wrong (not if a speed goal was
@@ -51,7 +52,9 @@ SHARES = {
     "tokens": 0.08,
     "model": 0.12,
     "server": 0.15,
+    "tuning": 0.95,
 }
+UNASKED = [name for name in SHARES if name != "tuning"]  # sections that run unless others are asked for
 GRACE = 60.0  # seconds that a section may take beyond its time before it is ended: it looks at the clock between measurements
 PATIENCE = {"server": 400.0}  # it has time limits of its own, and ends what it has started
 SLACK = 15.0  # seconds that the last sections may take beyond the time of all
@@ -199,14 +202,18 @@ def sections(seed: int) -> dict[str, Callable[[Any], None]]:
 
         measure(bench)
 
-    found = (ceilings, correctness, attention, operations, tokens, model, server)
+    def tuning(bench: Any) -> None:
+        from penstock.benchmarks.gpu_tuning import measure
+
+        measure(bench)
+
+    found = (ceilings, correctness, attention, operations, tokens, model, server, tuning)
     return {section.__name__: section for section in found}
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [*SHARES]
-    parser.add_argument("--only", type=_words, default=names, help="sections, joined by commas (default: all)")
+    parser.add_argument("--only", type=_words, default=UNASKED, help="sections, joined by commas (default: all but tuning)")
     parser.add_argument("--minutes", type=float, default=MINUTES, help=f"for all sections together (default {MINUTES:g})")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, each once: to see that it runs")

@@ -26,7 +26,8 @@ def measure(bench: Bench) -> None:
     bench.each(SECTION, bench.later)
 
 
-def _world(bench: Bench, rows: Sequence[Row], shape: Shape | None = None, shared: int = 0, share: bool = True) -> World:
+def world_of(bench: Bench, rows: Sequence[Row], shape: Shape | None = None, shared: int = 0, share: bool = True) -> World:
+    """So often that none of it is in the cache when its turn comes."""
     shape = shape or _shape(bench)
     tokens = shared + sum(row.context + row.queries - shared for row in rows)
     return World(shape, rows, bench.copies(tokens * shape.key_bytes), bench.device, shared, share=share)
@@ -40,7 +41,7 @@ def _length(bench: Bench, tokens: int) -> int:
     return max(1, tokens // 128) if bench.tiny else tokens
 
 
-def _even(bench: Bench, count: int, tokens: int) -> list[Row]:
+def even_rows(bench: Bench, count: int, tokens: int) -> list[Row]:
     """Rows that decode with so many keys, their own token's included."""
     return [Row(1, _length(bench, tokens) - 1, ())] * (min(count, 3) if bench.tiny else count)
 
@@ -79,12 +80,12 @@ def _compared(bench: Bench, what: str, world: World, own: Timing, goals: dict[st
 def decode(bench: Bench) -> None:
     """64 rows of 4,096 tokens: a stream of keys and values."""
     for page_size in (16, 64):
-        world = _world(bench, _even(bench, 64, 4096), _shape(bench, page_size))
+        world = world_of(bench, even_rows(bench, 64, 4096), _shape(bench, page_size))
         own = _streamed(bench, f"64 x 4k, pages of {page_size}", world, STREAMING)
         if page_size == 16:
             _peers(bench, f"64 x 4k, pages of {page_size}", world, own, {"FlashInfer": 1.0}, [*SMALL, *TORCH])
     shape = replace(_shape(bench), eight_bits=True)
-    _streamed(bench, "64 x 4k, a cache of 8 bits", _world(bench, _even(bench, 64, 4096), shape), None)
+    _streamed(bench, "64 x 4k, a cache of 8 bits", world_of(bench, even_rows(bench, 64, 4096), shape), None)
 
 
 def _streamed(bench: Bench, what: str, world: World, goal: float | None) -> Timing:
@@ -112,7 +113,7 @@ def small(bench: Bench) -> None:
             if bench.late():
                 return
             what = f"{count} x {tokens}"
-            world = _world(bench, _even(bench, count, tokens))
+            world = world_of(bench, even_rows(bench, count, tokens))
             own = _streamed(bench, what, world, None)
             _peers(bench, what, world, own, SMALL, [*SMALL, "SDPA flash"])
 
@@ -120,10 +121,10 @@ def small(bench: Bench) -> None:
 def skewed(bench: Bench) -> None:
     """One long row among many short ones, against the same keys evenly spread."""
     long, short = _length(bench, 32768), _length(bench, 512)
-    count = len(_even(bench, 64, 512))
+    count = len(even_rows(bench, 64, 512))
     total = long + (count - 1) * short
-    uneven = _timed(bench, _world(bench, [Row(1, long - 1, ()), *[Row(1, short - 1, ())] * (count - 1)]))
-    even = _timed(bench, _world(bench, [Row(1, total // count - 1, ())] * count))
+    uneven = _timed(bench, world_of(bench, [Row(1, long - 1, ()), *[Row(1, short - 1, ())] * (count - 1)]))
+    even = _timed(bench, world_of(bench, [Row(1, total // count - 1, ())] * count))
     what, ratio = "one row of 32k among 63 of 512", uneven.seconds / even.seconds
     bench.add(Line(section=SECTION, what=what, timing=uneven, ratio=ratio, against="of even rows", goal=SKEWED, most=True))
 
@@ -131,12 +132,12 @@ def skewed(bench: Bench) -> None:
 def verification(bench: Bench) -> None:
     """Trees on 4,096 tokens, against one token each."""
     for count in (1, 8, 64):
-        plain = _timed(bench, _world(bench, _even(bench, count, 4096)))
+        plain = _timed(bench, world_of(bench, even_rows(bench, count, 4096)))
         for nodes, goal in VERIFYING.items():
             if bench.late():
                 return
-            rows = [Row(nodes, row.context, (), tree(nodes)) for row in _even(bench, count, 4096)]
-            took = _timed(bench, _world(bench, rows))
+            rows = [Row(nodes, row.context, (), tree(nodes)) for row in even_rows(bench, count, 4096)]
+            took = _timed(bench, world_of(bench, rows))
             what, ratio = f"{nodes} nodes on 4k, {count} rows", took.seconds / plain.seconds
             bench.add(Line(section=SECTION, what=what, timing=took, ratio=ratio, against="of one token", goal=goal, most=True))
 
@@ -148,7 +149,7 @@ def prefill(bench: Bench) -> None:
         ("causal prefill of 8k", Row(tokens, 0, ()), PREFILL),
         ("a chunk of 512 on 7.5k", Row(chunk, tokens - chunk, ()), None),
     ):
-        world = _world(bench, [row])
+        world = world_of(bench, [row])
         took = _timed(bench, world)
         rate = world.operations / took.seconds
         line = Line(
@@ -163,10 +164,10 @@ def prefill(bench: Bench) -> None:
 def shared(bench: Bench) -> None:
     """64 rows that have 4,096 tokens in common, and 64 each of their own: read together and apart."""
     common = _length(bench, 4096) // 16 * 16
-    count = len(_even(bench, 64, 64))
+    count = len(even_rows(bench, 64, 64))
     rows = [Row(1, common + _length(bench, 64) - 1, ())] * count
-    apart = _timed(bench, _world(bench, rows, shared=common, share=False))
-    world = _world(bench, rows, shared=common)
+    apart = _timed(bench, world_of(bench, rows, shared=common, share=False))
+    world = world_of(bench, rows, shared=common)
     _streamed(bench, "64 rows share 4k, against the bytes of one", world, None)
     together = _timed(bench, world)
     what, ratio = "64 rows share 4k", together.seconds / apart.seconds
@@ -177,9 +178,9 @@ def shared(bench: Bench) -> None:
 
 def compiled(bench: Bench) -> None:
     """FlexAttention, which takes long to compile: a stream of keys over pages of 128, which is its block, and a prompt."""
-    cases = [("64 x 4k, pages of 128", _even(bench, 64, 4096)), ("causal prefill of 8k", [Row(_length(bench, 8192), 0, ())])]
+    cases = [("64 x 4k, pages of 128", even_rows(bench, 64, 4096)), ("causal prefill of 8k", [Row(_length(bench, 8192), 0, ())])]
     for what, rows in cases:
         if bench.late():
             return
-        world = _world(bench, rows, _shape(bench, 128))
+        world = world_of(bench, rows, _shape(bench, 128))
         _peers(bench, what, world, _timed(bench, world), {}, ["FlexAttention"])

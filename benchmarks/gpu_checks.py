@@ -22,7 +22,7 @@ from torch import Tensor
 from penstock.benchmarks.gpu_measure import Bench
 from penstock.benchmarks.gpu_report import Line, failed
 from penstock.benchmarks.gpu_worlds import Shape
-from penstock.kernels import beam, choose, noise, operations, paged_attention, paging, reference, sampling
+from penstock.kernels import beam, choose, fused_product, noise, operations, paged_attention, paging, reference, sampling
 from penstock.kernels.attention import Row, ancestry
 from penstock.kernels.fused_noise import gumbel_of_ids, gumbel_of_quads
 from penstock.kernels.fused_sampling import sample
@@ -91,6 +91,7 @@ def checks(bench: Bench) -> dict[str, Check]:
     for name, dtype in types.items():
         found[f"norms and SwiGLU, {name}"] = partial(elementwise, dtype=dtype)
         found[f"rotary and write, {name}"] = partial(rotary, dtype=dtype, eight_bits=False)
+    found["products of few rows"] = products
     if bench.device.type == "cuda":
         found["attention from a graph that takes other plans"] = replayed
         # The interpreter rounds to 8 bits wrongly.
@@ -278,6 +279,34 @@ def elementwise(bench: Bench, chance: random.Random, dtype: torch.dtype) -> floa
             both = _wide(rows, 2 * size, dtype=dtype, device=bench.device)
             gate, up = both.double().chunk(2, -1)
             worst = max(worst, error(operations.swiglu(both), gate * gate.sigmoid() * up, tolerance))
+    return worst
+
+
+def products(bench: Bench, chance: random.Random) -> float:
+    """With and without what stands before and after them."""
+    worst, dtype = 0.0, torch.bfloat16
+    sizes = (
+        [(40, 33), (64, 48)] if bench.tiny else [(4096, 6144), (14336, 4096), (chance.randint(30, 1100), chance.randint(1, 999))]
+    )
+    for inputs, outputs in sizes:
+        for norm, gated, add in ((False, False, False), (True, False, False), (True, True, False), (False, False, True)):
+            rows = chance.choice([1, 3, fused_product.ROWS])
+            x, out = (_wide(rows, size, dtype=dtype, device=bench.device) for size in (inputs, outputs))
+            weight = _wide(outputs * (1 + gated), inputs, dtype=dtype, device=bench.device) * inputs**-0.5
+            bias = _wide(len(weight), dtype=dtype, device=bench.device) if chance.random() < 0.5 else None
+            gains = _wide(inputs, dtype=dtype, device=bench.device) if norm else None
+            expected = (x.double() if gains is None else _norm(x, gains, 1e-5)) @ weight.double().T
+            expected += bias.double() if bias is not None else 0
+            if gated:
+                gate, up = expected.chunk(2, -1)
+                expected = gate * gate.sigmoid() * up
+            if add:
+                expected += out.double()
+            else:
+                out.fill_(torch.nan)
+            fused_product.product(x, weight, bias, out, gains=gains, epsilon=1e-5, gated=gated, add=add)
+            # Sums of many products: errors are in proportion to the largest.
+            worst = max(worst, error(out / expected.abs().max(), expected / expected.abs().max(), ROUNDINGS[dtype]))
     return worst
 
 

@@ -22,7 +22,7 @@ import torch
 from penstock.benchmarks.gpu_busy import Busy, watch
 from penstock.benchmarks.gpu_measure import Bench
 from penstock.benchmarks.gpu_report import Line, failed, timing
-from penstock.kernels import choose
+from penstock.kernels import choose, linear
 from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.sampler import Pick
 from penstock.shard.engine import Engine
@@ -118,6 +118,11 @@ def _case(bench: Bench, engine: Engine, busy: Busy, rows: int, context: int) -> 
         _measured(bench, engine, busy, rows, context, "graph")
         if engine.forward.replayed == before:
             bench.add(failed(SECTION, f"{rows} x {context}, graph", "the graph was never used: steps ran eager"))
+        if 0 < rows <= (few := linear.FEW):
+            linear.FEW = 0  # beside it: norms, products and sums one after the other
+            engine.record(Recorder(), Bounds(rows, rows, total, pages, (rows,)), lambda stage: None)
+            linear.FEW = few
+            _measured(bench, engine, busy, rows, context, "graph, products by torch")
 
 
 def _begin(engine: Engine, rows: int, context: int) -> None:
@@ -168,7 +173,7 @@ def _measured(bench: Bench, engine: Engine, busy: Busy, rows: int, context: int,
     if goal is not None and rows == 1:
         what_soon, ratio = f"{what}: step in units of {SOONEST * 1e3:g} ms", own.seconds / SOONEST
         bench.add(Line(section=SECTION, what=what_soon, ratio=ratio, against="", goal=1.0, most=True))
-    worked = timing(busy.read()["busy"], "graph" if way == "graph" else "wall")
+    worked = timing(busy.read()["busy"], "wall" if way == "eager" else "graph")
     ratio, note = floor / worked.seconds, "launches included" if way == "eager" else ""
     bench.add(Line(section=SECTION, what=f"{what}: device", timing=worked, ratio=ratio, against="floor / device", note=note))
 

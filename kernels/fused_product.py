@@ -62,12 +62,9 @@ def product_kernel(
     result = tl.zeros([ROWS, COLUMNS], tl.float32)
     other = tl.zeros([ROWS, COLUMNS], tl.float32)
     squares = tl.zeros([ROWS], tl.float32)
+    EVEN: tl.constexpr = INPUTS % DEPTH == 0 and OUTPUTS % COLUMNS == 0
     for first in tl.range(0, INPUTS, DEPTH, num_stages=STAGES):
         within = deep < INPUTS - first
-        if INPUTS % DEPTH == 0 and OUTPUTS % COLUMNS == 0:
-            columns = tl.load(from_weight + first)
-        else:
-            columns = tl.load(from_weight + first, mask=wanted[:, None] & within[None, :], other=0.0)
         if INPUTS % DEPTH == 0:
             values = tl.load(from_x + first, mask=asked[:, None], other=0.0)
         else:
@@ -75,18 +72,11 @@ def product_kernel(
         if NORM:
             wide = values.to(tl.float32)
             squares += tl.sum(wide * wide, 1)
-            if INPUTS % DEPTH == 0:
-                gain = tl.load(gains + first + deep)
-            else:
-                gain = tl.load(gains + first + deep, mask=within, other=0.0)
+            gain = tl.load(gains + first + deep, mask=within, other=0.0)
             values = (wide * gain.to(tl.float32)[None, :]).to(values.dtype)
-        result = _dot(values, columns, result, WIDEN)
+        result = _dot(values, _part(from_weight + first, wanted, within, EVEN), result, WIDEN)
         if GATED:
-            if INPUTS % DEPTH == 0 and OUTPUTS % COLUMNS == 0:
-                ups = tl.load(from_weight + first + OUTPUTS * INPUTS)
-            else:
-                ups = tl.load(from_weight + first + OUTPUTS * INPUTS, mask=wanted[:, None] & within[None, :], other=0.0)
-            other = _dot(values, ups, other, WIDEN)
+            other = _dot(values, _part(from_weight + first + OUTPUTS * INPUTS, wanted, within, EVEN), other, WIDEN)
     if NORM:
         scale = tl.rsqrt(squares / INPUTS + epsilon)[:, None]
         result *= scale
@@ -102,6 +92,12 @@ def product_kernel(
     if ADD:
         result += tl.load(place, mask=held, other=0.0).to(tl.float32)
     tl.store(place, result.to(out.dtype.element_ty), mask=held)
+
+
+@triton.jit
+def _part(place: tl.tensor, wanted: tl.tensor, within: tl.tensor, EVEN: tl.constexpr) -> tl.tensor:
+    """A part of the weight: [COLUMNS, DEPTH]."""
+    return tl.load(place) if EVEN else tl.load(place, mask=wanted[:, None] & within[None, :], other=0.0)
 
 
 @triton.jit
@@ -131,8 +127,9 @@ def product(
     """
     rows, inputs = x.shape
     outputs = out.shape[1]
-    assert rows == len(out) and rows <= ROWS, f"{rows} rows"
-    assert weight.shape == (outputs * (1 + gated), inputs) and weight.is_contiguous()
+    assert rows == len(out) <= ROWS, f"{rows} rows into {len(out)}"
+    assert weight.shape == (outputs * (1 + gated), inputs)
+    assert weight.is_contiguous()
     assert x.stride(1) == out.stride(1) == 1
     if rows:
         amd = torch.version.hip is not None

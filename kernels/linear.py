@@ -68,7 +68,7 @@ class Weight:
         return self._plain is not None and 0 < len(x) <= FEW
 
     def of_norm(self, x: Tensor, gains: Tensor, epsilon: float, gated: bool) -> Tensor:
-        """The product of x's norm (`reference.rms_norm`), or SwiGLU of that: [rows, out] or [rows, out / 2]. x: some that streams."""
+        """The product of x's norm (`reference.rms_norm`) [rows, out], or SwiGLU of that [rows, out / 2]. x: some that streams."""
         return self._streamed(x, self.shape[0] // (1 + gated), gains=gains, epsilon=epsilon, gated=gated)
 
     def add(self, x: Tensor, sums: Tensor) -> None:

@@ -255,7 +255,8 @@ class Memory(mmap.mmap):
     """Memory that is there when it is touched. Counted as the device's until nobody has it any more."""
 
     def __del__(self) -> None:
-        noted.held -= len(self)
+        if noted is not None:  # as at the end of the process
+            noted.held -= len(self)
 
 
 def _untouched(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,153 @@
+"""What the kernels leave to be chosen, tried: shapes of tiles, how finely rows are cut, which products go by a kernel of ours.
+
+Each line says how long something takes in units of what is in use now; below 1 is better. What to change stands in `found in`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from penstock.benchmarks.gpu_attention import even_rows, world_of
+from penstock.benchmarks.gpu_measure import Bench, Call
+from penstock.benchmarks.gpu_report import Line, failed
+from penstock.benchmarks.gpu_worlds import World, tree
+from penstock.kernels import choose, fused_product, operations, paged_attention, work
+from penstock.kernels.attention import Row
+from penstock.kernels.linear import Product, plain
+from penstock.kernels.work import Tile
+
+SECTION = "tuning"
+TILES, CUTS, PRODUCT = "paged_attention.tiles_of", "work.ITEMS_PER_PROCESSOR", "fused_product._constants"
+# Rows, keys, warps, stages.
+ONE = [(16, 64, 4, 4), (16, 64, 4, 6), (16, 32, 4, 5), (16, 128, 4, 4), (16, 128, 8, 5), (16, 64, 2, 5), (16, 64, 8, 5)]
+FEW = [(64, 64, 4, 4), (64, 32, 4, 5), (64, 64, 8, 5), (64, 128, 8, 4)]
+MANY = [(128, 64, 8, 5), (128, 64, 8, 4), (128, 128, 8, 5), (64, 64, 4, 5), (64, 64, 4, 4), (64, 128, 4, 4)]
+ITEMS = (1, 3, 4, 6, 8)
+# Outputs and inputs of a program's tile, stages, warps.
+PRODUCTS = [(32, 256, 4, 4), (32, 256, 5, 4), (32, 128, 5, 4), (16, 256, 4, 4), (16, 512, 4, 4), (64, 128, 4, 4), (32, 256, 4, 8)]
+# Of an 8 B model: outputs, inputs, behind a norm, with SwiGLU, added to the stream.
+SHAPES = {
+    "queries, keys, values": (6144, 4096, True, False, False),
+    "attention's output": (4096, 4096, False, False, True),
+    "gate and up": (14336, 4096, True, True, False),
+    "down": (4096, 14336, False, False, True),
+    "vocabulary": (128256, 4096, False, False, False),
+}
+
+
+def measure(bench: Bench) -> None:
+    """The most telling first: the section ends when its time is over."""
+    choose.force("triton")
+    try:
+        cases = {
+            "64 x 4k": (0, ONE, even_rows(bench, 64, 4096)),
+            "prefill of 8k": (2, MANY, [Row(64 if bench.tiny else 8192, 0, ())]),
+            "1 x 2k": (0, ONE, even_rows(bench, 1, 2048)),
+            "16 nodes on 4k": (1, FEW, [Row(16, row.context, (), tree(16)) for row in even_rows(bench, 1, 4096)]),
+        }
+        parts: list[Callable[[Bench], object]] = [partial(_products, name=name) for name in SHAPES]
+        parts += [partial(_tiles, what=what, kind=kind, tried=tried, rows=rows) for what, (kind, tried, rows) in cases.items()]
+        for count, tokens in ((64, 4096), (16, 2048), (256, 1024), (1, 8192)):
+            parts.append(partial(_cuts, count=count, tokens=tokens))
+        bench.each(SECTION, parts)
+    finally:
+        choose.force("")
+
+
+@contextmanager
+def _set(module: Any, name: str, value: object) -> Iterator[None]:
+    honest = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, honest)
+
+
+def _compare(bench: Bench, what: str, where: str, usual: float, calls: Callable[[], Sequence[Call]]) -> None:
+    if bench.late():
+        return
+    try:
+        took = bench.time(calls())
+    except Exception as problem:  # it may not fit: shared memory, registers
+        bench.add(failed(SECTION, what, problem))
+        return
+    note = f"found in {where}"
+    bench.add(Line(section=SECTION, what=what, timing=took, ratio=took.seconds / usual, against="of what is in use", note=note))
+
+
+def _attending(made: World) -> list[Call]:
+    return [partial(made.attend, plan) for plan in made.plans()]
+
+
+def _tiles(bench: Bench, what: str, kind: int, tried: Sequence[tuple[int, int, int, int]], rows: Sequence[Row]) -> None:
+    made, honest = world_of(bench, rows), paged_attention.tiles_of
+    usual = bench.time(_attending(made)).seconds
+
+    def tiles_of(tile: Tile, *shape: Any) -> tuple[Tile, ...]:
+        tiles = list(honest(*shape))
+        tiles[kind] = tile
+        return tuple(tiles)
+
+    for one in tried[:2] if bench.tiny else tried:
+        with _set(paged_attention, "tiles_of", partial(tiles_of, Tile(*one))):
+            _compare(bench, f"{what}: tile of {one}", TILES, usual, lambda: _attending(made))
+
+
+def _cuts(bench: Bench, count: int, tokens: int) -> None:
+    made = world_of(bench, even_rows(bench, count, tokens))
+    usual = bench.time(_attending(made)).seconds
+    for items in ITEMS[:1] if bench.tiny else ITEMS:
+        with _set(work, "ITEMS_PER_PROCESSOR", items):
+            _compare(bench, f"{count} x {tokens}: {items} items for a processor", CUTS, usual, lambda: _attending(made))
+
+
+def _products(bench: Bench, name: str) -> None:
+    outputs, inputs, norm, gated, add = SHAPES[name]
+    if bench.tiny:
+        outputs, inputs = 32, 48
+    size = 2 * outputs * inputs * (1 + gated)
+    weights = [_made(bench, outputs * (1 + gated), inputs) for _ in range(bench.copies(size))]
+    gains = _made(bench, inputs) if norm else None
+    for rows in (2,) if bench.tiny else (1, fused_product.ROWS):
+        x, out = _made(bench, rows, inputs), _made(bench, rows, outputs)
+        how = {"gains": gains, "epsilon": 1e-5, "gated": gated, "add": add}
+
+        def ours(x: torch.Tensor = x, out: torch.Tensor = out, how: dict[str, Any] = how) -> list[Call]:
+            return [partial(fused_product.product, x, weight, None, out, **how) for weight in weights]
+
+        took = bench.time(ours())
+        what, ratio = f"{name}, {rows} rows", size / bench.copy_rate / took.seconds
+        bench.add(Line(section=SECTION, what=what, timing=took, ratio=ratio, against="of the weight's bytes at the copy's rate"))
+        apart = [partial(_apart, x, plain(weight, None), out, gains, gated, add) for weight in weights]
+        _compare(bench, f"{what}: by torch's product", "linear.FEW", took.seconds, lambda apart=apart: apart)  # type: ignore[misc]
+        for columns, depth, stages, warps in PRODUCTS[:1] if bench.tiny else PRODUCTS:
+            chosen = {"COLUMNS": columns, "DEPTH": 16 if bench.tiny else depth, "STAGES": stages}
+            with (
+                _set(fused_product, "_constants", partial(_chosen, fused_product._constants, chosen)),
+                _set(fused_product, "WARPS", warps),
+            ):
+                _compare(bench, f"{what}: tile of {(columns, depth, stages, warps)}", PRODUCT, took.seconds, ours)
+
+
+def _chosen(honest: Callable[..., dict[str, Any]], chosen: dict[str, Any], *given: Any) -> dict[str, Any]:
+    return honest(*given) | chosen
+
+
+def _made(bench: Bench, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device=bench.device).bfloat16() * shape[-1] ** -0.5
+
+
+def _apart(
+    x: torch.Tensor, product: Product, out: torch.Tensor, gains: torch.Tensor | None, gated: bool, add: bool
+) -> torch.Tensor:
+    """What is done one after the other, the sum by the norm that follows."""
+    if gains is not None:
+        x = operations.rms_norm(x, gains, 1e-5)
+    found: torch.Tensor = product(x)
+    if add:
+        return out.add_(found)
+    return operations.swiglu(found) if gated else found
