@@ -11,10 +11,11 @@ import shutil
 import subprocess
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -141,6 +142,17 @@ class Bench:
         while len(samples) < LEAST or (len(samples) < MOST and time.perf_counter() - began < SECONDS * self.effort):
             samples.append(sample())
         return samples
+
+
+@contextmanager
+def replaced(module: Any, name: str, value: object) -> Iterator[None]:
+    """What a module calls `name` is something else for a while."""
+    honest = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, honest)
 
 
 def _clocked(call: Call) -> float:

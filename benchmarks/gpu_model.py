@@ -16,13 +16,14 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from penstock.benchmarks.gpu_busy import Busy, watch
-from penstock.benchmarks.gpu_measure import Bench
+from penstock.benchmarks.gpu_measure import Bench, replaced
 from penstock.benchmarks.gpu_report import Line, failed, timing
-from penstock.kernels import choose, linear
+from penstock.kernels import choose, early, linear
 from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.sampler import Pick
 from penstock.shard.engine import Engine
@@ -102,7 +103,7 @@ def steps(bench: Bench) -> None:
 
 def _case(bench: Bench, engine: Engine, busy: Busy, rows: int, context: int) -> None:
     cuda = bench.device.type == "cuda"
-    total = context + 4 * (STEPS + WARM)
+    total = context + 6 * (STEPS + WARM)
     pages = rows * -(-total // PAGE)
     need = pages * PAGE * engine.token_bytes
     if cuda and need > 0.9 * torch.cuda.mem_get_info()[0]:
@@ -118,11 +119,13 @@ def _case(bench: Bench, engine: Engine, busy: Busy, rows: int, context: int) -> 
         _measured(bench, engine, busy, rows, context, "graph")
         if engine.forward.replayed == before:
             bench.add(failed(SECTION, f"{rows} x {context}, graph", "the graph was never used: steps ran eager"))
-        if 0 < rows <= (few := linear.FEW):
-            linear.FEW = 0  # beside it: norms, products and sums one after the other
-            engine.record(Recorder(), Bounds(rows, rows, total, pages, (rows,)), lambda stage: None)
-            linear.FEW = few
-            _measured(bench, engine, busy, rows, context, "graph, products by torch")
+        others: list[tuple[str, Any, str, object]] = [("kernels begin early", early, "enabled", True)]
+        if rows <= linear.FEW:  # norms, products and sums one after the other
+            others.append(("products by torch", linear, "FEW", 0))
+        for how, module, name, value in others:
+            with replaced(module, name, value):
+                engine.record(Recorder(), Bounds(rows, rows, total, pages, (rows,)), lambda stage: None)
+                _measured(bench, engine, busy, rows, context, f"graph, {how}")
 
 
 def _begin(engine: Engine, rows: int, context: int) -> None:
@@ -192,11 +195,12 @@ def tokens(bench: Bench) -> None:
     dice = random.Random(0)
     count, new = (2, 3) if bench.tiny else (48, 160)
     prompts = [[dice.randrange(3, 2048) for _ in range(dice.randint(2, 6 if bench.tiny else 300))] for _ in range(count)]
-    for dtype in ("float32",) if bench.tiny else NEAR:
-        found = _greedy(bench, "triton", dtype, prompts, new)
+    for dtype, begins in [("float32", False)] if bench.tiny else [*((dtype, False) for dtype in NEAR), ("bfloat16", True)]:
+        with replaced(early, "enabled", begins):
+            found = _greedy(bench, "triton", dtype, prompts, new)
         expected = _greedy(bench, "reference", dtype, prompts, new)
         apart, ties, compared = compare(found, expected, NEAR[dtype])
-        what = f"demo model, {dtype}: prompts that part without a near tie"
+        what = f"demo model, {dtype}{', kernels begin early' * begins}: prompts that part without a near tie"
         note = f"{ties} near ties in {compared} tokens"
         bench.add(Line(section=TOKENS, what=what, ratio=float(apart), goal=0.0, most=True, check=True, note=note))
 

@@ -3,15 +3,14 @@
 Each line says how long something takes in units of what is in use now; below 1 is better. What to change stands in `found in`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from penstock.benchmarks.gpu_attention import even_rows, world_of
-from penstock.benchmarks.gpu_measure import Bench, Call
+from penstock.benchmarks.gpu_measure import Bench, Call, replaced
 from penstock.benchmarks.gpu_report import Line, failed
 from penstock.benchmarks.gpu_worlds import World, tree
 from penstock.kernels import choose, fused_product, operations, paged_attention, work
@@ -57,16 +56,6 @@ def measure(bench: Bench) -> None:
         choose.force("")
 
 
-@contextmanager
-def _set(module: Any, name: str, value: object) -> Iterator[None]:
-    honest = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, honest)
-
-
 def _compare(bench: Bench, what: str, where: str, usual: float, calls: Callable[[], Sequence[Call]]) -> None:
     if bench.late():
         return
@@ -93,7 +82,7 @@ def _tiles(bench: Bench, what: str, kind: int, tried: Sequence[tuple[int, int, i
         return tuple(tiles)
 
     for one in tried[:2] if bench.tiny else tried:
-        with _set(paged_attention, "tiles_of", partial(tiles_of, Tile(*one))):
+        with replaced(paged_attention, "tiles_of", partial(tiles_of, Tile(*one))):
             _compare(bench, f"{what}: tile of {one}", TILES, usual, lambda: _attending(made))
 
 
@@ -101,7 +90,7 @@ def _cuts(bench: Bench, count: int, tokens: int) -> None:
     made = world_of(bench, even_rows(bench, count, tokens))
     usual = bench.time(_attending(made)).seconds
     for items in ITEMS[:1] if bench.tiny else ITEMS:
-        with _set(work, "ITEMS_PER_PROCESSOR", items):
+        with replaced(work, "ITEMS_PER_PROCESSOR", items):
             _compare(bench, f"{count} x {tokens}: {items} items for a processor", CUTS, usual, lambda: _attending(made))
 
 
@@ -127,8 +116,8 @@ def _products(bench: Bench, name: str) -> None:
         for columns, depth, stages, warps in PRODUCTS[:1] if bench.tiny else PRODUCTS:
             chosen = {"COLUMNS": columns, "DEPTH": 16 if bench.tiny else depth, "STAGES": stages}
             with (
-                _set(fused_product, "_constants", partial(_chosen, fused_product._constants, chosen)),
-                _set(fused_product, "WARPS", warps),
+                replaced(fused_product, "_constants", partial(_chosen, fused_product._constants, chosen)),
+                replaced(fused_product, "WARPS", warps),
             ):
                 _compare(bench, f"{what}: tile of {(columns, depth, stages, warps)}", PRODUCT, took.seconds, ours)
 
@@ -138,7 +127,8 @@ def _chosen(honest: Callable[..., dict[str, Any]], chosen: dict[str, Any], *give
 
 
 def _made(bench: Bench, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, device=bench.device).bfloat16() * shape[-1] ** -0.5
+    scaled: torch.Tensor = torch.randn(*shape, device=bench.device) * shape[-1] ** -0.5
+    return scaled.bfloat16()
 
 
 def _apart(

@@ -18,5 +18,6 @@ class Compilation:
     warps: int = 4
     stages: int = 2
     fuse: bool = False  # may multiplications and additions be contracted? Say at the launch what is said here (enable_fp_fusion)
+    early: bool = False  # begins before the kernel before it ends (`early`)
     hot: bool = False  # runs in every layer of every step: must not spill
     targets: tuple[str, ...] = ()  # names in `compile.TARGETS` of those it is used on; none: all

@@ -93,6 +93,8 @@ def _compiled(compilation: Compilation, target: Target) -> Any:
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
     source = ASTSource(kernel, types, dict(compilation.constants), attributes)
     options = {"num_warps": compilation.warps, "num_stages": compilation.stages, "enable_fp_fusion": compilation.fuse}
+    if compilation.early:
+        options["launch_pdl"] = True
     return triton.compile(source, target=target.gpu, options=options)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from triton import knobs
 
 from .compilation import Compilation
+from .early import on, options, prefetch, wait
 
 # In Triton's interpreter a dot of bfloat16 is garbage, so operands are widened there.
 INTERPRET = bool(knobs.runtime.interpret)
@@ -51,11 +52,19 @@ def product_kernel(
     ADD: tl.constexpr,
     BIASED: tl.constexpr,
     WIDEN: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """One program: COLUMNS outputs of all rows."""
     row = tl.arange(0, ROWS)
     output = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     asked, wanted = row < rows, output < OUTPUTS
+    if EARLY:  # a line is 64 numbers; as much of the weight as is under way at once anyway
+        line = weight + tl.minimum(output, OUTPUTS - 1).to(tl.int64)[:, None] * INPUTS
+        line += tl.minimum(tl.arange(0, DEPTH * 4 // 64) * 64, INPUTS - 1)[None, :]
+        prefetch(line, EARLY)
+        if GATED:
+            prefetch(line + OUTPUTS * INPUTS, EARLY)
+    wait(EARLY)
     deep = tl.arange(0, DEPTH)
     from_x = x + row[:, None] * x_stride + deep[None, :]
     from_weight = weight + output.to(tl.int64)[:, None] * INPUTS + deep[None, :]
@@ -133,7 +142,8 @@ def product(
     assert x.stride(1) == out.stride(1) == 1
     if rows:
         amd = torch.version.hip is not None
-        constants = _constants(inputs, outputs, gains is not None, gated, add, bias is not None, amd)
+        early = on(x.device)
+        constants = _constants(inputs, outputs, gains is not None, gated, add, bias is not None, amd) | {"EARLY": early}
         product_kernel[(triton.cdiv(outputs, constants["COLUMNS"]),)](
             out,
             x,
@@ -148,6 +158,7 @@ def product(
             num_warps=WARPS,
             num_stages=constants["STAGES"],
             enable_fp_fusion=True,
+            **options(early),
         )
     return out
 
@@ -170,6 +181,9 @@ def _constants(inputs: int, outputs: int, norm: bool, gated: bool, add: bool, bi
     }
 
 
+KINDS = {"": ("sm_80", "sm_90", "sm_100"), "early": ("sm_90", "sm_100"), "amd": ("gfx942",)}
+
+
 def compilations() -> list[Compilation]:
     """The products of an 8 B model's layer, its vocabulary, and one with biases and odd numbers."""
     cases = {
@@ -181,21 +195,22 @@ def compilations() -> list[Compilation]:
         "odd, biased": (2000, 1000, True, True, False, True),
     }
     found = []
-    for (name, case), amd in itertools.product(cases.items(), (False, True)):
-        constants = {**_constants(*case, amd), "WIDEN": False}
+    for (name, case), (kind, targets) in itertools.product(cases.items(), KINDS.items()):
+        constants = {**_constants(*case, kind == "amd"), "EARLY": kind == "early", "WIDEN": False}
         pointers = dict.fromkeys(("out", "x", "weight", "gains", "bias"), "*bf16")
         numbers = {"rows": "i32", "x_stride": "i32:16", "out_stride": "i32:16", "epsilon": "fp32"}
         found.append(
             Compilation(
                 kernel=product_kernel,
-                name=f"product {name}{' amd' * amd}",
+                name=f"product {name} {kind}".rstrip(),
                 signature={**pointers, **numbers, **dict.fromkeys(constants, "constexpr")},
                 constants=dict(constants),
                 warps=WARPS,
                 stages=constants["STAGES"],
                 fuse=True,
+                early=constants["EARLY"],
                 hot=True,
-                targets=("gfx942",) if amd else ("sm_80", "sm_90", "sm_100"),
+                targets=targets,
             )
         )
     return found

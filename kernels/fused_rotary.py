@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .compilation import Compilation
+from .early import on, options, wait
 
 # Elements of one program, several heads' together: 16 a thread in 4 warps.
 TILE = 2048
@@ -50,8 +51,10 @@ def rotary_kernel(
     NORM: tl.constexpr,
     SCALED: tl.constexpr,
     MOST: tl.constexpr,  # the largest number of a cache of 8 bits; 0: it has the type of the keys
+    EARLY: tl.constexpr,
 ) -> None:
     """One program: HEADS of all the heads of a token, queries' first, then keys', then values'."""
+    wait(EARLY)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     half = tl.arange(0, HALF)[None, :]
@@ -117,6 +120,7 @@ def rotate_and_write(
     assert cache.stride()[1:] == (kv_heads * size, size, 1)
     if tokens:
         half, at_once = _tile(size)
+        early = on(joint.device)
         rotary_kernel[(tokens, triton.cdiv(heads + 2 * kv_heads, at_once))](
             joint,
             table,
@@ -136,8 +140,10 @@ def rotate_and_write(
             NORM=query_weight is not None,
             SCALED=scales is not None,
             MOST=torch.finfo(cache.dtype).max if cache.dtype != joint.dtype else 0.0,
+            EARLY=early,
             num_warps=WARPS,
             enable_fp_fusion=False,
+            **options(early),
         )
     return joint[:, : heads * size].view(tokens, heads, size)
 
@@ -148,7 +154,7 @@ def _tile(size: int) -> tuple[int, int]:
     return half, max(1, TILE // (2 * half))
 
 
-# Accelerators before these have no instruction for numbers of 8 bits; gfx942 has another kind of them.
+# Accelerators before these have no instruction for numbers of 8 bits, and no early launches; gfx942 has other such numbers.
 EIGHT_BIT_TARGETS = ("sm_90", "sm_100")
 
 
@@ -162,7 +168,7 @@ def compilations() -> list[Compilation]:
         (256, True, "bf16", False),
         (128, False, "bf16", True),
     ]
-    for size, norm, dtype, small in cases:
+    for size, norm, dtype, small, early in [*((*case, False) for case in cases), (128, False, "bf16", False, True)]:
         pointers = dict.fromkeys(("joint", "table", "query_weight", "key_weight"), f"*{dtype}")
         pointers |= {"slots": "*i64", "scales": "*fp32", "cache": "*fp8e4nv" if small else f"*{dtype}"}
         numbers = {"heads": "i32", "kv_heads": "i32", "joint_stride": "i32:16", "cache_stride": "i32:16", "epsilon": "fp32"}
@@ -173,16 +179,17 @@ def compilations() -> list[Compilation]:
             "NORM": norm,
             "SCALED": small,
         }
-        constants |= {"MOST": 448.0 if small else 0.0}
+        constants |= {"MOST": 448.0 if small else 0.0, "EARLY": early}
         found.append(
             Compilation(
                 kernel=rotary_kernel,
-                name=f"rotary and write {'norm ' if norm else ''}{size} {dtype}{' fp8' if small else ''}",
+                name=f"rotary and write {'norm ' if norm else ''}{size} {dtype}{' fp8' * small}{' early' * early}",
                 signature=pointers | numbers | dict.fromkeys(constants, "constexpr"),
                 constants=constants,
                 warps=WARPS,
+                early=early,
                 hot=True,
-                targets=EIGHT_BIT_TARGETS if small else (),
+                targets=EIGHT_BIT_TARGETS if small or early else (),
             )
         )
     return found

@@ -19,6 +19,7 @@ from triton import knobs
 from . import work as cutting
 from .attention import Full, Row
 from .compilation import Compilation
+from .early import on, options
 from .paged_kernels import attend, merge
 from .work import Item, Tile, Work
 
@@ -261,7 +262,7 @@ def attention(
     if query.stride(1) != size or query.stride(2) != 1 or not cache.is_contiguous():
         raise ValueError("a token's heads and a slot's keys and values must lie side by side")
     launch = plan.launches[window]
-    eight_bits, scaled = cache.dtype != query.dtype, scales is not None
+    eight_bits, scaled, early = cache.dtype != query.dtype, scales is not None, on(query.device)
     output = torch.empty((tokens, heads, size), dtype=query.dtype, device=query.device)
     pieces = len(launch.pieces)
     partials = torch.empty((pieces, heads, size), dtype=torch.float32, device=query.device)
@@ -285,9 +286,11 @@ def attention(
                 softcap,
                 window,
                 **_constants(plan.kv_heads, plan.ratio, size, plan.page_size, tile, window, softcap, trees, eight_bits, scaled),
+                EARLY=early,
                 num_warps=tile.warps,
                 num_stages=tile.stages,
                 enable_fp_fusion=True,
+                **options(early),
             )
     if len(launch.entries):
         merge[(len(launch.entries) * heads,)](
@@ -297,8 +300,10 @@ def attention(
             launch.entries,
             launch.pieces,
             **_merge_constants(heads, size),
+            EARLY=early,
             num_warps=MERGE_WARPS,
             enable_fp_fusion=True,
+            **options(early),
         )
     return output
 
@@ -359,26 +364,30 @@ def compilations() -> list[Compilation]:
             ]
             if generation != 8:  # before Ada there is no e4m3
                 result.append(_compilation(kind, 128, generation, eight_bits=True, page_size=64, hot=True))
+            if generation == 9:
+                result.append(_compilation(kind, 128, generation, early=True, hot=True))
         result += [
             _compilation(0, 64, generation, ratio=1, page_size=1),
             _compilation(0, 128, generation, ratio=7, page_size=256, hot=True),
             _compilation(2, 128, generation, dtype=torch.float16, hot=True),
             _compilation(1, 256, generation, trees=True, window=4096, softcap=50.0, hot=True),
         ]
-    return [*result, *(_merge_compilation(size) for size in (64, 96, 128, 256))]
+    return [*result, *(_merge_compilation(size, False) for size in (64, 96, 128, 256)), _merge_compilation(128, True)]
 
 
-def _merge_compilation(size: int) -> Compilation:
-    constants = _merge_constants(32, size)
+def _merge_compilation(size: int, early: bool) -> Compilation:
+    constants = _merge_constants(32, size) | {"EARLY": early}
     signature = {"output": "*bf16", "partials": "*fp32", "weights": "*fp32", "entries": "*i32", "pieces": "*i32"}
     return Compilation(
         kernel=merge,
-        name=f"merge {size}",
+        name=f"merge {size}{' early' * early}",
         signature={**signature, **dict.fromkeys(constants, "constexpr")},
         constants=constants,
         warps=MERGE_WARPS,
         fuse=True,
+        early=early,
         hot=True,
+        targets=TARGETS[9] if early else (),
     )
 
 
@@ -394,10 +403,11 @@ def _compilation(
     softcap: float = 0.0,
     trees: bool = False,
     eight_bits: bool = False,
+    early: bool = False,
     hot: bool = False,
 ) -> Compilation:
     tile = tiles_of(ratio, size, dtype, generation)[kind]
-    constants = _constants(8, ratio, size, page_size, tile, window, softcap, trees, eight_bits, eight_bits)
+    constants = _constants(8, ratio, size, page_size, tile, window, softcap, trees, eight_bits, eight_bits) | {"EARLY": early}
     short = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
     signature = {
         "output": f"*{short}",
@@ -418,6 +428,7 @@ def _compilation(
         "softcap" * (softcap > 0),
         "trees" * trees,
         "e4m3" * eight_bits,
+        "early" * early,
         {0: "amd", 8: "ampere", 9: ""}[generation],
     ]
     name = " ".join([f"attend {('one', 'few', 'many')[kind]} {size} {short} ratio {ratio} page {page_size}", *filter(None, marks)])
@@ -429,6 +440,7 @@ def _compilation(
         warps=tile.warps,
         stages=tile.stages,
         fuse=True,
+        early=early,
         hot=hot,
         targets=TARGETS[generation],
     )

@@ -8,6 +8,8 @@ al. 2022, arXiv:2205.14135). Logits are in units of log 2.
 import triton
 import triton.language as tl
 
+from .early import wait
+
 
 @triton.jit
 def _dot(left: tl.tensor, right: tl.tensor, WIDEN: tl.constexpr) -> tl.tensor:
@@ -197,8 +199,10 @@ def attend(
     SINGLE: tl.constexpr,
     STAGES: tl.constexpr,
     WIDEN: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """One item and one key head. Key heads of an item are neighbours, since their keys are in memory."""
+    wait(EARLY)
     head = tl.program_id(0) % KV_HEADS
     item = items + (tl.program_id(0) // KV_HEADS) * 8
     queries = tl.load(item + 1)
@@ -290,8 +294,10 @@ def merge(
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
     PIECES: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """One token and one head: its partials, each weighed by the sum of exponentials that is behind it."""
+    wait(EARLY)
     entry = entries + (tl.program_id(0) // HEADS) * 4
     head = tl.program_id(0) % HEADS
     count = tl.load(entry + 2)

@@ -70,8 +70,30 @@ def test_some_of_ours_compile() -> None:
     """One of each kind; `make kernels` does all."""
     answer = run("-m", "penstock.kernels.compile", "norm add 4096", "rotary and write 128 bf16", "swiglu bf16", "slot move bf16")
     assert answer.returncode == 0, answer.stdout + answer.stderr
-    assert answer.stdout.splitlines()[-1].startswith("5 kernels, 4 targets, 0 faults")  # one of them with an fp8 cache, too
-    assert len(answer.stdout.splitlines()) == 2 + 4 * 4 + 2  # those of fp8 have two targets
+    assert answer.stdout.splitlines()[-1].startswith("6 kernels, 4 targets, 0 faults")  # rotary with an fp8 cache, and early, too
+    assert len(answer.stdout.splitlines()) == 2 + 4 * 4 + 2 * 2  # these have two targets each
+
+
+EARLY = """
+from penstock.kernels import compile
+
+[target] = [target for target in compile.TARGETS if target.name == "sm_90"]
+for one in compile.gather():
+    if one.early and one.name.startswith(("product output", "rotary", "merge", "attend one")):
+        code = compile._compiled(one, target).asm["ptx"]
+        before, after = code.split("griddepcontrol.wait")
+        touches = [word for word in ("ld.global", "st.global", "cp.async", "atom", "red.global") if word in before]
+        print(one.name, "griddepcontrol.launch_dependents" in before, "prefetch.global.L2" in before, "st.global" in after, touches)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")
+def test_kernels_that_begin_early_touch_nothing_before_the_others_are_over() -> None:
+    answer = run("-c", EARLY)
+    lines = answer.stdout.splitlines()
+    assert len(lines) == 4, answer.stdout + answer.stderr
+    for line in lines:
+        assert line.endswith(f"True {line.startswith('product')} True []"), line
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")

@@ -33,7 +33,7 @@ HBM = 141 * 10**9  # bytes of its memory
 L2 = 60 << 20
 OPERATION = 5e-6  # seconds that anything takes on the device
 NO_RESERVE = 0x4000  # mmap(2): the system keeps nothing back for memory that is not touched
-OPTIONS = {"num_warps", "num_stages", "enable_fp_fusion"}  # of a launch, besides its arguments
+OPTIONS = {"num_warps", "num_stages", "enable_fp_fusion", "launch_pdl"}  # of a launch, besides its arguments
 # Operations whose result's size the host has to know, or that read a number.
 READING = {"_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "equal", "unique2", "_unique2", "bincount"}
 # That take indices or whole tensors from anywhere, and wait for what is elsewhere.

@@ -12,6 +12,7 @@ import llguidance
 import pytest
 import torch
 
+from penstock.kernels import early
 from penstock.proto import shard_pb2 as wire
 from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.hypotheses import Path as Beam
@@ -163,6 +164,23 @@ def test_nothing_is_on_the_wrong_device(noted: Noted, speculate: str, more: dict
         "restore_kernel",
     }
     assert speculate or "copy_kernel" in names
+
+
+EARLY = {"product_kernel", "rotary_kernel", "attend", "merge"}
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_kernels_begin_early_where_they_wait_themselves(noted: Noted, monkeypatch: pytest.MonkeyPatch, begins: bool) -> None:
+    """Both or neither: one that is launched early and does not wait reads what is not there yet."""
+    monkeypatch.setattr(early, "enabled", begins)
+    engine = engine_of()
+    run(engine, SCENARIOS["sampled"]())
+    told = {
+        (one.kernel, dict(one.constants).get("launch_pdl", False), dict(one.constants).get("EARLY", False))
+        for one in noted.launches
+    }
+    assert {kernel for kernel, launched, _ in told if launched} == (EARLY if begins else set())
+    assert all(launched == waits for _, launched, waits in told)
 
 
 def test_graphs_replay_what_was_planned(noted: Noted) -> None:
