@@ -6,17 +6,16 @@ nobody writes: weights. So every kernel that takes part calls `wait` first of al
 read that another kernel writes, and nothing may be written. That the one before is over then means that those before it are, too,
 since it has waited itself.
 
-Not measured yet, and so off: `PENSTOCK_EARLY=1` turns it on, on CUDA devices from Hopper on.
+Not measured yet, and so off: `enabled` turns it on, on CUDA devices from Hopper on (`benchmarks/gpu_model.py` does).
 """
 
-import os
 from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 
-enabled = os.environ.get("PENSTOCK_EARLY", "") == "1"
+enabled = False
 
 
 @triton.jit
