@@ -122,7 +122,8 @@ def sample_logits(bench: Bench) -> None:
     size = f"{rows} x {vocabulary}"
     for what, fields, penalized, goal in cases:
         draws = _draws(bench, rows, fields)
-        took = bench.time([partial(sample, one, draws, penalized, None) for one in logits])
+        weighed = fields["top_p"] < 1 and not fields["top_k"]
+        took = bench.time([partial(sample, one, draws, penalized, None, weighed) for one in logits])
         ratio, against = took.seconds / once, "of one read"
         bench.add(
             Line(section=SECTION, what=f"sampling {size}, {what}", timing=took, ratio=ratio, against=against, goal=goal, most=True)

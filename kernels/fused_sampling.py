@@ -6,13 +6,15 @@ are left to `sampling.py`.
 
 Passes over all logits, for rows that are filtered as usual:
 
-1. `survey`: the model's own log-sum-exp, and the largest of every 32 allowed logits.
-2. `filter`: the m-th largest of these is exceeded by at least m logits, and hardly by many more: those are gathered, the total mass
-   is summed on the way, and filters and draw go on among the few. It is the gathered count and mass that say whether all that a
-   filter may keep is among them, so a row is never wrong, but may be slow.
+1. `survey`: the model's own log-sum-exp, and the largest of every 32 allowed logits (a *bucket*).
+2. `weigh`, of rows with top-p and no top-k: the mass of all tokens.
+
+Then `filter`: the m-th largest of the buckets' maxima is exceeded by at least m logits, and hardly by many more. Those are
+gathered, out of the few buckets that have any, and filters and draw go on among them. It is the gathered count and mass that say
+whether all that a filter may keep is among them, so a row is never wrong, but may be slow.
 
 A row whose filters reach further searches its threshold by bisection over the bits of a float, each step a pass over the row, and
-is drawn in a third pass with noise for all tokens, as rows without filters are (`draw`). Penalties touch only the tokens that they
+is drawn in one more pass with noise for all tokens, as rows without filters are (`draw`). Penalties touch only the tokens that they
 are about: they are applied in place, and taken back in the end.
 """
 
@@ -29,6 +31,7 @@ from .sampling import Draws, Penalties
 
 SPLIT = 4096  # logits of one program of `survey` and `draw`
 CAPACITY = 2048  # logits that are gathered at most
+AT_ONCE = 2048  # logits that a program of `filter` looks at: with more it takes registers of which there are two programs' at once
 WANTED = 512  # at least so many are gathered, or twice top-k
 WARPS = 8
 LOWEST = tl.constexpr(-0x80000000)
@@ -197,30 +200,61 @@ def _largest(logits, mask, largest, best, buckets, vocabulary, MASKED: tl.conste
     return tl.min(tl.where(allowed & (values == best), column, vocabulary - 1), 0)
 
 
+@triton.jit(do_not_specialize_on_alignment=[*PER_ROW, "peaks"])
+def weigh_kernel(
+    logits: tl.tensor,  # [rows, vocabulary] float32
+    mask: tl.tensor,
+    maxima: tl.tensor,  # [rows, buckets]
+    temperature: tl.tensor,
+    top_k: tl.tensor,
+    top_p: tl.tensor,
+    peaks: tl.tensor,  # [rows, programs], out: the largest logit of a part
+    sums: tl.tensor,  # [rows, programs], out: mass of a part, where that has 1
+    vocabulary: tl.tensor,
+    stride: tl.tensor,
+    mask_stride: tl.tensor,
+    MASKED: tl.constexpr,
+    SIZE: tl.constexpr,
+) -> None:
+    """One program: SIZE logits of a row, if its filters need the mass of all tokens."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    heat = tl.load(temperature + row)
+    if (heat > 0.0) & (tl.load(top_k + row) == 0) & (tl.load(top_p + row) < 1.0):
+        place = row * tl.num_programs(1) + part
+        peak = tl.max(tl.load(maxima + place * (SIZE // 32) + tl.arange(0, SIZE // 32)), 0)
+        column = part * SIZE + tl.arange(0, SIZE)
+        allowed = _allowed(mask + row * mask_stride, column, column < vocabulary, MASKED)
+        values = tl.load(logits + row * stride + column, mask=allowed, other=float("-inf"))
+        # Where all are -inf the difference would be NaN.
+        masses = tl.exp(tl.div_rn(values - tl.where(peak == float("-inf"), 0.0, peak), heat))
+        tl.store(peaks + place, peak)
+        tl.store(sums + place, tl.sum(masses, 0))
+
+
 @triton.jit
 def _gather(  # type: ignore[no-untyped-def]
-    logits, mask, best, heat, pivot, scores_to, ids_to, vocabulary, MASKED: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Stores scores and ids of all tokens not below a pivot, as far as there is room. Returns how many there are, the mass of all
-    tokens (of the best: 1), and whether no token is below the pivot."""
-    masses = tl.zeros([BLOCK], tl.float32)
+    logits, mask, listed, buckets, best, heat, pivot, scores_to, ids_to, vocabulary, MASKED: tl.constexpr, CAP: tl.constexpr,
+    BLOCK: tl.constexpr
+):  # fmt: skip
+    """Stores scores and ids of all tokens of the listed buckets that are not below a pivot, as far as there is room. Returns how
+    many there are, and whether no token of these buckets is below the pivot."""
     count = tl.zeros((), tl.int32)
     below = tl.zeros((), tl.int32)
-    for start in range(0, vocabulary, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        allowed = _allowed(mask, column, column < vocabulary, MASKED)
+    for start in range(0, buckets * 32, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        inside = place < buckets * 32
+        column = tl.load(listed + place // 32, mask=inside, other=0) * 32 + place % 32
+        allowed = _allowed(mask, column, inside & (column < vocabulary), MASKED)
         values = tl.load(logits + column, mask=allowed, other=float("-inf"))
-        scores = tl.div_rn(values - best, heat)
-        masses += tl.exp(scores)
         possible = allowed & (values > float("-inf"))
         taken = possible & (_key(values) >= pivot)
         number = taken.to(tl.int32)
         to = count + tl.cumsum(number, 0) - number
-        tl.store(scores_to + to, scores, mask=taken & (to < CAP))
+        tl.store(scores_to + to, tl.div_rn(values - best, heat), mask=taken & (to < CAP))
         tl.store(ids_to + to, column, mask=taken & (to < CAP))
         count += tl.sum(number, 0)
         below += tl.sum(possible.to(tl.int32), 0)
-    return count, tl.sum(masses, 0), below == count
+    return count, below == count
 
 
 @triton.jit
@@ -251,7 +285,7 @@ def _far_threshold(  # type: ignore[no-untyped-def]
     return low.to(tl.int32)
 
 
-@triton.jit(do_not_specialize_on_alignment=PER_ROW)
+@triton.jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=[*PER_ROW, "peaks"])
 def filter_kernel(
     logits: tl.tensor,  # [rows, vocabulary] float32
     mask: tl.tensor,
@@ -263,6 +297,9 @@ def filter_kernel(
     seeds: tl.tensor,
     choices: tl.tensor,
     positions: tl.tensor,
+    peaks: tl.tensor,  # [rows, parts], of `weigh_kernel`
+    sums: tl.tensor,
+    listed: tl.tensor,  # [rows, buckets] int32
     gathered: tl.tensor,  # [rows, CAP] float32
     gathered_ids: tl.tensor,  # [rows, CAP] int32
     tokens: tl.tensor,  # [rows] int64, out: -1 where `draw` has to go over all logits
@@ -273,8 +310,10 @@ def filter_kernel(
     stride: tl.tensor,
     mask_stride: tl.tensor,
     buckets: tl.tensor,
+    parts: tl.tensor,  # 0: not weighed
     MASKED: tl.constexpr,
     BUCKETS: tl.constexpr,
+    PARTS: tl.constexpr,
     CAP: tl.constexpr,
     LEAST: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -300,8 +339,18 @@ def filter_kernel(
         pivot = _threshold(_key(largest), tl.where(place < buckets, 1.0, 0.0), wanted)
         gathered += row * CAP
         gathered_ids += row * CAP
-        count, total, everything = _gather(logits, mask, best, heat, pivot, gathered, gathered_ids, vocabulary, MASKED, CAP, BLOCK)
-        tl.debug_barrier()  # what other threads have gathered is read
+        listed += row * buckets
+        filled = (place < buckets) & (largest > float("-inf"))
+        chosen_buckets = filled & (_key(largest) >= pivot)
+        number = chosen_buckets.to(tl.int32)
+        tl.store(listed + tl.cumsum(number, 0) - number, place, mask=chosen_buckets)
+        few = tl.sum(number, 0)
+        tl.debug_barrier()  # what other threads have listed is read
+        count, everything = _gather(
+            logits, mask, listed, few, best, heat, pivot, gathered, gathered_ids, vocabulary, MASKED, CAP, BLOCK
+        )
+        everything = everything & (few == tl.sum(filled.to(tl.int32), 0))
+        tl.debug_barrier()  # and what they have gathered
         # Of the gathered those count that are above the least: what was left behind may tie with it.
         slot = tl.arange(0, CAP)
         full = slot < tl.minimum(count, CAP)
@@ -313,6 +362,12 @@ def filter_kernel(
         enough = count <= CAP
         threshold = tl.full((), LOWEST, tl.int32)
         weights = tl.where(usable, tl.exp(scores), 0.0)
+        part = tl.arange(0, PARTS)
+        weighed = part < tl.where((k == 0) & (p < 1.0), parts, 0)
+        tops = tl.load(peaks + row * parts + part, mask=weighed, other=float("-inf"))
+        masses = tl.load(sums + row * parts + part, mask=weighed, other=0.0)
+        total = tl.sum(masses * tl.exp(tl.div_rn(tops - best, heat)), 0)
+        enough = enough & ((k > 0) | (p >= 1.0) | (parts > 0))
         if k > 0:
             enough = enough & (everything | (tl.sum(usable.to(tl.int32), 0) >= k))
             threshold = _threshold(keys, tl.where(usable, 1.0, 0.0), tl.minimum(k, CAP).to(tl.float32))
@@ -421,12 +476,13 @@ def settle_kernel(
     tl.store(tokens + row, tl.where(normalizer == normalizer, token, -1))
 
 
-def sample(logits: Tensor, draws: Draws, penalties: Penalties | None, mask: Tensor | None) -> Outcome:
+def sample(logits: Tensor, draws: Draws, penalties: Penalties | None, mask: Tensor | None, weighed: bool = True) -> Outcome:
     """One token for every row.
 
     logits: [rows, vocabulary] float32, its last dimension dense; changed on the way if there are penalties, the same afterwards;
     draws: of all rows, a temperature of 0 takes the largest, typical_p is not looked at; penalties: of as many rows, biases of
-    distinct tokens; mask: [rows, words] int32, bit i of word w allows token 32 w + i.
+    distinct tokens; mask: [rows, words] int32, bit i of word w allows token 32 w + i; weighed: without, rows that have top-p and no
+    top-k are slow.
     """
     rows, vocabulary = logits.shape
     parts = triton.cdiv(vocabulary, SPLIT)
@@ -448,7 +504,7 @@ def sample(logits: Tensor, draws: Draws, penalties: Penalties | None, mask: Tens
                     logits, words, maxima, touched_rows, touched, len(touched), vocabulary, logits.stride(0), mask_stride,
                     maxima.shape[1], MASKED=masked, BLOCK=RENEWED, enable_fp_fusion=False,
                 )  # fmt: skip
-    tokens, finals, *drawn = _choose(logits, draws, mask, maxima, parts)
+    tokens, finals, *drawn = _choose(logits, draws, mask, maxima, parts, weighed)
     if penalties is not None and saved is not None:
         restore_(logits, penalties, saved)
     logprobs = torch.empty(rows, device=device)
@@ -459,12 +515,19 @@ def sample(logits: Tensor, draws: Draws, penalties: Penalties | None, mask: Tens
     return Outcome(tokens, logprobs, finals)
 
 
-def _choose(logits: Tensor, draws: Draws, mask: Tensor | None, maxima: Tensor, parts: int) -> tuple[Tensor, ...]:
+def _choose(logits: Tensor, draws: Draws, mask: Tensor | None, maxima: Tensor, parts: int, weighed: bool) -> tuple[Tensor, ...]:
     """Tokens and their log-probabilities, but for tokens of -1: of those what each part has found."""
     rows, vocabulary = logits.shape
     device = logits.device
     masked, mask_stride = mask is not None, mask.stride(0) if mask is not None else 0
     mask = mask if mask is not None else logits
+    peaks, masses = torch.empty(2, rows, parts, device=device).unbind()
+    if weighed:
+        weigh_kernel[(rows, parts)](
+            logits, mask, maxima, draws.temperature, draws.top_k, draws.top_p, peaks, masses, vocabulary, logits.stride(0),
+            mask_stride, MASKED=masked, SIZE=SPLIT, num_warps=WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
+    listed = torch.empty(rows, maxima.shape[1], dtype=torch.int32, device=device)
     gathered = torch.empty(rows, CAPACITY, device=device)
     gathered_ids = torch.empty(rows, CAPACITY, dtype=torch.int32, device=device)
     tokens, thresholds = torch.empty(rows, dtype=torch.int64, device=device), torch.empty(rows, dtype=torch.int32, device=device)
@@ -472,10 +535,10 @@ def _choose(logits: Tensor, draws: Draws, mask: Tensor | None, maxima: Tensor, p
     floors = draws.min_p.log()
     keys = (draws.seeds, draws.choices, draws.positions)
     filter_kernel[(rows,)](
-        logits, mask, maxima, draws.temperature, draws.top_k, draws.top_p, floors, *keys, gathered, gathered_ids, tokens, bests,
-        thresholds, finals, vocabulary, logits.stride(0), mask_stride, maxima.shape[1], MASKED=masked,
-        BUCKETS=triton.next_power_of_2(maxima.shape[1]), CAP=CAPACITY, LEAST=WANTED, BLOCK=SPLIT, num_warps=WARPS,
-        enable_fp_fusion=False,
+        logits, mask, maxima, draws.temperature, draws.top_k, draws.top_p, floors, *keys, peaks, masses, listed, gathered,
+        gathered_ids, tokens, bests, thresholds, finals, vocabulary, logits.stride(0), mask_stride, maxima.shape[1],
+        parts if weighed else 0, MASKED=masked, BUCKETS=triton.next_power_of_2(maxima.shape[1]),
+        PARTS=triton.next_power_of_2(parts), CAP=CAPACITY, LEAST=WANTED, BLOCK=AT_ONCE, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     noisiest, scores, sums = torch.empty(3, rows, parts, device=device).unbind()
     ids = torch.empty(rows, parts, dtype=torch.int64, device=device)
@@ -558,20 +621,21 @@ _TYPES = {
     "saved": "*fp32", "repetition": "*fp32", "frequency": "*fp32", "presence": "*fp32", "temperature": "*fp32", "top_k": "*i64",
     "top_p": "*fp32", "floors": "*fp32", "seeds": "*i64", "choices": "*i64", "positions": "*i64", "gathered": "*fp32",
     "gathered_ids": "*i32", "tokens": "*i64", "bests": "*fp32", "thresholds": "*i32", "finals": "*fp32", "buckets": "i32:16",
-    "noisiest": "*fp32", "scores_of": "*fp32", "masses": "*fp32", "logprobs": "*fp32", "parts": "i32",
+    "listed": "*i32", "noisiest": "*fp32", "scores_of": "*fp32", "masses": "*fp32", "logprobs": "*fp32", "parts": "i32",
 }  # fmt: skip
 
 
 def compilations() -> list[Compilation]:
     """With a grammar's mask, which without is the lesser case; the vocabulary of Llama 3."""
     split = {"MASKED": True, "SIZE": SPLIT}
-    few = {"MASKED": True, "BUCKETS": 4096, "CAP": CAPACITY, "LEAST": WANTED, "BLOCK": SPLIT}
+    few = {"MASKED": True, "BUCKETS": 4096, "PARTS": 32, "CAP": CAPACITY, "LEAST": WANTED, "BLOCK": AT_ONCE}
     cases = [
         ("survey", survey_kernel, {**split}, WARPS),
         ("renew", renew_kernel, {"MASKED": True, "BLOCK": RENEWED}, 4),
         ("tally", tally_kernel, {"BLOCK": ENTRIES}, 4),
         ("penalize", penalize_kernel, {"BLOCK": ENTRIES}, 4),
         ("restore", restore_kernel, {"BLOCK": ENTRIES}, 4),
+        ("weigh", weigh_kernel, split, WARPS),
         ("filter", filter_kernel, few, WARPS),
         ("draw", draw_kernel, split, WARPS),
         ("settle", settle_kernel, {"SIZE": 64}, 1),

@@ -36,6 +36,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_sampling, "SPLIT", 128)
     monkeypatch.setattr(fused_sampling, "CAPACITY", 64)
     monkeypatch.setattr(fused_sampling, "WANTED", 16)
+    monkeypatch.setattr(fused_sampling, "AT_ONCE", 64)
 
 
 @triton.jit
@@ -158,6 +159,33 @@ def test_what_is_gathered_may_have_too_little_mass(chance: random.Random) -> Non
     logits = torch.randn(1, 500, device=DEVICE) / 3
     parameters = draws(1, top_p=0.5)
     check(sample(logits, parameters, None, None), logits, logits, parameters)
+
+
+def test_what_is_gathered_lies_in_few_buckets(chance: random.Random) -> None:
+    """Of many; and some hold more of it than others."""
+    rows, vocabulary = len(NEAR["top_k"]), 2500
+    logits = torch.randn(rows, vocabulary, device=DEVICE)
+    for start in chance.sample(range(0, 2400, 32), 3):
+        logits[:, start : start + 30] += 3 * torch.rand(rows, 30, device=DEVICE)
+    parameters = draws(rows, **NEAR)
+    check(sample(logits, parameters, None, None), logits, logits, parameters)
+
+
+def test_what_is_not_listed_may_count(chance: random.Random) -> None:
+    """One token of each bucket is allowed, so that none that is listed is below the pivot; filters reach further."""
+    logits = torch.randn(3, 32 * 24, device=DEVICE)
+    allowed = logits.clone()
+    words = torch.tensor([[1 << chance.randrange(31) for _ in range(24)] for _ in range(3)], device=DEVICE).int()
+    ids = torch.arange(32 * 24, device=DEVICE)
+    allowed[(words[:, ids // 32] >> (ids % 32).int()) & 1 == 0] = -torch.inf
+    parameters = draws(3, top_p=[0.97, 1.0, 1.0], top_k=[0, 22, 0], min_p=[0.0, 0.0, 1e-3])
+    check(sample(logits, parameters, None, words), logits, allowed, parameters)
+
+
+def test_a_row_that_was_not_weighed_is_right_all_the_same(chance: random.Random) -> None:
+    logits = torch.randn(3, 50, device=DEVICE) * 2
+    parameters = draws(3, top_p=[0.8, 0.5, 1.0], top_k=[0, 9, 4])
+    check(sample(logits, parameters, None, None, weighed=False), logits, logits, parameters)
 
 
 def test_ties_stay(chance: random.Random) -> None:
