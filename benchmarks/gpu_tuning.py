@@ -111,7 +111,7 @@ def _products(bench: Bench, name: str) -> None:
         took = bench.time(ours())
         what, ratio = f"{name}, {rows} rows", size / bench.copy_rate / took.seconds
         bench.add(Line(section=SECTION, what=what, timing=took, ratio=ratio, against="of the weight's bytes at the copy's rate"))
-        apart = [partial(_apart, x, plain(weight, None), out, gains, gated, add) for weight in weights]
+        apart = [partial(_apart, x, plain(weight, None), gains, gated) for weight in weights]
         _compare(bench, f"{what}: by torch's product", "linear.FEW", took.seconds, lambda apart=apart: apart)  # type: ignore[misc]
         for columns, depth, stages, warps in PRODUCTS[:1] if bench.tiny else PRODUCTS:
             chosen = {"COLUMNS": columns, "DEPTH": 16 if bench.tiny else depth, "STAGES": stages}
@@ -131,13 +131,9 @@ def _made(bench: Bench, *shape: int) -> torch.Tensor:
     return scaled.bfloat16()
 
 
-def _apart(
-    x: torch.Tensor, product: Product, out: torch.Tensor, gains: torch.Tensor | None, gated: bool, add: bool
-) -> torch.Tensor:
+def _apart(x: torch.Tensor, product: Product, gains: torch.Tensor | None, gated: bool) -> torch.Tensor:
     """What is done one after the other, the sum by the norm that follows."""
     if gains is not None:
         x = operations.rms_norm(x, gains, 1e-5)
     found: torch.Tensor = product(x)
-    if add:
-        return out.add_(found)
     return operations.swiglu(found) if gated else found

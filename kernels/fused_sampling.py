@@ -29,7 +29,7 @@ from .compilation import Compilation
 from .fused_noise import gumbel_of_ids, gumbel_of_quads
 from .sampling import Draws, Penalties
 
-SPLIT = 4096  # logits of one program of `survey` and `draw`
+SPLIT = 4096  # logits of one program of `survey`, `weigh` and `draw`
 CAPACITY = 2048  # logits that are gathered at most
 AT_ONCE = 2048  # logits that a program of `filter` looks at: with more it takes registers of which there are two programs' at once
 WANTED = 512  # at least so many are gathered, or twice top-k
@@ -390,10 +390,10 @@ def filter_kernel(
             threshold = tl.full((), LOWEST, tl.int32)
             if k > 0:
                 target = tl.minimum(k, vocabulary).to(tl.float32)
-                threshold = _far_threshold(logits, mask, best, heat, target, vocabulary, threshold, False, MASKED, BLOCK)
+                threshold = _far_threshold(logits, mask, best, heat, target, vocabulary, threshold, False, MASKED, 2 * BLOCK)
             if p < 1.0:
-                target = p * _weight_above(logits, mask, best, heat, threshold.to(tl.int64), vocabulary, True, MASKED, BLOCK)
-                threshold = _far_threshold(logits, mask, best, heat, target, vocabulary, threshold, True, MASKED, BLOCK)
+                target = p * _weight_above(logits, mask, best, heat, threshold.to(tl.int64), vocabulary, True, MASKED, 2 * BLOCK)
+                threshold = _far_threshold(logits, mask, best, heat, target, vocabulary, threshold, True, MASKED, 2 * BLOCK)
             tl.store(thresholds + row, threshold)
 
 

@@ -61,27 +61,26 @@ class Weight:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [rows, in]; result [rows, out]."""
-        return self._streamed(x, self.shape[0]) if self.streams(x) else self.product(x)
+        return self.streamed(x) if self.streams(x) else self.product(x)
 
     def streams(self, x: Tensor) -> bool:
         """Whether rows like x, of which there are few, go by one kernel with what stands before and after their product."""
         return self._plain is not None and 0 < len(x) <= FEW
 
-    def of_norm(self, x: Tensor, gains: Tensor, epsilon: float, gated: bool) -> Tensor:
-        """The product of x's norm (`reference.rms_norm`) [rows, out], or SwiGLU of that [rows, out / 2]. x: some that streams."""
-        return self._streamed(x, self.shape[0] // (1 + gated), gains=gains, epsilon=epsilon, gated=gated)
+    def streamed(self, x: Tensor, *, gains: Tensor | None = None, epsilon: float = 0.0, gated: bool = False) -> Tensor:
+        """The product of some x that streams, or of its norm, [rows, out]; gated: SwiGLU of it, [rows, out / 2]."""
+        out = torch.empty(len(x), self.shape[0] // (1 + gated), dtype=x.dtype, device=x.device)
+        return self._stream(x, out, gains=gains, epsilon=epsilon, gated=gated)
 
     def add(self, x: Tensor, sums: Tensor) -> None:
-        """Adds the product to `sums` [rows, out], in place. x: some that streams."""
-        self._streamed(x, self.shape[0], out=sums, add=True)
+        """Adds the product of some x that streams to `sums` [rows, out], in place."""
+        self._stream(x, sums, add=True)
 
-    def _streamed(self, x: Tensor, outputs: int, out: Tensor | None = None, **options: Any) -> Tensor:
+    def _stream(self, x: Tensor, out: Tensor, **how: Any) -> Tensor:
         from .fused_product import product
 
         assert self._plain is not None
-        if out is None:
-            out = torch.empty(len(x), outputs, dtype=x.dtype, device=x.device)
-        return product(x, *self._plain, out, **options)
+        return product(x, *self._plain, out, **how)
 
 
 Product = Callable[[Tensor], Tensor]

@@ -6,7 +6,7 @@ one buffer, so that a step costs one copy to the device, and a captured graph ta
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -105,6 +105,11 @@ def tiles_of(ratio: int, size: int, dtype: torch.dtype, generation: int = 9) -> 
     # Many rows: with 128 keys at once their running sums are faded half as often, in 590 instructions instead of 2 x 378. At 64
     # features two programs of 64 keys have room side by side, and while one takes exponentials the other multiplies.
     return Tile(least, 64, 4, 5), Tile(few, 64, 4, 5), Tile(many, 64, 8, 5) if size <= 64 else Tile(many, 128, 8, 4)
+
+
+def narrowed(tile: Tile, needed: bool) -> Tile:
+    """Tiles of 128 keys leave no registers to widen keys of 8 bits, nor for the loop that a window's beginning takes."""
+    return replace(tile, keys=64, stages=5) if needed and tile.keys > 64 else tile
 
 
 def generation_of(device: torch.device) -> int:
@@ -262,13 +267,14 @@ def attention(
     if query.stride(1) != size or query.stride(2) != 1 or not cache.is_contiguous():
         raise ValueError("a token's heads and a slot's keys and values must lie side by side")
     launch = plan.launches[window]
-    eight_bits, scaled, early = cache.dtype != query.dtype, scales is not None, on(query.device)
+    scaled, early = scales is not None, on(query.device)
     output = torch.empty((tokens, heads, size), dtype=query.dtype, device=query.device)
     pieces = len(launch.pieces)
     partials = torch.empty((pieces, heads, size), dtype=torch.float32, device=query.device)
     weights = torch.empty((pieces, heads), dtype=torch.float32, device=query.device)
     for tile, items, trees in zip(plan.tiles, launch.items, plan.trees, strict=True):
         if len(items):
+            tile = narrowed(tile, cache.dtype != query.dtype or window > 0)
             attend[(len(items) * plan.kv_heads,)](
                 output,
                 partials,
@@ -285,7 +291,7 @@ def attention(
                 scale,
                 softcap,
                 window,
-                **_constants(plan.kv_heads, plan.ratio, size, plan.page_size, tile, window, softcap, trees, eight_bits, scaled),
+                **_constants(plan.kv_heads, plan.ratio, size, plan.page_size, tile, window, softcap, trees, scaled),
                 EARLY=early,
                 num_warps=tile.warps,
                 num_stages=tile.stages,
@@ -320,7 +326,6 @@ def _constants(
     window: int,
     softcap: float,
     trees: bool,
-    eight_bits: bool,
     scaled: bool,
 ) -> dict[str, object]:
     return {
@@ -330,7 +335,7 @@ def _constants(
         "PADDED": triton.next_power_of_2(size),
         "PAGE": page_size,
         "ROWS": tile.rows,
-        "KEYS": min(tile.keys, 64) if eight_bits or window else tile.keys,  # widening keys, and a third loop, take registers
+        "KEYS": tile.keys,
         "WINDOWED": window > 0,
         "CAPPED": softcap > 0,
         "TREES": trees,
@@ -406,8 +411,8 @@ def _compilation(
     early: bool = False,
     hot: bool = False,
 ) -> Compilation:
-    tile = tiles_of(ratio, size, dtype, generation)[kind]
-    constants = _constants(8, ratio, size, page_size, tile, window, softcap, trees, eight_bits, eight_bits) | {"EARLY": early}
+    tile = narrowed(tiles_of(ratio, size, dtype, generation)[kind], eight_bits or window > 0)
+    constants = _constants(8, ratio, size, page_size, tile, window, softcap, trees, eight_bits) | {"EARLY": early}
     short = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
     signature = {
         "output": f"*{short}",

@@ -2,7 +2,7 @@
 
 A program of `attend` is one item and one key head. All query heads of that key head are packed in its tile, so keys and values
 are read once. It goes through its keys in tiles, most of which nothing hides, and keeps the usual running maximum and sum (Dao et
-al. 2022, arXiv:2205.14135). Logits are in units of log 2.
+al. 2022, arXiv:2205.14135), in units of log 2.
 """
 
 import triton
@@ -76,7 +76,7 @@ def _visible(
 def _logits(
     query: tl.tensor, key: tl.tensor, factor: tl.tensor, softcap: tl.tensor, CAPPED: tl.constexpr, WIDEN: tl.constexpr
 ) -> tl.tensor:
-    """In units of log 2 / `_unit`. query: [ROWS, PADDED]; key: [KEYS, PADDED]."""
+    """Times `unit` of `_through` they are in units of log 2. query: [ROWS, PADDED]; key: [KEYS, PADDED]."""
     logits = _dot(query, tl.trans(key.to(query.dtype)), WIDEN)
     if CAPPED:
         # tanh(x) = 1 - 2 / (exp(2 x) + 1), and factor holds 2 log2(e) / softcap.
@@ -248,7 +248,7 @@ def attend(
         lowest = tl.maximum(first, nearest - window + 1)
         first += (lowest - first) // KEYS * KEYS
     tail = first
-    EDGE: tl.constexpr = KEYS if KEYS < 64 else 64  # masks take registers, and of a large tile most may be hidden
+    EDGE: tl.constexpr = KEYS if SINGLE or KEYS < 64 else 64  # masks take registers, and of a large tile most may be hidden
     if not SINGLE:  # what hides nothing need not be masked; where memory is slower than masking, one loop starts sooner
         middle = first
         if WINDOWED:

@@ -110,7 +110,7 @@ def _begin_fused(logits: Tensor, rows: Listing[Row], mask: Tensor | None) -> Pic
     from ...kernels.fused_sampling import sample
 
     penalized = any(row.sampling.penalized for row in rows)
-    weighed = any(row.sampling.top_p < 1 and not row.sampling.top_k for row in rows)
+    weighed = any(one.temperature > 0 and one.top_p < 1 and not one.top_k for one in (row.sampling for row in rows))
     found = sample(logits, draws_of(rows, logits.device), _penalties(rows, logits.device) if penalized else None, mask, weighed)
     logprobs = found.logprobs
     if any(row.final for row in rows):

@@ -94,7 +94,7 @@ class Stream:
     """The residual stream of some tokens: what was added up so far, and what is still to be added, in one go with the next norm.
 
     Few rows on an accelerator go by fewer launches (`fused_product`): products take norms and SwiGLU with them, and what they come
-    to is added at once. With several ranks what they come to must be added up first.
+    to is added at once. With several ranks what they come to must be added up first, so that sums and norms go together.
     """
 
     def __init__(self, sums: Tensor, ranks: Ranks, epsilon: float) -> None:
@@ -113,10 +113,13 @@ class Stream:
 
     def through(self, gains: Tensor, weight: Weight, gated: bool = False) -> Tensor:
         """The product of the norm with `weight`, or SwiGLU of that."""
-        if self._more is None and weight.streams(self._sums):
-            return weight.of_norm(self._sums, gains, self._epsilon, gated)
-        found = weight(self.normalized(gains))
-        return swiglu(found) if gated else found
+        few = weight.streams(self._sums)
+        if few and self._more is None:
+            return weight.streamed(self._sums, gains=gains, epsilon=self._epsilon, gated=gated)
+        x = self.normalized(gains)
+        if few and gated:
+            return weight.streamed(x, gated=True)
+        return swiglu(weight(x)) if gated else weight(x)
 
     def add(self, x: Tensor, weight: Weight) -> None:
         """Adds the product of x with `weight`, this rank's part of it."""
@@ -212,6 +215,12 @@ class Decoder:
     def compile(self, rows: int) -> None:
         """Makes steps of up to so many tokens ready to run, where their products are compiled on first use."""
         compile_products((weight for weight in self._weights() if isinstance(weight, Weight)), rows)
+        layer, row = self.layers[0], self.embedding.new_zeros(1, self.shape.hidden)
+        if self.head.streams(row):  # all that few rows of a layer go by besides attention, and logits
+            stream = Stream(row, self.ranks, self.shape.norm_epsilon)
+            stream.through(layer.input_norm, layer.query_key_value)
+            layer.transform(self.embedding.new_zeros(1, layer.output.shape[1]), stream)
+            self.head(stream.normalized(self.norm))
 
     @property
     def weight_bytes(self) -> int:

@@ -1,6 +1,7 @@
 """Products of few rows, with what stands before and after them, mean what the plain operations mean one after the other."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ pytest.importorskip("triton")
 from penstock.kernels import choose, fused_product, linear, reference
 from penstock.kernels.fused_product import ROWS, product
 from penstock.kernels.linear import Weight
+from penstock.shard.models.decoder import Stream
+from penstock.shard.parallel import Ranks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16]
@@ -100,6 +103,43 @@ def test_a_fault_would_be_seen(chance: random.Random, monkeypatch: pytest.Monkey
     monkeypatch.setattr(fused_product, "_constants", lambda inputs, *rest: honest(inputs, *rest) | {"INPUTS": inputs - 1})
     with pytest.raises(AssertionError):
         test_products(torch.float32, False, False, chance)
+
+
+class Two:
+    """Two ranks that have come to the same."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.added = 0
+
+    def add(self, x: Tensor) -> Tensor:
+        self.added += 1
+        return x.mul_(2)
+
+
+@pytest.mark.parametrize("ranks", [Ranks(0, 1, torch.device(DEVICE)), Two()])
+def test_what_several_ranks_come_to_is_added_up(ranks: Any, monkeypatch: pytest.MonkeyPatch, chance: random.Random) -> None:
+    """Two layers of a stream, by way of few rows and of many."""
+    hidden, wide = 24, 40
+    gains = [randn(hidden, dtype=torch.float32) for _ in range(2)]
+    tensors = [randn(2 * wide, hidden, dtype=torch.float32), randn(hidden, wide, dtype=torch.float32)]
+    begun = randn(3, hidden, dtype=torch.float32)
+    choose.force("triton")
+    try:
+        found = []
+        for types in (set(), {torch.float32}):
+            monkeypatch.setattr(linear, "STREAMED", types)
+            gate_up, down = (Weight(tensor) for tensor in tensors)
+            assert down.streams(begun) == bool(types)
+            stream = Stream(begun.clone(), ranks, 1e-5)
+            for _ in range(2):
+                stream.add(stream.through(gains[0], gate_up, gated=True), down)
+            found.append(stream.normalized(gains[1]))
+    finally:
+        choose.force("")
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+    assert ranks.size == 1 or ranks.added == 4
 
 
 def test_few_rows_go_by_it_and_many_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
