@@ -31,7 +31,7 @@ from .sampling import Draws, Penalties
 
 SPLIT = 4096  # logits of one program of `survey`, `weigh` and `draw`
 CAPACITY = 2048  # logits that are gathered at most
-AT_ONCE = 2048  # logits that a program of `filter` looks at: with more it takes registers of which there are two programs' at once
+AT_ONCE = 2048  # logits that `filter` looks at at once: with more, its registers leave no room for a second program
 WANTED = 512  # at least so many are gathered, or twice top-k
 WARPS = 8
 LOWEST = tl.constexpr(-0x80000000)
@@ -298,7 +298,7 @@ def filter_kernel(
     choices: tl.tensor,
     positions: tl.tensor,
     peaks: tl.tensor,  # [rows, parts], of `weigh_kernel`
-    sums: tl.tensor,
+    sums: tl.tensor,  # [rows, parts], of `weigh_kernel`
     listed: tl.tensor,  # [rows, buckets] int32
     gathered: tl.tensor,  # [rows, CAP] float32
     gathered_ids: tl.tensor,  # [rows, CAP] int32
