@@ -21,6 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from . import early
 from .compilation import Compilation
 
 KIB = 1024
@@ -93,9 +94,7 @@ def _compiled(compilation: Compilation, target: Target) -> Any:
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
     source = ASTSource(kernel, types, dict(compilation.constants), attributes)
     options = {"num_warps": compilation.warps, "num_stages": compilation.stages, "enable_fp_fusion": compilation.fuse}
-    if compilation.early:
-        options["launch_pdl"] = True
-    return triton.compile(source, target=target.gpu, options=options)
+    return triton.compile(source, target=target.gpu, options=options | early.options(compilation.early))
 
 
 def _fault(compilation: Compilation, target: Target, spilled: int, shared: int) -> str:

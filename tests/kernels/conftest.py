@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,14 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture
+def chance() -> random.Random:
+    seed = random.randrange(1 << 32)
+    print("seed", seed)  # shown when a test fails
+    torch.manual_seed(seed)
+    return random.Random(seed)
 
 
 @pytest.fixture(scope="session", autouse=True)

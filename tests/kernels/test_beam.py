@@ -24,14 +24,6 @@ def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     choose.force("")
 
 
-@pytest.fixture
-def chance() -> random.Random:
-    seed = random.randrange(1 << 32)
-    print("seed", seed)
-    torch.manual_seed(seed)
-    return random.Random(seed)
-
-
 @pytest.mark.parametrize("vocabulary", [8, 65, 333])
 def test_candidates(vocabulary: int, chance: random.Random) -> None:
     sizes = [chance.randint(1, 5) for _ in range(4)]

@@ -17,14 +17,6 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 TOLERANCES = {torch.float32: (1e-5, 1e-5), torch.float16: (3e-3, 3e-3), torch.bfloat16: (4e-2, 6e-2)}
 
 
-@pytest.fixture
-def chance() -> random.Random:
-    seed = random.randrange(1 << 32)
-    print("seed", seed)  # shown when a test fails
-    torch.manual_seed(seed)
-    return random.Random(seed)
-
-
 @pytest.fixture(autouse=True)
 def by_triton() -> Iterator[None]:
     choose.force("triton")

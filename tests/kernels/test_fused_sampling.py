@@ -22,14 +22,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-@pytest.fixture
-def chance() -> random.Random:
-    seed = random.randrange(1 << 32)
-    print("seed", seed)
-    torch.manual_seed(seed)
-    return random.Random(seed)
-
-
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes at which a few hundred tokens go every way."""

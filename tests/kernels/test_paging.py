@@ -23,14 +23,6 @@ def either(request: pytest.FixtureRequest) -> Iterator[None]:
     choose.force("")
 
 
-@pytest.fixture
-def chance() -> random.Random:
-    seed = random.randrange(1 << 32)
-    print("seed", seed)
-    torch.manual_seed(seed)
-    return random.Random(seed)
-
-
 def ints(values: Any) -> Tensor:
     return torch.tensor(values, dtype=torch.int64, device=DEVICE)
 

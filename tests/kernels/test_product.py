@@ -21,14 +21,6 @@ DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
-@pytest.fixture
-def chance() -> random.Random:
-    seed = random.randrange(1 << 32)
-    print("seed", seed)  # shown when a test fails
-    torch.manual_seed(seed)
-    return random.Random(seed)
-
-
 def randn(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
     return (torch.randn(*shape, device=DEVICE) * scale).to(dtype)
 
