@@ -44,6 +44,7 @@ class Row:
     context: int
     pages: Sequence[int]
     parents: Sequence[int] | None = None  # per query: index of its parent among the queries, -1 for the root; None: a chain
+    settled: int | None = None  # so many of its pages are certain: the device is told of others, full ones, later; None: all
 
 
 @dataclass(frozen=True, slots=True)

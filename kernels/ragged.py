@@ -42,10 +42,15 @@ class Layout:
 Plan: TypeAlias = "common.Plan | paged.Plan"
 
 
+def by_triton(layout: Layout) -> bool:
+    """Whose attention it is. A plan for Triton's is complete when the device has what it wants to know of it."""
+    return triton_on(layout.device)
+
+
 def plan(rows: Sequence[Row], layout: Layout, capacity: "paged.Capacity | None" = None) -> tuple[Sequence[int], Plan]:
     """The order in which rows have to stand in a step, and their attention then. capacity: what a graph has room for. Raises Full
     if that is too little."""
-    if not triton_on(layout.device):
+    if not by_triton(layout):
         elements = 2 * layout.kv_heads * layout.size
         return common.plan(rows, layout.page_size, layout.windows, elements, layout.device)
     from . import paged_attention as paged

@@ -160,7 +160,7 @@ def masks(row: Row) -> list[tuple[int, int]]:
 def runs_of(rows: Sequence[Row], page_size: int, most: int) -> Iterator[Run]:
     """What rows of at most so many queries have in common. Runs come after those that they continue."""
     able = [i for i, row in enumerate(rows) if row.queries <= most]
-    full = [row.context // page_size for row in rows]
+    full = [row.context // page_size if row.settled is None else row.settled for row in rows]
     least = -(-SHORTEST_RUN // page_size)
     waiting = [(able, 0, 0)]  # rows, where their next run begins, up to where they are known to be alike
     while waiting:

@@ -41,8 +41,11 @@ class Cache:
 
     def copy(self, copies: Listing[tuple[int, int, int]]) -> None:
         """(source, target, rows): the first `rows` tokens of page `source` to `target`. Targets are distinct and no sources."""
-        columns = to_device(torch.tensor(copies, dtype=torch.int64).t().contiguous(), self.pages.device)
-        copy_pages(self.pages, *columns)
+        self.copy_rows(*to_device(torch.tensor(copies, dtype=torch.int64).t().contiguous(), self.pages.device))
+
+    def copy_rows(self, sources: Tensor, targets: Tensor, rows: Tensor) -> None:
+        """The same, of what may be known on the device only: [copies] int64 each."""
+        copy_pages(self.pages, sources, targets, rows)
 
     def move(self, rows: Listing[Listing[tuple[int, int]]]) -> None:
         """(source, target) slots, of each row one after the other; no two rows have a slot in common."""

@@ -234,6 +234,8 @@ class Engine:
         return "" if len(set(choices)) == len(choices) else f"a choice comes twice among {choices}"
 
     def _join(self, batch: int, group: Group) -> None:
+        if self.overlaps and self.decoder.ranks.size == 1 and group.search is not None:
+            group.may_inherit(self.pool.pages, self.pool.page_size)
         self.groups[group.uid] = self._changed[group.uid] = group
         self._place(batch, group)
 
@@ -247,6 +249,7 @@ class Engine:
         del self.groups[group.uid], home.groups[group.uid]
         if not home.groups:
             del self.batches[home.uid]
+        self.forks.disown(group)
         for sequence in group.sequences:
             self.pool.release(sequence.pages)
             sequence.clear()
@@ -275,6 +278,9 @@ class Engine:
     def _decodes(self, batches: Iterable[int], outcome: Outcome) -> list[Run]:
         """The runs of all groups that decode, with pages for them."""
         groups = self._members(batches)
+        if self._flight is not None and not all(group.roomy(self.pool.page_size) for group in groups):
+            self.land()  # then beams take fewer pages
+            groups = self._members(batches)
         if self.guesses.allowed(self._allowance) and any(group.drafts for group in groups):
             self.land()  # guesses follow from tokens
             groups = self._members(batches)
@@ -299,7 +305,7 @@ class Engine:
 
     def _spans(self, group: Group) -> list[step.Span]:
         """Those of its next decode step. None: it doesn't decode, or ends with the step that is under way."""
-        following = self._flight.follow(group) if self._flight is not None else None
+        following = self._flight.follow(group, self.pool.page_size) if self._flight is not None else None
         if following is None:
             return strategy_of(group).draft(group) if group.decodes else []
         group.decodes = group.decodes or bool(following)
@@ -375,7 +381,11 @@ class Engine:
     def _forward(self, runs: Listing[Run], spans: Listing[step.Span]) -> Tensor | None:
         """The states of the rows that are wanted, run by run."""
         self._clear_taken()
-        compute = self.forward if self._flight is None else partial(self.forward, picked=self._flight.choice.tokens())
+        compute: Callable[[Listing[step.Span]], Tensor] = self.forward
+        if self._flight is not None and self._flight.choice.picked is not None:
+            picked = self._flight.choice.picked()
+            self.forks.bequeath(spans, picked)
+            compute = partial(self.forward, picked=picked)
         hidden, lost = self.shrink.forward(compute, spans, self.pool.page_size)
         first = 0
         for run in runs:
@@ -430,7 +440,7 @@ class Engine:
         """Groups that hold one of these can't go on. Nobody shall find the pages, nor take them for those that it has computed."""
         before = self._flight.runs if self._flight is not None else []  # which would make its pages known again when it lands
         for run in [*before, *runs]:
-            if any(not pages.isdisjoint(sequence.pages) for sequence in run.group.sequences):
+            if any(not pages.isdisjoint(sequence.pages) for sequence in (*run.group.sequences, *run.group.heirs)):
                 run.problem = ALONE
                 self._withdraw(run.group)
 

@@ -1,12 +1,44 @@
-"""Beams part: who lives on keeps or shares pages, who doesn't gives them back. Knows pages and sequences, no logits."""
+"""Beams part: who lives on keeps or shares pages, who doesn't gives them back. Knows pages and sequences, no logits.
 
+While a step is under way only the device knows who lives on. Then there are *heirs*: sequences as many as will live on, each with a
+page of its own for what comes next. When the step lands they take the places of the group's sequences.
+"""
+
+from array import array
 from collections import Counter
 from collections.abc import Sequence as Listing
+from itertools import chain
 
+import torch
+
+from ..kernels.transfer import to_device
 from .cache import Cache
 from .decoding.strategy import Child
 from .pages import PagePool
 from .sequence import Group, Sequence
+from .step import Front, Picked, Span
+
+
+def heirs(group: Group, width: int, page_size: int, source: int) -> list[Span]:
+    """Those of a group whose step is under way, and their next tokens, which it picks as its rows from `source` on. Until it is
+    known whom they continue, they have somebody's full pages, without holding them."""
+    beams = group.sequences
+    computed = beams[0].computed
+    full = computed // page_size
+    group.heirs = [
+        Sequence(
+            array("I"), beams[0].prompt_length, rank, beams[0].cache_key, computed, beams[min(rank, len(beams) - 1)].pages[:full]
+        )
+        for rank in range(width)
+    ]
+    front = Front(beams, _alike([beam.pages for beam in beams], full))
+    return [Span(heir, computed, (0,), source=source + rank, front=front) for rank, heir in enumerate(group.heirs)]
+
+
+def _alike(tables: Listing[list[int]], most: int) -> int:
+    """With how many pages, up to `most`, all begin."""
+    low, high = min(tables), max(tables)  # whatever all others share, these two do
+    return next((place for place in range(most) if low[place] != high[place]), most)
 
 
 class Forks:
@@ -20,14 +52,21 @@ class Forks:
 
     def fork(self, group: Group, children: Listing[Child], tops: bool) -> None:
         """The children take the places of the group's sequences, which are computed all but for the new tokens. A parent's full
-        pages are shared among its children; the rows of its last, partial one are copied for all but the last of them.
-        Raises OutOfPages: then the group can only be dropped."""
+        pages are shared among its children; the rows of its last, partial one are copied for all but the last of them, or are
+        copied already for heirs. Raises OutOfPages: then the group can only be dropped."""
+        group.counted = -1
+        group.sequences = self._inherited(group, children) if group.heirs else self._parted(group, children)
+        for sequence, child in zip(group.sequences, children, strict=True):
+            sequence.tokens.append(child.token)
+            assert sequence.path is not None
+            sequence.path.append(child.score, child.logprob, child.top, tops)
+
+    def _parted(self, group: Group, children: Listing[Child]) -> list[Sequence]:
         left = Counter(id(child.parent) for child in children)
         for sequence in group.sequences:
             if id(sequence) not in left:
                 self._pool.release(sequence.pages)
                 sequence.clear()
-        group.counted = -1
         full, rows = divmod(children[0].parent.computed, self._pool.page_size)
         fresh = iter(self._pool.take(len(children) - len(left)) if rows else ())
         grown: list[Sequence] = []
@@ -42,11 +81,56 @@ class Forks:
                     self._copies.append((child.parent.pages[full], sequence.pages[full], rows))
             sequence.choice = rank
             grown.append(sequence)
-        for sequence, child in zip(grown, children, strict=True):
-            sequence.tokens.append(child.token)
-            assert sequence.path is not None
-            sequence.path.append(child.score, child.logprob, child.top, tops)
-        group.sequences = grown
+        return grown
+
+    def _inherited(self, group: Group, children: Listing[Child]) -> list[Sequence]:
+        full = group.sequences[0].computed // self._pool.page_size
+        parents = {id(child.parent) for child in children}
+        for sequence in group.sequences:
+            self._pool.release(sequence.pages[full if id(sequence) in parents else 0 :])
+        living, given = group.heirs[: len(children)], set[int]()
+        for heir, child in zip(living, children, strict=True):
+            parent = child.parent
+            heir.pages[:full] = parent.pages[:full]
+            if id(parent) in given:  # the first takes what its parent had
+                self._pool.share(heir.pages[:full])
+            given.add(id(parent))
+            assert parent.path is not None
+            heir.tokens, heir.node, heir.path = parent.tokens[:], parent.node, parent.path.copy()
+        self._disown(group.heirs[len(children) :], full)
+        for sequence in group.sequences:
+            sequence.clear()
+        group.heirs = []
+        return living
+
+    def disown(self, group: Group) -> None:
+        """The heirs' own pages are free, and nobody inherits anything."""
+        self._disown(group.heirs, group.sequences[0].computed // self._pool.page_size)
+        group.heirs = []
+
+    def _disown(self, heirs: Listing[Sequence], full: int) -> None:
+        for heir in heirs:
+            self._pool.release(heir.pages[full:])
+
+    def bequeath(self, spans: Listing[Span], picked: Picked) -> None:
+        """Has the device copy what partial pages hold to the heirs among `spans`, by what it has picked."""
+        size, tails = self._pool.page_size, list[int]()
+        copies: list[tuple[int, int, int, int]] = []  # place of a front's tails, source, target, rows
+        begins: dict[int, int] = {}
+        for span in spans:
+            full, rows = divmod(span.start, size)
+            if span.front is None or not rows:
+                continue
+            if id(span.front) not in begins:
+                begins[id(span.front)] = len(tails)
+                tails += [beam.pages[full] for beam in span.front.beams]
+            copies.append((begins[id(span.front)], span.source, span.sequence.pages[full], rows))
+        if copies:
+            assert picked.parents is not None
+            data = to_device(torch.tensor([*chain(*zip(*copies, strict=True)), *tails]), picked.parents.device)
+            first, sources, targets, rows_of, found = torch.split(data, [len(copies)] * 4 + [len(tails)])
+            self._cache.copy_rows(found[first + picked.parents[sources]], targets, rows_of)
+            self.copied += sum(rows for *_, rows in copies)
 
     def copy(self) -> None:
         """To be called when all groups of a step have parted."""

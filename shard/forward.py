@@ -19,7 +19,7 @@ from ..kernels.ragged import Layout
 from . import rooms, step
 from .cache import Cache
 from .models.decoder import Decoder
-from .step import Room, Span, Step
+from .step import Picked, Room, Span, Step
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Forward:
         self._mixed: list[Graph] = []  # of any spans; by size
         self._last: Step | None = None  # that ran without a graph, if the last one did
 
-    def __call__(self, spans: Listing[Span], picked: Tensor | None = None) -> Tensor:
+    def __call__(self, spans: Listing[Span], picked: Picked | None = None) -> Tensor:
         """Computes spans, writes their keys and values, and returns the wanted rows' states: [rows, hidden], good until the next
         call. picked: see `step.plan`."""
         tokens = sum(len(span.tokens) for span in spans)
@@ -102,7 +102,7 @@ class Forward:
             (self._mixed if mixed else self._decodes).insert(0, Graph(room, own, replay))
         log.info(f"recorded {len(sizes)} graphs in {time.perf_counter() - began:.1f} s")
 
-    def _padded(self, spans: Listing[Span], room: Room, picked: Tensor | None) -> Step | None:
+    def _padded(self, spans: Listing[Span], room: Room, picked: Picked | None) -> Step | None:
         try:
             return step.plan(spans, self._layout, room, picked)
         except ragged.Full:  # it shares more prefixes, or wants more rows, than steps usually do

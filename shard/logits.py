@@ -7,6 +7,7 @@ from collections.abc import Sequence as Listing
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from .decoding.expansion import Beams, Candidate, expand
 from .decoding.grammar import Unusable
 from .decoding.hypotheses import candidates_of
 from .decoding.methods import strategy_of
-from .decoding.sampler import Pick, Picking, Row, begin, known, pick
+from .decoding.sampler import Pick, Picking, Row, begin, known
 from .decoding.stops import Stops
 from .decoding.verify import Draft, Rule
 from .guesses import Guesses
@@ -26,7 +27,7 @@ from .masks import Pending
 from .models.decoder import Decoder
 from .sequence import Group, Sequence
 from .shrink import ALONE, Shrink
-from .step import Run
+from .step import Picked, Run
 
 # Rows whose logits are held at once for prompt log-probabilities: 64 x 128k float32 are 33 MB.
 SCORED_ROWS = 64
@@ -74,8 +75,8 @@ Choice = Picking[dict[int, Found]]  # per group that is sampled: its picks; None
 
 def nothing(device: torch.device) -> Choice:
     """Of a step that wants no tokens. It is over when the device has done what it was given so far."""
-    none = torch.empty(0, dtype=torch.int64, device=device)
-    arrival = Arrival(none)
+    none = Picked(torch.empty(0, dtype=torch.int64, device=device))
+    arrival = Arrival(none.tokens)
 
     def take() -> dict[int, Found]:
         arrival.wait()
@@ -106,36 +107,41 @@ def choose(
     picking = _begin(decoder, wanted, hidden, guesses, shrink, masks)
     if picking is None:
         found = _found_now(decoder, wanted, hidden, guesses, shrink, masks, stops)
-        own = known(list(chain.from_iterable(found)), hidden.device)
-        return Picking(own.tokens, own.wait, lambda: dict(zip(uids, found, strict=True)))
+        picked = None if any(one.candidates for one in wanted) else known(list(chain.from_iterable(found)), hidden.device).picked
+        return Picking(picked, lambda: None, lambda: dict(zip(uids, found, strict=True)))
 
     def take() -> dict[int, Found]:
-        split = _split(picking.take(), wanted)
-        return dict(zip(uids, masks.settle(split) if masks is not None else split, strict=True))
+        found = picking.take()
+        return dict(zip(uids, masks.settle(found) if masks is not None else found, strict=True))
 
-    return Picking(picking.tokens, picking.wait, take)
+    return Picking(picking.picked, picking.wait, take)
 
 
 def _begin(
     decoder: Decoder, wanted: Listing[Wanted], hidden: Tensor, guesses: Guesses, shrink: Shrink, masks: Pending | None
-) -> Picking[Found] | None:
+) -> Picking[list[Found]] | None:
     """Picks that the host need not wait for; None if they are of another kind, or memory is short."""
-    if guesses.rule is not Rule.GUMBEL or any(one.candidates for one in wanted):
+    ranks, count = decoder.ranks, sum(len(one.rows) for one in wanted)
+    if guesses.rule is not Rule.GUMBEL or any(_on_host(one, ranks.size > 1) for one in wanted):
         return None
-    ranks, rows = decoder.ranks, [row for one in wanted for row in one.rows]
-    if ranks.size > 1 and any(one.run.group.grammar for one in wanted):
-        return None  # what becomes of a grammar is known on rank 0's host only
 
-    def work() -> Picking[Found]:
+    def work() -> Picking[list[Found]]:
         logits = _logits(decoder, wanted, hidden)
         if logits is None:
-            return _told(ranks.tell(torch.empty(len(rows), dtype=torch.int64, device=hidden.device)))
-        picking = begin(logits, rows, masks.join(hidden.device) if masks is not None else None)
-        if ranks.size > 1:
-            ranks.tell(picking.tokens())
+            told = ranks.tell(torch.empty(count, dtype=torch.int64, device=hidden.device))
+            return _by_run(_told(told), wanted)
+        picking = _picking(logits, wanted, guesses, masks.join(hidden.device) if masks is not None else None)
+        if ranks.size > 1 and picking.picked:
+            ranks.tell(picking.picked().tokens)
         return picking
 
-    return shrink.whole(work, len(rows))
+    return shrink.whole(work, count)
+
+
+def _on_host(one: Wanted, several: bool) -> bool:
+    """Whether what its rows lead to is known on rank 0's host only: where they end. several: ranks."""
+    group = one.run.group
+    return bool(several and (group.grammar or one.candidates)) or bool(one.candidates and (group.grammar or group.stops))
 
 
 def _told(tokens: Tensor) -> Picking[Found]:
@@ -146,7 +152,7 @@ def _told(tokens: Tensor) -> Picking[Found]:
         [told] = arrival.lists()
         return [Pick(token, 0.0) if token >= 0 else None for token in told]
 
-    return Picking(lambda: tokens, arrival.wait, take)
+    return Picking(lambda: Picked(tokens), arrival.wait, take)
 
 
 def _found_now(
@@ -185,7 +191,7 @@ def _in_parts(
         part = [wanted[i] for i in own]
         logits = _logits(decoder, part, hidden)
         mask = masks.join(hidden.device)[starts[own[0]] : starts[own[-1] + 1]] if masks is not None else None
-        return _found(logits, part, guesses, mask) if logits is not None else [[] for _ in part]
+        return _picking(logits, part, guesses, mask).take() if logits is not None else [[] for _ in part]
 
     found: list[Found] = []
     for one, own in zip(wanted, shrink.rows(some, range(len(wanted)), sizes), strict=True):
@@ -212,30 +218,54 @@ def _logits(decoder: Decoder, wanted: Listing[Wanted], hidden: Tensor) -> Tensor
     return logits
 
 
-def _found(logits: Tensor, wanted: Listing[Wanted], guesses: Guesses, mask: Tensor | None) -> list[Found]:
-    """Of each run. Beams are expanded together, and all others picked together."""
+def _picking(logits: Tensor, wanted: Listing[Wanted], guesses: Guesses, mask: Tensor | None) -> Picking[list[Found]]:
+    """Of each run. Beams are expanded together, and all others picked together; what is picked of these comes behind."""
     if not any(one.candidates for one in wanted):
-        return _split(_picks(logits, wanted, guesses, mask), wanted)
-    result: list[Found] = [[] for _ in wanted]
+        return _by_run(_picks(logits, wanted, guesses, mask), wanted)
     beams, others = [i for i, one in enumerate(wanted) if one.candidates], [i for i, one in enumerate(wanted) if not one.candidates]
     own, own_mask = _part(logits, mask, wanted, beams)
-    sets = [Beams(one.rows, [_sum(s) for s in one.run.group.sequences], one.candidates) for one in (wanted[i] for i in beams)]
-    for i, candidates in zip(beams, expand(own, sets, own_mask), strict=True):
-        result[i] = list(candidates)
-    if others:
-        own, own_mask = _part(logits, mask, wanted, others)
-        rest = [wanted[i] for i in others]
-        for i, picks in zip(others, _split(_picks(own, rest, guesses, own_mask), rest), strict=True):
-            result[i] = picks
-    return result
+    expansion = expand(own, [_set_of(wanted[i]) for i in beams], own_mask)
+    if not others:
+        return Picking(expansion.picked, expansion.wait, lambda: [list(one) for one in expansion.take()])
+    own, own_mask = _part(logits, mask, wanted, others)
+    rest = [wanted[i] for i in others]
+    picks = _by_run(_picks(own, rest, guesses, own_mask), rest)
+
+    def wait() -> None:
+        expansion.wait()
+        picks.wait()
+
+    def take() -> list[Found]:
+        found = dict(zip(others, picks.take(), strict=True))
+        found.update(zip(beams, map(list, expansion.take()), strict=True))
+        return [found[i] for i in range(len(wanted))]
+
+    return Picking(lambda: _joined(expansion, picks), wait, take)
 
 
-def _picks(logits: Tensor, wanted: Listing[Wanted], guesses: Guesses, mask: Tensor | None) -> Found:
+def _joined(*some: Picking[Any]) -> Picked:
+    """What is picked, one after the other."""
+    picked = [one.picked() for one in some if one.picked]
+    parents = [one.parents if one.parents is not None else torch.zeros_like(one.tokens) for one in picked]
+    return Picked(torch.cat([one.tokens for one in picked]), torch.cat(parents))
+
+
+def _by_run(picking: Picking[Found], wanted: Listing[Wanted]) -> Picking[list[Found]]:
+    return Picking(picking.picked, picking.wait, lambda: _split(picking.take(), wanted))
+
+
+def _set_of(one: Wanted) -> Beams:
+    group = one.run.group
+    assert group.search is not None
+    return Beams(one.rows, [_sum(s) for s in group.sequences], one.candidates, group.search.width, group.end_ids)
+
+
+def _picks(logits: Tensor, wanted: Listing[Wanted], guesses: Guesses, mask: Tensor | None) -> Picking[Found]:
     rows = [row for one in wanted for row in one.rows]
     if guesses.rule is Rule.GUMBEL:
-        return pick(logits, rows, mask)
+        return begin(logits, rows, mask)
     drafts = [draft for one in wanted for draft in _drafts(one)]
-    return verify.pick(logits, rows, drafts, guesses.rule, mask, guesses.probabilities)
+    return known(verify.pick(logits, rows, drafts, guesses.rule, mask, guesses.probabilities), logits.device)
 
 
 def _drafts(one: Wanted) -> list[Draft]:

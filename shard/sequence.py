@@ -112,6 +112,8 @@ class Group:
     grammar: str = ""  # that its sequences keep, as `decoding.grammar` wants it; "": none
     compiled: bool = False  # the grammar is, as rank 0 has told
     search: Search | None = None  # its sequences are beams, best first; it has one until its prompt is computed
+    heirs: list[Sequence] = field(default_factory=list)  # what takes their place when the step that is under way lands
+    most: int = 0  # pages that it may hold, heirs' included; 0: it never has any
     drafts: int = 0  # the most guesses for each of its sequences in a step
     stops: tuple[str, ...] = ()  # texts that complete a beam
     trace: str = ""  # by which logs of others know it
@@ -164,7 +166,10 @@ class Group:
             return held, self.worst(page_size) - held, self.lacking
         if self.search is not None:
             held = self._count(page_size)
-            return held, self._beams_grow(page_size, self.last, self.search.width), 0
+            grow = self._beams_grow(page_size, self.last, self.search.width)
+            if self.most:
+                grow = max(grow, min(self._heirs_grow(page_size, self.search.width), self.most - held))
+            return held, grow, 0
         if len(self.sequences) == 1:
             [sequence] = self.sequences
             held = len(sequence.pages)
@@ -188,6 +193,29 @@ class Group:
                 taken, partial = taken + width - partial, width
             live = width
         return taken
+
+    def _heirs_grow(self, page_size: int, width: int) -> int:
+        """The same where every step is planned on top of another: its heirs take a page each before their parents, whose last pages
+        they copy, give theirs back."""
+        computed, live, taken, most = self.sequences[0].computed, len(self.sequences), 0, 0
+        for _ in range(min(AHEAD, self.last - computed)):
+            taken += width
+            most = max(most, taken)
+            taken -= live if computed % page_size else 0
+            computed, live = computed + 1, width
+        return most
+
+    def may_inherit(self, pages: int, page_size: int) -> None:
+        """From now on its beams may have heirs, in a pool of so many pages: with these it holds no more than as many sequences that
+        share nothing but the prompt, and a page more for each."""
+        assert self.search is not None
+        self.most = min(pages, -(-self.prompt_length // page_size) + self.search.width * (1 + -(-self.max_new_tokens // page_size)))
+
+    def roomy(self, page_size: int) -> bool:
+        """Whether there is room in that for heirs of its beams, if there are to be any."""
+        if self.search is None or not self.decodes or self.sequences[0].generated + 1 >= self.max_new_tokens:
+            return True
+        return self._count(page_size) + self.search.width <= self.most
 
     def _count(self, page_size: int) -> int:
         """Pages; one that several of its sequences hold counts once. They all hold the prompt's full pages."""

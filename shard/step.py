@@ -2,18 +2,39 @@
 
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..kernels import attention, common, ragged
+from ..kernels import attention, common, ragged, work
 from ..kernels.ragged import Layout
 from ..kernels.transfer import to_device
 from .sequence import Group, Sequence
 
 if TYPE_CHECKING:
     from ..kernels import paged_attention  # which imports Triton
+
+
+@dataclass(slots=True)
+class Front:
+    """A group's beams, while only the device knows which of them the next ones continue."""
+
+    beams: Listing[Sequence]
+    settled: int  # full pages that all of them begin with
+
+    def pages_of(self, heir: Sequence, parent: int) -> list[int]:
+        """Of one that continues beam number `parent`: its full pages, and a page of its own."""
+        return self.beams[parent].pages[: len(heir.pages) - 1] + heir.pages[-1:]
+
+
+@dataclass(frozen=True, slots=True)
+class Picked:
+    """What a step has picked, on the device, where the host doesn't know it yet."""
+
+    tokens: Tensor  # [rows] int64; -1: none can be picked
+    parents: Tensor | None = None  # [rows] int64: of beams, which of their group's sequences each continues; None: there are none
 
 
 @dataclass(slots=True)  # many a step: frozen ones take three times as long to make
@@ -27,7 +48,8 @@ class Span:
     parents: Listing[int] | None = None  # per token: index of its parent in `tokens`, -1: the token before; None: a chain
     wanted: int = 1  # of how many of the last tokens the logits are wanted
     drafts: int = 0  # how many of the last tokens are guesses
-    source: int = -1  # if its one token isn't known to the host: the row that it is picked from in the step before
+    source: int = -1  # if its one token isn't known to the host: its row in what the step before has picked
+    front: Front | None = None  # it continues one of these: that one's full pages take the place of its sequence's
 
 
 @dataclass(slots=True)
@@ -85,10 +107,14 @@ class Step:
         self.attention.become(other.attention)
 
 
-def plan(spans: Listing[Span], layout: Layout, room: Room | None = None, picked: Tensor | None = None) -> Step:
-    """The step that computes `spans`. picked: [rows] int64, tokens of the step before, where the host doesn't know them. Raises
-    ragged.Full if there is too little room."""
-    rows = [attention.Row(len(s.tokens), s.start, s.sequence.pages, s.parents) for s in spans]
+def plan(spans: Listing[Span], layout: Layout, room: Room | None = None, picked: Picked | None = None) -> Step:
+    """The step that computes `spans`. picked: by the step before. Raises ragged.Full if there is too little room."""
+    fronts = picked is not None and any(span.front for span in spans)
+    later = fronts and ragged.by_triton(layout)  # only the device is told who continues whom
+    rows = [
+        attention.Row(len(span.tokens), span.start, pages, span.parents, span.front.settled if later and span.front else None)
+        for span, pages in zip(spans, _tables(spans, picked if fronts and not later else None), strict=True)
+    ]
     tokens: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -96,12 +122,12 @@ def plan(spans: Listing[Span], layout: Layout, room: Room | None = None, picked:
     size = layout.page_size
     order, attended = ragged.plan(rows, layout, room.attention if room else None)
     for i in order:
-        span, start, pages = spans[i], spans[i].start, spans[i].sequence.pages
+        span, start, own = spans[i], spans[i].start, spans[i].sequence.pages
         starts[i] = len(tokens)
         tokens += span.tokens
         places = range(start, start + len(span.tokens))
         positions += places if span.parents is None else [start + depth for depth in attention.ancestry(span.parents)[1]]
-        slots += [pages[place // size] * size + place % size for place in places]
+        slots += [own[place // size] * size + place % size for place in places]
     wanted = _wanted(spans, starts)
     if room is not None:
         lacking, unused = room.tokens - len(tokens), room.rows - len(wanted)
@@ -109,18 +135,53 @@ def plan(spans: Listing[Span], layout: Layout, room: Room | None = None, picked:
             raise ragged.Full(f"{len(tokens)} tokens and {len(wanted)} rows, with room for {room.tokens} and {room.rows}")
         tokens, positions, slots = tokens + [0] * lacking, positions + [0] * lacking, slots + [-1] * lacking
         wanted += [0] * unused
-    own = _step(tokens, positions, slots, wanted, attended, layout)
+    step = _step(tokens, positions, slots, wanted, attended, layout)
     if picked is not None:
-        _fill_in(own, spans, starts, picked)
-    return own
+        _fill_in(step, spans, starts, picked)
+        if later:
+            _inherit(step, rows, spans, size, picked)
+    return step
 
 
-def _fill_in(own: Step, spans: Listing[Span], starts: Listing[int], picked: Tensor) -> None:
+def _fill_in(step: Step, spans: Listing[Span], starts: Listing[int], picked: Picked) -> None:
     """Tokens that only the device knows. Where none could be picked, what is computed is thrown away."""
     pairs = [(start, span.source) for span, start in zip(spans, starts, strict=True) if span.source >= 0]
     if pairs:
-        places, sources = to_device(torch.tensor(pairs).t().contiguous(), picked.device).unbind()
-        own.tokens.index_copy_(0, places, picked.index_select(0, sources).clamp_(min=0))
+        places, sources = to_device(torch.tensor(pairs).t().contiguous(), picked.tokens.device).unbind()
+        step.tokens.index_copy_(0, places, picked.tokens.index_select(0, sources).clamp_(min=0))
+
+
+def _tables(spans: Listing[Span], picked: Picked | None) -> list[list[int]]:
+    """The pages that each span sees. picked: who continues whom, if the host may wait for that."""
+    if picked is None:
+        return [span.sequence.pages for span in spans]
+    assert picked.parents is not None
+    parents = picked.parents.tolist()
+    return [span.front.pages_of(span.sequence, parents[span.source]) if span.front else span.sequence.pages for span in spans]
+
+
+def _inherit(step: Step, rows: Listing[attention.Row], spans: Listing[Span], size: int, picked: Picked) -> None:
+    """Those pages of a front that not all of its beams have, on the device, where it is known who continues whom."""
+    assert not isinstance(step.attention, common.Plan)
+    assert picked.parents is not None
+    offsets = [0, *accumulate(work.width(row, size) for row in rows)]
+    tables: list[int] = []  # of every front's beams
+    wanted: list[tuple[int, int, int, int]] = []  # per page: its place; its span's source; of the first beam; how far to the next's
+    begins: dict[int, int] = {}  # where a front's tables do
+    for offset, span in zip(offsets, spans, strict=False):
+        if span.front is None:
+            continue
+        settled, full = span.front.settled, span.start // size
+        if id(span.front) not in begins:
+            begins[id(span.front)] = len(tables)
+            tables += chain.from_iterable(beam.pages[settled:full] for beam in span.front.beams)
+        begin = begins[id(span.front)] - settled
+        wanted += [(offset + page, span.source, begin + page, full - settled) for page in range(settled, full)]
+    if wanted:
+        data = to_device(torch.tensor([*chain(*zip(*wanted, strict=True)), *tables]), picked.parents.device)
+        places, sources, firsts, strides, found = torch.split(data, [len(wanted)] * 4 + [len(tables)])
+        pages = found.index_select(0, firsts + picked.parents.index_select(0, sources) * strides)
+        step.attention.pages.index_copy_(0, places, pages.int())
 
 
 def follow(before: Step, spans: Listing[Span], layout: Layout) -> Step | None:

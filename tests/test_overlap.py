@@ -5,9 +5,12 @@ from collections import deque
 from concurrent.futures import Future
 from typing import Any
 
+import pytest
+
 from penstock.proto import shard_pb2 as wire
 from penstock.router.policies import Mixed
 from penstock.router.scheduler import Action, Bounds, Filter, Job, Prefill, Report, Scheduler, most_pages
+from penstock.shard.decoding.hypotheses import Search
 from penstock.shard.outcome import Outcome
 from penstock.shard.sequence import Sampling
 from penstock.shard.service import group_from, paused_to
@@ -23,7 +26,9 @@ BATCH = 1
 class World:
     """Requests that come, leave and end at random, in little room. The shard checks its books with every step."""
 
-    def __init__(self, kind: type[Paper], seed: int) -> None:
+    def __init__(self, kind: type[Paper], seed: int, beams: float) -> None:
+        """beams: how many requests, of all, search."""
+        self.beams = beams
         self.chance = chance = random.Random(seed)
         self.size, pages = chance.choice((1, 2, 4)), chance.randint(4, 40)
         budget, sequences = chance.choice((1, 2, 7, 16, 64)), chance.choice((1, 2, 5, 64))
@@ -64,13 +69,15 @@ class World:
         choices = min(chance.choice((1, 1, 3)), self.bounds.sequences)
         if most_pages(length, total - length, choices, self.size) > self.bounds.pages:
             choices = 1
+        search, width = None, chance.randint(2, 4)
+        if chance.random() < self.beams and self.scheduler.admissible(length, total - length, width):
+            search, choices = Search(width, 1), 1
         tokens = [0] * chance.randint(0, length - 1)
         tokens += [chance.randrange(3) for _ in range(length - len(tokens))]
-        end_ids = chance.choice([(), (3,)])
-        sampling = Sampling(seed=uid % 3)
-        self.asked[uid] = message(tiny.group(uid, tokens, total - length, sampling, choices=choices, end_ids=end_ids))
-        self.running[uid] = set(range(choices))
-        self.scheduler.arrive(Job(uid, length, total - length, choices, float(-uid)))
+        more: Any = {"choices": choices, "end_ids": chance.choice([(), (3,)]), "search": search}
+        self.asked[uid] = message(tiny.group(uid, tokens, total - length, Sampling(seed=uid % 3), **more))
+        self.running[uid] = set(range(search.width if search else choices))
+        self.scheduler.arrive(Job(uid, length, total - length, len(self.running[uid]), float(-uid)))
 
     def _leave(self) -> None:
         uid = self.chance.choice(sorted(self.running))
@@ -114,7 +121,9 @@ class World:
         self.scheduler.report(report)
 
     def _finished(self, outcome: Outcome) -> list[int]:
-        found = [(uid, one.choice) for uid, one in outcome.emitted if one.finish and uid in self.running]
+        searched = {uid for uid, _ in outcome.scored} & self.running.keys()
+        found = [(uid, one.choice) for uid, one in outcome.emitted if one.finish and uid in self.running.keys() - searched]
+        found += [(uid, choice) for uid in sorted(searched) for choice in sorted(self.running[uid])]
         for uid, choice in found:
             self.running[uid].discard(choice)
             if not self.running[uid]:
@@ -122,10 +131,11 @@ class World:
         return [uid for uid, _ in found]
 
 
-def test_promises_of_pages_are_kept_while_steps_overlap(paper: type[Paper]) -> None:
+@pytest.mark.parametrize("beams", [0.0, 0.5])
+def test_promises_of_pages_are_kept_while_steps_overlap(paper: type[Paper], beams: float) -> None:
     overlapped = pauses = 0
     for seed in range(250):
-        world = World(paper, seed)
+        world = World(paper, seed, beams)
         world.run()
         overlapped, pauses = overlapped + world.overlapped, pauses + world.pauses
     assert overlapped > 1000

@@ -8,6 +8,7 @@ Gumbel noise (Kool et al. 2019, arXiv:1903.06059).
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,9 @@ from ...kernels.beam import candidates
 from ...kernels.sampling import allow
 from ...kernels.sampling import candidates as distributions
 from ...kernels.transfer import Arrival, to_device
-from .sampler import Pick, Row, draws_of, own_tops, penalized
+from ..step import Picked
+from .hypotheses import Top
+from .sampler import Pick, Picking, Row, Tops, draws_of, penalized
 
 
 @dataclass(slots=True)
@@ -35,10 +38,13 @@ class Beams:
     rows: Listing[Row]
     scores: Listing[float]  # of each row's beam so far
     count: int  # candidates wanted
+    width: int  # beams that go on
+    end_ids: frozenset[int]  # tokens that end a beam
 
 
-def expand(logits: Tensor, sets: Listing[Beams], mask: Tensor | None = None) -> list[list[Candidate | None]]:
+def expand(logits: Tensor, sets: Listing[Beams], mask: Tensor | None = None) -> Picking[list[list[Candidate | None]]]:
     """The candidates of each set, best first, or as they were drawn; fewer if there are no more, [None] if logits are not finite.
+    On the device, the best of them that don't end, so many for each set as it is wide.
 
     logits: [rows, vocabulary] float32, the sets' rows one after the other; mask: see `sampler.pick`.
     """
@@ -53,23 +59,52 @@ def expand(logits: Tensor, sets: Listing[Beams], mask: Tensor | None = None) -> 
     else:
         sums, places, ids = _processed(logits, own, scores, sets, starts, max(counts), mask)
     logprobs = logits[places, ids] - own[places]
-    tops = own_tops(logits, rows)
-    columns, finite = Arrival(
-        torch.stack((sums.double(), places.double(), ids.double(), logprobs.double())), own.isfinite()
-    ).lists()
+    tops = Tops(logits, rows)
+    arrival = Arrival(torch.stack((sums.double(), places.double(), ids.double(), logprobs.double())), own.isfinite(), *tops.tensors)
+
+    def take() -> list[list[Candidate | None]]:
+        found, finite, *top = arrival.lists()
+        return _candidates(sets, starts, found, finite, tops.listed(*top))
+
+    return Picking(lambda: _heirs(sums, places, ids, sets, starts), arrival.wait, take)
+
+
+def _candidates(
+    sets: Listing[Beams], starts: Listing[int], columns: Listing[Any], finite: Listing[bool], tops: dict[int, Top]
+) -> list[list[Candidate | None]]:
+    """columns: sums, rows, ids, and log-probabilities, of each set and candidate."""
     result: list[list[Candidate | None]] = []
-    for (start, end), count, *found in zip(pairwise(starts), counts, *columns, strict=True):
+    for (start, end), beams, *found in zip(pairwise(starts), sets, *columns, strict=True):
         if not all(finite[start:end]):
             result.append([None])
             continue
         result.append(
             [
                 Candidate(int(token), logprob, tops.get(int(place), ()), False, int(place) - start, total)
-                for total, place, token, logprob in list(zip(*found, strict=True))[:count]
+                for total, place, token, logprob in list(zip(*found, strict=True))[: beams.count]
                 if total > -torch.inf
             ]
         )
     return result
+
+
+def _heirs(sums: Tensor, places: Tensor, ids: Tensor, sets: Listing[Beams], starts: Listing[int]) -> Picked:
+    """Those that `beam.BeamSearch` lets live on, in its order. There may be fewer: what else is said here nobody takes.
+
+    sums: [sets, candidates] float32; places, ids: the same, int64; place: the row that is continued.
+    """
+    most = max(len(beams.end_ids) for beams in sets)
+    ends = [[beams.count, *beams.end_ids, *[-1] * (most - len(beams.end_ids))] for beams in sets]
+    wanted = [
+        (i, rank, start, end - start - 1)
+        for i, (beams, (start, end)) in enumerate(zip(sets, pairwise(starts), strict=True))
+        for rank in range(beams.width)
+    ]
+    counts, ending = torch.split(to_device(torch.tensor(ends), sums.device), [1, most], 1)
+    own, ranks, first, last = to_device(torch.tensor(wanted).t().contiguous(), sums.device).unbind()
+    over = (torch.arange(sums.shape[1], device=sums.device) >= counts) | (ids.unsqueeze(2) == ending.unsqueeze(1)).any(2)
+    order = sums.masked_fill(over, -torch.inf).sort(descending=True, stable=True).indices[own, ranks]
+    return Picked(ids[own, order], torch.minimum(places[own, order] - first, last))
 
 
 def _processed(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 from itertools import chain
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from ...kernels.choose import triton_for
 from ...kernels.sampling import Candidates, Draws, Penalties, allow, candidates, draw, first_largest, penalize
 from ...kernels.transfer import Arrival, to_device
 from ..sequence import Sampling
+from ..step import Picked
+from .hypotheses import Top
 
 
 @dataclass(slots=True)  # many a step: frozen ones take three times as long to make
@@ -46,7 +48,7 @@ class Pick:
 
     token: int
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()  # (id, logprob) of the most probable tokens, best first
+    top: Top = ()  # (id, logprob) of the most probable tokens, best first
     complete: bool = False  # its row ends with it, though it is no end token
 
 
@@ -57,7 +59,7 @@ Taken = TypeVar("Taken")
 class Picking(Generic[Taken]):
     """What becomes of some rows: on the device soon, on the host once it is waited for."""
 
-    tokens: Callable[[], Tensor]  # [rows] int64, on the device; -1 where none can be picked. Not of beams
+    picked: Callable[[], Picked] | None  # on the device; None: only the host knows
     wait: Callable[[], None]  # until `take` has nothing to wait for; by any thread
     take: Callable[[], Taken]
 
@@ -99,10 +101,10 @@ def compile_kernels(vocabulary: int, device: torch.device) -> None:
 def known(picks: list[Pick | None], device: torch.device) -> Picking[list[Pick | None]]:
     """Of rows whose picks are made."""
 
-    def tokens() -> Tensor:
-        return to_device(torch.tensor([one.token if one else -1 for one in picks], dtype=torch.int64), device)
+    def picked() -> Picked:
+        return Picked(to_device(torch.tensor([one.token if one else -1 for one in picks], dtype=torch.int64), device))
 
-    return Picking(tokens, lambda: None, lambda: picks)
+    return Picking(picked, lambda: None, lambda: picks)
 
 
 def _begin_fused(logits: Tensor, rows: Listing[Row], mask: Tensor | None) -> Picking[list[Pick | None]]:
@@ -116,19 +118,18 @@ def _begin_fused(logits: Tensor, rows: Listing[Row], mask: Tensor | None) -> Pic
     if any(row.final for row in rows):
         final = to_device(torch.tensor([row.final for row in rows]), logits.device)
         logprobs = torch.where(final & logprobs.isfinite(), found.final, logprobs)
-    wanting = _wanting_tops(rows)
-    tops = _most_probable(logits, rows, wanting) if wanting else ()
-    arrival = Arrival(found.tokens, logprobs, *tops)
+    tops = Tops(logits, rows)
+    arrival = Arrival(found.tokens, logprobs, *tops.tensors)
 
     def take() -> list[Pick | None]:
         tokens, told, *top = arrival.lists()
-        own = _listed(wanting, top[0], top[1], rows) if top else {}
+        own = tops.listed(*top)
         return [
             None if token < 0 else Pick(token, logprob, own.get(i, ()))
             for i, (token, logprob) in enumerate(zip(tokens, told, strict=True))
         ]
 
-    return Picking(lambda: found.tokens, arrival.wait, take)
+    return Picking(lambda: Picked(found.tokens), arrival.wait, take)
 
 
 def _pick_plainly(logits: Tensor, rows: Listing[Row], mask: Tensor | None) -> list[Pick | None]:
@@ -141,7 +142,8 @@ def _pick_plainly(logits: Tensor, rows: Listing[Row], mask: Tensor | None) -> li
     for part, columns in picked:
         tokens[part.rows] = columns if part.ids is None else part.ids.gather(1, columns.unsqueeze(1)).squeeze(1)
     logprobs = logits.gather(1, tokens.unsqueeze(1)).squeeze(1) - own
-    tops = own_tops(logits, rows)
+    own_tops = Tops(logits, rows)
+    tops = own_tops.listed(*(tensor.tolist() for tensor in own_tops.tensors))
     for part, columns in picked:
         _report_final(part, columns, rows, logprobs, tops)
     return [
@@ -212,29 +214,24 @@ def draws_of(rows: Listing[Row], device: torch.device) -> Draws:
     return Draws(temperature, top_k, top_p, min_p, typical_p, seeds, choices, positions)
 
 
-def own_tops(logits: Tensor, rows: Listing[Row]) -> dict[int, tuple[tuple[int, float], ...]]:
-    """The model's own most probable tokens, by row, of those rows that report them."""
-    wanting = _wanting_tops(rows)
-    if not wanting:
-        return {}
-    ids, values = _most_probable(logits, rows, wanting)
-    return _listed(wanting, ids.tolist(), values.tolist(), rows)
+class Tops:
+    """The model's own most probable tokens of those rows that report them."""
+
+    def __init__(self, logits: Tensor, rows: Listing[Row]) -> None:
+        self._rows = rows
+        self._wanting = [i for i, row in enumerate(rows) if row.top_n and not row.final]
+        self.tensors: tuple[Tensor, ...] = ()  # on the device: ids and log-probabilities, as many as any row reports; or nothing
+        if self._wanting:
+            some = logits if len(self._wanting) == len(logits) else logits[to_device(torch.tensor(self._wanting), logits.device)]
+            values, ids = most_probable(some, min(max(rows[i].top_n for i in self._wanting), logits.shape[1]))
+            self.tensors = ids, values
+
+    def listed(self, *found: Listing[Any]) -> dict[int, Top]:
+        """By row. found: the tensors, as Python's numbers."""
+        return _listed(self._wanting, found[0], found[1], self._rows) if found else {}
 
 
-def _wanting_tops(rows: Listing[Row]) -> list[int]:
-    return [i for i, row in enumerate(rows) if row.top_n and not row.final]
-
-
-def _most_probable(logits: Tensor, rows: Listing[Row], indices: Listing[int]) -> tuple[Tensor, Tensor]:
-    """Ids and log-probabilities of the most probable tokens of some rows, as many as any of them reports."""
-    some = logits if len(indices) == len(logits) else logits[to_device(torch.tensor(indices), logits.device)]
-    values, ids = most_probable(some, min(max(rows[i].top_n for i in indices), logits.shape[1]))
-    return ids, values
-
-
-def _report_final(
-    part: Candidates, columns: Tensor, rows: Listing[Row], logprobs: Tensor, tops: dict[int, tuple[tuple[int, float], ...]]
-) -> None:
+def _report_final(part: Candidates, columns: Tensor, rows: Listing[Row], logprobs: Tensor, tops: dict[int, Top]) -> None:
     """Overwrites `logprobs` and `tops` of the rows that report the distribution they were drawn from."""
     indices = part.rows.tolist()
     places = [k for k, i in enumerate(indices) if rows[i].final]
@@ -251,6 +248,6 @@ def _report_final(
 
 def _listed(
     indices: Listing[int], ids: Listing[Listing[int]], values: Listing[Listing[float]], rows: Listing[Row]
-) -> dict[int, tuple[tuple[int, float], ...]]:
+) -> dict[int, Top]:
     pairs = zip(indices, ids, values, strict=True)
     return {i: tuple(zip(some, logprobs, strict=True))[: rows[i].top_n] for i, some, logprobs in pairs}

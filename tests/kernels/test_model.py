@@ -3,6 +3,7 @@ steps that are padded and replayed, as graphs are.
 """
 
 import functools
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels import choose, fused_product, fused_sampling, linear, operations
+from penstock.kernels import choose, fused_product, fused_sampling, linear, operations, work
 from penstock.proto.speculation import parse
-from penstock.shard import rooms
+from penstock.shard import rooms, step
+from penstock.shard.decoding.hypotheses import Search, Stop
 from penstock.shard.drafter import Drafter
 from penstock.shard.engine import Engine
 from penstock.shard.forward import Bounds
@@ -22,7 +24,7 @@ from penstock.shard.models import decoder
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling
 from penstock.tests.shard import tiny
-from penstock.tests.shard.driver import Habits, World, drive
+from penstock.tests.shard.driver import Driver, Flying, Habits, World, drive, message
 
 # What padding computes is said nowhere, and nobody sees it.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value", "ignore:divide by zero")
@@ -152,6 +154,42 @@ def test_steps_with_drafts_fit_graphs(said: str, monkeypatch: pytest.MonkeyPatch
     drafter = engine.guesses.drafter
     assert drafter is not None
     assert drafter.forward.replayed > 3 * drafter.forward.eager
+
+
+def searches() -> list[Group]:
+    """Beams that read what they have in common together, and part behind it; and one beside them."""
+    common = [5, 9, 2, 44, 7, 7, 3, 11, 17]
+    kinds = [(Search(3, 3), (2,)), (Search(2, 2, 0.0, Stop.NEVER), ())]
+    made = [tiny.group(uid, common[: 9 - uid], 13, search=search, end_ids=ends) for uid, (search, ends) in enumerate(kinds)]
+    return [*made, tiny.group(2, common[:4], 9)]
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_beams_part_on_the_device(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where steps overlap, only the device knows whose pages they go on with."""
+    monkeypatch.setattr(work, "SHORTEST_RUN", 4)
+    choose.force("reference")
+    expected = drive(tiny.engine(LLAMA, 4, 2 * PAGES), searches(), Habits())
+    choose.force("triton")
+    engine = tiny.engine(LLAMA, 4, 2 * PAGES, ahead=True)
+    if graphs:
+        with_graphs(engine, monkeypatch, replace(USUAL, rows=8, pages=2 * PAGES))
+    told: list[int] = []
+    inherit = step._inherit
+
+    def inheriting(own: step.Step, rows: Any, *rest: Any) -> None:
+        before = own.attention.pages.clone()  # type: ignore[union-attr]
+        inherit(own, rows, *rest)
+        told.append(int((own.attention.pages != before).sum()))  # type: ignore[union-attr]
+
+    monkeypatch.setattr(step, "_inherit", inheriting)
+    flying = Flying(engine, random.Random(1))
+    found = Driver(flying, [message(group) for group in searches()], Habits(), 4).run()
+    assert found.tokens == expected.tokens
+    assert found.scores == {uid: pytest.approx(scores, abs=1e-4) for uid, scores in expected.scores.items()}
+    assert flying.ahead > 5
+    assert sum(told) > 3, "nobody takes the pages of others"
+    assert bool(engine.forward.replayed) == graphs
 
 
 def test_a_step_that_no_graph_has_room_for_runs_without(monkeypatch: pytest.MonkeyPatch) -> None:

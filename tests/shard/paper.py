@@ -13,12 +13,15 @@ import pytest
 import torch
 
 from penstock.shard import engine as engine_module
+from penstock.shard.decoding.expansion import Candidate
+from penstock.shard.decoding.hypotheses import candidates_of
 from penstock.shard.decoding.methods import strategy_of
 from penstock.shard.decoding.sampler import Pick, Picking
 from penstock.shard.engine import Engine
 from penstock.shard.logits import Choice
 from penstock.shard.pages import PADDING
-from penstock.shard.step import Run, Span
+from penstock.shard.sequence import Group
+from penstock.shard.step import Picked, Run, Span
 
 CPU = torch.device("cpu")
 WORDS = 4  # tokens that are drawn
@@ -45,6 +48,9 @@ class Slots:
             for place in range(rows):
                 self.content[page * self.page_size + place] = self.content[source * self.page_size + place]
 
+    def copy_rows(self, sources: torch.Tensor, targets: torch.Tensor, rows: torch.Tensor) -> None:
+        self.copy(list(zip(sources.tolist(), targets.tolist(), rows.tolist(), strict=True)))
+
 
 class Model:
     """Stands for the decoder: writes all of a step, then looks at what its rows see."""
@@ -58,32 +64,38 @@ class Model:
     def __init__(self) -> None:
         self.engine: Any = None
 
-    def __call__(self, spans: Sequence[Span], cache: Slots, picked: torch.Tensor | None) -> torch.Tensor:
+    def __call__(self, spans: Sequence[Span], cache: Slots, picked: Picked | None) -> torch.Tensor:
         size, written = cache.page_size, set()
-        named = [(span, self.known(span, picked)) for span in spans]
-        for span, tokens in named:
+        named = [(span, *self.known(span, picked)) for span in spans]
+        for span, tokens, pages in named:
             for place in range(span.start, span.start + len(span.tokens)):
-                slot = span.sequence.pages[place // size] * size + place % size
+                slot = pages[place // size] * size + place % size
                 assert slot >= size * (PADDING + 1)
                 assert slot not in written, "two tokens are written to one slot"
                 assert cache.content[slot] is None, "a token is written where another one is"
                 written.add(slot)
                 cache.content[slot] = span.sequence.cache_key, tokens[: place + 1]
-        for span, tokens in named:
+        for span, tokens, pages in named:
             for place in range(span.start + len(span.tokens)):
-                slot = span.sequence.pages[place // size] * size + place % size
+                slot = pages[place // size] * size + place % size
                 assert cache.content[slot] == (span.sequence.cache_key, tokens[: place + 1]), "a token sees what is not before it"
         return torch.zeros(sum(span.wanted for span in spans), 1)
 
     @staticmethod
-    def known(span: Span, picked: torch.Tensor | None) -> tuple[int, ...]:
-        """All tokens of a span's sequence, with that which only the device knows."""
-        tokens = tuple(span.sequence.tokens)
+    def known(span: Span, picked: Picked | None) -> tuple[tuple[int, ...], Sequence[int]]:
+        """All tokens of a span's sequence, with that which only the device knows, and their pages."""
+        tokens, pages = tuple(span.sequence.tokens), span.sequence.pages
         if span.source < 0:
-            return tokens
+            return tokens, pages
         assert picked is not None
+        if span.front is not None:
+            assert picked.parents is not None
+            parent = int(picked.parents[span.source])
+            tokens, pages = tuple(span.front.beams[parent].tokens), span.front.pages_of(span.sequence, parent)
+            settled = {tuple(beam.pages[: span.front.settled]) for beam in span.front.beams}
+            assert settled == {tuple(pages[: span.front.settled])}
         assert len(tokens) == span.start, "the token is known"
-        return *tokens, max(0, int(picked[span.source]))
+        return (*tokens, max(0, int(picked.tokens[span.source]))), pages
 
 
 def choose(decoder: object, runs: Sequence[Run], hidden: object, *rest: object) -> Choice:
@@ -93,9 +105,36 @@ def choose(decoder: object, runs: Sequence[Run], hidden: object, *rest: object) 
         key = repr((list(row.tokens), row.choice, row.sampling.seed))
         return None if POISON in row.tokens else Pick(zlib.crc32(key.encode()) % WORDS, 0.0)
 
-    found = {run.group.uid: [draw(row) for row in strategy_of(run.group).rows(run.group)] for run in runs if run.sampled}
-    picks = [pick for own in found.values() for pick in own]
-    return Picking(lambda: torch.tensor([pick.token if pick else -1 for pick in picks]), lambda: None, lambda: found)
+    sampled = [run.group for run in runs if run.sampled]
+    found = {
+        group.uid: candidates(group) if group.search else [draw(row) for row in strategy_of(group).rows(group)] for group in sampled
+    }
+    rows = [row for group in sampled if group.search for row in heirs(group, found[group.uid])]
+    rows += [(pick.token if pick else -1, 0) for group in sampled if not group.search for pick in found[group.uid]]
+    tokens, parents = torch.tensor(rows, dtype=torch.int64).view(-1, 2).unbind(1)
+    return Picking(lambda: Picked(tokens, parents), lambda: None, lambda: found)
+
+
+def candidates(group: Group) -> list[Pick | None]:
+    """Of beams: every continuation has a score that follows from its tokens."""
+    if any(POISON in sequence.tokens for sequence in group.sequences):
+        return [None]
+    assert group.search is not None
+    found = []
+    for row, sequence in enumerate(group.sequences):
+        assert sequence.path is not None
+        for token in range(POISON):
+            logprob = -1 - zlib.crc32(repr((list(sequence.tokens), token)).encode()) / (1 << 32)
+            found.append(Candidate(token, logprob, (), False, row, sequence.path.score + logprob))
+    best = sorted(found, key=lambda one: -one.score)[: candidates_of(group.search.width, len(group.end_ids))]
+    return [*best]
+
+
+def heirs(group: Group, found: Sequence[Pick | None]) -> list[tuple[int, int]]:
+    """Tokens and parents of the beams that live on; some, where fewer do."""
+    assert group.search is not None
+    living = [(one.token, one.row) for one in found if isinstance(one, Candidate) and one.token not in group.end_ids]
+    return [*living, *[(0, 0)] * group.search.width][: group.search.width]
 
 
 class Paper(Engine):
@@ -130,6 +169,7 @@ class Paper(Engine):
         pool, size = self.pool, self.pool.page_size
         sequences = [sequence for group in self.groups.values() for sequence in group.sequences]
         held = Counter(page for sequence in sequences for page in sequence.pages)
+        assert not any(group.heirs for group in self.groups.values())
         assert {page: count for page, count in enumerate(pool._references) if count} == held
         assert pool.free == pool.pages - len(held)
         for group in self.groups.values():
@@ -151,9 +191,10 @@ class Paper(Engine):
             return int(group.worst(size))
         last = group.prompt_length + group.max_new_tokens - 1
         own = {page for sequence in group.sequences for page in sequence.pages}
-        more = sum(-(-min(s.computed + 2, last) // size) - len(s.pages) for s in group.sequences)
         assert full <= len(own)
-        return len(own) + more
+        if group.search is not None:
+            return len(own) + int(group.standing(size)[1])
+        return len(own) + sum(-(-min(s.computed + 2, last) // size) - len(s.pages) for s in group.sequences)
 
 
 @pytest.fixture

@@ -66,6 +66,7 @@ SCENARIOS: dict[str, Callable[[], list[Group]]] = PLAIN | {
     "choices": lambda: [group(1, hot(), choices=4), group(2)],
     "prompt": lambda: [group(1, prompt_logprobs=True, prompt_top_n=3)],
     "beams": lambda: [group(1, search=beams(4, 2), end_ids=END), group(2), group(4, search=beams(2))],
+    "beams alone": lambda: [group(1, search=beams(4, 2), end_ids=END, top_n=2), group(4, search=beams(2))],
     "drawn beams": lambda: [group(1, hot(top_p=0.9, repetition_penalty=1.1), search=beams(3), end_ids=END, top_n=2)],
     "grammar": lambda: [group(1, grammar=WORDS, end_ids=END), group(2, hot(frequency_penalty=0.5), grammar=WORDS), group(3)],
     "beams of a grammar": lambda: [group(1, grammar=WORDS, search=beams(3), end_ids=END), group(2)],
@@ -199,7 +200,7 @@ def test_steps_overlap(noted: Noted) -> None:
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", [*PLAIN, "beams alone"])
 def test_an_overlapped_decode_step_waits_once(noted: Noted, name: str, graphs: bool) -> None:
     engine = engine_of(graphs=graphs)
     counts: list[list[fake_cuda.Wait]] = []
@@ -208,7 +209,7 @@ def test_an_overlapped_decode_step_waits_once(noted: Noted, name: str, graphs: b
         counts.append(list(noted.waits))
         noted.waits.clear()
 
-    overlapped(engine, PLAIN[name](), note)
+    overlapped(engine, SCENARIOS[name](), note)
     assert {(one.place, one.why) for some in counts[1:] for one in some} == WAITS
     assert max(map(len, counts[1:])) == 1
 

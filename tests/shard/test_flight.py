@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,19 +12,25 @@ from torch import Tensor
 
 from penstock.shard import logits
 from penstock.shard.decoding.budget import Allowance, Linear
-from penstock.shard.decoding.hypotheses import Search
-from penstock.shard.decoding.sampler import Picking, Row
+from penstock.shard.decoding.expansion import Candidate
+from penstock.shard.decoding.hypotheses import Search, Stop, candidates_of
+from penstock.shard.decoding.sampler import Pick, Picking, Row
 from penstock.shard.engine import Engine
 from penstock.shard.flight import Flight
+from penstock.shard.forks import Forks
 from penstock.shard.parallel import Ranks
 from penstock.shard.prefix import Prefixes
 from penstock.shard.sequence import Group, Sampling
 from penstock.shard.shrink import ALONE
-from penstock.shard.step import Span
+from penstock.shard.step import Front, Picked, Span
+from penstock.tests.shard import paper as paper_module
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import Driver, Flying, Habits, World, drive, message
 from penstock.tests.shard.paper import POISON, Paper
 from penstock.tests.shard.paper import paper as paper  # a fixture
+from penstock.tests.shard.test_beams import NAME, check_beside, most_pages, some, watch
+from penstock.tests.shard.test_beams import check as check_beams
+from penstock.tests.shard.test_beams import mixed as among_others
 from penstock.tests.shard.test_grammar import groups as bound
 from penstock.tests.shard.test_grammar import with_masks
 from penstock.tests.shard.test_oracle import COUNT, at_rest, prompt
@@ -42,19 +48,25 @@ def fly(engine: Engine, groups: Sequence[Group], habits: Habits, seed: int = 0) 
     return world, flying.ahead
 
 
-def check(paper: type[Paper], seeds: range) -> int:
+def room_of(groups: Sequence[Group], page_size: int) -> int:
+    """Pages for the largest group alone."""
+    return max(room([group for group in groups if not group.search], page_size), most_pages(groups, page_size))
+
+
+def check(paper: type[Paper], seeds: range, crowd: Callable[[int], list[Group]] = crowd) -> int:
     """Runs crowds that end early at times, in little room; how many steps were begun ahead."""
     ahead = 0
     for seed in seeds:
         chance = random.Random(seed)
         size = chance.choice([1, 2, 3, 4])
         groups = crowd(seed)
-        expected = drive(paper(5000, size, prefix_caching=False), crowd(seed), Habits(), seed).tokens
-        engine = paper(room(groups, size) + chance.randint(2, 14), size, chance.random() < 0.8, ahead=True)
+        expected = drive(paper(5000, size, prefix_caching=False), crowd(seed), Habits(), seed)
+        engine = paper(room_of(groups, size) + chance.randint(2, 14), size, chance.random() < 0.8, ahead=True)
         habits = Habits(chance.choice([1, 3, 8, 1 << 20]), pause=0.05, pauses=seed % 2, join=0.1)
         world, count = fly(engine, groups, habits, seed)
         assert world.failed == {}
-        assert world.tokens == expected
+        assert world.tokens == expected.tokens
+        assert world.scores == {uid: pytest.approx(scores, rel=1e-5) for uid, scores in expected.scores.items()}
         assert engine.pool.free == engine.pool.pages
         ahead += count
     return ahead
@@ -64,11 +76,37 @@ def test_answers_and_pages_are_the_same_in_flight(paper: type[Paper]) -> None:
     assert check(paper, range(60)) > 1000
 
 
-def test_cancelled_and_failed_ones_leave_nothing(paper: type[Paper]) -> None:
+def with_beams(seed: int) -> list[Group]:
+    """A crowd of which some search."""
+    chance = random.Random(seed)
+    groups = crowd(seed)
+    for uid in chance.sample(range(len(groups)), 8):
+        tokens, most = groups[uid].sequences[0].tokens, chance.randint(1, 20)
+        search = Search(chance.randint(2, 4), 1, chance.choice([1.0, 0.0, 2.0]), chance.choice(list(Stop)))
+        groups[uid] = tiny.group(uid, tokens, most, end_ids=chance.choice([(), (3,)]), search=search)
+    return groups
+
+
+def test_beams_part_in_flight(paper: type[Paper]) -> None:
+    heirs = 0
+    right = paper.land
+
+    def land(self: Paper) -> None:
+        nonlocal heirs
+        heirs += sum(len(group.heirs) for group in self.groups.values())
+        right(self)
+
+    paper.land = land
+    assert check(paper, range(60), with_beams) > 1000
+    assert heirs > 1000
+
+
+@pytest.mark.parametrize("crowd", [crowd, with_beams])
+def test_cancelled_and_failed_ones_leave_nothing(paper: type[Paper], crowd: Callable[[int], list[Group]]) -> None:
     for seed in range(30):
         groups = crowd(seed)
-        poisoned = [tiny.group(100 + i, (1, 2, POISON, i), 6) for i in range(3)]
-        engine = paper(room(groups, 3) + 9, 3, ahead=True)
+        poisoned = [tiny.group(100 + i, (1, 2, POISON, i), 6, search=Search(2, 1) if i else None) for i in range(3)]
+        engine = paper(room_of(groups, 3) + 9, 3, ahead=True)
         habits = Habits(5, pause=0.05, cancel=0.1, end=0.1)
         world, _ = fly(engine, groups + poisoned, habits, seed)
         assert set(world.failed) <= {100, 101, 102}
@@ -77,10 +115,10 @@ def test_cancelled_and_failed_ones_leave_nothing(paper: type[Paper]) -> None:
 
 
 def too_long(right: Any) -> Any:
-    def follow(self: Flight, group: Group) -> Any:
+    def follow(self: Flight, group: Group, page_size: int) -> Any:
         most, group.max_new_tokens = group.max_new_tokens, 1 << 20
         try:
-            return right(self, group)
+            return right(self, group, page_size)
         finally:
             group.max_new_tokens = most
 
@@ -108,6 +146,69 @@ def test_the_check_finds_faults(paper: type[Paper], monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(place, name, fault(getattr(place, name)))
     with pytest.raises((AssertionError, ValueError, IndexError, KeyError)):
         check(paper, range(60))
+
+
+def another(right: Any) -> Any:
+    return lambda self, heir, parent: right(self, heir, (parent + 1) % len(self.beams))
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "fault"),
+    [
+        (Forks, "bequeath", lambda right: lambda self, spans, picked: None),
+        (Front, "pages_of", another),
+        (Group, "standing", lambda right: lambda self, page_size: (*right(self, page_size)[:1], 0, self.lacking)),
+    ],
+)
+def test_the_check_finds_faults_of_beams(
+    paper: type[Paper], monkeypatch: pytest.MonkeyPatch, place: Any, name: str, fault: Any
+) -> None:
+    monkeypatch.setattr(place, name, fault(getattr(place, name)))
+    with pytest.raises((AssertionError, ValueError, IndexError, KeyError)):
+        check(paper, range(60), with_beams)
+
+
+@pytest.mark.parametrize(
+    ("part", "page_size", "chunk", "prefix_caching"), [(0, 16, 7, True), (1, 4, 1 << 20, False), (2, 1, 7, True)]
+)
+def test_beams_are_those_of_transformers_in_flight(part: int, page_size: int, chunk: int, prefix_caching: bool) -> None:
+    asked = some(part)
+    groups, beside = among_others(asked)
+    engine = tiny.engine(NAME, page_size, most_pages(groups, page_size) + 8 // page_size, prefix_caching, ahead=True)
+    world, ahead = fly(engine, groups, Habits(chunk, pause=0.02), seed=part)
+    check_beams(world, asked)
+    check_beside(world, beside[0].uid)
+    assert ahead > 100
+    assert at_rest(engine)
+
+
+def apart(group: Group) -> list[Pick | None]:
+    """Candidates of beams that never meet: each goes on."""
+    assert group.search is not None
+    rows = range(len(group.sequences))
+    best = [Candidate(token, -1.0, (), False, row, -float(token)) for token in range(group.search.width) for row in rows]
+    return [*best[: candidates_of(group.search.width, 0)]]
+
+
+def test_pages_of_beams_in_flight_stay_within_their_bound(paper: type[Paper], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paper_module, "candidates", apart)
+    full = 0
+    for seed in range(200):
+        chance = random.Random(seed)
+        size, width = chance.choice([3, 4, 5]), chance.randint(2, 4)
+        length = size * chance.randint(1, 3) - chance.choice(
+            [0, 1, 1, 2]
+        )  # it would be broken where the last page is partly full ...
+        count = size * chance.randint(1, 3) + chance.choice([-1, 0, 0])  # ... and the answer takes whole pages
+        engine = paper(200, size, prefix_caching=False, ahead=True)
+        peak, _ = watch(engine)
+        tokens = [chance.randrange(3) for _ in range(length)]
+        fly(engine, [tiny.group(0, tokens, count, search=Search(width, 1, 0.0))], Habits(cancel=0.1 * (seed % 2)), seed)
+        bound = -(-length // size) + width * (1 + -(-count // size))
+        assert max(peak) <= bound
+        full += max(peak) == bound
+        assert engine.pool.free == engine.pool.pages
+    assert full, "somebody comes to it"
 
 
 def everything() -> list[Group]:
@@ -181,7 +282,7 @@ def test_logits_that_are_no_numbers_fail_their_group_alone(monkeypatch: pytest.M
 @pytest.mark.parametrize("most", [1, 5, 23])
 def test_memory_that_runs_out_in_flight_changes_no_token(seed: int, most: int) -> None:
     def groups() -> list[Group]:
-        return [group for group in requests(20, seed) if group.search is None and not group.drafts]
+        return [group for group in requests(20, seed) if not group.drafts]
 
     expected = drive(tiny.engine("llama", SIZE, 600), groups(), Habits())
     engine = Scarce(most, ahead=True)
@@ -211,7 +312,7 @@ def test_a_page_that_is_lost_under_way_is_not_made_known_by_the_step_before(pape
     answer = [emitted.pick.token for outcome in said for _, emitted in outcome.emitted]
     right = engine.forward
 
-    def forward(spans: Sequence[Span], picked: Tensor | None = None) -> Tensor:
+    def forward(spans: Sequence[Span], picked: Picked | None = None) -> Tensor:
         if any(span.sequence.prompt_length == 8 and span.start + len(span.tokens) > 2 for span in spans):
             raise MemoryError
         return right(spans, picked)
@@ -261,7 +362,7 @@ def test_the_seconds_of_steps_are_no_more_than_there_were(paper: type[Paper]) ->
     engine = paper(100, 2, ahead=True)
     right = engine.forward
 
-    def slow(spans: Sequence[Span], picked: Tensor | None = None) -> Tensor:
+    def slow(spans: Sequence[Span], picked: Picked | None = None) -> Tensor:
         time.sleep(0.002)
         return right(spans, picked)
 

@@ -58,17 +58,14 @@ class Scarce(Engine):
 def rows(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """How many rows there is memory for."""
     most = {"rows": 999}
+    right = logits._picking
 
-    def bounded(right: Any) -> Any:
-        def found(own: Tensor, *rest: Any) -> Any:
-            if len(own) > most["rows"]:
-                raise torch.OutOfMemoryError
-            return right(own, *rest)
+    def bounded(own: Tensor, *rest: Any) -> Any:
+        if len(own) > most["rows"]:
+            raise torch.OutOfMemoryError
+        return right(own, *rest)
 
-        return found
-
-    for name in ("_found", "begin"):
-        monkeypatch.setattr(logits, name, bounded(getattr(logits, name)))
+    monkeypatch.setattr(logits, "_picking", bounded)
     return most
 
 
