@@ -234,7 +234,7 @@ class Engine:
         return "" if len(set(choices)) == len(choices) else f"a choice comes twice among {choices}"
 
     def _join(self, batch: int, group: Group) -> None:
-        if self.overlaps and self.decoder.ranks.size == 1 and group.search is not None:
+        if self.overlaps and group.search is not None:
             group.may_inherit(self.pool.pages, self.pool.page_size)
         self.groups[group.uid] = self._changed[group.uid] = group
         self._place(batch, group)

@@ -3,6 +3,7 @@
 All ranks walk through it, since logits are joined; only rank 0 sees them, and tells the others the tokens.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +16,7 @@ from torch import Tensor
 from ..kernels.transfer import Arrival, to_device
 from .codes import Found, codes_of, found_from, length_of
 from .decoding import verify
-from .decoding.expansion import Beams, Candidate, expand
+from .decoding.expansion import Beams, Candidate, Expansion, elsewhere, expand
 from .decoding.grammar import Unusable
 from .decoding.hypotheses import candidates_of
 from .decoding.methods import strategy_of
@@ -70,6 +71,7 @@ class Wanted:
     candidates: int = 0  # of beams, whose rows are chosen from together
 
 
+Tell = Callable[[Tensor], Tensor]  # on rank 0: tells the other ranks; on these: waits for what is to be written over the tensor
 Choice = Picking[dict[int, Found]]  # per group that is sampled: its picks; None for what can't be chosen. Row by row of its runs
 
 
@@ -121,27 +123,22 @@ def _begin(
     decoder: Decoder, wanted: Listing[Wanted], hidden: Tensor, guesses: Guesses, shrink: Shrink, masks: Pending | None
 ) -> Picking[list[Found]] | None:
     """Picks that the host need not wait for; None if they are of another kind, or memory is short."""
-    ranks, count = decoder.ranks, sum(len(one.rows) for one in wanted)
+    ranks = decoder.ranks
     if guesses.rule is not Rule.GUMBEL or any(_on_host(one, ranks.size > 1) for one in wanted):
         return None
 
     def work() -> Picking[list[Found]]:
         logits = _logits(decoder, wanted, hidden)
-        if logits is None:
-            told = ranks.tell(torch.empty(count, dtype=torch.int64, device=hidden.device))
-            return _by_run(_told(told), wanted)
-        picking = _picking(logits, wanted, guesses, masks.join(hidden.device) if masks is not None else None)
-        if ranks.size > 1 and picking.picked:
-            ranks.tell(picking.picked().tokens)
-        return picking
+        mask = masks.join(hidden.device) if masks is not None else None
+        return _picking(logits, wanted, guesses, mask, hidden.device, ranks.tell if ranks.size > 1 else None)
 
-    return shrink.whole(work, count)
+    return shrink.whole(work, sum(len(one.rows) for one in wanted))
 
 
 def _on_host(one: Wanted, several: bool) -> bool:
-    """Whether what its rows lead to is known on rank 0's host only: where they end. several: ranks."""
+    """Whether where its rows end is known on rank 0's host only. several: ranks."""
     group = one.run.group
-    return bool(several and (group.grammar or one.candidates)) or bool(one.candidates and (group.grammar or group.stops))
+    return bool((several or one.candidates) and group.grammar) or bool(one.candidates and group.stops)
 
 
 def _told(tokens: Tensor) -> Picking[Found]:
@@ -191,7 +188,7 @@ def _in_parts(
         part = [wanted[i] for i in own]
         logits = _logits(decoder, part, hidden)
         mask = masks.join(hidden.device)[starts[own[0]] : starts[own[-1] + 1]] if masks is not None else None
-        return _picking(logits, part, guesses, mask).take() if logits is not None else [[] for _ in part]
+        return _picking(logits, part, guesses, mask, hidden.device).take() if logits is not None else [[] for _ in part]
 
     found: list[Found] = []
     for one, own in zip(wanted, shrink.rows(some, range(len(wanted)), sizes), strict=True):
@@ -218,18 +215,26 @@ def _logits(decoder: Decoder, wanted: Listing[Wanted], hidden: Tensor) -> Tensor
     return logits
 
 
-def _picking(logits: Tensor, wanted: Listing[Wanted], guesses: Guesses, mask: Tensor | None) -> Picking[list[Found]]:
-    """Of each run. Beams are expanded together, and all others picked together; what is picked of these comes behind."""
-    if not any(one.candidates for one in wanted):
-        return _by_run(_picks(logits, wanted, guesses, mask), wanted)
+def _picking(
+    logits: Tensor | None,
+    wanted: Listing[Wanted],
+    guesses: Guesses,
+    mask: Tensor | None,
+    device: torch.device,
+    tell: Tell | None = None,
+) -> Picking[list[Found]]:
+    """Of each run. Beams are expanded together, and all others picked together; what is picked of these comes behind. tell: other
+    ranks, which have no logits and wait for it."""
     beams, others = [i for i, one in enumerate(wanted) if one.candidates], [i for i, one in enumerate(wanted) if not one.candidates]
+    rest = [wanted[i] for i in others]
+    if not beams:
+        return _by_run(_picks(logits, rest, guesses, mask, device, tell), rest)
     own, own_mask = _part(logits, mask, wanted, beams)
-    expansion = expand(own, [_set_of(wanted[i]) for i in beams], own_mask)
+    expansion = _expansion(own, [_set_of(wanted[i]) for i in beams], own_mask, device, tell).picking()
     if not others:
         return Picking(expansion.picked, expansion.wait, lambda: [list(one) for one in expansion.take()])
     own, own_mask = _part(logits, mask, wanted, others)
-    rest = [wanted[i] for i in others]
-    picks = _by_run(_picks(own, rest, guesses, own_mask), rest)
+    picks = _by_run(_picks(own, rest, guesses, own_mask, device, tell), rest)
 
     def wait() -> None:
         expansion.wait()
@@ -241,6 +246,15 @@ def _picking(logits: Tensor, wanted: Listing[Wanted], guesses: Guesses, mask: Te
         return [found[i] for i in range(len(wanted))]
 
     return Picking(lambda: _joined(expansion, picks), wait, take)
+
+
+def _expansion(
+    logits: Tensor | None, sets: Listing[Beams], mask: Tensor | None, device: torch.device, tell: Tell | None
+) -> Expansion:
+    expansion = expand(logits, sets, mask) if logits is not None else elsewhere(sets, device)
+    if tell is not None:
+        tell(expansion.found)
+    return expansion
 
 
 def _joined(*some: Picking[Any]) -> Picked:
@@ -260,12 +274,26 @@ def _set_of(one: Wanted) -> Beams:
     return Beams(one.rows, [_sum(s) for s in group.sequences], one.candidates, group.search.width, group.end_ids)
 
 
-def _picks(logits: Tensor, wanted: Listing[Wanted], guesses: Guesses, mask: Tensor | None) -> Picking[Found]:
+def _picks(
+    logits: Tensor | None,
+    wanted: Listing[Wanted],
+    guesses: Guesses,
+    mask: Tensor | None,
+    device: torch.device,
+    tell: Tell | None,
+) -> Picking[Found]:
     rows = [row for one in wanted for row in one.rows]
+    if logits is None:
+        assert tell is not None
+        return _told(tell(torch.empty(len(rows), dtype=torch.int64, device=device)))
     if guesses.rule is Rule.GUMBEL:
-        return begin(logits, rows, mask)
-    drafts = [draft for one in wanted for draft in _drafts(one)]
-    return known(verify.pick(logits, rows, drafts, guesses.rule, mask, guesses.probabilities), logits.device)
+        picking = begin(logits, rows, mask)
+    else:
+        drafts = [draft for one in wanted for draft in _drafts(one)]
+        picking = known(verify.pick(logits, rows, drafts, guesses.rule, mask, guesses.probabilities), device)
+    if tell is not None and picking.picked is not None:
+        tell(picking.picked().tokens)
+    return picking
 
 
 def _drafts(one: Wanted) -> list[Draft]:
@@ -274,9 +302,11 @@ def _drafts(one: Wanted) -> list[Draft]:
     return [Draft()] * len(one.rows) if group.waiting else [Draft(own.draft, own.tried) for own in group.sequences]
 
 
-def _part(logits: Tensor, mask: Tensor | None, wanted: Listing[Wanted], chosen: Listing[int]) -> tuple[Tensor, Tensor | None]:
+def _part(
+    logits: Tensor | None, mask: Tensor | None, wanted: Listing[Wanted], chosen: Listing[int]
+) -> tuple[Tensor | None, Tensor | None]:
     """The rows of some runs. Those that no grammar of theirs binds have no mask."""
-    if len(chosen) == len(wanted):
+    if logits is None or len(chosen) == len(wanted):
         return logits, mask
     starts, start = [], 0
     for one in wanted:

@@ -5,10 +5,10 @@ to the beams' scores. With a temperature continuations are drawn without putting
 Gumbel noise (Kool et al. 2019, arXiv:1903.06059).
 """
 
+import math
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,74 +37,88 @@ class Beams:
 
     rows: Listing[Row]
     scores: Listing[float]  # of each row's beam so far
-    count: int  # candidates wanted
+    count: int  # candidates wanted, no more than the vocabulary has
     width: int  # beams that go on
     end_ids: frozenset[int]  # tokens that end a beam
 
 
-def expand(logits: Tensor, sets: Listing[Beams], mask: Tensor | None = None) -> Picking[list[list[Candidate | None]]]:
-    """The candidates of each set, best first, or as they were drawn; fewer if there are no more, [None] if logits are not finite.
-    On the device, the best of them that don't end, so many for each set as it is wide.
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """The best continuations of some sets.
 
-    logits: [rows, vocabulary] float32, the sets' rows one after the other; mask: see `sampler.pick`.
+    found: [4, sets, candidates] float64: sums, NaN where logits are not finite; rows that are continued; ids; log-probabilities.
     """
-    rows = [row for beams in sets for row in beams.rows]
-    starts = [0, *accumulate(len(beams.rows) for beams in sets)]
+
+    sets: Listing[Beams]
+    found: Tensor
+    tops: Tops | None = None
+
+    def picking(self) -> Picking[list[list[Candidate | None]]]:
+        """The candidates of each set, best first, or as they were drawn; fewer if there are no more, [None] if logits are not
+        finite. On the device the best of them that don't end, so many for each set as it is wide."""
+        arrival = Arrival(self.found, *(self.tops.tensors if self.tops else ()))
+
+        def take() -> list[list[Candidate | None]]:
+            found, *top = arrival.lists()
+            tops = self.tops.listed(*top) if self.tops else {}
+            parts = zip(self.sets, _starts(self.sets), *found, strict=False)
+            return [_candidates(beams, start, own, tops) for beams, start, *own in parts]
+
+        return Picking(self._heirs, arrival.wait, take)
+
+    def _heirs(self) -> Picked:
+        """Those that `beam.BeamSearch` lets live on, in its order. There may be fewer: what else is said here nobody takes."""
+        sums, (places, ids), device = self.found[0], self.found[1:3].long(), self.found.device
+        most = max(len(beams.end_ids) for beams in self.sets)
+        ends = [[beams.count, *beams.end_ids, *[-1] * (most - len(beams.end_ids))] for beams in self.sets]
+        wanted = [
+            (i, rank, start, start + len(beams.rows) - 1)
+            for i, (beams, start) in enumerate(zip(self.sets, _starts(self.sets), strict=False))
+            for rank in range(beams.width)
+        ]
+        counts, ending = torch.split(to_device(torch.tensor(ends), device), [1, most], 1)
+        own, ranks, first, last = to_device(torch.tensor(wanted).t().contiguous(), device).unbind()
+        over = (torch.arange(sums.shape[1], device=device) >= counts) | (ids.unsqueeze(2) == ending.unsqueeze(1)).any(2)
+        order = sums.masked_fill(over, -torch.inf).sort(descending=True, stable=True).indices[own, ranks]
+        return Picked(ids[own, order], torch.minimum(places[own, order], last) - first)
+
+
+def expand(logits: Tensor, sets: Listing[Beams], mask: Tensor | None = None) -> Expansion:
+    """logits: [rows, vocabulary] float32, the sets' rows one after the other; mask: see `sampler.pick`."""
+    rows, starts = [row for beams in sets for row in beams.rows], _starts(sets)
     own = logits.logsumexp(-1)
     scores = to_device(torch.tensor([score for beams in sets for score in beams.scores]), logits.device)
-    counts = [min(beams.count, logits.shape[1]) for beams in sets]
+    count = max(beams.count for beams in sets)
     plain = mask is None and not any(row.sampling.penalized or row.sampling.temperature for row in rows)
     if plain:
-        sums, places, ids = candidates(logits, scores, starts, max(counts))
+        sums, places, ids = candidates(logits, scores, starts, count)
     else:
-        sums, places, ids = _processed(logits, own, scores, sets, starts, max(counts), mask)
+        sums, places, ids = _processed(logits, own, scores, sets, starts, count, mask)
     logprobs = logits[places, ids] - own[places]
-    tops = Tops(logits, rows)
-    arrival = Arrival(torch.stack((sums.double(), places.double(), ids.double(), logprobs.double())), own.isfinite(), *tops.tensors)
-
-    def take() -> list[list[Candidate | None]]:
-        found, finite, *top = arrival.lists()
-        return _candidates(sets, starts, found, finite, tops.listed(*top))
-
-    return Picking(lambda: _heirs(sums, places, ids, sets, starts), arrival.wait, take)
+    bad = torch.nn.functional.pad((~own.isfinite()).cumsum(0), (1, 0))[to_device(torch.tensor(starts), logits.device)].diff() > 0
+    found = torch.stack((sums.double().masked_fill(bad.unsqueeze(1), torch.nan), places.double(), ids.double(), logprobs.double()))
+    return Expansion(sets, found, Tops(logits, rows))
 
 
-def _candidates(
-    sets: Listing[Beams], starts: Listing[int], columns: Listing[Any], finite: Listing[bool], tops: dict[int, Top]
-) -> list[list[Candidate | None]]:
-    """columns: sums, rows, ids, and log-probabilities, of each set and candidate."""
-    result: list[list[Candidate | None]] = []
-    for (start, end), beams, *found in zip(pairwise(starts), sets, *columns, strict=True):
-        if not all(finite[start:end]):
-            result.append([None])
-            continue
-        result.append(
-            [
-                Candidate(int(token), logprob, tops.get(int(place), ()), False, int(place) - start, total)
-                for total, place, token, logprob in list(zip(*found, strict=True))[: beams.count]
-                if total > -torch.inf
-            ]
-        )
-    return result
+def elsewhere(sets: Listing[Beams], device: torch.device) -> Expansion:
+    """The same, still empty, on a rank that is told of it."""
+    return Expansion(sets, torch.empty(4, len(sets), max(beams.count for beams in sets), dtype=torch.float64, device=device))
 
 
-def _heirs(sums: Tensor, places: Tensor, ids: Tensor, sets: Listing[Beams], starts: Listing[int]) -> Picked:
-    """Those that `beam.BeamSearch` lets live on, in its order. There may be fewer: what else is said here nobody takes.
+def _starts(sets: Listing[Beams]) -> list[int]:
+    """The first row of each set, and the number of all."""
+    return [0, *accumulate(len(beams.rows) for beams in sets)]
 
-    sums: [sets, candidates] float32; places, ids: the same, int64; place: the row that is continued.
-    """
-    most = max(len(beams.end_ids) for beams in sets)
-    ends = [[beams.count, *beams.end_ids, *[-1] * (most - len(beams.end_ids))] for beams in sets]
-    wanted = [
-        (i, rank, start, end - start - 1)
-        for i, (beams, (start, end)) in enumerate(zip(sets, pairwise(starts), strict=True))
-        for rank in range(beams.width)
+
+def _candidates(beams: Beams, start: int, found: Listing[Listing[float]], tops: dict[int, Top]) -> list[Candidate | None]:
+    """start: its first row; found: its part of `Expansion.found`."""
+    if math.isnan(found[0][0]):
+        return [None]
+    return [
+        Candidate(int(token), logprob, tops.get(int(place), ()), False, int(place) - start, total)
+        for total, place, token, logprob in list(zip(*found, strict=True))[: beams.count]
+        if total > -torch.inf
     ]
-    counts, ending = torch.split(to_device(torch.tensor(ends), sums.device), [1, most], 1)
-    own, ranks, first, last = to_device(torch.tensor(wanted).t().contiguous(), sums.device).unbind()
-    over = (torch.arange(sums.shape[1], device=sums.device) >= counts) | (ids.unsqueeze(2) == ending.unsqueeze(1)).any(2)
-    order = sums.masked_fill(over, -torch.inf).sort(descending=True, stable=True).indices[own, ranks]
-    return Picked(ids[own, order], torch.minimum(places[own, order] - first, last))
 
 
 def _processed(

@@ -431,6 +431,24 @@ def test_grammars_in_flight() -> None:
     assert at_rest(engine)
 
 
+def test_two_ranks_agree_on_beams_in_flight() -> None:
+    asked = some(3)
+    groups, beside = among_others(asked)
+    pages = most_pages(groups, 4) + 9
+
+    def work(ranks: Ranks) -> tuple[World, int, bool]:
+        engine = tiny.engine_of(NAME, ranks, 4, pages, ahead=True)
+        return *fly(engine, groups, Habits(16, pause=0.02), seed=6), at_rest(engine)
+
+    (world, ahead, first), (twin, _, second) = tiny.Pair().run(work)
+    check_beams(world, asked)
+    check_beside(world, beside[0].uid)
+    assert twin.tokens == world.tokens
+    assert ahead > 100
+    assert first
+    assert second
+
+
 @pytest.mark.parametrize("masks", [False, True])
 def test_two_ranks_agree_in_flight(masks: bool) -> None:
     name, groups = ("demo", bound) if masks else ("qwen2", lambda: mixed(8))
