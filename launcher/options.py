@@ -167,6 +167,13 @@ def address(text: str) -> str:
     return text
 
 
+def keys(text: str) -> str:
+    """With at least one in it: a server whose operator wants a key must not be open because its file is empty."""
+    if not any(key.strip() for key in text.split(",")):
+        raise ValueError("there is no key in it; leave it out for a server that asks for none")
+    return text
+
+
 def option(
     group: str,
     help: str,
@@ -470,12 +477,14 @@ class Options:
         "ask clients for `Authorization: Bearer KEY`; several with commas between them, which share the server fairly; the "
         "environment keeps them out of `ps`",
         default="",
+        kind=keys,
     )
     admin_key: str = option(
         HTTP,
-        "key of those who let replicas join and leave (/admin); without it only a server on a loopback address has these routes; "
-        "the environment keeps it out of `ps`",
+        "key of those who let replicas join and leave (/admin); without it only a server on a loopback address that asks clients for "
+        "no key has these routes; the environment keeps it out of `ps`",
         default="",
+        kind=keys,
     )
     graceful_termination_timeout: float = option(
         HTTP,
@@ -728,7 +737,7 @@ def _value(field: "dataclasses.Field[Any]", source: str, text: str) -> Any:
     try:
         return (boolean if field.metadata["switch"] else field.metadata["kind"])(text)
     except ValueError as error:
-        raise Mistake(f"{source}={text}: {error}") from None
+        raise Mistake(f"{source}={' '.join(text.split())}: {error}") from None
 
 
 def _unknown(program: str, arguments: Sequence[str]) -> str:

@@ -270,7 +270,7 @@ class Scheduler:
         for uid in told.finished:
             self._finish(uid)
         for uid in told.failed:
-            self._forget(uid)
+            self.forget(uid)
         for uid, held, grow, lacking in zip(told.uids, told.held, told.grow, told.lacking, strict=True):
             job = self._running.get(uid)
             if job is not None:
@@ -482,10 +482,10 @@ class Scheduler:
         if job is not None:
             job.running -= 1
             if not job.running:
-                self._forget(uid)
+                self.forget(uid)
 
-    def _forget(self, uid: int) -> None:
-        """It is not on the shards any more."""
+    def forget(self, uid: int) -> None:
+        """It is not on the shards: it has ended there, or they could not be asked for it."""
         if self._pausing.pop(uid, None) is None:
             self._release(uid)
 

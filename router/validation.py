@@ -117,6 +117,11 @@ class Validator:
         stop, end_ids = self._ends(parameters, limits)
         choices = (parameters.choices if beams is None else parameters.num_return_sequences) or 1
         longest = _max_new_tokens(len(ids), parameters.max_new_tokens, choices, beams, limits)
+        if parameters.min_new_tokens > longest:
+            raise Refused(
+                f"`min_tokens` must be at most {longest}, the tokens that the answer may have. Given: {parameters.min_new_tokens}",
+                "min_tokens",
+            )
         if beams is not None:
             _check_beams(beams, longest, len(end_ids), limits)
         request = Request(

@@ -1,7 +1,7 @@
 """What operators ask of a server that runs: which replicas there are; that one joins, takes no more requests, or leaves.
 
-Who may: whoever has the admin key, where there is one. Without it only a server that is reached from this machine alone has these
-routes, and no web page may use them: what joins gets the prompts of all clients.
+Who may: whoever has the admin key, where there is one. Without it only a server that is reached from this machine alone, and that tells
+no client from another, has these routes; no web page may use them, nor what comes through a proxy: what joins gets all clients' prompts.
 """
 
 import hmac
@@ -23,6 +23,8 @@ from .tenant import bearer, digest
 PREFIX = "/admin/"
 REPLICAS = PREFIX + "replicas"
 NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+BROWSERS = ("Origin", "Sec-Fetch-Site")
+PROXIES = ("Forwarded", "Via", "X-Forwarded-For", "X-Forwarded-Host", "X-Real-IP")
 Handle = Callable[[web.Request], Awaitable[web.Response]]
 
 
@@ -60,7 +62,7 @@ class Admin:
         self._limit = config.payload_limit
         self._replicas = replicas
         self._key = digest(config.admin_key.encode()) if config.admin_key else b""
-        self._offered = bool(config.admin_key) or local(config.hostname)
+        self._offered = bool(config.admin_key) or (local(config.hostname) and not config.api_keys)
         self._join, self._drain = msgspec.json.Decoder(JoinBody), msgspec.json.Decoder(DrainBody)
 
     def routes(self) -> list[web.RouteDef]:
@@ -116,8 +118,10 @@ class Admin:
             if not hmac.compare_digest(digest(bearer(http)), self._key):
                 headers = {"WWW-Authenticate": "Bearer"}
                 raise Rejected(Problem(401, "unauthorized", "the admin key is needed: Authorization: Bearer KEY", headers=headers))
-        elif "Origin" in http.headers or "Sec-Fetch-Site" in http.headers:  # a browser: any page in it reaches this machine, too
+        elif any(name in http.headers for name in BROWSERS):  # any page in a browser reaches this machine, too
             raise Rejected(Problem(403, "forbidden", "web pages may not administer a server without --admin-key"))
+        elif any(name in http.headers for name in PROXIES) or not local(http.url.host or ""):  # who listens here need not be alone
+            raise Rejected(Problem(403, "forbidden", "from elsewhere nobody may administer a server without --admin-key"))
 
 
 def _addresses(text: str) -> tuple[str, ...]:

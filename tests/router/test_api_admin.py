@@ -129,12 +129,38 @@ def test_the_admin_key_is_asked_for_and_a_clients_is_not_enough(tokenizer: Token
     run(tokenizer, test, admin_key="boss", api_keys=("client",), hostname="0.0.0.0")
 
 
-def test_where_clients_need_keys_so_do_these_routes(tokenizer: Tokenizer) -> None:
+def test_where_clients_need_keys_these_routes_need_their_own(tokenizer: Tokenizer) -> None:
     async def test(ask: Ask, replicas: FakeReplicas) -> None:
-        assert (await ask("GET", "/admin/replicas"))[0] == 401
-        assert (await ask("GET", "/admin/replicas", headers=CLIENT))[0] == 200
+        for method, path in ROUTES:
+            assert (await ask(method, f"/admin/replicas{path}", headers=CLIENT, json={"address": "h:1"}))[0] == 404
+        assert replicas.asked == []
 
     run(tokenizer, test, api_keys=("client",))
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"X-Forwarded-For": "203.0.113.9"},
+        {"X-Real-IP": "127.0.0.1"},
+        {"Forwarded": "for=127.0.0.1"},
+        {"Via": "1.1 proxy"},
+        {"Host": "penstock.example.org"},
+        {"Host": "10.0.0.7:3000"},
+    ],
+)
+def test_nobody_comes_through_a_proxy_without_the_admin_key(tokenizer: Tokenizer, headers: dict[str, str]) -> None:
+    """A server at a loopback address may have one in front."""
+
+    async def test(ask: Ask, replicas: FakeReplicas) -> None:
+        for method, path in ROUTES:
+            status, answer = await ask(method, f"/admin/replicas{path}", headers=headers, data=b'{"address": "evil:1"}')
+            assert (status, answer["error_type"]) == (403, "forbidden")
+        assert replicas.asked == []
+        assert (await ask("GET", "/admin/replicas", headers={"Host": "localhost:3000"}))[0] == 200
+        assert (await ask("GET", "/admin/replicas", headers={"Host": "[::1]:3000"}))[0] == 200
+
+    run(tokenizer, test)
 
 
 def test_what_is_asked_is_done(tokenizer: Tokenizer) -> None:

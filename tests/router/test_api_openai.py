@@ -317,6 +317,11 @@ def test_nulls_are_nothing(tokenizer: Tokenizer, path: str, body: dict[str, Any]
         ),
         ({"min_tokens": -1}, "min_tokens", "`min_tokens` must be at least 0. Given: -1"),
         (
+            {"min_tokens": 1 << 32, "max_tokens": 2},
+            "min_tokens",
+            "`min_tokens` must be at most 2, the tokens that the answer may have. Given: 4294967296",
+        ),
+        (
             {"min_tokens": 3, "stop": "x"},
             "min_tokens",
             "`min_tokens` together with `stop` is not supported: strings would end the answer before",

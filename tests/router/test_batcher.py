@@ -442,6 +442,22 @@ def test_a_group_that_fails_fails_alone() -> None:
     run(test)
 
 
+def test_a_request_that_cannot_be_said_fails_alone() -> None:
+    """Its value should have been refused; the others don't notice."""
+
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        asked = ask("a"), ask("b", min_new_tokens=1 << 32), ask("c")
+        good, bad, other = await asyncio.gather(*(read(batcher, one) for one in asked), return_exceptions=True)
+        assert isinstance(bad, Broken)
+        assert isinstance(good, list)
+        assert isinstance(other, list)
+        assert len(good) == len(other) == 7
+        await quiet(batcher, shards)
+        assert batcher.ready
+
+    run(test)
+
+
 def test_when_the_shards_break_while_it_drains_every_stream_is_told_and_the_batcher_ends() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         shards.break_at = 4
