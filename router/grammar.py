@@ -32,12 +32,36 @@ SPECIAL = re.compile(r"<[^<>\s]+>")  # in a lark grammar: perhaps a special toke
 WHITESPACE = r" |\n[ \t]{0,32}"
 SLOW = f"it takes more than {MOST_WORK:g} s to compile; make it simpler"
 BYTES = 256
+SCHEMAS = {"items", "additionalProperties"}  # keywords of JSON Schema: of a schema,
+LISTS_OF_SCHEMAS = {"allOf", "anyOf", "oneOf", "prefixItems"}
+NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}
 SCALARS = ("string", "number", "integer", "boolean", "null")
 
 
 def json_schema(schema: Mapping[str, Any] | bool) -> Grammar:
-    """A JSON text that validates against the schema."""
-    return Grammar("json_schema", json.dumps({} if schema is True else schema, ensure_ascii=False, separators=(",", ":")))
+    """A JSON text that validates against the schema. Raises Refused if it is nested too deeply."""
+    try:
+        meant = {} if schema is True else objects(schema)
+        return Grammar("json_schema", json.dumps(meant, ensure_ascii=False, separators=(",", ":")))
+    except RecursionError:
+        raise Refused("`grammar` is not possible: it is nested too deeply", "grammar") from None
+
+
+def objects(schema: Any) -> Any:
+    """The schema, of objects wherever it speaks of properties. JSON Schema would let any number through there, if no type is
+    named; nobody who asks for an answer means that, and text-generation-inference's clients leave the type out.
+    """
+    if not isinstance(schema, Mapping):
+        return schema
+    meant = dict(schema)
+    for name in SCHEMAS & meant.keys():
+        meant[name] = objects(meant[name])
+    for name in LISTS_OF_SCHEMAS & meant.keys():
+        meant[name] = [*map(objects, meant[name])] if isinstance(meant[name], list) else meant[name]
+    for name in NAMED_SCHEMAS & meant.keys():
+        if isinstance(meant[name], Mapping):
+            meant[name] = {key: objects(one) for key, one in meant[name].items()}
+    return {"type": "object", **meant} if "properties" in meant and not meant.keys() & {"type", "$ref"} else meant
 
 
 def json_object() -> Grammar:
@@ -48,6 +72,14 @@ def json_object() -> Grammar:
 def regex(pattern: str) -> Grammar:
     """A text that the pattern matches from its beginning to its end."""
     return Grammar("regex", pattern)
+
+
+def within(grammar: Grammar) -> str:
+    """A grammar of a JSON schema as a part of one in Lark."""
+    schema = json.loads(grammar.source)
+    if isinstance(schema, dict):  # as `written` has it
+        schema = {"x-guidance": {"whitespace_pattern": WHITESPACE}} | schema
+    return f"%json {json.dumps(schema, ensure_ascii=False)}"
 
 
 def lark(text: str) -> Grammar:

@@ -1,7 +1,7 @@
 """What operators ask of a server that runs: which replicas there are; that one joins, takes no more requests, or leaves.
 
-Who may: whoever has the admin key, where there is one. Without it only a server that is reached from this machine alone, and that tells
-no client from another, has these routes; no web page may use them, nor what comes through a proxy: what joins gets all clients' prompts.
+Who may: whoever has the admin key, where there is one. Without it only a server that is reached from this machine alone, and that
+asks clients for no key, has these routes; no web page may use them, nor who comes through a proxy: what joins gets all prompts.
 """
 
 import hmac

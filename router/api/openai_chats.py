@@ -5,6 +5,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ..grammar import within
 from ..parsing import constraint, markers, reader
 from ..request import Grammar, Limits, Refused, Request
 from ..template import Chat
@@ -100,4 +101,4 @@ def _either(calls: Grammar, format: Grammar) -> Grammar:
     if format.kind != "json_schema":
         raise Refused("`tools` together with a format that is no JSON schema is not supported", "tools")
     head, _, start = calls.source.rpartition("\nstart: ")
-    return Grammar("lark", f"{head}\ncalls: {start}\nanswer: %json {format.source}\nstart: calls | answer")
+    return Grammar("lark", f"{head}\ncalls: {start}\nanswer: {within(format)}\nstart: calls | answer")

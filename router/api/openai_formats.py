@@ -73,6 +73,8 @@ def response_format(given: dict[str, Any], name: str = "response_format") -> Gra
             if not isinstance(wrapped, dict) or "schema" not in wrapped:
                 raise Refused(f"`{name}.json_schema.schema` is missing", f"{name}.json_schema.schema")
             return _json_schema(wrapped["schema"], f"{name}.json_schema.schema")
+        case "json_schema" if isinstance(given["value"], dict) and "schema" in given["value"]:  # with its name, as TGI has it
+            return _json_schema(given["value"]["schema"], f"{name}.value.schema")
         case "json" | "json_object" | "json_schema":
             return _json_schema(given.get("value"), f"{name}.value")
         case "regex":

@@ -57,7 +57,8 @@ def _call(call: object, place: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             found = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
+            json.dumps(found, ensure_ascii=False).encode()
+        except (ValueError, RecursionError):  # no JSON, or with half of a surrogate pair, which no template's text may have
             found = arguments
         arguments = found if isinstance(found, dict) else arguments
     return call | {"function": function | {"arguments": {} if arguments is None else arguments}}

@@ -52,8 +52,13 @@ def _tool(tool: Any, place: str) -> dict[str, Any]:
         raise Refused(f"`{place}.function` must be an object", f"{place}.function")
     if not isinstance(function.get("name"), str) or not function["name"]:
         raise Refused(f"`{place}.function.name` must be a string, not empty", f"{place}.function.name")
-    if not isinstance(function.get("parameters", {}), dict | None):
+    parameters = function.get("parameters")
+    if not isinstance(parameters, dict | None):
         raise Refused(f"`{place}.function.parameters` must be a JSON schema: an object", f"{place}.function.parameters")
+    kind = (parameters or {}).get("type", "object")
+    if "object" not in (kind if isinstance(kind, list) else [kind]):
+        name = f"{place}.function.parameters.type"
+        raise Refused(f'`{name}` must be "object". Given: {kind!r}', name)
     return tool
 
 

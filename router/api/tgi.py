@@ -381,7 +381,7 @@ def _grammar(given: GrammarBody | None) -> Grammar | None:
     elif isinstance(value, str):
         try:
             value = msgspec.json.decode(value)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise Refused(f"grammar is not valid: the `value` of type {given.type} is no JSON: {error}", "grammar") from error
     if not isinstance(value, dict):
         raise Refused(f"grammar is not valid: the schema of type {given.type} must be an object", "grammar")

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ..grammar import objects
 from ..request import Grammar
 from . import harmony
 from .marked import MarkedForm
@@ -95,6 +96,7 @@ class _Lark:
 def _call(lark: _Lark, parser: str, function: Json) -> str:
     """The rule of one call of this function."""
     name, schema = function["name"], function.get("parameters") or NO_PARAMETERS
+    schema = objects(schema if "$ref" in schema else {**schema, "type": "object"})
     if parser == HARMONY:
         header = (harmony.CHANNEL, f"commentary to=functions.{name} ", harmony.CONSTRAIN, "json", harmony.MESSAGE)
         return lark.new(f"{lark.text(*header)} {lark.json(schema)}")

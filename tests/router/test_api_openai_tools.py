@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from penstock.router.grammar import WHITESPACE
 from penstock.router.request import Grammar
 from penstock.router.text import Tokenizer
 from penstock.tests.router.fake_batcher import LIMITS, Server, make_tokenizer, serve
@@ -135,6 +136,17 @@ def test_an_answer_that_only_calls_has_no_content(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test, says=call("f", '{"x": 1}') + "</s>")
 
 
+def test_arguments_with_half_a_surrogate_pair_come_back(tokenizer: Tokenizer) -> None:
+    """A model may write such a thing, and clients send it back in the next turn."""
+
+    async def test(server: Server) -> None:
+        called = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"city": "\\ud83d"}'}}]}
+        status, body, _ = await server.post(PATH, {"messages": [*CHAT["messages"], called, {"role": "user", "content": "and?"}]})
+        assert status == 200, body
+
+    serve(tokenizer, test)
+
+
 def test_without_tools_a_call_is_text(tokenizer: Tokenizer) -> None:
     says = call("f", "{}")
 
@@ -169,6 +181,9 @@ def test_who_must_call_is_bound_by_a_grammar(tokenizer: Tokenizer, choice: Any, 
     serve(tokenizer, test, says=call(names[0], "{}") + "</s>")
 
 
+PARAMETERS_TYPE = "tools[0].function.parameters.type"
+
+
 @pytest.mark.parametrize(
     ("given", "parameter", "message"),
     [
@@ -177,6 +192,7 @@ def test_who_must_call_is_bound_by_a_grammar(tokenizer: Tokenizer, choice: Any, 
         ({"tools": [{"type": "function"}]}, "tools[0].function", "`tools[0].function` must be an object"),
         ({"tools": [F, {"type": "function", "function": {}}]}, "tools[1].function.name", ""),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "tools[0].function.parameters", ""),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]}, PARAMETERS_TYPE, ""),
         ({"tools": [F, F]}, "tools", "two `tools` have the same name"),
         ({"tool_choice": "required"}, "tool_choice", '`tool_choice`: "required" needs `tools`'),
         ({"tools": [F], "tool_choice": {"type": "function", "function": {"name": "h"}}}, "tool_choice", ""),
@@ -207,6 +223,9 @@ def test_what_is_refused_is_named(tokenizer: Tokenizer, given: dict[str, Any], p
     serve(tokenizer, test)
 
 
+CONST = Grammar("json_schema", '{"const":1}')
+
+
 @pytest.mark.parametrize(
     ("given", "grammar"),
     [
@@ -217,6 +236,8 @@ def test_what_is_refused_is_named(tokenizer: Tokenizer, given: dict[str, Any], p
             Grammar("json_schema", '{"const":"é"}'),
         ),
         ({"response_format": {"type": "json", "value": {"const": 1}}}, Grammar("json_schema", '{"const":1}')),
+        ({"response_format": {"type": "json_schema", "value": {"name": "n", "schema": {"const": 1}}}}, CONST),
+        ({"response_format": {"type": "json_schema", "value": {"const": 1}}}, CONST),
         ({"response_format": {"type": "regex", "value": "a+"}}, Grammar("regex", "a+")),
         ({"guided_json": {"const": 1}}, Grammar("json_schema", '{"const":1}')),
         ({"guided_json": '{"const":1}'}, Grammar("json_schema", '{"const":1}')),
@@ -258,7 +279,12 @@ def test_tools_and_a_format_allow_either(tokenizer: Tokenizer) -> None:
         assert (message["tool_calls"], reason) == ([{"name": "f", "arguments": '{"x": 1}'}], "tool_calls")
         grammar = server.batcher.requests[-1].grammar
         assert grammar is not None
-        assert grammar.source.splitlines()[-2:] == ['answer: %json {"type":"object"}', "start: calls | answer"]
+        answer, start = grammar.source.splitlines()[-2:]
+        assert json.loads(answer.removeprefix("answer: %json ")) == {
+            "type": "object",
+            "x-guidance": {"whitespace_pattern": WHITESPACE},  # as without tools
+        }
+        assert start == "start: calls | answer"
 
     serve(tokenizer, test, says='{"a": 1}</s>')
 

@@ -175,6 +175,7 @@ def test_langchains_contradictions_are_fine(tokenizer: Tokenizer) -> None:
             {"grammar": {"type": "json_object", "value": "{"}},
             "the `value` of type json_object is no JSON: Input data was truncated",
         ),
+        ({"grammar": {"type": "json", "value": "[" * 5_000}}, "the `value` of type json is no JSON: "),
         ({"grammar": {"type": "regex", "value": {}}}, "grammar is not valid: the `value` of type regex must be a string"),
         ({"grammar": {"type": "json_schema", "value": {}}}, "the `value` of type json_schema must be {"),
         ({"grammar": {"type": "lark", "value": ""}}, "Invalid enum value 'lark' - at `$.parameters.grammar.type`"),
@@ -666,9 +667,9 @@ def test_no_more_answers_than_may_run_at_once(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize(
     ("grammar", "kind", "source"),
     [
-        ({"type": "json", "value": {"properties": {"a": {}}}}, "json_schema", {"properties": {"a": {}}}),
+        ({"type": "json", "value": {"properties": {"a": {}}}}, "json_schema", {"type": "object", "properties": {"a": {}}}),
         ({"type": "json_object", "value": {"type": "object"}}, "json_schema", {"type": "object"}),
-        ({"type": "json", "value": '{"properties": {"é": {}}}'}, "json_schema", {"properties": {"é": {}}}),
+        ({"type": "json", "value": '{"properties": {"é": {}}}'}, "json_schema", {"type": "object", "properties": {"é": {}}}),
         ({"type": "json_schema", "value": {"name": "x", "schema": {"type": "array"}}}, "json_schema", {"type": "array"}),
         ({"type": "json_schema", "value": {"schema": {"type": "array"}, "strict": True}}, "json_schema", {"type": "array"}),
         ({"type": "regex", "value": "[0-9]+"}, "regex", "[0-9]+"),

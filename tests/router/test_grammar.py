@@ -238,6 +238,42 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     run(test)
 
 
+def test_who_speaks_of_properties_means_an_object() -> None:
+    """As text-generation-inference reads it, whose clients leave the type out; nothing else is changed."""
+    given = {
+        "properties": {"a": {"properties": {"b": {}}}, "properties": {"enum": [{"properties": {}}]}, "c": {"$ref": "#/$defs/d"}},
+        "$defs": {"d": {"properties": {}}, "e": {"type": ["object", "null"], "properties": {}}},
+        "anyOf": [{"required": ["a"]}, {"properties": {"x": True}}],
+        "items": {"properties": {}},
+    }
+    meant = {
+        "type": "object",
+        "properties": {
+            "a": {"type": "object", "properties": {"b": {}}},
+            "properties": {"enum": [{"properties": {}}]},
+            "c": {"$ref": "#/$defs/d"},
+        },
+        "$defs": {"d": {"type": "object", "properties": {}}, "e": {"type": ["object", "null"], "properties": {}}},
+        "anyOf": [{"required": ["a"]}, {"type": "object", "properties": {"x": True}}],
+        "items": {"type": "object", "properties": {}},
+    }
+    assert json.loads(json_schema(given).source) == meant
+    assert json.loads(json_schema(meant).source) == meant
+    assert [json.loads(json_schema(same).source) for same in ({"const": 1}, {"type": "array"}, False)] == [
+        {"const": 1},
+        {"type": "array"},
+        False,
+    ]
+
+
+def test_what_is_nested_too_deeply_is_refused() -> None:
+    schema: dict[str, object] = {}
+    for _ in range(5_000):
+        schema = {"items": schema}
+    with pytest.raises(Refused, match="nested too deeply"):
+        json_schema(schema)
+
+
 def test_a_schema_says_how_white_space_may_look() -> None:
     """It is in the grammar that is sent, unless the schema says it itself."""
     [ours] = json.loads(written(json_object()))["grammars"]

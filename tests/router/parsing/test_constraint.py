@@ -34,7 +34,7 @@ TOOLS: list[dict[str, Any]] = [
         "type": "function",
         "function": {
             "name": "pick",
-            "parameters": {"type": "object", "properties": {"a": {"type": "null"}, "b": {"type": "boolean"}}},
+            "parameters": {"properties": {"a": {"type": "null"}, "b": {"type": "boolean"}}},  # an object, though it doesn't say so
         },
     },
 ]
