@@ -4,6 +4,7 @@
 JSON value; a chunk's is bytes, since there is one for each token: what is the same in all chunks is encoded once.
 """
 
+import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -322,7 +323,9 @@ class Completions:
         offsets, offset = [], 0
         for id in echo.request.prompt:
             offsets.append(offset)
-            offset += len(stream.push(id).delta)
+            piece = stream.push(id)
+            sent = not piece.delta and echo.text.startswith(piece.text, offset)  # a special token, by its text
+            offset += len(piece.text if sent else piece.delta)
         offset += len(stream.end())
         self._offsets[index] = offset
         text = echo.text or stream.text
@@ -342,7 +345,7 @@ class Completions:
         offsets = []
         for token in tokens:
             offsets.append(offset)
-            offset += len(token.text)
+            offset += len(token.text) if token.delta or not token.special else 0
         self._offsets[index] = offset
         return {
             "tokens": [token.text for token in tokens],
@@ -392,7 +395,9 @@ def _chunk_choice(index: int, content: Json, reason: str | None = None) -> Json:
 
 def _score(finish: Finish) -> Json:
     """What stands in a choice that beams found."""
-    return {} if finish.score is None else {"score": max(finish.score, LOWEST_LOGPROB)}
+    if finish.score is None:
+        return {}
+    return {"score": finish.score if math.isfinite(finish.score) else LOWEST_LOGPROB}
 
 
 def logprob_of(token: Token) -> Json:

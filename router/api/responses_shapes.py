@@ -61,6 +61,7 @@ class Output:
         self._logprobs = logprobs
         self._open = ""  # the kind of the last item, while it grows
         self._pieces: list[str] = []  # of its text
+        self._untold: list[Json] = []  # log-probabilities of tokens that have brought no text yet
 
     @property
     def reasoning_tokens(self) -> int:
@@ -68,22 +69,29 @@ class Output:
 
     def token(self, token: Token) -> Iterator[Json]:
         """The next one."""
-        logprobs = [logprob_of(token)] if self._logprobs else []
-        for part in self._speaker.read(token):
-            yield from self._part(part, logprobs if isinstance(part, Text) else [])
+        if self._logprobs and (token.delta or not token.special):  # an end is no text
+            self._untold.append(logprob_of(token))
+        yield from self._read(token)
 
     def finish(self, finish: Finish) -> Iterator[Json]:
         """The end. There is an item then, and all are complete."""
-        for part in self._speaker.read(finish):
-            yield from self._part(part, [])
+        yield from self._read(finish)
         if not self.items:
             yield from self._begin("message")
         yield from self._end("incomplete" if finish.reason == "length" else "completed")
 
-    def _part(self, part: Part, logprobs: list[Json]) -> Iterator[Json]:
+    def _read(self, what: Token | Finish) -> Iterator[Json]:
+        part: Part | None = None
+        for part in self._speaker.read(what):
+            yield from self._part(part)
+        if part is not None:  # what was told with no text belongs to what is none
+            self._untold = []
+
+    def _part(self, part: Part) -> Iterator[Json]:
         match part:
             case Text(text):
                 yield from self._begin("message")
+                logprobs, self._untold = self._untold, []
                 self._pieces.append(text)
                 self.items[-1]["content"][0]["logprobs"] += logprobs
                 yield self._event("output_text.delta", content_index=0, delta=text, logprobs=logprobs)

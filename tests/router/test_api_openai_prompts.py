@@ -67,6 +67,21 @@ def test_an_echo_is_the_prompt_and_then_the_answer(tokenizer: Tokenizer, as_toke
     serve(tokenizer, test)
 
 
+def test_offsets_are_places_in_the_text_that_is_shown(tokenizer: Tokenizer) -> None:
+    """Special tokens count where they are part of it: where the prompt has them, as text, and not where the answer hides them."""
+
+    async def test(server: Server) -> None:
+        asked = {"prompt": "x</s>y", "echo": True, "logprobs": 0, "max_tokens": 4, "ignore_eos": True}
+        _, body, _ = await server.post(PATH, asked)
+        choice = body["choices"][0]
+        assert choice["text"] == "x</s>yaBC"
+        found = dict(zip(choice["logprobs"]["text_offset"], choice["logprobs"]["tokens"], strict=True))  # the last of each place
+        assert {place: choice["text"][place : place + len(text)] for place, text in found.items()} == found
+        assert list(found) == [0, 1, 5, 6, 7, 8]
+
+    serve(tokenizer, test, says="a</s>BC")
+
+
 def test_lm_eval_reads_loglikelihoods(tokenizer: Tokenizer) -> None:
     """What lm-eval 0.4 does with the answers of `local-completions`."""
 

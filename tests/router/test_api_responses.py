@@ -130,6 +130,21 @@ def test_logprobs_stand_with_their_text(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test)
 
 
+def test_logprobs_of_tokens_without_text_of_their_own_come_with_the_next(tokenizer: Tokenizer) -> None:
+    """Each of a character's bytes may be a token; and what could be a stop string is held back."""
+
+    async def test(server: Server) -> None:
+        asked = {"input": "hi", "include": ["message.output_text.logprobs"], "stop": ["axx"]}
+        found = await events(server, asked)
+        [part] = found[-1]["response"]["output"][0]["content"]
+        assert part["text"] == "日本é ax"
+        assert sum(len(one["bytes"]) for one in part["logprobs"]) == len("日本é ax".encode())
+        deltas = [event for event in found if event["type"] == "response.output_text.delta"]
+        assert [one for event in deltas for one in event["logprobs"]] == part["logprobs"]
+
+    serve(tokenizer, test, says="日本é ax</s>")
+
+
 def test_items_become_messages(tokenizer: Tokenizer) -> None:
     items = [
         {"role": "developer", "content": "be"},
