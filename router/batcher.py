@@ -52,7 +52,7 @@ from .request import (
 )
 from .scheduler import BATCH, Action, Bounds, Decode, Filter, Job, Prefill, Report, Scheduler
 from .shards import Shards, group
-from .streams import Choice, Pace, Stream, Tokenizer, read, replayed
+from .streams import Choice, Pace, Piece, Stream, Tokenizer, Unseen, read, replayed
 
 REASONS = {1: "eos_token", 2: "length"}  # by StepReply.finishes
 LEAD = 0.01  # seconds before the expected end of a step when the next is sent: late enough for new requests to be in it
@@ -687,7 +687,8 @@ class Batcher:
             choice.last = now
             choice.ids.append(token)
             choice.generated += 1
-            piece = choice.text.push(token)
+            hidden = finish and _hides(stream.request, token)
+            piece: Piece = Unseen(self._tokenizer.token_text(token)) if hidden else choice.text.push(token)
             special = self._tokenizer.is_special(token)
             alternatives = self._alternatives(top) if top else ()
             stream.items.append(Token(token, piece.text, piece.delta, logprob, special, alternatives, index))
@@ -817,6 +818,11 @@ class Batcher:
         """Ends all streams."""
         for uid in tuple(self._streams):
             self._fail(uid, Broken(message), "generation")
+
+
+def _hides(request: Request, token: int) -> bool:
+    """Whether a token that ends an answer is no part of its text, as a stop string is not. What completes a grammar always is."""
+    return not request.include_stop and token in request.end_ids and token not in request.shown
 
 
 def _scores(reply: shard_pb2.StepReply) -> dict[tuple[int, int], float]:

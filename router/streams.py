@@ -25,6 +25,15 @@ class Piece(Protocol):
     def stopped(self) -> bool: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Unseen:
+    """The Piece of a token that is no part of the text."""
+
+    text: str
+    delta: str = ""
+    stopped: bool = False
+
+
 class Text(Protocol):
     """The text of one stream; see `text.TextStream`."""
 

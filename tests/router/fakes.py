@@ -213,7 +213,8 @@ class FakeShards:
         by_itself = finished and position + 1 < group.max_new_tokens
         reply.uids.append(uid)
         reply.choices.append(choice)
-        reply.tokens.append(END if by_itself else self._token(group, position, choice))
+        token = self._token(group, position, choice)
+        reply.tokens.append(END if by_itself and token not in group.end_ids else token)
         reply.logprobs.append(-1.0)
         reply.finishes.append(1 if by_itself else 2 if finished else 0)
         if group.top_n:

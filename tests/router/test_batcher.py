@@ -112,6 +112,24 @@ def test_the_end_token_is_part_of_the_stream() -> None:
     run(test, FakeShards(ends_at=lambda prompt: 3))
 
 
+@pytest.mark.parametrize("include", [False, True])
+def test_a_token_that_ends_an_answer_is_text_as_a_stop_string_is(include: bool) -> None:
+    """Be it an ordinary one, or a special one where these are shown."""
+
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        whole = answer("hello", 3)
+        ends = END, ord(whole[-1])
+        *_, token, last = await read(batcher, ask("hello", 9, end_ids=ends, include_stop=include))
+        assert isinstance(token, Token)
+        assert isinstance(last, Finish)
+        assert (token.text, last.text) == (whole[-1], whole if include else whole[:-1])
+        *_, last = await read(batcher, ask("hello", 9, end_ids=ends, include_stop=include, shown=ends))
+        assert isinstance(last, Finish)
+        assert (last.reason, last.text) == ("eos_token", whole), "a reader wants to see it"
+
+    run(test, FakeShards(ends_at=lambda prompt: 3))
+
+
 def test_what_a_sink_takes_does_not_come_and_nothing_is_lost_or_overtaken() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         chance = random.Random(4)
