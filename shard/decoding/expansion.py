@@ -97,7 +97,7 @@ def expand(logits: Tensor, sets: Listing[Beams], mask: Tensor | None = None) -> 
     logprobs = logits[places, ids] - own[places]
     bad = torch.nn.functional.pad((~own.isfinite()).cumsum(0), (1, 0))[to_device(torch.tensor(starts), logits.device)].diff() > 0
     found = torch.stack((sums.double().masked_fill(bad.unsqueeze(1), torch.nan), places.double(), ids.double(), logprobs.double()))
-    return Expansion(sets, found, Tops(logits, rows))
+    return Expansion(sets, found, Tops(logits, rows, all=True))
 
 
 def elsewhere(sets: Listing[Beams], device: torch.device) -> Expansion:

@@ -19,11 +19,14 @@ class Sample:
 
     def rows(self, group: Group) -> list[Row]:
         """One per sequence, or per choice that begins."""
+        bound = bool(group.grammar)
         if group.waiting:
             [first] = group.sequences
             sampling = sampling_of(group, 0)
-            return [Row(sampling, first.tokens, first.prompt_length, choice, group.top_n) for choice in group.waiting]
-        return [Row(sampling_of(group, s.generated), s.tokens, s.prompt_length, s.choice, group.top_n) for s in group.sequences]
+            return [Row(sampling, first.tokens, first.prompt_length, choice, group.top_n, bound) for choice in group.waiting]
+        return [
+            Row(sampling_of(group, s.generated), s.tokens, s.prompt_length, s.choice, group.top_n, bound) for s in group.sequences
+        ]
 
     def judge(self, group: Group, picks: Listing[Pick | None]) -> Verdict:
         """Appends each pick."""

@@ -30,16 +30,18 @@ class Row:
     prompt_length: int
     choice: int
     top_n: int = 0
+    bound: bool = False  # by a grammar
 
     @property
     def final(self) -> bool:
         """Reports log-probabilities of another distribution than the model's own."""
-        return self.sampling.final_logprobs and (self.sampling.temperature > 0 or self.sampling.penalized)
+        return self.sampling.final_logprobs and (self.sampling.temperature > 0 or self.sampling.penalized or self.bound)
 
     @property
     def unusual(self) -> bool:
         """Wants what only the plain sampler has."""
-        return self.sampling.typical_p < 1 or (self.final and (self.top_n > 0 or not self.sampling.temperature))
+        greedy = not self.sampling.temperature and self.sampling.penalized
+        return self.sampling.typical_p < 1 or (self.final and (self.top_n > 0 or greedy))
 
 
 @dataclass(slots=True)  # many a step: frozen ones take three times as long to make
@@ -115,6 +117,9 @@ def _begin_fused(logits: Tensor, rows: Listing[Row], mask: Tensor | None) -> Pic
     weighed = any(one.temperature > 0 and one.top_p < 1 and not one.top_k for one in (row.sampling for row in rows))
     found = sample(logits, draws_of(rows, logits.device), _penalties(rows, logits.device) if penalized else None, mask, weighed)
     logprobs = found.logprobs
+    bound = [i for i, row in enumerate(rows) if row.final and not row.sampling.temperature]
+    if bound and mask is not None:
+        _report_bound(logits, mask, found.tokens, found.final, to_device(torch.tensor(bound), logits.device))
     if any(row.final for row in rows):
         final = to_device(torch.tensor([row.final for row in rows]), logits.device)
         logprobs = torch.where(final & logprobs.isfinite(), found.final, logprobs)
@@ -130,6 +135,12 @@ def _begin_fused(logits: Tensor, rows: Listing[Row], mask: Tensor | None) -> Pic
         ]
 
     return Picking(lambda: Picked(found.tokens), arrival.wait, take)
+
+
+def _report_bound(logits: Tensor, mask: Tensor, tokens: Tensor, final: Tensor, rows: Tensor) -> None:
+    """Overwrites `final` where the most probable token was taken of those that a grammar allows."""
+    allowed = allow(logits[rows], mask[rows])
+    final[rows] = allowed.gather(1, tokens[rows].clamp(min=0).unsqueeze(1)).squeeze(1) - allowed.logsumexp(-1)
 
 
 def _pick_plainly(logits: Tensor, rows: Listing[Row], mask: Tensor | None) -> list[Pick | None]:
@@ -217,9 +228,10 @@ def draws_of(rows: Listing[Row], device: torch.device) -> Draws:
 class Tops:
     """The model's own most probable tokens of those rows that report them."""
 
-    def __init__(self, logits: Tensor, rows: Listing[Row]) -> None:
+    def __init__(self, logits: Tensor, rows: Listing[Row], all: bool = False) -> None:
+        """all: of rows, too, that report another distribution where it is known."""
         self._rows = rows
-        self._wanting = [i for i, row in enumerate(rows) if row.top_n and not row.final]
+        self._wanting = [i for i, row in enumerate(rows) if row.top_n and (all or not row.final)]
         self.tensors: tuple[Tensor, ...] = ()  # on the device: ids and log-probabilities, as many as any row reports; or nothing
         if self._wanting:
             some = logits if len(self._wanting) == len(logits) else logits[to_device(torch.tensor(self._wanting), logits.device)]

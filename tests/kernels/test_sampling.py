@@ -6,13 +6,14 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import transformers
 from scipy import stats
 from torch import Tensor
 
-from penstock.kernels import noise
+from penstock.kernels import choose, noise
 from penstock.kernels import sampling as kernel
 from penstock.kernels.sampling import CANDIDATES, Candidates, Draws, allow, candidates, draw
 from penstock.shard.decoding.sampler import Pick, Row, pick
@@ -357,6 +358,33 @@ def test_neutral_values_do_nothing() -> None:
     torch.testing.assert_close(part.scores, logits - logits.amax(-1, keepdim=True))
     plain = [Pick(int(own.argmax()), pytest.approx(own.log_softmax(-1).max().item(), abs=1e-5)) for own in logits]
     assert pick(logits, [Row(Sampling(), [1], 1, 0)] * 3) == plain
+
+
+@pytest.mark.parametrize("way", ["reference", "triton"])
+@pytest.mark.parametrize("top_n", [0, 3])
+def test_who_is_bound_reports_what_was_allowed(monkeypatch: pytest.MonkeyPatch, way: str, top_n: int) -> None:
+    """As text-generation-inference does: the most probable token of all, the model's own log-probabilities, are for who asks so."""
+    if way == "triton":
+        pytest.importorskip("triton")
+    logits = logits_of(3, 70)
+    allowed = torch.zeros(3, 96, dtype=torch.bool)
+    allowed[:, 5:70:7] = True
+    mask = torch.from_numpy(numpy.packbits(allowed.numpy(), axis=1, bitorder="little").view(numpy.int32))
+    rows = [Row(Sampling(final_logprobs=final), [1], 1, 0, top_n, bound=True) for final in (True, False, True)]
+    choose.force(way)
+    try:
+        found = pick(logits, rows, mask)
+    finally:
+        choose.force("")
+    within = logits.masked_fill(~allowed[:, :70], -torch.inf)
+    tokens = within.argmax(-1)
+    for i, one in enumerate(found):
+        assert one is not None
+        expected = (within if rows[i].sampling.final_logprobs else logits)[i].log_softmax(-1)
+        assert (one.token, one.logprob) == (int(tokens[i]), pytest.approx(float(expected[tokens[i]]), abs=1e-5))
+        values, ids = expected.topk(top_n)
+        assert [id for id, _ in one.top] == ids.tolist()
+        assert [value for _, value in one.top] == pytest.approx(values.tolist(), abs=1e-5)
 
 
 def test_a_mask_allows_its_bits_and_filters_look_at_what_it_leaves() -> None:

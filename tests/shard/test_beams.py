@@ -6,14 +6,16 @@ import functools
 import os
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
+from penstock.shard.decoding.expansion import Beams, Candidate, expand
 from penstock.shard.decoding.hypotheses import Search, Stop
+from penstock.shard.decoding.sampler import Row
 from penstock.shard.decoding.strategy import Child
 from penstock.shard.engine import Engine
 from penstock.shard.parallel import Ranks
@@ -298,3 +300,17 @@ def test_a_faulty_rule_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Search, "final", lambda self, score, length: right(self, score, max(1, length - 1)))
     with pytest.raises(AssertionError):
         check(drive(tiny.engine(NAME), groups, Habits()), asked)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(repetition_penalty=1.3), Sampling(temperature=0.8, seed=2)])
+def test_alternatives_are_the_models_own(sampling: Sampling) -> None:
+    """As beams' log-probabilities are, whatever their scores are made of, and whoever asks."""
+    logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(3))
+    rows = [Row(replace(sampling, final_logprobs=True), [4, 7], 1, rank, top_n=3) for rank in range(2)]
+    [found] = expand(logits, [Beams(rows, [-1.0, -2.0], 4, 2, frozenset())]).picking().take()
+    for one in found:
+        assert isinstance(one, Candidate)
+        values, ids = logits[one.row].log_softmax(-1).topk(3)
+        assert [id for id, _ in one.top] == ids.tolist()
+        assert [value for _, value in one.top] == pytest.approx(values.tolist(), abs=1e-5)
+        assert one.logprob == pytest.approx(float(logits[one.row].log_softmax(-1)[one.token]), abs=1e-5)
