@@ -76,9 +76,11 @@ def _no_json(why: str, field: str | None) -> Rejected:
 
 
 def _field(message: str) -> str | None:
-    """The field that msgspec's message blames: "... - at `$.parameters.top_k`"."""
+    """The field that msgspec's message blames: "... - at `$.parameters.top_k`", or one that is missing there."""
+    missing = re.match(r"Object missing required field `(.+?)`", message)
     _, found, path = message.rpartition("`$.")
-    return path.rstrip("`") if found else None
+    names = [path.rstrip("`")] * bool(found) + ([missing[1]] if missing else [])
+    return ".".join(names) or None
 
 
 def _place(message: str, data: bytes) -> int:

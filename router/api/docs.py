@@ -9,6 +9,7 @@ from aiohttp import web
 from ..config import RouterConfig
 from .page import HEADERS, KINDS
 
+DESCRIPTION = "/openapi.json", "/api-doc/openapi.json"  # the second is text-generation-inference's
 FOLDER = Path(__file__).parent / "docs"
 INDEX = FOLDER / "index.html"
 FILES = {"/docs": INDEX} | {
@@ -26,7 +27,7 @@ class Docs:
 
     def routes(self) -> list[web.RouteDef]:
         """All of them; HEAD comes along."""
-        return [web.get("/openapi.json", self.description), *(web.get(path, self.file) for path in FILES)]
+        return [*(web.get(path, self.description) for path in DESCRIPTION), *(web.get(path, self.file) for path in FILES)]
 
     async def description(self, http: web.Request) -> web.Response:
         """GET /openapi.json."""

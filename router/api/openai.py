@@ -20,6 +20,7 @@ from .errors import Problem, Rejected, openai_body
 from .openai_bodies import (
     COMPLETION_TOKENS,
     UNSUPPORTED,
+    Body,
     ChatBody,
     CompletionBody,
     StreamOptions,
@@ -82,11 +83,11 @@ class OpenAI:
             raise Refused("`best_of` is not supported for chats: ask for `n` answers", "best_of")
         if body.top_logprobs and not body.logprobs:
             raise Refused("`top_logprobs` needs `logprobs`: true", "top_logprobs")
-        shown = self._choices("n", body.n)
+        width = width_of(body)
+        shown, _ = self._drawn(body, width)
         alternatives = prompt_alternatives(body)
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         limits = limits_of(self._batcher)
-        width = width_of(body)
         asked = parameters(
             http,
             body,
@@ -170,7 +171,7 @@ class OpenAI:
         model: Json = {"id": config.model, "object": "model", "created": 0, "owned_by": config.model}
         return model if limits is None else model | {"max_model_len": limits.max_total_tokens}
 
-    def _drawn(self, body: CompletionBody, width: Width) -> tuple[int, int]:
+    def _drawn(self, body: Body, width: Width) -> tuple[int, int]:
         """How many answers to a prompt are shown, and drawn. Beams find just as many."""
         shown = self._choices("n", body.n)
         if width.searched and body.best_of is not None and width.field != "best_of":

@@ -176,6 +176,7 @@ OPERATIONS = (
         event=Stats,
     ),
     Operation(path="/openapi.json", summary="This document", tag=OPERATION, answer=dict[str, Any]),
+    Operation(path="/api-doc/openapi.json", summary="The same, where TGI has it", tag=OPERATION, answer=dict[str, Any]),
 )
 
 

@@ -142,6 +142,7 @@ class Events:
     def failed(self, problem: Problem) -> bytes:
         """The end of a stream that failed."""
         problem = as_openai(problem)
+        self._asked.output.cut()
         error = {"code": "server_error", "message": problem.message}
         content = self._asked.response.json("failed", self._asked.output.items, error=error)
         return self._framed({"type": "response.failed", "response": content})

@@ -80,6 +80,11 @@ class Output:
             yield from self._begin("message")
         yield from self._end("incomplete" if finish.reason == "length" else "completed")
 
+    def cut(self) -> None:
+        """There won't be an end: the last item keeps what there is of it."""
+        for _ in self._end("incomplete"):
+            pass
+
     def _read(self, what: Token | Finish) -> Iterator[Json]:
         part: Part | None = None
         for part in self._speaker.read(what):

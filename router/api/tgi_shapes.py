@@ -85,7 +85,7 @@ class TokenJson(msgspec.Struct):
 
     id: int
     text: str
-    logprob: float
+    logprob: float | None  # null, for -inf, of an alternative that filters or a grammar exclude
     special: bool
 
 

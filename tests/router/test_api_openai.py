@@ -356,6 +356,7 @@ def test_what_is_invalid_is_a_400(
     ("path", "body", "message"),
     [
         (PATH, {}, "Object missing required field `prompt`"),
+        (CHAT_PATH, {**CHAT, "use_beam_search": True, "n": 2, "best_of": 1}, "`best_of` must be at least `n`. Given: 1 and 2"),
         (PATH, {"prompt": ""}, "`prompt` cannot be empty"),
         (PATH, {"prompt": []}, "`prompt` must be a string, a list of strings, a list of token ids or a list of such lists"),
         (PATH, {"prompt": ["a", 1]}, "`prompt` must be a string, a list of strings, a list of token ids or a list of such lists"),
@@ -386,6 +387,25 @@ def test_bad_prompts(tokenizer: Tokenizer, path: str, body: dict[str, Any], mess
     async def test(server: Server) -> None:
         status, answer, _ = await server.post(path, body)
         assert (status, answer["error"]["message"]) == (400, message)
+
+    serve(tokenizer, test)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "parameter"),
+    [
+        (PATH, {}, "prompt"),
+        (CHAT_PATH, {}, "messages"),
+        (PATH, {"prompt": "a", "temperature": "x"}, "temperature"),
+        ("/generate", {"inputs": "a", "parameters": {"grammar": {"type": "json"}}}, "parameters.grammar.value"),
+    ],
+)
+def test_what_is_missing_or_wrong_is_named(tokenizer: Tokenizer, path: str, body: dict[str, Any], parameter: str) -> None:
+    async def test(server: Server) -> None:
+        status, answer, _ = await server.post(path, body)
+        if path.startswith("/v1/"):
+            assert (status, answer["error"]["param"]) == (400, parameter)
+        assert parameter.rpartition(".")[2] in str(answer)
 
     serve(tokenizer, test)
 

@@ -228,8 +228,12 @@ def test_what_asks_for_nothing_is_taken(tokenizer: Tokenizer) -> None:
 
 def test_a_failure_in_the_middle_is_the_last_event(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
-        *_, last = await events(server, {"input": "hi"})
+        *before, last = await events(server, {"input": "hi"})
         assert last["type"] == "response.failed"
+        told = "".join(event["delta"] for event in before if event["type"] == "response.output_text.delta")
+        [message] = last["response"]["output"]
+        assert (message["status"], message["content"][0]["text"]) == ("incomplete", told)
+        assert told
         assert last["response"]["status"] == "failed"
         assert last["response"]["error"] == {"code": "server_error", "message": "Request failed during generation: gone"}
         server.batcher.breaks = (0, Broken("gone"))
