@@ -37,6 +37,7 @@ from .request import (
     Beam,
     Broken,
     Expired,
+    Failure,
     Finish,
     Grown,
     Guessed,
@@ -265,12 +266,12 @@ class Batcher:
         when the shards are lost: whoever starts shards does not while the server shuts down."""
         self._draining = True
         if self._recovering:
-            self._cut(f"the server shuts down, and {self._recovering}")
+            self._cut(NotReady(f"the server shuts down, and {self._recovering}"))
         try:
             async with asyncio.timeout(seconds):
                 await self._silent.wait()
         except TimeoutError:
-            self._cut("the server shut down before the answer was complete")
+            self._cut(NotReady("the server shut down before the answer was complete"))
 
     async def close(self) -> None:
         """Ends everything at once."""
@@ -278,7 +279,7 @@ class Batcher:
         if self._loop is not None:
             self._loop.cancel()
             await asyncio.wait([self._loop])
-        self._cut("the server shut down before the answer was complete")
+        self._cut(NotReady("the server shut down before the answer was complete"))
         await self._shards.close()
 
     def submit(self, request: Request, sink: Sink | None = None) -> AsyncGenerator[list[Item], None]:
@@ -288,7 +289,8 @@ class Batcher:
         offered items before they come here, and what it takes does not come; to keep them in order it has to refuse while its
         reader has a list in hand. What it raises ends its stream, and is raised here.
 
-        Raises Overloaded, NotReady or Broken, here or at the first item; Broken or Expired at any later one.
+        Raises Overloaded, NotReady or Broken, here or at the first item; Broken, Expired or, where the server shuts down, NotReady
+        at any later one.
         """
         self._metrics.arrived()
         self._admissible()
@@ -435,7 +437,7 @@ class Batcher:
                     await self._recover(lost)
         except Exception as error:
             self._broken = str(error) or repr(error)
-            self._cut(self._broken)
+            self._cut(Broken(self._broken))
             raise
 
     async def _recover(self, lost: Broken) -> None:
@@ -814,10 +816,10 @@ class Batcher:
             stream.failure = failure
             stream.wake()
 
-    def _cut(self, message: str) -> None:
+    def _cut(self, failure: Failure) -> None:
         """Ends all streams."""
         for uid in tuple(self._streams):
-            self._fail(uid, Broken(message), "generation")
+            self._fail(uid, failure, "unavailable" if isinstance(failure, NotReady) else "generation")
 
 
 def _hides(request: Request, token: int) -> bool:

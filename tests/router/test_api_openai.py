@@ -397,15 +397,12 @@ def test_bad_prompts(tokenizer: Tokenizer, path: str, body: dict[str, Any], mess
         (PATH, {}, "prompt"),
         (CHAT_PATH, {}, "messages"),
         (PATH, {"prompt": "a", "temperature": "x"}, "temperature"),
-        ("/generate", {"inputs": "a", "parameters": {"grammar": {"type": "json"}}}, "parameters.grammar.value"),
     ],
 )
 def test_what_is_missing_or_wrong_is_named(tokenizer: Tokenizer, path: str, body: dict[str, Any], parameter: str) -> None:
     async def test(server: Server) -> None:
         status, answer, _ = await server.post(path, body)
-        if path.startswith("/v1/"):
-            assert (status, answer["error"]["param"]) == (400, parameter)
-        assert parameter.rpartition(".")[2] in str(answer)
+        assert (status, answer["error"]["param"]) == (400, parameter)
 
     serve(tokenizer, test)
 

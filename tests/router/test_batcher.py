@@ -533,7 +533,7 @@ def test_draining_cuts_what_lasts_longer() -> None:
         await asyncio.sleep(0.01)
         await batcher.drain(0.02)
         for task in (running, waiting):
-            with pytest.raises(Broken, match="shut down"):
+            with pytest.raises(NotReady, match="shut down"):
                 await task
         await quiet(batcher, shards)
 

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.router.batcher import Batcher
 from penstock.router.recovery import FURTHER, Inquest
-from penstock.router.request import Broken, Finish, Item, Overloaded, Prompt, Request, Token
+from penstock.router.request import Broken, Finish, Item, NotReady, Overloaded, Prompt, Request, Token
 from penstock.tests.router.fakes import END, FakeShards, letter
 from penstock.tests.router.test_batcher import ask, quiet, read, run, value
 
@@ -257,7 +257,7 @@ def test_who_shuts_down_waits_for_no_new_shards() -> None:
         shards.die()
         await asyncio.sleep(0.01)
         await batcher.drain(30)
-        with pytest.raises(Broken, match="shuts down"):
+        with pytest.raises(NotReady, match="shuts down"):
             await reading
 
     run(test, FakeShards(seconds=0.001))
