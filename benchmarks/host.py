@@ -3,7 +3,7 @@
     python benchmarks/host.py                      256 and 32 sampled rows, and 8 groups of 4 beams
 
 Plans are those of the Triton kernels, padded for a graph. The model and the sampling are stubs, so gRPC, launches and copies are
-not counted. Overlapped steps hide this part as long as it is shorter than what the device needs for a step; beams' steps don't.
+not counted. Overlapped steps hide this part as long as it is shorter than what the device needs for a step.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from penstock.benchmarks.gpu_model import write
 from penstock.kernels import choose
 from penstock.shard import logits
 from penstock.shard.config import ShardConfig
-from penstock.shard.decoding.expansion import Beams, Candidate
+from penstock.shard.decoding.expansion import Beams, Expansion
 from penstock.shard.decoding.hypotheses import Path as BeamPath
 from penstock.shard.decoding.hypotheses import Search
 from penstock.shard.decoding.sampler import Pick, Picking, Row, draws_of, known
@@ -54,15 +54,13 @@ def begin(found: Tensor, rows: Sequence[Row], mask: Tensor | None = None) -> Pic
     return known([Pick(CHANCE.randrange(64), -1.0) for _ in rows], found.device)
 
 
-def expand(found: Tensor, sets: Sequence[Beams], mask: Tensor | None = None) -> list[list[Candidate]]:
+def expand(found: Tensor, sets: Sequence[Beams], mask: Tensor | None = None) -> Expansion:
     """Stands for what finds the continuations of beams: of parents at random."""
-    return [
-        [
-            Candidate(CHANCE.randrange(64), -1.0, (), False, CHANCE.randrange(len(beams.rows)), -0.1 * rank)
-            for rank in range(beams.count)
-        ]
-        for beams in sets
-    ]
+    first, best = 0, []
+    for beams in sets:
+        rows = range(first, first := first + len(beams.rows))
+        best.append([(-0.1 * rank, CHANCE.choice(rows), CHANCE.randrange(64), -1.0) for rank in range(beams.count)])
+    return Expansion(sets, torch.tensor(best, dtype=torch.float64).permute(2, 0, 1))
 
 
 STUBS: dict[str, Any] = {"begin": begin, "expand": expand}
@@ -75,7 +73,7 @@ def engine_of(rows: int, context: int, steps: int, folder: Path) -> Engine:
     engine.decoder.__class__ = Still
     choose.force("triton")
     engine.resize(4 * rows * -(-(context + steps) // PAGE), PAGE)
-    engine.cache.copy = lambda copies: None  # type: ignore[method-assign]
+    engine.cache.copy_rows = lambda *columns: None  # type: ignore[method-assign]
     bounds = Bounds(rows, rows, context + steps, engine.pool.pages, (rows,))
     engine.record(lambda run: run, bounds, lambda stage: None)
     return engine
