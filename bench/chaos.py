@@ -331,6 +331,17 @@ def slope(samples: Sequence[tuple[float, int]]) -> float:
     return float(numpy.polyfit(moments, sizes, 1)[0]) * 60 / 2**20
 
 
+def difference(came: dict[str, str], expected: dict[str, str]) -> str:
+    """Where the first choice that differs does so, and what stands there in both."""
+    for index in sorted(came.keys() | expected.keys()):
+        texts = came.get(index, ""), expected.get(index, "")
+        if texts[0] != texts[1]:
+            same = len(os.path.commonprefix(texts))
+            own, other = (repr(text[same : same + 40]) for text in texts)
+            return f"choice {index} has {own} after {same} characters, not {other}"
+    return "nothing differs"
+
+
 async def play(server: Local, plan: Plan, console: Console) -> Found:
     """The whole of it, with a server that is ready."""
     chaos = Chaos(server, plan, console)
@@ -399,7 +410,8 @@ def told(plan: Plan, found: Found) -> list[str]:
                 f"memory of the {found.names[pid]} ({pid}): {samples[0][1] / 2**20:.0f} MiB, {samples[-1][1] / 2**20:.0f} after "
                 f"{age(samples):.0f} s; slope once it was warm: {slope(late):+.2f} MiB/min"
             )
-    lines += [f"wrong: {wrong['path']} {json.dumps(wrong['body'])[:100]}" for wrong in found.wrong[:5]]
+    for wrong in found.wrong[:5]:
+        lines.append(f"wrong: {wrong['path']} {json.dumps(wrong['body'])[:100]}: {difference(wrong['came'], wrong['expected'])}")
     lines += [f"error: {error}" for error in found.errors[:5]]
     lines.append("left behind: " + ("; ".join(found.leaks) or "no page, process, socket or file"))
     return lines
