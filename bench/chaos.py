@@ -334,11 +334,11 @@ def slope(samples: Sequence[tuple[float, int]]) -> float:
 def difference(came: dict[str, str], expected: dict[str, str]) -> str:
     """Where the first choice that differs does so, and what stands there in both."""
     for index in sorted(came.keys() | expected.keys()):
-        texts = came.get(index, ""), expected.get(index, "")
-        if texts[0] != texts[1]:
-            same = len(os.path.commonprefix(texts))
-            own, other = (repr(text[same : same + 40]) for text in texts)
-            return f"choice {index} has {own} after {same} characters, not {other}"
+        own, other = came.get(index, ""), expected.get(index, "")
+        if own != other:
+            shorter = min(len(own), len(other))
+            same = next((place for place in range(shorter) if own[place] != other[place]), shorter)
+            return f"choice {index} has {own[same : same + 40]!r} after {same} characters, not {other[same : same + 40]!r}"
     return "nothing differs"
 
 
@@ -410,8 +410,10 @@ def told(plan: Plan, found: Found) -> list[str]:
                 f"memory of the {found.names[pid]} ({pid}): {samples[0][1] / 2**20:.0f} MiB, {samples[-1][1] / 2**20:.0f} after "
                 f"{age(samples):.0f} s; slope once it was warm: {slope(late):+.2f} MiB/min"
             )
-    for wrong in found.wrong[:5]:
-        lines.append(f"wrong: {wrong['path']} {json.dumps(wrong['body'])[:100]}: {difference(wrong['came'], wrong['expected'])}")
+    lines += [
+        f"wrong: {wrong['path']} {json.dumps(wrong['body'])[:100]}: {difference(wrong['came'], wrong['expected'])}"
+        for wrong in found.wrong[:5]
+    ]
     lines += [f"error: {error}" for error in found.errors[:5]]
     lines.append("left behind: " + ("; ".join(found.leaks) or "no page, process, socket or file"))
     return lines
