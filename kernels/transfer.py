@@ -1,5 +1,7 @@
 """Between host and device without waiting: a wait for a copy is one for all that the device has been given before it."""
 
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -9,6 +11,11 @@ from torch import Tensor
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host on the device. On a GPU the host goes on at once; what the device is given later finds it there."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and len(tensor) else tensor.to(device)
+
+
+def lists_to_device(device: torch.device, *lists: Sequence[int]) -> tuple[Tensor, ...]:
+    """Each as a tensor of int64, by one copy for all."""
+    return torch.split(to_device(torch.tensor([*chain(*lists)], dtype=torch.int64), device), [*map(len, lists)])
 
 
 class Arrival:

@@ -382,7 +382,8 @@ class Engine:
         """The states of the rows that are wanted, run by run."""
         self._clear_taken()
         compute: Callable[[Listing[step.Span]], Tensor] = self.forward
-        if self._flight is not None and self._flight.choice.picked is not None:
+        if self._flight is not None:
+            assert self._flight.choice.picked is not None, "it could not be left under way"
             picked = self._flight.choice.picked()
             self.forks.bequeath(spans, picked)
             compute = partial(self.forward, picked=picked)

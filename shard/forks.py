@@ -5,40 +5,36 @@ page of its own for what comes next. When the step lands they take the places of
 """
 
 from array import array
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence as Listing
-from itertools import chain
 
-import torch
-
-from ..kernels.transfer import to_device
+from ..kernels.transfer import lists_to_device
 from .cache import Cache
 from .decoding.strategy import Child
-from .pages import PagePool
+from .pages import PADDING, PagePool
 from .sequence import Group, Sequence
 from .step import Front, Picked, Span
 
 
 def heirs(group: Group, width: int, page_size: int, source: int) -> list[Span]:
     """Those of a group whose step is under way, and their next tokens, which it picks as its rows from `source` on. Until it is
-    known whom they continue, they have somebody's full pages, without holding them."""
+    known whom they continue, they have no full pages but those that all beams begin with, and hold none of these."""
     beams = group.sequences
     computed = beams[0].computed
     full = computed // page_size
-    group.heirs = [
-        Sequence(
-            array("I"), beams[0].prompt_length, rank, beams[0].cache_key, computed, beams[min(rank, len(beams) - 1)].pages[:full]
-        )
-        for rank in range(width)
-    ]
     front = Front(beams, _alike([beam.pages for beam in beams], full))
+    pages = beams[0].pages[: front.settled] + [PADDING] * (full - front.settled)
+    group.heirs = [
+        Sequence(array("I"), beams[0].prompt_length, rank, beams[0].cache_key, computed, pages[:]) for rank in range(width)
+    ]
     return [Span(heir, computed, (0,), source=source + rank, front=front) for rank, heir in enumerate(group.heirs)]
 
 
 def _alike(tables: Listing[list[int]], most: int) -> int:
     """With how many pages, up to `most`, all begin."""
     low, high = min(tables), max(tables)  # whatever all others share, these two do
-    return next((place for place in range(most) if low[place] != high[place]), most)
+    return bisect_left(range(most), True, key=lambda place: low[: place + 1] != high[: place + 1])
 
 
 class Forks:
@@ -88,11 +84,12 @@ class Forks:
         parents = {id(child.parent) for child in children}
         for sequence in group.sequences:
             self._pool.release(sequence.pages[full if id(sequence) in parents else 0 :])
+        # A parent holds its full pages once: its first heir takes that hold, the others add one each.
         living, given = group.heirs[: len(children)], set[int]()
         for heir, child in zip(living, children, strict=True):
             parent = child.parent
             heir.pages[:full] = parent.pages[:full]
-            if id(parent) in given:  # the first takes what its parent had
+            if id(parent) in given:
                 self._pool.share(heir.pages[:full])
             given.add(id(parent))
             assert parent.path is not None
@@ -116,20 +113,19 @@ class Forks:
         """Has the device copy what partial pages hold to the heirs among `spans`, by what it has picked."""
         size, tails = self._pool.page_size, list[int]()
         copies: list[tuple[int, int, int, int]] = []  # place of a front's tails, source, target, rows
-        begins: dict[int, int] = {}
+        begins: dict[Front, int] = {}
         for span in spans:
             full, rows = divmod(span.start, size)
             if span.front is None or not rows:
                 continue
-            if id(span.front) not in begins:
-                begins[id(span.front)] = len(tails)
+            if span.front not in begins:
+                begins[span.front] = len(tails)
                 tails += [beam.pages[full] for beam in span.front.beams]
-            copies.append((begins[id(span.front)], span.source, span.sequence.pages[full], rows))
+            copies.append((begins[span.front], span.source, span.sequence.pages[full], rows))
         if copies:
             assert picked.parents is not None
-            data = to_device(torch.tensor([*chain(*zip(*copies, strict=True)), *tails]), picked.parents.device)
-            first, sources, targets, rows_of, found = torch.split(data, [len(copies)] * 4 + [len(tails)])
-            self._cache.copy_rows(found[first + picked.parents[sources]], targets, rows_of)
+            first, sources, targets, filled, found = lists_to_device(picked.parents.device, *zip(*copies, strict=True), tails)
+            self._cache.copy_rows(found[first + picked.parents[sources]], targets, filled)
             self.copied += sum(rows for *_, rows in copies)
 
     def copy(self) -> None:

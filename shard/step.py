@@ -10,14 +10,14 @@ from torch import Tensor
 
 from ..kernels import attention, common, ragged, work
 from ..kernels.ragged import Layout
-from ..kernels.transfer import to_device
+from ..kernels.transfer import lists_to_device, to_device
 from .sequence import Group, Sequence
 
 if TYPE_CHECKING:
     from ..kernels import paged_attention  # which imports Triton
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # each is one of its own
 class Front:
     """A group's beams, while only the device knows which of them the next ones continue."""
 
@@ -167,19 +167,18 @@ def _inherit(step: Step, rows: Listing[attention.Row], spans: Listing[Span], siz
     offsets = [0, *accumulate(work.width(row, size) for row in rows)]
     tables: list[int] = []  # of every front's beams
     wanted: list[tuple[int, int, int, int]] = []  # per page: its place; its span's source; of the first beam; how far to the next's
-    begins: dict[int, int] = {}  # where a front's tables do
+    begins: dict[Front, int] = {}  # where a front's tables do
     for offset, span in zip(offsets, spans, strict=False):
         if span.front is None:
             continue
         settled, full = span.front.settled, span.start // size
-        if id(span.front) not in begins:
-            begins[id(span.front)] = len(tables)
+        if span.front not in begins:
+            begins[span.front] = len(tables)
             tables += chain.from_iterable(beam.pages[settled:full] for beam in span.front.beams)
-        begin = begins[id(span.front)] - settled
+        begin = begins[span.front] - settled
         wanted += [(offset + page, span.source, begin + page, full - settled) for page in range(settled, full)]
     if wanted:
-        data = to_device(torch.tensor([*chain(*zip(*wanted, strict=True)), *tables]), picked.parents.device)
-        places, sources, firsts, strides, found = torch.split(data, [len(wanted)] * 4 + [len(tables)])
+        places, sources, firsts, strides, found = lists_to_device(picked.parents.device, *zip(*wanted, strict=True), tables)
         pages = found.index_select(0, firsts + picked.parents.index_select(0, sources) * strides)
         step.attention.pages.index_copy_(0, places, pages.int())
 

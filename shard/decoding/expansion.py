@@ -94,6 +94,7 @@ def expand(logits: Tensor, sets: Listing[Beams], mask: Tensor | None = None) -> 
         sums, places, ids = candidates(logits, scores, starts, count)
     else:
         sums, places, ids = _processed(logits, own, scores, sets, starts, count, mask)
+    places = places.clamp(max=len(logits) - 1)  # where nothing is left but what can't be, it may be of no row
     logprobs = logits[places, ids] - own[places]
     bad = torch.nn.functional.pad((~own.isfinite()).cumsum(0), (1, 0))[to_device(torch.tensor(starts), logits.device)].diff() > 0
     found = torch.stack((sums.double().masked_fill(bad.unsqueeze(1), torch.nan), places.double(), ids.double(), logprobs.double()))

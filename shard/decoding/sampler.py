@@ -168,9 +168,9 @@ def penalized(logits: Tensor, rows: Listing[Row]) -> Tensor:
     indices = [i for i, row in enumerate(rows) if row.sampling.penalized]
     if not indices:
         return logits
-    result = logits.clone()
-    result[indices] = penalize(logits[indices], _penalties([rows[i] for i in indices], logits.device))
-    return result
+    own = to_device(torch.tensor(indices), logits.device)  # an index by Python's list would wait for the device
+    penalties = _penalties([rows[i] for i in indices], logits.device)
+    return logits.index_copy(0, own, penalize(logits.index_select(0, own), penalties))
 
 
 def _penalties(rows: Listing[Row], device: torch.device) -> Penalties:

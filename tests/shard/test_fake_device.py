@@ -67,6 +67,9 @@ SCENARIOS: dict[str, Callable[[], list[Group]]] = PLAIN | {
     "prompt": lambda: [group(1, prompt_logprobs=True, prompt_top_n=3)],
     "beams": lambda: [group(1, search=beams(4, 2), end_ids=END), group(2), group(4, search=beams(2))],
     "beams alone": lambda: [group(1, search=beams(4, 2), end_ids=END, top_n=2), group(4, search=beams(2))],
+    "beams with penalties": lambda: [
+        group(1, Sampling(repetition_penalty=1.2, bias=((4, 2.0),)), search=beams(3), end_ids=END, min_new_tokens=4)
+    ],
     "drawn beams": lambda: [group(1, hot(top_p=0.9, repetition_penalty=1.1), search=beams(3), end_ids=END, top_n=2)],
     "grammar": lambda: [group(1, grammar=WORDS, end_ids=END), group(2, hot(frequency_penalty=0.5), grammar=WORDS), group(3)],
     "beams of a grammar": lambda: [group(1, grammar=WORDS, search=beams(3), end_ids=END), group(2)],
@@ -200,7 +203,7 @@ def test_steps_overlap(noted: Noted) -> None:
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("name", [*PLAIN, "beams alone"])
+@pytest.mark.parametrize("name", [*PLAIN, "beams alone", "beams with penalties"])
 def test_an_overlapped_decode_step_waits_once(noted: Noted, name: str, graphs: bool) -> None:
     engine = engine_of(graphs=graphs)
     counts: list[list[fake_cuda.Wait]] = []

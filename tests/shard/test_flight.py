@@ -329,6 +329,29 @@ def test_a_page_that_is_lost_under_way_is_not_made_known_by_the_step_before(pape
     assert [failed for outcome in outcomes for failed in outcome.failed] == [(2, ALONE)]
 
 
+def test_beams_whose_heirs_are_too_large_alone_fail_alone(paper: type[Paper]) -> None:
+    engine = paper(300, 3, ahead=True)
+    right = engine.forward
+
+    def forward(spans: Sequence[Span], picked: Picked | None = None) -> Tensor:
+        if any(span.front and span.sequence.prompt_length == 7 and span.start > 10 for span in spans):
+            raise MemoryError
+        return right(spans, picked)
+
+    engine.forward = forward
+
+    def groups() -> list[Group]:
+        return [tiny.group(uid, [1] * (6 + uid), 12, search=Search(3, 1, 0.0)) for uid in range(3)]
+
+    expected = drive(paper(300, 3), groups(), Habits())
+    world, _ = fly(engine, groups(), Habits(), seed=1)
+    assert world.failed == {1: ALONE}
+    assert {key: tokens for key, tokens in world.tokens.items() if key[0] != 1} == {
+        key: tokens for key, tokens in expected.tokens.items() if key[0] != 1
+    }
+    assert engine.pool.free == engine.pool.pages
+
+
 def test_a_group_that_takes_anothers_name_is_not_taken_for_it(paper: type[Paper]) -> None:
     engine = paper(100, 2, ahead=True)
     steps = [engine.begin_prefill(1, [tiny.group(1, (1, 2, 3), 8)], [(1, 100)], 100, [1]), engine.begin_decode([1])]
