@@ -50,7 +50,7 @@ class Chats:
 
         def make() -> Speaker:
             own = reader(reasoning, parser, prompt=prompt, schemas=tools.schemas)
-            return Speaker(own, single=not tools.parallel, hidden=body.include_reasoning is False)
+            return Speaker(own, not tools.parallel, body.include_reasoning is False, tools.forced)
 
         return request, make
 

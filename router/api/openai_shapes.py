@@ -128,11 +128,13 @@ class Envelope:
 class Speaker:
     """One answer of a chat as it becomes a message: its text is read for reasoning and calls."""
 
-    __slots__ = ("_hidden", "_reader", "_single", "called", "reasoning_tokens", "thinking")
+    __slots__ = ("_forced", "_hidden", "_reader", "_single", "called", "reasoning_tokens", "thinking")
 
-    def __init__(self, reader: Reader, single: bool = False, hidden: bool = False) -> None:
-        """single: there is no second call; hidden: nobody wants to know the reasoning."""
+    def __init__(self, reader: Reader, single: bool = False, hidden: bool = False, forced: bool = False) -> None:
+        """single: there is no second call; hidden: nobody wants to know the reasoning; forced: behind a call there are only others,
+        and what is no call is the beginning of one that was cut."""
         self._reader = reader
+        self._forced = forced
         self._single = single
         self._hidden = hidden
         self.called = False
@@ -161,7 +163,7 @@ class Speaker:
                 return not self._hidden
             case Call() | Arguments():
                 return part.index == 0 or not self._single
-        return True
+        return not (self._forced and self.called)
 
     def reason(self, finish: Finish) -> str:
         """Why it ended, as OpenAI has it."""

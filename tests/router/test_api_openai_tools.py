@@ -136,6 +136,19 @@ def test_an_answer_that_only_calls_has_no_content(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test, says=call("f", '{"x": 1}') + "</s>")
 
 
+@pytest.mark.parametrize("cut", [2, 20, 30])
+def test_who_must_call_says_nothing_behind_it(tokenizer: Tokenizer, cut: int) -> None:
+    """Where `max_tokens` ends the answer within the next call, before that has a name."""
+    first = call("f", '{"x": 1}')
+
+    async def test(server: Server) -> None:
+        message, reason = await both(server, tools=[F, G], tool_choice="required", max_tokens=len(first) + cut)
+        assert (message["content"], reason) == (None, "length")
+        assert message["tool_calls"] == [{"name": "f", "arguments": '{"x": 1}'}]
+
+    serve(tokenizer, test, says=first + "\n" + call("g", "{}") + "</s>", limits=replace(LIMITS, max_total_tokens=300))
+
+
 def test_arguments_with_half_a_surrogate_pair_come_back(tokenizer: Tokenizer) -> None:
     """A model may write such a thing, and clients send it back in the next turn."""
 
