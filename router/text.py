@@ -58,7 +58,7 @@ class Tokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         settings = _read(folder / "tokenizer_config.json")
-        named = {**_special_tokens(_read(folder / "special_tokens_map.json")), **_special_tokens(settings)}
+        named = _named(settings, _read(folder / "special_tokens_map.json"))
         self.eos_ids = self._eos_ids(folder, named.get("eos_token"))
         added = self._tokenizer.get_added_tokens_decoder()
         self._added = {token.content: id for id, token in added.items()}
@@ -226,8 +226,9 @@ class Tokenizer:
             if found is not None:
                 break
         ids = [] if found is None else [found] if isinstance(found, int) else found
-        if not isinstance(ids, list) or not all(isinstance(id, int) for id in ids):
+        if not isinstance(ids, list) or not all(type(id) is int for id in ids):
             raise Unusable(f"{folder / name} says eos_token_id {found!r}, a token id or a list of them is needed")
+        ids = [id for id in ids if id >= 0]  # -1: none, in some checkpoints
         own = self._tokenizer.token_to_id(named) if named else None
         return tuple(dict.fromkeys(ids if own is None else [*ids, own]))
 
@@ -394,6 +395,14 @@ def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
     return {name: token for name, token in found.items() if token and isinstance(token, str)}
 
 
+def _named(settings: dict[str, Any], mapped: dict[str, Any]) -> dict[str, str]:
+    """Special tokens by what they are for. As in transformers the map counts more in older checkpoints, whose settings do not list
+    the added tokens."""
+    both = [_special_tokens(mapped), _special_tokens(settings)]
+    first, last = both if "added_tokens_decoder" in settings else both[::-1]
+    return {**first, **last}
+
+
 def _templates(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
     """A model's templates by name. Files of their own count more than what the tokenizer's settings hold."""
     found: dict[str, str] = {}
@@ -406,7 +415,7 @@ def _templates(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
             raise Unusable(f"the chat templates of {folder} have no names or no texts: --chat-template FILE takes another")
     elif isinstance(source, str):
         found = {DEFAULT: source}
-    for path in [*folder.glob("chat_template.jinja"), *sorted(folder.glob("chat_templates/*.jinja"))]:
+    for path in [*folder.glob("chat_template.jinja"), *sorted(folder.glob("additional_chat_templates/*.jinja"))]:
         found[DEFAULT if path.parent == folder else path.stem] = _text(path)
     return found
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .models.families import Unsupported
 
+SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 Progress = Callable[[int], None]  # is told how many elements were read since the last call
 
@@ -56,6 +57,8 @@ class Weights:
         found = tuple(stored.get_shape())
         if found != shape:
             raise Unsupported(f"tensor {name} is {list(found)}, config.json says {list(shape)}: they belong to different models")
+        if stored.get_dtype() not in ("F64", "F32", "F16", "BF16"):
+            raise Unsupported(f"tensor {name} is stored as {stored.get_dtype()}: quantized checkpoints are not supported")
         tensor = _sliced(stored, cut)
         self._progress(tensor.numel())
         return tensor.to(self._device, self._dtype)
@@ -103,7 +106,9 @@ class DummyWeights:
 
 def _places(folder: Path) -> dict[str, Path]:
     """Which file each tensor is in."""
-    index = folder / INDEX
+    single, index = folder / SINGLE, folder / INDEX
+    if single.is_file() and not index.is_file():
+        return dict.fromkeys(_names(single), single)
     if index.is_file():
         try:
             names = dict(json.loads(index.read_text())["weight_map"])

@@ -191,9 +191,23 @@ def _common(config: Config) -> Shape:
 
 def _rope(config: Config) -> Rope:
     # transformers 5 writes one `rope_parameters`; earlier versions `rope_theta` and, for scaled ones, `rope_scaling`.
-    values = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    found = [_rope_of(config, name) for name in ("rope_parameters", "rope_scaling") if config.get(name)]
+    if len(found) == 2 and found[0] != found[1]:
+        raise Unsupported(
+            f"config.json has both rope_parameters ({_shown(config['rope_parameters'])}) and rope_scaling "
+            f"({_shown(config['rope_scaling'])}), and they differ: leave one of them"
+        )
+    return found[0] if found else _rope_of(config, "")
+
+
+def _rope_of(config: Config, field: str) -> Rope:
+    """What one of the two fields says."""
+    values = config.get(field) or {}
     if not isinstance(values, dict):
-        raise Unsupported(f"config.json says rope_parameters {_shown(values)}, an object is needed: {AGAIN}")
+        raise Unsupported(f"config.json says {field} {_shown(values)}, an object is needed: {AGAIN}")
+    nested = next((name for name, value in values.items() if isinstance(value, dict)), None)
+    if nested is not None:
+        raise Unsupported(f"config.json says {field} for {nested!r} by itself: the decoder has one rotary embedding for all layers")
     kind = values.get("rope_type") or values.get("type") or "default"
     theta = _number(values if values.get("rope_theta") is not None else config, "rope_theta", 10000.0)
     if kind == "default":
@@ -225,12 +239,18 @@ def _mistral(config: Config) -> Shape:
 def _qwen(config: Config) -> Shape:
     """Both generations slide in the layers from `max_window_layers` on, if at all."""
     base = _common(config)
-    if not config.get("use_sliding_window") or not config.get("sliding_window"):
+    kinds = config.get("layer_types")
+    unknown = set(map(str, kinds or ())) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise Unsupported(f"layer_types {', '.join(sorted(unknown))} are not supported: the decoder has full and sliding attention")
+    window = config.get("sliding_window", 4096)  # transformers' own defaults, here and below
+    if not config.get("use_sliding_window") or not window:
         return base
-    kinds = config.get("layer_types") or [
-        "sliding_attention" if layer >= config["max_window_layers"] else "full_attention" for layer in range(base.layers)
-    ]
-    return replace(base, windows=tuple(config["sliding_window"] if kind == "sliding_attention" else 0 for kind in kinds))
+    first = config.get("max_window_layers", 28)
+    if first is None:
+        raise Unsupported(f"config.json says use_sliding_window, and max_window_layers null: {AGAIN}")
+    kinds = kinds or ["sliding_attention" if layer >= first else "full_attention" for layer in range(base.layers)]
+    return replace(base, windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds))
 
 
 def _qwen2(config: Config) -> Shape:

@@ -304,6 +304,8 @@ def test_end_tokens_come_from_all_files(tmp_path: Path) -> None:
     assert save(tmp_path, byte_level()).eos_ids == (0, 1)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 3]}')
     assert save(tmp_path, byte_level()).eos_ids == (2, 3, 1)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [-1, 2]}')  # none, as some write it
+    assert save(tmp_path, byte_level()).eos_ids == (2, 1)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": null}')
     assert save(tmp_path, byte_level()).eos_ids == (0, 1)
 
@@ -369,9 +371,9 @@ def prompted(tokenizer: Tokenizer, template: str | None = None, **chat: object) 
 
 
 def test_named_templates(tmp_path: Path) -> None:
-    (tmp_path / "chat_templates").mkdir()
-    (tmp_path / "chat_templates" / "tool_use.jinja").write_text("tools", encoding="utf-8")
-    (tmp_path / "chat_templates" / "short.jinja").write_text("short", encoding="utf-8")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools", encoding="utf-8")
+    (tmp_path / "additional_chat_templates" / "short.jinja").write_text("short", encoding="utf-8")
     named = [
         {"name": "tool_use", "template": "old"},
         {"name": "rag", "template": "rag"},
@@ -382,6 +384,15 @@ def test_named_templates(tmp_path: Path) -> None:
     assert prompted(tokenizer, tools=[{}]) == "tools"
     assert prompted(tokenizer, documents=[{}]) == "rag"
     assert prompted(tokenizer, "short", tools=[{}]) == "short"
+
+
+@pytest.mark.parametrize(("lists", "eos"), [(False, "<b>"), (True, "<a>")])
+def test_who_names_special_tokens_in_older_checkpoints(tmp_path: Path, lists: bool, eos: str) -> None:
+    """As in transformers: the map, where the settings don't list what was added."""
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<b>"}))
+    settings: dict[str, object] = {"added_tokens_decoder": {}} if lists else {}
+    tokenizer = save(tmp_path, byte_level(), eos_token="<a>", chat_template="{{ eos_token }}", **settings)
+    assert prompted(tokenizer) == eos
 
 
 def test_templates_of_clients_need_the_operators_leave(tmp_path: Path) -> None:

@@ -210,6 +210,23 @@ def test_a_wrong_shape(copy: Path, ranks: int) -> None:
         Decoder(model, source, Alone(0) if ranks == 2 else Ranks(0, 1, tiny.CPU), tiny.CPU)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.uint8, torch.bool])
+def test_quantized_tensors_without_a_word_in_the_config(copy: Path, dtype: torch.dtype) -> None:
+    """Their scales are elsewhere: without these they are nonsense."""
+    stored = safetensors.torch.load_file(copy / WEIGHTS)
+    stored["model.layers.1.mlp.up_proj.weight"] = stored["model.layers.1.mlp.up_proj.weight"].to(dtype)
+    safetensors.torch.save_file(stored, copy / WEIGHTS)
+    refuses(copy, "model.layers.1.mlp.up_proj.weight is stored as", "quantized checkpoints are not supported")
+
+
+@pytest.mark.parametrize("name", ["model_ema.safetensors", "training_state.safetensors", "zz.safetensors"])
+def test_only_the_models_own_file_is_read(copy: Path, name: str) -> None:
+    expected = decoder(copy).embedding.clone()
+    other = {key: torch.zeros_like(tensor) for key, tensor in safetensors.torch.load_file(copy / WEIGHTS).items()}
+    safetensors.torch.save_file(other, copy / name) if name[0] != "z" else (copy / name).write_bytes(b"no weights")
+    assert decoder(copy).embedding.equal(expected)
+
+
 def test_a_missing_file(sharded: Path) -> None:
     gone = min(sharded.glob("*.safetensors"))
     gone.unlink()
@@ -254,6 +271,12 @@ def test_json_of_an_interrupted_download(sharded: Path, file: str, text: str) ->
             {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
             ["rotary scaling 'yarn' is not supported", "linear and llama3"],
         ),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+            ["has both rope_parameters", "and rope_scaling", "differ: leave one of them"],
+        ),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["rope_parameters for 'full_attention' by itself"]),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, ["layer_types chunked_attention are not supported"]),
         ({"quantization_config": {"quant_method": "gptq"}}, ["quantized checkpoints are not supported", "unquantized weights"]),
         ({"hidden_act": "gelu"}, ["hidden_act 'gelu' is not supported", "silu"]),
         ({"num_hidden_layers": None}, ["Qwen2ForCausalLM lacks 'num_hidden_layers'", "complete?"]),
@@ -294,6 +317,25 @@ def test_rotary_settings_of_older_configs() -> None:
     assert linear.rope == tiny.decoder("llama-linear").shape.rope
     llama3 = {key: value for key, value in tiny.LLAMA3.items() if key != "rope_theta"}
     assert shape(theta | {"rope_theta": 10000.0, "rope_scaling": llama3}).rope == tiny.decoder("llama-3.1").shape.rope
+
+
+def test_rotary_settings_that_stand_twice() -> None:
+    """One of them was added to a config that newer transformers had saved: nobody can say which is meant."""
+    config = json.loads((tiny.folder("llama-linear") / "config.json").read_text())
+    assert shape(config | {"rope_scaling": config["rope_parameters"]}) == shape(config)
+    for other in ({"rope_type": "linear", "factor": 8.0}, {"rope_type": "yarn", "factor": 4.0}, ["x"]):
+        with pytest.raises(Unsupported):
+            shape(config | {"rope_scaling": other})
+
+
+def test_windows_have_transformers_defaults() -> None:
+    config = json.loads((tiny.folder("qwen2-window") / "config.json").read_text())
+    del config["layer_types"], config["sliding_window"]
+    assert shape(config | {"max_window_layers": 1}).windows == (0, 4096)
+    del config["max_window_layers"]
+    assert shape(config).windows == (0, 0)  # from layer 28 on
+    with pytest.raises(Unsupported, match="max_window_layers null"):
+        shape(config | {"max_window_layers": None})
 
 
 def test_windows_of_older_configs() -> None:
