@@ -28,10 +28,10 @@ $(INSTALLED): pyproject.toml
 
 # make serve MODEL=folder FLAGS='--port 8080'
 serve: $(INSTALLED)
-	@$(BIN)/penstock serve $(MODEL) $(FLAGS)
+	@$(BIN)/penstock serve $(if $(MODEL),'$(MODEL)') $(FLAGS)
 
 plan: $(INSTALLED)
-	@$(BIN)/penstock plan $(MODEL) $(FLAGS)
+	@$(BIN)/penstock plan $(if $(MODEL),'$(MODEL)') $(FLAGS)
 
 # Three parts side by side: two that take as long on two cores, and one that mostly waits.
 COMPUTING := tests/kernels tests/shard tests/launcher tests/deploy tests/clients tests/bench tests/benchmarks tests/simulator

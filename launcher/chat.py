@@ -429,7 +429,7 @@ def main(arguments: Sequence[str], api_key: str = "") -> int:
     except Failed as failed:
         raise Mistake(str(failed)) from None
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        return pipe(server, talk, sys.stdin.read())
+        return pipe(server, talk, sys.stdin.buffer.read().decode(errors="replace"))
     with suppress(ImportError):
         import readline  # noqa: F401 (with it `input` can be edited and remembers; not everywhere there)
     console = Console()

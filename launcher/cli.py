@@ -70,7 +70,9 @@ def _run(arguments: list[str], environment: Mapping[str, str]) -> int:
 
 def _client(name: str, arguments: list[str], environment: Mapping[str, str]) -> int:
     """Those that ask a server, ours or another."""
-    key = environment.get("API_KEY") or environment.get("OPENAI_API_KEY", "")
+    # A server may have several, with commas between them: any will do.
+    keys = [key for part in environment.get("API_KEY", "").split(",") if (key := part.strip())]
+    key = keys[0] if keys else environment.get("OPENAI_API_KEY", "")
     # Imported here, since they bring rich, aiohttp and numpy, for which nobody else shall wait.
     if name == "bench":
         from ..bench import command

@@ -65,6 +65,9 @@ def divide(options: Options, model: Checkpoint, machine: Machine, draft: Checkpo
         raise Mistake(f"{model.folder}: {error}") from None
     if options.max_total_tokens > form.max_positions:
         raise Mistake(f"--max-total-tokens {options.max_total_tokens} is more than the model's {form.max_positions} positions")
+    if options.max_input_tokens >= form.max_positions:
+        given, most = options.max_input_tokens, form.max_positions
+        raise Mistake(f"--max-input-tokens {given} leaves no room for an answer within the model's {most} positions")
     dtype = _dtype(options, model, device, machine)
     # In float32 a CPU packs its matrices: a table that is also the output matrix is held in both forms.
     tables = 2 if device == "cpu" and dtype == "float32" else None

@@ -55,8 +55,10 @@ def _sweep(home: Path) -> None:
     """Removes the folders of servers that no longer live."""
     for lock in home.glob(f"{PREFIX}*/{LOCK}"):
         try:
-            if lock.parent.stat().st_uid != os.getuid():
-                continue
+            folder, found = lock.parent.stat(), lock.lstat()
+            own = folder.st_uid == os.getuid() and stat.S_IMODE(folder.st_mode) == 0o700
+            if not own or not stat.S_ISREG(found.st_mode) or found.st_size:
+                continue  # somebody else's, who took such a name
             with lock.open("r+") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(lock.parent)

@@ -61,7 +61,8 @@ def listen(config: RouterConfig) -> socket.socket:
     """The socket for HTTP. Raises Misconfigured, with a remedy."""
     family = socket.AF_INET6 if ":" in config.hostname else socket.AF_INET
     try:
-        listening = socket.create_server((config.hostname, config.port), family=family, backlog=BACKLOG)
+        both = config.hostname == "::" and socket.has_dualstack_ipv6()  # else IPv4's probes would find nobody
+        listening = socket.create_server((config.hostname, config.port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
     except OSError as error:
         place = f"port {config.port} of {config.hostname}"
         if error.errno == errno.EADDRINUSE:

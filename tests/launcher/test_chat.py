@@ -138,6 +138,7 @@ def test_a_question_in_a_pipe() -> None:
         (["--api-key", "one"], {"API_KEY": "two"}, "Bearer one"),
         ([], {"API_KEY": "two", "OPENAI_API_KEY": "three"}, "Bearer two"),
         ([], {"OPENAI_API_KEY": "three"}, "Bearer three"),
+        ([], {"API_KEY": " , two,four", "OPENAI_API_KEY": "three"}, "Bearer two"),  # as a server has several
     ],
 )
 def test_the_key(arguments: list[str], environment: dict[str, str], sent: str | None) -> None:

@@ -232,6 +232,7 @@ def test_gpus(tmp_path: Path) -> None:
         (Options(), {"architectures": ["GPT2LMHeadModel"]}, MACHINE, "architecture GPT2LMHeadModel is not supported"),
         (Options(), {"hidden_act": "gelu"}, MACHINE, "hidden_act 'gelu' is not supported"),
         (Options(max_total_tokens=257), {}, MACHINE, "--max-total-tokens 257 is more than the model's 256 positions"),
+        (Options(max_input_tokens=256), {}, MACHINE, "--max-input-tokens 256 leaves no room for an answer within the model's 256"),
         (Options(device="cuda"), {}, MACHINE, "nvidia-smi shows no GPU here"),
         (Options(num_shard=4), {}, GPUS, "--num-shard 4, but there are 2 GPUs"),
         (Options(sharded=True), {}, MACHINE, "--sharded true needs at least 2 GPUs"),

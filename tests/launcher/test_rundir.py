@@ -29,15 +29,21 @@ def test_a_private_folder(home: Path) -> None:
 
 def test_what_a_killed_server_left_is_swept(home: Path) -> None:
     dead, alive, other = home / "penstock-dead", home / "penstock-alive", home / "penstock-other"
-    for folder in (dead, alive, other):
-        folder.mkdir()
-    (dead / "lock").touch()
+    backup, strange, full = home / "penstock-backup", home / "penstock-strange", home / "penstock-full"
+    for folder in (dead, alive, other, backup, strange, full):
+        folder.mkdir(0o700)
+    for folder in (dead, backup):
+        (folder / "lock").touch()
+    backup.chmod(0o755)
+    (strange / "lock").mkdir()
+    (full / "lock").write_text("mine")
     with (alive / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with rundir.private():
             assert not dead.exists()
             assert alive.exists()
             assert other.exists()  # not one of ours: no lock in it
+            assert all(folder.exists() for folder in (backup, strange, full))  # nor these: ours are private, and locks are empty
 
 
 def test_two_servers_do_not_meet(home: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from penstock.proto.settings import dump
+from penstock.router.__main__ import listen
 from penstock.router.config import RouterConfig
 
 LINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (INFO|ERROR) router: .+")
@@ -155,3 +156,20 @@ def _alive(process: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return status.rsplit(")", 1)[1].split()[0] != "Z" and os.getpid() != process
+
+
+@pytest.mark.parametrize(("hostname", "reached"), [("::", ["127.0.0.1", "::1"]), ("::1", ["::1"]), ("127.0.0.1", ["127.0.0.1"])])
+def test_who_listens_everywhere_does_so_for_both_versions_of_ip(hostname: str, reached: list[str]) -> None:
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("there is no IPv6")
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    with listen(RouterConfig(folder="", model="m", hostname=hostname, port=port)):
+        answers = []
+        for address in ("127.0.0.1", "::1"):
+            try:
+                socket.create_connection((address, port), timeout=5).close()
+                answers.append(address)
+            except ConnectionRefusedError:
+                pass
+    assert answers == reached
