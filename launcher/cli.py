@@ -70,8 +70,7 @@ def _run(arguments: list[str], environment: Mapping[str, str]) -> int:
 
 def _client(name: str, arguments: list[str], environment: Mapping[str, str]) -> int:
     """Those that ask a server, ours or another."""
-    # A server may have several, with commas between them: any will do.
-    keys = [key for part in environment.get("API_KEY", "").split(",") if (key := part.strip())]
+    keys = options.keys_of(environment.get("API_KEY", ""))  # of a server that has several any will do
     key = keys[0] if keys else environment.get("OPENAI_API_KEY", "")
     # Imported here, since they bring rich, aiohttp and numpy, for which nobody else shall wait.
     if name == "bench":
@@ -268,7 +267,7 @@ def router_config(asked: Options, name: str, folder: Path, groups: Sequence[Sequ
     fields = {field.name for field in dataclasses.fields(RouterConfig)} & set(options.FIELDS)
     given = {field: value for field in fields if (value := getattr(asked, field)) is not None}
     given["speculate"] = asked.speculation.most
-    keys = tuple(key for part in asked.api_key.split(",") if (key := part.strip()))
+    keys = options.keys_of(asked.api_key)
     return RouterConfig(folder=str(folder), model=name, groups=addresses, complaints=complaints, api_keys=keys, **given)
 
 

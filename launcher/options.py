@@ -167,9 +167,14 @@ def address(text: str) -> str:
     return text
 
 
+def keys_of(text: str) -> tuple[str, ...]:
+    """Those that stand in it, with commas between them."""
+    return tuple(key for part in text.split(",") if (key := part.strip()))
+
+
 def keys(text: str) -> str:
     """With at least one in it: a server whose operator wants a key must not be open because its file is empty."""
-    if not any(key.strip() for key in text.split(",")):
+    if not keys_of(text):
         raise ValueError("there is no key in it; leave it out for a server that asks for none")
     return text
 

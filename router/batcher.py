@@ -535,7 +535,7 @@ class Batcher:
             if action is None:
                 return
             now = monotonic()
-            underway.append(Underway(action, now, self._shards.execute(self._command(scheduler, action, now, ahead))))
+            underway.append(Underway(action, now, self._shards.execute(self._command(action, now, ahead))))
 
     async def _near_end(self, oldest: Underway, began: float) -> None:
         """Waits until a step will end soon, if the last one of its kind tells."""
@@ -544,7 +544,7 @@ class Batcher:
         if seconds > 0:
             await asyncio.wait([oldest.reply], timeout=seconds)
 
-    def _command(self, scheduler: Scheduler, action: Action, now: float, ahead: int) -> shard_pb2.Command:
+    def _command(self, action: Action, now: float, ahead: int) -> shard_pb2.Command:
         """ahead: steps that are under way."""
         match action:
             case Decode(batch, allowance):
@@ -557,7 +557,7 @@ class Batcher:
             case Prefill(batch, new, chunks, tokens, mixed, allowance):
                 prefill = shard_pb2.PrefillRequest(
                     batch=batch,
-                    groups=[one for uid in new if (one := self._group(self._streams[uid], scheduler, now)) is not None],
+                    groups=[one for uid in new if (one := self._group(self._streams[uid], now)) is not None],
                     chunk_uids=[uid for uid, _ in chunks],
                     chunk_lengths=[length for _, length in chunks],
                     prompt_tokens=tokens,
@@ -586,7 +586,7 @@ class Batcher:
             needed=wanted.values(),
         )
 
-    def _group(self, stream: Stream, scheduler: Scheduler, now: float) -> shard_pb2.Group | None:
+    def _group(self, stream: Stream, now: float) -> shard_pb2.Group | None:
         """A request that begins, or goes on where it was paused. None: it can't be said to the shards, and ends."""
         stream.started = stream.run.started = stream.started or now
         wanted = stream.continuations
@@ -596,7 +596,8 @@ class Batcher:
             return group(stream.uid, stream.request, wanted, stream.run.name, stream.choices[0].generated)
         except (ValueError, TypeError):  # a value that was not refused, and should have been: it is one request's fault
             logger.exception("request %s fails: the shards can't be asked for it", stream.run.name)
-            scheduler.forget(stream.uid)
+            assert self._scheduler is not None
+            self._scheduler.forget(stream.uid)
             self._fail(stream.uid, Broken("the shards can't be asked for this request"), "generation")
             return None
 
