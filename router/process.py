@@ -17,10 +17,11 @@ from .api.app import make_app
 from .config import RouterConfig
 from .doorman import Doorman
 from .fleet import Fleet
+from .folder import Unusable
 from .metrics import Metrics
 from .request import Broken
 from .shards import GrpcShards, Shards
-from .text import Tokenizer, Unusable
+from .text import Tokenizer
 from .tracing import Missing, Tracer
 
 LAST_WORDS = 5.0  # seconds that handlers get to send what they have when everything ends

@@ -1,6 +1,6 @@
 """Text and tokens: the tokenizer, how a stream of tokens becomes text, where a stop string ends it.
 
-Knows the files of a model's folder and the text of one sequence. Knows no request, no API and no torch.
+Knows the text of one sequence. Knows no request, no API and no torch.
 
 A token stands for some bytes, wherever it occurs; so the text of a sequence is its bytes, decoded as they come. That is
 exact for byte-level BPE and for SentencePiece with byte fallback, takes about 1 us per token, and can't drift as decoding a
@@ -16,24 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import tokenizers
 
 from .config import AUTO
+from .folder import Unusable, read
 from .parsing import chosen, detect
 from .rendering import Renderer
 from .request import Refused
-from .template import DEFAULT, Chat, ChatTemplate, Message, choose
+from .template import Chat, ChatTemplate, Message, choose
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 PROBE = "Hello, world! It's 12:30 -- naïve\n\n  你好 👩‍👧"
 # Characters. Shorter texts are tokenized where they come; that takes 4 ms at most, and 1 us per character (x86, one core).
 LONG_TEXT = 4096
 CONTEXT = 4  # tokens of the prompt that may hold the beginning of the first generated character: UTF-8 has at most 4 bytes
-
-
-class Unusable(Exception):
-    """The folder has no tokenizer that can be used; the message says what would do."""
 
 
 class Tokenizer:
@@ -45,27 +40,12 @@ class Tokenizer:
         """`chat_template`: a file with the operator's, instead of the model's. `trust_templates`: clients may send their own.
         `parsers`: the operator's choice for tools and reasoning.
         """
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise Unusable(
-                f"{path} does not exist. Save the tokenizer in the fast format first: "
-                "transformers.AutoTokenizer.from_pretrained(model).save_pretrained(folder)"
-            )
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library has no narrower one
-            raise Unusable(f"{path} is no tokenizer ({_line(error)}): download it again") from None
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        settings = _read(folder / "tokenizer_config.json")
-        named = _named(settings, _read(folder / "special_tokens_map.json"))
-        self.eos_ids = self._eos_ids(folder, named.get("eos_token"))
+        words = read(folder, chat_template)
+        self._tokenizer, self._names, self._templates, self.eos_ids = words.tokenizer, words.names, words.templates, words.eos_ids
         added = self._tokenizer.get_added_tokens_decoder()
         self._added = {token.content: id for id, token in added.items()}
         self._special = frozenset(id for id, token in added.items() if token.special) | frozenset(self.eos_ids)
-        self._names = named
-        self._templates = _templates(folder, settings) if not chat_template else {DEFAULT: _text(Path(chat_template))}
-        self._compiled = {source: _compiled(name, source, named) for name, source in self._templates.items()}
+        self._compiled = {source: _compiled(name, source, self._names) for name, source in self._templates.items()}
         self._trust_templates = trust_templates
         self._renderer = Renderer()
         # (tools, reasoning): how the model writes them; None: it doesn't
@@ -218,19 +198,6 @@ class Tokenizer:
             raise Unusable(
                 f"the tokenizer's decoder is of an unknown kind: it makes {whole!r} of what we would call {first + found!r}"
             )
-
-    def _eos_ids(self, folder: Path, named: str | None) -> tuple[int, ...]:
-        """All that generation_config.json names (config.json where that is silent), and the tokenizer's own."""
-        for name in ("generation_config.json", "config.json"):
-            found = _read(folder / name).get("eos_token_id")
-            if found is not None:
-                break
-        ids = [] if found is None else [found] if isinstance(found, int) else found
-        if not isinstance(ids, list) or not all(type(id) is int for id in ids):
-            raise Unusable(f"{folder / name} says eos_token_id {found!r}, a token id or a list of them is needed")
-        ids = [id for id in ids if id >= 0]  # -1: none, in some checkpoints
-        own = self._tokenizer.token_to_id(named) if named else None
-        return tuple(dict.fromkeys(ids if own is None else [*ids, own]))
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
@@ -388,64 +355,8 @@ def _decoders(decoder: dict[str, Any] | None) -> set[str]:
     return {decoder["type"]}.union(*(_decoders(part) for part in decoder.get("decoders", ())))
 
 
-def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
-    """Names to texts; a token is written as a string or as an object with its content."""
-    given = {name: settings.get(name) for name in SPECIAL_NAMES}
-    found = {name: token.get("content") if isinstance(token, dict) else token for name, token in given.items()}
-    return {name: token for name, token in found.items() if token and isinstance(token, str)}
-
-
-def _named(settings: dict[str, Any], mapped: dict[str, Any]) -> dict[str, str]:
-    """Special tokens by what they are for. As in transformers the map counts more in older checkpoints, whose settings do not list
-    the added tokens."""
-    both = [_special_tokens(mapped), _special_tokens(settings)]
-    first, last = both if "added_tokens_decoder" in settings else both[::-1]
-    return {**first, **last}
-
-
-def _templates(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
-    """A model's templates by name. Files of their own count more than what the tokenizer's settings hold."""
-    found: dict[str, str] = {}
-    source = settings.get("chat_template") or _read(folder / "chat_template.json").get("chat_template")
-    if isinstance(source, list):
-        source = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
-    if isinstance(source, dict):
-        found = dict(source)
-        if not all(isinstance(word, str) for item in found.items() for word in item):
-            raise Unusable(f"the chat templates of {folder} have no names or no texts: --chat-template FILE takes another")
-    elif isinstance(source, str):
-        found = {DEFAULT: source}
-    for path in [*folder.glob("chat_template.jinja"), *sorted(folder.glob("additional_chat_templates/*.jinja"))]:
-        found[DEFAULT if path.parent == folder else path.stem] = _text(path)
-    return found
-
-
 def _compiled(name: str, source: str, special_tokens: Mapping[str, str]) -> ChatTemplate:
     try:
         return ChatTemplate(source, special_tokens)
     except Refused as refused:
         raise Unusable(f'the chat template "{name}" cannot be used: {refused}; --chat-template FILE takes another') from refused
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise Unusable(f"the chat template {path} cannot be read: {error}") from error
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """A JSON file's object; {} if there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise Unusable(f"{path} is no JSON ({_line(error)}): download it again") from error
-    if not isinstance(content, dict):
-        raise Unusable(f"{path} holds no JSON object: download it again")
-    return content
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

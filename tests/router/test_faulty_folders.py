@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from penstock.router.config import RouterConfig
+from penstock.router.folder import Unusable
 from penstock.router.request import Limits, Refused
-from penstock.router.text import Tokenizer, Unusable
+from penstock.router.text import Tokenizer
 from penstock.router.validation import Parameters, Validator
 from penstock.tests.router.fake_batcher import make_tokenizer
 

@@ -13,9 +13,10 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from penstock.router.config import RouterConfig
+from penstock.router.folder import Unusable
 from penstock.router.request import Refused
 from penstock.router.template import Chat
-from penstock.router.text import LONG_TEXT, PROBE, Tokenizer, Unusable
+from penstock.router.text import LONG_TEXT, PROBE, Tokenizer
 from penstock.router.validation import Validator
 
 CORPUS = ["the cat sat on the mat and the dog sat too", "naïve café 你好世界 你 好", "👩‍👧‍👦 👍🏽 e\u0301 नमस्ते ", "a\n\n  b\tc"]

@@ -1,0 +1,165 @@
+"""What the files of a model's folder say of how it reads and writes: its tokenizer, special tokens, ends and chat templates.
+
+Where files contradict each other, they are read as transformers reads them. Whether a text gets a first and a last token is up to
+tokenizer.json, also where the settings say `add_bos_token` or `add_eos_token`.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from .template import DEFAULT
+
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+SETTINGS = "tokenizer_config.json"
+ADDED = "added_tokens_decoder"
+AGAIN = "transformers.AutoTokenizer.from_pretrained(model).save_pretrained(folder)"
+
+
+class Unusable(Exception):
+    """The folder has no tokenizer that can be used; the message says what would do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Words:
+    """A model's tokenizer, and what belongs to it."""
+
+    tokenizer: tokenizers.Tokenizer
+    names: dict[str, str]  # special tokens by what they are for: bos_token, eos_token...
+    eos_ids: tuple[int, ...]  # end a sequence
+    templates: dict[str, str]  # sources of chat templates by name
+
+
+def read(folder: Path, chat_template: str = "") -> Words:
+    """`chat_template`: a file with the operator's, instead of the model's. Raises Unusable."""
+    settings, mapped = _read(folder / SETTINGS), _read(folder / "special_tokens_map.json")
+    names = _named(settings, mapped)
+    tokenizer = _tokenizer(folder / "tokenizer.json")
+    _add_tokens(tokenizer, folder, settings, names)
+    return Words(
+        tokenizer=tokenizer,
+        names=names,
+        eos_ids=_eos_ids(folder, tokenizer, names.get("eos_token")),
+        templates={DEFAULT: _text(Path(chat_template))} if chat_template else _templates(folder, settings),
+    )
+
+
+def _tokenizer(path: Path) -> tokenizers.Tokenizer:
+    if not path.is_file():
+        raise Unusable(f"{path} does not exist. Save the tokenizer in the fast format first: {AGAIN}")
+    try:
+        found = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library has no narrower one
+        raise Unusable(f"{path} is no tokenizer ({_line(error)}): download it again") from None
+    found.no_truncation()
+    found.no_padding()
+    return found
+
+
+def _add_tokens(tokenizer: tokenizers.Tokenizer, folder: Path, settings: Mapping[str, Any], names: Mapping[str, str]) -> None:
+    """Those that tokenizer.json lacks, or has as any others of its vocabulary, and special ones that are no others yet."""
+    there = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    for id, token in _listed(folder, settings, names):
+        if token.content in there:
+            continue
+        tokenizer.add_tokens([token])
+        there.add(token.content)
+        got = tokenizer.token_to_id(token.content)
+        if got != id:
+            raise Unusable(
+                f"the files of {folder} give the token {token.content!r} the id {id}, and tokenizer.json, which lacks it, {got}: "
+                f"save the tokenizer again, {AGAIN}"
+            )
+    lacking = [token for token in names.values() if token not in there and tokenizer.token_to_id(token) is not None]
+    tokenizer.add_special_tokens(list(dict.fromkeys(lacking)))
+
+
+def _listed(folder: Path, settings: Mapping[str, Any], names: Mapping[str, str]) -> Iterator[tuple[int, tokenizers.AddedToken]]:
+    """The added tokens by id: of the settings, or of older checkpoints' own file."""
+    if ADDED in settings:
+        file, listed = SETTINGS, settings[ADDED]
+    else:
+        file, special = "added_tokens.json", set(names.values())
+        found = _read(folder / file)
+        listed = {
+            id: {"content": text, "normalized": text not in special, "special": text in special} for text, id in found.items()
+        }
+    try:
+        tokens = {int(id): tokenizers.AddedToken(**token) for id, token in listed.items()}
+    except (TypeError, ValueError, AttributeError) as error:
+        raise Unusable(f"{folder / file} lists added tokens in a way of its own ({_line(error)}): download it again") from None
+    yield from sorted(tokens.items(), key=lambda item: item[0])
+
+
+def _eos_ids(folder: Path, tokenizer: tokenizers.Tokenizer, named: str | None) -> tuple[int, ...]:
+    """All that generation_config.json names (config.json where that is silent), and the tokenizer's own."""
+    for name in ("generation_config.json", "config.json"):
+        found = _read(folder / name).get("eos_token_id")
+        if found is not None:
+            break
+    ids = [] if found is None else [found] if isinstance(found, int) else found
+    if not isinstance(ids, list) or not all(type(id) is int for id in ids):
+        raise Unusable(f"{folder / name} says eos_token_id {found!r}, a token id or a list of them is needed")
+    ids = [id for id in ids if id >= 0]  # -1: none, in some checkpoints
+    own = tokenizer.token_to_id(named) if named else None
+    return tuple(dict.fromkeys(ids if own is None else [*ids, own]))
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Names to texts; a token is written as a string or as an object with its content."""
+    given = {name: settings.get(name) for name in SPECIAL_NAMES}
+    found = {name: token.get("content") if isinstance(token, dict) else token for name, token in given.items()}
+    return {name: token for name, token in found.items() if token and isinstance(token, str)}
+
+
+def _named(settings: dict[str, Any], mapped: dict[str, Any]) -> dict[str, str]:
+    """Special tokens by what they are for. As in transformers the map counts more in older checkpoints, whose settings do not list
+    the added tokens."""
+    both = [_special_tokens(mapped), _special_tokens(settings)]
+    first, last = both if ADDED in settings else both[::-1]
+    return {**first, **last}
+
+
+def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """A model's templates by name. Files of their own count more than what the tokenizer's settings hold."""
+    found: dict[str, str] = {}
+    source = settings.get("chat_template") or _read(folder / "chat_template.json").get("chat_template")
+    if isinstance(source, list):
+        source = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+    if isinstance(source, dict):
+        found = dict(source)
+        if not all(isinstance(word, str) for item in found.items() for word in item):
+            raise Unusable(f"the chat templates of {folder} have no names or no texts: --chat-template FILE takes another")
+    elif isinstance(source, str):
+        found = {DEFAULT: source}
+    for path in [*folder.glob("chat_template.jinja"), *sorted(folder.glob("additional_chat_templates/*.jinja"))]:
+        found[DEFAULT if path.parent == folder else path.stem] = _text(path)
+    return found
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise Unusable(f"the chat template {path} cannot be read: {error}") from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A JSON file's object; {} if there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise Unusable(f"{path} is no JSON ({_line(error)}): download it again") from error
+    if not isinstance(content, dict):
+        raise Unusable(f"{path} holds no JSON object: download it again")
+    return content
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

@@ -1,0 +1,111 @@
+"""What a folder's files say of tokens, where they contradict each other: as transformers reads them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers.processors import TemplateProcessing
+
+from penstock.router.folder import Unusable
+from penstock.router.text import Tokenizer
+
+TEXTS = ["hello", "a<|im_start|>b<|im_end|>", "x <tool> y</s>", "<s>z", "naïve <|im_end|>  <tool>"]
+
+
+def write(folder: Path, marks: str = "", known: tuple[str, ...] = (), **settings: Any) -> int:
+    """A byte-level tokenizer with <s> and </s>, and tokens in its vocabulary that are not marked as added. Says how many tokens.
+
+    marks: the tokens that its post-processor puts before and after a text, "b" and "e".
+    """
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: id for id, token in enumerate(["<s>", "</s>", *alphabet, *known])}
+    found = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    found.decoder = tokenizers.decoders.ByteLevel()
+    found.add_special_tokens(["<s>", "</s>"])
+    if marks:
+        single = [*["<s>"] * ("b" in marks), "$A", *["</s>"] * ("e" in marks)]
+        found.post_processor = TemplateProcessing(single=single, pair=None, special_tokens=[("<s>", 0), ("</s>", 1)])
+    found.save(str(folder / "tokenizer.json"))
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**named, **settings}))
+    return len(vocabulary)
+
+
+def assert_as_transformers(folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    ours, theirs = Tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    for text in TEXTS:
+        assert ours.encode(text) == theirs(text)["input_ids"], text
+        plain = theirs(text, add_special_tokens=False)["input_ids"]
+        assert ours.encode(text, add_special_tokens=False) == plain
+        assert ours.decode(plain) == theirs.decode(plain, skip_special_tokens=True)
+
+
+def listed(*tokens: tuple[int, str, bool]) -> dict[str, Any]:
+    return {
+        str(id): {"content": text, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": special}
+        for id, text, special in tokens
+    }
+
+
+BASE = ((0, "<s>", True), (1, "</s>", True))
+
+
+def test_tokens_that_only_the_settings_list_are_added(tmp_path: Path) -> None:
+    size = write(tmp_path)
+    # In order of their ids, which is not that of their names.
+    more = ((size + 1, "<|im_end|>", True), (size, "<|im_start|>", True), (size + 2, "<tool>", False))
+    write(tmp_path, added_tokens_decoder=listed(*BASE, *more))
+    assert Tokenizer(tmp_path).encode("<|im_end|><tool>") == [size + 1, size + 2]
+    assert_as_transformers(tmp_path)
+
+
+def test_tokens_of_the_vocabulary_that_the_settings_mark_are_found_in_texts(tmp_path: Path) -> None:
+    size = write(tmp_path, known=("<|im_start|>", "<|im_end|>"))
+    more = ((size - 2, "<|im_start|>", True), (size - 1, "<|im_end|>", True))
+    write(tmp_path, known=("<|im_start|>", "<|im_end|>"), added_tokens_decoder=listed(*BASE, *more))
+    assert Tokenizer(tmp_path).encode("<|im_end|>") == [size - 1]
+    assert_as_transformers(tmp_path)
+
+
+def test_tokens_of_older_checkpoints_stand_in_a_file_of_their_own(tmp_path: Path) -> None:
+    size = write(tmp_path, pad_token="<|im_end|>")
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<tool>": size + 1, "<|im_end|>": size}))
+    ours = Tokenizer(tmp_path)
+    assert ours.encode("<|im_end|><tool>") == [size, size + 1]
+    assert ours.is_special(size)
+    assert not ours.is_special(size + 1)
+    assert_as_transformers(tmp_path)
+
+
+def test_a_named_token_of_the_vocabulary_is_special(tmp_path: Path) -> None:
+    size = write(tmp_path, known=("<|im_end|>",), eos_token="<|im_end|>")
+    ours = Tokenizer(tmp_path)
+    assert ours.encode("<|im_end|>") == [size - 1]
+    assert ours.eos_ids == (size - 1,)
+    assert_as_transformers(tmp_path)
+
+
+def test_a_token_whose_id_is_another_is_refused(tmp_path: Path) -> None:
+    size = write(tmp_path)
+    write(tmp_path, added_tokens_decoder=listed(*BASE, (size + 7, "<tool>", False)))
+    with pytest.raises(Unusable, match=rf"'<tool>' the id {size + 7}, and tokenizer.json, which lacks it, {size}"):
+        Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("found", [[5], {"x": {"content": "y"}}, {"1": 5}, {"1": {"content": 5}}, 7])
+def test_a_list_of_another_kind_is_refused(tmp_path: Path, found: Any) -> None:
+    write(tmp_path, added_tokens_decoder=found)
+    with pytest.raises(Unusable, match="lists added tokens in a way of its own"):
+        Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("marks", ["", "b", "be"])
+@pytest.mark.parametrize("flags", [{}, {"add_bos_token": True, "add_eos_token": True}, {"add_bos_token": False}])
+def test_tokenizer_json_decides_what_begins_and_ends_a_text(tmp_path: Path, marks: str, flags: dict[str, bool]) -> None:
+    write(tmp_path, marks, **flags)
+    assert_as_transformers(tmp_path)
