@@ -26,6 +26,7 @@ SIZES = {
 }
 MAY_BE_NULL = ("num_key_value_heads", "head_dim", "sliding_window", "max_window_layers")  # and means that there is none
 AGAIN = "is it the model's own? Download it again"
+FULL, SLIDING = "full_attention", "sliding_attention"  # of `layer_types`
 SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
 
 
@@ -114,16 +115,22 @@ def shape(config: Config) -> Shape:
     for name in names:
         if name in FAMILIES:
             try:
-                _check(config)
-                return _sound(FAMILIES[name](config))
+                _check(config, name)
+                return _sound(FAMILIES[name](config), config.get("layer_types"))
             except KeyError as error:
                 raise Unsupported(f"config.json of a {name} lacks {error}: is it complete?") from None
     asked = ", ".join(names) or "none named"
     raise Unsupported(f"architecture {asked} is not supported: this version serves {', '.join(sorted(FAMILIES))}")
 
 
-def _check(config: Config) -> None:
+def _check(config: Config, architecture: str) -> None:
     """Raises Unsupported if a field that we read can't be what it says."""
+    kind, own = config.get("model_type"), architecture.removesuffix("ForCausalLM").lower()
+    if kind not in (None, own):
+        raise Unsupported(
+            f"config.json says model_type {_shown(kind)}, and architecture {architecture}, which is {own!r}: transformers goes by the "
+            f"first, penstock by the second; {AGAIN}"
+        )
     for name, most in SIZES.items():
         value = config.get(name, 1)
         least = 0 if name in ("sliding_window", "max_window_layers") else 1
@@ -153,8 +160,8 @@ def _shown(value: object) -> str:
     return repr(value)[:40]
 
 
-def _sound(found: Shape) -> Shape:
-    """The same. Raises Unsupported if its numbers contradict each other."""
+def _sound(found: Shape, kinds: list[Any] | None) -> Shape:
+    """The same. Raises Unsupported if its numbers contradict each other, or the `kinds` of layers that config.json names."""
     if found.heads % found.kv_heads:
         raise Unsupported(
             f"config.json says {found.heads} attention heads and {found.kv_heads} key/value heads, of which the first must be a "
@@ -162,6 +169,15 @@ def _sound(found: Shape) -> Shape:
         )
     if found.head_size < 2 or found.head_size % 2:
         raise Unsupported(f"config.json means heads of {found.head_size} numbers, an even number is needed: {AGAIN}")
+    unknown = set(map(str, kinds or ())) - {FULL, SLIDING}
+    if unknown:
+        raise Unsupported(f"layer_types {', '.join(sorted(unknown))} are not supported: the decoder has full and sliding attention")
+    for layer, (kind, window) in enumerate(zip(kinds or (), found.windows, strict=False)):
+        if (kind == SLIDING) != (window > 0):
+            raise Unsupported(
+                f"config.json says layer_types {kind!r} for layer {layer}, and by its other fields that layer's window is {window or 'none'} "
+                f"(see sliding_window, use_sliding_window): {AGAIN}"
+            )
     return found
 
 
@@ -239,18 +255,14 @@ def _mistral(config: Config) -> Shape:
 def _qwen(config: Config) -> Shape:
     """Both generations slide in the layers from `max_window_layers` on, if at all."""
     base = _common(config)
-    kinds = config.get("layer_types")
-    unknown = set(map(str, kinds or ())) - {"full_attention", "sliding_attention"}
-    if unknown:
-        raise Unsupported(f"layer_types {', '.join(sorted(unknown))} are not supported: the decoder has full and sliding attention")
     window = config.get("sliding_window", 4096)  # transformers' own defaults, here and below
     if not config.get("use_sliding_window") or not window:
         return base
     first = config.get("max_window_layers", 28)
     if first is None:
         raise Unsupported(f"config.json says use_sliding_window, and max_window_layers null: {AGAIN}")
-    kinds = kinds or ["sliding_attention" if layer >= first else "full_attention" for layer in range(base.layers)]
-    return replace(base, windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds))
+    kinds = config.get("layer_types") or [SLIDING if layer >= first else FULL for layer in range(base.layers)]
+    return replace(base, windows=tuple(window if kind == SLIDING else 0 for kind in kinds))
 
 
 def _qwen2(config: Config) -> Shape:

@@ -277,6 +277,8 @@ def test_json_of_an_interrupted_download(sharded: Path, file: str, text: str) ->
         ),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["rope_parameters for 'full_attention' by itself"]),
         ({"layer_types": ["full_attention", "chunked_attention"]}, ["layer_types chunked_attention are not supported"]),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, ["'sliding_attention' for layer 1", "window is none"]),
+        ({"model_type": "llama"}, ["model_type 'llama'", "Qwen2ForCausalLM, which is 'qwen2'"]),
         ({"quantization_config": {"quant_method": "gptq"}}, ["quantized checkpoints are not supported", "unquantized weights"]),
         ({"hidden_act": "gelu"}, ["hidden_act 'gelu' is not supported", "silu"]),
         ({"num_hidden_layers": None}, ["Qwen2ForCausalLM lacks 'num_hidden_layers'", "complete?"]),
@@ -326,6 +328,18 @@ def test_rotary_settings_that_stand_twice() -> None:
     for other in ({"rope_type": "linear", "factor": 8.0}, {"rope_type": "yarn", "factor": 4.0}, ["x"]):
         with pytest.raises(Unsupported):
             shape(config | {"rope_scaling": other})
+
+
+def test_kinds_of_layers_that_contradict_the_windows() -> None:
+    """transformers' Mistral slides in all layers, whatever they are called; its Qwen stops."""
+    config = json.loads((tiny.folder("mistral") / "config.json").read_text())
+    kinds = ["sliding_attention", "full_attention"]
+    assert shape(config | {"layer_types": kinds[:1] * 2}).windows == (tiny.WINDOW,) * 2
+    with pytest.raises(Unsupported, match=f"'full_attention' for layer 1, .*window is {tiny.WINDOW}"):
+        shape(config | {"layer_types": kinds})
+    config = json.loads((tiny.folder("qwen2-window") / "config.json").read_text())
+    with pytest.raises(Unsupported, match="'sliding_attention' for layer 1, .*window is none"):
+        shape(config | {"use_sliding_window": False})
 
 
 def test_windows_have_transformers_defaults() -> None:
