@@ -76,9 +76,9 @@ def vocabulary(folder: Path) -> int:
 
 
 def _has_weights(folder: Path) -> bool:
-    if (folder / INDEX).is_file():
-        return all((folder / name).is_file() for name in _index(folder)[1].values())
-    return (folder / SINGLE).is_file()
+    if (folder / SINGLE).is_file() or not (folder / INDEX).is_file():
+        return (folder / SINGLE).is_file()
+    return all((folder / name).is_file() for name in _index(folder)[1].values())
 
 
 def _absent(folder: Path, config: dict[str, Any], ask: Callable[[], Remote]) -> Checkpoint:
@@ -116,7 +116,9 @@ def _stored_dtype(folder: Path, sizes: Counter[str]) -> str:
 
 
 def _weight_files(folder: Path) -> dict[Path, list[str]]:
-    """Every safetensors file of the model, all there, with the tensors that an index puts into it."""
+    """Every safetensors file of the model, all there, with the tensors that an index puts into it. A single file counts more."""
+    if (folder / SINGLE).is_file():
+        return {folder / SINGLE: []}
     if (folder / INDEX).is_file():
         files: dict[str, list[str]] = {}
         for name, file in _index(folder)[1].items():
@@ -125,8 +127,6 @@ def _weight_files(folder: Path) -> dict[Path, list[str]]:
         if missing:
             raise Mistake(f"{folder} lacks {', '.join(missing)}, which its index names: complete the download")
         return {folder / file: names for file, names in sorted(files.items())}
-    if (folder / SINGLE).is_file():
-        return {folder / SINGLE: []}
     pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     if pickles:
         raise Mistake(

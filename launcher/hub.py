@@ -18,8 +18,8 @@ DRAFT_FOLDER = DEMO_FOLDER.with_name("draft")
 SMALL = ["*.json", "*.jinja", "tokenizer*"]
 # Weights only as safetensors: other formats are pickles, which run code when they are loaded.
 PATTERNS = ["*.safetensors", *SMALL]
-# The same weights once more: in Mistral's own format, or in folders for other programs.
-IGNORED = ["consolidated*", "*/*"]
+# The same once more: in Mistral's own format, or in folders for other programs. Chat templates may have a folder.
+IGNORED = ["consolidated*", "*/*.safetensors", "*/*.json", "*/tokenizer*"]
 
 
 @dataclass(frozen=True, slots=True)

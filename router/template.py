@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import cached_property
 from typing import Any, NoReturn
 
 import jinja2
@@ -53,7 +54,7 @@ class ChatTemplate:
         except (jinja2.TemplateError, RecursionError) as error:
             raise Refused(f"the chat template is no template: {error}", "chat_template") from error
         self._special_tokens = special_tokens
-        self.takes_parts, self._strings = _content_kinds(tree)  # of a message's content
+        self.takes_parts, self._asks = _content_kinds(tree)  # of a message's content
 
     def render(self, chat: Chat) -> str:
         """The prompt's text. Raises Refused."""
@@ -70,13 +71,25 @@ class ChatTemplate:
         mark = secrets.token_hex(16)
         return _cut(self._run(chat, [*messages[:-1], _marked(messages[-1], f"{mark} ")], False), content, mark)
 
+    @cached_property
+    def _writes_strings(self) -> bool:
+        """Whether it writes a message's content that is a string. Of a template that loops over contents a try tells: it may loop
+        over some and write others. One that refuses to be tried is believed by what it asks."""
+        if not self.takes_parts:
+            return True
+        mark = secrets.token_hex(16)
+        try:
+            return mark in self._run(Chat(messages=()), [{"role": "user", "content": mark}], False)
+        except Refused:
+            return self._asks
+
     def _message(self, message: Message) -> dict[str, Any]:
         """Its text as a string or in parts, whichever the template reads, and its reasoning under all names there are."""
         found = dict(message)
         content = found.get("content")
         if isinstance(content, list) and not self.takes_parts:
             found["content"] = "".join(map(_part_text, content))
-        elif isinstance(content, str) and self.takes_parts and not self._strings:
+        elif isinstance(content, str) and not self._writes_strings:
             found["content"] = [{"type": "text", "text": content}]
         reasoning = next((found[name] for name in REASONING_FIELDS if found.get(name) is not None), None)
         return found if reasoning is None else {"thinking": reasoning, **found, "reasoning_content": reasoning}
@@ -162,10 +175,9 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _content_kinds(tree: nodes.Template) -> tuple[bool, bool]:
-    """Whether the template reads a message's content in parts, and whether it reads it as a string. By its loops and tests."""
+    """Whether the template reads a message's content in parts, and whether it asks what it is. By its loops and tests."""
     parts = any(_is_content(loop.iter) for loop in tree.find_all(nodes.For))
-    tested = any(test.name in ("string", "iterable", "sequence") for test in tree.find_all(nodes.Test))
-    return parts, not parts or tested
+    return parts, any(test.name in ("string", "iterable", "sequence") for test in tree.find_all(nodes.Test))
 
 
 def _is_content(node: nodes.Node) -> bool:

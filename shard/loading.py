@@ -43,7 +43,7 @@ class Progress:
     def __call__(self, read: int) -> None:
         """`read` more elements are there."""
         self._read += read
-        line = f"loading weights {self._read / self._total:.0%} of {self._total / 1e6:.0f} M parameters"
+        line = f"loading weights {min(self._read / self._total, 1):.0%} of {self._total / 1e6:.0f} M parameters"
         self._stage(line)
         if time.monotonic() - self._logged > SECONDS_BETWEEN_LINES:
             self._logged = time.monotonic()

@@ -30,6 +30,9 @@ class Source(Protocol):
         Raises Unsupported, in one line with the remedy, if it isn't there or has another shape.
         """
 
+    def has(self, name: str) -> bool:
+        """Whether there is such a tensor, where nobody could know without looking."""
+
     def scale(self, name: str, size: int) -> Tensor | None:
         """A number for each of `size` heads, [size] float32, where the checkpoint has it: as many, or one for all. Else None."""
 
@@ -62,6 +65,10 @@ class Weights:
         tensor = _sliced(stored, cut)
         self._progress(tensor.numel())
         return tensor.to(self._device, self._dtype)
+
+    def has(self, name: str) -> bool:
+        """See Source."""
+        return name in self._places
 
     def scale(self, name: str, size: int) -> Tensor | None:
         """See Source."""
@@ -99,15 +106,19 @@ class DummyWeights:
         self._progress(tensor.numel())
         return tensor.to(self._device, self._dtype)
 
+    def has(self, name: str) -> bool:
+        """See Source. Only what is asked for."""
+        return False
+
     def scale(self, name: str, size: int) -> Tensor | None:
         """See Source. There is none."""
         return None
 
 
 def _places(folder: Path) -> dict[str, Path]:
-    """Which file each tensor is in."""
+    """Which file each tensor is in. As in transformers, a single file counts more than an index."""
     single, index = folder / SINGLE, folder / INDEX
-    if single.is_file() and not index.is_file():
+    if single.is_file():
         return dict.fromkeys(_names(single), single)
     if index.is_file():
         try:

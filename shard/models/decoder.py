@@ -20,8 +20,9 @@ from ..cache import Cache
 from ..parallel import Ranks
 from ..step import Step
 from ..weights import Source
-from .families import Rope, Shape
+from .families import Rope, Shape, Unsupported
 
+HEAD = "lm_head.weight"
 PART = 1 << 16  # positions whose cosines and sines are computed at once, in float32
 
 
@@ -179,7 +180,7 @@ class Decoder:
         self.embedding = load.table("model.embed_tokens.weight")
         self.layers = [Layer(index, shape, source, ranks, exact) for index in range(shape.layers)]
         self.norm = load.vector("model.norm", shape.hidden)
-        self.head = Weight(self.embedding if shape.tied else load.table("lm_head.weight"), exact=exact)
+        self.head = Weight(self._tied(load) if shape.tied else load.table(HEAD), exact=exact)
         turning, count = frequencies(shape.rope, shape.head_size).to(device), shape.max_positions
         parts = [torch.arange(first, min(first + PART, count), device=device) for first in range(0, count, PART)]
         self.rotary = torch.cat([rotary_table(turning, part, self.embedding.dtype) for part in parts])
@@ -206,6 +207,15 @@ class Decoder:
         elsewhere = (own < 0) | (own >= len(self.embedding))
         rows = functional.embedding(own.masked_fill(elsewhere, 0), self.embedding)
         return self.ranks.add(rows.masked_fill_(elsewhere.unsqueeze(1), 0))
+
+    def _tied(self, load: Loader) -> Tensor:
+        """The embedding table. Raises Unsupported if the checkpoint has another output matrix all the same."""
+        if load.source.has(HEAD) and not load.table(HEAD).equal(self.embedding):
+            raise Unsupported(
+                f"config.json says tie_word_embeddings, and there is a {HEAD} that differs from model.embed_tokens.weight: "
+                "say false there if it is the model's own, or leave the tensor out"
+            )
+        return self.embedding
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """hidden: [rows, hidden]; on rank 0 [rows, vocabulary] in float32, elsewhere None."""

@@ -128,8 +128,8 @@ def _check(config: Config, architecture: str) -> None:
     kind, own = config.get("model_type"), architecture.removesuffix("ForCausalLM").lower()
     if kind not in (None, own):
         raise Unsupported(
-            f"config.json says model_type {_shown(kind)}, and architecture {architecture}, which is {own!r}: transformers goes by the "
-            f"first, penstock by the second; {AGAIN}"
+            f"config.json says model_type {_shown(kind)}, and architecture {architecture}, which is {own!r}: transformers goes by "
+            f"the first, penstock by the second; {AGAIN}"
         )
     for name, most in SIZES.items():
         value = config.get(name, 1)
@@ -175,8 +175,8 @@ def _sound(found: Shape, kinds: list[Any] | None) -> Shape:
     for layer, (kind, window) in enumerate(zip(kinds or (), found.windows, strict=False)):
         if (kind == SLIDING) != (window > 0):
             raise Unsupported(
-                f"config.json says layer_types {kind!r} for layer {layer}, and by its other fields that layer's window is {window or 'none'} "
-                f"(see sliding_window, use_sliding_window): {AGAIN}"
+                f"config.json says layer_types {kind!r} for layer {layer}, and by its other fields that layer's window is "
+                f"{window or 'none'} (see sliding_window, use_sliding_window): {AGAIN}"
             )
     return found
 

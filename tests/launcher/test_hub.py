@@ -42,17 +42,18 @@ def test_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "revision": "abc",
         "cache_dir": "/cache",
         "allow_patterns": ["*.safetensors", "*.json", "*.jinja", "tokenizer*"],
-        "ignore_patterns": ["consolidated*", "*/*"],
+        "ignore_patterns": ["consolidated*", "*/*.safetensors", "*/*.json", "*/tokenizer*"],
     }
     hub.locate("owner/name", weights=False)
     assert asked["allow_patterns"] == ["*.json", "*.jinja", "tokenizer*"]
 
 
 def test_what_is_downloaded() -> None:
-    names = ["config.json", "model.safetensors", "tokenizer.model", "chat_template.jinja", "README.md", "pytorch_model.bin"]
+    names = ["config.json", "model.safetensors", "tokenizer.model", "chat_template.jinja"]
+    names += ["additional_chat_templates/tool_use.jinja", "README.md", "pytorch_model.bin"]
     names += ["consolidated.safetensors", "consolidated.00.pth", "onnx/config.json", "original/tokenizer.model"]
     found = filter_repo_objects(names, allow_patterns=hub.PATTERNS, ignore_patterns=hub.IGNORED)
-    assert list(found) == names[:4]
+    assert list(found) == names[:5]
 
 
 def test_what_the_hub_says_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,6 +102,26 @@ def test_it_ends_where_transformers_ends_it(source: str, content: str) -> None:
     assert continued(source, content) == rendered_by_transformers(source, chat)
 
 
+LOOPS = "{% for m in messages %}[{{ m.role }}]{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+SOME = (  # loops over tools' results alone
+    "{% for m in messages %}[{{ m.role }}]{% if m.role == 'tool' %}{% for p in m.content %}{{ p.text }}{% endfor %}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+LIKEWISE = LOOPS + "{% if tools is iterable and tools is not string %}{% endif %}"  # asks, but not what contents are
+STRICT = "{% if messages[0].role != 'system' %}{{ raise_exception('a system prompt is needed') }}{% endif %}" + LOOPS
+
+
+@pytest.mark.parametrize("source", [LOOPS, LIKEWISE, STRICT])
+def test_a_text_comes_in_parts_where_nothing_else_is_read(source: str) -> None:
+    assert ChatTemplate(source, SPECIAL).render(Chat(messages=[SYSTEM, QUESTION])) == "[system] Be brief. [user]What <|is> e?"
+
+
+def test_a_text_stays_one_where_only_some_contents_are_looped_over() -> None:
+    chat = Chat(messages=[SYSTEM, QUESTION, {"role": "tool", "content": [{"type": "text", "text": "21"}]}])
+    text = ChatTemplate(SOME, SPECIAL).render(chat)
+    assert text == rendered_by_transformers(SOME, chat) == "[system] Be brief. [user]What <|is> e?[tool]21"
+
+
 def test_a_message_in_parts_is_continued_behind_its_last_text() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b c "}]
     chat = Chat(messages=[QUESTION, {"role": "assistant", "content": parts}], continue_final_message=True)

@@ -227,6 +227,36 @@ def test_only_the_models_own_file_is_read(copy: Path, name: str) -> None:
     assert decoder(copy).embedding.equal(expected)
 
 
+def test_a_single_file_counts_more_than_an_index(copy: Path) -> None:
+    """As in transformers: whoever merges parts may leave their index."""
+    expected = decoder(copy).embedding.clone()
+    zeros = {key: torch.zeros_like(tensor) for key, tensor in safetensors.torch.load_file(copy / WEIGHTS).items()}
+    safetensors.torch.save_file(zeros, copy / "model-00001-of-00001.safetensors")
+    (copy / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(zeros, "model-00001-of-00001.safetensors")}))
+    assert decoder(copy).embedding.equal(expected)
+    (copy / WEIGHTS).unlink()
+    assert not decoder(copy).embedding.any()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_output_matrix_beside_tied_embeddings(tmp_path: Path, ranks: int) -> None:
+    """transformers does not tie where both are there and differ: who says otherwise is asked which is meant."""
+    folder = Path(shutil.copytree(tiny.folder("llama"), tmp_path / "model"))
+    stored = safetensors.torch.load_file(folder / WEIGHTS)
+    change(folder, tie_word_embeddings=True)
+    for extra in (0.0, 0.01):
+        stored["lm_head.weight"] = stored["model.embed_tokens.weight"] + extra
+        safetensors.torch.save_file(stored, folder / WEIGHTS)
+        source = Weights(folder, torch.float32, tiny.CPU, lambda read: None)
+        model = shape(json.loads((folder / "config.json").read_text()))
+        own = Alone(0) if ranks == 2 else Ranks(0, 1, tiny.CPU)
+        if not extra:
+            Decoder(model, source, own, tiny.CPU)
+            continue
+        with pytest.raises(Unsupported, match=r"there is a lm_head.weight that differs from model.embed_tokens.weight: say false"):
+            Decoder(model, source, own, tiny.CPU)
+
+
 def test_a_missing_file(sharded: Path) -> None:
     gone = min(sharded.glob("*.safetensors"))
     gone.unlink()
@@ -338,7 +368,7 @@ def test_kinds_of_layers_that_contradict_the_windows() -> None:
     with pytest.raises(Unsupported, match=f"'full_attention' for layer 1, .*window is {tiny.WINDOW}"):
         shape(config | {"layer_types": kinds})
     config = json.loads((tiny.folder("qwen2-window") / "config.json").read_text())
-    with pytest.raises(Unsupported, match="'sliding_attention' for layer 1, .*window is none"):
+    with pytest.raises(Unsupported, match=r"'sliding_attention' for layer 1, .*window is none"):
         shape(config | {"use_sliding_window": False})
 
 
