@@ -14,7 +14,16 @@ from typing import Any, NoReturn
 
 from ..proto.speculation import Speculation
 from ..proto.speculation import parse as parse_speculation
-from ..router.config import ANY_ORIGIN, NO_ORIGIN, REASONING_PARSERS, TOOL_CALL_PARSERS, RouterConfig, addresses_of
+from ..router.config import (
+    ANY_ORIGIN,
+    NO_ORIGIN,
+    REASONING_PARSERS,
+    TOOL_CALL_PARSERS,
+    USUAL_BATCH,
+    RouterConfig,
+    addresses_of,
+    most_sequences,
+)
 from ..shard.config import ShardConfig
 from ..shard.rooms import parse as parse_sizes
 from .mistake import Mistake
@@ -39,17 +48,24 @@ TGI_ONLY = (
 )
 
 
+MOST = 1 << 31  # of tokens, pages, requests...
+
+
 def count(text: str) -> int:
     """A whole number from 1."""
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise ValueError("a whole number from 1 is needed")
-    return int(text)
+    return _whole(text, 1)
 
 
 def limit(text: str) -> int:
     """A whole number from 0."""
-    if not text.isascii() or not text.isdigit():
-        raise ValueError("a whole number from 0 is needed")
+    return _whole(text, 0)
+
+
+def _whole(text: str, least: int) -> int:
+    if not text.isascii() or not text.isdigit() or int(text[:20]) < least:
+        raise ValueError(f"a whole number from {least} is needed")
+    if int(text[:20]) > MOST:
+        raise ValueError(f"{MOST:,} is the most there can be")
     return int(text)
 
 
@@ -316,7 +332,7 @@ class Options:
     )
     max_batch_size: int = option(
         BATCHING,
-        "most sequences that run at once (default: as --max-concurrent-requests)",
+        f"most sequences that run at once (default: as --max-concurrent-requests, up to {USUAL_BATCH:,})",
         default=ROUTER.max_batch_size,
         kind=count,
     )
@@ -568,7 +584,7 @@ class Options:
     @property
     def sequences(self) -> int:
         """Most that run at once."""
-        return self.max_batch_size or max(self.max_concurrent_requests, self.max_best_of)
+        return most_sequences(self.max_batch_size, self.max_concurrent_requests, self.max_best_of)
 
     @property
     def pool_pages(self) -> int:

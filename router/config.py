@@ -10,6 +10,7 @@ TOOL_CALL_PARSERS = (
     *(AUTO, NONE, "hermes", "llama3_json", "json", "granite", "jamba", "internlm", "phi4_mini_json", "mistral", "mistral_args"),
     *("pythonic", "deepseek_v3", "deepseek_v31", "kimi_k2", "qwen3_coder", "glm45", "harmony"),
 )
+USUAL_BATCH = 1024  # sequences that run at once where only requests in flight are limited: each needs memory for its logits
 ADDRESS = re.compile(r"unix:/[^,;\s]+|[\w.-]+:\d{1,5}|\[[\da-fA-F:.]+\]:\d{1,5}", re.ASCII)  # of a rank's service
 REASONING_PARSERS = (AUTO, NONE, "deepseek_r1", "qwen3", "glm45", "kimi_k2", "mistral", "granite", "seed_oss", "cohere", "harmony")
 
@@ -37,7 +38,7 @@ class RouterConfig:
     max_input_tokens: int = 0  # 0: max_total_tokens - 1
     max_total_tokens: int = 0  # 0: min(pool's capacity, model's positions)
     max_batch_prefill_tokens: int = 0  # most query tokens in a step; may be smaller than a prompt; 0: by the shards' device
-    max_batch_size: int = 0  # most sequences that run at once; 0: as max_concurrent_requests, at least max_best_of
+    max_batch_size: int = 0  # most sequences that run at once; 0: see `most_sequences`
     prefill_policy: str = "mixed"  # "mixed": prompts ride with decodes; "pause": decodes pause for whole prompts, as in TGI
     itl_target: float = 0.0  # seconds that a step may take while streams run ("mixed"); 0: by the measured speed of decoding
     max_waiting_tokens: int = 20  # "pause": decode steps after which those that wait are computed however few they are
@@ -70,7 +71,13 @@ class RouterConfig:
     @property
     def sequences(self) -> int:
         """Most that run at once."""
-        return self.max_batch_size or max(self.max_concurrent_requests, self.max_best_of)
+        return most_sequences(self.max_batch_size, self.max_concurrent_requests, self.max_best_of)
+
+
+def most_sequences(batch: int, requests: int, answers: int) -> int:
+    """How many run at once if `batch` is 0: one for each request in flight, so many that one request may ask for, but not more than
+    a step's memory allows for however many may wait."""
+    return batch or max(min(requests, USUAL_BATCH), answers)
 
 
 def addresses_of(text: str) -> tuple[str, ...]:

@@ -56,7 +56,8 @@ def size_pool(
     if pages > room or room < 1:
         raise Unsupported(
             f"{available / 1e9:.2f} GB of memory can be used and a step needs {needed / 1e9:.2f} GB: room for {max(0, room)} pages "
-            f"of {page_bytes} bytes, {pages or 1} are wanted. Lower --kv-pages or --max-batch-prefill-tokens, or use more ranks"
+            f"of {page_bytes} bytes, {pages or 1} are wanted. Lower --kv-pages, --max-batch-prefill-tokens or "
+            "--max-batch-size, or use more ranks"
         )
     chosen = pages or min(room, useful)
     log.info(

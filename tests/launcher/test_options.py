@@ -93,6 +93,8 @@ def test_a_machine_name_in_hostname_is_no_setting() -> None:
         ("", {"MAX_INPUT_TOKENS": "many"}, "MAX_INPUT_TOKENS=many: a whole number from 1 is needed"),
         ("--port 70000", {}, "--port=70000: a port is at most 65535"),
         ("--port 0", {}, "--port=0: a whole number from 1 is needed"),
+        ("--kv-pages 5000000000", {}, "--kv-pages=5000000000: 2,147,483,648 is the most there can be"),
+        (f"--max-restarts {'9' * 5000}", {}, "2,147,483,648 is the most there can be"),
         ("--cuda-memory-fraction 1.5", {}, "--cuda-memory-fraction=1.5: a number above 0 and up to 1 is needed"),
         ("--cuda-memory-fraction x", {}, "--cuda-memory-fraction=x: a number is needed"),
         ("--waiting-served-ratio nan", {}, "--waiting-served-ratio=nan: a number from 0 is needed"),

@@ -127,6 +127,7 @@ def test_what_is_wrong_with_a_folder(tmp_path: Path) -> None:
     assert "is cut short, a lies beyond its end" in complaint()
     safetensors(weights, {"a": ("I8", 40)})
     assert "are I8: only F32, BF16, F16 can be loaded" in complaint()
+    weights.unlink()
     (tmp_path / checkpoint.INDEX).write_text("{}")
     assert "has no weight_map" in complaint()
 

@@ -546,7 +546,10 @@ def test_warm_up_covers_the_largest_step() -> None:
     run(test, max_concurrent_requests=20, max_batch_size=8, max_total_tokens=100)
 
 
-@pytest.mark.parametrize(("changes", "expected"), [({}, 128), ({"max_concurrent_requests": 4}, 16), ({"max_batch_size": 2}, 2)])
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [({}, 128), ({"max_concurrent_requests": 4}, 16), ({"max_concurrent_requests": 5000}, 1024), ({"max_batch_size": 2}, 2)],
+)
 def test_as_many_sequences_run_as_requests_are_taken_unless_the_operator_says(changes: dict[str, int], expected: int) -> None:
     info = shard_pb2.InfoReply(max_positions=1024)
     _, bounds = bounds_of(config(**changes), info, shard_pb2.WarmupReply(pages=100, page_size=16))
