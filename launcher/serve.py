@@ -221,9 +221,7 @@ class Server:
                     self._came_up(part)
                 case Signal(number):
                     self._asked = time.monotonic()
-                    self._console.say(
-                        f"{signal.Signals(number).name}: running streams get up to {self._grace:g} s; once more stops at once"
-                    )
+                    self._console.say(f"{signal.Signals(number).name}: {self._promise}; once more stops at once")
                     code = self._stop(self._grace)
                 case Hung(replica, since, text):
                     group = self._groups.get(replica)
@@ -279,7 +277,7 @@ class Server:
                 self._restart(part)
             case Leave(text):
                 self._asked = time.monotonic()
-                self._console.say(f"{text}: running streams get up to {self._grace:g} s; a signal here stops at once")
+                self._console.say(f"{text}: {self._promise}; a signal here stops at once")
                 return self._stop(self._grace)
         return None
 
@@ -359,6 +357,13 @@ class Server:
             self._events.put(Ready(part, attempt))
 
         threading.Thread(target=watch, daemon=True).start()
+
+    @property
+    def _promise(self) -> str:
+        """What becomes of streams when the operator stops this."""
+        if self._router is None:
+            return "streams go on elsewhere, if the router has another replica (POST /admin/replicas/NAME/drain there comes first)"
+        return f"running streams get up to {self._grace:g} s"
 
     def _stop(self, grace: float) -> int:
         """The router first: it drains, for which it needs the shards; then these, rank 0 last, as the others follow it.

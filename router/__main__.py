@@ -21,6 +21,7 @@ BACKLOG = 1024  # connections that wait to be accepted
 # Bytes that the kernel takes for a client beyond those on their way. Else it takes megabytes, and who reads slowly gets an event
 # for each token all the same, late.
 UNSENT = 16384
+OWN_FILES = 100  # that are open beside connections: shards, processes that render chats, logs, and probes that come
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ def main() -> int:
     configure_logging("router", config.json_output, config.log_level, request_id)
     for number in (signal.SIGTERM, signal.SIGINT):  # until there is something to be stopped
         signal.signal(number, lambda number, frame: sys.exit(0))
-    raise_limit()
+    raise_limit(config.max_concurrent_requests * max(1, len(config.groups)))
     try:
         with listen(config) as listening:
             doorman = Doorman(listening)
@@ -51,10 +52,18 @@ def main() -> int:
         return 2
 
 
-def raise_limit() -> None:
-    """As many connections as the operator allows (ulimit -Hn): what shells and systemd give by default is 1024 files."""
+def raise_limit(requests: int) -> None:
+    """As many connections as the operator allows (ulimit -Hn): what shells and systemd give by default is 1024 files. Says so if
+    these are too few for so many requests in flight."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard != resource.RLIM_INFINITY and hard < requests + OWN_FILES:
+        logger.warning(
+            "%d requests in flight need as many open files, and %d are allowed here: connections beyond them, probes too, find "
+            "nobody. Raise the hard limit (ulimit -Hn, LimitNOFILE=, --ulimit nofile=), or lower --max-concurrent-requests",
+            requests,
+            hard,
+        )
 
 
 def listen(config: RouterConfig) -> socket.socket:

@@ -143,6 +143,8 @@ def test_a_replica_joins_and_others_leave_and_no_stream_is_lost(three: Server) -
             through(three, lambda session: come_and_go(session, f"unix:{folder / 'group'}-0"))
             assert f"a router finds them with --replica unix:{folder / 'group'}-0" in group.log
             group.stop()
+            assert "streams go on elsewhere" in group.log
+            assert "running streams get" not in group.log  # no router is here that could wait for them
         finally:
             group.kill()
 

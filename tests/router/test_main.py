@@ -4,6 +4,7 @@ import http.client
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -18,7 +19,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from penstock.proto.settings import dump
-from penstock.router.__main__ import listen
+from penstock.router.__main__ import listen, raise_limit
 from penstock.router.config import RouterConfig
 
 LINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (INFO|ERROR) router: .+")
@@ -99,6 +100,16 @@ def test_it_answers_before_it_is_there_and_stops_when_told(settings: Callable[..
         output, _ = process.communicate(timeout=10)
     assert (status, json.loads(body)["stage"]) == (503, "starting the router")
     assert process.returncode == 0, output
+
+
+@pytest.mark.parametrize(("requests", "told"), [(100, False), (201, True)])
+def test_too_few_open_files_are_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, requests: int, told: bool
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (256, 300))
+    monkeypatch.setattr(resource, "setrlimit", lambda what, limits: None)
+    raise_limit(requests)
+    assert ("201 requests in flight need as many open files, and 300 are allowed here" in caplog.text) == told
 
 
 def test_log_lines_can_be_json(settings: Callable[..., str]) -> None:
