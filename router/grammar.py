@@ -1,22 +1,24 @@
 """Grammars that answers have to keep: made from what a client sent, found to be possible, written down for the shards.
 
 The shards do the same with the model's tokens as is done here with single bytes: what compiles here within `proto.grammar`'s limits
-compiles there. Knows llguidance, no HTTP and no tokens.
+compiles there. In a process of its own, because llguidance crashes for some. Knows no HTTP and no tokens.
 """
 
 import asyncio
 import itertools
 import json
 import re
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 from typing import Any
 
 import llguidance
 
 from ..proto.grammar import limits
+from .apart import Apart, Busy, Died, Late, serve
 from .request import Grammar, Overloaded, Refused
 
 KINDS = ("json_schema", "regex", "lark", "choice")
@@ -25,13 +27,18 @@ MOST_WORK = 0.5  # seconds of one core that compiling it may take
 MOST_SECONDS = 1.0  # that a client waits for that
 MOST_VISITS = 100_000  # of parts of a schema, in search of an end to its references
 KEPT_GRAMMARS, KEPT_CHARACTERS = 256, 4_000_000  # of those checked before
-THREADS = 2
+LONGEST = 5.0  # that the process which compiles it may take before it is ended
+PROCESSES = 2
+# Bytes of the stack on which it is compiled. The shards have more, so what is too deeply nested for them ends a process here.
+STACK = 1 << 21
 SPECIAL = re.compile(r"<[^<>\s]+>")  # in a lark grammar: perhaps a special token's name
 # Between the parts of a JSON text: none, a space, or a line's end and an indentation. Without a bound, a model may go on with
 # spaces for ever, and small models do.
 WHITESPACE = r" |\n[ \t]{0,32}"
 SLOW = f"it takes more than {MOST_WORK:g} s to compile; make it simpler"
 BYTES = 256
+LEAST = {"minimum", "exclusiveMinimum"}
+LOWEST = -(2**63) + 1024  # least bound of an integer that llguidance takes; generators write -(2**63)
 SCHEMAS = {"items", "additionalProperties"}  # keywords of JSON Schema: of a schema,
 LISTS_OF_SCHEMAS = {"allOf", "anyOf", "oneOf", "prefixItems"}
 NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}
@@ -48,12 +55,16 @@ def json_schema(schema: Mapping[str, Any] | bool) -> Grammar:
 
 
 def objects(schema: Any) -> Any:
-    """The schema, of objects wherever it speaks of properties. JSON Schema would let any number through there, if no type is
-    named; nobody who asks for an answer means that, and text-generation-inference's clients leave the type out.
+    """The schema, with bounds that can be kept, and of objects wherever it speaks of properties. JSON Schema would let any number
+    through there, if no type is named; nobody who asks for an answer means that, and text-generation-inference's clients leave the
+    type out.
     """
     if not isinstance(schema, Mapping):
         return schema
     meant = dict(schema)
+    for name in LEAST & meant.keys():
+        if isinstance(meant[name], int) and meant[name] < LOWEST:
+            meant[name] = LOWEST
     for name in SCHEMAS & meant.keys():
         meant[name] = objects(meant[name])
     for name in LISTS_OF_SCHEMAS & meant.keys():
@@ -108,41 +119,43 @@ def written(grammar: Grammar) -> str:
 
 
 class Grammars:
-    """Checks grammars beside the event loop, each once as long as it is remembered."""
+    """Looks into grammars elsewhere, into each once as long as it is remembered."""
 
     def __init__(self, special_id: Callable[[str], int | None]) -> None:
         """special_id: of the special token that is written so, if there is one."""
         self.found = 0  # asked for and remembered
         self.compiled = 0
         self._special_id = special_id
-        self._bytes = _byte_tokenizer(())
-        self._threads = ThreadPoolExecutor(THREADS, "grammar")
-        self._kept: OrderedDict[Grammar, Future[str]] = OrderedDict()  # what is wrong with each; the latest come last
+        self._apart = Apart("penstock.router.grammar", PROCESSES)
+        self._kept: OrderedDict[Grammar, asyncio.Task[str]] = OrderedDict()  # what is wrong with each; the latest come last
         self._size = 0  # of their sources
 
     async def check(self, grammar: Grammar) -> None:
         """Raises Refused if no answer could keep it, or not at a bearable price; Overloaded if that could not be looked into."""
         if len(grammar.source) > MOST_CHARACTERS:
             raise Refused(f"`grammar` must have at most {MOST_CHARACTERS} characters. Given: {len(grammar.source)}", "grammar")
-        verdict = self._ask(grammar)
+        await self._apart.start()
         try:
-            problem = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(verdict)), MOST_SECONDS)
+            problem = await asyncio.wait_for(asyncio.shield(self._ask(grammar)), MOST_SECONDS)
+        except Busy:
+            raise Overloaded("too many grammars are being compiled") from None
         except TimeoutError:
-            if verdict.cancel():
-                self._forget(grammar)
-                raise Overloaded("too many grammars are being compiled") from None
             problem = SLOW
         if problem:
             raise Refused(f"`grammar` is not possible: {problem}", "grammar")
 
-    def _ask(self, grammar: Grammar) -> "Future[str]":
+    def close(self) -> None:
+        """Ends the processes that nobody waits for."""
+        self._apart.close()
+
+    def _ask(self, grammar: Grammar) -> "asyncio.Task[str]":
         verdict = self._kept.get(grammar)
         if verdict is not None:
             self.found += 1
             self._kept.move_to_end(grammar)
             return verdict
         self.compiled += 1
-        verdict = self._kept[grammar] = self._threads.submit(self._timed, grammar)
+        verdict = self._kept[grammar] = asyncio.create_task(self._problem(grammar))
         self._size += len(grammar.source)
         while len(self._kept) > 1 and (len(self._kept) > KEPT_GRAMMARS or self._size > KEPT_CHARACTERS):
             self._forget(next(iter(self._kept)))
@@ -152,38 +165,49 @@ class Grammars:
         if self._kept.pop(grammar, None) is not None:
             self._size -= len(grammar.source)
 
-    def _timed(self, grammar: Grammar) -> str:
-        began = time.thread_time()
-        problem = self._problem(grammar)
-        return problem or (SLOW if time.thread_time() - began > MOST_WORK else "")
-
-    def _problem(self, grammar: Grammar) -> str:
-        """What is wrong with it, if anything is. Other threads run meanwhile: llguidance lets go of the interpreter's lock."""
-        try:
-            grammar.source.encode()
-            source = written(grammar)
-            if grammar.kind == "json_schema" and not _Schema(grammar.source).ends:
-                return "the schema refers to itself without end: no text of finite length validates"
-        except UnicodeEncodeError:
-            return "it has half of a surrogate pair, which is no character"
-        except RecursionError:
-            return "it is nested too deeply"
-        except ValueError as error:
-            return str(error)
+    async def _problem(self, grammar: Grammar) -> str:
+        """What is wrong with it, if anything is. Goes on when who asked has been told that it takes too long: the next one is told
+        what was found. Raises Busy."""
         names = SPECIAL.findall(grammar.source) if grammar.kind == "lark" else ()
         specials = [name for name in names if self._special_id(name) is not None]
-        tokenizer = _byte_tokenizer(specials) if specials else self._bytes
-        matcher = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=limits())
-        problem = _said(matcher.get_error())
-        if problem:
-            return problem
-        allowed = int.from_bytes(matcher.compute_bitmask(), "little")
-        if matcher.is_error():
-            return _said(matcher.get_error()) if "too" in matcher.stop_reason().lower() else "there is no text that it allows"
-        first = (allowed & -allowed).bit_length() - 1
-        if 0 <= first < BYTES and not matcher.consume_token(first):  # some that are too large are only found to be so in use
-            return _said(matcher.get_error())
-        return ""
+        job = json.dumps([grammar.kind, grammar.source, specials]).encode()
+        try:
+            problem, spent = json.loads(await self._apart.ask(job, LONGEST, MOST_SECONDS / 2))
+        except Busy:
+            self._forget(grammar)
+            raise
+        except Late:
+            return SLOW
+        except Died:
+            return "the library that compiles grammars fails for it; make it simpler"
+        return problem or (SLOW if spent > MOST_WORK else "")
+
+
+def problem(grammar: Grammar, specials: Sequence[str] = ()) -> str:
+    """What is wrong with it, if anything is. specials: special tokens that it may name. Here and now: the library may take a long
+    time, or the process with it."""
+    try:
+        grammar.source.encode()
+        source = written(grammar)
+        if grammar.kind == "json_schema" and not _Schema(grammar.source).ends:
+            return "the schema refers to itself without end: no text of finite length validates"
+    except UnicodeEncodeError:
+        return "it has half of a surrogate pair, which is no character"
+    except RecursionError:
+        return "it is nested too deeply"
+    except ValueError as error:
+        return str(error)
+    matcher = llguidance.LLMatcher(_byte_tokenizer(tuple(specials)), source, log_level=0, limits=limits())
+    said = _said(matcher.get_error())
+    if said:
+        return said
+    allowed = int.from_bytes(matcher.compute_bitmask(), "little")
+    if matcher.is_error():
+        return _said(matcher.get_error()) if "too" in matcher.stop_reason().lower() else "there is no text that it allows"
+    first = (allowed & -allowed).bit_length() - 1
+    if 0 <= first < BYTES and not matcher.consume_token(first):  # some that are too large are only found to be so in use
+        return _said(matcher.get_error())
+    return ""
 
 
 class _Bytes:
@@ -201,7 +225,8 @@ class _Bytes:
         return list(text.encode() if isinstance(text, str) else text)
 
 
-def _byte_tokenizer(specials: Sequence[str]) -> llguidance.LLTokenizer:
+@lru_cache(maxsize=16)
+def _byte_tokenizer(specials: tuple[str, ...]) -> llguidance.LLTokenizer:
     wrapper: Any = _Bytes(list(dict.fromkeys(specials)))
     return llguidance.LLTokenizer(wrapper)
 
@@ -305,3 +330,22 @@ def _needed(schema: Mapping[str, Any]) -> Iterator[Any]:
             yield from first[:least]
             if least > len(first):
                 yield schema.get("items", True)
+
+
+def _work(job: bytes) -> bytes:
+    """What the process does for one grammar, on a thread with a stack of a known size."""
+    kind, source, specials = json.loads(job)
+    found: list[tuple[str, float]] = []
+
+    def run() -> None:
+        found.append((problem(Grammar(kind, source), specials), time.thread_time()))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return json.dumps(found[0]).encode()
+
+
+if __name__ == "__main__":
+    threading.stack_size(STACK)
+    serve(_work)

@@ -25,6 +25,7 @@ from .tree import ROOT, Tree
 
 MOST_THREADS = 8  # that compute masks
 KEPT = 256  # compiled grammars, of which the least recently used go first
+STACK = 1 << 24  # bytes of a thread that compiles one
 MOST_SAID = 200  # characters of llguidance's message
 NOWHERE = "its grammar comes to a place where none of the model's tokens fits"
 
@@ -239,7 +240,8 @@ def _sized(source: str, vocabulary: int, end: int) -> llguidance.LLTokenizer:
 
 
 def _background(function: Callable[[], Result]) -> "Future[Result]":
-    """On a thread of its own, which doesn't keep the process from ending."""
+    """On a thread of its own, which doesn't keep the process from ending, and whose stack is larger than the router's, which has
+    compiled the same."""
     future: Future[Result] = Future()
 
     def run() -> None:
@@ -248,5 +250,7 @@ def _background(function: Callable[[], Result]) -> "Future[Result]":
         except Exception as error:
             future.set_exception(error)
 
+    usual = threading.stack_size(STACK)
     threading.Thread(target=run, name="grammar", daemon=True).start()
+    threading.stack_size(usual)
     return future

@@ -1,0 +1,169 @@
+"""Work in processes of its own: only a process can be stopped whatever it does, and dies alone.
+
+Some libraries that work on what clients send loop, take all memory or crash for the right input, and an exception can't be had for
+that. Here each job gets some seconds and some memory, and the event loop waits for a socket meanwhile. A job that is stopped, or
+crashes, costs its process, and the next one starts another. So does one whose client leaves.
+"""
+
+import asyncio
+import resource
+import socket
+import struct
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+
+from ..proto.process import die_with_parent
+
+START = 30.0  # seconds for a process to be there; usual are 0.2 s, and 0.7 s on a crowded machine
+MEMORY = 1 << 30  # bytes of addresses that work may add to what the process has when it starts
+HEAD = struct.Struct("<I")
+READ = 65536  # bytes
+
+
+class Died(Exception):
+    """Of the job: it ended a process that had just started."""
+
+
+class Late(Exception):
+    """The job took longer than it may."""
+
+
+class Busy(Exception):
+    """No process was free in time."""
+
+
+class Apart:
+    """Processes that run a module, which calls `serve`. They start when they are needed and stay."""
+
+    def __init__(self, module: str, processes: int) -> None:
+        self._module = module
+        self._idle: list[_Process] = []
+        self._free = asyncio.Semaphore(processes)
+        self._starting = asyncio.Lock()
+        self._started = False
+
+    async def start(self) -> None:
+        """Returns when a process was there once: the first job shall not lose its time by waiting for it."""
+        async with self._starting:
+            if not self._started:
+                process = _Process(self._module)
+                try:
+                    await process.ready()
+                except (OSError, EOFError):
+                    return  # who asks will learn why
+                self._idle.append(process)
+                self._started = True
+
+    async def ask(self, job: bytes, seconds: float, patience: float | None = None) -> bytes:
+        """What `serve` makes of the job. Raises Late if that takes longer than `seconds`, Busy if no process is free within
+        `patience`, and Died."""
+        try:
+            await asyncio.wait_for(self._free.acquire(), patience)
+        except TimeoutError:
+            raise Busy from None
+        try:
+            return await self._ask(job, seconds)
+        finally:
+            self._free.release()
+
+    def close(self) -> None:
+        """Ends the processes that nobody waits for."""
+        while self._idle:
+            self._idle.pop().close()
+
+    async def _ask(self, job: bytes, seconds: float) -> bytes:
+        """One that was idle may have been killed meanwhile; a new one fails only because of the job."""
+        while self._idle:
+            try:
+                return await self._ask_one(self._idle.pop(), job, seconds)
+            except (OSError, EOFError):
+                continue
+        try:
+            return await self._ask_one(_Process(self._module), job, seconds)
+        except (OSError, EOFError):
+            raise Died from None
+
+    async def _ask_one(self, process: "_Process", job: bytes, seconds: float) -> bytes:
+        try:
+            await process.ready()
+            async with asyncio.timeout(seconds):
+                answer = await process.ask(job)
+        except BaseException as error:  # the client may have left, too
+            # Not here: to take back the memory of a process that had much of it takes the kernel a while.
+            asyncio.get_running_loop().run_in_executor(None, process.close)
+            if isinstance(error, TimeoutError):
+                raise Late from None
+            raise
+        self._idle.append(process)
+        return answer
+
+
+class _Process:
+    """The other process, seen from here. It dies with the thread that has started it: the event loop's, which stays."""
+
+    def __init__(self, module: str) -> None:
+        self._socket, theirs = socket.socketpair()
+        self._socket.setblocking(False)
+        command = [sys.executable, "-P", "-m", module]
+        with theirs:
+            self._process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=theirs.fileno(), start_new_session=True)
+        self._end = weakref.finalize(self, _ended, self._process, self._socket)  # also when nobody says so
+        self._ready = False
+
+    async def ready(self) -> None:
+        """Waits until it is. Raises OSError or EOFError if it has ended, or never will be."""
+        if self._ready:
+            return
+        try:
+            async with asyncio.timeout(START):
+                await self._answer()
+        except TimeoutError:
+            raise EOFError from None
+        self._ready = True
+
+    async def ask(self, job: bytes) -> bytes:
+        """Raises OSError or EOFError if the process has ended."""
+        await asyncio.get_running_loop().sock_sendall(self._socket, HEAD.pack(len(job)) + job)
+        return await self._answer()
+
+    def close(self) -> None:
+        self._end()
+
+    async def _answer(self) -> bytes:
+        """The next one."""
+        loop, found = asyncio.get_running_loop(), bytearray()
+        while len(found) < HEAD.size or len(found) < HEAD.size + HEAD.unpack_from(found)[0]:
+            data = await loop.sock_recv(self._socket, READ)
+            if not data:
+                raise EOFError
+            found += data
+        return bytes(found[HEAD.size :])
+
+
+def _ended(process: "subprocess.Popen[bytes]", connection: socket.socket) -> None:
+    connection.close()
+    process.kill()
+    process.wait()
+
+
+def serve(work: Callable[[bytes], bytes]) -> None:
+    """What a process does: one job after the other, until the other side closes the pipe."""
+    die_with_parent()
+    if sys.platform.startswith("linux"):
+        _limit_memory()
+    incoming, outgoing = sys.stdin.buffer, sys.stdout.buffer
+    outgoing.write(HEAD.pack(0))
+    outgoing.flush()
+    while head := incoming.read(HEAD.size):
+        answer = work(incoming.read(*HEAD.unpack(head)))
+        outgoing.write(HEAD.pack(len(answer)) + answer)
+        outgoing.flush()
+
+
+def _limit_memory() -> None:
+    """What runs out of its own memory must not take the router's, or the shards'."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        size = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
