@@ -111,7 +111,8 @@ def _eos_ids(folder: Path, tokenizer: tokenizers.Tokenizer, named: str | None) -
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     """Names to texts; a token is written as a string or as an object with its content."""
-    given = {name: settings.get(name) for name in SPECIAL_NAMES}
+    extra = settings.get("extra_special_tokens")
+    given = {name: settings.get(name) for name in SPECIAL_NAMES} | (extra if isinstance(extra, dict) else {})
     found = {name: token.get("content") if isinstance(token, dict) else token for name, token in given.items()}
     return {name: token for name, token in found.items() if token and isinstance(token, str)}
 

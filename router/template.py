@@ -23,6 +23,7 @@ from .request import Refused
 MAX_OUTPUT = 16_000_000  # characters: more than any model reads
 MAX_SOURCE = 500_000
 DEFAULT = "default"
+MARK = "penstock0mark0of0a0try"
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # of a message; templates read one or another
 
 Message = Mapping[str, Any]
@@ -54,7 +55,10 @@ class ChatTemplate:
         except (jinja2.TemplateError, RecursionError) as error:
             raise Refused(f"the chat template is no template: {error}", "chat_template") from error
         self._special_tokens = special_tokens
-        self.takes_parts, self._asks = _content_kinds(tree)  # of a message's content
+        self._loops = any(_is_content(loop.iter) for loop in tree.find_all(nodes.For))  # over what is in a message's content
+        tests = list(tree.find_all(nodes.Test))
+        self._asks = any(test.name in ("string", "iterable", "sequence") for test in tests)
+        self._asks_for_none = any(test.name == "none" and _is_content(test.node) for test in tests)
 
     def render(self, chat: Chat) -> str:
         """The prompt's text. Raises Refused."""
@@ -63,13 +67,20 @@ class ChatTemplate:
         messages = [self._message(message) for message in chat.messages]
         if not chat.continue_final_message:
             return self._run(chat, messages, chat.add_generation_prompt)
-        content = _last_text(messages[-1])
+        content = _last_text(chat.messages[-1])
         if content is None:
             raise Refused("the last message has no text that could be continued", "messages")
+        if not content and messages[-1].get("tool_calls"):
+            raise Refused("the last message has only calls, which can't be continued", "messages")
         if not content:  # nothing to continue: the answer begins
             return self._run(chat, messages[:-1], True)
         mark = secrets.token_hex(16)
         return _cut(self._run(chat, [*messages[:-1], _marked(messages[-1], f"{mark} ")], False), content, mark)
+
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether it reads a message's content in parts."""
+        return self._loops or bool(self._writes({"role": "user", "content": [{"type": "text", "text": MARK}]}))
 
     @cached_property
     def _writes_strings(self) -> bool:
@@ -77,11 +88,28 @@ class ChatTemplate:
         over some and write others. One that refuses to be tried is believed by what it asks."""
         if not self.takes_parts:
             return True
-        mark = secrets.token_hex(16)
+        found = self._writes({"role": "user", "content": MARK})
+        return self._asks if found is None else found
+
+    @cached_property
+    def _text_arguments(self) -> bool:
+        """Whether it puts a call's arguments between other texts as they come, rather than as JSON or in its own form."""
+
+        def writes(arguments: object) -> bool:
+            function = {"name": "f", "arguments": arguments}
+            call = {"id": "abcdefghi", "type": "function", "function": function}
+            asked = {"role": "assistant", "content": None if self._asks_for_none else "", "tool_calls": [call]}
+            return bool(self._writes({"role": "user", "content": "x"}, asked))
+
+        return not writes({MARK: 1}) and writes(json.dumps({MARK: 1}))
+
+    def _writes(self, *messages: Message) -> bool | None:
+        """Whether MARK comes out of these, and not within Python's or JSON's words for what it is in. None: they are refused."""
         try:
-            return mark in self._run(Chat(messages=()), [{"role": "user", "content": mark}], False)
+            text = self._run(Chat(messages=()), messages, False)
         except Refused:
-            return self._asks
+            return None
+        return MARK in text and not any(word in text for word in (f"'{MARK}'", f'"text": "{MARK}"', f'"text":"{MARK}"'))
 
     def _message(self, message: Message) -> dict[str, Any]:
         """Its text as a string or in parts, whichever the template reads, and its reasoning under all names there are."""
@@ -91,6 +119,11 @@ class ChatTemplate:
             found["content"] = "".join(map(_part_text, content))
         elif isinstance(content, str) and not self._writes_strings:
             found["content"] = [{"type": "text", "text": content}]
+        calls = found.get("tool_calls")
+        if content is None and not (calls and self._asks_for_none):
+            found["content"] = ""  # templates put it together with other texts
+        if calls and self._text_arguments:
+            found["tool_calls"] = [*map(_with_text_arguments, calls)]
         reasoning = next((found[name] for name in REASONING_FIELDS if found.get(name) is not None), None)
         return found if reasoning is None else {"thinking": reasoning, **found, "reasoning_content": reasoning}
 
@@ -174,12 +207,6 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-def _content_kinds(tree: nodes.Template) -> tuple[bool, bool]:
-    """Whether the template reads a message's content in parts, and whether it asks what it is. By its loops and tests."""
-    parts = any(_is_content(loop.iter) for loop in tree.find_all(nodes.For))
-    return parts, any(test.name in ("string", "iterable", "sequence") for test in tree.find_all(nodes.Test))
-
-
 def _is_content(node: nodes.Node) -> bool:
     if isinstance(node, nodes.Filter) and node.node is not None:
         return _is_content(node.node)
@@ -195,6 +222,12 @@ def _part_text(part: Any) -> str:
         return str(part["text"])
     kind = part.get("type") if isinstance(part, Mapping) else part
     raise Refused(f"a message's content has a part of type {kind!r}: the chat template takes only text", "messages")
+
+
+def _with_text_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    arguments = call["function"]["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": text}}
 
 
 def _last_text(message: Message) -> str | None:

@@ -66,7 +66,7 @@ class Chats:
         continued = body.continue_final_message
         if continued is None:
             last = given[-1]
-            begun = last.get("role") == "assistant" and isinstance(last.get("content"), str) and not last.get("tool_calls")
+            begun = last.get("role") == "assistant" and isinstance(last.get("content"), str | list) and not last.get("tool_calls")
             continued = begun and not body.add_generation_prompt
         effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
         chat = Chat(

@@ -10,8 +10,8 @@ TEXTS = ("text", "input_text", "output_text")  # kinds of parts
 
 
 def messages_of(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Arguments of calls become objects, nulls and empty lists of calls go, parts of content are texts. Other fields are the
-    template's affair. Raises Refused."""
+    """Arguments of calls become objects, nulls and empty lists of calls go, a content is a text, none, or parts that are
+    texts. Other fields are the template's affair. Raises Refused."""
     if not given:
         raise Refused("`messages` cannot be empty", "messages")
     return [_message(message, f"messages[{index}]") for index, message in enumerate(given)]
@@ -21,7 +21,7 @@ def _message(message: Mapping[str, Any], place: str) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str):
         raise Refused(f"`{place}.role` must be a string", "messages")
-    result = {name: value for name, value in message.items() if value is not None or name == "content"}
+    result = {name: value for name, value in message.items() if value is not None}
     if role == "developer":  # OpenAI's newer name, which templates don't know
         result["role"] = "system"
     content = message.get("content")
@@ -29,8 +29,8 @@ def _message(message: Mapping[str, Any], place: str) -> dict[str, Any]:
         result["content"] = [_part(part, place) for part in content]
     elif content is not None and not isinstance(content, str):
         raise Refused(f"`{place}.content` must be a string or a list of parts", "messages")
-    elif content is None and role == "assistant":  # it only called; templates put its text together with others
-        result["content"] = ""
+    else:
+        result["content"] = content
     calls = result.pop("tool_calls", None)
     if calls:
         if not isinstance(calls, list):

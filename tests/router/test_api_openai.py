@@ -212,10 +212,11 @@ def test_an_answer_that_was_begun_is_continued(tokenizer: Tokenizer) -> None:
     messages = [*CHAT["messages"], {"role": "assistant", "content": "Well"}]  # type: ignore[misc]
 
     async def test(server: Server) -> None:
-        for extra in ({}, {"continue_final_message": True}, {"add_generation_prompt": True}):
+        parts = [*messages[:-1], {"role": "assistant", "content": [{"type": "text", "text": "Well"}]}]
+        for extra in ({}, {"continue_final_message": True}, {"messages": parts}, {"add_generation_prompt": True}):
             await server.post(CHAT_PATH, {"messages": messages, **extra})
-        begun, asked, new = (tokenizer.decode(request.prompt) for request in server.batcher.requests)
-        assert begun == asked == "[user]hi[assistant]Well"
+        begun, asked, parted, new = (tokenizer.decode(request.prompt) for request in server.batcher.requests)
+        assert begun == asked == parted == "[user]hi[assistant]Well"
         assert new == "[user]hi[assistant]Well[assistant]"
         called = [*CHAT["messages"], {"role": "assistant", "content": None, "tool_calls": []}]  # type: ignore[misc]
         assert (await server.post(CHAT_PATH, {"messages": called}))[0] == 200

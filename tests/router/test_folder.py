@@ -90,6 +90,17 @@ def test_a_named_token_of_the_vocabulary_is_special(tmp_path: Path) -> None:
     assert_as_transformers(tmp_path)
 
 
+def test_named_extra_tokens_are_variables_of_templates(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    source = "{{ bos_token }}{{ image_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    write(tmp_path, known=("<image>",), extra_special_tokens={"image_token": "<image>"}, chat_template=source)
+    messages = [{"role": "user", "content": "x"}]
+    expected = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(messages, tokenize=False)
+    assert Tokenizer(tmp_path).render_chat(messages) == expected == "<s><image>x"
+    assert_as_transformers(tmp_path)
+
+
 def test_a_token_whose_id_is_another_is_refused(tmp_path: Path) -> None:
     size = write(tmp_path)
     write(tmp_path, added_tokens_decoder=listed(*BASE, (size + 7, "<tool>", False)))

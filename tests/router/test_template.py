@@ -1,11 +1,13 @@
 """Chat templates as families of models have them, compared with transformers: every feature that they use, not their words."""
 
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from penstock.router.api.openai_messages import messages_of
 from penstock.router.request import Refused
 from penstock.router.template import Chat, ChatTemplate, choose
 
@@ -120,6 +122,54 @@ def test_a_text_stays_one_where_only_some_contents_are_looped_over() -> None:
     chat = Chat(messages=[SYSTEM, QUESTION, {"role": "tool", "content": [{"type": "text", "text": "21"}]}])
     text = ChatTemplate(SOME, SPECIAL).render(chat)
     assert text == rendered_by_transformers(SOME, chat) == "[system] Be brief. [user]What <|is> e?[tool]21"
+
+
+NAMED = "{% for m in messages %}{% set found = m['content'] %}{% for p in found %}{{ p['text'] }}{% endfor %}{% endfor %}"
+FIRST = "{% for m in messages %}{{ m.content[0].text }}{% endfor %}"
+
+
+@pytest.mark.parametrize("source", [NAMED, FIRST])
+def test_parts_are_read_in_any_way(source: str) -> None:
+    for content in ("a b", [{"type": "text", "text": "a b"}]):
+        assert ChatTemplate(source, SPECIAL).render(Chat(messages=[{"role": "user", "content": content}])) == "a b"
+
+
+# As DeepSeek's: calls are written where there is no content, or their arguments put between other texts.
+SILENT = (
+    "{% for m in messages %}[{{ m.role }}]{% if m['content'] is none %}{% for c in m.tool_calls %}"
+    "{{ c.function.name + ' ' + c['function']['arguments'] }}{% endfor %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+JOINED = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name + ' ' + c.function.arguments }}{% endfor %}{% endfor %}"
+)
+PRINTED = JOINED.replace("c.function.name + ' ' + c.function.arguments", "c.function.name }} {{ c.function.arguments")
+OWN = JOINED.replace("c.function.name + ' ' + c.function.arguments", "c.function.name }} {{ c.function.arguments | tojson")
+
+
+@pytest.mark.parametrize("source", [SILENT, JOINED, PRINTED, OWN])
+def test_calls_are_written_as_each_template_can(source: str) -> None:
+    """What it gets of OpenAI's client: no content, and arguments as a text of JSON."""
+    given = {**CALL, "content": None, "tool_calls": [{"function": {"name": "sun", "arguments": '{"city": "Zürich"}'}}]}
+    chat = Chat(messages=messages_of([QUESTION, given, FOUND]))
+    expected = '[user]What <|is> e?[assistant]sun {"city": "Zürich"}[tool]21 °C'
+    assert ChatTemplate(source, SPECIAL).render(chat) == expected
+
+
+def test_no_content_is_no_word() -> None:
+    chat = Chat(
+        messages=messages_of([{"role": "system", "content": None}, {"role": "user"}, {"role": "assistant", "content": None}])
+    )
+    for source in TEMPLATES.values():
+        with suppress(Refused):
+            assert "None" not in ChatTemplate(source, SPECIAL).render(chat)
+
+
+def test_calls_can_not_be_continued() -> None:
+    for content in ("", None):
+        chat = Chat(messages=[QUESTION, {**CALL, "content": content}], continue_final_message=True)
+        with pytest.raises(Refused, match="the last message has"):
+            ChatTemplate(CHATML, SPECIAL).render(chat)
 
 
 def test_a_message_in_parts_is_continued_behind_its_last_text() -> None:
