@@ -1,7 +1,7 @@
 """The best continuations of beams, and the most probable tokens of a row. Knows tensors and ints, no beam and no hypothesis.
 
-By Triton in one pass over the logits where `choose.triton_for` says so; the plain branch says what is meant. Which of several equal
-ones come first, or at all, is not said.
+By Triton in one pass over the logits where `choose.triton_for` says so; the plain branch says what is meant. Of equal ones the
+first come first, however many are asked for: what one row gets must not depend on how many its neighbours want.
 """
 
 from collections.abc import Sequence
@@ -23,10 +23,30 @@ def most_probable(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
         from .fused_top import top
 
         values, ids, totals = top(logits, count)
-        values, order = values.topk(count)
+        values, order = largest(values, count)
         return values - totals.unsqueeze(1), ids.gather(1, order)
-    values, ids = logits.topk(count)
+    values, ids = largest(logits, count)
     return values - logits.logsumexp(-1, keepdim=True), ids
+
+
+def largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest numbers of every row, descending, and their columns; of equal ones the first. Both [rows, count].
+
+    values: [rows, n] float32; count: at most n.
+    """
+    if values.device.type != "cpu":  # which would have to be waited for to learn whether there are equal ones
+        ordered = values.sort(dim=-1, descending=True, stable=True)
+        return ordered.values[:, :count], ordered.indices[:, :count]
+    found, columns = values.topk(min(count + 1, values.shape[1]))
+    equal = (found[:, 1:] == found[:, :-1]).any(1)
+    found, columns = found[:, :count], columns[:, :count]
+    equal &= ~found[:, 0].isnan()  # of such rows nothing is meant
+    for row in equal.nonzero().flatten().tolist() if equal.any() else ():
+        above = (values[row] > found[row, -1]).nonzero().flatten()
+        last = (values[row] == found[row, -1]).nonzero().flatten()[: count - len(above)]
+        own = torch.cat((above, last))
+        columns[row] = own[values[row, own].sort(descending=True, stable=True).indices]
+    return found, columns
 
 
 def candidates(logits: Tensor, scores: Tensor, starts: Sequence[int], count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -42,13 +62,13 @@ def candidates(logits: Tensor, scores: Tensor, starts: Sequence[int], count: int
         values, ids, totals = top(logits, count)
         values = values - totals.unsqueeze(1) + scores.unsqueeze(1)
     else:
-        values, ids = (logits.log_softmax(-1) + scores.unsqueeze(1)).topk(count)
+        values, ids = largest(logits.log_softmax(-1) + scores.unsqueeze(1), count)
     # Sets of different sizes are filled up with a row of -inf.
     width = max(end - start for start, end in pairwise(starts))
     table = [[*range(start, end), *(len(logits),) * (width - end + start)] for start, end in pairwise(starts)]
     members = to_device(torch.tensor(table), logits.device)
     values = torch.cat((values, values.new_full((1, values.shape[1]), -torch.inf)))
     ids = torch.cat((ids, ids.new_zeros(1, ids.shape[1])))
-    best, places = values[members].view(count_of_sets, -1).topk(count)
+    best, places = largest(values[members].view(count_of_sets, -1), count)
     rows = members.gather(1, places // values.shape[1])
     return best, rows, ids[members].view(count_of_sets, -1).gather(1, places)

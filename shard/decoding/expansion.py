@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import noise
-from ...kernels.beam import candidates
+from ...kernels.beam import candidates, largest
 from ...kernels.sampling import allow
 from ...kernels.sampling import candidates as distributions
 from ...kernels.transfer import Arrival, to_device
@@ -138,7 +138,7 @@ def _processed(
         if beams.rows[0].sampling.temperature:
             draws = draws_of(beams.rows, logits.device)
             order = whole + noise.gumbel_all(draws.seeds, draws.choices, draws.positions, logits.shape[1]).flatten()
-        best = order.topk(min(count, len(order))).indices
+        best = largest(order.unsqueeze(0), count)[1][0]
         sums.append(whole[best])
         places.append(best // logits.shape[1] + start)
         ids.append(best % logits.shape[1])

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from ...kernels.beam import most_probable
+from ...kernels.beam import largest, most_probable
 from ...kernels.choose import triton_for
 from ...kernels.sampling import Candidates, Draws, Penalties, allow, candidates, draw, first_largest, penalize
 from ...kernels.transfer import Arrival, to_device
@@ -253,7 +253,7 @@ def _report_final(part: Candidates, columns: Tensor, rows: Listing[Row], logprob
     logprobs[part.rows[places]] = final.gather(1, columns[places].unsqueeze(1)).squeeze(1)
     wide = max(rows[indices[k]].top_n for k in places)
     if wide:
-        values, places_of_top = final.topk(min(wide, final.shape[1]))
+        values, places_of_top = largest(final, min(wide, final.shape[1]))
         ids = places_of_top if part.ids is None else part.ids[places].gather(1, places_of_top)
         tops.update(_listed([indices[k] for k in places], ids.tolist(), values.tolist(), rows))
 

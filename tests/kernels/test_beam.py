@@ -62,6 +62,36 @@ def test_equal_ones_count_each() -> None:
     assert len(set(ids[0].tolist())) == 5
 
 
+def tied(rows: int, vocabulary: int) -> torch.Tensor:
+    """As 16 bits leave logits: many are equal. Of some rows most are impossible."""
+    logits = (torch.randn(rows, vocabulary) * 2).round()
+    logits[::3, vocabulary // 9 :] = -torch.inf
+    return logits.to(DEVICE)
+
+
+def test_of_equal_ones_the_first_come_first_however_many_are_wanted() -> None:
+    logits = tied(9, 200)
+    expected = logits.sort(descending=True, stable=True).indices
+    for count in (1, 2, 5, 8, 30):
+        possible = logits.isfinite().sum(1).clamp(max=count).tolist()
+        for own, wanted, most in zip(most_probable(logits, count)[1].tolist(), expected.tolist(), possible, strict=True):
+            assert own[:most] == wanted[:most]
+
+
+@pytest.mark.parametrize("count", [4, 16])
+def test_neighbours_that_want_more_change_nothing(count: int) -> None:
+    logits, scores = tied(6, 200), torch.tensor([0.0, -1.0, 0.0, 0.0, -2.0, 0.0], device=DEVICE)
+    logits[0] = logits[1]
+    few, many = (candidates(logits, scores, [0, 2, 6], wanted) for wanted in (4, count))
+    for first, second in zip(few, many, strict=True):
+        assert first.equal(second[:, :4])
+    rows, ids = few[1][0].tolist(), few[2][0].tolist()
+    sums = (logits.log_softmax(-1) + scores.unsqueeze(1))[:2].flatten()
+    assert [row * 200 + id for row, id in zip(rows, ids, strict=True)] == sums.sort(descending=True, stable=True).indices[
+        :4
+    ].tolist()
+
+
 def test_rows_do_not_know_their_neighbours() -> None:
     logits, scores = torch.randn(4, 100, device=DEVICE), torch.zeros(4, device=DEVICE)
     logits[1] = torch.nan

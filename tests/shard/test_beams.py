@@ -15,7 +15,7 @@ import transformers
 
 from penstock.shard.decoding.expansion import Beams, Candidate, expand
 from penstock.shard.decoding.hypotheses import Search, Stop
-from penstock.shard.decoding.sampler import Row
+from penstock.shard.decoding.sampler import Row, pick
 from penstock.shard.decoding.strategy import Child
 from penstock.shard.engine import Engine
 from penstock.shard.parallel import Ranks
@@ -314,3 +314,30 @@ def test_alternatives_are_the_models_own(sampling: Sampling) -> None:
         assert [id for id, _ in one.top] == ids.tolist()
         assert [value for _, value in one.top] == pytest.approx(values.tolist(), abs=1e-5)
         assert one.logprob == pytest.approx(float(logits[one.row].log_softmax(-1)[one.token]), abs=1e-5)
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.2])
+def test_a_wider_neighbour_does_not_decide_between_equal_ones(penalty: float) -> None:
+    for seed in range(40):
+        logits = (torch.randn(10, 300, generator=torch.Generator().manual_seed(seed)) * 3).bfloat16().float()
+
+        def rows(count: int) -> list[Row]:
+            return [Row(Sampling(repetition_penalty=penalty), [1], 1, rank) for rank in range(count)]
+
+        mine = Beams(rows(2), [0.0, -0.25], 4, 2, frozenset({2}))
+        other = Beams(rows(8), [0.0] * 8, 16, 8, frozenset({2}))
+        alone, among = expand(logits[:2], [mine]), expand(logits, [mine, other])
+        assert alone.picking().take()[0] == among.picking().take()[0]
+
+
+@pytest.mark.parametrize(("filters", "wide"), [({"top_k": 1}, 5), ({"top_k": 1}, 20), ({"min_p": 0.4}, 20), ({}, 20)])
+def test_a_neighbour_that_wants_more_does_not_decide_which_alternatives_are_told(filters: dict[str, Any], wide: int) -> None:
+    """Of the distribution that is left, where most are equally impossible, and of the model's own."""
+    logits = (torch.randn(2, 2048, generator=torch.Generator().manual_seed(0)) * 2).bfloat16().float()
+    for final in (False, True):
+        mine = Row(Sampling(temperature=1.0, seed=1, final_logprobs=final, **filters), [1], 1, 0, top_n=3)
+        other = Row(Sampling(temperature=1.0, seed=2, final_logprobs=final, top_k=5), [1], 1, 0, top_n=wide)
+        alone, among = pick(logits[:1], [mine])[0], pick(logits, [mine, other])[0]
+        assert alone is not None
+        assert among is not None
+        assert alone.top == among.top
