@@ -85,6 +85,9 @@ def addresses_of(text: str) -> tuple[str, ...]:
     found = tuple(part.strip() for part in text.split(","))
     if not all(ADDRESS.fullmatch(part) for part in found):
         raise ValueError("host:port or unix:/path of each rank of a group is needed, with commas between them")
+    for part in found:
+        if not part.startswith("unix:") and not 0 < int(part.rpartition(":")[2]) < 1 << 16:
+            raise ValueError(f"the port of {part} is none, it must be from 1 to 65535")
     if len(set(found)) < len(found):
         raise ValueError("the same rank is named twice")
     return found

@@ -267,9 +267,11 @@ class GrpcShards:
                         raise _broken(rank, error) from None
                     took = monotonic() - asked
                     silent = silent + took if took > SOON else 0.0
-                    if not target.startswith("unix:") and monotonic() > began + UNREACHED and error.details() != told:
-                        told = error.details()
-                        logger.warning("shard rank %d at %s can't be reached: %s", rank, target, told)
+                    if not target.startswith("unix:"):
+                        self._stage = f"waiting for shard rank {rank} at {target}: {error.details()}"
+                        if monotonic() > began + UNREACHED and error.details() != told:
+                            told = error.details()
+                            logger.warning("shard rank %d at %s can't be reached: %s", rank, target, told)
             await asyncio.sleep(POLL)
         raise self._hung(rank, silent)
 

@@ -116,6 +116,7 @@ def test_rank_groups_that_others_have_started_are_named_one_by_one_or_together()
         (["--replicas", "0"], "name a rank group that runs with --replica"),
         (["--replica", "somewhere"], "--replica=somewhere: host:port or unix:/path"),
         (["--replica", "a:1", "--replica", ""], "host:port or unix:/path"),
+        (["--replica", "a:1,b:0"], "the port of b:0 is none"),
         (["--replica", "a:1,a:1"], "named twice"),
         (["--replicas", "2", "--nnodes", "2"], "a rank group of several nodes is one replica"),
         (["--no-router"], "--no-router needs --shard-uds-path PREFIX or --shard-listen"),

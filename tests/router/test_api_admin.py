@@ -187,6 +187,7 @@ def test_what_is_asked_is_done(tokenizer: Tokenizer) -> None:
     [
         ("POST", "", {"address": "h:1", "name": "0"}, 409, "choose another name"),
         ("POST", "", {"address": "somewhere"}, 422, "host:port or unix:/path of each rank"),
+        ("POST", "", {"address": "127.0.0.1:99999"}, 422, "the port of 127.0.0.1:99999 is none"),
         ("POST", "", {"address": "h:1,h:1"}, 422, "the same rank is named twice"),
         ("POST", "", {"address": "h:1", "name": "a/b"}, 422, "`name`: up to 64 letters"),
         ("POST", "", {"address": "h:1", "weight": 2}, 422, "weight"),

@@ -116,6 +116,7 @@ def test_who_has_another_certificate_is_not_talked_to(
             await asyncio.wait_for(shards.connect(), 1.0)
         assert next(servicer.stages) == "loading weights 40 %"  # nobody has asked
         assert [line for line in caplog.messages if f"shard rank 0 at {address} can't be reached: " in line]
+        assert shards.stage.startswith(f"waiting for shard rank 0 at {address}: ")
         await shards.close()
         await server.stop(None)
 
