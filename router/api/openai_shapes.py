@@ -326,8 +326,10 @@ class Completions:
         for id in echo.request.prompt:
             offsets.append(offset)
             piece = stream.push(id)
-            sent = not piece.delta and echo.text.startswith(piece.text, offset)  # a special token, by its text
-            offset += len(piece.text if sent else piece.delta)
+            if echo.text and self._tokenizer.is_special(id):  # sent by its text, or put before what was sent
+                offset += len(piece.text) * echo.text.startswith(piece.text, offset)
+            else:
+                offset += len(piece.delta)
         offset += len(stream.end())
         self._offsets[index] = offset
         text = echo.text or stream.text

@@ -224,6 +224,34 @@ def test_a_chat_goes_on_from_the_chosen_sample_and_from_an_alternative(tokenizer
         assert server.prompt() == "[system]Be brief[user]hi[assistant]Y!Yo[user]so?[assistant]"
 
 
+def test_what_is_refused_to_go_on_takes_nothing_away(tokenizer: Tokenizer, new_page: Any) -> None:
+    with served(tokenizer, says="Yo</s>") as server:
+        page = new_page(server.url)
+        page.click("[name=mode][value=chat] + span")
+        for prompt in ("hi", "and?"):
+            run(page, prompt)
+        page.route("**/v1/chat/completions", lambda route: route.fulfill(status=502, body="bad gateway"))
+        page.locator(".turn").first.locator(".token").nth(1).click()
+        page.locator("#card button:enabled").first.click()
+        expect(page.locator("#problem")).to_have_text("The server answered with status 502.")
+        assert page.locator(".answer .text").all_text_contents() == ["Yo", "Yo"]
+        page.unroute("**/v1/chat/completions")
+        run(page, "so?")
+        assert server.prompt() == "[user]hi[assistant]Yo[user]and?[assistant]Yo[user]so?[assistant]"
+
+
+def test_a_stream_that_ends_early_is_said(tokenizer: Tokenizer, new_page: Any) -> None:
+    event = {"choices": [{"index": 0, "text": "Yo", "logprobs": None, "finish_reason": None}]}
+    with served(tokenizer) as server:
+        page = new_page(server.url)
+        cut = {"content_type": "text/event-stream", "body": f"data: {json.dumps(event)}\n\n"}
+        page.route("**/v1/completions", lambda route: route.fulfill(status=200, **cut))
+        run(page, "hi")
+        expect(page.locator("#problem")).to_have_text("The connection to the server broke: it ended before the answer did")
+        expect(page.locator(".answer .text")).to_have_text("Yo")
+        expect(page.locator(".facts")).to_contain_text("failed")
+
+
 def test_parts_of_a_character_are_shown_when_it_is_whole(tokenizer: Tokenizer, new_page: Any) -> None:
     with served(tokenizer, says="né!</s>") as server:
         page = new_page(server.url)

@@ -78,6 +78,10 @@ def test_offsets_are_places_in_the_text_that_is_shown(tokenizer: Tokenizer) -> N
         found = dict(zip(choice["logprobs"]["text_offset"], choice["logprobs"]["tokens"], strict=True))  # the last of each place
         assert {place: choice["text"][place : place + len(text)] for place, text in found.items()} == found
         assert list(found) == [0, 1, 5, 6, 7, 8]
+        _, body, _ = await server.post(PATH, {**asked, "skip_special_tokens": False})  # the token before the text is none of it
+        choice = body["choices"][0]
+        assert choice["text"] == "x</s>ya</s>BC"
+        assert choice["logprobs"]["text_offset"][-7:] == [0, 1, 5, 6, 7, 11, 12]
 
     serve(tokenizer, test, says="a</s>BC")
 

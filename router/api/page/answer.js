@@ -61,14 +61,28 @@ export class Answer {
     this.#tell();
   }
 
-  // Keeps what stands before token `index`, and puts another in its place.
+  // Keeps what stands before token `index`, and puts another in its place. Says what `restore` needs.
   rewind(index, alternative) {
     const { top } = this.tokens[index];
-    this.tokens.length = index;
-    [...this.body.children].slice(index).forEach((span) => span.remove());
-    this.at = -1;
+    const taken = { index, tokens: this.#cut(index), end: this.end, score: this.score, count: this.count };
     this.begin();
     this.#add({ text: alternative.token, ...alternative, top, given: true });
+    return taken;
+  }
+
+  // As it was before it was rewound.
+  restore({ index, tokens, ...rest }) {
+    this.#cut(index);
+    for (const token of tokens) this.#add(token);
+    Object.assign(this, rest);
+    this.#tell();
+  }
+
+  // Takes away the tokens from `index` on.
+  #cut(index) {
+    [...this.body.children].slice(index).forEach((span) => span.remove());
+    this.at = -1;
+    return this.tokens.splice(index);
   }
 
   // The text before a token, as its model wrote it: held back parts of characters included, where there are none missing.

@@ -41,7 +41,7 @@ export function watched({ path, body }) {
   return { path: "generate_stream", body: { inputs: prompt, parameters: { ...more, ...asked, ...(grammar.value && { grammar }) } } };
 }
 
-// Events of a stream, parsed, until [DONE] or the end. Raises Problem.
+// Events of a stream, parsed, until [DONE], or the end where there is none. Raises Problem.
 export async function* events(path, { body, signal } = {}) {
   const headers = { Accept: "text/event-stream" };
   if (key.get()) headers.Authorization = `Bearer ${key.get()}`;
@@ -56,6 +56,7 @@ export async function* events(path, { body, signal } = {}) {
     if (event.error) throw told(response.status, event);
     yield event;
   }
+  if (path.startsWith("v1/")) throw new Error("it ended before the answer did"); // a proxy may end it without a word
 }
 
 async function* lines(stream) {

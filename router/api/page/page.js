@@ -64,11 +64,9 @@ async function goOn(answer, index, alternative) {
   if (!values) return;
   await stop();
   const begun = answer.before(index) + alternative.token;
-  if (turn.mode === "chat") {
-    const at = chat.indexOf(turn);
-    chat.splice(at + 1).forEach(({ element }) => element.remove());
-    pick(turn, answer);
-  }
+  const later = turn.mode === "chat" ? chat.splice(chat.indexOf(turn) + 1) : [];
+  for (const { element } of later) element.remove();
+  if (turn.mode === "chat") pick(turn, answer);
   const before = turn.mode === "chat" ? messages(turn.prompt, chat.slice(0, chat.indexOf(turn))) : [];
   const asked = request(
     {
@@ -80,9 +78,12 @@ async function goOn(answer, index, alternative) {
     },
     values,
   );
-  answer.rewind(index, alternative);
+  const taken = answer.rewind(index, alternative);
   answer.body.focus({ preventScroll: true });
-  await stream(asked, turn, [answer]);
+  if (!(await stream(asked, turn, [answer])) || answer.count) return;
+  answer.restore(taken); // nothing came: all is as it was
+  chat.push(...later);
+  $("chat").append(...later.map(({ element }) => element));
 }
 
 function whyNot(answer, { token }) {
@@ -91,6 +92,7 @@ function whyNot(answer, { token }) {
   return token.includes("\uFFFD") ? "This is a part of a character." : "";
 }
 
+// Says what went wrong, if anything did.
 async function stream(asked, turn, answers) {
   const abort = new AbortController();
   let ended;
@@ -131,6 +133,7 @@ async function stream(asked, turn, answers) {
   ended();
   if (problem) refused(problem, turn);
   else say($("said"), answers.map((answer) => `${answer.name}: ${answer.facts.textContent}`).join(". "));
+  return problem;
 }
 
 async function stop() {
