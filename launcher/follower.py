@@ -7,6 +7,7 @@ with its exit code. What the launchers say to each other: `muster.py`.
 import queue
 import signal
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,8 @@ from .processes import Child
 from .serve import ECHO, GRACE, Command, Part, Signal, signals, watch_signals
 
 FIRST_RETRY, LAST_RETRY = 0.25, 3.0  # seconds between two attempts to reach node 0; each time twice as long
+NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")  # OpenSSL's words for an answer in plain text
+NO_LAUNCHER = "it accepts connections, but is no penstock launcher: look at --master-port"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +60,13 @@ class Ranks(Protocol):
 class Reached:
     peer: Link
     hello: Hello  # that was said
+    answer: Message
 
 
 @dataclass(frozen=True, slots=True)
 class Unreached:
     why: str
+    somebody: bool  # was there
 
 
 Event = Signal | Child | Reached | Unreached | Said | Gone
@@ -91,6 +96,7 @@ class Follower:
         self._epoch = 0
         self._since = time.monotonic()  # node 0 is missing
         self._reason = ""  # told last
+        self._met = ""  # what somebody who was there had against us, or we against them
         self._delay = FIRST_RETRY
         self._asked = 0.0  # when this node was asked to stop; 0: not
 
@@ -119,10 +125,12 @@ class Follower:
                     code = self._stop(signal.Signals(number).name)
                 case Child() as child if child in self._shards.children:
                     self._died(child.verdict(), child.process.returncode)
-                case Reached(peer, hello):
+                case Reached(peer, hello, answer):
                     self._link, self._hello = peer, hello
                     threading.Thread(target=listen, args=(peer, self._events.put, _reason), daemon=True).start()
-                case Unreached(why):
+                    code = self._said(answer)
+                case Unreached(why, somebody):
+                    self._met = why if somebody else self._met
                     code = self._missing(f"is not there yet: {why}")
                 case Said(peer, message) if peer is self._link:
                     code = self._said(message)
@@ -138,7 +146,7 @@ class Follower:
         match message:
             case {"kind": "welcome"}:
                 self._console.say(f"{self._leader} knows this node; its ranks start when all nodes are there")
-                self._since, self._reason, self._delay = 0.0, "", FIRST_RETRY
+                self._since, self._reason, self._met, self._delay = 0.0, "", "", FIRST_RETRY
             case {"kind": "wait", "text": str(text)}:
                 return self._lost(f"does not take this node yet: {text}")
             case {"kind": "refused", "text": str(text)}:
@@ -201,7 +209,11 @@ class Follower:
             return 0
         timeout = self._leader.timeout
         if time.monotonic() >= self._since + timeout:
-            self._console.complain(f"{self._leader} {why}; it was waited for {timeout:g} s (--node-timeout): this node ends")
+            # Node 0 gives up as well, and who finds nobody there any more shall still learn what was the matter.
+            before = f", and before that: {self._met}" if self._met and self._met not in why else ""
+            self._console.complain(
+                f"{self._leader} {why}{before}; it was waited for {timeout:g} s (--node-timeout): this node ends"
+            )
             return 1
         if why != self._reason:
             self._console.complain(f"{self._leader} {why}; it is looked for, up to {timeout:g} s")
@@ -244,20 +256,37 @@ class Follower:
         """Once. Puts what has come of it."""
         time.sleep(delay)
         leader = self._leader
+        patience = min(link.HANDSHAKE, leader.timeout)
         with ExitStack() as stack:
             try:
-                peer = link.connect(leader.address, leader.port, leader.certificates, leader.silence)
+                peer = link.connect(leader.address, leader.port, leader.certificates, leader.silence, patience)
                 stack.callback(peer.close)
                 hello = self._ranks.hello(peer.address)
                 peer.send(muster.written(hello.message()))
-            except (OSError, EOFError) as error:
-                self._events.put(Unreached(_reason(error)))
+                answer = muster.read(peer.receive(patience))
+            except (OSError, EOFError, ValueError) as error:
+                self._events.put(_unreached(error, leader.certificates is not None))
                 return
             stack.pop_all()
-        self._events.put(Reached(peer, hello))
+        self._events.put(Reached(peer, hello, answer))
+
+
+def _unreached(error: Exception, certificates: bool) -> Unreached:
+    """certificates: whether we have some."""
+    match error:
+        case socket.gaierror():
+            return Unreached("its name is not known", somebody=False)
+        case link.Encrypted():
+            return Unreached("it speaks TLS, and this node has no --tls-cert", somebody=True)
+        case ConnectionResetError() | BrokenPipeError() | EOFError() | ssl.SSLEOFError():
+            asked = "has node 0 no certificates, or others" if certificates else "does node 0 want certificates"
+            return Unreached(f"it has closed the connection: {asked} (--tls-cert)?", somebody=True)
+        case ssl.SSLError() if error.reason not in NO_TLS:  # which may be a ValueError as well
+            return Unreached(link.reason(error), somebody=True)
+        case ssl.SSLError() | link.Mute() | link.Foreign() | ValueError():
+            return Unreached(NO_LAUNCHER, somebody=True)
+    return Unreached(_reason(error), somebody=False)
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, socket.gaierror):
-        return "its name is not known"
     return link.reason(error) if isinstance(error, OSError) else str(error) or "it has closed the connection"

@@ -227,6 +227,10 @@ class Spread(Part):
         except Stranger as stranger:
             self._meeting.console.complain(str(stranger))
             return
+        except link.Encrypted as stranger:
+            self._meeting.console.complain(f"{address} was refused: {stranger}, and this node has no --tls-cert")
+            peer.close()
+            return
         except (OSError, EOFError, ValueError) as error:
             self._meeting.console.complain(f"{address} was refused: it is no node ({str(error) or 'it has left'})")
             peer.close()

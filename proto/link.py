@@ -21,7 +21,20 @@ HANDSHAKE = 5.0  # seconds until a connection that was accepted is one of ours
 PROBES = 3  # that are not answered until a silent peer counts as lost
 SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)  # how the kernel says that
 LENGTH = 4  # bytes before each message
+TLS = (b"\x16\x03", b"\x15\x03")  # how a TLS handshake begins, and how one is turned down: as lengths they are beyond any message
 LARGEST = 256 << 20  # bytes of a message, as in rpc.py
+
+
+class Mute(TimeoutError):
+    """Somebody is there, and says nothing."""
+
+
+class Foreign(ConnectionError):
+    """Somebody is there, and what is said is no message."""
+
+
+class Encrypted(Foreign):
+    """The peer speaks TLS, we don't."""
 
 
 class Link:
@@ -52,11 +65,13 @@ class Link:
                     _wait(self._connection, select.POLLIN)
 
     def receive(self, within: float | None = None, largest: int = LARGEST) -> bytes:
-        """The next message. Raises EOFError when the peer has closed, OSError when it is lost or `within` seconds are over."""
+        """The next message. Raises EOFError when the peer has closed, OSError when it is lost, Mute when `within` seconds are over,
+        Foreign for what is no message."""
         until = None if within is None else monotonic() + within
-        length = int.from_bytes(self._read(LENGTH, until), "big")
+        head = self._read(LENGTH, until)
+        length = int.from_bytes(head, "big")
         if length > largest:
-            raise ConnectionError(f"a message of {length} bytes")
+            raise Encrypted("it speaks TLS") if head[:2] in TLS else Foreign(f"a message of {length} bytes")
         return self._read(length, until)
 
     def _read(self, count: int, until: float | None) -> bytes:
@@ -71,7 +86,7 @@ class Link:
             except (BlockingIOError, ssl.SSLWantReadError):
                 left = None if until is None else until - monotonic()
                 if left is not None and left <= 0:
-                    raise TimeoutError("no message came") from None
+                    raise Mute("no message came") from None
                 _wait(self._connection, select.POLLIN, left)
             except ssl.SSLEOFError:
                 raise EOFError from None
@@ -136,12 +151,15 @@ def secure(connection: socket.socket, address: str, certificates: Certificates |
 def connect(
     address: str, port: int, certificates: Certificates | None, silence: float = SILENCE, within: float = HANDSHAKE
 ) -> Link:
-    """A link to who listens there. Raises OSError."""
+    """A link to who listens there. Raises OSError; Mute if who accepts it doesn't answer as one with certificates."""
     connection = socket.create_connection((address, port), timeout=within)
     try:
         watch(connection, silence)
         if certificates is not None:
             connection = certificates.client().wrap_socket(connection, server_hostname=NAME)
+    except TimeoutError:
+        connection.close()
+        raise Mute("no TLS came") from None
     except OSError:
         connection.close()
         raise

@@ -9,7 +9,8 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,33 @@ def test_late_nodes_are_named_on_both_sides(start: Start) -> None:
     assert first.says("node 0 ends with exit code 1: its log says why")
 
 
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0\0\0\2hi"])
+@pytest.mark.parametrize("secure", [False, True])
+def test_who_accepts_and_is_no_launcher_is_named_in_time(
+    start: Start, answer: bytes, secure: bool, authority: tuple[Authority, Authority]
+) -> None:
+    """A listener that says nothing, one that speaks HTTP, one that says nonsense."""
+    files = authority[0].files if secure else None
+    with link.listen("127.0.0.1", start.port) as listening, ThreadPoolExecutor(1) as threads:  # type: ignore[attr-defined]
+        lonely = start(1, timeout=1.5, certificates=files)
+
+        def attend() -> None:
+            accepted = []  # and kept open
+            with suppress(OSError):
+                while True:
+                    accepted.append(listening.accept()[0])
+                    accepted[-1].sendall(answer)
+            for connection in accepted:
+                connection.close()
+
+        attending = threads.submit(attend)
+        assert lonely.end() == 1
+        link.hush(listening)
+        attending.result()
+    why = r"is not there yet: it accepts connections, but is no penstock launcher: look at --master-port"
+    assert lonely.says(why + r"; it was waited for 1.5 s \(--node-timeout\)")
+
+
 def test_a_node_that_does_not_fit_is_told_and_the_others_wait_for_a_better_one(start: Start) -> None:
     leader, misfit = start(0), start(1, terms={**TERMS, "dtype": "bfloat16"})
     assert misfit.end() == 2
@@ -316,5 +344,19 @@ def test_strangers_are_refused_and_named(start: Start, authority: tuple[Authorit
         stranger = start(1, certificates=files, timeout=1.0)
         assert stranger.end() == 1
         leader.until("127.0.0.1 was refused: no certificate of ours")
+    assert stranger.says(r"it has closed the connection: does node 0 want|it speaks TLS, and this node has no --tls-cert")
     # An authority of one's own doesn't help a stranger who plays node 0, either.
     up(leader, start(1, certificates=ours.files))
+
+
+def test_certificates_on_one_side_only(start: Start, authority: tuple[Authority, Authority]) -> None:
+    """Also when node 0 is gone in the end."""
+    leader = start(0)
+    leader.until("waiting for node 1")
+    secure = start(1, certificates=authority[0].files, timeout=6.0)
+    why = r"it has closed the connection: has node 0 no certificates, or others \(--tls-cert\)\?"
+    secure.until(f"is not there yet: {why}; it is looked for")
+    leader.until("127.0.0.1 was refused: it speaks TLS, and this node has no --tls-cert")
+    leader.kill()
+    assert secure.end() == 1
+    assert secure.says(f"is not there yet: Connection refused, and before that: {why}; it was waited for 6 s")
