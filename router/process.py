@@ -19,6 +19,7 @@ from .doorman import Doorman
 from .fleet import Fleet
 from .folder import Unusable
 from .metrics import Metrics
+from .quiet import NoHttp
 from .request import Broken
 from .shards import GrpcShards, Shards
 from .text import Tokenizer
@@ -57,6 +58,7 @@ async def serve(config: RouterConfig, listening: socket.socket, doorman: Doorman
     )
     fleet = Fleet(config, tokenizer, partial(_connect, config), metrics)
     app = make_app(config, tokenizer, fleet, metrics, tracer, fleet)
+    logging.getLogger("aiohttp.server").addFilter(NoHttp())
     runner = web.AppRunner(
         app,
         handler_cancellation=True,

@@ -1,0 +1,52 @@
+"""Keeps out of the log what others write into it: what clients have sent, and the same line again and again.
+
+Filters of loggers that are libraries'. Knows neither a request nor a trace.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+
+from aiohttp.client_exceptions import ClientPayloadError
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.web import RequestPayloadError
+
+SELDOM = 60.0  # seconds between two lines of a kind
+NO_HTTP = (HttpProcessingError, RequestPayloadError, ClientPayloadError)  # their words quote what was sent, a key perhaps
+
+
+class NoHttp(logging.Filter):
+    """For aiohttp's server: who speaks no HTTP, or a bad one, gets one line, which holds nothing of what was said."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Everything else passes as it is."""
+        error = record.exc_info[1] if record.exc_info else None
+        if not isinstance(error, NO_HTTP):
+            return True
+        address = record.args[0] if isinstance(record.args, tuple) and record.args else "a client"
+        record.msg, record.args = "no HTTP from %s: %s", (address, type(error).__name__)
+        record.exc_info = record.exc_text = None
+        record.levelno, record.levelname = min((record.levelno, record.levelname), (logging.INFO, "INFO"))
+        return logging.getLogger(record.name).isEnabledFor(record.levelno)
+
+
+class Seldom(logging.Filter):
+    """For who complains without an end: of each kind, a logger's lines of a level, one passes in a while, and counts the others."""
+
+    def __init__(self, seconds: float = SELDOM, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._seconds = seconds
+        self._clock = clock
+        self._kinds: dict[tuple[str, int], tuple[float, int]] = {}  # when one passed, and how many did not since
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether it passes."""
+        kind, now = (record.name, record.levelno), self._clock()
+        last, withheld = self._kinds.get(kind, (now - self._seconds, 0))
+        if now < last + self._seconds:
+            self._kinds[kind] = last, withheld + 1
+            return False
+        self._kinds[kind] = now, 0
+        if withheld:
+            record.msg, record.args = f"{record.getMessage()} (and {withheld} more like it since)", ()
+        return True
