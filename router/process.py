@@ -19,7 +19,7 @@ from .doorman import Doorman
 from .fleet import Fleet
 from .folder import Unusable
 from .metrics import Metrics
-from .quiet import NoHttp
+from .quiet import NoHttp, calm
 from .request import Broken
 from .shards import GrpcShards, Shards
 from .text import Tokenizer
@@ -50,6 +50,7 @@ async def serve(config: RouterConfig, listening: socket.socket, doorman: Doorman
     stop = _stop_signal()
     metrics = Metrics(config.model)
     tracer = Tracer(config.otlp_endpoint, config.otlp_service_name, config.model) if config.otlp_endpoint else None
+    calm("opentelemetry")  # else a collector that is down is told each second
     tokenizer = Tokenizer(
         Path(config.folder),
         config.chat_template,

@@ -15,6 +15,14 @@ SELDOM = 60.0  # seconds between two lines of a kind
 NO_HTTP = (HttpProcessingError, RequestPayloadError, ClientPayloadError)  # their words quote what was sent, a key perhaps
 
 
+def calm(package: str) -> None:
+    """The loggers of a package that has been imported complain seldom."""
+    seldom = Seldom()
+    for name in sorted(logging.root.manager.loggerDict):  # each of them: a filter doesn't count for those below
+        if name == package or name.startswith(f"{package}."):
+            logging.getLogger(name).addFilter(seldom)
+
+
 class NoHttp(logging.Filter):
     """For aiohttp's server: who speaks no HTTP, or a bad one, gets one line, which holds nothing of what was said."""
 

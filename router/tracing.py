@@ -5,6 +5,8 @@ queue, prefill, decode. The children are made when the request has ended, from m
 is done per token. No text of a request is in them.
 """
 
+import logging
+import threading
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
 
 PATH = "/v1/traces"  # of OTLP/HTTP, where the operator names only a host
 OPERATIONS = {"/v1/chat/completions": "chat", "/v1/responses": "chat"}  # the rest completes text
+
+LAST_SPANS = 2.0  # seconds that a collector gets for them at the end
+DROPPED = "dropped"  # how a run has failed whose client has left
 
 # Names of the conventions, whose status is still "development": here and nowhere else.
 OPERATION = "gen_ai.operation.name"
@@ -36,6 +41,8 @@ FIRST_CHUNK = "gen_ai.response.time_to_first_chunk"
 INPUT_TOKENS = "gen_ai.usage.input_tokens"
 OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
 CACHED_TOKENS = "gen_ai.usage.cache_read.input_tokens"
+
+logger = logging.getLogger(__name__)
 
 
 class Missing(Exception):
@@ -79,7 +86,8 @@ class Tracer:
 
     def begin(self, headers: Mapping[str, str], record: Record) -> Any:
         # The propagator looks names up as they are written; HTTP's are of any case.
-        given = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
+        parents, states = (_all(headers, name) for name in ("traceparent", "tracestate"))
+        given = {"traceparent": parents[0], "tracestate": ",".join(states)} if len(parents) == 1 else {}  # as W3C has it
         context = self._propagator.extract(given)
         span = self._tracer.start_span("request", context, kind=self._trace.SpanKind.SERVER, start_time=time.time_ns())
         carrier: dict[str, str] = {}
@@ -99,6 +107,8 @@ class Tracer:
         failure = record.error or next((run.failure for run in record.runs if run.failure), "")
         if failure or status >= 500:
             span.set_attribute("error.type", failure or str(status))
+        # Not for 4xx, as the conventions have it: nor for 499, a client that has left.
+        if status >= 500 or (status < 400 and failure not in ("", DROPPED)):
             span.set_status(self._trace.StatusCode.ERROR)
         context = self._trace.set_span_in_context(span)
         for run in record.runs:
@@ -108,8 +118,17 @@ class Tracer:
         span.end(ended)
 
     def close(self) -> None:
-        """Sends what is left. May wait for the collector."""
-        self._provider.shutdown()
+        """Sends what is left, if the collector takes it in time."""
+        # On a thread that nobody waits for in the end: the SDK would wait for a collector for half a minute.
+        sending = threading.Thread(target=self._provider.shutdown, daemon=True)
+        sending.start()
+        sending.join(LAST_SPANS)
+        if sending.is_alive():
+            logger.warning("the last spans are lost: the collector of --otlp-endpoint has not taken them within %g s", LAST_SPANS)
+
+
+def _all(headers: Mapping[str, str], name: str) -> list[str]:
+    return [value for each, value in headers.items() if each.lower() == name]
 
 
 def _url(endpoint: str) -> str:

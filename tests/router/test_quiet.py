@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from aiohttp import web
 
-from penstock.router.quiet import NoHttp, Seldom
+from penstock.router.quiet import NoHttp, Seldom, calm
 
 CHUNKED = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -84,19 +84,26 @@ def test_other_faults_are_told_whole(server_log: logging.Logger, caplog: pytest.
 
 
 def test_the_same_again_passes_once_in_a_while_and_says_how_often() -> None:
-    now = 0.0
-    seldom = Seldom(60.0, lambda: now)
+    times: list[float] = []
+    seldom = Seldom(60.0, lambda: times.pop())
 
-    def passes(level: int, text: str) -> str | None:
+    def passes(level: int, text: str, now: float) -> str | None:
+        times.append(now)
         record = logging.LogRecord("some", level, "", 0, text, (), None)
         return record.getMessage() if seldom.filter(record) else None
 
-    assert passes(logging.WARNING, "100% full") == "100% full"
-    assert passes(logging.ERROR, "lost") == "lost"
-    for now in (1.0, 2.0, 59.9):
-        assert passes(logging.WARNING, "100% full") is None
-    now = 60.0
-    assert passes(logging.WARNING, "100% full") == "100% full (and 3 more like it since)"
-    assert passes(logging.ERROR, "lost") == "lost"
-    now = 200.0
-    assert passes(logging.WARNING, "100% full") == "100% full"
+    assert passes(logging.WARNING, "100% full", 0.0) == "100% full"
+    assert passes(logging.ERROR, "lost", 0.0) == "lost"
+    assert [passes(logging.WARNING, "100% full", now) for now in (1.0, 2.0, 59.9)] == [None] * 3
+    assert passes(logging.WARNING, "100% full", 60.0) == "100% full (and 3 more like it since)"
+    assert passes(logging.ERROR, "lost", 60.0) == "lost"
+    assert passes(logging.WARNING, "100% full", 200.0) == "100% full"
+
+
+def test_the_loggers_of_a_package_complain_seldom(caplog: pytest.LogCaptureFixture) -> None:
+    below, beside = logging.getLogger("chatty.below"), logging.getLogger("chattyness")
+    calm("chatty")
+    for _ in range(3):
+        below.warning("down")
+        beside.warning("down")
+    assert [record.name for record in caplog.records] == ["chatty.below", *["chattyness"] * 3]

@@ -1,7 +1,11 @@
 """Traces, as a collector gets them: a tiny one that listens for OTLP over HTTP."""
 
 import asyncio
+import os
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -9,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import aiohttp
 import pytest
 from aiohttp import web
+from multidict import CIMultiDict
 
 from penstock.router.api.app import make_app
 from penstock.router.config import RouterConfig
@@ -122,18 +127,69 @@ def test_a_request_is_a_span_with_its_phases_as_children() -> None:
         assert (child.end_time_unix_nano - child.start_time_unix_nano) / 1e9 == pytest.approx(seconds, abs=1e-3)
 
 
-def test_a_request_that_came_to_nothing_says_why() -> None:
+def failing(failure: str) -> Record:
+    return Record("id", runs=[Run(Request(prompt=(1,), max_new_tokens=1), 1.0, failure=failure)])
+
+
+@pytest.mark.parametrize(
+    ("record", "status", "kind", "error"),
+    [
+        (Record("id", error="validation"), 422, "validation", False),
+        (failing("dropped"), 499, "dropped", False),
+        (failing("dropped"), 200, "dropped", False),
+        (failing("shards"), 200, "shards", True),  # a stream that had begun
+        (Record("id"), 500, "500", True),
+        (failing(""), 200, None, False),
+    ],
+)
+def test_a_request_that_came_to_nothing_says_why(record: Record, status: int, kind: str | None, error: bool) -> None:
+    """The status is set for our faults only, as the conventions for HTTP servers have it."""
     with collecting() as (collector, endpoint):
         tracer = Tracer(endpoint, "mine", "m")
-        record = Record("id", error="validation")
-        tracer.end(tracer.begin({}, record), record, "/generate", 422)
-        record = Record("id", runs=[Run(Request(prompt=(1,), max_new_tokens=1), 1.0, failure="dropped")])
-        tracer.end(tracer.begin({}, record), record, "/generate", 499)
+        tracer.end(tracer.begin({}, record), record, "/generate", status)
         tracer.close()
-    assert attributes(collector.named("POST /generate"))["error.type"] == "validation"
-    assert attributes(collector.named("text_completion m"))["error.type"] == "dropped"
-    assert collector.named("text_completion m").status.code == 2  # an error
+    span = collector.named("text_completion m" if record.runs else "POST /generate")
+    assert attributes(span).get("error.type") == kind
+    assert span.status.code == (2 if error else 0)
     assert len([span for span in collector.spans if span.name == "decode"]) == 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("parents", "known"), [([PARENT], True), ([PARENT, PARENT], False), ([], False)])
+def test_two_parents_are_none(parents: list[str], known: bool) -> None:
+    """W3C: a trace begins anew."""
+    headers = CIMultiDict([("Traceparent", parent) for parent in parents] + [("Tracestate", "a=b"), ("Tracestate", "c=d")])
+    with collecting() as (collector, endpoint):
+        tracer = Tracer(endpoint, "mine", "m")
+        record = Record("id")
+        tracer.end(tracer.begin(headers, record), record, "/generate", 200)
+        tracer.close()
+    span = collector.named("POST /generate")
+    assert (span.trace_id.hex() == PARENT.split("-")[1]) == known
+    assert span.trace_state == ("a=b,c=d" if known else "")
+
+
+SILENT = """
+import socket, time
+from penstock.router import tracing
+from penstock.router.record import Record
+tracing.LAST_SPANS = 0.5
+with socket.create_server(("127.0.0.1", 0)) as listening:
+    tracer = tracing.Tracer(f"http://127.0.0.1:{listening.getsockname()[1]}", "mine", "m")
+    record = Record("id")
+    tracer.end(tracer.begin({}, record), record, "/generate", 200)
+    tracer.close()
+    print("closed", flush=True)
+"""
+
+
+def test_a_collector_that_is_silent_holds_up_nobody() -> None:
+    """Neither the end of the server nor that of the interpreter. The SDK alone would wait for 30 s."""
+    patient = {**os.environ, "OTEL_EXPORTER_OTLP_TIMEOUT": "600"}
+    began = time.monotonic()
+    ended = subprocess.run([sys.executable, "-c", SILENT], capture_output=True, text=True, timeout=60, check=True, env=patient)
+    assert ended.stdout == "closed\n"
+    assert "the last spans are lost" in ended.stderr
+    assert 0.5 <= time.monotonic() - began < 29
 
 
 @pytest.fixture(scope="module")
