@@ -7,8 +7,8 @@ import random
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -27,6 +27,7 @@ from .traffic import Arrivals, Lengths
 
 DEFAULT_URL = "http://localhost:3000"
 DEFAULT_SECONDS = 20.0
+INTERRUPTED = 130  # exit code, as shells have it
 DEFAULT_PROMPT, DEFAULT_OUTPUT = "128", "64"
 FEW, MANY = 8, 136  # words of the two prompts that measure how many tokens a word has
 EXAMPLES = """examples:
@@ -53,37 +54,63 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str], api_key: str = "") -> int:
-    """Runs the command. Returns the exit code: 1 if a stage had no answer, 2 for what the caller can mend."""
+    """Runs the command. Returns the exit code: 1 if a stage had no answer, 2 for what the caller can mend, 130 after Ctrl-C."""
     parser = make_parser()
     options = parser.parse_args(arguments)
     if options.chaos:
         return _chaos(parser, options)
+    with ExitStack() as stack:
+        try:
+            source = _source(options)
+            if options.requests and options.duration:
+                raise ValueError("--requests and --duration exclude each other")
+            if options.concurrency and options.rate:
+                raise ValueError("--concurrency and --rate exclude each other: one is a closed loop, the other an open one")
+            stack.enter_context(_places([path for path in (options.json, options.html) if path]))
+        except (OSError, ValueError) as mistake:
+            parser.error(str(mistake))
+        options.api_key = options.api_key or api_key
+        try:
+            with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+                result = runner.run(_measure(options, source, Console(stderr=True, quiet=options.quiet)))
+        except Unreachable as mistake:
+            parser.error(str(mistake))
+        except KeyboardInterrupt:
+            result = {"stages": []}
+        return _told(options, result)
+
+
+def _told(options: argparse.Namespace, result: dict[str, Any]) -> int:
+    """The exit code."""
+    found, asked = result["stages"], len(stages_of(options))
+    if found:
+        if options.json:
+            options.json.write_text(json.dumps(result, indent=1))
+        if options.html:
+            options.html.write_text(page.render(result), encoding="utf-8")
+        out = Console(width=None if sys.stdout.isatty() else 132, highlight=False)
+        out.print(tables.overview(found))
+        for line in tables.remarks(found):
+            out.print(line, style="yellow", markup=False, soft_wrap=True)
+    if len(found) < asked:
+        print(f"penstock bench: interrupted: {len(found)} of {asked} stages were measured", file=sys.stderr)
+        return INTERRUPTED
+    return int(not all(stage["requests"]["answered"] for stage in found))
+
+
+@contextmanager
+def _places(paths: Sequence[Path]) -> Iterator[None]:
+    """Tries before the work that they can be written: a folder may be missing. Files that this has made and nobody filled are
+    gone in the end. Raises OSError."""
+    made = [path for path in paths if not path.exists()]
     try:
-        source = _source(options)
-        if options.requests and options.duration:
-            raise ValueError("--requests and --duration exclude each other")
-        if options.concurrency and options.rate:
-            raise ValueError("--concurrency and --rate exclude each other: one is a closed loop, the other an open one")
-        for path in filter(None, (options.json, options.html)):
-            path.open("a").close()  # before the work: a folder may be missing
-    except (OSError, ValueError) as mistake:
-        parser.error(str(mistake))
-    console = Console(stderr=True, quiet=options.quiet)
-    options.api_key = options.api_key or api_key
-    try:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            result = runner.run(_measure(options, source, console))
-    except Unreachable as mistake:
-        parser.error(str(mistake))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1))
-    if options.html:
-        options.html.write_text(page.render(result), encoding="utf-8")
-    out = Console(width=None if sys.stdout.isatty() else 132, highlight=False)
-    out.print(tables.overview(result["stages"]))
-    for line in tables.remarks(result["stages"]):
-        out.print(line, style="yellow", markup=False, soft_wrap=True)
-    return int(not all(found["requests"]["answered"] for found in result["stages"]))
+        for path in paths:
+            path.open("a").close()
+        yield
+    finally:
+        for path in made:
+            if path.exists() and not path.stat().st_size:
+                path.unlink()
 
 
 def _chaos(parser: Parser, options: argparse.Namespace) -> int:
@@ -103,18 +130,20 @@ async def _measure(options: argparse.Namespace, source: Synthetic | Recorded, co
         model = options.model or await client.model()
         client.named(model)
         scale = await _scale(client, options.seed)
-        stages = [Stage("rate", rate) for rate in options.rate] or [Stage("concurrency", n) for n in options.concurrency or [8]]
-        extent = extent_of(options)
+        stages, extent = stages_of(options), extent_of(options)
         found: list[Figures] = []
         for index, stage in enumerate(stages):
             seed = options.seed + 1000 * index  # other prompts in each stage, or the second would find the first one's in a cache
             load = Load(client, source.prompts(seed, scale), extent, options.arrivals, seed)
             position = f"[{index + 1}/{len(stages)}]" if len(stages) > 1 else ""
             watching = asyncio.create_task(tables.watch(console, stage, client, extent, position))
-            await load.run(stage, options.max_in_flight)
-            watching.cancel()
-            with suppress(asyncio.CancelledError):
-                await watching
+            try:
+                await load.run(stage, options.max_in_flight)
+            except asyncio.CancelledError:  # Ctrl-C: what was measured before is told
+                break
+            finally:
+                watching.cancel()
+                await asyncio.wait([watching])
             found.append(figures(stage, options.slo))
     told = {"url": options.url, "api": options.api, "model": model, "prompt_scale": [scale.fixed, scale.word]}
     return {"asked": {**told, **_asked(options)}, "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "stages": found}
@@ -150,6 +179,11 @@ def fields_of(options: argparse.Namespace) -> dict[str, Any]:
     elif options.api != "tgi":  # which is greedy unless it is told to sample
         fields = {"temperature": 0, **fields}
     return fields
+
+
+def stages_of(options: argparse.Namespace) -> list[Stage]:
+    """What --rate or --concurrency say, before they are run."""
+    return [Stage("rate", rate) for rate in options.rate] or [Stage("concurrency", n) for n in options.concurrency or [8]]
 
 
 def extent_of(options: argparse.Namespace) -> Extent:

@@ -8,8 +8,8 @@ import asyncio
 import gc
 import random
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 from .client import CLOCK, Client
@@ -86,19 +86,19 @@ class Load:
 
     async def _open(self, stage: Stage, start: float, most: int) -> None:
         room = asyncio.Semaphore(most) if most else None
-        tasks: list[asyncio.Task[None]] = []
-        for offset in self._arrivals.moments(stage.value, random.Random(self._seed)):
-            if not self._extent.more(offset, len(tasks)):
-                break
-            wait = start + offset - CLOCK()
-            if wait > SLACK:
-                await asyncio.sleep(wait)
-            record = self._record(stage, start, start + offset)
-            tasks.append(asyncio.create_task(self._one(record, room)))
-        if self._extent.seconds:
-            await asyncio.sleep(start + self._extent.seconds + self._extent.warm_seconds - CLOCK())
-            stage.closed = CLOCK()
-        await self._drain(tasks)
+        async with _team() as tasks:
+            for offset in self._arrivals.moments(stage.value, random.Random(self._seed)):
+                if not self._extent.more(offset, len(tasks)):
+                    break
+                wait = start + offset - CLOCK()
+                if wait > SLACK:
+                    await asyncio.sleep(wait)
+                record = self._record(stage, start, start + offset)
+                tasks.append(asyncio.create_task(self._one(record, room)))
+            if self._extent.seconds:
+                await asyncio.sleep(start + self._extent.seconds + self._extent.warm_seconds - CLOCK())
+                stage.closed = CLOCK()
+            await self._drain(tasks)
 
     async def _one(self, record: Record, room: asyncio.Semaphore | None) -> None:
         prompt = next(self._prompts)
@@ -116,11 +116,12 @@ class Load:
                 prompt = next(self._prompts)
                 await self._client.ask(prompt, self._record(stage, start, CLOCK()))
 
-        tasks = [asyncio.create_task(work()) for _ in range(int(stage.value))]
-        if self._extent.seconds:
-            await asyncio.wait(tasks, timeout=self._extent.seconds + self._extent.warm_seconds)
-            stage.closed = CLOCK()
-        await self._drain(tasks)
+        async with _team() as tasks:
+            tasks += [asyncio.create_task(work()) for _ in range(int(stage.value))]
+            if self._extent.seconds:
+                await asyncio.wait(tasks, timeout=self._extent.seconds + self._extent.warm_seconds)
+                stage.closed = CLOCK()
+            await self._drain(tasks)
 
     def _record(self, stage: Stage, start: float, intended: float) -> Record:
         record = Record(intended)
@@ -141,6 +142,19 @@ class Load:
             for task in tasks:
                 if not task.cancelled():
                     task.result()
+
+
+@asynccontextmanager
+async def _team() -> AsyncIterator[list[asyncio.Task[None]]]:
+    """Tasks that don't outlive the stage, also when it is interrupted: their session ends with it."""
+    tasks: list[asyncio.Task[None]] = []
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
 
 
 async def _watch(lags: list[float]) -> None:

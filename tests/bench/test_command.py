@@ -1,7 +1,10 @@
 """`penstock bench` against a server whose delays are known, and against what that server itself wrote down."""
 
+import asyncio
+import gc
 import json
 import re
+import signal
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 
 from penstock.bench import command
+from penstock.bench.load import Load, Stage
 from penstock.tests.bench.fake_server import Manner, serving
 
 SLACK = 1.0  # seconds that a busy machine may add to any of them; nothing may ever be less than the server's delay
@@ -158,6 +162,49 @@ def test_what_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert rows["good"] == ["100.0%", "100.0%"]
     expected = [stage["ttft"]["p50"] * 1e3 for stage in (first, second)]
     assert [float(cell) for cell in rows["ttft p50, ms"]] == pytest.approx(expected, rel=0.02)
+
+
+def interrupting(monkeypatch: pytest.MonkeyPatch, stage_of: int) -> None:
+    """Ctrl-C as soon as a stage has begun."""
+    run, begun = Load.run, []
+
+    async def interrupted(load: Load, stage: Stage, most: int = 0) -> None:
+        begun.append(stage)
+        if len(begun) == stage_of:
+            asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)
+        await run(load, stage, most)
+
+    monkeypatch.setattr(Load, "run", interrupted)
+
+
+@pytest.mark.parametrize("flag", ["--concurrency", "--rate"])
+def test_what_was_measured_before_an_interruption_is_told(
+    flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    interrupting(monkeypatch, 3)
+    stages, _ = bench(Manner(first=0.01), tmp_path, flag, "50,60,70,80", "--requests", "5", code=130)
+    assert [stage["requests"]["answered"] for stage in stages] == [5, 5]
+    told = capsys.readouterr()
+    assert told.err == "penstock bench: interrupted: 2 of 4 stages were measured\n"
+    assert "answered" in told.out
+    gc.collect()
+    assert not [record for record in caplog.records if record.name == "asyncio"]  # of tasks that go on without a session
+
+
+def test_nothing_is_left_where_nothing_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    interrupting(monkeypatch, 1)
+    new, old = tmp_path / "new.json", tmp_path / "old.html"
+    old.touch()
+    with serving(Manner(first=0.01)) as fake:
+        assert command.main([fake.url, "--quiet", "--json", str(new), "--html", str(old)]) == 130
+    assert capsys.readouterr().err == "penstock bench: interrupted: 0 of 1 stages were measured\n"
+    with pytest.raises(SystemExit):
+        command.main(["http://127.0.0.1:9", "--json", str(new)])
+    with pytest.raises(SystemExit):
+        command.main(["http://127.0.0.1:9", "--json", str(new), "--html", str(tmp_path / "nowhere" / "page.html")])
+    assert list(tmp_path.iterdir()) == [old]
 
 
 def test_what_is_sent(tmp_path: Path) -> None:
