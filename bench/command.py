@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
+from urllib.parse import urlsplit
 
 import aiohttp
 from rich.console import Console
@@ -272,6 +273,19 @@ def warm_up(text: str) -> float | int:
     return positive(text.removesuffix("s")) if text.endswith("s") else count(text)
 
 
+def server(text: str) -> str:
+    """A URL, as `penstock top` takes it."""
+    full = text if "://" in text else f"http://{text}"
+    parts = urlsplit(full)
+    try:
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none
+        good = False
+    if not good:
+        raise ValueError(f"{text} is no URL of a server: http://HOST:PORT is needed")
+    return full
+
+
 def field(text: str) -> tuple[str, Any]:
     """NAME=VALUE; the value as JSON, or else a text."""
     name, sign, value = text.partition("=")
@@ -280,6 +294,8 @@ def field(text: str) -> tuple[str, Any]:
     try:
         return name, json.loads(value)
     except ValueError:
+        if value.startswith(("{", "[", '"')):
+            raise ValueError(f"{text}: this begins like JSON, and is none") from None
         return name, value
 
 
@@ -294,7 +310,14 @@ def make_parser() -> Parser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("url", nargs="?", default=DEFAULT_URL, metavar="URL", help=f"of the server, with or without /v1 (default {DEFAULT_URL})")
+    add(
+        "url",
+        type=checked(server),
+        nargs="?",
+        default=DEFAULT_URL,
+        metavar="URL",
+        help=f"of the server, with or without /v1 (default {DEFAULT_URL})",
+    )
     add("--api", choices=("openai-chat", "openai-completions", "tgi"), default="openai-chat", help="(default openai-chat)")
     add("--model", default="", help="name of the model (default: the first that the server lists)")
     add("--api-key", default="", help="(default: API_KEY or OPENAI_API_KEY of the environment)")
@@ -333,7 +356,12 @@ def make_parser() -> Parser:
     add("--temperature", type=float, metavar="X", help="(default 0)")
     add("--stop-at-eos", action="store_true", help="answers may be shorter than asked: do not send ignore_eos")
     add(
-        "--field", type=checked(field), action="append", default=[], metavar="NAME=JSON", help="also in every body; may be repeated"
+        "--field",
+        type=checked(field),
+        action="append",
+        default=[],
+        metavar="NAME=JSON",
+        help="also in every body; may be repeated; what is no JSON is a text",
     )
     add("--continuous-usage", action="store_true", help="ask for the number of tokens with each event (vLLM, penstock)")
     faults = parser.add_argument_group(

@@ -107,14 +107,20 @@ def read(path: Path, output: Lengths | None, default: int) -> Recorded:
     A row is {"prompt": text} or {"messages": [...]}, with "output_tokens" or "max_tokens" if they are known, or ShareGPT's
     {"conversations": [{"from": "human", "value": text}, {"from": "gpt", "value": text}]}, of which the first two are taken.
     """
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: no UTF-8 (byte {error.start})") from None
     rows: list[tuple[Prompt, str]] = []
     if text.lstrip().startswith("["):
         content: list[Any] = _json(text, str(path))
     else:
         content = [_json(line, f"{path}:{number}") for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     for number, row in enumerate(content, 1):
-        found = _row(row, default)
+        try:
+            found = _row(row, default)
+        except ValueError as error:
+            raise ValueError(f"{path}: row {number}: {error}") from None
         if found is None:
             raise ValueError(f'{path}: row {number} has no "prompt" text, no "messages" and no "conversations"')
         rows += found
@@ -131,16 +137,17 @@ def _json(text: str, place: str) -> Any:
 
 
 def _row(row: Any, default: int) -> list[tuple[Prompt, str]] | None:
-    """None if there is nothing to ask in it; [] for a recorded talk that is too short to be asked."""
+    """None if there is nothing to ask in it; [] for a recorded talk that is too short to be asked. Raises ValueError."""
     if not isinstance(row, dict):
         return None
-    output = row.get("output_tokens", row.get("max_tokens", default))
+    name = "output_tokens" if "output_tokens" in row else "max_tokens"
+    output = row.get(name, default)
     if not isinstance(output, int) or output < 1:
-        return None
+        raise ValueError(f"{name} {json.dumps(output)}: a whole number from 1 is needed")
     if isinstance(row.get("prompt"), str):
         return [(Prompt(row["prompt"], output), "")]
     messages, talk = row.get("messages"), row.get("conversations")
-    if isinstance(messages, list) and messages:
+    if isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):
         text = "\n".join(message["content"] for message in messages if isinstance(message.get("content"), str))
         return [(Prompt(text, output, tuple(messages)), "")]
     if isinstance(talk, list):

@@ -39,6 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser()
     options = parser.parse_args(arguments)
     try:
+        if options.itl_target and options.policy == "pause":
+            raise ValueError("--itl-target is for --policy mixed: under pause, streams wait for whole prompts")
+        if options.interactive + options.batch > 1:
+            raise ValueError(
+                f"--interactive {options.interactive:g} and --batch {options.batch:g} are shares of one: above 1 together"
+            )
         requests = trace.read(options.trace) if options.trace else trace.generate(workload(options), options.seed)
         if not requests:
             raise ValueError(f"{options.trace}: no request in it")
@@ -119,6 +125,13 @@ def count(text: str) -> int:
     return int(text)
 
 
+def limit(text: str) -> int:
+    """A whole number from 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text}: a whole number from 0 is needed")
+    return int(text)
+
+
 def between(least: float, most: float, above: bool = False) -> Callable[[str], float]:
     """A number from `least`, or above it, up to `most`."""
 
@@ -171,13 +184,13 @@ def _trace_flags(parser: Parser) -> None:
     group.add_argument("--requests", type=count, metavar="N", help="how many (default 1000, or all of the trace)")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="another one, other requests (default 0)")
     group.add_argument(
-        "--bursts", type=positive, default=1.0, metavar="CV", help="above 1: they come in bursts (default 1, Poisson)"
+        "--bursts", type=positive, default=1.0, metavar="CV", help="above 1: they come in bursts, below: more evenly (default 1)"
     )
     group.add_argument(
         "--waves", type=between(0, 1e9), default=0.0, metavar="S", help="all come in the first half of every S seconds"
     )
     group.add_argument("--hurry", type=positive, default=1.0, metavar="X", help="arrivals X times as fast (default 1)")
-    group.add_argument("--system-prompts", type=int, default=0, metavar="N", help="every prompt begins with one of N common ones")
+    group.add_argument("--system-prompts", type=limit, default=0, metavar="N", help="every prompt begins with one of N common ones")
     group.add_argument("--system-tokens", type=count, default=512, metavar="N", help="of each of them (default 512)")
     group.add_argument("--chat", type=share, default=0.0, metavar="SHARE", help="of requests that continue an earlier one")
     group.add_argument(
@@ -212,7 +225,9 @@ def _server_flags(parser: Parser) -> None:
     group.add_argument("--page-size", type=count, default=16, metavar="N", help="tokens (default 16)")
     group.add_argument("--max-batch-prefill-tokens", type=count, metavar="N", help="tokens in a step (default: by the machine)")
     group.add_argument("--max-batch-size", type=count, default=256, metavar="N", help="sequences that run at once (default 256)")
-    group.add_argument("--max-concurrent-requests", type=int, default=0, metavar="N", help="others are refused (default: none is)")
+    group.add_argument(
+        "--max-concurrent-requests", type=limit, default=0, metavar="N", help="others are refused (default: none is)"
+    )
     group.add_argument("--lookahead", choices=["on", "off"], default="on", help="ask for a step before the last one is answered")
     described = "; ".join(f"{name}: {machine.what}" for name, machine in MACHINES.items())
     group.add_argument("--machine", choices=list(MACHINES), default="8b-h200", help=f"how fast it is. {described}")

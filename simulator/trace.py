@@ -14,6 +14,7 @@ Mooncake's (JSON lines with timestamp, input_length, output_length, hash_ids of 
 """
 
 import csv
+import io
 import json
 import math
 import random
@@ -166,7 +167,11 @@ def write(requests: Iterable[Request], path: Path) -> None:
 def read(path: Path) -> list[Request]:
     """A trace of any of the formats above, by arrival, which begins at 0. Raises ValueError with the line that is wrong."""
     requests = []
-    with path.open(encoding="utf-8-sig", newline="") as file:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: no UTF-8 (byte {error.start})") from None
+    with io.StringIO(text, newline="") as file:
         table = csv.DictReader(file) if path.suffix == ".csv" else None
         for number, line in enumerate(table or file, 2 if table else 1):
             try:

@@ -155,6 +155,9 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         (["--poisson", "0"], "argument --poisson: 0: a number above 0 is needed"),
         (["--chat", "1.5"], "argument --chat: 1.5: a number from 0 to 1 is needed"),
         (["--trace", "/nowhere/trace"], "No such file or directory: '/nowhere/trace'"),
+        (["--system-prompts", "-1"], "argument --system-prompts: -1: a whole number from 0 is needed"),
+        (["--itl-target", "50", "--policy", "pause"], "--itl-target is for --policy mixed"),
+        (["--interactive", "0.8", "--batch", "0.8"], "--interactive 0.8 and --batch 0.8 are shares of one: above 1 together"),
         (["--cost", "1,2"], "argument --cost: 1,2: five numbers with commas between them are needed"),
         (["--policy", "none"], "argument --policy/--prefill-policy: invalid choice: 'none'"),
     ],
@@ -182,3 +185,11 @@ def test_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert command.main(["--requests", "50", "--plot", str(tmp_path / "out.svg")]) == 0
     assert "milliseconds to the first token" in (tmp_path / "out.svg").read_text()
+
+
+def test_a_trace_that_is_no_text_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(b'{"arrival": 0}\n\xff')
+    with pytest.raises(SystemExit):
+        command.main(["--trace", str(path)])
+    assert capsys.readouterr().err == f"penstock simulate: error: {path}: no UTF-8 (byte 15)\n"
