@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..proto import link
 from .mistake import Mistake
-from .options import SHARD, Options, check
+from .options import SHARD, Options, check, stripped
 
 Environment = Mapping[str, str]
 
@@ -29,6 +29,7 @@ class Found:
 def settle(asked: Options, environment: Environment) -> tuple[Options, str]:
     """The options with `nnodes`, `node_rank`, `master_addr` and `master_port` decided, and a line for the operator that says what
     was taken from where, if there are several nodes. Raises Mistake."""
+    environment = stripped(environment)
     found = _torchrun(environment) or _slurm(environment) or _leader_worker_set(environment)
     nodes = asked.nnodes or (found.nodes[1] if found else 1)
     port = _free_of_agent(asked.master_port, environment)

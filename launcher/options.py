@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import difflib
 import ipaddress
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -49,6 +50,8 @@ TGI_ONLY = (
 
 
 MOST = 1 << 31  # of tokens, pages, requests...
+LONGEST = 1e9  # seconds: more than anybody waits, and less than clocks and locks can count
+THREADS = 4  # for each core, at most; and 64 wherever it is
 
 
 def count(text: str) -> int:
@@ -67,6 +70,14 @@ def _whole(text: str, least: int) -> int:
     if int(text[:20]) > MOST:
         raise ValueError(f"{MOST:,} is the most there can be")
     return int(text)
+
+
+def threads(text: str) -> int:
+    """As many as this machine starts without harm."""
+    value, cores = count(text), os.cpu_count() or 1
+    if value > max(64, THREADS * cores):
+        raise ValueError(f"{max(64, THREADS * cores)} is the most there can be: this machine has cores: {cores}")
+    return value
 
 
 def port(text: str) -> int:
@@ -92,15 +103,21 @@ def fraction(text: str) -> float:
 
 def seconds(text: str) -> float:
     value = number(text)
-    if not 0 <= value < float("inf"):
+    if not value >= 0:
         raise ValueError("a number from 0 is needed")
-    return value
+    return _bounded(value)
 
 
 def positive(text: str) -> float:
     value = number(text)
-    if not 0 < value < float("inf"):
+    if not value > 0:
         raise ValueError("a number above 0 is needed")
+    return _bounded(value)
+
+
+def _bounded(value: float) -> float:
+    if value > LONGEST:
+        raise ValueError(f"{LONGEST:,.0f} is the most there can be")
     return value
 
 
@@ -448,7 +465,7 @@ class Options:
         COMPUTE,
         "compute threads of a rank (default: the cores divided between ranks; fewer for small models)",
         default=0,
-        kind=count,
+        kind=threads,
     )
     master_addr: str = option(
         NODES, "address of node 0, where nodes and their ranks meet; those of one node do without", default=""
@@ -625,6 +642,7 @@ class Formatter(argparse.HelpFormatter):
 
 METAVARS: dict[Any, str] = {
     count: "N",
+    threads: "N",
     port: "PORT",
     fraction: "X",
     seconds: "X",
@@ -662,12 +680,19 @@ def add(parser: argparse.ArgumentParser) -> None:
             group.add_argument(flag(details["also"]), dest=details["also"], help=argparse.SUPPRESS)
 
 
+def stripped(environment: Mapping[str, str]) -> dict[str, str]:
+    """Without white space around values: files that become variables, such as mounted secrets, end with a newline. A value that is
+    nothing else stays: it is a mistake, and not silence."""
+    return {name: text.strip() or text for name, text in environment.items()}
+
+
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str], environment: Mapping[str, str]) -> Options:
     """The options that a command line gives, and the environment where the command line is silent. Raises Mistake."""
     values, unknown = parser.parse_known_args(arguments)
     if unknown:
         raise Mistake(_unknown(parser.prog, unknown))
     given: dict[str, Any] = {}
+    environment = stripped(environment)
     for name, field in FIELDS.items():
         sources = [(flag(spelling), getattr(values, spelling, None)) for spelling in _spellings(field)]
         if field.metadata["environment"] and not any(text is not None for _, text in sources):

@@ -96,8 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _serve(translation: Translation, environment: MutableMapping[str, str]) -> int:
     environment.update(translation.environment)
-    switch = environment.get("JSON_OUTPUT", "false")
-    console = Console("--json-output" in translation.arguments or switch not in FALSE)
+    console = Console("--json-output" in translation.arguments or environment.get("JSON_OUTPUT") == "true")
     for remark in translation.remarks:
         console.say(remark)
     return cli.main(["serve", *translation.arguments])
@@ -105,6 +104,7 @@ def _serve(translation: Translation, environment: MutableMapping[str, str]) -> i
 
 def translate(arguments: Sequence[str], environment: Mapping[str, str]) -> Translation:
     """TGI's command line and environment in penstock's words. Raises Mistake for what can't be done."""
+    environment = options.stripped(environment)
     aliases = {name: environment[old] for old, name in ALIASES.items() if environment.get(old) and not environment.get(name)}
     named = {**environment, **aliases}
     values, rest = _parser().parse_known_args(arguments)
@@ -173,11 +173,18 @@ def _memory(values: argparse.Namespace, environment: Mapping[str, str]) -> list[
 
 def _collector(values: argparse.Namespace, environment: Mapping[str, str], remarks: list[str]) -> list[str]:
     """--otlp-endpoint: TGI speaks gRPC, which collectors hear at port 4317; HTTP they hear at 4318."""
+    source = "--otlp-endpoint" if values.otlp_endpoint else "OTLP_ENDPOINT"
     given = values.otlp_endpoint or environment.get("OTLP_ENDPOINT", "")
-    endpoint = re.sub(r":4317/?$", ":4318", given)
+    if not given:
+        return []
+    endpoint = re.sub(r":4317/?$", ":4318", given if "://" in given else f"http://{given}")
+    try:
+        options.url(endpoint)
+    except ValueError as error:
+        raise Mistake(f"{source}={given}: {error}") from None
     if endpoint != given:
         remarks.append(f"traces go over OTLP/HTTP: to {endpoint} instead of {given}")
-    return ["--otlp-endpoint", endpoint] if endpoint else []
+    return ["--otlp-endpoint", endpoint]
 
 
 def _log_level(rest: Sequence[str], environment: Mapping[str, str]) -> list[str]:

@@ -57,6 +57,11 @@ def test_by_variables_of_our_own() -> None:
     assert told.endswith("(nodes: NNODES, rank: NODE_RANK, address: MASTER_ADDR, port: MASTER_PORT)")
 
 
+def test_white_space_around_variables_is_none_of_their_values() -> None:
+    found, _ = settled(NNODES="2\n", NODE_RANK="1\n", MASTER_ADDR="10.0.0.1\n", MASTER_PORT="7\n")
+    assert found == (2, 1, "10.0.0.1", 7)
+
+
 def test_torchrun_holds_the_port_that_it_names() -> None:
     found, told = settled(**TORCHRUN)
     assert found == (2, 1, "10.0.0.1", 29401)

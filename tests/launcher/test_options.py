@@ -1,6 +1,7 @@
 """Flags and environment variables."""
 
 import dataclasses
+import os
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,7 @@ ALONE_WRONG = ("max_input_tokens", "replicas", "no_router", "shard_listen")  # t
 def test_every_option_is_read_from_its_variable() -> None:
     samples = {
         options.count: "1",
+        options.threads: "1",
         options.port: "7",
         options.fraction: "0.5",
         options.seconds: "0.5",
@@ -81,6 +83,12 @@ def test_the_flag_wins() -> None:
     assert parse("", PORT="").port == 3000  # an empty variable is none
 
 
+def test_white_space_around_a_variable_is_none_of_its_value() -> None:
+    """A mounted secret ends with a newline."""
+    asked = parse("", MAX_TOTAL_TOKENS="4096\n", DTYPE=" float32 ", DISABLE_GRAMMAR_SUPPORT="true\r\n", MODEL_ID="a/b\n")
+    assert asked == Options(max_total_tokens=4096, dtype="float32", disable_grammar_support=True, model_id="a/b")
+
+
 def test_a_machine_name_in_hostname_is_no_setting() -> None:
     assert parse("", HOSTNAME="a1b2c3").hostname == "0.0.0.0"
     assert parse("", HOSTNAME="127.0.0.1").hostname == "127.0.0.1"
@@ -107,6 +115,10 @@ def test_a_machine_name_in_hostname_is_no_setting() -> None:
         ("--max-total-token 5", {}, "no flag --max-total-token: did you mean --max-total-tokens?"),
         ("--max-totl-tokens=5", {}, "did you mean --max-total-tokens?"),
         ("--max 5", {}, "no flag --max"),  # no abbreviations: a later flag could change their meaning
+        ("-g 1e300", {}, "--graceful-termination-timeout=1e300: 1,000,000,000 is the most there can be"),
+        ("--step-timeout inf", {}, "--step-timeout=inf: 1,000,000,000 is the most there can be"),
+        ("--node-timeout nan", {}, "--node-timeout=nan: a number above 0 is needed"),
+        ("--threads 100000", {}, f"is the most there can be: this machine has cores: {os.cpu_count()}"),
         ("--xyzzy", {}, "no flag --xyzzy (penstock serve --help lists what there is)"),
         ("--quantize awq", {}, "--quantize is text-generation-inference's, penstock has no such flag"),
         ("one two", {}, "two is one argument too many"),

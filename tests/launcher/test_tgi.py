@@ -217,6 +217,31 @@ def test_traces_go_to_the_port_for_http() -> None:
         assert len(found[1]) == 1
 
 
+def test_a_collector_may_be_named_without_a_scheme() -> None:
+    asked, [remark] = parse(OTLP_ENDPOINT="collector:4317\n")
+    assert asked.otlp_endpoint == "http://collector:4318"
+    assert remark == "traces go over OTLP/HTTP: to http://collector:4318 instead of collector:4317"
+    with pytest.raises(Mistake, match=r"^OTLP_ENDPOINT=grpc://collector:4317: a URL such as .* is needed$"):
+        parse(OTLP_ENDPOINT="grpc://collector:4317")
+    with pytest.raises(Mistake, match=r"^--otlp-endpoint=a b: a URL"):
+        parse("--otlp-endpoint", "a b", OTLP_ENDPOINT="http://other")
+
+
+def test_white_space_around_variables_is_none_of_their_values() -> None:
+    asked, remarks = parse(MAX_TOTAL_TOKENS="4096\n", HF_MODEL_ID="a/b\n", JSON_OUTPUT="0\n", QUANTIZE="")
+    assert (asked, remarks) == (Options(max_total_tokens=4096, model_id="a/b"), [])
+
+
+@pytest.mark.parametrize(("value", "json_output"), [("", False), ("false\n", False), ("yes", True)])
+def test_remarks_look_as_all_other_lines(
+    value: str, json_output: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "main", lambda arguments: 0)
+    environment = {"JSON_OUTPUT": value, "VALIDATION_WORKERS": "2"}
+    assert tgi._serve(tgi.translate([], environment), environment) == 0
+    assert capsys.readouterr().out.startswith("{" if json_output else "penstock: VALIDATION_WORKERS has no effect")
+
+
 def test_origins_may_be_named_one_by_one() -> None:
     asked, _ = parse("--cors-allow-origin", "https://a.example", "--cors-allow-origin=https://b.example")
     assert asked.cors_allow_origin == "https://a.example,https://b.example"
