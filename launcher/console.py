@@ -9,6 +9,8 @@ import threading
 import time
 from typing import TextIO
 
+from ..proto.process import moment
+
 
 class Console:
     """Whole lines only, from any thread."""
@@ -38,8 +40,7 @@ class Console:
             self._write(stream, self._wrap("INFO", name, line))
 
     def _wrap(self, level: str, name: str, message: str) -> str:
-        moment = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        return json.dumps({"timestamp": moment, "level": level, "name": name, "message": message}, ensure_ascii=False)
+        return json.dumps({"timestamp": moment(time.time()), "level": level, "name": name, "message": message}, ensure_ascii=False)
 
     def _write(self, stream: TextIO, line: str) -> None:
         with self._lock:

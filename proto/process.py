@@ -47,8 +47,9 @@ def configure_logging(name: str, json_output: bool, level: str = "info", context
     root.setLevel(level.upper())
 
 
-def _moment(record: logging.LogRecord) -> str:
-    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z"
+def moment(seconds: float) -> str:
+    """Of the epoch, as log lines have it."""
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{int(seconds % 1 * 1000):03d}Z"
 
 
 class _Line(logging.Formatter):
@@ -57,7 +58,7 @@ class _Line(logging.Formatter):
         self._name = name
 
     def format(self, record: logging.LogRecord) -> str:
-        line = f"{_moment(record)} {record.levelname} {self._name}: {record.getMessage()}"
+        line = f"{moment(record.created)} {record.levelname} {self._name}: {record.getMessage()}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
@@ -68,7 +69,7 @@ class _JsonLine(_Line):
 
     def format(self, record: logging.LogRecord) -> str:
         values = {
-            "timestamp": _moment(record),
+            "timestamp": moment(record.created),
             "level": record.levelname,
             "name": self._name,
             "message": record.getMessage(),

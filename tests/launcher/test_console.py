@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 
 from penstock.launcher.console import Console
 
@@ -28,6 +29,7 @@ def test_for_machines() -> None:
     out, error = written(json_output=True)
     assert out[1] == '{"message": "as it is"}'
     lines = [json.loads(line) for line in (out[0], *error)]
+    assert all(re.fullmatch(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line["timestamp"]) for line in lines)  # as the others'
     assert [(line["level"], line["name"], line["message"]) for line in lines] == [
         ("INFO", "launcher", "hello"),
         ("ERROR", "launcher", "alas"),
