@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -154,6 +155,17 @@ def test_the_key_is_nowhere_to_be_seen(server: serving.Server) -> None:
         assert SECRET.encode() not in body
     assert ask(server, "/info", key=SECRET[:-1])[0] == 401
     assert ask(server, "/info", key=SECRET.upper())[0] == 401
+    assert SECRET not in server.log
+
+
+def test_who_speaks_no_http_leaves_one_line_without_the_key(server: serving.Server) -> None:
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(f"GET / HTTP/1.1\r\nAuthorization: Bearer {SECRET}\x01\r\n\r\n".encode())
+        assert b" 400 " in client.recv(100)
+    deadline = time.monotonic() + 20
+    while "no HTTP from 127.0.0.1: " not in server.log and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert "no HTTP from 127.0.0.1: " in server.log
     assert SECRET not in server.log
 
 
