@@ -6,6 +6,7 @@ import string as characters
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from .parameters import Parameters, Types
 from .parts import Arguments, Call
 from .source import Pieces, Source, Steps, after_space, expect, space
 from .values import encodable, follow, string, whole
@@ -23,7 +24,7 @@ class Calls:
 
     def __init__(self, schemas: Schemas | None, make_id: Callable[[], str]) -> None:
         """`schemas`: None if nobody has told."""
-        self._schemas = schemas
+        self._tools = None if schemas is None else {name: Parameters(schema) for name, schema in schemas.items()}
         self._make_id = make_id
         self._count = 0
 
@@ -38,12 +39,22 @@ class Calls:
 
     def known(self, name: str) -> bool:
         """Not so: there is no such tool, for certain."""
-        return self._schemas is None or name in self._schemas
+        return self._tools is None or name in self._tools
 
-    def schema(self, name: str, parameter: str) -> Any:
-        """What is known of a tool's parameter; None for nothing."""
-        properties = ((self._schemas or {}).get(name) or {}).get("properties")
-        return properties.get(parameter) if isinstance(properties, Mapping) else None
+    def given(self, name: str) -> bool:
+        """There is such a tool, for certain."""
+        return self._tools is not None and name in self._tools
+
+    def declares(self, name: str, parameter: str) -> bool:
+        """The tool has such a parameter, for certain."""
+        return self._parameters(name).declares(parameter)
+
+    def types(self, name: str, parameter: str) -> Types:
+        """Those that a tool's parameter may have, as far as anything is known."""
+        return self._parameters(name).types(parameter)
+
+    def _parameters(self, name: str) -> Parameters:
+        return (self._tools or {}).get(name) or Parameters({})
 
 
 def openai_id() -> str:

@@ -9,12 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..grammar import objects
-from ..request import Grammar
+from ..request import Grammar, Refused
 from . import harmony
+from .calls import MAX_NAME
 from .marked import MarkedForm
+from .parameters import TYPES, Parameters
+from .pythonic import KEY
 from .readers import FORMS, HARMONY, MISTRAL_ARGS, THOUGHTS
 from .tagged import CALL, CALL_END, TaggedForm
-from .values import is_string
+from .values import dump, typed
 
 Json = Mapping[str, Any]
 Special = Callable[[str], int | None]
@@ -37,8 +40,17 @@ def constraint(
 
     `tools` as OpenAI's requests hold them. A model with a `reasoning` parser may think first; it must end its thoughts if the
     `prompt` has begun them. `special`: the id of a string that is one token wherever it stands, `Tokenizer.added_id`: llguidance
-    takes most of them for special ones, which no literal matches.
+    takes most of them for special ones, which no literal matches. Raises Refused.
     """
+    try:
+        return Grammar("lark", _source(parser, tools, named, parallel, reasoning, prompt, special))
+    except RecursionError:
+        raise Refused("`tools` have parameters that are nested too deeply", "tools") from None
+
+
+def _source(
+    parser: str, tools: Sequence[Json], named: str | None, parallel: bool, reasoning: str | None, prompt: str, special: Special
+) -> str:
     functions = [tool["function"] for tool in tools if named is None or tool["function"]["name"] == named]
     assert functions, "no such tool"
     lark = _Lark(special)
@@ -47,7 +59,7 @@ def constraint(
     before = _thinking(lark, parser, reasoning, prompt)
     lark.rule("call", " | ".join(calls))
     lark.rule("start", f"{before} {_around(lark, parser, several)}")
-    return Grammar("lark", lark.source)
+    return lark.source
 
 
 class _Lark:
@@ -86,6 +98,12 @@ class _Lark:
         if self._special(text) is not None:
             return f"{self.new('/(?s:.*)/')} {self.text(text)}"
         return self.new("/(?s:.*)/", f"[suffix={_quoted(text)}]")
+
+    def without(self, text: str, least: int, most: int | None) -> str:
+        """So many characters, and not this text among them."""
+        anything = "/(?s:.*)/"
+        name = f"T{len(self._rules)}"
+        return self.rule(name, f"/(?s:.{{{least},{'' if most is None else most}}})/ & ~({anything} {_quoted(text)} {anything})")
 
     def json(self, schema: Any) -> str:
         """A value of the schema."""
@@ -164,45 +182,60 @@ def _marked(lark: _Lark, parser: str, form: MarkedForm, name: str, schema: Json)
 
 
 def _tagged(lark: _Lark, form: TaggedForm, name: str, schema: Json) -> str:
-    line = "\n" if form.lines else ""
-    parts = [lark.text(CALL, "\n" if form.function else "", form.function, name, form.function_end, "\n")]
-    for key, value in _properties(schema):
-        head = lark.text(form.key, key, form.key_end, "" if form.lines else "\n", form.value, line)
-        text = is_string(value) and "enum" not in value and "const" not in value
-        tail = lark.up_to(form.value_end) if text else f"{_bare(lark, value)} {lark.text(line, form.value_end)}"
-        argument = f"{head} {tail} {lark.text(chr(10))}"
-        parts.append(argument if key in schema.get("required", ()) else f"({argument})?")
+    """In tags or, where these can't hold all that the schema allows and nothing else, as Hermes: the form's reader knows both."""
+    arguments = _in_tags(lark, form, Parameters(schema))
+    if arguments is None:
+        head = lark.text(CALL, f'\n{{"name": {_quoted(name)}, "arguments": ')
+        return f"{head} {lark.json(schema)} {lark.text(f'}}{chr(10)}', CALL_END)}"
+    head = lark.text(CALL, "\n" if form.function else "", form.function, name, form.function_end, "\n")
     ends = [form.end] if form.end == CALL_END else [form.end, "\n", CALL_END]
-    return " ".join([*parts, lark.text(*ends)])
+    return f"{head} {arguments} {lark.text(*ends)}"
 
 
-def _bare(lark: _Lark, schema: Any) -> str:
-    """A value without quotes: one of some strings, or any other JSON."""
-    allowed = schema.get("enum", [schema["const"]] if "const" in schema else []) if isinstance(schema, Mapping) else []
-    if allowed and all(isinstance(value, str) for value in allowed):
-        return "(" + " | ".join(map(lark.text, allowed)) + ")"
-    return lark.json(schema)
+def _in_tags(lark: _Lark, form: TaggedForm, parameters: Parameters) -> str | None:
+    """All arguments, in their order; None if there are others than can be written so."""
+    rules = []
+    plain = parameters.plain
+    for key, (schema, required) in () if plain is None else plain.items():
+        value = _bare(lark, form, schema, parameters)
+        if value is None or key != key.strip() or form.key_end in key or len(key) > MAX_NAME:
+            return None
+        head = lark.text(form.key, key, form.key_end, "" if form.lines else "\n", form.value, "\n" if form.lines else "")
+        argument = f"{head} {value} {lark.text(chr(10))}"
+        rules.append(argument if required else f"({argument})?")
+    return None if plain is None else " ".join(rules)
+
+
+def _bare(lark: _Lark, form: TaggedForm, schema: Any, parameters: Parameters) -> str | None:
+    """A value, strings without quotes, and its end; None if not every string of the schema, or more than these, would be read."""
+    end = lark.text("\n" if form.lines else "", form.value_end)
+    types = parameters.types_of(schema)
+    if "string" not in types or types == TYPES:
+        return f"{lark.json(schema)} {end}"
+    listed = parameters.listed(schema)
+    if listed is not None:
+        texts = [value if isinstance(value, str) else dump(value) for value in listed]
+        read = [form.value_end not in text and typed(text, types) == dump(value) for text, value in zip(texts, listed, strict=True)]
+        return f"({' | '.join(map(_quoted, texts))}) {end}" if texts and all(read) else None
+    lengths = parameters.lengths(schema)
+    if lengths is None or types & {"array", "object"}:
+        return None
+    return lark.up_to(form.value_end) if lengths == (0, None) else f"{lark.without(form.value_end, *lengths)} {end}"
 
 
 def _keywords(lark: _Lark, schema: Json) -> str:
-    """`a=1, b=2`: what is required first, of the rest any, in their order."""
-    required = schema.get("required", ())
-    given = {key: f"{lark.text(f'{key}=')} {lark.json(value)}" for key, value in _properties(schema)}
-    first = [rule for key, rule in given.items() if key in required]
-    rest = [rule for key, rule in given.items() if key not in required]
+    """`a=1, b=2`: what is required first, of the rest any, in their order. `**{"a": 1}` where that can't say it all."""
+    plain = Parameters(schema).plain
+    if plain is None or not all(map(KEY.fullmatch, plain)):
+        return f"{lark.text('**')} {lark.json(schema)}"
+    rules = [(f"{lark.text(f'{key}=')} {lark.json(value)}", required) for key, (value, required) in plain.items()]
+    first = [rule for rule, required in rules if required]
+    rest = [rule for rule, required in rules if not required]
     comma = lark.text(", ")
     if first:
         return " ".join([f" {comma} ".join(first), *(f"({comma} {rule})?" for rule in rest)])
     chains = [" ".join([rule, *(f"({comma} {other})?" for other in rest[index:])]) for index, rule in enumerate(rest, 1)]
     return f"({' | '.join(chains)})?" if chains else ""
-
-
-def _properties(schema: Json) -> list[tuple[str, Any]]:
-    """Each with the definitions that it may refer to."""
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    return [
-        (key, {**value, **shared} if isinstance(value, Mapping) else value) for key, value in schema.get("properties", {}).items()
-    ]
 
 
 def _thinking(lark: _Lark, parser: str, reasoning: str | None, prompt: str) -> str:

@@ -2,12 +2,14 @@
 
 import re
 
-from .calls import Calls
+from .calls import MAX_NAME, Calls
 from .source import Source, Steps, after_space, expect, space
 from .values import dump, literal
 
 NAME = re.compile(r"[A-Za-z_][\w.]*")
-WORD = re.compile(r"[\w.]*")
+CHARACTER = r"""[^\s()\[\]{}=,*"']"""
+KEY = re.compile(rf"{CHARACTER}{{1,{MAX_NAME}}}")  # Python or not: what the request names is read
+WORD = re.compile(rf"{CHARACTER}{{0,{MAX_NAME + 1}}}")
 BRACKETS = {"(": ")", "[": "]", "{": "}"}
 
 
@@ -48,7 +50,8 @@ class PythonicForm:
 def _call(source: Source, calls: Calls, strict: bool) -> Steps[bool]:
     """Tells the call with its first argument, so that "[f(x)]" stays a text. Returns False if nothing was told."""
     name = yield from _word(source)
-    if not NAME.fullmatch(name) or (strict and not calls.known(name)) or not (yield from expect(source, "(")):
+    known = calls.given(name) or (NAME.fullmatch(name) and (calls.known(name) or not strict))
+    if not known or not (yield from expect(source, "(")):
         return False
     told = False
     while True:
@@ -56,23 +59,32 @@ def _call(source: Source, calls: Calls, strict: bool) -> Steps[bool]:
         if (yield from after_space(source, ")")):
             break
         yield from space(source)
-        key = yield from _word(source)
-        if not key.isidentifier() or not (yield from after_space(source, "=")):
+        argument = yield from _argument(source, calls, name)
+        if argument is None:
             source.at = start
             return told
-        value = literal((yield from _expression(source)))
-        if value is None:
-            source.at = start
-            return told
-        if not told:
+        if argument and not told:
             yield calls.begin(name)
-        yield calls.arguments(f"{', ' if told else '{'}{dump(key)}: {value}")
-        told = True
+        if argument:
+            yield calls.arguments(f"{', ' if told else '{'}{argument}")
+            told = True
         yield from after_space(source, ",")
     if not told:
         yield calls.begin(name)
     yield calls.arguments("}" if told else "{}")
     return True
+
+
+def _argument(source: Source, calls: Calls, name: str) -> Steps[str | None]:
+    """`a=1`, or some as `**{"a": 1}`, as they stand in a JSON object; None if it is neither."""
+    if (yield from expect(source, "**")):
+        value = literal((yield from _expression(source)))
+        return value[1:-1].strip() if value is not None and value.startswith("{") else None
+    key = yield from _word(source)
+    if not (key.isidentifier() or calls.declares(name, key)) or not (yield from after_space(source, "=")):
+        return None
+    value = literal((yield from _expression(source)))
+    return None if value is None else f"{dump(key)}: {value}"
 
 
 def _word(source: Source) -> Steps[str]:

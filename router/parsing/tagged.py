@@ -4,9 +4,10 @@ import json
 from dataclasses import dataclass
 
 from .calls import MAX_NAME, Calls, json_call, usable
+from .parameters import STRING, Types
 from .parts import Arguments
 from .source import Markers, Source, Steps, after_space, before, space, up_to
-from .values import dump, is_string, typed
+from .values import dump, typed
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 
@@ -84,8 +85,8 @@ class TaggedForm:
                 source.at = start
                 return False
             yield calls.arguments(f"{opening}{dump(key.strip())}: ")
-            schema = calls.schema(name, key.strip())
-            if not (yield from self._string(source, calls) if is_string(schema) else self._value(source, calls, schema)):
+            types = calls.types(name, key.strip())
+            if not (yield from self._string(source, calls) if types == STRING else self._value(source, calls, types)):
                 return False
             opening = ", "
         return True
@@ -103,7 +104,7 @@ class TaggedForm:
         yield calls.arguments('"')
         return True
 
-    def _value(self, source: Source, calls: Calls, schema: object) -> Steps[bool]:
+    def _value(self, source: Source, calls: Calls, types: Types) -> Steps[bool]:
         """Any other, or one of which nothing is known, comes out whole."""
         while True:
             stop = source.text.find(self.value_end, source.at)
@@ -114,7 +115,7 @@ class TaggedForm:
             yield None
         text = source.text[source.at : stop]
         source.at = stop + len(self.value_end)
-        yield calls.arguments(typed(text.removeprefix("\n").removesuffix("\n") if self.lines else text, schema))
+        yield calls.arguments(typed(text.removeprefix("\n").removesuffix("\n") if self.lines else text, types))
         return True
 
 

@@ -4,9 +4,9 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
+from .parameters import TYPES, Types
 from .source import NOT_SPACE, Pieces, Source, Steps
 
 PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
@@ -15,6 +15,7 @@ BEGUN_ESCAPE = re.compile(r"\\(?:u[0-9A-Fa-f]{0,3})?")
 ATOM = re.compile(r"[-+.\w]*")
 NUMBER_OR_NAME = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null")
 PYTHON_NAMES = {"True": True, "False": False, "None": None}
+BEGINNINGS = {"n": "null", "[": "array", "{": "object"}
 CLOSING = {"{": "}", "[": "]"}
 
 
@@ -142,10 +143,8 @@ def encodable(text: str) -> bool:
 
 def literal(text: str) -> str | None:
     """A Python literal, or a JSON value, as JSON; None if it is neither."""
-    try:
-        return dump(json.loads(text))
-    except (ValueError, RecursionError):
-        pass
+    if _is_json(text):
+        return text.strip()
     try:
         with warnings.catch_warnings():  # "\d" is meant as it stands
             warnings.simplefilter("ignore")
@@ -154,16 +153,27 @@ def literal(text: str) -> str | None:
         return None
 
 
-def typed(text: str, schema: Any) -> str:
-    """A value that was written without quotes, as JSON of the type that its schema tells; a string if it is no such value."""
-    if is_string(schema):
-        return dump(text)
+def typed(text: str, types: Types) -> str:
+    """A value that was written without quotes, as JSON of one of the `types`; a string if it is no such value.
+
+    Where a string may be one of some types, what looks like a number or a boolean is a string, too: there is no other way to
+    write it. Where nothing is said of the type, it is what it looks like.
+    """
+    if "string" in types and types != TYPES:
+        return text.strip() if BEGINNINGS.get(text.lstrip()[:1]) in types and _is_json(text) else dump(text)
+    if text in PYTHON_NAMES:
+        return dump(PYTHON_NAMES[text])
+    return text.strip() if _is_json(text) else dump(text)
+
+
+def _is_json(text: str) -> bool:
+    """Numbers of any size are JSON; NaN, which Python reads, is not."""
     try:
-        return dump(PYTHON_NAMES[text] if text in PYTHON_NAMES else json.loads(text))
+        json.loads(text, parse_int=str, parse_float=str, parse_constant=_no_number)
     except (ValueError, RecursionError):
-        return dump(text)
+        return False
+    return True
 
 
-def is_string(schema: Any) -> bool:
-    """Whether nothing but a string is allowed."""
-    return isinstance(schema, Mapping) and schema.get("type") == "string"
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no JSON")

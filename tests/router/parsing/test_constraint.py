@@ -10,8 +10,10 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from penstock.router.parsing import Arguments, Call, Part, Reasoning, constraint, markers
 from penstock.router.parsing.readers import THOUGHTS, TOOL_PARSERS
+from penstock.router.request import Refused
 from penstock.tests.router.parsing.test_readers import parts_of
 
+jsonschema = pytest.importorskip("jsonschema")
 llguidance = pytest.importorskip("llguidance")
 numpy = pytest.importorskip("numpy")
 
@@ -171,3 +173,109 @@ def test_what_models_were_trained_to_write_is_allowed(parser: str, text: str) ->
     assert world.accepts(source, text)
     assert not world.accepts(source, text.replace("name", "nome").replace("c", "k"))
     assert not world.accepts(source, f"{text} So.")
+
+
+DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
+PROPERTIES: dict[str, Any] = {
+    "digit": DIGIT,
+    "text": {"type": "string"},
+    "x-y": {"type": "boolean"},
+    "$top": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
+    "größe": {"enum": ["1", "2", "true", "null"]},
+    "class": {"const": "42"},
+    "lines": {"type": "string", "enum": ["x\n", "\ny", " z ", ""]},
+    "mixed": {"enum": ["a", 1, None]},
+    "either": {"anyOf": [{"$ref": "#/$defs/unit"}, {"type": "null"}]},
+    "short": {"type": "string", "minLength": 1, "maxLength": 30},
+    "may be short": {"type": ["string", "null"], "maxLength": 2},
+    "digits": {"type": "string", "pattern": "^[0-9]{3}$"},
+    "day": {"type": "string", "format": "date"},
+    "text or digit": {"anyOf": [{"type": "string"}, DIGIT]},
+    "text or list": {"anyOf": [{"type": "string"}, {"type": "array", "items": DIGIT, "maxItems": 2}]},
+    "unit": {"allOf": [{"$ref": "#/$defs/unit"}], "description": "which"},
+    "other": {"$ref": "#/properties/digit"},
+    "node": {"$ref": "#/$defs/node"},
+    "tag": {"const": "</parameter>"},
+    "any": {"enum": [True, False, 7, "t"]},
+    " a b ": {"type": "null"},
+    "never": False,
+    "": {"type": "null"},
+    "large": {"type": "number"},
+}
+DEFINITIONS = {
+    "unit": {"type": "string", "enum": ["1", "C"]},
+    "node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "additionalProperties": False},
+}
+
+
+def wrapped(schema: dict[str, Any], way: str) -> dict[str, Any]:
+    """The same schema in another way."""
+    match way:
+        case "reference":
+            return {"$ref": "#/$defs/root", "$defs": {"root": schema, **DEFINITIONS}, "properties": {"digit": DIGIT}}
+        case "all":
+            return {"allOf": [schema, {"type": "object"}], "$defs": DEFINITIONS, "properties": {"digit": DIGIT}}
+        case "any":
+            return {"anyOf": [schema, {"required": ["digit"]}], "$defs": DEFINITIONS, "properties": {"digit": DIGIT}}
+        case "undeclared":
+            return {**schema, "required": [*schema["required"], "more"], "additionalProperties": DIGIT, "$defs": DEFINITIONS}
+        case "map":
+            return {"additionalProperties": {"type": "string", "maxLength": 2}, "minProperties": 1, "maxProperties": 2}
+    return {**schema, "additionalProperties": False, "$defs": DEFINITIONS}
+
+
+@pytest.mark.parametrize("way", ["plain", "reference", "all", "any", "undeclared", "map"])
+@pytest.mark.parametrize("parser", ["qwen3_coder", "glm45", "pythonic", "hermes"])
+def test_arguments_are_valid(parser: str, way: str) -> None:
+    """Whatever a schema says, and however: what is written under the grammar validates when it was read."""
+    luck = random.Random(f"{parser} {way}")
+    world = World([])
+    ended: set[str] = set()
+    for round in range(60):
+        names = [[*PROPERTIES][round % len(PROPERTIES)], *luck.sample([*PROPERTIES], luck.randrange(2))]
+        properties = {"digit": DIGIT, **{name: PROPERTIES[name] for name in names}}
+        required = [name for name in properties if name != "never" and luck.random() < 0.7]
+        schema = wrapped({"type": "object", "properties": properties, "required": required}, way)
+        tool = {"type": "function", "function": {"name": "get-it", "parameters": schema}}
+        grammar = constraint(parser, [tool], None, False, special=world.special.get)
+        for _ in range(3):
+            text = world.writes(grammar.source, luck, 600)
+            if text is None:
+                continue
+            ended.update(names)
+            [call, *rest] = parts_of([text], None, parser, schemas={"get-it": schema})
+            assert isinstance(call, Call)
+            assert call.name == "get-it"
+            [arguments] = rest
+            assert isinstance(arguments, Arguments)
+            jsonschema.validate(json.loads(arguments.text), schema)
+    assert ended == set(PROPERTIES)
+
+
+@pytest.mark.parametrize("parser", TOOL_PARSERS)
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": 5}},
+        {"properties": 5, "required": 5},
+        {"properties": {"a": {}}, "required": [["a"], {}]},
+        {"properties": {"a": {"type": {}, "enum": 3, "anyOf": 4, "$ref": []}}},
+        {"properties": {"a": {"type": "string", "minLength": "x", "maxLength": []}}},
+        {"properties": {"a": {"$ref": "#/nowhere/0"}}, "allOf": [3]},
+        {"$ref": "#"},
+    ],
+)
+def test_what_is_no_schema_is_a_grammars_affair(parser: str, schema: dict[str, Any]) -> None:
+    """Whoever checks the grammar may refuse it."""
+    assert constraint(parser, [{"type": "function", "function": {"name": "f", "parameters": schema}}], None, True).source
+
+
+@pytest.mark.parametrize("parser", TOOL_PARSERS)
+def test_parameters_that_are_nested_too_deeply_are_refused(parser: str) -> None:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(3000):
+        schema = {"anyOf": [schema]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": schema}}}}
+    with pytest.raises(Refused, match="nested too deeply") as refused:
+        constraint(parser, [tool], None, True)
+    assert refused.value.parameter == "tools"

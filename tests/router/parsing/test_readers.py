@@ -207,6 +207,101 @@ def test_calls_are_found(parser: str, text: str, expected: list[Part]) -> None:
             json.loads(part.text)
 
 
+OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+NUMBERS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "12345", '"12345"'),
+        (OPTIONAL, "12345", '"12345"'),
+        (OPTIONAL, "true", '"true"'),
+        (OPTIONAL, "None", '"None"'),
+        (OPTIONAL, '"a"', '"\\"a\\""'),
+        (OPTIONAL, "[1]", '"[1]"'),
+        (OPTIONAL, "null", "null"),
+        (OPTIONAL, "nullify", '"nullify"'),
+        ({"type": ["string", "null"]}, "1e5", '"1e5"'),
+        ({"type": ["string", "integer"]}, "7", '"7"'),
+        ({"$ref": "#/$defs/id"}, "0123", '"0123"'),
+        ({"$ref": "#/$defs/id"}, "123", '"123"'),
+        ({"allOf": [{"$ref": "#/$defs/id"}], "title": "Id"}, "123", '"123"'),
+        ({"oneOf": [{"$ref": "#/$defs/id"}, {"type": "null"}]}, "123", '"123"'),
+        ({"enum": ["1", "2"]}, "1", '"1"'),
+        ({"const": "true"}, "true", '"true"'),
+        (NUMBERS, "12", '"12"'),
+        (NUMBERS, "[1, 2]", "[1, 2]"),
+        (NUMBERS, "[1, 2", '"[1, 2"'),
+        ({"type": "integer"}, "12345678901234567890", "12345678901234567890"),
+        ({"type": "number"}, "1E400", "1E400"),
+        ({"type": "number"}, "NaN", '"NaN"'),
+        ({"type": ["integer", "null"]}, "None", "null"),
+        ({"$ref": "#/$defs/itself"}, "7", "7"),
+        ({"$ref": "#/$defs/nowhere"}, "7", "7"),
+        ({}, "12", "12"),
+        (True, "True", "true"),
+        ({}, "Paris", '"Paris"'),
+        ({"type": 3, "enum": "x", "$ref": 5, "anyOf": {}}, "7", "7"),
+    ],
+)
+def test_a_value_without_quotes_has_a_type_that_its_schema_allows(schema: Any, text: str, value: str) -> None:
+    definitions = {"id": {"type": "string"}, "itself": {"anyOf": [{"$ref": "#/$defs/itself"}]}}
+    plain = {"type": "object", "properties": {"a": schema}, "$defs": definitions}
+    referred = {"$ref": "#/$defs/f", "$defs": definitions | {"f": {"properties": {"a": schema}}}}
+    parted = {"allOf": [{"additionalProperties": schema}, {"properties": {"b": {}}}], "$defs": definitions}
+    chosen_by = {"anyOf": [{"properties": {"a": schema}}, {"properties": {"b": {"type": "null"}}}], "$defs": definitions}
+    for parameters in (plain, referred, parted, chosen_by):
+        for parser, form in (
+            ("qwen3_coder", "<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>"),
+            ("glm45", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"),
+        ):
+            found = parts_of([form.format(text)], None, parser, schemas={"f": parameters})
+            assert found == calls(("f", f'{{"a": {value}}}'))
+
+
+def test_hostile_schemas_take_no_time() -> None:
+    """References that fan out, and that are deeper than Python goes: nothing is known of the type then."""
+    deep = {f"d{index}": {"anyOf": [{"$ref": f"#/$defs/d{index + 1}"}] * 2} for index in range(5000)}
+    wide = {f"w{index}": {"allOf": [{"$ref": f"#/$defs/w{index + 1}"}] * 9} for index in range(50)}
+    text = "<function=f><parameter=a>7</parameter><parameter=b>7</parameter></function>"
+    properties = {"a": {"$ref": "#/$defs/d0"}, "b": {"$ref": "#/$defs/w0"}}
+    schema = {"properties": properties, "$defs": deep | wide | {"w50": {"type": "string"}}}
+    start = time.thread_time()
+    assert parts_of([text], None, "qwen3_coder", schemas={"f": schema}) == calls(("f", '{"a": 7, "b": "7"}'))
+    assert time.thread_time() - start < 2
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ("[get-weather(a=9)]", {"a": 9}),
+        ("[get-weather(x-y=3, $top='5')]", {"x-y": 3, "$top": "5"}),
+        ("[get-weather(class=True)]", {"class": True}),
+        ("[get-weather(**{\"a b\": 1, 'c': None})]", {"a b": 1, "c": None}),
+        ('[get-weather(a=1, **{}, **{"b": [2]}, c=3)]', {"a": 1, "b": [2], "c": 3}),
+        ("[get-weather(**{})]", {}),
+        ("[get-weather(z-z=3)]", None),  # no such parameter
+        ("[get-weather(**[1])]", None),
+        ("[get-time(a=9)]", None),
+    ],
+)
+def test_what_is_no_python_is_read_if_the_request_names_it(text: str, arguments: Any) -> None:
+    schemas = {"get-weather": {"properties": {"a": {}, "x-y": {}, "$top": {}, "": {}}}}
+    for deltas in ([text], list(text)):
+        found = parts_of(deltas, None, "pythonic", schemas=schemas)
+        if arguments is None:
+            assert found == [Text(text)]
+        else:
+            assert found[0] == Call(0, "", "get-weather")
+            assert isinstance(found[1], Arguments)
+            assert json.loads(found[1].text) == arguments
+    names = ["ns:tool", "3d_render", "srv/tool", "$f", "größe"]
+    listed = f"[{', '.join(f'{name}()' for name in names)}]"
+    assert parts_of([listed], None, "pythonic", schemas={name: {} for name in names}) == calls(*((name, "{}") for name in names))
+    assert parts_of([listed], None, "pythonic") == [Text(listed)]
+
+
 @pytest.mark.parametrize(("parser", "text"), TEXTS)
 def test_what_is_no_call_is_text(parser: str, text: str) -> None:
     assert parts_of([text], None, parser, schemas=SCHEMAS) == [Text(text)]

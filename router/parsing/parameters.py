@@ -1,0 +1,199 @@
+"""What a JSON schema says of a tool's parameters: which types they may have, and which need no JSON to be written."""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+Json = Mapping[str, Any]
+Types = frozenset[str]
+TYPES: Types = frozenset({"string", "number", "boolean", "null", "array", "object"})  # an integer is a number
+STRING: Types = frozenset({"string"})
+KINDS = {str: "string", bool: "boolean", int: "number", float: "number", type(None): "null", list: "array", dict: "object"}
+REMARKS = {"title", "description", "default", "examples", "$defs", "definitions", "$schema", "$comment", "$id"}
+EITHER = {"anyOf", "oneOf"}
+LISTING = {"const", "enum"}
+# Keywords that bind values in ways that only a validator, and the grammar of a whole JSON text, follows.
+SUBTLE = {
+    *("not", "if", "then", "else", "pattern", "format", "$dynamicRef", "$recursiveRef", "patternProperties", "propertyNames"),
+    *("minProperties", "maxProperties", "dependencies", "dependentRequired", "dependentSchemas", "unevaluatedProperties"),
+}
+ELSEWHERE = re.compile(r'"\$ref": "(?!#/(?:\$defs|definitions)/)')  # a reference to what is no definition
+
+
+class Parameters:
+    """Of one tool. Schemas are clients': each reference is followed once for a question, so that no answer takes long."""
+
+    def __init__(self, schema: Any) -> None:
+        self._root = schema
+        self._referred: dict[str, Types | None] = {}  # types behind references
+
+    def declares(self, name: str) -> bool:
+        """Whether the schema speaks of it."""
+        try:
+            return self._types(self._root, lambda level: TYPES if name in _properties(level) else None, {}) is not None
+        except RecursionError:
+            return False
+
+    def types(self, name: str) -> Types:
+        """Those that the parameter may have; all, where nothing is said of it."""
+
+        def own(level: Json) -> Types | None:
+            properties = _properties(level)
+            value = properties[name] if name in properties else level.get("additionalProperties")
+            return self.types_of(value) if isinstance(value, Mapping) else None
+
+        try:
+            return self._types(self._root, own, {}) or TYPES
+        except RecursionError:
+            return TYPES
+
+    def types_of(self, schema: Any) -> Types:
+        """Those that a value of a part of the tool's schema may have. Raises RecursionError."""
+        return self._types(schema, _own_types, self._referred) or TYPES
+
+    @property
+    def plain(self) -> dict[str, tuple[Any, bool]] | None:
+        """Each parameter's schema and whether it is required; None if arguments need more to be valid. Raises RecursionError."""
+        found = self._merged(self._root)
+        if found is None or found.keys() & (SUBTLE | EITHER | LISTING) or ELSEWHERE.search(json.dumps(self._root)):
+            return None
+        required = {name for name in _parts(found, "required") if isinstance(name, str)}
+        others = sorted(required - _properties(found).keys())
+        declared = _properties(found) | dict.fromkeys(others, found.get("additionalProperties", True))
+        if any(not isinstance(value, dict | bool) or (value is False and name in required) for name, value in declared.items()):
+            return None
+        shared = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
+        return {
+            name: ({**value, **shared} if isinstance(value, dict) and '"$ref": ' in json.dumps(value) else value, name in required)
+            for name, value in declared.items()
+            if value is not False
+        }
+
+    def listed(self, schema: Any) -> list[Any] | None:
+        """All values that a part of the schema allows, if it lists them."""
+        found: list[Any] = []
+        for part in self._alternatives(schema):
+            values = None if part is None else _listed(part)
+            if values is None:
+                return None
+            found += values
+        return found
+
+    def lengths(self, schema: Any) -> tuple[int, int | None] | None:
+        """The least and the most characters of strings of which a part of the schema allows any; None if there are none."""
+        for part in self._alternatives(schema):
+            if part is not None and "string" in _own_types(part) and not part.keys() & LISTING:
+                return part.get("minLength", 0), part.get("maxLength")
+        return None
+
+    def _alternatives(self, schema: Any) -> list[Json | None]:
+        """A value of the schema is one of any of these, which have no references; None: one of what can't be told so simply."""
+        found = self._merged(schema)
+        either = EITHER & found.keys() if found else EITHER
+        if found is None or not either:
+            return [_simple(found)]
+        [key, *others] = either
+        parts = _parts(found, key)
+        ambiguous = key == "oneOf" and sum("string" in self.types_of(part) for part in parts) > 1
+        if others or ambiguous or found.keys() & {"type", "minLength", "maxLength", *LISTING, *SUBTLE}:
+            return [None]
+        return [_simple(self._merged(part)) for part in parts]
+
+    def _merged(self, schema: Any) -> Json | None:
+        """A schema, what it refers to and all of its `allOf` as one, without remarks; None if they can't be one."""
+        levels = [*self._levels(schema, set())]
+        found: dict[str, Any] = {}
+        for level in levels:
+            for key, value in level.items():
+                if key in REMARKS or found.setdefault(key, value) == value:
+                    continue
+                if key == "required" and isinstance(value, list):
+                    found[key] = [*_parts(found, key), *value]
+                elif key == "properties" and (both := _properties(found) | _properties(level)) == _properties(level) | both:
+                    found[key] = both
+                else:
+                    return None
+        closed = [level for level in levels if "additionalProperties" in level]  # which counts a level's own properties
+        return None if any(_properties(level).keys() != _properties(found).keys() for level in closed) else found
+
+    def _levels(self, schema: Any, seen: set[str]) -> Iterator[Json]:
+        """Schemas that hold together."""
+        if not isinstance(schema, Mapping):
+            return
+        yield {key: value for key, value in schema.items() if key not in ("$ref", "allOf")}
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and reference not in seen:
+            seen.add(reference)
+            yield from self._levels(self._target(reference), seen)
+        for part in _parts(schema, "allOf"):
+            yield from self._levels(part, seen)
+
+    def _types(self, schema: Any, own: Callable[[Json], Types | None], seen: dict[str, Types | None]) -> Types | None:
+        """What a schema allows by what its levels say on their `own`; None where they say nothing. `seen`: of references."""
+        if not isinstance(schema, Mapping):
+            schema = {}
+        found = [own(schema)]
+        reference = schema.get("$ref")
+        if isinstance(reference, str):
+            if reference not in seen:
+                seen[reference] = None
+                seen[reference] = self._types(self._target(reference), own, seen)
+            found.append(seen[reference])
+        found += [self._types(part, own, seen) for part in _parts(schema, "allOf")]
+        for key in EITHER:
+            either = [types for part in _parts(schema, key) if (types := self._types(part, own, seen)) is not None]
+            found += [frozenset().union(*either)] if either else []
+        told = [types for types in found if types is not None]
+        return frozenset.intersection(*told) if told else None
+
+    def _target(self, reference: str) -> Any:
+        """Of `#/$defs/x`; None if there is none."""
+        place = self._root
+        for key in reference.split("/")[1:]:
+            key = key.replace("~1", "/").replace("~0", "~")
+            if isinstance(place, list):
+                place = place[int(key)] if key.isdecimal() and int(key) < len(place) else None
+            else:
+                place = place.get(key) if isinstance(place, Mapping) else None
+        return place if reference.startswith("#") else None
+
+
+def _own_types(level: Json) -> Types:
+    kinds = level.get("type")
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    found = TYPES
+    if isinstance(kinds, list):
+        found = frozenset("number" if kind == "integer" else kind for kind in kinds if isinstance(kind, str))
+    if LISTING & level.keys():
+        values = [level["const"]] if "const" in level else _parts(level, "enum")
+        found &= {KINDS[type(value)] for value in values}
+    return found
+
+
+def _simple(schema: Json | None) -> Json | None:
+    """The schema, if its values can be told by types, lists and lengths."""
+    if schema is None or schema.keys() & (SUBTLE | EITHER):
+        return None
+    lengths = [schema[key] for key in ("minLength", "maxLength") if key in schema]
+    return schema if all(isinstance(length, int) for length in lengths) else None
+
+
+def _listed(schema: Json) -> list[Any] | None:
+    if schema.get("type") == "null":
+        return [None]
+    if not LISTING & schema.keys() or schema.keys() & {"minLength", "maxLength"}:
+        return None
+    types = _own_types(schema)
+    values = [schema["const"]] if "const" in schema else _parts(schema, "enum")
+    return [value for value in values if KINDS[type(value)] in types]
+
+
+def _properties(level: Json) -> dict[str, Any]:
+    found = level.get("properties")
+    return found if isinstance(found, dict) else {}
+
+
+def _parts(level: Json, key: str) -> list[Any]:
+    found = level.get(key)
+    return found if isinstance(found, list) else []
