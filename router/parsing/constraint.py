@@ -54,7 +54,8 @@ def _source(
     functions = [tool["function"] for tool in tools if named is None or tool["function"]["name"] == named]
     assert functions, "no such tool"
     lark = _Lark(special)
-    calls = [_call(lark, parser, function) for function in functions]
+    header = parser == HARMONY and bool(harmony.begun(prompt))
+    calls = [_call(lark, parser, function, header) for function in functions]
     several = parallel and named is None
     before = _thinking(lark, parser, reasoning, prompt)
     lark.rule("call", " | ".join(calls))
@@ -111,13 +112,16 @@ class _Lark:
         return self.new(f"%json {json.dumps({**schema, 'x-guidance': COMPACT})}")
 
 
-def _call(lark: _Lark, parser: str, function: Json) -> str:
-    """The rule of one call of this function."""
+def _call(lark: _Lark, parser: str, function: Json, header: bool) -> str:
+    """The rule of one call of this function. `header`: behind a role, which gpt-oss likes to go on with what it calls."""
     name, schema = function["name"], function.get("parameters") or NO_PARAMETERS
     schema = objects(schema if "$ref" in schema else {**schema, "type": "object"})
     if parser == HARMONY:
-        header = (harmony.CHANNEL, f"commentary to=functions.{name} ", harmony.CONSTRAIN, "json", harmony.MESSAGE)
-        return lark.new(f"{lark.text(*header)} {lark.json(schema)}")
+        to = f"to=functions.{name}"
+        head = lark.text(harmony.CHANNEL, f"commentary {to} ", harmony.CONSTRAIN, "json")
+        if header:
+            head = f"({head} | {lark.text(f' {to}', harmony.CHANNEL, 'commentary json')})"
+        return lark.new(f"{head} {lark.text(harmony.MESSAGE)} {lark.json(schema)}")
     form = FORMS[parser]
     if isinstance(form, MarkedForm):
         return lark.new(_marked(lark, parser, form, name, schema))
@@ -241,8 +245,9 @@ def _keywords(lark: _Lark, schema: Json) -> str:
 def _thinking(lark: _Lark, parser: str, reasoning: str | None, prompt: str) -> str:
     """What may stand before the calls."""
     if parser == HARMONY:
-        head = lark.text(harmony.CHANNEL, "analysis", harmony.MESSAGE)
-        return f"({head} {lark.up_to(harmony.END)} {lark.text(harmony.START, 'assistant')})?"
+        thinking = f"{lark.up_to(harmony.END)} {lark.text(harmony.START, 'assistant')}"
+        begun = harmony.begun(prompt).endswith(harmony.MESSAGE)
+        return thinking if begun else f"({lark.text(harmony.CHANNEL, 'analysis', harmony.MESSAGE)} {thinking})?"
     if reasoning is None:
         return ""
     thoughts = THOUGHTS[reasoning]

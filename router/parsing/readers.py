@@ -129,12 +129,12 @@ class Plain:
 def reader(reasoning: str | None, tools: str | None, *, prompt: str = "", schemas: Schemas | None = None) -> Reader:
     """A reader for one answer of a model that thinks and calls tools in these ways; None: it doesn't, or nobody wants to know.
 
-    `prompt`: the text, or its end: a template may have begun the reasoning. `schemas`: the request's tools, so that an answer
-    that only looks like a call is none, and untyped arguments get their types.
+    `prompt`: the text, or its end: a template may have begun the reasoning, or a message. `schemas`: the request's tools, so that
+    an answer that only looks like a call is none, and untyped arguments get their types.
     """
     calls = Calls(schemas, mistral_id if tools in ("mistral", MISTRAL_ARGS) else openai_id)
     if HARMONY in (reasoning, tools):
-        return Steady(lambda source: harmony.read(source, calls))
+        return Steady(lambda source: harmony.read(source, calls, harmony.begun(prompt)))
     if reasoning is None and tools is None:
         return Plain()
     thoughts = None if reasoning is None else THOUGHTS[reasoning]

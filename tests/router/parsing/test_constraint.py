@@ -152,6 +152,31 @@ def test_a_model_may_think_before(reasoning: str, special: bool) -> None:
     assert not world.accepts(grammar("<user>"), f"Hm. {call}")
 
 
+def test_gpt_oss_may_call_at_once_where_the_prompt_names_its_role() -> None:
+    world = World(list(markers(None, "harmony")))
+    assistant, analysis = "<|start|>assistant", "<|channel|>analysis<|message|>"
+    direct = ' to=functions.pick<|channel|>commentary json<|message|>{"b": true}'
+    channel = '<|channel|>commentary to=functions.pick <|constrain|>json<|message|>{"b": true}'
+
+    def accepts(prompt: str, text: str) -> bool:
+        grammar = constraint("harmony", TOOLS, None, True, prompt=prompt, special=world.special.get)
+        parts = parts_of([text], None, "harmony", prompt=prompt, schemas=SCHEMAS)
+        accepted = world.accepts(grammar.source, text)
+        assert not accepted or [part for part in parts if not isinstance(part, Reasoning)] == [
+            Call(0, "", "pick"),
+            Arguments(0, '{"b": true}'),
+        ]
+        return accepted
+
+    for call in (direct, channel):
+        assert accepts(assistant, call)
+        assert accepts(assistant, f"{analysis}Hm<|end|>{assistant}{call}")
+        assert accepts(f"{assistant}{analysis}H", f"m<|end|>{assistant}{call}")
+        assert not accepts(f"{assistant}{analysis}H", call)
+    assert accepts("", channel)
+    assert not accepts("", direct)
+
+
 @pytest.mark.parametrize(
     ("parser", "text"),
     [

@@ -423,6 +423,40 @@ def test_reasoning(name: str) -> None:
     assert parts_of([], name, None) == []
 
 
+ASSISTANT = "<|start|>user<|message|>Hi<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "expected"),
+    [
+        (ASSISTANT, f" to=functions.weather<|channel|>commentary json<|message|>{PARIS}<|call|>", calls(("weather", PARIS))),
+        (ASSISTANT, f"<|channel|>commentary to=functions.weather json<|message|>{PARIS}", calls(("weather", PARIS))),
+        (ASSISTANT, "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|message|>Yes", [Reasoning("Hm"), Text("Yes")]),
+        (
+            ASSISTANT,
+            "<|channel|>analysis<|message|>Hm<|end|>"
+            "<|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}<|call|>",
+            [Reasoning("Hm"), *calls(("now", "{}"))],
+        ),
+        (ASSISTANT, " to my surprise", [Text(" to my surprise")]),
+        (ASSISTANT, "<|channel|>final", [Text("<|channel|>final")]),
+        (ASSISTANT, "just text", [Text("just text")]),
+        (f"{ASSISTANT}<|channel|>analysis<|message|>I", " th<|end|><|channel|>final<|message|>A", [Reasoning(" th"), Text("A")]),
+        (f"{ASSISTANT}<|channel|>final<|message|>I", " see.<|return|>", [Text(" see.")]),
+        (f"{ASSISTANT}<|channel|>final<|message|>I<|end|>", "so", [Text("so")]),
+        # Tools that gpt-oss comes with, and the request does not.
+        (ASSISTANT, "<|channel|>analysis to=python code<|message|>print(1)<|call|>", [Reasoning("print(1)")]),
+        (ASSISTANT, '<|channel|>commentary to=browser.open<|message|>{"id": 1}<|call|>', [Reasoning('{"id": 1}')]),
+        (ASSISTANT, "<|channel|>commentary to=now<|message|>{}<|call|>", calls(("now", "{}"))),
+        (ASSISTANT, "<|channel|>commentary to=functions.now<|message|>no JSON<|call|>", [Text("no JSON")]),
+    ],
+)
+def test_a_message_may_begin_in_the_prompt(prompt: str, text: str, expected: list[Part]) -> None:
+    luck = random.Random(text)
+    for deltas in ([text], list(text), *(cut(text, luck) for _ in range(20))):
+        assert parts_of(deltas, "harmony", "harmony", prompt=prompt, schemas=SCHEMAS) == expected
+
+
 def test_calls_after_reasoning() -> None:
     thought = '<think>I <tool_call>{"name": "now"}</tool_call>?\n</think>\n\n'
     text = f'{thought}<tool_call>{{"name": "weather", "arguments": {PARIS}}}</tool_call>'
