@@ -1,11 +1,13 @@
 """The tools of a chat: which there are, and which must be called. Knows OpenAI's fields, and no model's way of writing calls."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..request import Refused
 
+NAME = re.compile(r"[\w./:@$-]{1,128}")  # OpenAI's are shorter, and plainer; every form of calls can write these
 NO_PARAMETERS = {"type": "object", "properties": {}}
 
 
@@ -50,8 +52,10 @@ def _tool(tool: Any, place: str) -> dict[str, Any]:
     function = tool.get("function")
     if not isinstance(function, dict):
         raise Refused(f"`{place}.function` must be an object", f"{place}.function")
-    if not isinstance(function.get("name"), str) or not function["name"]:
-        raise Refused(f"`{place}.function.name` must be a string, not empty", f"{place}.function.name")
+    function_name = function.get("name")
+    if not isinstance(function_name, str) or not NAME.fullmatch(function_name):
+        name = f"{place}.function.name"
+        raise Refused(f"`{name}` must have 1 to 128 characters: letters, digits, and any of _ - . / : @ $", name)
     parameters = function.get("parameters")
     if not isinstance(parameters, dict | None):
         raise Refused(f"`{place}.function.parameters` must be a JSON schema: an object", f"{place}.function.parameters")

@@ -7,7 +7,7 @@ from .calls import MAX_NAME, Calls, stream, usable
 from .source import Source, Steps, after_space, space, up_to
 from .values import follow
 
-KIMI = re.compile(r"functions\.([\w.-]+):[0-9]+")
+KIMI = re.compile(r"functions\.(\S+):[0-9]+")
 
 
 @dataclass(frozen=True, slots=True)

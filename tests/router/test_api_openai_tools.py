@@ -204,6 +204,7 @@ PARAMETERS_TYPE = "tools[0].function.parameters.type"
         ({"tools": ["f"]}, "tools[0].type", ""),
         ({"tools": [{"type": "function"}]}, "tools[0].function", "`tools[0].function` must be an object"),
         ({"tools": [F, {"type": "function", "function": {}}]}, "tools[1].function.name", ""),
+        *(({"tools": [tool(name)]}, "tools[0].function.name", "") for name in ("", "a<b>", "my tool", 'a"b', "f()", "n" * 129)),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "tools[0].function.parameters", ""),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]}, PARAMETERS_TYPE, ""),
         ({"tools": [F, F]}, "tools", "two `tools` have the same name"),

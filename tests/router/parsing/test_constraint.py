@@ -8,7 +8,8 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from penstock.router.parsing import Arguments, Call, Part, Reasoning, constraint, markers
+from penstock.router.api.openai_tools import tools_of
+from penstock.router.parsing import Arguments, Call, Part, Reasoning, constraint, markers, reader
 from penstock.router.parsing.readers import THOUGHTS, TOOL_PARSERS
 from penstock.router.request import Refused
 from penstock.tests.router.parsing.test_readers import parts_of
@@ -275,6 +276,21 @@ def test_arguments_are_valid(parser: str, way: str) -> None:
             assert isinstance(arguments, Arguments)
             jsonschema.validate(json.loads(arguments.text), schema)
     assert ended == set(PROPERTIES)
+
+
+@pytest.mark.parametrize("parser", TOOL_PARSERS)
+def test_every_form_holds_every_name(parser: str) -> None:
+    luck = random.Random(parser)
+    world = World([marker for marker in markers(None, parser) if parser == "harmony"])
+    for name in ("get-it", "srv/tool", "ns:tool", "@a/b.c", "$f", "3d", "-", "größe", "function", "n" * 128):
+        [tool] = tools_of([{"type": "function", "function": {"name": name}}], "required", None).given
+        text = world.writes(constraint(parser, [tool], None, False, special=world.special.get).source, luck)
+        assert text is not None
+        read = reader(None, parser, schemas={name: {}})
+        found = [part for part in [*read.push(text), *read.end()] if not isinstance(part, Reasoning)]
+        assert [type(part) for part in found] == [Call, Arguments], text
+        assert isinstance(found[0], Call)
+        assert found[0].name == name
 
 
 @pytest.mark.parametrize("parser", TOOL_PARSERS)
