@@ -34,33 +34,28 @@ def constraint(
     *,
     reasoning: str | None = None,
     prompt: str = "",
+    continued: str = "",
     special: Special = lambda text: None,
 ) -> Grammar:
     """The grammar for one call or, if they may be `parallel` and none is named, several.
 
     `tools` as OpenAI's requests hold them. A model with a `reasoning` parser may think first; it must end its thoughts if the
-    `prompt` has begun them. `special`: the id of a string that is one token wherever it stands, `Tokenizer.added_id`: llguidance
-    takes most of them for special ones, which no literal matches. Raises Refused.
+    `prompt`, or what of the answer is `continued`, has begun them. `special`: the id of a string that is one token wherever it
+    stands, `Tokenizer.added_id`: llguidance takes most of them for special ones, which no literal matches. Raises Refused.
     """
-    try:
-        return Grammar("lark", _source(parser, tools, named, parallel, reasoning, prompt, special))
-    except RecursionError:
-        raise Refused("`tools` have parameters that are nested too deeply", "tools") from None
-
-
-def _source(
-    parser: str, tools: Sequence[Json], named: str | None, parallel: bool, reasoning: str | None, prompt: str, special: Special
-) -> str:
     functions = [tool["function"] for tool in tools if named is None or tool["function"]["name"] == named]
     assert functions, "no such tool"
     lark = _Lark(special)
     header = parser == HARMONY and bool(harmony.begun(prompt))
-    calls = [_call(lark, parser, function, header) for function in functions]
+    try:
+        calls = [_call(lark, parser, function, header) for function in functions]
+    except RecursionError:
+        raise Refused("`tools` have parameters that are nested too deeply", "tools") from None
     several = parallel and named is None
-    before = _thinking(lark, parser, reasoning, prompt)
+    before = _thinking(lark, parser, reasoning, prompt, continued)
     lark.rule("call", " | ".join(calls))
     lark.rule("start", f"{before} {_around(lark, parser, several)}")
-    return lark.source
+    return Grammar("lark", lark.source)
 
 
 class _Lark:
@@ -242,7 +237,7 @@ def _keywords(lark: _Lark, schema: Json) -> str:
     return f"({' | '.join(chains)})?" if chains else ""
 
 
-def _thinking(lark: _Lark, parser: str, reasoning: str | None, prompt: str) -> str:
+def _thinking(lark: _Lark, parser: str, reasoning: str | None, prompt: str, continued: str) -> str:
     """What may stand before the calls."""
     if parser == HARMONY:
         thinking = f"{lark.up_to(harmony.END)} {lark.text(harmony.START, 'assistant')}"
@@ -252,7 +247,7 @@ def _thinking(lark: _Lark, parser: str, reasoning: str | None, prompt: str) -> s
         return ""
     thoughts = THOUGHTS[reasoning]
     thinking = f"{lark.up_to(thoughts.closes[0])} /[ \\n]{{0,4}}/"
-    return thinking if thoughts.begun(prompt) else f"({lark.text(thoughts.opens[0])} {thinking})?"
+    return thinking if thoughts.begun(prompt, continued) else f"({lark.text(thoughts.opens[0])} {thinking})?"
 
 
 def _quoted(text: str) -> str:

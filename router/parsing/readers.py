@@ -126,11 +126,14 @@ class Plain:
         return []
 
 
-def reader(reasoning: str | None, tools: str | None, *, prompt: str = "", schemas: Schemas | None = None) -> Reader:
+def reader(
+    reasoning: str | None, tools: str | None, *, prompt: str = "", continued: str = "", schemas: Schemas | None = None
+) -> Reader:
     """A reader for one answer of a model that thinks and calls tools in these ways; None: it doesn't, or nobody wants to know.
 
-    `prompt`: the text, or its end: a template may have begun the reasoning, or a message. `schemas`: the request's tools, so that
-    an answer that only looks like a call is none, and untyped arguments get their types.
+    `prompt`: the text, or its end: a template may have begun the reasoning, or a message. `continued`: what the last message says,
+    if the answer goes on with it. `schemas`: the request's tools, so that an answer that only looks like a call is none, and
+    untyped arguments get their types.
     """
     calls = Calls(schemas, mistral_id if tools in ("mistral", MISTRAL_ARGS) else openai_id)
     if HARMONY in (reasoning, tools):
@@ -139,7 +142,7 @@ def reader(reasoning: str | None, tools: str | None, *, prompt: str = "", schema
         return Plain()
     thoughts = None if reasoning is None else THOUGHTS[reasoning]
     form = None if tools is None else FORMS[tools]
-    return Steady(_answer(thoughts, form, calls, thoughts is not None and thoughts.begun(prompt)))
+    return Steady(_answer(thoughts, form, calls, thoughts is not None and thoughts.begun(prompt, continued)))
 
 
 def detect(template: str) -> tuple[str | None, str | None]:

@@ -17,8 +17,11 @@ class Thoughts:
     def markers(self) -> tuple[str, ...]:
         return (*self.opens, *self.closes)
 
-    def begun(self, prompt: str) -> bool:
-        """Whether the prompt ends where the answer's reasoning begins, as many templates have it."""
+    def begun(self, prompt: str, continued: str) -> bool:
+        """Whether the prompt ends where the answer's reasoning begins, as many templates have it, or in the reasoning of the
+        message that is `continued`, whose text the prompt ends with; "" if none is."""
+        if continued.strip():
+            return continued.lstrip().startswith(self.opens) and not any(marker in continued for marker in self.closes)
         return prompt[-256:].rstrip().endswith(self.opens)
 
     def read(self, source: Source, begun: bool) -> Steps[None]:

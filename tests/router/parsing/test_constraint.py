@@ -142,8 +142,9 @@ def test_a_model_may_think_before(reasoning: str, special: bool) -> None:
     world = World([*thoughts.markers, "<tool_call>", "</tool_call>"] if special else [])
     call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
-    def grammar(prompt: str) -> str:
-        return constraint("hermes", TOOLS, "now", True, reasoning=reasoning, prompt=prompt, special=world.special.get).source
+    def grammar(prompt: str, continued: str = "") -> str:
+        asked: dict[str, Any] = {"reasoning": reasoning, "prompt": prompt + continued, "continued": continued}
+        return constraint("hermes", TOOLS, "now", True, **asked, special=world.special.get).source
 
     [opened, *_], [closed, *_] = thoughts.opens, thoughts.closes
     assert world.accepts(grammar("<user>"), call)
@@ -151,6 +152,9 @@ def test_a_model_may_think_before(reasoning: str, special: bool) -> None:
     assert world.accepts(grammar(f"<user>{opened}\n"), f"Hm < ?\n{closed}\n\n{call}")
     assert not world.accepts(grammar(f"<user>{opened}\n"), call)
     assert not world.accepts(grammar("<user>"), f"Hm. {call}")
+    assert world.accepts(grammar("<bot>", f"{opened}\nH"), f"m < ?\n{closed}\n\n{call}")
+    assert not world.accepts(grammar("<bot>", f"{opened}\nH"), call)
+    assert world.accepts(grammar("<bot>", f"{opened}\nHm{closed}So"), call)
 
 
 def test_gpt_oss_may_call_at_once_where_the_prompt_names_its_role() -> None:
