@@ -142,7 +142,7 @@ def reader(
         return Plain()
     thoughts = None if reasoning is None else THOUGHTS[reasoning]
     form = None if tools is None else FORMS[tools]
-    return Steady(_answer(thoughts, form, calls, thoughts is not None and thoughts.begun(prompt, continued)))
+    return Steady(_answer(thoughts, form, calls, prompt, continued))
 
 
 def detect(template: str) -> tuple[str | None, str | None]:
@@ -166,10 +166,12 @@ def markers(reasoning: str | None, tools: str | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _answer(thoughts: Thoughts | None, form: Form | None, calls: Calls, begun: bool) -> Callable[[Source], Steps[None]]:
+def _answer(
+    thoughts: Thoughts | None, form: Form | None, calls: Calls, prompt: str, continued: str
+) -> Callable[[Source], Steps[None]]:
     def read(source: Source) -> Steps[None]:
         if thoughts is not None:
-            yield from thoughts.read(source, begun)
+            yield from thoughts.read(source, prompt, continued)
         if form is not None:
             yield from _text_and_calls(source, form, calls)
         while not source.ended or source.at < len(source.text):

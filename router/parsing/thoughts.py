@@ -24,8 +24,9 @@ class Thoughts:
             return continued.lstrip().startswith(self.opens) and not any(marker in continued for marker in self.closes)
         return prompt[-256:].rstrip().endswith(self.opens)
 
-    def read(self, source: Source, begun: bool) -> Steps[None]:
-        """Reads the reasoning if the answer begins with it, and nothing otherwise."""
+    def read(self, source: Source, prompt: str, continued: str) -> Steps[None]:
+        """Reads the reasoning if the answer begins with it or in it, and nothing otherwise."""
+        begun = self.begun(prompt, continued)
         if not begun:
             yield from space(source)
             for marker in self.opens:
@@ -34,7 +35,8 @@ class Thoughts:
             else:
                 source.at = 0
                 return
-        yield from space(source)
+        if not begun or self.begun(prompt, ""):  # a marker has just been there
+            yield from space(source)
         marker = yield from before(source, Markers(*self.closes), Reasoning)
         if marker:
             yield from space(source)

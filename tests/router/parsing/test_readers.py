@@ -417,10 +417,10 @@ def test_reasoning(name: str) -> None:
     begun = text.partition(opened)[2]
     assert parts_of(list(begun), name, None, prompt=f"<user>Hi {opened}\n") == told
     assert parts_of([begun], name, None, prompt=f"<user>Hi {opened} {closed}\n") == [Text(begun)]
-    goes_on = begun.removeprefix("\nHm")
+    goes_on = begun.removeprefix("\nHm,")
     for continued, expected in (
-        (f"\n{opened}\nHm", [Reasoning(",  so\n <b>"), Text("Yes. ")]),
-        (f"{opened}\n", [Reasoning(goes_on.partition(f"\n{closed}")[0]), Text("Yes. ")]),
+        (f"\n{opened}\nHm,", [Reasoning("  so\n <b>"), Text("Yes. ")]),
+        (f"{opened}\n", [Reasoning("so\n <b>"), Text("Yes. ")]),
         (f"{opened}Hm{closed} So", [Text(goes_on)]),
         (f"We write {opened}", [Text(goes_on)]),
         ("So", [Text(goes_on)]),
