@@ -34,13 +34,14 @@ class Chats:
         """The request, and what makes a reader for each of its answers; None: they are plain text."""
         tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls)
         prompt = await self._render(body, messages, tools)
+        continued = _text(messages[-1]) if _continues(body, messages[-1]) else ""
         format = None if tools.forced else grammar_of(body)
         parser = self._parser if tools.given else None
         reasoning = None if format else self._reasoning  # an answer with a format is that from the first token on
         grammar = format
         if tools.forced or (format is not None and tools.given):
             parser = parser or PLAIN_FORM
-            calls = self._calls(tools, parser, reasoning, prompt)
+            calls = self._calls(tools, parser, reasoning, prompt, continued)
             grammar = calls if format is None else _either(calls, format)
         asked = replace(asked, grammar=grammar, shown=self._shown(reasoning, parser))
         with naming(grammar="tools" if tools.forced else format_name(body)):
@@ -49,7 +50,7 @@ class Chats:
             return request, None
 
         def make() -> Speaker:
-            own = reader(reasoning, parser, prompt=prompt, schemas=tools.schemas)
+            own = reader(reasoning, parser, prompt=prompt, continued=continued, schemas=tools.schemas)
             return Speaker(own, not tools.parallel, body.include_reasoning is False, tools.forced)
 
         return request, make
@@ -62,12 +63,6 @@ class Chats:
         messages = messages_of(given)
         if body.add_generation_prompt and body.continue_final_message:
             raise Refused("`continue_final_message` excludes `add_generation_prompt`", "continue_final_message")
-        # As in TGI, an answer that the client has begun is continued, unless it says otherwise.
-        continued = body.continue_final_message
-        if continued is None:
-            last = given[-1]
-            begun = last.get("role") == "assistant" and isinstance(last.get("content"), str | list) and not last.get("tool_calls")
-            continued = begun and not body.add_generation_prompt
         effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
         chat = Chat(
             messages=messages,
@@ -75,7 +70,7 @@ class Chats:
             documents=body.documents,
             variables=effort | (body.chat_template_kwargs or {}),
             add_generation_prompt=body.add_generation_prompt is not False,
-            continue_final_message=continued,
+            continue_final_message=_continues(body, given[-1]),
         )
         return await self._tokenizer.chat_prompt(chat, body.chat_template)
 
@@ -84,7 +79,7 @@ class Chats:
         ids = [self._tokenizer.special_id(marker) for marker in markers(reasoning, parser)]
         return tuple(id for id in ids if id is not None)
 
-    def _calls(self, tools: Tools, parser: str, reasoning: str | None, prompt: str) -> Grammar:
+    def _calls(self, tools: Tools, parser: str, reasoning: str | None, prompt: str, continued: str) -> Grammar:
         return constraint(
             parser,
             [tool for tool in tools.given if tool["function"]["name"] in tools.schemas],
@@ -92,8 +87,23 @@ class Chats:
             tools.parallel,
             reasoning=reasoning,
             prompt=prompt,
+            continued=continued,
             special=self._tokenizer.added_id,
         )
+
+
+def _continues(body: ChatBody, last: Mapping[str, Any]) -> bool:
+    """As in TGI, an answer that the client has begun is continued, unless it says otherwise."""
+    if body.continue_final_message is not None:
+        return body.continue_final_message
+    begun = last.get("role") == "assistant" and isinstance(last.get("content"), str | list) and not last.get("tool_calls")
+    return begun and not body.add_generation_prompt
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    """All that a message says."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
 
 
 def _either(calls: Grammar, format: Grammar) -> Grammar:

@@ -319,6 +319,26 @@ def test_reasoning_comes_apart_and_is_counted(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test, says="<think>Hm?</think>No.</s>")
 
 
+@pytest.mark.parametrize(
+    ("last", "reasoning", "content"),
+    [
+        ("<think>\nI should", " add.", "4"),
+        ([{"type": "text", "text": "<think>\nI should"}], " add.", "4"),
+        ("<think>\nI add.</think>It is", None, " add.</think>4"),
+        ("It is <think>", None, " add.</think>4"),
+    ],
+)
+def test_the_reasoning_of_a_begun_answer_goes_on(tokenizer: Tokenizer, last: Any, reasoning: str | None, content: str) -> None:
+    messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": last}]
+
+    async def test(server: Server) -> None:
+        message, _ = await both(server, messages=messages, max_tokens=30)
+        assert message.get("reasoning_content") == reasoning
+        assert message["content"] == content
+
+    serve(tokenizer, test, says=" add.</think>4</s>")
+
+
 def test_each_choice_is_read_by_itself(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         chunks = await server.events(PATH, {**CHAT, "n": 2, "stream": True})
