@@ -12,6 +12,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -32,6 +33,7 @@ PROCESSES = 2
 # Bytes of the stack on which it is compiled. The shards have more, so what is too deeply nested for them ends a process here.
 STACK = 1 << 21
 SPECIAL = re.compile(r"<[^<>\s]+>")  # in a lark grammar: perhaps a special token's name
+PART = re.compile(r"%json\s*")  # in a lark grammar: a schema follows
 # Between the parts of a JSON text: none, a space, or a line's end and an indentation. Without a bound, a model may go on with
 # spaces for ever, and small models do.
 WHITESPACE = r" |\n[ \t]{0,32}"
@@ -189,7 +191,7 @@ def problem(grammar: Grammar, specials: Sequence[str] = ()) -> str:
     try:
         grammar.source.encode()
         source = written(grammar)
-        if grammar.kind == "json_schema" and not _Schema(grammar.source).ends:
+        if not all(_Schema(schema).ends for schema in _schemas(grammar)):
             return "the schema refers to itself without end: no text of finite length validates"
     except UnicodeEncodeError:
         return "it has half of a surrogate pair, which is no character"
@@ -249,14 +251,23 @@ def _literally(text: str) -> str:
     return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
 
 
+def _schemas(grammar: Grammar) -> Iterator[Any]:
+    """The schemas that it is, or has as parts. Raises ValueError if its source is no JSON where it has to be."""
+    if grammar.kind == "json_schema":
+        yield json.loads(grammar.source)
+    for part in PART.finditer(grammar.source) if grammar.kind == "lark" else ():
+        with suppress(ValueError):  # within quotes, perhaps; llguidance will say
+            yield json.JSONDecoder().raw_decode(grammar.source, part.end())[0]
+
+
 class _Schema:
     """Whether there is an end to what a schema asks for: a required property of the schema's own kind never comes to one.
 
     Everything else that makes a schema impossible llguidance finds. What can't be followed here counts as possible.
     """
 
-    def __init__(self, source: str) -> None:
-        self._root = json.loads(source)
+    def __init__(self, root: Any) -> None:
+        self._root = root
         self._ending: set[str] = set()  # references that are known to come to an end
         self._visits = itertools.count()
 

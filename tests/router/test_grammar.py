@@ -87,6 +87,10 @@ def test_what_is_possible_is_taken(checked: Callable[[Grammar], str], grammar: G
 
 
 BAD = [
+    (
+        lark(f'start: "a" (b | c)\nb: "%json "\nc: %json {json.dumps({"$defs": {"node": NODE}, "$ref": "#/$defs/node"})}'),
+        "without end",
+    ),
     (json_schema({"not": {"type": "string"}}), 'Unimplemented keys: ["not"]'),
     (json_schema({"type": "array", "uniqueItems": True}), 'Unimplemented keys: ["uniqueItems"]'),
     (json_schema({"type": "strin"}), "Invalid type: strin"),
