@@ -5,6 +5,7 @@ import json
 import re
 import signal
 from collections import Counter
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,14 @@ def test_what_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert [float(cell) for cell in rows["ttft p50, ms"]] == pytest.approx(expected, rel=0.02)
 
 
+@pytest.fixture
+def keyboard() -> Iterator[None]:
+    """Ctrl-C counts, also where these tests run in the background of a shell, which has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def interrupting(monkeypatch: pytest.MonkeyPatch, stage_of: int) -> None:
     """Ctrl-C as soon as a stage has begun. Nothing of a stage may outlive it: its session would be gone."""
     run, begun = Load.run, []
@@ -180,6 +189,7 @@ def interrupting(monkeypatch: pytest.MonkeyPatch, stage_of: int) -> None:
     monkeypatch.setattr(Load, "run", interrupted)
 
 
+@pytest.mark.usefixtures("keyboard")
 @pytest.mark.parametrize("flag", ["--concurrency", "--rate"])
 def test_what_was_measured_before_an_interruption_is_told(
     flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -192,6 +202,7 @@ def test_what_was_measured_before_an_interruption_is_told(
     assert "answered" in told.out
 
 
+@pytest.mark.usefixtures("keyboard")
 def test_nothing_is_left_where_nothing_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
