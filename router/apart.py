@@ -6,11 +6,13 @@ crashes, costs its process, and the next one starts another. So does one whose c
 """
 
 import asyncio
+import os
 import resource
 import socket
 import struct
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 
@@ -23,7 +25,7 @@ READ = 65536  # bytes
 
 
 class Died(Exception):
-    """Of the job: it ended a process that had just started."""
+    """Of the job: it ended two processes."""
 
 
 class Late(Exception):
@@ -31,7 +33,7 @@ class Late(Exception):
 
 
 class Busy(Exception):
-    """No process was free in time."""
+    """No process was free in time, or none could be started: another time there may be one."""
 
 
 class Apart:
@@ -45,15 +47,10 @@ class Apart:
         self._started = False
 
     async def start(self) -> None:
-        """Returns when a process was there once: the first job shall not lose its time by waiting for it."""
+        """Returns when a process was there once: the first job shall not lose its time by waiting for it. Raises Busy."""
         async with self._starting:
             if not self._started:
-                process = _Process(self._module)
-                try:
-                    await process.ready()
-                except (OSError, EOFError):
-                    return  # who asks will learn why
-                self._idle.append(process)
+                self._idle.append(await self._new())
                 self._started = True
 
     async def ask(self, job: bytes, seconds: float, patience: float | None = None) -> bytes:
@@ -74,20 +71,33 @@ class Apart:
             self._idle.pop().close()
 
     async def _ask(self, job: bytes, seconds: float) -> bytes:
-        """One that was idle may have been killed meanwhile; a new one fails only because of the job."""
-        while self._idle:
+        """A process may have been killed for no fault of the job, so there is a second one."""
+        for _ in range(2):
+            idle = [self._idle.pop() for _ in range(len(self._idle))]
+            process = next((one for one in idle if one.alive), None) or await self._new()
+            self._idle += [one for one in idle if one is not process and one.alive]
             try:
-                return await self._ask_one(self._idle.pop(), job, seconds)
+                return await self._ask_one(process, job, seconds)
             except (OSError, EOFError):
                 continue
+        raise Died
+
+    async def _new(self) -> "_Process":
         try:
-            return await self._ask_one(_Process(self._module), job, seconds)
-        except (OSError, EOFError):
-            raise Died from None
+            process = _Process(self._module)
+        except OSError:  # no memory, no descriptors...
+            raise Busy from None
+        try:
+            await process.ready()
+        except BaseException as error:
+            process.close()
+            if isinstance(error, OSError | EOFError):
+                raise Busy from None
+            raise
+        return process
 
     async def _ask_one(self, process: "_Process", job: bytes, seconds: float) -> bytes:
         try:
-            await process.ready()
             async with asyncio.timeout(seconds):
                 answer = await process.ask(job)
         except BaseException as error:  # the client may have left, too
@@ -107,26 +117,31 @@ class _Process:
         self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
         command = [sys.executable, "-P", "-m", module]
-        with theirs:
+        try:
             self._process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=theirs.fileno(), start_new_session=True)
+        except BaseException:
+            self._socket.close()
+            raise
+        finally:
+            theirs.close()
         self._end = weakref.finalize(self, _ended, self._process, self._socket)  # also when nobody says so
-        self._ready = False
 
     async def ready(self) -> None:
         """Waits until it is. Raises OSError or EOFError if it has ended, or never will be."""
-        if self._ready:
-            return
         try:
             async with asyncio.timeout(START):
                 await self._answer()
         except TimeoutError:
             raise EOFError from None
-        self._ready = True
 
     async def ask(self, job: bytes) -> bytes:
         """Raises OSError or EOFError if the process has ended."""
         await asyncio.get_running_loop().sock_sendall(self._socket, HEAD.pack(len(job)) + job)
         return await self._answer()
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
 
     def close(self) -> None:
         self._end()
@@ -149,7 +164,7 @@ def _ended(process: "subprocess.Popen[bytes]", connection: socket.socket) -> Non
 
 
 def serve(work: Callable[[bytes], bytes]) -> None:
-    """What a process does: one job after the other, until the other side closes the pipe."""
+    """What a process does: one job after the other, until the other side closes the pipe, or `work` leaves a thread behind."""
     die_with_parent()
     if sys.platform.startswith("linux"):
         _limit_memory()
@@ -160,6 +175,8 @@ def serve(work: Callable[[bytes], bytes]) -> None:
         answer = work(incoming.read(*HEAD.unpack(head)))
         outgoing.write(HEAD.pack(len(answer)) + answer)
         outgoing.flush()
+        if threading.active_count() > 1:  # which would take the next job's time, and no thread can be ended
+            os._exit(0)
 
 
 def _limit_memory() -> None:

@@ -28,7 +28,9 @@ MOST_WORK = 0.5  # seconds of one core that compiling it may take
 MOST_SECONDS = 1.0  # that a client waits for that
 MOST_VISITS = 100_000  # of parts of a schema, in search of an end to its references
 KEPT_GRAMMARS, KEPT_CHARACTERS = 256, 4_000_000  # of those checked before
-LONGEST = 5.0  # that the process which compiles it may take before it is ended
+LONGEST = 5.0  # that the process which compiles it may take before it is ended: it stands still, or the machine is very busy
+DOUBT = 60.0  # for which it is believed that a grammar ends processes
+LOOK = 0.02  # between two looks at how much work it was
 PROCESSES = 2
 # Bytes of the stack on which it is compiled. The shards have more, so what is too deeply nested for them ends a process here.
 STACK = 1 << 21
@@ -136,13 +138,11 @@ class Grammars:
         """Raises Refused if no answer could keep it, or not at a bearable price; Overloaded if that could not be looked into."""
         if len(grammar.source) > MOST_CHARACTERS:
             raise Refused(f"`grammar` must have at most {MOST_CHARACTERS} characters. Given: {len(grammar.source)}", "grammar")
-        await self._apart.start()
         try:
+            await self._apart.start()
             problem = await asyncio.wait_for(asyncio.shield(self._ask(grammar)), MOST_SECONDS)
-        except Busy:
+        except (Busy, TimeoutError):  # nothing is known: so much work of its own would have been refused by now
             raise Overloaded("too many grammars are being compiled") from None
-        except TimeoutError:
-            problem = SLOW
         if problem:
             raise Refused(f"`grammar` is not possible: {problem}", "grammar")
 
@@ -158,6 +158,7 @@ class Grammars:
             return verdict
         self.compiled += 1
         verdict = self._kept[grammar] = asyncio.create_task(self._problem(grammar))
+        verdict.add_done_callback(lambda done: done.cancelled() or done.exception())  # perhaps nobody waits for it any more
         self._size += len(grammar.source)
         while len(self._kept) > 1 and (len(self._kept) > KEPT_GRAMMARS or self._size > KEPT_CHARACTERS):
             self._forget(next(iter(self._kept)))
@@ -168,19 +169,18 @@ class Grammars:
             self._size -= len(grammar.source)
 
     async def _problem(self, grammar: Grammar) -> str:
-        """What is wrong with it, if anything is. Goes on when who asked has been told that it takes too long: the next one is told
-        what was found. Raises Busy."""
+        """What is wrong with it, if anything is. Goes on when who asked has been told to come again: the next one is told what was
+        found. Raises Busy."""
         names = SPECIAL.findall(grammar.source) if grammar.kind == "lark" else ()
         specials = [name for name in names if self._special_id(name) is not None]
         job = json.dumps([grammar.kind, grammar.source, specials]).encode()
         try:
             problem, spent = json.loads(await self._apart.ask(job, LONGEST, MOST_SECONDS / 2))
-        except Busy:
+        except (Busy, Late):
             self._forget(grammar)
-            raise
-        except Late:
-            return SLOW
-        except Died:
+            raise Busy from None
+        except Died:  # or somebody kills whatever is started
+            asyncio.get_running_loop().call_later(DOUBT, self._forget, grammar)
             return "the library that compiles grammars fails for it; make it simpler"
         return problem or (SLOW if spent > MOST_WORK else "")
 
@@ -344,17 +344,15 @@ def _needed(schema: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _work(job: bytes) -> bytes:
-    """What the process does for one grammar, on a thread with a stack of a known size."""
+    """What the process does for one grammar, on a thread with a stack of a known size. If that works too much it is left behind."""
     kind, source, specials = json.loads(job)
-    found: list[tuple[str, float]] = []
-
-    def run() -> None:
-        found.append((problem(Grammar(kind, source), specials), time.thread_time()))
-
-    thread = threading.Thread(target=run)
+    found: list[str] = []
+    thread = threading.Thread(target=lambda: found.append(problem(Grammar(kind, source), specials)), daemon=True)
+    began = time.process_time()
     thread.start()
-    thread.join()
-    return json.dumps(found[0]).encode()
+    while thread.is_alive() and time.process_time() - began <= MOST_WORK:
+        thread.join(LOOK)
+    return json.dumps(["" if thread.is_alive() else found[0], time.process_time() - began]).encode()
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import codecs
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ class Tokenizer:
         self._renderer = Renderer()
         # (tools, reasoning): how the model writes them; None: it doesn't
         self.parsers = chosen(parsers, detect("\n".join(self._templates.values())))
-        decoders = _decoders(json.loads(self._tokenizer.to_str())["decoder"])
+        decoders = _kinds(json.loads(self._tokenizer.to_str())["decoder"], "decoders")
         self._byte_level = _byte_level_alphabet() if "ByteLevel" in decoders else None
         self._byte_fallback = "ByteFallback" in decoders
         # tokenizers writes one U+FFFD for each byte of a broken byte-fallback run, and one for a broken character elsewhere.
@@ -78,6 +79,21 @@ class Tokenizer:
         for character in text:
             at.append(at[-1] + len(character.encode()))
         return [(id, at[start], at[stop]) for id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True)]
+
+    @cached_property
+    def longest(self) -> int:
+        """The most characters that a token stands for; 0: nobody knows, since some of a text may be left out before it is cut."""
+        whole = json.loads(self._tokenizer.to_str())
+        known = _kinds(whole["normalizer"], "normalizers") <= {"Sequence", "Prepend", "Replace"}
+        known &= _kinds(whole["pre_tokenizer"], "pretokenizers") <= {"Sequence", "ByteLevel", "Split", "Digits", "Metaspace"}
+        known &= '"Removed"' not in json.dumps(whole["pre_tokenizer"]) and '"content": ""' not in json.dumps(whole["normalizer"])
+        if (
+            not known
+            or not (self._byte_level or self._byte_fallback)
+            or any(t["lstrip"] or t["rstrip"] for t in whole["added_tokens"])
+        ):
+            return 0
+        return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=0)
 
     @property
     def size(self) -> int:
@@ -348,11 +364,11 @@ def _byte_level_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
-def _decoders(decoder: dict[str, Any] | None) -> set[str]:
-    """The kinds of a tokenizer.json's decoder and of its parts."""
-    if decoder is None:
+def _kinds(part: dict[str, Any] | None, parts: str) -> set[str]:
+    """Of a tokenizer.json's decoder or normalizer, and of its parts."""
+    if part is None:
         return set()
-    return {decoder["type"]}.union(*(_decoders(part) for part in decoder.get("decoders", ())))
+    return {part["type"]}.union(*(_kinds(one, parts) for one in part.get(parts, ())))
 
 
 def _compiled(name: str, source: str, special_tokens: Mapping[str, str]) -> ChatTemplate:

@@ -7,13 +7,15 @@ import asyncio
 import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
+from typing import TypeVar
 
 import msgspec
 
 from .config import RouterConfig
 from .grammar import Grammars
-from .request import Beams, Grammar, Limits, Priority, Refused, Request, Sampling, Stopping
+from .request import Beams, Grammar, Limits, Overloaded, Priority, Refused, Request, Sampling, Stopping
 from .scheduler import most_pages
 from .text import LONG_TEXT, Tokenizer
 
@@ -61,6 +63,7 @@ class Parameters(msgspec.Struct, frozen=True, kw_only=True):
     priority: object = None
     timeout: float | None = None
     tenant: str = ""
+    salt: str = ""  # only requests with the same find each other's keys and values
     session: str = ""
 
     @property
@@ -69,6 +72,11 @@ class Parameters(msgspec.Struct, frozen=True, kw_only=True):
         return self.do_sample or any(
             value is not None for value in (self.temperature, self.top_k, self.top_p, self.typical_p, self.min_p)
         )
+
+
+THREADS = 2
+MOST_LONG = 64  # long texts that are tokenized, or wait for it
+Result = TypeVar("Result")
 
 
 class Validator:
@@ -80,6 +88,8 @@ class Validator:
         self._tokenizer = tokenizer
         self._observe = observe
         self.grammars = Grammars(tokenizer.added_id)
+        self._threads = ThreadPoolExecutor(THREADS, "tokenizer")
+        self._long = 0  # texts that threads tokenize, or will
 
     @property
     def most_choices(self) -> int:
@@ -107,6 +117,8 @@ class Validator:
         if parameters.truncate is not None and not 0 < parameters.truncate <= most:
             raise Refused(f"`truncate` must be strictly positive and less than {most}. Given: {parameters.truncate}", "truncate")
         if isinstance(prompt, str):
+            if not parameters.truncate:
+                self._check_length(prompt, most)
             ids: Sequence[int] = await self.encode(prompt, add_special_tokens)
             if max(ids, default=0) >= limits.vocabulary:  # a tokenizer may have more tokens than the model
                 _check_ids(ids, "inputs", limits)
@@ -145,24 +157,45 @@ class Validator:
             timeout=parameters.timeout or 0.0,
             tenant=parameters.tenant,
             session=parameters.session,
-            cache_key=parameters.tenant if self._config.isolate_tenants else "",
+            cache_key=_together(parameters.tenant if self._config.isolate_tenants else "", parameters.salt),
         )
         if parameters.grammar is not None:
             await self.grammars.check(parameters.grammar)
         self._observe(monotonic() - began)
         return request
 
+    def _check_length(self, text: str, most: int) -> None:
+        """Of a long text, before it is tokenized, which is dear."""
+        room = most * self._tokenizer.longest
+        if len(text) > max(room, LONG_TEXT) and room:
+            raise Refused(
+                f"`inputs` must have at most {most} tokens, which are at most {room} characters. Given: {len(text)} characters",
+                "inputs",
+            )
+
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The text's tokens, without holding up the event loop."""
         if len(text) <= LONG_TEXT:
             return self._tokenizer.encode(text, add_special_tokens)
-        return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens)
+        return await self._apart(lambda: self._tokenizer.encode(text, add_special_tokens))
 
     async def offsets(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, int, int]]:
         """The same with each token's place in the text's bytes."""
         if len(text) <= LONG_TEXT:
             return self._tokenizer.offsets(text, add_special_tokens)
-        return await asyncio.to_thread(self._tokenizer.offsets, text, add_special_tokens)
+        return await self._apart(lambda: self._tokenizer.offsets(text, add_special_tokens))
+
+    async def _apart(self, work: Callable[[], Result]) -> Result:
+        """On one of few threads: each holds hundreds of times its text in memory. Raises Overloaded."""
+        if self._long >= MOST_LONG:
+            raise Overloaded(f"{self._long} long texts are being tokenized")
+        self._long += 1
+        job = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        job.add_done_callback(self._done)
+        return await job
+
+    def _done(self, job: object) -> None:
+        self._long -= 1
 
     def _ends(self, given: Parameters, limits: Limits) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """Strings and token ids that end the answer. `ignore_eos` is about the model's own ends, not about what is asked for.
@@ -377,3 +410,7 @@ def _seed(given: Parameters) -> int:
     if not given.sampled:
         return 0
     return secrets.randbits(64) if given.seed is None else given.seed
+
+
+def _together(tenant: str, salt: str) -> str:
+    return f"{len(tenant)} {tenant} {salt}" if salt else tenant

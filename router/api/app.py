@@ -34,6 +34,7 @@ from .tgi import Tgi
 PROBES = {"/", HEALTH, READY, LIVE, "/ping"}  # to be asked by load balancers, which have no key
 SILENT = {"/metrics", "/stats", "/favicon.ico"}  # beside the open paths: asked again and again, and no line of a log is wanted
 PATIENCE = 60.0  # seconds that a client gets to send a body
+LONG = 1 << 18  # bytes of an answer that does not fit into the buffers on its way
 KINDS = {404: "not_found", 405: "method_not_allowed", 413: "payload_too_large"}
 
 
@@ -64,6 +65,7 @@ def make_app(
     docs = Docs(config)
     open_paths = probes | FILES.keys() | docs.paths
     preflight, grant = cors(config.cors_allow_origin)
+    patience = Patience(config.slow_client_timeout)
     app = web.Application(
         middlewares=[
             observed(tracing, open_paths | SILENT),
@@ -71,9 +73,10 @@ def make_app(
             _problems(metrics),
             _authorization(config.api_keys, open_paths, PREFIX if config.admin_key else None),
             _read(config.payload_limit, config.payload_limit_total, metrics),
+            _deliver(patience),
         ]
     )
-    patience = app[PATIENT] = Patience(config.slow_client_timeout)
+    app[PATIENT] = patience
     app[OUTBOX] = Outbox()
     metrics.watch("penstock_slow_clients", lambda: patience.dropped)
     app.on_response_prepare.extend((add_headers, grant))
@@ -174,6 +177,20 @@ def _authorization(keys: tuple[str, ...], open_paths: Set[str], other: str | Non
     return check
 
 
+def _deliver(patience: Patience) -> Middleware:
+    """Sends long answers that are whole, and waits for their clients no longer than for those of streams."""
+
+    @web.middleware
+    async def deliver(request: web.Request, handler: Handler) -> web.StreamResponse:
+        response = await handler(request)
+        if isinstance(response, web.Response) and (response.content_length or 0) > LONG:
+            await response.prepare(request)
+            await patience.until(response.write_eof(), request)
+        return response
+
+    return deliver
+
+
 def _read(limit: int, together: int, metrics: Metrics) -> Middleware:
     """Reads a body before anybody asks for it, but not for ever, and not more of all requests than memory is meant for. One that
     will be refused for its size is not read.
@@ -209,7 +226,8 @@ def _read(limit: int, together: int, metrics: Metrics) -> Middleware:
     @web.middleware
     async def read(request: web.Request, handler: Handler) -> web.StreamResponse:
         nonlocal held
-        if not request.body_exists or (request.content_length or 0) > limit:
+        # Nobody asks for a GET's body, but anybody may send one, without a key where a path is open.
+        if not request.body_exists or request.method in ("GET", "HEAD") or (request.content_length or 0) > limit:
             return await handler(request)
         request[BODY] = await receive(request)
         try:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Collection
 from typing import Any, TypeVar
 
@@ -14,7 +15,7 @@ from .errors import Problem, Rejected
 BODY = web.RequestKey("body", bytes)  # of a request that has one, once it is read: see `app`
 DEEPEST = 200  # brackets within each other; Python's own limit is 1,000 calls, of which parsers and templates need some
 KEY = re.compile(rb'"(\w+)"\s*:')
-LONG_NUMBER = re.compile(rb"\d{4300}")  # more than Python reads
+LONG_NUMBER = re.compile(rb"(?<!\d)\d{4300}")  # more than Python reads; begun once in a row of digits, however many there are
 MARKS = re.compile(rb'"((?:[^"\\]|\\.)*)"|[\[{]|[\]}]', re.DOTALL)
 
 Body = TypeVar("Body")
@@ -64,8 +65,7 @@ def _names(text: str) -> Collection[str]:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise Refused(f"`{twice}` comes twice in one object", twice)
     return found
 

@@ -13,6 +13,7 @@ from ..request import Broken, Expired, Failure, NotReady, Overloaded, Refused
 RETRY = {"Retry-After": "1"}
 # OpenAI's clients repeat what failed with 5xx, unless they are told not to: late it would be late again, and what broke a shard...
 NO_RETRY = {"x-should-retry": "false"}
+MOST_SAID = 4000  # characters of a refusal, which may repeat what was sent
 OPENAI_PATH = "/v1/"
 # Seen by a client of /v1, where the fields have other names than in TGI's rules.
 OPENAI_NAMES = {"inputs": "prompt", "max_new_tokens": "max_tokens", "top_n_tokens": "top_logprobs"}
@@ -42,7 +43,7 @@ def problem_of(failure: Failure) -> Problem:
     """The table."""
     match failure:
         case Refused():
-            return Problem(422, "validation", str(failure), failure.parameter)
+            return Problem(422, "validation", str(failure)[:MOST_SAID], failure.parameter)
         case Overloaded():
             after = str(max(1, math.ceil(failure.retry_after)))
             return Problem(429, "overloaded", "Model is overloaded", headers={"Retry-After": after})

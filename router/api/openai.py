@@ -40,6 +40,7 @@ from .ports import Batcher, limits_of
 from .stream import Answer, Clock, escaped, fold, guesses, headers_of, plain_frame, send, stream_headers_of
 
 DONE = b"data: [DONE]\n\n"
+MOST_SCORES = 1 << 20  # log-probabilities of prompts that an answer of several choices holds: some 70 bytes each
 
 
 @dataclass(slots=True)
@@ -144,6 +145,13 @@ class OpenAI:
         theirs = {"inputs": "prompt", "max_new_tokens": "max_tokens", "top_n_tokens": "logprobs", "grammar": format_name(body)}
         with naming(**theirs, **width.names, truncate="truncate_prompt_tokens"):
             requests = [await self._validator.request(prompt, asked, limits, add_special_tokens=special) for prompt in prompts]
+        scores = sum(len(request.prompt) for request in requests) * shown * (1 + asked.prompt_top_n) * asked.prompt_logprobs
+        if scores > MOST_SCORES and len(requests) * shown > 1:
+            raise Refused(
+                f"the answers would hold {scores} log-probabilities of prompts, and {MOST_SCORES} can be had at once: ask for "
+                "fewer prompts, answers or alternatives",
+                "echo" if scored else "prompt_logprobs",
+            )
         whole = body.truncate_prompt_tokens is None
         texts = [prompt if isinstance(prompt, str) and whole else "" for prompt in prompts]
         echoes = [Echo(request, text) for request, text in zip(requests, texts, strict=True)] if body.echo else ()

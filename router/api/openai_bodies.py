@@ -76,7 +76,6 @@ HARMLESS = frozenset(
         "prompt_cache_retention",
         "prediction",
         "request_id",
-        "cache_salt",
     )
 )
 
@@ -114,6 +113,7 @@ class Common(Format, kw_only=True):
     service_tier: str | None = None
     user: Any = None  # these two say which requests belong together
     prompt_cache_key: Any = None
+    cache_salt: str | None = None
     speculate: int | None = None  # ours
     num_beams: int | None = None  # these are ours, with transformers' names
     length_penalty: float | None = None
@@ -254,6 +254,7 @@ def parameters(
         priority=_priority(body),
         timeout=body.timeout,
         tenant=tenant_of(http),
+        salt=body.cache_salt or "",
         session=session_of(http, body.prompt_cache_key, body.user),
         temperature=None if greedy else body.temperature,
         do_sample=not greedy and not (width.searched and body.temperature is None),

@@ -45,6 +45,24 @@ class Patience:
     seconds: float
     dropped: int = 0  # clients with whom it has ended
 
+    async def until(self, written: Awaitable[None], http: web.Request) -> None:
+        """Waits until an answer has left, as long as the client takes of it."""
+        writing = asyncio.ensure_future(written)
+        left, since = -1, monotonic()
+        try:
+            while not writing.done():
+                await asyncio.wait([writing], timeout=self.seconds / 8)
+                now = http.transport.get_write_buffer_size() if http.transport is not None else 0
+                if now != left:
+                    left, since = now, monotonic()
+                elif monotonic() - since >= self.seconds and http.transport is not None:
+                    logger.warning("the client has read nothing for %g s: its answer is given up", monotonic() - since)
+                    self.dropped += 1
+                    http.transport.abort()
+            await writing
+        finally:
+            writing.cancel()
+
 
 PATIENT = web.AppKey("patience", Patience)
 

@@ -90,6 +90,8 @@ def bodies(path: str) -> list[tuple[bytes, str]]:
         with_field("guided_json", b'{"type": 5}'),
         with_field("guided_json", b'{"$ref": "#"}'),
         with_field("guided_grammar", b'"start: ???"'),
+        (b'{%b, "x": {%b, "ea5f": 1}}' % (good, b",".join(b'"%x": 1' % n for n in range(60_000))), "ea5f"),
+        (b'{%b, "x": "%b", "y": %b}' % (good, b" ".join([b"1" * 4299] * 200), b"1" * 5000), "y"),
     ]
 
 

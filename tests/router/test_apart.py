@@ -1,0 +1,106 @@
+"""Work in other processes, where these are killed, or can't be started."""
+
+import asyncio
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from penstock.router import apart as module
+from penstock.router.apart import Apart, Busy, Died
+from penstock.router.grammar import lark
+
+JOB = b'["regex", "a", []]'
+DEADLY = b'["json_schema", "{\\"const\\": -9223372036854775808}", []]'
+
+
+@pytest.fixture
+def apart() -> Iterator[Apart]:
+    found = Apart("penstock.router.grammar", 2)
+    yield found
+    found.close()
+
+
+def test_one_that_was_killed_costs_nothing(apart: Apart) -> None:
+    async def run() -> None:
+        for _ in range(3):
+            assert await apart.ask(JOB, 10)
+            [process] = apart._idle
+            os.kill(process._process.pid, signal.SIGKILL)
+
+    asyncio.run(run())
+
+
+def test_a_deadly_job_ends_no_more_than_two(apart: Apart, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    start = subprocess.Popen
+
+    def counted(*arguments: Any, **settings: Any) -> Any:
+        started.append(arguments)
+        return start(*arguments, **settings)
+
+    monkeypatch.setattr(subprocess, "Popen", counted)
+
+    async def run() -> None:
+        await asyncio.gather(apart.ask(JOB, 10), apart.ask(JOB, 10))
+        with pytest.raises(Died):
+            await apart.ask(DEADLY, 10)
+        assert await apart.ask(JOB, 10)
+
+    asyncio.run(run())
+    assert len(started) == 3
+
+
+def test_none_that_can_be_started_is_the_jobs_fault_never(apart: Apart, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no(*arguments: Any, **settings: Any) -> Any:
+        raise OSError(24, "Too many open files")
+
+    async def run() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(subprocess, "Popen", no)
+            with pytest.raises(Busy):
+                await apart.start()
+            with pytest.raises(Busy):
+                await apart.ask(JOB, 10)
+        await apart.start()
+        assert await apart.ask(JOB, 10)
+
+    asyncio.run(run())
+
+
+def test_one_that_does_not_come_up_is_no_jobs_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "START", 0.2)
+    asleep = Apart("time", 1)  # a module that ends at once
+    with pytest.raises(Busy):
+        asyncio.run(asleep.start())
+
+
+def test_who_waits_for_one_waits_so_long(apart: Apart) -> None:
+    async def run() -> None:
+        await asyncio.gather(*(apart._free.acquire() for _ in range(2)))
+        with pytest.raises(Busy):
+            await apart.ask(JOB, 10, 0.05)
+        apart._free.release()
+        assert await apart.ask(JOB, 10, 0.05)
+
+    asyncio.run(run())
+
+
+def test_a_job_that_works_too_much_leaves_no_process(apart: Apart) -> None:
+    source = lark("start: A\\nA: " + " & ".join(f"/(.*a.{{{9 + n}}}b.*)/" for n in range(12))).source
+    job = ('["lark", ' + '"' + source + '"' + ", []]").encode()
+
+    async def run() -> None:
+        assert await apart.ask(job, 30)
+        [process] = apart._idle
+        for _ in range(500):
+            if not process.alive:
+                break
+            await asyncio.sleep(0.02)
+        assert not process.alive
+        assert await apart.ask(JOB, 10)
+
+    asyncio.run(run())
