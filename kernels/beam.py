@@ -38,15 +38,17 @@ def largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
         ordered = values.sort(dim=-1, descending=True, stable=True)
         return ordered.values[:, :count], ordered.indices[:, :count]
     found, columns = values.topk(min(count + 1, values.shape[1]))
-    equal = (found[:, 1:] == found[:, :-1]).any(1)
-    found, columns = found[:, :count], columns[:, :count]
-    equal &= ~found[:, 0].isnan()  # of such rows nothing is meant
-    for row in equal.nonzero().flatten().tolist() if equal.any() else ():
-        above = (values[row] > found[row, -1]).nonzero().flatten()
-        last = (values[row] == found[row, -1]).nonzero().flatten()[: count - len(above)]
-        own = torch.cat((above, last))
-        columns[row] = own[values[row, own].sort(descending=True, stable=True).indices]
-    return found, columns
+    equal = found[:, 1:] == found[:, :-1]
+    if not equal.any():
+        return found[:, :count], columns[:, :count]
+    # A row's last one may be equal to others that were not found: which of these come first is to be looked for.
+    for row in equal[:, count - 1 :].any(1).nonzero().flatten().tolist():
+        above = columns[row][found[row] > found[row, count - 1]]
+        last = (values[row] == found[row, count - 1]).nonzero().flatten()[: count - len(above)]
+        columns[row, :count] = torch.cat((above, last))
+    columns = columns[:, :count].sort(-1).values
+    ordered = values.gather(1, columns).sort(dim=-1, descending=True, stable=True)
+    return ordered.values, columns.gather(1, ordered.indices)
 
 
 def candidates(logits: Tensor, scores: Tensor, starts: Sequence[int], count: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -64,12 +64,18 @@ def limit(text: str) -> int:
     return _whole(text, 0)
 
 
-def _whole(text: str, least: int) -> int:
-    if not text.isascii() or not text.isdigit() or int(text[:20]) < least:
+def size(text: str) -> int:
+    """Bytes."""
+    return _whole(text, 1, 1 << 50)
+
+
+def _whole(text: str, least: int, most: int = MOST) -> int:
+    digits = text.lstrip("0")
+    if not text.isascii() or not text.isdigit() or int(digits[:20] or "0") < least:
         raise ValueError(f"a whole number from {least} is needed")
-    if int(text[:20]) > MOST:
-        raise ValueError(f"{MOST:,} is the most there can be")
-    return int(text)
+    if int(digits[:20] or "0") > most:
+        raise ValueError(f"{most:,} is the most there can be")
+    return int(digits or "0")
 
 
 def threads(text: str) -> int:
@@ -293,12 +299,12 @@ class Options:
     max_client_batch_size: int = option(
         REQUESTS, "most prompts in one /v1/completions", default=ROUTER.max_client_batch_size, kind=count
     )
-    payload_limit: int = option(REQUESTS, "most bytes of a body", default=ROUTER.payload_limit, kind=count)
+    payload_limit: int = option(REQUESTS, "most bytes of a body", default=ROUTER.payload_limit, kind=size)
     payload_limit_total: int = option(
         REQUESTS,
         "most bytes of the bodies of all requests that are read or answered; one more is answered 429",
         default=ROUTER.payload_limit_total,
-        kind=count,
+        kind=size,
     )
     unknown_fields: str = option(
         REQUESTS,

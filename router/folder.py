@@ -16,6 +16,7 @@ from .template import DEFAULT
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 SETTINGS = "tokenizer_config.json"
+MAP = "special_tokens_map.json"
 ADDED = "added_tokens_decoder"
 AGAIN = "transformers.AutoTokenizer.from_pretrained(model).save_pretrained(folder)"
 
@@ -36,7 +37,7 @@ class Words:
 
 def read(folder: Path, chat_template: str = "") -> Words:
     """`chat_template`: a file with the operator's, instead of the model's. Raises Unusable."""
-    settings, mapped = _read(folder / SETTINGS), _read(folder / "special_tokens_map.json")
+    settings, mapped = _read(folder / SETTINGS), _read(folder / MAP)
     names = _named(settings, mapped)
     tokenizer = _tokenizer(folder / "tokenizer.json")
     _add_tokens(tokenizer, folder, settings, names)
@@ -71,10 +72,11 @@ def _add_tokens(tokenizer: tokenizers.Tokenizer, folder: Path, settings: Mapping
         got = tokenizer.token_to_id(token.content)
         if got != id:
             raise Unusable(
-                f"the files of {folder} give the token {token.content!r} the id {id}, and tokenizer.json, which lacks it, {got}: "
+                f"the files of {folder} give the token {token.content!r} the id {id}, by tokenizer.json it would be {got}: "
                 f"save the tokenizer again, {AGAIN}"
             )
-    lacking = [token for token in names.values() if token not in there and tokenizer.token_to_id(token) is not None]
+    special = [*names.values(), *_unnamed(settings), *_unnamed(_read(folder / MAP))]
+    lacking = [token for token in special if token not in there and tokenizer.token_to_id(token) is not None]
     tokenizer.add_special_tokens(list(dict.fromkeys(lacking)))
 
 
@@ -93,6 +95,15 @@ def _listed(folder: Path, settings: Mapping[str, Any], names: Mapping[str, str])
     except (TypeError, ValueError, AttributeError) as error:
         raise Unusable(f"{folder / file} lists added tokens in a way of its own ({_line(error)}): download it again") from None
     yield from sorted(tokens.items(), key=lambda item: item[0])
+
+
+def _unnamed(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Special tokens that are for nothing in particular."""
+    for field in ("additional_special_tokens", "extra_special_tokens"):
+        for token in settings[field] if isinstance(settings.get(field), list) else ():
+            text = token.get("content") if isinstance(token, dict) else token
+            if isinstance(text, str):
+                yield text
 
 
 def _eos_ids(folder: Path, tokenizer: tokenizers.Tokenizer, named: str | None) -> tuple[int, ...]:

@@ -256,6 +256,8 @@ def _schemas(grammar: Grammar) -> Iterator[Any]:
     if grammar.kind == "json_schema":
         yield json.loads(grammar.source)
     for part in PART.finditer(grammar.source) if grammar.kind == "lark" else ():
+        if "//" in grammar.source[grammar.source.rfind("\n", 0, part.start()) + 1 : part.start()]:
+            continue  # a comment, or what llguidance has to find out
         with suppress(ValueError):  # within quotes, perhaps; llguidance will say
             yield json.JSONDecoder().raw_decode(grammar.source, part.end())[0]
 

@@ -115,13 +115,13 @@ class ChatTemplate:
         """Its text as a string or in parts, whichever the template reads, and its reasoning under all names there are."""
         found = dict(message)
         content = found.get("content")
+        calls = found.get("tool_calls")
+        if content is None and not (calls and self._asks_for_none):
+            content = found["content"] = ""  # templates put it together with other texts
         if isinstance(content, list) and not self.takes_parts:
             found["content"] = "".join(map(_part_text, content))
         elif isinstance(content, str) and not self._writes_strings:
             found["content"] = [{"type": "text", "text": content}]
-        calls = found.get("tool_calls")
-        if content is None and not (calls and self._asks_for_none):
-            found["content"] = ""  # templates put it together with other texts
         if calls and self._text_arguments:
             found["tool_calls"] = [*map(_with_text_arguments, calls)]
         reasoning = next((found[name] for name in REASONING_FIELDS if found.get(name) is not None), None)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..grammar import objects
+from ..grammar import MOST_CHARACTERS, objects
 from ..request import Grammar, Refused
 from . import harmony
 from .calls import MAX_NAME
@@ -20,6 +20,7 @@ from .tagged import CALL, CALL_END, TaggedForm
 from .values import dump, typed
 
 Json = Mapping[str, Any]
+MOST_KEYWORDS = 32  # of a call, whose order and number a grammar spells out: as many rules as half of their square
 Special = Callable[[str], int | None]
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 TOKEN_NAME = re.compile(r"<[^<>\s]+>")  # as llguidance spells tokens
@@ -64,20 +65,23 @@ class _Lark:
     def __init__(self, special: Special) -> None:
         self._special = special
         self._rules: list[str] = []
+        self._size = 0  # characters of them
 
     @property
     def source(self) -> str:
         return "\n".join(self._rules)
 
-    def rule(self, name: str, body: str) -> str:
-        self._rules.append(f"{name}: {body}")
+    def rule(self, name: str, body: str, options: str = "") -> str:
+        """Raises Refused where the rules come to more than a grammar may have, before they take more memory."""
+        self._rules.append(f"{name}{options}: {body}")
+        self._size += len(self._rules[-1]) + 1
+        if self._size > MOST_CHARACTERS:
+            raise Refused(f"`tools` are not possible: their grammar has more than {MOST_CHARACTERS} characters", "tools")
         return name
 
     def new(self, body: str, options: str = "") -> str:
         """A rule of any name."""
-        name = f"r{len(self._rules)}"
-        self._rules.append(f"{name}{options}: {body}")
-        return name
+        return self.rule(f"r{len(self._rules)}", body, options)
 
     def text(self, *texts: str) -> str:
         """Literals one after the other; one that is a token is that token."""
@@ -225,7 +229,7 @@ def _bare(lark: _Lark, form: TaggedForm, schema: Any, parameters: Parameters) ->
 def _keywords(lark: _Lark, schema: Json) -> str:
     """`a=1, b=2`: what is required first, of the rest any, in their order. `**{"a": 1}` where that can't say it all."""
     plain = Parameters(schema).plain
-    if plain is None or not all(map(KEY.fullmatch, plain)):
+    if plain is None or len(plain) > MOST_KEYWORDS or not all(map(KEY.fullmatch, plain)):
         return f"{lark.text('**')} {lark.json(schema)}"
     rules = [(f"{lark.text(f'{key}=')} {lark.json(value)}", required) for key, (value, required) in plain.items()]
     first = [rule for rule, required in rules if required]

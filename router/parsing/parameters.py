@@ -11,6 +11,7 @@ TYPES: Types = frozenset({"string", "number", "boolean", "null", "array", "objec
 STRING: Types = frozenset({"string"})
 KINDS = {str: "string", bool: "boolean", int: "number", float: "number", type(None): "null", list: "array", dict: "object"}
 REMARKS = {"title", "description", "default", "examples", "$defs", "definitions", "$schema", "$comment", "$id"}
+MOST_SHARED = 16_384  # characters of definitions that parameters repeat when each is written by itself
 EITHER = {"anyOf", "oneOf"}
 LISTING = {"const", "enum"}
 # Keywords that bind values in ways that only a validator, and the grammar of a whole JSON text, follows.
@@ -64,8 +65,11 @@ class Parameters:
         if any(not isinstance(value, dict | bool) or (value is False and name in required) for name, value in declared.items()):
             return None
         shared = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
+        referring = {name for name, value in declared.items() if isinstance(value, dict) and '"$ref": ' in json.dumps(value)}
+        if len(referring) * len(json.dumps(shared)) > MOST_SHARED:
+            return None
         return {
-            name: ({**value, **shared} if isinstance(value, dict) and '"$ref": ' in json.dumps(value) else value, name in required)
+            name: ({**value, **shared} if name in referring else value, name in required)
             for name, value in declared.items()
             if value is not False
         }
@@ -175,6 +179,9 @@ def _simple(schema: Json | None) -> Json | None:
     """The schema, if its values can be told by types, lists and lengths."""
     if schema is None or schema.keys() & (SUBTLE | EITHER):
         return None
+    listing = schema.keys() & LISTING
+    if listing and (len(listing) > 1 or schema.keys() - {"type", *listing}):  # then not each of the values is allowed, perhaps
+        return None
     lengths = [schema[key] for key in ("minLength", "maxLength") if key in schema]
     return schema if all(isinstance(length, int) for length in lengths) else None
 
@@ -182,7 +189,7 @@ def _simple(schema: Json | None) -> Json | None:
 def _listed(schema: Json) -> list[Any] | None:
     if schema.get("type") == "null":
         return [None]
-    if not LISTING & schema.keys() or schema.keys() & {"minLength", "maxLength"}:
+    if not LISTING & schema.keys():
         return None
     types = _own_types(schema)
     values = [schema["const"]] if "const" in schema else _parts(schema, "enum")

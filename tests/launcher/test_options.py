@@ -17,6 +17,11 @@ def parse(line: str, **environment: str) -> Options:
     return options.parse(cli._parsers()[1]["serve"], line.split(), environment)
 
 
+def test_numbers_may_have_zeros_before_them_and_bytes_may_be_many() -> None:
+    assert parse(f"--kv-pages {'0' * 30}5").kv_pages == 5
+    assert parse("--payload-limit-total 8589934592").payload_limit_total == 1 << 33
+
+
 def test_silence_means_the_defaults() -> None:
     assert parse("") == Options()
     assert parse("").port == 3000
@@ -43,6 +48,7 @@ ALONE_WRONG = ("max_input_tokens", "replicas", "no_router", "shard_listen")  # t
 def test_every_option_is_read_from_its_variable() -> None:
     samples = {
         options.count: "1",
+        options.size: "1",
         options.threads: "1",
         options.port: "7",
         options.fraction: "0.5",

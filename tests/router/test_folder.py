@@ -82,6 +82,17 @@ def test_tokens_of_older_checkpoints_stand_in_a_file_of_their_own(tmp_path: Path
     assert_as_transformers(tmp_path)
 
 
+@pytest.mark.parametrize("field", ["additional_special_tokens", "extra_special_tokens"])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_special_tokens_that_are_only_listed(tmp_path: Path, field: str, mapped: bool) -> None:
+    given = {field: ["<|im_start|>", "<|im_end|>"]}
+    write(tmp_path, known=("<|im_start|>", "<|im_end|>"), **({} if mapped else given))
+    if mapped:
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps({**given, "bos_token": "<s>", "eos_token": "</s>"}))
+    assert len(Tokenizer(tmp_path).encode("<|im_end|>")) == 1
+    assert_as_transformers(tmp_path)
+
+
 def test_a_named_token_of_the_vocabulary_is_special(tmp_path: Path) -> None:
     size = write(tmp_path, known=("<|im_end|>",), eos_token="<|im_end|>")
     ours = Tokenizer(tmp_path)
@@ -104,7 +115,7 @@ def test_named_extra_tokens_are_variables_of_templates(tmp_path: Path) -> None:
 def test_a_token_whose_id_is_another_is_refused(tmp_path: Path) -> None:
     size = write(tmp_path)
     write(tmp_path, added_tokens_decoder=listed(*BASE, (size + 7, "<tool>", False)))
-    with pytest.raises(Unusable, match=rf"'<tool>' the id {size + 7}, and tokenizer.json, which lacks it, {size}"):
+    with pytest.raises(Unusable, match=rf"'<tool>' the id {size + 7}, by tokenizer.json it would be {size}"):
         Tokenizer(tmp_path)
 
 

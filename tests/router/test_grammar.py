@@ -66,6 +66,7 @@ GOOD = [
     json_schema(True),
     json_schema({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}),
     json_schema({"$defs": {"node": LIST}, "$ref": "#/$defs/node"}),
+    lark('// %json {"$ref": "#"}\nstart: "a"'),
     json_schema({"$defs": {"node": NODE}, "type": "array", "items": {"$ref": "#/$defs/node"}}),
     json_schema({"type": ["object", "null"], "properties": {"a": {"$ref": "#"}}, "required": ["a"]}),
     json_schema({"$defs": {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(50)} | {"d50": {}}, "$ref": "#/$defs/d0"}),

@@ -44,6 +44,25 @@ TOOLS: list[dict[str, Any]] = [
 SCHEMAS = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in TOOLS}
 
 
+BIG = {"type": "object", "properties": {f"q{i}": {"type": "string", "description": "x" * 50} for i in range(1000)}}
+
+
+@pytest.mark.parametrize("parser", TOOL_PARSERS)
+def test_definitions_are_not_repeated_without_an_end(parser: str) -> None:
+    """Each parameter by itself would need them again; a grammar that is too long is not even made."""
+
+    def source(properties: Any, definitions: Any) -> str:
+        parameters = {"type": "object", "properties": properties, "$defs": definitions}
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+        return constraint(parser, [tool], None, True).source
+
+    small = {f"d{i}": {"type": "object", "properties": {"a": {"type": "integer"}}} for i in range(61)}
+    assert len(source({f"p{i}": {"$ref": f"#/$defs/d{i}"} for i in range(25)}, small)) < 10_000
+    assert len(source({f"p{i}": {"type": "integer"} for i in range(250)}, {})) < 65_536
+    with pytest.raises(Refused, match="grammar has more than 65536 characters"):
+        source({f"p{i}": {"$ref": "#/$defs/x"} for i in range(1000)}, {"x": BIG})
+
+
 class World:
     """A byte-level tokenizer in which some markers are special tokens, and a model that writes anything that is allowed."""
 
