@@ -55,15 +55,15 @@ def _sweep(home: Path) -> None:
     """Removes the folders of servers that no longer live."""
     for lock in home.glob(f"{PREFIX}*/{LOCK}"):
         try:
-            folder, found = lock.parent.stat(), lock.lstat()
-            own = folder.st_uid == os.getuid() and stat.S_IMODE(folder.st_mode) == 0o700
+            folder, found = lock.parent.lstat(), lock.lstat()
+            own = folder.st_uid == os.getuid() and folder.st_mode == stat.S_IFDIR | 0o700  # no link either
             if not own or not stat.S_ISREG(found.st_mode) or found.st_size:
                 continue  # somebody else's, who took such a name
             with lock.open("r+") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(lock.parent)
-        except (BlockingIOError, FileNotFoundError):
-            continue  # it lives, or another start sweeps it at this moment
+        except OSError:
+            continue  # it lives, or another start sweeps it at this moment, or it is none that a start should end of
 
 
 @contextmanager

@@ -46,6 +46,16 @@ def test_what_a_killed_server_left_is_swept(home: Path) -> None:
             assert all(folder.exists() for folder in (backup, strange, full))  # nor these: ours are private, and locks are empty
 
 
+def test_a_link_to_what_a_killed_server_left_does_not_keep_it_there(home: Path) -> None:
+    dead, link = home / "penstock-zdead", home / "penstock-alink"
+    dead.mkdir(0o700)
+    (dead / "lock").touch()
+    link.symlink_to(dead)
+    with rundir.private():
+        assert not dead.exists()
+        assert link.is_symlink()
+
+
 def test_two_servers_do_not_meet(home: Path) -> None:
     with rundir.private() as first:
         with rundir.private() as second:
