@@ -3,23 +3,45 @@
 With `json_output` every line is a JSON object: a child's own passes unchanged, anything else is wrapped in one.
 """
 
+import atexit
 import json
+import os
+import select
 import sys
 import threading
 import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
 from typing import TextIO
 
 from ..proto.process import moment
 
+ROOM = 1 << 20  # characters of lines that wait for one who reads slowly
+LAST_WORDS = 1.0  # seconds that lines still get when the process ends
+
 
 class Console:
-    """Whole lines only, from any thread."""
+    """Whole lines only, from any thread. Once children run, `detach` keeps whoever reads us slowly from holding anybody up."""
 
     def __init__(self, json_output: bool, out: TextIO | None = None, error: TextIO | None = None) -> None:
         self._json_output = json_output
         self._out = out or sys.stdout
         self._error = error or sys.stderr
         self._lock = threading.Lock()
+        self._backlogs: dict[TextIO, Backlog] = {}  # by stream, once detached
+
+    def detach(self) -> None:
+        """From now on threads write, and nobody waits for them: a pipe that nobody reads, or a terminal that was halted with
+        Ctrl-S, costs lines, which are counted. Else the children would wait in turn, the router with all its streams."""
+        with self._lock:
+            if self._backlogs:
+                return
+            out = Backlog(self._out, self._lost)
+            # One after the other where both go to the same place (`2>&1`): it keeps the order.
+            error = out if _same(self._out, self._error) else Backlog(self._error, self._lost)
+            self._backlogs = {self._out: out, self._error: error}
+        atexit.register(self._finish)
 
     def say(self, message: str) -> None:
         """To stdout: how things go."""
@@ -42,12 +64,93 @@ class Console:
     def _wrap(self, level: str, name: str, message: str) -> str:
         return json.dumps({"timestamp": moment(time.time()), "level": level, "name": name, "message": message}, ensure_ascii=False)
 
+    def _lost(self, lines: int) -> str:
+        text = f"{lines} lines were dropped here: nobody read them in time"
+        return self._wrap("WARNING", "launcher", text) if self._json_output else f"penstock: {text}"
+
+    def _finish(self) -> None:
+        deadline = time.monotonic() + LAST_WORDS
+        for backlog in self._backlogs.values():
+            backlog.finish(deadline)
+
     def _write(self, stream: TextIO, line: str) -> None:
         with self._lock:
-            try:
+            if self._backlogs:
+                self._backlogs[stream].put(line)
+                return
+            # Whoever read our output has gone (`penstock serve | head`), or the disk is full. The server goes on without lines;
+            # it is stopped by a signal.
+            with suppress(OSError):
                 stream.write(line + "\n")
                 stream.flush()
-            except OSError:
-                # Whoever read our output has gone (`penstock serve | head`), or the disk is full. The server goes on without lines;
-                # it is stopped by a signal.
+
+
+class Backlog:
+    """Lines that wait for a thread to write them. Those that find no room are dropped, and so are those that come before all that
+    wait are written: one gap, which a line tells, and no hole at every second line."""
+
+    def __init__(self, stream: TextIO, lost: Callable[[int], str]) -> None:
+        """lost: the line that tells how many are missing."""
+        self._stream = stream
+        self._lost = lost
+        self._lines: deque[str] = deque()
+        self._size = 0  # of the lines with their ends, that which is being written included
+        self._dropped = 0  # since the last that waits
+        self._changed = threading.Condition()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def put(self, line: str) -> None:
+        """Waits for nobody."""
+        text = line + "\n"
+        with self._changed:
+            if self._dropped or (self._size and self._size + len(text) > ROOM):
+                self._dropped += 1
                 return
+            self._lines.append(text)
+            self._size += len(text)
+            self._changed.notify_all()
+
+    def finish(self, deadline: float) -> None:
+        """Returns when all is written, or at the deadline."""
+        with self._changed:
+            self._changed.wait_for(lambda: not (self._size or self._dropped), timeout=max(0.0, deadline - time.monotonic()))
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._lines or self._dropped))
+                if self._lines:
+                    text = self._lines.popleft()
+                else:
+                    text = self._lost(self._dropped) + "\n"
+                    self._size += len(text)
+                    self._dropped = 0
+            with suppress(OSError, ValueError):  # as above, or the stream was closed
+                self._write(text)
+            with self._changed:
+                self._size -= len(text)
+                self._changed.notify_all()
+
+    def _write(self, text: str) -> None:
+        try:
+            descriptor = self._stream.fileno()
+        except OSError:  # a stream in memory
+            self._stream.write(text)
+            return
+        # Past the stream: one that is being written when the process ends would keep Python from ending in good order.
+        left = memoryview(text.encode(self._stream.encoding, "backslashreplace"))
+        while left:
+            try:
+                left = left[os.write(descriptor, left) :]
+            except BlockingIOError:  # somebody who shares it with us wants it not to block
+                waiting = select.poll()
+                waiting.register(descriptor, select.POLLOUT)
+                waiting.poll()
+
+
+def _same(one: TextIO, other: TextIO) -> bool:
+    """Both go to the same file, pipe or terminal."""
+    try:
+        return os.path.sameopenfile(one.fileno(), other.fileno())
+    except (OSError, ValueError):
+        return one is other

@@ -89,7 +89,9 @@ def _bind(parent: int) -> Callable[[], None] | None:
 
 
 def follow(child: Child, console: Console, ended: Callable[[Child], None]) -> None:
-    """From now on its lines go to the console; `ended(child)` is called, in another thread, when it is gone."""
+    """From now on its lines go to the console, which never holds it up; `ended(child)` is called, in another thread, when it is
+    gone."""
+    console.detach()
     assert child.process.stdout is not None
     assert child.process.stderr is not None
     readers = [
