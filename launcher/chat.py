@@ -15,13 +15,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult
 
 from rich.console import Console
 from rich.markup import escape
 
 from .mistake import Mistake
 from .options import Parser
+from .url import split
 
 DEFAULT_URL = "http://localhost:3000"
 CONNECT, ANSWER = 10.0, 600.0  # seconds: to be listened to, and between two events
@@ -121,7 +122,7 @@ class Server:
     """Whoever answers at a URL."""
 
     def __init__(self, url: str, api_key: str) -> None:
-        self._url = _split(url)
+        self._url = split(url, url)
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
         self.base = url.rstrip("/").removesuffix("/v1")
 
@@ -181,17 +182,6 @@ class _Connection:
 
     def __exit__(self, *error: object) -> None:
         self._connection.close()
-
-
-def _split(url: str) -> SplitResult:
-    parts = urlsplit(url)
-    try:
-        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is none
-        good = False
-    if not good:
-        raise Mistake(f"{url} is no URL of a server: http://HOST:PORT is needed")
-    return parts
 
 
 def _piece(event: dict[str, Any]) -> Piece:

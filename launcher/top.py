@@ -22,8 +22,8 @@ from rich.live import Live
 from rich.table import Table
 
 from .chat import CONTROL, DEFAULT_URL
-from .mistake import Mistake
 from .options import Parser
+from .url import split
 
 TIMEOUT = 5.0  # seconds for an answer
 LARGEST = 16 << 20  # bytes of one
@@ -265,13 +265,7 @@ class Server:
 
 def _base(url: str) -> str:
     full = url if "://" in url else f"http://{url}"
-    parts = urlsplit(full)
-    try:
-        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is none
-        good = False
-    if not good:
-        raise Mistake(f"{url} is no URL of a server: http://HOST:PORT is needed")
+    split(full, url)
     return full.rstrip("/").removesuffix("/v1")
 
 

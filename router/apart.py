@@ -73,9 +73,9 @@ class Apart:
     async def _ask(self, job: bytes, seconds: float) -> bytes:
         """A process may have been killed for no fault of the job, so there is a second one."""
         for _ in range(2):
-            idle = [self._idle.pop() for _ in range(len(self._idle))]
-            process = next((one for one in idle if one.alive), None) or await self._new()
-            self._idle += [one for one in idle if one is not process and one.alive]
+            while self._idle and not self._idle[-1].alive:
+                self._idle.pop()
+            process = self._idle.pop() if self._idle else await self._new()
             try:
                 return await self._ask_one(process, job, seconds)
             except (OSError, EOFError):

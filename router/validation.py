@@ -177,16 +177,16 @@ class Validator:
         """The text's tokens, without holding up the event loop."""
         if len(text) <= LONG_TEXT:
             return self._tokenizer.encode(text, add_special_tokens)
-        return await self._apart(lambda: self._tokenizer.encode(text, add_special_tokens))
+        return await self._beside(lambda: self._tokenizer.encode(text, add_special_tokens))
 
     async def offsets(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, int, int]]:
         """The same with each token's place in the text's bytes."""
         if len(text) <= LONG_TEXT:
             return self._tokenizer.offsets(text, add_special_tokens)
-        return await self._apart(lambda: self._tokenizer.offsets(text, add_special_tokens))
+        return await self._beside(lambda: self._tokenizer.offsets(text, add_special_tokens))
 
-    async def _apart(self, work: Callable[[], Result]) -> Result:
-        """On one of few threads: each holds hundreds of times its text in memory. Raises Overloaded."""
+    async def _beside(self, work: Callable[[], Result]) -> Result:
+        """On one of few threads, beside the event loop: each holds hundreds of times its text in memory. Raises Overloaded."""
         if self._long >= MOST_LONG:
             raise Overloaded(f"{self._long} long texts are being tokenized")
         self._long += 1
