@@ -141,8 +141,10 @@ class Grammars:
         try:
             await self._apart.start()
             problem = await asyncio.wait_for(asyncio.shield(self._ask(grammar)), MOST_SECONDS)
-        except (Busy, TimeoutError):  # nothing is known: so much work of its own would have been refused by now
+        except Busy:
             raise Overloaded("too many grammars are being compiled") from None
+        except TimeoutError:  # on a busy machine it may be none of its own work: who asks again gets what was found meanwhile
+            problem = SLOW
         if problem:
             raise Refused(f"`grammar` is not possible: {problem}", "grammar")
 
