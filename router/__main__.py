@@ -13,6 +13,7 @@ import sys
 
 from ..proto.process import configure_logging, die_with_parent
 from ..proto.settings import load
+from .admission import places
 from .config import Misconfigured, RouterConfig
 from .doorman import Doorman
 from .record import request_id
@@ -40,7 +41,7 @@ def main() -> int:
     configure_logging("router", config.json_output, config.log_level, request_id)
     for number in (signal.SIGTERM, signal.SIGINT):  # until there is something to be stopped
         signal.signal(number, lambda number, frame: sys.exit(0))
-    raise_limit(config.max_concurrent_requests * max(1, len(config.groups)))
+    raise_limit(places(config.max_concurrent_requests * max(1, len(config.groups))))
     try:
         with listen(config) as listening:
             doorman = Doorman(listening)

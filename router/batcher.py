@@ -25,6 +25,7 @@ from time import monotonic
 from typing import Any, Protocol
 
 from ..proto import shard_pb2
+from .admission import admits
 from .bounds import bounds_of, drafting_of, policy_of, step_tokens
 from .config import RouterConfig
 from .drafting import Allowance, needed
@@ -146,7 +147,7 @@ class Batcher:
         self._inquest = Inquest()
         self._held: set[int] = set()  # streams that the scheduler shall not know yet
         self._streams: dict[int, Stream] = {}  # whose group the scheduler knows
-        self._readers = 0  # streams that somebody reads, ended or not
+        self._readers: Counter[str] = Counter()  # streams that somebody reads, ended or not, by tenant; none has zero
         self._silent = asyncio.Event()  # nobody reads
         self._silent.set()
         self._pace = Pace()
@@ -174,8 +175,8 @@ class Batcher:
         return self._streams.values()
 
     @property
-    def readers(self) -> int:
-        """Of streams that have ended, too."""
+    def readers(self) -> Mapping[str, int]:
+        """Of streams, also of those that have ended, by tenant."""
         return self._readers
 
     def seconds_to_room(self, now: float) -> float:
@@ -293,24 +294,24 @@ class Batcher:
         at any later one.
         """
         self._metrics.arrived()
-        self._admissible()
+        self._admissible(request)
         return read(partial(self._begin, request, sink))
 
     def _begin(self, request: Request, sink: Sink | None) -> Stream:
-        self._admissible()  # again: others may have come between `submit` and the first item
+        self._admissible(request)  # again: others may have come between `submit` and the first item
         return self.open(request, sink)
 
-    def _admissible(self) -> None:
-        """Raises if no request can be taken now."""
+    def _admissible(self, request: Request) -> None:
+        """Raises if it can't be taken now."""
         if self._broken:
             self._metrics.failed("generation")
             raise Broken(self._broken)
         if self._loop is None or self._draining:
             self._metrics.failed("unavailable")
             raise NotReady(f"not ready: {self.stage}")
-        if self._readers >= self._config.max_concurrent_requests:
+        if not admits(self._readers, self._config.max_concurrent_requests, request.tenant):
             self._metrics.failed("overloaded")
-            message = f"{self._readers} requests are in flight, as many as the server takes at once"
+            message = f"{self._readers.total()} requests are in flight, as many as the server takes at once"
             raise Overloaded(message, self.seconds_to_room(monotonic()))
 
     def open(self, request: Request, sink: Sink | None) -> Stream:
@@ -334,7 +335,7 @@ class Batcher:
 
     def _enter(self, stream: Stream) -> None:
         self._streams[stream.uid] = stream
-        self._readers += 1
+        self._readers[stream.request.tenant] += 1
         self._silent.clear()
         self._arrive(stream)
         self._wake.set()
@@ -366,7 +367,7 @@ class Batcher:
         self._forget(stream)
         self._held.discard(stream.uid)
         self._cancel(stream.uid)
-        self._lose_reader()
+        self._lose_reader(stream)
 
     def _adopt(self, stream: Stream, known: tuple[int, int] | None) -> None:
         """It goes on here. known: what an inquest knows of it."""
@@ -398,7 +399,7 @@ class Batcher:
 
     def close_stream(self, stream: Stream) -> None:
         """Nobody reads it any more."""
-        self._lose_reader()
+        self._lose_reader(stream)
         self._pace.ended(monotonic())
         if stream.alarm is not None:
             stream.alarm.cancel()
@@ -408,8 +409,8 @@ class Batcher:
             self._metrics.failed("dropped")
             stream.run.fail("dropped", sum(one.generated for one in stream.choices))
 
-    def _lose_reader(self) -> None:
-        self._readers -= 1
+    def _lose_reader(self, stream: Stream) -> None:
+        self._readers -= Counter((stream.request.tenant,))  # drops zeros
         if not self._readers:
             self._silent.set()
 

@@ -13,11 +13,13 @@ to serve the same model in the same number format. Streams that may have killed 
 import asyncio
 import itertools
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
 
+from .admission import admits
 from .batcher import Batcher
 from .config import Misconfigured, RouterConfig
 from .metrics import Metrics
@@ -162,23 +164,25 @@ class Fleet:
         if self._only is not None:
             return self._only.submit(request, sink)
         self._metrics.arrived()
-        self._admissible()
+        self._admissible(request)
         return read(partial(self._open, request, sink))
 
     def _open(self, request: Request, sink: Sink | None) -> Stream:
-        self._admissible()  # again: others may have come between `submit` and the first item
+        self._admissible(request)  # again: others may have come between `submit` and the first item
         return (self._place(request, self._metrics.placed) or self._waiting_room()).open(request, sink)
 
-    def _admissible(self) -> None:
-        """Raises if no request can be taken now."""
+    def _admissible(self, request: Request) -> None:
+        """Raises if it can't be taken now."""
         if self._draining or self.limits is None:
             self._metrics.failed("unavailable")
             raise NotReady(f"not ready: {self.stage}")
-        readers = sum(member.batcher.readers for member in self._members.values())
-        if readers >= self._most:
+        readers: Counter[str] = Counter()
+        for member in self._members.values():
+            readers.update(member.batcher.readers)
+        if not admits(readers, self._most, request.tenant):
             self._metrics.failed("overloaded")
             now = monotonic()
-            message = f"{readers} requests are in flight, as many as the server takes at once"
+            message = f"{readers.total()} requests are in flight, as many as the server takes at once"
             raise Overloaded(message, min(member.batcher.seconds_to_room(now) for member in self._members.values()))
 
     def _place(self, request: Request, tell: Callable[[str, str, int], None] | None = None) -> Batcher | None:

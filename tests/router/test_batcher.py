@@ -445,6 +445,27 @@ def test_more_than_allowed_are_refused_until_one_ends() -> None:
     run(test, max_concurrent_requests=2)
 
 
+def test_who_has_all_places_shuts_no_other_tenant_out() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        greedy = [batcher.submit(ask("a", 90, tenant="many")) for _ in range(8)]
+        for stream in greedy:
+            await anext(stream)
+        with pytest.raises(Overloaded, match="8 requests are in flight"):
+            batcher.submit(ask("a", tenant="many"))
+        assert len(await read(batcher, ask("b", 3, tenant="one"))) == 5
+        assert len(await read(batcher, ask("b", 3, tenant="one"))) == 5
+        held = batcher.submit(ask("b", 90, tenant="one"))
+        await anext(held)
+        with pytest.raises(Overloaded, match="9 requests are in flight"):
+            batcher.submit(ask("b", tenant="one"))
+        for stream in (*greedy, held):
+            await stream.aclose()
+        assert not batcher.readers
+        await quiet(batcher, shards)
+
+    run(test, max_concurrent_requests=8)
+
+
 def test_a_group_that_fails_fails_alone() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         shards.fail = {2: "not finite"}

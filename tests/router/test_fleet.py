@@ -332,6 +332,7 @@ def test_each_replica_takes_as_many_requests_as_the_operator_says() -> None:
         await asyncio.sleep(0.01)
         with pytest.raises(Overloaded, match="6 requests are in flight"):
             fleet.submit(ask("b"))
+        assert len(await read(fleet, ask("b", 3, tenant="another"))) == 5
         for task in reading:
             task.cancel()
         await asyncio.gather(*reading, return_exceptions=True)
