@@ -1,7 +1,7 @@
 """Whether one more request may be in flight: pure counting, for one replica or for all of them.
 
-A server takes so many requests at once, and who has that many shuts nobody else out: tenants (see `Request.tenant`) that have less
-than an equal share are let in beyond it, an eighth more in all. Places that become free then go to them, until the shares are equal.
+A server takes so many requests at once, and who has that many shuts nobody else out: tenants (see `Request.tenant`) that have
+less than an equal share are let in beyond it, an eighth more in all. What becomes free then is theirs, until shares are equal.
 """
 
 from collections.abc import Mapping

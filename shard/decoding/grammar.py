@@ -24,7 +24,8 @@ from ...proto.grammar import limits
 from .tree import ROOT, Tree
 
 MOST_THREADS = 8  # that compute masks
-KEPT = 256  # compiled grammars, of which the least recently used go first
+# Compiled grammars, of which the least recently used go first, and characters that they were compiled from: up to 170 bytes each.
+KEPT, KEPT_CHARACTERS = 256, 2_000_000
 STACK = 1 << 24  # bytes of a thread that compiles one
 MOST_SAID = 200  # characters of llguidance's message
 NOWHERE = "its grammar comes to a place where none of the model's tokens fits"
@@ -131,6 +132,7 @@ class Grammars:
         self._walkers = ThreadPoolExecutor(self._threads, "grammar")
         self._tokenizer = _background(lambda: _tokenizer(folder, vocabulary))
         self._compiled: OrderedDict[str, Future[llguidance.LLMatcher]] = OrderedDict()
+        self._size = 0  # characters of these
 
     def ready(self, grammar: str, wait: bool = False) -> bool:
         """Whether `guide` answers without delay. wait: until it does."""
@@ -200,8 +202,9 @@ class Grammars:
         compiled = self._compiled.get(grammar)
         if compiled is None:
             compiled = self._compiled[grammar] = _background(lambda: self._matcher(grammar))
-            if len(self._compiled) > KEPT:
-                self._compiled.popitem(last=False)
+            self._size += len(grammar)
+            while len(self._compiled) > KEPT or (self._size > KEPT_CHARACTERS and len(self._compiled) > 1):
+                self._size -= len(self._compiled.popitem(last=False)[0])
         self._compiled.move_to_end(grammar)
         return compiled
 

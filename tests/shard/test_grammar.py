@@ -10,6 +10,7 @@ import numpy
 import pytest
 from numpy.typing import NDArray
 
+from penstock.shard.decoding import grammar as module
 from penstock.shard.decoding.grammar import Grammars, Unusable, bit
 from penstock.shard.decoding.sampler import Pick
 from penstock.shard.decoding.tree import Tree, chain, merge
@@ -193,6 +194,38 @@ def test_without_a_tokenizer_there_are_no_grammars(tmp_path: Path) -> None:
         (tmp_path / "tokenizer.json").write_text(json.dumps(broken))
         with pytest.raises(Unusable, match=said):
             Grammars(tmp_path, VOCABULARY).guide(regex("a"))
+
+
+def test_the_latest_grammars_stay_compiled_as_far_as_their_number_and_size_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+
+    class Counted(Grammars):
+        def _matcher(self, grammar: str) -> llguidance.LLMatcher:
+            compiled.append(grammar)
+            return super()._matcher(grammar)
+
+    long = "a" * 2000
+    size = len(regex(long))
+    monkeypatch.setattr(module, "KEPT", 3)
+    monkeypatch.setattr(module, "KEPT_CHARACTERS", 2 * size)
+    kept = Counted(DEMO, VOCABULARY)
+    for text, times in (("a", 1), ("b", 1), ("c", 1), ("a", 0), ("d", 1), ("a", 0), ("b", 1)):  # b was the least recently used
+        compiled.clear()
+        kept.guide(regex(text))
+        assert len(compiled) == times, text
+    for text, times in (
+        (long, 1),
+        (long, 0),
+        (long[1:], 1),
+        (long, 0),
+        (long + "a", 1),
+        (long[1:], 1),
+        (3 * long, 1),
+        (3 * long, 0),
+    ):
+        compiled.clear()
+        kept.guide(regex(text))
+        assert len(compiled) == times, len(text)
 
 
 def test_bits_are_those_of_signed_words() -> None:
