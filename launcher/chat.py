@@ -20,8 +20,8 @@ from urllib.parse import SplitResult
 from rich.console import Console
 from rich.markup import escape
 
+from .command_line import Parser
 from .mistake import Mistake
-from .options import Parser
 from .url import split
 
 DEFAULT_URL = "http://localhost:3000"

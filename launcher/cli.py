@@ -18,7 +18,22 @@ from ..proto import settings
 from ..proto.speculation import LOSSY, NOTHING, Speculation, written
 from ..router.config import RouterConfig
 from ..shard.config import ShardConfig
-from . import assembly, checkpoint, cluster, drafts, greeting, hub, machine, nodes, options, plan, replicas, rundir
+from . import (
+    assembly,
+    checkpoint,
+    cluster,
+    command_line,
+    drafts,
+    greeting,
+    hub,
+    kinds,
+    machine,
+    nodes,
+    options,
+    plan,
+    replicas,
+    rundir,
+)
 from .console import Console
 from .mistake import Mistake
 from .options import Options
@@ -62,7 +77,7 @@ def _run(arguments: list[str], environment: Mapping[str, str]) -> int:
         if arguments[0].startswith("-"):
             top.parse_args(arguments[:1])  # --help and --version end here
         raise Mistake(f"{arguments[0]} is no command: did you mean penstock serve {arguments[0]}?")
-    asked = options.parse(parsers[arguments[0]], arguments[1:], environment)
+    asked = command_line.parse(parsers[arguments[0]], arguments[1:], environment)
     if asked.env:
         Console(asked.json_output).say(greeting.describe())
     return commands[arguments[0]](asked, environment)
@@ -70,7 +85,7 @@ def _run(arguments: list[str], environment: Mapping[str, str]) -> int:
 
 def _client(name: str, arguments: list[str], environment: Mapping[str, str]) -> int:
     """Those that ask a server, ours or another."""
-    keys = options.keys_of(environment.get("API_KEY", ""))  # of a server that has several any will do
+    keys = kinds.keys_of(environment.get("API_KEY", ""))  # of a server that has several any will do
     key = keys[0] if keys else environment.get("OPENAI_API_KEY", "")
     # Imported here, since they bring rich, aiohttp and numpy, for which nobody else shall wait.
     if name == "bench":
@@ -85,7 +100,7 @@ def _client(name: str, arguments: list[str], environment: Mapping[str, str]) -> 
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    top = options.Parser(
+    top = command_line.Parser(
         prog="penstock",
         description="A server for large language models, with the HTTP APIs of text-generation-inference and OpenAI.",
         epilog="penstock serve               serves the small model that comes with it\n"
@@ -106,15 +121,15 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     }
     parsers: dict[str, argparse.ArgumentParser] = {}
     for name, description in described.items():
-        parser = options.Parser(
+        parser = command_line.Parser(
             prog=f"penstock {name}",
             usage=f"penstock {name} [MODEL] [FLAG ...]",
             description=description,
             epilog=ENVIRONMENT,
-            formatter_class=options.Formatter,
+            formatter_class=command_line.Formatter,
             allow_abbrev=False,
         )
-        options.add(parser)
+        command_line.add(parser)
         parsers[name] = parser
     return top, parsers
 
@@ -267,7 +282,7 @@ def router_config(asked: Options, name: str, folder: Path, groups: Sequence[Sequ
     fields = {field.name for field in dataclasses.fields(RouterConfig)} & set(options.FIELDS)
     given = {field: value for field in fields if (value := getattr(asked, field)) is not None}
     given["speculate"] = asked.speculation.most
-    keys = options.keys_of(asked.api_key)
+    keys = kinds.keys_of(asked.api_key)
     return RouterConfig(folder=str(folder), model=name, groups=addresses, complaints=complaints, api_keys=keys, **given)
 
 

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..proto import link
+from .command_line import stripped
 from .mistake import Mistake
-from .options import SHARD, Options, check, stripped
+from .options import SHARD, Options, check
 
 Environment = Mapping[str, str]
 

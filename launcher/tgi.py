@@ -13,7 +13,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from . import cli, machine, options
+from . import cli, command_line, kinds, machine, options
 from .console import Console
 from .mistake import Mistake
 from .options import flag
@@ -104,7 +104,7 @@ def _serve(translation: Translation, environment: MutableMapping[str, str]) -> i
 
 def translate(arguments: Sequence[str], environment: Mapping[str, str]) -> Translation:
     """TGI's command line and environment in penstock's words. Raises Mistake for what can't be done."""
-    environment = options.stripped(environment)
+    environment = command_line.stripped(environment)
     aliases = {name: environment[old] for old, name in ALIASES.items() if environment.get(old) and not environment.get(name)}
     named = {**environment, **aliases}
     values, rest = _parser().parse_known_args(arguments)
@@ -153,7 +153,7 @@ def _hostname(values: argparse.Namespace, remarks: list[str]) -> list[str]:
     if values.hostname is None:
         return []
     try:
-        return ["--hostname", options.address(values.hostname)]
+        return ["--hostname", kinds.address(values.hostname)]
     except ValueError:
         remarks.append(f"--hostname {values.hostname} is no IP address: listening on 0.0.0.0")
         return ["--hostname", "0.0.0.0"]
@@ -166,7 +166,7 @@ def _memory(values: argparse.Namespace, environment: Mapping[str, str]) -> list[
     if not given and not room:
         return []
     try:
-        return ["--cuda-memory-fraction", f"{options.fraction(given or '1') * options.fraction(room or str(WIGGLE_ROOM)):g}"]
+        return ["--cuda-memory-fraction", f"{kinds.fraction(given or '1') * kinds.fraction(room or str(WIGGLE_ROOM)):g}"]
     except ValueError as error:
         raise Mistake(f"--cuda-memory-fraction {given or 1} and TGI_WIGGLE_ROOM {room or WIGGLE_ROOM}: {error}") from None
 
@@ -179,7 +179,7 @@ def _collector(values: argparse.Namespace, environment: Mapping[str, str], remar
         return []
     endpoint = re.sub(r":4317/?$", ":4318", given if "://" in given else f"http://{given}")
     try:
-        options.url(endpoint)
+        kinds.url(endpoint)
     except ValueError as error:
         raise Mistake(f"{source}={given}: {error}") from None
     if endpoint != given:
@@ -232,17 +232,17 @@ class Joined(argparse.Action):
 
 def _parser(everything: bool = False) -> argparse.ArgumentParser:
     """Of the flags that are not passed on as they are; for the help, of all."""
-    parser = options.Parser(
+    parser = command_line.Parser(
         prog=PROGRAM,
         usage=f"{PROGRAM} [FLAG ...]",
         description="Serves a model as `penstock serve` does, told with text-generation-inference's flags and variables.",
         epilog=cli.ENVIRONMENT,
-        formatter_class=options.Formatter,
+        formatter_class=command_line.Formatter,
         add_help=everything,
         allow_abbrev=False,
     )
     if everything:
-        options.add(parser)
+        command_line.add(parser)
         ignored = parser.add_argument_group("text-generation-inference's, accepted without effect")
         refused = parser.add_argument_group("text-generation-inference's, refused")
     else:

@@ -22,7 +22,7 @@ from rich.live import Live
 from rich.table import Table
 
 from .chat import CONTROL, DEFAULT_URL
-from .options import Parser
+from .command_line import Parser
 from .url import split
 
 TIMEOUT = 5.0  # seconds for an answer

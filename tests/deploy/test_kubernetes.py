@@ -17,7 +17,7 @@ import jsonschema
 import pytest
 import yaml
 
-from penstock.launcher import nodes, options, serve
+from penstock.launcher import command_line, nodes, options, serve
 from penstock.router.api import probes
 from penstock.router.config import RouterConfig
 from penstock.tests.deploy import foreign, walk
@@ -100,10 +100,10 @@ def asked(overlay: str) -> options.Options:
     """What penstock makes of it. Certificates are files that only a pod has."""
     arguments = container(overlay)["command"]
     assert arguments[:2] == ["penstock", "serve"]
-    parser = options.Parser()
-    options.add(parser)
+    parser = command_line.Parser()
+    command_line.add(parser)
     here = {name: str(walk.PAGE) if name.startswith("TLS_") else value for name, value in variables(overlay).items()}
-    return options.parse(parser, arguments[2:], here)
+    return command_line.parse(parser, arguments[2:], here)
 
 
 def test_every_overlay_has_what_it_is_for() -> None:
@@ -272,8 +272,8 @@ def test_pods_of_a_group_differ_in_what_http_needs() -> None:
 
 def test_a_group_knows_its_nodes_by_what_its_placer_sets() -> None:
     """With these variables, and the settings, a pod of the group needs no flag."""
-    parser = options.Parser()
-    options.add(parser)
+    parser = command_line.Parser()
+    command_line.add(parser)
     size = one("overlays/nodes", "LeaderWorkerSet")["spec"]["leaderWorkerTemplate"]["size"]
     given = {"LWS_LEADER_ADDRESS": "penstock-nodes-0.penstock-nodes.llm", "LWS_GROUP_SIZE": str(size), "LWS_WORKER_INDEX": "1"}
     found, _ = nodes.settle(asked("overlays/nodes"), given)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.launcher import options, serve
+from penstock.launcher import command_line, options, serve
 from penstock.proto import certificates
 from penstock.proto.certificates import Certificates
 from penstock.tests.deploy import walk
@@ -28,9 +28,9 @@ def settings() -> dict[str, str]:
 
 
 def check_flags(arguments: list[str], environment: dict[str, str]) -> options.Options:
-    parser = options.Parser()
-    options.add(parser)
-    return options.parse(parser, arguments, environment)
+    parser = command_line.Parser()
+    command_line.add(parser)
+    return command_line.parse(parser, arguments, environment)
 
 
 def test_systemd_understands_the_unit(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.launcher import cli, nodes, options
+from penstock.launcher import cli, command_line, nodes, options
 from penstock.launcher.mistake import Mistake
 from penstock.launcher.options import Options
 
@@ -38,7 +38,7 @@ LWS = {"LWS_LEADER_ADDRESS": "group-0.group.default", "LWS_GROUP_SIZE": "4", "LW
 
 def settled(line: str = "", **environment: str) -> tuple[tuple[int, int | None, str, int], str]:
     """What is decided, and what the operator is told."""
-    asked = options.parse(cli._parsers()[1]["serve"], line.split(), environment)
+    asked = command_line.parse(cli._parsers()[1]["serve"], line.split(), environment)
     found, told = nodes.settle(asked, environment)
     return (found.nnodes, found.node_rank, found.master_addr, found.master_port), told
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.launcher import cli, options
+from penstock.launcher import cli, command_line, kinds, options
 from penstock.launcher.mistake import Mistake
 from penstock.launcher.options import Options
 from penstock.router.config import RouterConfig
@@ -14,7 +14,7 @@ from penstock.shard.config import ShardConfig
 
 
 def parse(line: str, **environment: str) -> Options:
-    return options.parse(cli._parsers()[1]["serve"], line.split(), environment)
+    return command_line.parse(cli._parsers()[1]["serve"], line.split(), environment)
 
 
 def test_numbers_may_have_zeros_before_them_and_bytes_may_be_many() -> None:
@@ -47,21 +47,21 @@ ALONE_WRONG = ("max_input_tokens", "replicas", "no_router", "shard_listen")  # t
 
 def test_every_option_is_read_from_its_variable() -> None:
     samples = {
-        options.count: "1",
-        options.size: "1",
-        options.threads: "1",
-        options.port: "7",
-        options.fraction: "0.5",
-        options.seconds: "0.5",
-        options.positive: "0.5",
-        options.limit: "0",
-        options.path: "/text",
-        options.file: str(Path(__file__).resolve()),
-        options.graphs: "1,2",
-        options.speculation: "3",
-        options.rank_groups: "a:1",
-        options.origins: "https://a.example",
-        options.url: "http://localhost:4318",
+        kinds.count: "1",
+        kinds.size: "1",
+        kinds.threads: "1",
+        kinds.port: "7",
+        kinds.fraction: "0.5",
+        kinds.seconds: "0.5",
+        kinds.positive: "0.5",
+        kinds.limit: "0",
+        kinds.path: "/text",
+        kinds.file: str(Path(__file__).resolve()),
+        kinds.graphs: "1,2",
+        kinds.speculation: "3",
+        kinds.rank_groups: "a:1",
+        kinds.origins: "https://a.example",
+        kinds.url: "http://localhost:4318",
         str: "text",
     }
     for name, field in options.FIELDS.items():

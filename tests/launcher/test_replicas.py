@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from penstock.launcher import checkpoint, cli, greeting, options, plan, replicas
+from penstock.launcher import checkpoint, cli, command_line, greeting, plan, replicas
 from penstock.launcher.machine import Machine
 from penstock.launcher.mistake import Mistake
 from penstock.launcher.options import Options
@@ -92,9 +92,9 @@ def test_for_a_router_elsewhere_ranks_listen_at_ports_one_after_the_other(tmp_pa
 
 
 def parsed(*flags: str, **environment: str) -> Options:
-    parser = options.Parser(prog="penstock serve", formatter_class=options.Formatter, allow_abbrev=False)
-    options.add(parser)
-    return options.parse(parser, flags, environment)
+    parser = command_line.Parser(prog="penstock serve", formatter_class=command_line.Formatter, allow_abbrev=False)
+    command_line.add(parser)
+    return command_line.parse(parser, flags, environment)
 
 
 def test_rank_groups_that_others_have_started_are_named_one_by_one_or_together() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.launcher import cli, machine, options, tgi
+from penstock.launcher import cli, command_line, machine, options, tgi
 from penstock.launcher.machine import Machine
 from penstock.launcher.mistake import Mistake
 from penstock.launcher.options import Options
@@ -125,7 +125,7 @@ def parse(*arguments: str, **environment: str) -> tuple[Options, list[str]]:
     """The options that `penstock serve` gets, and what the operator is told."""
     found = tgi.translate(arguments, environment)
     parser = cli._parsers()[1]["serve"]
-    return options.parse(parser, found.arguments, environment | found.environment), found.remarks
+    return command_line.parse(parser, found.arguments, environment | found.environment), found.remarks
 
 
 def line(flags: dict[str, str | None]) -> list[str]:

@@ -1,0 +1,128 @@
+"""From a command line and its environment to `Options`, and the help that a command line gives. Raises Mistake, in one line."""
+
+import argparse
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from . import kinds
+from .mistake import Mistake
+from .options import BATCHING, CHATS, COMPUTE, FIELDS, HTTP, MODEL, NODES, REQUESTS, Options, check, flag
+
+# Flags of text-generation-inference that penstock lacks: who moves is not pointed to a flag that only looks alike.
+TGI_ONLY = (
+    "--validation-workers --quantize --trust-remote-code --prometheus-port "
+    "--weights-cache-override --disable-custom-kernels --rope-scaling --rope-factor "
+    "--watermark-gamma --watermark-delta --tokenizer-config-path "
+    "--lora-adapters --usage-stats --enable-prefill-logprobs --disable-usage-stats --disable-crash-reports"
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose complaints are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise Mistake(f"{message} ({self.prog} --help lists what there is)")
+
+
+class Joined(argparse.Action):
+    """A flag that may be given several times: what it says each time, with semicolons between them."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        """See argparse."""
+        before = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, values if before is None else f"{before};{values}")
+
+
+class Formatter(argparse.HelpFormatter):
+    """Aligned wide enough that most flags take one line."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=36, width=118)
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Gives `parser` every flag, in groups, and the positional MODEL."""
+    parser.add_argument("model", metavar="MODEL", nargs="?", default="", help="folder or hub id (default: the embedded demo model)")
+    groups = {title: parser.add_argument_group(title) for title in (MODEL, REQUESTS, CHATS, BATCHING, COMPUTE, NODES, HTTP)}
+    for name, field in FIELDS.items():
+        details = field.metadata
+        group = groups[details["group"]]
+        names = [details["short"], flag(name)] if details["short"] else [flag(name)]
+        default = "" if field.default in (0, "", None) else f" (default: {field.default})"
+        help = (details["help"] + default).replace("%", "%%")
+        if details["switch"]:
+            group.add_argument(*names, dest=name, action="store_const", const="true", help=help)
+            continue
+        action: type[argparse.Action] | str = Joined if details["kind"] is kinds.rank_groups else "store"
+        metavar = "{" + ",".join(details["choices"]) + "}" if details["choices"] else kinds.METAVARS.get(details["kind"], "TEXT")
+        group.add_argument(*names, dest=name, metavar=metavar, help=help, action=action)
+        if details["also"]:
+            group.add_argument(flag(details["also"]), dest=details["also"], help=argparse.SUPPRESS)
+
+
+def stripped(environment: Mapping[str, str]) -> dict[str, str]:
+    """Without white space around values: files that become variables, such as mounted secrets, end with a newline. A value that is
+    nothing else stays: it is a mistake, and not silence."""
+    return {name: text.strip() or text for name, text in environment.items()}
+
+
+def parse(parser: argparse.ArgumentParser, arguments: Sequence[str], environment: Mapping[str, str]) -> Options:
+    """The options that a command line gives, and the environment where the command line is silent. Raises Mistake."""
+    values, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        raise Mistake(_unknown(parser.prog, unknown))
+    given: dict[str, Any] = {}
+    environment = stripped(environment)
+    for name, field in FIELDS.items():
+        sources = [(flag(spelling), getattr(values, spelling, None)) for spelling in _spellings(field)]
+        if field.metadata["environment"] and not any(text is not None for _, text in sources):
+            sources = [(spelling.upper(), environment.get(spelling.upper()) or None) for spelling in _spellings(field)]
+            if name == "hostname":
+                sources = [(source, text) for source, text in sources if text and _is_address(text)]
+        found = [(source, text) for source, text in sources if text is not None]
+        if len(found) > 1:
+            raise Mistake(f"{found[0][0]} and {found[1][0]} mean the same: set one of them")
+        if found:
+            given[name] = _value(field, *found[0])
+    if values.model:
+        if getattr(values, "model_id", None) not in (None, values.model):
+            raise Mistake(f"MODEL says {values.model} and --model-id says {values.model_id}: give one of them")
+        given["model_id"] = values.model
+    return check(Options(**given))
+
+
+def _spellings(field: "dataclasses.Field[Any]") -> list[str]:
+    return [field.name, field.metadata["also"]] if field.metadata["also"] else [field.name]
+
+
+def _is_address(text: str) -> bool:
+    try:
+        kinds.address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _value(field: "dataclasses.Field[Any]", source: str, text: str) -> Any:
+    """`text` as the field's type. `source` is the flag or the variable, for the complaint."""
+    choices = field.metadata["choices"]
+    if choices and text not in choices:
+        raise Mistake(f"{source}={text}: one of {', '.join(choices)} is needed")
+    try:
+        return (kinds.boolean if field.metadata["switch"] else field.metadata["kind"])(text)
+    except ValueError as error:
+        raise Mistake(f"{source}={' '.join(text.split())}: {error}") from None
+
+
+def _unknown(program: str, arguments: Sequence[str]) -> str:
+    """A complaint about the first of `arguments`, with the flag that was probably meant."""
+    name = arguments[0].partition("=")[0]
+    if not name.startswith("-"):
+        return f"{arguments[0]} is one argument too many: {program} takes one MODEL"
+    if name in TGI_ONLY.split():
+        return f"{name} is text-generation-inference's, penstock has no such flag ({program} --help lists what there is)"
+    spellings = [flag(spelling) for field in FIELDS.values() for spelling in _spellings(field)]
+    close = difflib.get_close_matches(name, spellings, n=1)
+    return f"no flag {name}" + (f": did you mean {close[0]}?" if close else f" ({program} --help lists what there is)")

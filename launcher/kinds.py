@@ -1,0 +1,199 @@
+"""Kinds of values that flags and variables have: each reads a text, and raises ValueError with what is needed instead."""
+
+import ipaddress
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from ..proto.speculation import parse as parse_speculation
+from ..router.config import ANY_ORIGIN, NO_ORIGIN, addresses_of
+from ..shard.rooms import parse as parse_sizes
+
+MOST = 1 << 31  # of tokens, pages, requests...
+LONGEST = 1e9  # seconds: more than anybody waits, and less than clocks and locks can count
+THREADS = 4  # for each core, at most; and 64 wherever it is
+
+
+def count(text: str) -> int:
+    """A whole number from 1."""
+    return _whole(text, 1)
+
+
+def limit(text: str) -> int:
+    """A whole number from 0."""
+    return _whole(text, 0)
+
+
+def size(text: str) -> int:
+    """Bytes."""
+    return _whole(text, 1, 1 << 50)
+
+
+def _whole(text: str, least: int, most: int = MOST) -> int:
+    digits = text.lstrip("0")
+    if not text.isascii() or not text.isdigit() or int(digits[:20] or "0") < least:
+        raise ValueError(f"a whole number from {least} is needed")
+    if int(digits[:20] or "0") > most:
+        raise ValueError(f"{most:,} is the most there can be")
+    return int(digits or "0")
+
+
+def threads(text: str) -> int:
+    """As many as this machine starts without harm."""
+    value, cores = count(text), os.cpu_count() or 1
+    if value > max(64, THREADS * cores):
+        raise ValueError(f"{max(64, THREADS * cores)} is the most there can be: this machine has cores: {cores}")
+    return value
+
+
+def port(text: str) -> int:
+    value = count(text)
+    if value > 65535:
+        raise ValueError("a port is at most 65535")
+    return value
+
+
+def number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError("a number is needed") from None
+
+
+def fraction(text: str) -> float:
+    value = number(text)
+    if not 0 < value <= 1:
+        raise ValueError("a number above 0 and up to 1 is needed")
+    return value
+
+
+def seconds(text: str) -> float:
+    value = number(text)
+    if not value >= 0:
+        raise ValueError("a number from 0 is needed")
+    return _bounded(value)
+
+
+def positive(text: str) -> float:
+    value = number(text)
+    if not value > 0:
+        raise ValueError("a number above 0 is needed")
+    return _bounded(value)
+
+
+def _bounded(value: float) -> float:
+    if value > LONGEST:
+        raise ValueError(f"{LONGEST:,.0f} is the most there can be")
+    return value
+
+
+def milliseconds(text: str) -> float:
+    """In seconds."""
+    value = number(text)
+    if not 0 < value < float("inf"):
+        raise ValueError("a number of milliseconds above 0 is needed")
+    return value / 1000
+
+
+def boolean(text: str) -> bool:
+    values = {"true": True, "1": True, "false": False, "0": False}
+    if text.lower() not in values:
+        raise ValueError("true or false is needed")
+    return values[text.lower()]
+
+
+def path(text: str) -> str:
+    """Of a route."""
+    if not re.fullmatch(r"/[\w./:~-]*", text):
+        raise ValueError("a path that begins with / is needed")
+    return text
+
+
+def graphs(text: str) -> str:
+    """As the shards read it."""
+    parse_sizes(text)
+    return text
+
+
+def speculation(text: str) -> str:
+    """As the shards read it, but for the draft model's name."""
+    return text if parse_speculation(text).most else ""
+
+
+def rank_groups(text: str) -> str:
+    """Addresses as the router reads them; groups with semicolons between them."""
+    for group in text.split(";"):
+        addresses_of(group)
+    return text
+
+
+def place(text: str) -> str:
+    """host:port, one that can be listened at."""
+    host, _, number = text.rpartition(":")
+    if not host or text.startswith("unix:"):
+        raise ValueError("host:port is needed")
+    port(number)
+    return text
+
+
+def file(text: str) -> str:
+    """One that is there, wherever the server is started from."""
+    found = Path(text).expanduser().resolve()
+    if not found.is_file():
+        raise ValueError("there is no such file")
+    return str(found)
+
+
+def origins(text: str) -> str:
+    """Of web pages, with commas between them."""
+    for origin in text.split(","):
+        if text not in (ANY_ORIGIN, NO_ORIGIN) and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/,\s*]+/?", origin.strip()):
+            raise ValueError(f"origins such as https://chat.example, with commas between them, or {ANY_ORIGIN}, or {NO_ORIGIN}")
+    return text
+
+
+def url(text: str) -> str:
+    """Of HTTP."""
+    if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", text):
+        raise ValueError("a URL such as http://localhost:4318 is needed")
+    return text
+
+
+def address(text: str) -> str:
+    """What the router can bind: an IP address, or localhost."""
+    if text != "localhost":
+        ipaddress.ip_address(text)
+    return text
+
+
+def keys_of(text: str) -> tuple[str, ...]:
+    """Those that stand in it, with commas between them."""
+    return tuple(key for part in text.split(",") if (key := part.strip()))
+
+
+def keys(text: str) -> str:
+    """With at least one in it: a server whose operator wants a key must not be open because its file is empty."""
+    if not keys_of(text):
+        raise ValueError("there is no key in it; leave it out for a server that asks for none")
+    return text
+
+
+METAVARS: dict[Any, str] = {
+    count: "N",
+    threads: "N",
+    port: "PORT",
+    fraction: "X",
+    seconds: "X",
+    milliseconds: "MS",
+    boolean: "{true,false}",
+    address: "ADDRESS",
+    graphs: "SIZES",
+    speculation: "N|KEY=VALUE,...",
+    rank_groups: "ADDRESS[,...]",
+    place: "HOST:PORT",
+    path: "PATH",
+    origins: "ORIGINS",
+    url: "URL",
+    file: "FILE",
+}
