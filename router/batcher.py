@@ -18,7 +18,7 @@ import asyncio
 import itertools
 import logging
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -33,6 +33,7 @@ from .metrics import Metrics
 from .policies import largest_step
 from .record import begin
 from .recovery import Inquest
+from .replies import prompt_logprobs, report_of, scores_of, tops
 from .request import (
     Alternative,
     Beam,
@@ -52,7 +53,7 @@ from .request import (
     Sink,
     Token,
 )
-from .scheduler import BATCH, Action, Bounds, Decode, Filter, Job, Prefill, Report, Scheduler
+from .scheduler import BATCH, Action, Bounds, Decode, Filter, Job, Prefill, Scheduler
 from .shards import Shards, group
 from .streams import Choice, Pace, Piece, Stream, Tokenizer, Unseen, read, replayed
 
@@ -614,31 +615,7 @@ class Batcher:
             self._metrics.step(action, seconds, None)
             return None
         step = reply.step
-        scheduler.report(
-            Report(
-                free=step.free,
-                cached=step.cached,
-                uids=step.held_uids,
-                held=step.held,
-                grow=step.grow,
-                lacking=step.lacking,
-                finished=self._finished(step),
-                failed=step.failed_uids,
-                seconds=step.seconds,
-                prompt_tokens=step.prompt_tokens,
-                cached_tokens=step.cached_tokens,
-                decode_tokens=step.decode_tokens,
-                prompt_keys=step.prompt_keys,
-                decode_keys=step.decode_keys,
-                rows=len(step.tokens) + step.drafted_tokens - step.accepted_tokens,
-                drafted=step.drafted_tokens,
-                accepted=step.accepted_tokens,
-                rounds=step.rounds,
-                draft_seconds=step.draft_seconds,
-                later_seconds=step.later_seconds,
-                ahead=step.ahead,
-            )
-        )
+        scheduler.report(report_of(step, self._finished(step)))
         self._last[_kind(action)] = seconds
         self._metrics.step(action, seconds, step)
         return step
@@ -662,18 +639,11 @@ class Batcher:
         """Turns the rows of a reply into items of their streams."""
         now = monotonic()
         before: list[float] = []  # when the token before each came, if it is of another step
-        touched: list[Stream] = []
-        prompts = self._prompt_logprobs(reply) if reply.prompt_uids else {}
-        scores = _scores(reply) if reply.scored_uids else {}
-        for uid, found in zip(reply.found_uids, reply.found_tokens, strict=True):
-            if uid in self._streams:
-                self._streams[uid].cached += found
-        for uid, drafted, accepted in zip(reply.guessed_uids, reply.guessed_drafted, reply.guessed_accepted, strict=True):
-            if uid in self._streams:
-                run = self._streams[uid].run
-                run.drafted, run.accepted = run.drafted + drafted, run.accepted + accepted
-        touched += self._deliver_beams(reply, prompts)
-        rows = zip(reply.uids, reply.choices, reply.tokens, reply.logprobs, reply.finishes, self._tops(reply), strict=True)
+        prompts = prompt_logprobs(reply) if reply.prompt_uids else {}
+        scores = scores_of(reply) if reply.scored_uids else {}
+        self._count(reply)
+        touched = self._deliver_beams(reply, prompts)
+        rows = zip(reply.uids, reply.choices, reply.tokens, reply.logprobs, reply.finishes, tops(reply), strict=True)
         for uid, index, token, logprob, finish, top in rows:
             stream = self._streams.get(uid)
             if stream is None or (choice := stream.choices[index]).done:  # it was closed or stopped in the meantime
@@ -707,6 +677,16 @@ class Batcher:
                 self._fail(stream.uid, error, "generation")
         for uid, message in zip(reply.failed_uids, reply.failed_messages, strict=True):
             self._fail(uid, Broken(message), "generation")
+
+    def _count(self, reply: shard_pb2.StepReply) -> None:
+        """What was cached of prompts, and what drafts were worth, on their streams' accounts."""
+        for uid, found in zip(reply.found_uids, reply.found_tokens, strict=True):
+            if uid in self._streams:
+                self._streams[uid].cached += found
+        for uid, drafted, accepted in zip(reply.guessed_uids, reply.guessed_drafted, reply.guessed_accepted, strict=True):
+            if uid in self._streams:
+                run = self._streams[uid].run
+                run.drafted, run.accepted = run.drafted + drafted, run.accepted + accepted
 
     def _open_items(self, stream: Stream, prompts: Mapping[int, tuple[Any, Any]]) -> None:
         """The first item, if it isn't there yet."""
@@ -748,25 +728,6 @@ class Batcher:
             tuple(Beam(parent, token, text(token), score) for parent, token, score in live),
             tuple(Beam(parent, token, text(token), score) for parent, token, score in complete),
         )
-
-    def _prompt_logprobs(
-        self, reply: shard_pb2.StepReply
-    ) -> dict[int, tuple[tuple[float | None, ...], tuple[tuple[int, float], ...]]]:
-        """`Prompt.logprobs` and `Prompt.top` by uid, for the groups whose first token is in this reply and that asked for them."""
-        values = iter(reply.prompt_logprobs)
-        tops = zip(reply.prompt_top_ids, reply.prompt_top_logprobs, strict=True)
-        groups = zip(reply.prompt_uids, reply.prompt_counts, reply.prompt_tops, strict=True)
-        return {
-            uid: ((None, *itertools.islice(values, count)), tuple(itertools.islice(tops, count * wide)))
-            for uid, count, wide in groups
-        }
-
-    def _tops(self, reply: shard_pb2.StepReply) -> Iterable[Sequence[tuple[int, float]]]:
-        """The alternatives of each row."""
-        if not reply.top_ids:
-            return itertools.repeat((), len(reply.tokens))
-        pairs = zip(reply.top_ids, reply.top_logprobs, strict=True)
-        return [tuple(itertools.islice(pairs, count)) for count in reply.top_counts]
 
     def _alternatives(self, top: Sequence[tuple[int, float]]) -> tuple[Alternative, ...]:
         tokenizer = self._tokenizer
@@ -827,13 +788,6 @@ class Batcher:
 def _hides(request: Request, token: int) -> bool:
     """Whether a token that ends an answer is no part of its text, as a stop string is not. What completes a grammar always is."""
     return not request.include_stop and token in request.end_ids and token not in request.shown
-
-
-def _scores(reply: shard_pb2.StepReply) -> dict[tuple[int, int], float]:
-    """Of the answers, by uid and choice, of the searches that have ended."""
-    scores = iter(reply.scores)
-    counts = zip(reply.scored_uids, reply.scored_counts, strict=True)
-    return {(uid, choice): next(scores) for uid, count in counts for choice in range(count)}
 
 
 def _kind(action: Action) -> str:
