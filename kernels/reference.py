@@ -27,13 +27,13 @@ def _constant(value: float, device: torch.device) -> Tensor:
     return torch.tensor(value, device=device)
 
 
-def rotary_table(frequencies: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
+def rotary_table(frequencies: Tensor, positions: Tensor, dtype: torch.dtype, amplitude: float = 1.0) -> Tensor:
     """Cosines and signed sines of some positions, so that `rotate` needs two multiplications.
 
     frequencies: [size / 2] float32, radians per position; positions: [tokens]; result: [tokens, 2, 1, size] in `dtype`.
     """
     angles = torch.outer(positions.float(), frequencies)
-    cosine, sine = angles.cos(), angles.sin()
+    cosine, sine = angles.cos() * amplitude, angles.sin() * amplitude
     return torch.stack((torch.cat((cosine, cosine), -1), torch.cat((-sine, sine), -1)), 1).unsqueeze(2).to(dtype)
 
 

@@ -5,7 +5,6 @@ It runs a `Step`: any mix of prompt chunks, decodes, chains and trees. Weights a
 vocabulary.
 """
 
-import math
 from collections.abc import Iterator
 
 import torch
@@ -15,29 +14,14 @@ from torch.nn import functional
 from ...kernels.linear import Weight, compile_products
 from ...kernels.operations import add_rms_norm, rms_norm, rotate_and_write, swiglu
 from ...kernels.ragged import attention
-from ...kernels.reference import rotary_table
 from ..cache import Cache
 from ..parallel import Ranks
 from ..step import Step
 from ..weights import Source
-from .families import Rope, Shape, Unsupported
+from .families import Shape, Unsupported
+from .rotary import table_of
 
 HEAD = "lm_head.weight"
-PART = 1 << 16  # positions whose cosines and sines are computed at once, in float32
-
-
-def frequencies(rope: Rope, size: int) -> Tensor:
-    """Radians per position of every pair of features: [size / 2] float32."""
-    plain = 1.0 / rope.theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
-    if rope.kind == "linear":
-        return plain / rope.factor
-    if rope.kind == "default":
-        return plain
-    # Llama 3.1: long waves are stretched, short ones left alone, those between interpolated.
-    turns = rope.original_positions * plain / (2 * math.pi)  # over the positions that the model was first trained on
-    smooth = (turns - rope.low_frequency_factor) / (rope.high_frequency_factor - rope.low_frequency_factor)
-    smooth = smooth.clamp(0, 1)
-    return plain * smooth + plain / rope.factor * (1 - smooth)
 
 
 class Loader:
@@ -181,9 +165,7 @@ class Decoder:
         self.layers = [Layer(index, shape, source, ranks, exact) for index in range(shape.layers)]
         self.norm = load.vector("model.norm", shape.hidden)
         self.head = Weight(self._tied(load) if shape.tied else load.table(HEAD), exact=exact)
-        turning, count = frequencies(shape.rope, shape.head_size).to(device), shape.max_positions
-        parts = [torch.arange(first, min(first + PART, count), device=device) for first in range(0, count, PART)]
-        self.rotary = torch.cat([rotary_table(turning, part, self.embedding.dtype) for part in parts])
+        self.rotary = table_of(shape.rope, shape.head_size, shape.max_positions, self.embedding.dtype, device)
 
     def __call__(self, step: Step, cache: Cache) -> Tensor:
         """Computes the step's tokens, writes their keys and values, and returns the wanted rows' states: [rows, hidden]."""

@@ -39,11 +39,19 @@ class Rope:
     """Rotary embedding. `kind` "default" uses nothing but theta."""
 
     theta: float = 10000.0
-    kind: str = "default"  # "default", "linear", "llama3"
+    kind: str = "default"  # "default", "linear", "llama3", "yarn"
     factor: float = 1.0
-    low_frequency_factor: float = 1.0  # the rest is llama3's
-    high_frequency_factor: float = 4.0
-    original_positions: int = 8192
+    original_positions: int = 8192  # that the model was first trained on: llama3's and yarn's
+    # Turns over these positions: waves with more stay as they are, with less they are stretched, and those between interpolated.
+    many_turns: float = 4.0
+    few_turns: float = 1.0
+    whole: bool = True  # yarn's: these bounds are rounded to whole pairs of features
+    amplitude: float = 1.0  # of all cosines and sines
+
+    @property
+    def reach(self) -> int:
+        """Positions that it is made for, where it says so: yarn is added to a config.json whose number of positions stays."""
+        return int(self.original_positions * self.factor) if self.kind == "yarn" else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +196,7 @@ def _common(config: Config) -> Shape:
     if config.get("quantization_config"):
         raise Unsupported("quantized checkpoints are not supported: use the model's unquantized weights")
     heads, hidden, layers = config["num_attention_heads"], config["hidden_size"], config["num_hidden_layers"]
+    rope = _rope(config)
     return Shape(
         architecture=config["architectures"][0],
         vocabulary=config["vocab_size"],
@@ -198,9 +207,9 @@ def _common(config: Config) -> Shape:
         head_size=config.get("head_dim") or hidden // heads,
         intermediate=config["intermediate_size"],
         norm_epsilon=_number(config, "rms_norm_eps", 1e-6, 1.0),
-        max_positions=config.get("max_position_embeddings", 2048),
+        max_positions=max(config.get("max_position_embeddings", 2048), rope.reach),
         tied=config.get("tie_word_embeddings", False),
-        rope=_rope(config),
+        rope=rope,
         windows=(0,) * layers,
     )
 
@@ -235,11 +244,36 @@ def _rope_of(config: Config, field: str) -> Rope:
             theta=theta,
             kind=kind,
             factor=_number(values, "factor"),
-            low_frequency_factor=_number(values, "low_freq_factor"),
-            high_frequency_factor=_number(values, "high_freq_factor"),
             original_positions=int(_number(values, "original_max_position_embeddings")),
+            many_turns=_number(values, "high_freq_factor"),
+            few_turns=_number(values, "low_freq_factor"),
         )
-    raise Unsupported(f"rotary scaling {kind!r} is not supported: the decoder has default, linear and llama3")
+    if kind == "yarn":
+        return _yarn(config, values, theta)
+    raise Unsupported(f"rotary scaling {kind!r} is not supported: the decoder has default, linear, llama3 and yarn")
+
+
+def _yarn(config: Config, values: Mapping[str, Any], theta: float) -> Rope:
+    """Peng et al. 2023, arXiv:2309.00071, with transformers' names and defaults."""
+    factor, whole = _number(values, "factor"), values.get("truncate", True)
+    first, second = (_number(values, name) if values.get(name) else 0.0 for name in ("mscale", "mscale_all_dim"))
+
+    def logarithmic(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    amplitude = logarithmic(first) / logarithmic(second) if first and second else logarithmic(1.0)
+    if not isinstance(whole, bool):
+        raise Unsupported(f"config.json says truncate {_shown(whole)}, true or false is needed: {AGAIN}")
+    return Rope(
+        theta=theta,
+        kind="yarn",
+        factor=factor,
+        original_positions=int(_number(values, "original_max_position_embeddings", float(config["max_position_embeddings"]))),
+        many_turns=_number(values, "beta_fast", 32.0),
+        few_turns=_number(values, "beta_slow", 1.0),
+        whole=whole,
+        amplitude=_number(values, "attention_factor", amplitude),
+    )
 
 
 def _llama(config: Config) -> Shape:

@@ -1,0 +1,49 @@
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864): how fast each pair of features turns, as a config.json says."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ...kernels.reference import rotary_table
+from .families import Rope
+
+PART = 1 << 16  # positions whose cosines and sines are computed at once, in float32
+
+
+def table_of(rope: Rope, size: int, positions: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """For the positions from 0 on: [positions, 2, 1, size], see `rotary_table`."""
+    turning = frequencies(rope, size).to(device)
+    parts = [torch.arange(first, min(first + PART, positions), device=device) for first in range(0, positions, PART)]
+    return torch.cat([rotary_table(turning, part, dtype, rope.amplitude) for part in parts])
+
+
+def frequencies(rope: Rope, size: int) -> Tensor:
+    """Radians per position of every pair of features: [size / 2] float32."""
+    plain = 1.0 / rope.theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
+    if rope.kind == "linear":
+        return plain / rope.factor
+    if rope.kind == "default":
+        return plain
+    kept = _yarn(rope, size) if rope.kind == "yarn" else _llama3(rope, plain)
+    return plain * kept + plain / rope.factor * (1 - kept)
+
+
+def _llama3(rope: Rope, plain: Tensor) -> Tensor:
+    """How much of each wave stays as it is, in proportion to its turns: [size / 2] from 0 to 1."""
+    turns = rope.original_positions * plain / (2 * math.pi)
+    return ((turns - rope.few_turns) / (rope.many_turns - rope.few_turns)).clamp(0, 1)
+
+
+def _yarn(rope: Rope, size: int) -> Tensor:
+    """The same, in proportion to the place of its pair of features (Peng et al. 2023, arXiv:2309.00071)."""
+
+    def place(turns: float) -> float:
+        return size * math.log(rope.original_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = place(rope.many_turns), place(rope.few_turns)
+    if rope.whole:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    high += 0.001 * (high == low)
+    return 1 - ((torch.arange(size // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)

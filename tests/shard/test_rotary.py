@@ -1,0 +1,80 @@
+"""How fast features turn, against transformers, for settings at random."""
+
+import json
+import random
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from penstock.shard.models.families import Unsupported, shape
+from penstock.shard.models.rotary import frequencies, table_of
+from penstock.tests.shard import tiny
+
+TABLE = 2, 1  # cosines and sines, for every head
+
+
+def settings(kind: str, chance: random.Random) -> dict[str, Any]:
+    """Of one kind, those that may be left out sometimes left out."""
+    found: dict[str, Any] = {"rope_type": kind, "rope_theta": chance.choice([500.0, 10000.0, 1e6])}
+    if kind != "default":
+        found["factor"] = chance.choice([1.0, 1.5, 4, 40.0])
+    if kind == "llama3":
+        found |= {"low_freq_factor": chance.choice([0.5, 1.0]), "high_freq_factor": chance.choice([2.0, 4.0])}
+    if kind in ("llama3", "yarn"):
+        found["original_max_position_embeddings"] = chance.choice([16, 64, 4096])
+    if kind == "yarn":
+        may = {
+            "beta_fast": chance.choice([None, 2.0, 16, 64.0]),
+            "beta_slow": chance.choice([None, 0.1, 1, 1.5]),
+            "attention_factor": chance.choice([None, 0.7, 1.3]),
+            "mscale": chance.choice([None, 0.707, 1.0]),
+            "mscale_all_dim": chance.choice([None, 0.0, 0.707, 1]),
+            "truncate": chance.choice([False, True]),
+        }
+        found |= {name: value for name, value in may.items() if chance.random() < 0.6}
+    return found
+
+
+@pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn"])
+def test_waves_are_those_of_transformers(kind: str) -> None:
+    chance = random.Random(kind)
+    for _ in range(1 if kind == "default" else 60):
+        size = chance.choice([8, 64, 128])
+        config = transformers.LlamaConfig(**tiny.SMALL, head_dim=size, rope_parameters=settings(kind, chance))
+        rope = shape(json.loads(config.to_json_string()) | {"architectures": ["LlamaForCausalLM"]}).rope
+        if kind == "default":
+            expected, amplitude = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config).inv_freq, 1.0
+        else:
+            expected, amplitude = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+        torch.testing.assert_close(frequencies(rope, size), expected, rtol=1e-6, atol=0)
+        assert rope.amplitude == pytest.approx(amplitude)
+        table = table_of(rope, size, 3, torch.float32, torch.device("cpu"))
+        assert table.shape == (3, *TABLE, size)
+        torch.testing.assert_close(table[0, 0, 0], torch.full((size,), amplitude))
+
+
+def test_yarn_is_added_to_a_config_whose_positions_stay() -> None:
+    """As Qwen's model cards say: the model takes as many tokens as the factor makes of those that it was trained on."""
+    plain = json.loads((tiny.folder("qwen2") / "config.json").read_text())
+    longer = plain | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}}
+    assert shape(longer).max_positions == 4 * plain["max_position_embeddings"]
+    longer["rope_parameters"]["original_max_position_embeddings"] = 64
+    assert shape(longer).max_positions == plain["max_position_embeddings"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [
+        ({"truncate": 1}, "truncate"),
+        ({"beta_fast": -1}, "beta_fast"),
+        ({"factor": "x"}, "factor"),
+        ({"attention_factor": 0}, "attention_"),
+    ],
+)
+def test_settings_that_can_not_be(wrong: dict[str, Any], word: str) -> None:
+    config = json.loads((tiny.folder("qwen2") / "config.json").read_text())
+    with pytest.raises(Unsupported, match=word):
+        shape(config | {"rope_parameters": tiny.YARN | wrong})
