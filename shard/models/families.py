@@ -235,7 +235,7 @@ def _rope_of(config: Config, field: str) -> Rope:
         raise Unsupported(f"config.json says {field} for {nested!r} by itself: the decoder has one rotary embedding for all layers")
     kind = values.get("rope_type") or values.get("type") or "default"
     theta = _number(values if values.get("rope_theta") is not None else config, "rope_theta", 10000.0)
-    if kind == "default":
+    if kind in ("default", "dynamic"):  # "dynamic" changes what lies beyond max_position_embeddings, where nothing is served
         return Rope(theta=theta)
     if kind == "linear":
         return Rope(theta=theta, kind=kind, factor=_number(values, "factor"))
@@ -250,7 +250,7 @@ def _rope_of(config: Config, field: str) -> Rope:
         )
     if kind == "yarn":
         return _yarn(config, values, theta)
-    raise Unsupported(f"rotary scaling {kind!r} is not supported: the decoder has default, linear, llama3 and yarn")
+    raise Unsupported(f"rotary scaling {kind!r} is not supported: the decoder has default, linear, dynamic, llama3 and yarn")
 
 
 def _yarn(config: Config, values: Mapping[str, Any], theta: float) -> Rope:

@@ -38,7 +38,7 @@ def settings(kind: str, chance: random.Random) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn"])
+@pytest.mark.parametrize("kind", ["default", "linear", "dynamic", "llama3", "yarn"])
 def test_waves_are_those_of_transformers(kind: str) -> None:
     chance = random.Random(kind)
     for _ in range(1 if kind == "default" else 60):
@@ -48,7 +48,7 @@ def test_waves_are_those_of_transformers(kind: str) -> None:
         if kind == "default":
             expected, amplitude = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config).inv_freq, 1.0
         else:
-            expected, amplitude = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+            expected, amplitude = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=config.max_position_embeddings)
         torch.testing.assert_close(frequencies(rope, size), expected, rtol=1e-6, atol=0)
         assert rope.amplitude == pytest.approx(amplitude)
         table = table_of(rope, size, 3, torch.float32, torch.device("cpu"))

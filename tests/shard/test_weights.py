@@ -298,8 +298,8 @@ def test_json_of_an_interrupted_download(sharded: Path, file: str, text: str) ->
         ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel is not supported", "LlamaForCausalLM, MistralForCausalLM"]),
         ({"architectures": None}, ["architecture none named"]),
         (
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}},
-            ["rotary scaling 'dynamic' is not supported", "llama3 and yarn"],
+            {"rope_parameters": {"rope_type": "longrope", "factor": 4.0}},
+            ["rotary scaling 'longrope' is not supported", "llama3 and yarn"],
         ),
         (
             {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
