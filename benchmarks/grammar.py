@@ -74,7 +74,7 @@ def main() -> None:
         for name, place, size in (("the demo model", DEMO, 2048), ("a large model", large, options.tokens)):
             began = time.perf_counter()
             grammars = Grammars(place, size)
-            grammars.ready(sources.written(sources.regex("a")), wait=True)
+            grammars.compile(sources.written(sources.regex("a"))).result()
             print(f"\n{name}: {size} tokens, tokenizer read in {time.perf_counter() - began:.2f} s")
             print(
                 f"{'grammar':>16} {'compile':>10} {'first mask':>11} {'median':>9} {'p99':>9} {'of 64, each':>12} {'a guess':>11}"
@@ -100,21 +100,21 @@ def main() -> None:
 def measure(grammars: Grammars, grammar: str, seconds: float) -> Result:
     """Random texts, for so long in all."""
     began = time.perf_counter()
-    grammars.ready(grammar, wait=True)
+    beginning = grammars.compile(grammar).result()
     compiled = time.perf_counter() - began
     chance = random.Random(1)
     masks: list[float] = []
     end = time.perf_counter() + seconds / 2
     while time.perf_counter() < end:
-        masks += walk(grammars, [grammars.guide(grammar)], chance)
+        masks += walk(grammars, [beginning.copy()], chance)
     batches: list[float] = []
     end = time.perf_counter() + seconds / 2
     while time.perf_counter() < end:
-        batches += walk(grammars, [grammars.guide(grammar) for _ in range(64)], chance)
+        batches += walk(grammars, [beginning.copy() for _ in range(64)], chance)
     chains: list[float] = []
     end = time.perf_counter() + seconds / 2
     while time.perf_counter() < end:
-        chains += guessed(grammars, [grammars.guide(grammar) for _ in range(16)], chance)
+        chains += guessed(grammars, [beginning.copy() for _ in range(16)], chance)
     return Result(compiled, masks, quantile(batches, 0.5), quantile(chains, 0.5))
 
 

@@ -138,7 +138,7 @@ def _filter(values: Tensor, total: Tensor, draws: Draws) -> Tensor:
     scores = values.masked_fill(limited & (values < kth), -torch.inf)  # what ties with the k-th stays
     total = torch.where(limited.squeeze(1), scores.logsumexp(-1), total)
     probabilities = (scores - total.unsqueeze(1)).exp()
-    # A token stays while what comes before it has less than top_p: at least one always does.
+    # A token stays while what comes before it has less than top_p, which is above 0: at least one does.
     before = probabilities.cumsum(-1) - probabilities
     scores = scores.masked_fill((before >= draws.top_p.unsqueeze(1)) & (draws.top_p < 1).unsqueeze(1), -torch.inf)
     scores = scores.masked_fill(scores < values[:, :1] + draws.min_p.log().unsqueeze(1), -torch.inf)

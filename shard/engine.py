@@ -26,7 +26,7 @@ from .decoding.hypotheses import candidates_of
 from .decoding.methods import strategy_of
 from .decoding.sampler import compile_kernels
 from .decoding.stops import Stops
-from .decoding.strategy import Child
+from .decoding.strategy import NOT_FINITE, Child
 from .flight import Flight
 from .forks import Forks
 from .forward import Bounds, Forward, Record, layout_of
@@ -219,8 +219,10 @@ class Engine:
         vocabulary = self.decoder.shape.vocabulary
         if group.uid in self.groups:
             return f"the shard has a group {group.uid} already"
-        if not group.prompt_length:
-            return "the prompt has no tokens"
+        if not group.prompt_length or not group.max_new_tokens:
+            return "the prompt, or the answer, has no tokens"
+        if group.prompt_length + group.max_new_tokens > self.decoder.shape.max_positions:
+            return f"{group.prompt_length} tokens and {group.max_new_tokens} more are too many: {self.decoder.shape.max_positions}"
         highest = max(max(sequence.tokens) for sequence in group.sequences)
         if highest >= vocabulary:
             return f"token {highest} is not in the model's vocabulary of {vocabulary}"
@@ -265,9 +267,10 @@ class Engine:
                 self.prompts.end(group, sequence)
 
     def _fail(self, group: Group, why: str, outcome: Outcome) -> None:
-        """The group goes, and nobody finds what it has computed."""
+        """The group goes. What it has computed others find, unless that is why."""
         outcome.fail(group, why)
-        self._withdraw(group)
+        if why == NOT_FINITE:
+            self._withdraw(group)
         self._drop(group)
 
     def _withdraw(self, group: Group) -> None:
@@ -296,8 +299,7 @@ class Engine:
                 self._extend(group, spans)
                 runs.append(Run(group, spans, sampled=True))
             except OutOfPages as error:
-                outcome.fail(group, f"the pool is full: {error}")
-                self._drop(group)
+                self._fail(group, f"the pool is full: {error}", outcome)
         return runs
 
     def _members(self, batches: Iterable[int]) -> list[Group]:

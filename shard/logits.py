@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.beam import most_probable
 from ..kernels.transfer import Arrival, to_device
 from .codes import Found, codes_of, found_from, length_of
 from .decoding import verify
@@ -58,8 +59,8 @@ def _score(group: Group, logits: Tensor, targets: Tensor) -> None:
     normalizer = logits.logsumexp(-1, keepdim=True)
     group.prompt_scores += (logits.gather(1, targets.unsqueeze(1)) - normalizer).squeeze(1).tolist()
     if group.prompt_top_n:
-        values, ids = logits.topk(min(group.prompt_top_n, logits.shape[1]))
-        group.prompt_tops += zip(ids.flatten().tolist(), (values - normalizer).flatten().tolist(), strict=True)
+        values, ids = most_probable(logits, min(group.prompt_top_n, logits.shape[1]))
+        group.prompt_tops += zip(ids.flatten().tolist(), values.flatten().tolist(), strict=True)
 
 
 @dataclass(frozen=True, slots=True)

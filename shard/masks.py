@@ -7,7 +7,7 @@ Only rank 0 has it, as only rank 0 samples. Knows groups and rows. A group whose
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
 from dataclasses import dataclass, replace
 
 import numpy
@@ -42,14 +42,14 @@ class Masks:
     def __init__(self, grammars: Grammars, vocabulary: int) -> None:
         self._grammars = grammars
         self._words = -(-vocabulary // 32)
-        self._thread = ThreadPoolExecutor(1, "masks")
+        self._thread = futures.ThreadPoolExecutor(1, "masks")
 
     def ready(self, groups: Listing[Group], wait: bool) -> list[bool]:
         """Whose grammars are compiled. wait: until one is."""
-        ready = [self._grammars.ready(group.grammar) for group in groups]
-        if wait and groups and not any(ready):
-            ready[0] = self._grammars.ready(groups[0].grammar, wait=True)
-        return ready
+        beginnings = [self._beginning(group) for group in groups]
+        if wait:
+            futures.wait(beginnings, return_when=futures.FIRST_COMPLETED)
+        return [beginning.done() for beginning in beginnings]
 
     def begin(self, runs: Listing[Run]) -> "Pending | None":
         """Starts on the masks of those runs that are sampled; None if no grammar binds any of them."""
@@ -116,13 +116,18 @@ class Masks:
             return guides
         try:
             for sequence in group.sequences:
-                guide = sequence.guide = sequence.guide or self._grammars.guide(group.grammar)
+                guide = sequence.guide = sequence.guide or self._beginning(group).result().copy()
                 guide.follow(sequence.tokens[sequence.prompt_length :])
                 guides.append(guide)
         except Unusable as error:
             problems[group.uid] = str(error)
             return []
         return guides
+
+    def _beginning(self, group: Group) -> "futures.Future[Guide]":
+        """The group holds it: there may be more groups that wait than grammars that are kept."""
+        group.beginning = group.beginning or self._grammars.compile(group.grammar)
+        return group.beginning
 
 
 class Keeping:

@@ -12,6 +12,7 @@ draw their first tokens, one that is restored has all of them, but those after t
 from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as Listing
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from .decoding.budget import Acceptance
@@ -111,6 +112,7 @@ class Group:
     min_new_tokens: int = 0  # before so many, end_ids can't be drawn
     grammar: str = ""  # that its sequences keep, as `decoding.grammar` wants it; "": none
     compiled: bool = False  # the grammar is, as rank 0 has told
+    beginning: "Future[Guide] | None" = None  # of the grammar, once somebody has asked for it; on rank 0 only
     search: Search | None = None  # its sequences are beams, best first; it has one until its prompt is computed
     heirs: list[Sequence] = field(default_factory=list)  # what takes their place when the step that is under way lands
     most: int = 0  # pages that it may hold, heirs' included; 0: it never has any

@@ -7,30 +7,27 @@ and they are allowed where the grammar is complete.
 
 import json
 import os
-import threading
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Container, Iterator
 from collections.abc import Sequence as Listing
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import TypeVar
 
 import llguidance
 import numpy
 from numpy.typing import NDArray
 
 from ...proto.grammar import limits
+from .background import Background
 from .tree import ROOT, Tree
 
 MOST_THREADS = 8  # that compute masks
 # Compiled grammars, of which the least recently used go first, and characters that they were compiled from: up to 170 bytes each.
 KEPT, KEPT_CHARACTERS = 256, 2_000_000
-STACK = 1 << 24  # bytes of a thread that compiles one
+COMPILING = 2  # threads that compile
 MOST_SAID = 200  # characters of llguidance's message
 NOWHERE = "its grammar comes to a place where none of the model's tokens fits"
-
-Result = TypeVar("Result")
 
 
 class Unusable(Exception):
@@ -122,7 +119,7 @@ class Guide:
 
 class Grammars:
     """Compiled grammars of one model, in its tokens. The tokenizer is read in the background, from the start on, and every grammar
-    is compiled in the background, from the first time that it is asked for."""
+    is compiled there. What was asked for once is kept for others, while there is room."""
 
     def __init__(self, folder: Path, vocabulary: int) -> None:
         """vocabulary: ids that the model knows; its tokenizer may have fewer or more."""
@@ -130,20 +127,22 @@ class Grammars:
         self._threads = max(1, min(MOST_THREADS, (os.cpu_count() or 1) // 2))
         self._executor = llguidance.LLExecutor(self._threads)
         self._walkers = ThreadPoolExecutor(self._threads, "grammar")
-        self._tokenizer = _background(lambda: _tokenizer(folder, vocabulary))
-        self._compiled: OrderedDict[str, Future[llguidance.LLMatcher]] = OrderedDict()
+        self._background = Background(COMPILING)
+        self._tokenizer = self._background.submit(lambda: _tokenizer(folder, vocabulary))
+        self._compiled: OrderedDict[str, Future[Guide]] = OrderedDict()
         self._size = 0  # characters of these
 
-    def ready(self, grammar: str, wait: bool = False) -> bool:
-        """Whether `guide` answers without delay. wait: until it does."""
-        compiled = self._compile(grammar)
-        if wait:
-            compiled.exception()
-        return compiled.done()
-
-    def guide(self, grammar: str) -> Guide:
-        """At the grammar's beginning. Raises Unusable."""
-        return Guide(self._compile(grammar).result().deep_copy())
+    def compile(self, grammar: str) -> "Future[Guide]":
+        """A guide at the grammar's beginning, to be copied; raises Unusable there. Whoever waits for it has to hold it: it is kept
+        until others have taken its place."""
+        compiled = self._compiled.get(grammar)
+        if compiled is None:
+            compiled = self._compiled[grammar] = self._background.submit(lambda: self._guide(grammar))
+            self._size += len(grammar)
+            while len(self._compiled) > KEPT or (self._size > KEPT_CHARACTERS and len(self._compiled) > 1):
+                self._size -= len(self._compiled.popitem(last=False)[0])
+        self._compiled.move_to_end(grammar)
+        return compiled
 
     def masks(self, guides: Listing[Guide]) -> NDArray[numpy.int32]:
         """Which of the model's tokens may come next: [guides, words] int32, bit i of word w allows token 32 w + i. There are none
@@ -198,22 +197,12 @@ class Grammars:
         text: bytes = self._tokenizer.result().decode_bytes(list(tokens))
         return text
 
-    def _compile(self, grammar: str) -> "Future[llguidance.LLMatcher]":
-        compiled = self._compiled.get(grammar)
-        if compiled is None:
-            compiled = self._compiled[grammar] = _background(lambda: self._matcher(grammar))
-            self._size += len(grammar)
-            while len(self._compiled) > KEPT or (self._size > KEPT_CHARACTERS and len(self._compiled) > 1):
-                self._size -= len(self._compiled.popitem(last=False)[0])
-        self._compiled.move_to_end(grammar)
-        return compiled
-
-    def _matcher(self, grammar: str) -> llguidance.LLMatcher:
+    def _guide(self, grammar: str) -> Guide:
         """At the beginning, with the first mask computed: copies inherit what that took, up to a thousand times a later mask."""
         matcher = llguidance.LLMatcher(self._tokenizer.result(), grammar, log_level=0, limits=limits())
         if not matcher.is_error():
             matcher.compute_bitmask()
-        return matcher
+        return Guide(matcher)
 
 
 def bit(token: int) -> int:
@@ -240,20 +229,3 @@ def _sized(source: str, vocabulary: int, end: int) -> llguidance.LLTokenizer:
         return llguidance.LLTokenizer(source, n_vocab=vocabulary, eos_token=end)
     except ValueError:
         return llguidance.LLTokenizer(source, eos_token=end)
-
-
-def _background(function: Callable[[], Result]) -> "Future[Result]":
-    """On a thread of its own, which doesn't keep the process from ending, and whose stack is larger than the router's, which has
-    compiled the same."""
-    future: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except Exception as error:
-            future.set_exception(error)
-
-    usual = threading.stack_size(STACK)
-    threading.Thread(target=run, name="grammar", daemon=True).start()
-    threading.stack_size(usual)
-    return future

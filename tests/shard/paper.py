@@ -56,7 +56,14 @@ class Model:
     """Stands for the decoder: writes all of a step, then looks at what its rows see."""
 
     shape = SimpleNamespace(
-        layers=1, windows=(0,), heads=1, kv_heads=1, head_size=1, vocabulary=POISON + 1, kv_elements=lambda ranks: 2
+        max_positions=1 << 20,
+        layers=1,
+        windows=(0,),
+        heads=1,
+        kv_heads=1,
+        head_size=1,
+        vocabulary=POISON + 1,
+        kv_elements=lambda ranks: 2,
     )
     ranks = SimpleNamespace(size=1, rank=0)
     embedding = torch.zeros(1)

@@ -2,7 +2,10 @@
 
 import json
 import random
+import time
+from collections import Counter
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import llguidance
@@ -11,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from penstock.shard.decoding import grammar as module
-from penstock.shard.decoding.grammar import Grammars, Unusable, bit
+from penstock.shard.decoding.grammar import Grammars, Guide, Unusable, bit
 from penstock.shard.decoding.sampler import Pick
 from penstock.shard.decoding.tree import Tree, chain, merge
 from penstock.shard.engine import Engine
@@ -28,6 +31,11 @@ END = 2
 
 def regex(pattern: str) -> str:
     return llguidance.LLMatcher.grammar_from_regex(pattern)
+
+
+def guide_of(grammars: Grammars, grammar: str) -> Guide:
+    """At its beginning."""
+    return grammars.compile(grammar).result().copy()
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +61,7 @@ def test_a_mask_holds_all_tokens_that_can_come_next_and_no_others(grammars: Gram
     grammar = regex("one|on|once upon|two|tent|ten|one, two|😀|10|1")
     chance = random.Random(1)
     for _ in range(20):
-        guide, text, tokens = grammars.guide(grammar), b"", []
+        guide, text, tokens = guide_of(grammars, grammar), b"", []
         while True:
             [mask] = grammars.masks([guide])
             after = [text + piece if piece else b"?" for piece in pieces]
@@ -80,9 +88,9 @@ def test_what_is_followed_at_once_and_one_by_one_is_the_same(grammars: Grammars)
     """A sequence that is restored has the masks that it would have had; and looking ahead moves nothing."""
     grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps({"type": "object"}))
     chance = random.Random(2)
-    slow, tokens = grammars.guide(grammar), []
+    slow, tokens = guide_of(grammars, grammar), []
     for _ in range(60):
-        restored = grammars.guide(grammar)
+        restored = guide_of(grammars, grammar)
         restored.follow(tokens)
         slow.follow(tokens)
         first, second = grammars.masks([slow, restored])
@@ -111,7 +119,7 @@ def test_what_may_follow_a_draft_is_what_may_follow_its_path(name: str, grammars
     """As a guide that has come there by itself says; what may not come is of no interest. Two stand at different places."""
     chance = random.Random(name)
     told: list[list[int]] = [[], []]
-    guides = [grammars.guide(VISITED[name]) for _ in told]
+    guides = [guide_of(grammars, VISITED[name]) for _ in told]
     refused = followed = 0
     ends = grammars._tokenizer.result().eos_tokens
     for _ in range(12):
@@ -121,7 +129,7 @@ def test_what_may_follow_a_draft_is_what_may_follow_its_path(name: str, grammars
         for own, tree in zip(told, trees, strict=True):
             paths = [own, *([*own, *(tree.tokens[one] for one in tree.path(node))] for node in range(len(tree)))]
             for path in paths:
-                alone = grammars.guide(VISITED[name])
+                alone = guide_of(grammars, VISITED[name])
                 if all(token not in ends and alone.fits([token]) and alone.matcher.consume_token(token) for token in path):
                     assert (masks[row] == grammars.masks([alone])[0]).all()
                     assert complete[row] == alone.complete
@@ -143,7 +151,7 @@ def drafted(grammars: Grammars, grammar: str, own: list[int], chance: random.Ran
     """A tree of paths that keep the grammar for a while."""
     paths = []
     for _ in range(4):
-        guide, path = grammars.guide(grammar), []
+        guide, path = guide_of(grammars, grammar), []
         guide.follow(own)
         for _ in range(chance.randint(0, 5)):
             ids = allowed(grammars.masks([guide])[0])
@@ -156,7 +164,7 @@ def drafted(grammars: Grammars, grammar: str, own: list[int], chance: random.Ran
 
 
 def test_a_token_that_does_not_fit_is_a_problem_of_its_guide_alone(grammars: Grammars) -> None:
-    good, bad = grammars.guide(regex("a+")), grammars.guide(regex("a+"))
+    good, bad = guide_of(grammars, regex("a+")), guide_of(grammars, regex("a+"))
     bad.follow([END])
     masks = grammars.masks([bad, good])
     assert "can't be followed" in bad.problem
@@ -170,7 +178,7 @@ def test_a_token_that_does_not_fit_is_a_problem_of_its_guide_alone(grammars: Gra
 def test_model_and_tokenizer_may_differ_in_size(vocabulary: int) -> None:
     """Ids that only one of them has are never allowed."""
     masks = Grammars(DEMO, vocabulary)
-    guide = masks.guide(regex("(.|\n)*"))
+    guide = guide_of(masks, regex("(.|\n)*"))
     [mask] = masks.masks([guide])
     assert mask.shape == (-(-vocabulary // 32),)
     ids = allowed(mask)
@@ -181,9 +189,8 @@ def test_model_and_tokenizer_may_differ_in_size(vocabulary: int) -> None:
 def test_without_a_tokenizer_there_are_no_grammars(tmp_path: Path) -> None:
     """It is no fault of the model, which serves on."""
     absent = Grammars(tmp_path, VOCABULARY)
-    assert absent.ready(regex("a"), wait=True)
     with pytest.raises(Unusable, match=r"grammars need .*tokenizer\.json"):
-        absent.guide(regex("a"))
+        guide_of(absent, regex("a"))
     whole = json.loads((DEMO / "tokenizer.json").read_text())
     for broken, said in (
         (None, "writes it"),
@@ -193,16 +200,16 @@ def test_without_a_tokenizer_there_are_no_grammars(tmp_path: Path) -> None:
     ):
         (tmp_path / "tokenizer.json").write_text(json.dumps(broken))
         with pytest.raises(Unusable, match=said):
-            Grammars(tmp_path, VOCABULARY).guide(regex("a"))
+            guide_of(Grammars(tmp_path, VOCABULARY), regex("a"))
 
 
 def test_the_latest_grammars_stay_compiled_as_far_as_their_number_and_size_allow(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[str] = []
 
     class Counted(Grammars):
-        def _matcher(self, grammar: str) -> llguidance.LLMatcher:
+        def _guide(self, grammar: str) -> Guide:
             compiled.append(grammar)
-            return super()._matcher(grammar)
+            return super()._guide(grammar)
 
     long = "a" * 2000
     size = len(regex(long))
@@ -211,7 +218,7 @@ def test_the_latest_grammars_stay_compiled_as_far_as_their_number_and_size_allow
     kept = Counted(DEMO, VOCABULARY)
     for text, times in (("a", 1), ("b", 1), ("c", 1), ("a", 0), ("d", 1), ("a", 0), ("b", 1)):  # b was the least recently used
         compiled.clear()
-        kept.guide(regex(text))
+        guide_of(kept, regex(text))
         assert len(compiled) == times, text
     for text, times in (
         (long, 1),
@@ -224,7 +231,7 @@ def test_the_latest_grammars_stay_compiled_as_far_as_their_number_and_size_allow
         (3 * long, 0),
     ):
         compiled.clear()
-        kept.guide(regex(text))
+        guide_of(kept, regex(text))
         assert len(compiled) == times, len(text)
 
 
@@ -296,3 +303,75 @@ def test_nobody_waits_for_a_grammar_that_is_being_compiled(monkeypatch: pytest.M
     assert [uid for uid, _ in outcome.emitted] == [2]
     assert waits == [False, True]
     assert isinstance(outcome.emitted[0][1].pick, Pick)
+
+
+@pytest.mark.parametrize("waiting", [4, 9])
+def test_more_grammars_wait_than_are_kept(monkeypatch: pytest.MonkeyPatch, waiting: int) -> None:
+    """Each is compiled once all the same, and its group begins."""
+    compiled = Counter[str]()
+
+    class Slow(Grammars):
+        def _guide(self, grammar: str) -> Guide:
+            compiled[grammar] += 1
+            time.sleep(0.02)
+            return super()._guide(grammar)
+
+    monkeypatch.setattr(module, "KEPT", 4)
+    engine = tiny.engine("demo", 16, 400)
+    engine._masks = Masks(Slow(DEMO, VOCABULARY), VOCABULARY)
+    engine.prefill(1, [tiny.group(1, [5, 6, 7], 500)], [(1, 9)], 9, [])
+    groups = [tiny.group(10 + i, [5, 6, 7 + i], 9, grammar=regex(f"[a-z]{{3,9}}{i}")) for i in range(waiting)]
+    began: set[int] = set()
+    outcome = engine.prefill(1, groups, [(group.uid, 9) for group in groups], 999, [1])
+    deadline = time.monotonic() + 30
+    while len(began) < waiting and time.monotonic() < deadline:
+        began |= {uid for uid, _ in outcome.emitted} - {1}
+        left = [(group.uid, 9) for group in groups if group.uid not in began]
+        outcome = engine.prefill(1, [], left, 999, [])
+    assert began == {group.uid for group in groups}
+    assert set(compiled.values()) == {1}
+
+
+def test_who_has_nothing_else_to_do_waits_for_the_grammar_that_is_there_first() -> None:
+    slow, fast = Event(), tiny.group(2, [1], 9, grammar="fast")
+
+    class Two(Grammars):
+        def _guide(self, grammar: str) -> Guide:
+            assert grammar == "fast" or slow.wait(30)
+            return super()._guide(regex("a"))
+
+    masks = Masks(Two(DEMO, VOCABULARY), VOCABULARY)
+    assert masks.ready([tiny.group(1, [1], 9, grammar="slow"), fast], wait=True) == [False, True]
+    slow.set()
+
+
+def test_a_prompt_that_could_go_on_is_not_held_up_by_a_grammar() -> None:
+    """Not even where nothing decodes."""
+    slow = Event()
+
+    class One(Grammars):
+        def _guide(self, grammar: str) -> Guide:
+            assert slow.wait(30)
+            return super()._guide(grammar)
+
+    engine = tiny.engine("demo")
+    engine._masks = Masks(One(DEMO, VOCABULARY), VOCABULARY)
+    groups = [tiny.group(1, [1, 2, 3], 9, grammar=regex("a")), tiny.group(2, [1, 2, 3], 9)]
+    assert [uid for uid, _ in engine.prefill(1, groups, [(1, 3), (2, 3)], 99, []).emitted] == [2]
+    slow.set()
+
+
+def test_a_grammar_that_leads_nowhere_takes_no_prefix_from_others() -> None:
+    """What was computed for its prompt is as good as any."""
+    engine = with_masks(tiny.engine("demo", 4, 200))
+    prefix = list(range(100, 140))
+    engine.prefill(1, [tiny.group(1, [*prefix, 150], 90)], [(1, 99)], 99, [])
+    lost = tiny.group(2, [*prefix, 151], 20, grammar=llguidance.LLMatcher.grammar_from_lark('start: /[ab]{3}/ x\nx: x "b"'))
+    outcome = engine.prefill(1, [lost], [(2, 99)], 99, [])
+    while 2 in engine.groups:
+        outcome = engine.decode([1])
+    assert [uid for uid, _ in outcome.failed] == [2]
+    assert engine.prefill(1, [tiny.group(3, [*prefix, 152], 2)], [(3, 99)], 99, []).cached_tokens == len(prefix)
+    node = engine.groups[1].sequences[0].node
+    assert node is not None
+    assert node.attached

@@ -12,6 +12,7 @@ from torch import Tensor
 from penstock.kernels import attention, noise, operations
 from penstock.shard import step
 from penstock.shard.engine import Engine
+from penstock.shard.logits import _score
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling
 from penstock.shard.sequence import Sequence as Tokens
@@ -331,6 +332,18 @@ def test_a_group_that_was_dropped_goes_on_where_it_was(sampling: Sampling, compu
     assert got == expected
 
 
+def test_a_restored_group_goes_on_when_the_choice_that_it_lacked_ends() -> None:
+    """Nothing else would make it decode: no chunk of it is asked for any more."""
+    engine = tiny.engine("llama", 4)
+    said = tiny.greedy("llama", (tuple(range(1, 9)),), 4)[0]
+    group = tiny.group(1, list(range(1, 9)), 40, continuations=[(0, said[:2]), (1, [11] * 12)])
+    engine.prefill(1, [group], [(1, 12)], 12, [])
+    assert group.lacking > 0
+    engine.end([(1, 1)])
+    assert group.lacking == 0
+    assert [emitted.pick.token for _, emitted in engine.decode([1]).emitted] == said[2:3]
+
+
 def test_a_group_that_lacks_one_token_of_its_restoration_is_not_decoded() -> None:
     """It looks like one whose last token was just chosen."""
     engine = tiny.engine("llama")
@@ -476,22 +489,38 @@ def test_bad_groups_fail_alone() -> None:
         tiny.group(6, [1, 2], COUNT),
         tiny.group(7, [1, 2], 2, continuations=[(0, [1, 2])]),
         tiny.group(8, [1, 2], 9, continuations=[(0, [1]), (0, [2])]),
+        tiny.group(9, [1, 2], 0),
+        tiny.group(11, [1, 2], 511),
     ]
     outcome = engine.prefill(2, bad, [(2, 1), (3, 2), (4, 1), (5, 1), (6, 2), (77, 4)], 99, [])
     failed = dict(outcome.failed)
-    assert set(failed) == {1, 2, 3, 4, 5, 7, 8}  # 77 may just have ended
-    assert {uid for batch in engine.batches.values() for uid in batch.groups} == {6, 10}  # what failed is gone
+    assert set(failed) == {1, 2, 3, 4, 5, 7, 8, 9, 11}  # 77 may just have ended
+    assert {uid for batch in engine.batches.values() for uid in batch.groups} == {6, 10}  # what failed is gone,
+    # and what was there before it by the same name
+    assert engine.pool.pages - engine.pool.free == len({page for uid in (6, 10) for page in engine.groups[uid].sequences[0].pages})
     assert "already" in failed[1]
     assert "no tokens" in failed[2]
     assert "token 131 is not in the model's vocabulary of 131" in failed[3]
     assert "from 1 to 1 tokens" in failed[7]
     assert "twice among [0, 0]" in failed[8]
+    assert "no tokens" in failed[9]
+    assert "2 tokens and 511 more are too many: 512" in failed[11]
     assert [uid for uid, _ in outcome.emitted] == [6]
     got = [emitted.pick.token for _, emitted in engine.prefill(1, [], [(10, 7)], 7, [2]).emitted][:1]
     for _ in range(COUNT):
         got += [emitted.pick.token for uid, emitted in engine.decode([1, 2]).emitted if uid == 10]
     assert got == tiny.greedy("llama", (good,), COUNT)[0]
     assert at_rest(engine)
+
+
+@pytest.mark.parametrize("count", [2, 5, 20])
+def test_of_equal_alternatives_of_a_prompt_the_first_come_first(count: int) -> None:
+    """However many are asked for, as of an answer's."""
+    logits = torch.zeros(1, 2048)
+    logits[0, ::3] = 1.0
+    asked = tiny.group(1, [1, 2], 1, prompt_top_n=count)
+    _score(asked, logits, torch.tensor([0]))
+    assert [token for token, _ in asked.prompt_tops] == list(range(0, 3 * count, 3))
 
 
 def test_a_window_is_smaller_than_what_is_tested() -> None:

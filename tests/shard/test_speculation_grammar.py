@@ -74,7 +74,7 @@ class Oracle:
     def _other(self, grammar: str, own: list[int], said: list[int], chance: random.Random) -> list[int]:
         path = said[: chance.randint(0, len(said))]
         for _ in range(chance.randint(1, 3)):
-            guide = GRAMMAR_TOKENS.guide(grammar)
+            guide = GRAMMAR_TOKENS.compile(grammar).result().copy()
             guide.follow([*own, *path])
             ids = allowed(GRAMMAR_TOKENS.masks([guide])[0])
             path.append(chance.choice(ids) if ids else END)

@@ -489,3 +489,9 @@ def test_typical_without_a_probable_draft_is_plain_sampling() -> None:
         [plain, _] = sampler.pick(p.log().expand(2, -1), rows)
         [found, _] = verify.pick(p.log().expand(2, -1), rows, [Draft(chain([2]))], Rule.TYPICAL)
         assert found == plain
+
+
+def test_where_rounding_leaves_nothing_the_target_stays() -> None:
+    target = torch.tensor([[0.25, 0.75], [0.25, 0.75]])
+    found = verify._residual(target, torch.tensor([[0.25, 0.75], [1.0, 0.0]]))
+    assert found.tolist() == [[0.25, 0.75], [0.0, 1.0]]
