@@ -46,14 +46,16 @@ class HealthReply(_message.Message):
     def __init__(self) -> None: ...
 
 class WarmupRequest(_message.Message):
-    __slots__ = ("max_step_tokens", "max_step_rows", "max_total_tokens")
+    __slots__ = ("max_step_tokens", "max_step_rows", "max_total_tokens", "max_sequences")
     MAX_STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_STEP_ROWS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     max_step_tokens: int
     max_step_rows: int
     max_total_tokens: int
-    def __init__(self, max_step_tokens: _Optional[int] = ..., max_step_rows: _Optional[int] = ..., max_total_tokens: _Optional[int] = ...) -> None: ...
+    max_sequences: int
+    def __init__(self, max_step_tokens: _Optional[int] = ..., max_step_rows: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., max_sequences: _Optional[int] = ...) -> None: ...
 
 class WarmupReply(_message.Message):
     __slots__ = ("pages", "page_size", "bytes_per_page", "weight_bytes", "sample_tokens", "sample_seconds")

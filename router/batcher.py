@@ -212,7 +212,12 @@ class Batcher:
         await self._shards.connect()
         tokens = largest_step(step_tokens(config, self._shards.info), config.sequences)
         rows = min(config.sequences * (1 + config.speculate), tokens)  # drafts get what others leave of a step
-        request = shard_pb2.WarmupRequest(max_step_tokens=tokens, max_step_rows=rows, max_total_tokens=config.max_total_tokens)
+        request = shard_pb2.WarmupRequest(
+            max_step_tokens=tokens,
+            max_step_rows=rows,
+            max_total_tokens=config.max_total_tokens,
+            max_sequences=config.sequences,
+        )
         warm = await self._shards.warm_up(request)
         self.info = self._shards.info
         self._shards.lost.add_done_callback(lambda lost: self._wake.set())

@@ -34,13 +34,21 @@ class Sample:
 
 
 def size_pool(
-    engine: Engine, page_size: int, pages: int, fraction: float, tokens: int, rows: int, total: int, graphs: Listing[int] = ()
+    engine: Engine,
+    page_size: int,
+    pages: int,
+    fraction: float,
+    tokens: int,
+    rows: int,
+    sequences: int,
+    total: int,
+    graphs: Listing[int] = (),
 ) -> tuple[int, Sample]:
     """The number of pages that this rank's pool should have, and the step that it was derived from.
 
     pages: what the operator asked for, 0 to decide here; fraction: of the memory that may be used; tokens, rows: of the largest
-    step; total: tokens of the longest sequence; graphs: tokens of the steps that will be recorded. Raises Unsupported if it isn't
-    enough for anything.
+    step; sequences: that run at once; total: tokens of the longest; graphs: tokens of the steps that will be recorded. Raises
+    Unsupported if it isn't enough for anything.
     """
     ranks = engine.decoder.ranks.neighbours
     page_bytes = engine.token_bytes * page_size
@@ -52,7 +60,7 @@ def size_pool(
     needed = sample.bytes * -(-tokens // sample.tokens) + context + recorded
     available = int(_available(engine.device) * fraction) // (ranks if engine.device.type == "cpu" else 1)
     room = (available - needed) // page_bytes
-    useful = rows * -(-total // page_size)  # every row as long as can be: more pages could never be filled
+    useful = sequences * -(-total // page_size)  # each as long as can be: more pages could never be filled
     if pages > room or room < 1:
         raise Unsupported(
             f"{available / 1e9:.2f} GB of memory can be used and a step needs {needed / 1e9:.2f} GB: room for {max(0, room)} pages "
@@ -60,8 +68,9 @@ def size_pool(
             "--max-batch-size, or use more ranks"
         )
     chosen = pages or min(room, useful)
+    why = f", all that {sequences} sequences of {total} can fill" if chosen == useful else ""
     log.info(
-        f"pool: {chosen} pages of {page_size} tokens ({chosen * page_size} tokens, {chosen * page_bytes / 1e9:.2f} GB); "
+        f"pool: {chosen} pages of {page_size} tokens ({chosen * page_size} tokens{why}, {chosen * page_bytes / 1e9:.2f} GB); "
         f"a step takes up to {needed / 1e9:.2f} GB{_of_graphs(recorded)}, room for {room} pages"
     )
     return int(chosen), sample

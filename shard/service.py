@@ -105,6 +105,7 @@ class Service:
         shape, ranks = engine.decoder.shape, engine.decoder.ranks
         total = min(request.max_total_tokens or shape.max_positions, shape.max_positions)
         tokens, rows = request.max_step_tokens, request.max_step_rows
+        sequences = request.max_sequences or rows
         graphs = engine.device.type == "cuda" and triton_on(engine.device)  # the plain operations wait for the device on the way
         chosen = parse(config.cuda_graphs) if graphs else ()
         drafts = engine.guesses.most > 0
@@ -113,7 +114,9 @@ class Service:
         self.stage = "compiling products"
         engine.compile(min(tokens, COMPILED))
         self.stage = "measuring memory"
-        pages, sample = size_pool(engine, config.page_size, config.kv_pages, config.memory_fraction, tokens, rows, total, recorded)
+        pages, sample = size_pool(
+            engine, config.page_size, config.kv_pages, config.memory_fraction, tokens, rows, sequences, total, recorded
+        )
         engine.resize(ranks.least(pages), config.page_size)
         if sizes:
             bounds = Bounds(tokens, rows, total, engine.pool.pages, chosen, drafts, engine.guesses.trees)

@@ -562,7 +562,8 @@ def test_draining_cuts_what_lasts_longer() -> None:
 
 def test_warm_up_covers_the_largest_step() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        assert shards.warmup == shard_pb2.WarmupRequest(max_step_tokens=16, max_step_rows=8, max_total_tokens=100)
+        expected = shard_pb2.WarmupRequest(max_step_tokens=16, max_step_rows=8, max_total_tokens=100, max_sequences=8)
+        assert shards.warmup == expected
 
     run(test, max_concurrent_requests=20, max_batch_size=8, max_total_tokens=100)
 

@@ -173,12 +173,13 @@ def test_an_answer_tells_what_its_guesses_were_worth() -> None:
 
 def test_memory_is_measured_with_as_many_drafts_as_a_step_may_have() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        assert shards.warmup == shard_pb2.WarmupRequest(max_step_tokens=64, max_step_rows=40, max_total_tokens=100)
+        sizes = shards.warmup.max_step_tokens, shards.warmup.max_step_rows, shards.warmup.max_sequences
+        assert sizes == (64, 40, 8)
 
     run(test, max_batch_prefill_tokens=64, max_batch_size=8, max_best_of=2, max_total_tokens=100, speculate=4)
 
     async def many(batcher: Batcher, shards: FakeShards) -> None:
-        assert shards.warmup == shard_pb2.WarmupRequest(max_step_tokens=64, max_step_rows=64, max_total_tokens=100)
+        assert (shards.warmup.max_step_tokens, shards.warmup.max_step_rows) == (64, 64)
 
     run(many, max_batch_prefill_tokens=64, max_batch_size=8, max_best_of=2, max_total_tokens=100, speculate=64)
 

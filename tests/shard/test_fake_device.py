@@ -93,7 +93,7 @@ def engine_of(speculate: str = "", graphs: bool = True, **more: Any) -> Engine:
     """One that has warmed up, as the service has it do."""
     engine = load(config(speculate, **more), lambda stage: None)
     engine.compile(8)
-    size_pool(engine, PAGE, 0, 0.9, TOKENS, ROWS, TOTAL, [1, 2, 4])
+    size_pool(engine, PAGE, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL, [1, 2, 4])
     engine.resize(PAGES, PAGE)
     if graphs:
         bounds = Bounds(TOKENS, ROWS, TOTAL, PAGES, None, engine.guesses.most > 0, engine.guesses.trees)

@@ -102,6 +102,14 @@ def test_a_pool_without_a_given_size_is_never_larger_than_what_can_be_used(proce
     assert process.stub.Warmup(WARMUP, timeout=30).pages == 8 * 256 // 4
 
 
+@pytest.mark.parametrize("process", [{"kv_pages": 0}], indirect=True)
+def test_drafts_are_rows_and_no_sequences(process: Process) -> None:
+    """The pool is not larger for them."""
+    process.start()
+    few = wire.WarmupRequest(max_step_tokens=128, max_step_rows=72, max_total_tokens=256, max_sequences=8)
+    assert process.stub.Warmup(few, timeout=30).pages == 8 * 256 // 4
+
+
 @pytest.mark.parametrize("process", [{"kv_pages": 1 << 31}], indirect=True)
 def test_too_many_pages_are_refused_with_the_remedy(process: Process) -> None:
     process.start()
