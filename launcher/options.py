@@ -343,8 +343,8 @@ class Options:
     )
     admin_key: str = option(
         HTTP,
-        "key of those who let replicas join and leave (/admin); without it only a server on a loopback address that asks clients "
-        "for no key has these routes; the environment keeps it out of `ps`",
+        "key that /admin/replicas asks for, where replicas join and leave; without it nobody can use that; the environment keeps "
+        "it out of `ps`",
         default="",
         kind=kinds.keys,
     )

@@ -26,7 +26,7 @@ class RouterConfig:
     hostname: str = "0.0.0.0"
     port: int = 3000
     api_keys: tuple[str, ...] = ()  # none: no authorization asked. Each is a tenant; tenants share the server fairly
-    admin_key: str = ""  # of those who let replicas join and leave; "": whoever is on this machine may, if nobody else reaches us
+    admin_key: str = ""  # of those who let replicas join and leave; "": nobody may
     max_concurrent_requests: int = 128  # of each replica
     max_best_of: int = 16  # most choices of a request: TGI's best_of, OpenAI's n, num_return_sequences
     num_beams: int = 1  # of a request that names no number and draws nothing

@@ -22,18 +22,19 @@ from penstock.tests.test_server import idle, metrics, talk, until
 Json = dict[str, Any]
 
 SIZE = ("--page-size", "4", "--kv-pages", "4096", "--max-batch-prefill-tokens", "64")
+ADMIN = {"Authorization": "Bearer boss"}
 SYSTEM = 64  # tokens of a system prompt
 USERS, REQUESTS, TOGETHER = 100, 480, 24
 
 
 @pytest.fixture(scope="module")
 def three() -> Iterator[Server]:
-    with serve(str(LIGHT), "--replicas", "3", *SIZE) as server:
+    with serve(str(LIGHT), "--replicas", "3", "--admin-key", "boss", *SIZE) as server:
         yield server
 
 
 async def states(session: aiohttp.ClientSession) -> dict[str, str]:
-    async with session.get("/admin/replicas") as response:
+    async with session.get("/admin/replicas", headers=ADMIN) as response:
         assert response.status == 200, await response.text()
         return {replica["name"]: replica["state"] for replica in (await response.json())["replicas"]}
 
@@ -151,22 +152,22 @@ def test_a_replica_joins_and_others_leave_and_no_stream_is_lost(three: Server) -
 
 async def come_and_go(session: aiohttp.ClientSession, address: str) -> None:
     """A fourth joins; of the others one is drained, one leaves at once; the fourth leaves, the first is there again."""
-    async with session.post("/admin/replicas", json={"address": address, "name": "fourth"}) as response:
+    async with session.post("/admin/replicas", headers=ADMIN, json={"address": address, "name": "fourth"}) as response:
         assert response.status == 202, await response.text()
     await until_ready(session, "fourth")
-    async with session.post("/admin/replicas/0/drain", json={"move": True}) as response:
+    async with session.post("/admin/replicas/0/drain", headers=ADMIN, json={"move": True}) as response:
         assert (response.status, (await response.json())["requests"]) == (202, 0)
-    async with session.delete("/admin/replicas/2") as response:
+    async with session.delete("/admin/replicas/2", headers=ADMIN) as response:
         assert [each["name"] for each in (await response.json())["replicas"]] == ["0", "1", "fourth"]
     await told(session, *requests()[0])
-    async with session.get("/admin/replicas") as response:
+    async with session.get("/admin/replicas", headers=ADMIN) as response:
         first = next(each for each in (await response.json())["replicas"] if each["name"] == "0")
-    async with session.delete("/admin/replicas/0") as response:
+    async with session.delete("/admin/replicas/0", headers=ADMIN) as response:
         assert response.status == 200
-    async with session.delete("/admin/replicas/0") as response:
+    async with session.delete("/admin/replicas/0", headers=ADMIN) as response:
         assert response.status == 404
-    async with session.post("/admin/replicas", json={"address": f"unix:{first['addresses'][0]}"}) as response:
+    async with session.post("/admin/replicas", headers=ADMIN, json={"address": f"unix:{first['addresses'][0]}"}) as response:
         assert (response.status, (await response.json())["name"]) == (202, "3")
     await until_ready(session, "3")
-    async with session.delete("/admin/replicas/fourth") as response:
+    async with session.delete("/admin/replicas/fourth", headers=ADMIN) as response:
         assert response.status == 200
