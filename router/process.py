@@ -108,7 +108,7 @@ async def _batch(fleet: Fleet, tokenizer: Tokenizer) -> None:
             fleet.limits.max_total_tokens,
             fleet.together,
         )
-    await fleet.wait()
+    await asyncio.gather(fleet.wait(), tokenizer.warm_up())
 
 
 def _connect(config: RouterConfig, name: str, addresses: Sequence[str]) -> Shards:
