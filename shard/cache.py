@@ -29,11 +29,6 @@ class Cache:
         flat = whole.view(torch.uint8) if dtype.itemsize == 1 else whole
         self.pages = flat.view(shape.layers, pages + 1, page_size, -1)  # [layers, pages, page_size, width]
 
-    @property
-    def element_bytes(self) -> int:
-        """Of one number."""
-        return self.layers[0].element_size()
-
     def clear(self, pages: Listing[int]) -> None:
         """Zeroes `pages`: what is masked must still be finite, so numbers that are not must not outlive their request."""
         self.cleared(pages)

@@ -98,11 +98,6 @@ class Acceptance:
         known = self._before._first(width) if self._before is not None else PRIORS[:width]
         return [odds.blended(share) for odds, share in zip(self._odds[0][:width], known, strict=True)]
 
-    def expected(self, widths: Listing[int]) -> float:
-        """Tokens that a step brings if every node of layer i has `widths[i]` children."""
-        reached = accumulate(zip(self.shares(len(widths)), widths, strict=True), _reach, initial=1.0)
-        return sum(reached)
-
     def chain(self, most: int) -> "Worth":
         """Of the drafts of a chain."""
         asked = most, self._trees, self._before._trees if self._before is not None else 0
@@ -136,11 +131,6 @@ def _shares(odds: Listing[float]) -> list[float]:
         result.append(min(left * own, result[-1] if result else 1.0))
         left *= 1 - own
     return result
-
-
-def _reach(reached: float, layer: tuple[list[float], int]) -> float:
-    shares, width = layer
-    return reached * sum(shares[:width])
 
 
 @dataclass(frozen=True, slots=True)

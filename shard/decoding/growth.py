@@ -245,18 +245,17 @@ def best(logits: Tensor, rows: Listing[Row], width: int) -> tuple[Tensor, Tensor
     if greedy:
         columns, values = _largest(scores[greedy].log_softmax(-1), width)
         ids[greedy, : values.shape[1]], logprobs[greedy, : values.shape[1]] = columns, values
-    if sampled:
-        draws = draws_of([rows[i] for i in sampled], logits.device)
-        lines = torch.tensor(sampled, device=logits.device)
-        for part in candidates(scores[sampled], draws):
-            own = draws.take(part.rows)
-            if part.ids is None:
-                noises = gumbel_all(own.seeds, own.choices, own.positions, part.scores.shape[1])
-            else:
-                noises = gumbel(own.seeds, own.choices, own.positions, part.ids)
-            columns, values = _largest((part.scores + noises).log_softmax(-1), width)
-            found = columns if part.ids is None else part.ids.gather(1, columns)
-            ids[lines[part.rows], : values.shape[1]], logprobs[lines[part.rows], : values.shape[1]] = found, values
+    draws = draws_of([rows[i] for i in sampled], logits.device)
+    lines = torch.tensor(sampled, device=logits.device)
+    for part in candidates(scores[sampled], draws):
+        own = draws.take(part.rows)
+        if part.ids is None:
+            noises = gumbel_all(own.seeds, own.choices, own.positions, part.scores.shape[1])
+        else:
+            noises = gumbel(own.seeds, own.choices, own.positions, part.ids)
+        columns, values = _largest((part.scores + noises).log_softmax(-1), width)
+        found = columns if part.ids is None else part.ids.gather(1, columns)
+        ids[lines[part.rows], : values.shape[1]], logprobs[lines[part.rows], : values.shape[1]] = found, values
     return ids, logprobs
 
 

@@ -7,7 +7,7 @@ from .speculate import Speculate
 from .strategy import Strategy
 
 SAMPLE = Sample()
-SPECULATE = Speculate(SAMPLE)
+SPECULATE = Speculate()
 BEAM_SEARCH = BeamSearch()
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence as Listing
 
 from ..sequence import Group
 from ..step import Span
-from .sample import Sample
 from .sampler import Pick, Row
 from .strategy import NOT_FINITE, Emitted, Finish, Verdict
 from .tree import Tree, moves
@@ -16,9 +15,6 @@ from .verify import accept, rows
 
 class Speculate:
     """See Strategy. How rows are picked is the rule's business: see `verify.pick`."""
-
-    def __init__(self, plain: Sample) -> None:
-        self._plain = plain
 
     def draft(self, group: Group) -> list[Span]:
         """What is lacking of each sequence, and its drafts."""
@@ -31,8 +27,6 @@ class Speculate:
 
     def rows(self, group: Group) -> list[Row]:
         """Of each sequence's last token, then of its drafts."""
-        if group.waiting:
-            return self._plain.rows(group)
         return [row for sequence in group.sequences for row in rows(group, sequence, sequence.draft)]
 
     def judge(self, group: Group, picks: Listing[Pick | None]) -> Verdict:
