@@ -151,6 +151,7 @@ class Batcher:
         self._readers: Counter[str] = Counter()  # streams that somebody reads, ended or not, by tenant; none has zero
         self._silent = asyncio.Event()  # nobody reads
         self._silent.set()
+        self._answered: shard_pb2.StepReply | None = None  # reported, and not delivered yet
         self._pace = Pace()
         self._last: dict[str, float] = {}  # seconds of the last step, by kind: what the next is expected to take
         self._uids = uids or itertools.count(1)
@@ -357,6 +358,7 @@ class Batcher:
         """Streams go on elsewhere, all for which there is a place; suspects, who may have killed the shards, only if that is said.
         How many have gone."""
         gone = 0
+        self._catch_up()
         for stream in tuple(self._streams.values()):
             if self._inquest.suspects(stream.uid) and not suspects:
                 continue
@@ -529,11 +531,11 @@ class Batcher:
             reply = await oldest.reply
             free = monotonic()
             underway.popleft()
-            answered = self._report(scheduler, oldest.action, free - began, reply)
-            if answered is not None:
+            self._answered = self._report(scheduler, oldest.action, free - began, reply)
+            if self._answered is not None:
                 self._send(scheduler, underway, 1)
                 await asyncio.sleep(0)  # lets the command leave first
-                self._deliver(answered)
+                self._catch_up()
 
     def _send(self, scheduler: Scheduler, underway: deque[Underway], steps: int) -> None:
         """Asks for what is next, until so many steps are under way."""
@@ -682,6 +684,12 @@ class Batcher:
                 self._fail(stream.uid, error, "generation")
         for uid, message in zip(reply.failed_uids, reply.failed_messages, strict=True):
             self._fail(uid, Broken(message), "generation")
+
+    def _catch_up(self) -> None:
+        """Delivers what the scheduler knows already: until then streams are not where it takes them to be."""
+        answered, self._answered = self._answered, None
+        if answered is not None:
+            self._deliver(answered)
 
     def _count(self, reply: shard_pb2.StepReply) -> None:
         """What was cached of prompts, and what drafts were worth, on their streams' accounts."""

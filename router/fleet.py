@@ -91,6 +91,7 @@ class Fleet:
         self._most = 0  # requests that may be in flight
         self._draining = False
         self._served = False  # a replica was ready
+        self._endings: set[asyncio.Task[None]] = set()  # of members that have left
         self._settled = asyncio.Event()  # one is, or none will be
         self._over: asyncio.Future[None] | None = None
         for addresses in config.groups:
@@ -133,7 +134,7 @@ class Fleet:
         or Misconfigured."""
         self._over = asyncio.get_running_loop().create_future()
         for member in self._members.values():
-            member.life = asyncio.create_task(self._live(member))
+            member.life = member.life or asyncio.create_task(self._live(member))
         self._over.add_done_callback(lambda over: self._settled.set())
         await self._settled.wait()
         if self._over.done():
@@ -153,7 +154,7 @@ class Fleet:
     async def close(self) -> None:
         """Ends everything at once."""
         self._draining = True
-        await asyncio.gather(*(self._end(member) for member in self._members.values()))
+        await asyncio.gather(*self._endings, *(self._end(member) for member in self._members.values()))
         if self._over is not None and not self._over.done():
             self._over.set_result(None)
 
@@ -202,21 +203,29 @@ class Fleet:
         return members[placed.name].batcher
 
     def _waiting_room(self) -> Batcher:
-        """Where requests wait while no replica has shards."""
+        """Where requests wait while no replica has shards. Raises NotReady if none ever had."""
         known = [member for member in self._members.values() if member.batcher.limits is not None and not member.failed]
+        if not known:  # those that were have left
+            self._metrics.failed("unavailable")
+            raise NotReady(f"not ready: {self.stage}")
         return min(known, key=lambda member: (member.leaving, len(member.batcher.streams))).batcher
 
     # What batchers tell: see `batcher.Others`
 
     def lost(self, batcher: Batcher) -> None:
         """Its shards are gone, and what they had cached."""
-        self._members[batcher.name].up = False
+        member = self._known(batcher)
+        if member is None:
+            return
+        member.up = False
         if self._placement is not None:
             self._placement.leave(batcher.name)
 
     def found(self, batcher: Batcher) -> None:
         """It has shards, and takes requests from now on. Raises Misconfigured if they are not as the others'."""
-        member = self._members[batcher.name]
+        member = self._known(batcher)
+        if member is None:
+            return
         self._compare(batcher)
         member.up, member.trouble = True, ""
         self._arrange()
@@ -230,8 +239,7 @@ class Fleet:
 
     def ended(self, batcher: Batcher, stream: Stream) -> None:
         """It has less to do."""
-        member = self._members.get(batcher.name)
-        if self._placement is not None and member is not None and member.batcher is batcher:
+        if self._placement is not None and self._known(batcher) is not None:
             self._placement.lift(batcher.name, work_of(stream.request))
 
     def refuge(self, stream: Stream) -> Batcher | None:
@@ -274,7 +282,10 @@ class Fleet:
         del self._members[name]
         self._metrics.left(name)
         self._arrange()
-        await self._end(member)
+        ending = asyncio.create_task(self._end(member))
+        self._endings.add(ending)
+        ending.add_done_callback(self._endings.discard)
+        await asyncio.shield(ending)  # who asked for it may leave
 
     def _spare(self, member: Member) -> None:
         """Raises Conflict unless the server can do without it."""
@@ -295,6 +306,11 @@ class Fleet:
         self._metrics.watch("penstock_replicas_ready", lambda: member.takes and batcher.ready, replica=name)
         self._arrange()
         return member
+
+    def _known(self, batcher: Batcher) -> Member | None:
+        """Whose it is; None: it has left, and another may have its name."""
+        member = self._members.get(batcher.name)
+        return member if member is not None and member.batcher is batcher else None
 
     def _member(self, name: str) -> Member:
         if name not in self._members:
@@ -321,7 +337,7 @@ class Fleet:
             await member.batcher.wait()
         except (Broken, Misconfigured) as error:
             member.up, member.failed, member.trouble = False, True, str(error)
-            if self._served and not all(other.failed for other in self._members.values()):
+            if not self._needed(member) and not all(other.failed for other in self._members.values()):
                 logger.error("replica %s is left out: %s", member.batcher.name, error)
                 self._arrange()
             else:
@@ -336,13 +352,17 @@ class Fleet:
                 await member.batcher.start()
                 return
             except Broken as error:
-                if not self._served:
+                if self._needed(member):
                     raise
                 if member.trouble != str(error):
                     logger.warning("replica %s does not start: %s", member.batcher.name, error)
                 member.trouble = str(error)
                 await member.batcher.forget()
                 await asyncio.sleep(RETRY)
+
+    def _needed(self, member: Member) -> bool:
+        """Whether the server ends if it can't start: as one of those that it began with, before any is there."""
+        return not self._served and member.addresses in self._config.groups
 
     def _fail(self, error: Exception) -> None:
         """The server ends."""

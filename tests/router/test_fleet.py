@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from penstock.router.batcher import Batcher
 from penstock.router.config import Misconfigured
 from penstock.router.fleet import Fleet
 from penstock.router.metrics import Metrics
@@ -414,3 +415,132 @@ def test_before_any_replica_is_there_a_failure_ends_the_start() -> None:
             await fleet.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+@pytest.mark.parametrize("last", [False, True])
+def test_who_moves_between_a_report_and_its_delivery_has_the_tokens_of_both(
+    monkeypatch: pytest.MonkeyPatch, choices: int, last: bool
+) -> None:
+    """last: the scheduler knows by then that choices have ended."""
+
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        calm = told(await read(fleet, ask("hello", 6, choices=choices)))
+        moved = []
+        report = Batcher._report
+
+        def reporting(batcher: Batcher, *arguments: Any) -> Any:
+            answered = report(batcher, *arguments)
+            if answered is not None and not moved and (any(answered.finishes) or (answered.tokens and not last)):
+                moved.append(batcher.name)
+                asyncio.get_running_loop().call_soon(fleet.retire, batcher.name, True)
+            return answered
+
+        monkeypatch.setattr(Batcher, "_report", reporting)
+        assert told(await asyncio.wait_for(read(fleet, ask("hello", 6, choices=choices)), 5)) == calm
+        assert moved
+        await quiet(fleet, shards)
+
+    run(test, 2)
+
+
+class Late(FakeShards):
+    """They are there when they are told to be."""
+
+    def __init__(self) -> None:
+        super().__init__(seconds=0.001)
+        self.there = asyncio.Event()
+        self.wrong = ""  # what is
+        self.lost = asyncio.get_running_loop().create_future()
+
+    async def connect(self) -> None:
+        await self.there.wait()
+        if self.wrong:
+            self.lost = asyncio.get_running_loop().create_future()
+            self.die()
+            raise Broken(self.wrong)
+        await super().connect()
+
+
+def late(test: Callable[["Fleet", dict[str, Late]], Awaitable[None]]) -> None:
+    """Runs `test` with a fleet of one replica that hasn't started."""
+
+    async def main() -> None:
+        shards: dict[str, Late] = {}
+
+        def connect(name: str, addresses: Sequence[str]) -> Late:
+            shards[name] = Late()
+            shards[name].adopts = True
+            return shards[name]
+
+        fleet = Fleet(config(groups=(("unix:/0",),)), ByteTokenizer(), connect, Metrics())
+        async with asyncio.timeout(30):
+            await test(fleet, shards)
+            await fleet.close()
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(main())
+
+
+def test_one_that_joins_while_the_first_loads_may_be_broken() -> None:
+    async def test(fleet: Fleet, shards: dict[str, Late]) -> None:
+        starting = asyncio.create_task(fleet.start())
+        fleet.join(["h:1"])
+        shards["1"].wrong = "the shard at h:1 is rank 1 of 2, rank 0 of 1 was expected"
+        shards["1"].there.set()
+        await asyncio.sleep(0.02)
+        assert not starting.done()
+        shards["0"].there.set()
+        await starting
+        assert len(await read(fleet, ask("a", 3))) == 5
+        assert "rank 1 of 2" in next(replica.stage for replica in fleet.replicas if replica.name == "1")
+
+    late(test)
+
+
+def test_requests_have_nowhere_to_wait_when_all_that_ever_had_shards_have_left() -> None:
+    async def test(fleet: Fleet, shards: dict[str, Late]) -> None:
+        shards["0"].there.set()
+        await fleet.start()
+        shards["0"].there.clear()
+        shards["0"].die()
+        await until(lambda: fleet.replicas[0].state == "recovering")
+        fleet.join(["h:1"])
+        fleet.join(["h:2"])
+        await fleet.remove("0")
+        with pytest.raises(NotReady, match="not ready"):
+            await read(fleet, ask("a", 3))
+        shards["2"].there.set()
+        await until(lambda: fleet.ready)
+        assert len(await read(fleet, ask("a", 3))) == 5
+
+    late(test)
+
+
+def test_one_that_leaves_ends_though_who_asked_for_it_has_left() -> None:
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        removal = asyncio.create_task(fleet.remove("1"))
+        await asyncio.sleep(0)
+        removal.cancel()
+        await asyncio.wait([removal])
+        await until(lambda: shards["1"].closed)
+        assert [replica.name for replica in fleet.replicas] == ["0", "2"]
+
+    run(test)
+
+
+def test_who_has_left_is_not_heard_any_more() -> None:
+    """Its shards may end while it does."""
+
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        gone = fleet._members["1"].batcher
+        await fleet.remove("1")
+        fleet.join(["h:1"], "1")
+        await until(lambda: all(replica.state == "ready" for replica in fleet.replicas))
+        fleet.lost(gone)
+        assert {replica.state for replica in fleet.replicas} == {"ready"}
+        fleet._members["1"].up = False
+        fleet.found(gone)
+        assert not fleet._members["1"].up
+
+    run(test)
