@@ -135,7 +135,7 @@ def _begin(engine: Engine, rows: int, context: int) -> None:
     groups = []
     for uid in range(rows):
         begun, waiting = sequences([dice.randrange(vocabulary) for _ in range(context)], 1, [(0, [1])])
-        groups.append(Group(uid, begun, waiting, Sampling(), 1 << 20, frozenset()))
+        groups.append(Group(uid, begun, waiting, Sampling(), engine.decoder.shape.max_positions - context, frozenset()))
     refused = engine.prefill(0, groups, [], 0, []).failed
     assert not refused, refused
     for group in groups:

@@ -79,8 +79,8 @@ def engine_of(rows: int, context: int, steps: int, folder: Path) -> Engine:
     return engine
 
 
-def groups_of(rows: int, context: int, width: int) -> list[Group]:
-    """So many sequences, or groups of so many beams."""
+def groups_of(rows: int, context: int, width: int, new: int) -> list[Group]:
+    """So many sequences, or groups of so many beams, for `new` tokens at most."""
     groups = []
     for uid in range(rows // max(1, width)):
         begun, waiting = sequences([CHANCE.randrange(64) for _ in range(context)], 1)
@@ -88,7 +88,7 @@ def groups_of(rows: int, context: int, width: int) -> list[Group]:
         if search is not None:
             begun[0].path = BeamPath()
         sampling = Sampling() if width else Sampling(temperature=0.8, top_p=0.95, seed=uid)
-        groups.append(Group(uid, begun, waiting, sampling, 1 << 20, frozenset(), search=search))
+        groups.append(Group(uid, begun, waiting, sampling, new, frozenset(), search=search))
     return groups
 
 
@@ -113,7 +113,7 @@ def stubs() -> Iterator[None]:
 
 
 def _measure(engine: Engine, rows: int, context: int, steps: int, width: int) -> float:
-    groups = groups_of(rows, context, width)
+    groups = groups_of(rows, context, width, engine.decoder.shape.max_positions - context)
     engine.prefill(0, groups, [(group.uid, context) for group in groups], rows * context, [])
     seconds = []
     for _ in range(steps + WARM):
