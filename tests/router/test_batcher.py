@@ -32,7 +32,7 @@ from penstock.router.request import (
     Token,
 )
 from penstock.router.scheduler import Bounds
-from penstock.router.streams import Pace
+from penstock.router.streams import Pace, Stream
 from penstock.tests.router.fakes import END, ByteTokenizer, FakeShards, letter
 
 Test = Callable[[Batcher, FakeShards], Awaitable[None]]
@@ -319,12 +319,14 @@ def test_choices_come_interleaved_and_each_ends_for_itself() -> None:
 def test_paused_streams_show_no_gap_no_repetition_and_no_loss() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         texts = ["a" * count for count in range(1, 9)]
-        requests = [ask(text, 30, choices=1 + number % 2 * 2) for number, text in enumerate(texts)]
+        stops = [answer(text, 14, 1)[10:] for text in texts]  # which end one of several choices early
+        requests = [ask(text, 30, choices=1 + i % 2 * 2, stop=(stops[i],) * (i % 2)) for i, text in enumerate(texts)]
         found = await asyncio.gather(*(read(batcher, request) for request in requests))
         for text, request, items in zip(texts, requests, found, strict=True):
             finishes = {item.choice: item.text for item in items if isinstance(item, Finish)}
-            assert finishes == {choice: answer(text, 30, choice) for choice in range(request.choices)}
             for choice in range(request.choices):
+                whole, stop = answer(text, 30, choice), request.stop[0] if request.stop else "\0"
+                assert finishes[choice] == (whole[: whole.find(stop) + len(stop)] if stop in whole else whole)
                 tokens = [item.id for item in items if isinstance(item, Token) and item.choice == choice]
                 assert "".join(map(chr, tokens)) == finishes[choice]
         await quiet(batcher, shards)
@@ -464,6 +466,63 @@ def test_who_has_all_places_shuts_no_other_tenant_out() -> None:
         await quiet(batcher, shards)
 
     run(test, max_concurrent_requests=8)
+
+
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
+    """Streams from now on."""
+    streams: list[Stream] = []
+    begin = Batcher.open
+
+    def open(batcher: Batcher, *arguments: Any) -> Stream:
+        stream = begin(batcher, *arguments)
+        streams.append(stream)
+        return stream
+
+    monkeypatch.setattr(Batcher, "open", open)
+    return streams
+
+
+def test_no_alarm_keeps_a_stream_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = opened(monkeypatch)
+
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        await read(batcher, ask("a", 3, timeout=1000.0))
+        assert streams[0].alarm is not None
+        assert streams[0].alarm.cancelled()
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("priority", "timeout", "delay"),
+    [
+        (Priority.BATCH, 0.0, 60.0),
+        (Priority.BATCH, 10.0, 5.0),
+        (Priority.NORMAL, 4.0, 2.0),
+        (Priority.NORMAL, 40.0, 5.0),
+        (Priority.INTERACTIVE, 4.0, 0.0),
+    ],
+)
+def test_who_has_little_time_is_set_back_by_no_more_than_half_of_it(
+    monkeypatch: pytest.MonkeyPatch, priority: Priority, timeout: float, delay: float
+) -> None:
+    streams = opened(monkeypatch)
+
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        asked = batcher.submit(ask("a", 3, priority=priority, timeout=timeout))
+        await anext(asked)
+        assert streams[0].rank - streams[0].arrived == pytest.approx(delay)
+        await asked.aclose()
+
+    run(test)
+
+
+def test_the_first_token_of_a_request_is_counted_once() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        await read(batcher, ask("a", 4, choices=3))
+        assert value(batcher, "penstock_time_to_first_token_seconds_count") == 1
+
+    run(test)
 
 
 def test_a_group_that_fails_fails_alone() -> None:

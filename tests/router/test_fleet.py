@@ -544,3 +544,35 @@ def test_who_has_left_is_not_heard_any_more() -> None:
         assert not fleet._members["1"].up
 
     run(test)
+
+
+def test_places_are_counted_again_when_a_stream_is_first_read() -> None:
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        streams = [fleet.submit(ask("a", 50)) for _ in range(4)]
+        for stream in streams[:3]:
+            await anext(stream)
+        with pytest.raises(Overloaded, match="3 requests are in flight"):
+            await anext(streams[3])
+        for stream in streams:
+            await stream.aclose()
+        await quiet(fleet, shards)
+
+    run(test, max_concurrent_requests=1)
+
+
+def test_a_server_that_shuts_down_moves_nobody() -> None:
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        reading = asyncio.create_task(read(fleet, ask("a", 200)))
+        await until(lambda: sum(replica.requests for replica in fleet.replicas) == 1)
+        [stream] = next(member.batcher.streams for member in fleet._members.values() if member.batcher.streams)
+        draining = asyncio.create_task(fleet.drain(20))
+        await asyncio.sleep(0)
+        home = stream.home
+        shards[home.name].break_at = 1
+        shards[home.name].die()
+        with pytest.raises((NotReady, Broken)):
+            await reading
+        await draining
+        assert stream.home is home
+
+    run(test)

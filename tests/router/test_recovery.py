@@ -9,7 +9,7 @@ from penstock.router.batcher import Batcher
 from penstock.router.recovery import FURTHER, Inquest
 from penstock.router.request import Broken, Finish, Item, NotReady, Overloaded, Prompt, Request, Token
 from penstock.tests.router.fakes import END, FakeShards, letter
-from penstock.tests.router.test_batcher import ask, quiet, read, run, value
+from penstock.tests.router.test_batcher import answer, ask, quiet, read, run, value
 
 
 class World:
@@ -127,6 +127,7 @@ def test_streams_go_on_with_the_tokens_that_they_would_have_had() -> None:
         ask("b", 160, choices=3),
         ask("cc", 150, end_ids=(END,)),
         ask("d", 160, stop=(chr(letter(b"d", 20)) + chr(letter(b"d", 21)),)),
+        ask("f", 160, choices=3, stop=(answer("f", 8, 1)[4:],)),  # one of them ends early
         ask("e" * 30, 120, prompt_logprobs=True),
     ]
 
