@@ -23,7 +23,7 @@ $(INSTALLED): pyproject.toml
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv  # one that is half-made is made anew
 	$(BIN)/python -m pip install --quiet --no-compile $(TORCH)
 	$(BIN)/python -m pip install --quiet --no-compile -e '.[dev,deploy,otel]'
-	-$(BIN)/python -m compileall -qq -j 0 .venv/lib  # by all cores, where pip takes one; some packages bring files that are no Python
+	$(BIN)/python -m compileall -qq -j 0 .venv/lib || true  # by all cores, where pip takes one; some packages bring what is no Python
 	touch $(INSTALLED)
 
 # make serve MODEL=folder FLAGS='--port 8080'
