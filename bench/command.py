@@ -30,6 +30,7 @@ DEFAULT_URL = "http://localhost:3000"
 DEFAULT_SECONDS = 20.0
 INTERRUPTED = 130  # exit code, as shells have it
 DEFAULT_PROMPT, DEFAULT_OUTPUT = "128", "64"
+OF_CHAOS, OF_BOTH = ("chaos", "chaos_clients", "chaos_every", "serve"), ("seed", "json", "quiet")  # flags
 FEW, MANY = 8, 136  # words of the two prompts that measure how many tokens a word has
 EXAMPLES = """examples:
   penstock bench                                           8 clients, each asks again when it has its answer
@@ -58,6 +59,8 @@ def main(arguments: Sequence[str], api_key: str = "") -> int:
     """Runs the command. Returns the exit code: 1 if a stage had no answer, 2 for what the caller can mend, 130 after Ctrl-C."""
     parser = make_parser()
     options = parser.parse_args(arguments)
+    if idle := _idle(parser, options):
+        parser.error(idle)
     if options.chaos:
         return _chaos(parser, options)
     with ExitStack() as stack:
@@ -68,7 +71,9 @@ def main(arguments: Sequence[str], api_key: str = "") -> int:
             if options.concurrency and options.rate:
                 raise ValueError("--concurrency and --rate exclude each other: one is a closed loop, the other an open one")
             stack.enter_context(_places([path for path in (options.json, options.html) if path]))
-        except (OSError, ValueError) as mistake:
+        except OSError as mistake:
+            parser.error(f"{mistake.filename}: {mistake.strerror}")
+        except ValueError as mistake:
             parser.error(str(mistake))
         options.api_key = options.api_key or api_key
         try:
@@ -79,6 +84,20 @@ def main(arguments: Sequence[str], api_key: str = "") -> int:
         except KeyboardInterrupt:
             result = {"stages": []}
         return _told(options, result)
+
+
+def _idle(parser: Parser, options: argparse.Namespace) -> str:
+    """A complaint about the first flag that would have no effect, with or without --chaos; "" if there is none."""
+    names = [name for name, value in vars(options).items() if value != parser.get_default(name)]
+    if options.chaos:
+        idle = [name for name in names if name not in (*OF_CHAOS, *OF_BOTH)]
+        return f"--chaos has a server and a load of its own: leave {_flag(idle[0])} out" if idle else ""
+    idle = [name for name in names if name in OF_CHAOS]
+    return f"{_flag(idle[0])} is for --chaos SECONDS" if idle else ""
+
+
+def _flag(name: str) -> str:
+    return "URL" if name == "url" else "--" + name.replace("_", "-")
 
 
 def _told(options: argparse.Namespace, result: dict[str, Any]) -> int:
