@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -55,13 +56,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if options.plot:
             report.plotter()  # before the work: it may be missing
-    except (OSError, ValueError, report.Missing) as mistake:
+    except OSError as mistake:
+        parser.error(f"{mistake.filename}: {mistake.strerror}")
+    except (ValueError, report.Missing) as mistake:
         parser.error(str(mistake))
     measures = Replay(setting(options), requests).run()
-    print(json.dumps(measures.summary(), indent=2) if options.json else report.table(measures))
+    _show(json.dumps(measures.summary(), indent=2) if options.json else report.table(measures))
     if options.plot:
         report.plot({options.policy: measures}, options.plot)
     return 0
+
+
+def _show(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # `penstock simulate | head`. Python would complain once more when it flushes at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def workload(options: argparse.Namespace) -> Workload:

@@ -74,7 +74,7 @@ def plotter() -> Any:
     try:
         matplotlib = importlib.import_module("matplotlib")
     except ImportError:
-        raise Missing("--plot needs matplotlib, which is not installed: pip install 'penstock[bench]'") from None
+        raise Missing("--plot needs matplotlib, which is not installed: pip install -e '.[bench]' in the checkout") from None
     matplotlib.use("svg")
     # Text as text, and nothing of this moment in the file: small, and the same for the same numbers.
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "penstock", "path.simplify_threshold": 1.0})

@@ -1,7 +1,10 @@
 """Replays whose numbers can be worked out by hand, and what must hold for any."""
 
 import json
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -154,7 +157,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     [
         (["--poisson", "0"], "argument --poisson: 0: a number above 0 is needed"),
         (["--chat", "1.5"], "argument --chat: 1.5: a number from 0 to 1 is needed"),
-        (["--trace", "/nowhere/trace"], "No such file or directory: '/nowhere/trace'"),
+        (["--trace", "/nowhere/trace"], "error: /nowhere/trace: No such file or directory"),
         (["--system-prompts", "-1"], "argument --system-prompts: -1: a whole number from 0 is needed"),
         (["--itl-target", "50", "--policy", "pause"], "--itl-target is for --policy mixed"),
         (["--interactive", "0.8", "--batch", "0.8"], "--interactive 0.8 and --batch 0.8 are shares of one: above 1 together"),
@@ -178,7 +181,16 @@ def test_without_matplotlib_a_line_says_so(capsys: pytest.CaptureFixture[str], m
     monkeypatch.setattr(report.importlib, "import_module", missing)
     with pytest.raises(SystemExit):
         command.main(["--requests", "5", "--plot", "out.svg"])
-    assert "pip install 'penstock[bench]'" in capsys.readouterr().err
+    assert "pip install -e '.[bench]' in the checkout" in capsys.readouterr().err
+
+
+def test_whoever_reads_the_table_may_leave() -> None:
+    ours, theirs = os.pipe()
+    os.close(ours)
+    arguments = [sys.executable, "-m", "penstock.simulator", "--requests", "5"]
+    with open(theirs, "wb") as left:
+        answer = subprocess.run(arguments, stdout=left, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (answer.returncode, answer.stderr) == (0, "")
 
 
 def test_a_picture(tmp_path: Path) -> None:
