@@ -12,7 +12,7 @@ from . import machine, replicas
 from .checkpoint import Checkpoint
 from .machine import Machine
 from .mistake import Mistake
-from .options import Options
+from .options import SHARD, Options
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Parameters of a rank for each compute thread of a CPU. With fewer, threads take longer to wait for each other than to compute:
@@ -42,11 +42,18 @@ class Plan:
     page_size: int
     pages: int  # on every rank, for the same tokens
     graphs: int = 0  # steps that are recorded
+    sequences: int  # that run at once, at most
+    longest: int  # tokens of each, at most
 
     @property
     def capacity(self) -> int:
         """Tokens whose keys and values fit."""
         return self.pages * self.page_size
+
+    @property
+    def ample(self) -> bool:
+        """More pages would lie idle: all sequences that run at once have room for their last token."""
+        return self.pages >= self.sequences * -(-self.longest // self.page_size)
 
 
 def make(options: Options, model: Checkpoint, draft: Checkpoint | None = None) -> Plan:
@@ -88,11 +95,11 @@ def divide(options: Options, model: Checkpoint, machine: Machine, draft: Checkpo
     pages = options.pool_pages or min(useful, (left - weights - draft_bytes) // page)
     if pages < 1 or weights + draft_bytes + pages * page > left:
         asked = f"{options.pool_pages} pages" if options.pool_pages else "one page"
-        allowed = f"{size(max(0, left))} may be used ({options.cuda_memory_fraction:.0%} of {size(total)})"
-        raise Mistake(
-            f"weights take {size(weights + draft_bytes)} and {asked} {size(page * max(1, options.pool_pages))} per rank, but "
-            f"{allowed}: {_remedy(options, form, ranks, dtype)}"
-        )
+        pool = page * max(1, options.pool_pages)
+        allowed = f"{size(max(0, left))} may be used ({100 * options.cuda_memory_fraction:.4g}% of {size(total)})"
+        usual = weights + draft_bytes + pool <= int(total * SHARD.memory_fraction) - (usable - left)
+        remedy = "raise --cuda-memory-fraction" if usual else _remedy(options, form, ranks, dtype)
+        raise Mistake(f"weights take {size(weights + draft_bytes)} and {asked} {size(pool)} per rank, but {allowed}: {remedy}")
     return Plan(
         shape=form,
         checkpoint=model,
@@ -110,6 +117,8 @@ def divide(options: Options, model: Checkpoint, machine: Machine, draft: Checkpo
         page_size=options.page_size,
         pages=pages,
         graphs=graphs,
+        sequences=together,
+        longest=longest,
     )
 
 
@@ -192,9 +201,18 @@ def table(plan: Plan, name: str) -> str:
         *_draft(plan),
         ("", ""),
         ("pages", f"{plan.pages:,} of {plan.page_size} token{'' if plan.page_size == 1 else 's'}"),
+        *_ample(plan),
         ("capacity", f"{plan.capacity:,} tokens (an estimate: the shards measure at start what activations leave)"),
     ]
     return "\n".join(f"{left:<14}{right}".rstrip() for left, right in rows)
+
+
+def _ample(plan: Plan) -> list[tuple[str, str]]:
+    """Why the pool takes no more of the memory, if it could."""
+    if not plan.ample:
+        return []
+    room = f"all sequences that run at once fit, {plan.sequences:,} (--max-batch-size) of {plan.longest:,} tokens"
+    return [("", f"{room} (--max-total-tokens): more would lie idle")]
 
 
 def _draft(plan: Plan) -> list[tuple[str, str]]:

@@ -180,6 +180,9 @@ def test_no_more_pages_than_requests_can_fill(tmp_path: Path) -> None:
     rich = replace(MACHINE, memory=1 << 40)
     assert plan.divide(Options(), model, rich).pages == 128 * 16
     assert plan.divide(Options(max_batch_size=3), model, rich).pages == 3 * 16
+    everybody = "all sequences that run at once fit, 128 (--max-batch-size) of 256 tokens (--max-total-tokens): more would lie idle"
+    assert everybody in plan.table(plan.divide(Options(), model, rich), "x")
+    assert "lie idle" not in plan.table(plan.divide(Options(), model, MACHINE), "x")
     assert plan.divide(Options(max_batch_size=2, max_total_tokens=17), model, rich).pages == 2 * 2
     assert plan.divide(Options(max_concurrent_requests=2, max_best_of=3), model, rich).pages == 3 * 16
 
@@ -246,6 +249,8 @@ def test_gpus(tmp_path: Path) -> None:
         (Options(max_batch_total_tokens=16000), {}, MACHINE, "1000 pages 7.8 MiB per rank"),
         (Options(max_batch_total_tokens=16000), {}, MACHINE, ": lower --max-batch-total-tokens"),
         (Options(), {}, replace(MACHINE, memory=300_000), "or halve the weights with --dtype bfloat16"),
+        (Options(cuda_memory_fraction=0.0001), {}, MACHINE, "(0.01% of 8.0 MiB): raise --cuda-memory-fraction"),
+        (Options(kv_pages=800, cuda_memory_fraction=0.5), {}, MACHINE, "(50% of 8.0 MiB): raise --cuda-memory-fraction"),
         (Options(dtype="bfloat16"), {}, replace(MACHINE, memory=150_000), "or take more ranks with --num-shard"),
     ],
 )
