@@ -390,7 +390,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="penstock chat",
         usage="penstock chat [URL] [FLAG ...]",
-        description=__doc__,
+        description="Talks to a server, ours or any with OpenAI's API. In a terminal Ctrl-C stops an answer, and keeps the talk.\n"
+        "In a pipe all of stdin is one question: echo 'Who are you?' | penstock chat",
         epilog="In a terminal, /help lists what can be typed.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -419,7 +420,10 @@ def main(arguments: Sequence[str], api_key: str = "") -> int:
     except Failed as failed:
         raise Mistake(str(failed)) from None
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        return pipe(server, talk, sys.stdin.buffer.read().decode(errors="replace"))
+        question = sys.stdin.buffer.read().decode(errors="replace")
+        if not question.strip():
+            raise Mistake("there is no question on stdin: echo 'Who are you?' | penstock chat")
+        return pipe(server, talk, question)
     with suppress(ImportError):
         import readline  # noqa: F401 (with it `input` can be edited and remembers; not everywhere there)
     console = Console()

@@ -327,7 +327,7 @@ def table(rows: Sequence[Row], width: int = WIDTH) -> Table:
     found = Table(box=None, header_style="bold", pad_edge=False)
     found.add_column("server", no_wrap=True, overflow="fold")
     for title in ["model"] * (width >= MODEL) + ["state"]:
-        found.add_column(title, max_width=30)
+        found.add_column(title, max_width=None if width >= WIDTH else 30)
     for title, least in TITLES.items():
         if width >= least:
             found.add_column(title, justify="right", no_wrap=True)
@@ -385,7 +385,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="penstock top",
         usage="penstock top [URL ...] [FLAG ...]",
-        description=__doc__,
+        description="Shows what servers do right now: gauges as they are, rates and latencies of the last seconds (--window).",
         epilog="Latencies are medians / 99th percentiles of the window. Ctrl-C ends it; where stdout is no terminal it tells once.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

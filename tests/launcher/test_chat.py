@@ -147,6 +147,14 @@ def test_the_key(arguments: list[str], environment: dict[str, str], sent: str | 
     assert Handler.keys == [sent]
 
 
+def test_no_question_is_none() -> None:
+    with saying() as url:
+        answer = chat(url, question=" \n")
+    assert answer.returncode == 2
+    assert "there is no question on stdin" in answer.stderr
+    assert Handler.asked == []
+
+
 def test_what_goes_wrong_in_a_pipe() -> None:
     with saying([delta("Hel"), {"error": {"message": "it broke"}}]) as url:
         answer = chat(url)

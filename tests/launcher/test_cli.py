@@ -57,6 +57,8 @@ def test_version_and_help() -> None:
     assert run("--version").stdout.startswith("penstock 0.")
     assert "penstock serve --help" in run().stdout
     assert "--max-batch-prefill-tokens" in run("serve", "--help").stdout
+    for client in ("chat", "top"):
+        assert "Knows" not in run(client, "--help").stdout  # what modules know of each other is no user's concern
 
 
 def test_help_needs_nothing_heavy() -> None:

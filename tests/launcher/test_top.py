@@ -134,6 +134,11 @@ def test_the_table() -> None:
     assert len(shown([row("a", whole=Sums(), **{"0": Sums()})])) == 1  # a single replica says nothing new
 
 
+def test_a_reason_is_whole_where_there_is_room() -> None:
+    [line] = shown([row("a", "no answer: Name or service not known")])
+    assert " ".join(line) == "a a [model] no answer: Name or service not known"
+
+
 @pytest.mark.parametrize(("width", "columns"), [(80, 4), (100, 5), (120, 8), (140, 9)])
 def test_a_narrow_terminal_has_the_more_important_columns(width: int, columns: int) -> None:
     busy = Sums({"running": 128, "waiting": 99, "paused": 12, "generated_tokens_total": 12345, "prompt_tokens_total": 12345})
