@@ -35,6 +35,8 @@ def locate(model: str, revision: str = "", cache: str = "", progress: bool = Tru
 
     weights: whether they are needed; without, a download takes the small files only.
     """
+    if revision and not on_hub(model):
+        raise Mistake(f"--revision {revision} is for models of the hub, not {model or 'the demo model'}: leave it and REVISION out")
     if not model:
         if not DEMO_FOLDER.is_dir():
             raise Mistake("this installation lacks the embedded demo model: name a model (penstock serve MODEL), or install again")
@@ -45,8 +47,6 @@ def locate(model: str, revision: str = "", cache: str = "", progress: bool = Tru
         return DRAFT, DRAFT_FOLDER
     folder = Path(model).expanduser()
     if folder.is_dir():
-        if revision:
-            raise Mistake(f"--revision {revision} is for models of the hub, and {model} is a folder: leave it out")
         return model, folder.resolve()
     if folder.exists():
         raise Mistake(f"{model} is a file: name the folder that holds config.json")
@@ -56,7 +56,7 @@ def locate(model: str, revision: str = "", cache: str = "", progress: bool = Tru
 
 
 def on_hub(model: str) -> bool:
-    """Whether `model`, which has been located, is a model of the hub."""
+    """Whether `model`, if there is one, is a model of the hub."""
     return model not in ("", DRAFT) and not Path(model).expanduser().is_dir()
 
 
