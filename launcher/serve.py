@@ -361,6 +361,8 @@ class Server:
     @property
     def _promise(self) -> str:
         """What becomes of streams when the operator stops this."""
+        if not self._served:
+            return "it ends before it was ready"
         if self._router is None:
             return "streams go on elsewhere, if the router has another replica (POST /admin/replicas/NAME/drain there comes first)"
         return f"running streams get up to {self._grace:g} s"

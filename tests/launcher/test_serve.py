@@ -103,6 +103,14 @@ def test_nohup_is_respected(launch: Callable[..., Launcher]) -> None:
     assert not any("SIGHUP" in line for line in launcher.lines)
 
 
+def test_before_it_was_ready_no_stream_is_promised_anything(launch: Callable[..., Launcher]) -> None:
+    launcher = launch("runs", "runs")
+    launcher.until("shard-0 has pid")
+    launcher.process.send_signal(signal.SIGINT)
+    assert launcher.end() == 0
+    assert "penstock: SIGINT: it ends before it was ready; once more stops at once" in launcher.lines
+
+
 def test_a_second_signal_stops_at_once(launch: Callable[..., Launcher]) -> None:
     launcher = launch("serves+stubborn", "runs", grace=60)
     launcher.until("^penstock: ready$")
