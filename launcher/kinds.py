@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from ..proto.speculation import MOST_DRAFTS
 from ..proto.speculation import parse as parse_speculation
 from ..router.config import ANY_ORIGIN, NO_ORIGIN, addresses_of
 from ..shard.rooms import parse as parse_sizes
@@ -118,6 +119,8 @@ def graphs(text: str) -> str:
 
 def speculation(text: str) -> str:
     """As the shards read it, but for the draft model's name."""
+    if text.isascii() and text.isdigit():
+        text = str(_whole(text, 0, MOST_DRAFTS))
     return text if parse_speculation(text).most else ""
 
 
@@ -162,8 +165,11 @@ def url(text: str) -> str:
 
 def address(text: str) -> str:
     """What the router can bind: an IP address, or localhost."""
-    if text != "localhost":
-        ipaddress.ip_address(text)
+    try:
+        if text != "localhost":
+            ipaddress.ip_address(text)
+    except ValueError:
+        raise ValueError("an IP address of this machine is needed, or localhost, or 0.0.0.0 for all") from None
     return text
 
 
@@ -181,10 +187,13 @@ def keys(text: str) -> str:
 
 METAVARS: dict[Any, str] = {
     count: "N",
+    limit: "N",
+    size: "BYTES",
     threads: "N",
     port: "PORT",
     fraction: "X",
     seconds: "X",
+    positive: "X",
     milliseconds: "MS",
     boolean: "{true,false}",
     address: "ADDRESS",
@@ -195,5 +204,6 @@ METAVARS: dict[Any, str] = {
     path: "PATH",
     origins: "ORIGINS",
     url: "URL",
+    keys: "KEY[,...]",
     file: "FILE",
 }

@@ -108,7 +108,9 @@ def check_port(hostname: str, port: int) -> None:
                 raise Mistake(f"port {port} is in use{by}: choose another with --port") from None
             if error.errno == errno.EACCES:
                 raise Mistake(f"port {port} needs privileges: choose one from 1024 with --port") from None
-            raise Mistake(f"can't listen on {hostname}: {error.strerror}") from None
+            raise Mistake(
+                f"can't listen on {hostname}: {error.strerror}; --hostname takes an address of this machine, or 0.0.0.0 for all"
+            ) from None
 
 
 def _holder(port: int) -> str:

@@ -167,7 +167,7 @@ class Options:
     )
     max_batch_total_tokens: int = option(
         BATCHING,
-        "size of the key/value pool in tokens; --kv-pages says the same in pages (default: what fits into memory)",
+        "size of the key/value pool in tokens; --kv-pages says the same in pages, and what its default is",
         default=0,
         kind=kinds.count,
     )
@@ -215,7 +215,11 @@ class Options:
     )
     page_size: int = option(BATCHING, "tokens per page of the key/value pool", default=SHARD.page_size, kind=kinds.count)
     kv_pages: int = option(
-        BATCHING, "pages of the pool (default: what memory is left after warm-up)", default=SHARD.kv_pages, kind=kinds.count
+        BATCHING,
+        "pages of the pool (default: what fits into the memory that warm-up leaves, and no more than --max-batch-size sequences of "
+        "--max-total-tokens fill)",
+        default=SHARD.kv_pages,
+        kind=kinds.count,
     )
     cuda_memory_fraction: float = option(
         BATCHING,
@@ -376,7 +380,7 @@ class Options:
     )
     step_timeout: float = option(
         HTTP,
-        "seconds after which shards that answer nothing are lost and started again; slow ones get ten times their longest step",
+        "seconds without an answer after which shards are killed and started again; at least ten times their longest step so far",
         default=ROUTER.step_timeout,
         kind=kinds.positive,
     )
@@ -394,7 +398,8 @@ class Options:
     )
     otlp_endpoint: str = option(
         HTTP,
-        "URL of a collector to which traces go over OTLP/HTTP, such as http://localhost:4318; needs penstock[otel]",
+        "URL of a collector to which traces go over OTLP/HTTP, such as http://localhost:4318; needs the extra otel: pip install -e "
+        "'.[otel]' in the checkout",
         default=ROUTER.otlp_endpoint,
         kind=kinds.url,
     )

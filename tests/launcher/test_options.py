@@ -117,7 +117,7 @@ def test_a_machine_name_in_hostname_is_no_setting() -> None:
         ("--api-key ,", {}, "--api-key=,: there is no key in it; leave it out for a server that asks for none"),
         ("--admin-key= ", {}, "--admin-key=: there is no key in it; leave it out for a server that asks for none"),
         ("", {"API_KEY": "\n"}, "API_KEY=: there is no key in it; leave it out for a server that asks for none"),
-        ("--hostname nowhere", {}, "--hostname=nowhere: 'nowhere' does not appear to be an IPv4 or IPv6 address"),
+        ("--hostname nowhere", {}, "--hostname=nowhere: an IP address of this machine is needed, or localhost, or 0.0.0.0 for all"),
         ("--max-total-token 5", {}, "no flag --max-total-token: did you mean --max-total-tokens?"),
         ("--max-totl-tokens=5", {}, "did you mean --max-total-tokens?"),
         ("--max 5", {}, "no flag --max"),  # no abbreviations: a later flag could change their meaning
