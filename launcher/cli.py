@@ -6,7 +6,6 @@ Imports nothing heavy, so that `--help` answers at once and the children are sta
 import argparse
 import dataclasses
 import functools
-import importlib.metadata
 import os
 import sys
 import time
@@ -42,9 +41,13 @@ from .replicas import Place
 from .serve import Command, Part, Server
 
 ENVIRONMENT = (
-    "Every flag can also be set by an environment variable of the same name in upper case, such as MAX_TOTAL_TOKENS=4096; "
-    "the flag wins."
+    "Flags can also be set by environment variables of the same name in upper case, such as MAX_TOTAL_TOKENS=4096; the flag wins."
 )
+EXCEPTIONS = (
+    " Switches take true or false there, and an empty variable counts as unset. Not read are CLUSTER, ENV and LOG_LEVEL, and "
+    "NODE_RANK of a single node."
+)
+COMMANDS = ("serve", "plan", "chat", "bench", "top", "simulate")
 SECRETS = ("API_KEY", "ADMIN_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_API_TOKEN")  # no child needs them
 
 
@@ -74,13 +77,21 @@ def _run(arguments: list[str], environment: Mapping[str, str]) -> int:
         top.print_help()
         return 0
     if arguments[0] not in commands:
-        if arguments[0].startswith("-"):
-            top.parse_args(arguments[:1])  # --help and --version end here
-        raise Mistake(f"{arguments[0]} is no command: did you mean penstock serve {arguments[0]}?")
+        top.parse_known_args(arguments[:1])  # --help and --version end here
+        raise Mistake(_no_command(arguments[0].partition("=")[0]))
     asked = command_line.parse(parsers[arguments[0]], arguments[1:], environment)
     if asked.env:
         Console(asked.json_output).say(greeting.describe())
     return commands[arguments[0]](asked, environment)
+
+
+def _no_command(name: str) -> str:
+    """A complaint about what stands where a command is needed: a flag, what looks like a model, or a word."""
+    if name.startswith("-"):
+        return f"no flag {name}{command_line.meant(name, ['--version', '--help'], 'penstock')}"
+    if "/" in name or "." in name or Path(name).is_dir():
+        return f"{name} is no command: did you mean penstock serve {name}?"
+    return f"{name} is no command{command_line.meant(name, COMMANDS, 'penstock')}"
 
 
 def _client(name: str, arguments: list[str], environment: Mapping[str, str]) -> int:
@@ -112,9 +123,10 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
         "penstock simulate --help     plays traffic against the scheduler alone, thousands of requests a second\n"
         "penstock serve --help        lists every flag",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="penstock [-h] [--version] {serve,plan,chat,bench,top,simulate} [MODEL] [FLAG ...]",
+        usage=f"penstock [-h] [--version] {{{','.join(COMMANDS)}}} [MODEL] [FLAG ...]",
+        allow_abbrev=False,
     )
-    top.add_argument("--version", action="version", version=f"penstock {importlib.metadata.version('penstock')}")
+    command_line.add_version(top)
     described = {
         "serve": "Starts shards and router, and serves MODEL until Ctrl-C.",
         "plan": "Shows how MODEL would run with these flags, here or (--cluster) on other machines. Starts nothing.",
@@ -125,7 +137,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
             prog=f"penstock {name}",
             usage=f"penstock {name} [MODEL] [FLAG ...]",
             description=description,
-            epilog=ENVIRONMENT,
+            epilog=ENVIRONMENT + EXCEPTIONS,
             formatter_class=command_line.Formatter,
             allow_abbrev=False,
         )

@@ -3,7 +3,8 @@
 import argparse
 import dataclasses
 import difflib
-from collections.abc import Mapping, Sequence
+import importlib.metadata
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from . import kinds
@@ -42,8 +43,14 @@ class Formatter(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=36, width=118)
 
 
+def add_version(parser: argparse.ArgumentParser) -> None:
+    """Gives `parser` the flag that every command has."""
+    parser.add_argument("--version", action="version", version=f"penstock {importlib.metadata.version('penstock')}")
+
+
 def add(parser: argparse.ArgumentParser) -> None:
     """Gives `parser` every flag, in groups, and the positional MODEL."""
+    add_version(parser)
     parser.add_argument("model", metavar="MODEL", nargs="?", default="", help="folder or hub id (default: the embedded demo model)")
     groups = {title: parser.add_argument_group(title) for title in (MODEL, REQUESTS, CHATS, BATCHING, COMPUTE, NODES, HTTP)}
     for name, field in FIELDS.items():
@@ -124,5 +131,10 @@ def _unknown(program: str, arguments: Sequence[str]) -> str:
     if name in TGI_ONLY.split():
         return f"{name} is text-generation-inference's, penstock has no such flag ({program} --help lists what there is)"
     spellings = [flag(spelling) for field in FIELDS.values() for spelling in _spellings(field)]
-    close = difflib.get_close_matches(name, spellings, n=1)
-    return f"no flag {name}" + (f": did you mean {close[0]}?" if close else f" ({program} --help lists what there is)")
+    return f"no flag {name}{meant(name, [*spellings, '--version'], program)}"
+
+
+def meant(name: str, known: Iterable[str], program: str) -> str:
+    """The end of a complaint about a name that is not known."""
+    close = difflib.get_close_matches(name.lower(), known, n=1)
+    return f": did you mean {close[0]}?" if close else f" ({program} --help lists what there is)"

@@ -54,11 +54,12 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_version_and_help() -> None:
-    assert run("--version").stdout.startswith("penstock 0.")
+    for arguments in (["--version"], ["serve", "--version"], ["plan", "--version"]):
+        assert run(*arguments).stdout.startswith("penstock 0.")
     assert "penstock serve --help" in run().stdout
-    assert "--max-batch-prefill-tokens" in run("serve", "--help").stdout
     for client in ("chat", "top"):
         assert "Knows" not in run(client, "--help").stdout  # what modules know of each other is no user's concern
+    assert "--max-batch-prefill-tokens" in run("serve", "--help").stdout
 
 
 def test_help_needs_nothing_heavy() -> None:
@@ -77,7 +78,28 @@ def test_a_mistake_is_one_line_and_exit_code_2() -> None:
         assert answer.stdout == ""
         assert answer.stderr.startswith("penstock: error: ")
         assert answer.stderr.count("\n") == 1
-    assert "did you mean penstock serve srve?" in run("srve").stderr
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("srve", "srve is no command: did you mean serve?"),
+        ("Bench", "Bench is no command: did you mean bench?"),
+        ("xyzzy", "xyzzy is no command (penstock --help lists what there is)"),
+        ("./serve", "./serve is no command: did you mean penstock serve ./serve?"),
+        ("gpt-4.1", "gpt-4.1 is no command: did you mean penstock serve gpt-4.1?"),
+        ("plans", "plans is no command: did you mean penstock serve plans?"),  # a folder
+        ("--verison", "no flag --verison: did you mean --version?"),
+        ("--port", "no flag --port (penstock --help lists what there is)"),
+    ],
+)
+def test_what_is_no_command(
+    word: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "plans").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([word]) == 2
+    assert capsys.readouterr().err == f"penstock: error: {said}\n"
 
 
 def test_simulations_are_the_simulators() -> None:

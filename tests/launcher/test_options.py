@@ -77,6 +77,19 @@ def test_every_option_is_read_from_its_variable() -> None:
         assert str(getattr(asked, name)).lower() == text.lower(), name
 
 
+def test_the_help_names_the_variables_that_are_not_read() -> None:
+    text = cli._parsers()[1]["serve"].format_help()
+    assert "Every flag" not in text
+    for name, field in options.FIELDS.items():
+        assert field.metadata["environment"] or name.upper() in text
+
+
+def test_only_texts_are_shown_as_texts() -> None:
+    """Others, such as numbers, have a word of their own in the help."""
+    kinds_of_text = {field.metadata["kind"] for field in options.FIELDS.values()} - set(kinds.METAVARS)
+    assert kinds_of_text == {str}
+
+
 def test_env_is_a_flag_only() -> None:
     assert not parse("", ENV="production").env
     assert parse("-e").env
@@ -125,6 +138,8 @@ def test_a_machine_name_in_hostname_is_no_setting() -> None:
         ("--step-timeout inf", {}, "--step-timeout=inf: 1,000,000,000 is the most there can be"),
         ("--node-timeout nan", {}, "--node-timeout=nan: a number above 0 is needed"),
         ("--threads 100000", {}, f"is the most there can be: this machine has cores: {os.cpu_count()}"),
+        ("--verison", {}, "no flag --verison: did you mean --version?"),
+        ("--speculate 200", {}, "--speculate=200: 127 is the most there can be"),
         ("--xyzzy", {}, "no flag --xyzzy (penstock serve --help lists what there is)"),
         ("--quantize awq", {}, "--quantize is text-generation-inference's, penstock has no such flag"),
         ("one two", {}, "two is one argument too many"),
