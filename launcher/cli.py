@@ -185,6 +185,8 @@ def _serve(asked: Options, environment: Mapping[str, str]) -> int:
     idle = [options.flag(option) for option in options.PAUSING if getattr(asked, option) is not None]
     if idle and asked.prefill_policy != "pause":
         console.say(f"no effect without --prefill-policy pause: {', '.join(idle)}")
+    if not asked.node_rank and not asked.no_router:
+        greeting.warn(asked, environment, console)
     with ExitStack() as stack:
         private = stack.enter_context(rundir.private())
         prefix = asked.shard_uds_path or str(private / "shard")
@@ -219,6 +221,7 @@ def _route(asked: Options, name: str, folder: Path, environment: Mapping[str, st
     """Serves with rank groups that somebody else has started."""
     if not checkpoint.has_tokenizer(folder):
         raise Mistake(f"{folder} has no tokenizer.json, which the router needs: name the folder of the model that --replica serves")
+    greeting.warn(asked, environment, console)
     with rundir.private() as private:
         children = child_environment(environment, 1)
         return _server(asked, name, folder, private, {}, [], children, console, began).run()

@@ -4,16 +4,25 @@ import importlib.metadata
 import json
 import platform
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ..proto import link
 from . import machine, plan
+from .console import Console
 from .options import Options
 
 
 def reachable(hostname: str) -> str:
     """An address at which a client on this machine reaches a server that listens on `hostname`."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(hostname, hostname)
+
+
+def warn(asked: Options, environment: Mapping[str, str], console: Console) -> None:
+    """Says who may use it, if that is everybody who reaches it from other machines."""
+    if not asked.api_key and not link.is_loopback(asked.hostname):
+        why = "API_KEY is empty, which counts as unset" if "API_KEY" in environment else "there is no --api-key"
+        console.say(f"anybody who reaches {link.joined(asked.hostname, asked.port)} may use this server: {why}")
 
 
 def banner(asked: Options, name: str, folder: Path, seconds: float) -> str:

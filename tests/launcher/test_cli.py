@@ -119,20 +119,20 @@ def test_a_plan_starts_nothing(model: Path) -> None:
     assert "capacity      160 tokens" in answer.stdout
 
 
-def test_a_whole_life(model: Path, tmp_path: Path) -> None:
-    seen, temporary = tmp_path / "seen", tmp_path / "tmp"
-    seen.mkdir()
-    temporary.mkdir()
+def lived(model: Path, tmp_path: Path, *flags: str, **environment: str) -> tuple[int, str]:
+    """Its port and all its output; it is stopped when it is ready, and has left nothing in `tmp`. `seen` has its children."""
+    temporary = tmp_path / "tmp"
+    for folder in (temporary, tmp_path / "seen"):
+        folder.mkdir()
     port = machine.free_port()
     stand_in = str(Path(__file__).with_name("stand_in.py"))
-    flags = ["--load-format", "dummy", "--device", "cpu", "--num-shard", "2", "--threads", "3", "--port", str(port)]
-    flags += ["--waiting-served-ratio", "0.3"]
+    arguments = ["serve", str(model), "--load-format", "dummy", "--device", "cpu", "--port", str(port), *flags]
     process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, stand_in, str(seen), str(port), "serve", str(model), *flags],
+        [sys.executable, "-c", SCRIPT, stand_in, str(tmp_path / "seen"), str(port), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "API_KEY": "secret!", "HF_TOKEN": "hf_secret!", "TMPDIR": str(temporary), "MAX_WAITING_TOKENS": "5"},
+        env={**os.environ, "TMPDIR": str(temporary), **environment},
     )
     assert process.stdout is not None
     lines = []
@@ -142,13 +142,20 @@ def test_a_whole_life(model: Path, tmp_path: Path) -> None:
             process.send_signal(signal.SIGINT)
     assert process.wait(timeout=30) == 0, lines
     process.stdout.close()
-    text = "".join(lines)
+    assert list(temporary.iterdir()) == []
+    return port, "".join(lines)
+
+
+def test_a_whole_life(model: Path, tmp_path: Path) -> None:
+    secrets = {"API_KEY": "secret!", "HF_TOKEN": "hf_secret!"}
+    flags = ["--num-shard", "2", "--threads", "3", "--waiting-served-ratio", "0.3"]
+    port, text = lived(model, tmp_path, *flags, **secrets, MAX_WAITING_TOKENS="5")
     assert f"at http://127.0.0.1:{port}" in text
     assert "curl -N" in text
     assert "secret!" not in text
-    assert list(temporary.iterdir()) == []
+    assert "may use this server" not in text
 
-    children = [json.loads(path.read_text()) for path in sorted(seen.iterdir(), key=lambda path: path.name)]
+    children = [json.loads(path.read_text()) for path in sorted((tmp_path / "seen").iterdir(), key=lambda path: path.name)]
     assert len(children) == 3
     for arguments, environment, _ in children:
         assert "secret!" not in str(arguments)
@@ -164,6 +171,14 @@ def test_a_whole_life(model: Path, tmp_path: Path) -> None:
     assert len({shard.relay for shard in shards}) == 1
     assert shards[0].relay
     assert (shards[0].ranks, shards[0].threads, shards[0].load_format, shards[0].dtype) == (2, 3, "dummy", "float32")
+
+
+@pytest.mark.parametrize("hostname", ["0.0.0.0", "127.0.0.1"])
+def test_a_server_that_is_open_to_others_says_so(hostname: str, model: Path, tmp_path: Path) -> None:
+    port, text = lived(model, tmp_path, "--hostname", hostname, API_KEY="")
+    line = f"penstock: anybody who reaches {hostname}:{port} may use this server: API_KEY is empty, which counts as unset\n"
+    assert (line in text) == (hostname == "0.0.0.0")
+    assert ("may use this server" in text) == (hostname == "0.0.0.0")
 
 
 def test_the_embedded_tokenizer_stands_in_where_it_fits(model: Path) -> None:
