@@ -36,7 +36,7 @@ def banner(asked: Options, name: str, folder: Path, seconds: float) -> str:
 def shards(addresses: Sequence[Sequence[str]]) -> str:
     """Where rank groups are that were started for a router elsewhere."""
     flags = [f"--replica {','.join(rank if ':' in rank else f'unix:{rank}' for rank in ranks)}" for ranks in addresses]
-    return f"the shards are starting; a router finds them with {' '.join(flags)}"
+    return f"the shards are starting, and say when they have loaded; a router finds them with {' '.join(flags)}"
 
 
 def example(url: str, name: str, folder: Path, key: bool) -> str:
