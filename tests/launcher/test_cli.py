@@ -251,3 +251,13 @@ def test_the_example_is_a_command_for_the_shell(tmp_path: Path) -> None:
 def test_a_bug_report_names_versions() -> None:
     assert "torch 2." in greeting.describe()
     assert hub.DEMO == "penstock-demo"
+
+
+def test_ctrl_c_while_the_command_is_read() -> None:
+    code = (
+        "import sys\nclass Pressed:\n    def find_spec(self, name, *_):\n"
+        "        if name == 'penstock.launcher.serve': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Pressed())\nfrom penstock.launcher import __main__\nsys.exit(__main__.main())"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (answer.returncode, answer.stderr) == (130, "")
