@@ -56,7 +56,7 @@ def test_every_dependency_is_justified() -> None:
 
 def test_the_command_is_installed() -> None:
     [entry] = importlib.metadata.entry_points(group="console_scripts", name="penstock")
-    assert entry.value == "penstock.launcher.cli:main"
+    assert entry.value == "penstock.launcher.__main__:main"
 
 
 def test_make_mends_a_half_made_environment(tmp_path: Path) -> None:
