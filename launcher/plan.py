@@ -52,7 +52,7 @@ class Plan:
 
     @property
     def ample(self) -> bool:
-        """More pages would lie idle: all sequences that run at once have room for their last token."""
+        """More pages would only keep prefixes: all sequences that run at once have room for their last token."""
         return self.pages >= self.sequences * -(-self.longest // self.page_size)
 
 
@@ -86,7 +86,7 @@ def divide(options: Options, model: Checkpoint, machine: Machine, draft: Checkpo
     draft_bytes = (small.parameters(1, tables) + small.rotary_elements) * ITEM_BYTES[dtype] if small else 0
     draft_token = small.kv_elements(1) * ITEM_BYTES[dtype] if small else 0
     page = (token + draft_token) * options.page_size
-    # More pages than all requests together can fill would lie idle.
+    # More pages than all requests together can fill would only keep prefixes.
     longest = options.max_total_tokens or form.max_positions
     together = options.sequences
     graphs = _graphs(options, together) if device == "cuda" else 0
@@ -212,7 +212,7 @@ def _ample(plan: Plan) -> list[tuple[str, str]]:
     if not plan.ample:
         return []
     room = f"all sequences that run at once fit, {plan.sequences:,} (--max-batch-size) of {plan.longest:,} tokens"
-    return [("", f"{room} (--max-total-tokens): more would lie idle")]
+    return [("", f"{room} (--max-total-tokens): more would only keep prefixes, see --kv-pages")]
 
 
 def _draft(plan: Plan) -> list[tuple[str, str]]:

@@ -60,7 +60,7 @@ def size_pool(
     needed = sample.bytes * -(-tokens // sample.tokens) + context + recorded
     available = int(_available(engine.device) * fraction) // (ranks if engine.device.type == "cpu" else 1)
     room = (available - needed) // page_bytes
-    useful = sequences * -(-total // page_size)  # each as long as can be: more pages could never be filled
+    useful = sequences * -(-total // page_size)  # each as long as can be: more pages would only keep prefixes
     if pages > room or room < 1:
         raise Unsupported(
             f"{available / 1e9:.2f} GB of memory can be used and a step needs {needed / 1e9:.2f} GB: room for {max(0, room)} pages "
