@@ -149,7 +149,8 @@ class Batcher:
         self._held: set[int] = set()  # streams that the scheduler shall not know yet
         self._streams: dict[int, Stream] = {}  # whose group the scheduler knows
         self._readers: Counter[str] = Counter()  # streams that somebody reads, ended or not, by tenant; none has zero
-        self._silent = asyncio.Event()  # nobody reads
+        self._silent = asyncio.Event()  # nobody reads,
+        self._silence = 0.0  # since when, or since when nobody did last
         self._silent.set()
         self._answered: shard_pb2.StepReply | None = None  # reported, and not delivered yet
         self._pace = Pace()
@@ -341,6 +342,8 @@ class Batcher:
         return stream
 
     def _enter(self, stream: Stream) -> None:
+        if not self._readers:
+            self._pace.idled(monotonic() - self._silence)
         self._streams[stream.uid] = stream
         self._readers[stream.request.tenant] += 1
         self._silent.clear()
@@ -407,8 +410,8 @@ class Batcher:
 
     def close_stream(self, stream: Stream) -> None:
         """Nobody reads it any more."""
-        self._lose_reader(stream)
         self._pace.ended(monotonic())
+        self._lose_reader(stream)
         if stream.alarm is not None:
             stream.alarm.cancel()
         if stream.uid in self._streams:
@@ -421,6 +424,7 @@ class Batcher:
         self._readers -= Counter((stream.request.tenant,))  # drops zeros
         if not self._readers:
             self._silent.set()
+            self._silence = monotonic()
 
     def _forget(self, stream: Stream) -> None:
         del self._streams[stream.uid]

@@ -174,6 +174,10 @@ class Pace:
         """A request was answered, or given up."""
         self._ends.append(now)
 
+    def idled(self, seconds: float) -> None:
+        """Nobody was there to be answered for so long, which says nothing of the pace."""
+        self._ends = deque((end + seconds for end in self._ends), self._ends.maxlen)
+
     def seconds(self, now: float) -> float:
         """Until the next one ends, probably."""
         if not self._ends:

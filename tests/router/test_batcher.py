@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
@@ -376,6 +377,25 @@ def test_those_who_come_too_many_are_told_when_to_come_again() -> None:
         pace.ended(4.0 * second)
     assert pace.seconds(38.0) == pytest.approx(3.8)
     assert pace.seconds(10_000.0) == 60.0
+    pace.idled(10_000.0 - 38.0)
+    assert pace.seconds(10_000.0) == pytest.approx(3.8)
+
+
+def test_a_time_in_which_nobody_came_slows_no_pace() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        await asyncio.gather(*(read(batcher, ask("a", 3)) for _ in range(8)))
+        batcher._silence -= 3600.0  # an hour ago
+        batcher._pace._ends = deque((end - 3600.0 for end in batcher._pace._ends), 32)
+        held = [batcher.submit(ask("b", 90)) for _ in range(8)]
+        for stream in held:
+            await anext(stream)
+        with pytest.raises(Overloaded) as refused:
+            batcher.submit(ask("c"))
+        assert refused.value.retry_after == 1.0
+        for stream in held:
+            await stream.aclose()
+
+    run(test, max_concurrent_requests=8)
 
 
 def test_closing_a_stream_cancels_it_wherever_it_is() -> None:
