@@ -75,7 +75,7 @@ class Tracer:
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError as error:
             raise Missing(
-                f"--otlp-endpoint needs packages that are not installed: pip install 'penstock[otel]' ({error})"
+                f"--otlp-endpoint needs packages that are not installed: pip install -e '.[otel]' in the checkout ({error})"
             ) from None
         self._trace = trace
         self._model = model
