@@ -251,6 +251,19 @@ def test_slow_steps_are_not_taken_for_a_hang(tmp_path: Path) -> None:
     serve(tmp_path, 1, test, step_timeout=0.2)
 
 
+def test_an_answer_ends_the_suspicion_of_a_hang(tmp_path: Path) -> None:
+    """Though something is under way whenever somebody looks, as it is with a busy group."""
+
+    async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
+        await shards.connect()
+        await shards.warm_up(WARMUP)
+        shards._looks = router_shards.LOOKS - 1
+        await shards.execute(decode())
+        assert shards._looks == 0
+
+    serve(tmp_path, 1, test)
+
+
 def test_a_rank_that_hangs_while_it_loads_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router_shards, "LOADING", 0.2)
 
