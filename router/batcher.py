@@ -312,15 +312,12 @@ class Batcher:
     def _admissible(self, request: Request) -> None:
         """Raises if it can't be taken now."""
         if self._broken:
-            self._metrics.failed("generation")
-            raise Broken(self._broken)
+            raise self._metrics.ended(Broken(self._broken), "generation")
         if self._loop is None or self._draining:
-            self._metrics.failed("unavailable")
-            raise NotReady(f"not ready: {self.stage}")
+            raise self._metrics.ended(NotReady(f"not ready: {self.stage}"), "unavailable")
         if not admits(self._readers, self._config.max_concurrent_requests, request.tenant):
-            self._metrics.failed("overloaded")
             message = f"{self._readers.total()} requests are in flight, as many as the server takes at once"
-            raise Overloaded(message, self.seconds_to_room(monotonic()))
+            raise self._metrics.ended(Overloaded(message, self.seconds_to_room(monotonic())), "overloaded")
 
     def open(self, request: Request, sink: Sink | None) -> Stream:
         """A request begins, whether or not it is admissible."""
@@ -792,6 +789,8 @@ class Batcher:
             self._forget(stream)
             self._cancel(uid)
             self._metrics.failed(kind)
+            if isinstance(failure, Failure):
+                failure.counted = True
             stream.run.fail(kind, sum(one.generated for one in stream.choices))
             stream.failure = failure
             stream.wake()

@@ -175,16 +175,15 @@ class Fleet:
     def _admissible(self, request: Request) -> None:
         """Raises if it can't be taken now."""
         if self._draining or self.limits is None:
-            self._metrics.failed("unavailable")
-            raise NotReady(f"not ready: {self.stage}")
+            raise self._metrics.ended(NotReady(f"not ready: {self.stage}"), "unavailable")
         readers: Counter[str] = Counter()
         for member in self._members.values():
             readers.update(member.batcher.readers)
         if not admits(readers, self._most, request.tenant):
-            self._metrics.failed("overloaded")
-            now = monotonic()
             message = f"{readers.total()} requests are in flight, as many as the server takes at once"
-            raise Overloaded(message, min(member.batcher.seconds_to_room(now) for member in self._members.values()))
+            now = monotonic()
+            room = min(member.batcher.seconds_to_room(now) for member in self._members.values())
+            raise self._metrics.ended(Overloaded(message, room), "overloaded")
 
     def _place(self, request: Request, tell: Callable[[str, str, int], None] | None = None) -> Batcher | None:
         """Who takes a request. None: nobody can."""
@@ -206,8 +205,7 @@ class Fleet:
         """Where requests wait while no replica has shards. Raises NotReady if none ever had."""
         known = [member for member in self._members.values() if member.batcher.limits is not None and not member.failed]
         if not known:  # those that were have left
-            self._metrics.failed("unavailable")
-            raise NotReady(f"not ready: {self.stage}")
+            raise self._metrics.ended(NotReady(f"not ready: {self.stage}"), "unavailable")
         return min(known, key=lambda member: (member.leaving, len(member.batcher.streams))).batcher
 
     # What batchers tell: see `batcher.Others`

@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import TypeVar
 
 import prometheus_client
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
@@ -22,8 +23,10 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from ..proto import shard_pb2
-from .request import Finish, Request
+from .request import Failure, Finish, Request
 from .scheduler import Action, Filter, Prefill
+
+Ended = TypeVar("Ended", bound=Failure)
 
 SECONDS = tuple(1e-4 * 1.5**power for power in range(1, 36))  # to 146 s, as in TGI
 RECOVERY = tuple(0.5 * 1.5**power for power in range(19))  # to 12 minutes: large models take long to load
@@ -180,12 +183,21 @@ class Metrics:
         self._counters["tgi_request_count"].inc()
 
     def failed(self, kind: str) -> None:
-        """A request is not answered to its end. `kind`: "validation", "template", "overloaded", "generation", "dropped"..."""
+        """A request is not answered to its end. `kind`: "overloaded", "generation", "dropped"..."""
         self._counters["tgi_request_failure"].labels(err=kind).inc()
-        if kind in ("validation", "template"):  # refused before it could arrive
-            self.arrived()
         if kind == "dropped":
             self._counters["penstock_client_disconnects"].inc()
+
+    def ended(self, failure: Ended, kind: str) -> Ended:
+        """The same failure, of a request that has arrived."""
+        self.failed(kind)
+        failure.counted = True
+        return failure
+
+    def turned_away(self, kind: str) -> None:
+        """A request was refused before it arrived. `kind`: "validation", "overloaded" or "unavailable"."""
+        self.arrived()
+        self.failed(kind)
 
     def validated(self, seconds: float) -> None:
         """A request was found to be valid, in this time."""

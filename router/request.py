@@ -184,6 +184,8 @@ class Failure(Exception):
       Broken       the shards failed while they computed it
     """
 
+    counted = False  # in the metrics, by whoever ended the request; else it never came that far
+
 
 class Refused(Failure):
     """The request is invalid; the message says which value and what would do. `parameter` names the field, if one is to blame."""
@@ -194,7 +196,7 @@ class Refused(Failure):
 
 
 class Overloaded(Failure):
-    """As many requests as the operator allows are in flight. `retry_after`: seconds until there is probably room."""
+    """There is no room for the request, or nobody free to look into it. `retry_after`: seconds until there probably is."""
 
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
         super().__init__(message)

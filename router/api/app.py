@@ -38,6 +38,8 @@ LONG = 1 << 18  # bytes of an answer that does not fit into the buffers on its w
 KINDS = {404: "not_found", 405: "method_not_allowed", 413: "payload_too_large"}
 
 
+TURNED_AWAY = ("validation", "overloaded", "unavailable")  # kinds of problems that a request may have before it arrives
+
 logger = logging.getLogger(__name__)
 
 
@@ -72,7 +74,7 @@ def make_app(
             preflight,
             _problems(metrics),
             _authorization(config.api_keys, open_paths, PREFIX if config.admin_key else None),
-            _read(config.payload_limit, config.payload_limit_total, metrics),
+            _read(config.payload_limit, config.payload_limit_total),
             _deliver(patience),
         ]
     )
@@ -120,10 +122,11 @@ def _problems(metrics: Metrics) -> Middleware:
 
     @web.middleware
     async def respond(request: web.Request, handler: Handler) -> web.StreamResponse:
+        counted = False
         try:
             return await handler(request)
         except Failure as failure:
-            problem = problem_of(failure)
+            problem, counted = problem_of(failure), failure.counted
         except Rejected as rejected:
             problem = rejected.problem
         except web.HTTPException as error:
@@ -134,8 +137,8 @@ def _problems(metrics: Metrics) -> Middleware:
                 raise
             logger.exception("a fault of ours")  # the client learns no more than that
             problem = Problem(500, "internal", "the server failed: its log says why")
-        if problem.kind == "validation":  # it never came to the batcher, which counts all others
-            metrics.failed("validation")
+        if problem.kind in TURNED_AWAY and not counted and request.method == "POST":
+            metrics.turned_away(problem.kind)
         if (record := current.get()) is not None:
             record.error = problem.kind
         if request.path.startswith(OPENAI_PATH):
@@ -191,7 +194,7 @@ def _deliver(patience: Patience) -> Middleware:
     return deliver
 
 
-def _read(limit: int, together: int, metrics: Metrics) -> Middleware:
+def _read(limit: int, together: int) -> Middleware:
     """Reads a body before anybody asks for it, but not for ever, and not more of all requests than memory is meant for. One that
     will be refused for its size is not read.
     """
@@ -201,7 +204,6 @@ def _read(limit: int, together: int, metrics: Metrics) -> Middleware:
         if length > limit:
             raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=length)
         if held > together:
-            metrics.failed("overloaded")
             message = f"the requests that are read or answered have bodies of more than {together} bytes together"
             raise Rejected(Problem(429, "overloaded", message, headers={"Retry-After": "1", "Connection": "close"}))
 

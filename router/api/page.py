@@ -220,15 +220,15 @@ def prefers_html(accept: str) -> bool:
         kind, *options = (word.strip() for word in part.split(";"))
         values = [option[2:] for option in options if option.startswith("q=")]
         likes.setdefault(kind.lower(), _number(values[0]) if values else 1.0)
-    html = likes.get("text/html", 0.0)
-    return html > 0 and next(kind for kind, like in likes.items() if like == max(likes.values())) == "text/html"
+    return likes.get("text/html", 0.0) > 0 and max(likes, key=likes.__getitem__) == "text/html"
 
 
 def _number(text: str) -> float:
     try:
-        return float(text)
+        value = float(text)
     except ValueError:
         return 0.0
+    return value if 0 <= value <= 1 else 0.0
 
 
 def _file(path: Path) -> web.FileResponse:

@@ -215,7 +215,7 @@ class FakeMetrics:
     failures: list[str] = field(default_factory=list)
     looks: int = 0  # at samples
 
-    def failed(self, kind: str) -> None:
+    def turned_away(self, kind: str) -> None:
         self.failures.append(kind)
 
     def watch(self, name: str, read: Callable[[], float]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from penstock.proto.process import configure_logging
 from penstock.router.api import access, app
 from penstock.router.record import Record, Run, current, request_id
-from penstock.router.request import Broken, Request
+from penstock.router.request import Broken, Failure, NotReady, Overloaded, Refused, Request
 from penstock.router.text import Tokenizer
 from penstock.tests.router.fake_batcher import LIMITS, Server, make_tokenizer, serve
 
@@ -262,6 +262,21 @@ def test_a_body_of_as_many_chunks_as_bytes_is_read_in_no_time(tokenizer: Tokeniz
         writer.close()
         assert answer.startswith(b"HTTP/1.1 200 ")
         assert time.monotonic() - began < 10  # 1 is usual
+
+    serve(tokenizer, test)
+
+
+@pytest.mark.parametrize("failure", [Overloaded("all busy", 2.0), NotReady("not ready: loading"), Refused("no")])
+@pytest.mark.parametrize("counted", [False, True])
+def test_who_is_turned_away_is_counted_once(tokenizer: Tokenizer, failure: Failure, counted: bool) -> None:
+    """By us, or by those who have turned it away."""
+
+    async def test(server: Server) -> None:
+        failure.counted = counted
+        server.batcher.refuses = failure
+        for path, body in (("/generate", {"inputs": "Hi"}), ("/v1/completions", {"prompt": "Hi"})):
+            assert (await server.post(path, body))[0] >= 400
+        assert len(server.metrics.failures) == 2 * (not counted)
 
     serve(tokenizer, test)
 

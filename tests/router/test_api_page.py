@@ -42,6 +42,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
         ("text/html;q=0", False),
         ("text/html;q=x", False),
         ("text/event-stream", False),
+        ("x;q=nan, text/html", True),
+        ("text/html;q=nan", False),
+        ("text/html;q=inf, x", False),
         (",,;;=", False),
     ],
 )

@@ -38,7 +38,7 @@ def test_a_request_is_counted_from_arrival_to_its_end() -> None:
     metrics.done(Request(prompt=(1, 2, 3), max_new_tokens=9, choices=2), finish, 8, 0.25)
     metrics.failed("dropped")
     metrics.failed("overloaded")
-    metrics.failed("validation")
+    metrics.turned_away("validation")
     values = samples(metrics)
     assert values["tgi_request_count"] == 4
     assert values["tgi_request_success"] == 1
