@@ -108,7 +108,7 @@ def _work(config: ShardConfig, service: Service, load: Load, end: Callable[[int]
     except EOFError as error:
         log.error(f"rank 0 is gone{f': {error}' if str(error) else ''}")
         end(1)
-    except Exception:
+    except BaseException:  # a panic of a library in Rust is no Exception
         log.exception("the shard failed")
         end(1)
 

@@ -78,7 +78,8 @@ class Drafter:
     def _follow(self, sequence: Sequence) -> Sketch:
         sketch = sequence.sketch = sequence.sketch or Sketch()
         size, final = self.cache.page_size, sequence.node.depth if sequence.node else 0
-        self._full.update(sketch.accept(sequence.tokens, size))
+        filled = sketch.accept(sequence.tokens, size)
+        self._full.update(page for page in filled if page in sequence.pages)  # else another's took its place meanwhile
         sketch.look(len(sequence.tokens) - 1, sequence.pages, size, self._full, final)
         return sketch
 

@@ -36,6 +36,7 @@ from .steps import LAND, Answer, Executor, Failed, Refused
 
 log = logging.getLogger(__name__)
 
+LOOK = 1.0  # seconds between two looks whether somebody waits yet
 COMPILED = 64  # tokens of the largest step that is made ready before the first request; larger ones take long by themselves
 FAILED = "the shard failed and ends; its log says why"
 
@@ -83,7 +84,10 @@ class Service:
 
     def Warmup(self, request: wire.WarmupRequest, context: grpc.ServicerContext) -> wire.WarmupReply:  # noqa: N802
         """See shard.proto. A repeated call answers what the first one found."""
-        self._loaded.wait()
+        while not self._loaded.wait(LOOK) and context.is_active():
+            pass  # nobody waits for an answer that nobody wants: Info and Health need the threads
+        if self._executor is None:
+            context.abort(grpc.StatusCode.CANCELLED, "the router has gone")
         assert self._executor is not None
         with self._lock:
             if self._warmup is None:

@@ -196,7 +196,7 @@ class Executor:
         if not self._failed:
             try:
                 work()
-            except Exception:
+            except BaseException:  # a panic of a library in Rust is no Exception
                 self._fail("the shard failed")
         if self._failed:
             for reply in self._open:

@@ -47,5 +47,5 @@ class Background:
                 future, function = self._jobs.popleft()
             try:
                 future.set_result(function())
-            except Exception as error:
+            except BaseException as error:  # a panic of a library in Rust is no Exception
                 future.set_exception(error)

@@ -193,8 +193,9 @@ class Grammars:
         return rows
 
     def bytes_of(self, tokens: Listing[int]) -> bytes:
-        """The text that tokens stand for. Raises Unusable."""
-        text: bytes = self._tokenizer.result().decode_bytes(list(tokens))
+        """The text that tokens stand for, without special ones and ids that have none. Raises Unusable."""
+        tokenizer = self._tokenizer.result()
+        text: bytes = tokenizer.decode_bytes([token for token in tokens if not tokenizer.is_special_token(token)])
         return text
 
     def _guide(self, grammar: str) -> Guide:

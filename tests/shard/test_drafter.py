@@ -1,5 +1,6 @@
 """A draft model: with the target itself as its own, every guess is right, whatever becomes of pages."""
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -250,3 +251,21 @@ def test_sampled_answers_are_guessed_with_their_noise() -> None:
     own = free(engine("tokens=3", 16))
     world = drive(own, groups, Habits())
     assert world.accepted == world.drafted > 100
+
+
+@pytest.mark.parametrize("page", [4, 8])
+def test_who_guesses_for_itself_is_always_right_though_pages_are_swapped(page: int) -> None:
+    """Of those with the same prompt, pages go for which another has the same: what was computed there is computed no more."""
+    self_drafting = free(engine(f"tokens={page}", page, 2000, True))
+    chance = random.Random(0)
+    shared = [chance.randrange(2, 130) for _ in range(9)]
+    groups = [
+        tiny.group(uid, shared if uid % 2 else [chance.randrange(2, 130) for _ in range(9 + uid)], 200, drafts=page)
+        for uid in range(10)
+    ]
+    self_drafting.prefill(1, groups, [(group.uid, 100) for group in groups], 1000, [])
+    drafted = accepted = 0
+    while self_drafting.groups:
+        outcome = self_drafting.decode([1])
+        drafted, accepted = drafted + outcome.drafted, accepted + outcome.accepted
+    assert accepted == drafted > 1000

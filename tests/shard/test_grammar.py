@@ -14,6 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from penstock.shard.decoding import grammar as module
+from penstock.shard.decoding.background import Background
 from penstock.shard.decoding.grammar import Grammars, Guide, Unusable, bit
 from penstock.shard.decoding.sampler import Pick
 from penstock.shard.decoding.tree import Tree, chain, merge
@@ -303,6 +304,58 @@ def test_nobody_waits_for_a_grammar_that_is_being_compiled(monkeypatch: pytest.M
     assert [uid for uid, _ in outcome.emitted] == [2]
     assert waits == [False, True]
     assert isinstance(outcome.emitted[0][1].pick, Pick)
+
+
+def test_ranks_find_the_same_prefixes_after_a_grammar_that_leads_nowhere() -> None:
+    """Only the first knows why the group fails. Its pages fill with the step in which it does, and are known already."""
+    nowhere = llguidance.LLMatcher.grammar_from_lark('start: /[ab]{4}/ x\nx: x "b"')
+
+    def work(ranks: Ranks) -> tuple[Any, ...]:
+        engine = tiny.engine_of("demo", ranks)
+        engine.resize(64, 4)
+        if not ranks.rank:
+            with_masks(engine)
+
+        def fail(uid: int) -> list[int]:
+            outcome = engine.prefill(1, [tiny.group(uid, [5, 6], 20, grammar=nowhere, end_ids=(2,))], [(uid, 100)], 100, [])
+            tokens = [emitted.pick.token for _, emitted in outcome.emitted]
+            while uid in engine.groups:
+                tokens += [emitted.pick.token for _, emitted in engine.decode([1]).emitted]
+            return tokens
+
+        def ask(uid: int, tokens: list[int]) -> tuple[int, int]:
+            outcome = engine.prefill(1, [tiny.group(uid, [*tokens, 7], 2)], [(uid, 100)], 100, [])
+            while uid in engine.groups:
+                engine.decode([1])
+            return outcome.prompt_tokens, outcome.cached_tokens
+
+        full = [5, 6, *fail(1)][:4]
+        found = [ask(2, full)]
+        fail(3)
+        assert engine.prefixes is not None
+        return found, ask(4, full), sorted(engine.prefixes._nodes), engine.pool._unused
+
+    first, second = tiny.Pair().run(work)
+    assert first == second
+
+
+def test_special_tokens_and_ids_without_a_token_are_no_text(grammars: Grammars) -> None:
+    [space] = [id for id in range(3, 1926) if grammars.bytes_of([id]) == b" "][:1]
+    assert grammars.bytes_of([3, space, 2047, 1930]) == b" "
+
+
+def test_a_panic_in_the_background_is_raised_to_who_waits() -> None:
+    class Panic(BaseException):
+        """As pyo3's."""
+
+    def panics() -> None:
+        raise Panic
+
+    background = Background(1)
+    for _ in range(2):
+        with pytest.raises(Panic):
+            background.submit(panics).result(10)
+    assert background.submit(lambda: 3).result(10) == 3
 
 
 @pytest.mark.parametrize("waiting", [4, 9])
