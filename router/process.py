@@ -108,7 +108,7 @@ async def _batch(fleet: Fleet, tokenizer: Tokenizer) -> None:
             fleet.limits.max_total_tokens,
             fleet.together,
         )
-    await asyncio.gather(fleet.wait(), tokenizer.warm_up())
+    await fleet.wait()
 
 
 def _connect(config: RouterConfig, name: str, addresses: Sequence[str]) -> Shards:

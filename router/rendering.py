@@ -7,7 +7,6 @@ one product.
 import dataclasses
 import json
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -36,11 +35,6 @@ class Renderer:
     def __init__(self, seconds: float = SECONDS) -> None:
         self._seconds = seconds
         self._apart = Apart("penstock.router.rendering", PROCESSES)
-
-    async def start(self) -> None:
-        """Returns when the first chat need not wait for a process, or there can't be one now."""
-        with suppress(Busy):
-            await self._apart.start()
 
     async def render(self, source: str, special_tokens: Mapping[str, str], chat: Chat) -> str:
         """The prompt's text. Raises Refused, or Overloaded."""

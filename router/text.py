@@ -155,11 +155,6 @@ class Tokenizer:
         """
         return await self._renderer.render(self._template(chat, template), self._names, chat)
 
-    async def warm_up(self) -> None:
-        """Returns when the first chat is rendered as fast as others."""
-        if self._templates:
-            await self._renderer.start()
-
     def _template(self, chat: Chat, asked: str | None) -> str:
         if asked is not None and asked not in self._templates and not self._trust_templates:
             names = ", ".join(f'"{name}"' for name in self._templates)

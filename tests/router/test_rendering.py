@@ -40,17 +40,6 @@ def test_it_renders_what_is_rendered_here(renderer: Renderer) -> None:
     assert render(renderer, "{{ messages[0].content }}</s>", begun) == "Well, "
 
 
-def test_the_first_chat_finds_the_process_that_was_started_for_it(renderer: Renderer) -> None:
-    async def test() -> None:
-        await renderer.start()
-        [process] = renderer._apart._idle
-        await renderer.start()
-        await renderer.render(SOURCE, {"bos_token": "<s>"}, CHAT)
-        assert renderer._apart._idle == [process]
-
-    asyncio.run(test())
-
-
 def test_a_refusal_names_the_field(renderer: Renderer) -> None:
     for source, parameter in (("{{ raise_exception('no') }}", "messages"), ("{% if %}", "chat_template")):
         with pytest.raises(Refused) as refused:
