@@ -246,7 +246,7 @@ def test_rows_are_those_that_were_sampled_not_those_that_were_kept(monkeypatch: 
 
         monkeypatch.setattr(FakeShards, "_reply", guessing)
         await read(batcher, Request(prompt=(1, 2), max_new_tokens=9, drafts=4))
-        step = Measuring.told[-1]
+        step = next(one for one in reversed(Measuring.told) if one.decodes)  # one that was asked for too early may follow
         assert (step.rows, step.decodes, step.drafted, step.accepted, step.rounds) == (5, 1, 4, 0, 2)
         assert step.net == pytest.approx(step.seconds - 0.001)
         assert step.read == 10
