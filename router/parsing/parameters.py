@@ -28,6 +28,7 @@ class Parameters:
     def __init__(self, schema: Any) -> None:
         self._root = schema
         self._referred: dict[str, Types | None] = {}  # types behind references
+        self._found: dict[str, Types] = {}  # of parameters, by name
 
     def declares(self, name: str) -> bool:
         """Whether the schema speaks of it."""
@@ -38,7 +39,11 @@ class Parameters:
 
     def types(self, name: str) -> Types:
         """Those that the parameter may have; all, where nothing is said of it."""
+        if name not in self._found:
+            self._found[name] = self._find_types(name)
+        return self._found[name]
 
+    def _find_types(self, name: str) -> Types:
         def own(level: Json) -> Types | None:
             properties = _properties(level)
             value = properties[name] if name in properties else level.get("additionalProperties")
@@ -108,15 +113,18 @@ class Parameters:
         """A schema, what it refers to and all of its `allOf` as one, without remarks; None if they can't be one."""
         levels = [*self._levels(schema, set())]
         found: dict[str, Any] = {}
+        properties: dict[str, Any] = {}
+        required: list[Any] = []
         for level in levels:
             for key, value in level.items():
-                if key in REMARKS or found.setdefault(key, value) == value:
-                    continue
-                if key == "required" and isinstance(value, list):
-                    found[key] = [*_parts(found, key), *value]
-                elif key == "properties" and (both := _properties(found) | _properties(level)) == _properties(level) | both:
-                    found[key] = both
-                else:
+                if key == "properties" and isinstance(value, dict):
+                    if any(properties.setdefault(name, one) != one for name, one in value.items()):
+                        return None
+                    found[key] = properties
+                elif key == "required" and isinstance(value, list):
+                    required += value
+                    found[key] = required
+                elif key not in REMARKS and found.setdefault(key, value) != value:
                     return None
         closed = [level for level in levels if "additionalProperties" in level]  # which counts a level's own properties
         return None if any(_properties(level).keys() != _properties(found).keys() for level in closed) else found

@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from typing import Any
 
 import pytest
@@ -264,6 +265,9 @@ def wrapped(schema: dict[str, Any], way: str) -> dict[str, Any]:
             return {"$ref": "#/$defs/root", "$defs": {"root": schema, **DEFINITIONS}, "properties": {"digit": DIGIT}}
         case "all":
             return {"allOf": [schema, {"type": "object"}], "$defs": DEFINITIONS, "properties": {"digit": DIGIT}}
+        case "twice":
+            looser = {"properties": {"digit": {"type": ["integer", "string"]}}}
+            return {"allOf": [schema, looser], "$defs": DEFINITIONS, "properties": {"digit": DIGIT}}
         case "any":
             return {"anyOf": [schema, {"required": ["digit"]}], "$defs": DEFINITIONS, "properties": {"digit": DIGIT}}
         case "undeclared":
@@ -273,7 +277,7 @@ def wrapped(schema: dict[str, Any], way: str) -> dict[str, Any]:
     return {**schema, "additionalProperties": False, "$defs": DEFINITIONS}
 
 
-@pytest.mark.parametrize("way", ["plain", "reference", "all", "any", "undeclared", "map"])
+@pytest.mark.parametrize("way", ["plain", "reference", "all", "twice", "any", "undeclared", "map"])
 @pytest.mark.parametrize("parser", ["qwen3_coder", "glm45", "pythonic", "hermes"])
 def test_arguments_are_valid(parser: str, way: str) -> None:
     """Whatever a schema says, and however: what is written under the grammar validates when it was read."""
@@ -332,6 +336,16 @@ def test_every_form_holds_every_name(parser: str) -> None:
 def test_what_is_no_schema_is_a_grammars_affair(parser: str, schema: dict[str, Any]) -> None:
     """Whoever checks the grammar may refuse it."""
     assert constraint(parser, [{"type": "function", "function": {"name": "f", "parameters": schema}}], None, True).source
+
+
+@pytest.mark.parametrize("parser", ["qwen3_coder", "glm45", "pythonic"])
+def test_many_parts_take_no_time(parser: str) -> None:
+    parts = [{"properties": {f"p{index}": {}}, "required": [f"p{index}"]} for index in range(15_000)]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"allOf": parts}}}
+    start = time.thread_time()
+    with pytest.raises(Refused, match="their grammar has more than"):
+        constraint(parser, [tool], None, True)
+    assert time.thread_time() - start < 1
 
 
 @pytest.mark.parametrize("parser", TOOL_PARSERS)

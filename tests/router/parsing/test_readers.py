@@ -272,6 +272,14 @@ def test_hostile_schemas_take_no_time() -> None:
     assert time.thread_time() - start < 2
 
 
+def test_the_schema_is_not_read_again_for_each_argument() -> None:
+    schema = {"allOf": [{"properties": {f"p{index}": {}}} for index in range(10_000)]}
+    text = f"<function=f>{'<parameter=p7>7</parameter>' * 400}</function>"
+    start = time.thread_time()
+    assert len(parts_of([text], None, "qwen3_coder", schemas={"f": schema})) == 2
+    assert time.thread_time() - start < 1
+
+
 @pytest.mark.parametrize(
     ("text", "arguments"),
     [
