@@ -14,11 +14,10 @@ import sys
 from ..proto.process import configure_logging, die_with_parent
 from ..proto.settings import load
 from .admission import places
-from .config import Misconfigured, RouterConfig
+from .config import BACKLOG, Misconfigured, RouterConfig
 from .doorman import Doorman
 from .record import request_id
 
-BACKLOG = 1024  # connections that wait to be accepted
 # Bytes that the kernel takes for a client beyond those on their way. Else it takes megabytes, and who reads slowly gets an event
 # for each token all the same, late.
 UNSENT = 16384

@@ -8,9 +8,11 @@ import selectors
 import socket
 import threading
 from contextlib import suppress
+from time import monotonic
 
 LONGEST_HEAD = 8192  # bytes of a request that are read
 PATIENCE = 0.2  # seconds that one client may take: the next one waits as long
+SHORTEST = 0.001  # seconds that a socket waits for something: 0 would mean that it doesn't
 STAGE = {"stage": "starting the router", "progress": None}
 NOT_YET = {"error": "unhealthy", "error_type": "healthcheck", **STAGE}
 NOT_READY = {"ready": False, **STAGE}
@@ -43,10 +45,10 @@ class Doorman:
 
 
 def _answer(visitor: socket.socket) -> None:
-    visitor.settimeout(PATIENCE)
+    end = monotonic() + PATIENCE
     head = b""
     while b"\r\n\r\n" not in head and len(head) < LONGEST_HEAD:
-        received = visitor.recv(LONGEST_HEAD)
+        received = _receive(visitor, end)
         if not received:
             return
         head += received
@@ -57,5 +59,14 @@ def _answer(visitor: socket.socket) -> None:
     length = b"Content-Length: %d\r\nContent-Type: application/json; charset=utf-8" % len(content)
     visitor.sendall(b"HTTP/1.1 %b\r\n%b\r\nConnection: close\r\n\r\n%b" % (status, length, b"" if method == b"HEAD" else content))
     visitor.shutdown(socket.SHUT_WR)
-    while visitor.recv(LONGEST_HEAD):  # what is unread when a socket closes resets the connection, and the answer is lost
+    while _receive(visitor, end):  # what is unread when a socket closes resets the connection, and the answer is lost
         pass
+
+
+def _receive(visitor: socket.socket, end: float) -> bytes:
+    """What there is next. Raises TimeoutError at the end of its time, however often something comes."""
+    visitor.settimeout(max(end - monotonic(), SHORTEST))
+    received = visitor.recv(LONGEST_HEAD)
+    if monotonic() >= end:
+        raise TimeoutError
+    return received

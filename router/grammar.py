@@ -46,6 +46,7 @@ LOWEST = -(2**63) + 1024  # least bound of an integer that llguidance takes; gen
 SCHEMAS = {"items", "additionalProperties"}  # keywords of JSON Schema: of a schema,
 LISTS_OF_SCHEMAS = {"allOf", "anyOf", "oneOf", "prefixItems"}
 NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}
+DIGITS = 10  # fewer has the index of a list that fits into a body
 SCALARS = ("string", "number", "integer", "boolean", "null")
 
 
@@ -317,7 +318,7 @@ class _Schema:
         for key in reference[1:].split("/")[1:]:
             key = key.replace("~1", "/").replace("~0", "~")
             if isinstance(place, list):
-                place = place[int(key)] if key.isdigit() and int(key) < len(place) else True
+                place = place[int(key)] if key.isdecimal() and len(key) < DIGITS and int(key) < len(place) else True
             else:
                 place = place.get(key, True) if isinstance(place, dict) else True
         return place if reference == "#" or "/" in reference else True

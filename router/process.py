@@ -14,7 +14,7 @@ from aiohttp import web
 
 from ..proto import certificates
 from .api.app import make_app
-from .config import RouterConfig
+from .config import BACKLOG, RouterConfig
 from .doorman import Doorman
 from .fleet import Fleet
 from .folder import Unusable
@@ -71,7 +71,7 @@ async def serve(config: RouterConfig, listening: socket.socket, doorman: Doorman
     await runner.setup()
     gc.freeze()  # what is there by now stays: to look through it takes 15 ms, in which every stream would stand still
     doorman.relieve()
-    await web.SockSite(runner, listening).start()
+    await web.SockSite(runner, listening, backlog=BACKLOG).start()
     logger.info("listening on http://%s:%d", *listening.getsockname()[:2])
     batching = asyncio.create_task(_batch(fleet, tokenizer))
     stopping = asyncio.create_task(stop.wait())

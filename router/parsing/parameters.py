@@ -13,6 +13,7 @@ KINDS = {str: "string", bool: "boolean", int: "number", float: "number", type(No
 REMARKS = {"title", "description", "default", "examples", "$defs", "definitions", "$schema", "$comment", "$id"}
 MOST_SHARED = 16_384  # characters of definitions that parameters repeat when each is written by itself
 EITHER = {"anyOf", "oneOf"}
+DIGITS = 10  # fewer has the index of a list that fits into a body
 LISTING = {"const", "enum"}
 # Keywords that bind values in ways that only a validator, and the grammar of a whole JSON text, follows.
 SUBTLE = {
@@ -165,7 +166,7 @@ class Parameters:
         for key in reference.split("/")[1:]:
             key = key.replace("~1", "/").replace("~0", "~")
             if isinstance(place, list):
-                place = place[int(key)] if key.isdecimal() and int(key) < len(place) else None
+                place = place[int(key)] if key.isdecimal() and len(key) < DIGITS and int(key) < len(place) else None
             else:
                 place = place.get(key) if isinstance(place, Mapping) else None
         return place if reference.startswith("#") else None

@@ -5,7 +5,10 @@ import json
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -55,6 +58,30 @@ def test_those_who_say_nothing_or_nonsense_hold_nobody_up(listening: socket.sock
     assert ask(listening, "/health/live")[0] == 200
     for one in silent:
         one.close()
+
+
+@pytest.mark.parametrize("head", [b"GET /health HTTP/1.1\r\nHost: x", b"POST / HTTP/1.1\r\nHost: x\r\n\r\n"])
+def test_who_trickles_holds_nobody_up(listening: socket.socket, doorman: Doorman, head: bytes) -> None:
+    over = threading.Event()
+
+    def trickle() -> None:
+        with socket.create_connection(listening.getsockname()) as slow, suppress(OSError):
+            slow.sendall(head)
+            while not over.wait(0.02):
+                slow.sendall(b"x")
+
+    trickling = threading.Thread(target=trickle)
+    trickling.start()
+    try:
+        time.sleep(0.1)
+        assert ask(listening, "/health/live")[0] == 200
+        over_soon = threading.Thread(target=doorman.relieve)
+        over_soon.start()
+        over_soon.join(10)
+        assert not over_soon.is_alive()
+    finally:
+        over.set()
+        trickling.join()
 
 
 def test_who_comes_after_it_was_relieved_waits_for_the_next(listening: socket.socket, doorman: Doorman) -> None:

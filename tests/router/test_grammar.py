@@ -197,6 +197,13 @@ def answering(monkeypatch: pytest.MonkeyPatch, answer: Callable[[int], Awaitable
     monkeypatch.setattr(Apart, "ask", ask)
 
 
+@pytest.mark.parametrize("index", ["²", "1" * 5000, "99999999999"])
+def test_a_reference_to_no_index_is_no_fault_of_ours(index: str) -> None:
+    """Digits that are none, or more than Python reads."""
+    said = problem(json_schema({"$ref": f"#/anyOf/{index}", "anyOf": [{}]}))
+    assert said.startswith(("Invalid URI reference", "Failed to parse array index", "Pointer")), said
+
+
 def test_what_takes_too_much_work_is_refused_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it takes: its process says so, and ends."""
     monkeypatch.setattr(module, "MOST_SECONDS", 60.0)
