@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from penstock.router.api.app import TURNED_AWAY
 from penstock.router.metrics import COUNTERS, HISTOGRAMS, REPLICA_GAUGES, Metrics
 from penstock.tests.deploy import promql
 
@@ -71,7 +72,7 @@ def labels_of(name: str) -> set[str]:
 def kinds_of_errors() -> set[str]:
     """What the router calls the failures that it counts."""
     text = "".join(path.read_text() for path in (ROOT / "router").rglob("*.py"))
-    return set(re.findall(r'fail(?:ed)?\(.*"(\w+)"\)', text))
+    return set(re.findall(r'(?:fail(?:ed)?|ended)\(.*"(\w+)"\)', text)) | set(TURNED_AWAY)
 
 
 @pytest.mark.parametrize("place", EXPRESSIONS)
