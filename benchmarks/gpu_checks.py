@@ -278,7 +278,7 @@ def elementwise(bench: Bench, chance: random.Random, dtype: torch.dtype) -> floa
             worst = max(worst, error(found, _norm(sums, weight, epsilon), tolerance), error(residual, sums, tolerance))
             both = _wide(rows, 2 * size, dtype=dtype, device=bench.device)
             gate, up = both.double().chunk(2, -1)
-            worst = max(worst, error(operations.swiglu(both), gate * gate.sigmoid() * up, tolerance))
+            worst = max(worst, error(operations.gated(both), gate * gate.sigmoid() * up, tolerance))
     return worst
 
 

@@ -64,7 +64,7 @@ def elementwise(bench: Bench, tokens: int) -> None:
     del states
     size = tokens * intermediate * 2
     gates = [_bfloat16(bench, tokens, 2 * intermediate) for _ in range(bench.copies(3 * size))]
-    _against_bytes(bench, f"SwiGLU, {tokens} tokens", [partial(operations.swiglu, gate) for gate in gates], 3 * size)
+    _against_bytes(bench, f"SwiGLU, {tokens} tokens", [partial(operations.gated, gate) for gate in gates], 3 * size)
     del gates
     _rotary(bench, tokens)
 

@@ -136,4 +136,4 @@ def _apart(x: torch.Tensor, product: Product, gains: torch.Tensor | None, gated:
     if gains is not None:
         x = operations.rms_norm(x, gains, 1e-5)
     found: torch.Tensor = product(x)
-    return operations.swiglu(found) if gated else found
+    return operations.gated(found) if gated else found

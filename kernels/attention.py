@@ -8,8 +8,9 @@ Rows are put into blocks of equal q and similar length; a block is one gather an
 nothing here runs once per row. Blocks are small enough for the gathered copy to stay in the processor's cache.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy
@@ -173,14 +174,22 @@ def ancestry(parents: Sequence[int]) -> tuple[list[list[bool]], list[int]]:
 
 
 def attention(
-    query: Tensor, cache: Tensor, plan: Sequence[Block], window: int, scale: float, scales: Tensor | None = None
+    query: Tensor,
+    cache: Tensor,
+    plan: Sequence[Block],
+    window: int,
+    scale: float,
+    softcap: float = 0.0,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention of every row of `plan`.
 
-    query: [tokens, heads, size]; cache: [slots, 2, kv_heads, size], keys first, in the query's dtype or one of 8 bits; scales:
-    [2, kv_heads] float32, what cached keys and values are to be multiplied by; result: [tokens, heads, size].
+    query: [tokens, heads, size]; cache: [slots, 2, kv_heads, size], keys first, in the query's dtype or one of 8 bits; softcap:
+    logits become softcap * tanh(logit / softcap), 0 is off; scales: [2, kv_heads] float32, what cached keys and values are to be
+    multiplied by; result: [tokens, heads, size].
     """
-    outputs = [_attend(query, cache, block, window, scale, scales) for block in plan]
+    attended = partial(_capped, softcap=softcap) if softcap else functional.scaled_dot_product_attention
+    outputs = [_attend(partial(attended, scale=scale), query, cache, block, window, scales) for block in plan]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -207,7 +216,10 @@ def _select(rows: Tensor, indices: Tensor) -> Tensor:
     return torch.from_numpy(rows.view(torch.uint8).numpy().take(indices.numpy(), 0)).view(rows.dtype)  # numpy knows no bfloat16
 
 
-def _attend(query: Tensor, cache: Tensor, block: Block, window: int, scale: float, scales: Tensor | None) -> Tensor:
+def _attend(
+    attended: Callable[..., Tensor], query: Tensor, cache: Tensor, block: Block, window: int, scales: Tensor | None
+) -> Tensor:
+    """attended: as torch's own, its scale given."""
     heads, size = query.shape[1:]
     kv_heads = cache.shape[2]
     count, queries, view = block.rows, block.queries, block.views[window]
@@ -219,13 +231,13 @@ def _attend(query: Tensor, cache: Tensor, block: Block, window: int, scale: floa
         if queries > 1 and mask is not None:
             mask = mask.repeat_interleave(ratio, 2)
         tile = folded(asked, count, kv_heads)
-        return unfolded(functional.scaled_dot_product_attention(tile, keys, values, mask, scale=scale), queries)
+        return unfolded(attended(tile, keys, values, mask), queries)
     spread = asked.reshape(count, queries, heads, size).transpose(1, 2)
     grouped = ratio > 1
     if block.tiled and mask is not None:
-        answer = _attend_tiles(spread, keys.contiguous(), values.contiguous(), mask, scale, grouped)
+        answer = _attend_tiles(partial(attended, enable_gqa=grouped), spread, keys.contiguous(), values.contiguous(), mask)
     else:
-        answer = functional.scaled_dot_product_attention(spread, keys, values, mask, scale=scale, enable_gqa=grouped)
+        answer = attended(spread, keys, values, mask, enable_gqa=grouped)
     return answer.transpose(1, 2).reshape(count * queries, heads, size)
 
 
@@ -246,21 +258,24 @@ def unfolded(answer: Tensor, queries: int) -> Tensor:
     return answer.view(rows, kv_heads, queries, -1, size).transpose(1, 2).reshape(rows * queries, -1, size)
 
 
-def _attend_tiles(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, grouped: bool) -> Tensor:
+def _capped(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, *, scale: float, softcap: float, enable_gqa: bool = False
+) -> Tensor:
+    """`scaled_dot_product_attention`, which has no softcap (Gemma Team 2024, arXiv:2408.00118), with one."""
+    if enable_gqa:
+        keys, values = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (keys, values))
+    logits = (query.float() @ keys.float().transpose(2, 3)).mul_(scale / softcap).tanh_().mul_(softcap)
+    shares = (logits if mask is None else logits.add_(mask)).softmax(-1)
+    return (shares @ values.float()).to(query.dtype)
+
+
+def _attend_tiles(attended: Callable[..., Tensor], query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     """query: [1, heads, queries, size], the last of `keys` and `values` [1, kv_heads, length, size]; mask as in a tiled block."""
     queries, length = query.shape[2], keys.shape[2]
     answers = []
     for start in range(0, queries, TILE):
         end = min(start + TILE, queries)
         seen = length - queries + end
-        answers.append(
-            functional.scaled_dot_product_attention(
-                query[:, :, start:end],
-                keys[:, :, :seen],
-                values[:, :, :seen],
-                mask[:, :, start - end :, length - seen :],
-                scale=scale,
-                enable_gqa=grouped,
-            )
-        )
+        hidden = mask[:, :, start - end :, length - seen :]
+        answers.append(attended(query[:, :, start:end], keys[:, :, :seen], values[:, :, :seen], hidden))
     return torch.cat(answers, 2)

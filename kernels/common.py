@@ -34,11 +34,14 @@ class Plan:
 
 
 def plan(
-    rows: Sequence[Row], page_size: int, windows: Sequence[int], elements: int, device: torch.device
+    rows: Sequence[Row], page_size: int, windows: Sequence[int], elements: int, device: torch.device, capped: bool = False
 ) -> tuple[list[int], Plan]:
-    """The order in which `rows` have to stand in the step, and its plan; arguments as those of `attention.blocks`."""
+    """The order in which `rows` have to stand in the step, and its plan; arguments as those of `attention.blocks`.
+
+    capped: logits have a softcap.
+    """
     # torch tells the sums that a merge needs on CPUs only. Behind a window rows see different parts of what they have in common.
-    able = device.type == "cpu" and not any(windows)
+    able = device.type == "cpu" and not (capped or any(windows))
     levels: list[list[Run]] = []
     depths, own = [0] * len(rows), list(rows)
     for run in runs_of(rows, page_size, 1) if able else ():
@@ -88,16 +91,19 @@ def follow(plan: Plan, slots: Tensor) -> Plan | None:
     return Plan(blocks, plan.levels)
 
 
-def attention(query: Tensor, cache: Tensor, plan: Plan, window: int, scale: float, scales: Tensor | None = None) -> Tensor:
+def attention(
+    query: Tensor, cache: Tensor, plan: Plan, window: int, scale: float, softcap: float = 0.0, scales: Tensor | None = None
+) -> Tensor:
     """As `attention.attention`."""
     if not plan.levels:
-        return plain.attention(query, cache, plan.blocks, window, scale, scales)
+        return plain.attention(query, cache, plan.blocks, window, scale, softcap, scales)
+    assert not softcap
     single = [block for block in plan.blocks if block.queries == 1]
     answer, weight = _find(query, cache, single, scale, scales)
     for level in plan.levels:
         _merge(answer, weight, level.tokens, *_find(query[level.tokens], cache, level.blocks, scale, scales))
     others = plan.blocks[len(single) :]
-    return torch.cat((answer, plain.attention(query, cache, others, window, scale, scales))) if others else answer
+    return torch.cat((answer, plain.attention(query, cache, others, window, scale, scales=scales))) if others else answer
 
 
 Found = tuple[Tensor, Tensor]

@@ -1,4 +1,4 @@
-"""SwiGLU by Triton. What it means stands in `reference.swiglu`; rounding to the type happens where it happens there."""
+"""SwiGLU and GeGLU by Triton. What they mean stands in `reference.gated`; rounding to the type happens where it happens there."""
 
 import triton
 import triton.language as tl
@@ -11,13 +11,23 @@ WARPS = 4
 
 
 @triton.jit
-def swiglu_kernel(
+def activated(gate: tl.tensor, GELU: tl.constexpr) -> tl.tensor:
+    """gate: float32. Gelu's (1 + tanh(x)) / 2 is 1 / (1 + exp(-2 x))."""
+    inner = gate
+    if GELU:
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
+    return gate / (1.0 + tl.exp(-inner))
+
+
+@triton.jit
+def gated_kernel(
     gate_up: tl.tensor,  # [tokens, 2 * size]
     out: tl.tensor,  # [tokens, size]
     size: tl.tensor,
     gate_up_stride: tl.tensor,
     out_stride: tl.tensor,
     BLOCK: tl.constexpr,
+    GELU: tl.constexpr,
 ) -> None:
     """One program: BLOCK elements of a token. Tokens are the first axis of the grid, which may have 2^31 programs."""
     token = tl.program_id(0).to(tl.int64)
@@ -25,29 +35,28 @@ def swiglu_kernel(
     inside = column < size
     gate = tl.load(gate_up + token * gate_up_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + token * gate_up_stride + size + column, mask=inside, other=0.0).to(tl.float32)
-    activated = (gate / (1.0 + tl.exp(-gate))).to(gate_up.dtype.element_ty).to(tl.float32)
-    tl.store(out + token * out_stride + column, (activated * up).to(out.dtype.element_ty), mask=inside)
+    factor = activated(gate, GELU).to(gate_up.dtype.element_ty).to(tl.float32)
+    tl.store(out + token * out_stride + column, (factor * up).to(out.dtype.element_ty), mask=inside)
 
 
-def swiglu(gate_up: Tensor, out: Tensor) -> Tensor:
-    """`reference.swiglu` into `out`. gate_up: [tokens, 2 * size], out: [tokens, size], views whose last dimension is dense."""
+def gated(gate_up: Tensor, out: Tensor, gelu: bool = False) -> Tensor:
+    """`reference.gated` into `out`. gate_up: [tokens, 2 * size], out: [tokens, size], views whose last dimension is dense."""
     tokens, size = out.shape
     assert gate_up.shape == (tokens, 2 * size)
     assert gate_up.stride(1) == out.stride(1) == 1
     if tokens:
         grid = (tokens, triton.cdiv(size, BLOCK_SIZE))
-        swiglu_kernel[grid](
-            gate_up, out, size, gate_up.stride(0), out.stride(0), BLOCK=BLOCK_SIZE, num_warps=WARPS, enable_fp_fusion=False
-        )
+        strides = gate_up.stride(0), out.stride(0)
+        gated_kernel[grid](gate_up, out, size, *strides, BLOCK=BLOCK_SIZE, GELU=gelu, num_warps=WARPS, enable_fp_fusion=False)
     return out
 
 
 def compilations() -> list[Compilation]:
-    """One for each type of weights."""
+    """One for each type of weights, and for each activation."""
     return [
         Compilation(
-            kernel=swiglu_kernel,
-            name=f"swiglu {dtype}",
+            kernel=gated_kernel,
+            name=f"{'geglu' if gelu else 'swiglu'} {dtype}",
             signature={
                 "gate_up": f"*{dtype}",
                 "out": f"*{dtype}",
@@ -55,10 +64,12 @@ def compilations() -> list[Compilation]:
                 "gate_up_stride": "i32:16",
                 "out_stride": "i32:16",
                 "BLOCK": "constexpr",
+                "GELU": "constexpr",
             },
-            constants={"BLOCK": BLOCK_SIZE},
+            constants={"BLOCK": BLOCK_SIZE, "GELU": gelu},
             warps=WARPS,
             hot=True,
         )
         for dtype in ("bf16", "fp16", "fp32")
+        for gelu in (False, True)
     ]

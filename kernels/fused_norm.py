@@ -101,12 +101,12 @@ def _tile(size: int, inner: int) -> tuple[int, int, int]:
 
 
 def compilations() -> list[Compilation]:
-    """Of the sizes of Llama and Qwen, and of their heads."""
+    """Of the sizes of Llama and Qwen, and of their heads; Gemma's gains have 32 bits."""
     cases = [(1024, 1, True), (4096, 1, False), (4096, 1, True), (8192, 1, True), (16384, 1, True), (64, 8, False), (128, 8, False)]
     found = []
-    for size, inner, add in cases:
+    for (size, inner, add), gains in [*((case, "*bf16") for case in cases), ((3584, 1, True), "*fp32")]:
         block, height, warps = _tile(size, inner)
-        pointers = dict.fromkeys(("x", "residual", "weight", "out"), "*bf16")
+        pointers = dict.fromkeys(("x", "residual", "out"), "*bf16") | {"weight": gains}
         strides = dict.fromkeys(("x_outer", "x_inner", "residual_outer", "out_outer", "out_inner"), "i32:16")
         constants = {"SIZE": size, "BLOCK": block, "ROWS": height, "ADD": add}
         found.append(

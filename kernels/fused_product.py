@@ -1,5 +1,5 @@
 """The product of few rows with a weight, by Triton, with what stands before and after it in a decoder: the norm of the rows, SwiGLU
-of the outputs, the sum with the residual stream. Knows tensors only.
+(or GeGLU) of the outputs, the sum with the residual stream. Knows tensors only.
 
 Few rows cost what reading the weight costs, a hundredth of a millisecond, and then launches count: a decoder's layer takes seven
 of them instead of ten. The rows are scaled by their norm after the product, since then they are read once:
@@ -20,6 +20,7 @@ from triton import knobs
 
 from .compilation import Compilation
 from .early import on, options, prefetch, wait
+from .fused_activation import activated
 
 # In Triton's interpreter a dot of bfloat16 is garbage, so operands are widened there.
 INTERPRET = bool(knobs.runtime.interpret)
@@ -49,6 +50,7 @@ def product_kernel(
     STAGES: tl.constexpr,
     NORM: tl.constexpr,
     GATED: tl.constexpr,
+    GELU: tl.constexpr,
     ADD: tl.constexpr,
     BIASED: tl.constexpr,
     WIDEN: tl.constexpr,
@@ -95,7 +97,7 @@ def product_kernel(
         if GATED:
             other += tl.load(bias + OUTPUTS + output, mask=wanted, other=0.0).to(tl.float32)[None, :]
     if GATED:
-        result = result / (1.0 + tl.exp(-result)) * other
+        result = activated(result, GELU) * other
     place = out + row[:, None] * out_stride + output[None, :]
     held = asked[:, None] & wanted[None, :]
     if ADD:
@@ -127,12 +129,13 @@ def product(
     gains: Tensor | None = None,
     epsilon: float = 0.0,
     gated: bool = False,
+    gelu: bool = False,
     add: bool = False,
 ) -> Tensor:
     """`out`, [rows, outputs], becomes (with `add`: becomes more by) the product of x [rows, inputs], at most ROWS rows.
 
     weight: [outputs, inputs], dense; gains: the rows are normalized first (`reference.rms_norm`); gated: weight is [2 * outputs,
-    inputs], and of its product SwiGLU is taken (`reference.swiglu`). x and out are views whose last dimension is dense.
+    inputs], and `reference.gated` is taken of its product, with or without gelu. x and out are views whose last dimension is dense.
     """
     rows, inputs = x.shape
     outputs = out.shape[1]
@@ -143,7 +146,8 @@ def product(
     if rows:
         amd = torch.version.hip is not None
         early = on(x.device)
-        constants = _constants(inputs, outputs, gains is not None, gated, add, bias is not None, amd) | {"EARLY": early}
+        constants = _constants(inputs, outputs, gains is not None, gated, add, bias is not None, amd)
+        constants |= {"GELU": gelu, "EARLY": early}
         product_kernel[(triton.cdiv(outputs, constants["COLUMNS"]),)](
             out,
             x,
@@ -185,19 +189,21 @@ KINDS = {"": ("sm_80", "sm_90", "sm_100"), "early": ("sm_90", "sm_100"), "amd": 
 
 
 def compilations() -> list[Compilation]:
-    """The products of an 8 B model's layer, its vocabulary, and one with biases and odd numbers."""
+    """The products of an 8 B model's layer, its vocabulary, Gemma's gates, and one with biases and odd numbers."""
     cases = {
         "queries": (4096, 6144, True, False, False, False),
         "output": (4096, 4096, False, False, True, False),
         "gated": (4096, 14336, True, True, False, False),
         "down": (14336, 4096, False, False, True, False),
         "vocabulary": (4096, 128256, False, False, False, False),
+        "gemma's": (3584, 14336, True, True, False, False),
         "odd, biased": (2000, 1000, True, True, False, True),
     }
     found = []
     for (name, case), (kind, targets) in itertools.product(cases.items(), KINDS.items()):
-        constants = {**_constants(*case, kind == "amd"), "EARLY": kind == "early", "WIDEN": False}
-        pointers = dict.fromkeys(("out", "x", "weight", "gains", "bias"), "*bf16")
+        gemma = name == "gemma's"  # which has gelu, and gains of 32 bits
+        constants = {**_constants(*case, kind == "amd"), "GELU": gemma, "EARLY": kind == "early", "WIDEN": False}
+        pointers = dict.fromkeys(("out", "x", "weight", "gains", "bias"), "*bf16") | ({"gains": "*fp32"} if gemma else {})
         numbers = {"rows": "i32", "x_stride": "i32:16", "out_stride": "i32:16", "epsilon": "fp32"}
         found.append(
             Compilation(

@@ -67,10 +67,12 @@ class Weight:
         """Whether rows like x, of which there are few, go by one kernel with what stands before and after their product."""
         return self._plain is not None and 0 < len(x) <= FEW
 
-    def streamed(self, x: Tensor, *, gains: Tensor | None = None, epsilon: float = 0.0, gated: bool = False) -> Tensor:
-        """The product of some x that streams, or of its norm, [rows, out]; gated: SwiGLU of it, [rows, out / 2]."""
+    def streamed(
+        self, x: Tensor, *, gains: Tensor | None = None, epsilon: float = 0.0, gated: bool = False, gelu: bool = False
+    ) -> Tensor:
+        """The product of some x that streams, or of its norm, [rows, out]; gated: `reference.gated` of it, [rows, out / 2]."""
         out = torch.empty(len(x), self.shape[0] // (1 + gated), dtype=x.dtype, device=x.device)
-        return self._stream(x, out, gains=gains, epsilon=epsilon, gated=gated)
+        return self._stream(x, out, gains=gains, epsilon=epsilon, gated=gated, gelu=gelu)
 
     def add(self, x: Tensor, sums: Tensor) -> None:
         """Adds the product of some x that streams to `sums` [rows, out], in place."""

@@ -29,14 +29,14 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) ->
     return reference.rms_norm(residual.add_(x), weight, epsilon)
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """`reference.swiglu`; a new tensor."""
+def gated(gate_up: Tensor, gelu: bool = False) -> Tensor:
+    """`reference.gated`; a new tensor."""
     if triton_for(gate_up):
-        from .fused_activation import swiglu as fused
+        from .fused_activation import gated as fused
 
         tokens, twice = gate_up.shape
-        return fused(gate_up, torch.empty(tokens, twice // 2, dtype=gate_up.dtype, device=gate_up.device))
-    return reference.swiglu(gate_up)
+        return fused(gate_up, torch.empty(tokens, twice // 2, dtype=gate_up.dtype, device=gate_up.device), gelu)
+    return reference.gated(gate_up, gelu)
 
 
 def rotate_and_write(

@@ -30,6 +30,7 @@ class Layout:
     kv_heads: int
     size: int  # of a head
     windows: tuple[int, ...]  # the distinct ones of its layers, 0 for none
+    softcap: float  # of its logits, 0 for none
     dtype: torch.dtype  # of queries
     device: torch.device
 
@@ -52,7 +53,7 @@ def plan(rows: Sequence[Row], layout: Layout, capacity: "paged.Capacity | None" 
     if that is too little."""
     if not by_triton(layout):
         elements = 2 * layout.kv_heads * layout.size
-        return common.plan(rows, layout.page_size, layout.windows, elements, layout.device)
+        return common.plan(rows, layout.page_size, layout.windows, elements, layout.device, layout.softcap > 0)
     from . import paged_attention as paged
 
     attended = paged.plan(
@@ -94,14 +95,17 @@ def capacity(layout: Layout, tokens: int, rows: int, total: int, pages: int, mix
     )
 
 
-def attention(query: Tensor, cache: Tensor, plan: Plan, window: int, scale: float, scales: Tensor | None = None) -> Tensor:
+def attention(
+    query: Tensor, cache: Tensor, plan: Plan, window: int, scale: float, softcap: float = 0.0, scales: Tensor | None = None
+) -> Tensor:
     """Softmax attention of every row of `plan`: [tokens, heads, size].
 
     query: [tokens, heads, size]; cache: a layer [slots, 2, kv_heads, size], keys first, in the query's dtype or float8_e4m3fn;
-    scales: [2, kv_heads] float32, what cached keys and values are to be multiplied by.
+    softcap: logits become softcap * tanh(logit / softcap), 0 is off; scales: [2, kv_heads] float32, what cached keys and values
+    are to be multiplied by.
     """
     if isinstance(plan, common.Plan):
-        return common.attention(query, cache, plan, window, scale, scales)
+        return common.attention(query, cache, plan, window, scale, softcap, scales)
     from . import paged_attention as paged
 
-    return paged.attention(query, cache, plan, window, scale, scales=scales)
+    return paged.attention(query, cache, plan, window, scale, softcap, scales)

@@ -47,7 +47,10 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
     return x.mul_(table[:, 0]).addcmul_(swapped, table[:, 1])
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up (Shazeer 2020, arXiv:2002.05202). gate_up: [tokens, 2 * size], gate first; result [tokens, size]."""
+def gated(gate_up: Tensor, gelu: bool = False) -> Tensor:
+    """silu(gate) * up, SwiGLU (Shazeer 2020, arXiv:2002.05202), or with gelu, approximated by tanh, GeGLU.
+
+    gate_up: [tokens, 2 * size], gate first; result [tokens, size].
+    """
     gate, up = gate_up.chunk(2, -1)
-    return functional.silu(gate).mul_(up)
+    return (functional.gelu(gate, approximate="tanh") if gelu else functional.silu(gate)).mul_(up)

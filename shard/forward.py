@@ -123,6 +123,7 @@ def layout_of(decoder: Decoder, page_size: int, device: torch.device) -> Layout:
         kv_heads=shape.kv_heads // ranks,
         size=shape.head_size,
         windows=tuple(sorted(set(shape.windows))),
+        softcap=shape.softcap,
         dtype=decoder.embedding.dtype,
         device=device,
     )

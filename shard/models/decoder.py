@@ -6,13 +6,14 @@ vocabulary.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ...kernels.linear import Weight, compile_products
-from ...kernels.operations import add_rms_norm, rms_norm, rotate_and_write, swiglu
+from ...kernels.operations import add_rms_norm, gated, rms_norm, rotate_and_write
 from ...kernels.ragged import attention
 from ..cache import Cache
 from ..parallel import Ranks
@@ -22,6 +23,9 @@ from .families import Shape, Unsupported
 from .rotary import table_of
 
 HEAD = "lm_head.weight"
+TABLE = "embed_tokens.weight"
+# What names of tensors begin with: in a checkpoint of text alone, and in those that have images as well.
+ROOTS = ("model.", "language_model.model.", "model.language_model.")
 
 
 class Loader:
@@ -34,9 +38,10 @@ class Loader:
         self.ranks = ranks
         self.prefix = prefix
 
-    def vector(self, name: str, size: int) -> Tensor:
-        """A vector that every rank has whole."""
-        return self.source.tensor(f"{self.prefix}{name}.weight", (size,))
+    def gains(self, name: str, size: int) -> Tensor:
+        """The gains of a norm, which every rank has whole; where they are stored less 1, in float32, not to lose what is left."""
+        gains = self.source.tensor(f"{self.prefix}{name}.weight", (size,))
+        return gains.float() + 1 if self.shape.centered_norms else gains
 
     def columns(self, names: list[str], sizes: list[int], bias: bool) -> Weight:
         """Matrices [size, hidden] side by side, of each this rank's part of the outputs."""
@@ -82,12 +87,13 @@ class Stream:
     to is added at once. With several ranks what they come to must be added up first, so that sums and norms go together.
     """
 
-    def __init__(self, sums: Tensor, ranks: Ranks, epsilon: float) -> None:
-        """sums: [tokens, hidden], the caller's no more."""
+    def __init__(self, sums: Tensor, ranks: Ranks, epsilon: float, gelu: bool = False) -> None:
+        """sums: [tokens, hidden], the caller's no more; gelu: of gates."""
         self._sums = sums
         self._more: Tensor | None = None
         self._ranks = ranks
         self._epsilon = epsilon
+        self._gelu = gelu
 
     def normalized(self, gains: Tensor) -> Tensor:
         """[tokens, hidden]."""
@@ -96,19 +102,21 @@ class Stream:
         more, self._more = self._more, None
         return add_rms_norm(more, self._sums, gains, self._epsilon)
 
-    def through(self, gains: Tensor, weight: Weight, gated: bool = False) -> Tensor:
-        """The product of the norm with `weight`, or SwiGLU of that."""
+    def through(self, gains: Tensor, weight: Weight, gates: bool = False) -> Tensor:
+        """The product of the norm with `weight`, or what its gates let through."""
         few = weight.streams(self._sums)
         if few and self._more is None:
-            return weight.streamed(self._sums, gains=gains, epsilon=self._epsilon, gated=gated)
+            return weight.streamed(self._sums, gains=gains, epsilon=self._epsilon, gated=gates, gelu=self._gelu)
         x = self.normalized(gains)
-        if few and gated:
-            return weight.streamed(x, gated=True)
-        return swiglu(weight(x)) if gated else weight(x)
+        if few and gates:
+            return weight.streamed(x, gated=True, gelu=self._gelu)
+        return gated(weight(x), self._gelu) if gates else weight(x)
 
-    def add(self, x: Tensor, weight: Weight) -> None:
-        """Adds the product of x with `weight`, this rank's part of it."""
-        if self._ranks.size == 1 and weight.streams(x):
+    def add(self, x: Tensor, weight: Weight, gains: Tensor | None = None) -> None:
+        """Adds the product of x with `weight`, this rank's part of it, or the norm of that."""
+        if gains is not None:
+            self._more = rms_norm(self._ranks.add(weight(x)), gains, self._epsilon)
+        elif self._ranks.size == 1 and weight.streams(x):
             weight.add(x, self._sums)
         else:
             self._more = self._ranks.add(weight(x))
@@ -120,37 +128,39 @@ class Stream:
 
 
 class Layer:
-    """Attention and MLP, each behind a norm and added to what came in."""
+    """Attention and MLP, each behind a norm (or between two) and added to what came in."""
 
-    def __init__(self, index: int, shape: Shape, source: Source, ranks: Ranks, exact: bool) -> None:
+    def __init__(self, index: int, shape: Shape, load: Loader) -> None:
         self.index = index
         self.shape = shape
         self.window = shape.windows[index]
-        load = Loader(source, shape, ranks, f"model.layers.{index}.", exact)
         sizes = [n * shape.head_size for n in (shape.heads, shape.kv_heads, shape.kv_heads)]
         names = [f"self_attn.{name}_proj" for name in "qkv"]
-        self.input_norm = load.vector("input_layernorm", shape.hidden)
+        self.input_norm = load.gains("input_layernorm", shape.hidden)
         self.query_key_value = load.columns(names, sizes, shape.qkv_bias)
-        self.query_norm = load.vector("self_attn.q_norm", shape.head_size) if shape.qk_norm else None
-        self.key_norm = load.vector("self_attn.k_norm", shape.head_size) if shape.qk_norm else None
+        self.query_norm = load.gains("self_attn.q_norm", shape.head_size) if shape.qk_norm else None
+        self.key_norm = load.gains("self_attn.k_norm", shape.head_size) if shape.qk_norm else None
         self.scales = load.cache_scales()
         self.output = load.rows("self_attn.o_proj", sizes[0], shape.output_bias)
-        self.mlp_norm = load.vector("post_attention_layernorm", shape.hidden)
+        after = "post_attention_layernorm"
+        self.attention_norm = load.gains(after, shape.hidden) if shape.two_norms else None
+        self.mlp_norm = load.gains("pre_feedforward_layernorm" if shape.two_norms else after, shape.hidden)
+        self.last_norm = load.gains("post_feedforward_layernorm", shape.hidden) if shape.two_norms else None
         self.gate_up = load.columns(["mlp.gate_proj", "mlp.up_proj"], [shape.intermediate] * 2, shape.mlp_bias)
         self.down = load.rows("mlp.down_proj", shape.intermediate, shape.mlp_bias)
 
     def attend(self, stream: Stream, step: Step, rotary: Tensor, cache: Cache) -> Tensor:
         """[tokens, this rank's heads * head size]. Writes keys and values to the cache."""
-        size, layer = self.shape.head_size, cache.layers[self.index]
-        joint, epsilon = stream.through(self.input_norm, self.query_key_value), self.shape.norm_epsilon
+        shape, layer = self.shape, cache.layers[self.index]
+        joint, epsilon = stream.through(self.input_norm, self.query_key_value), shape.norm_epsilon
         scales = self.scales if layer.dtype != joint.dtype else None
         query = rotate_and_write(joint, rotary, step.slots, layer, self.query_norm, self.key_norm, epsilon, scales)
-        return attention(query, layer, step.attention, self.window, size**-0.5, scales).flatten(1)
+        return attention(query, layer, step.attention, self.window, shape.attention_scale, shape.softcap, scales).flatten(1)
 
     def transform(self, attended: Tensor, stream: Stream) -> None:
         """Adds to the stream what its tokens attended to, and what the MLP makes of that."""
-        stream.add(attended, self.output)
-        stream.add(stream.through(self.mlp_norm, self.gate_up, gated=True), self.down)
+        stream.add(attended, self.output, self.attention_norm)
+        stream.add(stream.through(self.mlp_norm, self.gate_up, gates=True), self.down, self.last_norm)
 
 
 class Decoder:
@@ -160,19 +170,27 @@ class Decoder:
         """exact: see `Weight`."""
         self.shape = shape
         self.ranks = ranks
-        load = Loader(source, shape, ranks, "", exact)
-        self.embedding = load.table("model.embed_tokens.weight")
-        self.layers = [Layer(index, shape, source, ranks, exact) for index in range(shape.layers)]
-        self.norm = load.vector("model.norm", shape.hidden)
+        root = next((root for root in ROOTS if source.has(root + TABLE)), ROOTS[0])
+        load = Loader(source, shape, ranks, root, exact)
+        self.embedding = load.table(root + TABLE)
+        self.layers = [
+            Layer(index, shape, Loader(source, shape, ranks, f"{root}layers.{index}.", exact)) for index in range(shape.layers)
+        ]
+        self.norm = load.gains("norm", shape.hidden)
         self.head = Weight(self._tied(load) if shape.tied else load.table(HEAD), exact=exact)
-        self.rotary = table_of(shape.rope, shape.head_size, shape.max_positions, self.embedding.dtype, device)
+        of = partial(table_of, size=shape.head_size, positions=shape.max_positions, dtype=self.embedding.dtype, device=device)
+        self.rotary = of(shape.rope)
+        self.local_rotary = of(shape.local_rope) if shape.local_rope else None
+        # In the type of the weights, as they were trained.
+        self._factor = torch.tensor(shape.embedding_factor, dtype=self.embedding.dtype).item()
 
     def __call__(self, step: Step, cache: Cache) -> Tensor:
         """Computes the step's tokens, writes their keys and values, and returns the wanted rows' states: [rows, hidden]."""
-        stream = Stream(self.embed(step.tokens), self.ranks, self.shape.norm_epsilon)
+        stream = self._stream(self.embed(step.tokens))
         rotary = self.rotary.index_select(0, step.positions)
+        local = self.local_rotary.index_select(0, step.positions) if self.local_rotary is not None else rotary
         for layer in self.layers:
-            attended = layer.attend(stream, step, rotary, cache)
+            attended = layer.attend(stream, step, local if layer.window else rotary, cache)
             if layer is self.layers[-1]:  # whose keys and values are written: nothing more is wanted of other rows
                 stream.select(step.rows)
                 attended = attended.index_select(0, step.rows)
@@ -183,6 +201,10 @@ class Decoder:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[tokens, hidden]."""
+        rows = self._looked_up(tokens)
+        return rows if self._factor == 1 else rows.mul_(self._factor)
+
+    def _looked_up(self, tokens: Tensor) -> Tensor:
         if self.ranks.size == 1:
             return functional.embedding(tokens, self.embedding)
         own = tokens - self.ranks.rank * len(self.embedding)
@@ -190,11 +212,14 @@ class Decoder:
         rows = functional.embedding(own.masked_fill(elsewhere, 0), self.embedding)
         return self.ranks.add(rows.masked_fill_(elsewhere.unsqueeze(1), 0))
 
+    def _stream(self, sums: Tensor) -> Stream:
+        return Stream(sums, self.ranks, self.shape.norm_epsilon, self.shape.gelu)
+
     def _tied(self, load: Loader) -> Tensor:
         """The embedding table. Raises Unsupported if the checkpoint has another output matrix all the same."""
         if load.source.has(HEAD) and not load.table(HEAD).equal(self.embedding):
             raise Unsupported(
-                f"config.json says tie_word_embeddings, and there is a {HEAD} that differs from model.embed_tokens.weight: "
+                f"config.json says tie_word_embeddings, and there is a {HEAD} that differs from {load.prefix}{TABLE}: "
                 "say false there if it is the model's own, or leave the tensor out"
             )
         return self.embedding
@@ -202,14 +227,17 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor | None:
         """hidden: [rows, hidden]; on rank 0 [rows, vocabulary] in float32, elsewhere None."""
         joined = self.ranks.join(self.head(hidden))
-        return joined[:, : self.shape.vocabulary].float() if joined is not None else None
+        if joined is None:
+            return None
+        logits, cap = joined[:, : self.shape.vocabulary].float(), self.shape.final_softcap
+        return logits.div(cap).tanh_().mul_(cap) if cap else logits
 
     def compile(self, rows: int) -> None:
         """Makes steps of up to so many tokens ready to run, where their products are compiled on first use."""
         compile_products((weight for weight in self._weights() if isinstance(weight, Weight)), rows)
         layer, row = self.layers[0], self.embedding.new_zeros(1, self.shape.hidden)
         if self.head.streams(row):  # all that few rows of a layer go by besides attention, and logits
-            stream = Stream(row, self.ranks, self.shape.norm_epsilon)
+            stream = self._stream(row)
             stream.through(layer.input_norm, layer.query_key_value)
             layer.transform(self.embedding.new_zeros(1, layer.output.shape[1]), stream)
             self.head(stream.normalized(self.norm))

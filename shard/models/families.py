@@ -28,6 +28,21 @@ MAY_BE_NULL = ("num_key_value_heads", "head_dim", "sliding_window", "max_window_
 AGAIN = "is it the model's own? Download it again"
 FULL, SLIDING = "full_attention", "sliding_attention"  # of `layer_types`
 SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
+WITH_IMAGES = ("Gemma3ForConditionalGeneration",)  # whose text is described by itself
+BESIDE_TEXT = ("tie_word_embeddings", "quantization_config")  # and these fields are beside that
+# What transformers calls a model where its architecture's name doesn't say so.
+MODEL_TYPES = dict.fromkeys(("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), "gemma3_text")
+# transformers' defaults, which some checkpoints rely on.
+GEMMA: Config = {"head_dim": 256, "tie_word_embeddings": True, "max_position_embeddings": 8192}
+GEMMA3: Config = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "max_position_embeddings": 131_072,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+}
 
 
 class Unsupported(ValueError):
@@ -71,10 +86,18 @@ class Shape:
     tied: bool  # the output matrix is the embedding table
     rope: Rope
     windows: tuple[int, ...]  # per layer: positions that a token may look back, itself included; 0: all
+    local_rope: Rope | None = None  # of the layers with a window, where it is another
+    attention_scale: float  # of the products of queries and keys
+    softcap: float = 0.0  # which those come near to at most; 0: none
+    final_softcap: float = 0.0  # of the model's logits
+    embedding_factor: float = 1.0  # what rows of the embedding table are multiplied by
     qkv_bias: bool = False
     output_bias: bool = False  # of attention's output projection
     mlp_bias: bool = False
     qk_norm: bool = False  # RMS norm of every query and key head before rotary
+    two_norms: bool = False  # attention and MLP have one behind them, too
+    centered_norms: bool = False  # norms' gains are stored less 1
+    gelu: bool = False  # of the MLP's gates, approximated by tanh, instead of silu
 
     def check_ranks(self, ranks: int) -> None:
         """Raises Unsupported unless the model can be divided into `ranks` equal slices."""
@@ -98,7 +121,7 @@ class Shape:
     @property
     def rotary_elements(self) -> int:
         """Elements of the cosines and sines of all positions, which every rank has."""
-        return 2 * self.max_positions * self.head_size
+        return 2 * self.max_positions * self.head_size * (2 if self.local_rope else 1)
 
     def parameters(self, ranks: int = 1, tables: int | None = None) -> int:
         """Elements of all weights on one rank. `tables`: how often the vocabulary's table is held, if not as in the checkpoint."""
@@ -106,7 +129,7 @@ class Shape:
         qkv = (heads + 2 * kv_heads) * self.head_size
         attention = self.hidden * qkv + heads * self.head_size * self.hidden + self.qkv_bias * qkv + self.output_bias * self.hidden
         mlp = 3 * self.hidden * self.intermediate // ranks + self.mlp_bias * (2 * self.intermediate // ranks + self.hidden)
-        norms = 2 * self.hidden + 2 * self.qk_norm * self.head_size
+        norms = (4 if self.two_norms else 2) * self.hidden + 2 * self.qk_norm * self.head_size
         held = tables or (1 if self.tied else 2)
         return self.layers * (attention + mlp + norms) + held * self.vocabulary_slice(ranks) * self.hidden + self.hidden
 
@@ -123,17 +146,26 @@ def shape(config: Config) -> Shape:
     for name in names:
         if name in FAMILIES:
             try:
-                _check(config, name)
-                return _sound(FAMILIES[name](config), config.get("layer_types"))
+                own = _text(config) if name in WITH_IMAGES else config
+                _check(own, name)
+                return _sound(FAMILIES[name](own), own.get("layer_types"))
             except KeyError as error:
                 raise Unsupported(f"config.json of a {name} lacks {error}: is it complete?") from None
     asked = ", ".join(names) or "none named"
     raise Unsupported(f"architecture {asked} is not supported: this version serves {', '.join(sorted(FAMILIES))}")
 
 
+def _text(config: Config) -> Config:
+    """Of a model that has images as well, what is about text: all that is served of it."""
+    own = config["text_config"]
+    if not isinstance(own, dict):
+        raise Unsupported(f"config.json says text_config {_shown(own)}, an object is needed: {AGAIN}")
+    return {name: config[name] for name in BESIDE_TEXT if name in config} | own | {"architectures": config["architectures"]}
+
+
 def _check(config: Config, architecture: str) -> None:
     """Raises Unsupported if a field that we read can't be what it says."""
-    kind, own = config.get("model_type"), architecture.removesuffix("ForCausalLM").lower()
+    kind, own = config.get("model_type"), MODEL_TYPES.get(architecture, architecture.removesuffix("ForCausalLM").lower())
     if kind not in (None, own):
         raise Unsupported(
             f"config.json says model_type {_shown(kind)}, and architecture {architecture}, which is {own!r}: transformers goes by "
@@ -189,14 +221,16 @@ def _sound(found: Shape, kinds: list[Any] | None) -> Shape:
     return found
 
 
-def _common(config: Config) -> Shape:
-    activation = config.get("hidden_act", "silu")
-    if activation != "silu":
-        raise Unsupported(f"hidden_act {activation!r} is not supported: the decoder has silu (SwiGLU)")
+def _common(config: Config, activation: str = "hidden_act", activations: tuple[str, ...] = ("silu",)) -> Shape:
+    """What is the same for all. activation: the field that names it, one of `activations`, of which the first is assumed."""
+    named = config.get(activation) or activations[0]
+    if named not in activations:
+        raise Unsupported(f"{activation} {_shown(named)} is not supported: for this family the decoder has {activations[0]}")
     if config.get("quantization_config"):
         raise Unsupported("quantized checkpoints are not supported: use the model's unquantized weights")
     heads, hidden, layers = config["num_attention_heads"], config["hidden_size"], config["num_hidden_layers"]
     rope = _rope(config)
+    head_size = config.get("head_dim") or hidden // heads
     return Shape(
         architecture=config["architectures"][0],
         vocabulary=config["vocab_size"],
@@ -204,7 +238,8 @@ def _common(config: Config) -> Shape:
         layers=layers,
         heads=heads,
         kv_heads=config.get("num_key_value_heads") or heads,
-        head_size=config.get("head_dim") or hidden // heads,
+        head_size=head_size,
+        attention_scale=head_size**-0.5,
         intermediate=config["intermediate_size"],
         norm_epsilon=_number(config, "rms_norm_eps", 1e-6, 1.0),
         max_positions=max(config.get("max_position_embeddings", 2048), rope.reach),
@@ -308,7 +343,77 @@ def _qwen3(config: Config) -> Shape:
     return replace(_qwen({"head_dim": 128, **config}), qk_norm=True, qkv_bias=bias, output_bias=bias)
 
 
+def _gemma(config: Config, activation: str = "hidden_act") -> Shape:
+    """The first generation, which said "gelu" and meant its approximation, and what all of them have in common."""
+    if config.get("use_bidirectional_attention"):
+        raise Unsupported("use_bidirectional_attention is not supported: the decoder's tokens see those before them")
+    approximated = ("gelu_pytorch_tanh", "gelu") if activation == "hidden_act" else ("gelu_pytorch_tanh",)
+    bias = config.get("attention_bias", False)
+    base = _common(GEMMA | config, activation, approximated)
+    factor = base.hidden**0.5
+    return replace(base, gelu=True, centered_norms=True, embedding_factor=factor, qkv_bias=bias, output_bias=bias)
+
+
+def _gemma2(config: Config) -> Shape:
+    """Every other layer slides."""
+    base = _gemma({"num_attention_heads": 8, "num_key_value_heads": 4} | config, "hidden_activation")
+    window = config.get("sliding_window", 4096) or 0
+    kinds = config.get("layer_types") or [FULL if layer % 2 else SLIDING for layer in range(base.layers)]
+    return replace(
+        base,
+        two_norms=True,
+        windows=tuple(window if kind == SLIDING else 0 for kind in kinds),
+        attention_scale=_number(config, "query_pre_attn_scalar", 256.0) ** -0.5,
+        softcap=_cap(config, "attn_logit_softcapping", 50.0),
+        final_softcap=_cap(config, "final_logit_softcapping", 30.0),
+    )
+
+
+def _cap(config: Config, name: str, default: float) -> float:
+    """null: there is none."""
+    value = config.get(name, default)
+    return 0.0 if value is None else _number({name: value}, name)
+
+
+def _gemma3(config: Config) -> Shape:
+    """One layer in six sees all, and has another rotary embedding than those that slide."""
+    full, local = _ropes_by_kind(config)
+    pattern, layers = config.get("sliding_window_pattern", 6), config.get("num_hidden_layers", 26)
+    if type(pattern) is not int or pattern < 1:
+        raise Unsupported(f"config.json says sliding_window_pattern {_shown(pattern)}, an integer from 1 on is needed: {AGAIN}")
+    kinds = [SLIDING if (layer + 1) % pattern else FULL for layer in range(layers)]
+    base = _gemma2({"layer_types": kinds} | GEMMA3 | config | {"rope_parameters": full, "rope_scaling": None})
+    return replace(base, qk_norm=True, local_rope=_rope_of({"rope_parameters": local}, "rope_parameters"))
+
+
+def _ropes_by_kind(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is said of the rotary embedding of layers that see all, and of those that slide."""
+    named, scaling = config.get("rope_parameters"), config.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        raise Unsupported(f"config.json says rope_scaling {_shown(scaling)}, an object is needed: {AGAIN}")
+    if named is None:  # as before transformers 5
+        named = {
+            FULL: {"rope_theta": config.get("rope_theta"), **scaling},
+            SLIDING: {"rope_theta": config.get("rope_local_base_freq")},
+        }
+    elif scaling:
+        raise Unsupported("config.json has both rope_parameters and rope_scaling: leave one of them")
+    if not isinstance(named, dict) or not all(isinstance(value, dict) for value in named.values()):
+        raise Unsupported(f"config.json says rope_parameters {_shown(named)}, an object for each kind of layers is needed: {AGAIN}")
+    unknown = set(named) - {FULL, SLIDING}
+    if unknown:
+        raise Unsupported(
+            f"config.json says rope_parameters for {', '.join(sorted(unknown))}: the decoder has {FULL} and {SLIDING}"
+        )
+    full, local = named.get(FULL, {}), named.get(SLIDING, {})
+    return full | {"rope_theta": full.get("rope_theta") or 1e6}, local | {"rope_theta": local.get("rope_theta") or 1e4}
+
+
 FAMILIES: dict[str, Callable[[Config], Shape]] = {
+    "GemmaForCausalLM": _gemma,
+    "Gemma2ForCausalLM": _gemma2,
+    "Gemma3ForCausalLM": _gemma3,
+    "Gemma3ForConditionalGeneration": _gemma3,
     "LlamaForCausalLM": _llama,
     "MistralForCausalLM": _mistral,
     "Qwen2ForCausalLM": _qwen2,

@@ -87,11 +87,12 @@ def test_the_plain_branches(chance: random.Random) -> None:
     assert operations.add_rms_norm(x, residual, weight, 1e-5).equal(reference.rms_norm(total, weight, 1e-5))
     assert residual.equal(total)
     assert operations.rms_norm(x, weight, 1e-5).equal(reference.rms_norm(x, weight, 1e-5))
-    assert operations.swiglu(x).equal(reference.swiglu(x))
+    assert operations.gated(x, True).equal(reference.gated(x, True))
 
 
+@pytest.mark.parametrize("gelu", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_swiglu(dtype: torch.dtype, chance: random.Random) -> None:
+def test_gates(dtype: torch.dtype, gelu: bool, chance: random.Random) -> None:
     from penstock.kernels import fused_activation
 
     for size in (1, 7, chance.randint(1000, 1100)):
@@ -99,16 +100,17 @@ def test_swiglu(dtype: torch.dtype, chance: random.Random) -> None:
         gate_up, _ = wide(tokens, 2 * size, dtype)
         out, whole = wide(tokens, size, dtype)
         out.fill_(torch.nan)
-        close(fused_activation.swiglu(gate_up, out), reference.swiglu(gate_up))
+        close(fused_activation.gated(gate_up, out, gelu), reference.gated(gate_up, gelu))
         assert whole[:, :3].isnan().all()
         assert whole[:, size + 3 :].isnan().all()
-        close(operations.swiglu(gate_up), reference.swiglu(gate_up))
+        close(operations.gated(gate_up, gelu), reference.gated(gate_up, gelu))
 
 
 @pytest.mark.filterwarnings("ignore:overflow")  # an exponential that is infinite is meant
-def test_swiglu_of_large_numbers() -> None:
-    gate_up = torch.tensor([[-1e4, 1e4, -90.0, 1.0, 1.0, 1.0]], device=DEVICE)
-    close(operations.swiglu(gate_up), reference.swiglu(gate_up))
+@pytest.mark.parametrize("gelu", [False, True])
+def test_gates_of_large_numbers(gelu: bool) -> None:
+    gate_up = torch.tensor([[-1e4, 1e4, -90.0, -1e15, 1e15, 1.0, 1.0, 1.0, 1.0, 1.0]], device=DEVICE)
+    close(operations.gated(gate_up, gelu), reference.gated(gate_up, gelu))
 
 
 @pytest.mark.parametrize("norm", [False, True])
@@ -164,13 +166,13 @@ def test_rows_do_not_know_their_neighbours(chance: random.Random) -> None:
     assert caches[0, 2].equal(caches[1, 2])
     states, gains = joint, randn(heads * size, dtype=torch.float32)
     assert operations.rms_norm(states[2:3], gains, 1e-5)[0].equal(operations.rms_norm(states, gains, 1e-5)[2])
-    assert operations.swiglu(states[2:3])[0].equal(operations.swiglu(states)[2])
+    assert operations.gated(states[2:3])[0].equal(operations.gated(states)[2])
 
 
 def test_nothing_to_do() -> None:
     empty = torch.empty(0, 8, device=DEVICE)
     assert operations.rms_norm(empty, torch.ones(8, device=DEVICE), 1e-5).shape == (0, 8)
-    assert operations.swiglu(empty).shape == (0, 4)
+    assert operations.gated(empty).shape == (0, 4)
 
 
 def test_the_choice() -> None:

@@ -33,7 +33,7 @@ def wide(rows: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def exact(
-    x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor, gains: Tensor | None, gated: bool, add: bool
+    x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor, gains: Tensor | None, gated: bool, gelu: bool, add: bool
 ) -> tuple[Tensor, float]:
     """In float64; and the size that errors are in proportion to."""
     values = x.double()
@@ -41,8 +41,7 @@ def exact(
         values = values * (values.square().mean(-1, keepdim=True) + 1e-3).rsqrt() * gains.double()
     found = values @ weight.double().T + (bias.double() if bias is not None else 0)
     if gated:
-        gate, up = found.chunk(2, -1)
-        found = torch.nn.functional.silu(gate) * up
+        found = reference.gated(found, gelu)
     if add:
         found = found + before.double()
     return found, max(1.0, found.abs().max().item())
@@ -57,16 +56,17 @@ SIZES = [(16, 16), (40, 24), (64, 33), (256, 130), (300, 257), (512, 64)]
 def test_products(dtype: torch.dtype, gated: bool, norm: bool, chance: random.Random) -> None:
     for inputs, outputs in [*chance.sample(SIZES, 3), (chance.randint(1, 600), chance.randint(1, 200))]:
         rows, add, biased = chance.choice([1, 2, 7, ROWS]), not gated and chance.random() < 0.6, chance.random() < 0.5
+        gelu = gated and chance.random() < 0.5
         x, _ = wide(rows, inputs, dtype)
         weight = randn(outputs * (1 + gated), inputs, dtype=dtype, scale=inputs**-0.5)
         bias = randn(len(weight), dtype=dtype) if biased else None
-        gains = randn(inputs, dtype=dtype) if norm else None
+        gains = randn(inputs, dtype=chance.choice([dtype, torch.float32])) if norm else None
         out, whole = wide(rows, outputs, dtype)
         before = out.clone()
         if not add:
             out.fill_(torch.nan)
-        assert product(x, weight, bias, out, gains=gains, epsilon=1e-3, gated=gated, add=add) is out
-        expected, size = exact(x, weight, bias, before, gains, gated, add)
+        assert product(x, weight, bias, out, gains=gains, epsilon=1e-3, gated=gated, gelu=gelu, add=add) is out
+        expected, size = exact(x, weight, bias, before, gains, gated, gelu, add)
         assert (out.double() - expected).abs().max() <= TOLERANCES[dtype] * size
         assert all(part.isnan().all() for part in (whole[:, :3], whole[:, outputs + 3 :], whole[rows:]))
 
@@ -86,7 +86,7 @@ def test_rows_know_no_neighbours(chance: random.Random) -> None:
 def test_gates_of_large_numbers() -> None:
     weight = torch.tensor([[1e4], [-1e4], [90.0], [1.0], [1.0], [1.0]], device=DEVICE)
     found = product(torch.tensor([[1.0]], device=DEVICE), weight, None, torch.empty(1, 3, device=DEVICE), gated=True)
-    torch.testing.assert_close(found, reference.swiglu(weight.T.contiguous()))
+    torch.testing.assert_close(found, reference.gated(weight.T.contiguous()))
 
 
 def test_a_fault_would_be_seen(chance: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +126,7 @@ def test_what_several_ranks_come_to_is_added_up(ranks: Any, monkeypatch: pytest.
             assert down.streams(begun) == bool(types)
             stream = Stream(begun.clone(), ranks, 1e-5)
             for _ in range(2):
-                stream.add(stream.through(gains[0], gate_up, gated=True), down)
+                stream.add(stream.through(gains[0], gate_up, gates=True), down)
             found.append(stream.normalized(gains[1]))
     finally:
         choose.force("")

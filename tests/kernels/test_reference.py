@@ -9,7 +9,7 @@ from torch.nn import functional
 from transformers.models.llama import modeling_llama
 
 from penstock.kernels.linear import SHORT, Weight, compile_products, packed, plain, shortened, transposed, usual
-from penstock.kernels.reference import rms_norm, rotary_table, rotate, swiglu
+from penstock.kernels.reference import gated, rms_norm, rotary_table, rotate
 
 SIZES = [1, 7, 1000]
 
@@ -51,9 +51,10 @@ def test_rotation_is_in_place_and_leaves_position_0_alone() -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_swiglu_is_transformers(size: int) -> None:
+@pytest.mark.parametrize("name", ["silu", "gelu_pytorch_tanh"])
+def test_gates_are_transformers(size: int, name: str) -> None:
     gate, up = torch.randn(4, size), torch.randn(4, size)
-    torch.testing.assert_close(swiglu(torch.cat((gate, up), -1)), transformers.activations.ACT2FN["silu"](gate) * up)
+    torch.testing.assert_close(gated(torch.cat((gate, up), -1), name != "silu"), transformers.activations.ACT2FN[name](gate) * up)
 
 
 @pytest.mark.parametrize("route", [plain, packed, transposed])

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from penstock.kernels import reference
 from penstock.kernels.sampling import allow
 
 DEVICE = torch.device("cuda", 0)
@@ -452,9 +453,8 @@ def _norm(given: Any) -> None:
     given.out.copy_(wide * (wide.square().mean(-1, keepdim=True) + given.epsilon).rsqrt() * given.weight.float())
 
 
-def _swiglu(given: Any) -> None:
-    gate, up = given.gate_up.float().chunk(2, -1)
-    given.out.copy_(torch.nn.functional.silu(gate) * up)
+def _gated(given: Any) -> None:
+    given.out.copy_(reference.gated(given.gate_up.float(), given.GELU))
 
 
 def _product(given: Any) -> None:
@@ -463,8 +463,7 @@ def _product(given: Any) -> None:
         x = x * (x.square().mean(-1, keepdim=True) + given.epsilon).rsqrt() * given.gains.float()
     found = torch.nn.functional.linear(x, given.weight.float(), given.bias.float() if given.BIASED else None)
     if given.GATED:
-        gate, up = found.chunk(2, -1)
-        found = torch.nn.functional.silu(gate) * up
+        found = reference.gated(found, given.GELU)
     given.out.copy_(found + given.out.float() if given.ADD else found)
 
 
@@ -489,7 +488,7 @@ def _top(given: Any) -> None:
 # What the host, or plain torch, goes on with. All others write nothing: what they were to write into is zeros.
 EFFECTS: dict[str, Callable[[Any], None]] = {
     "norm_kernel": _norm,
-    "swiglu_kernel": _swiglu,
+    "gated_kernel": _gated,
     "product_kernel": _product,
     "survey_kernel": _survey,
     "filter_kernel": _filter,

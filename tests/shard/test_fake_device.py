@@ -157,7 +157,7 @@ def test_nothing_is_on_the_wrong_device(noted: Noted, speculate: str, more: dict
     assert engine.forward.replayed > 20
     engine.cache.move([[(40, 36), (41, 37)], [(70, 66)]])  # as where a tree's second branch was right
     names = {launched.kernel for launched in noted.launches}
-    assert names >= {"attend", "merge", "rotary_kernel", "norm_kernel", "swiglu_kernel", "move_kernel", "top_kernel"}
+    assert names >= {"attend", "merge", "rotary_kernel", "norm_kernel", "gated_kernel", "move_kernel", "top_kernel"}
     assert names >= {
         "product_kernel",
         "survey_kernel",

@@ -56,7 +56,22 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max
 DEEP_YARN = YARN | {"beta_fast": 8.0, "beta_slow": 0.5, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False}
 WINDOW = 8  # less than the context of every test
 
+# Caps that the logits of these models come near to.
+GEMMA: dict[str, Any] = SMALL | {"head_dim": 16, "query_pre_attn_scalar": 12, "sliding_window": WINDOW}
+GEMMA2 = GEMMA | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 9.0}
+GEMMA3_ROPES = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+
 FAMILIES: dict[str, Callable[[], Any]] = {
+    "gemma": lambda: transformers.GemmaConfig(**SMALL, head_dim=16),
+    "gemma2": lambda: transformers.Gemma2Config(**GEMMA2),
+    "gemma2-biases": lambda: transformers.Gemma2Config(**GEMMA, attention_bias=True, tie_word_embeddings=False),
+    "gemma2-full": lambda: transformers.Gemma2Config(**GEMMA2, layer_types=["full_attention"] * 2),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **GEMMA | {"num_hidden_layers": 3}, sliding_window_pattern=2, rope_parameters=GEMMA3_ROPES
+    ),
     "llama": lambda: transformers.LlamaConfig(**SMALL),
     "llama-3.1": lambda: transformers.LlamaConfig(**SMALL, rope_parameters=LLAMA3),
     "llama-linear": lambda: transformers.LlamaConfig(**SMALL, rope_parameters=LINEAR),
@@ -111,6 +126,9 @@ def _made(name: str) -> Path:
     transformers.utils.logging.disable_progress_bar()
     generator = torch.Generator().manual_seed(len(name))
     model = {
+        "GemmaConfig": transformers.GemmaForCausalLM,
+        "Gemma2Config": transformers.Gemma2ForCausalLM,
+        "Gemma3TextConfig": transformers.Gemma3ForCausalLM,
         "LlamaConfig": transformers.LlamaForCausalLM,
         "MistralConfig": transformers.MistralForCausalLM,
         "Qwen2Config": transformers.Qwen2ForCausalLM,
@@ -119,7 +137,7 @@ def _made(name: str) -> Path:
     with torch.no_grad():
         for key, value in model.named_parameters():
             # Wide, so that logits lie far apart; norms around 1, so that leaving one out shows.
-            value.normal_(1 if "norm" in key else 0, 0.3, generator=generator)
+            value.normal_(1 if "norm" in key and not name.startswith("gemma") else 0, 0.3, generator=generator)
     model.save_pretrained(_scratch() / name)
     return _scratch() / name
 

@@ -1,0 +1,130 @@
+"""What Gemma's config.json files say and leave out is what transformers takes them for; answers are in test_oracle.py."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from penstock.shard.config import ShardConfig
+from penstock.shard.loading import load
+from penstock.shard.models.families import Unsupported, shape
+from penstock.shard.step import Span
+from penstock.tests.shard import tiny
+from penstock.tests.shard.driver import Habits
+from penstock.tests.shard.test_oracle import Bench, check_greedy, close, prompt
+
+GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+# As on the hub: most of what is left out is transformers' default.
+TWO_B = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "vocab_size": 256_000,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "sliding_window": 4096,
+}
+ONE_B = GEMMA3 | {
+    "vocab_size": 262_144,
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "rope_local_base_freq": 10000,
+    "rope_theta": 1_000_000,
+    "rope_scaling": None,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+}
+FOUR_B = {
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 34,
+    "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    "sliding_window": 1024,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "theirs"),
+    [(TWO_B, transformers.Gemma2Config), (ONE_B, transformers.Gemma3TextConfig), (FOUR_B, transformers.Gemma3TextConfig)],
+)
+def test_shapes_are_transformers(config: dict[str, Any], theirs: Any) -> None:
+    given = {name: value for name, value in config.items() if name not in ("architectures", "model_type")}
+    expected = theirs(**given)
+    nested = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": config}
+    found = shape(config if "architectures" in config else nested)
+    kinds = ["sliding_attention" if window else "full_attention" for window in found.windows]
+    assert kinds == expected.layer_types
+    assert set(found.windows) == {0, expected.sliding_window}
+    assert (found.heads, found.kv_heads, found.head_size) == (
+        expected.num_attention_heads,
+        expected.num_key_value_heads,
+        expected.head_dim,
+    )
+    assert (found.vocabulary, found.max_positions, found.tied) == (expected.vocab_size, expected.max_position_embeddings, True)
+    assert (found.softcap, found.final_softcap) == (expected.attn_logit_softcapping or 0, expected.final_logit_softcapping or 0)
+    assert found.attention_scale == expected.query_pre_attn_scalar**-0.5
+    ropes = expected.rope_parameters
+    named = [ropes["full_attention"], ropes["sliding_attention"]] if found.local_rope else [ropes]
+    for rope, values in zip([found.rope, found.local_rope], named, strict=False):
+        assert rope is not None
+        assert (rope.theta, rope.kind, rope.factor) == (values["rope_theta"], values["rope_type"], values.get("factor", 1))
+
+
+def test_the_text_of_a_model_with_images(tmp_path: Path) -> None:
+    """Whose tensors have other names, and whose text is described by itself."""
+    own = tiny.reference("gemma3")
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+    config = transformers.Gemma3Config(text_config=own.config.to_dict(), vision_config=vision | {"patch_size": 14})
+    both = transformers.Gemma3ForConditionalGeneration(config)
+    both.model.language_model.load_state_dict(own.model.state_dict())
+    both.save_pretrained(tmp_path)
+    assert "text_config" in json.loads((tmp_path / "config.json").read_text())
+    bench = Bench("gemma3", 16)
+    bench.engine.decoder = load(ShardConfig(folder=str(tmp_path), model="m"), lambda stage: None).decoder
+    bench.engine.resize(64, 16)
+    tokens = prompt(3, 40)
+    sequence = bench.start(())
+    close(bench.run([Span(sequence, 0, tokens, wanted=40)]), tiny.expected_logits("gemma3", tokens))
+
+
+def test_rows_that_could_share_do_not_with_a_cap() -> None:
+    """Sums of a merge are not told of capped logits."""
+    asked = (prompt(1, 40),) * 3
+    check_greedy("gemma2-full", tiny.engine("gemma2-full"), asked, Habits())
+
+
+def test_gains_are_not_rounded_with_what_they_lack() -> None:
+    """1 + 0.002 is 1 in bfloat16."""
+    folder = tiny.folder("gemma2")
+    found = load(ShardConfig(folder=str(folder), model="m", dtype="bfloat16"), lambda stage: None).decoder
+    stored = tiny.reference("gemma2").model.norm.weight.to(torch.bfloat16).float()
+    assert found.norm.equal(stored + 1)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"hidden_activation": "gelu"}, "hidden_activation 'gelu' is not supported"),
+        ({"sliding_window_pattern": 0}, "sliding_window_pattern 0"),
+        ({"attn_logit_softcapping": -1.0}, "attn_logit_softcapping -1.0"),
+        ({"rope_scaling": "linear"}, "rope_scaling 'linear'"),
+        ({"rope_parameters": {"rope_type": "default"}}, "an object for each kind"),
+        ({"rope_parameters": {"chunked_attention": {}}}, "chunked_attention"),
+        ({"rope_parameters": {"full_attention": {}}, "rope_scaling": {"rope_type": "linear"}}, "leave one of them"),
+        ({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": 3}, "text_config 3"),
+    ],
+)
+def test_what_is_wrong_is_named(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(Unsupported, match=message):
+        shape(ONE_B | changed)
