@@ -7,6 +7,7 @@ vocabulary.
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -43,17 +44,27 @@ class Loader:
         gains = self.source.tensor(f"{self.prefix}{name}.weight", (size,))
         return gains.float() + 1 if self.shape.centered_norms else gains
 
-    def columns(self, names: list[str], sizes: list[int], bias: bool) -> Weight:
-        """Matrices [size, hidden] side by side, of each this rank's part of the outputs."""
-        weights = [self._part(f"{name}.weight", (size, self.shape.hidden), 0) for name, size in zip(names, sizes, strict=True)]
-        biases = [self._part(f"{name}.bias", (size,), 0) for name, size in zip(names, sizes, strict=True)] if bias else None
-        return Weight(torch.cat(weights), torch.cat(biases) if biases else None, self.exact)
+    def columns(self, joint: str, names: list[str], sizes: list[int], bias: bool) -> Weight:
+        """Matrices [size, hidden] side by side, of each this rank's part of the outputs. joint: what they are in checkpoints that
+        have them so."""
+
+        def side_by_side(kind: str, *row: int) -> Tensor:
+            if not self.shape.joined:
+                return torch.cat([self._part(f"{name}.{kind}", (size, *row), 0) for name, size in zip(names, sizes, strict=True)])
+            places = zip(accumulate(sizes, initial=0), sizes, strict=False)
+            return torch.cat([self._part(f"{joint}.{kind}", (sum(sizes), *row), 0, start, size) for start, size in places])
+
+        return Weight(side_by_side("weight", self.shape.hidden), side_by_side("bias") if bias else None, self.exact)
 
     def rows(self, name: str, size: int, bias: bool) -> Weight:
-        """A matrix [hidden, size], this rank's part of the inputs. Rank 0 adds the bias, so that the sum has it once."""
-        weight = self._part(f"{name}.weight", (self.shape.hidden, size), 1)
-        own = bias and self.ranks.rank == 0
-        return Weight(weight, self.source.tensor(f"{self.prefix}{name}.bias", (self.shape.hidden,)) if own else None, self.exact)
+        """A matrix [hidden, size] towards the residual stream, this rank's part of the inputs. Rank 0 adds the bias, so that the
+        sum has it once."""
+        found = [self._part(f"{name}.weight", (self.shape.hidden, size), 1)]
+        if bias and self.ranks.rank == 0:
+            found.append(self.source.tensor(f"{self.prefix}{name}.bias", (self.shape.hidden,)))
+        if self.shape.residual_factor != 1:
+            found = [tensor * self.shape.residual_factor for tensor in found]
+        return Weight(found[0], found[1] if len(found) > 1 else None, self.exact)
 
     def table(self, name: str) -> Tensor:
         """This rank's rows of a matrix [vocabulary, hidden], with zeros beyond its end."""
@@ -72,12 +83,11 @@ class Loader:
         part = slice(self.ranks.rank * own, (self.ranks.rank + 1) * own)
         return torch.stack((found[0][part], found[1][part]))
 
-    def _part(self, name: str, full: tuple[int, ...], dimension: int) -> Tensor:
-        if self.ranks.size == 1:
-            return self.source.tensor(self.prefix + name, full)
-        size = full[dimension] // self.ranks.size
-        start = self.ranks.rank * size
-        return self.source.tensor(self.prefix + name, full, (dimension, start, start + size))
+    def _part(self, name: str, full: tuple[int, ...], dimension: int, first: int = 0, count: int = 0) -> Tensor:
+        """This rank's part of all along a dimension, or of `count` from `first` on."""
+        size = (count or full[dimension]) // self.ranks.size
+        start = first + self.ranks.rank * size
+        return self.source.tensor(self.prefix + name, full, None if size == full[dimension] else (dimension, start, start + size))
 
 
 class Stream:
@@ -137,7 +147,7 @@ class Layer:
         sizes = [n * shape.head_size for n in (shape.heads, shape.kv_heads, shape.kv_heads)]
         names = [f"self_attn.{name}_proj" for name in "qkv"]
         self.input_norm = load.gains("input_layernorm", shape.hidden)
-        self.query_key_value = load.columns(names, sizes, shape.qkv_bias)
+        self.query_key_value = load.columns("self_attn.qkv_proj", names, sizes, shape.qkv_bias)
         self.query_norm = load.gains("self_attn.q_norm", shape.head_size) if shape.qk_norm else None
         self.key_norm = load.gains("self_attn.k_norm", shape.head_size) if shape.qk_norm else None
         self.scales = load.cache_scales()
@@ -146,7 +156,7 @@ class Layer:
         self.attention_norm = load.gains(after, shape.hidden) if shape.two_norms else None
         self.mlp_norm = load.gains("pre_feedforward_layernorm" if shape.two_norms else after, shape.hidden)
         self.last_norm = load.gains("post_feedforward_layernorm", shape.hidden) if shape.two_norms else None
-        self.gate_up = load.columns(["mlp.gate_proj", "mlp.up_proj"], [shape.intermediate] * 2, shape.mlp_bias)
+        self.gate_up = load.columns("mlp.gate_up_proj", ["mlp.gate_proj", "mlp.up_proj"], [shape.intermediate] * 2, shape.mlp_bias)
         self.down = load.rows("mlp.down_proj", shape.intermediate, shape.mlp_bias)
 
     def attend(self, stream: Stream, step: Step, rotary: Tensor, cache: Cache) -> Tensor:
@@ -229,8 +239,10 @@ class Decoder:
         joined = self.ranks.join(self.head(hidden))
         if joined is None:
             return None
-        logits, cap = joined[:, : self.shape.vocabulary].float(), self.shape.final_softcap
-        return logits.div(cap).tanh_().mul_(cap) if cap else logits
+        logits, cap, divisor = joined[:, : self.shape.vocabulary].float(), self.shape.final_softcap, self.shape.logit_divisor
+        if divisor != 1:
+            logits.div_(divisor)
+        return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
     def compile(self, rows: int) -> None:
         """Makes steps of up to so many tokens ready to run, where their products are compiled on first use."""

@@ -91,12 +91,15 @@ class Shape:
     softcap: float = 0.0  # which those come near to at most; 0: none
     final_softcap: float = 0.0  # of the model's logits
     embedding_factor: float = 1.0  # what rows of the embedding table are multiplied by
+    residual_factor: float = 1.0  # and what attention and MLP come to, before it is added
+    logit_divisor: float = 1.0  # what logits are divided by
     qkv_bias: bool = False
     output_bias: bool = False  # of attention's output projection
     mlp_bias: bool = False
     qk_norm: bool = False  # RMS norm of every query and key head before rotary
     two_norms: bool = False  # attention and MLP have one behind them, too
     centered_norms: bool = False  # norms' gains are stored less 1
+    joined: bool = False  # queries, keys and values are one tensor in the checkpoint, and so are gates and what they let through
     gelu: bool = False  # of the MLP's gates, approximated by tanh, instead of silu
 
     def check_ranks(self, ranks: int) -> None:
@@ -343,6 +346,25 @@ def _qwen3(config: Config) -> Shape:
     return replace(_qwen({"head_dim": 128, **config}), qk_norm=True, qkv_bias=bias, output_bias=bias)
 
 
+def _granite(config: Config) -> Shape:
+    """Llama, scaled (Yang et al. 2022, arXiv:2203.03466)."""
+    names = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
+    attention, embedding, residual, logits = (_number(config, name, 1.0) for name in names)
+    return replace(
+        _llama(config), attention_scale=attention, embedding_factor=embedding, residual_factor=residual, logit_divisor=logits
+    )
+
+
+def _phi3(config: Config) -> Shape:
+    """Also Phi 4."""
+    for values in (config, config.get("rope_parameters"), config.get("rope_scaling")):
+        part = values.get("partial_rotary_factor", 1.0) if isinstance(values, dict) else 1.0
+        if part != 1:
+            raise Unsupported(f"partial_rotary_factor {_shown(part)} is not supported: the decoder turns whole heads")
+    base = _common(config)
+    return replace(base, joined=True, windows=(config.get("sliding_window") or 0,) * base.layers)
+
+
 def _gemma(config: Config, activation: str = "hidden_act") -> Shape:
     """The first generation, which said "gelu" and meant its approximation, and what all of them have in common."""
     if config.get("use_bidirectional_attention"):
@@ -414,8 +436,10 @@ FAMILIES: dict[str, Callable[[Config], Shape]] = {
     "Gemma2ForCausalLM": _gemma2,
     "Gemma3ForCausalLM": _gemma3,
     "Gemma3ForConditionalGeneration": _gemma3,
+    "GraniteForCausalLM": _granite,
     "LlamaForCausalLM": _llama,
     "MistralForCausalLM": _mistral,
+    "Phi3ForCausalLM": _phi3,
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
 }

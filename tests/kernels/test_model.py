@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value
 
 # Triton's interpreter takes milliseconds for every token of every operation, also for those that are padding: so steps are small.
 PAGES = 32
-LLAMA, QWEN3, WINDOW = "few-heads", "few-heads-qwen3", "few-heads-window"
+LLAMA, QWEN3, WINDOW, GEMMA = "few-heads", "few-heads-qwen3", "few-heads-window", "few-heads-gemma2"
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +86,7 @@ def with_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch, bounds: Bounds 
     return engine
 
 
-@pytest.mark.parametrize("name", [QWEN3, WINDOW])
+@pytest.mark.parametrize("name", [QWEN3, WINDOW, GEMMA])
 def test_a_shard_by_triton_gives_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = plain(name, filters=True)
     calls = []
@@ -99,7 +99,7 @@ def test_a_shard_by_triton_gives_the_same_tokens(name: str, monkeypatch: pytest.
     assert calls
 
 
-@pytest.mark.parametrize("name", [QWEN3, WINDOW])
+@pytest.mark.parametrize("name", [QWEN3, WINDOW, GEMMA])
 def test_products_of_few_rows_give_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As for models in bfloat16: norms, SwiGLU and sums go with the products."""
     expected = plain(name)
@@ -116,7 +116,8 @@ def test_products_of_few_rows_give_the_same_tokens(name: str, monkeypatch: pytes
     monkeypatch.setattr(decoder, "add_rms_norm", lambda x, *given: norms.append(len(x)) or norm(x, *given))
     found = run(tiny.engine_of(name, Ranks(0, 1, tiny.CPU), 4, PAGES))
     assert found.tokens == expected.tokens
-    assert {how for _, *names in calls for how in names} == {"add", "gains", "epsilon", "gated"}
+    added = {"add"} if name != GEMMA else set()  # which has a norm before it is added
+    assert {how for _, *names in calls for how in names} == {"gains", "epsilon", "gated", "gelu"} | added
     assert max(rows for rows, *_ in calls) == 5
     assert max(norms) > 5  # larger steps go by the others
 

@@ -72,6 +72,14 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "gemma3": lambda: transformers.Gemma3TextConfig(
         **GEMMA | {"num_hidden_layers": 3}, sliding_window_pattern=2, rope_parameters=GEMMA3_ROPES
     ),
+    "granite": lambda: transformers.GraniteConfig(
+        **SMALL,
+        attention_multiplier=0.3,
+        embedding_multiplier=2.5,
+        residual_multiplier=0.4,
+        logits_scaling=1.7,
+        attention_bias=True,
+    ),
     "llama": lambda: transformers.LlamaConfig(**SMALL),
     "llama-3.1": lambda: transformers.LlamaConfig(**SMALL, rope_parameters=LLAMA3),
     "llama-linear": lambda: transformers.LlamaConfig(**SMALL, rope_parameters=LINEAR),
@@ -79,6 +87,8 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "llama-tied": lambda: transformers.LlamaConfig(**SMALL, tie_word_embeddings=True),
     "llama-biases": lambda: transformers.LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True),
     "mistral": lambda: transformers.MistralConfig(**SMALL, head_dim=8, sliding_window=WINDOW),
+    "phi3": lambda: transformers.Phi3Config(**SMALL, pad_token_id=0, eos_token_id=1),
+    "phi3-window": lambda: transformers.Phi3Config(**SMALL, sliding_window=WINDOW, pad_token_id=0, eos_token_id=1),
     "qwen2": lambda: transformers.Qwen2Config(**SMALL),
     "qwen2-window": lambda: transformers.Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
     "qwen2-yarn": lambda: transformers.Qwen2Config(**SMALL, rope_parameters=YARN),
@@ -102,6 +112,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "short": lambda: transformers.LlamaConfig(**SMALL | {"max_position_embeddings": 64}),
     "few-heads": lambda: transformers.LlamaConfig(**FEW_HEADS),
     "few-heads-qwen3": lambda: transformers.Qwen3Config(**FEW_HEADS, head_dim=16),
+    "few-heads-gemma2": lambda: transformers.Gemma2Config(**GEMMA2 | FEW_HEADS),
     "few-heads-window": lambda: transformers.Qwen2Config(
         **FEW_HEADS, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
     ),
@@ -129,15 +140,17 @@ def _made(name: str) -> Path:
         "GemmaConfig": transformers.GemmaForCausalLM,
         "Gemma2Config": transformers.Gemma2ForCausalLM,
         "Gemma3TextConfig": transformers.Gemma3ForCausalLM,
+        "GraniteConfig": transformers.GraniteForCausalLM,
         "LlamaConfig": transformers.LlamaForCausalLM,
         "MistralConfig": transformers.MistralForCausalLM,
+        "Phi3Config": transformers.Phi3ForCausalLM,
         "Qwen2Config": transformers.Qwen2ForCausalLM,
         "Qwen3Config": transformers.Qwen3ForCausalLM,
     }[type(config := (FAMILIES | OTHERS)[name]()).__name__](config)
     with torch.no_grad():
         for key, value in model.named_parameters():
             # Wide, so that logits lie far apart; norms around 1, so that leaving one out shows.
-            value.normal_(1 if "norm" in key and not name.startswith("gemma") else 0, 0.3, generator=generator)
+            value.normal_(1 if "norm" in key and "gemma" not in name else 0, 0.3, generator=generator)
     model.save_pretrained(_scratch() / name)
     return _scratch() / name
 
