@@ -85,9 +85,9 @@ def product_kernel(
             squares += tl.sum(wide * wide, 1)
             gain = tl.load(gains + first + deep, mask=within, other=0.0)
             values = (wide * gain.to(tl.float32)[None, :]).to(values.dtype)
-        result = _dot(values, _part(from_weight + first, wanted, within, EVEN), result, WIDEN)
+        result = dot(values, _part(from_weight + first, wanted, within, EVEN), result, WIDEN)
         if GATED:
-            other = _dot(values, _part(from_weight + first + OUTPUTS * INPUTS, wanted, within, EVEN), other, WIDEN)
+            other = dot(values, _part(from_weight + first + OUTPUTS * INPUTS, wanted, within, EVEN), other, WIDEN)
     if NORM:
         scale = tl.rsqrt(squares / INPUTS + epsilon)[:, None]
         result *= scale
@@ -112,7 +112,7 @@ def _part(place: tl.tensor, wanted: tl.tensor, within: tl.tensor, EVEN: tl.const
 
 
 @triton.jit
-def _dot(left: tl.tensor, right: tl.tensor, sums: tl.tensor, WIDEN: tl.constexpr) -> tl.tensor:
+def dot(left: tl.tensor, right: tl.tensor, sums: tl.tensor, WIDEN: tl.constexpr) -> tl.tensor:
     """sums + left @ right.T, in float32."""
     if WIDEN:
         left = left.to(tl.float32)

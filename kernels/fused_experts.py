@@ -1,0 +1,178 @@
+"""The products of a mixture of experts by Triton: tokens of the same expert side by side in tiles, all experts in one launch.
+
+Knows tensors only. What it computes stands in `experts.Experts`. Pairs of a token and an expert are sorted by expert; a tile is up
+to ROWS pairs of one. Which tiles there are is found by the programs themselves, since the host doesn't know what was chosen: as
+many are launched as there can be, and those that are too many end at once (as in vLLM's fused_moe, which pads instead).
+"""
+
+import itertools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+
+from .compilation import Compilation
+from .fused_activation import activated
+from .fused_product import dot
+
+INTERPRET = bool(knobs.runtime.interpret)
+WARPS = 4
+
+
+@triton.jit
+def experts_kernel(
+    out: tl.tensor,  # [pairs, outputs]
+    x: tl.tensor,  # [pairs / TOGETHER, inputs]
+    weight: tl.tensor,  # [experts, outputs, inputs]; GATED: [experts, 2 * outputs, inputs], gates first
+    order: tl.tensor,  # [pairs], pairs sorted by expert
+    starts: tl.tensor,  # [experts + 1], where each expert's begin in `order`
+    shares: tl.tensor,  # [pairs] float32, which results are multiplied by; unused with GATED
+    EXPERTS: tl.constexpr,
+    SLOTS: tl.constexpr,  # EXPERTS, up to a power of two
+    TOGETHER: tl.constexpr,  # pairs that have a row of x in common
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    GATED: tl.constexpr,
+    GELU: tl.constexpr,
+    WIDEN: tl.constexpr,
+) -> None:
+    """One program: COLUMNS outputs of a tile."""
+    tile = tl.program_id(1)
+    slot = tl.arange(0, SLOTS)
+    begins = tl.load(starts + slot, mask=slot < EXPERTS, other=0).to(tl.int32)
+    ends = tl.load(starts + slot + 1, mask=slot < EXPERTS, other=0).to(tl.int32)
+    tiles = (ends - begins + ROWS - 1) // ROWS
+    expert = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)
+    if expert < EXPERTS:
+        earlier = tl.sum(tl.where(slot < expert, tiles, 0), 0)
+        place = tl.load(starts + expert).to(tl.int32) + (tile - earlier) * ROWS + tl.arange(0, ROWS)
+        asked = place < tl.load(starts + expert + 1).to(tl.int32)
+        pair = tl.load(order + place, mask=asked, other=0).to(tl.int64)
+        output = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+        wanted = output < OUTPUTS
+        deep = tl.arange(0, DEPTH)
+        from_x = x + (pair // TOGETHER)[:, None] * INPUTS + deep[None, :]
+        from_weight = weight + expert.to(tl.int64) * ((1 + GATED) * OUTPUTS * INPUTS)
+        from_weight += output.to(tl.int64)[:, None] * INPUTS + deep[None, :]
+        result = tl.zeros([ROWS, COLUMNS], tl.float32)
+        other = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for first in tl.range(0, INPUTS, DEPTH, num_stages=STAGES):
+            within = deep < INPUTS - first
+            values = tl.load(from_x + first, mask=asked[:, None] & within[None, :], other=0.0)
+            held = wanted[:, None] & within[None, :]
+            result = dot(values, tl.load(from_weight + first, mask=held, other=0.0), result, WIDEN)
+            if GATED:
+                other = dot(values, tl.load(from_weight + first + OUTPUTS * INPUTS, mask=held, other=0.0), other, WIDEN)
+        if GATED:
+            result = activated(result, GELU) * other
+        else:
+            result *= tl.load(shares + pair, mask=asked, other=0.0)[:, None]
+        to = out + pair[:, None] * OUTPUTS + output[None, :]
+        tl.store(to, result.to(out.dtype.element_ty), mask=asked[:, None] & wanted[None, :])
+
+
+def experts(x: Tensor, order: Tensor, starts: Tensor, shares: Tensor, gate_up: Tensor, down: Tensor, gelu: bool) -> Tensor:
+    """What each expert makes of its tokens, times its share: [pairs, hidden].
+
+    x: [tokens, hidden]; order: [pairs], sorted by expert; starts: [experts + 1], where each expert's begin there; shares: [tokens,
+    pairs of a token] float32; gate_up: [experts, 2 * size, hidden], gates first; down: [experts, hidden, size]. All dense.
+    """
+    number, hidden, size = down.shape
+    assert gate_up.shape == (number, 2 * size, hidden)
+    assert shares.shape[0] == len(x)
+    assert len(order) == shares.numel()
+    assert all(tensor.is_contiguous() for tensor in (x, order, starts, shares, gate_up, down))
+    inner = torch.empty(len(order), size, dtype=x.dtype, device=x.device)
+    out = torch.empty(len(order), hidden, dtype=x.dtype, device=x.device)
+    if len(order):
+        _product(inner, x, gate_up, order, starts, shares, together=shares.shape[1], gated=True, gelu=gelu)
+        _product(out, inner, down, order, starts, shares)
+    return out
+
+
+def _product(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    order: Tensor,
+    starts: Tensor,
+    shares: Tensor,
+    *,
+    together: int = 1,
+    gated: bool = False,
+    gelu: bool = False,
+) -> None:
+    pairs, outputs = out.shape
+    number, inputs = len(weight), weight.shape[2]
+    constants = _constants(pairs, number, together, inputs, outputs, gated, gelu, torch.version.hip is not None)
+    rows = constants["ROWS"]
+    # Every expert that has pairs has one tile that is not full, at most.
+    grid = triton.cdiv(outputs, constants["COLUMNS"]), min(number, pairs) + pairs // rows
+    experts_kernel[grid](
+        out,
+        x,
+        weight,
+        order,
+        starts,
+        shares,
+        **constants,
+        num_warps=WARPS,
+        num_stages=constants["STAGES"],
+        enable_fp_fusion=True,
+    )
+
+
+def _constants(
+    pairs: int, number: int, together: int, inputs: int, outputs: int, gated: bool, gelu: bool, amd: bool
+) -> dict[str, Any]:
+    # Few pairs for each expert cost what reading its weight costs; with many the tile is as high as two of them leave room for.
+    few = pairs <= 16 * number
+    return {
+        "EXPERTS": number,
+        "SLOTS": triton.next_power_of_2(number),
+        "TOGETHER": together,
+        "INPUTS": inputs,
+        "OUTPUTS": outputs,
+        "ROWS": 16 if few else 64,
+        "COLUMNS": 32 if few and gated else 64,
+        "DEPTH": min(128 if few else 64, max(16, triton.next_power_of_2(inputs))),
+        "STAGES": 2 if amd else 4 if few else 3,
+        "GATED": gated,
+        "GELU": gelu,
+        "WIDEN": INTERPRET,
+    }
+
+
+def compilations() -> list[Compilation]:
+    """Qwen3's 128 experts and Mixtral's 8, for few tokens and for many."""
+    models = {"128 x 768": (128, 8, 2048, 768), "8 x 14336": (8, 2, 4096, 14336)}
+    kinds = {"": ("sm_80", "sm_90", "sm_100"), "amd": ("gfx942",)}
+    found = []
+    for (model, (number, count, hidden, size)), tokens, gated, kind in itertools.product(
+        models.items(), (1, 4096), (True, False), kinds
+    ):
+        inputs, outputs = (hidden, size) if gated else (size, hidden)
+        constants = _constants(tokens * count, number, count if gated else 1, inputs, outputs, gated, False, kind == "amd")
+        constants |= {"WIDEN": False}
+        pointers = dict.fromkeys(("out", "x", "weight"), "*bf16") | {"order": "*i64", "starts": "*i64", "shares": "*fp32"}
+        found.append(
+            Compilation(
+                kernel=experts_kernel,
+                name=f"experts {model} {'gated' if gated else 'down'} {'few' if tokens == 1 else 'many'} {kind}".rstrip(),
+                signature={**pointers, **dict.fromkeys(constants, "constexpr")},
+                constants=dict(constants),
+                warps=WARPS,
+                stages=constants["STAGES"],
+                fuse=True,
+                hot=True,
+                targets=kinds[kind],
+            )
+        )
+    return found
