@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ..shard import rooms
-from ..shard.models.families import Shape, shape
+from ..shard.models.families import shape
+from ..shard.models.shape import Shape
 from . import plan, roofline
 from .checkpoint import Checkpoint
 from .machine import Machine

@@ -7,7 +7,8 @@ measure, once the model is loaded, what the pool really gets. Pure, apart from `
 from dataclasses import dataclass
 
 from ..shard import rooms
-from ..shard.models.families import Shape, shape
+from ..shard.models.families import shape
+from ..shard.models.shape import Shape
 from . import machine, replicas
 from .checkpoint import Checkpoint
 from .machine import Machine

@@ -6,7 +6,7 @@ launches of kernels, sampling, the host. Servers reach 0.6 to 0.9 of it (docs/pe
 
 from dataclasses import dataclass
 
-from ..shard.models.families import Shape
+from ..shard.models.shape import Shape
 
 FORMULA = """\
 decode      max(weights / bandwidth, 2 x parameters x streams / FLOP/s) + streams x keys and values / bandwidth + exchange

@@ -22,7 +22,7 @@ from ..proto.process import configure_logging, die_with_parent
 from .config import ShardConfig
 from .engine import Engine
 from .loading import load
-from .models.families import Unsupported
+from .models.shape import Unsupported
 from .parallel import NoMeeting
 from .relay import Receiver, Sender
 from .service import Service

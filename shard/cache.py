@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..kernels.paging import copy_pages, move_slots
 from ..kernels.transfer import to_device
-from .models.families import Shape
+from .models.shape import Shape
 
 
 class Cache:

@@ -19,7 +19,8 @@ from .engine import Engine
 from .guesses import Guesses
 from .masks import Masks
 from .models.decoder import Decoder
-from .models.families import Shape, Unsupported, shape
+from .models.families import shape
+from .models.shape import Shape, Unsupported
 from .parallel import Ranks
 from .weights import DummyWeights, Source, Weights
 

@@ -10,7 +10,7 @@ import torch
 from ..kernels.choose import triton_on
 from ..proto.process import available_memory
 from .engine import Engine
-from .models.families import Unsupported
+from .models.shape import Unsupported
 from .outcome import Outcome
 from .rooms import GRAPH_BYTES
 from .sequence import Group, Sampling, sequences

@@ -27,7 +27,7 @@ from .engine import Engine
 from .forward import Bounds
 from .graphs import Recorder
 from .memory import size_pool
-from .models.families import Unsupported
+from .models.shape import Unsupported
 from .outcome import Outcome
 from .relay import Sender
 from .rooms import decodes, mixed, parse

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .models.families import Unsupported
+from .models.shape import Unsupported
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -20,7 +20,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "kernels": (),
     "shard": ("proto", "kernels"),
     "router": ("proto",),
-    "launcher": ("proto", "router.config", "shard.config", "shard.models.families", "shard.rooms", "bench.command"),
+    "launcher": (
+        *("proto", "router.config", "shard.config", "shard.models.families", "shard.models.shape", "shard.rooms"),
+        "bench.command",
+    ),
     "demo": (),
     "bench": (),
     "simulator": ("router.scheduler", "router.policies", "router.cost"),

@@ -7,134 +7,27 @@ vocabulary.
 
 from collections.abc import Iterator
 from functools import partial
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ...kernels.linear import Weight, compile_products
-from ...kernels.operations import add_rms_norm, gated, rms_norm, rotate_and_write
+from ...kernels.operations import rotate_and_write
 from ...kernels.ragged import attention
 from ..cache import Cache
 from ..parallel import Ranks
 from ..step import Step
 from ..weights import Source
-from .families import Shape, Unsupported
+from .loader import Loader
 from .rotary import table_of
+from .shape import Shape, Unsupported
+from .stream import Stream
 
 HEAD = "lm_head.weight"
 TABLE = "embed_tokens.weight"
 # What names of tensors begin with: in a checkpoint of text alone, and in those that have images as well.
 ROOTS = ("model.", "language_model.model.", "model.language_model.")
-
-
-class Loader:
-    """Cuts this rank's part out of the named tensors of one layer (or of the model, with an empty prefix)."""
-
-    def __init__(self, source: Source, shape: Shape, ranks: Ranks, prefix: str, exact: bool) -> None:
-        self.source = source
-        self.exact = exact
-        self.shape = shape
-        self.ranks = ranks
-        self.prefix = prefix
-
-    def gains(self, name: str, size: int) -> Tensor:
-        """The gains of a norm, which every rank has whole; where they are stored less 1, in float32, not to lose what is left."""
-        gains = self.source.tensor(f"{self.prefix}{name}.weight", (size,))
-        return gains.float() + 1 if self.shape.centered_norms else gains
-
-    def columns(self, joint: str, names: list[str], sizes: list[int], bias: bool) -> Weight:
-        """Matrices [size, hidden] side by side, of each this rank's part of the outputs. joint: what they are in checkpoints that
-        have them so."""
-
-        def side_by_side(kind: str, *row: int) -> Tensor:
-            if not self.shape.joined:
-                return torch.cat([self._part(f"{name}.{kind}", (size, *row), 0) for name, size in zip(names, sizes, strict=True)])
-            places = zip(accumulate(sizes, initial=0), sizes, strict=False)
-            return torch.cat([self._part(f"{joint}.{kind}", (sum(sizes), *row), 0, start, size) for start, size in places])
-
-        return Weight(side_by_side("weight", self.shape.hidden), side_by_side("bias") if bias else None, self.exact)
-
-    def rows(self, name: str, size: int, bias: bool) -> Weight:
-        """A matrix [hidden, size] towards the residual stream, this rank's part of the inputs. Rank 0 adds the bias, so that the
-        sum has it once."""
-        found = [self._part(f"{name}.weight", (self.shape.hidden, size), 1)]
-        if bias and self.ranks.rank == 0:
-            found.append(self.source.tensor(f"{self.prefix}{name}.bias", (self.shape.hidden,)))
-        if self.shape.residual_factor != 1:
-            found = [tensor * self.shape.residual_factor for tensor in found]
-        return Weight(found[0], found[1] if len(found) > 1 else None, self.exact)
-
-    def table(self, name: str) -> Tensor:
-        """This rank's rows of a matrix [vocabulary, hidden], with zeros beyond its end."""
-        size = self.shape.vocabulary_slice(self.ranks.size)
-        start = self.ranks.rank * size
-        return self.source.tensor(name, (self.shape.vocabulary, self.shape.hidden), (0, start, start + size))
-
-    def cache_scales(self) -> Tensor | None:
-        """What cached keys and values of 8 bits are to be multiplied by, as calibrated with the checkpoint: [2, kv heads]
-        float32; None: all are 1."""
-        count = self.shape.kv_heads
-        found = [self.source.scale(f"{self.prefix}self_attn.{name}_scale", count) for name in "kv"]
-        if found[0] is None or found[1] is None:
-            return None
-        own = count // self.ranks.size
-        part = slice(self.ranks.rank * own, (self.ranks.rank + 1) * own)
-        return torch.stack((found[0][part], found[1][part]))
-
-    def _part(self, name: str, full: tuple[int, ...], dimension: int, first: int = 0, count: int = 0) -> Tensor:
-        """This rank's part of all along a dimension, or of `count` from `first` on."""
-        size = (count or full[dimension]) // self.ranks.size
-        start = first + self.ranks.rank * size
-        return self.source.tensor(self.prefix + name, full, None if size == full[dimension] else (dimension, start, start + size))
-
-
-class Stream:
-    """The residual stream of some tokens: what was added up so far, and what is still to be added, in one go with the next norm.
-
-    Few rows on an accelerator go by fewer launches (`fused_product`): products take norms and SwiGLU with them, and what they come
-    to is added at once. With several ranks what they come to must be added up first, so that sums and norms go together.
-    """
-
-    def __init__(self, sums: Tensor, ranks: Ranks, epsilon: float, gelu: bool = False) -> None:
-        """sums: [tokens, hidden], the caller's no more; gelu: of gates."""
-        self._sums = sums
-        self._more: Tensor | None = None
-        self._ranks = ranks
-        self._epsilon = epsilon
-        self._gelu = gelu
-
-    def normalized(self, gains: Tensor) -> Tensor:
-        """[tokens, hidden]."""
-        if self._more is None:
-            return rms_norm(self._sums, gains, self._epsilon)
-        more, self._more = self._more, None
-        return add_rms_norm(more, self._sums, gains, self._epsilon)
-
-    def through(self, gains: Tensor, weight: Weight, gates: bool = False) -> Tensor:
-        """The product of the norm with `weight`, or what its gates let through."""
-        few = weight.streams(self._sums)
-        if few and self._more is None:
-            return weight.streamed(self._sums, gains=gains, epsilon=self._epsilon, gated=gates, gelu=self._gelu)
-        x = self.normalized(gains)
-        if few and gates:
-            return weight.streamed(x, gated=True, gelu=self._gelu)
-        return gated(weight(x), self._gelu) if gates else weight(x)
-
-    def add(self, x: Tensor, weight: Weight, gains: Tensor | None = None) -> None:
-        """Adds the product of x with `weight`, this rank's part of it, or the norm of that."""
-        if gains is not None:
-            self._more = rms_norm(self._ranks.add(weight(x)), gains, self._epsilon)
-        elif self._ranks.size == 1 and weight.streams(x):
-            weight.add(x, self._sums)
-        else:
-            self._more = self._ranks.add(weight(x))
-
-    def select(self, rows: Tensor) -> None:
-        """Goes on with these rows alone; nothing is still to be added."""
-        assert self._more is None
-        self._sums = self._sums.index_select(0, rows)
 
 
 class Layer:

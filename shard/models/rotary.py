@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.reference import rotary_table
-from .families import Rope
+from .shape import Rope
 
 PART = 1 << 16  # positions whose cosines and sines are computed at once, in float32
 

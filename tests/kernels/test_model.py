@@ -20,7 +20,7 @@ from penstock.shard.drafter import Drafter
 from penstock.shard.engine import Engine
 from penstock.shard.forward import Bounds
 from penstock.shard.guesses import Guesses
-from penstock.shard.models import decoder
+from penstock.shard.models import stream
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling
 from penstock.tests.shard import tiny
@@ -113,7 +113,7 @@ def test_products_of_few_rows_give_the_same_tokens(name: str, monkeypatch: pytes
     )
     norms = []
     norm = operations.add_rms_norm
-    monkeypatch.setattr(decoder, "add_rms_norm", lambda x, *given: norms.append(len(x)) or norm(x, *given))
+    monkeypatch.setattr(stream, "add_rms_norm", lambda x, *given: norms.append(len(x)) or norm(x, *given))
     found = run(tiny.engine_of(name, Ranks(0, 1, tiny.CPU), 4, PAGES))
     assert found.tokens == expected.tokens
     added = {"add"} if name != GEMMA else set()  # which has a norm before it is added

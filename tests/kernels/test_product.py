@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from penstock.kernels import choose, fused_product, linear, reference
 from penstock.kernels.fused_product import ROWS, product
 from penstock.kernels.linear import Weight
-from penstock.shard.models.decoder import Stream
+from penstock.shard.models.stream import Stream
 from penstock.shard.parallel import Ranks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -10,7 +10,8 @@ import transformers
 
 from penstock.shard.config import ShardConfig
 from penstock.shard.loading import load
-from penstock.shard.models.families import Unsupported, shape
+from penstock.shard.models.families import shape
+from penstock.shard.models.shape import Unsupported
 from penstock.shard.step import Span
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import Habits

@@ -9,8 +9,9 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from penstock.shard.models.families import Unsupported, shape
+from penstock.shard.models.families import shape
 from penstock.shard.models.rotary import frequencies, table_of
+from penstock.shard.models.shape import Unsupported
 from penstock.tests.shard import tiny
 
 TABLE = 2, 1  # cosines and sines, for every head

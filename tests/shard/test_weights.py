@@ -16,7 +16,8 @@ from penstock.kernels.linear import Weight
 from penstock.shard.config import ShardConfig
 from penstock.shard.loading import load
 from penstock.shard.models.decoder import Decoder
-from penstock.shard.models.families import Unsupported, shape
+from penstock.shard.models.families import shape
+from penstock.shard.models.shape import Unsupported
 from penstock.shard.parallel import Ranks
 from penstock.shard.weights import INDEX, DummyWeights, Weights
 from penstock.tests.shard import tiny

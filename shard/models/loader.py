@@ -1,0 +1,74 @@
+"""Cuts a rank's weights out of a checkpoint. Weights are divided among ranks as in Megatron-LM (Shoeybi et al. 2019,
+arXiv:1909.08053): heads and intermediate features by columns, what follows them by rows, tables by vocabulary.
+"""
+
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from ...kernels.linear import Weight
+from ..parallel import Ranks
+from ..weights import Source
+from .shape import Shape
+
+
+class Loader:
+    """Cuts this rank's part out of the named tensors of one layer (or of the model, with an empty prefix)."""
+
+    def __init__(self, source: Source, shape: Shape, ranks: Ranks, prefix: str, exact: bool) -> None:
+        self.source = source
+        self.exact = exact
+        self.shape = shape
+        self.ranks = ranks
+        self.prefix = prefix
+
+    def gains(self, name: str, size: int) -> Tensor:
+        """The gains of a norm, which every rank has whole; where they are stored less 1, in float32, not to lose what is left."""
+        gains = self.source.tensor(f"{self.prefix}{name}.weight", (size,))
+        return gains.float() + 1 if self.shape.centered_norms else gains
+
+    def columns(self, joint: str, names: list[str], sizes: list[int], bias: bool) -> Weight:
+        """Matrices [size, hidden] side by side, of each this rank's part of the outputs. joint: what they are in checkpoints that
+        have them so."""
+
+        def side_by_side(kind: str, *row: int) -> Tensor:
+            if not self.shape.joined:
+                return torch.cat([self._part(f"{name}.{kind}", (size, *row), 0) for name, size in zip(names, sizes, strict=True)])
+            places = zip(accumulate(sizes, initial=0), sizes, strict=False)
+            return torch.cat([self._part(f"{joint}.{kind}", (sum(sizes), *row), 0, start, size) for start, size in places])
+
+        return Weight(side_by_side("weight", self.shape.hidden), side_by_side("bias") if bias else None, self.exact)
+
+    def rows(self, name: str, size: int, bias: bool) -> Weight:
+        """A matrix [hidden, size] towards the residual stream, this rank's part of the inputs. Rank 0 adds the bias, so that the
+        sum has it once."""
+        found = [self._part(f"{name}.weight", (self.shape.hidden, size), 1)]
+        if bias and self.ranks.rank == 0:
+            found.append(self.source.tensor(f"{self.prefix}{name}.bias", (self.shape.hidden,)))
+        if self.shape.residual_factor != 1:
+            found = [tensor * self.shape.residual_factor for tensor in found]
+        return Weight(found[0], found[1] if len(found) > 1 else None, self.exact)
+
+    def table(self, name: str) -> Tensor:
+        """This rank's rows of a matrix [vocabulary, hidden], with zeros beyond its end."""
+        size = self.shape.vocabulary_slice(self.ranks.size)
+        start = self.ranks.rank * size
+        return self.source.tensor(name, (self.shape.vocabulary, self.shape.hidden), (0, start, start + size))
+
+    def cache_scales(self) -> Tensor | None:
+        """What cached keys and values of 8 bits are to be multiplied by, as calibrated with the checkpoint: [2, kv heads]
+        float32; None: all are 1."""
+        count = self.shape.kv_heads
+        found = [self.source.scale(f"{self.prefix}self_attn.{name}_scale", count) for name in "kv"]
+        if found[0] is None or found[1] is None:
+            return None
+        own = count // self.ranks.size
+        part = slice(self.ranks.rank * own, (self.ranks.rank + 1) * own)
+        return torch.stack((found[0][part], found[1][part]))
+
+    def _part(self, name: str, full: tuple[int, ...], dimension: int, first: int = 0, count: int = 0) -> Tensor:
+        """This rank's part of all along a dimension, or of `count` from `first` on."""
+        size = (count or full[dimension]) // self.ranks.size
+        start = first + self.ranks.rank * size
+        return self.source.tensor(self.prefix + name, full, None if size == full[dimension] else (dimension, start, start + size))

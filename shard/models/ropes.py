@@ -1,0 +1,93 @@
+"""What a config.json says of rotary position embeddings."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from .fields import AGAIN, FULL, SLIDING, Config, number, shown
+from .shape import Rope, Unsupported
+
+
+def rope(config: Config) -> Rope:
+    # transformers 5 writes one `rope_parameters`; earlier versions `rope_theta` and, for scaled ones, `rope_scaling`.
+    found = [rope_of(config, name) for name in ("rope_parameters", "rope_scaling") if config.get(name)]
+    if len(found) == 2 and found[0] != found[1]:
+        raise Unsupported(
+            f"config.json has both rope_parameters ({shown(config['rope_parameters'])}) and rope_scaling "
+            f"({shown(config['rope_scaling'])}), and they differ: leave one of them"
+        )
+    return found[0] if found else rope_of(config, "")
+
+
+def rope_of(config: Config, field: str) -> Rope:
+    """What one of the two fields says."""
+    values = config.get(field) or {}
+    if not isinstance(values, dict):
+        raise Unsupported(f"config.json says {field} {shown(values)}, an object is needed: {AGAIN}")
+    nested = next((name for name, value in values.items() if isinstance(value, dict)), None)
+    if nested is not None:
+        raise Unsupported(f"config.json says {field} for {nested!r} by itself: the decoder has one rotary embedding for all layers")
+    kind = values.get("rope_type") or values.get("type") or "default"
+    theta = number(values if values.get("rope_theta") is not None else config, "rope_theta", 10000.0)
+    if kind in ("default", "dynamic"):  # "dynamic" changes what lies beyond max_position_embeddings, where nothing is served
+        return Rope(theta=theta)
+    if kind == "linear":
+        return Rope(theta=theta, kind=kind, factor=number(values, "factor"))
+    if kind == "llama3":
+        return Rope(
+            theta=theta,
+            kind=kind,
+            factor=number(values, "factor"),
+            original_positions=int(number(values, "original_max_position_embeddings")),
+            many_turns=number(values, "high_freq_factor"),
+            few_turns=number(values, "low_freq_factor"),
+        )
+    if kind == "yarn":
+        return _yarn(config, values, theta)
+    raise Unsupported(f"rotary scaling {kind!r} is not supported: the decoder has default, linear, dynamic, llama3 and yarn")
+
+
+def _yarn(config: Config, values: Mapping[str, Any], theta: float) -> Rope:
+    """Peng et al. 2023, arXiv:2309.00071, with transformers' names and defaults."""
+    factor, whole = number(values, "factor"), values.get("truncate", True)
+    first, second = (number(values, name) if values.get(name) else 0.0 for name in ("mscale", "mscale_all_dim"))
+
+    def logarithmic(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    amplitude = logarithmic(first) / logarithmic(second) if first and second else logarithmic(1.0)
+    if not isinstance(whole, bool):
+        raise Unsupported(f"config.json says truncate {shown(whole)}, true or false is needed: {AGAIN}")
+    return Rope(
+        theta=theta,
+        kind="yarn",
+        factor=factor,
+        original_positions=int(number(values, "original_max_position_embeddings", float(config["max_position_embeddings"]))),
+        many_turns=number(values, "beta_fast", 32.0),
+        few_turns=number(values, "beta_slow", 1.0),
+        whole=whole,
+        amplitude=number(values, "attention_factor", amplitude),
+    )
+
+
+def ropes_by_kind(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is said of the rotary embedding of layers that see all, and of those that slide."""
+    named, scaling = config.get("rope_parameters"), config.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        raise Unsupported(f"config.json says rope_scaling {shown(scaling)}, an object is needed: {AGAIN}")
+    if named is None:  # as before transformers 5
+        named = {
+            FULL: {"rope_theta": config.get("rope_theta"), **scaling},
+            SLIDING: {"rope_theta": config.get("rope_local_base_freq")},
+        }
+    elif scaling:
+        raise Unsupported("config.json has both rope_parameters and rope_scaling: leave one of them")
+    if not isinstance(named, dict) or not all(isinstance(value, dict) for value in named.values()):
+        raise Unsupported(f"config.json says rope_parameters {shown(named)}, an object for each kind of layers is needed: {AGAIN}")
+    unknown = set(named) - {FULL, SLIDING}
+    if unknown:
+        raise Unsupported(
+            f"config.json says rope_parameters for {', '.join(sorted(unknown))}: the decoder has {FULL} and {SLIDING}"
+        )
+    full, local = named.get(FULL, {}), named.get(SLIDING, {})
+    return full | {"rope_theta": full.get("rope_theta") or 1e6}, local | {"rope_theta": local.get("rope_theta") or 1e4}

@@ -1,0 +1,95 @@
+"""Everything that the decoder needs to know about a model. Knows no tensor and imports no torch: the launcher plans with it."""
+
+from dataclasses import dataclass
+
+
+class Unsupported(ValueError):
+    """The model can't be served; the message names what is missing and the remedy, in one line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rope:
+    """Rotary embedding. `kind` "default" uses nothing but theta."""
+
+    theta: float = 10000.0
+    kind: str = "default"  # "default", "linear", "llama3", "yarn"
+    factor: float = 1.0
+    original_positions: int = 8192  # that the model was first trained on: llama3's and yarn's
+    # Turns over these positions: waves with more stay as they are, with less they are stretched, and those between interpolated.
+    many_turns: float = 4.0
+    few_turns: float = 1.0
+    whole: bool = True  # yarn's: these bounds are rounded to whole pairs of features
+    amplitude: float = 1.0  # of all cosines and sines
+
+    @property
+    def reach(self) -> int:
+        """Positions that it is made for, where it says so: yarn is added to a config.json whose number of positions stays."""
+        return int(self.original_positions * self.factor) if self.kind == "yarn" else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Everything that the decoder needs to know about a model. Sizes are numbers of elements."""
+
+    architecture: str
+    vocabulary: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    intermediate: int
+    norm_epsilon: float
+    max_positions: int
+    tied: bool  # the output matrix is the embedding table
+    rope: Rope
+    windows: tuple[int, ...]  # per layer: positions that a token may look back, itself included; 0: all
+    local_rope: Rope | None = None  # of the layers with a window, where it is another
+    attention_scale: float  # of the products of queries and keys
+    softcap: float = 0.0  # which those come near to at most; 0: none
+    final_softcap: float = 0.0  # of the model's logits
+    embedding_factor: float = 1.0  # what rows of the embedding table are multiplied by
+    residual_factor: float = 1.0  # and what attention and MLP come to, before it is added
+    logit_divisor: float = 1.0  # what logits are divided by
+    qkv_bias: bool = False
+    output_bias: bool = False  # of attention's output projection
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMS norm of every query and key head before rotary
+    two_norms: bool = False  # attention and MLP have one behind them, too
+    centered_norms: bool = False  # norms' gains are stored less 1
+    joined: bool = False  # queries, keys and values are one tensor in the checkpoint, and so are gates and what they let through
+    gelu: bool = False  # of the MLP's gates, approximated by tanh, instead of silu
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raises Unsupported unless the model can be divided into `ranks` equal slices."""
+        for name, size in (
+            ("attention heads", self.heads),
+            ("key/value heads", self.kv_heads),
+            ("intermediate features", self.intermediate),
+        ):
+            if size % ranks:
+                fitting = [str(n) for n in range(1, size + 1) if not (self.heads % n or self.kv_heads % n or self.intermediate % n)]
+                raise Unsupported(f"{size} {name} can't be divided by {ranks} ranks: use --num-shard {', '.join(fitting)}")
+
+    def vocabulary_slice(self, ranks: int) -> int:
+        """Rows of the embedding table and of the output matrix per rank; the last rank's may be partly padding."""
+        return -(-self.vocabulary // ranks)
+
+    def kv_elements(self, ranks: int) -> int:
+        """Elements of keys and values that one token takes on one rank, all layers."""
+        return 2 * self.layers * self.kv_heads // ranks * self.head_size
+
+    @property
+    def rotary_elements(self) -> int:
+        """Elements of the cosines and sines of all positions, which every rank has."""
+        return 2 * self.max_positions * self.head_size * (2 if self.local_rope else 1)
+
+    def parameters(self, ranks: int = 1, tables: int | None = None) -> int:
+        """Elements of all weights on one rank. `tables`: how often the vocabulary's table is held, if not as in the checkpoint."""
+        heads, kv_heads = self.heads // ranks, self.kv_heads // ranks
+        qkv = (heads + 2 * kv_heads) * self.head_size
+        attention = self.hidden * qkv + heads * self.head_size * self.hidden + self.qkv_bias * qkv + self.output_bias * self.hidden
+        mlp = 3 * self.hidden * self.intermediate // ranks + self.mlp_bias * (2 * self.intermediate // ranks + self.hidden)
+        norms = (4 if self.two_norms else 2) * self.hidden + 2 * self.qk_norm * self.head_size
+        held = tables or (1 if self.tied else 2)
+        return self.layers * (attention + mlp + norms) + held * self.vocabulary_slice(ranks) * self.hidden + self.hidden
