@@ -5,6 +5,7 @@ accelerator all of them are two launches (`fused_experts`), which ask the host n
 """
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -24,36 +25,59 @@ def route(logits: Tensor, count: int, normalized: bool) -> tuple[Tensor, Tensor]
     return shares / shares.sum(-1, keepdim=True) if normalized else shares, chosen
 
 
-class Experts:
-    """Weights of all experts; `bytes` is what they take in memory."""
+class Experts(ABC):
+    """All of them; `weights` is what they are kept in."""
 
-    def __init__(self, gate_ups: Sequence[Tensor], downs: Sequence[Tensor], gelu: bool = False) -> None:
-        """gate_ups: of each expert [2 * size, hidden], gates first; downs: [hidden, size]; gelu: of gates."""
-        self.bytes = sum(weight.nbytes for weight in (*gate_ups, *downs))
+    def __init__(self, weights: Sequence[Weight | Tensor], number: int, device: torch.device, gelu: bool) -> None:
+        self.weights = weights
+        self._edges = torch.arange(number + 1, device=device)
         self._gelu = gelu
-        self._edges = torch.arange(len(downs) + 1, device=downs[0].device)
-        self._stacked = (torch.stack(list(gate_ups)), torch.stack(list(downs))) if triton_for(downs[0]) else None
-        both = (gate_ups, downs) if self._stacked is None else ((), ())
-        self.gate_ups, self.downs = ([Weight(weight) for weight in weights] for weights in both)
 
     def __call__(self, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
         """What the experts make of x [tokens, hidden], added up by shares, of `route`. A token's result depends on no other."""
         numbers, order = chosen.flatten().sort(stable=True)  # of experts; of pairs of a token and an expert
         starts = torch.searchsorted(numbers, self._edges)
-        if self._stacked is None:
-            found = self._one_by_one(x, order, starts.tolist(), shares)
-        else:
-            from .fused_experts import experts
+        return self._products(x, order, starts, shares).view(*shares.shape, x.shape[1]).sum(1)
 
-            found = experts(x, order, starts, shares, *self._stacked, self._gelu)
-        return found.view(*shares.shape, x.shape[1]).sum(1)
+    @abstractmethod
+    def _products(self, x: Tensor, order: Tensor, starts: Tensor, shares: Tensor) -> Tensor:
+        """What each expert makes of its tokens, times its share: [pairs, hidden].
 
-    def _one_by_one(self, x: Tensor, order: Tensor, starts: Sequence[int], shares: Tensor) -> Tensor:
-        """[pairs, hidden]."""
+        order: [pairs], sorted by expert, of which pair i is token i // pairs of a token; starts: [experts + 1], where each expert's
+        begin there.
+        """
+
+
+class OneByOne(Experts):
+    """By products as `linear` lays them out."""
+
+    def __init__(self, gate_ups: Sequence[Tensor], downs: Sequence[Tensor], gelu: bool) -> None:
+        self._gate_ups, self._downs = ([Weight(weight) for weight in weights] for weights in (gate_ups, downs))
+        super().__init__([*self._gate_ups, *self._downs], len(downs), downs[0].device, gelu)
+
+    def _products(self, x: Tensor, order: Tensor, starts: Tensor, shares: Tensor) -> Tensor:
         found = x.new_empty(len(order), x.shape[1])
-        for expert, (start, end) in enumerate(itertools.pairwise(starts)):
+        for expert, (start, end) in enumerate(itertools.pairwise(starts.tolist())):
             if end > start:
                 pairs = order[start:end]
-                inner = gated(self.gate_ups[expert](x[pairs // shares.shape[1]]), self._gelu)
-                found[pairs] = (self.downs[expert](inner) * shares.flatten()[pairs, None]).to(x.dtype)
+                inner = gated(self._gate_ups[expert](x[pairs // shares.shape[1]]), self._gelu)
+                found[pairs] = (self._downs[expert](inner) * shares.flatten()[pairs, None]).to(x.dtype)
         return found
+
+
+class Together(Experts):
+    """By Triton."""
+
+    def __init__(self, gate_ups: Sequence[Tensor], downs: Sequence[Tensor], gelu: bool) -> None:
+        self._gate_up, self._down = torch.stack(list(gate_ups)), torch.stack(list(downs))
+        super().__init__([self._gate_up, self._down], len(downs), self._down.device, gelu)
+
+    def _products(self, x: Tensor, order: Tensor, starts: Tensor, shares: Tensor) -> Tensor:
+        from .fused_experts import experts
+
+        return experts(x, order, starts, shares, self._gate_up, self._down, self._gelu)
+
+
+def lay_out(gate_ups: Sequence[Tensor], downs: Sequence[Tensor], gelu: bool = False) -> Experts:
+    """gate_ups: of each expert [2 * size, hidden], gates first; downs: [hidden, size]; gelu: of gates."""
+    return (Together if triton_for(downs[0]) else OneByOne)(gate_ups, downs, gelu)

@@ -13,7 +13,8 @@ decode      max(weights / bandwidth, 2 x parameters x streams / FLOP/s) + stream
 prefill     max(weights / bandwidth, (2 x parameters x tokens + 4 x layers x heads x head size x pairs) / FLOP/s) + exchange
 exchange    (2 x layers + 1) all-reduces of tokens x hidden + the logits, to rank 0
 all-reduce  of S bytes over n nodes of g ranks: latency + 2 (g-1)/g x S / link + network-latency + 2 (n-1)/n x S/g / network
-All of a rank. Weights: without the embedding table, of which rows are read; keys and values: of a context; pairs: of tokens
+All of a rank. Weights: without the embedding table, of which rows are read, and without experts that nobody chooses; parameters:
+of experts those that a token chooses; keys and values: of a context; pairs: of tokens
 that see each other. Nothing that starts a kernel, samples or plans is in it: servers reach 0.6 to 0.9 of such figures."""
 
 
@@ -45,15 +46,14 @@ class Group:
         """Elements of the output matrix."""
         return self.shape.vocabulary_slice(self.ranks) * self.shape.hidden
 
-    @property
-    def parameters(self) -> int:
-        """Those that every step reads and every token is multiplied with. Of an embedding table, single rows are read."""
-        return self.shape.parameters(self.ranks) - (0 if self.shape.tied else self.head)
+    def parameters(self, tokens: int = 1) -> int:
+        """Those that a step of so many tokens reads, or one token is multiplied with. Of an embedding table, rows are read."""
+        return self.shape.parameters(self.ranks, tokens=tokens) - (0 if self.shape.tied else self.head)
 
 
 def decode(group: Group, on: Accelerator, streams: int, context: int) -> float:
     """Each of so many sequences gets a token; all have a context of that length."""
-    weights = max(group.parameters * group.item / on.bandwidth, 2 * group.parameters * streams / on.flops)
+    weights = max(group.parameters(streams) * group.item / on.bandwidth, 2 * group.parameters() * streams / on.flops)
     return weights + streams * context_bytes(group, context) / on.bandwidth + exchange(group, on, streams, streams)
 
 
@@ -61,8 +61,8 @@ def prefill(group: Group, on: Accelerator, tokens: int) -> float:
     """A prompt, while nothing else runs."""
     pairs = sum(_pairs(tokens, window) for window in group.shape.windows)
     attention = 4 * pairs * group.shape.heads * group.shape.head_size / group.ranks
-    products = 2 * ((group.parameters - group.head) * tokens + group.head)
-    weights = group.parameters * group.item / on.bandwidth
+    products = 2 * ((group.parameters() - group.head) * tokens + group.head)
+    weights = group.parameters(tokens) * group.item / on.bandwidth
     return max(weights, (products + attention) / on.flops) + exchange(group, on, tokens, 1)
 
 

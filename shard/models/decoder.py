@@ -20,6 +20,7 @@ from ..parallel import Ranks
 from ..step import Step
 from ..weights import Source
 from .loader import Loader
+from .mlp import Dense, Sparse
 from .rotary import table_of
 from .shape import Shape, Unsupported
 from .stream import Stream
@@ -49,8 +50,8 @@ class Layer:
         self.attention_norm = load.gains(after, shape.hidden) if shape.two_norms else None
         self.mlp_norm = load.gains("pre_feedforward_layernorm" if shape.two_norms else after, shape.hidden)
         self.last_norm = load.gains("post_feedforward_layernorm", shape.hidden) if shape.two_norms else None
-        self.gate_up = load.columns("mlp.gate_up_proj", ["mlp.gate_proj", "mlp.up_proj"], [shape.intermediate] * 2, shape.mlp_bias)
-        self.down = load.rows("mlp.down_proj", shape.intermediate, shape.mlp_bias)
+        mixture = shape.mixtures[index] if shape.mixtures else None
+        self.mlp = Sparse(load, mixture) if mixture else Dense(load)
 
     def attend(self, stream: Stream, step: Step, rotary: Tensor, cache: Cache) -> Tensor:
         """[tokens, this rank's heads * head size]. Writes keys and values to the cache."""
@@ -63,7 +64,7 @@ class Layer:
     def transform(self, attended: Tensor, stream: Stream) -> None:
         """Adds to the stream what its tokens attended to, and what the MLP makes of that."""
         stream.add(attended, self.output, self.attention_norm)
-        stream.add(stream.through(self.mlp_norm, self.gate_up, gates=True), self.down, self.last_norm)
+        self.mlp(stream, self.mlp_norm, self.last_norm)
 
 
 class Decoder:
@@ -155,3 +156,5 @@ class Decoder:
     def _weights(self) -> Iterator[Weight | Tensor]:
         for part in (self, *self.layers):
             yield from (value for value in vars(part).values() if isinstance(value, (Weight, Tensor)))
+        for layer in self.layers:
+            yield from layer.mlp.weights()

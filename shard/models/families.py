@@ -9,7 +9,7 @@ from typing import Any
 
 from .fields import AGAIN, FULL, SLIDING, Config, check, number, shown
 from .ropes import rope, rope_of, ropes_by_kind
-from .shape import Shape, Unsupported
+from .shape import Mixture, Shape, Unsupported
 
 WITH_IMAGES = ("Gemma3ForConditionalGeneration",)  # whose text is described by itself
 BESIDE_TEXT = ("tie_word_embeddings", "quantization_config")  # and these fields are beside that
@@ -155,6 +155,48 @@ def _phi3(config: Config) -> Shape:
     return replace(base, joined=True, windows=(config.get("sliding_window") or 0,) * base.layers)
 
 
+def _mixtral(config: Config) -> Shape:
+    """Experts in every layer."""
+    base = _common({"num_key_value_heads": 8, "max_position_embeddings": 131_072} | config)
+    mixture = _chosen(
+        Mixture(
+            experts=config.get("num_local_experts", 8),
+            chosen=config.get("num_experts_per_tok", 2),
+            size=base.intermediate,
+            normalized=True,
+            name="block_sparse_moe",
+            names=("w1", "w3", "w2"),
+        )
+    )
+    return replace(base, mixtures=(mixture,) * base.layers, windows=(config.get("sliding_window") or 0,) * base.layers)
+
+
+def _qwen3_moe(config: Config) -> Shape:
+    """Experts in every layer, or in some."""
+    base = _qwen3({"num_key_value_heads": 4, "max_position_embeddings": 32_768} | config)
+    dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise Unsupported(f"config.json says mlp_only_layers {shown(dense)}, a list of numbers is needed: {AGAIN}")
+    number: int = config.get("num_experts") or config.get("num_local_experts", 128)
+    mixture = _chosen(
+        Mixture(
+            experts=number,
+            chosen=config.get("num_experts_per_tok", 8),
+            size=config.get("moe_intermediate_size", 768),
+            normalized=config.get("norm_topk_prob", False),
+        )
+    )
+    sparse = [layer not in dense and (layer + 1) % step == 0 for layer in range(base.layers)]
+    return replace(base, mixtures=tuple(mixture if each else None for each in sparse))
+
+
+def _chosen(mixture: Mixture) -> Mixture:
+    """The same. Raises Unsupported if tokens are to choose more experts than there are."""
+    if mixture.chosen > mixture.experts:
+        raise Unsupported(f"config.json says num_experts_per_tok {mixture.chosen}, of {mixture.experts} experts: {AGAIN}")
+    return mixture
+
+
 def _gemma(config: Config, activation: str = "hidden_act") -> Shape:
     """The first generation, which said "gelu" and meant its approximation, and what all of them have in common."""
     if config.get("use_bidirectional_attention"):
@@ -206,7 +248,9 @@ FAMILIES: dict[str, Callable[[Config], Shape]] = {
     "GraniteForCausalLM": _granite,
     "LlamaForCausalLM": _llama,
     "MistralForCausalLM": _mistral,
+    "MixtralForCausalLM": _mixtral,
     "Phi3ForCausalLM": _phi3,
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
+    "Qwen3MoeForCausalLM": _qwen3_moe,
 }

@@ -2,6 +2,7 @@
 arXiv:1909.08053): heads and intermediate features by columns, what follows them by rows, tables by vocabulary.
 """
 
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -28,27 +29,37 @@ class Loader:
         gains = self.source.tensor(f"{self.prefix}{name}.weight", (size,))
         return gains.float() + 1 if self.shape.centered_norms else gains
 
+    def whole(self, name: str, outputs: int) -> Weight:
+        """A matrix [outputs, hidden] that every rank has whole."""
+        return Weight(self.source.tensor(f"{self.prefix}{name}.weight", (outputs, self.shape.hidden)), None, self.exact)
+
     def columns(self, joint: str, names: list[str], sizes: list[int], bias: bool) -> Weight:
         """Matrices [size, hidden] side by side, of each this rank's part of the outputs. joint: what they are in checkpoints that
         have them so."""
-
-        def side_by_side(kind: str, *row: int) -> Tensor:
-            if not self.shape.joined:
-                return torch.cat([self._part(f"{name}.{kind}", (size, *row), 0) for name, size in zip(names, sizes, strict=True)])
-            places = zip(accumulate(sizes, initial=0), sizes, strict=False)
-            return torch.cat([self._part(f"{joint}.{kind}", (sum(sizes), *row), 0, start, size) for start, size in places])
-
-        return Weight(side_by_side("weight", self.shape.hidden), side_by_side("bias") if bias else None, self.exact)
+        added = self.outwards(names, sizes, "bias", joint) if bias else None
+        return Weight(self.outwards(names, sizes, "weight", joint), added, self.exact)
 
     def rows(self, name: str, size: int, bias: bool) -> Weight:
-        """A matrix [hidden, size] towards the residual stream, this rank's part of the inputs. Rank 0 adds the bias, so that the
-        sum has it once."""
-        found = [self._part(f"{name}.weight", (self.shape.hidden, size), 1)]
+        """A matrix [hidden, size], this rank's part of the inputs. Rank 0 adds the bias, so that the sum has it once."""
+        added = None
         if bias and self.ranks.rank == 0:
-            found.append(self.source.tensor(f"{self.prefix}{name}.bias", (self.shape.hidden,)))
-        if self.shape.residual_factor != 1:
-            found = [tensor * self.shape.residual_factor for tensor in found]
-        return Weight(found[0], found[1] if len(found) > 1 else None, self.exact)
+            added = self._scaled(self.source.tensor(f"{self.prefix}{name}.bias", (self.shape.hidden,)))
+        return Weight(self.inwards(name, size), added, self.exact)
+
+    def outwards(self, names: Sequence[str], sizes: Sequence[int], kind: str = "weight", joint: str = "") -> Tensor:
+        """What leads away from the residual stream: as `columns`."""
+        row = (self.shape.hidden,) if kind == "weight" else ()
+        if joint and self.shape.joined:
+            places = zip(accumulate(sizes, initial=0), sizes, strict=False)
+            return torch.cat([self._part(f"{joint}.{kind}", (sum(sizes), *row), 0, start, size) for start, size in places])
+        return torch.cat([self._part(f"{name}.{kind}", (size, *row), 0) for name, size in zip(names, sizes, strict=True)])
+
+    def inwards(self, name: str, size: int) -> Tensor:
+        """What leads back to it: as `rows`."""
+        return self._scaled(self._part(f"{name}.weight", (self.shape.hidden, size), 1))
+
+    def _scaled(self, tensor: Tensor) -> Tensor:
+        return tensor if self.shape.residual_factor == 1 else tensor * self.shape.residual_factor
 
     def table(self, name: str) -> Tensor:
         """This rank's rows of a matrix [vocabulary, hidden], with zeros beyond its end."""

@@ -28,6 +28,18 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Mixture:
+    """The experts of a layer, and what their tensors are named."""
+
+    experts: int
+    chosen: int  # by each token
+    size: int  # intermediate features of each
+    normalized: bool  # the shares of those chosen add up to 1
+    name: str = "mlp"
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
     """Everything that the decoder needs to know about a model. Sizes are numbers of elements."""
 
@@ -43,6 +55,7 @@ class Shape:
     max_positions: int
     tied: bool  # the output matrix is the embedding table
     rope: Rope
+    mixtures: tuple[Mixture | None, ...] = ()  # per layer: its experts instead of one MLP; (): there are none
     windows: tuple[int, ...]  # per layer: positions that a token may look back, itself included; 0: all
     local_rope: Rope | None = None  # of the layers with a window, where it is another
     attention_scale: float  # of the products of queries and keys
@@ -62,13 +75,15 @@ class Shape:
 
     def check_ranks(self, ranks: int) -> None:
         """Raises Unsupported unless the model can be divided into `ranks` equal slices."""
-        for name, size in (
-            ("attention heads", self.heads),
-            ("key/value heads", self.kv_heads),
-            ("intermediate features", self.intermediate),
-        ):
+        sizes = {"attention heads": self.heads, "key/value heads": self.kv_heads}
+        for mixture in self.mixtures or (None,):
+            if mixture:
+                sizes["intermediate features of an expert"] = mixture.size
+            else:
+                sizes["intermediate features"] = self.intermediate
+        for name, size in sizes.items():
             if size % ranks:
-                fitting = [str(n) for n in range(1, size + 1) if not (self.heads % n or self.kv_heads % n or self.intermediate % n)]
+                fitting = [str(n) for n in range(1, size + 1) if not any(size % n for size in sizes.values())]
                 raise Unsupported(f"{size} {name} can't be divided by {ranks} ranks: use --num-shard {', '.join(fitting)}")
 
     def vocabulary_slice(self, ranks: int) -> int:
@@ -84,12 +99,19 @@ class Shape:
         """Elements of the cosines and sines of all positions, which every rank has."""
         return 2 * self.max_positions * self.head_size * (2 if self.local_rope else 1)
 
-    def parameters(self, ranks: int = 1, tables: int | None = None) -> int:
-        """Elements of all weights on one rank. `tables`: how often the vocabulary's table is held, if not as in the checkpoint."""
+    def parameters(self, ranks: int = 1, tables: int | None = None, tokens: int | None = None) -> int:
+        """Elements of all weights on one rank. `tables`: how often the vocabulary's table is held, if not as in the checkpoint;
+        `tokens`: of experts those alone that so many tokens can be expected to choose."""
         heads, kv_heads = self.heads // ranks, self.kv_heads // ranks
         qkv = (heads + 2 * kv_heads) * self.head_size
         attention = self.hidden * qkv + heads * self.head_size * self.hidden + self.qkv_bias * qkv + self.output_bias * self.hidden
-        mlp = 3 * self.hidden * self.intermediate // ranks + self.mlp_bias * (2 * self.intermediate // ranks + self.hidden)
+        dense = 3 * self.hidden * self.intermediate // ranks + self.mlp_bias * (2 * self.intermediate // ranks + self.hidden)
+        mlps = sum(self._sparse(mixture, ranks, tokens) if mixture else dense for mixture in self.mixtures or (None,) * self.layers)
         norms = (4 if self.two_norms else 2) * self.hidden + 2 * self.qk_norm * self.head_size
         held = tables or (1 if self.tied else 2)
-        return self.layers * (attention + mlp + norms) + held * self.vocabulary_slice(ranks) * self.hidden + self.hidden
+        return mlps + self.layers * (attention + norms) + held * self.vocabulary_slice(ranks) * self.hidden + self.hidden
+
+    def _sparse(self, mixture: Mixture, ranks: int, tokens: int | None) -> int:
+        """Elements of a layer's experts and their router."""
+        missed = (1 - mixture.chosen / mixture.experts) ** tokens if tokens is not None else 0.0
+        return self.hidden * (mixture.experts + round(mixture.experts * (1 - missed) * 3 * mixture.size / ranks))

@@ -41,12 +41,15 @@ class Stream:
 
     def add(self, x: Tensor, weight: Weight, gains: Tensor | None = None) -> None:
         """Adds the product of x with `weight`, this rank's part of it, or the norm of that."""
-        if gains is not None:
-            self._more = rms_norm(self._ranks.add(weight(x)), gains, self._epsilon)
-        elif self._ranks.size == 1 and weight.streams(x):
+        if gains is None and self._ranks.size == 1 and weight.streams(x):
             weight.add(x, self._sums)
         else:
-            self._more = self._ranks.add(weight(x))
+            self.add_part(weight(x), gains)
+
+    def add_part(self, x: Tensor, gains: Tensor | None = None) -> None:
+        """Adds x, this rank's part of it, or the norm of that."""
+        whole = self._ranks.add(x)
+        self._more = whole if gains is None else rms_norm(whole, gains, self._epsilon)
 
     def select(self, rows: Tensor) -> None:
         """Goes on with these rows alone; nothing is still to be added."""

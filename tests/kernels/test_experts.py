@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from penstock.kernels import choose, fused_experts, reference
-from penstock.kernels.experts import Experts, route
+from penstock.kernels.experts import lay_out, route
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16]
@@ -37,7 +37,7 @@ class Mixture:
 
     def found(self, kernels: str) -> Tensor:
         choose.force(kernels)
-        return Experts(self.gate_ups, self.downs, self.gelu)(self.x, self.shares, self.chosen)
+        return lay_out(self.gate_ups, self.downs, self.gelu)(self.x, self.shares, self.chosen)
 
     def expected(self) -> Tensor:
         """In float64, a pair at a time."""

@@ -31,7 +31,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value
 
 # Triton's interpreter takes milliseconds for every token of every operation, also for those that are padding: so steps are small.
 PAGES = 32
-LLAMA, QWEN3, WINDOW, GEMMA = "few-heads", "few-heads-qwen3", "few-heads-window", "few-heads-gemma2"
+LLAMA, QWEN3, WINDOW = "few-heads", "few-heads-qwen3", "few-heads-window"
+GEMMA, MIXTRAL = "few-heads-gemma2", "few-heads-mixtral"
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +87,7 @@ def with_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch, bounds: Bounds 
     return engine
 
 
-@pytest.mark.parametrize("name", [QWEN3, WINDOW, GEMMA])
+@pytest.mark.parametrize("name", [QWEN3, WINDOW, GEMMA, MIXTRAL])
 def test_a_shard_by_triton_gives_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = plain(name, filters=True)
     calls = []

@@ -202,7 +202,28 @@ def test_layers_with_a_window_read_less() -> None:
 
 
 def test_a_tied_table_is_read() -> None:
-    assert group(SMALL | {"tie_word_embeddings": True}).parameters == group(SMALL).parameters
+    assert group(SMALL | {"tie_word_embeddings": True}).parameters() == group(SMALL).parameters()
+
+
+def test_experts_are_read_as_they_are_chosen() -> None:
+    """Qwen3-30B-A3B: 30.5 billion parameters in all, 3.3 of them for each token."""
+    sizes = {
+        "vocab_size": 151_936,
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "intermediate_size": 6144,
+        "num_key_value_heads": 4,
+    }
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "head_dim": 128}
+    own = group(SMALL | sizes | experts | {"architectures": ["Qwen3MoeForCausalLM"]})
+    assert own.shape.parameters() == pytest.approx(30.53e9, rel=0.001)
+    assert own.shape.parameters(tokens=1) == pytest.approx(3.35e9, rel=0.01)
+    assert own.parameters(4000) == own.shape.parameters() - own.head
+    assert own.parameters() < own.parameters(2) < 2 * own.parameters()
+    on = cluster.parse("H200").accelerator
+    seconds = [roofline.decode(own, on, streams, 1) for streams in (1, 16, 256)]
+    assert seconds[0] * 4 < seconds[1] < seconds[2]
+    assert seconds[2] == pytest.approx(own.parameters(256) * own.item / on.bandwidth, rel=0.1)
 
 
 def test_the_most_streams_within_a_target() -> None:

@@ -24,7 +24,7 @@ from penstock.shard.loading import load
 from penstock.shard.memory import size_pool
 from penstock.shard.sequence import Group, Sampling, sequences
 from penstock.shard.service import Service
-from penstock.tests.shard import fake_cuda
+from penstock.tests.shard import fake_cuda, tiny
 from penstock.tests.shard.fake_cuda import Noted
 
 pytest.importorskip("triton")
@@ -268,3 +268,20 @@ def test_commands_are_executed_on_the_engines_device(noted: Noted, monkeypatch: 
     reply = service.Warmup(wire.WarmupRequest(max_step_tokens=64, max_step_rows=4, max_total_tokens=TOTAL), context)
     assert reply.pages
     assert not codes
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "gemma2", "gemma3"])
+def test_no_family_asks_the_host(noted: Noted, name: str) -> None:
+    """While a graph is recorded, nor in a step: experts are chosen on the device."""
+    folder = str(tiny.folder(name))
+    engine = load(ShardConfig(folder=folder, model="m", device="cuda", dtype="bfloat16"), lambda stage: None)
+    size_pool(engine, PAGE, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL, [1, 2, 4])
+    engine.resize(PAGES, PAGE)
+    engine.record(Recorder(), Bounds(TOKENS, ROWS, TOTAL, PAGES, None, False, False), lambda stage: None)
+    groups = [tiny.group(uid, range(20 + uid), 6) for uid in range(1, 4)]
+    noted.waits.clear()
+    assert len(run(engine, groups)) == 18
+    assert engine.forward.replayed > 5
+    assert {(one.place, one.why) for one in noted.waits} <= WAITS
+    names = {launched.kernel for launched in noted.launches}
+    assert ("experts_kernel" in names) == (name in ("mixtral", "qwen3-moe"))

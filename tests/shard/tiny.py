@@ -54,6 +54,13 @@ LLAMA3 = {
 LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 DEEP_YARN = YARN | {"beta_fast": 8.0, "beta_slow": 0.5, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False}
+QWEN3_MOE = SMALL | {
+    "head_dim": 16,
+    "num_experts": 9,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "num_hidden_layers": 3,
+}
 WINDOW = 8  # less than the context of every test
 
 # Caps that the logits of these models come near to.
@@ -87,12 +94,15 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "llama-tied": lambda: transformers.LlamaConfig(**SMALL, tie_word_embeddings=True),
     "llama-biases": lambda: transformers.LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True),
     "mistral": lambda: transformers.MistralConfig(**SMALL, head_dim=8, sliding_window=WINDOW),
+    "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_local_experts=5, num_experts_per_tok=2),
     "phi3": lambda: transformers.Phi3Config(**SMALL, pad_token_id=0, eos_token_id=1),
     "phi3-window": lambda: transformers.Phi3Config(**SMALL, sliding_window=WINDOW, pad_token_id=0, eos_token_id=1),
     "qwen2": lambda: transformers.Qwen2Config(**SMALL),
     "qwen2-window": lambda: transformers.Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
     "qwen2-yarn": lambda: transformers.Qwen2Config(**SMALL, rope_parameters=YARN),
     "qwen3": lambda: transformers.Qwen3Config(**SMALL, head_dim=16),
+    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(**QWEN3_MOE, mlp_only_layers=[1], norm_topk_prob=True),
+    "qwen3-moe-step": lambda: transformers.Qwen3MoeConfig(**QWEN3_MOE, decoder_sparse_step=2),
 }
 TINIEST: dict[str, Any] = {
     "vocab_size": 4,
@@ -113,6 +123,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "few-heads": lambda: transformers.LlamaConfig(**FEW_HEADS),
     "few-heads-qwen3": lambda: transformers.Qwen3Config(**FEW_HEADS, head_dim=16),
     "few-heads-gemma2": lambda: transformers.Gemma2Config(**GEMMA2 | FEW_HEADS),
+    "few-heads-mixtral": lambda: transformers.MixtralConfig(**FEW_HEADS, num_local_experts=5, num_experts_per_tok=2),
     "few-heads-window": lambda: transformers.Qwen2Config(
         **FEW_HEADS, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
     ),
@@ -143,6 +154,8 @@ def _made(name: str) -> Path:
         "GraniteConfig": transformers.GraniteForCausalLM,
         "LlamaConfig": transformers.LlamaForCausalLM,
         "MistralConfig": transformers.MistralForCausalLM,
+        "MixtralConfig": transformers.MixtralForCausalLM,
+        "Qwen3MoeConfig": transformers.Qwen3MoeForCausalLM,
         "Phi3Config": transformers.Phi3ForCausalLM,
         "Qwen2Config": transformers.Qwen2ForCausalLM,
         "Qwen3Config": transformers.Qwen3ForCausalLM,

@@ -1,0 +1,51 @@
+"""What each layer does to every token by itself: one MLP, or a few of many."""
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from ...kernels.experts import lay_out, route
+from ...kernels.linear import Weight
+from .loader import Loader
+from .shape import Mixture
+from .stream import Stream
+
+
+class Dense:
+    """One MLP for all tokens."""
+
+    def __init__(self, load: Loader) -> None:
+        size, bias = load.shape.intermediate, load.shape.mlp_bias
+        self.gate_up = load.columns("mlp.gate_up_proj", ["mlp.gate_proj", "mlp.up_proj"], [size] * 2, bias)
+        self.down = load.rows("mlp.down_proj", size, bias)
+
+    def __call__(self, stream: Stream, before: Tensor, behind: Tensor | None) -> None:
+        """Adds to the stream what it makes of it. before, behind: gains of norms."""
+        stream.add(stream.through(before, self.gate_up, gates=True), self.down, behind)
+
+    def weights(self) -> Iterator[Weight | Tensor]:
+        """All of this rank's."""
+        yield from (self.gate_up, self.down)
+
+
+class Sparse:
+    """Of many MLPs those that a token's router chooses. Every rank has a part of each of them."""
+
+    def __init__(self, load: Loader, mixture: Mixture) -> None:
+        self.mixture = mixture
+        self.router = load.whole(f"{mixture.name}.gate", mixture.experts)
+        gate, up, down = ([f"{mixture.name}.experts.{i}.{name}" for i in range(mixture.experts)] for name in mixture.names)
+        self.experts = lay_out(
+            [load.outwards(pair, [mixture.size] * 2) for pair in zip(gate, up, strict=True)],
+            [load.inwards(name, mixture.size) for name in down],
+            load.shape.gelu,
+        )
+
+    def __call__(self, stream: Stream, before: Tensor, behind: Tensor | None) -> None:
+        """As that of `Dense`."""
+        x = stream.normalized(before)
+        stream.add_part(self.experts(x, *route(self.router(x), self.mixture.chosen, self.mixture.normalized)), behind)
+
+    def weights(self) -> Iterator[Weight | Tensor]:
+        """All of this rank's."""
+        yield from (self.router, *self.experts.weights)
