@@ -22,7 +22,7 @@ from torch import Tensor
 from penstock.benchmarks.gpu_measure import Bench
 from penstock.benchmarks.gpu_report import Line, failed
 from penstock.benchmarks.gpu_worlds import Shape
-from penstock.kernels import beam, choose, fused_product, noise, operations, paged_attention, paging, reference, sampling
+from penstock.kernels import beam, choose, experts, fused_product, noise, operations, paged_attention, paging, reference, sampling
 from penstock.kernels.attention import Row, ancestry
 from penstock.kernels.fused_noise import gumbel_of_ids, gumbel_of_quads
 from penstock.kernels.fused_sampling import sample
@@ -89,9 +89,10 @@ def checks(bench: Bench) -> dict[str, Check]:
             found[f"attention, {name}, part {part + 1}"] = partial(attention, dtype=dtype, eight_bits=False)
     found["attention, cache of 8 bits"] = partial(attention, dtype=torch.bfloat16, eight_bits=True)
     for name, dtype in types.items():
-        found[f"norms and SwiGLU, {name}"] = partial(elementwise, dtype=dtype)
+        found[f"norms and gates, {name}"] = partial(elementwise, dtype=dtype)
         found[f"rotary and write, {name}"] = partial(rotary, dtype=dtype, eight_bits=False)
     found["products of few rows"] = products
+    found["products of experts"] = mixtures
     if bench.device.type == "cuda":
         found["attention from a graph that takes other plans"] = replayed
         # The interpreter rounds to 8 bits wrongly.
@@ -265,7 +266,7 @@ def _norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def elementwise(bench: Bench, chance: random.Random, dtype: torch.dtype) -> float:
-    """Norms, with and without the residual, and SwiGLU."""
+    """Norms, with and without the residual, SwiGLU and GeGLU."""
     worst, tolerance = 0.0, ROUNDINGS[dtype]
     for size in (7, chance.randint(30, 80)) if bench.tiny else (7, chance.randint(30, 1100), 4096, 8192):
         rows = chance.randint(1, 3 if bench.tiny else 300)
@@ -277,8 +278,8 @@ def elementwise(bench: Bench, chance: random.Random, dtype: torch.dtype) -> floa
             found = operations.add_rms_norm(x, residual, weight, epsilon)
             worst = max(worst, error(found, _norm(sums, weight, epsilon), tolerance), error(residual, sums, tolerance))
             both = _wide(rows, 2 * size, dtype=dtype, device=bench.device)
-            gate, up = both.double().chunk(2, -1)
-            worst = max(worst, error(operations.gated(both), gate * gate.sigmoid() * up, tolerance))
+            for gelu in (False, True):
+                worst = max(worst, error(operations.gated(both, gelu), reference.gated(both.double(), gelu), tolerance))
     return worst
 
 
@@ -307,6 +308,30 @@ def products(bench: Bench, chance: random.Random) -> float:
             fused_product.product(x, weight, bias, out, gains=gains, epsilon=1e-5, gated=gated, add=add)
             # Sums of many products: errors are in proportion to the largest.
             worst = max(worst, error(out / expected.abs().max(), expected / expected.abs().max(), ROUNDINGS[dtype]))
+    return worst
+
+
+def mixtures(bench: Bench, chance: random.Random) -> float:
+    """Experts that many tokens choose, few, and none."""
+    worst, dtype, device = 0.0, torch.bfloat16, bench.device
+    hidden, size = (24, 17) if bench.tiny else (chance.randint(100, 3000), chance.randint(100, 1000))
+    for number, count in ((5, 2),) if bench.tiny else ((8, 2), (128, 8)):
+        gate_ups = [_wide(2 * size, hidden, dtype=dtype, device=device) * hidden**-0.5 for _ in range(number)]
+        downs = [_wide(hidden, size, dtype=dtype, device=device) * size**-0.5 for _ in range(number)]
+        laid_out = experts.lay_out(gate_ups, downs)
+        for tokens in (1, 9) if bench.tiny else (1, 64, 3000):
+            x = _wide(tokens, hidden, dtype=dtype, device=device)
+            logits = torch.randn(tokens, number, device=device)
+            logits[: tokens // 2, 0] += 9
+            shares, chosen = experts.route(logits, count, True)
+            expected = torch.zeros(tokens, hidden, dtype=torch.float64, device=device)
+            for expert, (gate_up, down) in enumerate(zip(gate_ups, downs, strict=True)):
+                rows, places = (chosen == expert).nonzero(as_tuple=True)
+                made = reference.gated(x[rows].double() @ gate_up.double().T) @ down.double().T
+                expected.index_add_(0, rows, made * shares[rows, places, None].double())
+            with poisoned():
+                found = laid_out(x, shares, chosen)
+            worst = max(worst, error(found / expected.abs().max(), expected / expected.abs().max(), ROUNDINGS[dtype]))
     return worst
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.benchmarks.gpu_measure import Bench, Call
 from penstock.benchmarks.gpu_report import Line, failed
-from penstock.kernels import beam, choose, operations, paging, reference, sampling
+from penstock.kernels import beam, choose, experts, operations, paging, reference, sampling
 from penstock.kernels.fused_sampling import sample
 from penstock.kernels.sampling import Draws, Penalties
 
@@ -24,7 +24,8 @@ def measure(bench: Bench) -> None:
     choose.force("triton")
     try:
         sizes = (4,) if bench.tiny else (1, 256, 8192)
-        bench.each(SECTION, (sample_logits, beams, *(partial(elementwise, tokens=tokens) for tokens in sizes), moves))
+        parts = [partial(part, tokens=tokens) for part in (elementwise, mixture) for tokens in sizes]
+        bench.each(SECTION, (sample_logits, beams, *parts, moves))
     finally:
         choose.force("")
 
@@ -84,6 +85,19 @@ def _rotary(bench: Bench, tokens: int) -> None:
     ]
     moved = 2 * tokens * width * 2 + table.nbytes + 8 * tokens
     _against_bytes(bench, f"rotary and write to the cache, {tokens} tokens", [*calls], moved)
+
+
+def mixture(bench: Bench, tokens: int) -> None:
+    """A layer of Qwen3-30B-A3B, against the weights of those experts that are chosen."""
+    number, count, hidden, size = (4, 2, 64, 32) if bench.tiny else (128, 8, 2048, 768)
+    laid_out = experts.lay_out(
+        [_bfloat16(bench, 2 * size, hidden) for _ in range(number)], [_bfloat16(bench, hidden, size) for _ in range(number)]
+    )
+    x = _bfloat16(bench, tokens, hidden)
+    routed = [experts.route(torch.randn(tokens, number, device=bench.device), count, True) for _ in range(16)]
+    chosen = sum(len(set(numbers.flatten().tolist())) for _, numbers in routed) / len(routed)
+    calls: list[Call] = [partial(laid_out, x, *route) for route in routed]
+    _against_bytes(bench, f"{count} of {number} experts, {tokens} tokens", calls, round(chosen * 3 * hidden * size * 2))
 
 
 def moves(bench: Bench) -> None:

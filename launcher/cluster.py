@@ -222,7 +222,7 @@ def _head(name: str, first: Plan, cluster: Cluster) -> str:
     if cluster.nodes > 1:
         wires += f", between nodes {on.network / 1e9:,.1f} GB/s a GPU and {on.network_latency * 1e6:.0f} us"
     return (
-        f"model         {name}, {form.architecture}, {form.parameters() / 1e6:,.1f} M parameters, {first.dtype}\n"
+        f"model         {name}, {form.described}, {first.dtype}\n"
         f"cluster       {cluster.nodes} x {cluster.gpus} x {cluster.kind}: {said}\n"
         f"wires         {wires}"
     )

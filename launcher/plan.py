@@ -184,7 +184,7 @@ def table(plan: Plan, name: str) -> str:
     rows = [
         ("model", name),
         ("folder", str(model.folder)),
-        ("architecture", f"{form.architecture}, {form.parameters() / 1e6:,.1f} M parameters, {form.max_positions:,} positions"),
+        ("architecture", f"{form.described}, {form.max_positions:,} positions"),
         ("weights", _stored(form, model)),
         ("device", f"{plan.device}, {plan.dtype}"),
         (
@@ -223,7 +223,7 @@ def _draft(plan: Plan) -> list[tuple[str, str]]:
     cache = plan.pages * plan.page_size * plan.draft_token_bytes
     return [
         ("", ""),
-        ("draft model", f"{plan.draft.architecture}, {plan.draft.parameters() / 1e6:,.1f} M parameters"),
+        ("draft model", plan.draft.described),
         ("  weights", f"{size(plan.draft_bytes):>10}  on rank 0 alone"),
         ("  keys/values", f"{size(cache):>10}  {size(plan.draft_token_bytes)} per token, in pages of the same numbers"),
     ]

@@ -86,6 +86,12 @@ class Shape:
                 fitting = [str(n) for n in range(1, size + 1) if not any(size % n for size in sizes.values())]
                 raise Unsupported(f"{size} {name} can't be divided by {ranks} ranks: use --num-shard {', '.join(fitting)}")
 
+    @property
+    def described(self) -> str:
+        """Its name and parameters, for people."""
+        each = f", {self.parameters(tokens=1) / 1e6:,.1f} M of them for a token" if any(self.mixtures) else ""
+        return f"{self.architecture}, {self.parameters() / 1e6:,.1f} M parameters{each}"
+
     def vocabulary_slice(self, ranks: int) -> int:
         """Rows of the embedding table and of the output matrix per rank; the last rank's may be partly padding."""
         return -(-self.vocabulary // ranks)

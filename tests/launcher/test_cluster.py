@@ -218,6 +218,7 @@ def test_experts_are_read_as_they_are_chosen() -> None:
     own = group(SMALL | sizes | experts | {"architectures": ["Qwen3MoeForCausalLM"]})
     assert own.shape.parameters() == pytest.approx(30.53e9, rel=0.001)
     assert own.shape.parameters(tokens=1) == pytest.approx(3.35e9, rel=0.01)
+    assert own.shape.described == "Qwen3MoeForCausalLM, 30,532.1 M parameters, 3,353.0 M of them for a token"
     assert own.parameters(4000) == own.shape.parameters() - own.head
     assert own.parameters() < own.parameters(2) < 2 * own.parameters()
     on = cluster.parse("H200").accelerator

@@ -1,0 +1,83 @@
+"""Architectures that are not Llama's: what their config.json files leave out, and what is refused by name."""
+
+from typing import Any
+
+import pytest
+import transformers
+
+from penstock.shard.models.families import shape
+from penstock.shard.models.shape import Mixture, Unsupported
+from penstock.tests.shard.tiny import SMALL
+
+
+def config(architecture: str, **more: Any) -> dict[str, Any]:
+    return SMALL | {"architectures": [architecture]} | more
+
+
+def test_experts_are_transformers_by_default() -> None:
+    theirs = transformers.Qwen3MoeConfig()
+    expected = Mixture(
+        experts=theirs.num_experts,
+        chosen=theirs.num_experts_per_tok,
+        size=theirs.moe_intermediate_size,
+        normalized=theirs.norm_topk_prob,
+    )
+    assert shape(config("Qwen3MoeForCausalLM")).mixtures == (expected,) * 2
+    first, second = transformers.MixtralConfig(), shape(config("MixtralForCausalLM")).mixtures[0]
+    assert second is not None
+    assert (second.experts, second.chosen) == (first.num_local_experts, first.num_experts_per_tok)
+    assert shape(config("MixtralForCausalLM")).windows == (first.sliding_window or 0,) * 2
+
+
+@pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])
+def test_either_name_of_the_number_of_experts(name: str) -> None:
+    """Hub and transformers 5 differ."""
+    [found, _] = shape(config("Qwen3MoeForCausalLM", **{name: 12})).mixtures
+    assert found is not None
+    assert found.experts == 12
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({}, [True] * 6),
+        ({"mlp_only_layers": [0, 4]}, [False, True, True, True, False, True]),
+        ({"decoder_sparse_step": 3}, [False, False, True, False, False, True]),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, [False, False, False, True, False, True]),
+    ],
+)
+def test_layers_with_experts(more: dict[str, Any], expected: list[bool]) -> None:
+    found = shape(config("Qwen3MoeForCausalLM", num_hidden_layers=6, **more))
+    assert [mixture is not None for mixture in found.mixtures] == expected
+    assert found.parameters(tokens=1) < found.parameters(tokens=2) < found.parameters()
+
+
+def test_ranks_divide_what_is_there() -> None:
+    """Features of the one MLP count only where a layer has one."""
+    odd = config("Qwen3MoeForCausalLM", intermediate_size=87, moe_intermediate_size=20, num_experts=4, num_experts_per_tok=2)
+    shape(odd).check_ranks(2)
+    with pytest.raises(Unsupported, match="87 intermediate features can't be divided by 2"):
+        shape(odd | {"mlp_only_layers": [0]}).check_ranks(2)
+    with pytest.raises(Unsupported, match=r"21 intermediate features of an expert .* use --num-shard 1$"):
+        shape(odd | {"moe_intermediate_size": 21}).check_ranks(2)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (config("MixtralForCausalLM", num_local_experts=2, num_experts_per_tok=3), "num_experts_per_tok 3, of 2 experts"),
+        (config("MixtralForCausalLM", num_local_experts="8"), "num_local_experts '8', an integer"),
+        (config("Qwen3MoeForCausalLM", mlp_only_layers="0"), "mlp_only_layers '0', a list"),
+        (config("Qwen3MoeForCausalLM", mlp_only_layers=[0.5]), r"mlp_only_layers \[0.5\], a list"),
+        (config("Qwen3MoeForCausalLM", decoder_sparse_step=0), "decoder_sparse_step 0"),
+        (config("Qwen3MoeForCausalLM", norm_topk_prob=1), "norm_topk_prob 1, true or false"),
+        (config("Qwen3MoeForCausalLM", model_type="qwen3"), "which is 'qwen3_moe'"),
+        (config("Phi3ForCausalLM", partial_rotary_factor=0.75), "partial_rotary_factor 0.75"),
+        (config("Phi3ForCausalLM", rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary_factor 0.5"),
+        (config("Phi3ForCausalLM", rope_scaling={"type": "longrope"}), "'longrope' is not supported"),
+        (config("GraniteForCausalLM", logits_scaling=0), "logits_scaling 0, a number above 0"),
+    ],
+)
+def test_what_is_wrong_is_named(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(Unsupported, match=message):
+        shape(given)
