@@ -1,7 +1,7 @@
 """What was chosen in a step, as numbers: so rank 0, which alone sees logits, tells the other ranks.
 
 A pick is its token, and whether it completes its row. A beam's candidate is that, the row that it continues, and its score, bit for
-bit: all ranks keep the same books.
+bit: all ranks keep the same books. Of a group that can't go on for a reason that only rank 0 knows there is neither.
 """
 
 import struct
@@ -13,7 +13,7 @@ from .decoding.sampler import Pick
 
 Found = list[Pick | None]  # of a group: a pick of each row, or its candidates; None for what can't be chosen
 
-NONE, BROKEN = -1, -2  # no candidate, and None
+NONE, BROKEN, REFUSED = -1, -2, -3  # no candidate; None; the whole group can't go on, though its logits are numbers
 
 # What is known of each group: its rows, and the most candidates that it may have; 0: it has no beams.
 Counts = Listing[tuple[int, int]]
@@ -24,22 +24,30 @@ def length_of(counts: Counts) -> int:
     return sum(2 * candidates or rows for rows, candidates in counts)
 
 
-def codes_of(found: Listing[Found], counts: Counts) -> list[int]:
-    """The numbers."""
+def codes_of(found: Listing[Found | None], counts: Counts) -> list[int]:
+    """The numbers. found: None of a group that can't go on."""
     result: list[int] = []
-    for own, (_, candidates) in zip(found, counts, strict=True):
+    for own, (rows, candidates) in zip(found, counts, strict=True):
+        if own is None:
+            result += [REFUSED] * (2 * candidates or rows)
+            continue
         codes = [code for pick in own for code in (_pair(pick) if candidates else (_code(pick),))]
         result += codes + [NONE] * (2 * candidates - len(codes))
     return result
 
 
-def found_from(codes: Listing[int], counts: Counts) -> list[Found]:
+def found_from(codes: Listing[int], counts: Counts) -> list[Found | None]:
     """What they say."""
-    rest = iter(codes)
-    return [
-        list(_candidates(rest, candidates)) if candidates else [_pick(next(rest)) for _ in range(rows)]
-        for rows, candidates in counts
-    ]
+    found: list[Found | None] = []
+    first = 0
+    for rows, candidates in counts:
+        own = codes[first : first + (2 * candidates or rows)]
+        first += len(own)
+        if own[0] == REFUSED:
+            found.append(None)
+        else:
+            found.append(list(_candidates(iter(own), candidates)) if candidates else [_pick(code) for code in own])
+    return found
 
 
 def _code(pick: Pick | None) -> int:

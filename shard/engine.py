@@ -267,9 +267,9 @@ class Engine:
                 self.prompts.end(group, sequence)
 
     def _fail(self, group: Group, why: str, outcome: Outcome) -> None:
-        """The group goes. What it has computed others find, unless that is why, or ranks may think so that are not told more."""
+        """The group goes. What it has computed others find, unless that is why."""
         outcome.fail(group, why)
-        if why == NOT_FINITE or self.decoder.ranks.size > 1:
+        if why == NOT_FINITE:
             self._withdraw(group)
         self._drop(group)
 
@@ -455,8 +455,8 @@ class Engine:
     def _publish(self, runs: Listing[Run]) -> None:
         """Makes the pages known that are full now."""
         for run in runs:
-            if not self._here(run.group) or (run.problem and self.decoder.ranks.size == 1):
-                continue  # its group goes; of several ranks only the first knows why, and all have to keep the same books
+            if not self._here(run.group) or run.problem:
+                continue  # its group goes
             self._publish_all(run.group, [span.sequence for span in run.spans if not span.drafts])  # guesses may be wrong
 
     def _publish_all(self, group: Group, sequences: Iterable[Sequence]) -> None:

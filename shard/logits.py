@@ -33,6 +33,7 @@ from .step import Picked, Run
 
 # Rows whose logits are held at once for prompt log-probabilities: 64 x 128k float32 are 33 MB.
 SCORED_ROWS = 64
+ELSEWHERE = "rank 0 says why"
 
 
 def score_prompts(decoder: Decoder, runs: Listing[Run], hidden: Tensor, shrink: Shrink) -> None:
@@ -171,10 +172,19 @@ def _found_now(
     if decoder.ranks.size > 1:
         counts = [(len(one.rows), one.candidates) for one in wanted]
         samples = decoder.ranks.rank == 0
-        codes = codes_of(found, counts) if samples else [0] * length_of(counts)
+        seen = [None if one.run.problem else own for one, own in zip(wanted, found, strict=True)]
+        codes = codes_of(seen, counts) if samples else [0] * length_of(counts)
         told = decoder.ranks.tell(torch.tensor(codes, device=hidden.device)).tolist()
         if not samples:
-            found = found_from(told, counts)
+            found = [_taken(one, own) for one, own in zip(wanted, found_from(told, counts), strict=True)]
+    return found
+
+
+def _taken(one: Wanted, found: Found | None) -> Found:
+    """What rank 0 has told of a group."""
+    if found is None:
+        one.run.problem = ELSEWHERE
+        return [None] * len(one.rows)
     return found
 
 

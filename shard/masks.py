@@ -196,7 +196,8 @@ class Pending:
             closed = found.closed[first : first + (len(group.waiting) or run.wanted)]
             first += len(closed)
             if group.uid in found.problems:
-                run.problem = found.problems[group.uid]
+                if None not in own:  # else its logits are the worse problem: nobody shall find what they come from
+                    run.problem = found.problems[group.uid]
                 own = [None] * len(own)
             elif group.grammar and group.search is None:
                 own = [None if is_closed else pick for is_closed, pick in zip(closed, own, strict=True)]

@@ -11,12 +11,16 @@ from typing import Any
 import llguidance
 import numpy
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from penstock.shard.decoding import grammar as module
 from penstock.shard.decoding.background import Background
 from penstock.shard.decoding.grammar import Grammars, Guide, Unusable, bit
+from penstock.shard.decoding.hypotheses import Search
 from penstock.shard.decoding.sampler import Pick
+from penstock.shard.decoding.stops import Stops
+from penstock.shard.decoding.strategy import NOT_FINITE
 from penstock.shard.decoding.tree import Tree, chain, merge
 from penstock.shard.engine import Engine
 from penstock.shard.masks import Masks
@@ -414,17 +418,47 @@ def test_a_prompt_that_could_go_on_is_not_held_up_by_a_grammar() -> None:
     slow.set()
 
 
-def test_a_grammar_that_leads_nowhere_takes_no_prefix_from_others() -> None:
-    """What was computed for its prompt is as good as any."""
-    engine = with_masks(tiny.engine("demo", 4, 200))
+NOWHERE = llguidance.LLMatcher.grammar_from_lark('start: /[ab]{3}/ x\nx: x "b"')
+LOST: dict[str, dict[str, Any]] = {
+    "grammar": {"grammar": NOWHERE},
+    "at once": {"grammar": llguidance.LLMatcher.grammar_from_lark('start: x\nx: x "b"')},
+    "no text": {"search": Search(2, 1), "stops": ("x",)},
+}
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one rank", "two ranks"])
+@pytest.mark.parametrize("why", list(LOST))
+def test_a_group_that_can_not_go_on_takes_no_prefix_from_others(why: str, several: bool, tmp_path: Path) -> None:
+    """What was computed for its prompt is as good as any, also on ranks that don't know why it fails."""
     prefix = list(range(100, 140))
-    engine.prefill(1, [tiny.group(1, [*prefix, 150], 90)], [(1, 99)], 99, [])
-    lost = tiny.group(2, [*prefix, 151], 20, grammar=llguidance.LLMatcher.grammar_from_lark('start: /[ab]{3}/ x\nx: x "b"'))
-    outcome = engine.prefill(1, [lost], [(2, 99)], 99, [])
-    while 2 in engine.groups:
-        outcome = engine.decode([1])
-    assert [uid for uid, _ in outcome.failed] == [2]
-    assert engine.prefill(1, [tiny.group(3, [*prefix, 152], 2)], [(3, 99)], 99, []).cached_tokens == len(prefix)
-    node = engine.groups[1].sequences[0].node
-    assert node is not None
-    assert node.attached
+
+    def work(ranks: Ranks) -> tuple[int, list[int]]:
+        engine = tiny.engine_of("demo", ranks, 4, 200)
+        if not ranks.rank:
+            with_masks(engine)._stops = Stops(Grammars(tmp_path, VOCABULARY))  # there is no tokenizer
+        engine.prefill(1, [tiny.group(1, [*prefix, 150], 90)], [(1, 99)], 99, [])
+        outcome = engine.prefill(1, [tiny.group(2, [*prefix, 151], 20, **LOST[why])], [(2, 99)], 99, [])
+        while 2 in engine.groups:
+            outcome = engine.decode([1])
+        assert [uid for uid, _ in outcome.failed] == [2]
+        found = engine.prefill(1, [tiny.group(3, [*prefix, 152], 2)], [(3, 99)], 99, []).cached_tokens
+        node = engine.groups[1].sequences[0].node
+        assert node is not None
+        assert node.attached
+        assert engine.prefixes is not None
+        return found, sorted(engine.prefixes._nodes)
+
+    both = tiny.Pair().run(work) if several else [work(Ranks(0, 1, tiny.CPU))]
+    assert both[0] == both[-1]
+    assert both[0][0] == len(prefix)
+
+
+def test_logits_that_are_no_numbers_are_a_worse_problem_than_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they come from must not be found by others."""
+    engine = with_masks(tiny.engine("demo", 4, 200))
+    logits = engine.decoder.logits
+    monkeypatch.setattr(engine.decoder, "logits", lambda hidden: logits(hidden) * torch.nan)
+    outcome = engine.prefill(1, [tiny.group(1, list(range(100, 120)), 20, **LOST["at once"])], [(1, 99)], 99, [])
+    assert outcome.failed == [(1, NOT_FINITE)]
+    assert engine.prefixes is not None
+    assert not engine.prefixes._nodes
