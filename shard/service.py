@@ -19,6 +19,7 @@ import grpc
 
 from ..kernels.choose import triton_on
 from ..proto import shard_pb2 as wire
+from .checks import check_warmup, checked
 from .config import ShardConfig
 from .decoding.budget import Allowance, Linear
 from .decoding.hypotheses import Hypothesis, Path, Search, Stop
@@ -84,6 +85,10 @@ class Service:
 
     def Warmup(self, request: wire.WarmupRequest, context: grpc.ServicerContext) -> wire.WarmupReply:  # noqa: N802
         """See shard.proto. A repeated call answers what the first one found."""
+        try:
+            check_warmup(request)
+        except Refused as refused:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(refused))
         while not self._loaded.wait(LOOK) and context.is_active():
             pass  # nobody waits for an answer that nobody wants: Info and Health need the threads
         if self._executor is None:
@@ -159,7 +164,7 @@ class Service:
     def Steps(self, commands: Iterator[wire.Command], context: grpc.ServicerContext) -> Iterator[wire.Reply]:  # noqa: N802
         """See shard.proto. When the stream ends the router is gone, and what it ran is dropped."""
         with self._told(context) as executor:
-            yield from executor.stream(commands)
+            yield from executor.stream(map(checked, commands))
 
     def follow(self, message: bytes) -> None:
         """Executes a command that rank 0 passed on, or ends a step as rank 0 did."""
@@ -171,7 +176,7 @@ class Service:
 
     def _once(self, command: wire.Command, context: grpc.ServicerContext) -> wire.Reply:
         with self._told(context) as executor:
-            return executor.once(command)
+            return executor.once(checked(command))
 
     @contextmanager
     def _told(self, context: grpc.ServicerContext) -> Iterator[Executor]:
