@@ -81,14 +81,20 @@ def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
 
 def _shape(folder: Path) -> Shape:
     """Of the model in a folder. Raises Unsupported."""
+    path = folder / "config.json"
     try:
-        return shape(json.loads((folder / "config.json").read_text()))
+        config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise Unsupported(f"{folder} has no config.json: is it a model's folder?") from None
+    except OSError as error:
+        raise Unsupported(f"{path} can't be read ({error.strerror}): is it a model's folder, and this user's?") from None
     except RecursionError as error:
-        raise Unsupported(f"{folder}/config.json is nested too deeply ({error}): download it again") from None
-    except json.JSONDecodeError as error:
-        raise Unsupported(f"{folder}/config.json is not JSON ({error}): download it again") from None
+        raise Unsupported(f"{path} is nested too deeply ({error}): download it again") from None
+    except ValueError as error:
+        raise Unsupported(f"{path} is not JSON ({error}): download it again") from None
+    if not isinstance(config, dict):
+        raise Unsupported(f"{path} holds {config!r:.40}, an object is needed: download it again")
+    return shape(config)
 
 
 def _drafter(config: ShardConfig, folder: str, target: Shape, device: torch.device, stage: Callable[[str], None]) -> Drafter:

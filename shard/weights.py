@@ -53,10 +53,7 @@ class Weights:
         path = self._places.get(name)
         if path is None:
             raise Unsupported(f"{self._folder} has no tensor {name}: is the download complete, and config.json the model's own?")
-        try:
-            stored = self._open(path).get_slice(name)
-        except SafetensorError as error:
-            raise Unsupported(f"{path} has no tensor {name} ({error}): download it again") from None
+        stored = self._stored(path, name, "get_slice")
         found = tuple(stored.get_shape())
         if found != shape:
             raise Unsupported(f"tensor {name} is {list(found)}, config.json says {list(shape)}: they belong to different models")
@@ -75,17 +72,21 @@ class Weights:
         path = self._places.get(name)
         if path is None:
             return None
-        found = self._open(path).get_tensor(name).float().flatten()
+        found = self._stored(path, name, "get_tensor").float().flatten()
         if len(found) not in (1, size):
             raise Unsupported(
                 f"tensor {name} has {len(found)} numbers, config.json says {size} heads: they belong to different models"
             )
         return found.expand(size).contiguous().to(self._device)  # type: ignore[no-any-return]
 
-    def _open(self, path: Path) -> Any:
+    def _stored(self, path: Path, name: str, read: str) -> Any:
+        """The tensor, by one of safetensors' methods."""
         if path not in self._files:
             self._files[path] = _opened(path)
-        return self._files[path]
+        try:
+            return getattr(self._files[path], read)(name)
+        except SafetensorError as error:
+            raise Unsupported(f"{path} has no tensor {name} ({error}): download it again") from None
 
 
 class DummyWeights:
@@ -122,9 +123,12 @@ def _places(folder: Path) -> dict[str, Path]:
         return dict.fromkeys(_names(single), single)
     if index.is_file():
         try:
-            names = dict(json.loads(index.read_text())["weight_map"])
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            names = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        except (ValueError, KeyError, TypeError, RecursionError, OSError) as error:
             raise Unsupported(f"{index} is not an index of tensors ({error!r}): download it again") from None
+        for name, file in names.items():
+            if not isinstance(file, str):
+                raise Unsupported(f"{index} says that tensor {name} is in {file!r:.40}, a file's name is needed: download it again")
         missing = sorted({file for file in names.values() if not (folder / file).is_file()})
         if missing:
             raise Unsupported(f"{folder} lacks {', '.join(missing)}, which {INDEX} lists: complete the download")

@@ -220,7 +220,7 @@ def _tokenizer(folder: Path, vocabulary: int) -> llguidance.LLTokenizer:
         if not special:
             raise Unusable(f"grammars need a tokenizer with a special token, and {path} has none")
         return _sized(source, vocabulary, special[0])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise Unusable(f"grammars need {path}, as the tokenizers library writes it: {error!r}") from error
 
 

@@ -202,8 +202,14 @@ def test_without_a_tokenizer_there_are_no_grammars(tmp_path: Path) -> None:
         ({}, "writes it"),
         ({**whole, "model": {}}, "writes it"),
         ({**whole, "added_tokens": []}, "none"),
+        ({**whole, "added_tokens": [7]}, "writes it"),
+        ({**whole, "added_tokens": [{"id": -1, "special": True}]}, "writes it"),
+        ({**whole, "added_tokens": [{"id": 1 << 70, "special": True}]}, "writes it"),
+        ({**whole, "added_tokens": [{"id": "a", "special": True}]}, "writes it"),
+        ([whole], "writes it"),
+        ("[" * 200_000, "writes it"),
     ):
-        (tmp_path / "tokenizer.json").write_text(json.dumps(broken))
+        (tmp_path / "tokenizer.json").write_text(broken if isinstance(broken, str) else json.dumps(broken))
         with pytest.raises(Unusable, match=said):
             guide_of(Grammars(tmp_path, VOCABULARY), regex("a"))
 

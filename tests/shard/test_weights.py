@@ -287,10 +287,43 @@ def test_a_corrupt_file_of_several(sharded: Path) -> None:
     refuses(sharded, spoilt.name, "can't be read", "download it again")
 
 
-@pytest.mark.parametrize(("file", "text"), [("config.json", ""), ("config.json", "{"), (INDEX, ""), (INDEX, "{"), (INDEX, "{}")])
-def test_json_of_an_interrupted_download(sharded: Path, file: str, text: str) -> None:
-    (sharded / file).write_text(text)
-    refuses(sharded, file, "download it again")
+@pytest.mark.parametrize("file", ["config.json", INDEX])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"{}", b"[]", b"7", b'{"\xe9": 1}', b"[" * 200_000], ids=lambda content: repr(content)[:9]
+)
+def test_json_of_an_interrupted_download(sharded: Path, file: str, content: bytes) -> None:
+    (sharded / file).write_bytes(content)
+    refuses(sharded, *(("architecture none named",) if (file, content) == ("config.json", b"{}") else (file, "download it again")))
+
+
+def test_a_config_that_is_no_file(copy: Path) -> None:
+    (copy / "config.json").unlink()
+    (copy / "config.json").mkdir()
+    refuses(copy, "config.json can't be read (Is a directory)", "is it a model's folder")
+
+
+@pytest.mark.parametrize(("content", "said"), [([], "holds []"), ("no", "holds 'no'"), (None, "holds None")])
+def test_a_config_that_is_no_object(copy: Path, content: Any, said: str) -> None:
+    (copy / "config.json").write_text(json.dumps(content))
+    refuses(copy, "config.json", said, "an object is needed: download it again")
+
+
+@pytest.mark.parametrize("file", [7, None, ["a"], {}, True])
+def test_an_index_that_names_no_file(sharded: Path, file: Any) -> None:
+    index = json.loads((sharded / INDEX).read_text())
+    index["weight_map"]["model.norm.weight"] = file
+    (sharded / INDEX).write_text(json.dumps(index))
+    refuses(sharded, INDEX, f"model.norm.weight is in {file!r}, a file's name is needed", "download it again")
+
+
+def test_a_scale_that_the_index_puts_elsewhere(sharded: Path) -> None:
+    index = json.loads((sharded / INDEX).read_text())
+    name = "model.layers.0.self_attn.k_scale"
+    index["weight_map"][name] = other = index["weight_map"]["model.norm.weight"]
+    (sharded / INDEX).write_text(json.dumps(index))
+    source = Weights(sharded, torch.float32, tiny.CPU, lambda read: None)
+    with pytest.raises(Unsupported, match=rf"{other} has no tensor {name} \(.*\): download it again"):
+        source.scale(name, 4)
 
 
 @pytest.mark.parametrize(
