@@ -25,25 +25,21 @@ class Sender:
 
     def __init__(self, config: ShardConfig) -> None:
         self._config = config
-        self._expected: list[tuple[socket.socket, int]] = []  # where they come, and how many
+        self._expected: list[tuple[socket.socket, range]] = []  # where they come, and which
         self._peers: list[Link] = []
         if config.rank:
             return
         if config.neighbours > 1:
-            self._expected.append((_listen(config.relay), config.neighbours - 1))
+            self._expected.append((_listen(config.relay), range(1, config.neighbours)))
         if config.ranks > config.neighbours:
-            self._expected.append((link.listen(*link.split(config.relay_address)), config.ranks - config.neighbours))
+            self._expected.append((link.listen(*link.split(config.relay_address)), range(config.neighbours, config.ranks)))
 
     def connect(self) -> None:
         """Returns when every other rank is there."""
-        for listening, count in self._expected:
-            ranks: set[int] = set()
-            for rank, peer in self._arrivals(listening):
-                if rank not in ranks:
-                    ranks.add(rank)
-                    self._peers.append(peer)
-                if len(ranks) == count:
-                    break
+        for listening, ranks in self._expected:
+            lacking = set(ranks)
+            while lacking:
+                self._peers.append(self._arrival(listening, lacking))
             listening.close()
 
     def send(self, message: bytes) -> None:
@@ -58,8 +54,8 @@ class Sender:
         for listening, _ in self._expected:
             link.hush(listening)
 
-    def _arrivals(self, listening: socket.socket) -> Iterator[tuple[int, Link]]:
-        """Everybody who knows the token, with the rank."""
+    def _arrival(self, listening: socket.socket, lacking: set[int]) -> Link:
+        """The next one who knows the token and is one of `lacking`, which it leaves. Others, and who comes twice, are refused."""
         local = listening.family == socket.AF_UNIX
         certified = None if local else certificates.of(self._config)
         while True:
@@ -69,11 +65,12 @@ class Sender:
             except Stranger as stranger:
                 log.warning(str(stranger))
                 continue
-            if rank is not None:
-                yield rank, peer
-            else:
-                log.warning(f"{address} was refused: no rank of this group")
-                peer.close()
+            if rank in lacking:
+                lacking.remove(rank)
+                return peer
+            why = "no rank of this group" if rank is None else f"rank {rank} is there already, or does not belong here"
+            log.warning(f"{address} was refused: {why}")
+            peer.close()
 
 
 class Receiver:

@@ -177,6 +177,37 @@ def test_the_relay_reaches_ranks_here_and_elsewhere_and_nobody_else(
     assert len([line for line in caplog.messages if "was refused" in line]) == 3
 
 
+def test_a_rank_that_comes_twice_or_to_the_wrong_place_is_sent_away(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """At once, and nobody is taken for one that is still to come."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    sender = Sender(rank(0, tmp_path, port))
+    here = str(tmp_path / "relay")
+    with ThreadPoolExecutor(1) as threads, closing(sender):
+        connecting = threads.submit(sender.connect)
+
+        def refused(stray: ShardConfig) -> None:
+            with ThreadPoolExecutor(1) as other, closing(Receiver(stray)) as receiver, pytest.raises(EOFError):
+                other.submit(receiver.receive).result(5)
+
+        for number in (0, 2, 4, -1):
+            refused(rank(number, tmp_path, port, relay=here))
+        near = Receiver(rank(1, tmp_path, port))
+        far = Receiver(rank(2, tmp_path, port))
+        for number in (2, 1, 4):
+            refused(rank(number, tmp_path, port, relay=""))
+        last = Receiver(rank(3, tmp_path, port))
+        connecting.result(10)
+        sending = threads.submit(sender.send, b"one")
+        assert [peer.receive() for peer in (near, far, last)] == [b"one"] * 3
+        sending.result(10)
+    for peer in (near, far, last):
+        peer.close()
+    assert [line for line in caplog.messages if "is there already, or does not belong here" in line][4:5] == [
+        "127.0.0.1 was refused: rank 2 is there already, or does not belong here"
+    ]
+
+
 def test_one_rank_has_nobody_to_wait_for(tmp_path: Path) -> None:
     sender = Sender(ShardConfig(folder="", model="", relay=str(tmp_path / "relay")))
     sender.connect()
