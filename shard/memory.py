@@ -1,6 +1,8 @@
 """How many pages fit: measures what the largest step takes and gives the rest of the memory to keys and values."""
 
 import logging
+import resource
+import sys
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,8 @@ log = logging.getLogger(__name__)
 # On a CPU activations grow in proportion to the tokens of a step, so a small step is measured and multiplied: a full one of a
 # large model would take minutes.
 SAMPLE_TOKENS = 64
+UNIT = 1 if sys.platform == "darwin" else 1024  # bytes: what the system counts a process's memory in
+REMEDY = "should memory run out, give a smaller --kv-pages"
 # Every feature of the sampler that takes memory.
 GREEDIEST = Sampling(temperature=1.0, top_p=0.999999, typical_p=0.99, repetition_penalty=1.1, bias=((0, 1.0),), final_logprobs=True)
 
@@ -109,13 +113,16 @@ def _peak(device: torch.device, reset: bool = False) -> int:
         if reset:
             torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status")
-    if not status.is_file():
-        return 0
-    if reset:
-        Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak resident set
-    lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
-    return int(lines["VmHWM"].split()[0]) * 1024
+    try:
+        if reset:
+            Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak resident set
+    except OSError as error:
+        log.warning(f"what a step takes is seen only in part, since the peak of memory can't be reset ({error}); {REMEDY}")
+    try:
+        lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        return int(lines["VmHWM"].split()[0]) * 1024
+    except (OSError, KeyError):  # not on Linux, or in a sandbox that is none quite
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * UNIT
 
 
 def _available(device: torch.device) -> int:

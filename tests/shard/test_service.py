@@ -1,8 +1,9 @@
 """The service on a unix socket, one rank in this process: who is refused, what is repeated, what the columns hold."""
 
 import dataclasses
+import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 from penstock.proto import rpc
 from penstock.proto import shard_pb2 as wire
+from penstock.shard import memory
 from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.budget import Allowance, Linear
 from penstock.shard.loading import load
@@ -125,6 +127,33 @@ def test_the_measured_step_keeps_within_the_positions(process: Process, monkeypa
     process.start()
     few = wire.WarmupRequest(max_step_tokens=2000, max_step_rows=1, max_total_tokens=512)
     assert process.stub.Warmup(few, timeout=30).sample_tokens == 2000
+
+
+@pytest.mark.parametrize("absent", [("clear_refs",), ("clear_refs", "status")], ids=["read-only", "no /proc"])
+@pytest.mark.parametrize("process", [{"kv_pages": 0}], indirect=True)
+def test_memory_is_measured_where_proc_is_not_as_on_linux(
+    process: Process, absent: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a step that takes more than anything before: the peak can't be reset."""
+
+    def away(own: Callable[..., Any]) -> Callable[..., Any]:
+        def either(path: Path, *rest: Any, **more: Any) -> Any:
+            if path.parent == Path("/proc/self") and path.name in absent:
+                raise PermissionError(13, "Permission denied", str(path))
+            return own(path, *rest, **more)
+
+        return either
+
+    monkeypatch.setattr(Path, "write_text", away(Path.write_text))
+    monkeypatch.setattr(Path, "read_text", away(Path.read_text))
+    process.start()
+    assert process.stub.Warmup(WARMUP, timeout=30).pages == 8 * 256 // 4
+    assert any("can't be reset ([Errno 13] Permission denied: '/proc/self/clear_refs')" in line for line in caplog.messages)
+    before = memory._peak(tiny.CPU, reset=True)
+    now = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    taken = torch.ones(max(0, before - now) + (64 << 20), dtype=torch.uint8)
+    assert memory._peak(tiny.CPU) - before > 32 << 20
+    assert taken.all()
 
 
 def test_commands_before_warmup_are_refused(process: Process) -> None:
