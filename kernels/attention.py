@@ -8,7 +8,7 @@ Rows are put into blocks of equal q and similar length; a block is one gather an
 nothing here runs once per row. Blocks are small enough for the gathered copy to stay in the processor's cache.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -164,13 +164,19 @@ def _visible(rows: Sequence[Row], length: int, window: int) -> Array:
 def ancestry(parents: Sequence[int]) -> tuple[list[list[bool]], list[int]]:
     """Of a tree given by `parents` (each before its children): who sees whom (itself included), and depths."""
     sees: list[list[bool]] = []
-    depths: list[int] = []
     for i, parent in enumerate(parents):
         row = list(sees[parent]) if parent >= 0 else [False] * len(parents)
         row[i] = True
         sees.append(row)
-        depths.append(depths[parent] + 1 if parent >= 0 else 0)
-    return sees, depths
+    return sees, depths(parents)
+
+
+def depths(parents: Iterable[int]) -> list[int]:
+    """Of such a tree's nodes; 0 for those without a parent."""
+    found: list[int] = []
+    for parent in parents:
+        found.append(found[parent] + 1 if parent >= 0 else 0)
+    return found
 
 
 def attention(

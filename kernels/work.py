@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy
 
-from .attention import Row
+from .attention import Row, depths
 
 # Nodes of a tree: two 64-bit words say whom a node sees.
 NODES = 128
@@ -107,7 +107,7 @@ def table(rows: Sequence[Row], page_size: int, most: int) -> Table:
     positions = _ranges(contexts, queries)
     for i, row in enumerate(rows):
         if row.parents is not None:
-            positions[starts[i] : starts[i] + row.queries] = row.context + _ints(ancestry_depths(row))
+            positions[starts[i] : starts[i] + row.queries] = row.context + _ints(depths(row.parents))
     own = numpy.zeros_like(queries)
     tokens, runs, count = [numpy.arange(len(positions))], [], len(positions)
     for run in runs_of(rows, page_size, most):
@@ -137,16 +137,6 @@ def width(row: Row, page_size: int) -> int:
     return -(-(row.context + row.queries) // page_size)
 
 
-def ancestry_depths(row: Row) -> list[int]:
-    """How deep each node of a tree is; a chain's are 0, 1, 2..."""
-    if row.parents is None:
-        return list(range(row.queries))
-    depths: list[int] = []
-    for parent in row.parents:
-        depths.append(depths[parent] + 1 if parent >= 0 else 0)
-    return depths
-
-
 def masks(row: Row) -> list[tuple[int, int]]:
     """Per node of a tree two words of 64 bits: bit i of the first says whether it sees node i, of the second node 64 + i."""
     if row.parents is None or row.queries > NODES:
@@ -172,7 +162,8 @@ def runs_of(rows: Sequence[Row], page_size: int, most: int) -> Iterator[Run]:
         for together in same.values():
             if len(together) < 2:
                 continue
-            end = _common(rows, together, alike, min(full[i] for i in together))
+            least_full = min(full[i] for i in together)
+            end = alike + common_pages([list(rows[i].pages[alike:least_full]) for i in together])
             if end - begin >= least:
                 yield Run(together, begin, end)
                 waiting.append((together, end, end))
@@ -180,18 +171,17 @@ def runs_of(rows: Sequence[Row], page_size: int, most: int) -> Iterator[Run]:
                 waiting.append((together, begin, end))
 
 
-def _common(rows: Sequence[Row], members: list[int], begin: int, end: int) -> int:
-    """Up to which page before `end` the tables of `members` are alike, given that they are before `begin`."""
-    tables = [list(rows[i].pages[begin:end]) for i in members]
+def common_pages(tables: Sequence[list[int]]) -> int:
+    """With how many pages all of these begin, which are equally long."""
     low, high = min(tables), max(tables)  # whatever all others share, these two do
-    alike, differ = 0, end - begin + 1
+    alike, differ = 0, len(low) + 1
     while differ - alike > 1:
         middle = (alike + differ) // 2
         if low[alike:middle] == high[alike:middle]:
             alike = middle
         else:
             differ = middle
-    return begin + alike
+    return alike
 
 
 def kind_of(tiles: Sequence[Tile], rows: int) -> int:

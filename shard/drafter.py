@@ -46,7 +46,7 @@ class Drafter:
         self.cache = Cache(self.decoder.shape, 1, pages, page_size, self.decoder.embedding.dtype, self.device)
         self.forward = Forward(self.decoder, self.cache, layout_of(self.decoder, page_size, self.device))
         self._full: set[int] = set()  # pages in which all keys and values are there
-        self._before: list[Span] = []  # of the last round
+        self._before = 0  # spans of the last round
 
     @property
     def token_bytes(self) -> int:
@@ -105,10 +105,9 @@ class Drafter:
 
     def _go_on(self, wanted: Listing[Wanted], spans: list[Span]) -> bool:
         """Whether all are one token more of the chains of the last round."""
-        before, self._before = self._before, spans
-        return len(spans) == len(before) and all(
-            one.nodes[0] != ROOT and own.parents is last.parents is None and own.sequence is last.sequence
-            for one, own, last in zip(wanted, spans, before, strict=True)
+        before, self._before = self._before, len(spans)  # of the last round's sequences some may be missing, and none is new
+        return len(spans) == before and all(
+            one.nodes[0] != ROOT and own.parents is None for one, own in zip(wanted, spans, strict=True)
         )
 
     def _span(self, one: Wanted) -> tuple[Span, list[int]]:

@@ -203,9 +203,7 @@ class Engine:
                     self.prompts.settle(group)
             self._changed[uid] = group
 
-    def pause(self, uids: Iterable[int]) -> list[Group]:
-        """Like `filter`: the tokens of what it returns are all that resumes them."""
-        return self.filter(uids)
+    pause = filter  # the tokens of what it returns are all that resumes them
 
     def concat(self, into: int, batches: Listing[int]) -> None:
         """Moves the groups of `batches` to the end of `into`."""
@@ -478,7 +476,7 @@ class Engine:
         self.cache.move(rows)
 
     def _judge(self, run: Run, picks: dict[int, Found], outcome: Outcome) -> None:
-        group = run.group
+        group, children = run.group, list[Child]()
         if not self._here(group):
             return
         if run.problem:
@@ -508,22 +506,15 @@ class Engine:
                 self._end(group, verdict.ended)
                 if group.uid not in self.groups:
                     return
-            if verdict.children and not self._fork(group, verdict.children, outcome):
-                return
+            children = verdict.children
         self._changed[group.uid] = group
-        if not group.decodes:
-            try:
-                self.prompts.settle(group)
-            except OutOfPages as error:
-                self._fail(group, f"the pool is full: {error}", outcome)
-
-    def _fork(self, group: Group, children: Listing[Child], outcome: Outcome) -> bool:
         try:
-            self.forks.fork(group, children, group.top_n > 0)
+            if children:
+                self.forks.fork(group, children, group.top_n > 0)
+            if not group.decodes:
+                self.prompts.settle(group)
         except OutOfPages as error:
             self._fail(group, f"the pool is full: {error}", outcome)
-            return False
-        return True
 
     def _begin(self, group: Group, outcome: Outcome) -> None:
         """The choices that waited for the prompt have begun."""

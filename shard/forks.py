@@ -5,11 +5,11 @@ page of its own for what comes next. When the step lands they take the places of
 """
 
 from array import array
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence as Listing
 
 from ..kernels.transfer import lists_to_device
+from ..kernels.work import common_pages
 from .cache import Cache
 from .decoding.strategy import Child
 from .pages import PADDING, PagePool
@@ -23,18 +23,12 @@ def heirs(group: Group, width: int, page_size: int, source: int) -> list[Span]:
     beams = group.sequences
     computed = beams[0].computed
     full = computed // page_size
-    front = Front(beams, _alike([beam.pages for beam in beams], full))
+    front = Front(beams, common_pages([beam.pages[:full] for beam in beams]))
     pages = beams[0].pages[: front.settled] + [PADDING] * (full - front.settled)
     group.heirs = [
         Sequence(array("I"), beams[0].prompt_length, rank, beams[0].cache_key, computed, pages[:]) for rank in range(width)
     ]
     return [Span(heir, computed, (0,), source=source + rank, front=front) for rank, heir in enumerate(group.heirs)]
-
-
-def _alike(tables: Listing[list[int]], most: int) -> int:
-    """With how many pages, up to `most`, all begin."""
-    low, high = min(tables), max(tables)  # whatever all others share, these two do
-    return bisect_left(range(most), True, key=lambda place: low[: place + 1] != high[: place + 1])
 
 
 class Forks:

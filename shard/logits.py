@@ -319,10 +319,7 @@ def _part(
     """The rows of some runs. Those that no grammar of theirs binds have no mask."""
     if logits is None or len(chosen) == len(wanted):
         return logits, mask
-    starts, start = [], 0
-    for one in wanted:
-        starts.append(start)
-        start += len(one.rows)
+    starts = [0, *accumulate(len(one.rows) for one in wanted)]
     places = to_device(torch.tensor([starts[i] + k for i in chosen for k in range(len(wanted[i].rows))]), logits.device)
     bound = mask is not None and any(wanted[i].run.group.grammar for i in chosen)
     return logits[places], mask[places] if mask is not None and bound else None

@@ -65,11 +65,6 @@ class Ranks:
         distributed.all_reduce(tensor, op=distributed.ReduceOp.MIN)
         return int(tensor.item())
 
-    def close(self) -> None:
-        """Leaves the group."""
-        if self.size > 1 and distributed.is_initialized():
-            distributed.destroy_process_group()
-
 
 def _store(rank: int, size: int, meeting: Meeting, timeout: timedelta) -> Any:
     """Where the ranks meet. Rank 0 listens at that address only: left to itself torch would listen at all that the machine has."""

@@ -97,7 +97,7 @@ class Service:
         with self._lock:
             if self._warmup is None:
                 try:
-                    self._warmup = self._executor.call(self._measure, request)
+                    self._warmup = self._executor.call(partial(self._measure, request))
                 except Unsupported as error:
                     log.error(str(error))
                     self._end(2)

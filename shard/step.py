@@ -126,7 +126,7 @@ def plan(spans: Listing[Span], layout: Layout, room: Room | None = None, picked:
         starts[i] = len(tokens)
         tokens += span.tokens
         places = range(start, start + len(span.tokens))
-        positions += places if span.parents is None else [start + depth for depth in attention.ancestry(span.parents)[1]]
+        positions += places if span.parents is None else [start + depth for depth in attention.depths(span.parents)]
         slots += [own[place // size] * size + place % size for place in places]
     wanted = _wanted(spans, starts)
     if room is not None:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import ParamSpec, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import grpc
 
@@ -26,7 +26,6 @@ log = logging.getLogger(__name__)
 # between them; one that doesn't read its replies is not heard any further.
 AHEAD = 8
 
-Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 # Builds a reply, when the command after it may be under way already. May be called again, and by any thread.
 Answer = Callable[[], wire.Reply]
@@ -87,9 +86,9 @@ class Executor:
         self._failed = False
         self._thread.submit(self._guard, machine.enter)
 
-    def call(self, function: Callable[Arguments, Result], *arguments: Arguments.args, **settings: Arguments.kwargs) -> Result:
+    def call(self, function: Callable[[], Result]) -> Result:
         """Calls a function on the thread that executes commands, after all of them."""
-        return self._thread.submit(function, *arguments, **settings).result()
+        return self._thread.submit(function).result()
 
     def once(self, command: wire.Command) -> wire.Reply:
         """The reply to a command that comes alone. Raises Refused or Failed."""

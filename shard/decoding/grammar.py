@@ -66,10 +66,6 @@ class Guide:
             self.matcher.consume_tokens(list(tokens[self._followed :]))
             self._followed = len(tokens)
 
-    def fits(self, path: Listing[int]) -> int:
-        """How many of these tokens, one after the other, may come next. It stays where it is."""
-        return self.matcher.validate_tokens(list(path))
-
     def after(self, path: Listing[int]) -> "Guide | None":
         """One that stands after these next tokens, if they may come."""
         twin = self.copy()

@@ -12,6 +12,8 @@ from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 from itertools import accumulate
 
+from ...kernels import attention
+
 # Drafts in a tree. Together with the sequence's last token they are the 128 nodes whose ancestors attention has bits for.
 MOST_NODES = 127
 ROOT = -1
@@ -44,10 +46,7 @@ class Tree:
     @property
     def depths(self) -> list[int]:
         """0 for what follows the sequence's last token."""
-        found: list[int] = []
-        for parent in self.parents:
-            found.append(found[parent] + 1 if parent >= 0 else 0)
-        return found
+        return attention.depths(self.parents)
 
     @property
     def children(self) -> list[list[int]]:
@@ -56,14 +55,6 @@ class Tree:
         for node, parent in enumerate(self.parents):
             found[parent + 1].append(node)
         return found
-
-    def path(self, node: int) -> list[int]:
-        """The nodes from the first on that lead to `node`, which is the last of them."""
-        nodes = []
-        while node != ROOT:
-            nodes.append(node)
-            node = self.parents[node]
-        return nodes[::-1]
 
     def query(self, lacking: int) -> list[int] | None:
         """The parents of a span that holds a sequence's `lacking` last tokens, then the nodes; None where it is a chain."""

@@ -28,6 +28,7 @@ from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import Habits, drive
+from penstock.tests.shard.test_tree import path_to
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"
 VOCABULARY = 2048  # the model's; its tokenizer has 1926
@@ -41,6 +42,11 @@ def regex(pattern: str) -> str:
 def guide_of(grammars: Grammars, grammar: str) -> Guide:
     """At its beginning."""
     return grammars.compile(grammar).result().copy()
+
+
+def fitting(guide: Guide, *path: int) -> int:
+    """How many of these tokens, one after the other, may come next."""
+    return guide.matcher.validate_tokens(list(path))
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +111,7 @@ def test_what_is_followed_at_once_and_one_by_one_is_the_same(grammars: Grammars)
             break
         wrong = next(id for id in range(VOCABULARY) if id not in ids)
         right = chance.choice(ids)
-        assert (slow.fits([right]), slow.fits([wrong]), slow.fits([right, wrong, right])) in ((1, 0, 1), (1, 0, 2), (1, 0, 3))
+        assert (fitting(slow, right), fitting(slow, wrong), fitting(slow, right, wrong, right)) in ((1, 0, 1), (1, 0, 2), (1, 0, 3))
         tokens.append(right)
 
 
@@ -132,10 +138,10 @@ def test_what_may_follow_a_draft_is_what_may_follow_its_path(name: str, grammars
         masks, complete = grammars.masks_along(guides, trees)
         row = 0
         for own, tree in zip(told, trees, strict=True):
-            paths = [own, *([*own, *(tree.tokens[one] for one in tree.path(node))] for node in range(len(tree)))]
+            paths = [own, *([*own, *(tree.tokens[one] for one in path_to(tree, node))] for node in range(len(tree)))]
             for path in paths:
                 alone = guide_of(grammars, VISITED[name])
-                if all(token not in ends and alone.fits([token]) and alone.matcher.consume_token(token) for token in path):
+                if all(token not in ends and fitting(alone, token) and alone.matcher.consume_token(token) for token in path):
                     assert (masks[row] == grammars.masks([alone])[0]).all()
                     assert complete[row] == alone.complete
                     followed += 1
@@ -146,7 +152,7 @@ def test_what_may_follow_a_draft_is_what_may_follow_its_path(name: str, grammars
         for guide, own, tree in zip(guides, told, trees, strict=True):
             assert not guide.problem or name == "nowhere"
             first = [tree.tokens[node] for node, parent in enumerate(tree.parents) if parent < 0]
-            own += [token for token in first if guide.fits([token]) and token not in ends][:1]
+            own += [token for token in first if fitting(guide, token) and token not in ends][:1]
             guide.follow(own)
     assert refused > 50
     assert followed > 50 or name == "short"

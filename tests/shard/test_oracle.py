@@ -151,8 +151,7 @@ def test_every_node_of_a_tree_sees_its_path(name: str, page_size: int) -> None:
 
 
 def test_the_tree_check_finds_positions_that_are_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = attention.ancestry
-    monkeypatch.setattr(attention, "ancestry", lambda parents: (right(parents)[0], list(range(len(parents)))))
+    monkeypatch.setattr(attention, "depths", lambda parents: list(range(len(parents))))
     with pytest.raises(AssertionError):
         check_tree("llama", 16)
 

@@ -16,13 +16,14 @@ from penstock.shard.decoding.proposers import Asked, Lookup, Merged
 from penstock.shard.decoding.tree import ROOT, Tree
 from penstock.shard.decoding.verify import Rule
 from penstock.shard.sequence import Sampling
+from penstock.tests.shard.test_tree import path_to
 from penstock.tests.shard.toy import Toy, end, group, next_token
 
 MODEL = Toy(30, 5)
 
 
 def paths(tree: Tree) -> set[tuple[int, ...]]:
-    return {tuple(tree.tokens[i] for i in tree.path(node)) for node in range(len(tree))}
+    return {tuple(tree.tokens[i] for i in path_to(tree, node)) for node in range(len(tree))}
 
 
 # Lookup

@@ -38,9 +38,14 @@ def random_tree(seed: int, nodes: int | None = None) -> Tree:
     return lay(*some(seed, random.Random(-seed).randint(0, 20) if nodes is None else nodes))[0]
 
 
+def path_to(tree: Tree, node: int) -> list[int]:
+    """The nodes from the first on that lead to `node`, which is the last of them."""
+    return [*path_to(tree, tree.parents[node]), node] if node != ROOT else []
+
+
 def paths(tree: Tree) -> dict[tuple[int, ...], float]:
     """Tokens of every node's path, and its log-probability."""
-    found = {tuple(tree.tokens[i] for i in tree.path(node)): tree.logprobs[node] for node in range(len(tree))}
+    found = {tuple(tree.tokens[i] for i in path_to(tree, node)): tree.logprobs[node] for node in range(len(tree))}
     assert len(found) == len(tree)
     return found
 
@@ -128,7 +133,7 @@ def most_worth(tree: Tree, nodes: int) -> float:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_depths_are_those_that_attention_sees(seed: int) -> None:
     tree = random_tree(seed)
-    assert tree.depths == [len(tree.path(node)) - 1 for node in range(len(tree))] == ancestry(tree.parents)[1]
+    assert tree.depths == [len(path_to(tree, node)) - 1 for node in range(len(tree))] == ancestry(tree.parents)[1]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -141,7 +146,7 @@ def test_a_span_holds_what_a_sequence_lacks_and_then_the_tree(seed: int) -> None
     sees, depths = ancestry(parents)
     assert depths == [*range(lacking), *(lacking + depth for depth in tree.depths)]
     for node in range(len(tree)):
-        own = {lacking + i for i in tree.path(node)} | set(range(lacking))
+        own = {lacking + i for i in path_to(tree, node)} | set(range(lacking))
         assert {i for i, seen in enumerate(sees[lacking + node]) if seen} == own
 
 
@@ -158,7 +163,7 @@ def test_a_path_is_followed_as_far_as_there_are_nodes(seed: int) -> None:
     accepted = tree.accepted(picked)
     text = [picked[0]]
     for node in accepted:
-        assert tuple(tree.tokens[i] for i in tree.path(node)) == tuple(text)
+        assert tuple(tree.tokens[i] for i in path_to(tree, node)) == tuple(text)
         text.append(picked[node + 1])
     assert tuple(text) not in paths(tree)
     ranks, widths = tree.trial(accepted)
@@ -176,7 +181,7 @@ def test_where_nothing_was_picked_nothing_is_followed() -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_is_accepted_moves_to_where_it_belongs(seed: int) -> None:
     tree, chance = random_tree(seed, 12), random.Random(seed)
-    path = tree.path(chance.randrange(12))
+    path = path_to(tree, chance.randrange(12))
     slots: list[object] = list(range(12))
     for source, target in moves(path):
         assert target < source, "it would overwrite what is still to be moved"

@@ -14,7 +14,7 @@ from penstock.shard.sequence import Sequence
 from penstock.shard.step import Span
 from penstock.tests.shard import tiny
 from penstock.tests.shard.test_oracle import prompt
-from penstock.tests.shard.test_tree import random_tree
+from penstock.tests.shard.test_tree import path_to, random_tree
 
 PROMPT = prompt(5, 19)
 NEAR = 1e-4
@@ -39,13 +39,13 @@ def farthest(family: str, tree: Tree, page_size: int, chance: random.Random) -> 
     forward(engine, sequence, PROMPT[:-1])
     sequence.computed = len(PROMPT) - 1
     found = forward(engine, sequence, [PROMPT[-1], *tree.tokens], tree.query(1))
-    paths = [[tree.tokens[one] for one in tree.path(node)] for node in (ROOT, *range(len(tree)))]
+    paths = [[tree.tokens[one] for one in path_to(tree, node)] for node in (ROOT, *range(len(tree)))]
     wanted = torch.stack([tiny.expected_logits(family, [*PROMPT, *path])[-1] for path in paths])
-    node = max(chance.sample(range(len(tree)), 8), key=lambda one: len(moves(tree.path(one))))
+    node = max(chance.sample(range(len(tree)), 8), key=lambda one: len(moves(path_to(tree, one))))
     start = len(PROMPT)
     slots = [
         [sequence.pages[(start + at) // page_size] * page_size + (start + at) % page_size for at in pair]
-        for pair in moves(tree.path(node))
+        for pair in moves(path_to(tree, node))
     ]
     assert slots, "a path that stays where it is shows nothing"
     engine.cache.move([[(source, target) for source, target in slots]])
@@ -71,14 +71,14 @@ def test_the_check_finds(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def faulty(parents: list[int]) -> tuple[list[list[bool]], list[int]]:
         sees, depths = plain(parents)
-        if fault == "depths":
-            return sees, list(range(len(depths)))
         deepest = depths.index(max(depths))
         sees[deepest][parents[deepest]] = False
         return sees, depths
 
     if fault == "moves":
         monkeypatch.setattr(Cache, "move", lambda self, rows: None)
+    elif fault == "depths":
+        monkeypatch.setattr(attention, "depths", lambda parents: list(range(len(parents))))
     else:
         monkeypatch.setattr(attention, "ancestry", faulty)
     own, after = farthest("llama", random_tree(0, 30), 4, random.Random(0))
