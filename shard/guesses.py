@@ -78,9 +78,9 @@ class Guesses:
         return (self.drafter.rounds - rounds, self.drafter.later - later) if self.drafter else (0, 0.0)
 
     def forget(self, asked: Listing[Asked]) -> None:
-        """Proposing broke off: nothing is guessed, and the draft model begins anew with these sequences."""
+        """Proposing broke off, so that nothing is guessed: the draft model begins anew with these sequences."""
         for one in asked:
-            one.sequence.draft, one.sequence.tried, one.sequence.sketch = Tree(), (), None
+            one.sequence.sketch = None
             if self.drafter:
                 self.drafter.forget(one.sequence.pages)
 

@@ -132,6 +132,14 @@ def test_what_ties_with_the_kth_stays(vocabulary: int) -> None:
     assert found.isfinite().nonzero()[:, 1].tolist() == warped(logits, top_k=2).isfinite().nonzero()[:, 1].tolist() == [3, 5, 7, 11]
 
 
+def test_what_is_just_as_probable_as_min_p_wants_stays_beyond_the_candidates() -> None:
+    logits = torch.full((1, LARGE), float(torch.tensor(0.5).log()))
+    logits[0, LARGE - 1] = 0.0
+    assert distribution(logits, draws(1, min_p=0.5)).isfinite().all()
+    logits[0, 7] -= 1e-6
+    assert distribution(logits, draws(1, min_p=0.5)).isfinite().sum() == LARGE - 1
+
+
 def test_ties_beyond_the_candidates_stay() -> None:
     found = distribution(torch.zeros(1, LARGE), draws(1, top_k=5, top_p=0.5))
     assert found.isfinite().sum().item() == pytest.approx(LARGE / 2, abs=2)

@@ -5,6 +5,7 @@ traffic, in pools where groups are paused, on two ranks. There it is a part of t
 import functools
 import os
 import random
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,8 +15,9 @@ import torch
 import transformers
 
 from penstock.shard.decoding.expansion import Beams, Candidate, expand
-from penstock.shard.decoding.hypotheses import Search, Stop
+from penstock.shard.decoding.hypotheses import Hypothesis, Path, Search, Stop
 from penstock.shard.decoding.sampler import Row, pick
+from penstock.shard.decoding.stops import Stops
 from penstock.shard.decoding.strategy import Child
 from penstock.shard.engine import Engine
 from penstock.shard.parallel import Ranks
@@ -290,6 +292,44 @@ def test_drawn_beams_are_a_function_of_their_seed() -> None:
         [tokens for tokens, _ in answers] for answers in expected
     ]
     assert len({tuple(answers[0][0]) for answers in expected}) == 8
+
+
+@pytest.mark.parametrize("stop", [Stop.WORSE, Stop.NEVER])
+def test_a_beam_that_is_as_good_as_the_worst_that_is_kept_ends_the_search(stop: Stop) -> None:
+    """As in transformers, where the search goes on for what is better only."""
+    kept = [Hypothesis(array("I", [1]), Path(), score) for score in (-0.5, -1.0)]
+    search = Search(2, 2, 0.0, stop, kept=kept)
+    assert search.over(-1.0, 3, 9)
+    assert search.over(-1.5, 3, 9)
+    assert not search.over(-0.75, 3, 9)
+    assert not Search(3, 2, 0.0, stop, kept=kept).over(-1.5, 3, 9), "there are fewer than it is wide"
+
+
+@pytest.mark.parametrize(
+    ("answer", "token", "stop", "expected"),
+    [
+        ("a", "b", "abcdefgh", False),
+        ("abcdefg", "h", "abcdefgh", True),
+        ("xabcdefg", "h", "abcdefgh", True),
+        ("bcdefg", "h", "abcdefgh", False),  # the prompt has the beginning, and doesn't count
+        ("", "ab", "b", True),
+        ("", "b", "ab", False),
+        ("ac", "b", "ab", False),
+        ("ü", "ber", "über", True),
+    ],
+)
+def test_a_text_is_complete_as_soon_as_it_holds_a_stop(answer: str, token: str, stop: str, expected: bool) -> None:
+    """Tokens are single characters here, but for the new one."""
+
+    class Characters:
+        def bytes_of(self, tokens: Sequence[int]) -> bytes:
+            return b"".join(token.encode() if place == NEVER else chr(place).encode() for place in tokens)
+
+    stops = Stops(Characters())
+    for asked in ("a", "abcdefghijkl"):
+        tokens = [ord(letter) for letter in asked + answer]
+        assert stops.completed_by(tokens, len(asked), NEVER, [stop]) == expected
+        assert stops.completed_by(tokens, len(asked), NEVER, ["no", stop, "neither"]) == expected
 
 
 def test_a_faulty_rule_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

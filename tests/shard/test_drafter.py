@@ -146,6 +146,56 @@ def test_long_prompts_are_caught_up_with_in_parts(monkeypatch: pytest.MonkeyPatc
     assert [own.decode([0]).drafted for _ in range(5)] == [0, 0, 4, 4, 4]
 
 
+def test_who_finds_no_room_to_catch_up_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No span without tokens is computed for it."""
+    monkeypatch.setattr("penstock.shard.drafter.CATCH_UP", 100)
+    drafter = Drafter(tiny.decoder("llama"), tiny.VOCABULARY, tiny.CPU, 8)
+    drafter.resize(200, 16)
+    sequences = [tiny.group(uid, prompt(uid, 100 + 2 * SHORT), 20).sequences[0] for uid in range(3)]
+    for uid, sequence in enumerate(sequences):
+        sequence.pages = list(range(1 + 20 * uid, 21 + 20 * uid))
+    computed: list[list[int]] = []
+    forward = drafter.forward
+
+    def noted(spans: Sequence[Span]) -> torch.Tensor:
+        computed.append([len(span.tokens) for span in spans])
+        return forward(spans)
+
+    monkeypatch.setattr(drafter, "forward", noted)
+    assert [drafter.ready(sequences) for _ in range(3)] == [[False] * 3, [True, False, False], [True, False, False]]
+    assert computed == [[100]] * 3
+
+
+def test_what_the_draft_model_did_not_come_to_compute_is_not_taken_for_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory runs out in a round, at the first and at later ones: guesses are as good as ever after that."""
+    own = free(engine("tokens=4", 4, 400))
+    drafter, count = own.guesses.drafter, iter(range(999))
+    assert drafter is not None
+    forward, follow = drafter.forward, drafter.forward.follow
+
+    def fail(compute: Any, spans: Sequence[Span]) -> torch.Tensor:
+        if next(count) % 11 in (2, 7):
+            raise torch.OutOfMemoryError
+        return compute(spans)  # type: ignore[no-any-return]
+
+    class Failing:
+        def __call__(self, spans: Sequence[Span]) -> torch.Tensor:
+            return fail(forward, spans)
+
+        def follow(self, spans: Sequence[Span]) -> torch.Tensor:
+            return fail(follow, spans)
+
+    monkeypatch.setattr(drafter, "forward", Failing())
+    groups = [tiny.group(uid, prompt(uid, 9 + uid), 60, drafts=4) for uid in range(3)]
+    world = drive(own, groups, Habits())
+    assert own.shrink._count > 5
+    assert world.accepted == world.drafted > 60
+    assert (
+        world.answers
+        == drive(tiny.engine("llama"), [tiny.group(uid, prompt(uid, 9 + uid), 60) for uid in range(3)], Habits()).answers
+    )
+
+
 def test_a_draft_model_with_fewer_positions_helps_as_far_as_these_go() -> None:
     own, drafted = free(engine("tokens=4", 16, draft="short")), []
     own.prefill(0, [tiny.group(0, prompt(3, 41), 60, drafts=4)], [(0, UNLIMITED)], UNLIMITED, [])
@@ -244,6 +294,16 @@ def test_pages_that_others_have_computed_count() -> None:
     assert (sketch.computed, sketch.settled) == (12, 1)
     sketch.look(16, [1, 2, 3, 4], 4, {1, 2, 3, 4}, 3)
     assert (sketch.computed, sketch.settled) == (16, 3)
+
+
+def test_pages_that_can_still_be_swapped_are_looked_at_again() -> None:
+    sketch = Sketch()
+    for _ in range(2):
+        sketch.look(13, [1, 2, 3, 4], 4, {1, 2, 3, 4}, 1)
+        assert sketch.computed == 12
+    assert sketch.settled == 1
+    sketch.look(13, [1, 9, 3, 4], 4, {1, 2, 3, 4}, 1)
+    assert sketch.computed == 4
 
 
 def test_sampled_answers_are_guessed_with_their_noise() -> None:

@@ -304,6 +304,16 @@ def test_what_is_too_large_alone_fails_alone_in_flight(seed: int) -> None:
     assert at_rest(engine)
 
 
+def test_who_can_not_go_on_is_told_at_once(paper: type[Paper]) -> None:
+    """Nothing is planned on top of its step: what that would compute for it, and make known, has no beginning."""
+    engine = paper(6, 4, ahead=True)
+    assert not engine.begin_prefill(1, [tiny.group(1, [5] * 8, 20)], [(1, 8)], 8, []).done()
+    lost = engine.begin_prefill(2, [tiny.group(2, [2 + i % 7 for i in range(28)], 9)], [(2, 28)], 28, [1])
+    assert lost.done()
+    assert [uid for uid, _ in lost.result().failed] == [2]
+    assert not engine.begin_decode([1]).done()
+
+
 def test_a_page_that_is_lost_under_way_is_not_made_known_by_the_step_before(paper: type[Paper]) -> None:
     """A group wants to hear of all of its prompt, which a neighbour's answer repeats: that one would take the lost page."""
     engine = paper(100, 2, ahead=True)

@@ -23,7 +23,7 @@ from penstock.shard.decoding.stops import Stops
 from penstock.shard.decoding.strategy import NOT_FINITE
 from penstock.shard.decoding.tree import Tree, chain, merge
 from penstock.shard.engine import Engine
-from penstock.shard.masks import Masks
+from penstock.shard.masks import Masks, _allow_ends
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group
 from penstock.tests.shard import tiny
@@ -250,6 +250,24 @@ def test_the_latest_grammars_stay_compiled_as_far_as_their_number_and_size_allow
         compiled.clear()
         guide_of(kept, regex(text))
         assert len(compiled) == times, len(text)
+
+
+@pytest.mark.parametrize(("generated", "expected"), [(0, [3, 9]), (2, [3, 9]), (3, [2, 3, 9, 31]), (4, [2, 3, 9, 31])])
+def test_ends_are_allowed_from_the_token_on_that_they_may_come(generated: int, expected: list[int]) -> None:
+    """The grammar is complete, and may go on. Where it may not, ends come however early it is; where it has to, they don't."""
+    one = tiny.group(1, [5], 9, end_ids=(2, 31), min_new_tokens=3)
+    for row, complete, wanted in (
+        ([3, 9], True, expected),
+        ([2, 3, 9], True, expected),
+        ([], True, [2, 31]),
+        ([3, 9], False, [3, 9]),
+        ([], False, []),
+    ):
+        mask = numpy.zeros(1, numpy.int32)
+        for token in row:
+            mask[0] |= bit(token)
+        _allow_ends(mask, one, generated, complete)
+        assert allowed(mask) == wanted
 
 
 def test_bits_are_those_of_signed_words() -> None:

@@ -291,6 +291,8 @@ def test_a_group_survives_the_wire() -> None:
         assert group_from(wire.Group.FromString(message(one).SerializeToString())) == one
     plain = tiny.group(1, [1], 1)
     assert group_from(message(plain)) == plain
+    told = message(tiny.group(1, [1, 2, 3], 9, prompt_logprobs=True, continuations=[(0, [9])]))
+    assert not group_from(told).prompt_logprobs, "they were reported before it was paused"
     assert group_from(wire.Group(tokens=[1])).sampling == Sampling()
 
 
