@@ -34,13 +34,16 @@ class Target:
     name: str
     gpu: GPUTarget
     shared: int  # bytes of shared memory that one program may have
+    tuned: bool = True  # hot kernels must not spill
 
 
 # CUDA C++ Programming Guide, "Technical specifications per compute capability"; AMD CDNA 3 ISA guide, "Local data share".
+# An A100 has 163 KiB; other Ampere and Ada, which take the same kernels, 99.
 TARGETS = (
-    Target("sm_80", GPUTarget("cuda", 80, 32), 163 * KIB),
+    Target("sm_80", GPUTarget("cuda", 80, 32), 99 * KIB),
     Target("sm_90", GPUTarget("cuda", 90, 32), 227 * KIB),
     Target("sm_100", GPUTarget("cuda", 100, 32), 227 * KIB),
+    Target("sm_120", GPUTarget("cuda", 120, 32), 99 * KIB, tuned=False),
     Target("gfx942", GPUTarget("hip", "gfx942", 64), 64 * KIB),
 )
 
@@ -100,7 +103,7 @@ def _compiled(compilation: Compilation, target: Target) -> Any:
 def _fault(compilation: Compilation, target: Target, spilled: int, shared: int) -> str:
     if shared > target.shared:
         return f"{shared} bytes of shared memory, {target.name} has {target.shared}"
-    if compilation.hot and spilled:
+    if compilation.hot and target.tuned and spilled:
         return f"spills {spilled} bytes"
     return ""
 

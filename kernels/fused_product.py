@@ -185,7 +185,7 @@ def _constants(inputs: int, outputs: int, norm: bool, gated: bool, add: bool, bi
     }
 
 
-KINDS = {"": ("sm_80", "sm_90", "sm_100"), "early": ("sm_90", "sm_100"), "amd": ("gfx942",)}
+KINDS = {"": ("sm_80", "sm_90", "sm_100", "sm_120"), "early": ("sm_90", "sm_100"), "amd": ("gfx942",)}
 
 
 def compilations() -> list[Compilation]:

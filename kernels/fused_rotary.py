@@ -154,8 +154,9 @@ def _tile(size: int) -> tuple[int, int]:
     return half, max(1, TILE // (2 * half))
 
 
-# Accelerators before these have no instruction for numbers of 8 bits, and no early launches; gfx942 has other such numbers.
-EIGHT_BIT_TARGETS = ("sm_90", "sm_100")
+# An Ampere has no instruction for numbers of 8 bits; gfx942 has other such numbers.
+EIGHT_BIT_TARGETS = ("sm_90", "sm_100", "sm_120")
+EARLY_TARGETS = ("sm_90", "sm_100")
 
 
 def compilations() -> list[Compilation]:
@@ -189,7 +190,7 @@ def compilations() -> list[Compilation]:
                 warps=WARPS,
                 early=early,
                 hot=True,
-                targets=EIGHT_BIT_TARGETS if small or early else (),
+                targets=EIGHT_BIT_TARGETS if small else EARLY_TARGETS if early else (),
             )
         )
     return found

@@ -94,7 +94,8 @@ def tiles_of(ratio: int, size: int, dtype: torch.dtype, generation: int = 9) -> 
     if dtype == torch.float32:
         # Its products are computed in registers. 16 keys are the least of a product; few enough never to spill but in one place.
         keys = 32 if generation == 8 and size <= 64 else 16
-        return Tile(least, 16, 8, 2), Tile(max(32, least), 16, 8, 2), Tile(max(64, least), keys, 8, 2)
+        height = 32 if generation == 8 and size > 128 else 64
+        return Tile(least, 16, 8, 2), Tile(max(32, least), 16, 8, 2), Tile(max(height, least), keys, 8, 2)
     if generation == 0:
         return Tile(least, 32, 4, 2), Tile(few, 32, 4, 2), Tile(many, 32, 8 if size <= 128 else 4, 2)
     if generation == 8:
@@ -113,10 +114,11 @@ def narrowed(tile: Tile, needed: bool) -> Tile:
 
 
 def generation_of(device: torch.device) -> int:
-    """8 for Ampere and Ada, 9 for Hopper and what is like it, 0 for AMD. A CPU, where only the interpreter runs, passes for 9."""
+    """8 for what has 99 KiB of shared memory or a little more (Ampere, Ada, and the Blackwell of workstations), 9 for Hopper and
+    what is like it, 0 for AMD. A CPU, where only the interpreter runs, passes for 9."""
     if torch.version.hip is not None:
         return 0
-    return min(9, torch.cuda.get_device_capability(device)[0]) if device.type == "cuda" else 9
+    return 9 if device.type != "cuda" or 9 <= torch.cuda.get_device_capability(device)[0] < 12 else 8
 
 
 def plan(
@@ -351,7 +353,7 @@ def _merge_constants(heads: int, size: int) -> dict[str, object]:
 
 
 # Which of the report's targets each generation stands for.
-TARGETS = {8: ("sm_80",), 9: ("sm_90", "sm_100"), 0: ("gfx942",)}
+TARGETS = {8: ("sm_80", "sm_120"), 9: ("sm_90", "sm_100"), 0: ("gfx942",)}
 
 
 def compilations() -> list[Compilation]:
@@ -367,8 +369,7 @@ def compilations() -> list[Compilation]:
                 _compilation(kind, 256, generation, window=4096, softcap=50.0, hot=True),
                 *(_compilation(kind, size, generation, dtype=torch.float32, hot=True) for size in (64, 128, 256)),
             ]
-            if generation != 8:  # before Ada there is no e4m3
-                result.append(_compilation(kind, 128, generation, eight_bits=True, page_size=64, hot=True))
+            result.append(_compilation(kind, 128, generation, eight_bits=True, page_size=64, hot=True))
             if generation == 9:
                 result.append(_compilation(kind, 128, generation, early=True, hot=True))
         result += [
@@ -447,5 +448,5 @@ def _compilation(
         fuse=True,
         early=early,
         hot=hot,
-        targets=TARGETS[generation],
+        targets=tuple(name for name in TARGETS[generation] if not (eight_bits and name == "sm_80")),  # before Ada there is no e4m3
     )

@@ -446,6 +446,16 @@ def test_equal_rows_that_fill_the_device_are_not_cut() -> None:
     assert not len(found.pieces)
 
 
+@pytest.mark.parametrize(("capability", "generation"), [((8, 0), 8), ((8, 9), 8), ((9, 0), 9), ((10, 3), 9), ((12, 0), 8)])
+def test_tiles_are_small_where_shared_memory_is(
+    capability: tuple[int, int], generation: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A workstation's Blackwell has less than half of Hopper's: its tiles would not even be launched."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert paged_attention.generation_of(torch.device("cuda", 0)) == generation
+
+
 def test_compilations_have_their_own_names_and_all_constants() -> None:
     found = paged_attention.compilations()
     assert len({one.name for one in found}) == len(found)
