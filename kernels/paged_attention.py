@@ -334,7 +334,7 @@ def _constants(
         "KV_HEADS": kv_heads,
         "RATIO": ratio,
         "SIZE": size,
-        "PADDED": triton.next_power_of_2(size),
+        "PADDED": max(16, triton.next_power_of_2(size)),  # the least of a product on the matrix units
         "PAGE": page_size,
         "ROWS": tile.rows,
         "KEYS": tile.keys,
@@ -374,6 +374,7 @@ def compilations() -> list[Compilation]:
                 result.append(_compilation(kind, 128, generation, early=True, hot=True))
         result += [
             _compilation(0, 64, generation, ratio=1, page_size=1),
+            _compilation(0, 8, generation, hot=True),  # models that are made for tests have such heads
             _compilation(0, 128, generation, ratio=7, page_size=256, hot=True),
             _compilation(2, 128, generation, dtype=torch.float16, hot=True),
             _compilation(1, 256, generation, trees=True, window=4096, softcap=50.0, hot=True),

@@ -140,7 +140,7 @@ def test_a_mixture(page_size: int, window: int) -> None:
 
 
 @pytest.mark.parametrize("ratio", [1, 2, 4, 7, 8])
-@pytest.mark.parametrize("size", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("size", [8, 64, 80, 96, 128, 256])
 def test_heads(size: int, ratio: int) -> None:
     rows = rows_of([(1, 150), (3, 20), (9, 0)], 4, random.Random(size), trees=0.5)
     World(rows, 4, kv_heads=2 if ratio < 4 else 1, ratio=ratio, size=size).check(window=31 if ratio == 2 else 0)
