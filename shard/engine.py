@@ -117,7 +117,8 @@ class Engine:
         return self.decoder.shape.kv_elements(self.decoder.ranks.size) * self._cache_dtype.itemsize + drafts
 
     def enter(self) -> None:
-        """The calling thread is going to use the engine. Which device a thread launches kernels on is its own setting."""
+        """The calling thread is going to use the engine. Which device a thread launches kernels on, and waits for, is its own
+        setting."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 

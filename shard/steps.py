@@ -45,7 +45,7 @@ class Machine(Protocol):
     """What executes commands, on one thread."""
 
     def enter(self) -> None:
-        """The first call on that thread."""
+        """The first call on that thread, and on one that waits for what is under way."""
 
     def execute(self, command: wire.Command, reply: Callable[[Answer], None], /) -> None:
         """Calls `reply`, unless it leaves a step under way: then the next call does before its own, or `land`."""
@@ -77,7 +77,8 @@ class Executor:
         self._relay = relay
         self._end = end
         self._thread = ThreadPoolExecutor(1, "steps")
-        self._watcher = ThreadPoolExecutor(1, "device")
+        # A thread that waits for an event of CUDA's without having chosen a device takes half a GB of the first one.
+        self._watcher = ThreadPoolExecutor(1, "device", machine.enter)
         self._order = threading.Lock()  # commands are relayed and queued in one order
         self._count = 0  # of those that were queued
         self._open: list[Future[Answer]] = []  # replies of what is executed, and of what is under way

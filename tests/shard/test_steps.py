@@ -48,6 +48,8 @@ class Stage:
     """An executor, and all that it did. A step begins at once and ends when it may."""
 
     def __init__(self, peers: bool = True) -> None:
+        self.entered: list[str] = []  # threads
+        self.waited: list[str] = []  # threads
         self.begun: list[tuple[str, int]] = []
         self.relayed: list[tuple[str, int]] = []
         self.codes: list[int] = []
@@ -75,7 +77,7 @@ class Stage:
         self.let(100)
 
     def enter(self) -> None:
-        self.thread = threading.current_thread().name
+        self.entered.append(threading.current_thread().name)
 
     def execute(self, command: wire.Command, answer: Callable[[Answer], None]) -> None:
         kind, step = told(command)
@@ -101,6 +103,7 @@ class Stage:
     @property
     def underway(self) -> Callable[[], None] | None:
         def wait() -> None:
+            self.waited.append(threading.current_thread().name)
             self.device.acquire()
             self.device.release()
 
@@ -322,7 +325,8 @@ def test_a_rank_that_is_gone_is_a_fault(stage: Stage) -> None:
 def test_the_thread_that_executes_is_made_ready_for_it(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks other than the first would launch Triton's kernels on the first one's device."""
     stage.executor.once(decode(1))
-    assert stage.thread.startswith("steps")
+    [thread] = stage.entered
+    assert thread.startswith("steps")
     chosen: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     engine = tiny.engine("llama")
@@ -330,6 +334,17 @@ def test_the_thread_that_executes_is_made_ready_for_it(stage: Stage, monkeypatch
     engine.device = torch.device("cuda", 1)
     engine.enter()
     assert chosen == [torch.device("cuda", 1)]
+
+
+def test_the_thread_that_waits_for_the_device_is_made_ready_for_it(stage: Stage) -> None:
+    """Ranks other than the first would each take half a GB of the first one's device."""
+    stage.overlaps = True
+    soon_reply(stage, decode(1))
+    soon_reply(stage, decode(2))
+    [thread] = set(stage.waited)
+    assert thread.startswith("device")
+    assert sorted(name.partition("_")[0] for name in stage.entered) == ["device", "steps"]
+    assert thread in stage.entered
 
 
 def test_a_step_is_begun_while_the_device_works_on_the_last_one(stage: Stage) -> None:
