@@ -61,6 +61,7 @@ def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
         raise Unsupported(
             "the kernels need Triton, which is not installed: pip install 'triton>=3.6', or PENSTOCK_KERNELS=reference"
         )
+    _check_able(device, config.kv_cache_dtype)
     if config.ranks > 1:
         stage(f"waiting for {config.ranks} ranks")
     meeting = Path(config.meeting) if config.meeting else (config.master_addr, config.master_port)
@@ -77,6 +78,23 @@ def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
     guesses = Guesses(ranks, device, speculation, drafter, masks)
     ahead = config.overlap == "on" or (config.overlap == "auto" and device.type == "cuda")
     return Engine(decoder, device, config.page_size, config.prefix_caching, cache_dtype, masks, stops, guesses, ahead)
+
+
+def _check_able(device: torch.device, cache: str) -> None:
+    """Raises Unsupported where the kernels that will be wanted can't be compiled."""
+    if device.type != "cuda" or torch.version.hip is not None or not triton_on(device):
+        return
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        raise Unsupported(
+            f"the kernels need an accelerator of compute capability 8.0 (Ampere) or newer, this one has {major}.{minor}: "
+            "PENSTOCK_KERNELS=reference does without them, and is slow"
+        )
+    if cache == "fp8_e4m3fn" and (major, minor) < (8, 9):
+        raise Unsupported(
+            f"keys and values of 8 bits need compute capability 8.9 (Ada) or newer, this accelerator has {major}.{minor}: "
+            "leave --kv-cache-dtype out"
+        )
 
 
 def _shape(folder: Path) -> Shape:

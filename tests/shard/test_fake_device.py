@@ -5,6 +5,7 @@ Numbers are made up where kernels would compute them; see `fake_cuda`.
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from penstock.shard.forward import Bounds
 from penstock.shard.graphs import Recorder
 from penstock.shard.loading import load
 from penstock.shard.memory import size_pool
+from penstock.shard.models.families import Unsupported
 from penstock.shard.sequence import Group, Sampling, sequences
 from penstock.shard.service import Service
 from penstock.tests.shard import fake_cuda, tiny
@@ -246,6 +248,24 @@ def test_kernels_are_compiled_before_the_first_request(noted: Noted, speculate: 
         run(engine, [group(uid, hot(top_p=0.9)) for uid in range(rows)])
     later = {one for one in noted.launches if one.kernel not in ("copy_kernel", "move_kernel")} - known
     assert not later
+
+
+@pytest.mark.parametrize(
+    ("capability", "cache", "word"),
+    [
+        ((7, 5), "auto", "PENSTOCK_KERNELS=reference"),
+        ((8, 0), "auto", ""),
+        ((8, 6), "fp8_e4m3fn", "leave --kv-cache-dtype out"),
+        ((8, 9), "fp8_e4m3fn", ""),
+        ((12, 0), "fp8_e4m3fn", ""),
+    ],
+)
+def test_an_accelerator_that_the_kernels_can_not_be_compiled_for(
+    noted: Noted, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], cache: str, word: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    with pytest.raises(Unsupported, match=word) if word else nullcontext():
+        load(config(kv_cache_dtype=cache), lambda stage: None)
 
 
 def test_commands_are_executed_on_the_engines_device(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
