@@ -332,8 +332,9 @@ class Batcher:
         stream = Stream(next(self._uids), request, choices, now, left=len(choices), run=run, home=self, sink=sink)
         delay = DELAYS[request.priority]
         if request.timeout:
-            delay = min(delay, request.timeout / 2)
-            stream.alarm = asyncio.get_running_loop().call_later(request.timeout, lambda: stream.home.expire(stream))
+            left = max(0.0, (request.arrived or now) + request.timeout - now)
+            delay = min(delay, left / 2)
+            stream.alarm = asyncio.get_running_loop().call_later(left, lambda: stream.home.expire(stream))
         stream.rank = now + delay
         self._enter(stream)
         return stream
@@ -779,8 +780,7 @@ class Batcher:
     def expire(self, stream: Stream) -> None:
         """Its own deadline is over."""
         generated = sum(choice.generated for choice in stream.choices)
-        message = f"the answer was not complete {stream.request.timeout:g} s after the request came: {generated} tokens were there"
-        self._fail(stream.uid, Expired(message), "timeout")
+        self._fail(stream.uid, Expired.after(stream.request.timeout, generated), "timeout")
 
     def _fail(self, uid: int, failure: Exception, kind: str) -> None:
         """Ends one stream."""

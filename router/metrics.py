@@ -195,7 +195,7 @@ class Metrics:
         return failure
 
     def turned_away(self, kind: str) -> None:
-        """A request was refused before it arrived. `kind`: "validation", "overloaded" or "unavailable"."""
+        """A request was refused before it arrived. `kind`: "validation", "overloaded", "unavailable" or "timeout"."""
         self.arrived()
         self.failed(kind)
 

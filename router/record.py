@@ -64,6 +64,12 @@ def begin(request: Request, now: float) -> Run:
     return run
 
 
+def arrival() -> float:
+    """When the HTTP request came within which this is called."""
+    record = current.get()
+    return monotonic() if record is None else record.arrived
+
+
 def request_id() -> dict[str, str]:
     """Of the HTTP request within which this is called, as a value for a log line."""
     record = current.get()

@@ -79,6 +79,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     priority: Priority = Priority.NORMAL
     grammar: Grammar | None = None  # compiled and found to be possible
     timeout: float = 0.0  # seconds after arrival by which the whole answer must be there; 0: whenever
+    arrived: float = 0.0  # by the monotonic clock: when the first of it came; 0: when it is submitted
     tenant: str = ""  # on whose account; tenants share the server fairly. Never shown or logged
     session: str = ""  # what it belongs to, such as a conversation: where there are replicas, it goes where the rest of that went
     cache_key: str = ""  # who may find the keys and values that it leaves: those with the same one
@@ -205,6 +206,11 @@ class Overloaded(Failure):
 
 class Expired(Failure):
     """The request's own `timeout` is over, and its answer is not complete."""
+
+    @classmethod
+    def after(cls, timeout: float, generated: int = 0) -> "Expired":
+        """So many seconds, when so many tokens of the answer were there."""
+        return cls(f"the answer was not complete {timeout:g} s after the request came: {generated} tokens were there")
 
 
 class NotReady(Failure):

@@ -6,8 +6,9 @@ Knows the limits and the tokenizer. Knows no HTTP and no JSON; both APIs use it.
 import asyncio
 import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from time import monotonic
 from typing import TypeVar
 
@@ -15,7 +16,7 @@ import msgspec
 
 from .config import RouterConfig
 from .grammar import Grammars
-from .request import Beams, Grammar, Limits, Overloaded, Priority, Refused, Request, Sampling, Stopping
+from .request import Beams, Expired, Grammar, Limits, Overloaded, Priority, Refused, Request, Sampling, Stopping
 from .scheduler import most_pages
 from .text import LONG_TEXT, Tokenizer
 
@@ -62,6 +63,7 @@ class Parameters(msgspec.Struct, frozen=True, kw_only=True):
     grammar: Grammar | None = None
     priority: object = None
     timeout: float | None = None
+    arrived: float = 0.0  # when the first of it came, by the monotonic clock; 0: now
     tenant: str = ""
     salt: str = ""  # only requests with the same find each other's keys and values
     session: str = ""
@@ -104,8 +106,16 @@ class Validator:
     async def request(
         self, prompt: str | Sequence[int], parameters: Parameters, limits: Limits, *, add_special_tokens: bool = True
     ) -> Request:
-        """The request that these parameters ask for. Raises Refused."""
+        """The request that these parameters ask for. Raises Refused, Overloaded, or Expired if its time is over before."""
         began = monotonic()
+        async with in_time(parameters):
+            request = await self._request(prompt, parameters, limits, add_special_tokens)
+        self._observe(monotonic() - began)
+        return request
+
+    async def _request(
+        self, prompt: str | Sequence[int], parameters: Parameters, limits: Limits, add_special_tokens: bool
+    ) -> Request:
         self._check_numbers(parameters)
         self._check_counts(parameters)
         beams = self._beams(parameters)
@@ -155,13 +165,13 @@ class Validator:
             priority=_priority(parameters.priority),
             grammar=parameters.grammar,
             timeout=parameters.timeout or 0.0,
+            arrived=parameters.arrived,
             tenant=parameters.tenant,
             session=parameters.session,
             cache_key=_together(parameters.tenant if self._config.isolate_tenants else "", parameters.salt),
         )
         if parameters.grammar is not None:
             await self.grammars.check(parameters.grammar)
-        self._observe(monotonic() - began)
         return request
 
     def _check_length(self, text: str, most: int) -> None:
@@ -280,6 +290,20 @@ class Validator:
             raise Refused(f"`top_n_tokens` must be >= 0 and <= {most}. Given: {given.top_n_tokens}", "top_n_tokens")
         if given.grammar is not None and self._config.disable_grammar_support:
             raise Refused("grammar is not supported", "grammar")
+
+
+@asynccontextmanager
+async def in_time(given: Parameters) -> AsyncIterator[None]:
+    """What is done within ends with Expired when the request's own time is over."""
+    if given.timeout is None or not SMALLEST_FLOAT <= given.timeout <= LARGEST_FLOAT:  # none, or one that will be refused
+        yield
+        return
+    now = monotonic()
+    try:
+        async with asyncio.timeout((given.arrived or now) + given.timeout - now):
+            yield
+    except TimeoutError:
+        raise Expired.after(given.timeout) from None
 
 
 def _finite(name: str, value: float) -> None:

@@ -38,7 +38,7 @@ LONG = 1 << 18  # bytes of an answer that does not fit into the buffers on its w
 KINDS = {404: "not_found", 405: "method_not_allowed", 413: "payload_too_large"}
 
 
-TURNED_AWAY = ("validation", "overloaded", "unavailable")  # kinds of problems that a request may have before it arrives
+TURNED_AWAY = ("validation", "overloaded", "unavailable", "timeout")  # kinds of problems that a request may have before it arrives
 
 logger = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ import msgspec
 from aiohttp import web
 
 from ..config import RouterConfig
+from ..record import arrival
 from ..request import Priority, Refused
 from ..validation import Parameters
 from .openai_formats import Format, grammar_of
@@ -253,6 +254,7 @@ def parameters(
         speculate=body.speculate,
         priority=_priority(body),
         timeout=body.timeout,
+        arrived=arrival(),
         tenant=tenant_of(http),
         salt=body.cache_salt or "",
         session=session_of(http, body.prompt_cache_key, body.user),

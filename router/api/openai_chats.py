@@ -10,7 +10,7 @@ from ..parsing import constraint, markers, reader
 from ..request import Grammar, Limits, Refused, Request
 from ..template import Chat
 from ..text import Tokenizer
-from ..validation import Parameters, Validator
+from ..validation import Parameters, Validator, in_time
 from .openai_bodies import ChatBody, naming
 from .openai_formats import format_name, grammar_of
 from .openai_messages import messages_of
@@ -33,7 +33,8 @@ class Chats:
     ) -> tuple[Request, Callable[[], Speaker] | None]:
         """The request, and what makes a reader for each of its answers; None: they are plain text."""
         tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls)
-        prompt = await self._render(body, messages, tools)
+        async with in_time(asked):
+            prompt = await self._render(body, messages, tools)
         continued = _text(messages[-1]) if _continues(body, messages[-1]) else ""
         format = None if tools.forced else grammar_of(body)
         parser = self._parser if tools.given else None

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from ..config import RouterConfig
 from ..grammar import json_schema, regex
+from ..record import arrival
 from ..request import Alternative, Beam, Finish, Grammar, Grown, Guessed, Item, Prompt, Refused, Request, Token
 from ..text import Tokenizer
 from ..validation import Parameters, Validator
@@ -184,6 +185,7 @@ class Tgi:
             grammar=_grammar(given.grammar),
             priority=given.priority,
             timeout=given.timeout,
+            arrived=arrival(),
             tenant=tenant_of(http),
             session=session_of(http),
         )

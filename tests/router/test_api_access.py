@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import time
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -243,6 +244,35 @@ def test_a_body_that_does_not_come_is_not_waited_for(tokenizer: Tokenizer, monke
         writer.close()
         assert answer.startswith(b"HTTP/1.1 408 ")
         assert b'"error_type":"timeout"' in answer
+
+    serve(tokenizer, test)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", b'{"inputs":"Hi"}'),
+        ("/v1/completions", b'{"prompt":"Hi"}'),
+        ("/v1/chat/completions", b'{"messages":[{"role":"user","content":"Hi"}]}'),
+        ("/v1/responses", b'{"input":"Hi"}'),
+        ("/vertex", b'{"instances":[{"inputs":"Hi"}]}'),
+    ],
+)
+def test_a_request_has_arrived_when_its_head_has(tokenizer: Tokenizer, path: str, body: bytes) -> None:
+    """From then on its client waits: its own `timeout` begins there."""
+
+    async def test(server: Server) -> None:
+        came = time.monotonic()
+
+        async def slowly() -> AsyncIterator[bytes]:
+            yield body[:5]
+            await asyncio.sleep(0.3)
+            yield body[5:]
+
+        async with server.client.post(path, data=slowly(), headers={"Content-Type": "application/json"}) as response:
+            assert response.status == 200
+        [request] = server.batcher.requests
+        assert came <= request.arrived < came + 0.3
 
     serve(tokenizer, test)
 

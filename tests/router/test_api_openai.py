@@ -627,6 +627,24 @@ def test_priority_tiers_deadlines_and_tenants_reach_the_batcher(tokenizer: Token
     serve(tokenizer, test)
 
 
+def test_a_deadline_counts_while_a_chat_waits_to_be_rendered(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(self: Tokenizer, *arguments: object) -> str:
+        await asyncio.sleep(30)
+        return ""
+
+    monkeypatch.setattr(Tokenizer, "chat_prompt", never)
+
+    async def test(server: Server) -> None:
+        for timeout in (0.05, 1e-9):
+            status, body, _ = await server.post(CHAT_PATH, {**CHAT, "timeout": timeout})
+            assert (status, body["error"]["code"]) == (504, "timeout")
+            assert body["error"]["message"].endswith("s after the request came: 0 tokens were there")
+        assert server.metrics.failures == ["timeout"] * 2
+        assert not server.batcher.requests
+
+    serve(tokenizer, test)
+
+
 def test_a_deadline_that_is_over_is_a_504_that_nobody_repeats(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         server.batcher.refuses = Expired("the answer was not complete 3 s after the request came: 7 tokens were there")

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -349,6 +350,26 @@ def test_a_request_that_is_not_answered_in_time_ends() -> None:
         assert value(batcher, 'tgi_request_failure{err="timeout"}') == 1
 
     run(test, FakeShards(seconds=0.002))
+
+
+def test_a_deadline_counts_from_when_the_request_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not from when it was found to be valid."""
+    streams = opened(monkeypatch)
+
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        now = monotonic()
+        async with asyncio.timeout(10):
+            with pytest.raises(Expired, match="not complete 30 s after"):
+                await read(batcher, ask("a", 200, timeout=30.0, arrived=now - 29.9))
+            with pytest.raises(Expired, match=": 0 tokens"):
+                await read(batcher, ask("a", 200, timeout=30.0, arrived=now - 31.0))
+        asked = batcher.submit(ask("a", 3, priority=Priority.BATCH, timeout=30.0, arrived=now - 20.0))
+        await anext(asked)
+        assert streams[-1].rank - streams[-1].arrived == pytest.approx((now + 10.0 - streams[-1].arrived) / 2)
+        await asked.aclose()
+        await quiet(batcher, shards)
+
+    run(test, FakeShards(seconds=0.005))
 
 
 def test_an_interactive_request_passes_those_that_came_before() -> None:

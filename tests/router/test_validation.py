@@ -2,14 +2,16 @@
 
 import asyncio
 import math
+import re
 import threading
 from dataclasses import replace
+from time import monotonic
 from typing import Any
 
 import pytest
 
 from penstock.router.config import RouterConfig
-from penstock.router.request import Beams, Priority, Refused, Request, Stopping
+from penstock.router.request import Beams, Expired, Priority, Refused, Request, Stopping
 from penstock.router.text import LONG_TEXT, Tokenizer
 from penstock.router.validation import Parameters, Validator
 from penstock.tests.router.fake_batcher import LIMITS, make_tokenizer
@@ -230,6 +232,28 @@ def test_priority_and_timeout_are_taken(tokenizer: Tokenizer) -> None:
     assert (request.priority, request.timeout, request.tenant) == (Priority.BATCH, 2.5, "x")
     request = validate(tokenizer)
     assert (request.priority, request.timeout, request.tenant, request.choices) == (Priority.NORMAL, 0.0, "", 1)
+
+
+def test_a_request_that_is_not_valid_in_time_ends(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = threading.Event()
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, text, special: [1] * free.wait(20))
+    validator = Validator(CONFIG, tokenizer)
+
+    async def ask(**given: Any) -> Request:
+        return await validator.request("a" * 2 * LONG_TEXT, Parameters(truncate=9, **given), LIMITS)
+
+    async def run() -> None:
+        began = monotonic()
+        with pytest.raises(Expired, match=re.escape("not complete 0.05 s after the request came: 0 tokens")):
+            await ask(timeout=0.05)
+        with pytest.raises(Expired, match="not complete 60 s"):
+            await ask(timeout=60.0, arrived=began - 59.95)
+        assert monotonic() - began < 10
+        free.set()
+        request = await ask(timeout=60.0, arrived=began)
+        assert (request.timeout, request.arrived) == (60.0, began)
+
+    asyncio.run(run())
 
 
 def test_beams(tokenizer: Tokenizer) -> None:
