@@ -17,6 +17,7 @@ those that follow are the same on any shard.
 import asyncio
 import itertools
 import logging
+import math
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -158,7 +159,7 @@ class Batcher:
         self._uids = uids or itertools.count(1)
         self._others = others or Nobody()
         self._wake = asyncio.Event()  # the scheduler may have something to do
-        self._draining = False
+        self._last_call = math.inf  # requests that come from then on are refused
         self._broken: str = ""
         self._loop: asyncio.Task[None] | None = None
 
@@ -166,6 +167,10 @@ class Batcher:
     def ready(self) -> bool:
         """Whether requests are taken."""
         return self._loop is not None and not self._draining and not self._broken and not self._recovering
+
+    @property
+    def _draining(self) -> bool:
+        return self._last_call < math.inf
 
     @property
     def trying(self) -> bool:
@@ -270,21 +275,25 @@ class Batcher:
         if not self._loop.cancelled():
             self._loop.result()
 
-    async def drain(self, seconds: float) -> None:
-        """Takes no more requests. Returns when all streams have been read to their end; those that last longer are cut, and all
-        when the shards are lost: whoever starts shards does not while the server shuts down."""
-        self._draining = True
+    async def drain(self, seconds: float, answered: asyncio.Event | None = None) -> None:
+        """Takes no more requests, but for those that came before: answered is set when none of these will be submitted any more.
+        Returns then, when all streams have been read to their end; those that last longer are cut, and all when the shards are
+        lost: whoever starts shards does not while the server shuts down."""
+        self._last_call = monotonic()
         if self._recovering:
             self._cut(NotReady(f"the server shuts down, and {self._recovering}"))
         try:
             async with asyncio.timeout(seconds):
+                if answered is not None:
+                    await answered.wait()
                 await self._silent.wait()
         except TimeoutError:
             self._cut(NotReady("the server shut down before the answer was complete"))
+        self._last_call = 0.0
 
     async def close(self) -> None:
         """Ends everything at once."""
-        self._draining = True
+        self._last_call = 0.0
         if self._loop is not None:
             self._loop.cancel()
             await asyncio.wait([self._loop])
@@ -313,7 +322,8 @@ class Batcher:
         """Raises if it can't be taken now."""
         if self._broken:
             raise self._metrics.ended(Broken(self._broken), "generation")
-        if self._loop is None or self._draining:
+        late = (request.arrived or monotonic()) >= self._last_call
+        if self._loop is None or late or (self._draining and self._recovering):
             raise self._metrics.ended(NotReady(f"not ready: {self.stage}"), "unavailable")
         if not admits(self._readers, self._config.max_concurrent_requests, request.tenant):
             message = f"{self._readers.total()} requests are in flight, as many as the server takes at once"

@@ -13,6 +13,7 @@ to serve the same model in the same number format. Streams that may have killed 
 import asyncio
 import itertools
 import logging
+import math
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -89,7 +90,7 @@ class Fleet:
         self._only: Batcher | None = None  # if there is one
         self._placement: Placement | None = None  # while there are several
         self._most = 0  # requests that may be in flight
-        self._draining = False
+        self._last_call = math.inf  # requests that come from then on are refused
         self._served = False  # a replica was ready
         self._endings: set[asyncio.Task[None]] = set()  # of members that have left
         self._settled = asyncio.Event()  # one is, or none will be
@@ -101,6 +102,10 @@ class Fleet:
     def ready(self) -> bool:
         """Whether requests are taken."""
         return not self._draining and any(member.takes and member.batcher.ready for member in self._members.values())
+
+    @property
+    def _draining(self) -> bool:
+        return self._last_call < math.inf
 
     @property
     def stage(self) -> str:
@@ -146,14 +151,15 @@ class Fleet:
         await asyncio.wait([self._over])
         self._over.result()
 
-    async def drain(self, seconds: float) -> None:
+    async def drain(self, seconds: float, answered: asyncio.Event | None = None) -> None:
         """See `Batcher.drain`."""
-        self._draining = True
-        await asyncio.gather(*(member.batcher.drain(seconds) for member in self._members.values()))
+        self._last_call = monotonic()
+        await asyncio.gather(*(member.batcher.drain(seconds, answered) for member in self._members.values()))
+        self._last_call = 0.0
 
     async def close(self) -> None:
         """Ends everything at once."""
-        self._draining = True
+        self._last_call = 0.0
         await asyncio.gather(*self._endings, *(self._end(member) for member in self._members.values()))
         if self._over is not None and not self._over.done():
             self._over.set_result(None)
@@ -174,7 +180,7 @@ class Fleet:
 
     def _admissible(self, request: Request) -> None:
         """Raises if it can't be taken now."""
-        if self._draining or self.limits is None:
+        if self.limits is None or (request.arrived or monotonic()) >= self._last_call:
             raise self._metrics.ended(NotReady(f"not ready: {self.stage}"), "unavailable")
         readers: Counter[str] = Counter()
         for member in self._members.values():
@@ -202,9 +208,9 @@ class Fleet:
         return members[placed.name].batcher
 
     def _waiting_room(self) -> Batcher:
-        """Where requests wait while no replica has shards. Raises NotReady if none ever had."""
+        """Where requests wait while no replica has shards. Raises NotReady if none ever had, or will have."""
         known = [member for member in self._members.values() if member.batcher.limits is not None and not member.failed]
-        if not known:  # those that were have left
+        if not known or self._draining:  # those that were have left, and others will not come
             raise self._metrics.ended(NotReady(f"not ready: {self.stage}"), "unavailable")
         return min(known, key=lambda member: (member.leaving, len(member.batcher.streams))).batcher
 

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from ..proto import certificates
 from .api.app import make_app
+from .api.unanswered import UNANSWERED
 from .config import BACKLOG, RouterConfig
 from .doorman import Doorman
 from .fleet import Fleet
@@ -79,7 +80,7 @@ async def serve(config: RouterConfig, listening: socket.socket, doorman: Doorman
         await asyncio.wait([batching, stopping], return_when=asyncio.FIRST_COMPLETED)
         if not batching.done():
             logger.info("stopping: no new requests; running ones have %g s", config.graceful_termination_timeout)
-            await fleet.drain(config.graceful_termination_timeout)
+            await fleet.drain(config.graceful_termination_timeout, app[UNANSWERED].close())
     finally:
         await runner.cleanup()
         for task in (batching, stopping):

@@ -802,7 +802,7 @@ def test_after_sigkill_of_the_launcher_no_process_lives_and_of_a_shard_nothing_i
             assert "the shards died more than 0 times" in server.log
 
 
-def test_sigint_lets_a_stream_end_and_dummy_weights_need_only_a_config_and_a_tokenizer(
+def test_sigint_lets_who_came_before_end_and_dummy_weights_need_only_a_config_and_a_tokenizer(
     model: Path, reference: Reference, tmp_path: Path
 ) -> None:
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
@@ -811,11 +811,22 @@ def test_sigint_lets_a_stream_end_and_dummy_weights_need_only_a_config_and_a_tok
     body = {"inputs": "x", "parameters": {"max_new_tokens": count, "details": True, "logit_bias": reference.endless}}
 
     async def work(session: aiohttp.ClientSession) -> None:
+        drains = asyncio.Event()
+
+        async def slowly() -> AsyncIterator[bytes]:
+            yield b'{"inputs":'
+            await drains.wait()
+            yield b'"x","parameters":{"max_new_tokens":3}}'
+
+        before = asyncio.create_task(session.post("/generate", data=slowly()))
         async with session.post("/generate_stream", json=body) as response:
             found = events(response)
             first = json.loads(await anext(found))
             server.process.send_signal(signal.SIGINT)
             _, others = await asyncio.gather(draining(session), rest(found))
+            drains.set()
+        async with await before as response:
+            assert response.status == 200, "it came before the signal"
         assert [event["index"] for event in [first, *others]] == list(range(1, count + 1))
         assert all(math.isfinite(event["token"]["logprob"]) for event in [first, *others])
         assert others[-1]["details"]["finish_reason"] == "length"

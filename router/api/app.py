@@ -30,6 +30,7 @@ from .responses import Responses
 from .stream import OUTBOX, PATIENT, Outbox, Patience
 from .tenant import bearer, digest
 from .tgi import Tgi
+from .unanswered import UNANSWERED, Unanswered
 
 PROBES = {"/", HEALTH, READY, LIVE, "/ping"}  # to be asked by load balancers, which have no key
 SILENT = {"/metrics", "/stats", "/favicon.ico"}  # beside the open paths: asked again and again, and no line of a log is wanted
@@ -68,18 +69,20 @@ def make_app(
     open_paths = probes | FILES.keys() | docs.paths
     preflight, grant = cors(config.cors_allow_origin)
     patience = Patience(config.slow_client_timeout)
+    unanswered = Unanswered()
     app = web.Application(
         middlewares=[
             observed(tracing, open_paths | SILENT),
             preflight,
             _problems(metrics),
             _authorization(config.api_keys, open_paths, PREFIX if config.admin_key else None),
-            _read(config.payload_limit, config.payload_limit_total),
+            _read(config.payload_limit, config.payload_limit_total, unanswered),
             _deliver(patience),
         ]
     )
     app[PATIENT] = patience
     app[OUTBOX] = Outbox()
+    app[UNANSWERED] = unanswered
     metrics.watch("penstock_slow_clients", lambda: patience.dropped)
     app.on_response_prepare.extend((add_headers, grant))
 
@@ -194,7 +197,7 @@ def _deliver(patience: Patience) -> Middleware:
     return deliver
 
 
-def _read(limit: int, together: int) -> Middleware:
+def _read(limit: int, together: int, unanswered: Unanswered) -> Middleware:
     """Reads a body before anybody asks for it, but not for ever, and not more of all requests than memory is meant for. One that
     will be refused for its size is not read.
     """
@@ -231,10 +234,11 @@ def _read(limit: int, together: int) -> Middleware:
         # Nobody asks for a GET's body, but anybody may send one, without a key where a path is open.
         if not request.body_exists or request.method in ("GET", "HEAD") or (request.content_length or 0) > limit:
             return await handler(request)
-        request[BODY] = await receive(request)
-        try:
-            return await handler(request)
-        finally:
-            held -= len(request[BODY])
+        with unanswered.one():
+            request[BODY] = await receive(request)
+            try:
+                return await handler(request)
+            finally:
+                held -= len(request[BODY])
 
     return read

@@ -239,6 +239,7 @@ class Server:
     batcher: FakeBatcher
     metrics: FakeMetrics
     client: aiohttp.ClientSession
+    app: web.Application
 
     async def post(self, path: str, body: object, **options: Any) -> tuple[int, Any, aiohttp.ClientResponse]:
         """Status, JSON (None if the body is empty) and the response. Bytes are sent as they are."""
@@ -275,7 +276,7 @@ async def serving(tokenizer: Tokenizer, config: RouterConfig, batcher: FakeBatch
     host, port = runner.addresses[0][:2]
     try:
         async with aiohttp.ClientSession(f"http://{host}:{port}") as client:
-            yield Server(batcher, metrics, client)
+            yield Server(batcher, metrics, client, app)
     finally:
         await runner.cleanup()
 

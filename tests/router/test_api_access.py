@@ -10,10 +10,11 @@ import pytest
 
 from penstock.proto.process import configure_logging
 from penstock.router.api import access, app
+from penstock.router.api.unanswered import UNANSWERED
 from penstock.router.record import Record, Run, current, request_id
 from penstock.router.request import Broken, Failure, NotReady, Overloaded, Refused, Request
 from penstock.router.text import Tokenizer
-from penstock.tests.router.fake_batcher import LIMITS, Server, make_tokenizer, serve
+from penstock.tests.router.fake_batcher import LIMITS, Server, make_tokenizer, serve, until
 
 HELLO = {"inputs": "Hi secret", "parameters": {"max_new_tokens": 20}}
 CHAT = {"messages": [{"role": "user", "content": "Hi secret"}]}
@@ -273,6 +274,45 @@ def test_a_request_has_arrived_when_its_head_has(tokenizer: Tokenizer, path: str
             assert response.status == 200
         [request] = server.batcher.requests
         assert came <= request.arrived < came + 0.3
+
+    serve(tokenizer, test)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_who_shuts_down_waits_for_the_answers_to_those_that_came_before(tokenizer: Tokenizer, leaves: bool) -> None:
+    """From their heads on; not for those that come later, who may be many."""
+
+    async def test(server: Server) -> None:
+        assert (await server.post("/generate", HELLO))[0] == 200
+        sent, pace = asyncio.Event(), asyncio.Semaphore(0)
+
+        async def slowly() -> AsyncIterator[bytes]:
+            yield b'{"inputs":'
+            await sent.wait()
+            yield b'"Hi"}'
+
+        early = asyncio.create_task(server.client.post("/generate", data=slowly()))
+        await until(lambda: server.app[UNANSWERED]._count == 1)
+        answered = server.app[UNANSWERED].close()
+        server.batcher.pace = pace
+        late = asyncio.create_task(server.post("/generate", HELLO))
+        await until(lambda: server.batcher.opened == 2)
+        assert not answered.is_set()
+        if leaves:
+            early.cancel()
+        else:
+            sent.set()
+            await until(lambda: server.batcher.opened == 3)
+            assert not answered.is_set()
+            server.batcher.pace = None
+            pace.release()
+            pace.release()
+            assert (await early).status == 200
+        await asyncio.wait_for(answered.wait(), 5)
+        server.batcher.pace = None
+        pace.release()
+        assert (await late)[0] == 200
+        assert answered.is_set()
 
     serve(tokenizer, test)
 

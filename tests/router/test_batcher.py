@@ -646,6 +646,57 @@ def test_draining_lets_streams_end_and_takes_no_more() -> None:
     run(test, FakeShards(seconds=0.002))
 
 
+def test_draining_takes_what_came_before_and_waits_for_it() -> None:
+    """It may still be on its way through validation."""
+
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        before, answered = monotonic(), asyncio.Event()
+        await asyncio.sleep(0.001)
+        drain = asyncio.create_task(batcher.drain(30, answered))
+        await asyncio.sleep(0.02)
+        assert not drain.done()
+        for came in (0.0, monotonic()):
+            with pytest.raises(NotReady, match="shutting down"):
+                batcher.submit(ask("b", arrived=came))
+        running = asyncio.create_task(read(batcher, ask("a", 20, arrived=before)))
+        await asyncio.sleep(0.001)
+        answered.set()
+        await drain
+        assert running.done()
+        assert len(running.result()) == 22
+        with pytest.raises(NotReady, match="shutting down"):
+            batcher.submit(ask("b", arrived=before))
+
+    run(test, FakeShards(seconds=0.002))
+
+
+def test_what_does_not_become_valid_in_time_is_not_waited_for_and_refused() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        before = monotonic()
+        await asyncio.sleep(0.001)
+        await batcher.drain(0.02, asyncio.Event())
+        with pytest.raises(NotReady, match="shutting down"):
+            batcher.submit(ask("b", arrived=before))
+
+    run(test)
+
+
+def test_who_came_before_draining_does_not_wait_for_shards_that_nobody_starts() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        before, answered = monotonic(), asyncio.Event()
+        shards.break_at = 1
+        shards.die()
+        await asyncio.sleep(0.02)
+        drain = asyncio.create_task(batcher.drain(30, answered))
+        await asyncio.sleep(0)
+        with pytest.raises(NotReady, match="shutting down"):
+            batcher.submit(ask("b", arrived=before))
+        answered.set()
+        await drain
+
+    run(test)
+
+
 def test_draining_cuts_what_lasts_longer() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         running = asyncio.create_task(read(batcher, ask("a", 200)))

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -395,6 +396,43 @@ def test_shutting_down_lets_streams_end_and_refuses_new_ones() -> None:
         with pytest.raises(NotReady, match="shutting down"):
             fleet.submit(ask("b"))
         assert [told(items) for items in await asyncio.gather(*reading)] == EXPECTED
+        await draining
+
+    run(test)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_shutting_down_waits_for_those_that_came_before_and_takes_them(count: int) -> None:
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        before, answered = monotonic(), asyncio.Event()
+        await asyncio.sleep(0.001)
+        draining = asyncio.create_task(fleet.drain(30, answered))
+        await asyncio.sleep(0.02)
+        assert not draining.done()
+        with pytest.raises(NotReady, match="shutting down"):
+            fleet.submit(ask("b", arrived=monotonic()))
+        reading = asyncio.create_task(read(fleet, ask("a", 20, arrived=before)))
+        await asyncio.sleep(0.001)
+        answered.set()
+        await draining
+        assert reading.done()
+        assert len(reading.result()) == 22
+
+    run(test, count)
+
+
+def test_who_came_before_is_refused_where_no_replica_has_shards() -> None:
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        before, answered = monotonic(), asyncio.Event()
+        for fake in shards.values():
+            fake.break_at = 1
+            fake.die()
+        await until(lambda: all(replica.state == "recovering" for replica in fleet.replicas))
+        draining = asyncio.create_task(fleet.drain(30, answered))
+        await asyncio.sleep(0.001)
+        with pytest.raises(NotReady, match="shutting down"):
+            await read(fleet, ask("a", 20, arrived=before))
+        answered.set()
         await draining
 
     run(test)
