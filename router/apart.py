@@ -57,7 +57,8 @@ class Apart:
         """What `serve` makes of the job. Raises Late if that takes longer than `seconds`, Busy if no process is free within
         `patience`, and Died."""
         try:
-            await asyncio.wait_for(self._free.acquire(), patience)
+            async with asyncio.timeout(patience):  # not wait_for: before Python 3.12 that may not see that its caller is cancelled
+                await self._free.acquire()
         except TimeoutError:
             raise Busy from None
         try:

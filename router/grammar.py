@@ -141,7 +141,8 @@ class Grammars:
             raise Refused(f"`grammar` must have at most {MOST_CHARACTERS} characters. Given: {len(grammar.source)}", "grammar")
         try:
             await self._apart.start()
-            problem = await asyncio.wait_for(asyncio.shield(self._ask(grammar)), MOST_SECONDS)
+            async with asyncio.timeout(MOST_SECONDS):
+                problem = await asyncio.shield(self._ask(grammar))
         except Busy:
             raise Overloaded("too many grammars are being compiled") from None
         except TimeoutError:  # on a busy machine it may be none of its own work: who asks again gets what was found meanwhile

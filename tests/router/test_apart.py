@@ -89,6 +89,26 @@ def test_who_waits_for_one_waits_so_long(apart: Apart) -> None:
     asyncio.run(run())
 
 
+def test_who_leaves_when_one_becomes_free_has_left(apart: Apart) -> None:
+    """However many turns of the event loop later, or sooner."""
+
+    async def run() -> None:
+        await asyncio.gather(*(apart._free.acquire() for _ in range(2)))
+        for turns in range(6):
+            task = asyncio.create_task(apart.ask(JOB, 10, 5.0))
+            await asyncio.sleep(0.01)
+            apart._free.release()
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+            assert task.cancelled(), turns
+            async with asyncio.timeout(1):
+                await apart._free.acquire()
+
+    asyncio.run(run())
+
+
 def test_a_job_that_works_too_much_leaves_no_process(apart: Apart) -> None:
     source = lark("start: A\\nA: " + " & ".join(f"/(.*a.{{{9 + n}}}b.*)/" for n in range(12))).source
     job = ('["lark", ' + '"' + source + '"' + ", []]").encode()

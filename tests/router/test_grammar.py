@@ -239,6 +239,34 @@ def test_who_is_not_answered_in_time_is_told_to_come_again(monkeypatch: pytest.M
     run(test)
 
 
+def test_who_leaves_when_the_answer_comes_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as nothing was said, whatever else happens in these turns of the event loop."""
+    answers = asyncio.Event()
+
+    async def told(job: int) -> bytes:
+        await answers.wait()
+        return b'["", 0.01]'
+
+    answering(monkeypatch, told)
+
+    async def test(grammars: Grammars) -> None:
+        answers.set()
+        await grammars.check(regex("b"))
+        for turns in range(8):
+            answers.clear()
+            task = asyncio.create_task(grammars.check(regex("a" * (turns + 1))))
+            await asyncio.sleep(0.01)
+            answers.set()
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            said = task.done()
+            task.cancel()
+            await asyncio.wait([task])
+            assert task.cancelled() or said, turns
+
+    run(test)
+
+
 def test_what_ends_its_processes_is_refused_and_believed_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "DOUBT", 0.2)
 
