@@ -434,6 +434,14 @@ def test_tokens_that_are_shown_are_text(tmp_path: Path) -> None:
     assert streamed(tokenizer, [], ids, shown=(shown,)) == "a<｜end▁of｜>b"
 
 
+def test_nothing_of_the_vocabulary_is_left_for_a_request_to_find_out(tmp_path: Path) -> None:
+    tokenizer = save(tmp_path, byte_level())
+    whole = tokenizer._tokenizer
+    tokenizer._tokenizer = object()
+    found = tokenizer.longest
+    assert found == max(map(len, whole.get_vocab(with_added_tokens=True)))
+
+
 def test_a_long_prompt_does_not_hold_up_the_event_loop(tmp_path: Path) -> None:
     """1 MB through the template and the tokenizer: nobody waits more than 50 ms. What is in our hands does so every time; what a
     crowded machine does to a run does not."""
