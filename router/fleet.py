@@ -284,6 +284,8 @@ class Fleet:
         moved = member.batcher.evacuate(suspects=True)  # there will be no other trial
         logger.info("replica %s leaves: requests that go on on others: %d", name, moved)
         del self._members[name]
+        if member.life is not None:
+            member.life.cancel()  # now: its shards may have come this very moment, and nothing is to be told of it any more
         self._metrics.left(name)
         self._arrange()
         ending = asyncio.create_task(self._end(member))

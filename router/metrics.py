@@ -165,9 +165,14 @@ class Metrics:
         self._gauges[name].set_function(lambda: sum(each() for each in reads.values()))
 
     def left(self, replica: str) -> None:
-        """It is in no gauge any more."""
+        """It is in no gauge any more, and among no counter's labels: there would be more and more of them."""
         for reads in self._watched.values():
             reads.pop(replica, None)
+        for name, (_, labels) in COUNTERS.items():
+            if "replica" in labels:
+                samples = [sample.labels for family in self._counters[name].collect() for sample in family.samples]
+                for values in {tuple(sample[label] for label in labels) for sample in samples if sample["replica"] == replica}:
+                    self._counters[name].remove(*values)
 
     def placed(self, replica: str, reason: str, hit: int) -> None:
         """A request was given to a replica, where so many tokens of its prompt are probably cached."""

@@ -1,6 +1,7 @@
 """Several replicas behind one door: whatever dies, joins or leaves, every stream has the tokens that it would have had."""
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from time import monotonic
@@ -565,6 +566,44 @@ def test_one_that_leaves_ends_though_who_asked_for_it_has_left() -> None:
         assert [replica.name for replica in fleet.replicas] == ["0", "2"]
 
     run(test)
+
+
+def test_of_who_has_left_no_metric_tells_any_more() -> None:
+    """Else each replica that comes and goes leaves some behind, for ever."""
+
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        await asyncio.gather(*(read(fleet, ask(text, 3)) for text in "abcdefghi"))
+        assert {'replica="0"', 'replica="1"', 'replica="2"'} == named(fleet)
+        await fleet.remove("1")
+        assert {'replica="0"', 'replica="2"'} == named(fleet)
+        await asyncio.gather(*(read(fleet, ask(text, 3)) for text in "abcdefghi"))
+        fleet.join(["h:1"], "1")
+        await until(lambda: all(replica.state == "ready" for replica in fleet.replicas))
+        await asyncio.gather(*(read(fleet, ask(text, 3)) for text in "abcdefghi"))
+        assert {'replica="0"', 'replica="1"', 'replica="2"'} == named(fleet)
+
+    run(test)
+
+
+def named(fleet: Fleet) -> set[str]:
+    """Replicas of which metrics tell."""
+    return set(re.findall('replica="[^"]*"', fleet._metrics.render().decode()))
+
+
+def test_who_leaves_when_its_shards_come_is_in_no_metric() -> None:
+    async def test(fleet: Fleet, shards: dict[str, Late]) -> None:
+        shards["0"].there.set()
+        await fleet.start()
+        pages = value(fleet, "penstock_pages_total")
+        fleet.join(["h:1"])
+        await until(lambda: "1" in shards and fleet._members["1"].batcher.stage == "waiting")
+        await asyncio.sleep(0.01)
+        shards["1"].there.set()
+        await fleet.remove("1")
+        assert value(fleet, "penstock_pages_total") == pages
+        assert named(fleet) == {'replica="0"'}
+
+    late(test)
 
 
 def test_who_has_left_is_not_heard_any_more() -> None:
