@@ -64,7 +64,10 @@ def _compiled(source: str, special_tokens: tuple[tuple[str, str], ...]) -> ChatT
 def _result(source: str, special_tokens: dict[str, str], chat: dict[str, Any]) -> Result:
     """What the process does for one chat."""
     try:
-        return Result(_compiled(source, tuple(special_tokens.items())).render(Chat(**chat)))
+        template, asked = _compiled(source, tuple(special_tokens.items())), Chat(**chat)
+        text = template.render(asked)
+        template.check_roles(asked)
+        return Result(text)
     except Refused as refused:
         return Result(refused=str(refused)[:2000], parameter=refused.parameter)
 

@@ -4,6 +4,7 @@ What is rendered here is rendered in this process, for as long as it takes: `ren
 """
 
 import json
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ MAX_OUTPUT = 16_000_000  # characters: more than any model reads
 MAX_SOURCE = 500_000
 DEFAULT = "default"
 MARK = "penstock0mark0of0a0try"
+ROLES = ("system", "user", "assistant")  # that are what templates are about; what one makes of others, and whether, is its affair
+MOST_SAID = 64  # characters of an unknown role
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # of a message; templates read one or another
 
 Message = Mapping[str, Any]
@@ -76,6 +79,30 @@ class ChatTemplate:
             return self._run(chat, messages[:-1], True)
         mark = secrets.token_hex(16)
         return _cut(self._run(chat, [*messages[:-1], _marked(messages[-1], f"{mark} ")], False), content, mark)
+
+    def check_roles(self, chat: Chat) -> None:
+        """Raises Refused if it leaves messages out in silence, which many templates do with roles that they don't know. A try
+        tells: some know roles that no other does."""
+        unsure = {index for index, message in enumerate(chat.messages) if message.get("role") not in ROLES}
+        if not unsure:
+            return
+        mark = str(secrets.randbits(128))  # no letters: templates may write them in capitals
+        messages = [
+            _signed(message, f"{mark}-{index}-") if index in unsure else message
+            for index, message in enumerate(map(self._message, chat.messages))
+        ]
+        try:
+            text = self._run(chat, messages, chat.add_generation_prompt)
+        except Refused:  # it would take the messages as they are: nobody knows
+            return
+        found = {int(index) for index in re.findall(mark + "-([0-9]+)-", text)}
+        for index in sorted(unsure - found):
+            role = str(chat.messages[index].get("role"))[:MOST_SAID]
+            raise Refused(
+                f'`messages[{index}].role` "{role}": the model\'s chat template leaves such a message out; use one of '
+                f"{', '.join(ROLES)}, or one that the template knows",
+                "messages",
+            )
 
     @cached_property
     def takes_parts(self) -> bool:
@@ -247,6 +274,12 @@ def _marked(message: Message, mark: str) -> Message:
     last = max(index for index, part in enumerate(content) if isinstance(part, Mapping) and isinstance(part.get("text"), str))
     part = {**content[last], "text": content[last]["text"] + mark}
     return {**message, "content": [*content[:last], part, *content[last + 1 :]]}
+
+
+def _signed(message: Message, mark: str) -> Message:
+    """The message with something more to say, whatever it says."""
+    content = message.get("content")
+    return _marked(message, mark) if content and _last_text(message) is not None else {**message, "content": mark}
 
 
 def _cut(text: str, content: str, mark: str) -> str:

@@ -47,6 +47,15 @@ def test_a_refusal_names_the_field(renderer: Renderer) -> None:
         assert refused.value.parameter == parameter
 
 
+def test_a_message_that_is_left_out_is_refused(renderer: Renderer) -> None:
+    source = "{% for m in messages if m.role in ('user', 'critic') %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    asked = [{"role": "user", "content": "a"}, {"role": "critic", "content": "b"}]
+    assert render(renderer, source, Chat(messages=asked)) == "[user]a[critic]b"
+    with pytest.raises(Refused, match=r'`messages\[2\].role` "crtic": the model') as refused:
+        render(renderer, source, Chat(messages=[*asked, {"role": "crtic", "content": "c"}]))
+    assert refused.value.parameter == "messages"
+
+
 HOSTILE = {
     "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{{ '' }}{% endfor %}{% endfor %}",
     "recursion": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",

@@ -53,6 +53,47 @@ TOOLS = [
 BEGUN = ["Well,", "Well, ", " Well,\n", "<", "e", "|", "assistant", "\n\nSo:\n", "What <|is> e?"]
 
 
+STRANGE = {"role": "nobody", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    ("name", "messages", "dropped"),
+    [
+        ("chatml", [STRANGE, QUESTION], ""),  # it writes whatever role there is
+        ("llama3", [QUESTION, STRANGE, STRANGE], ""),
+        ("llama31", [QUESTION, CALL, FOUND], ""),
+        ("mistral", [QUESTION, CALL, FOUND], ""),
+        ("qwen25", [SYSTEM, QUESTION, CALL, FOUND, FOUND, ANSWER, SYSTEM], ""),
+        ("qwen25", [QUESTION, STRANGE], 'messages[1].role` "nobody"'),
+        ("qwen25", [QUESTION, {"role": "nobody", "content": None}], 'messages[1].role` "nobody"'),
+        ("qwen25", [QUESTION, {"role": "nobody", "content": []}], 'messages[1].role` "nobody"'),
+        ("qwen25", [QUESTION, {"role": "nobody", "content": [{"type": "text", "text": "x"}]}], 'messages[1].role` "nobody"'),
+        ("qwen25", [QUESTION, CALL, {**FOUND, "role": "function"}, FOUND], 'messages[2].role` "function"'),
+        ("zephyr", [QUESTION, STRANGE | {"role": "x" * 1000}], f'messages[1].role` "{"x" * 64}"'),
+        ("zephyr", [QUESTION, CALL, FOUND, QUESTION], 'messages[2].role` "tool"'),
+    ],
+)
+def test_no_message_is_left_out_in_silence_for_its_role(name: str, messages: list[dict[str, Any]], dropped: str) -> None:
+    template = ChatTemplate(TEMPLATES[name], SPECIAL)
+    chat = Chat(messages=messages)
+    told = template.render(chat)
+    if not dropped:
+        template.check_roles(chat)
+        assert "x" in told or STRANGE not in messages
+        return
+    with pytest.raises(Refused, match=re.escape(dropped)) as refused:
+        template.check_roles(chat)
+    assert str(refused.value).endswith("use one of system, user, assistant, or one that the template knows")
+    assert refused.value.parameter == "messages"
+
+
+def test_a_template_may_write_a_role_in_its_own_way() -> None:
+    template = ChatTemplate("{% for m in messages %}{% if m.role == 'critic' %}{{ m.content | upper }}{% endif %}{% endfor %}", {})
+    template.check_roles(Chat(messages=[QUESTION, {"role": "critic", "content": "hm"}]))
+    with pytest.raises(Refused, match=re.escape('`messages[0].role` "Critic"')):
+        template.check_roles(Chat(messages=[{"role": "Critic", "content": "hm"}, QUESTION]))
+
+
 def rendered_by_transformers(source: str, chat: Chat) -> str:
     """Raises whatever it raises."""
     reference = pytest.importorskip("transformers.utils.chat_template_utils")
