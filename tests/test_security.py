@@ -110,10 +110,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[serving.Server]
             started.kill()
 
 
-def ask(server: serving.Server, path: str, body: object = None, key: str = SECRET) -> tuple[int, bytes]:
+def ask(server: serving.Server, path: str, body: object = None, key: str = SECRET, **more: str) -> tuple[int, bytes]:
+    """more: headers."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     try:
-        headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+        headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json", **more}
         connection.request("POST" if body is not None else "GET", path, None if body is None else json.dumps(body), headers)
         answer = connection.getresponse()
         return answer.status, answer.read()
@@ -197,9 +198,14 @@ def test_no_line_of_the_log_has_a_text_whatever_its_level(server: serving.Server
         (f"/{MARK}", {MARK: MARK}),
         ("/v1/chat/completions", MARK),
     ]
-    statuses = [ask(server, path, body)[0] for path, body in asked]
+    ids = [f"asked-{number}-here" for number in range(len(asked))]
+    statuses = [ask(server, path, body, **{"X-Request-ID": id})[0] for id, (path, body) in zip(ids, asked, strict=True)]
     assert statuses[0] == statuses[1] == 200
     assert not [status for status in statuses if status >= 500]
+    deadline = time.monotonic() + 20  # lines come by way of the launcher, a moment after the answers
+    while not all(id in server.log for id in ids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert all(id in server.log for id in ids)
     assert len([line for line in server.log.splitlines() if '"status"' in line]) >= len(asked)
     for part in (MARK, "xyzzy", "frobnicate"):
         assert part not in server.log
