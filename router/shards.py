@@ -354,6 +354,9 @@ class GrpcShards:
             self._fail(Broken("shard rank 0 has ended its stream"))
         except grpc.aio.AioRpcError as error:
             self._fail(_broken(0, error))
+        except Exception as error:  # not to be read, or of no kind: nobody looks after this task, and all would wait for the guard
+            logger.exception("shard rank 0 has answered what cannot be read")
+            self._fail(Broken(f"shard rank 0 has answered what cannot be read: {error!r}"))
 
     def _fail(self, error: Broken) -> None:
         self._broken = self._broken or error

@@ -32,6 +32,7 @@ class Servicer:
         self.stages = iter(["loading weights 40 %"])
         self.dies_at = 0
         self.lies_at = 0
+        self.mumbles_at = 0
         self.silent_until = 0
         self.hangs = False  # it answers no Info any more
 
@@ -60,7 +61,7 @@ class Servicer:
                 await context.abort(grpc.StatusCode.INTERNAL, "out of memory")
             reply = shard_pb2.Reply()
             getattr(reply, {"prefill": "step", "decode": "step"}.get(kind, kind)).step = 99 if step == self.lies_at else step
-            replies.append(reply)
+            replies.append(shard_pb2.Reply() if step == self.mumbles_at else reply)
             while replies and step >= self.silent_until:
                 yield replies.pop(0)
 
@@ -198,6 +199,24 @@ def test_an_answer_to_another_question_breaks_the_connection(tmp_path: Path) -> 
         servicers[0].lies_at = 2
         with pytest.raises(Broken, match="answered step 99 instead of 2"):
             await shards.execute(decode())
+
+    serve(tmp_path, 1, test)
+
+
+def test_an_answer_that_cannot_be_read_breaks_the_connection(tmp_path: Path) -> None:
+    """At once, and not when somebody finds that nothing else comes."""
+
+    async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
+        await shards.connect()
+        await shards.warm_up(WARMUP)
+        servicers[0].mumbles_at = 3
+        futures = [shards.execute(decode()) for _ in range(3)]
+        await futures[0]
+        for future in futures[1:]:
+            with pytest.raises(Broken, match="rank 0 has answered what cannot be read"):
+                await future
+        with pytest.raises(Broken, match="cannot be read"):
+            await shards.lost
 
     serve(tmp_path, 1, test)
 
