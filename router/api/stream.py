@@ -254,6 +254,7 @@ class EventStream:
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers}
         )
         self.begun = False
+        self._ended = False
         self.free = False  # `push` may be called: it has begun, nobody writes, and the socket has taken all that it was given
         self._http = http
         self._protocol = http.protocol
@@ -293,6 +294,7 @@ class EventStream:
 
     async def end(self, frames: bytes) -> None:
         """The same with the last of them: the response's end leaves with them."""
+        self._ended = True
         await self._leave(frames, self.response.write_eof)
 
     async def _leave(self, frames: bytes, write: Callable[[bytes], Awaitable[None]]) -> None:
@@ -357,7 +359,9 @@ class EventStream:
     async def _tell(self) -> None:
         """That we are there."""
         with suppress(ConnectionResetError):  # the handler is told the same
-            await self.write(BLANK)
+            await self._begin()
+            if not self._ended:  # what comes behind the end is the next answer's to clients who keep their connection
+                await self.write(BLANK)
 
 
 def headers_of(clock: Clock, requests: Sequence[Request], answers: Sequence[Answer]) -> dict[str, str]:

@@ -206,6 +206,35 @@ def test_comments_come_between_events_whoever_writes_them(tokenizer: Tokenizer, 
     serve(tokenizer, test, seconds=0.1)
 
 
+def test_nothing_comes_behind_the_end() -> None:
+    """Though the silence before it has just been too long, and the client takes the end only slowly."""
+    big = b"data: " + b"x" * 5_000_000 + b"\n\n"
+
+    async def handler(http: web.Request) -> web.StreamResponse:
+        async with stream.EventStream(http, {}) as out:
+            await out.write(b"data: a\n\n")
+            out._written -= stream.KEEP_ALIVE
+            out._look()
+            await out.end(big)
+        return out.response
+
+    async def run() -> None:
+        app = web.Application()
+        app[stream.PATIENT], app[stream.OUTBOX] = stream.Patience(60.0), stream.Outbox()
+        app.add_routes([web.post("/", handler)])
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        reader, writer = await post(runner.addresses[0][1], "/", {})
+        await asyncio.sleep(0.1)
+        data = await reader.read()
+        writer.close()
+        await runner.cleanup()
+        assert unchunked(data.partition(b"\r\n\r\n")[2]).endswith(big)
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
 def test_a_fault_of_an_answers_shape_cuts_this_answer_only(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
