@@ -59,6 +59,7 @@ class Model:
         max_positions=1 << 20,
         layers=1,
         windows=(0,),
+        softcap=0.0,
         heads=1,
         kv_heads=1,
         head_size=1,
