@@ -3,7 +3,7 @@
 What the fields mean is in `openai_bodies`, how answers look in `openai_shapes`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from time import monotonic
@@ -35,7 +35,8 @@ from .openai_bodies import (
 )
 from .openai_chats import Chats
 from .openai_formats import format_name, grammar_of
-from .openai_shapes import Chat, Completions, Echo, Envelope, Json, Shapes, Usage, encode, prompt_entries
+from .openai_prompts import Echo, Scribe, encode
+from .openai_shapes import Chat, Completions, Envelope, Json, Shapes, Usage
 from .ports import Batcher, limits_of
 from .stream import Answer, Clock, escaped, fold, guesses, headers_of, plain_frame, send, stream_headers_of
 
@@ -54,7 +55,7 @@ class Asked:
     options: StreamOptions = field(default_factory=StreamOptions)
     headers: dict[str, str] = field(default_factory=dict)
     silent: bool = False  # the generated token, which there must be, is not in the answer
-    entries: Callable[[Request, Prompt], list[Json | None]] | None = None  # vLLM's `prompt_logprobs`, if they are asked for
+    entries: bool = False  # vLLM's `prompt_logprobs` are asked for
 
     @property
     def prompt_tokens(self) -> int:
@@ -70,6 +71,7 @@ class OpenAI:
         self._validator = validator
         self._batcher = batcher
         self._chats = Chats(tokenizer, validator)
+        self._scribe = Scribe(tokenizer)
         self._fingerprint = f"{version('penstock')}-native"
         self._completion = msgspec.json.Decoder(CompletionBody)
         self._chat = msgspec.json.Decoder(ChatBody)
@@ -105,7 +107,7 @@ class OpenAI:
         with naming(**theirs, **width.names, truncate="truncate_prompt_tokens"):
             request, make = await self._chats.request(body, body.messages, asked, limits)
         shapes = Chat(bool(body.logprobs), make)
-        entries = self._entries if alternatives is not None else None
+        entries = alternatives is not None
         return await self._answer(http, clock, self._asked([request], shapes, body, shown, headers=headers, entries=entries))
 
     async def completions(self, http: web.Request) -> web.StreamResponse:
@@ -155,8 +157,8 @@ class OpenAI:
         whole = body.truncate_prompt_tokens is None
         texts = [prompt if isinstance(prompt, str) and whole else "" for prompt in prompts]
         echoes = [Echo(request, text) for request, text in zip(requests, texts, strict=True)] if body.echo else ()
-        shapes = Completions(self._tokenizer, body.logprobs, echoes, shown, silent)
-        entries = self._entries if alternatives is not None else None
+        shapes = Completions(self._scribe, body.logprobs, echoes, shown, silent)
+        entries = alternatives is not None
         return await self._answer(
             http, clock, self._asked(requests, shapes, body, shown, headers=headers, silent=silent, entries=entries)
         )
@@ -209,27 +211,29 @@ class OpenAI:
         *,
         headers: dict[str, str],
         silent: bool = False,
-        entries: Callable[[Request, Prompt], list[Json | None]] | None = None,
+        entries: bool = False,
     ) -> Asked:
         envelope = Envelope(shapes, body.model or self._config.model, self._fingerprint, body.service_tier)
         options = body.stream_options or StreamOptions()
         return Asked(requests, envelope, shown, bool(body.stream), options, headers, silent, entries)
 
-    def _entries(self, request: Request, prompt: Prompt) -> list[Json | None]:
-        return prompt_entries(self._tokenizer, request, prompt)
-
     async def _answer(self, http: web.Request, clock: Clock, asked: Asked) -> web.StreamResponse:
         clock.valid()
         if asked.stream:
             headers = stream_headers_of(clock, asked.requests) | asked.headers
-            return await send(http, self._batcher, asked.requests, Events(asked, clock), headers)
+            return await send(http, self._batcher, asked.requests, Events(asked, clock), headers, asked.envelope.shapes.open)
         streams = [self._batcher.submit(request) for request in asked.requests]
         folded = await fold(streams, asked.requests[0].choices)
-        return json_response(_whole(asked, folded), headers_of(clock, asked.requests, _all(folded)) | asked.headers)
+        prompts = [drawn[0].prompt for drawn in folded]
+        for place, prompt in enumerate(prompts):
+            await asked.envelope.shapes.open(place, prompt)
+        pairs = zip(asked.requests, prompts, strict=True) if asked.entries else ()
+        entries = [await self._scribe.entries(request, prompt) for request, prompt in pairs]
+        return json_response(_whole(asked, folded, entries), headers_of(clock, asked.requests, _all(folded)) | asked.headers)
 
 
-def _whole(asked: Asked, folded: list[list[Answer]]) -> Json:
-    """A whole answer."""
+def _whole(asked: Asked, folded: list[list[Answer]], entries: Sequence[msgspec.Raw]) -> Json:
+    """A whole answer. entries: `prompt_logprobs` of each prompt, if they are asked for."""
     shapes = asked.envelope.shapes
     shown = [
         (place, place * asked.shown + index, answer)
@@ -243,9 +247,8 @@ def _whole(asked: Asked, folded: list[list[Answer]]) -> Json:
     usage.reasoning_tokens = shapes.reasoning_tokens()
     for drawn in folded:
         usage.guess(guesses(answer.finish for answer in drawn))
-    if asked.entries is None:
+    if not entries:
         return asked.envelope.whole(choices, usage)
-    entries = [asked.entries(request, drawn[0].prompt) for request, drawn in zip(asked.requests, folded, strict=True)]
     if isinstance(shapes, Chat):
         return asked.envelope.whole(choices, usage) | {"prompt_logprobs": entries[0]}
     told = [choice | {"prompt_logprobs": entries[place]} for choice, (place, _, _) in zip(choices, shown, strict=True)]

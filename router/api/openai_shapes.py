@@ -14,17 +14,14 @@ from typing import Any, Protocol
 import msgspec
 
 from ..parsing import Arguments, Call, Part, Reader, Reasoning, Text
-from ..request import Alternative, Finish, Guessed, Prompt, Request, Token
-from ..text import Tokenizer
+from ..request import Alternative, Finish, Guessed, Prompt, Token
+from .openai_prompts import LOWEST_LOGPROB, Echo, Scribe, Told, encode, most
 from .stream import Answer
 
 REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
 CALLED = "tool_calls"
-LOWEST_LOGPROB = -9999.0  # JSON knows no infinity, and clients expect a number
 
 Json = dict[str, Any]
-
-encode = msgspec.json.Encoder().encode
 
 
 @dataclass(slots=True)
@@ -72,6 +69,9 @@ class Shapes(Protocol):
     id_prefix: str
     whole: str  # the `object` of an answer
     part: str  # and of its chunks
+
+    async def open(self, place: int, prompt: Prompt) -> None:
+        """Comes before all of the others for each prompt, of those of the answer the one at this place."""
 
     def choice(self, index: int, answer: Answer) -> Json:
         """A whole answer's."""
@@ -206,6 +206,9 @@ class Chat:
         self._make = make
         self._speakers: dict[int, Speaker] = {}
 
+    async def open(self, place: int, prompt: Prompt) -> None:
+        """Nothing: no chat begins with its prompt."""
+
     def choice(self, index: int, answer: Answer) -> Json:
         speaker = self._speaker(index)
         if speaker is None:
@@ -259,14 +262,6 @@ class Chat:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Echo:
-    """The prompt, as an answer begins with it."""
-
-    request: Request
-    text: str  # as it was sent; "" if it came as tokens
-
-
 class Completions:
     """/v1/completions."""
 
@@ -274,19 +269,23 @@ class Completions:
     whole = "text_completion"
     part = "text_completion"
 
-    def __init__(
-        self, tokenizer: Tokenizer, logprobs: int | None, echoes: Sequence[Echo] = (), shown: int = 1, silent: bool = False
-    ) -> None:
+    def __init__(self, scribe: Scribe, logprobs: int | None, echoes: Sequence[Echo], shown: int, silent: bool) -> None:
         """echoes: of each prompt, if answers begin with it; shown: answers for each prompt; silent: nothing follows the prompt."""
-        self._tokenizer = tokenizer
+        self._scribe = scribe
         self._logprobs = logprobs
         self._echoes = echoes
         self._shown = shown
         self._silent = silent
+        self._told: dict[int, Told] = {}  # of each prompt, if answers begin with it
         self._offsets: dict[int, int] = {}  # how long each choice's text is
 
+    async def open(self, place: int, prompt: Prompt) -> None:
+        """What the answers begin with is found."""
+        if self._echoes:
+            self._told[place] = await self._scribe.told(self._echoes[place], prompt, self._logprobs)
+
     def choice(self, index: int, answer: Answer) -> Json:
-        text, content = self._begin(index, answer.prompt)
+        text, content = self._begin(index)
         if not self._silent:
             text += answer.finish.text
             generated = self._content(index, answer.tokens)
@@ -297,7 +296,7 @@ class Completions:
     def opening(self, index: int, prompt: Prompt) -> bytes | None:
         if not self._echoes:
             return None
-        text, content = self._begin(index, prompt)
+        text, content = self._begin(index)
         return encode(_chunk_choice(index, {"text": text, "logprobs": content}))
 
     def delta(self, index: int, item: Token | Finish) -> bytes | None:
@@ -316,31 +315,13 @@ class Completions:
     def reasoning_tokens(self) -> None:
         return None
 
-    def _begin(self, index: int, prompt: Prompt) -> tuple[str, Json | None]:
+    def _begin(self, index: int) -> tuple[str, Json | None]:
         """The prompt's text and log-probabilities, if the answer begins with them."""
-        if not self._echoes:
+        told = self._told.get(index // self._shown)
+        if told is None:
             return "", None
-        echo = self._echoes[index // self._shown]
-        stream = self._tokenizer.stream((), (), True, echo.request.skip_special_tokens)
-        offsets, offset = [], 0
-        for id in echo.request.prompt:
-            offsets.append(offset)
-            piece = stream.push(id)
-            if echo.text and self._tokenizer.is_special(id):  # sent by its text, or put before what was sent
-                offset += len(piece.text) * echo.text.startswith(piece.text, offset)
-            else:
-                offset += len(piece.delta)
-        offset += len(stream.end())
-        self._offsets[index] = offset
-        text = echo.text or stream.text
-        if self._logprobs is None:
-            return text, None
-        return text, {
-            "tokens": [self._tokenizer.token_text(id) for id in echo.request.prompt],
-            "token_logprobs": [logprob if logprob is None else max(logprob, LOWEST_LOGPROB) for logprob in prompt.logprobs],
-            "top_logprobs": prompt_tops(self._tokenizer, echo.request, prompt) if self._logprobs else None,
-            "text_offset": offsets,
-        }
+        self._offsets[index] = told.length
+        return told.text, told.content
 
     def _content(self, index: int, tokens: list[Token]) -> Json | None:
         if self._logprobs is None:
@@ -354,43 +335,15 @@ class Completions:
         return {
             "tokens": [token.text for token in tokens],
             "token_logprobs": [max(token.logprob, LOWEST_LOGPROB) for token in tokens],
-            "top_logprobs": [_most(_pairs(token)) for token in tokens] if self._logprobs else None,
+            "top_logprobs": [most(_pairs(token)) for token in tokens] if self._logprobs else None,
             "text_offset": offsets,
         }
 
 
-def prompt_tops(tokenizer: Tokenizer, request: Request, prompt: Prompt) -> list[dict[str, float] | None]:
-    """Of each token of the prompt: the most probable ones in its place, and itself. None for the first."""
-    wide = request.prompt_top_n
-    found: list[dict[str, float] | None] = [None]
-    for place, id in enumerate(request.prompt[1:]):
-        top = prompt.top[place * wide : (place + 1) * wide]
-        own = prompt.logprobs[place + 1]
-        assert own is not None
-        found.append(_most([(tokenizer.token_text(id), own), *((tokenizer.token_text(each), logprob) for each, logprob in top)]))
-    return found
-
-
-def prompt_entries(tokenizer: Tokenizer, request: Request, prompt: Prompt) -> list[Json | None]:
-    """vLLM's `prompt_logprobs`: by token id. `rank` is null for a token that is not among the most probable ones asked for."""
-    wide = request.prompt_top_n
-    found: list[Json | None] = [None]
-    for place, id in enumerate(request.prompt[1:]):
-        ranked = {each: (logprob, rank) for rank, (each, logprob) in enumerate(prompt.top[place * wide : (place + 1) * wide], 1)}
-        own = prompt.logprobs[place + 1]
-        assert own is not None
-        entries = {id: ranked.get(id, (own, None))} | ranked
-        found.append(
-            {
-                str(each): {"logprob": max(logprob, LOWEST_LOGPROB), "rank": rank, "decoded_token": tokenizer.token_text(each)}
-                for each, (logprob, rank) in entries.items()
-            }
-        )
-    return found
-
-
 def _joined(first: Json, second: Json) -> Json:
-    return {name: None if first[name] is None else first[name] + second[name] for name in first}
+    """The prompt's lists, which are written already, and the answer's."""
+    rest = {name: encode(values)[1:] for name, values in second.items()}
+    return {name: None if raw is None else msgspec.Raw(b"%b,%b" % (bytes(raw)[:-1], rest[name])) for name, raw in first.items()}
 
 
 def _chunk_choice(index: int, content: Json, reason: str | None = None) -> Json:
@@ -417,11 +370,3 @@ def _logprob(token: Token | Alternative) -> Json:
 def _pairs(token: Token) -> list[tuple[str, float]]:
     """What was taken, and the most probable."""
     return [(token.text, token.logprob), *((other.text, other.logprob) for other in token.top)]
-
-
-def _most(pairs: Sequence[tuple[str, float]]) -> dict[str, float]:
-    """By text. Of several tokens that are written alike the most probable counts."""
-    found: dict[str, float] = {}
-    for text, logprob in pairs:
-        found[text] = max(logprob, LOWEST_LOGPROB, found.get(text, LOWEST_LOGPROB))
-    return found

@@ -26,7 +26,8 @@ from .openai_bodies import (
     truncation,
 )
 from .openai_chats import Chats
-from .openai_shapes import Json, Speaker, Usage, encode
+from .openai_prompts import encode
+from .openai_shapes import Json, Speaker, Usage
 from .ports import Batcher, limits_of
 from .responses_shapes import Output, Response
 from .stream import Clock, fold, headers_of, named_frame, send, stream_headers_of

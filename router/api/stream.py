@@ -210,17 +210,23 @@ class Events(Protocol):
 
 
 async def send(
-    http: web.Request, batcher: Batcher, requests: Sequence[Request], events: Events, headers: dict[str, str]
+    http: web.Request,
+    batcher: Batcher,
+    requests: Sequence[Request],
+    events: Events,
+    headers: dict[str, str],
+    open: Callable[[int, Prompt], Awaitable[None]] | None = None,
 ) -> web.StreamResponse:
-    """Answers the requests event by event, each as soon as it is there.
+    """Answers the requests event by event, each as soon as it is there. `open` is waited for before a stream's first events.
 
     What fails before the first event is raised, so that it becomes a status.
     """
     out = EventStream(http, headers)
+    unopened = set(range(len(requests))) if open else set()
 
     def sink(stream: int) -> Sink:
         def offer(items: list[Item]) -> bool:
-            if not out.free:
+            if not out.free or stream in unopened:
                 return False
             out.push(events.of(stream, items))
             return True
@@ -228,6 +234,9 @@ async def send(
         return offer
 
     async def take(stream: int, items: list[Item]) -> None:
+        if open is not None and isinstance(items[0], Prompt):
+            await open(stream, items[0])
+            unopened.remove(stream)
         await out.write(events.of(stream, items))
 
     streams = [batcher.submit(request, sink(index)) for index, request in enumerate(requests)]

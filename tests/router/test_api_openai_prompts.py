@@ -1,9 +1,12 @@
 """What /v1 tells of prompts: `echo` with `logprobs` as lm-eval reads it, vLLM's `prompt_logprobs`, what was cached."""
 
+import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from penstock.router.api import openai_prompts
 from penstock.router.text import Tokenizer
 from penstock.tests.router.fake_batcher import Server, make_tokenizer, serve
 
@@ -159,6 +162,62 @@ def test_vllms_prompt_logprobs(tokenizer: Tokenizer) -> None:
             message = "`prompt_logprobs` is not supported when streaming tokens"
             assert (status, body["error"]["message"]) == (400, message)
 
+    serve(tokenizer, test)
+
+
+@pytest.mark.parametrize(
+    "asked", [{"echo": True, "logprobs": 2}, {"echo": True, "logprobs": 2, "stream": True}, {"prompt_logprobs": 2}]
+)
+def test_others_have_turns_while_long_prompts_are_told(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
+) -> None:
+    """Several answers at once, too: at a turn of the loop there is one part of one of them."""
+    texts = 0  # of tokens
+    most = 0  # between two turns
+    text_of = tokenizer.token_text
+
+    def counted(id: int) -> str:
+        nonlocal texts
+        texts += 1
+        return text_of(id)
+
+    async def other() -> None:
+        nonlocal texts, most
+        while True:
+            most, texts = max(most, texts), 0
+            await asyncio.sleep(0)
+
+    async def test(server: Server) -> None:
+        competing = asyncio.create_task(other())
+        body = {"prompt": "x" * 90, "max_tokens": 0, **asked}
+        answers = await asyncio.gather(*(server.client.post(PATH, json=body) for _ in range(3)))
+        assert [answer.status for answer in answers] == [200] * 3
+        assert len({len((await answer.text()).partition('"choices"')[2]) for answer in answers}) == 1
+        competing.cancel()
+
+    monkeypatch.setattr(openai_prompts, "PART", 9)
+    monkeypatch.setattr(tokenizer, "token_text", counted)
+    serve(tokenizer, test)
+    assert 3 <= most <= 9
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_is_read_once_for_all_its_answers(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    streams = []
+    stream_of = tokenizer.stream
+
+    def counted(prompt: Sequence[int], *more: Any) -> Any:
+        if not prompt:  # a prompt itself, and no answer to it
+            streams.append(prompt)
+        return stream_of(prompt, *more)
+
+    async def test(server: Server) -> None:
+        body = {"prompt": ["hi", "you"], "n": 3, "echo": True, "logprobs": 1, "max_tokens": 1, "stream": stream}
+        async with server.client.post(PATH, json=body) as response:
+            assert (response.status, (await response.text()).count('"<s>"')) == (200, 6)
+        assert len(streams) == 2
+
+    monkeypatch.setattr(tokenizer, "stream", counted)
     serve(tokenizer, test)
 
 

@@ -1,0 +1,131 @@
+"""What OpenAI's answers tell of their prompts: the text, and scores and alternatives for each token.
+
+That is found once for all answers to a prompt, and in parts, between which the event loop has turns for others: with 20
+alternatives for each of 125,000 tokens it takes seconds.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from ..request import Prompt, Request
+from ..text import Tokenizer
+
+LOWEST_LOGPROB = -9999.0  # JSON knows no infinity, and clients expect a number
+PART = 1024  # log-probabilities that are written at a time: 2 ms (x86, one core)
+
+encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """The prompt, as an answer begins with it."""
+
+    request: Request
+    text: str  # as it was sent; "" if it came as tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """The beginning of all answers to a prompt."""
+
+    text: str
+    length: int  # where the answer's own offsets begin
+    content: dict[str, msgspec.Raw | None] | None  # its log-probabilities: lists, already written
+
+
+class Scribe:
+    """Writes them: however many ask at once, one part at each turn of the loop."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._turn = asyncio.Lock()
+
+    async def told(self, echo: Echo, prompt: Prompt, logprobs: int | None) -> Told:
+        """Of one prompt. logprobs: alternatives for each token; None: no log-probabilities either."""
+        if echo.text and logprobs is None:
+            return Told(echo.text, 0, None)
+        ids = echo.request.prompt
+        stream = self._tokenizer.stream((), (), True, echo.request.skip_special_tokens)
+        length = 0
+
+        def offset(place: int) -> int:
+            nonlocal length
+            before, id = length, ids[place]
+            piece = stream.push(id)
+            if echo.text and self._tokenizer.is_special(id):  # sent by its text, or put before what was sent
+                length += len(piece.text) * echo.text.startswith(piece.text, length)
+            else:
+                length += len(piece.delta)
+            return before
+
+        offsets = await self._listed(len(ids), 0, offset)
+        length += len(stream.end())
+        text = echo.text or stream.text
+        if logprobs is None:
+            return Told(text, length, None)
+        content = {
+            "tokens": await self._listed(len(ids), 0, lambda place: self._tokenizer.token_text(ids[place])),
+            "token_logprobs": await self._listed(len(ids), 0, lambda place: _bounded(prompt.logprobs[place])),
+            "top_logprobs": await self._tops(echo.request, prompt) if logprobs else None,
+            "text_offset": offsets,
+        }
+        return Told(text, length, content)
+
+    async def entries(self, request: Request, prompt: Prompt) -> msgspec.Raw:
+        """vLLM's `prompt_logprobs`: by token id. `rank` is null for a token that is not among the most probable ones asked for."""
+
+        def entry(place: int) -> dict[str, object] | None:
+            own = prompt.logprobs[place]
+            if own is None:
+                return None
+            ranked = {each: (logprob, rank) for rank, (each, logprob) in enumerate(_top(request, prompt, place), 1)}
+            id = request.prompt[place]
+            return {
+                str(each): {"logprob": _bounded(logprob), "rank": rank, "decoded_token": self._tokenizer.token_text(each)}
+                for each, (logprob, rank) in ({id: ranked.get(id, (own, None))} | ranked).items()
+            }
+
+        return await self._listed(len(request.prompt), request.prompt_top_n, entry)
+
+    async def _tops(self, request: Request, prompt: Prompt) -> msgspec.Raw:
+        """Of each token: the most probable ones in its place, and itself. None for the first."""
+
+        def top(place: int) -> dict[str, float] | None:
+            own = prompt.logprobs[place]
+            if own is None:
+                return None
+            pairs = [(request.prompt[place], own), *_top(request, prompt, place)]
+            return most([(self._tokenizer.token_text(id), logprob) for id, logprob in pairs])
+
+        return await self._listed(len(request.prompt), request.prompt_top_n, top)
+
+    async def _listed(self, tokens: int, alternatives: int, of: Callable[[int], object]) -> msgspec.Raw:
+        """A list with what there is `of` each place, asked for in order."""
+        size = max(PART // (1 + alternatives), 1)
+        parts = []
+        for start in range(0, tokens, size):
+            async with self._turn:
+                parts.append(encode([of(place) for place in range(start, min(start + size, tokens))])[1:-1])
+                await asyncio.sleep(0)
+        return msgspec.Raw(b"[%b]" % b",".join(parts))
+
+
+def most(pairs: Sequence[tuple[str, float]]) -> dict[str, float]:
+    """By text. Of several tokens that are written alike the most probable counts."""
+    found: dict[str, float] = {}
+    for text, logprob in pairs:
+        found[text] = max(logprob, LOWEST_LOGPROB, found.get(text, LOWEST_LOGPROB))
+    return found
+
+
+def _top(request: Request, prompt: Prompt, place: int) -> Sequence[tuple[int, float]]:
+    """Of a token that is not the first."""
+    wide = request.prompt_top_n
+    return prompt.top[(place - 1) * wide : place * wide]
+
+
+def _bounded(logprob: float | None) -> float | None:
+    return logprob if logprob is None else max(logprob, LOWEST_LOGPROB)
