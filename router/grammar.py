@@ -307,22 +307,24 @@ class _Schema:
             return True
         if reference in open_references:
             return False
-        found = self._ends(self._target(reference), open_references | {reference})
+        found = self._ends(target(self._root, reference), open_references | {reference})
         if found:
             self._ending.add(reference)
         return found
 
-    def _target(self, reference: str) -> Any:
-        if not reference.startswith("#"):
-            return True
-        place = self._root
-        for key in reference[1:].split("/")[1:]:
-            key = key.replace("~1", "/").replace("~0", "~")
-            if isinstance(place, list):
-                place = place[int(key)] if key.isdecimal() and len(key) < DIGITS and int(key) < len(place) else True
-            else:
-                place = place.get(key, True) if isinstance(place, dict) else True
-        return place if reference == "#" or "/" in reference else True
+
+def target(root: Any, reference: str) -> Any:
+    """What a schema's reference `#/$defs/x` leads to; None: nothing that can be followed here."""
+    if reference != "#" and not reference.startswith("#/"):
+        return None
+    place = root
+    for key in reference.split("/")[1:]:
+        key = key.replace("~1", "/").replace("~0", "~")
+        if isinstance(place, list):
+            place = place[int(key)] if key.isdecimal() and len(key) < DIGITS and int(key) < len(place) else None
+        else:
+            place = place.get(key) if isinstance(place, Mapping) else None
+    return place
 
 
 def _parts(schema: Mapping[str, Any], name: str) -> list[Any]:

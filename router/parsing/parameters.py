@@ -5,6 +5,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from ..grammar import target
+
 Json = Mapping[str, Any]
 Types = frozenset[str]
 TYPES: Types = frozenset({"string", "number", "boolean", "null", "array", "object"})  # an integer is a number
@@ -13,7 +15,6 @@ KINDS = {str: "string", bool: "boolean", int: "number", float: "number", type(No
 REMARKS = {"title", "description", "default", "examples", "$defs", "definitions", "$schema", "$comment", "$id"}
 MOST_SHARED = 16_384  # characters of definitions that parameters repeat when each is written by itself
 EITHER = {"anyOf", "oneOf"}
-DIGITS = 10  # fewer has the index of a list that fits into a body
 LISTING = {"const", "enum"}
 # Keywords that bind values in ways that only a validator, and the grammar of a whole JSON text, follows.
 SUBTLE = {
@@ -138,7 +139,7 @@ class Parameters:
         reference = schema.get("$ref")
         if isinstance(reference, str) and reference not in seen:
             seen.add(reference)
-            yield from self._levels(self._target(reference), seen)
+            yield from self._levels(target(self._root, reference), seen)
         for part in _parts(schema, "allOf"):
             yield from self._levels(part, seen)
 
@@ -151,7 +152,7 @@ class Parameters:
         if isinstance(reference, str):
             if reference not in seen:
                 seen[reference] = None
-                seen[reference] = self._types(self._target(reference), own, seen)
+                seen[reference] = self._types(target(self._root, reference), own, seen)
             found.append(seen[reference])
         found += [self._types(part, own, seen) for part in _parts(schema, "allOf")]
         for key in EITHER:
@@ -159,17 +160,6 @@ class Parameters:
             found += [frozenset().union(*either)] if either else []
         told = [types for types in found if types is not None]
         return frozenset.intersection(*told) if told else None
-
-    def _target(self, reference: str) -> Any:
-        """Of `#/$defs/x`; None if there is none."""
-        place = self._root
-        for key in reference.split("/")[1:]:
-            key = key.replace("~1", "/").replace("~0", "~")
-            if isinstance(place, list):
-                place = place[int(key)] if key.isdecimal() and len(key) < DIGITS and int(key) < len(place) else None
-            else:
-                place = place.get(key) if isinstance(place, Mapping) else None
-        return place if reference.startswith("#") else None
 
 
 def _own_types(level: Json) -> Types:
