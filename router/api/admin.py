@@ -15,7 +15,7 @@ from ..config import RouterConfig, addresses_of
 from ..replica import Conflict, Replica, Unknown
 from ..request import Refused
 from .body import json_response, read
-from .errors import Problem, Rejected
+from .errors import Problem, Rejected, unauthorized
 from .ports import Replicas
 from .tenant import bearer, digest
 
@@ -105,8 +105,7 @@ class Admin:
                 Problem(404, "not_found", "these routes are there with --admin-key (ADMIN_KEY), which this server lacks")
             )
         if not hmac.compare_digest(digest(bearer(http)), self._key):
-            headers = {"WWW-Authenticate": "Bearer"}
-            raise Rejected(Problem(401, "unauthorized", "the admin key is needed: Authorization: Bearer KEY", headers=headers))
+            raise unauthorized("the admin key")
 
 
 def _addresses(text: str) -> tuple[str, ...]:

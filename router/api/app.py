@@ -20,7 +20,7 @@ from .body import BODY
 from .cors import cors
 from .docs import Docs
 from .either import Either
-from .errors import OPENAI_PATH, Problem, Rejected, as_openai, openai_body, problem_of, tgi_body
+from .errors import OPENAI_PATH, Problem, Rejected, as_openai, openai_body, problem_of, tgi_body, unauthorized
 from .openai import OpenAI
 from .openai_chats import Chats
 from .page import FILES, Page
@@ -174,10 +174,7 @@ def _authorization(keys: tuple[str, ...], open_paths: Set[str], other: str | Non
             given = digest(bearer(request))
             # All are compared, each in constant time, so that nobody learns a key letter by letter, or which of them is near.
             if not sum(hmac.compare_digest(given, key) for key in expected):
-                headers = {"WWW-Authenticate": "Bearer"}
-                raise Rejected(
-                    Problem(401, "unauthorized", "a valid API key is needed: Authorization: Bearer KEY", headers=headers)
-                )
+                raise unauthorized("a valid API key")
         return await handler(request)
 
     return check

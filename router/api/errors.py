@@ -39,6 +39,13 @@ class Rejected(Exception):
         self.problem = problem
 
 
+def unauthorized(needed: str) -> Rejected:
+    """For who lacks a key that is needed."""
+    return Rejected(
+        Problem(401, "unauthorized", f"{needed} is needed: Authorization: Bearer KEY", headers={"WWW-Authenticate": "Bearer"})
+    )
+
+
 def problem_of(failure: Failure) -> Problem:
     """The table."""
     match failure:
