@@ -70,16 +70,12 @@ class Admin:
     async def join(self, http: web.Request) -> web.Response:
         """POST /admin/replicas: 202, and it takes part as soon as it is there."""
         body = await read(http, self._join, self._limit)
-        response = json_response(self._replicas.join(_addresses(body.address), _name(body.name)))
-        response.set_status(202)
-        return response
+        return json_response(self._replicas.join(_addresses(body.address), _name(body.name)), status=202)
 
     async def drain(self, http: web.Request) -> web.Response:
         """POST /admin/replicas/{name}/drain: 202, and it is "drained" as soon as nothing of it is left."""
         body = await read(http, self._drain, self._limit) if http.body_exists else DrainBody()
-        response = json_response(self._replicas.retire(http.match_info["name"], body.move))
-        response.set_status(202)
-        return response
+        return json_response(self._replicas.retire(http.match_info["name"], body.move), status=202)
 
     async def remove(self, http: web.Request) -> web.Response:
         """DELETE /admin/replicas/{name}: those that are left."""

@@ -51,9 +51,9 @@ async def read_named(http: web.Request, decoder: msgspec.json.Decoder[Body], lim
         raise _no_json("a number has thousands of digits", _near(data, digits.start() if digits else 0)) from error
 
 
-def json_response(content: object, headers: dict[str, str] | None = None) -> web.Response:
-    """200 with anything that msgspec can write."""
-    return web.Response(body=msgspec.json.encode(content), content_type="application/json", headers=headers)
+def json_response(content: object, headers: dict[str, str] | None = None, status: int = 200) -> web.Response:
+    """Anything that msgspec can write."""
+    return web.Response(status=status, body=msgspec.json.encode(content), content_type="application/json", headers=headers)
 
 
 def _names(text: str) -> Collection[str]:

@@ -54,6 +54,4 @@ class Probes:
         """With what is the case, and how much of it is done, from 0 to 1, if that is known."""
         stage = self._batcher.stage
         share = SHARE.search(stage)
-        response = json_response({**content, "stage": stage, "progress": float(share[1]) / 100 if share else None}, RETRY)
-        response.set_status(503)
-        return response
+        return json_response({**content, "stage": stage, "progress": float(share[1]) / 100 if share else None}, RETRY, 503)
