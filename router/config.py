@@ -74,6 +74,16 @@ class RouterConfig:
         """Most that run at once."""
         return most_sequences(self.max_batch_size, self.max_concurrent_requests, self.max_best_of)
 
+    @property
+    def most_choices(self) -> int:
+        """Answers to one prompt: all of them run at once."""
+        return min(self.max_best_of, self.max_batch_size or self.max_best_of)
+
+    @property
+    def most_beams(self) -> int:
+        """Of a request: all of them run at once."""
+        return min(self.max_num_beams, self.sequences)
+
 
 def most_sequences(batch: int, requests: int, answers: int) -> int:
     """How many run at once if `batch` is 0: one for each request in flight, so many that one request may ask for, but not more than

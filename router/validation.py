@@ -93,16 +93,6 @@ class Validator:
         self._threads = ThreadPoolExecutor(THREADS, "tokenizer")
         self._long = 0  # texts that threads tokenize, or will
 
-    @property
-    def most_choices(self) -> int:
-        """Answers to one prompt: all of them run at once."""
-        return min(self._config.max_best_of, self._config.max_batch_size or self._config.max_best_of)
-
-    @property
-    def most_beams(self) -> int:
-        """Of a request: all of them run at once."""
-        return min(self._config.max_num_beams, self._config.sequences)
-
     async def request(
         self, prompt: str | Sequence[int], parameters: Parameters, limits: Limits, *, add_special_tokens: bool = True
     ) -> Request:
@@ -232,9 +222,10 @@ class Validator:
         drawn = (given.choices or 1) > 1
         default = 1 if given.sampled or drawn else self._config.num_beams
         width = default if given.num_beams is None else given.num_beams
-        if not 0 < width <= self.most_beams:
-            flag = "--max-num-beams" if self.most_beams == self._config.max_num_beams else "--max-batch-size"
-            raise Refused(f"`num_beams` must be > 0 and <= {self.most_beams} ({flag}). Given: {width}", "num_beams")
+        most = self._config.most_beams
+        if not 0 < width <= most:
+            flag = "--max-num-beams" if most == self._config.max_num_beams else "--max-batch-size"
+            raise Refused(f"`num_beams` must be > 0 and <= {most} ({flag}). Given: {width}", "num_beams")
         stopping = _stopping(given.early_stopping)
         if width == 1:
             _refuse_without_beams(given, stopping)
@@ -245,7 +236,7 @@ class Validator:
                 "are answers",
                 "best_of",
             )
-        most = min(width, self.most_choices)
+        most = min(width, self._config.most_choices)
         if given.num_return_sequences is not None and not 0 < given.num_return_sequences <= most:
             bound = "`num_beams`" if most == width else "--max-best-of"
             raise Refused(
@@ -257,7 +248,7 @@ class Validator:
 
     def _check_numbers(self, given: Parameters) -> None:
         """In TGI's order."""
-        most = self.most_choices
+        most = self._config.most_choices
         if given.choices is not None and not 0 < given.choices <= most:
             if most == 1:
                 raise Refused("`best_of` != 1 is not allowed for this endpoint", "best_of")

@@ -196,7 +196,7 @@ class OpenAI:
         return shown, drawn
 
     def _choices(self, name: str, given: int | None) -> int:
-        most = self._validator.most_choices
+        most = self._config.most_choices
         if given is not None and not 0 < given <= most:
             flag = "--max-best-of" if most == self._config.max_best_of else "--max-batch-size"
             raise Refused(f"`{name}` must be from 1 to {most} ({flag}). Given: {given}", name)

@@ -195,8 +195,8 @@ class Page:
             limits=Longest(
                 max_input_tokens=limits.max_input_tokens if limits else 0,
                 max_total_tokens=limits.max_total_tokens if limits else 0,
-                choices=min(config.max_best_of, config.max_batch_size or config.max_best_of),
-                beams=min(config.max_num_beams, config.sequences),
+                choices=config.most_choices,
+                beams=config.most_beams,
                 stop_sequences=config.max_stop_sequences,
                 top_tokens=config.max_top_n_tokens,
             ),

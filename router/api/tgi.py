@@ -139,7 +139,7 @@ class Tgi:
                 "model_sha": config.revision or None,
                 "model_pipeline_tag": "text-generation",
                 "max_concurrent_requests": config.max_concurrent_requests,
-                "max_best_of": self._validator.most_choices,
+                "max_best_of": self._config.most_choices,
                 "max_stop_sequences": config.max_stop_sequences,
                 "max_input_tokens": limits.max_input_tokens if limits else config.max_input_tokens,
                 "max_total_tokens": limits.max_total_tokens if limits else config.max_total_tokens,
@@ -189,7 +189,7 @@ class Tgi:
             tenant=tenant_of(http),
             session=session_of(http),
         )
-        if 1 < (given.best_of or 1) <= self._validator.most_choices and not parameters.sampled and (given.num_beams or 1) == 1:
+        if 1 < (given.best_of or 1) <= self._config.most_choices and not parameters.sampled and (given.num_beams or 1) == 1:
             raise Refused("you must use sampling when `best_of` is > 1", "best_of")
         request = await self._validator.request(body.inputs, parameters, limits_of(self._batcher))
         full = full_text if given.return_full_text is None else given.return_full_text
