@@ -49,7 +49,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "background": (False,),
-    "include": ([],),
     "store": (False,),
     "truncation": ("disabled",),
 }

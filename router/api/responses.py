@@ -77,7 +77,6 @@ class Asked:
     request: Request
     output: Output
     response: Response
-    headers: dict[str, str]
 
 
 class Responses:
@@ -110,7 +109,7 @@ class Responses:
             request, make = await self._chats.request(chat, chat.messages, asked, limits)
         clock.valid()
         output = Output(make() if make else Speaker(reader(None, None)), logprobs)
-        told = Asked(request, output, Response(body.model or self._config.model, _echoed(body)), headers)
+        told = Asked(request, output, Response(body.model or self._config.model, _echoed(body)))
         if body.stream:
             return await send(http, self._batcher, [request], Events(told), stream_headers_of(clock, [request]) | headers)
         [[answer]] = await fold([self._batcher.submit(request)])
