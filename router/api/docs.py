@@ -7,7 +7,7 @@ import msgspec
 from aiohttp import web
 
 from ..config import RouterConfig
-from .page import HEADERS, KINDS
+from .page import KINDS, file_response
 
 DESCRIPTION = "/openapi.json", "/api-doc/openapi.json"  # the second is text-generation-inference's
 FOLDER = Path(__file__).parent / "docs"
@@ -35,8 +35,7 @@ class Docs:
 
     async def file(self, http: web.Request) -> web.FileResponse:
         """GET /docs."""
-        path = FILES[http.path]
-        return web.FileResponse(path, headers={**HEADERS, "Content-Type": KINDS[path.suffix]})
+        return file_response(FILES[http.path])
 
     @cached_property
     def _description(self) -> bytes:

@@ -147,13 +147,13 @@ class Page:
     async def root(self, http: web.Request) -> web.StreamResponse:
         """GET /."""
         wanted = prefers_html(http.headers.get("Accept", ""))
-        response = _file(INDEX) if wanted else await self._probe(http)
+        response = file_response(INDEX) if wanted else await self._probe(http)
         response.headers["Vary"] = "Accept"
         return response
 
     async def file(self, http: web.Request) -> web.StreamResponse:
         """GET /page/..."""
-        return _file(FILES[http.path])
+        return file_response(FILES[http.path])
 
     async def stats(self, http: web.Request) -> web.StreamResponse:
         """GET /stats."""
@@ -231,5 +231,6 @@ def _number(text: str) -> float:
     return value if 0 <= value <= 1 else 0.0
 
 
-def _file(path: Path) -> web.FileResponse:
+def file_response(path: Path) -> web.FileResponse:
+    """For a browser."""
     return web.FileResponse(path, headers={**HEADERS, "Content-Type": KINDS[path.suffix]})
