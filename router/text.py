@@ -23,7 +23,7 @@ from .folder import Unusable, read
 from .parsing import chosen, detect
 from .rendering import Renderer
 from .request import Refused
-from .template import Chat, ChatTemplate, Message, choose
+from .template import Chat, ChatTemplate, choose
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 PROBE = "Hello, world! It's 12:30 -- naïve\n\n  你好 👩‍👧"
@@ -46,7 +46,8 @@ class Tokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self._added = {token.content: id for id, token in added.items()}
         self._special = frozenset(id for id, token in added.items() if token.special) | frozenset(self.eos_ids)
-        self._compiled = {source: _compiled(name, source, self._names) for name, source in self._templates.items()}
+        for name, source in self._templates.items():
+            _compile(name, source, self._names)
         self._trust_templates = trust_templates
         self._renderer = Renderer()
         # (tools, reasoning): how the model writes them; None: it doesn't
@@ -131,24 +132,9 @@ class Tokenizer:
         """The text of a whole sequence, as the tokenizers library gives it."""
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    def render_chat(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-    ) -> str:
-        """The prompt's text, special tokens included: encode it without adding more. Here and now, without limits."""
-        chat = Chat(
-            messages=messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-        )
-        return self._compiled[self._template(chat, None)].render(chat)
-
     async def chat_prompt(self, chat: Chat, template: str | None = None) -> str:
-        """The same without holding up the event loop, within limits of time and memory.
+        """The prompt's text, special tokens included: encode it without adding more. Found without holding up the event loop,
+        within limits of time and memory.
 
         `template`: what the client wants instead of the model's usual one: the name of another of the model's, or a source.
         """
@@ -378,8 +364,9 @@ def _kinds(part: dict[str, Any] | None, parts: str) -> set[str]:
     return {part["type"]}.union(*(_kinds(one, parts) for one in part.get(parts, ())))
 
 
-def _compiled(name: str, source: str, special_tokens: Mapping[str, str]) -> ChatTemplate:
+def _compile(name: str, source: str, special_tokens: Mapping[str, str]) -> None:
+    """Raises Unusable if that is not possible."""
     try:
-        return ChatTemplate(source, special_tokens)
+        ChatTemplate(source, special_tokens)
     except Refused as refused:
         raise Unusable(f'the chat template "{name}" cannot be used: {refused}; --chat-template FILE takes another') from refused

@@ -1,5 +1,6 @@
 """What a folder's files say of tokens, where they contradict each other: as transformers reads them."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from penstock.router.folder import Unusable
+from penstock.router.template import Chat
 from penstock.router.text import Tokenizer
 
 TEXTS = ["hello", "a<|im_start|>b<|im_end|>", "x <tool> y</s>", "<s>z", "naïve <|im_end|>  <tool>"]
@@ -108,7 +110,7 @@ def test_named_extra_tokens_are_variables_of_templates(tmp_path: Path) -> None:
     write(tmp_path, known=("<image>",), extra_special_tokens={"image_token": "<image>"}, chat_template=source)
     messages = [{"role": "user", "content": "x"}]
     expected = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(messages, tokenize=False)
-    assert Tokenizer(tmp_path).render_chat(messages) == expected == "<s><image>x"
+    assert asyncio.run(Tokenizer(tmp_path).chat_prompt(Chat(messages=messages))) == expected == "<s><image>x"
     assert_as_transformers(tmp_path)
 
 

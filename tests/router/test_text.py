@@ -341,11 +341,15 @@ TEMPLATE = (
 MESSAGES = [{"role": "user", "content": "hi <b> "}]
 
 
+def prompted(tokenizer: Tokenizer, template: str | None = None, **chat: object) -> str:
+    return asyncio.run(tokenizer.chat_prompt(Chat(**{"messages": MESSAGES} | chat), template))  # type: ignore[arg-type]
+
+
 def test_a_chat_is_rendered_as_transformers_renders_it(tmp_path: Path) -> None:
     tokenizer = save(tmp_path, byte_level(), chat_template=TEMPLATE)
-    assert tokenizer.render_chat(MESSAGES) == "<s>[user]hi <b>\n[assistant]"
+    assert prompted(tokenizer) == "<s>[user]hi <b>\n[assistant]"
     begun = [*MESSAGES, {"role": "assistant", "content": "well, "}]
-    assert tokenizer.render_chat(begun, continue_final_message=True) == "<s>[user]hi <b>\n[assistant]well,"
+    assert prompted(tokenizer, messages=begun, continue_final_message=True) == "<s>[user]hi <b>\n[assistant]well,"
 
 
 @pytest.mark.parametrize("place", ["string", "named", "mapped", "jinja", "json"])
@@ -364,11 +368,7 @@ def test_a_template_is_found_wherever_it_is_kept(tmp_path: Path, place: str) -> 
         case "json":
             (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": source}), encoding="utf-8")
     tokenizer = save(tmp_path, byte_level(), **settings)
-    assert tokenizer.render_chat(MESSAGES * 2) == '{"role": "user", "content": "hi <b> "}'
-
-
-def prompted(tokenizer: Tokenizer, template: str | None = None, **chat: object) -> str:
-    return asyncio.run(tokenizer.chat_prompt(Chat(messages=MESSAGES, **chat), template))  # type: ignore[arg-type]
+    assert prompted(tokenizer, messages=MESSAGES * 2) == '{"role": "user", "content": "hi <b> "}'
 
 
 def test_named_templates(tmp_path: Path) -> None:
@@ -479,14 +479,14 @@ def test_a_long_prompt_does_not_hold_up_the_event_loop(tmp_path: Path) -> None:
 def test_what_a_template_refuses_is_refused(tmp_path: Path, source: str, message: str) -> None:
     tokenizer = save(tmp_path, byte_level(), chat_template=source)
     with pytest.raises(Refused, match=message):
-        tokenizer.render_chat([*MESSAGES, {"role": "system", "content": ""}])
+        prompted(tokenizer, messages=[*MESSAGES, {"role": "system", "content": ""}])
 
 
 def test_no_template_is_told(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="no chat template"):
-        save(tmp_path, byte_level()).render_chat(MESSAGES)
+        prompted(save(tmp_path, byte_level()))
 
 
 def test_templates_know_the_time_and_training_marks(tmp_path: Path) -> None:
     source = "{% generation %}{{ strftime_now('%Y') }}{% endgeneration %}"
-    assert len(save(tmp_path, byte_level(), chat_template=source).render_chat(MESSAGES)) == 4
+    assert len(prompted(save(tmp_path, byte_level(), chat_template=source))) == 4
