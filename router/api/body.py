@@ -13,6 +13,7 @@ from ..request import Refused
 from .errors import Problem, Rejected
 
 BODY = web.RequestKey("body", bytes)  # of a request that has one, once it is read: see `app`
+NAMES = web.RequestKey("names", Collection[str])  # of its fields, once it is decoded, which may be done twice: see `either`
 DEEPEST = 200  # brackets within each other; Python's own limit is 1,000 calls, of which parsers and templates need some
 KEY = re.compile(rb'"(\w+)"\s*:')
 LONG_NUMBER = re.compile(rb"(?<!\d)\d{4300}")  # more than Python reads; begun once in a row of digits, however many there are
@@ -37,7 +38,10 @@ async def read_named(http: web.Request, decoder: msgspec.json.Decoder[Body], lim
     data = http.get(BODY, b"")
     try:
         text = data.decode()
-        return decoder.decode(data), _names(text)
+        found = decoder.decode(data)
+        if NAMES not in http:
+            http[NAMES] = _names(text)
+        return found, http[NAMES]
     except msgspec.ValidationError as error:
         raise Refused(str(error), _field(str(error))) from error
     except UnicodeDecodeError as error:
@@ -59,7 +63,7 @@ def json_response(content: object, headers: dict[str, str] | None = None, status
 def _names(text: str) -> Collection[str]:
     """Of the outermost object. Raises Refused where a name comes twice in one object: which value was meant can't be known."""
     found = json.loads(text, object_pairs_hook=_once)
-    return found if isinstance(found, dict) else ()
+    return tuple(found) if isinstance(found, dict) else ()
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

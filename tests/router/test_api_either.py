@@ -1,10 +1,12 @@
 """Routes whose bodies may be of TGI's or of OpenAI's kind."""
 
 import json
+from collections.abc import Collection
 from typing import Any
 
 import pytest
 
+from penstock.router.api import body
 from penstock.router.request import Overloaded
 from penstock.router.text import Tokenizer
 from penstock.tests.router.fake_batcher import Server, make_tokenizer, serve
@@ -31,6 +33,24 @@ def test_sagemaker_takes_all_three_kinds(tokenizer: Tokenizer) -> None:
         for asked in (CHAT, {"prompt": "hi"}):
             assert (await server.events("/invocations", {**asked, "stream": True}))[-1] == "[DONE]"
 
+    serve(tokenizer, test)
+
+
+def test_names_are_looked_for_once(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    names_of = body._names
+
+    def noted(text: str) -> Collection[str]:
+        found.append(names_of(text))
+        return found[-1]
+
+    async def test(server: Server) -> None:
+        for path, asked in (("/invocations", {"prompt": "hi", "new": [1]}), ("/tokenize", CHAT)):
+            status, _, response = await server.post(path, asked)
+            assert (status, found.pop(), found) == (200, tuple(asked), [])
+            assert response.headers.get("x-ignored-fields") == ("new" if "new" in asked else None)
+
+    monkeypatch.setattr(body, "_names", noted)
     serve(tokenizer, test)
 
 
