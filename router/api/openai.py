@@ -147,16 +147,9 @@ class OpenAI:
         theirs = {"inputs": "prompt", "max_new_tokens": "max_tokens", "top_n_tokens": "logprobs", "grammar": format_name(body)}
         with naming(**theirs, **width.names, truncate="truncate_prompt_tokens"):
             requests = [await self._validator.request(prompt, asked, limits, add_special_tokens=special) for prompt in prompts]
-        scores = sum(len(request.prompt) for request in requests) * shown * (1 + asked.prompt_top_n) * asked.prompt_logprobs
-        if scores > MOST_SCORES and len(requests) * shown > 1:
-            raise Refused(
-                f"the answers would hold {scores} log-probabilities of prompts, and {MOST_SCORES} can be had at once: ask for "
-                "fewer prompts, answers or alternatives",
-                "echo" if scored else "prompt_logprobs",
-            )
-        whole = body.truncate_prompt_tokens is None
-        texts = [prompt if isinstance(prompt, str) and whole else "" for prompt in prompts]
-        echoes = [Echo(request, text) for request, text in zip(requests, texts, strict=True)] if body.echo else ()
+        if asked.prompt_logprobs:
+            _refuse_many_scores(requests, shown, "echo" if scored else "prompt_logprobs")
+        echoes = _echoes(body, prompts, requests) if body.echo else ()
         shapes = Completions(self._scribe, body.logprobs, echoes, shown, silent)
         entries = alternatives is not None
         return await self._answer(
@@ -369,6 +362,24 @@ def _best(answers: list[Answer], count: int) -> list[Answer]:
     if len(answers) <= count:
         return answers
     return sorted(answers, key=lambda answer: answer.mean_logprob, reverse=True)[:count]
+
+
+def _refuse_many_scores(requests: Sequence[Request], shown: int, name: str) -> None:
+    """Raises Refused for answers that repeat more scores of prompts than a single one may need. name: of the field to blame."""
+    scores = shown * sum(len(request.prompt) * (1 + request.prompt_top_n) for request in requests)
+    if scores > MOST_SCORES and len(requests) * shown > 1:
+        raise Refused(
+            f"the answers would hold {scores} log-probabilities of prompts, and {MOST_SCORES} can be had at once: ask for fewer "
+            "prompts, answers or alternatives",
+            name,
+        )
+
+
+def _echoes(body: CompletionBody, prompts: Sequence[str | list[int]], requests: Sequence[Request]) -> list[Echo]:
+    """What the answers to each prompt begin with."""
+    whole = body.truncate_prompt_tokens is None
+    texts = [prompt if isinstance(prompt, str) and whole else "" for prompt in prompts]
+    return [Echo(request, text) for request, text in zip(requests, texts, strict=True)]
 
 
 def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
