@@ -55,13 +55,13 @@ def _json_schema(schema: Any, name: str) -> Grammar:
 def _grammar(name: str, value: Any) -> Grammar | None:
     match name:
         case "response_format":
-            return response_format(value)
+            return _response_format(value)
         case "structured_outputs":
             return _structured(value)
     return _constraint(name.removeprefix("guided_"), value, name)
 
 
-def response_format(given: dict[str, Any], name: str = "response_format") -> Grammar | None:
+def _response_format(given: dict[str, Any]) -> Grammar | None:
     """OpenAI's, and TGI's, where `value` holds the schema or the expression."""
     match given.get("type"):
         case "text":
@@ -71,16 +71,17 @@ def response_format(given: dict[str, Any], name: str = "response_format") -> Gra
         case "json_schema" if "value" not in given:
             wrapped = given.get("json_schema")
             if not isinstance(wrapped, dict) or "schema" not in wrapped:
-                raise Refused(f"`{name}.json_schema.schema` is missing", f"{name}.json_schema.schema")
-            return _json_schema(wrapped["schema"], f"{name}.json_schema.schema")
+                raise Refused("`response_format.json_schema.schema` is missing", "response_format.json_schema.schema")
+            return _json_schema(wrapped["schema"], "response_format.json_schema.schema")
         case "json_schema" if isinstance(given["value"], dict) and "schema" in given["value"]:  # with its name, as TGI has it
-            return _json_schema(given["value"]["schema"], f"{name}.value.schema")
+            return _json_schema(given["value"]["schema"], "response_format.value.schema")
         case "json" | "json_object" | "json_schema":
-            return _json_schema(given.get("value"), f"{name}.value")
+            return _json_schema(given.get("value"), "response_format.value")
         case "regex":
-            return _constraint("regex", given.get("value"), f"{name}.value")
+            return _constraint("regex", given.get("value"), "response_format.value")
     raise Refused(
-        f'`{name}.type` must be one of "text", "json_object", "json_schema". Given: {given.get("type")!r}', f"{name}.type"
+        f'`response_format.type` must be one of "text", "json_object", "json_schema". Given: {given.get("type")!r}',
+        "response_format.type",
     )
 
 
