@@ -4,7 +4,7 @@ What the fields mean is in `openai_bodies`, how answers look in `openai_shapes`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 from time import monotonic
 
@@ -51,11 +51,11 @@ class Asked:
     requests: list[Request]
     envelope: Envelope
     shown: int  # choices of each request that are in the answer
-    stream: bool = False
-    options: StreamOptions = field(default_factory=StreamOptions)
-    headers: dict[str, str] = field(default_factory=dict)
-    silent: bool = False  # the generated token, which there must be, is not in the answer
-    entries: bool = False  # vLLM's `prompt_logprobs` are asked for
+    stream: bool
+    options: StreamOptions
+    headers: dict[str, str]
+    entries: bool  # vLLM's `prompt_logprobs` are asked for
+    silent: bool  # the generated token, which there must be, is not in the answer
 
     @property
     def prompt_tokens(self) -> int:
@@ -67,7 +67,6 @@ class OpenAI:
 
     def __init__(self, config: RouterConfig, tokenizer: Tokenizer, validator: Validator, batcher: Batcher) -> None:
         self._config = config
-        self._tokenizer = tokenizer
         self._validator = validator
         self._batcher = batcher
         self._chats = Chats(tokenizer, validator)
@@ -107,8 +106,7 @@ class OpenAI:
         with naming(**theirs, **width.names, truncate="truncate_prompt_tokens"):
             request, make = await self._chats.request(body, body.messages, asked, limits)
         shapes = Chat(bool(body.logprobs), make)
-        entries = alternatives is not None
-        return await self._answer(http, clock, self._asked([request], shapes, body, shown, headers=headers, entries=entries))
+        return await self._answer(http, clock, self._asked(body, [request], shapes, shown, headers))
 
     async def completions(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/completions."""
@@ -151,10 +149,7 @@ class OpenAI:
             _refuse_many_scores(requests, shown, "echo" if scored else "prompt_logprobs")
         echoes = _echoes(body, prompts, requests) if body.echo else ()
         shapes = Completions(self._scribe, body.logprobs, echoes, shown, silent)
-        entries = alternatives is not None
-        return await self._answer(
-            http, clock, self._asked(requests, shapes, body, shown, headers=headers, silent=silent, entries=entries)
-        )
+        return await self._answer(http, clock, self._asked(body, requests, shapes, shown, headers, silent))
 
     async def models(self, http: web.Request) -> web.Response:
         """GET /v1/models."""
@@ -196,19 +191,11 @@ class OpenAI:
         return given or 1
 
     def _asked(
-        self,
-        requests: list[Request],
-        shapes: Shapes,
-        body: ChatBody | CompletionBody,
-        shown: int,
-        *,
-        headers: dict[str, str],
-        silent: bool = False,
-        entries: bool = False,
+        self, body: Body, requests: list[Request], shapes: Shapes, shown: int, headers: dict[str, str], silent: bool = False
     ) -> Asked:
         envelope = Envelope(shapes, body.model or self._config.model, self._fingerprint, body.service_tier)
         options = body.stream_options or StreamOptions()
-        return Asked(requests, envelope, shown, bool(body.stream), options, headers, silent, entries)
+        return Asked(requests, envelope, shown, bool(body.stream), options, headers, body.prompt_logprobs is not None, silent)
 
     async def _answer(self, http: web.Request, clock: Clock, asked: Asked) -> web.StreamResponse:
         clock.valid()
