@@ -242,7 +242,7 @@ class Events:
         self._asked = asked
         self._shapes = asked.envelope.shapes
         self._usage = Usage(asked.prompt_tokens)
-        self._unopened: dict[int, Prompt] = {}  # of beams' choices but the best: there may be fewer than asked for
+        self._unopened: set[int] = set()  # of beams' choices but the best: there may be fewer than asked for
         self._finishes: dict[int, Finish] = {}  # of each stream, the last so far
         self._timing = Timing(clock.arrived)
         self._head, self._tail = asked.envelope.chunk()
@@ -262,7 +262,8 @@ class Events:
         if isinstance(item, Token):
             place = first + item.choice
             if place in self._unopened:
-                return self._framed(self._shapes.opening(place, self._unopened.pop(place))) + self._frames(first, item)
+                self._unopened.remove(place)
+                return self._framed(self._shapes.opening(place)) + self._frames(first, item)
             self._usage.completion_tokens += not self._asked.silent
             around = self._around[place]
             if around is None:
@@ -274,9 +275,9 @@ class Events:
             self._usage.cached_tokens += item.cached_tokens
             places = range(first, first + self._asked.shown)
             if self._asked.requests[0].beams is not None:
-                self._unopened.update(dict.fromkeys(places[1:], item))
+                self._unopened.update(places[1:])
                 places = places[:1]
-            return b"".join([self._framed(self._shapes.opening(place, item)) for place in places])
+            return b"".join([self._framed(self._shapes.opening(place)) for place in places])
         if isinstance(item, Grown):  # nobody can ask for them here
             return b""
         self._timing.end(item)

@@ -77,7 +77,7 @@ class Shapes(Protocol):
         """A whole answer's."""
         ...
 
-    def opening(self, index: int, prompt: Prompt) -> bytes | None:
+    def opening(self, index: int) -> bytes | None:
         """A chunk's, before the first token, if there is one."""
         ...
 
@@ -222,7 +222,7 @@ class Chat:
         choice = {"index": index, "message": message, "logprobs": self._content(answer.tokens), "finish_reason": reason}
         return choice | _score(answer.finish)
 
-    def opening(self, index: int, prompt: Prompt) -> bytes:
+    def opening(self, index: int) -> bytes:
         return encode(_chunk_choice(index, {"delta": {"role": "assistant", "content": ""}, "logprobs": None}))
 
     def delta(self, index: int, item: Token | Finish) -> bytes:
@@ -293,7 +293,7 @@ class Completions:
         reason = "length" if self._silent else REASONS[answer.finish.reason]
         return _chunk_choice(index, {"text": text, "logprobs": content}, reason) | _score(answer.finish)
 
-    def opening(self, index: int, prompt: Prompt) -> bytes | None:
+    def opening(self, index: int) -> bytes | None:
         if not self._echoes:
             return None
         text, content = self._begin(index)
