@@ -124,3 +124,17 @@ def test_a_job_that_works_too_much_leaves_no_process(apart: Apart) -> None:
         assert await apart.ask(JOB, 10)
 
     asyncio.run(run())
+
+
+def test_those_that_died_while_idle_cost_no_job(apart: Apart) -> None:
+    """However many: none of them was killed by it."""
+
+    async def run() -> None:
+        await asyncio.gather(apart.ask(JOB, 10), apart.ask(JOB, 10))
+        assert len(apart._idle) == 2
+        for process in apart._idle:
+            os.kill(process._process.pid, signal.SIGKILL)
+            process._process.wait()
+        assert await apart.ask(JOB, 10)
+
+    asyncio.run(run())
