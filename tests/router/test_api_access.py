@@ -367,3 +367,26 @@ def test_bodies_have_a_limit_together(tokenizer: Tokenizer) -> None:
         assert (await server.post("/generate", {"inputs": "Hi" * 40}))[0] == 200
 
     serve(tokenizer, test, settings={"payload_limit_total": 900})
+
+
+def test_a_body_counts_until_it_was_answered_or_given_up(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many come, one after the other, of which no two may be there at once."""
+    monkeypatch.setattr(app, "PATIENCE", 0.05)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b" " * 350
+        yield b" " * 350
+
+    async def test(server: Server) -> None:
+        host, port = str(server.client._base_url.host), int(server.client._base_url.port or 0)
+        for _ in range(3):
+            assert (await server.post("/generate", {"inputs": "Hi" * 40}))[0] == 200
+            assert (await server.post("/generate", b"{" + b" " * 300))[0] == 400
+            async with server.client.post("/generate", data=pieces()) as answer:  # nobody knows before that it is too large
+                assert answer.status == 413
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 301\r\n\r\n" + b" " * 300)
+            assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
+            writer.close()
+
+    serve(tokenizer, test, settings={"payload_limit": 400, "payload_limit_total": 700})
