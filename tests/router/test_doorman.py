@@ -12,6 +12,7 @@ from contextlib import suppress
 
 import pytest
 
+from penstock.router import doorman as module
 from penstock.router.doorman import Doorman
 
 
@@ -48,6 +49,19 @@ def test_probes(listening: socket.socket) -> None:
 def test_a_request_that_came_too_soon(listening: socket.socket) -> None:
     """Its body is more than is read of it, and the answer comes all the same."""
     assert ask(listening, "/generate", "POST", b"x" * 100_000)[0] == 503
+
+
+@pytest.mark.usefixtures("doorman")
+def test_who_is_still_sending_gets_the_answer(listening: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that is closed while something is unread is reset, and what was on its way is lost."""
+    monkeypatch.setattr(module, "PATIENCE", 10.0)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        client.settimeout(10)
+        client.connect(listening.getsockname())
+        client.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\n\r\n" + b"x" * 10_000_000)
+        client.shutdown(socket.SHUT_WR)
+        assert client.recv(100).startswith(b"HTTP/1.1 503 ")
 
 
 @pytest.mark.usefixtures("doorman")
