@@ -163,3 +163,32 @@ def test_only_the_same_salt_finds_what_is_cached(tokenizer: Tokenizer) -> None:
         assert (await server.post("/v1/completions", {"prompt": "hi", "cache_salt": 5}))[0] == 400
 
     serve(tokenizer, test)
+
+
+def test_a_client_that_waits_for_a_slow_model_is_no_slow_client(tokenizer: Tokenizer) -> None:
+    pace = asyncio.Semaphore(3)
+
+    async def test(server: Server) -> None:
+        reading = asyncio.create_task(server.events("/generate_stream", {"inputs": "Hi", "parameters": {"max_new_tokens": 5}}))
+        await until(lambda: server.batcher.told == 3)
+        await asyncio.sleep(0.3)
+        pace.release()
+        pace.release()
+        assert len(await reading) == 5
+
+    serve(tokenizer, test, settings={"slow_client_timeout": 0.05}, pace=pace)
+
+
+def test_a_session_is_its_tenants(tokenizer: Tokenizer) -> None:
+    """Nobody learns where the requests of another go by the same name for a session, or has his own go there."""
+
+    async def test(server: Server) -> None:
+        for token in ("a", "b", "a", ""):
+            headers = {"X-Session-ID": "s"} | ({"Authorization": f"Bearer {token}"} if token else {})
+            status, _, _ = await server.post("/v1/completions", {"prompt": "hi"}, headers=headers)
+            assert status == 200
+        first, other, again, nobody = (request.session for request in server.batcher.requests)
+        assert first == again
+        assert len({first, other, nobody, ""}) == 4
+
+    serve(tokenizer, test)
