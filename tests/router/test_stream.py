@@ -3,7 +3,7 @@
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -16,6 +16,7 @@ from penstock.router.api.app import make_app
 from penstock.router.batcher import Batcher
 from penstock.router.config import RouterConfig
 from penstock.router.metrics import Metrics
+from penstock.router.request import Broken, Item
 from penstock.router.streams import MOST_ITEMS
 from penstock.router.text import Tokenizer
 from penstock.tests.router.fake_batcher import make_tokenizer, until
@@ -312,3 +313,34 @@ async def received(reader: asyncio.StreamReader) -> bytes:
         while data := await reader.read(65536):
             found += data
     return found.partition(b"\r\n\r\n")[2]
+
+
+def test_the_first_failure_ends_all_streams_of_an_answer() -> None:
+    """The others are closed when it is raised: nobody computes for them any more."""
+    closed: list[int] = []
+
+    async def endless(index: int) -> AsyncGenerator[list[Item], None]:
+        try:
+            while True:
+                yield []
+                await asyncio.sleep(0)
+        finally:
+            await asyncio.sleep(0)
+            closed.append(index)
+
+    async def fails() -> AsyncGenerator[list[Item], None]:
+        yield []
+        await asyncio.sleep(0)
+        raise Broken("lost")
+
+    async def take(index: int, items: list[Item]) -> None:
+        pass
+
+    async def run() -> None:
+        async with asyncio.timeout(10):
+            with pytest.raises(Broken, match="lost"):
+                await stream.read_all([endless(0), fails(), endless(2)], take)
+        assert sorted(closed) == [0, 2]
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(run())
