@@ -291,3 +291,39 @@ def test_a_suspect_that_leaves_makes_place_for_the_next_trial() -> None:
     assert [inquest.admits(uid) for uid in (3, 4)] == [True, False]
     inquest.release(3)
     assert not inquest.open
+
+
+def test_a_suspect_that_leaves_is_tried_no_more() -> None:
+    inquest = Inquest()
+    for _ in range(2):
+        inquest.died({1: 5, 2: 5, 3: 5, 4: 5})
+    assert inquest.release(3) == (2, 5)
+    assert not inquest.suspects(3)
+    assert inquest.hear({1: 6 + FURTHER, 2: 6 + FURTHER}.get)
+    assert (inquest.admits(4), inquest.admits(3)) == (True, False)
+    assert inquest.hear({4: 6 + FURTHER}.get)
+    assert not inquest.open
+
+
+def test_of_who_was_acquitted_nothing_goes_along() -> None:
+    inquest = Inquest()
+    for _ in range(2):
+        inquest.died({1: 5, 2: 5})
+    assert inquest.hear({1: 6 + FURTHER}.get)
+    assert inquest.release(1) is None
+    assert inquest.release(2) == (2, 5)
+
+
+def test_a_second_killer_is_found_among_those_who_waited_for_the_first_ones_trial() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        shards.killers = {b"killer", b"second"}
+        others = [asyncio.create_task(read(batcher, ask(text, 300))) for text in ("a", "b", "c")]
+        for text in shards.killers:
+            with pytest.raises(Broken, match="again and again"):
+                await read(batcher, ask(text.decode(), 40))
+            assert not any(reading.done() for reading in others)
+        for text, items in zip(("a", "b", "c"), await asyncio.gather(*others), strict=True):
+            assert [item.id for item in items if isinstance(item, Token)] == [letter(text.encode(), place) for place in range(300)]
+        await quiet(batcher, shards)
+
+    run(test, FakeShards(pages=512, seconds=0.001))
