@@ -384,7 +384,6 @@ class Batcher:
     def _let_go(self, stream: Stream) -> None:
         """It is another's from now on. What is computed of it here is thrown away."""
         self._forget(stream)
-        self._held.discard(stream.uid)
         self._cancel(stream.uid)
         self._lose_reader(stream)
 
