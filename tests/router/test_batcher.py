@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from time import monotonic
@@ -21,9 +21,11 @@ from penstock.router.metrics import Metrics
 from penstock.router.policies import Mixed, Pause
 from penstock.router.request import (
     Alternative,
+    Beams,
     Broken,
     Expired,
     Finish,
+    Grown,
     Item,
     Limits,
     NotReady,
@@ -336,6 +338,55 @@ def test_paused_streams_show_no_gap_no_repetition_and_no_loss() -> None:
         assert value(batcher, "penstock_restored_tokens_total") > 0
 
     run(test, FakeShards(pages=30, page_size=4))
+
+
+def resumed(batcher: Batcher, request: Request, ended: Sequence[int], places: int) -> list[int]:
+    """With which of so many continuations a request comes back that was paused, after some of its choices have ended."""
+    stream = batcher.open(request, None)
+    stream.continuations = [shard_pb2.Continuation(choice=place, tokens=[65]) for place in range(places)]
+    for place in ended:
+        stream.choices[place].running = False
+    sent = batcher._group(stream, 1.0)
+    batcher.close_stream(stream)
+    assert sent is not None
+    return [one.choice for one in sent.continuations]
+
+
+def test_a_choice_that_ended_while_it_was_paused_does_not_come_back() -> None:
+    """A stop string may be found when the pages were taken back already."""
+
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        assert resumed(batcher, ask("hello", 9, choices=3), [1], 3) == [0, 2]
+
+    run(test)
+
+
+def test_beams_come_back_all_of_them() -> None:
+    """There are more of them than choices."""
+
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        assert resumed(batcher, ask("hello", 9, choices=2, beams=Beams(width=4)), [], 4) == [0, 1, 2, 3]
+
+    run(test)
+
+
+def test_what_was_told_of_beams_is_not_told_again() -> None:
+    """Their search begins anew where the shards were lost."""
+
+    def step(uid: int, length: int) -> shard_pb2.StepReply:
+        grown = shard_pb2.Grown(uid=uid, parents=[0, 1], tokens=[64 + length, 90], scores=[-1.0, -2.0], length=length)
+        return shard_pb2.StepReply(grown=[grown])
+
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        stream = batcher.open(ask("hello", 9, choices=2, beams=Beams(width=2, watched=True)), None)
+        for length in (1, 2, 1, 2, 3):
+            batcher._deliver(step(stream.uid, length))
+        first, *grown = stream.take()
+        assert first == Prompt(())
+        assert [item.live[0].id for item in grown if isinstance(item, Grown)] == [65, 66, 67]
+        batcher.close_stream(stream)
+
+    run(test)
 
 
 def test_a_request_that_is_not_answered_in_time_ends() -> None:
