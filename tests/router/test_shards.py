@@ -150,6 +150,16 @@ def test_all_ranks_warm_up_together_and_rank_0_takes_the_commands(tmp_path: Path
     serve(tmp_path, 3, test)
 
 
+def test_the_answer_to_a_command_for_which_nobody_waits_any_more_disturbs_nobody(tmp_path: Path) -> None:
+    async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
+        await shards.connect()
+        await shards.warm_up(WARMUP)
+        shards.execute(decode()).cancel()
+        assert (await shards.execute(decode())).step.step == 3
+
+    serve(tmp_path, 1, test)
+
+
 @pytest.mark.parametrize("stale", [False, True])
 def test_a_shard_that_starts_later_is_found_at_once(tmp_path: Path, stale: bool) -> None:
     async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
@@ -174,6 +184,28 @@ def test_when_the_stream_fails_the_reason_is_told_from_then_on(tmp_path: Path) -
         for _ in range(2):
             with pytest.raises(Broken, match="rank 0: out of memory"):
                 await shards.execute(decode())
+
+    serve(tmp_path, 1, test)
+
+
+def test_when_the_stream_fails_nothing_waits_for_a_command_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each group that is lost would leave a task of gRPC's that never ends."""
+    commands, ended = GrpcShards._commands, asyncio.Event()
+
+    async def watched(shards: GrpcShards, outgoing: Any) -> AsyncIterator[shard_pb2.Command]:
+        async for command in commands(shards, outgoing):
+            yield command
+        ended.set()
+
+    monkeypatch.setattr(GrpcShards, "_commands", watched)
+
+    async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
+        await shards.connect()
+        await shards.warm_up(WARMUP)
+        servicers[0].dies_at = 2
+        with pytest.raises(Broken):
+            await shards.execute(decode())
+        await asyncio.wait_for(ended.wait(), 5)
 
     serve(tmp_path, 1, test)
 
