@@ -207,6 +207,27 @@ def test_a_request_that_kills_kills_two_replicas_and_no_third(alone: bool) -> No
     run(test, 4, make=lambda: FakeShards(512, seconds=0.001))
 
 
+class Mortal(FakeShards):
+    """They don't come back."""
+
+    def die(self) -> None:
+        super().die()
+        self.break_at = 1
+
+
+def test_what_is_known_of_a_killer_goes_along_with_it() -> None:
+    """Those whom it has killed can't have it back, and be the ones who know."""
+
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        for fake in shards.values():
+            fake.killers = {b"killer"}
+        with pytest.raises(Broken, match="again and again"):
+            await asyncio.wait_for(read(fleet, ask("killer", 40)), 10)
+        assert sorted(states(fleet).values()) == ["ready", "ready", "recovering", "recovering"]
+
+    run(test, 4, make=lambda: Mortal(seconds=0.001))
+
+
 def test_a_replica_drains_and_its_requests_end_there() -> None:
     async def test(fleet: Fleet, shards: Shards) -> None:
         async def drain() -> None:
@@ -653,3 +674,55 @@ def test_a_server_that_shuts_down_moves_nobody() -> None:
         assert stream.home is home
 
     run(test)
+
+
+def test_who_has_a_trial_gets_requests_only_if_all_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would wait for its end. A replica without shards is worse."""
+    trying = {"0"}
+    monkeypatch.setattr(Batcher, "trying", property(lambda batcher: batcher.name in trying))
+
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        reading = begin(fleet, [ask("a" * number, 150) for number in range(1, 7)])
+        await until(lambda: [replica.requests for replica in fleet.replicas] == [0, 6])
+        trying.add("1")
+        shards["1"].break_at = 1  # it does not come back
+        shards["1"].die()
+        await until(lambda: states(fleet)["1"] == "recovering")
+        assert [replica.requests for replica in fleet.replicas] == [6, 0]
+        for number, items in enumerate(await asyncio.gather(*reading), 1):
+            text = "".join(item.text for item in items if isinstance(item, Token))
+            assert text == answer("a" * number, 150)
+
+    run(test, 2, make=lambda: FakeShards(512, seconds=0.001))
+
+
+def test_while_the_server_shuts_down_streams_end_where_they_are() -> None:
+    """Elsewhere nobody waits for them."""
+
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        reading = asyncio.create_task(read(fleet, ask("a", 100)))
+        await until(lambda: sum(replica.requests for replica in fleet.replicas) == 1)
+        draining = asyncio.create_task(fleet.drain(30))
+        await asyncio.sleep(0.01)
+        fleet.retire(next(replica.name for replica in fleet.replicas if replica.requests), move=True)
+        await draining
+        assert reading.done()
+        assert len(reading.result()) == 102
+
+    run(test)
+
+
+def test_the_last_replica_that_fails_ends_the_server() -> None:
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        for fake in shards.values():
+            fake.pages = 4
+        shards["0"].die()
+        await until(lambda: states(fleet) == {"0": "failed", "1": "ready"})
+        assert len(await read(fleet, ask("a", 5))) == 7
+        shards["1"].die()
+        with pytest.raises(Misconfigured):
+            await asyncio.wait_for(fleet.wait(), 10)
+        await fleet.close()
+
+    with pytest.raises(Misconfigured, match="--max-total-tokens 100 is more than the pool's capacity of 16"):
+        run(test, 2, max_total_tokens=100)
