@@ -775,7 +775,6 @@ class Batcher:
                 self._scheduler.end(stream.uid, choice.index)
             elif not stream.left:  # beams end together
                 self._scheduler.cancel(stream.uid)
-            self._wake.set()
         if not stream.left:
             self._leave(stream, now)
 
