@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from penstock.proto import shard_pb2
+from penstock.router import batcher as module
 from penstock.router import streams
-from penstock.router.batcher import Batcher
+from penstock.router.batcher import Batcher, Underway
 from penstock.router.bounds import bounds_of, policy_of
 from penstock.router.config import Misconfigured, RouterConfig
 from penstock.router.cost import Work
@@ -35,7 +36,7 @@ from penstock.router.request import (
     Request,
     Token,
 )
-from penstock.router.scheduler import Bounds
+from penstock.router.scheduler import Bounds, Decode
 from penstock.router.streams import Pace, Stream
 from penstock.tests.router.fakes import END, ByteTokenizer, FakeShards, letter
 
@@ -284,6 +285,42 @@ def test_the_next_step_is_asked_for_before_the_last_was_answered() -> None:
     run(test)
 
 
+def test_a_command_leaves_before_tokens_are_made_into_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leaves when the loop turns, and shards that wait for it compute nothing."""
+    sent = left = delivered = 0
+    deliver = Batcher._deliver
+
+    async def until_its_end(batcher: Batcher, step: Underway, began: float) -> None:
+        await asyncio.wait([step.reply])  # it took less time than the one before
+
+    def leaves() -> None:
+        nonlocal left
+        left += 1
+
+    def looks(batcher: Batcher, reply: shard_pb2.StepReply) -> None:
+        nonlocal delivered
+        delivered += 1
+        assert left == sent
+        deliver(batcher, reply)
+
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        execute = shards.execute
+
+        def spy(command: shard_pb2.Command) -> "asyncio.Future[shard_pb2.Reply]":
+            nonlocal sent
+            sent += 1
+            asyncio.get_running_loop().call_soon(leaves)
+            return execute(command)
+
+        shards.execute = spy  # type: ignore[method-assign]
+        assert len(await read(batcher, ask("hello", 9))) == 11
+        assert sent >= delivered >= 9
+
+    monkeypatch.setattr(Batcher, "_deliver", looks)
+    monkeypatch.setattr(Batcher, "_near_end", until_its_end)
+    run(test)
+
+
 def test_a_long_step_is_followed_by_what_has_come_until_shortly_before_its_end() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         async with aclosing(batcher.submit(ask("runs", 90))) as running:
@@ -340,6 +377,27 @@ def test_paused_streams_show_no_gap_no_repetition_and_no_loss() -> None:
     run(test, FakeShards(pages=30, page_size=4))
 
 
+def test_who_leaves_while_its_pages_are_taken_back_is_gone() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        execute = shards.execute
+        left: list[int] = []
+
+        def spy(command: shard_pb2.Command) -> "asyncio.Future[shard_pb2.Reply]":
+            if command.filter.pause and not left:
+                left.extend(command.filter.pause)
+                for uid in left:
+                    asyncio.get_running_loop().call_soon(batcher._fail, uid, Broken("gone"), "generation")
+            return execute(command)
+
+        shards.execute = spy  # type: ignore[method-assign]
+        ends = await asyncio.gather(*(read(batcher, ask("a" * n, 60)) for n in range(1, 5)), return_exceptions=True)
+        assert left
+        assert [isinstance(end, Broken) for end in ends] == [uid in left for uid in range(1, 5)]
+        await quiet(batcher, shards)
+
+    run(test, FakeShards(pages=32, seconds=0.001))
+
+
 def resumed(batcher: Batcher, request: Request, ended: Sequence[int], places: int) -> list[int]:
     """With which of so many continuations a request comes back that was paused, after some of its choices have ended."""
     stream = batcher.open(request, None)
@@ -357,6 +415,19 @@ def test_a_choice_that_ended_while_it_was_paused_does_not_come_back() -> None:
 
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         assert resumed(batcher, ask("hello", 9, choices=3), [1], 3) == [0, 2]
+
+    run(test)
+
+
+def test_who_comes_back_began_when_it_began_first() -> None:
+    """Or its time in the queue would be told to be longer."""
+
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        stream = batcher.open(ask("hello"), None)
+        for now in (5.0, 9.0):
+            assert batcher._group(stream, now) is not None
+            assert (stream.started, stream.run.started) == (5.0, 5.0)
+        batcher.close_stream(stream)
 
     run(test)
 
@@ -387,6 +458,127 @@ def test_what_was_told_of_beams_is_not_told_again() -> None:
         batcher.close_stream(stream)
 
     run(test)
+
+
+def test_a_search_that_finds_too_few_ends_with_those() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        stream = batcher.open(ask("hello", 9, choices=3, beams=Beams(width=3)), None)
+        stream.started = 1.0
+        scored: dict[str, Any] = {"scored_uids": [stream.uid], "scored_counts": [2], "scores": [-1.0, -2.0]}
+        rows: dict[str, Any] = {"choices": [0, 1], "tokens": [65, 66], "logprobs": [-1.0] * 2, "finishes": [2, 2]}
+        batcher._deliver(shard_pb2.StepReply(uids=[stream.uid] * 2, **rows, **scored))
+        ends = [item for item in stream.take() if isinstance(item, Finish)]
+        assert [(end.choice, end.score) for end in ends] == [(0, -1.0), (1, -2.0)]
+        assert stream.left == 0
+        assert not batcher.streams
+        batcher.close_stream(stream)
+        assert value(batcher, "tgi_request_success") == 1
+
+    run(test)
+
+
+def test_beams_of_which_one_meets_a_stop_string_end_together() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        stream = batcher.open(ask("hello", 9, choices=2, beams=Beams(width=2), stop=("A",)), None)
+        stream.started = 1.0
+        scheduler = batcher._scheduler
+        assert scheduler is not None
+        for choice, waiting in ((0, 1), (1, 0)):
+            row = shard_pb2.StepReply(uids=[stream.uid], choices=[choice], tokens=[65], logprobs=[-1.0], finishes=[0])
+            batcher._deliver(row)
+            assert scheduler.waiting == waiting
+        assert [item.reason for item in stream.take() if isinstance(item, Finish)] == ["stop_sequence"] * 2
+        batcher.close_stream(stream)
+
+    run(test)
+
+
+def test_an_end_is_told_the_scheduler_once() -> None:
+    """A choice may have met a stop string one step before the shards ended it, and its stream may be gone by then."""
+
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        stream = batcher.open(ask("hello", 9, choices=3), None)
+        ends: dict[str, Any] = {"uids": [stream.uid] * 3 + [99], "choices": [0, 1, 2, 0], "finishes": [1, 2, 0, 1]}
+        stream.choices[1].running = False
+        assert batcher._finished(shard_pb2.StepReply(**ends)) == [stream.uid]
+        assert batcher._finished(shard_pb2.StepReply(**ends)) == []
+        batcher.close_stream(stream)
+
+    run(test)
+
+
+def test_between_tokens_of_one_step_there_is_no_interval() -> None:
+    def step(uid: int, count: int) -> shard_pb2.StepReply:
+        same: dict[str, Any] = {"uids": [uid] * count, "choices": [0] * count, "finishes": [0] * count}
+        return shard_pb2.StepReply(tokens=[65] * count, logprobs=[-1.0] * count, **same)
+
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        stream = batcher.open(ask("hello", 9, drafts=3), None)
+        for count, intervals in ((2, 0), (3, 1), (1, 2)):
+            batcher._deliver(step(stream.uid, count))
+            assert value(batcher, "penstock_inter_token_latency_seconds_count") == intervals
+            await asyncio.sleep(0)
+        assert stream.run.steps == 3
+        batcher.close_stream(stream)
+
+    shards = FakeShards()
+    shards.gate.clear()
+    run(test, shards)
+
+
+def test_a_fault_of_ours_is_told_to_everybody_and_ends_the_batcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(*arguments: Any) -> None:
+        raise ZeroDivisionError
+
+    async def main() -> None:
+        batcher = Batcher(config(), ByteTokenizer(), FakeShards(), Metrics())
+        await batcher.start()
+        monkeypatch.setattr(Batcher, "_report", breaks)
+        for end in await asyncio.gather(*(read(batcher, ask(text)) for text in ("a", "b")), return_exceptions=True):
+            assert isinstance(end, Broken)
+            assert str(end) == "ZeroDivisionError()"
+        with pytest.raises(ZeroDivisionError):
+            await batcher.wait()
+        assert not batcher.ready
+        with pytest.raises(Broken, match="ZeroDivisionError"):
+            batcher.submit(ask("c"))
+        await batcher.close()
+
+    asyncio.run(asyncio.wait_for(main(), 10))
+
+
+def test_a_step_lasts_from_when_the_one_before_has_ended() -> None:
+    """Not from when it was sent: then all together would take longer than there was time."""
+
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        began = monotonic()
+        await read(batcher, ask("hello", 50))
+        taken = monotonic() - began
+        lines = batcher._metrics.render().decode().splitlines()
+        told = [float(line.split()[-1]) for line in lines if line.startswith("tgi_batch_inference_duration_sum")]
+        assert 0.25 <= sum(told) <= taken
+        assert 0.005 <= batcher._last["decode"] < taken
+
+    run(test, FakeShards(seconds=0.005))
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_where_steps_overlap_the_next_is_sent_earlier(monkeypatch: pytest.MonkeyPatch, overlaps: bool) -> None:
+    monkeypatch.setattr(module, "LEAD", 0.0)
+    monkeypatch.setattr(module, "OVERLAPPING_LEAD", 60.0)
+
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        batcher._last["decode"] = 30.0
+        step = Underway(Decode(1), monotonic(), asyncio.get_running_loop().create_future())
+        waiting = asyncio.create_task(batcher._near_end(step, monotonic()))
+        await asyncio.wait([waiting], timeout=0.1)
+        assert waiting.done() == overlaps
+        step.reply.set_result(shard_pb2.Reply())
+        await waiting
+
+    shards = FakeShards()
+    shards.info.overlaps = overlaps
+    run(test, shards)
 
 
 def test_a_request_that_is_not_answered_in_time_ends() -> None:
@@ -451,6 +643,16 @@ def test_those_who_come_too_many_are_told_when_to_come_again() -> None:
     assert pace.seconds(10_000.0) == 60.0
     pace.idled(10_000.0 - 38.0)
     assert pace.seconds(10_000.0) == pytest.approx(3.8)
+
+
+def test_the_pace_is_that_of_requests_that_end() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        assert batcher.seconds_to_room(monotonic() + 40) == 1.0
+        for _ in range(2):
+            await read(batcher, ask("a", 3))
+        assert batcher.seconds_to_room(monotonic() + 40) == pytest.approx(20, abs=2)
+
+    run(test)
 
 
 def test_a_time_in_which_nobody_came_slows_no_pace() -> None:
@@ -744,6 +946,31 @@ def test_who_came_before_draining_does_not_wait_for_shards_that_nobody_starts() 
             batcher.submit(ask("b", arrived=before))
         answered.set()
         await drain
+
+
+def test_draining_waits_for_the_last() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        reading = [asyncio.create_task(read(batcher, ask("a", most))) for most in (3, 40)]
+        await asyncio.sleep(0)
+        await batcher.drain(30)
+        assert [task.done() for task in reading] == [True, True]
+        assert [len(task.result()) for task in reading] == [5, 42]
+
+    run(test, FakeShards(seconds=0.001))
+
+
+def test_who_is_cut_is_counted_once() -> None:
+    """Who turns its failure into a status counts those that nobody has counted."""
+
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        shards.gate.clear()
+        running = asyncio.create_task(read(batcher, ask("a", 200)))
+        await asyncio.sleep(0)
+        await batcher.drain(0)
+        with pytest.raises(NotReady) as cut:
+            await running
+        assert cut.value.counted
+        assert value(batcher, 'tgi_request_failure{err="unavailable"}') == 1
 
     run(test)
 
