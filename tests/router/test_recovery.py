@@ -2,9 +2,12 @@
 
 import asyncio
 import random
+from time import monotonic
 
 import pytest
 
+from penstock.proto import shard_pb2
+from penstock.router import batcher as module
 from penstock.router.batcher import Batcher
 from penstock.router.recovery import FURTHER, Inquest
 from penstock.router.request import Broken, Finish, Item, NotReady, Overloaded, Prompt, Request, Token
@@ -200,7 +203,9 @@ def test_while_there_are_no_shards_requests_wait_and_may_leave() -> None:
 def test_shards_that_die_while_nothing_runs_are_missed_at_once() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         await read(batcher, ask("a"))
-        await restart(shards)
+        await asyncio.sleep(0.02)  # until nothing is under way any more
+        async with asyncio.timeout(5):
+            await restart(shards)
         await asyncio.sleep(0.01)
         assert batcher.ready
         assert len(await read(batcher, ask("a"))) == 7
@@ -327,3 +332,86 @@ def test_a_second_killer_is_found_among_those_who_waited_for_the_first_ones_tria
         await quiet(batcher, shards)
 
     run(test, FakeShards(pages=512, seconds=0.001))
+
+
+async def suspected(batcher: Batcher, shards: FakeShards) -> list["asyncio.Task[list[Item]]"]:
+    """Two streams of which one has its trial, and the other waits for it."""
+    reading = [asyncio.create_task(read(batcher, ask(text, 100))) for text in ("a", "b")]
+    for _ in range(2):
+        while batcher._scheduler is None or len(batcher._scheduler.in_hand) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        await restart(shards)
+    assert batcher.trying
+    return reading
+
+
+def test_who_leaves_while_others_have_their_trial_is_not_admitted_after_it() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        reading = await suspected(batcher, shards)
+        late = asyncio.create_task(read(batcher, ask("late")))
+        await asyncio.sleep(0)
+        assert len(batcher._held) == 2
+        late.cancel()
+        await asyncio.wait([late])
+        assert [len(items) for items in await asyncio.gather(*reading)] == [102] * 2
+        assert not batcher.trying
+        await quiet(batcher, shards)
+
+    run(test, FakeShards(pages=512, seconds=0.005))
+
+
+def test_what_was_cached_of_a_prompt_is_counted_where_it_goes_on() -> None:
+    """And how far a search of beams has come: both begin anew."""
+
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        stream = batcher.open(ask("hello", 200), None)
+        found = shard_pb2.StepReply(found_uids=[stream.uid], found_tokens=[4], searched_uids=[stream.uid], searched_tokens=[7])
+        batcher._deliver(found)
+        assert (stream.cached, stream.searched) == (4, 7)
+        await restart(shards)
+        assert (stream.cached, stream.searched) == (0, 0)
+        batcher.close_stream(stream)
+
+    run(test)
+
+
+def test_who_gets_further_with_its_prompt_is_not_guilty() -> None:
+    """Though it has no token yet when the shards die again."""
+
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        reading = asyncio.create_task(read(batcher, ask("x" * 220, 3)))
+        await asyncio.sleep(0)
+        [stream] = batcher.streams
+        for steps in (1, 2 + FURTHER):
+            while (batcher._place(stream.uid) or 0) < steps:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            assert not stream.run.first
+            await restart(shards)
+        assert len(await reading) == 5
+
+    run(test, FakeShards(seconds=0.002))
+
+
+def test_new_shards_that_are_lost_at_once_are_looked_for_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RETRY", 0.05)
+
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        reading = asyncio.create_task(read(batcher, ask("a", 100)))
+        await asyncio.sleep(0.01)
+        connect, looks = shards.connect, 0
+
+        async def fails() -> None:
+            nonlocal looks
+            looks += 1
+            if looks < 3:
+                raise Broken("lost at once")
+            await connect()
+
+        monkeypatch.setattr(shards, "connect", fails)
+        began = monotonic()
+        await restart(shards)
+        assert monotonic() - began >= 0.1
+        assert looks == 3
+        assert len(await reading) == 102
+
+    run(test, FakeShards(seconds=0.001))
