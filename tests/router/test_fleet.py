@@ -207,6 +207,25 @@ def test_a_request_that_kills_kills_two_replicas_and_no_third(alone: bool) -> No
     run(test, 4, make=lambda: FakeShards(512, seconds=0.001))
 
 
+def test_what_was_cached_of_a_prompt_stays_where_it_was() -> None:
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        for fake in shards.values():
+            fake.gate.clear()
+        reading = asyncio.create_task(read(fleet, ask("hello")))
+        await until(lambda: sum(replica.requests for replica in fleet.replicas) == 1)
+        [stream] = next(member.batcher.streams for member in fleet._members.values() if member.batcher.streams)
+        stream.cached, stream.searched = 4, 7
+        home = stream.home
+        fleet.retire(home.name, move=True)
+        assert stream.home is not home
+        assert (stream.cached, stream.searched) == (0, 0)
+        for fake in shards.values():
+            fake.gate.set()
+        assert (await reading)[0] == Prompt(())
+
+    run(test, 2)
+
+
 class Mortal(FakeShards):
     """They don't come back."""
 
