@@ -121,6 +121,64 @@ def test_a_small_job_passes_a_big_one_only_so_often() -> None:
     assert uids(it.next()) == (2, 5)
 
 
+def test_no_more_are_looked_at_than_may_be_overtaken() -> None:
+    """However long the queue is: it is asked for in every step."""
+    it = scheduler(pages=10, overtakes=3)
+    it.arrive(Job(1, 4, 4))
+    it.next()
+    told(it, (1, 1, 0), free=9)
+    for uid in range(2, 100):
+        it.arrive(Job(uid, 36, 4))  # 10 pages: not now
+    looks, fits = 0, it._fits
+
+    def counted(job: Job) -> bool:
+        nonlocal looks
+        looks += 1
+        return fits(job)
+
+    it._fits = counted  # type: ignore[method-assign]
+    assert it.next() == Decode(1)
+    assert looks == 4
+
+
+def test_what_has_begun_elsewhere_goes_on_like_what_was_paused() -> None:
+    it = scheduler()
+    job = Job(1, 10, 20, choices=3)
+    it.arrive(job, [3, 1])
+    assert (it.waiting, it.paused_jobs) == (0, 1)
+    assert it.lacking(1) == 12, "the last token of each is for its first step"
+    assert (job.running, job.grow) == (2, 5)
+    assert it.next() == Prefill(1, (1,), ((1, 16),), 16, decode=False)
+    assert it.next() == Decode(1)
+
+
+def test_what_was_computed_before_does_not_count_as_cached() -> None:
+    it = scheduler(pages=1000)
+    for uid in range(1, 20):
+        it.arrive(Job(uid, 60, 1))
+        it.next()
+        it.report(Report(free=1000, prompt_tokens=1, cached_tokens=59, finished=[uid]))
+    for uid in (50, 51, 52):
+        it.arrive(Job(uid, 40, 20), [1])
+    assert uids(it.next()) == (50, 51), "these fill the step"
+
+
+def test_in_hand_is_what_steps_under_way_may_compute() -> None:
+    """Those that are being paused, too."""
+    it = scheduler(pages=20, headroom=1)
+    for uid in (1, 2):
+        it.arrive(Job(uid, 4, 30))
+    assert it.in_hand == ()
+    it.next()
+    assert it.in_hand == (1, 2)
+    it.next()
+    told(it, (1, 3, 0), (2, 3, 0), free=2)
+    assert it.next() == Filter(pause=(2,))
+    assert it.in_hand == (1, 2)
+    told(it, free=2)
+    assert it.in_hand == ()
+
+
 def test_jobs_come_by_rank_not_by_arrival() -> None:
     it = scheduler(sequences=1)
     it.arrive(Job(1, 4, 4, rank=60.0))
