@@ -226,6 +226,29 @@ def test_what_was_cached_of_a_prompt_stays_where_it_was() -> None:
     run(test, 2)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_requests_wait_where_there_will_be_shards_for_them(fails: bool) -> None:
+    """Neither at a replica that leaves, nor at one that has failed."""
+
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        if fails:
+            shards["0"].pages = 4
+        else:
+            fleet.retire("0")
+            shards["0"].break_at = 1
+        shards["1"].break_at = 1
+        for fake in shards.values():
+            fake.die()
+        await until(lambda: states(fleet) == {"0": "failed" if fails else "drained", "1": "recovering"})
+        reading = begin(fleet, [ask("a", 5)] * 3)
+        await asyncio.sleep(0.01)
+        assert [replica.requests for replica in fleet.replicas] == [0, 3]
+        shards["1"].break_at = 0
+        assert [len(items) for items in await asyncio.gather(*reading)] == [7] * 3
+
+    run(test, 2, max_total_tokens=100)
+
+
 class Mortal(FakeShards):
     """They don't come back."""
 

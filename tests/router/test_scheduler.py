@@ -203,6 +203,21 @@ def test_the_tenant_with_less_running_comes_first() -> None:
     assert uids(it.next()) == (11, 3)
 
 
+def test_of_tenants_that_have_nothing_running_nothing_is_kept() -> None:
+    """There may be any number of them."""
+    it = scheduler()
+    for uid in range(1, 4):
+        it.arrive(Job(uid, 4, 4, choices=uid, tenant=f"{uid}"))
+    it.next()
+    assert len(it._loads) == 3
+    it.cancel(1)
+    it.next()
+    it.paused(100, 0, [])
+    told(it, finished=[2, 2, 3, 3, 3])
+    assert not it._loads
+    assert not it._lines
+
+
 def test_the_youngest_are_paused_when_growth_would_not_fit_and_come_back_first() -> None:
     it = scheduler(pages=10, headroom=1)
     for uid in (1, 2, 3):
