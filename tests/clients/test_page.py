@@ -252,6 +252,40 @@ def test_a_stream_that_ends_early_is_said(tokenizer: Tokenizer, new_page: Any) -
         expect(page.locator(".facts")).to_contain_text("failed")
 
 
+def stream_of(events: list[Any]) -> dict[str, str]:
+    """What a route is fulfilled with."""
+    return {"content_type": "text/event-stream", "body": "".join(f"data: {json.dumps(event)}\n\n" for event in events)}
+
+
+def test_a_long_answer_is_shown_as_it_comes_and_its_end_stays_in_sight(tokenizer: Tokenizer, new_page: Any) -> None:
+    """To look after every token where its end is took half a minute for 2000 of them, and four times that for twice as many."""
+    logprobs = {"tokens": [" word"], "token_logprobs": [-1.0]}
+    events = [{"choices": [{"index": 0, "text": " word", "logprobs": logprobs}]}] * 4000
+    stream = stream_of([*events, {"choices": [{"index": 0, "text": "", "finish_reason": "length"}]}])
+    stream["body"] += "data: [DONE]\n\n"
+    with served(tokenizer) as server:
+        page = new_page(server.url)
+        page.route("**/v1/completions", lambda route: route.fulfill(**stream))
+        run(page, "hi")
+        assert page.locator(".token").count() == 4000
+        expect(page.locator(".facts")).to_be_in_viewport()
+
+
+def test_a_long_search_is_shown_as_it_grows_and_its_end_stays_in_sight(tokenizer: Tokenizer, new_page: Any) -> None:
+    live = [{"parent": row, "id": 5, "text": " word", "score": -1.0} for row in range(8)]
+    token = {"token": {"id": 5, "text": " word", "logprob": -1.0, "special": False}}
+    last = {**token, "details": {"finish_reason": "length", "input_length": 1}}
+    stream = stream_of([{"live": live, "complete": []}, token] * 999 + [last])
+    with served(tokenizer) as server:
+        page = new_page(server.url)
+        page.route("**/generate_stream", lambda route: route.fulfill(**stream))
+        page.fill("#num_beams", "8")
+        run(page, "hi")
+        assert (page.locator(".token").count(), page.locator(".beam").count()) == (1000, 8 * 999)
+        expect(page.locator(".facts")).to_be_in_viewport()
+        expect(page.locator(".beam").last).to_be_in_viewport()
+
+
 def test_parts_of_a_character_are_shown_when_it_is_whole(tokenizer: Tokenizer, new_page: Any) -> None:
     with served(tokenizer, says="né!</s>") as server:
         page = new_page(server.url)

@@ -1,7 +1,7 @@
 // Beam search as it grows: a column for each token, lines to what it continues, and the way of the best answer through them.
 
 import { visible } from "./card.js";
-import { make, makeSvg, say } from "./dom.js";
+import { make, makeSvg, oncePerFrame, say } from "./dom.js";
 
 const COLUMN = 96;
 const ROW = 30;
@@ -27,6 +27,10 @@ export class Beams {
     this.facts = make("span", {});
     const legend = LEGEND.map((kind) => make("span", { className: kind.replace(" ", "-") }, kind));
     this.element = make("figure", { className: "beams" }, this.view, make("figcaption", { className: "muted" }, this.facts, ...legend));
+    this.scroll = oncePerFrame(() => {
+      const following = this.view.scrollLeft + this.view.clientWidth > this.view.scrollWidth - COLUMN;
+      return () => following && (this.view.scrollLeft = this.view.scrollWidth);
+    });
     this.#tell();
   }
 
@@ -102,12 +106,11 @@ export class Beams {
   }
 
   #draw() {
-    const { view, svg } = this;
-    const following = view.scrollLeft + view.clientWidth > view.scrollWidth - COLUMN;
+    this.scroll();
+    const { svg } = this;
     svg.setAttribute("width", this.columns.length * COLUMN - COLUMN + BOX.width + 2);
     svg.setAttribute("height", this.rows * ROW);
     this.#tell();
-    if (following) view.scrollLeft = view.scrollWidth;
   }
 
   #tell() {

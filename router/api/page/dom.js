@@ -20,3 +20,18 @@ export function makeSvg(tag, attributes) {
 export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
+
+// Looks at once, and does what comes of it before the next picture is drawn; what is asked for in between is done by that, too.
+// A look lays the page out, which takes long where a text is long: once for each token, and the page stands still.
+export function oncePerFrame(look) {
+  let waits = false;
+  return () => {
+    if (waits) return;
+    waits = true;
+    const act = look();
+    requestAnimationFrame(() => {
+      waits = false;
+      act();
+    });
+  };
+}

@@ -5,7 +5,7 @@ import { Problem, events, key, pieces, request, watched } from "./api.js";
 import { Beams } from "./beams.js";
 import { Card } from "./card.js";
 import { curl, python } from "./code.js";
-import { $, make, say } from "./dom.js";
+import { $, make, oncePerFrame, say } from "./dom.js";
 import { Knobs } from "./knobs.js";
 import { Live } from "./live.js";
 
@@ -103,10 +103,14 @@ async function stream(asked, turn, answers) {
   fail("");
   busy(true);
   const open = new Set(answers);
+  const follow = oncePerFrame(() => {
+    const near = below(turn) < NEAR;
+    return () => near && reveal(turn);
+  });
   let problem = null;
   try {
     for await (const event of events(told.path, { body: told.body, signal: abort.signal })) {
-      const follow = below(turn) < NEAR;
+      follow();
       if (event.usage) note(turn, event.usage);
       if (event.details) note(turn, { prompt_tokens: event.details.input_length });
       if (event.live) turn.beams?.grow(event);
@@ -120,7 +124,6 @@ async function stream(asked, turn, answers) {
           open.delete(answer);
         }
       }
-      if (follow) reveal(turn);
     }
   } catch (error) {
     problem = error.name === "AbortError" ? null : error;
