@@ -286,6 +286,34 @@ def test_a_long_search_is_shown_as_it_grows_and_its_end_stays_in_sight(tokenizer
         expect(page.locator(".beam").last).to_be_in_viewport()
 
 
+def test_a_search_that_is_cut_is_no_answer(tokenizer: Tokenizer, new_page: Any) -> None:
+    token = {"id": 5, "text": "Yo", "logprob": -1.0, "special": False}
+    stream = stream_of([{"live": [], "complete": []}, {"token": token, "details": None}])
+    with served(tokenizer) as server:
+        page = new_page(server.url)
+        page.route("**/generate_stream", lambda route: route.fulfill(**stream))
+        page.fill("#num_beams", "2")
+        run(page, "hi")
+        expect(page.locator("#problem")).to_have_text("The connection to the server broke: it ended before the answer did")
+        expect(page.locator(".facts")).to_contain_text("failed")
+
+
+def test_alternatives_are_told_the_most_probable_first(tokenizer: Tokenizer, new_page: Any) -> None:
+    """A browser sorts names that are numbers."""
+    top = {"9": -0.5, "7": -1.0, "x": -1.5, "3": -2.0, "1": -3.0}
+    logprobs = {"tokens": ["9"], "token_logprobs": [-0.5], "top_logprobs": [top]}
+    stream = stream_of([{"choices": [{"index": 0, "text": "9", "logprobs": logprobs, "finish_reason": "stop"}]}])
+    stream["body"] += "data: [DONE]\r\n\r\n"
+    with served(tokenizer) as server:
+        page = new_page(server.url)
+        page.route("**/v1/completions", lambda route: route.fulfill(**stream))
+        run(page, "hi")
+        expect(page.locator("#problem")).to_be_hidden()
+        page.locator(".answer .text").focus()
+        page.keyboard.press("ArrowRight")
+        expect(page.locator("#said")).to_have_text("9 60.7 %; otherwise 7 36.8 %, x 22.3 %, 3 13.5 %")
+
+
 def test_parts_of_a_character_are_shown_when_it_is_whole(tokenizer: Tokenizer, new_page: Any) -> None:
     with served(tokenizer, says="né!</s>") as server:
         page = new_page(server.url)

@@ -41,7 +41,7 @@ export function watched({ path, body }) {
   return { path: "generate_stream", body: { inputs: prompt, parameters: { ...more, ...asked, ...(grammar.value && { grammar }) } } };
 }
 
-// Events of a stream, parsed, until [DONE], or the end where there is none. Raises Problem.
+// Events of a stream, parsed, until [DONE] or the details, or, where nothing was asked, the end. Raises Problem.
 export async function* events(path, { body, signal } = {}) {
   const headers = { Accept: "text/event-stream" };
   if (key.get()) headers.Authorization = `Bearer ${key.get()}`;
@@ -50,13 +50,14 @@ export async function* events(path, { body, signal } = {}) {
   if (!response.ok) throw await problem(response);
   for await (const line of lines(response.body)) {
     if (!line.startsWith("data:")) continue;
-    const data = line.slice(5).trimStart();
+    const data = line.slice(5).trim();
     if (data === "[DONE]") return;
     const event = JSON.parse(data);
     if (event.error) throw told(response.status, event);
     yield event;
+    if (event.details) return;
   }
-  if (path.startsWith("v1/")) throw new Error("it ended before the answer did"); // a proxy may end it without a word
+  if (body) throw new Error("it ended before the answer did"); // a proxy may end it without a word
 }
 
 async function* lines(stream) {
@@ -130,7 +131,9 @@ function added(choice) {
   const tokens = (found?.tokens ?? []).map((token, i) => ({
     token,
     logprob: found.token_logprobs[i],
-    top: Object.entries(found.top_logprobs?.[i] ?? {}).map(([other, logprob]) => ({ token: other, logprob })),
+    top: Object.entries(found.top_logprobs?.[i] ?? {})
+      .map(([other, logprob]) => ({ token: other, logprob }))
+      .sort((one, other) => other.logprob - one.logprob), // numbers came first
   }));
   return [{ text: choice.text ?? "", thought: false, tokens }];
 }
