@@ -314,6 +314,26 @@ def test_alternatives_are_told_the_most_probable_first(tokenizer: Tokenizer, new
         expect(page.locator("#said")).to_have_text("9 60.7 %; otherwise 7 36.8 %, x 22.3 %, 3 13.5 %")
 
 
+def test_a_knob_that_is_not_shown_does_not_stop_a_request(tokenizer: Tokenizer, new_page: Any) -> None:
+    with served(tokenizer) as server:
+        page = new_page(server.url)
+        page.fill("#num_beams", "2")
+        page.fill("#length_penalty", "1.234")
+        page.fill("#num_beams", "1")
+        run(page, "hi")
+        expect(page.locator(".answer .text")).to_have_text("Hello you")
+
+
+def test_a_knob_is_blamed_until_the_next_request(tokenizer: Tokenizer, new_page: Any) -> None:
+    with served(tokenizer, refuses=Refused("`top_p` is odd", "top_p")) as server:
+        page = new_page(server.url)
+        run(page, "hi")
+        expect(page.locator("#top_p")).to_have_attribute("aria-invalid", "true")
+        server.batcher.refuses = None
+        run(page, "hi")
+        expect(page.locator("[aria-invalid]")).to_have_count(0)
+
+
 def test_parts_of_a_character_are_shown_when_it_is_whole(tokenizer: Tokenizer, new_page: Any) -> None:
     with served(tokenizer, says="né!</s>") as server:
         page = new_page(server.url)

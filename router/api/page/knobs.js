@@ -71,6 +71,7 @@ export class Knobs {
 
   // Everything as the API wants it, or null, and the browser shows what is wrong.
   values() {
+    for (const blamed of this.form.querySelectorAll("[aria-invalid]")) blamed.removeAttribute("aria-invalid");
     const form = grammar($("grammar").value, $("grammar-source"));
     if (form === null || !this.form.reportValidity()) {
       $("knobs").open = true;
@@ -99,7 +100,7 @@ export class Knobs {
   // Most who search beams want the most probable text: nothing is drawn then, until somebody pulls the temperature up again.
   #beams(chosen) {
     const searched = Number($("num_beams").value) > 1;
-    $("length_penalty").parentElement.hidden = !searched;
+    $("length_penalty").parentElement.hidden = $("length_penalty").disabled = !searched; // else it could be wrong unseen
     if (chosen && searched !== this.searched) {
       const { min, value } = KNOBS.find(({ name }) => name === "temperature");
       for (const input of document.querySelectorAll("[data-knob=temperature]")) {
