@@ -334,6 +334,78 @@ def test_a_knob_is_blamed_until_the_next_request(tokenizer: Tokenizer, new_page:
         expect(page.locator("[aria-invalid]")).to_have_count(0)
 
 
+def test_clearing_one_mode_leaves_the_other(tokenizer: Tokenizer, new_page: Any) -> None:
+    with served(tokenizer, says="Yo</s>") as server:
+        page = new_page(server.url)
+        page.click("[name=mode][value=chat] + span")
+        run(page, "hi")
+        page.click("[name=mode][value=completion] + span")
+        page.click("#clear")
+        page.click("[name=mode][value=chat] + span")
+        expect(page.locator(".user")).to_have_text("hi")
+        run(page, "and?")
+        assert server.prompt() == "[user]hi[assistant]Yo[user]and?[assistant]"
+        page.click("#clear")
+        run(page, "so?")
+        assert server.prompt() == "[user]so?[assistant]"
+
+
+def test_a_refused_message_goes_back_to_the_chat(tokenizer: Tokenizer, new_page: Any) -> None:
+    with served(tokenizer) as server:
+        page = new_page(server.url)
+        held: list[Any] = []
+        page.route("**/v1/chat/completions", lambda route: held.append(route))
+        page.click("[name=mode][value=chat] + span")
+        page.fill("#prompt", "hi")
+        page.click("#run")
+        expect(page.locator("#run")).to_have_text("Stop")
+        page.click("[name=mode][value=completion] + span")
+        page.fill("#prompt", "")
+        held[0].fulfill(status=502, body="bad gateway")
+        expect(page.locator("#problem")).to_be_visible()
+        expect(page.locator("#prompt")).to_have_value("")
+        page.click("[name=mode][value=chat] + span")
+        expect(page.locator("#prompt")).to_have_value("hi")
+
+
+def test_the_card_goes_with_its_answer(tokenizer: Tokenizer, new_page: Any) -> None:
+    with served(tokenizer) as server:
+        page = new_page(server.url)
+        for gone in ("Clear", "Run"):
+            run(page, "hi")
+            page.locator(".answer .text").focus()
+            page.keyboard.press("ArrowRight")
+            page.keyboard.press("Enter")
+            expect(page.locator("#card button:focus")).to_be_visible()
+            page.get_by_role("button", name=gone).press("Enter")
+            expect(page.locator("#run")).not_to_have_text("Stop")
+            expect(page.locator("#card")).to_be_hidden()
+
+
+def test_who_has_no_key_is_asked_once(tokenizer: Tokenizer, new_page: Any) -> None:
+    with served(tokenizer, settings={"api_keys": ("secret",)}) as server:
+        page = new_page(server.url)
+        expect(page.locator("#key")).to_be_visible()
+        page.keyboard.press("Escape")
+        with page.expect_response("**/stats"):
+            pass
+        page.wait_for_timeout(200)
+        expect(page.locator("#key")).to_be_hidden()
+        page.click("#key-open")
+        page.fill("#key-text", "wrong")
+        page.keyboard.press("Enter")
+        expect(page.locator("#key")).to_be_visible()
+
+
+def test_a_key_that_no_header_can_carry_is_refused_at_once(tokenizer: Tokenizer, new_page: Any) -> None:
+    with served(tokenizer, settings={"api_keys": ("secret",)}) as server:
+        page = new_page(server.url)
+        page.fill("#key-text", "ключ")
+        page.keyboard.press("Enter")
+        expect(page.locator("#key")).to_be_visible()
+        assert page.evaluate("sessionStorage.length") == 0
+
+
 def test_parts_of_a_character_are_shown_when_it_is_whole(tokenizer: Tokenizer, new_page: Any) -> None:
     with served(tokenizer, says="né!</s>") as server:
         page = new_page(server.url)

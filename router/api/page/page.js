@@ -15,13 +15,14 @@ const touch = matchMedia("(pointer: coarse)");
 
 const knobs = new Knobs($("parameters"));
 const card = new Card($("card"), { choose: goOn, why: whyNot, said: (text) => say($("said"), text) });
-const live = new Live({ known, denied: askForKey });
+const live = new Live({ known, denied });
 
 const drafts = { completion: $("prompt").value, chat: "" }; // what stands in the box, by mode
 let model = "";
 let mode = "completion";
 let chat = []; // turns: {prompt, answers, picked, element}
 let last = null; // the request that was sent last
+let denial = null; // the key that was refused
 let running = null; // {abort, ended}: the stream under way
 
 // Sending
@@ -99,6 +100,7 @@ async function stream(asked, turn, answers) {
   running = { abort, ended: new Promise((resolve) => (ended = resolve)) };
   last = asked;
   const told = watched(asked) ?? asked;
+  card.hide();
   showBeams(turn, told === asked ? 0 : asked.body.num_beams);
   fail("");
   busy(true);
@@ -153,7 +155,8 @@ function refused(problem, turn) {
   turn.element.remove();
   if (turn.mode === "chat") {
     chat = chat.filter((other) => other !== turn);
-    $("prompt").value ||= turn.prompt;
+    if (mode === "chat") $("prompt").value ||= turn.prompt;
+    else drafts.chat ||= turn.prompt;
   }
 }
 
@@ -239,6 +242,7 @@ function enter(next) {
   drafts[mode] = $("prompt").value;
   mode = next;
   const isChat = next === "chat";
+  card.hide();
   document.body.dataset.mode = next;
   $("chat").hidden = !isChat;
   $("completion").hidden = isChat;
@@ -278,6 +282,12 @@ async function copy() {
   }
 }
 
+// Once for each key: who closes the dialog wants something else first.
+function denied() {
+  if (denial !== key.get()) askForKey();
+  denial = key.get();
+}
+
 function askForKey() {
   if ($("key").open) return;
   $("key-text").value = key.get();
@@ -311,7 +321,8 @@ for (const radio of document.querySelectorAll("[name=mode]")) {
 }
 $("clear").addEventListener("click", async () => {
   await stop();
-  chat = [];
+  card.hide();
+  if (mode === "chat") chat = [];
   $(mode).replaceChildren();
   fail("");
   $("prompt").focus();
