@@ -565,6 +565,33 @@ def test_the_live_view_counts_only_while_somebody_looks(tokenizer: Tokenizer, ne
         expect(page.locator("#state")).to_have_text("ready")
 
 
+def test_both_pages_work_under_a_path_of_a_proxys(tokenizer: Tokenizer, new_page: Any) -> None:
+    def proxy(route: Any) -> None:
+        route.fulfill(response=route.fetch(url=route.request.url.replace("/llm/", "/")))
+
+    with served(tokenizer) as server:
+        asked: list[str] = []
+        page = new_page(server.url)
+        page.route(re.compile("/llm/(?!stats)"), proxy)  # what never ends can't be passed on here
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(f"{server.url}/llm/")
+        run(page, "hi")
+        expect(page.locator(".answer .text")).to_have_text("Hello you")
+        page.click("text=Docs")
+        page.click("#post_v1_completions > summary")
+        page.click("#post_v1_completions form button")
+        expect(page.locator("#post_v1_completions form pre")).to_contain_text('"choices"')
+        assert all(url.startswith(f"{server.url}/llm/") for url in asked)
+
+
+def test_a_description_that_does_not_come_is_said(tokenizer: Tokenizer, new_page: Any) -> None:
+    with served(tokenizer) as server:
+        page = new_page(server.url)
+        page.route("**/openapi.json", lambda route: route.fulfill(status=502, body="bad gateway"))
+        page.goto(f"{server.url}/docs")
+        expect(page.locator("#about")).to_have_text("There is no description: The server answered with status 502.")
+
+
 def test_a_lost_server_is_said(tokenizer: Tokenizer, new_page: Any, errors: list[str]) -> None:
     with served(tokenizer) as server:
         page = new_page(server.url)

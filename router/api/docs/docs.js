@@ -79,7 +79,7 @@ async function send(method, path, body, out) {
   out.textContent = "…";
   try {
     const options = { method, headers: { ...headers(), ...(body === undefined ? {} : { "Content-Type": "application/json" }) }, body };
-    const answer = await fetch(path, options);
+    const answer = await fetch(`.${path}`, options); // a proxy may serve all of this under a path of its own
     out.textContent = `${answer.status} ${answer.statusText}\n`;
     for (const [name, value] of answer.headers) out.append(`${name}: ${value}\n`);
     out.append("\n");
@@ -142,11 +142,12 @@ function route(method, path, operation, root) {
 }
 
 async function show() {
-  const answer = await fetch("/openapi.json", { headers: headers() });
+  const answer = await fetch("openapi.json", { headers: headers() });
   if (answer.status === 401) {
     $("about").textContent = "This server asks for an API key.";
     return;
   }
+  if (!answer.ok) throw new Error(`The server answered with status ${answer.status}.`);
   const root = await answer.json();
   $("about").textContent = `${root.info.description} Version ${root.info.version}.`;
   const groups = {};
@@ -158,8 +159,12 @@ async function show() {
   $("routes").replaceChildren(...Object.entries(groups).flatMap(([tag, routes]) => [make("h2", { textContent: tag }), ...routes]));
 }
 
+function begin() {
+  show().catch((error) => ($("about").textContent = `There is no description: ${error.message}`));
+}
+
 $("access").addEventListener("submit", (event) => {
   event.preventDefault();
-  show();
+  begin();
 });
-show();
+begin();
