@@ -592,6 +592,17 @@ def test_a_description_that_does_not_come_is_said(tokenizer: Tokenizer, new_page
         expect(page.locator("#about")).to_have_text("There is no description: The server answered with status 502.")
 
 
+def test_the_description_is_no_wider_than_a_phone(tokenizer: Tokenizer, new_page: Any) -> None:
+    with served(tokenizer) as server:
+        page = new_page(f"{server.url}/docs", **PHONE)
+        expect(page.locator("#post_v1_completions")).to_be_visible()
+        for _ in range(3):  # what is opened has more to open
+            page.evaluate("for (const one of document.querySelectorAll('details')) one.open = true")
+            page.wait_for_timeout(300)
+        expect(page.locator("#post_v1_completions form pre")).to_have_count(1)
+        assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["viewport"]["width"]
+
+
 def test_a_lost_server_is_said(tokenizer: Tokenizer, new_page: Any, errors: list[str]) -> None:
     with served(tokenizer) as server:
         page = new_page(server.url)
