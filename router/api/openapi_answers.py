@@ -121,6 +121,10 @@ class Cached(Closed, kw_only=True):
     cached_tokens: int
 
 
+class CachedAndWritten(Cached, kw_only=True):
+    cache_write_tokens: int
+
+
 class Reasoned(Closed, kw_only=True):
     reasoning_tokens: int
 
@@ -266,7 +270,7 @@ class CompletionChunk(Answered, kw_only=True):
 
 class ResponseUsage(Closed, kw_only=True):
     input_tokens: int
-    input_tokens_details: Cached
+    input_tokens_details: CachedAndWritten
     output_tokens: int
     output_tokens_details: Reasoned
     total_tokens: int

@@ -5,7 +5,7 @@ import json
 import time
 import urllib.request
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import openai
 import pydantic
@@ -249,6 +249,21 @@ def test_responses(client: openai.OpenAI) -> None:
     assert isinstance(parsed, City)
     with pytest.raises(openai.BadRequestError, match="previous_response_id"):
         client.responses.create(model="any", input="x", previous_response_id="resp_1")
+
+
+@pytest.mark.parametrize("more", [{}, {"tools": [{"type": "function", **WEATHER["function"]}], "tool_choice": "required"}])
+def test_responses_lack_nothing_that_the_clients_types_need(client: openai.OpenAI, more: Any) -> None:
+    """The client itself takes what there is, and what is missing fails where somebody reads it."""
+    asked = {"input": "Hi", "max_output_tokens": 60, "include": ["message.output_text.logprobs"], "top_logprobs": 2, **more}
+    whole = client.responses.with_raw_response.create(model="any", **asked)
+    openai.types.responses.Response.model_validate_json(whole.text)
+    union, _ = get_args(openai.types.responses.ResponseStreamEvent)
+    types = {kind: each for each in get_args(union) for kind in get_args(each.model_fields["type"].annotation)}
+    with client.responses.with_streaming_response.create(model="any", stream=True, **asked) as stream:
+        events = [json.loads(line.removeprefix("data: ")) for line in stream.iter_lines() if line.startswith("data: {")]
+    assert len(events) > 10
+    for event in events:
+        types[event["type"]].model_validate(event)
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -67,7 +67,7 @@ def test_a_text(tokenizer: Tokenizer) -> None:
         assert tokenizer.decode(request.prompt) == "[user]hi[a]"
         assert body["usage"] == {
             "input_tokens": len(request.prompt),
-            "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
             "output_tokens": 10,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": len(request.prompt) + 10,
