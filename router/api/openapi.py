@@ -30,12 +30,12 @@ MEANINGS = {
     415: "The body is compressed.",
     422: "The request is invalid: the message names the field and what would do.",
     424: "The shards failed while they computed the answer.",
-    429: "Too many requests are in flight: come again after Retry-After.",
+    429: "Too many requests, or too large ones together, are in flight: come again after Retry-After.",
     500: "The server failed.",
     503: "The model is loading, or the server is shutting down.",
     504: "The answer was not complete by the request's own `timeout`.",
 }
-BODY, RUN = (400, 401, 408, 413, 415, 500), (429, 503, 504)  # statuses of routes that read a body; that compute
+BODY, RUN = (400, 401, 408, 413, 415, 429, 500), (503, 504)  # statuses of routes that read a body; that compute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
@@ -119,6 +120,22 @@ def test_what_is_got_is_as_described(tokenizer: Tokenizer) -> None:
                 check(path, status, "application/json", json.loads(data), method="get")
 
     serve(tokenizer, test)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"), [({"payload_limit_total": 3}, 429), ({"payload_limit": 3}, 413), ({"api_keys": ("k",)}, 401)]
+)
+def test_every_route_describes_what_any_body_may_be_refused_for(
+    tokenizer: Tokenizer, settings: dict[str, Any], expected: int
+) -> None:
+    async def test(server: Server) -> None:
+        for path, methods in document(CONFIG)["paths"].items():
+            if "post" in methods:
+                status, answer, _ = await server.post(path, {"inputs": "Hi"})
+                assert status == expected
+                check(path, status, "application/json", answer)
+
+    serve(tokenizer, test, settings=settings)
 
 
 def check(path: str, status: int, kind: str, answer: object, *way: str, method: str = "post") -> None:
