@@ -3,7 +3,9 @@
 Needs playwright (extra `browser`) and a Chromium of the system; skipped where one of them is missing.
 """
 
+import ast
 import asyncio
+import inspect
 import json
 import re
 import shutil
@@ -503,6 +505,32 @@ def test_the_code_does_what_the_page_did(tokenizer: Tokenizer, new_page: Any) ->
         assert first.choices == 2
         assert (first.sampling.top_k, first.sampling.seed, first.stop) == (7, 3, ("it's\nover", "end"))
         assert first == second == third
+
+
+@pytest.mark.parametrize("mode", ["completion", "chat"])
+def test_the_code_gives_the_client_what_it_takes(tokenizer: Tokenizer, new_page: Any, mode: str) -> None:
+    """Every knob's field is either one of the method's own or in `extra_body`."""
+    openai = pytest.importorskip("openai")
+    resources = openai.resources.Completions, openai.resources.chat.Completions
+    with served(tokenizer) as server:
+        page = new_page(server.url)
+        page.click(f"[name=mode][value={mode}] + span")
+        for knob in page.locator("#parameters [type=number]:visible").all():
+            knob.fill(knob.get_attribute("max") or "2")
+        page.fill("#stop", "a")
+        page.select_option("#priority", "batch")
+        for grammar in ("json_object", "json_schema", "regex"):
+            page.select_option("#grammar", grammar)
+            page.click("#code-open")
+            page.click("text=Python")
+            found = [ast.parse(page.text_content("#code-text")).body[2]]
+            page.click("#code-close")
+            [call] = [node.value for node in found if isinstance(node, ast.Assign)]
+            assert isinstance(call, ast.Call)
+            given = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+            assert len(given) > 8
+            assert given["extra_body"]["top_k"] == 2
+            assert given.keys() <= inspect.signature(resources[mode == "chat"].create).parameters.keys()
 
 
 def stand_in(server: Served) -> dict[str, Any]:

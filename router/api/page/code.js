@@ -13,8 +13,9 @@ export function curl({ path, body }, url, withKey) {
 
 export function python({ path, body }, url, withKey) {
   const chat = "messages" in body;
-  const own = Object.entries(body).filter(([name]) => OPENAI.has(name));
-  const extra = Object.entries(body).filter(([name]) => !OPENAI.has(name));
+  const known = ([name]) => OPENAI.has(name) && (chat || name !== "response_format"); // completions have none there
+  const own = Object.entries(body).filter(known);
+  const extra = Object.entries(body).filter((entry) => !known(entry));
   const given = own.map(([name, value]) => `    ${name}=${literal(value, 1)},`);
   if (extra.length) given.push(`    extra_body=${literal(Object.fromEntries(extra), 1)},`);
   const key = withKey ? `os.environ["PENSTOCK_API_KEY"]` : `"-"`;
