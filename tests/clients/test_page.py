@@ -242,6 +242,24 @@ def test_what_is_refused_to_go_on_takes_nothing_away(tokenizer: Tokenizer, new_p
         assert server.prompt() == "[user]hi[assistant]Yo[user]and?[assistant]Yo[user]so?[assistant]"
 
 
+def test_what_is_refused_to_go_on_leaves_all_that_was_known(tokenizer: Tokenizer, new_page: Any) -> None:
+    with served(tokenizer) as server:
+        page = new_page(server.url)
+        for width in ("1", "2"):
+            page.fill("#num_beams", width)
+            run(page, "hi")
+            known = page.locator(".facts").text_content(), page.locator(".beam").count(), page.locator(".token.end").count()
+            assert (known[1] > 0, known[2]) == (width == "2", 1)
+            page.route(re.compile("completions|generate"), lambda route: route.fulfill(status=502, body="bad gateway"))
+            page.locator(".token").nth(1).click()
+            page.locator("#card button:enabled").first.click()
+            expect(page.locator("#problem")).to_have_text("The server answered with status 502.")
+            expect(page.locator(".beam")).to_have_count(known[1])
+            expect(page.locator(".token.end")).to_have_count(known[2])
+            expect(page.locator(".facts")).to_have_text(known[0])
+            page.unroute_all()
+
+
 def test_a_stream_that_ends_early_is_said(tokenizer: Tokenizer, new_page: Any) -> None:
     event = {"choices": [{"index": 0, "text": "Yo", "logprobs": None, "finish_reason": None}]}
     with served(tokenizer) as server:

@@ -56,7 +56,7 @@ export class Answer {
   finish(reason, score = null) {
     this.score = score;
     this.end = ENDS[reason] ?? reason;
-    if (reason === "stop" && this.tokens.at(-1)?.text === "") this.body.lastElementChild.classList.add("end");
+    if (this.end === ENDS.stop && this.tokens.at(-1)?.text === "") this.body.lastElementChild.classList.add("end");
     this.element.setAttribute("aria-busy", "false");
     this.#tell();
   }
@@ -64,7 +64,8 @@ export class Answer {
   // Keeps what stands before token `index`, and puts another in its place. Says what `restore` needs.
   rewind(index, alternative) {
     const { top } = this.tokens[index];
-    const taken = { index, tokens: this.#cut(index), end: this.end, score: this.score, count: this.count };
+    const { end, score, count, asked, first, last } = this;
+    const taken = { index, tokens: this.#cut(index), end, score, count, asked, first, last };
     this.begin();
     this.#add({ text: alternative.token, ...alternative, top, given: true });
     return taken;
@@ -75,7 +76,7 @@ export class Answer {
     this.#cut(index);
     for (const token of tokens) this.#add(token);
     Object.assign(this, rest);
-    this.#tell();
+    this.finish(this.end, this.score);
   }
 
   // Takes away the tokens from `index` on.

@@ -79,10 +79,12 @@ async function goOn(answer, index, alternative) {
     },
     values,
   );
+  const { beams } = turn;
   const taken = answer.rewind(index, alternative);
   answer.body.focus({ preventScroll: true });
   if (!(await stream(asked, turn, [answer])) || answer.count) return;
   answer.restore(taken); // nothing came: all is as it was
+  showBeams(turn, beams);
   chat.push(...later);
   $("chat").append(...later.map(({ element }) => element));
 }
@@ -101,7 +103,7 @@ async function stream(asked, turn, answers) {
   last = asked;
   const told = watched(asked) ?? asked;
   card.hide();
-  showBeams(turn, told === asked ? 0 : asked.body.num_beams);
+  showBeams(turn, told === asked ? null : new Beams(asked.body.num_beams));
   fail("");
   busy(true);
   const open = new Set(answers);
@@ -179,11 +181,11 @@ function newTurn(prompt, count, name) {
   return turn;
 }
 
-// The beams of a search that begins; 0: none can be seen.
-function showBeams(turn, width) {
+// Those of a search that begins; null: none can be seen.
+function showBeams(turn, beams) {
   turn.beams?.element.remove();
-  turn.beams = width ? new Beams(width) : null;
-  if (turn.beams) turn.notes.before(turn.beams.element);
+  turn.beams = beams;
+  if (beams) turn.notes.before(beams.element);
 }
 
 function note(turn, { prompt_tokens: count, prompt_tokens_details: details }) {
