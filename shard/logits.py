@@ -103,7 +103,7 @@ def choose(
     for run in runs:
         if run.sampled:
             search, group = run.group.search, run.group
-            count = min(candidates_of(search.width, len(group.end_ids)), decoder.shape.vocabulary) if search else 0
+            count = candidates_of(search.width, len(group.end_ids)) if search else 0
             wanted.append(Wanted(run, strategy_of(group).rows(group), count))
     if not wanted:
         return nothing(hidden.device)
