@@ -200,10 +200,13 @@ class Tgi:
         best = answers[0] if asked.request.beams else max(answers, key=lambda answer: answer.mean_logprob)
         content = GenerateAnswer(asked.prefix + best.finish.text)
         if asked.details:
-            content.details = Details(**self._details(asked, best))
+            prefill = self._prefill(asked.request, best.prompt)  # the same for all
+            content.details = Details(**self._details(asked, best, prefill))
             content.details.speculation = _speculation(guesses(answer.finish for answer in answers))
             if len(answers) > 1:
-                content.details.best_of_sequences = [self._other(asked, answer) for answer in answers if answer is not best]
+                content.details.best_of_sequences = [
+                    self._other(asked, answer, prefill) for answer in answers if answer is not best
+                ]
         headers = headers_of(clock, [asked.request], [best]) | _characters(asked)
         return json_response([content] if wrapped else content, headers)
 
@@ -212,18 +215,21 @@ class Tgi:
         events = BeamEvents(asked, self._other) if asked.request.beams else Events(asked)
         return await send(http, self._batcher, [asked.request], events, headers)
 
-    def _other(self, asked: Asked, answer: Answer) -> BestOf:
-        return BestOf(generated_text=asked.prefix + answer.finish.text, **self._details(asked, answer))
+    def _other(self, asked: Asked, answer: Answer, prefill: list[PrefillJson]) -> BestOf:
+        return BestOf(generated_text=asked.prefix + answer.finish.text, **self._details(asked, answer, prefill))
 
-    def _details(self, asked: Asked, answer: Answer) -> dict[str, Any]:
+    def _prefill(self, request: Request, prompt: Prompt) -> list[PrefillJson]:
+        scored = zip(request.prompt, prompt.logprobs, strict=True) if request.prompt_logprobs else ()
+        return [PrefillJson(id, self._tokenizer.token_text(id), logprob) for id, logprob in scored]
+
+    def _details(self, asked: Asked, answer: Answer, prefill: list[PrefillJson]) -> dict[str, Any]:
         """What the details of the best answer and of the others have in common."""
         request, finish = asked.request, answer.finish
-        prefill = zip(request.prompt, answer.prompt.logprobs, strict=True) if request.prompt_logprobs else ()
         return {
             "finish_reason": finish.reason,
             "generated_tokens": finish.generated_tokens,
             "seed": asked.seed,
-            "prefill": [PrefillJson(id, self._tokenizer.token_text(id), logprob) for id, logprob in prefill],
+            "prefill": prefill,
             "tokens": [_token(token) for token in answer.tokens],
             "top_tokens": [_top(token) for token in answer.tokens] if request.top_n else msgspec.UNSET,
             "score": _score(finish),
@@ -270,7 +276,7 @@ class BeamEvents(Events):
     The last token's event waits until all is found: it also tells the other answers.
     """
 
-    def __init__(self, asked: Asked, other: Callable[[Asked, Answer], BestOf]) -> None:
+    def __init__(self, asked: Asked, other: Callable[[Asked, Answer, list[PrefillJson]], BestOf]) -> None:
         super().__init__(asked)
         self._other = other
         self._step = 0
@@ -304,7 +310,7 @@ class BeamEvents(Events):
         assert self._last is not None
         finish = self._finishes.pop(0)
         answers = [Answer(self._prompt, self._tokens[choice], own) for choice, own in sorted(self._finishes.items())]
-        return self._frame(self._last, finish, [self._other(self._asked, answer) for answer in answers])
+        return self._frame(self._last, finish, [self._other(self._asked, answer, []) for answer in answers])
 
     def _untold(self) -> list[bytes]:
         token, self._last = self._last, None
