@@ -35,7 +35,7 @@ from .openai_bodies import (
 )
 from .openai_chats import Chats
 from .openai_formats import format_name, grammar_of
-from .openai_prompts import Echo, Scribe, encode
+from .openai_scribe import Echo, Scribe, encode
 from .openai_shapes import Chat, Completions, Envelope, Json, Shapes, Usage
 from .ports import Batcher, limits_of
 from .stream import Answer, Clock, escaped, fold, guesses, headers_of, plain_frame, send, stream_headers_of
@@ -105,7 +105,7 @@ class OpenAI:
         theirs = {"inputs": "messages", "max_new_tokens": limit, "top_n_tokens": "top_logprobs"}
         with naming(**theirs, **width.names, truncate="truncate_prompt_tokens"):
             request, make = await self._chats.request(body, body.messages, asked, limits)
-        shapes = Chat(bool(body.logprobs), make)
+        shapes = Chat(self._scribe, bool(body.logprobs), make)
         return await self._answer(http, clock, self._asked(body, [request], shapes, shown, headers))
 
     async def completions(self, http: web.Request) -> web.StreamResponse:
@@ -209,10 +209,10 @@ class OpenAI:
             await asked.envelope.shapes.open(place, prompt)
         pairs = zip(asked.requests, prompts, strict=True) if asked.entries else ()
         entries = [await self._scribe.entries(request, prompt) for request, prompt in pairs]
-        return json_response(_whole(asked, folded, entries), headers_of(clock, asked.requests, _all(folded)) | asked.headers)
+        return json_response(await _whole(asked, folded, entries), headers_of(clock, asked.requests, _all(folded)) | asked.headers)
 
 
-def _whole(asked: Asked, folded: list[list[Answer]], entries: Sequence[msgspec.Raw]) -> Json:
+async def _whole(asked: Asked, folded: list[list[Answer]], entries: Sequence[msgspec.Raw]) -> Json:
     """A whole answer. entries: `prompt_logprobs` of each prompt, if they are asked for."""
     shapes = asked.envelope.shapes
     shown = [
@@ -220,7 +220,7 @@ def _whole(asked: Asked, folded: list[list[Answer]], entries: Sequence[msgspec.R
         for place, drawn in enumerate(folded)
         for index, answer in enumerate(_best(drawn, asked.shown))
     ]
-    choices = [shapes.choice(index, answer) for _, index, answer in shown]
+    choices = [await shapes.choice(index, answer) for _, index, answer in shown]
     usage = Usage(asked.prompt_tokens)
     usage.completion_tokens = 0 if asked.silent else sum(answer.finish.generated_tokens for answer in _all(folded))
     usage.cached_tokens = sum(drawn[0].prompt.cached_tokens for drawn in folded)

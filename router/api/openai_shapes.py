@@ -15,7 +15,7 @@ import msgspec
 
 from ..parsing import Arguments, Call, Part, Reader, Reasoning, Text
 from ..request import Alternative, Finish, Guessed, Prompt, Token
-from .openai_prompts import LOWEST_LOGPROB, Echo, Scribe, Told, encode, most
+from .openai_scribe import LOWEST_LOGPROB, Echo, Scribe, Told, encode, most
 from .stream import Answer
 
 REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
@@ -73,7 +73,7 @@ class Shapes(Protocol):
     async def open(self, place: int, prompt: Prompt) -> None:
         """Comes before all of the others for each prompt, of those of the answer the one at this place."""
 
-    def choice(self, index: int, answer: Answer) -> Json:
+    async def choice(self, index: int, answer: Answer) -> Json:
         """A whole answer's."""
         ...
 
@@ -200,8 +200,9 @@ class Chat:
     whole = "chat.completion"
     part = "chat.completion.chunk"
 
-    def __init__(self, logprobs: bool, make: Callable[[], Speaker] | None = None) -> None:
+    def __init__(self, scribe: Scribe, logprobs: bool, make: Callable[[], Speaker] | None) -> None:
         """`make` gives one for each choice; None: an answer is its text and nothing else."""
+        self._scribe = scribe
         self._logprobs = logprobs
         self._make = make
         self._speakers: dict[int, Speaker] = {}
@@ -209,17 +210,28 @@ class Chat:
     async def open(self, place: int, prompt: Prompt) -> None:
         """Nothing: no chat begins with its prompt."""
 
-    def choice(self, index: int, answer: Answer) -> Json:
+    async def choice(self, index: int, answer: Answer) -> Json:
+        tokens = answer.tokens
         speaker = self._speaker(index)
         if speaker is None:
             message: Json = {"role": "assistant", "content": answer.finish.text, "refusal": None}
             reason = REASONS[answer.finish.reason]
         else:
-            items: list[Token | Finish] = [*answer.tokens, answer.finish]
-            parts = [part for item in items for part in speaker.read(item)]
+            items: list[Token | Finish] = [*tokens, answer.finish]
+            parts: list[Part] = []
+            await self._scribe.each(
+                len(items), 0, lambda places: parts.extend(part for place in places for part in speaker.read(items[place]))
+            )
             message = message_of(parts, whole=True)
             reason = speaker.reason(answer.finish)
-        choice = {"index": index, "message": message, "logprobs": self._content(answer.tokens), "finish_reason": reason}
+        logprobs = None
+        if self._logprobs:
+            wide = len(tokens[0].top)
+            logprobs = {
+                "content": await self._scribe.listed(len(tokens), wide, lambda place: logprob_of(tokens[place])),
+                "refusal": None,
+            }
+        choice = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
         return choice | _score(answer.finish)
 
     def opening(self, index: int) -> bytes:
@@ -229,7 +241,8 @@ class Chat:
         speaker = self._speaker(index) if self._make else None
         if isinstance(item, Token):
             delta = {"content": item.delta} if speaker is None else message_of(speaker.read(item), whole=False)
-            return encode(_chunk_choice(index, {"delta": delta, "logprobs": self._content([item])}))
+            logprobs = {"content": [logprob_of(item)], "refusal": None} if self._logprobs else None
+            return encode(_chunk_choice(index, {"delta": delta, "logprobs": logprobs}))
         delta = {"content": item.delta} if item.delta else {}
         reason = REASONS[item.reason]
         if speaker is not None:
@@ -252,14 +265,6 @@ class Chat:
         if speaker is None and self._make is not None:
             speaker = self._speakers[index] = self._make()
         return speaker
-
-    def _content(self, tokens: list[Token]) -> Json | None:
-        if not self._logprobs:
-            return None
-        return {
-            "content": [logprob_of(token) for token in tokens],
-            "refusal": None,
-        }
 
 
 class Completions:
@@ -284,11 +289,14 @@ class Completions:
         if self._echoes:
             self._told[place] = await self._scribe.told(self._echoes[place], prompt, self._logprobs)
 
-    def choice(self, index: int, answer: Answer) -> Json:
+    async def choice(self, index: int, answer: Answer) -> Json:
         text, content = self._begin(index)
         if not self._silent:
             text += answer.finish.text
-            generated = self._content(index, answer.tokens)
+            tokens, tops = answer.tokens, None
+            if self._logprobs:
+                tops = await self._scribe.listed(len(tokens), self._logprobs, lambda place: most(_pairs(tokens[place])))
+            generated = self._content(index, tokens, tops)
             content = generated if content is None or generated is None else _joined(content, generated)
         reason = "length" if self._silent else REASONS[answer.finish.reason]
         return _chunk_choice(index, {"text": text, "logprobs": content}, reason) | _score(answer.finish)
@@ -305,7 +313,8 @@ class Completions:
             return encode(_chunk_choice(index, {"text": text, "logprobs": None}, reason) | _score(item))
         if self._silent:
             return None
-        return encode(_chunk_choice(index, {"text": item.delta, "logprobs": self._content(index, [item])}))
+        tops = [most(_pairs(item))] if self._logprobs else None
+        return encode(_chunk_choice(index, {"text": item.delta, "logprobs": self._content(index, [item], tops)}))
 
     def around(self, index: int) -> tuple[bytes, bytes] | None:
         if self._silent or self._logprobs is not None:
@@ -323,7 +332,7 @@ class Completions:
         self._offsets[index] = told.length
         return told.text, told.content
 
-    def _content(self, index: int, tokens: list[Token]) -> Json | None:
+    def _content(self, index: int, tokens: list[Token], tops: object) -> Json | None:
         if self._logprobs is None:
             return None
         offset = self._offsets.get(index, 0)
@@ -335,7 +344,7 @@ class Completions:
         return {
             "tokens": [token.text for token in tokens],
             "token_logprobs": [max(token.logprob, LOWEST_LOGPROB) for token in tokens],
-            "top_logprobs": [most(_pairs(token)) for token in tokens] if self._logprobs else None,
+            "top_logprobs": tops,
             "text_offset": offsets,
         }
 

@@ -26,7 +26,7 @@ from .openai_bodies import (
     truncation,
 )
 from .openai_chats import Chats
-from .openai_prompts import encode
+from .openai_scribe import Scribe, encode
 from .openai_shapes import Json, Speaker, Usage
 from .ports import Batcher, limits_of
 from .responses_shapes import Output, Response
@@ -86,6 +86,7 @@ class Responses:
         self._config = config
         self._batcher = batcher
         self._chats = Chats(tokenizer, validator)
+        self._scribe = Scribe(tokenizer)
         self._decoder = msgspec.json.Decoder(ResponsesBody)
 
     async def create(self, http: web.Request) -> web.StreamResponse:
@@ -113,12 +114,13 @@ class Responses:
         if body.stream:
             return await send(http, self._batcher, [request], Events(told), stream_headers_of(clock, [request]) | headers)
         [[answer]] = await fold([self._batcher.submit(request)])
-        for token in answer.tokens:
-            for _ in output.token(token):
-                pass
+        tokens = answer.tokens
+        await self._scribe.each(
+            len(tokens), len(tokens[0].top), lambda places: [None for place in places for _ in output.token(tokens[place])]
+        )
         for _ in output.finish(answer.finish):
             pass
-        usage = Usage(len(request.prompt), len(answer.tokens), answer.prompt.cached_tokens, output.reasoning_tokens)
+        usage = Usage(len(request.prompt), len(tokens), answer.prompt.cached_tokens, output.reasoning_tokens)
         content = told.response.json(_status(answer.finish), output.items, usage)
         return json_response(content, headers_of(clock, [request], [answer]) | headers)
 

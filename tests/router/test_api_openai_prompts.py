@@ -1,4 +1,4 @@
-"""What /v1 tells of prompts: `echo` with `logprobs` as lm-eval reads it, vLLM's `prompt_logprobs`, what was cached."""
+"""What /v1 tells of prompts, and of many tokens: `echo` as lm-eval reads it, vLLM's `prompt_logprobs`, what was cached."""
 
 import asyncio
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.router.api import openai_prompts
+from penstock.router.api import openai_scribe, openai_shapes, responses_shapes
 from penstock.router.text import Tokenizer
 from penstock.tests.router.fake_batcher import Server, make_tokenizer, serve
 
@@ -165,39 +165,53 @@ def test_vllms_prompt_logprobs(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test)
 
 
+PROMPT = {"prompt": "x" * 90, "max_tokens": 0}
+ANSWER = {"prompt": "x", "max_tokens": 90, "logprobs": 2}
+CHATTED = {**CHAT, "max_tokens": 90, "logprobs": True, "top_logprobs": 2}
+RESPONSE = {"input": "x", "max_output_tokens": 90, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+
+
 @pytest.mark.parametrize(
-    "asked", [{"echo": True, "logprobs": 2}, {"echo": True, "logprobs": 2, "stream": True}, {"prompt_logprobs": 2}]
+    ("path", "asked", "whose"),
+    [
+        (PATH, {**PROMPT, "echo": True, "logprobs": 2}, (Tokenizer, "token_text")),
+        (PATH, {**PROMPT, "echo": True, "logprobs": 2, "stream": True}, (Tokenizer, "token_text")),
+        (PATH, {**PROMPT, "prompt_logprobs": 2}, (Tokenizer, "token_text")),
+        (PATH, ANSWER, (openai_shapes, "_pairs")),
+        (CHAT_PATH, CHATTED, (openai_shapes, "logprob_of")),
+        (CHAT_PATH, {**CHATTED, "tools": [{"type": "function", "function": {"name": "f"}}]}, (openai_shapes.Speaker, "read")),
+        ("/v1/responses", RESPONSE, (responses_shapes, "logprob_of")),
+    ],
 )
-def test_others_have_turns_while_long_prompts_are_told(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
+def test_others_have_turns_while_many_tokens_are_told(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, path: str, asked: dict[str, Any], whose: tuple[Any, str]
 ) -> None:
     """Several answers at once, too: at a turn of the loop there is one part of one of them."""
-    texts = 0  # of tokens
-    most = 0  # between two turns
-    text_of = tokenizer.token_text
+    now = most = total = 0  # calls of what is done for each token, since the last turn, between two turns at most, and all of them
+    called = getattr(*whose)
 
-    def counted(id: int) -> str:
-        nonlocal texts
-        texts += 1
-        return text_of(id)
+    def counted(*arguments: Any) -> Any:
+        nonlocal now, total
+        now, total = now + 1, total + 1
+        return called(*arguments)
 
     async def other() -> None:
-        nonlocal texts, most
+        nonlocal now, most
         while True:
-            most, texts = max(most, texts), 0
+            most, now = max(most, now), 0
             await asyncio.sleep(0)
 
     async def test(server: Server) -> None:
         competing = asyncio.create_task(other())
-        body = {"prompt": "x" * 90, "max_tokens": 0, **asked}
-        answers = await asyncio.gather(*(server.client.post(PATH, json=body) for _ in range(3)))
+        answers = await asyncio.gather(*(server.client.post(path, json=asked) for _ in range(3)))
         assert [answer.status for answer in answers] == [200] * 3
-        assert len({len((await answer.text()).partition('"choices"')[2]) for answer in answers}) == 1
         competing.cancel()
 
-    monkeypatch.setattr(openai_prompts, "PART", 9)
-    monkeypatch.setattr(tokenizer, "token_text", counted)
-    serve(tokenizer, test)
+    monkeypatch.setattr(tokenizer, "parsers", ("hermes", None))  # so that chats with tools are read for calls
+    monkeypatch.setattr(openai_scribe, "PART", 9)
+    monkeypatch.setattr(*whose, counted)
+    serve(tokenizer, test, says="y" * 90)
+    assert total >= 3 * 90
     assert 3 <= most <= 9
 
 

@@ -1,7 +1,5 @@
-"""What OpenAI's answers tell of their prompts: the text, and scores and alternatives for each token.
-
-That is found once for all answers to a prompt, and in parts, between which the event loop has turns for others: with 20
-alternatives for each of 125,000 tokens it takes seconds.
+"""What there is of each of many tokens in OpenAI's answers, found in parts, between which the event loop has turns for others; and
+what they tell of their prompts, once for all answers to one: with 20 alternatives for each of 125,000 tokens that takes seconds.
 """
 
 import asyncio
@@ -14,7 +12,7 @@ from ..request import Prompt, Request
 from ..text import Tokenizer
 
 LOWEST_LOGPROB = -9999.0  # JSON knows no infinity, and clients expect a number
-PART = 1024  # log-probabilities that are written at a time: 2 ms (x86, one core)
+PART = 1024  # log-probabilities that are written at a time, or tokens that are read: 2 ms (x86, one core)
 
 encode = msgspec.json.Encoder().encode
 
@@ -37,7 +35,7 @@ class Told:
 
 
 class Scribe:
-    """Writes them: however many ask at once, one part at each turn of the loop."""
+    """Finds and writes it: however many ask at once, one part at each turn of the loop."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -61,14 +59,14 @@ class Scribe:
                 length += len(piece.delta)
             return before
 
-        offsets = await self._listed(len(ids), 0, offset)
+        offsets = await self.listed(len(ids), 0, offset)
         length += len(stream.end())
         text = echo.text or stream.text
         if logprobs is None:
             return Told(text, length, None)
         content = {
-            "tokens": await self._listed(len(ids), 0, lambda place: self._tokenizer.token_text(ids[place])),
-            "token_logprobs": await self._listed(len(ids), 0, lambda place: _bounded(prompt.logprobs[place])),
+            "tokens": await self.listed(len(ids), 0, lambda place: self._tokenizer.token_text(ids[place])),
+            "token_logprobs": await self.listed(len(ids), 0, lambda place: _bounded(prompt.logprobs[place])),
             "top_logprobs": await self._tops(echo.request, prompt) if logprobs else None,
             "text_offset": offsets,
         }
@@ -88,7 +86,7 @@ class Scribe:
                 for each, (logprob, rank) in ({id: ranked.get(id, (own, None))} | ranked).items()
             }
 
-        return await self._listed(len(request.prompt), request.prompt_top_n, entry)
+        return await self.listed(len(request.prompt), request.prompt_top_n, entry)
 
     async def _tops(self, request: Request, prompt: Prompt) -> msgspec.Raw:
         """Of each token: the most probable ones in its place, and itself. None for the first."""
@@ -100,17 +98,22 @@ class Scribe:
             pairs = [(request.prompt[place], own), *_top(request, prompt, place)]
             return most([(self._tokenizer.token_text(id), logprob) for id, logprob in pairs])
 
-        return await self._listed(len(request.prompt), request.prompt_top_n, top)
+        return await self.listed(len(request.prompt), request.prompt_top_n, top)
 
-    async def _listed(self, tokens: int, alternatives: int, of: Callable[[int], object]) -> msgspec.Raw:
+    async def listed(self, tokens: int, alternatives: int, of: Callable[[int], object]) -> msgspec.Raw:
         """A list with what there is `of` each place, asked for in order."""
+        parts: list[bytes] = []
+        await self.each(tokens, alternatives, lambda places: parts.append(encode([of(place) for place in places])[1:-1]))
+        return msgspec.Raw(b"[%b]" % b",".join(parts))
+
+    async def each(self, tokens: int, alternatives: int, do: Callable[[range], object]) -> None:
+        """Does it for all places, in order."""
         size = max(PART // (1 + alternatives), 1)
-        parts = []
         for start in range(0, tokens, size):
             async with self._turn:
-                parts.append(encode([of(place) for place in range(start, min(start + size, tokens))])[1:-1])
-                await asyncio.sleep(0)
-        return msgspec.Raw(b"[%b]" % b",".join(parts))
+                do(range(start, min(start + size, tokens)))
+                if tokens > size:
+                    await asyncio.sleep(0)
 
 
 def most(pairs: Sequence[tuple[str, float]]) -> dict[str, float]:
