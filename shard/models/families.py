@@ -177,10 +177,10 @@ def _qwen3_moe(config: Config) -> Shape:
     dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         raise Unsupported(f"config.json says mlp_only_layers {shown(dense)}, a list of numbers is needed: {AGAIN}")
-    number: int = config.get("num_experts") or config.get("num_local_experts", 128)
+    experts: int = config.get("num_experts") or config.get("num_local_experts", 128)
     mixture = _chosen(
         Mixture(
-            experts=number,
+            experts=experts,
             chosen=config.get("num_experts_per_tok", 8),
             size=config.get("moe_intermediate_size", 768),
             normalized=config.get("norm_topk_prob", False),
@@ -235,8 +235,8 @@ def _gemma3(config: Config) -> Shape:
     pattern, layers = config.get("sliding_window_pattern", 6), config.get("num_hidden_layers", 26)
     if type(pattern) is not int or pattern < 1:
         raise Unsupported(f"config.json says sliding_window_pattern {shown(pattern)}, an integer from 1 on is needed: {AGAIN}")
-    kinds = [SLIDING if (layer + 1) % pattern else FULL for layer in range(layers)]
-    base = _gemma2({"layer_types": kinds} | GEMMA3 | config | {"rope_parameters": full, "rope_scaling": None})
+    kinds = config.get("layer_types") or [SLIDING if (layer + 1) % pattern else FULL for layer in range(layers)]
+    base = _gemma2(GEMMA3 | config | {"layer_types": kinds, "rope_parameters": full, "rope_scaling": None})
     return replace(base, qk_norm=True, local_rope=rope_of({"rope_parameters": local}, "rope_parameters"))
 
 

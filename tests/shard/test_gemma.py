@@ -42,6 +42,7 @@ ONE_B = GEMMA3 | {
     "rope_theta": 1_000_000,
     "rope_scaling": None,
     "sliding_window": 512,
+    "layer_types": None,
     "sliding_window_pattern": 6,
 }
 FOUR_B = {
