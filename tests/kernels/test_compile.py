@@ -124,3 +124,37 @@ def test_make_knows_it() -> None:
         pytest.skip("make is not installed")
     answer = subprocess.run(["make", "-n", "kernels"], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60)
     assert "-m penstock.kernels.compile" in answer.stdout
+
+
+EXACT = """
+import re
+import subprocess
+import tempfile
+from dataclasses import replace
+import triton
+from penstock.kernels import compile
+
+[one] = [one for one in compile.gather() if one.name == "sampling draw"]
+for fuse in (one.fuse, True):
+    for target in compile.TARGETS:
+        if target.gpu.backend == "cuda":
+            made = compile._compiled(replace(one, fuse=fuse), target)
+            with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+                file.write(made.asm["cubin"])
+                file.flush()
+                code = subprocess.run([triton.knobs.nvidia.nvdisasm.path, "-c", file.name], capture_output=True, text=True).stdout
+            told = made.asm["ptx"]
+            products = len(re.findall(r"\\bmul(?:\\.rn)?\\.f32", told)), len(re.findall(r"\\bFMUL2?\\b", code))
+            print(target.name, fuse, "fma" in told, bool(re.search("div.(full|approx)", told)), products[1] >= products[0] > 0)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")
+def test_noise_is_rounded_as_it_is_written() -> None:
+    """That is what makes it the same on every device: no product is contracted with a sum, neither by Triton nor by ptxas. Where
+    they may, they do."""
+    answer = run("-c", EXACT)
+    lines = answer.stdout.splitlines()
+    assert len(lines) == 8, answer.stdout + answer.stderr
+    assert [line.partition(" ")[2] for line in lines[:4]] == ["False False False True"] * 4
+    assert not any(line.endswith("False False True") for line in lines[4:])
