@@ -413,15 +413,15 @@ def _change(x: Tensor, columns: Tensor, starts: Tensor) -> None:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def noise_kernel(seeds, choices, positions, quads_to, ids_to, count, block: tl.constexpr):  # type: ignore[no-untyped-def]
+def noise_kernel(seeds, choices, positions, quads_to, ids_to, count, block: tl.constexpr, cuda: tl.constexpr):  # type: ignore[no-untyped-def]
     """One program: `block` quads of a row, and each of their tokens once more by its id."""
     row, part = tl.program_id(0), tl.program_id(1)
     seed, choice, position = tl.load(seeds + row), tl.load(choices + row), tl.load(positions + row)
     quads = part * block + tl.arange(0, block)
     ids = part * block * 4 + tl.arange(0, block * 4)
     inside = ids < count
-    tl.store(quads_to + row * count + ids, gumbel_of_quads(seed, choice, position, quads), mask=inside)
-    tl.store(ids_to + row * count + ids, gumbel_of_ids(seed, choice, position, ids), mask=inside)
+    tl.store(quads_to + row * count + ids, gumbel_of_quads(seed, choice, position, quads, cuda), mask=inside)
+    tl.store(ids_to + row * count + ids, gumbel_of_ids(seed, choice, position, ids, cuda), mask=inside)
 
 
 def noises(bench: Bench, chance: random.Random) -> float:
@@ -432,7 +432,8 @@ def noises(bench: Bench, chance: random.Random) -> float:
     block = 64 if bench.tiny else 1024
     grid = (rows, triton.cdiv(vocabulary, 4 * block))
     # As the kernels that use it are: a multiplication must not be contracted with an addition.
-    noise_kernel[grid](*keys.to(bench.device), *found, vocabulary, block, enable_fp_fusion=False)
+    cuda = bench.device.type == "cuda" and torch.version.hip is None
+    noise_kernel[grid](*keys.to(bench.device), *found, vocabulary, block, cuda, enable_fp_fusion=False)
     expected = noise.gumbel_all(keys[0], keys[1], keys[2], vocabulary)
     return float((found.cpu().view(torch.int32) != expected.view(torch.int32)).sum())
 

@@ -35,7 +35,17 @@ def philox(seed, choice, position, quads):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _log(x):  # type: ignore[no-untyped-def]
+def _times(left, right, CUDA: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The product, which is not contracted with a sum. ptxas 12.9 (Triton 3.6) contracts them for Blackwell where it multiplies two
+    pairs at once, though it is told not to: so an instruction for one pair is asked for."""
+    product = left * right
+    if CUDA:
+        product = tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [left, right], tl.float32, is_pure=True, pack=1)
+    return product
+
+
+@triton.jit
+def _log(x, CUDA: tl.constexpr):  # type: ignore[no-untyped-def]
     """`logarithm.log`."""
     bits = x.to(tl.int32, bitcast=True) + (0x3F800000 - 0x3F3504F3)
     exponent = ((bits >> 23) - 127).to(tl.float32)
@@ -43,30 +53,32 @@ def _log(x):  # type: ignore[no-untyped-def]
     s = tl.div_rn(f, f + 2.0)
     z = s * s
     w = z * z
-    r = z * (w * SERIES_2 + SERIES_0) + w * (w * SERIES_3 + SERIES_1)
-    half = (f * 0.5) * f
-    return (((s * (half + r) + exponent * LOG_2_LOW) - half) + f) + exponent * LOG_2_HIGH
+    r = _times(z, _times(w, SERIES_2, CUDA) + SERIES_0, CUDA) + _times(w, _times(w, SERIES_3, CUDA) + SERIES_1, CUDA)
+    half = _times(f * 0.5, f, CUDA)
+    sums = _times(s, half + r, CUDA) + _times(exponent, LOG_2_LOW, CUDA)
+    return ((sums - half) + f) + _times(exponent, LOG_2_HIGH, CUDA)
 
 
 @triton.jit
-def gumbel(words):  # type: ignore[no-untyped-def]
-    """`logarithm.gumbel`."""
+def gumbel(words, CUDA: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`logarithm.gumbel`. CUDA: on NVIDIA's."""
     uniform = tl.minimum((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.999999940395355224609375)
     y = 1.0 - uniform
-    return -_log(-(_log(y) + tl.div_rn((1.0 - y) - uniform, y)))
+    return -_log(-(_log(y, CUDA) + tl.div_rn((1.0 - y) - uniform, y)), CUDA)
 
 
 @triton.jit
-def gumbel_of_quads(seed, choice, position, quads):  # type: ignore[no-untyped-def]
+def gumbel_of_quads(seed, choice, position, quads, CUDA: tl.constexpr):  # type: ignore[no-untyped-def]
     """Noise of four tokens for each of `quads`, side by side: [4 * quads]."""
     word_0, word_1, word_2, word_3 = philox(seed, choice, position, quads)
-    pairs = tl.join(tl.join(gumbel(word_0), gumbel(word_2)), tl.join(gumbel(word_1), gumbel(word_3)))
+    even = tl.join(gumbel(word_0, CUDA), gumbel(word_2, CUDA))
+    pairs = tl.join(even, tl.join(gumbel(word_1, CUDA), gumbel(word_3, CUDA)))
     return tl.reshape(pairs, [4 * quads.shape[0]])
 
 
 @triton.jit
-def gumbel_of_ids(seed, choice, position, ids):  # type: ignore[no-untyped-def]
+def gumbel_of_ids(seed, choice, position, ids, CUDA: tl.constexpr):  # type: ignore[no-untyped-def]
     """Noise of each of `ids` (int32)."""
     word_0, word_1, word_2, word_3 = philox(seed, choice, position, ids // 4)
     lane = ids % 4
-    return gumbel(tl.where(lane == 0, word_0, tl.where(lane == 1, word_1, tl.where(lane == 2, word_2, word_3))))
+    return gumbel(tl.where(lane == 0, word_0, tl.where(lane == 1, word_1, tl.where(lane == 2, word_2, word_3))), CUDA)

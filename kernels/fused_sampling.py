@@ -317,6 +317,7 @@ def filter_kernel(
     CAP: tl.constexpr,
     LEAST: tl.constexpr,
     BLOCK: tl.constexpr,
+    CUDA: tl.constexpr,
 ) -> None:
     """One program: a row."""
     row = tl.program_id(0).to(tl.int64)
@@ -380,7 +381,7 @@ def filter_kernel(
             enough = enough & (everything | (_key(floor) > least))
         if enough:
             kept = usable & (keys >= threshold) & (scores >= floor)
-            noise = gumbel_of_ids(tl.load(seeds + row), tl.load(choices + row), tl.load(positions + row), ids)
+            noise = gumbel_of_ids(tl.load(seeds + row), tl.load(choices + row), tl.load(positions + row), ids, CUDA)
             noisy = tl.where(kept, scores + noise, float("-inf"))
             chosen = tl.min(tl.where(kept & (noisy == tl.max(noisy, 0)), ids, 0x7FFFFFFF), 0)
             own = tl.max(tl.where(full & (ids == chosen), scores, float("-inf")), 0)
@@ -418,12 +419,13 @@ def draw_kernel(
     mask_stride: tl.tensor,
     MASKED: tl.constexpr,
     SIZE: tl.constexpr,
+    CUDA: tl.constexpr,
 ) -> None:
     """One program: SIZE logits of a row."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if tl.load(tokens + row) < 0:
         quads = part * (SIZE // 4) + tl.arange(0, SIZE // 4)
-        noise = gumbel_of_quads(tl.load(seeds + row), tl.load(choices + row), tl.load(positions + row), quads)
+        noise = gumbel_of_quads(tl.load(seeds + row), tl.load(choices + row), tl.load(positions + row), quads, CUDA)
         column = part * SIZE + tl.arange(0, SIZE)
         allowed = _allowed(mask + row * mask_stride, column, column < vocabulary, MASKED)
         values = tl.load(logits + row * stride + column, mask=allowed, other=float("-inf"))
@@ -534,17 +536,19 @@ def _choose(logits: Tensor, draws: Draws, mask: Tensor | None, maxima: Tensor, p
     bests, finals = torch.empty(2, rows, device=device).unbind()
     floors = draws.min_p.log()
     keys = (draws.seeds, draws.choices, draws.positions)
+    cuda = device.type == "cuda" and torch.version.hip is None
     filter_kernel[(rows,)](
         logits, mask, maxima, draws.temperature, draws.top_k, draws.top_p, floors, *keys, peaks, masses, listed, gathered,
         gathered_ids, tokens, bests, thresholds, finals, vocabulary, logits.stride(0), mask_stride, maxima.shape[1],
         parts if weighed else 0, MASKED=masked, BUCKETS=triton.next_power_of_2(maxima.shape[1]),
-        PARTS=triton.next_power_of_2(parts), CAP=CAPACITY, LEAST=WANTED, BLOCK=AT_ONCE, num_warps=WARPS, enable_fp_fusion=False,
+        PARTS=triton.next_power_of_2(parts), CAP=CAPACITY, LEAST=WANTED, BLOCK=AT_ONCE, CUDA=cuda, num_warps=WARPS,
+        enable_fp_fusion=False,
     )  # fmt: skip
     noisiest, scores, sums = torch.empty(3, rows, parts, device=device).unbind()
     ids = torch.empty(rows, parts, dtype=torch.int64, device=device)
     draw_kernel[(rows, parts)](
         logits, mask, draws.temperature, floors, *keys, tokens, bests, thresholds, noisiest, ids, scores, sums, vocabulary,
-        logits.stride(0), mask_stride, MASKED=masked, SIZE=SPLIT, num_warps=WARPS, enable_fp_fusion=False,
+        logits.stride(0), mask_stride, MASKED=masked, SIZE=SPLIT, CUDA=cuda, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return tokens, finals, noisiest, ids, scores, sums
 
@@ -625,6 +629,10 @@ _TYPES = {
 }  # fmt: skip
 
 
+# Of kernels that make noise.
+NVIDIA, AMD = ("sm_80", "sm_90", "sm_100", "sm_120"), ("gfx942",)
+
+
 def compilations() -> list[Compilation]:
     """With a grammar's mask, which without is the lesser case; the vocabulary of Llama 3."""
     split = {"MASKED": True, "SIZE": SPLIT}
@@ -636,8 +644,10 @@ def compilations() -> list[Compilation]:
         ("penalize", penalize_kernel, {"BLOCK": ENTRIES}, 4),
         ("restore", restore_kernel, {"BLOCK": ENTRIES}, 4),
         ("weigh", weigh_kernel, split, WARPS),
-        ("filter", filter_kernel, few, WARPS),
-        ("draw", draw_kernel, split, WARPS),
+        ("filter", filter_kernel, {**few, "CUDA": True}, WARPS),
+        ("filter amd", filter_kernel, {**few, "CUDA": False}, WARPS),
+        ("draw", draw_kernel, {**split, "CUDA": True}, WARPS),
+        ("draw amd", draw_kernel, {**split, "CUDA": False}, WARPS),
         ("settle", settle_kernel, {"SIZE": 64}, 1),
     ]
     return [
@@ -647,6 +657,7 @@ def compilations() -> list[Compilation]:
             signature={argument: "constexpr" if argument in constants else _TYPES[argument] for argument in kernel.arg_names},
             constants=dict(constants),
             warps=warps,
+            targets=(NVIDIA if constants["CUDA"] else AMD) if "CUDA" in constants else (),
         )
         for name, kernel, constants, warps in cases
     ]

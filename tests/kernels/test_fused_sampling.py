@@ -32,7 +32,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @triton.jit
-def noise_kernel(seeds, choices, positions, words, noises, of_ids, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def noise_kernel(seeds, choices, positions, words, noises, of_ids, count, BLOCK: tl.constexpr, CUDA: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     row = tl.program_id(0)
     seed, choice, position = tl.load(seeds + row), tl.load(choices + row), tl.load(positions + row)
     quad = tl.arange(0, BLOCK)
@@ -42,8 +42,8 @@ def noise_kernel(seeds, choices, positions, words, noises, of_ids, count, BLOCK:
     tl.store(words + row * count + 4 * quad + 1, drawn[1].to(tl.int64), mask=4 * quad + 1 < count)
     tl.store(words + row * count + 4 * quad + 2, drawn[2].to(tl.int64), mask=4 * quad + 2 < count)
     tl.store(words + row * count + 4 * quad + 3, drawn[3].to(tl.int64), mask=4 * quad + 3 < count)
-    tl.store(noises + row * count + column, fused_noise.gumbel_of_quads(seed, choice, position, quad), mask=column < count)
-    tl.store(of_ids + row * count + column, fused_noise.gumbel_of_ids(seed, choice, position, column), mask=column < count)
+    tl.store(noises + row * count + column, fused_noise.gumbel_of_quads(seed, choice, position, quad, CUDA), mask=column < count)
+    tl.store(of_ids + row * count + column, fused_noise.gumbel_of_ids(seed, choice, position, column, CUDA), mask=column < count)
 
 
 def test_noise_is_the_same_to_the_last_bit(chance: random.Random) -> None:
@@ -52,7 +52,7 @@ def test_noise_is_the_same_to_the_last_bit(chance: random.Random) -> None:
     choices, positions = torch.randint(0, 50, (rows,)), torch.randint(0, 1 << 20, (rows,))
     words = torch.full((rows, count), -1)
     noises, of_ids = torch.full((2, rows, count), torch.nan).unbind()
-    noise_kernel[(rows,)](seeds, choices, positions, words, noises, of_ids, count, BLOCK=256)
+    noise_kernel[(rows,)](seeds, choices, positions, words, noises, of_ids, count, BLOCK=256, CUDA=False)
     ids = torch.arange(count)
     expected = noise.philox(*noise._keyed(seeds, choices, positions, ids.unsqueeze(0) // 4))
     assert words.equal(torch.stack(torch.broadcast_tensors(*expected)).gather(0, (ids % 4).expand(1, rows, -1))[0])
