@@ -10,7 +10,8 @@ from penstock.proto import shard_pb2
 from penstock.router import batcher as module
 from penstock.router.batcher import Batcher
 from penstock.router.recovery import FURTHER, Inquest
-from penstock.router.request import Broken, Finish, Item, NotReady, Overloaded, Prompt, Request, Token
+from penstock.router.request import Beams, Broken, Finish, Item, NotReady, Overloaded, Prompt, Request, Token
+from penstock.router.streams import replayed
 from penstock.tests.router.fakes import END, FakeShards, letter
 from penstock.tests.router.test_batcher import answer, ask, quiet, read, run, value
 
@@ -415,3 +416,29 @@ def test_new_shards_that_are_lost_at_once_are_looked_for_again_after_a_while(mon
         assert len(await reading) == 102
 
     run(test, FakeShards(seconds=0.001))
+
+
+def test_who_is_guilty_acquits_those_who_waited_for_their_trial() -> None:
+    inquest = Inquest()
+    for _ in range(2):
+        inquest.died({1: 5, 2: 5, 3: 5, 4: 5})
+    assert inquest.died({1: 5, 2: 5}) is None
+    assert [inquest.suspects(uid) for uid in (1, 2, 3)] == [True, True, False]
+    assert inquest.died({1: 5}) == 1
+    assert not any(inquest.suspects(uid) for uid in (1, 2, 3, 4))
+    assert inquest.release(1) is None
+
+
+def test_a_stream_is_replayed_from_what_its_running_choices_have() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        for beams, begun, expected in ((None, True, [0, 2]), (None, False, []), (Beams(width=3), True, [])):
+            stream = batcher.open(ask("hello", 9, choices=3, beams=beams), None)
+            stream.choices[1].running = False
+            for choice in stream.choices if begun else ():
+                choice.ids.append(65 + choice.index)
+            found = replayed(stream)
+            assert [one.choice for one in found] == expected
+            assert [list(one.tokens) for one in found] == [[65 + index] for index in expected]
+            batcher.close_stream(stream)
+
+    run(test)
