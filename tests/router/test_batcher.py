@@ -165,6 +165,41 @@ def test_what_a_sink_takes_does_not_come_and_nothing_is_lost_or_overtaken() -> N
     run(test, FakeShards(pages=256, seconds=0))
 
 
+def test_who_has_a_sink_that_takes_everything_is_told_of_the_end() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        found: list[Item] = []
+
+        def sink(items: list[Item]) -> bool:
+            found.extend(items)
+            return True
+
+        async with asyncio.timeout(5):
+            assert [items async for items in batcher.submit(ask("hello", 4), sink)] == []
+        assert len(found) == 6
+
+    run(test)
+
+
+def test_a_sink_is_offered_no_more_than_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it makes of items is bounded as well. The reader takes what is too much."""
+    monkeypatch.setattr(streams, "MOST_ITEMS", 5)
+
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        offered: list[int] = []
+
+        def sink(items: list[Item]) -> bool:
+            offered.append(len(items))
+            return False
+
+        async for _ in batcher.submit(ask("hello", 40), sink):
+            for _ in range(50):
+                await asyncio.sleep(0)
+        assert offered
+        assert max(offered) <= 5
+
+    run(test)
+
+
 def test_a_sink_that_raises_ends_its_own_stream_only() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         calls = 0
@@ -823,6 +858,7 @@ def test_a_group_that_fails_fails_alone() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         shards.fail = {2: "not finite"}
         assert str(await failing_alone(batcher, shards, ask("b"))) == "not finite"
+        assert not any(command.HasField("filter") for command in shards.commands), "the shards have dropped it themselves"
 
     run(test)
 
