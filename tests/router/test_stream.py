@@ -344,3 +344,23 @@ def test_the_first_failure_ends_all_streams_of_an_answer() -> None:
         assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(run())
+
+
+def test_many_chunks_leave_before_the_loop_turns() -> None:
+    """Few leave when it does: those who come first wait no longer than it takes to make so many."""
+    left: list[bytes] = []
+
+    class Out:
+        def hand_over(self, chunk: bytes) -> None:
+            left.append(chunk)
+
+    async def run() -> None:
+        outbox, out = stream.Outbox(), Out()
+        chunks = [b"%d" % number for number in range(stream.MOST_CHUNKS + 2)]
+        for number, chunk in enumerate(chunks, 1):
+            outbox.put(out, chunk)  # type: ignore[arg-type]
+            assert len(left) == (stream.MOST_CHUNKS if number >= stream.MOST_CHUNKS else 0)
+        await asyncio.sleep(0)
+        assert left == chunks
+
+    asyncio.run(run())
