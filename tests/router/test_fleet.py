@@ -13,6 +13,7 @@ from penstock.router.batcher import Batcher
 from penstock.router.config import Misconfigured
 from penstock.router.fleet import Fleet
 from penstock.router.metrics import Metrics
+from penstock.router.recovery import Inquest
 from penstock.router.replica import Conflict, Unknown
 from penstock.router.request import Broken, Item, NotReady, Overloaded, Prompt, Request, Token
 from penstock.tests.router.fakes import ByteTokenizer, FakeShards, letter
@@ -343,10 +344,17 @@ def test_a_replica_of_another_model_is_left_out() -> None:
         async def join() -> None:
             fleet.join(["unix:/other"], "other")
             shards["other"].info.dtype = "bfloat16"
+            shards["other"].pages = 30
             await until(lambda: states(fleet)["other"] == "failed")
             assert "replica other has dtype bfloat16, replica 0 has float32" in fleet.replicas[1].stage
 
         await serve_through(fleet, shards, join)
+        assert fleet.limits is not None
+        assert fleet.limits.pages == 64, "its size bounds nobody"
+        fleet.join(["unix:/third"], "third")
+        await until(lambda: states(fleet)["third"] != "starting")
+        assert states(fleet)["third"] == "ready", "who has failed is nobody to be compared with"
+        await fleet.remove("third")
         await fleet.remove("other")
         assert list(states(fleet)) == ["0"]
 
@@ -669,7 +677,7 @@ def test_who_leaves_when_its_shards_come_is_in_no_metric() -> None:
     late(test)
 
 
-def test_who_has_left_is_not_heard_any_more() -> None:
+def test_who_has_left_is_not_heard_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its shards may end while it does."""
 
     async def test(fleet: Fleet, shards: Shards) -> None:
@@ -682,8 +690,73 @@ def test_who_has_left_is_not_heard_any_more() -> None:
         fleet._members["1"].up = False
         fleet.found(gone)
         assert not fleet._members["1"].up
+        placement = fleet._placement
+        assert placement is not None
+        monkeypatch.setattr(type(placement), "lift", lambda *arguments: pytest.fail("another has its name"))
+        stream = next(iter(fleet._members.values())).batcher.open(ask("a"), None)
+        fleet.ended(gone, stream)
+        monkeypatch.undo()
+        stream.home.close_stream(stream)
 
     run(test)
+
+
+def test_suspects_go_along_when_a_replica_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There will be no other trial."""
+    monkeypatch.setattr(Inquest, "suspects", lambda inquest, uid: True)
+
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        reading = asyncio.create_task(read(fleet, ask("a", 60)))
+        await until(lambda: any(replica.requests for replica in fleet.replicas))
+        home = next(replica.name for replica in fleet.replicas if replica.requests)
+        assert fleet.retire(home, move=True).requests == 1
+        await fleet.remove(home)
+        assert len(await reading) == 62
+
+    run(test, 2)
+
+
+def test_a_rank_is_no_part_of_two_replicas() -> None:
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        with pytest.raises(Conflict, match="unix:/new, unix:/1 is replica 1 already"):
+            fleet.join(["unix:/new", "unix:/1"])
+
+    run(test, 2)
+
+
+def test_who_has_requests_that_wait_is_needed_while_nobody_else_takes_any() -> None:
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        for fake in shards.values():
+            fake.break_at = 1
+            fake.die()
+        await until(lambda: set(states(fleet).values()) == {"recovering"})
+        reading = asyncio.create_task(read(fleet, ask("a", 5)))
+        await until(lambda: any(replica.requests for replica in fleet.replicas))
+        home, other = sorted(fleet.replicas, key=lambda replica: replica.requests == 0)
+        with pytest.raises(Conflict, match=f"replica {home.name} can't be spared"):
+            fleet.retire(home.name)
+        fleet.retire(other.name)
+        shards[home.name].break_at = 0
+        assert len(await reading) == 7
+
+    run(test, 2)
+
+
+def test_who_leaves_or_has_failed_counts_for_no_place() -> None:
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        shards["2"].pages = 4
+        shards["2"].die()
+        await until(lambda: states(fleet)["2"] == "failed")
+        fleet.retire("1")
+        streams = [fleet.submit(ask("a", 50)) for _ in range(2)]
+        for stream in streams:
+            await anext(stream)
+        with pytest.raises(Overloaded, match="2 requests are in flight"):
+            fleet.submit(ask("b"))
+        for stream in streams:
+            await stream.aclose()
+
+    run(test, 3, max_concurrent_requests=2, max_total_tokens=100)
 
 
 def test_places_are_counted_again_when_a_stream_is_first_read() -> None:
