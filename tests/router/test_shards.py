@@ -1,9 +1,10 @@
 """`GrpcShards` against a real gRPC server on a unix socket, with a servicer that only counts."""
 
 import asyncio
+import itertools
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,13 @@ class Servicer:
         self.warm = warm
         self.steps: list[tuple[str, int]] = []
         self.warmups = 0
-        self.stages = iter(["loading weights 40 %"])
+        self.stages: Iterator[str] = iter(["loading weights 40 %"])
         self.dies_at = 0
         self.lies_at = 0
         self.mumbles_at = 0
         self.silent_until = 0
+        self.ends_at = 0
+        self.seconds = 0.0  # of a step
         self.hangs = False  # it answers no Info any more
 
     async def Info(self, request: Any, context: Any) -> shard_pb2.InfoReply:  # noqa: N802
@@ -57,10 +60,14 @@ class Servicer:
             kind = command.WhichOneof("kind")
             step = getattr(command, kind).step
             self.steps.append((kind, step))
+            if step == self.ends_at:
+                return
             if step == self.dies_at:
                 await context.abort(grpc.StatusCode.INTERNAL, "out of memory")
             reply = shard_pb2.Reply()
             getattr(reply, {"prefill": "step", "decode": "step"}.get(kind, kind)).step = 99 if step == self.lies_at else step
+            if kind in ("prefill", "decode"):
+                reply.step.seconds = self.seconds
             replies.append(shard_pb2.Reply() if step == self.mumbles_at else reply)
             while replies and step >= self.silent_until:
                 yield replies.pop(0)
@@ -224,6 +231,98 @@ def test_when_the_stream_fails_everybody_who_waits_is_told(tmp_path: Path) -> No
     serve(tmp_path, 1, test)
 
 
+def test_the_first_reason_stays_and_nothing_more_is_sent(tmp_path: Path) -> None:
+    """What is under way counts as not answered: somebody would be told that a group hangs which is gone."""
+
+    async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
+        await shards.connect()
+        await shards.warm_up(WARMUP)
+        servicers[0].dies_at = 2
+        with pytest.raises(Broken):
+            await shards.execute(decode())
+        await shards.close()
+        with pytest.raises(Broken, match="rank 0: out of memory"):
+            await shards.execute(decode())
+        assert not shards._expected
+
+    serve(tmp_path, 1, test)
+
+
+def test_a_stream_that_ends_is_a_loss(tmp_path: Path) -> None:
+    async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
+        await shards.connect()
+        await shards.warm_up(WARMUP)
+        servicers[0].ends_at = 2
+        with pytest.raises(Broken, match="rank 0 has ended its stream"):
+            await shards.execute(decode())
+
+    serve(tmp_path, 1, test)
+
+
+def test_who_waits_when_the_connection_is_closed_is_told(tmp_path: Path) -> None:
+    async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
+        await shards.connect()
+        await shards.warm_up(WARMUP)
+        servicers[0].silent_until = 99
+        waiting = shards.execute(decode())
+        await shards.close()
+        with pytest.raises(Broken, match="was closed"):
+            await asyncio.wait_for(waiting, 5)
+
+    serve(tmp_path, 1, test)
+
+
+def test_the_longest_step_is_remembered(tmp_path: Path) -> None:
+    async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
+        await shards.connect()
+        await shards.warm_up(WARMUP)
+        for servicers[0].seconds in (2.0, 7.0, 3.0):
+            await shards.execute(decode())
+        assert shards._longest == 7.0
+
+    serve(tmp_path, 1, test)
+
+
+def test_what_is_told_of_loading_is_what_the_first_rank_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_shards, "STAGE_POLL", 0.01)
+
+    async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
+        for servicer in servicers:
+            servicer.stages = itertools.repeat(f"loads {servicer.rank}")
+            servicer.warm = asyncio.Barrier(9)
+        await shards.connect()
+        warming = asyncio.create_task(shards.warm_up(WARMUP))
+        for _ in range(40):
+            await asyncio.sleep(0.005)
+            assert shards.stage == "loads 0"
+        warming.cancel()
+        await asyncio.wait([warming])
+
+    serve(tmp_path, 2, test)
+
+
+def test_a_socket_at_which_nobody_listens_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it takes until somebody does."""
+    monkeypatch.setattr(router_shards, "LOADING", 0.1)
+    reach, looks = GrpcShards._reach, 0
+
+    async def refused(shards: GrpcShards, rank: int, target: str) -> Any:
+        nonlocal looks
+        looks += 1
+        if looks < 5:
+            await asyncio.sleep(0.05)
+            raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), "refused")
+        return await reach(shards, rank, target)
+
+    monkeypatch.setattr(GrpcShards, "_reach", refused)
+
+    async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
+        await shards.connect()
+        assert looks == 5
+
+    serve(tmp_path, 1, test, step_timeout=0.1)
+
+
 def test_an_answer_to_another_question_breaks_the_connection(tmp_path: Path) -> None:
     async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
         await shards.connect()
@@ -286,6 +385,16 @@ def test_who_hangs_is_lost_and_whoever_started_it_is_told(tmp_path: Path) -> Non
         assert text == "shard rank 0 has not answered for 0.3 s\n"
 
     serve(tmp_path, 1, test, step_timeout=0.3, complaints=str(pipe))
+
+
+@pytest.mark.parametrize("pipe", [False, True])
+def test_where_nobody_hears_of_a_hang_it_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture, pipe: bool) -> None:
+    """The launcher may have ended, with its pipe or without."""
+    if pipe:
+        os.mkfifo(tmp_path / "pipe")
+    shards = GrpcShards(["h:1"], complaints=str(tmp_path / "pipe"))
+    assert str(shards._hung(0, 2.0)) == "shard rank 0 has not answered for 2 s"
+    assert "nobody hears that shard rank 0 has not answered" in caplog.text
 
 
 def test_slow_steps_are_not_taken_for_a_hang(tmp_path: Path) -> None:
