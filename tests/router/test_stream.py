@@ -5,6 +5,7 @@ import json
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -362,5 +363,63 @@ def test_many_chunks_leave_before_the_loop_turns() -> None:
             assert len(left) == (stream.MOST_CHUNKS if number >= stream.MOST_CHUNKS else 0)
         await asyncio.sleep(0)
         assert left == chunks
+
+    asyncio.run(run())
+
+
+def test_who_has_not_read_what_was_sent_gets_no_blank_line_and_few_looks(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "KEEP_ALIVE", 0.02)
+    tell, look, looks = stream.EventStream._tell, stream.EventStream._look, 0
+    paused: list[bool] = []  # when a blank line was to be written
+
+    def watched(out: stream.EventStream) -> Awaitable[None]:
+        paused.append(out._protocol.writing_paused)
+        return tell(out)
+
+    def counted(out: stream.EventStream) -> None:
+        nonlocal looks
+        looks += 1
+        look(out)
+
+    async def test(port: int, metrics: Metrics) -> None:
+        monkeypatch.setattr(stream.EventStream, "_tell", watched)
+        monkeypatch.setattr(stream.EventStream, "_look", counted)
+        reader, writer = await post(port, "/generate_stream", body_for("/generate_stream", MANY))
+        await until(lambda: metrics.samples(["tgi_request_success_total"])["tgi_request_success_total"] == 1)
+        before, began = looks, asyncio.get_running_loop().time()
+        await asyncio.sleep(0.3)
+        assert looks - before <= (asyncio.get_running_loop().time() - began) / 0.02 + 2
+        body = (await reader.read()).partition(b"\r\n\r\n")[2]
+        writer.close()
+        assert body.endswith(b"\r\n0\r\n\r\n")
+        assert not any(paused)
+
+    serve(tokenizer, test)
+
+
+def test_nothing_is_written_to_a_connection_that_closes() -> None:
+    class Closing:
+        def is_closing(self) -> bool:
+            return True
+
+        def write(self, chunk: bytes) -> None:
+            pytest.fail("it was")
+
+    out = object.__new__(stream.EventStream)
+    out._transport = Closing()  # type: ignore[assignment]
+    out.hand_over(b"chunk")
+
+
+def test_an_answer_is_written_no_further_when_its_handler_has_ended() -> None:
+    async def run() -> None:
+        writing = asyncio.get_running_loop().create_future()
+        http = SimpleNamespace(transport=None)
+        handler = asyncio.create_task(stream.Patience(10.0).until(writing, http))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        handler.cancel()
+        await asyncio.wait([handler])
+        assert writing.cancelled()
 
     asyncio.run(run())
