@@ -16,7 +16,7 @@ from penstock.router.config import RouterConfig
 from penstock.router.folder import Unusable
 from penstock.router.request import Refused
 from penstock.router.template import Chat
-from penstock.router.text import LONG_TEXT, PROBE, Tokenizer
+from penstock.router.text import LONG_TEXT, PROBE, Finder, Tokenizer
 from penstock.router.validation import Validator
 
 CORPUS = ["the cat sat on the mat and the dog sat too", "naïve café 你好世界 你 好", "👩‍👧‍👦 👍🏽 e\u0301 नमस्ते ", "a\n\n  b\tc"]
@@ -134,6 +134,7 @@ def test_a_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
     assert streamed(tokenizer, prompt, ids) == after(tokenizer, prompt, ids, True)
     assert streamed(tokenizer, [], ids) == tokenizer.decode(ids)
     assert streamed(tokenizer, [0], ids) == tokenizer.decode(ids)
+    assert streamed(tokenizer, [0], ids, skip_special_tokens=False) == after(tokenizer, [0], ids, False), "<s> is text before it"
 
 
 @pytest.mark.parametrize("skip", [True, False])
@@ -198,6 +199,27 @@ def test_special_tokens_are_written_out_but_are_no_text(tokenizer: Tokenizer) ->
 
 def test_an_id_without_a_token_is_no_text(tokenizer: Tokenizer) -> None:
     assert tokenizer.stream([]).push(99_999).text == ""
+
+
+def test_an_id_without_a_token_parts_no_character(tmp_path: Path) -> None:
+    tokenizer = save(tmp_path, byte_level())
+    *first, last = tokenizer.encode("🦊", add_special_tokens=False)
+    ids = [*first, 99_999, last]
+    assert streamed(tokenizer, [], ids) == tokenizer.decode(ids) == "🦊"
+
+
+def test_a_stop_string_is_found_where_it_is() -> None:
+    """Its beginnings come again within it, and before it in a text that comes in pieces."""
+    luck = random.Random(6)
+    for _ in range(3000):
+        string = "".join(luck.choices("abc", (5, 2, 1), k=luck.randint(1, 10)))
+        text = "".join(string[: luck.randint(1, len(string))] for _ in range(9)) + luck.choice(("", string))
+        finder, place, end = Finder(string), 0, 0
+        while place < len(text) and not end:
+            piece = text[place : place + luck.randint(1, 9)]
+            end = finder.find(piece)
+            place += end or len(piece)
+        assert (place if end else -1) == (text.find(string) + len(string) if string in text else -1), (string, text)
 
 
 def cut_at(text: str, stops: Sequence[str], include: bool) -> str:
