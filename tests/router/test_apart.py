@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.router import apart as module
-from penstock.router.apart import Apart, Busy, Died
+from penstock.router.apart import Apart, Busy, Died, Late
 from penstock.router.grammar import lark
 
 JOB = b'["regex", "a", []]'
@@ -136,5 +136,26 @@ def test_those_that_died_while_idle_cost_no_job(apart: Apart) -> None:
             os.kill(process._process.pid, signal.SIGKILL)
             process._process.wait()
         assert await apart.ask(JOB, 10)
+
+    asyncio.run(run())
+
+
+def test_a_process_that_is_late_is_ended(apart: Apart, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(*arguments: Any) -> bytes:
+        await asyncio.Event().wait()
+        return b""
+
+    async def run() -> None:
+        await asyncio.gather(apart.start(), apart.start())
+        [process] = apart._idle
+        monkeypatch.setattr(type(process), "ask", never)
+        with pytest.raises(Late):
+            await apart.ask(JOB, 0.05)
+        assert not apart._idle
+        for _ in range(500):
+            if not process.alive:
+                break
+            await asyncio.sleep(0.02)
+        assert not process.alive
 
     asyncio.run(run())
