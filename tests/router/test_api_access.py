@@ -390,3 +390,15 @@ def test_a_body_counts_until_it_was_answered_or_given_up(tokenizer: Tokenizer, m
             writer.close()
 
     serve(tokenizer, test, settings={"payload_limit": 400, "payload_limit_total": 700})
+
+
+def test_a_body_that_is_said_to_be_too_large_is_not_waited_for(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        host, port = str(server.client._base_url.host), int(server.client._base_url.port or 0)
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 401\r\n\r\n")
+        async with asyncio.timeout(5):
+            assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
+        writer.close()
+
+    serve(tokenizer, test, settings={"payload_limit": 400})
