@@ -62,8 +62,6 @@ def _sound(found: Shape, kinds: list[Any] | None) -> Shape:
             f"config.json says {found.heads} attention heads and {found.kv_heads} key/value heads, of which the first must be a "
             f"multiple: {AGAIN}"
         )
-    if found.head_size < 2 or found.head_size % 2:
-        raise Unsupported(f"config.json means heads of {found.head_size} numbers, an even number is needed: {AGAIN}")
     unknown = set(map(str, kinds or ())) - {FULL, SLIDING}
     if unknown:
         raise Unsupported(f"layer_types {', '.join(sorted(unknown))} are not supported: the decoder has full and sliding attention")
@@ -86,6 +84,8 @@ def _common(config: Config, activation: str = "hidden_act", activations: tuple[s
     heads, hidden, layers = config["num_attention_heads"], config["hidden_size"], config["num_hidden_layers"]
     turning = rope(config)
     head_size = config.get("head_dim") or hidden // heads
+    if head_size < 2 or head_size % 2:
+        raise Unsupported(f"config.json means heads of {head_size} numbers, an even number is needed: {AGAIN}")
     return Shape(
         architecture=config["architectures"][0],
         vocabulary=config["vocab_size"],

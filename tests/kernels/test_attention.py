@@ -159,7 +159,7 @@ def test_beginnings_in_other_numbers(dtype: torch.dtype, stored: torch.dtype, mo
     def found() -> Tensor:
         order, plan = common.plan(paged.rows, 16, [0], 2 * KV_HEADS * SIZE, CPU)
         assert bool(plan.levels) == (common.runs_of is honest)
-        return common.attention(query[order], cache, plan, 0, SIZE**-0.5, scales)[torch.tensor(order).argsort()]
+        return common.attention(query[order], cache, plan, 0, SIZE**-0.5, scales=scales)[torch.tensor(order).argsort()]
 
     honest = common.runs_of
     together = found()

@@ -20,7 +20,7 @@ import pytest
 from penstock.launcher import checkpoint, cli, hub, machine
 from penstock.launcher.console import Console
 from penstock.proto import process
-from penstock.shard.models import families
+from penstock.shard.models import fields
 from penstock.tests import serving
 
 FIRST = "model-00001-of-00002.safetensors"
@@ -156,7 +156,7 @@ def test_a_size_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str],
     shutil.copy(hub.DEMO_FOLDER / "config.json", tmp_path)
     for value in (0, -1, 10**30, 1.5, "64", [1], {}, True, None, float("nan")):
         config(**{name: value})(tmp_path)
-        words = [f"config.json says {name} {value!r}", f"an integer from 1 to {families.SIZES[name]}"]
+        words = [f"config.json says {name} {value!r}", f"an integer from 1 to {fields.SIZES[name]}"]
         check(["plan", str(tmp_path), "--load-format", "dummy"], words, capsys)
 
 
