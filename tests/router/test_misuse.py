@@ -60,7 +60,7 @@ def test_who_does_not_read_a_long_answer_is_left(tokenizer: Tokenizer) -> None:
                 await loop.sock_sendall(client, head("POST", "/tokenize", len(body)) + body)
                 assert (await received(client, pause, length) >= length) == whole
 
-    serve(tokenizer, test, settings={"slow_client_timeout": 0.5})
+    serve(tokenizer, test, settings={"slow_client_timeout": 1.0})
 
 
 def test_a_get_with_a_body_is_answered_before_that_is_there(tokenizer: Tokenizer) -> None:
