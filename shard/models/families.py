@@ -172,8 +172,8 @@ def _mixtral(config: Config) -> Shape:
 
 
 def _qwen3_moe(config: Config) -> Shape:
-    """Experts in every layer, or in some."""
-    base = _qwen3({"num_key_value_heads": 4, "max_position_embeddings": 32_768} | config)
+    """Experts in every layer, or in some. All layers slide, if any."""
+    base = _qwen3({"num_key_value_heads": 4, "max_position_embeddings": 32_768} | config | {"max_window_layers": 0})
     dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         raise Unsupported(f"config.json says mlp_only_layers {shown(dense)}, a list of numbers is needed: {AGAIN}")

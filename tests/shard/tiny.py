@@ -102,7 +102,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen2-yarn": lambda: transformers.Qwen2Config(**SMALL, rope_parameters=YARN),
     "qwen3": lambda: transformers.Qwen3Config(**SMALL, head_dim=16),
     "qwen3-moe": lambda: transformers.Qwen3MoeConfig(**QWEN3_MOE, mlp_only_layers=[1], norm_topk_prob=True),
-    "qwen3-moe-step": lambda: transformers.Qwen3MoeConfig(**QWEN3_MOE, decoder_sparse_step=2),
+    "qwen3-moe-step": lambda: transformers.Qwen3MoeConfig(
+        **QWEN3_MOE, decoder_sparse_step=2, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2
+    ),
 }
 TINIEST: dict[str, Any] = {
     "vocab_size": 4,
