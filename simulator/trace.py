@@ -20,7 +20,7 @@ import math
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -175,8 +175,8 @@ def read(path: Path) -> list[Request]:
         table = csv.DictReader(file) if path.suffix == ".csv" else None
         for number, line in enumerate(table or file, 2 if table else 1):
             try:
-                requests.append(_request(line if isinstance(line, dict) else json.loads(str(line))))
-            except (KeyError, TypeError, ValueError) as error:
+                requests.append(_timely(_request(line if isinstance(line, dict) else json.loads(str(line)))))
+            except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
                 what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
                 raise ValueError(f"{path}, line {number}: {what}") from None
     requests.sort(key=lambda each: each.arrival)
@@ -184,13 +184,21 @@ def read(path: Path) -> list[Request]:
     return [replace(each, arrival=each.arrival - first) for each in requests]
 
 
+def _timely(request: Request) -> Request:
+    if not math.isfinite(request.arrival):  # JSON as Python reads it has NaN and Infinity, which nothing comes before or after
+        raise ValueError(f"it arrives at {request.arrival}")
+    return request
+
+
 def _request(row: dict[str, Any]) -> Request:
     if "TIMESTAMP" in row:
         output = max(1, int(row["GeneratedTokens"]))
-        moment = datetime.fromisoformat(row["TIMESTAMP"]).timestamp()
-        return Request(moment, max(1, int(row["ContextTokens"])), (output,), output)
+        moment = datetime.fromisoformat(row["TIMESTAMP"])
+        if moment.tzinfo is None:  # or it would be the time of wherever this runs, with its summer
+            moment = moment.replace(tzinfo=UTC)
+        return Request(moment.timestamp(), max(1, int(row["ContextTokens"])), (output,), output)
     if "input_length" in row:
-        prompt, output = int(row["input_length"]), max(1, int(row["output_length"]))
+        prompt, output = max(1, int(row["input_length"])), max(1, int(row["output_length"]))
         hashes = row.get("hash_ids", ())
         prefix = tuple((str(name), min(BLOCK * (place + 1), prompt)) for place, name in enumerate(hashes))
         return Request(float(row["timestamp"]) / 1000, prompt, (output,), output, prefix=prefix)
@@ -199,7 +207,7 @@ def _request(row: dict[str, Any]) -> Request:
 
 def _own(row: dict[str, Any]) -> Request:
     output = row["output"]
-    outputs = tuple(output) if isinstance(output, list) else (int(output),) * int(row.get("choices", 1))
+    outputs = tuple(int(each) for each in output) if isinstance(output, list) else (int(output),) * int(row.get("choices", 1))
     most = int(row.get("max_new_tokens", max(outputs, default=0)))
     prefix = tuple((str(name), int(end)) for name, end in row.get("prefix", ()))
     priority = row.get("priority", "normal")

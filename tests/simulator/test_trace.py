@@ -3,6 +3,8 @@
 import dataclasses
 import itertools
 import statistics
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -95,6 +97,33 @@ def test_public_traces(tmp_path: Path) -> None:
     ]
 
 
+@pytest.fixture
+def berlin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+@pytest.mark.usefixtures("berlin")
+def test_a_trace_is_the_same_wherever_it_is_read(tmp_path: Path) -> None:
+    """Azure's times have no zone. In Berlin the hour between these two was left out."""
+    path = tmp_path / "azure.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2024-03-31 01:59:59,3,4\n2024-03-31 03:00:01,3,4\n")
+    assert [each.arrival for each in trace.read(path)] == [0.0, 3602.0]
+
+
+def test_lengths_are_whole_and_at_least_one(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 0, "output_length": 0}\n')
+    assert trace.read(path) == [Request(0.0, 1, (1,), 1)]
+    path.write_text('{"arrival": 0, "prompt": 3, "output": [2.5, 3]}\n')
+    [request] = trace.read(path)
+    assert request.outputs == (2, 3)
+    assert all(isinstance(tokens, int) for tokens in request.outputs)
+
+
 @pytest.mark.parametrize(
     ("line", "what"),
     [
@@ -105,6 +134,12 @@ def test_public_traces(tmp_path: Path) -> None:
         ('{"arrival": 1, "prompt": 3, "output": 2, "max_new_tokens": 1}', "output at most max_new_tokens"),
         ('{"arrival": 1, "prompt": 3, "output": [2, 2], "choices": 3}', "2 outputs for 3 choices"),
         ('{"arrival": 1, "prompt": 3, "output": 2, "priority": "high"}', "priority high: expected interactive, normal, batch"),
+        ('{"arrival": NaN, "prompt": 3, "output": 2}', "line 2: it arrives at nan"),
+        ('{"arrival": 1e999, "prompt": 3, "output": 2}', "line 2: it arrives at inf"),
+        ('{"timestamp": NaN, "input_length": 3, "output_length": 2}', "line 2: it arrives at nan"),
+        ('{"arrival": 1, "prompt": 1e999, "output": 2}', "line 2: cannot convert float infinity to integer"),
+        ('{"arrival": 1, "prompt": 3, "output": [0.5, 2]}', "line 2: prompt, output and choices are at least 1"),
+        ("[" * 100_000, "line 2: "),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path: Path, line: str, what: str) -> None:
