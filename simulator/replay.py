@@ -5,8 +5,8 @@ whatever the scheduler decides acts one step late: as in router/batcher.py.
 """
 
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..router.policies import Policy
@@ -18,6 +18,7 @@ from .trace import Request
 
 DELAYS = {"interactive": 0.0, "normal": 5.0, "batch": 60.0}  # seconds that a request counts as arrived later: as in the router
 LEAD = 0.01  # seconds before the end of a step when the next is asked for
+SPARE = 8  # of the requests in flight that are taken, one in so many is added for tenants below their share: as in the router
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +29,7 @@ class Setting:
     bounds: Bounds
     policy: Policy | None = None  # the scheduler's own, if there is none
     prefix_caching: bool = True
-    concurrent: int = 0  # requests in flight from which on others are refused; 0: no bound
+    concurrent: int = 0  # requests in flight from which on others are refused, but for tenants that have few; 0: no bound
     lookahead: bool = True  # a step is asked for before the one under way has answered
     lead: float = LEAD
     ttft_goal: float = 2.0  # seconds; a request is good if it keeps both ...
@@ -70,6 +71,7 @@ class Replay:
         self._requests = requests
         self._arrived = 0
         self._live: dict[int, Live] = {}
+        self._in_flight: Counter[str] = Counter()  # of these, by tenant; none has zero
         self._underway: deque[Underway] = deque()
         self._decoding: dict[str, int] = {}  # sequences that were in the last decode step and go on, by priority
         self._steady: set[int] = set()  # their requests
@@ -112,7 +114,7 @@ class Replay:
         uid, setting = self._arrived, self._setting
         if not self.scheduler.admissible(request.prompt, request.max_new_tokens, request.choices):
             self.measures.impossible += 1
-        elif setting.concurrent and len(self._live) >= setting.concurrent:
+        elif setting.concurrent and not admits(self._in_flight, setting.concurrent, request.tenant):
             self.measures.refused += 1
         else:
             asked = Asked(
@@ -124,6 +126,7 @@ class Replay:
                 prefix=request.prefix,
             )
             self._live[uid] = Live(uid, request, asked, request.choices)
+            self._in_flight[request.tenant] += 1
             rank = request.arrival + DELAYS[request.priority]
             self.scheduler.arrive(
                 Job(uid, request.prompt, request.max_new_tokens, choices=request.choices, rank=rank, tenant=request.tenant)
@@ -227,6 +230,7 @@ class Replay:
             self._joined.pop(live.uid, None)
             self._steady.discard(live.uid)
             del self._live[live.uid]
+            self._in_flight -= Counter((request.tenant,))  # drops zeros
             arrived = request.arrival
             self.measures.finish(request.priority, live.first - arrived, self._now - arrived, max(request.outputs))
 
@@ -241,6 +245,12 @@ class Replay:
                 live.last = self._ticked
             else:
                 self._joined.pop(uid, None)
+
+
+def admits(in_flight: Mapping[str, int], most: int, tenant: str) -> bool:
+    """Whether one more request of the tenant is taken: as in the router. in_flight: by tenant, without zeros."""
+    total, share = sum(in_flight.values()), most // len(in_flight.keys() | {tenant})
+    return total < most or (total < most + -(-most // SPARE) and in_flight.get(tenant, 0) < max(1, share))
 
 
 def report(done: Outcome, seconds: float) -> Report:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.router import admission
 from penstock.router.batcher import DELAYS, LEAD
 from penstock.router.policies import Pause
 from penstock.router.scheduler import Bounds
@@ -99,6 +100,13 @@ def test_what_can_not_run_is_counted() -> None:
     assert (measures.finished, measures.refused, measures.impossible) == (1, 1, 1)
 
 
+def test_who_has_little_in_flight_is_taken_beyond_the_bound_as_in_the_router() -> None:
+    setting = Setting(speed=SECOND, bounds=BOUNDS, concurrent=2)
+    first = [Request(0.1 * i, 10, (3,), 3, tenant="a") for i in range(3)]
+    measures = play(setting, *first, Request(0.5, 10, (3,), 3, tenant="b"), Request(20.0, 10, (3,), 3, tenant="a"))
+    assert (measures.finished, measures.refused) == (4, 1)
+
+
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("lookahead", [True, False])
 def test_any_trace_is_played_to_its_end(seed: int, lookahead: bool) -> None:
@@ -126,6 +134,11 @@ def test_it_knows_what_the_router_does() -> None:
     """It may not import the router's loop."""
     assert {str(priority): delay for priority, delay in DELAYS.items()} == replay.DELAYS
     assert replay.LEAD == LEAD
+    dice = random.Random(1)
+    for _ in range(2000):
+        in_flight = {name: dice.randint(1, 12) for name in dice.sample("abcd", dice.randint(0, 4))}
+        most, tenant = dice.randint(1, 30), dice.choice("abcd")
+        assert replay.admits(in_flight, most, tenant) == admission.admits(in_flight, most, tenant), (in_flight, most, tenant)
 
 
 def test_percentiles() -> None:
