@@ -132,7 +132,7 @@ class Measures:
                 service.pace.add(pace)
 
     def sample(self, now: float, free: int, cached: int, running: int, waiting: int) -> None:
-        """After a step."""
+        """After a step, and when an idle server wakes: what is said of the moments since the sample before."""
         samples = self.samples
         samples.seconds.append(now)
         samples.held.append(1 - free / self._pages)

@@ -87,6 +87,8 @@ class Replay:
             self._send(1)
             if not self._underway:
                 assert self._arrived < len(self._requests), "the scheduler sleeps while requests wait"
+                self._now = max(self._now, self._requests[self._arrived].arrival)
+                self._sample(self.shard.free, self.shard.pool.cached)  # until now nothing ran
                 self._arrive()
                 continue
             oldest = self._underway[0]
@@ -180,7 +182,10 @@ class Replay:
         else:
             self._tokens(command.began, done)
             scheduler.report(report(done, command.ends - command.began))
-        self.measures.sample(self._now, done.free, done.cached, scheduler.running, scheduler.waiting)
+        self._sample(done.free, done.cached)
+
+    def _sample(self, free: int, cached: int) -> None:
+        self.measures.sample(self._now, free, cached, self.scheduler.running, self.scheduler.waiting)
 
     def _tokens(self, began: float, done: Outcome) -> None:
         """Who got a token, and how long after the one before."""

@@ -87,6 +87,17 @@ def test_every_gap_of_a_pause_is_seen() -> None:
     assert max(measures.samples.held) <= 1
 
 
+def test_what_runs_after_a_pause_did_not_run_during_it() -> None:
+    """Three steps, a hundred seconds of nothing, and three steps: 4 s in which one ran, as the last step of each ends with none."""
+    measures = play(Setting(speed=SECOND, bounds=BOUNDS), Request(0.0, 10, (3,), 3), Request(103.0, 10, (3,), 3))
+    samples = measures.samples
+    assert measures.seconds == 106
+    assert measures.mean(samples.running) == pytest.approx(4 / 106)
+    assert measures.mean(samples.held) == pytest.approx(4 * 0.03 / 106)
+    woken = list(samples.seconds).index(103.0)
+    assert (samples.held[woken], samples.running[woken], samples.waiting[woken]) == (0.0, 0.0, 0.0)
+
+
 def test_prefixes_are_found() -> None:
     setting = Setting(speed=SECOND, bounds=BOUNDS)
     same = [Request(float(10 * i), 40, (2,), 2, prefix=(("system", 36),)) for i in range(5)]
