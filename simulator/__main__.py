@@ -104,7 +104,7 @@ def setting(options: argparse.Namespace) -> Setting:
     machine = MACHINES[options.machine]
     speed = options.cost or machine.speed
     bounds = Bounds(
-        pages=options.kv_pages or machine.pages,
+        pages=options.kv_pages or max(1, machine.tokens // options.page_size),
         page_size=options.page_size,
         step_tokens=options.max_batch_prefill_tokens or machine.step_tokens,
         sequences=options.max_batch_size,

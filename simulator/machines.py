@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from .shard import Outcome
 
+PAGE = 16  # tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Speed:
@@ -34,8 +36,13 @@ class Machine:
 
     what: str
     speed: Speed
-    pages: int  # of 16 tokens, in its memory
+    pages: int  # of PAGE tokens, in its memory
     step_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        """That its memory holds, in pages of any size."""
+        return self.pages * PAGE
 
 
 MACHINES = {

@@ -176,6 +176,14 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert "interactive: " in table
 
 
+def test_a_machine_holds_as_many_tokens_in_pages_of_any_size() -> None:
+    for size, pages in ((16, 50_000), (32, 25_000), (256, 3125), (10**9, 1)):
+        options = command.make_parser().parse_args(["--page-size", str(size)])
+        assert command.setting(options).bounds.pages == pages
+    options = command.make_parser().parse_args(["--page-size", "32", "--kv-pages", "100"])
+    assert command.setting(options).bounds.pages == 100
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
