@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from ..router.scheduler import Bounds
 from . import report, trace
 from .machines import MACHINES, Speed
 from .replay import Replay, Setting
-from .trace import Workload
+from .trace import Request, Workload
 
 EXAMPLES = """examples:
   penstock simulate                                 a thousand requests, 20 a second
@@ -46,10 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(
                 f"--interactive {options.interactive:g} and --batch {options.batch:g} are shares of one: above 1 together"
             )
-        requests = trace.read(options.trace) if options.trace else trace.generate(workload(options), options.seed)
-        if not requests:
-            raise ValueError(f"{options.trace}: no request in it")
-        requests = trace.faster(requests[: options.requests if options.trace else None], options.hurry)
+        requests = asked(options)
         if options.write:
             trace.write(requests, options.write)
             print(f"{len(requests)} requests over {requests[-1].arrival:.1f} s are in {options.write}")
@@ -73,6 +71,23 @@ def _show(text: str) -> None:
     except BrokenPipeError:
         # `penstock simulate | head`. Python would complain once more when it flushes at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def asked(options: argparse.Namespace) -> list[Request]:
+    """Those that are read or generated. Raises ValueError if there is none, or if one never comes."""
+    if options.trace:
+        requests = trace.read(options.trace)[: options.requests]
+        if not requests:
+            raise ValueError(f"{options.trace}: no request in it")
+    else:
+        try:
+            requests = trace.generate(workload(options), options.seed)
+        except ArithmeticError:
+            raise ValueError("--poisson, --bursts or --waves is too near to 0 to reckon with") from None
+    requests = trace.faster(requests, options.hurry)
+    if not math.isfinite(requests[-1].arrival):
+        raise ValueError("--poisson, --bursts or --hurry is so near to 0 that requests never come")
+    return requests
 
 
 def workload(options: argparse.Namespace) -> Workload:
@@ -165,8 +180,8 @@ def speed(text: str) -> Speed:
         step, token, prompt_key, decode_key, row = (float(part) for part in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text}: five numbers with commas between them are needed") from None
-    if min(step, token, prompt_key, decode_key, row) < 0 or step + token <= 0:
-        raise argparse.ArgumentTypeError(f"{text}: no number may be negative, and a step takes time")
+    if not all(0 <= each < math.inf for each in (step, token, prompt_key, decode_key, row)) or step + token <= 0:
+        raise argparse.ArgumentTypeError(f"{text}: no number may be negative or without end, and a step takes time")
     return Speed(step, token, prompt_key, decode_key, row)
 
 
