@@ -194,7 +194,10 @@ def test_a_machine_holds_as_many_tokens_in_pages_of_any_size() -> None:
         (["--itl-target", "50", "--policy", "pause"], "--itl-target is for --policy mixed"),
         (["--interactive", "0.8", "--batch", "0.8"], "--interactive 0.8 and --batch 0.8 are shares of one: above 1 together"),
         (["--cost", "1,2"], "argument --cost: 1,2: five numbers with commas between them are needed"),
-        (["--cost", "nan,1,1,1,1"], "argument --cost: nan,1,1,1,1: no number may be negative or without end, and a step takes time"),
+        (
+            ["--cost", "nan,1,1,1,1"],
+            "argument --cost: nan,1,1,1,1: no number may be negative or without end, and a step takes time",
+        ),
         (["--cost", "inf,1,1,1,1"], "argument --cost: inf,1,1,1,1: no number may be negative or without end"),
         (["--bursts", "1e-200"], "error: --poisson, --bursts or --waves is too near to 0 to reckon with"),
         (["--waves", "1e-320"], "error: --poisson, --bursts or --waves is too near to 0 to reckon with"),
