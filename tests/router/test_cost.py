@@ -80,6 +80,15 @@ def test_before_anything_was_measured_a_token_costs_what_the_sample_took() -> No
     assert Cost().tokens_within(0.05, 0) > 0
 
 
+def test_a_sample_that_took_no_time_says_nothing() -> None:
+    """A clock may be too coarse for it."""
+    assert Cost(64, 0.0).predict(Work(10)) == pytest.approx(Cost().predict(Work(10)))
+
+
+def test_slopes_are_of_a_token_that_is_sampled_and_of_keys() -> None:
+    assert taught(300).slopes == pytest.approx((1.5e-4, 1e-7, 2e-7), rel=0.05)
+
+
 def test_it_stays_careful_while_it_has_seen_decodes_only() -> None:
     cost = Cost(64, 0.64)  # 10 ms a token
     for _ in range(100):

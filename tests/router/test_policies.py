@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.router.cost import Cost
+from penstock.router.cost import Cost, Work
 from penstock.router.policies import Measured, Mixed, Pause, Standing, largest_step, prompt_share
 
 NOBODY = Standing(decodes=0, keys=0, sequences=0, prompts=0, position=0, waiting=1, steps=100)
@@ -54,6 +54,38 @@ def test_longer_contexts_take_more_time_so_fewer_tokens_fit() -> None:
         policy.learn(Measured(prompt_tokens=tokens, prompt_keys=keys, seconds=tokens * 1e-4 + keys * 1e-7))
     near, far = (policy.room(replace(busy(), position=position)) for position in (0, 20_000))
     assert far < near / 3
+
+
+class Known(Cost):
+    """1 ms a token and a row, 0.01 ms a key that is read."""
+
+    def predict(self, work: Work) -> float:
+        return 1e-3 * work.tokens + 1e-3 * work.rows + 1e-5 * work.read
+
+    def tokens_within(self, seconds: float, position: int) -> int:
+        return int(seconds / 1e-3 + 1e-6)
+
+
+def test_what_decodes_read_and_sample_is_no_time_for_prompts() -> None:
+    policy = Mixed(512, Known(), 0.2)
+    assert policy.room(busy()) == 200 - 10 - 10 - 10
+    assert policy.room(replace(busy(), keys=5000)) == 200 - 10 - 10 - 50
+
+
+@pytest.mark.parametrize("policy", [Mixed(512, Cost(64, 0.064)), Pause(512, cost=Cost(64, 0.064))])
+def test_hours_of_decoding_do_not_wash_out_what_a_policy_knows_of_prompts(policy: Mixed | Pause) -> None:
+    for tokens in (10, 400, 50, 200, 100) * 3:
+        policy.learn(Measured(prompt_tokens=tokens, seconds=0.01 + tokens * 1e-4))
+    for _ in range(2000):
+        policy.learn(Measured(decode_tokens=8, decode_keys=800, rows=8, seconds=0.02))
+    assert policy.cost is not None
+    assert policy.cost.predict(Work(300)) == pytest.approx(0.04, rel=0.1)
+
+
+def test_looking_for_guesses_in_the_text_is_a_part_of_the_step() -> None:
+    """Only runs of a draft model are another's time."""
+    assert Measured(seconds=0.5, draft_seconds=0.1).net == 0.5
+    assert Measured(seconds=0.5, draft_seconds=0.1, rounds=2).net == 0.4
 
 
 def test_decoding_pauses_when_enough_wait_or_have_waited_long_enough() -> None:

@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.router.cost import Cost, Work
+from penstock.router.drafting import Allowance, Drafting
 from penstock.router.policies import Mixed, Pause, Policy, Standing
 from penstock.router.scheduler import Action, Bounds, Decode, Filter, Job, Prefill, Report, Scheduler, fill, most_pages
 from penstock.tests.router.simulation import simulate
@@ -203,6 +205,23 @@ def test_the_tenant_with_less_running_comes_first() -> None:
     assert uids(it.next()) == (11, 3)
 
 
+def test_answers_that_may_become_long_count_for_no_more_than_some_tokens() -> None:
+    """Most end long before `max_new_tokens`, which many clients leave at what it can be."""
+    it = scheduler(pages=10_000, step_tokens=2000, sequences=4)
+    for uid in (1, 2):
+        it.arrive(Job(uid, 4, 9000, rank=uid, tenant="may be long"))
+        it.arrive(Job(2 + uid, 400, 9, rank=uid, tenant="is long"))
+    assert uids(it.next()) == (1, 3, 2, 4)
+
+
+def test_guesses_count_for_what_a_job_may_take_until_the_shards_say_it() -> None:
+    plain, guessing = Job(1, 4, 50), Job(2, 4, 50, drafts=6)
+    it = scheduler()
+    it.arrive(plain)
+    it.arrive(guessing)
+    assert (plain.grow, guessing.grow) == (2, 5), "4 tokens and 2 more in pages of 4; 4 and 2 * 7 more"
+
+
 def test_of_tenants_that_have_nothing_running_nothing_is_kept() -> None:
     """There may be any number of them."""
     it = scheduler()
@@ -276,6 +295,78 @@ def test_a_group_that_ends_while_it_is_paused_is_gone() -> None:
     told(it, (1, 3, 0), free=2, finished=[2, 2])
     it.paused(8, 0, [])
     assert (it.running, it.paused_jobs) == (1, 0)
+
+
+def test_a_choice_that_nobody_wants_ends_while_its_job_is_being_paused() -> None:
+    it = scheduler(pages=20, headroom=1)
+    for uid in (1, 2):
+        it.arrive(Job(uid, 4, 30, choices=uid))
+    it.next()
+    told(it, (1, 3, 0), (2, 3, 0), free=2)
+    assert it.next() == Filter(pause=(2,))
+    it.end(2, 0)
+    it.paused(20, 0, [(2, 3, 8)])
+    assert uids(it.next()) == (2,)
+    told(it, (2, 1, 0), free=20)
+    assert it.next() == Decode(1)
+    told(it, free=20, finished=[1, 2])
+    assert (it.running, it.paused_jobs, it.next()) == (0, 0, None), "its other choice was its last"
+
+
+def test_what_was_paused_has_no_pages_until_the_shards_say_so() -> None:
+    """3 comes back, and before its step is answered others have grown: that it once held 9 pages helps nobody."""
+    it = scheduler(headroom=1)
+    for uid in (1, 2, 3):
+        it.arrive(Job(uid, 4, 30))
+    it.next()
+    it.report(Report(free=2, uids=(1, 2, 3), held=(9, 9, 9), grow=(1, 1, 1), lacking=(0, 0, 0)))
+    assert it.next() == Filter(pause=(3,))
+    it.paused(12, 0, [(3, 2, 4)])
+    assert uids(it.next()) == (3,)
+    told(it, (1, 1, 0), (2, 7, 0), free=2)
+    assert it.next() == Filter(pause=(3, 2))
+
+
+class Watched(Mixed):
+    """Keeps what it was last told."""
+
+    seen: Standing
+
+    def room(self, now: Standing) -> int:
+        self.seen = now
+        return super().room(now)
+
+
+class Costly(Drafting):
+    """Keeps what it was last asked."""
+
+    asked: tuple[int, float, Work]
+
+    def allow(self, decodes: int, keys: float, prompts: Work) -> Allowance:
+        self.asked = decodes, keys, prompts
+        return super().allow(decodes, keys, prompts)
+
+
+def test_what_policies_and_drafting_are_told_of_the_keys_of_the_next_step() -> None:
+    """Each sequence that decodes sees one key more than in the step before; a prompt's tokens those before them."""
+    policy, drafting = Watched(16), Costly(Cost(16, 0.016), 16, 4)
+    it = Scheduler(Bounds(pages=100, page_size=4, step_tokens=16, sequences=9), policy, drafting)
+    for uid in (1, 2):
+        it.arrive(Job(uid, 4, 30, drafts=4))
+    it.next()
+    told(it, (1, 1, 0), (2, 1, 0))
+    it.next()
+    it.report(Report(free=90, decode_tokens=2, decode_keys=2 * 11))
+    it.next()
+    assert drafting.asked == (2, 24, Work())
+    it.report(Report(free=90, decode_tokens=2, decode_keys=2 * 12))
+    it.arrive(Job(3, 40, 30))
+    action = it.next()
+    assert isinstance(action, Prefill)
+    assert (policy.seen.decodes, policy.seen.keys, action.tokens) == (2, 26, 14)
+    assert drafting.asked == (2, 26, Work(14, 14 * 7, 7))
+    it.next()
+    assert policy.seen.position == 14
 
 
 def test_a_choice_ends_alone_and_the_job_with_its_last() -> None:
