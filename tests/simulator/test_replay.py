@@ -12,12 +12,13 @@ import pytest
 from penstock.router import admission
 from penstock.router.batcher import DELAYS, LEAD
 from penstock.router.policies import Pause
-from penstock.router.scheduler import Bounds
+from penstock.router.scheduler import Bounds, Report
 from penstock.simulator import __main__ as command
 from penstock.simulator import replay, report, trace
 from penstock.simulator.machines import Speed
 from penstock.simulator.measures import ALL, Measures, Values
 from penstock.simulator.replay import Replay, Setting
+from penstock.simulator.shard import Outcome
 from penstock.simulator.trace import Request, Workload
 
 SECOND = Speed(1.0, 0.0, 0.0, 0.0, 0.0)  # every step takes one
@@ -96,6 +97,96 @@ def test_what_runs_after_a_pause_did_not_run_during_it() -> None:
     assert measures.mean(samples.held) == pytest.approx(4 * 0.03 / 106)
     woken = list(samples.seconds).index(103.0)
     assert (samples.held[woken], samples.running[woken], samples.waiting[woken]) == (0.0, 0.0, 0.0)
+
+
+def test_the_queue_ends_where_the_first_step_begins() -> None:
+    measures = play(Setting(speed=SECOND, bounds=BOUNDS), Request(0.0, 100, (3,), 3), Request(0.5, 10, (1,), 1))
+    queue = measures.services[ALL].queue
+    assert queue.count == 2, "once, however many chunks the prompt has"
+    assert queue.percentiles((0.5, 1.0)) == [0.0, 0.5]
+
+
+def test_priorities_and_tenants_are_told_to_the_scheduler() -> None:
+    one = Setting(speed=SECOND, bounds=Bounds(pages=100, page_size=4, step_tokens=64, sequences=1))
+    first, late, urgent = Request(0, 9, (3,), 3), Request(0.1, 9, (3,), 3, "batch"), Request(0.2, 9, (3,), 3, "interactive")
+    measures = play(one, first, late, urgent)
+    waits = {name: measures.services[name].ttft.percentiles((1.0,))[0] for name in ("batch", "interactive")}
+    assert waits["interactive"] + 2 < waits["batch"]
+    two = Setting(speed=SECOND, bounds=Bounds(pages=100, page_size=4, step_tokens=64, sequences=2))
+    several = [Request(0.0, 9, (3,), 3, tenant="many")] * 4
+    measures = play(two, *several, Request(0.0, 9, (3,), 3, "batch", tenant="few"))
+    assert measures.services["batch"].ttft.percentiles((1.0,)) == [2.0], "in the second step: the first is the first one's"
+
+
+def test_the_pace_is_the_longest_answers_and_a_pause_is_one_whatever_pauses() -> None:
+    measures = play(Setting(speed=SECOND, bounds=BOUNDS), Request(0.0, 10, (2, 5), 5))
+    assert measures.services[ALL].pace.percentiles((1.0,)) == [1.0]
+    bounds = Bounds(pages=12, page_size=4, step_tokens=64, sequences=8, headroom=1)
+    measures = play(Setting(speed=SECOND, bounds=bounds), Request(0.0, 8, (30,), 30), Request(0.0, 8, (14, 14), 14))
+    assert measures.pauses == 1
+
+
+def test_a_step_is_told_to_the_scheduler_as_it_was() -> None:
+    numbers = {"prompt_tokens": 5, "cached_tokens": 6, "decode_tokens": 7, "prompt_keys": 8, "decode_keys": 9, "rows": 10}
+    columns = {"uids": [1], "held": [2], "grow": [3], "lacking": [4]}
+    done = Outcome(free=11, cached=12, finished=[(1, 0), (1, 2)], **columns, **numbers)  # type: ignore[arg-type]
+    expected = Report(free=11, cached=12, finished=[1, 1], seconds=0.5, **columns, **numbers)  # type: ignore[arg-type]
+    assert replay.report(done, 0.5) == expected
+
+
+def test_sums() -> None:
+    """Goals are kept by who just keeps them."""
+    measures = Measures(100, ttft_goal=1.0, itl_goal=0.5)
+    measures.begin("normal", 0.25)
+    measures.first("normal", 1.0)
+    measures.gap("normal", 0.5, 4)
+    measures.finish("normal", 1.0, 3.0, 5)
+    measures.finish("batch", 2.0, 2.5, 2)  # begins too late
+    measures.finish("normal", 0.5, 3.0, 3)  # is too slow
+    measures.step(Outcome(prompt_tokens=10, restored_tokens=4, cached_tokens=3, decode_tokens=2, rows=2), 1.5)
+    measures.step(Outcome(), 0.5)
+    for sample in ((0.0, 100, 0, 0, 0), (2.0, 60, 20, 2, 5), (4.0, 80, 10, 1, 0)):
+        measures.sample(*sample)
+    measures.seconds, measures.real_seconds = 4.0, 0.5
+    said = measures.summary()
+    services = said.pop("services")
+    assert said == {
+        "requests": {"finished": 3, "impossible": 0, "refused": 0},
+        "seconds": 4.0,
+        "steps": 1,
+        "busy": 0.5,
+        "tokens": {"output": 2, "prompt": 10, "cached": 3, "restored": 4},
+        "tokens_per_second": 0.5,
+        "pauses": 0,
+        "pages_held": {"mean": pytest.approx(0.3), "most": pytest.approx(0.4)},
+        "pages_cached": pytest.approx(0.15),
+        "running": 1.5,
+        "waiting": 2.5,
+        "simulated_requests_per_second": 6.0,
+    }
+    assert isinstance(services, dict)
+    assert services[ALL] == {
+        "finished": 3,
+        "goodput": 0.25,
+        "good": pytest.approx(1 / 3),
+        "ttft": dict.fromkeys(("p50", "p90", "p99", "max"), 1.0),
+        "itl": dict.fromkeys(("p50", "p90", "p99", "max"), 0.5),
+        "pace": {"p50": 0.5, "p90": 1.25, "p99": 1.25, "max": 1.25},
+        "queue": dict.fromkeys(("p50", "p90", "p99", "max"), 0.25),
+        "whole": {"p50": 3.0, "p90": 3.0, "p99": 3.0, "max": 3.0},
+    }
+    assert (services["normal"]["good"], services["batch"]["good"]) == (0.5, 0.0)
+    table = report.table(measures)
+    for line in (
+        "3 requests in 4.0 s",
+        "output tokens   2 (0 a second)",
+        "10 computed (4 of them again), 3 found in the cache",
+        "steps           1, the shards busy 50% of the time",
+        "pages held      30% on average, 40% at most; 15% cached",
+        "to the first token          1000.0    1000.0    1000.0    1000.0    1000.0",
+        "within the goals" + " " * 13 + "33.3%   0.25 requests a second",
+    ):
+        assert line in table
 
 
 def test_prefixes_are_found() -> None:
