@@ -144,7 +144,7 @@ def test_sums() -> None:
     measures.finish("batch", 2.0, 2.5, 2)  # begins too late
     measures.finish("normal", 0.5, 3.0, 3)  # is too slow
     measures.step(Outcome(prompt_tokens=10, restored_tokens=4, cached_tokens=3, decode_tokens=2, rows=2), 1.5)
-    measures.step(Outcome(), 0.5)
+    measures.step(Outcome(), 1.5)
     for sample in ((0.0, 100, 0, 0, 0), (2.0, 60, 20, 2, 5), (4.0, 80, 10, 1, 0)):
         measures.sample(*sample)
     measures.seconds, measures.real_seconds = 4.0, 0.5
@@ -154,7 +154,7 @@ def test_sums() -> None:
         "requests": {"finished": 3, "impossible": 0, "refused": 0},
         "seconds": 4.0,
         "steps": 1,
-        "busy": 0.5,
+        "busy": 0.75,
         "tokens": {"output": 2, "prompt": 10, "cached": 3, "restored": 4},
         "tokens_per_second": 0.5,
         "pauses": 0,
@@ -181,7 +181,7 @@ def test_sums() -> None:
         "3 requests in 4.0 s",
         "output tokens   2 (0 a second)",
         "10 computed (4 of them again), 3 found in the cache",
-        "steps           1, the shards busy 50% of the time",
+        "steps           1, the shards busy 75% of the time",
         "pages held      30% on average, 40% at most; 15% cached",
         "to the first token          1000.0    1000.0    1000.0    1000.0    1000.0",
         "within the goals" + " " * 13 + "33.3%   0.25 requests a second",
