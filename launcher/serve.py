@@ -397,9 +397,20 @@ class Server:
                 return False
             if isinstance(event, Child):
                 self._gone.add(event)
-            if isinstance(event, Elsewhere) and isinstance(event.part.hear(event.what), Failed):
+                if event not in children:
+                    self._lost_meanwhile(event)
+            if isinstance(event, Elsewhere) and isinstance(lost := event.part.hear(event.what), Failed):
+                self._console.complain(lost.text)
                 event.part.kill()  # the router cuts its streams then
         return True
+
+    def _lost_meanwhile(self, child: Child) -> None:
+        """A process has ended unasked while others are waited for. Its part ends as well: ranks that wait for a lost one may do so
+        for long, and the router's streams with them."""
+        part = next((part for part in self._parts if child in part.children), None)
+        if part is not None and self._asked > 0:  # else we have killed it, or all ends since something has failed, which is told
+            self._console.complain(child.verdict())
+            part.kill()
 
 
 @contextmanager

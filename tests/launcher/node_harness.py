@@ -49,7 +49,7 @@ def lead() -> int:
     )
     group = spread.Spread("the shards", [shard], told["restarts"], [], meeting, Roll(told["nodes"], told["terms"]))
     return serve.Server(
-        router=command("router", "serves+drains"),
+        router=command("router", told["router"]),
         groups={"0": group},
         environment=dict(os.environ),
         console=console,

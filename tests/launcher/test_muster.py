@@ -141,6 +141,7 @@ class Node(Reading):
             "restarts": 5,
             "behaviour": "runs",
             "certificates": None,
+            "router": "serves+drains",
             **settings,
         }
         super().__init__([sys.executable, HARNESS, json.dumps(told)])
@@ -324,6 +325,18 @@ def test_a_node_that_is_asked_to_stop_asks_node_0_to_drain(start: Start) -> None
     assert leader.says(r"^penstock: node 1 \(127.0.0.1\): SIGTERM there: running streams get up to 5 s")
     stopped = next(number for number, line in enumerate(leader.lines) if "router stops" in line)
     assert any("shard-0 was asked to stop" in line for line in leader.lines[stopped:])
+
+
+def test_a_node_that_is_lost_while_node_0_drains_is_named(start: Start) -> None:
+    leader, follower = start(0, router="serves+stubborn"), start(1)
+    up(leader, follower)
+    leader.process.send_signal(signal.SIGTERM)
+    leader.until("router was asked to stop")
+    follower.kill()
+    leader.until(r"^penstock: node 1 \(127.0.0.1\) is lost: its launcher has closed the connection$")
+    assert gone(leader.pids(), 5)  # the router cuts its streams then
+    os.kill(leader.pids("router")[0], signal.SIGKILL)
+    assert leader.end() == 0
 
 
 def test_strangers_are_refused_and_named(start: Start, authority: tuple[Authority, Authority]) -> None:

@@ -88,6 +88,22 @@ def test_it_serves_until_it_is_asked_to_stop(launch: Callable[..., Launcher], nu
         assert launcher.position(rf"^\[shard {rank}\] .* was asked to stop") > stopped
 
 
+def test_a_shard_that_is_lost_while_the_router_drains_is_named_and_its_group_ends(launch: Callable[..., Launcher]) -> None:
+    launcher = launch("serves+stubborn", "runs", "runs", grace=60)
+    launcher.until("^penstock: ready$")
+    while len(launcher.pids()) < 3:
+        launcher.until("has pid")
+    shards = launcher.pids("shard-0") + launcher.pids("shard-1")
+    launcher.process.send_signal(signal.SIGTERM)
+    launcher.until("router was asked to stop")
+    os.kill(shards[1], signal.SIGKILL)
+    launcher.until("^penstock: shard 1 was killed by SIGKILL")
+    assert gone(shards, 5)
+    os.kill(launcher.pids("router")[0], signal.SIGKILL)  # which ends the drain
+    assert launcher.end() == 0
+    assert not any("shard 0 was killed" in line for line in launcher.lines)  # that was us
+
+
 def test_nohup_is_respected(launch: Callable[..., Launcher]) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited by the launcher
     try:
