@@ -39,6 +39,7 @@ MATURE = 5.0  # seconds after which what a process' memory does means anything
 OLD = 60.0  # the same where shards are killed: each new one fills its caches anew
 GROWTH = 64 * 2**20  # bytes that it may grow after its first minute, or the first half of a shorter life
 STEP, STEEPEST = 8 * 2**20, 2**20 / 60  # where nothing is killed: so many bytes, and so many more a second
+TOKENS, COUNT = "list of tokens", "count of tokens"  # what is kept of an answer beside the text of each choice
 RECORD = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 40}, "legs": {"type": "integer", "maximum": 8}},
@@ -83,11 +84,13 @@ class Found:
 
 def requests() -> list[tuple[str, Json]]:
     """One of each kind that is decoded in its own way, each of which has one right answer."""
-    endless = {"max_tokens": LENGTH, "ignore_eos": True, "stream": True}
+    streamed = {"stream": True, "stream_options": {"include_usage": True}}
+    endless = {"max_tokens": LENGTH, "ignore_eos": True, **streamed}
     schema = {"type": "json_schema", "json_schema": {"name": "record", "schema": RECORD}}
-    chat = {"messages": [{"role": "user", "content": "Give me a record of a dog as JSON."}], "max_tokens": LENGTH, "stream": True}
-    stops = {"max_new_tokens": LENGTH, "stop": ["ear"], "seed": 3, "temperature": 0.9}
-    bound = {"max_new_tokens": LENGTH, "grammar": {"type": "regex", "value": "(one|two|three)( and (one|two|three))*"}}
+    chat = {"messages": [{"role": "user", "content": "Give me a record of a dog as JSON."}], "max_tokens": LENGTH, **streamed}
+    stops = {"max_new_tokens": LENGTH, "details": True, "stop": ["ear"], "seed": 3, "temperature": 0.9}
+    numbers = {"type": "regex", "value": "(one|two|three)( and (one|two|three))*"}
+    bound = {"max_new_tokens": LENGTH, "details": True, "grammar": numbers}
     again = "One dog, two dogs, three dogs. " * 6  # what comes is easily guessed
     return [
         ("/v1/completions", {"prompt": "Once upon a time", "temperature": 0, **endless}),
@@ -132,20 +135,37 @@ class Stream:
         return True
 
     def answer(self) -> dict[str, str]:
-        """The text of each choice, with the reason why it ended. Raises ValueError for what is no answer."""
+        """The text of each choice, with the reason why it ended, and how many tokens there were: some have no text. Raises
+        ValueError for what is no answer, or not all of one."""
         texts: dict[str, str] = {}
-        for line in self.data.decode().splitlines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
+        open_choices: set[str] = set()
+        done = False
+        for line in self.data.decode().split("\n"):  # and nowhere else: JSON may have line separators of Unicode in it
+            if not line.startswith("data:"):
                 continue
-            event = json.loads(line.removeprefix("data: "))
+            if done:
+                raise ValueError(f"something after the end: {line}")
+            if line.rstrip() == "data: [DONE]":
+                done = True
+                continue
+            event = json.loads(line.removeprefix("data:"))
             if "error" in event:
                 raise ValueError(f"an error event: {line}")
             if "token" in event:
                 texts["0"] = texts.get("0", "") + event["token"]["text"] + (event["generated_text"] or "")
+                texts[TOKENS] = f"{texts.get(TOKENS, '')} {event['token']['id']}"
+                done = event["generated_text"] is not None
+                if details := event.get("details"):
+                    texts[COUNT] = f"{details['finish_reason']} {details['generated_tokens']} {details['input_length']}"
             for choice in event.get("choices", ()):
                 text = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
                 index = str(choice["index"])
                 texts[index] = texts.get(index, "") + text + (choice["finish_reason"] or "")
+                (open_choices.discard if choice["finish_reason"] else open_choices.add)(index)
+            if usage := event.get("usage"):
+                texts[COUNT] = f"{usage['completion_tokens']} {usage['prompt_tokens']}"
+        if open_choices or not (done and texts):
+            raise ValueError(f"the stream ended before the answer did: {self.data[-200:].decode(errors='replace')}")
         return texts
 
 
@@ -332,13 +352,14 @@ def slope(samples: Sequence[tuple[float, int]]) -> float:
 
 
 def difference(came: dict[str, str], expected: dict[str, str]) -> str:
-    """Where the first choice that differs does so, and what stands there in both."""
+    """Where the first choice that differs does so, or the list or count of tokens, and what stands there in both."""
     for index in sorted(came.keys() | expected.keys()):
         own, other = came.get(index, ""), expected.get(index, "")
         if own != other:
             shorter = min(len(own), len(other))
             same = next((place for place in range(shorter) if own[place] != other[place]), shorter)
-            return f"choice {index} has {own[same : same + 40]!r} after {same} characters, not {other[same : same + 40]!r}"
+            which = f"choice {index}" if index.isdigit() else f"the {index}"
+            return f"{which} has {own[same : same + 40]!r} after {same} characters, not {other[same : same + 40]!r}"
     return "nothing differs"
 
 

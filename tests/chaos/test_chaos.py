@@ -113,7 +113,76 @@ def test_answers_that_differ_are_found(server: Local, monkeypatch: pytest.Monkey
     assert any(line.endswith(chaos.difference(first["came"], first["expected"])) for line in told if line.startswith("wrong: /"))
 
 
+def completion(*texts: str, reason: str = "length", tokens: int = 3, end: str = "data: [DONE]\n\n") -> bytes:
+    """An answer as it is streamed."""
+    events: list[chaos.Json] = [{"choices": [{"index": 0, "text": text, "finish_reason": None}]} for text in texts]
+    events.append({"choices": [{"index": 0, "text": "", "finish_reason": reason or None}]})
+    events.append({"choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": tokens}})
+    return ("".join(f"data: {json.dumps(event, ensure_ascii=False)}\n\n" for event in events) + end).encode()
+
+
+def generated(*ids: int, reason: str = "length", last: int = -1) -> bytes:
+    """The same in TGI's words; all tokens have the same text, none."""
+    lines = []
+    for place, id in enumerate(ids):
+        details = {"finish_reason": reason, "generated_tokens": len(ids), "input_length": 2}
+        end = place == len(ids) - 1 if last < 0 else place == last
+        event = {"token": {"id": id, "text": ""}, "generated_text": "" if end else None, "details": details if end else None}
+        lines.append(f"data:{json.dumps(event)}\n\n")
+    return "".join(lines).encode()
+
+
+def answer_of(data: bytes) -> dict[str, str]:
+    stream = chaos.Stream()
+    stream.data = data
+    return stream.answer()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        completion("a", "b", "b"),
+        completion("a", "", tokens=4),  # a token without text came twice
+        completion("a", tokens=2),
+        completion("a", "c"),
+        completion("a", "b", reason="stop"),
+    ],
+)
+def test_tokens_that_are_changed_doubled_or_missing_are_noticed(other: bytes) -> None:
+    whole = completion("a", "b")
+    assert answer_of(whole) == answer_of(completion("ab"))  # in how many events it comes is the server's business
+    assert answer_of(whole) != answer_of(other)
+
+
+@pytest.mark.parametrize("other", [generated(1, 2, 2), generated(1, 3), generated(1), generated(1, 2, reason="stop_sequence")])
+def test_so_they_are_where_tokens_are_named(other: bytes) -> None:
+    assert answer_of(generated(1, 2)) != answer_of(other)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        b"",
+        b": alive\n\n",
+        completion("a", "b", end=""),  # cut between two events, and closed as if it were whole
+        completion("a", "b", reason=""),
+        completion("a", "b") + completion("a"),
+        generated(1, 2, last=2),
+        generated(1, 2, 2, last=1),
+    ],
+)
+def test_what_is_not_all_of_an_answer_is_none(part: bytes) -> None:
+    with pytest.raises(ValueError, match=r"ended before the answer did|after the end"):
+        answer_of(part)
+
+
+def test_line_separators_within_a_text_end_no_event() -> None:
+    assert answer_of(completion("a\u2028b\u0085"))["0"] == "a\u2028b\u0085length"
+
+
 def test_the_place_where_answers_differ_is_told() -> None:
     told = chaos.difference({"0": "same", "1": "named Lucy. It"}, {"0": "same", "1": "named Mia. It"})
     assert told == "choice 1 has 'Lucy. It' after 6 characters, not 'Mia. It'"
+    told = chaos.difference({"0": "a", chaos.COUNT: "9 2"}, {"0": "a", chaos.COUNT: "8 2"})
+    assert told == "the count of tokens has '9 2' after 0 characters, not '8 2'"
     assert chaos.difference({}, {"0": "a"}) == "choice 0 has '' after 0 characters, not 'a'"
