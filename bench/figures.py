@@ -189,7 +189,7 @@ def _in_flight(records: Iterable[Record], first: float, last: float) -> float:
 
 def _row(record: Record, began: float) -> Figures:
     """One request, in brief."""
-    row: Figures = {"at": round(record.intended - began, 6), "late": round(record.late, 6)}
+    row: Figures = {"at": round(record.intended - began, 6), "late": round(record.late, 6) if record.sent else None}
     if record.error:
         return row | {"error": record.error}
     spent = {"ttft": round(record.ttft, 6), "e2e": round(record.e2e, 6)}

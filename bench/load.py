@@ -46,7 +46,7 @@ class Stage:
 
     kind: str  # "rate" or "concurrency"
     value: float
-    began: float = 0.0  # when it began to count
+    began: float = 0.0  # when it began to count: with the first request that does, if there is one
     closed: float = 0.0  # when its duration was over; 0: it ended with its last answer
     ended: float = 0.0  # when the last answer was there
     records: list[Record] = field(default_factory=list)  # all that were sent
@@ -79,6 +79,7 @@ class Load:
         finally:
             gc.enable()
             stage.ended = CLOCK()
+            stage.began = stage.began or min(start + self._extent.warm_seconds, stage.closed or stage.ended)
             stage.cpu = (time.process_time() - used) / (stage.ended - start)
             watch.cancel()
             with suppress(asyncio.CancelledError):

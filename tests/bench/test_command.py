@@ -140,6 +140,25 @@ def test_a_request_that_takes_too_long(tmp_path: Path) -> None:
     assert stage["errors"] == {"timeout": 2}
 
 
+def test_a_stage_in_which_nothing_counts(tmp_path: Path) -> None:
+    """It lasted as long as it did, and not since the machine's clock began."""
+    for flags in (["--rate", "0.001"], ["--concurrency", "1", "--warm-up", "1.5s", "--output", "40"]):
+        [stage], _ = bench(Manner(gap=0.05), tmp_path, *flags, "--duration", "0.3", code=1)
+        assert stage["requests"]["counted"] == 0
+        assert 0.0 < stage["seconds"] < 0.3 + SLACK
+        assert len(stage["tokens_by_second"]) <= 2
+        assert "no request was answered" in stage["warnings"]
+
+
+def test_a_request_that_was_never_sent_was_not_late_by_anything(tmp_path: Path) -> None:
+    flags = ["--rate", "40", "--duration", "0.5", "--max-in-flight", "1", "--timeout", "0.5", "--output", "50"]
+    [stage], _ = bench(Manner(gap=0.05), tmp_path, *flags, code=1)
+    unsent = [row for row in stage["records"] if row["error"] == "not sent"]
+    assert unsent
+    assert all(row["late"] is None and row["at"] >= 0 for row in unsent)
+    assert stage["requests"]["failed"] == stage["requests"]["counted"] == len(stage["records"])
+
+
 def test_line_ends_of_other_servers(tmp_path: Path) -> None:
     [stage], _ = bench(Manner(line_end="\r\n", usage=True), tmp_path, "--requests", "2", "--output", "9")
     assert stage["output_tokens"]["mean"] == 9
