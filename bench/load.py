@@ -18,6 +18,7 @@ from .record import Record
 from .traffic import Arrivals
 
 TICK = 0.02  # seconds between looks at how late this process is
+BURST = 256  # requests that are late already are not begun in one go, or none of them would be sent before the last
 SLACK = 1e-3  # seconds: asyncio's timers are no finer
 
 
@@ -92,8 +93,8 @@ class Load:
                 if not self._extent.more(offset, len(tasks)):
                     break
                 wait = start + offset - CLOCK()
-                if wait > SLACK:
-                    await asyncio.sleep(wait)
+                if wait > SLACK or not len(tasks) % BURST:
+                    await asyncio.sleep(max(wait, 0.0))
                 record = self._record(stage, start, start + offset)
                 tasks.append(asyncio.create_task(self._one(record, room)))
             if self._extent.seconds:

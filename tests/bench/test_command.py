@@ -64,6 +64,28 @@ def test_open_loops_count_from_the_moment_when_a_request_was_due(tmp_path: Path)
             assert stage["late"]["most"] >= 0.3
 
 
+def test_a_rate_beyond_what_a_client_can_send_leaves_it_time_to_send(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And to hear Ctrl-C."""
+    drawn: list[int] = []
+
+    async def one(self: Load, record: Any, room: Any) -> None:
+        record.error = "not sent"
+        drawn.append(len(stages[0].records))
+
+    stages: list[Stage] = []
+    monkeypatch.setattr(Load, "_one", one)
+    run = Load.run
+
+    async def running(self: Load, stage: Stage, most: int = 0) -> None:
+        stages.append(stage)
+        await run(self, stage, most)
+
+    monkeypatch.setattr(Load, "run", running)
+    bench(Manner(), tmp_path, "--rate", "1e9", "--requests", "5000", code=1)
+    assert len(drawn) == 5000
+    assert drawn[0] < 1000
+
+
 def test_closed_loops_keep_so_many_in_flight(tmp_path: Path) -> None:
     stages, fake = bench(Manner(first=0.1), tmp_path, "--concurrency", "1,4", "--requests", "8", "--output", "1")
     assert [stage["requests"]["answered"] for stage in stages] == [8, 8]
