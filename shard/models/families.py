@@ -14,7 +14,8 @@ from .shape import Mixture, Shape, Unsupported
 WITH_IMAGES = ("Gemma3ForConditionalGeneration",)  # whose text is described by itself
 BESIDE_TEXT = ("tie_word_embeddings", "quantization_config")  # and these fields are beside that
 # transformers' defaults, which some checkpoints rely on.
-GEMMA: Config = {"head_dim": 256, "tie_word_embeddings": True, "max_position_embeddings": 8192}
+MISTRAL: Config = {"num_key_value_heads": 8, "max_position_embeddings": 131_072}
+GEMMA: Config = {"head_dim": 256, "num_key_value_heads": 16, "tie_word_embeddings": True, "max_position_embeddings": 8192}
 GEMMA3: Config = {
     "vocab_size": 262_208,
     "hidden_size": 2304,
@@ -110,13 +111,13 @@ def _llama(config: Config) -> Shape:
 
 
 def _mistral(config: Config) -> Shape:
-    base = _common({"num_key_value_heads": 8, **config})
+    base = _common(MISTRAL | config)
     return replace(base, windows=(config.get("sliding_window", 4096) or 0,) * base.layers)
 
 
 def _qwen(config: Config) -> Shape:
     """Both generations slide in the layers from `max_window_layers` on, if at all."""
-    base = _common(config)
+    base = _common({"num_key_value_heads": 32, "max_position_embeddings": 32_768} | config)
     window = config.get("sliding_window", 4096)  # transformers' own defaults, here and below
     if not config.get("use_sliding_window") or not window:
         return base
@@ -151,13 +152,13 @@ def _phi3(config: Config) -> Shape:
         part = values.get("partial_rotary_factor", 1.0) if isinstance(values, dict) else 1.0
         if part != 1:
             raise Unsupported(f"partial_rotary_factor {shown(part)} is not supported: the decoder turns whole heads")
-    base = _common(config)
+    base = _common({"rms_norm_eps": 1e-5, "max_position_embeddings": 4096} | config)
     return replace(base, joined=True, windows=(config.get("sliding_window") or 0,) * base.layers)
 
 
 def _mixtral(config: Config) -> Shape:
     """Experts in every layer."""
-    base = _common({"num_key_value_heads": 8, "max_position_embeddings": 131_072} | config)
+    base = _common(MISTRAL | {"rms_norm_eps": 1e-5, "rope_theta": 1e6} | config)
     mixture = _chosen(
         Mixture(
             experts=config.get("num_local_experts", 8),
@@ -173,7 +174,7 @@ def _mixtral(config: Config) -> Shape:
 
 def _qwen3_moe(config: Config) -> Shape:
     """Experts in every layer, or in some. All layers slide, if any."""
-    base = _qwen3({"num_key_value_heads": 4, "max_position_embeddings": 32_768} | config | {"max_window_layers": 0})
+    base = _qwen3({"num_key_value_heads": 4} | config | {"max_window_layers": 0})
     dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         raise Unsupported(f"config.json says mlp_only_layers {shown(dense)}, a list of numbers is needed: {AGAIN}")

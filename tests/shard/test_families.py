@@ -14,6 +14,32 @@ def config(architecture: str, **more: Any) -> dict[str, Any]:
     return SMALL | {"architectures": [architecture]} | more
 
 
+@pytest.mark.parametrize(
+    ("architecture", "theirs"),
+    [
+        ("GemmaForCausalLM", transformers.GemmaConfig),
+        ("Gemma2ForCausalLM", transformers.Gemma2Config),
+        ("Gemma3ForCausalLM", transformers.Gemma3TextConfig),
+        ("GraniteForCausalLM", transformers.GraniteConfig),
+        ("LlamaForCausalLM", transformers.LlamaConfig),
+        ("MistralForCausalLM", transformers.MistralConfig),
+        ("MixtralForCausalLM", transformers.MixtralConfig),
+        ("Phi3ForCausalLM", transformers.Phi3Config),
+        ("Qwen2ForCausalLM", transformers.Qwen2Config),
+        ("Qwen3ForCausalLM", transformers.Qwen3Config),
+        ("Qwen3MoeForCausalLM", transformers.Qwen3MoeConfig),
+    ],
+)
+def test_what_is_left_out_is_transformers_default(architecture: str, theirs: Any) -> None:
+    said = {"vocab_size": 32_064, "hidden_size": 4096, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 32}
+    expected, found = theirs(**said), shape({"architectures": [architecture]} | said)
+    ropes = expected.rope_parameters
+    assert found.rope.theta == ropes.get("full_attention", ropes)["rope_theta"]
+    assert (found.norm_epsilon, found.max_positions) == (expected.rms_norm_eps, expected.max_position_embeddings)
+    assert (found.kv_heads, found.head_size) == (expected.num_key_value_heads, getattr(expected, "head_dim", None) or 128)
+    assert found.tied == expected.tie_word_embeddings
+
+
 def test_experts_are_transformers_by_default() -> None:
     theirs = transformers.Qwen3MoeConfig()
     expected = Mixture(
