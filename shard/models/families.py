@@ -238,7 +238,8 @@ def _gemma3(config: Config) -> Shape:
         raise Unsupported(f"config.json says sliding_window_pattern {shown(pattern)}, an integer from 1 on is needed: {AGAIN}")
     kinds = config.get("layer_types") or [SLIDING if (layer + 1) % pattern else FULL for layer in range(layers)]
     base = _gemma2(GEMMA3 | config | {"layer_types": kinds, "rope_parameters": full, "rope_scaling": None})
-    return replace(base, qk_norm=True, local_rope=rope_of({"rope_parameters": local}, "rope_parameters"))
+    # transformers reads attn_logit_softcapping, and leaves it at that.
+    return replace(base, softcap=0.0, qk_norm=True, local_rope=rope_of({"rope_parameters": local}, "rope_parameters"))
 
 
 FAMILIES: dict[str, Callable[[Config], Shape]] = {

@@ -77,7 +77,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "gemma2-biases": lambda: transformers.Gemma2Config(**GEMMA, attention_bias=True, tie_word_embeddings=False),
     "gemma2-full": lambda: transformers.Gemma2Config(**GEMMA2, layer_types=["full_attention"] * 2),
     "gemma3": lambda: transformers.Gemma3TextConfig(
-        **GEMMA | {"num_hidden_layers": 3}, sliding_window_pattern=2, rope_parameters=GEMMA3_ROPES
+        **GEMMA2 | {"num_hidden_layers": 3}, sliding_window_pattern=2, rope_parameters=GEMMA3_ROPES
     ),
     "granite": lambda: transformers.GraniteConfig(
         **SMALL,
