@@ -111,7 +111,7 @@ def _product(
 ) -> None:
     pairs, outputs = out.shape
     number, inputs = len(weight), weight.shape[2]
-    constants = _constants(pairs, number, together, inputs, outputs, gated, gelu, torch.version.hip is not None)
+    constants = _constants(pairs, number, together, inputs, outputs, gated, gelu, x.element_size(), torch.version.hip is not None)
     rows = constants["ROWS"]
     # Every expert that has pairs has one tile that is not full, at most.
     grid = triton.cdiv(outputs, constants["COLUMNS"]), min(number, pairs) + pairs // rows
@@ -130,10 +130,11 @@ def _product(
 
 
 def _constants(
-    pairs: int, number: int, together: int, inputs: int, outputs: int, gated: bool, gelu: bool, amd: bool
+    pairs: int, number: int, together: int, inputs: int, outputs: int, gated: bool, gelu: bool, item: int, amd: bool
 ) -> dict[str, Any]:
     # Few pairs for each expert cost what reading its weight costs; with many the tile is as high as two of them leave room for.
     few = pairs <= 16 * number
+    depth = (128 if few else 64) * 2 // max(2, item)  # as many bytes, whatever the type: shared memory is what bounds it
     return {
         "EXPERTS": number,
         "SLOTS": triton.next_power_of_2(number),
@@ -141,8 +142,8 @@ def _constants(
         "INPUTS": inputs,
         "OUTPUTS": outputs,
         "ROWS": 16 if few else 64,
-        "COLUMNS": 32 if few and gated else 64,
-        "DEPTH": min(128 if few else 64, max(16, triton.next_power_of_2(inputs))),
+        "COLUMNS": 32 if item > 2 or (few and gated) else 64,  # what is not for the matrix units wants more registers
+        "DEPTH": min(depth, max(16, triton.next_power_of_2(inputs))),
         "STAGES": 2 if amd else 4 if few else 3,
         "GATED": gated,
         "GELU": gelu,
@@ -151,17 +152,22 @@ def _constants(
 
 
 def compilations() -> list[Compilation]:
-    """Qwen3's 128 experts and Mixtral's 8, for few tokens and for many."""
-    models = {"128 x 768": (128, 8, 2048, 768), "8 x 14336": (8, 2, 4096, 14336)}
+    """Qwen3's 128 experts and Mixtral's 8, for few tokens and for many; one in float32, whose tiles are the largest in bytes."""
+    models = {
+        "128 x 768": (128, 8, 2048, 768, "bf16"),
+        "8 x 14336": (8, 2, 4096, 14336, "bf16"),
+        "8 x 14336 fp32": (8, 2, 4096, 14336, "fp32"),
+    }
     kinds = {"": ("sm_80", "sm_90", "sm_100"), "amd": ("gfx942",)}
     found = []
-    for (model, (number, count, hidden, size)), tokens, gated, kind in itertools.product(
+    for (model, (number, count, hidden, size, dtype)), tokens, gated, kind in itertools.product(
         models.items(), (1, 4096), (True, False), kinds
     ):
         inputs, outputs = (hidden, size) if gated else (size, hidden)
-        constants = _constants(tokens * count, number, count if gated else 1, inputs, outputs, gated, False, kind == "amd")
+        item = 4 if dtype == "fp32" else 2
+        constants = _constants(tokens * count, number, count if gated else 1, inputs, outputs, gated, False, item, kind == "amd")
         constants |= {"WIDEN": False}
-        pointers = dict.fromkeys(("out", "x", "weight"), "*bf16") | {"order": "*i64", "starts": "*i64", "shares": "*fp32"}
+        pointers = dict.fromkeys(("out", "x", "weight"), f"*{dtype}") | {"order": "*i64", "starts": "*i64", "shares": "*fp32"}
         found.append(
             Compilation(
                 kernel=experts_kernel,
