@@ -214,6 +214,10 @@ def _gemma2(config: Config) -> Shape:
     base = _gemma({"num_attention_heads": 8, "num_key_value_heads": 4} | config, "hidden_activation")
     window = config.get("sliding_window", 4096) or 0
     kinds = config.get("layer_types") or [FULL if layer % 2 else SLIDING for layer in range(base.layers)]
+    if SLIDING in kinds and not window:
+        raise Unsupported(
+            f"config.json says sliding_window {shown(config['sliding_window'])}, and there are layers that slide: {AGAIN}"
+        )
     return replace(
         base,
         two_norms=True,
@@ -239,7 +243,8 @@ def _gemma3(config: Config) -> Shape:
     kinds = config.get("layer_types") or [SLIDING if (layer + 1) % pattern else FULL for layer in range(layers)]
     base = _gemma2(GEMMA3 | config | {"layer_types": kinds, "rope_parameters": full, "rope_scaling": None})
     # transformers reads attn_logit_softcapping, and leaves it at that.
-    return replace(base, softcap=0.0, qk_norm=True, local_rope=rope_of({"rope_parameters": local}, "rope_parameters"))
+    local_rope = rope_of(GEMMA3 | config | {"rope_parameters": local}, "rope_parameters")
+    return replace(base, softcap=0.0, qk_norm=True, local_rope=local_rope)
 
 
 FAMILIES: dict[str, Callable[[Config], Shape]] = {

@@ -82,6 +82,15 @@ def test_shapes_are_transformers(config: dict[str, Any], theirs: Any) -> None:
         assert (rope.theta, rope.kind, rope.factor) == (values["rope_theta"], values["rope_type"], values.get("factor", 1))
 
 
+def test_a_local_rope_may_be_scaled_as_well() -> None:
+    """By the positions that the model has, where it says nothing of its own."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0}
+    found = shape(ONE_B | {"rope_parameters": {"sliding_attention": yarn}, "max_position_embeddings": 2048})
+    assert found.local_rope is not None
+    assert (found.local_rope.kind, found.local_rope.theta, found.local_rope.original_positions) == ("yarn", 100.0, 2048)
+    assert (found.rope.kind, found.rope.theta) == ("default", 1e6)
+
+
 def test_the_text_of_a_model_with_images(tmp_path: Path) -> None:
     """Whose tensors have other names, and whose text is described by itself."""
     own = tiny.reference("gemma3")
@@ -119,6 +128,8 @@ def test_gains_are_not_rounded_with_what_they_lack() -> None:
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"hidden_activation": "gelu"}, "hidden_activation 'gelu' is not supported"),
         ({"sliding_window_pattern": 0}, "sliding_window_pattern 0"),
+        ({"sliding_window": None}, "sliding_window None, and there are layers that slide"),
+        ({"sliding_window": 0}, "sliding_window 0, and there are layers that slide"),
         ({"attn_logit_softcapping": -1.0}, "attn_logit_softcapping -1.0"),
         ({"rope_scaling": "linear"}, "rope_scaling 'linear'"),
         ({"rope_parameters": {"rope_type": "default"}}, "an object for each kind"),
