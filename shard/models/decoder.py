@@ -22,7 +22,7 @@ from ..weights import Source
 from .loader import Loader
 from .mlp import Dense, Sparse
 from .rotary import table_of
-from .shape import Shape, Unsupported
+from .shape import Rope, Shape, Unsupported
 from .stream import Stream
 
 HEAD = "lm_head.weight"
@@ -85,6 +85,7 @@ class Decoder:
         of = partial(table_of, size=shape.head_size, positions=shape.max_positions, dtype=self.embedding.dtype, device=device)
         self.rotary = of(shape.rope)
         self.local_rotary = of(shape.local_rope) if shape.local_rope else None
+        self.unturned = of(Rope(), positions=1) if shape.unturned else None  # at position 0 nothing is turned
         # In the type of the weights, as they were trained.
         self._factor = torch.tensor(shape.embedding_factor, dtype=self.embedding.dtype).item()
 
@@ -93,8 +94,10 @@ class Decoder:
         stream = self._stream(self.embed(step.tokens))
         rotary = self.rotary.index_select(0, step.positions)
         local = self.local_rotary.index_select(0, step.positions) if self.local_rotary is not None else rotary
+        still = self.unturned.expand_as(rotary).contiguous() if self.unturned is not None else rotary
         for layer in self.layers:
-            attended = layer.attend(stream, step, local if layer.window else rotary, cache)
+            turning = still if layer.index in self.shape.unturned else local if layer.window else rotary
+            attended = layer.attend(stream, step, turning, cache)
             if layer is self.layers[-1]:  # whose keys and values are written: nothing more is wanted of other rows
                 stream.select(step.rows)
                 attended = attended.index_select(0, step.rows)

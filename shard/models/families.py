@@ -16,6 +16,12 @@ BESIDE_TEXT = ("tie_word_embeddings", "quantization_config")  # and these fields
 # transformers' defaults, which some checkpoints rely on.
 MISTRAL: Config = {"num_key_value_heads": 8, "max_position_embeddings": 131_072}
 GEMMA: Config = {"head_dim": 256, "num_key_value_heads": 16, "tie_word_embeddings": True, "max_position_embeddings": 8192}
+SMOLLM3: Config = {
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32_768,
+    "tie_word_embeddings": True,
+    "rope_theta": 2e6,
+}
 GEMMA3: Config = {
     "vocab_size": 262_208,
     "hidden_size": 2304,
@@ -135,6 +141,23 @@ def _qwen2(config: Config) -> Shape:
 def _qwen3(config: Config) -> Shape:
     bias = config.get("attention_bias", False)
     return replace(_qwen({"head_dim": 128, **config}), qk_norm=True, qkv_bias=bias, output_bias=bias)
+
+
+def _smollm3(config: Config) -> Shape:
+    """Llama, but that some layers have no rotary embedding, and that those may slide."""
+    base = _llama(SMOLLM3 | config)
+    turning = config.get("no_rope_layers")  # 1 where a layer has one
+    if turning is None:
+        interval = config.get("no_rope_layer_interval", 4)
+        turning = [int((layer + 1) % interval > 0) for layer in range(base.layers)]
+    if not isinstance(turning, list) or len(turning) < base.layers or not all(type(one) is int for one in turning):
+        raise Unsupported(
+            f"config.json says no_rope_layers {shown(turning)}, 0 or 1 for each of num_hidden_layers is needed: {AGAIN}"
+        )
+    still = frozenset(layer for layer in range(base.layers) if not turning[layer])
+    kinds = config.get("layer_types") or [SLIDING if layer in still else FULL for layer in range(base.layers)]
+    window = (config.get("use_sliding_window") and config.get("sliding_window")) or 0
+    return replace(base, unturned=still, windows=tuple(window if kind == SLIDING else 0 for kind in kinds))
 
 
 def _granite(config: Config) -> Shape:
@@ -260,4 +283,5 @@ FAMILIES: dict[str, Callable[[Config], Shape]] = {
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
     "Qwen3MoeForCausalLM": _qwen3_moe,
+    "SmolLM3ForCausalLM": _smollm3,
 }

@@ -26,6 +26,7 @@ SIZES = {
     "num_experts_per_tok": 1 << 12,
     "moe_intermediate_size": 1 << 22,
     "decoder_sparse_step": 1 << 12,
+    "no_rope_layer_interval": 1 << 12,
 }
 MAY_BE_NULL = ("num_key_value_heads", "head_dim", "sliding_window", "max_window_layers")  # and means that there is none
 AGAIN = "is it the model's own? Download it again"

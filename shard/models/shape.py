@@ -58,6 +58,7 @@ class Shape:
     mixtures: tuple[Mixture | None, ...] = ()  # per layer: its experts instead of one MLP; (): there are none
     windows: tuple[int, ...]  # per layer: positions that a token may look back, itself included; 0: all
     local_rope: Rope | None = None  # of the layers with a window, where it is another
+    unturned: frozenset[int] = frozenset()  # layers without a rotary embedding
     attention_scale: float  # of the products of queries and keys
     softcap: float = 0.0  # which those come near to at most; 0: none
     final_softcap: float = 0.0  # of the model's logits
@@ -102,8 +103,8 @@ class Shape:
 
     @property
     def rotary_elements(self) -> int:
-        """Elements of the cosines and sines of all positions, which every rank has."""
-        return 2 * self.max_positions * self.head_size * (2 if self.local_rope else 1)
+        """Elements of the cosines and sines of all positions, which every rank has; one row is for layers that don't turn."""
+        return 2 * self.head_size * (self.max_positions * (2 if self.local_rope else 1) + bool(self.unturned))
 
     def parameters(self, ranks: int = 1, tables: int | None = None, tokens: int | None = None) -> int:
         """Elements of all weights on one rank. `tables`: how often the vocabulary's table is held, if not as in the checkpoint;

@@ -7,6 +7,7 @@ import transformers
 
 from penstock.shard.models.families import shape
 from penstock.shard.models.shape import Mixture, Unsupported
+from penstock.tests.shard import tiny
 from penstock.tests.shard.tiny import SMALL
 
 
@@ -28,6 +29,7 @@ def config(architecture: str, **more: Any) -> dict[str, Any]:
         ("Qwen2ForCausalLM", transformers.Qwen2Config),
         ("Qwen3ForCausalLM", transformers.Qwen3Config),
         ("Qwen3MoeForCausalLM", transformers.Qwen3MoeConfig),
+        ("SmolLM3ForCausalLM", transformers.SmolLM3Config),
     ],
 )
 def test_what_is_left_out_is_transformers_default(architecture: str, theirs: Any) -> None:
@@ -38,6 +40,11 @@ def test_what_is_left_out_is_transformers_default(architecture: str, theirs: Any
     assert (found.norm_epsilon, found.max_positions) == (expected.rms_norm_eps, expected.max_position_embeddings)
     assert (found.kv_heads, found.head_size) == (expected.num_key_value_heads, getattr(expected, "head_dim", None) or 128)
     assert found.tied == expected.tie_word_embeddings
+
+
+@pytest.mark.parametrize("name", sorted(tiny.FAMILIES))
+def test_parameters_are_counted_as_transformers_has_them(name: str) -> None:
+    assert tiny.decoder(name).shape.parameters() == sum(values.numel() for values in tiny.reference(name).parameters())
 
 
 def test_experts_are_transformers_by_default() -> None:
@@ -102,6 +109,10 @@ def test_ranks_divide_what_is_there() -> None:
         (config("Phi3ForCausalLM", rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary_factor 0.5"),
         (config("Phi3ForCausalLM", rope_scaling={"type": "longrope"}), "'longrope' is not supported"),
         (config("GraniteForCausalLM", logits_scaling=0), "logits_scaling 0, a number above 0"),
+        (config("SmolLM3ForCausalLM", no_rope_layers=[1]), r"no_rope_layers \[1\], 0 or 1 for each"),
+        (config("SmolLM3ForCausalLM", no_rope_layers=["0", "1"]), "no_rope_layers"),
+        (config("SmolLM3ForCausalLM", no_rope_layer_interval=0), "no_rope_layer_interval 0"),
+        (config("SmolLM3ForCausalLM", layer_types=["full_attention", "sliding_attention"]), "layer's window is none"),
     ],
 )
 def test_what_is_wrong_is_named(given: dict[str, Any], message: str) -> None:

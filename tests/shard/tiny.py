@@ -61,6 +61,7 @@ QWEN3_MOE = SMALL | {
     "moe_intermediate_size": 20,
     "num_hidden_layers": 3,
 }
+SMOLLM3 = SMALL | {"num_hidden_layers": 3, "no_rope_layer_interval": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 WINDOW = 8  # less than the context of every test
 
 # Caps that the logits of these models come near to.
@@ -104,6 +105,14 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen3-moe": lambda: transformers.Qwen3MoeConfig(**QWEN3_MOE, mlp_only_layers=[1], norm_topk_prob=True),
     "qwen3-moe-step": lambda: transformers.Qwen3MoeConfig(
         **QWEN3_MOE, decoder_sparse_step=2, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2
+    ),
+    "smollm3": lambda: transformers.SmolLM3Config(**SMOLLM3),
+    "smollm3-window": lambda: transformers.SmolLM3Config(
+        **SMOLLM3 | {"no_rope_layers": [0, 1, 0], "rope_parameters": DEEP_YARN},
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        attention_bias=True,
+        mlp_bias=True,
     ),
 }
 TINIEST: dict[str, Any] = {
@@ -161,6 +170,7 @@ def _made(name: str) -> Path:
         "Phi3Config": transformers.Phi3ForCausalLM,
         "Qwen2Config": transformers.Qwen2ForCausalLM,
         "Qwen3Config": transformers.Qwen3ForCausalLM,
+        "SmolLM3Config": transformers.SmolLM3ForCausalLM,
     }[type(config := (FAMILIES | OTHERS)[name]()).__name__](config)
     with torch.no_grad():
         for key, value in model.named_parameters():
