@@ -32,24 +32,29 @@ ROOTS = ("model.", "language_model.model.", "model.language_model.")
 
 
 class Layer:
-    """Attention and MLP, each behind a norm (or between two) and added to what came in."""
+    """Attention and MLP, each behind a norm, between two or before one, and added to what came in."""
 
     def __init__(self, index: int, shape: Shape, load: Loader) -> None:
         self.index = index
         self.shape = shape
+        self.ranks = load.ranks
         self.window = shape.windows[index]
         sizes = [n * shape.head_size for n in (shape.heads, shape.kv_heads, shape.kv_heads)]
         names = [f"self_attn.{name}_proj" for name in "qkv"]
-        self.input_norm = load.gains("input_layernorm", shape.hidden)
+        before, behind = shape.norms_before, shape.norms_behind
+        self.input_norm = load.gains("input_layernorm", shape.hidden) if before else None
         self.query_key_value = load.columns("self_attn.qkv_proj", names, sizes, shape.qkv_bias)
         self.query_norm = load.gains("self_attn.q_norm", shape.head_size) if shape.qk_norm else None
         self.key_norm = load.gains("self_attn.k_norm", shape.head_size) if shape.qk_norm else None
+        joint = shape.joint_qk_norm
+        self.queries_norm = load.part_of_gains("self_attn.q_norm", sizes[0]) if joint else None
+        self.keys_norm = load.part_of_gains("self_attn.k_norm", sizes[1]) if joint else None
         self.scales = load.cache_scales()
         self.output = load.rows("self_attn.o_proj", sizes[0], shape.output_bias)
         after = "post_attention_layernorm"
-        self.attention_norm = load.gains(after, shape.hidden) if shape.two_norms else None
-        self.mlp_norm = load.gains("pre_feedforward_layernorm" if shape.two_norms else after, shape.hidden)
-        self.last_norm = load.gains("post_feedforward_layernorm", shape.hidden) if shape.two_norms else None
+        self.attention_norm = load.gains(after, shape.hidden) if behind else None
+        self.mlp_norm = load.gains("pre_feedforward_layernorm" if behind else after, shape.hidden) if before else None
+        self.last_norm = load.gains("post_feedforward_layernorm", shape.hidden) if behind else None
         mixture = shape.mixtures[index] if shape.mixtures else None
         self.mlp = Sparse(load, mixture) if mixture else Dense(load)
 
@@ -57,6 +62,8 @@ class Layer:
         """[tokens, this rank's heads * head size]. Writes keys and values to the cache."""
         shape, layer = self.shape, cache.layers[self.index]
         joint, epsilon = stream.through(self.input_norm, self.query_key_value), shape.norm_epsilon
+        if self.queries_norm is not None and self.keys_norm is not None:
+            normalize_parts(joint, (self.queries_norm, self.keys_norm), epsilon, self.ranks)
         scales = self.scales if layer.dtype != joint.dtype else None
         query = rotate_and_write(joint, rotary, step.slots, layer, self.query_norm, self.key_norm, epsilon, scales)
         return attention(query, layer, step.attention, self.window, shape.attention_scale, shape.softcap, scales).flatten(1)
@@ -65,6 +72,16 @@ class Layer:
         """Adds to the stream what its tokens attended to, and what the MLP makes of that."""
         stream.add(attended, self.output, self.attention_norm)
         self.mlp(stream, self.mlp_norm, self.last_norm)
+
+
+def normalize_parts(joint: Tensor, gains: tuple[Tensor, Tensor], epsilon: float, ranks: Ranks) -> None:
+    """RMS norms of the first columns of `joint`, in place, each over as many as its gains are on all ranks together."""
+    queries, keys = map(len, gains)
+    parts = joint[:, :queries], joint[:, queries : queries + keys]
+    squares = ranks.add(torch.stack([part.float().square().sum(1, keepdim=True) for part in parts]))
+    for part, own, total in zip(parts, gains, squares, strict=True):
+        scale = (total / (len(own) * ranks.size) + epsilon).rsqrt()
+        part.copy_(part.float().mul_(scale).mul_(own))
 
 
 class Decoder:

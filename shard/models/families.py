@@ -16,6 +16,8 @@ BESIDE_TEXT = ("tie_word_embeddings", "quantization_config")  # and these fields
 # transformers' defaults, which some checkpoints rely on.
 MISTRAL: Config = {"num_key_value_heads": 8, "max_position_embeddings": 131_072}
 GEMMA: Config = {"head_dim": 256, "num_key_value_heads": 16, "tie_word_embeddings": True, "max_position_embeddings": 8192}
+OLMO: Config = {"rms_norm_eps": 1e-5}
+OLMO3_THETA = 5e5
 SMOLLM3: Config = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 32_768,
@@ -235,20 +237,25 @@ def _gemma(config: Config, activation: str = "hidden_act") -> Shape:
 def _gemma2(config: Config) -> Shape:
     """Every other layer slides."""
     base = _gemma({"num_attention_heads": 8, "num_key_value_heads": 4} | config, "hidden_activation")
-    window = config.get("sliding_window", 4096) or 0
     kinds = config.get("layer_types") or [FULL if layer % 2 else SLIDING for layer in range(base.layers)]
-    if SLIDING in kinds and not window:
-        raise Unsupported(
-            f"config.json says sliding_window {shown(config['sliding_window'])}, and there are layers that slide: {AGAIN}"
-        )
     return replace(
         base,
-        two_norms=True,
-        windows=tuple(window if kind == SLIDING else 0 for kind in kinds),
+        norms_behind=True,
+        windows=_windows(config, kinds),
         attention_scale=number(config, "query_pre_attn_scalar", 256.0) ** -0.5,
         softcap=_cap(config, "attn_logit_softcapping", 50.0),
         final_softcap=_cap(config, "final_logit_softcapping", 30.0),
     )
+
+
+def _windows(config: Config, kinds: list[Any]) -> tuple[int, ...]:
+    """Of the layers of these kinds. Raises Unsupported if some slide, and how far is not said."""
+    window = config.get("sliding_window", 4096) or 0
+    if SLIDING in kinds and not window:
+        raise Unsupported(
+            f"config.json says sliding_window {shown(config['sliding_window'])}, and there are layers that slide: {AGAIN}"
+        )
+    return tuple(window if kind == SLIDING else 0 for kind in kinds)
 
 
 def _cap(config: Config, name: str, default: float) -> float:
@@ -259,7 +266,7 @@ def _cap(config: Config, name: str, default: float) -> float:
 
 def _gemma3(config: Config) -> Shape:
     """One layer in six sees all, and has another rotary embedding than those that slide."""
-    full, local = ropes_by_kind(config)
+    full, local = ropes_by_kind(config, 1e6, 1e4)
     pattern, layers = config.get("sliding_window_pattern", 6), config.get("num_hidden_layers", 26)
     if type(pattern) is not int or pattern < 1:
         raise Unsupported(f"config.json says sliding_window_pattern {shown(pattern)}, an integer from 1 on is needed: {AGAIN}")
@@ -268,6 +275,23 @@ def _gemma3(config: Config) -> Shape:
     # transformers reads attn_logit_softcapping, and leaves it at that.
     local_rope = rope_of(GEMMA3 | config | {"rope_parameters": local}, "rope_parameters")
     return replace(base, softcap=0.0, qk_norm=True, local_rope=local_rope)
+
+
+def _olmo2(config: Config) -> Shape:
+    """Norms behind attention and MLP alone, and of all queries, and all keys, of a token together."""
+    bias = config.get("attention_bias", False)
+    base = _common(OLMO | config)
+    return replace(base, qkv_bias=bias, output_bias=bias, joint_qk_norm=True, norms_before=False, norms_behind=True)
+
+
+def _olmo3(config: Config) -> Shape:
+    """One layer in four sees all; only its rotary embedding may be scaled. Those that slide don't go by the model's theta."""
+    theta = number(config, "rope_theta", OLMO3_THETA)
+    full, local = ropes_by_kind({**config, "rope_theta": theta, "rope_local_base_freq": OLMO3_THETA}, theta, OLMO3_THETA)
+    base = _olmo2(config | {"rope_parameters": full, "rope_scaling": None})
+    local_rope = rope_of(OLMO | config | {"rope_parameters": local}, "rope_parameters")
+    kinds = config.get("layer_types") or [SLIDING if (layer + 1) % 4 else FULL for layer in range(base.layers)]
+    return replace(base, windows=_windows(config, kinds), local_rope=local_rope if local_rope != base.rope else None)
 
 
 FAMILIES: dict[str, Callable[[Config], Shape]] = {
@@ -279,6 +303,8 @@ FAMILIES: dict[str, Callable[[Config], Shape]] = {
     "LlamaForCausalLM": _llama,
     "MistralForCausalLM": _mistral,
     "MixtralForCausalLM": _mixtral,
+    "Olmo2ForCausalLM": _olmo2,
+    "Olmo3ForCausalLM": _olmo3,
     "Phi3ForCausalLM": _phi3,
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,

@@ -29,6 +29,10 @@ class Loader:
         gains = self.source.tensor(f"{self.prefix}{name}.weight", (size,))
         return gains.float() + 1 if self.shape.centered_norms else gains
 
+    def part_of_gains(self, name: str, size: int) -> Tensor:
+        """This rank's part of the gains of a norm that goes over the heads of all ranks."""
+        return self._part(f"{name}.weight", (size,), 0)
+
     def whole(self, name: str, outputs: int) -> Weight:
         """A matrix [outputs, hidden] that every rank has whole."""
         return Weight(self.source.tensor(f"{self.prefix}{name}.weight", (outputs, self.shape.hidden)), None, self.exact)

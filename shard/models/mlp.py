@@ -19,8 +19,8 @@ class Dense:
         self.gate_up = load.columns("mlp.gate_up_proj", ["mlp.gate_proj", "mlp.up_proj"], [size] * 2, bias)
         self.down = load.rows("mlp.down_proj", size, bias)
 
-    def __call__(self, stream: Stream, before: Tensor, behind: Tensor | None) -> None:
-        """Adds to the stream what it makes of it. before, behind: gains of norms."""
+    def __call__(self, stream: Stream, before: Tensor | None, behind: Tensor | None) -> None:
+        """Adds to the stream what it makes of it. before, behind: gains of norms, where there are any."""
         stream.add(stream.through(before, self.gate_up, gates=True), self.down, behind)
 
     def weights(self) -> Iterator[Weight | Tensor]:
@@ -41,7 +41,7 @@ class Sparse:
             load.shape.gelu,
         )
 
-    def __call__(self, stream: Stream, before: Tensor, behind: Tensor | None) -> None:
+    def __call__(self, stream: Stream, before: Tensor | None, behind: Tensor | None) -> None:
         """As that of `Dense`."""
         x = stream.normalized(before)
         stream.add_part(self.experts(x, *route(self.router(x), self.mixture.chosen, self.mixture.normalized)), behind)

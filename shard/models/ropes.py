@@ -70,8 +70,8 @@ def _yarn(config: Config, values: Mapping[str, Any], theta: float) -> Rope:
     )
 
 
-def ropes_by_kind(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What is said of the rotary embedding of layers that see all, and of those that slide."""
+def ropes_by_kind(config: Config, theta: float, local_theta: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is said of the rotary embedding of layers that see all, and of those that slide; their thetas if nothing is."""
     named, scaling = config.get("rope_parameters"), config.get("rope_scaling") or {}
     if not isinstance(scaling, dict):
         raise Unsupported(f"config.json says rope_scaling {shown(scaling)}, an object is needed: {AGAIN}")
@@ -90,4 +90,4 @@ def ropes_by_kind(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
             f"config.json says rope_parameters for {', '.join(sorted(unknown))}: the decoder has {FULL} and {SLIDING}"
         )
     full, local = named.get(FULL, {}), named.get(SLIDING, {})
-    return full | {"rope_theta": full.get("rope_theta") or 1e6}, local | {"rope_theta": local.get("rope_theta") or 1e4}
+    return full | {"rope_theta": full.get("rope_theta") or theta}, local | {"rope_theta": local.get("rope_theta") or local_theta}

@@ -69,7 +69,9 @@ class Shape:
     output_bias: bool = False  # of attention's output projection
     mlp_bias: bool = False
     qk_norm: bool = False  # RMS norm of every query and key head before rotary
-    two_norms: bool = False  # attention and MLP have one behind them, too
+    joint_qk_norm: bool = False  # or one of all queries of a token together, and one of all its keys
+    norms_before: bool = True  # attention and MLP have one before them
+    norms_behind: bool = False  # and one behind them
     centered_norms: bool = False  # norms' gains are stored less 1
     joined: bool = False  # queries, keys and values are one tensor in the checkpoint, and so are gates and what they let through
     gelu: bool = False  # of the MLP's gates, approximated by tanh, instead of silu
@@ -114,7 +116,8 @@ class Shape:
         attention = self.hidden * qkv + heads * self.head_size * self.hidden + self.qkv_bias * qkv + self.output_bias * self.hidden
         dense = 3 * self.hidden * self.intermediate // ranks + self.mlp_bias * (2 * self.intermediate // ranks + self.hidden)
         mlps = sum(self._sparse(mixture, ranks, tokens) if mixture else dense for mixture in self.mixtures or (None,) * self.layers)
-        norms = (4 if self.two_norms else 2) * self.hidden + 2 * self.qk_norm * self.head_size
+        norms = 2 * (self.norms_before + self.norms_behind) * self.hidden + 2 * self.qk_norm * self.head_size
+        norms += self.joint_qk_norm * (heads + kv_heads) * self.head_size
         held = tables or (1 if self.tied else 2)
         return mlps + self.layers * (attention + norms) + held * self.vocabulary_slice(ranks) * self.hidden + self.hidden
 

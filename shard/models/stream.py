@@ -22,15 +22,20 @@ class Stream:
         self._epsilon = epsilon
         self._gelu = gelu
 
-    def normalized(self, gains: Tensor) -> Tensor:
-        """[tokens, hidden]."""
+    def normalized(self, gains: Tensor | None) -> Tensor:
+        """[tokens, hidden], not to be overwritten; without gains the sums themselves."""
+        if gains is None:
+            if self._more is not None:
+                self._sums.add_(self._more)
+                self._more = None
+            return self._sums
         if self._more is None:
             return rms_norm(self._sums, gains, self._epsilon)
         more, self._more = self._more, None
         return add_rms_norm(more, self._sums, gains, self._epsilon)
 
-    def through(self, gains: Tensor, weight: Weight, gates: bool = False) -> Tensor:
-        """The product of the norm with `weight`, or what its gates let through."""
+    def through(self, gains: Tensor | None, weight: Weight, gates: bool = False) -> Tensor:
+        """The product of what is `normalized` with `weight`, or what its gates let through."""
         few = weight.streams(self._sums)
         if few and self._more is None:
             return weight.streamed(self._sums, gains=gains, epsilon=self._epsilon, gated=gates, gelu=self._gelu)

@@ -96,6 +96,12 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "llama-biases": lambda: transformers.LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True),
     "mistral": lambda: transformers.MistralConfig(**SMALL, head_dim=8, sliding_window=WINDOW),
     "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_local_experts=5, num_experts_per_tok=2),
+    "olmo2": lambda: transformers.Olmo2Config(**SMALL, attention_bias=True, rope_parameters=LLAMA3),
+    "olmo3": lambda: transformers.Olmo3Config(
+        **SMALL | {"num_hidden_layers": 4},
+        sliding_window=WINDOW,
+        rope_parameters={"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}},
+    ),
     "phi3": lambda: transformers.Phi3Config(**SMALL, pad_token_id=0, eos_token_id=1),
     "phi3-window": lambda: transformers.Phi3Config(**SMALL, sliding_window=WINDOW, pad_token_id=0, eos_token_id=1),
     "qwen2": lambda: transformers.Qwen2Config(**SMALL),
@@ -135,6 +141,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "few-heads-qwen3": lambda: transformers.Qwen3Config(**FEW_HEADS, head_dim=16),
     "few-heads-gemma2": lambda: transformers.Gemma2Config(**GEMMA2 | FEW_HEADS),
     "few-heads-mixtral": lambda: transformers.MixtralConfig(**FEW_HEADS, num_local_experts=5, num_experts_per_tok=2),
+    "few-heads-olmo3": lambda: transformers.Olmo3Config(**FEW_HEADS, sliding_window=WINDOW),
     "few-heads-window": lambda: transformers.Qwen2Config(
         **FEW_HEADS, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
     ),
@@ -167,6 +174,8 @@ def _made(name: str) -> Path:
         "MistralConfig": transformers.MistralForCausalLM,
         "MixtralConfig": transformers.MixtralForCausalLM,
         "Qwen3MoeConfig": transformers.Qwen3MoeForCausalLM,
+        "Olmo2Config": transformers.Olmo2ForCausalLM,
+        "Olmo3Config": transformers.Olmo3ForCausalLM,
         "Phi3Config": transformers.Phi3ForCausalLM,
         "Qwen2Config": transformers.Qwen2ForCausalLM,
         "Qwen3Config": transformers.Qwen3ForCausalLM,
