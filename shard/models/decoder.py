@@ -41,20 +41,17 @@ class Layer:
         self.window = shape.windows[index]
         sizes = [n * shape.head_size for n in (shape.heads, shape.kv_heads, shape.kv_heads)]
         names = [f"self_attn.{name}_proj" for name in "qkv"]
-        before, behind = shape.norms_before, shape.norms_behind
-        self.input_norm = load.gains("input_layernorm", shape.hidden) if before else None
-        self.query_key_value = load.columns("self_attn.qkv_proj", names, sizes, shape.qkv_bias)
-        self.query_norm = load.gains("self_attn.q_norm", shape.head_size) if shape.qk_norm else None
-        self.key_norm = load.gains("self_attn.k_norm", shape.head_size) if shape.qk_norm else None
+        self.input_norm, self.attention_norm, self.mlp_norm, self.last_norm = (
+            load.gains(name, shape.hidden) if name else None for name in shape.norms
+        )
+        self.query_key_value = load.heads("self_attn.qkv_proj", names, sizes, shape.qkv_bias)
+        self.query_norm = load.ordered(load.gains("self_attn.q_norm", shape.head_size)) if shape.qk_norm else None
+        self.key_norm = load.ordered(load.gains("self_attn.k_norm", shape.head_size)) if shape.qk_norm else None
         joint = shape.joint_qk_norm
-        self.queries_norm = load.part_of_gains("self_attn.q_norm", sizes[0]) if joint else None
-        self.keys_norm = load.part_of_gains("self_attn.k_norm", sizes[1]) if joint else None
+        self.queries_norm = load.ordered(load.part_of_gains("self_attn.q_norm", sizes[0])) if joint else None
+        self.keys_norm = load.ordered(load.part_of_gains("self_attn.k_norm", sizes[1])) if joint else None
         self.scales = load.cache_scales()
         self.output = load.rows("self_attn.o_proj", sizes[0], shape.output_bias)
-        after = "post_attention_layernorm"
-        self.attention_norm = load.gains(after, shape.hidden) if behind else None
-        self.mlp_norm = load.gains("pre_feedforward_layernorm" if behind else after, shape.hidden) if before else None
-        self.last_norm = load.gains("post_feedforward_layernorm", shape.hidden) if behind else None
         mixture = shape.mixtures[index] if shape.mixtures else None
         self.mlp = Sparse(load, mixture) if mixture else Dense(load)
 
@@ -99,7 +96,8 @@ class Decoder:
         ]
         self.norm = load.gains("norm", shape.hidden)
         self.head = Weight(self._tied(load) if shape.tied else load.table(HEAD), exact=exact)
-        of = partial(table_of, size=shape.head_size, positions=shape.max_positions, dtype=self.embedding.dtype, device=device)
+        size, turned, dtype = shape.head_size, shape.rotary_size, self.embedding.dtype
+        of = partial(table_of, size=size, positions=shape.max_positions, dtype=dtype, device=device, turned=turned)
         self.rotary = of(shape.rope)
         self.local_rotary = of(shape.local_rope) if shape.local_rope else None
         self.unturned = of(Rope(), positions=1) if shape.unturned else None  # at position 0 nothing is turned

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from .fields import AGAIN, FULL, SLIDING, Config, check, number, shown
-from .ropes import rope, rope_of, ropes_by_kind
+from .ropes import rope, rope_of, ropes_by_kind, rotary_size
 from .shape import Mixture, Shape, Unsupported
 
 WITH_IMAGES = ("Gemma3ForConditionalGeneration",)  # whose text is described by itself
@@ -16,6 +16,10 @@ BESIDE_TEXT = ("tie_word_embeddings", "quantization_config")  # and these fields
 # transformers' defaults, which some checkpoints rely on.
 MISTRAL: Config = {"num_key_value_heads": 8, "max_position_embeddings": 131_072}
 GEMMA: Config = {"head_dim": 256, "num_key_value_heads": 16, "tie_word_embeddings": True, "max_position_embeddings": 8192}
+AROUND = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+AROUND_GLM = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+BEHIND = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
+GLM: Config = {"num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131_072, "rms_norm_eps": 1.5625e-7}
 OLMO: Config = {"rms_norm_eps": 1e-5}
 OLMO3_THETA = 5e5
 SMOLLM3: Config = {
@@ -173,12 +177,30 @@ def _granite(config: Config) -> Shape:
 
 def _phi3(config: Config) -> Shape:
     """Also Phi 4."""
-    for values in (config, config.get("rope_parameters"), config.get("rope_scaling")):
-        part = values.get("partial_rotary_factor", 1.0) if isinstance(values, dict) else 1.0
-        if part != 1:
-            raise Unsupported(f"partial_rotary_factor {shown(part)} is not supported: the decoder turns whole heads")
     base = _common({"rms_norm_eps": 1e-5, "max_position_embeddings": 4096} | config)
-    return replace(base, joined=True, windows=(config.get("sliding_window") or 0,) * base.layers)
+    return replace(
+        base,
+        joined=("qkv_proj", "gate_up_proj"),
+        windows=(config.get("sliding_window") or 0,) * base.layers,
+        rotary_size=rotary_size(config, base.head_size),
+    )
+
+
+def _glm(config: Config) -> Shape:
+    """GLM 4 of 2024. Half of each head turns, neighbours together."""
+    base = _common(GLM | config)
+    return replace(
+        base,
+        qkv_bias=config.get("attention_bias", True),
+        joined=("gate_up_proj",),
+        rotary_size=rotary_size(config, base.head_size, 0.5),
+        rotary_neighbours=True,
+    )
+
+
+def _glm4(config: Config) -> Shape:
+    """GLM 4 of 2025."""
+    return replace(_glm(config), norms=AROUND_GLM)
 
 
 def _mixtral(config: Config) -> Shape:
@@ -240,7 +262,7 @@ def _gemma2(config: Config) -> Shape:
     kinds = config.get("layer_types") or [FULL if layer % 2 else SLIDING for layer in range(base.layers)]
     return replace(
         base,
-        norms_behind=True,
+        norms=AROUND,
         windows=_windows(config, kinds),
         attention_scale=number(config, "query_pre_attn_scalar", 256.0) ** -0.5,
         softcap=_cap(config, "attn_logit_softcapping", 50.0),
@@ -281,7 +303,7 @@ def _olmo2(config: Config) -> Shape:
     """Norms behind attention and MLP alone, and of all queries, and all keys, of a token together."""
     bias = config.get("attention_bias", False)
     base = _common(OLMO | config)
-    return replace(base, qkv_bias=bias, output_bias=bias, joint_qk_norm=True, norms_before=False, norms_behind=True)
+    return replace(base, qkv_bias=bias, output_bias=bias, joint_qk_norm=True, norms=BEHIND)
 
 
 def _olmo3(config: Config) -> Shape:
@@ -299,6 +321,8 @@ FAMILIES: dict[str, Callable[[Config], Shape]] = {
     "Gemma2ForCausalLM": _gemma2,
     "Gemma3ForCausalLM": _gemma3,
     "Gemma3ForConditionalGeneration": _gemma3,
+    "GlmForCausalLM": _glm,
+    "Glm4ForCausalLM": _glm4,
     "GraniteForCausalLM": _granite,
     "LlamaForCausalLM": _llama,
     "MistralForCausalLM": _mistral,

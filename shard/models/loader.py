@@ -43,6 +43,21 @@ class Loader:
         added = self.outwards(names, sizes, "bias", joint) if bias else None
         return Weight(self.outwards(names, sizes, "weight", joint), added, self.exact)
 
+    def heads(self, joint: str, names: list[str], sizes: list[int], bias: bool) -> Weight:
+        """As `columns`, of queries, keys and values, of which the first two are `ordered`."""
+        turned = sum(sizes[:2]) // self.ranks.size
+
+        def found(kind: str) -> Tensor:
+            all_three = self.outwards(names, sizes, kind, joint)
+            return torch.cat((self.ordered(all_three[:turned]), all_three[turned:])) if self.shape.order else all_three
+
+        return Weight(found("weight"), found("bias") if bias else None, self.exact)
+
+    def ordered(self, heads: Tensor) -> Tensor:
+        """Some heads one after the other, [n * head size, ...], with their features in our order: see `Shape.order`."""
+        order = list(self.shape.order)
+        return heads.view(-1, self.shape.head_size, *heads.shape[1:])[:, order].flatten(0, 1) if order else heads
+
     def rows(self, name: str, size: int, bias: bool) -> Weight:
         """A matrix [hidden, size], this rank's part of the inputs. Rank 0 adds the bias, so that the sum has it once."""
         added = None
@@ -53,7 +68,7 @@ class Loader:
     def outwards(self, names: Sequence[str], sizes: Sequence[int], kind: str = "weight", joint: str = "") -> Tensor:
         """What leads away from the residual stream: as `columns`."""
         row = (self.shape.hidden,) if kind == "weight" else ()
-        if joint and self.shape.joined:
+        if joint.rpartition(".")[2] in self.shape.joined:
             places = zip(accumulate(sizes, initial=0), sizes, strict=False)
             return torch.cat([self._part(f"{joint}.{kind}", (sum(sizes), *row), 0, start, size) for start, size in places])
         return torch.cat([self._part(f"{name}.{kind}", (size, *row), 0) for name, size in zip(names, sizes, strict=True)])

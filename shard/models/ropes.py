@@ -70,6 +70,18 @@ def _yarn(config: Config, values: Mapping[str, Any], theta: float) -> Rope:
     )
 
 
+def rotary_size(config: Config, head_size: int, default: float = 1.0) -> int:
+    """How many features of a head turn. default: what part of them, if nothing is said."""
+    name = "partial_rotary_factor"
+    part = config.get(name, default)
+    for values in (config.get("rope_parameters"), config.get("rope_scaling")):
+        part = values.get(name, part) if isinstance(values, dict) else part
+    size = int(head_size * number({name: part}, name, 1.0, 1.0))
+    if size < 2 or size % 2:
+        raise Unsupported(f"config.json says {name} {shown(part)}, {size} of {head_size}: an even number is needed: {AGAIN}")
+    return size
+
+
 def ropes_by_kind(config: Config, theta: float, local_theta: float) -> tuple[dict[str, Any], dict[str, Any]]:
     """What is said of the rotary embedding of layers that see all, and of those that slide; their thetas if nothing is."""
     named, scaling = config.get("rope_parameters"), config.get("rope_scaling") or {}

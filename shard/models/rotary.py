@@ -11,11 +11,22 @@ from .shape import Rope
 PART = 1 << 16  # positions whose cosines and sines are computed at once, in float32
 
 
-def table_of(rope: Rope, size: int, positions: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """For the positions from 0 on: [positions, 2, 1, size], see `rotary_table`."""
-    turning = frequencies(rope, size).to(device)
+def table_of(rope: Rope, size: int, positions: int, dtype: torch.dtype, device: torch.device, turned: int = 0) -> Tensor:
+    """For the positions from 0 on: [positions, 2, 1, size], see `rotary_table`. turned: features of a head that turn; 0: all."""
+    turning = frequencies(rope, turned or size).to(device)
     parts = [torch.arange(first, min(first + PART, positions), device=device) for first in range(0, positions, PART)]
-    return torch.cat([rotary_table(turning, part, dtype, rope.amplitude) for part in parts])
+    return torch.cat([_widened(rotary_table(turning, part, dtype, rope.amplitude), size) for part in parts])
+
+
+def _widened(table: Tensor, size: int) -> Tensor:
+    """The table of larger heads, [..., size], where behind each half of it are features that don't turn."""
+    positions, _, _, turned = table.shape
+    if turned == size:
+        return table
+    rows = torch.tensor((1.0, 0.0), dtype=table.dtype, device=table.device).view(2, 1, 1)  # cosine and sine
+    still = rows.expand(positions, 2, 1, (size - turned) // 2)
+    low, high = table.chunk(2, -1)
+    return torch.cat((low, still, high, still), -1)
 
 
 def frequencies(rope: Rope, size: int) -> Tensor:

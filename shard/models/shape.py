@@ -7,6 +7,9 @@ class Unsupported(ValueError):
     """The model can't be served; the message names what is missing and the remedy, in one line."""
 
 
+PLAIN = ("input_layernorm", "", "post_attention_layernorm", "")  # norms of most families
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
     """Rotary embedding. `kind` "default" uses nothing but theta."""
@@ -70,10 +73,11 @@ class Shape:
     mlp_bias: bool = False
     qk_norm: bool = False  # RMS norm of every query and key head before rotary
     joint_qk_norm: bool = False  # or one of all queries of a token together, and one of all its keys
-    norms_before: bool = True  # attention and MLP have one before them
-    norms_behind: bool = False  # and one behind them
+    norms: tuple[str, str, str, str] = PLAIN  # names of those before and behind attention, before and behind the MLP; "": none
     centered_norms: bool = False  # norms' gains are stored less 1
-    joined: bool = False  # queries, keys and values are one tensor in the checkpoint, and so are gates and what they let through
+    joined: tuple[str, ...] = ()  # names of tensors that are several in other checkpoints: "qkv_proj", "gate_up_proj"
+    rotary_size: int = 0  # features of a head that rotary embeddings turn, its first; 0: all
+    rotary_neighbours: bool = False  # of them the checkpoint has those side by side that turn together, not half of them apart
     gelu: bool = False  # of the MLP's gates, approximated by tanh, instead of silu
 
     def check_ranks(self, ranks: int) -> None:
@@ -104,6 +108,19 @@ class Shape:
         return 2 * self.layers * self.kv_heads // ranks * self.head_size
 
     @property
+    def order(self) -> tuple[int, ...]:
+        """Where a checkpoint's heads have the features of ours, in which those that turn together are half a head apart, and those
+        that don't turn stand behind the others in each half; (): where ours have them."""
+        size, turned = self.head_size, self.rotary_size or self.head_size
+        if turned == size and not self.rotary_neighbours:
+            return ()
+        middle, apart = (size + turned) // 2, turned // 2
+        first, second = (range(apart), range(apart, turned))
+        if self.rotary_neighbours:
+            first, second = (range(0, turned, 2), range(1, turned, 2))
+        return (*first, *range(turned, middle), *second, *range(middle, size))
+
+    @property
     def rotary_elements(self) -> int:
         """Elements of the cosines and sines of all positions, which every rank has; one row is for layers that don't turn."""
         return 2 * self.head_size * (self.max_positions * (2 if self.local_rope else 1) + bool(self.unturned))
@@ -116,7 +133,7 @@ class Shape:
         attention = self.hidden * qkv + heads * self.head_size * self.hidden + self.qkv_bias * qkv + self.output_bias * self.hidden
         dense = 3 * self.hidden * self.intermediate // ranks + self.mlp_bias * (2 * self.intermediate // ranks + self.hidden)
         mlps = sum(self._sparse(mixture, ranks, tokens) if mixture else dense for mixture in self.mixtures or (None,) * self.layers)
-        norms = 2 * (self.norms_before + self.norms_behind) * self.hidden + 2 * self.qk_norm * self.head_size
+        norms = sum(map(bool, self.norms)) * self.hidden + 2 * self.qk_norm * self.head_size
         norms += self.joint_qk_norm * (heads + kv_heads) * self.head_size
         held = tables or (1 if self.tied else 2)
         return mlps + self.layers * (attention + norms) + held * self.vocabulary_slice(ranks) * self.hidden + self.hidden

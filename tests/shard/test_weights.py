@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,32 @@ def test_a_rank_reads_only_its_slices(rank: int) -> None:
     biases_of_sums = 0 if rank == 0 else 2 * model.layers * model.hidden
     assert source.read == model.parameters(2) - biases_of_sums
     assert built.weight_bytes == 4 * (source.read + model.rotary_elements)
+
+
+class Interleaved(Weights):
+    """A checkpoint in which features of queries and keys that turn together stand side by side."""
+
+    size = 0  # of a head
+
+    def tensor(self, name: str, full: tuple[int, ...], part: tuple[int, int, int] | None = None) -> Tensor:
+        found = super().tensor(name, full, part)
+        if not re.search(r"self_attn\.[qk]_", name):
+            return found
+        return torch.stack(found.view(-1, self.size, *full[1:]).chunk(2, 1), 2).view_as(found)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "olmo2"])
+def test_features_of_heads_are_put_in_order(name: str) -> None:
+    """Of weights, biases and gains alike."""
+    folder = tiny.folder(name)
+    model = replace(shape(json.loads((folder / "config.json").read_text())), rotary_neighbours=True)
+    source = Interleaved(folder, torch.float32, tiny.CPU, lambda read: None)
+    source.size = model.head_size
+    found, expected = Decoder(model, source, Ranks(0, 1, tiny.CPU), tiny.CPU).layers[0], tiny.decoder(name).layers[0]
+    x = torch.randn(3, 64)
+    torch.testing.assert_close(found.query_key_value(x), expected.query_key_value(x))
+    for own, other in zip(vars(found).values(), vars(expected).values(), strict=True):
+        assert not isinstance(own, Tensor) or own.equal(other)
 
 
 def test_the_slices_of_two_ranks_are_the_whole() -> None:

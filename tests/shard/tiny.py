@@ -67,6 +67,7 @@ WINDOW = 8  # less than the context of every test
 # Caps that the logits of these models come near to.
 GEMMA: dict[str, Any] = SMALL | {"head_dim": 16, "query_pre_attn_scalar": 12, "sliding_window": WINDOW}
 GEMMA2 = GEMMA | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 9.0}
+GLM = SMALL | {"head_dim": 16, "pad_token_id": 0, "eos_token_id": 1}
 GEMMA3_ROPES = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
@@ -80,6 +81,8 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "gemma3": lambda: transformers.Gemma3TextConfig(
         **GEMMA2 | {"num_hidden_layers": 3}, sliding_window_pattern=2, rope_parameters=GEMMA3_ROPES
     ),
+    "glm": lambda: transformers.GlmConfig(**GLM, partial_rotary_factor=1.0, attention_bias=False),
+    "glm4": lambda: transformers.Glm4Config(**GLM, rope_parameters=dict(YARN)),
     "granite": lambda: transformers.GraniteConfig(
         **SMALL,
         attention_multiplier=0.3,
@@ -103,6 +106,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         rope_parameters={"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}},
     ),
     "phi3": lambda: transformers.Phi3Config(**SMALL, pad_token_id=0, eos_token_id=1),
+    "phi3-part": lambda: transformers.Phi3Config(
+        **SMALL | {"hidden_size": 128}, partial_rotary_factor=0.75, pad_token_id=0, eos_token_id=1
+    ),
     "phi3-window": lambda: transformers.Phi3Config(**SMALL, sliding_window=WINDOW, pad_token_id=0, eos_token_id=1),
     "qwen2": lambda: transformers.Qwen2Config(**SMALL),
     "qwen2-window": lambda: transformers.Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
@@ -169,6 +175,8 @@ def _made(name: str) -> Path:
         "GemmaConfig": transformers.GemmaForCausalLM,
         "Gemma2Config": transformers.Gemma2ForCausalLM,
         "Gemma3TextConfig": transformers.Gemma3ForCausalLM,
+        "GlmConfig": transformers.GlmForCausalLM,
+        "Glm4Config": transformers.Glm4ForCausalLM,
         "GraniteConfig": transformers.GraniteForCausalLM,
         "LlamaConfig": transformers.LlamaForCausalLM,
         "MistralConfig": transformers.MistralForCausalLM,
