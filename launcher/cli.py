@@ -329,6 +329,7 @@ def shard_configs(
             overlap=asked.overlap,
             load_format=asked.load_format,
             page_size=asked.page_size,
+            longest=asked.max_total_tokens if planned.shape.rope.kind == "longrope" else 0,  # what nobody goes by may differ
             kv_pages=asked.pool_pages,
             prefix_caching=asked.prefix_caching == "on",
             speculate=written(speculation),

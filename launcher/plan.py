@@ -67,7 +67,7 @@ def divide(options: Options, model: Checkpoint, machine: Machine, draft: Checkpo
     ranks = _ranks(options, device, machine)
     local = ranks // max(1, options.nnodes)
     try:
-        form = shape(model.config)
+        form = shape(model.config).within(options.max_total_tokens)
         form.check_ranks(ranks)
     except ValueError as error:
         raise Mistake(f"{model.folder}: {error}") from None

@@ -23,6 +23,7 @@ class ShardConfig:
     cuda_graphs: str = "auto"  # which steps are recorded as graphs; see `rooms.parse`
     overlap: str = "auto"  # "on": steps are begun before the tokens of the last one are known; "auto": on CUDA; "off"
     page_size: int = 16
+    longest: int = 0  # prompt and answer together, of models that go by that; 0: all that they can
     kv_pages: int = 0  # size of the pool in pages; 0: from the memory that is left after warm-up
     prefix_caching: bool = True  # computed prefixes are kept for later requests while nobody needs their pages
     memory_fraction: float = 0.9  # of the device's memory (on a CPU: of this rank's share of what is available) to be used

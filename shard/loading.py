@@ -54,7 +54,7 @@ class Progress:
 def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
     """The engine of this rank, its pool still empty. `stage` is told what is going on. Raises Unsupported."""
     folder = Path(config.folder)
-    model = _shape(folder)
+    model = _shape(folder).within(config.longest)
     model.check_ranks(config.ranks)
     device = _device(config)
     if triton_on(device) and find_spec("triton") is None:
@@ -118,7 +118,7 @@ def _shape(folder: Path) -> Shape:
 def _drafter(config: ShardConfig, folder: str, target: Shape, device: torch.device, stage: Callable[[str], None]) -> Drafter:
     """The draft model, whole: it is small, and other ranks would have to wait for each other in each of its rounds."""
     stage("loading the draft model")
-    model = _shape(Path(folder))
+    model = _shape(Path(folder)).within(config.longest)
     progress = Progress(model.parameters(), stage)
     small = device.type == "cpu" and model.parameters() <= SMALL_DRAFT
     source = _source(config.load_format, Path(folder), torch.float32 if small else DTYPES[config.dtype], device, progress)

@@ -22,6 +22,7 @@ BEHIND = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 GLM: Config = {"num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131_072, "rms_norm_eps": 1.5625e-7}
 OLMO: Config = {"rms_norm_eps": 1e-5}
 OLMO3_THETA = 5e5
+PHI3: Config = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096}
 SMOLLM3: Config = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 32_768,
@@ -177,12 +178,16 @@ def _granite(config: Config) -> Shape:
 
 def _phi3(config: Config) -> Shape:
     """Also Phi 4."""
-    base = _common({"rms_norm_eps": 1e-5, "max_position_embeddings": 4096} | config)
+    base = _common(PHI3 | config)
+    turned = rotary_size(config, base.head_size)
+    for factors in (base.rope.short, base.rope.long):
+        if len(factors) not in (0, turned // 2):
+            raise Unsupported(f"config.json says {len(factors)} factors of longrope, {turned // 2} are needed: {AGAIN}")
     return replace(
         base,
         joined=("qkv_proj", "gate_up_proj"),
         windows=(config.get("sliding_window") or 0,) * base.layers,
-        rotary_size=rotary_size(config, base.head_size),
+        rotary_size=turned,
     )
 
 

@@ -44,6 +44,8 @@ def rope_of(config: Config, field: str) -> Rope:
         )
     if kind == "yarn":
         return _yarn(config, values, theta)
+    if kind == "longrope" and "original_max_position_embeddings" in config:
+        return _longrope(config, values, theta)
     raise Unsupported(f"rotary scaling {kind!r} is not supported: the decoder has default, linear, dynamic, llama3 and yarn")
 
 
@@ -68,6 +70,29 @@ def _yarn(config: Config, values: Mapping[str, Any], theta: float) -> Rope:
         whole=whole,
         amplitude=number(values, "attention_factor", amplitude),
     )
+
+
+def _longrope(config: Config, values: Mapping[str, Any], theta: float) -> Rope:
+    """Phi's: its amplitude goes by the positions that it was stretched to, whichever factors are taken."""
+    original = number(config, "original_max_position_embeddings", most=1 << 30)
+    factor = number(values, "factor", config["max_position_embeddings"] / original)
+    amplitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
+    return Rope(
+        theta=theta,
+        kind="longrope",
+        factor=factor,
+        original_positions=int(original),
+        amplitude=number(values, "attention_factor", amplitude),
+        short=_factors(values, "short_factor"),
+        long=_factors(values, "long_factor"),
+    )
+
+
+def _factors(values: Mapping[str, Any], name: str) -> tuple[float, ...]:
+    given = values[name]
+    if not isinstance(given, list) or not given:
+        raise Unsupported(f"config.json says {name} {shown(given)}, a list of numbers is needed: {AGAIN}")
+    return tuple(number({name: factor}, name) for factor in given)
 
 
 def rotary_size(config: Config, head_size: int, default: float = 1.0) -> int:

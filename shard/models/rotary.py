@@ -13,7 +13,7 @@ PART = 1 << 16  # positions whose cosines and sines are computed at once, in flo
 
 def table_of(rope: Rope, size: int, positions: int, dtype: torch.dtype, device: torch.device, turned: int = 0) -> Tensor:
     """For the positions from 0 on: [positions, 2, 1, size], see `rotary_table`. turned: features of a head that turn; 0: all."""
-    turning = frequencies(rope, turned or size).to(device)
+    turning = frequencies(rope, turned or size, positions).to(device)
     parts = [torch.arange(first, min(first + PART, positions), device=device) for first in range(0, positions, PART)]
     return torch.cat([_widened(rotary_table(turning, part, dtype, rope.amplitude), size) for part in parts])
 
@@ -29,9 +29,12 @@ def _widened(table: Tensor, size: int) -> Tensor:
     return torch.cat((low, still, high, still), -1)
 
 
-def frequencies(rope: Rope, size: int) -> Tensor:
-    """Radians per position of every pair of features: [size / 2] float32."""
-    plain = 1.0 / rope.theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
+def frequencies(rope: Rope, size: int, positions: int = 0) -> Tensor:
+    """Radians per position of every pair of features: [size / 2] float32. positions: how many there are."""
+    waves = rope.theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
+    if rope.kind == "longrope":  # Ding et al. 2024, arXiv:2402.13753
+        return 1.0 / (torch.tensor(rope.long if positions > rope.original_positions else rope.short) * waves)
+    plain = 1.0 / waves
     if rope.kind == "linear":
         return plain / rope.factor
     if rope.kind == "default":

@@ -1,6 +1,6 @@
 """Everything that the decoder needs to know about a model. Knows no tensor and imports no torch: the launcher plans with it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 class Unsupported(ValueError):
@@ -15,14 +15,16 @@ class Rope:
     """Rotary embedding. `kind` "default" uses nothing but theta."""
 
     theta: float = 10000.0
-    kind: str = "default"  # "default", "linear", "llama3", "yarn"
+    kind: str = "default"  # "default", "linear", "llama3", "yarn", "longrope"
     factor: float = 1.0
-    original_positions: int = 8192  # that the model was first trained on: llama3's and yarn's
+    original_positions: int = 8192  # that the model was first trained on: llama3's, yarn's and longrope's
     # Turns over these positions: waves with more stay as they are, with less they are stretched, and those between interpolated.
     many_turns: float = 4.0
     few_turns: float = 1.0
     whole: bool = True  # yarn's: these bounds are rounded to whole pairs of features
     amplitude: float = 1.0  # of all cosines and sines
+    short: tuple[float, ...] = ()  # longrope's: how far each wave is stretched if no more than the original positions are served,
+    long: tuple[float, ...] = ()  # and if more are
 
     @property
     def reach(self) -> int:
@@ -92,6 +94,12 @@ class Shape:
             if size % ranks:
                 fitting = [str(n) for n in range(1, size + 1) if not any(size % n for size in sizes.values())]
                 raise Unsupported(f"{size} {name} can't be divided by {ranks} ranks: use --num-shard {', '.join(fitting)}")
+
+    def within(self, longest: int) -> "Shape":
+        """The same, for contexts of up to so many tokens; 0: all that it can. Of most models that is nothing that they go by."""
+        if self.rope.kind != "longrope" or not longest:
+            return self
+        return replace(self, max_positions=min(self.max_positions, longest))
 
     @property
     def described(self) -> str:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -223,6 +224,10 @@ def test_options_reach_the_configs(tmp_path: Path) -> None:
     assert (shard.page_size, shard.kv_pages, shard.memory_fraction, shard.meeting) == (4, 9, 0.5, "")
     assert (shard.json_output, shard.relay, shard.socket, shard.model) == (True, "", "a", "name")
     assert not shard.prefix_caching
+    assert shard.longest == 0  # which this model does not go by: nodes may differ in it
+    rope = replace(planned.shape.rope, kind="longrope")
+    planned = replace(planned, shape=replace(planned.shape, rope=rope))
+    assert cli.shard_configs(asked, "name", planned, ["a"], "r", "m")[0].longest == 100
     assert Options(max_batch_total_tokens=100, page_size=16).pool_pages == 6
     assert (Options(max_batch_total_tokens=3).pool_pages, Options(kv_pages=7).pool_pages, Options().pool_pages) == (1, 7, 0)
     assert cli.router_config(Options(), "name", tmp_path, []).api_keys == ()

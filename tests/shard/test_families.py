@@ -5,10 +5,15 @@ from typing import Any
 import pytest
 import transformers
 
+from penstock.shard.config import ShardConfig
+from penstock.shard.loading import load
 from penstock.shard.models.families import shape
 from penstock.shard.models.shape import Mixture, Unsupported
+from penstock.shard.sequence import sequences
+from penstock.shard.step import Span
 from penstock.tests.shard import tiny
-from penstock.tests.shard.tiny import SMALL
+from penstock.tests.shard.test_oracle import close, prompt
+from penstock.tests.shard.tiny import LONGROPE, SMALL
 
 
 def config(architecture: str, **more: Any) -> dict[str, Any]:
@@ -66,6 +71,20 @@ def test_experts_are_transformers_by_default() -> None:
     assert shape(config("MixtralForCausalLM")).windows == (first.sliding_window or 0,) * 2
 
 
+@pytest.mark.parametrize(("longest", "tokens"), [(0, 40), (17, 17), (16, 16), (3, 3)])
+def test_longropes_factors_go_by_the_longest_context(longest: int, tokens: int) -> None:
+    """With all of them transformers takes the long ones if this context is longer than 16 tokens; we always do."""
+    engine = load(ShardConfig(folder=str(tiny.folder("longrope")), model="m", longest=longest), lambda stage: None)
+    engine.resize(8, 16)
+    asked = prompt(1, tokens)
+    [sequence], _ = sequences(asked, 1)
+    engine.pool.extend(sequence.pages, tokens)
+    found = engine.decoder.logits(engine.forward([Span(sequence, 0, asked, wanted=tokens)]))
+    assert found is not None
+    close(found, tiny.expected_logits("longrope", asked))
+    assert engine.decoder.shape.max_positions == (longest or 64)
+
+
 @pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])
 def test_either_name_of_the_number_of_experts(name: str) -> None:
     """Hub and transformers 5 differ."""
@@ -111,7 +130,11 @@ def test_ranks_divide_what_is_there() -> None:
         (config("Qwen3MoeForCausalLM", model_type="qwen3"), "which is 'qwen3_moe'"),
         (config("Phi3ForCausalLM", partial_rotary_factor=0.4), "partial_rotary_factor 0.4, 3 of 8"),
         (config("Phi3ForCausalLM", rope_parameters={"partial_rotary_factor": 1.5}), "partial_rotary_factor 1.5, a number above 0"),
-        (config("Phi3ForCausalLM", rope_scaling={"type": "longrope"}), "'longrope' is not supported"),
+        (config("Phi3ForCausalLM", rope_scaling={"type": "longrope"}), "lacks 'short_factor'"),
+        (config("Phi3ForCausalLM", rope_scaling=LONGROPE), "6 factors of longrope, 4 are needed"),
+        (config("Phi3ForCausalLM", rope_scaling=LONGROPE | {"long_factor": [0.0]}), "long_factor 0.0, a number above 0"),
+        (config("Phi3ForCausalLM", rope_scaling=LONGROPE | {"long_factor": 2}), "long_factor 2, a list"),
+        (config("LlamaForCausalLM", rope_scaling=LONGROPE), "'longrope' is not supported"),
         (config("GraniteForCausalLM", logits_scaling=0), "logits_scaling 0, a number above 0"),
         (config("Olmo3ForCausalLM", sliding_window=None), "sliding_window None, and there are layers that slide"),
         (config("Olmo3ForCausalLM", rope_parameters={"rope_type": "default"}), "an object for each kind"),

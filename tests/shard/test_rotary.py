@@ -57,6 +57,20 @@ def test_waves_are_those_of_transformers(kind: str) -> None:
         torch.testing.assert_close(table[0, 0, 0], torch.full((size,), amplitude))
 
 
+@pytest.mark.parametrize("original", [1, 16, 511, 512, 4096])
+def test_both_sets_of_longropes_waves_are_those_of_transformers(original: int) -> None:
+    chance = random.Random(original)
+    for _ in range(20):
+        more = {"factor": chance.choice([1.0, 4, 32.0]), "attention_factor": chance.choice([0.8, 1.3])}
+        settings = tiny.LONGROPE | {name: value for name, value in more.items() if chance.random() < 0.4 or original == 1}
+        config = transformers.Phi3Config(**tiny.PHI4, original_max_position_embeddings=original, rope_parameters=settings)
+        rope = shape(json.loads(config.to_json_string()) | {"architectures": ["Phi3ForCausalLM"]}).rope
+        for positions in (original, original + 1):
+            expected, amplitude = ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"), seq_len=positions)
+            torch.testing.assert_close(frequencies(rope, 12, positions), expected, rtol=1e-6, atol=0)
+            assert rope.amplitude == pytest.approx(amplitude)
+
+
 def test_yarn_is_added_to_a_config_whose_positions_stay() -> None:
     """As Qwen's model cards say: the model takes as many tokens as the factor makes of those that it was trained on."""
     plain = json.loads((tiny.folder("qwen2") / "config.json").read_text())

@@ -67,6 +67,12 @@ WINDOW = 8  # less than the context of every test
 # Caps that the logits of these models come near to.
 GEMMA: dict[str, Any] = SMALL | {"head_dim": 16, "query_pre_attn_scalar": 12, "sliding_window": WINDOW}
 GEMMA2 = GEMMA | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 9.0}
+PHI4 = SMALL | {"hidden_size": 128, "partial_rotary_factor": 0.75, "pad_token_id": 0, "eos_token_id": 1}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.0, 1.1, 1.3, 1.6, 2.0],
+    "long_factor": [1.0, 1.2, 1.7, 3.0, 9.0, 20.0],
+}
 GLM = SMALL | {"head_dim": 16, "pad_token_id": 0, "eos_token_id": 1}
 GEMMA3_ROPES = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -106,9 +112,10 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         rope_parameters={"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}},
     ),
     "phi3": lambda: transformers.Phi3Config(**SMALL, pad_token_id=0, eos_token_id=1),
-    "phi3-part": lambda: transformers.Phi3Config(
-        **SMALL | {"hidden_size": 128}, partial_rotary_factor=0.75, pad_token_id=0, eos_token_id=1
+    "phi3-longrope": lambda: transformers.Phi3Config(
+        **PHI4, original_max_position_embeddings=512, rope_parameters=LONGROPE | {"attention_factor": 1.2}
     ),
+    "phi3-part": lambda: transformers.Phi3Config(**PHI4),
     "phi3-window": lambda: transformers.Phi3Config(**SMALL, sliding_window=WINDOW, pad_token_id=0, eos_token_id=1),
     "qwen2": lambda: transformers.Qwen2Config(**SMALL),
     "qwen2-window": lambda: transformers.Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
@@ -142,6 +149,11 @@ FEW_HEADS: dict[str, Any] = SMALL | {"num_attention_heads": 4, "num_key_value_he
 OTHERS: dict[str, Callable[[], Any]] = {
     "words": lambda: transformers.LlamaConfig(**SMALL | {"vocab_size": 2048, "num_hidden_layers": 1}),
     "four": lambda: transformers.LlamaConfig(**TINIEST),
+    "longrope": lambda: transformers.Phi3Config(
+        **PHI4 | {"max_position_embeddings": 64, "num_hidden_layers": 1},
+        original_max_position_embeddings=16,
+        rope_parameters=dict(LONGROPE),
+    ),
     "short": lambda: transformers.LlamaConfig(**SMALL | {"max_position_embeddings": 64}),
     "few-heads": lambda: transformers.LlamaConfig(**FEW_HEADS),
     "few-heads-qwen3": lambda: transformers.Qwen3Config(**FEW_HEADS, head_dim=16),
@@ -198,6 +210,7 @@ def _made(name: str) -> Path:
 
 
 @functools.cache
+@torch.inference_mode(False)  # whoever asks first: LongRoPE's waves are changed within
 def reference(name: str) -> Any:
     """transformers' model, in float32."""
     transformers.utils.logging.disable_progress_bar()
