@@ -227,9 +227,6 @@ def _mixtral(config: Config) -> Shape:
 def _qwen3_moe(config: Config) -> Shape:
     """Experts in every layer, or in some. All layers slide, if any."""
     base = _qwen3({"num_key_value_heads": 4} | config | {"max_window_layers": 0})
-    dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
-    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
-        raise Unsupported(f"config.json says mlp_only_layers {shown(dense)}, a list of numbers is needed: {AGAIN}")
     experts: int = config.get("num_experts") or config.get("num_local_experts", 128)
     mixture = _chosen(
         Mixture(
@@ -239,6 +236,37 @@ def _qwen3_moe(config: Config) -> Shape:
             normalized=config.get("norm_topk_prob", False),
         )
     )
+    return _mixed(base, config, mixture)
+
+
+def _qwen2_moe(config: Config) -> Shape:
+    """One expert of each layer is for all tokens. Every other one of the first layers slides, if any."""
+    base = _common({"num_key_value_heads": 16, "max_position_embeddings": 32_768} | config)
+    mixture = _chosen(
+        Mixture(
+            experts=config.get("num_experts", 60),
+            chosen=config.get("num_experts_per_tok", 4),
+            size=config.get("moe_intermediate_size", 1408),
+            normalized=config.get("norm_topk_prob", False),
+            shared=config.get("shared_expert_intermediate_size", 5632),
+        )
+    )
+    last = config.get("max_window_layers", 28)
+    if last is None:
+        raise Unsupported(f"config.json says max_window_layers null, a number of layers is needed: {AGAIN}")
+    slides = config.get("use_sliding_window")
+    kinds = config.get("layer_types")
+    if kinds is None:
+        kinds = [SLIDING if slides and layer < last and layer % 2 == 0 else FULL for layer in range(base.layers)]
+    windows = _windows(config if slides else {"sliding_window": 0}, kinds)
+    return replace(_mixed(base, config, mixture), qkv_bias=config.get("qkv_bias", True), windows=windows)
+
+
+def _mixed(base: Shape, config: Config, mixture: Mixture) -> Shape:
+    """The same, with experts in every layer, or in some."""
+    dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise Unsupported(f"config.json says mlp_only_layers {shown(dense)}, a list of numbers is needed: {AGAIN}")
     sparse = [layer not in dense and (layer + 1) % step == 0 for layer in range(base.layers)]
     return replace(base, mixtures=tuple(mixture if each else None for each in sparse))
 
@@ -336,6 +364,7 @@ FAMILIES: dict[str, Callable[[Config], Shape]] = {
     "Olmo3ForCausalLM": _olmo3,
     "Phi3ForCausalLM": _phi3,
     "Qwen2ForCausalLM": _qwen2,
+    "Qwen2MoeForCausalLM": _qwen2_moe,
     "Qwen3ForCausalLM": _qwen3,
     "Qwen3MoeForCausalLM": _qwen3_moe,
     "SmolLM3ForCausalLM": _smollm3,

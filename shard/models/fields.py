@@ -25,17 +25,19 @@ SIZES = {
     "num_experts": 1 << 12,
     "num_experts_per_tok": 1 << 12,
     "moe_intermediate_size": 1 << 22,
+    "shared_expert_intermediate_size": 1 << 22,
     "decoder_sparse_step": 1 << 12,
     "no_rope_layer_interval": 1 << 12,
 }
 MAY_BE_NULL = ("num_key_value_heads", "head_dim", "sliding_window", "max_window_layers")  # and means that there is none
 AGAIN = "is it the model's own? Download it again"
 FULL, SLIDING = "full_attention", "sliding_attention"  # of `layer_types`
-SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob")
+SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "qkv_bias", "use_sliding_window", "norm_topk_prob")
 # What transformers calls a model where its architecture's name doesn't say so.
 MODEL_TYPES = {
     "Gemma3ForCausalLM": "gemma3_text",
     "Gemma3ForConditionalGeneration": "gemma3_text",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 

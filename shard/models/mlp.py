@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ...kernels.experts import lay_out, route
 from ...kernels.linear import Weight
+from ...kernels.operations import gated
 from .loader import Loader
 from .shape import Mixture
 from .stream import Stream
@@ -29,7 +30,7 @@ class Dense:
 
 
 class Sparse:
-    """Of many MLPs those that a token's router chooses. Every rank has a part of each of them."""
+    """Of many MLPs those that a token's router chooses, and one for all where there is one. Every rank has a part of each."""
 
     def __init__(self, load: Loader, mixture: Mixture) -> None:
         self.mixture = mixture
@@ -40,12 +41,30 @@ class Sparse:
             [load.inwards(name, mixture.size) for name in down],
             load.shape.gelu,
         )
+        self.shared = Shared(load, mixture) if mixture.shared else None
 
     def __call__(self, stream: Stream, before: Tensor | None, behind: Tensor | None) -> None:
         """As that of `Dense`."""
         x = stream.normalized(before)
-        stream.add_part(self.experts(x, *route(self.router(x), self.mixture.chosen, self.mixture.normalized)), behind)
+        made = self.experts(x, *route(self.router(x), self.mixture.chosen, self.mixture.normalized))
+        stream.add_part(made if self.shared is None else made.add_(self.shared(x)), behind)
 
     def weights(self) -> Iterator[Weight | Tensor]:
         """All of this rank's."""
         yield from (self.router, *self.experts.weights)
+        if self.shared is not None:
+            yield from (self.shared.gate, self.shared.gate_up, self.shared.down)
+
+
+class Shared:
+    """The expert that all tokens go through."""
+
+    def __init__(self, load: Loader, mixture: Mixture) -> None:
+        name, self.gelu = f"{mixture.name}.shared_expert", load.shape.gelu
+        self.gate = load.whole(f"{name}_gate", 1)
+        self.gate_up = load.columns("", [f"{name}.gate_proj", f"{name}.up_proj"], [mixture.shared] * 2, bias=False)
+        self.down = load.rows(f"{name}.down_proj", mixture.shared, bias=False)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """This rank's part of what it makes of x, by its gate."""
+        return self.down(gated(self.gate_up(x), self.gelu)).mul_(self.gate(x).sigmoid())

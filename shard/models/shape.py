@@ -40,6 +40,7 @@ class Mixture:
     chosen: int  # by each token
     size: int  # intermediate features of each
     normalized: bool  # the shares of those chosen add up to 1
+    shared: int = 0  # intermediate features of one more, that all tokens go through, as far as its own gate lets it
     name: str = "mlp"
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
@@ -88,6 +89,7 @@ class Shape:
         for mixture in self.mixtures or (None,):
             if mixture:
                 sizes["intermediate features of an expert"] = mixture.size
+                sizes["intermediate features of the shared expert"] = mixture.shared
             else:
                 sizes["intermediate features"] = self.intermediate
         for name, size in sizes.items():
@@ -147,6 +149,7 @@ class Shape:
         return mlps + self.layers * (attention + norms) + held * self.vocabulary_slice(ranks) * self.hidden + self.hidden
 
     def _sparse(self, mixture: Mixture, ranks: int, tokens: int | None) -> int:
-        """Elements of a layer's experts and their router."""
+        """Elements of a layer's experts, their router, and the shared one with its gate."""
         missed = (1 - mixture.chosen / mixture.experts) ** tokens if tokens is not None else 0.0
-        return self.hidden * (mixture.experts + round(mixture.experts * (1 - missed) * 3 * mixture.size / ranks))
+        routed = mixture.experts + round(mixture.experts * (1 - missed) * 3 * mixture.size / ranks)
+        return self.hidden * (routed + 3 * mixture.shared // ranks + (mixture.shared > 0))

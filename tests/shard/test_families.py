@@ -36,6 +36,7 @@ def config(architecture: str, **more: Any) -> dict[str, Any]:
         ("Olmo3ForCausalLM", transformers.Olmo3Config),
         ("Phi3ForCausalLM", transformers.Phi3Config),
         ("Qwen2ForCausalLM", transformers.Qwen2Config),
+        ("Qwen2MoeForCausalLM", transformers.Qwen2MoeConfig),
         ("Qwen3ForCausalLM", transformers.Qwen3Config),
         ("Qwen3MoeForCausalLM", transformers.Qwen3MoeConfig),
         ("SmolLM3ForCausalLM", transformers.SmolLM3Config),
@@ -49,6 +50,28 @@ def test_what_is_left_out_is_transformers_default(architecture: str, theirs: Any
     assert (found.norm_epsilon, found.max_positions) == (expected.rms_norm_eps, expected.max_position_embeddings)
     assert (found.kv_heads, found.head_size) == (expected.num_key_value_heads, getattr(expected, "head_dim", None) or 128)
     assert found.tied == expected.tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"sliding_window": 8}, {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 4}]
+)
+@pytest.mark.parametrize(
+    ("architecture", "theirs"),
+    [
+        ("Olmo3ForCausalLM", transformers.Olmo3Config),
+        ("Qwen2MoeForCausalLM", transformers.Qwen2MoeConfig),
+        ("SmolLM3ForCausalLM", transformers.SmolLM3Config),
+    ],
+)
+def test_layers_are_of_transformers_kinds(architecture: str, theirs: Any, more: dict[str, Any]) -> None:
+    """Where config.json does not name them: those that transformers writes do."""
+    said = SMALL | {"num_hidden_layers": 9} | more
+    expected, found = theirs(**said), shape({"architectures": [architecture]} | said)
+    assert [window > 0 for window in found.windows] == [kind == "sliding_attention" for kind in expected.layer_types]
+    assert set(found.windows) <= {0, expected.sliding_window}
+    still = [layer for layer, turns in enumerate(getattr(expected, "no_rope_layers", [])) if not turns]
+    assert sorted(found.unturned) == still
+    assert len(still) == (2 if "SmolLM3" in architecture else 0)
 
 
 @pytest.mark.parametrize("name", sorted(tiny.FAMILIES))
@@ -65,6 +88,15 @@ def test_experts_are_transformers_by_default() -> None:
         normalized=theirs.norm_topk_prob,
     )
     assert shape(config("Qwen3MoeForCausalLM")).mixtures == (expected,) * 2
+    theirs = transformers.Qwen2MoeConfig()
+    shared = Mixture(
+        experts=theirs.num_experts,
+        chosen=theirs.num_experts_per_tok,
+        size=theirs.moe_intermediate_size,
+        normalized=theirs.norm_topk_prob,
+        shared=theirs.shared_expert_intermediate_size,
+    )
+    assert shape(config("Qwen2MoeForCausalLM")).mixtures == (shared,) * 2
     first, second = transformers.MixtralConfig(), shape(config("MixtralForCausalLM")).mixtures[0]
     assert second is not None
     assert (second.experts, second.chosen) == (first.num_local_experts, first.num_experts_per_tok)
@@ -112,6 +144,9 @@ def test_ranks_divide_what_is_there() -> None:
     """Features of the one MLP count only where a layer has one."""
     odd = config("Qwen3MoeForCausalLM", intermediate_size=87, moe_intermediate_size=20, num_experts=4, num_experts_per_tok=2)
     shape(odd).check_ranks(2)
+    shared = odd | {"architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 35}
+    with pytest.raises(Unsupported, match="35 intermediate features of the shared expert can't be divided by 2"):
+        shape(shared).check_ranks(2)
     with pytest.raises(Unsupported, match="87 intermediate features can't be divided by 2"):
         shape(odd | {"mlp_only_layers": [0]}).check_ranks(2)
     with pytest.raises(Unsupported, match=r"21 intermediate features of an expert .* use --num-shard 1$"):
@@ -123,6 +158,13 @@ def test_ranks_divide_what_is_there() -> None:
     [
         (config("MixtralForCausalLM", num_local_experts=2, num_experts_per_tok=3), "num_experts_per_tok 3, of 2 experts"),
         (config("MixtralForCausalLM", num_local_experts="8"), "num_local_experts '8', an integer"),
+        (config("Qwen2MoeForCausalLM", shared_expert_intermediate_size=0), "shared_expert_intermediate_size 0, an integer"),
+        (
+            config("Qwen2MoeForCausalLM", layer_types=["full_attention", "sliding_attention"]),
+            "sliding_window 0, and there are layers",
+        ),
+        (config("Qwen2MoeForCausalLM", max_window_layers=None), "max_window_layers null"),
+        (config("Qwen2MoeForCausalLM", num_experts_per_tok=61), "num_experts_per_tok 61, of 60 experts"),
         (config("Qwen3MoeForCausalLM", mlp_only_layers="0"), "mlp_only_layers '0', a list"),
         (config("Qwen3MoeForCausalLM", mlp_only_layers=[0.5]), r"mlp_only_layers \[0.5\], a list"),
         (config("Qwen3MoeForCausalLM", decoder_sparse_step=0), "decoder_sparse_step 0"),

@@ -62,6 +62,7 @@ QWEN3_MOE = SMALL | {
     "num_hidden_layers": 3,
 }
 SMOLLM3 = SMALL | {"num_hidden_layers": 3, "no_rope_layer_interval": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+QWEN2_MOE = QWEN3_MOE | {"shared_expert_intermediate_size": 36}
 WINDOW = 8  # less than the context of every test
 
 # Caps that the logits of these models come near to.
@@ -118,6 +119,10 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "phi3-part": lambda: transformers.Phi3Config(**PHI4),
     "phi3-window": lambda: transformers.Phi3Config(**SMALL, sliding_window=WINDOW, pad_token_id=0, eos_token_id=1),
     "qwen2": lambda: transformers.Qwen2Config(**SMALL),
+    "qwen2-moe": lambda: transformers.Qwen2MoeConfig(**QWEN2_MOE, norm_topk_prob=True),
+    "qwen2-moe-window": lambda: transformers.Qwen2MoeConfig(
+        **QWEN2_MOE, mlp_only_layers=[1], qkv_bias=False, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2
+    ),
     "qwen2-window": lambda: transformers.Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
     "qwen2-yarn": lambda: transformers.Qwen2Config(**SMALL, rope_parameters=YARN),
     "qwen3": lambda: transformers.Qwen3Config(**SMALL, head_dim=16),
@@ -160,6 +165,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "few-heads-gemma2": lambda: transformers.Gemma2Config(**GEMMA2 | FEW_HEADS),
     "few-heads-mixtral": lambda: transformers.MixtralConfig(**FEW_HEADS, num_local_experts=5, num_experts_per_tok=2),
     "few-heads-olmo3": lambda: transformers.Olmo3Config(**FEW_HEADS, sliding_window=WINDOW),
+    "few-heads-qwen2-moe": lambda: transformers.Qwen2MoeConfig(**QWEN2_MOE | FEW_HEADS),
     "few-heads-window": lambda: transformers.Qwen2Config(
         **FEW_HEADS, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
     ),
@@ -197,6 +203,7 @@ def _made(name: str) -> Path:
         "Olmo2Config": transformers.Olmo2ForCausalLM,
         "Olmo3Config": transformers.Olmo3ForCausalLM,
         "Phi3Config": transformers.Phi3ForCausalLM,
+        "Qwen2MoeConfig": transformers.Qwen2MoeForCausalLM,
         "Qwen2Config": transformers.Qwen2ForCausalLM,
         "Qwen3Config": transformers.Qwen3ForCausalLM,
         "SmolLM3Config": transformers.SmolLM3ForCausalLM,
