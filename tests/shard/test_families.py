@@ -50,6 +50,8 @@ def test_what_is_left_out_is_transformers_default(architecture: str, theirs: Any
     assert (found.norm_epsilon, found.max_positions) == (expected.rms_norm_eps, expected.max_position_embeddings)
     assert (found.kv_heads, found.head_size) == (expected.num_key_value_heads, getattr(expected, "head_dim", None) or 128)
     assert found.tied == expected.tie_word_embeddings
+    assert (found.rotary_size or found.head_size) == int(found.head_size * ropes.get("partial_rotary_factor", 1))
+    assert found.qkv_bias == getattr(expected, "attention_bias", getattr(expected, "qkv_bias", architecture == "Qwen2ForCausalLM"))
 
 
 @pytest.mark.parametrize(
