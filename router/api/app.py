@@ -8,7 +8,7 @@ from collections.abc import Set
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from ..config import RouterConfig
+from ..config import Misconfigured, RouterConfig
 from ..record import current
 from ..request import Failure
 from ..text import Tokenizer
@@ -101,7 +101,7 @@ def make_app(
             web.post("/detokenize", tgi.detokenize),
             web.post("/chat_tokenize", either.chat_tokenize),
             web.post("/invocations", either.invocations),
-            *(web.post(path, either.vertex) for path in {"/vertex", config.aip_predict_route or "/vertex"}),
+            web.post("/vertex", either.vertex),
             web.get("/info", tgi.info),
             web.post("/v1/chat/completions", openai.chat_completions),
             web.post("/v1/completions", openai.completions),
@@ -111,13 +111,30 @@ def make_app(
             web.get("/metrics", render_metrics),
             web.get(READY, probe.ready),
             web.get(LIVE, probe.live),
-            *(web.get(path, probe.health) for path in sorted(probes - {"/", READY, LIVE})),
+            *(web.get(path, probe.health) for path in (HEALTH, "/ping")),
             *page.routes(),
             *docs.routes(),
             *(Admin(config, replicas).routes() if replicas is not None else ()),
         ]
     )
+    if config.aip_predict_route not in ("", "/vertex"):
+        _apart(app, "POST", "--aip-predict-route", config.aip_predict_route)
+        app.router.add_post(config.aip_predict_route, either.vertex)
+    if config.aip_health_route not in ("", *PROBES):
+        _apart(app, "GET", "--aip-health-route", config.aip_health_route)
+        app.router.add_get(config.aip_health_route, probe.health)
     return app
+
+
+def _apart(app: web.Application, method: str, flag: str, path: str) -> None:
+    """Raises Misconfigured if the path that the flag asks for is another route's: that one would answer, and without a key if it is
+    taken for a probe."""
+    for route in app.router.routes():
+        resource = route.resource
+        assert resource is not None
+        found = resource.get_info()
+        if route.method == method and (found.get("path") == path or ("pattern" in found and found["pattern"].fullmatch(path))):
+            raise Misconfigured(f"{flag} {path} is the server's own {method} {resource.canonical}: choose another path")
 
 
 def _problems(metrics: Metrics) -> Middleware:

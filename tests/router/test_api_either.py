@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.router.api import body
+from penstock.router.config import Misconfigured
 from penstock.router.request import Overloaded
 from penstock.router.text import Tokenizer
 from penstock.tests.router.fake_batcher import Server, make_tokenizer, serve
@@ -149,6 +150,35 @@ def test_vertexs_own_paths(tokenizer: Tokenizer) -> None:
         assert (await server.get("/health"))[0] == 200
 
     serve(tokenizer, alive, settings=same)
+
+
+@pytest.mark.parametrize(
+    ("setting", "path", "owner"),
+    [
+        ("aip_predict_route", "/generate", "POST /generate"),
+        ("aip_predict_route", "/", "POST /"),
+        ("aip_health_route", "/metrics", "GET /metrics"),
+        ("aip_health_route", "/v1/models/x", "GET /v1/models/{id}"),
+        ("aip_health_route", "/docs", "GET /docs"),
+    ],
+)
+def test_vertexs_paths_are_nobody_elses(tokenizer: Tokenizer, setting: str, path: str, owner: str) -> None:
+    """Else the other would answer, and who asks for metrics would need no key."""
+
+    async def test(server: Server) -> None:
+        raise AssertionError("it starts")
+
+    with pytest.raises(Misconfigured) as caught:
+        serve(tokenizer, test, settings={setting: path})
+    assert str(caught.value) == f"--{setting.replace('_', '-')} {path} is the server's own {owner}: choose another path"
+
+
+def test_vertex_may_ask_any_probe(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        assert (await server.get("/health/live"))[0] == 200
+        assert (await server.post("/info", {"instances": [{"inputs": "hi"}]}))[1] == {"predictions": ["Hello you"]}
+
+    serve(tokenizer, test, settings={"aip_health_route": "/health/live", "aip_predict_route": "/info"})
 
 
 def test_a_chats_tokens(tokenizer: Tokenizer) -> None:
