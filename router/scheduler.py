@@ -28,7 +28,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from .cost import Work
 from .drafting import Allowance, Drafting
 from .policies import Measured, Mixed, Policy, Standing
 
@@ -314,14 +313,16 @@ class Scheduler:
         return Decode(BATCH, self._allowance(decodes))
 
     def _allowance(self, decodes: int) -> Allowance | None:
-        """Of the step that was just added to those under way."""
+        """Of the step that was just added to those under way, with prompts as they will be measured: that is what `cost` is fitted
+        to."""
         if self._drafting is None or not self._drafters:
             return None
         asked = self._underway[-1]
-        tokens = sum(asked.values())
-        position = sum((self._running[uid].prompt_tokens - self._running[uid].lacking) * count for uid, count in asked.items())
-        before = max(0.0, position / tokens) if tokens else 0.0  # on average, of a prompt
-        prompts = Work(tokens, tokens * (before + tokens / 2), before * len(asked) + tokens / 2)
+        keys = 0
+        for uid, count in asked.items():
+            job = self._running[uid]
+            keys += count * max(0, job.prompt_tokens - self._expected(job) - count) + count * (count + 1) // 2
+        prompts = Measured(prompt_tokens=sum(asked.values()), prompt_keys=keys).work
         return self._drafting.allow(decodes, decodes * (self._keys + 1), prompts)
 
     # Prompts

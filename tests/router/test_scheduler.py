@@ -364,7 +364,7 @@ def test_what_policies_and_drafting_are_told_of_the_keys_of_the_next_step() -> N
     action = it.next()
     assert isinstance(action, Prefill)
     assert (policy.seen.decodes, policy.seen.keys, action.tokens) == (2, 26, 14)
-    assert drafting.asked == (2, 26, Work(14, 14 * 7, 7))
+    assert drafting.asked == (2, 26, Work(14, 14 * 15 / 2, 15 / 2))
     it.next()
     assert policy.seen.position == 14
 

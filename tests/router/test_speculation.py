@@ -1,6 +1,7 @@
 """Guesses, as the router sees them: who may have how many, what the shards are told of them, and what clients are told."""
 
 import asyncio
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -8,12 +9,13 @@ import pytest
 
 from penstock.proto import shard_pb2
 from penstock.router.batcher import Batcher
-from penstock.router.cost import Cost
-from penstock.router.drafting import Drafting
+from penstock.router.cost import Cost, Work
+from penstock.router.drafting import Allowance, Drafting
 from penstock.router.policies import Measured
 from penstock.router.request import Finish, Guessed, Priority, Request
-from penstock.router.scheduler import Action, Decode, Filter, Job, Scheduler
+from penstock.router.scheduler import Action, Decode, Filter, Job, Prefill, Scheduler
 from penstock.router.text import Tokenizer
+from penstock.simulator.shard import Released
 from penstock.tests.router.fake_batcher import Server, make_tokenizer, serve
 from penstock.tests.router.fakes import FakeShards
 from penstock.tests.router.simulation import World
@@ -221,6 +223,47 @@ def test_random_worlds_know_who_may_have_drafts() -> None:
         assert world.scheduler._drafters == 0
         told += world.told
     assert told > 500
+
+
+class Listening(Drafting):
+    """Remembers what the next step will compute beside decodes, as the scheduler says."""
+
+    prompts = Work()
+
+    def allow(self, decodes: int, keys: float, prompts: Work) -> Allowance:
+        self.prompts = prompts
+        return super().allow(decodes, keys, prompts)
+
+
+class Foreseen(World):
+    """What drafts are reckoned with is what is measured then, and costs are fitted to."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.drafting = Listening(Cost(8, 0.008), self.bounds.step_tokens, 4)
+        self.scheduler = Scheduler(self.bounds, self.policy, self.drafting)
+        self.seen: Counter[str] = Counter()
+
+    def _job(self, uid: int) -> Job:
+        return replace(super()._job(uid), drafts=4)
+
+    def _execute(self, action: Action) -> None:
+        super()._execute(action)
+        done = self.underway[-1].outcome
+        if isinstance(done, Released) or not isinstance(action, Prefill) or action.allowance is None:
+            return
+        if not self.shard.pool.caching and not done.restored_tokens:
+            assert self.drafting.prompts == Measured(prompt_tokens=done.prompt_tokens, prompt_keys=done.prompt_keys).work
+            self.seen["one" if len(done.computed) == 1 else "several"] += 1
+
+
+def test_prompts_are_reckoned_as_they_are_measured() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(120):
+        world = Foreseen(seed, Scheduler)
+        world.run()
+        seen += world.seen
+    assert min(seen["one"], seen["several"]) > 50
 
 
 class Measuring(Drafting):
