@@ -15,6 +15,7 @@ from .prompts import Prompt
 from .protocols import Api, Lines, Told
 from .record import Record
 
+NOT_AWAITED = "not awaited"  # kind of error
 DETAIL = 200  # characters of an error that are kept
 CLOCK = time.perf_counter
 
@@ -68,7 +69,7 @@ class Client:
                 else:
                     await self._stream(reply, record)
         except asyncio.CancelledError:
-            _fail(record, "not awaited", "it had not ended when the load had")
+            _fail(record, NOT_AWAITED, "it had not ended when the load had")
             raise
         except TimeoutError:
             _fail(record, "timeout", f"no end within {self._timeout.total:g} s")

@@ -112,8 +112,10 @@ def _told(options: argparse.Namespace, result: dict[str, Any]) -> int:
         out.print(tables.overview(found))
         for line in tables.remarks(found):
             out.print(line, style="yellow", markup=False, soft_wrap=True)
-    if len(found) < asked:
-        print(f"penstock bench: interrupted: {len(found)} of {asked} stages were measured", file=sys.stderr)
+    partial = sum(stage["partial"] for stage in found)
+    if len(found) - partial < asked:
+        rest = ", and the next in part" if partial else ""
+        print(f"penstock bench: interrupted: {len(found) - partial} of {asked} stages were measured{rest}", file=sys.stderr)
         return INTERRUPTED
     return int(not all(stage["requests"]["answered"] for stage in found))
 
@@ -160,6 +162,8 @@ async def _measure(options: argparse.Namespace, source: Synthetic | Recorded, co
             try:
                 await load.run(stage, options.max_in_flight)
             except asyncio.CancelledError:  # Ctrl-C: what was measured before is told
+                if stage.counted:
+                    found.append(figures(stage, options.slo))
                 break
             finally:
                 watching.cancel()

@@ -71,6 +71,7 @@ def figures(stage: Stage, objective: Objective | None) -> Figures:
     found: Figures = {
         stage.kind: stage.value,
         "seconds": seconds,
+        "partial": stage.partial,
         "requests": {"sent": len(stage.records), "counted": len(counted), "answered": len(good), "failed": sum(errors.values())},
         "errors": dict(errors.most_common()),
         "error_examples": {kind: next(record.detail for record in counted if record.error == kind) for kind in errors},
@@ -97,6 +98,8 @@ def figures(stage: Stage, objective: Objective | None) -> Figures:
 def warnings(stage: Stage, good: Sequence[Record], found: Figures) -> list[str]:
     """What a reader must know before believing the figures."""
     said = []
+    if stage.partial:
+        said.append("interrupted: only what had been answered by then counts, which the shorter answers are")
     events, reads = sum(len(record.moments) for record in good), sum(record.reads for record in good)
     uncounted, tokens = sum(record.uncounted for record in good), sum(record.tokens for record in good)
     short = sum(record.tokens < record.wanted for record in good)

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
-from .client import CLOCK, Client
+from .client import CLOCK, NOT_AWAITED, Client
 from .prompts import Prompt
 from .record import Record
 from .traffic import Arrivals
@@ -54,6 +54,12 @@ class Stage:
     counted: list[Record] = field(default_factory=list)  # those that are measured
     lags: list[float] = field(default_factory=list)  # seconds by which this process was late, looked at every TICK
     cpu: float = 0.0  # share of one core that it used
+    partial: bool = False  # it was interrupted: what is measured is what had ended by then
+
+    def interrupt(self) -> None:
+        """What is under way does not count: that it has not ended is nobody's failure."""
+        self.partial = True
+        self.counted = [record for record in self.counted if record.ended and record.error != NOT_AWAITED]
 
 
 class Load:
@@ -77,6 +83,9 @@ class Load:
                 await self._open(stage, start, most)
             else:
                 await self._closed(stage, start)
+        except asyncio.CancelledError:
+            stage.interrupt()
+            raise
         finally:
             gc.enable()
             stage.ended = CLOCK()

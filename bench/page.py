@@ -164,7 +164,8 @@ def render(result: dict[str, Any]) -> str:
 
 
 def _name(found: Figures) -> str:
-    return f"{found['rate']:g} requests a second" if "rate" in found else f"{found['concurrency']:g} at once"
+    name = f"{found['rate']:g} requests a second" if "rate" in found else f"{found['concurrency']:g} at once"
+    return f"{name}, in part" if found["partial"] else name
 
 
 def _load(found: Figures) -> float:

@@ -60,7 +60,7 @@ def overview(stages: Sequence[Figures]) -> Table:
     kind = "rate" if "rate" in stages[0] else "concurrency"
     table.add_column("requests a second" if kind == "rate" else "at once")
     for found in stages:
-        table.add_column(f"{found[kind]:g}", justify="right")
+        table.add_column(f"{found[kind]:g}{', in part' if found['partial'] else ''}", justify="right")
     columns = [_column(found) for found in stages]
     for name in columns[0]:
         table.add_row(name, *(column[name] for column in columns))

@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 
 from penstock.bench import command
+from penstock.bench.client import Client
 from penstock.bench.load import Load, Stage
+from penstock.bench.prompts import Prompt
+from penstock.bench.record import Record
 from penstock.tests.bench.fake_server import Manner, serving
 
 SLACK = 1.0  # seconds that a busy machine may add to any of them; nothing may ever be less than the server's delay
@@ -241,6 +244,38 @@ def test_what_was_measured_before_an_interruption_is_told(
     told = capsys.readouterr()
     assert told.err == "penstock bench: interrupted: 2 of 4 stages were measured\n"
     assert "answered" in told.out
+
+
+@pytest.mark.usefixtures("keyboard")
+@pytest.mark.parametrize("flag", ["--concurrency", "--rate"])
+def test_what_had_ended_of_an_interrupted_stage_is_told_as_a_part(
+    flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C when 7 of the last stage have ended. What was under way is nobody's failure."""
+    ask, ended = Client.ask, list[Record]()
+
+    async def asking(client: Client, prompt: Prompt, record: Record) -> None:
+        await ask(client, prompt, record)
+        ended.append(record)
+        if len(ended) == 2 + 20 + 7:  # the first two measured the prompts
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Client, "ask", asking)
+    page = tmp_path / "page.html"
+    flags = [flag, "40,50", "--requests", "20", "--output", "1", "--html", str(page)]
+    (whole, part), _ = bench(Manner(first=0.1, one_at_a_time=True), tmp_path, *flags, code=130)
+    assert (whole["partial"], whole["requests"]["answered"]) == (False, 20)
+    asked = part["requests"]
+    assert part["partial"]
+    assert asked["counted"] == asked["answered"] == len(part["records"]) >= 7
+    assert asked["failed"] == 0
+    assert asked["sent"] > asked["counted"]
+    assert part["ttft"]["p50"] >= 0.1
+    assert part["warnings"][0].startswith("interrupted: only what had been answered by then counts")
+    told = capsys.readouterr()
+    assert told.err == "penstock bench: interrupted: 1 of 2 stages were measured, and the next in part\n"
+    assert "50, in part" in told.out
+    assert ", in part</h2>" in page.read_text()
 
 
 @pytest.mark.usefixtures("keyboard")
