@@ -15,7 +15,7 @@ from .prompts import Prompt
 from .protocols import Api, Lines, Told
 from .record import Record
 
-NOT_AWAITED = "not awaited"  # kind of error
+NOT_AWAITED, REFUSED = "not awaited", "connect"  # kinds of errors
 DETAIL = 200  # characters of an error that are kept
 CLOCK = time.perf_counter
 
@@ -74,7 +74,7 @@ class Client:
         except TimeoutError:
             _fail(record, "timeout", f"no end within {self._timeout.total:g} s")
         except aiohttp.ClientConnectorError as error:
-            _fail(record, "connect", str(error))
+            _fail(record, REFUSED, str(error))
         except (aiohttp.ClientError, ConnectionError) as error:
             _fail(record, "cut", str(error) or type(error).__name__)
         except msgspec.MsgspecError as error:

@@ -12,13 +12,14 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
-from .client import CLOCK, NOT_AWAITED, Client
+from .client import CLOCK, NOT_AWAITED, REFUSED, Client
 from .prompts import Prompt
 from .record import Record
 from .traffic import Arrivals
 
 TICK = 0.02  # seconds between looks at how late this process is
 BURST = 256  # requests that are late already are not begun in one go, or none of them would be sent before the last
+AGAIN = 0.1  # seconds after which a client of a closed loop asks again where nobody listened
 SLACK = 1e-3  # seconds: asyncio's timers are no finer
 
 
@@ -124,8 +125,10 @@ class Load:
     async def _closed(self, stage: Stage, start: float) -> None:
         async def work() -> None:
             while self._extent.more(CLOCK() - start, len(stage.records)):
-                prompt = next(self._prompts)
-                await self._client.ask(prompt, self._record(stage, start, CLOCK()))
+                prompt, record = next(self._prompts), self._record(stage, start, CLOCK())
+                await self._client.ask(prompt, record)
+                if record.error == REFUSED:  # at once: the next would be, too, and this process do nothing else
+                    await asyncio.sleep(AGAIN)
 
         async with _team() as tasks:
             tasks += [asyncio.create_task(work()) for _ in range(int(stage.value))]

@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import signal
+import socket
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
@@ -157,6 +158,20 @@ def test_errors_are_counted_by_kind(manner: Manner, kind: str, detail: str, tmp_
     assert detail in stage["error_examples"][kind]
     assert stage["goodput"]["share"] == 0.0
     assert stage["ttft"] is None
+
+
+def test_where_nobody_listens_clients_wait_a_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else they would fail a thousand times a second."""
+    run = Load.run
+
+    async def deserted(self: Load, stage: Stage, most: int = 0) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as unused:
+            self._client._base = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        await run(self, stage, most)
+
+    monkeypatch.setattr(Load, "run", deserted)
+    [stage], _ = bench(Manner(), tmp_path, "--concurrency", "3", "--duration", "0.45", code=1)
+    assert 3 <= stage["requests"]["failed"] == stage["errors"]["connect"] <= 3 * 5
 
 
 def test_a_request_that_takes_too_long(tmp_path: Path) -> None:
