@@ -27,11 +27,11 @@ from .metrics import Metrics
 from .placement import Placement
 from .replica import Conflict, Replica, Unknown
 from .request import Broken, Item, Limits, NotReady, Overloaded, Request, Sink
+from .scheduler import load_of
 from .shards import Shards
 from .streams import Stream, Tokenizer, read
 
 RETRY = 0.5  # seconds until a replica that failed to start is tried again
-CHARGED = 256  # tokens that a choice counts for in its replica's load, at most: few answers are as long as they may be
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class Member:
 
 def work_of(request: Request) -> int:
     """Tokens that a request counts for in its replica's load."""
-    return len(request.prompt) + request.sequences * min(request.max_new_tokens, CHARGED)
+    return load_of(len(request.prompt), request.max_new_tokens, request.sequences)
 
 
 class Fleet:

@@ -32,7 +32,7 @@ from .drafting import Allowance, Drafting
 from .policies import Measured, Mixed, Policy, Standing
 
 BATCH = 1  # the one batch on the shards
-CHARGED = 256  # generated tokens that a choice counts for in a tenant's load, at most
+CHARGED = 256  # generated tokens that a choice counts for in a load, at most: few answers are as long as they may be
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class Job:
     @property
     def load(self) -> int:
         """What it counts for in its tenant's share."""
-        return self.prompt_tokens + self.choices * min(self.max_new_tokens, CHARGED)
+        return load_of(self.prompt_tokens, self.max_new_tokens, self.choices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +138,11 @@ class Report:
     draft_seconds: float = 0.0  # what it took to find guesses ...
     later_seconds: float = 0.0  # ... and, of that, runs after the first one
     ahead: bool = False  # what is said of standings and of free pages includes what the next step takes and computes
+
+
+def load_of(prompt_tokens: int, max_new_tokens: int, choices: int) -> int:
+    """Tokens that a request counts for, among those of its tenant or of its replica."""
+    return prompt_tokens + choices * min(max_new_tokens, CHARGED)
 
 
 def most_pages(prompt_tokens: int, max_new_tokens: int, choices: int, page_size: int) -> int:
