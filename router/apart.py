@@ -37,7 +37,8 @@ class Busy(Exception):
 
 
 class Apart:
-    """Processes that run a module, which calls `serve`. They start when they are needed and stay."""
+    """Processes that run a module, which calls `serve`. They start when they are needed, stay, and end with this object or with the
+    process that has it."""
 
     def __init__(self, module: str, processes: int) -> None:
         self._module = module
@@ -65,11 +66,6 @@ class Apart:
             return await self._ask(job, seconds)
         finally:
             self._free.release()
-
-    def close(self) -> None:
-        """Ends the processes that nobody waits for."""
-        while self._idle:
-            self._idle.pop().close()
 
     async def _ask(self, job: bytes, seconds: float) -> bytes:
         """A process may have been killed for no fault of the job, so there is a second one."""

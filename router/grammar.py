@@ -150,10 +150,6 @@ class Grammars:
         if problem:
             raise Refused(f"`grammar` is not possible: {problem}", "grammar")
 
-    def close(self) -> None:
-        """Ends the processes that nobody waits for."""
-        self._apart.close()
-
     def _ask(self, grammar: Grammar) -> "asyncio.Task[str]":
         verdict = self._kept.get(grammar)
         if verdict is not None:

@@ -51,10 +51,6 @@ class Renderer:
             raise Refused(result.refused, result.parameter)
         return result.text
 
-    def close(self) -> None:
-        """Ends the processes that nobody waits for."""
-        self._apart.close()
-
 
 @lru_cache(maxsize=16)
 def _compiled(source: str, special_tokens: tuple[tuple[str, str], ...]) -> ChatTemplate:

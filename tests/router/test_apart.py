@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,10 +17,21 @@ DEADLY = b'["json_schema", "{\\"const\\": -9223372036854775808}", []]'
 
 
 @pytest.fixture
-def apart() -> Iterator[Apart]:
-    found = Apart("penstock.router.grammar", 2)
-    yield found
-    found.close()
+def apart() -> Apart:
+    return Apart("penstock.router.grammar", 2)
+
+
+def test_its_processes_end_with_it() -> None:
+    async def run() -> None:
+        found = Apart("penstock.router.grammar", 2)
+        assert await found.ask(JOB, 10)
+        [process] = found._idle
+        pid = process._process.pid
+        del found, process
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+    asyncio.run(run())
 
 
 def test_one_that_was_killed_costs_nothing(apart: Apart) -> None:

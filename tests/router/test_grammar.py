@@ -28,7 +28,6 @@ def run(test: Callable[[Grammars], Awaitable[None]]) -> None:
         grammars = Grammars(special_id)
         async with asyncio.timeout(60):
             await test(grammars)
-        grammars.close()
 
     asyncio.run(main())
 
@@ -51,7 +50,6 @@ def checked() -> Iterator[Callable[[Grammar], str]]:
             return await asyncio.gather(grammars.check(grammar), return_exceptions=True)
 
         yield checked
-    grammars.close()
 
 
 def nested(depth: int) -> dict[str, Any]:

@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,10 +23,8 @@ QUESTION = Chat(messages=[{"role": "user", "content": "x"}])
 
 
 @pytest.fixture
-def renderer() -> Iterator[Renderer]:
-    renderer = Renderer(seconds=0.5)
-    yield renderer
-    renderer.close()
+def renderer() -> Renderer:
+    return Renderer(seconds=0.5)
 
 
 def render(renderer: Renderer, source: str, chat: Chat = QUESTION) -> str:
