@@ -5,6 +5,7 @@ Imports nothing heavy, so that `--help` answers at once and the children are sta
 
 import argparse
 import dataclasses
+import errno
 import functools
 import os
 import sys
@@ -32,6 +33,7 @@ from . import (
     plan,
     replicas,
     rundir,
+    streams,
 )
 from .console import Console
 from .mistake import Mistake
@@ -49,10 +51,12 @@ EXCEPTIONS = (
 )
 COMMANDS = ("serve", "plan", "chat", "bench", "top", "simulate")
 SECRETS = ("API_KEY", "ADMIN_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_API_TOKEN")  # no child needs them
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command. Returns the exit code: 2 for what the operator can mend."""
+    streams.complete()
     try:
         return _run(sys.argv[1:] if arguments is None else list(arguments), os.environ)
     except Mistake as mistake:
@@ -63,6 +67,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # `penstock plan | head`. Python would complain once more when it flushes at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        if error.errno not in FULL or error.filename is not None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # likewise
+        print(f"penstock: error: stdout can't be written to ({error.strerror}): free space there", file=sys.stderr)
         return 1
 
 

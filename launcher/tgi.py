@@ -13,7 +13,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from . import cli, command_line, kinds, machine, options
+from . import cli, command_line, kinds, machine, options, streams
 from .console import Console
 from .mistake import Mistake
 from .options import flag
@@ -80,6 +80,7 @@ class Translation:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command. Returns the exit code: 2 for what the operator can mend."""
+    streams.complete()
     given = sys.argv[1:] if arguments is None else list(arguments)
     if {"-h", "--help"}.intersection(given):
         _parser(everything=True).print_help()

@@ -72,6 +72,20 @@ def test_help_needs_nothing_heavy() -> None:
     assert answer.stdout.endswith("\n[]\n")
 
 
+@pytest.mark.parametrize(
+    ("redirection", "code", "said"),
+    [
+        (">&-", 0, ""),
+        ("<&- >&-", 0, ""),
+        (">/dev/full", 1, "penstock: error: stdout can't be written to (No space left on device): free space there\n"),
+    ],
+)
+def test_standard_streams_that_lead_nowhere(redirection: str, code: int, said: str) -> None:
+    command = f'"$0" -m penstock.launcher plan "$1" {redirection}'
+    answer = subprocess.run(["sh", "-c", command, sys.executable, str(hub.DEMO_FOLDER)], stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (answer.returncode, answer.stderr) == (code, said)
+
+
 def test_a_mistake_is_one_line_and_exit_code_2() -> None:
     for arguments in (["srve"], ["--nonsense"], ["serve", "--nonsense"], ["plan", "/no/such/folder"]):
         answer = run(*arguments)
