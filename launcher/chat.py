@@ -373,9 +373,10 @@ def parsed(value: str) -> Any:
 def pipe(server: Server, talk: Talk, question: str) -> int:
     """One question, its answer to stdout as it comes. Returns the exit code."""
     talk.messages.append({"role": "user", "content": question})
+    seen = sys.stdout.isatty()  # a terminal obeys control characters
     try:
         for piece in server.stream(talk.body()):
-            sys.stdout.write(piece.text)
+            sys.stdout.write(CONTROL.sub("", piece.text) if seen else piece.text)
             sys.stdout.flush()
     except Failed as failed:
         sys.stdout.flush()

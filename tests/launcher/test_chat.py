@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import pytest
 from rich.console import Console
 
-from penstock.launcher.chat import Failed, Pace, Piece, Server, Talk, Terminal
+from penstock.launcher.chat import Failed, Pace, Piece, Server, Talk, Terminal, pipe
 from penstock.launcher.mistake import Mistake
 
 WAIT = 30.0  # seconds for a terminal to show something, on a busy machine
@@ -129,6 +129,21 @@ def test_a_question_in_a_pipe() -> None:
     [body] = Handler.asked
     assert body["messages"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi\nthere"}]
     assert (body["model"], body["temperature"], body["stream"]) == ("fake", 0.7, True)
+
+
+@pytest.mark.parametrize("seen", [False, True])
+def test_a_terminal_behind_a_pipe_gets_no_control_characters(seen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`echo Hi | penstock chat` shows answers in a terminal, which would obey them; a file gets what was said."""
+
+    class Told:
+        def stream(self, body: dict[str, object]) -> Iterator[Piece]:
+            yield Piece("a\x1b]0;title\x07\tb\n")
+
+    out = StringIO()
+    out.isatty = lambda: seen  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stdout", out)
+    assert pipe(Told(), Talk(), "Hi") == 0  # type: ignore[arg-type]
+    assert out.getvalue() == ("a]0;title\tb\n\n" if seen else "a\x1b]0;title\x07\tb\n\n")
 
 
 @pytest.mark.parametrize(
