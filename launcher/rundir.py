@@ -11,7 +11,7 @@ import socket
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .mistake import Mistake
@@ -37,7 +37,8 @@ def private() -> Iterator[Path]:
         try:
             yield folder
         finally:
-            shutil.rmtree(folder)
+            with suppress(FileNotFoundError):  # somebody has cleaned up before us
+                shutil.rmtree(folder)
 
 
 @contextmanager

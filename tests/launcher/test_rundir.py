@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import shutil
 import socket
 import stat
 import tempfile
@@ -24,6 +25,12 @@ def test_a_private_folder(home: Path) -> None:
         assert folder.parent == home
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         (folder / "socket").touch()
+    assert list(home.iterdir()) == []
+
+
+def test_a_folder_that_somebody_removed_first(home: Path) -> None:
+    with rundir.private() as folder:
+        shutil.rmtree(folder)
     assert list(home.iterdir()) == []
 
 
