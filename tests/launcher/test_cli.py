@@ -82,7 +82,8 @@ def test_help_needs_nothing_heavy() -> None:
 )
 def test_standard_streams_that_lead_nowhere(redirection: str, code: int, said: str) -> None:
     command = f'"$0" -m penstock.launcher plan "$1" {redirection}'
-    answer = subprocess.run(["sh", "-c", command, sys.executable, str(hub.DEMO_FOLDER)], stderr=subprocess.PIPE, text=True, timeout=60)
+    words = ["sh", "-c", command, sys.executable, str(hub.DEMO_FOLDER)]
+    answer = subprocess.run(words, stderr=subprocess.PIPE, text=True, timeout=60)
     assert (answer.returncode, answer.stderr) == (code, said)
 
 
