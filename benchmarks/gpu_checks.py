@@ -4,6 +4,7 @@ Shapes are drawn anew in each run, from a seed that is printed. What a kernel ha
 given as a share of its tolerance: |found - expected| / (tolerance + tolerance * |expected|), the largest anywhere.
 """
 
+import itertools
 import multiprocessing
 import os
 import random
@@ -22,7 +23,21 @@ from torch import Tensor
 from penstock.benchmarks.gpu_measure import Bench
 from penstock.benchmarks.gpu_report import Line, failed
 from penstock.benchmarks.gpu_worlds import Shape
-from penstock.kernels import beam, choose, experts, fused_product, noise, operations, paged_attention, paging, reference, sampling
+from penstock.kernels import (
+    beam,
+    choose,
+    codes,
+    experts,
+    fused_product,
+    fused_quantized,
+    noise,
+    operations,
+    paged_attention,
+    paging,
+    quantized,
+    reference,
+    sampling,
+)
 from penstock.kernels.attention import Row, ancestry
 from penstock.kernels.fused_noise import gumbel_of_ids, gumbel_of_quads
 from penstock.kernels.fused_sampling import sample
@@ -93,6 +108,8 @@ def checks(bench: Bench) -> dict[str, Check]:
         found[f"rotary and write, {name}"] = partial(rotary, dtype=dtype, eight_bits=False)
     found["products of few rows"] = products
     found["products of experts"] = mixtures
+    for kind in codes.BITS:
+        found[f"products with weights of few bits, {kind}"] = partial(few_bits, kind=kind)
     if bench.device.type == "cuda":
         found["attention from a graph that takes other plans"] = replayed
         # The interpreter rounds to 8 bits wrongly.
@@ -308,6 +325,21 @@ def products(bench: Bench, chance: random.Random) -> float:
             fused_product.product(x, weight, bias, out, gains=gains, epsilon=1e-5, gated=gated, add=add)
             # Sums of many products: errors are in proportion to the largest.
             worst = max(worst, error(out / expected.abs().max(), expected / expected.abs().max(), ROUNDINGS[dtype]))
+    return worst
+
+
+def few_bits(bench: Bench, chance: random.Random, kind: str) -> float:
+    """Of few rows, of many, and of so many that the weight is unpacked first."""
+    worst = 0.0
+    for dtype, rows in itertools.product((torch.bfloat16, torch.float16), (1, 40, fused_quantized.MOST + 1)):
+        inputs, outputs = (64, 17) if bench.tiny else (chance.choice([2048, 4096, 14336]), chance.randint(1, 6144))
+        rounded = codes.quantize(torch.randn(outputs, inputs, device=bench.device) * inputs**-0.5, kind)
+        rounded = rounded.refined(rounded.block // chance.choice([1, 2]))
+        bias = _wide(outputs, dtype=dtype, device=bench.device) if chance.random() < 0.5 else None
+        x = _wide(rows, inputs, dtype=dtype, device=bench.device)
+        expected = x.double() @ codes.unpacked(rounded, torch.float64).T + (bias.double() if bias is not None else 0)
+        found = quantized.lay_out(rounded, bias, True, dtype)(x)
+        worst = max(worst, error(found / expected.abs().max(), expected / expected.abs().max(), ROUNDINGS[dtype]))
     return worst
 
 

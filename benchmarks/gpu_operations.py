@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.benchmarks.gpu_measure import Bench, Call
 from penstock.benchmarks.gpu_report import Line, failed
-from penstock.kernels import beam, choose, experts, operations, paging, reference, sampling
+from penstock.kernels import beam, choose, codes, experts, operations, paging, quantized, reference, sampling
 from penstock.kernels.fused_sampling import sample
 from penstock.kernels.sampling import Draws, Penalties
 
@@ -24,7 +24,7 @@ def measure(bench: Bench) -> None:
     choose.force("triton")
     try:
         sizes = (4,) if bench.tiny else (1, 256, 8192)
-        parts = [partial(part, tokens=tokens) for part in (elementwise, mixture) for tokens in sizes]
+        parts = [partial(part, tokens=tokens) for part in (elementwise, mixture, few_bits) for tokens in sizes]
         bench.each(SECTION, (sample_logits, beams, *parts, moves))
     finally:
         choose.force("")
@@ -98,6 +98,20 @@ def mixture(bench: Bench, tokens: int) -> None:
     chosen = sum(len(set(numbers.flatten().tolist())) for _, numbers in routed) / len(routed)
     calls: list[Call] = [partial(laid_out, x, *route) for route in routed]
     _against_bytes(bench, f"{count} of {number} experts, {tokens} tokens", calls, round(chosen * 3 * hidden * size * 2))
+
+
+def few_bits(bench: Bench, tokens: int) -> None:
+    """The queries, keys and values of an 8 B model, against the codes' bytes or the time of as many operations."""
+    outputs, inputs = (64, 96) if bench.tiny else (6144, HIDDEN)
+    x = _bfloat16(bench, tokens, inputs)
+    for kind in codes.BITS:
+        rounded = codes.quantize(torch.randn(outputs, inputs, device=bench.device), kind)
+        size = quantized.lay_out(rounded, None, True, torch.bfloat16).bytes
+        weights = [quantized.lay_out(rounded, None, True, torch.bfloat16) for _ in range(bench.copies(size))]
+        took = bench.time([partial(weight, x) for weight in weights])
+        floor = max(size / bench.copy_rate, 2 * tokens * outputs * inputs / bench.product_rate)
+        what = f"product of {tokens} tokens with weights of {kind}"
+        bench.add(Line(section=SECTION, what=what, timing=took, ratio=floor / took.seconds, against="its floor"))
 
 
 def moves(bench: Bench) -> None:

@@ -13,7 +13,7 @@ from penstock.benchmarks.gpu_attention import even_rows, world_of
 from penstock.benchmarks.gpu_measure import Bench, Call, replaced
 from penstock.benchmarks.gpu_report import Line, failed
 from penstock.benchmarks.gpu_worlds import World, tree
-from penstock.kernels import choose, fused_product, operations, paged_attention, work
+from penstock.kernels import choose, codes, fused_product, fused_quantized, operations, paged_attention, quantized, work
 from penstock.kernels.attention import Row
 from penstock.kernels.linear import Product, plain
 from penstock.kernels.work import Tile
@@ -49,6 +49,7 @@ def measure(bench: Bench) -> None:
         }
         parts: list[Callable[[Bench], object]] = [partial(_products, name=name) for name in SHAPES]
         parts += [partial(_tiles, what=what, kind=kind, tried=tried, rows=rows) for what, (kind, tried, rows) in cases.items()]
+        parts += [partial(_few_bits, kind=kind) for kind in codes.BITS]
         for count, tokens in ((64, 4096), (16, 2048), (256, 1024), (1, 8192)):
             parts.append(partial(_cuts, count=count, tokens=tokens))
         bench.each(SECTION, parts)
@@ -120,6 +121,23 @@ def _products(bench: Bench, name: str) -> None:
                 replaced(fused_product, "WARPS", warps),
             ):
                 _compare(bench, f"{what}: tile of {(columns, depth, stages, warps)}", PRODUCT, took.seconds, ours)
+
+
+def _few_bits(bench: Bench, kind: str) -> None:
+    """From how many rows on a weight is better unpacked first."""
+    outputs, inputs = (48, 64) if bench.tiny else SHAPES["queries, keys, values"][:2]
+    rounded = codes.quantize(_made(bench, outputs, inputs), kind)
+    size = outputs * inputs * codes.BITS[kind] // 8
+    weights = [quantized.lay_out(rounded, None, True, torch.bfloat16) for _ in range(bench.copies(size))]
+    for rows in (3,) if bench.tiny else (16, 64, 128, 256, 512):
+        x = _made(bench, rows, inputs)
+        calls = [partial(weight, x) for weight in weights]
+        with replaced(fused_quantized, "MOST", rows):
+            took = bench.time(calls)
+        what = f"{kind}, {rows} rows"
+        bench.add(Line(section=SECTION, what=f"{what}, of codes", timing=took))
+        with replaced(fused_quantized, "MOST", 0):
+            _compare(bench, f"{what}: unpacked first", "fused_quantized.MOST", took.seconds, lambda calls=calls: calls)  # type: ignore[misc]
 
 
 def _chosen(honest: Callable[..., dict[str, Any]], chosen: dict[str, Any], *given: Any) -> dict[str, Any]:

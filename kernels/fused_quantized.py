@@ -1,11 +1,11 @@
 """Products with weights of few bits, by Triton. Knows tensors only.
 
-Codes are multiplied as they are, integers less what means 0 or floats of 8 bits, which bfloat16 and float16 hold exactly; sums of a group
-are scaled in float32. Up to MOST rows every program unpacks its outputs' codes as it reads them; more rows are worth unpacking the whole
-weight first, for torch's own product. Where that begins is a guess: it was not measured yet.
+Codes are multiplied as they are, integers less what means 0 or floats of 8 bits, which bfloat16 and float16 hold exactly; sums of a
+block are scaled in float32. Up to MOST rows every program unpacks its outputs' codes as it reads them; for more rows the whole
+weight is unpacked first, for torch's own product. Where that begins is a guess: it was not measured yet.
 
-Two codes of 4 bits share a byte, those of a run's first half with those of its second, so that each half is a product of its own and
-nothing has to be interleaved. Floats of 8 bits are moved into float16, which has the same numbers 2**8 times smaller: every
+Two codes of 4 bits share a byte, those of a run's first half with those of its second, so that each half is a product of its own
+and nothing has to be interleaved. Floats of 8 bits are moved into float16, which has the same numbers 2**8 times smaller: every
 accelerator can do that, also where it knows no such floats.
 """
 
@@ -19,10 +19,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from .codes import MIDDLES, Codes
 from .compilation import Compilation
 from .fused_product import INTERPRET, dot
 from .linear import Product
-from .quantized import MIDDLES, Codes
 
 MOST = 256  # rows
 TYPES = {torch.bfloat16, torch.float16}  # of rows
@@ -39,14 +39,14 @@ def quantized_kernel(
     out: tl.tensor,  # [rows, OUTPUTS], dense
     x: tl.tensor,  # [rows, INPUTS]
     codes: tl.tensor,  # [OUTPUTS, INPUTS] bytes, or half as many
-    scales: tl.tensor,  # [INPUTS / GROUP, OUTPUTS] float32
+    scales: tl.tensor,  # [INPUTS / BLOCK, OUTPUTS] float32
     zeros: tl.tensor,  # the same, bytes; unused without ZEROS
     bias: tl.tensor,  # [OUTPUTS]; unused without BIASED
     rows: tl.tensor,
     x_stride: tl.tensor,
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
-    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
     RUN: tl.constexpr,
     BITS: tl.constexpr,
     FLOATS: tl.constexpr,
@@ -69,26 +69,35 @@ def quantized_kernel(
     result = tl.zeros([ROWS, COLUMNS], tl.float32)
     for run in tl.range(0, INPUTS // RUN, num_stages=STAGES):
         held = tl.load(from_codes + run * WIDTH, mask=wanted[:, None], other=0)
-        group = run * RUN // GROUP * OUTPUTS + output
-        if ZEROS:
-            zero = tl.load(zeros + group, mask=wanted, other=0).to(tl.int32)[:, None]
-        else:
-            zero = tl.full([COLUMNS, 1], MIDDLE, tl.int32)
+        block = run * RUN // BLOCK * OUTPUTS + output
+        zero = zeros_of(zeros + block, wanted, ZEROS, MIDDLE)
         part = tl.zeros([ROWS, COLUMNS], tl.float32)
         first = tl.load(from_x + run * RUN, mask=asked[:, None], other=0.0)
         if BITS == 4:
             second = tl.load(from_x + run * RUN + WIDTH, mask=asked[:, None], other=0.0)
-            part = dot(first, ((held & 15).to(tl.int32) - zero).to(first.dtype), part, WIDEN)
-            part = dot(second, ((held >> 4).to(tl.int32) - zero).to(first.dtype), part, WIDEN)
+            part = dot(first, less(held & 15, zero).to(first.dtype), part, WIDEN)
+            part = dot(second, less(held >> 4, zero).to(first.dtype), part, WIDEN)
         elif FLOATS:
             part = dot(first, smaller(held).to(first.dtype), part, WIDEN)
         else:
-            part = dot(first, (held.to(tl.int32) - zero).to(first.dtype), part, WIDEN)
-        result += part * tl.load(scales + group, mask=wanted, other=0.0)[None, :]
+            part = dot(first, less(held, zero).to(first.dtype), part, WIDEN)
+        result += part * tl.load(scales + block, mask=wanted, other=0.0)[None, :]
     if BIASED:
         result += tl.load(bias + output, mask=wanted, other=0.0).to(tl.float32)[None, :]
     to = out + row.to(tl.int64)[:, None] * OUTPUTS + output[None, :]
     tl.store(to, result.to(out.dtype.element_ty), mask=asked[:, None] & wanted[None, :])
+
+
+@triton.jit
+def zeros_of(place: tl.tensor, wanted: tl.tensor, ZEROS: tl.constexpr, MIDDLE: tl.constexpr) -> tl.tensor:
+    """The integers that mean 0 for some outputs: [outputs, 1]."""
+    return (tl.load(place, mask=wanted, other=0).to(tl.int32) if ZEROS else tl.where(wanted, MIDDLE, 0))[:, None]
+
+
+@triton.jit
+def less(codes: tl.tensor, zero: tl.tensor) -> tl.tensor:
+    """Codes less what means 0, as float32: the interpreter makes no bfloat16 of integers."""
+    return (codes.to(tl.int32) - zero).to(tl.float32)
 
 
 @triton.jit
@@ -106,7 +115,7 @@ def unpack_kernel(
     zeros: tl.tensor,
     outputs: tl.tensor,
     INPUTS: tl.constexpr,
-    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
     RUN: tl.constexpr,
     BITS: tl.constexpr,
     FLOATS: tl.constexpr,
@@ -122,34 +131,30 @@ def unpack_kernel(
     place = tl.arange(0, WIDTH)
     line = output.to(tl.int64)[:, None]
     held = tl.load(codes + line * (INPUTS * BITS // 8) + run * WIDTH + place[None, :], mask=wanted[:, None], other=0)
-    group = run * RUN // GROUP * outputs + output
-    scale = tl.load(scales + group, mask=wanted, other=0.0)[:, None]
-    if ZEROS:
-        zero = tl.load(zeros + group, mask=wanted, other=0).to(tl.int32)[:, None]
-    else:
-        zero = tl.full([COLUMNS, 1], MIDDLE, tl.int32)
+    block = run * RUN // BLOCK * outputs + output
+    scale = tl.load(scales + block, mask=wanted, other=0.0)[:, None]
+    zero = zeros_of(zeros + block, wanted, ZEROS, MIDDLE)
     to = out + line * INPUTS + run * RUN + place[None, :]
     if BITS == 4:
-        first = ((held & 15).to(tl.int32) - zero).to(tl.float32) * scale
-        second = ((held >> 4).to(tl.int32) - zero).to(tl.float32) * scale
+        first, second = less(held & 15, zero) * scale, less(held >> 4, zero) * scale
         tl.store(to, first.to(out.dtype.element_ty), mask=wanted[:, None])
         tl.store(to + WIDTH, second.to(out.dtype.element_ty), mask=wanted[:, None])
     elif FLOATS:
         tl.store(to, (smaller(held).to(tl.float32) * scale).to(out.dtype.element_ty), mask=wanted[:, None])
     else:
-        tl.store(to, ((held.to(tl.int32) - zero).to(tl.float32) * scale).to(out.dtype.element_ty), mask=wanted[:, None])
+        tl.store(to, (less(held, zero) * scale).to(out.dtype.element_ty), mask=wanted[:, None])
 
 
 def by_triton(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> tuple[Product, Sequence[Tensor | None]] | None:
-    """The product with rows of `dtype`, and what it reads. None: groups are too short, or rows are not for the matrix units."""
-    run = _run(codes.group)
+    """The product with rows of `dtype`, and what it reads. None: blocks are too short, or rows are not for the matrix units."""
+    run = _run(codes.block)
     if run < LEAST_RUN or dtype not in TYPES:
         return None
     outputs, inputs = codes.codes.shape
     held = _paired(codes.codes, run) if codes.kind == "int4" else codes.codes.contiguous()
     scales = (codes.scales.t() * (FP8_FACTOR if codes.kind == "fp8" else 1)).contiguous()
     zeros = codes.zeros.t().contiguous() if codes.zeros is not None else None
-    constants = _meaning(codes.kind, inputs, codes.group, zeros is not None)
+    constants = _meaning(codes.kind, inputs, codes.block, zeros is not None)
 
     def unpacked() -> Tensor:
         weight = torch.empty(outputs, inputs, dtype=dtype, device=held.device)
@@ -191,23 +196,23 @@ def by_triton(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> tuple[Pr
     return product, (held, scales, zeros, bias)
 
 
-def _run(group: int) -> int:
+def _run(block: int) -> int:
     """The largest power of two up to RUN that divides it."""
-    return min(RUN, group & -group)
+    return min(RUN, block & -block)
 
 
 def _paired(codes: Tensor, run: int) -> Tensor:
     """Codes of 4 bits [out, in] as bytes [out, in / 2]."""
-    low, high = codes.unflatten(1, (-1, 2, run // 2)).unbind(2)
+    low, high = codes.view(len(codes), -1, 2, run // 2).unbind(2)
     return (low | (high << 4)).flatten(1)
 
 
-def _meaning(kind: str, inputs: int, group: int, zeros: bool) -> dict[str, Any]:
+def _meaning(kind: str, inputs: int, block: int, zeros: bool) -> dict[str, Any]:
     """The constants that say what codes mean."""
     return {
         "INPUTS": inputs,
-        "GROUP": group,
-        "RUN": _run(group),
+        "BLOCK": block,
+        "RUN": _run(block),
         "BITS": 4 if kind == "int4" else 8,
         "FLOATS": kind == "fp8",
         "ZEROS": zeros,
@@ -217,7 +222,7 @@ def _meaning(kind: str, inputs: int, group: int, zeros: bool) -> dict[str, Any]:
 
 def _tile(rows: int, outputs: int, amd: bool) -> dict[str, int]:
     """Few rows cost what reading the codes costs: small tiles, of which many are under way."""
-    high = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    high = 16 if rows <= 16 else 64
     wide = 64
     while wide > 16 and high == 16 and outputs < wide * PROGRAMS:
         wide //= 2
@@ -226,18 +231,18 @@ def _tile(rows: int, outputs: int, amd: bool) -> dict[str, int]:
 
 def compilations() -> list[Compilation]:
     """Matrices of an 8 B model, for one row and for many, with what the formats of checkpoints have."""
-    cases = {  # kind, group, zeros, inputs, outputs, type of rows
+    cases = {  # kind, block, zeros, inputs, outputs, type of rows
         "int4": ("int4", 128, False, 4096, 6144, "bf16"),
         "int4, zeros": ("int4", 64, True, 4096, 6144, "fp16"),
-        "int4, short groups": ("int4", 32, True, 2048, 1000, "bf16"),
+        "int4, short blocks": ("int4", 32, True, 2048, 1000, "bf16"),
         "int8": ("int8", 14336, False, 14336, 4096, "bf16"),
         "fp8": ("fp8", 4096, False, 4096, 28672, "bf16"),
         "fp8, blocks": ("fp8", 128, False, 14336, 4096, "bf16"),
     }
     kinds = {"": ("sm_80", "sm_90", "sm_100", "sm_120"), "amd": ("gfx942",)}
     found = []
-    for (name, (kind, group, zeros, inputs, outputs, dtype)), (kindred, targets) in itertools.product(cases.items(), kinds.items()):
-        meaning = _meaning(kind, inputs, group, zeros)
+    for (name, (kind, block, zeros, inputs, outputs, dtype)), (kindred, targets) in itertools.product(cases.items(), kinds.items()):
+        meaning = _meaning(kind, inputs, block, zeros)
         pointers = {"out": f"*{dtype}", "codes": "*u8", "scales": "*fp32", "zeros": "*u8"}
         unpacking = {**meaning, "COLUMNS": UNPACKED}
         found.append(
@@ -250,7 +255,7 @@ def compilations() -> list[Compilation]:
                 targets=targets,
             )
         )
-        for rows in (1, 32, 64, MOST):
+        for rows in (1, MOST):
             tile = _tile(rows, outputs, kindred == "amd")
             constants = {**meaning, "OUTPUTS": outputs, "BIASED": zeros, **tile, "WIDEN": False}
             numbers = {"rows": "i32", "x_stride": "i32:16"}
@@ -258,7 +263,13 @@ def compilations() -> list[Compilation]:
                 Compilation(
                     kernel=quantized_kernel,
                     name=f"quantized {name} {rows} {kindred}".rstrip(),
-                    signature={**pointers, "x": f"*{dtype}", "bias": f"*{dtype}", **numbers, **dict.fromkeys(constants, "constexpr")},
+                    signature={
+                        **pointers,
+                        "x": f"*{dtype}",
+                        "bias": f"*{dtype}",
+                        **numbers,
+                        **dict.fromkeys(constants, "constexpr"),
+                    },
                     constants=dict(constants),
                     warps=WARPS,
                     stages=tile["STAGES"],

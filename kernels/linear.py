@@ -53,6 +53,7 @@ class Weight:
         self.shape = weight.shape
         self._plain = (weight, bias) if weight.dtype in STREAMED and triton_for(weight) else None
         route = _route(weight)
+        self.shared = route is plain  # the weight is not copied
         self.compiled = (weight.shape, weight.dtype, bias is not None) if route is packed else None  # what oneDNN compiles for
         self.product = route(weight, bias)
         if not exact and weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() <= SHORT:

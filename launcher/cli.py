@@ -333,6 +333,7 @@ def shard_configs(
             local_ranks=planned.local_ranks,
             device=planned.device,
             dtype=planned.dtype,
+            quantize=asked.quantize,
             kv_cache_dtype=asked.kv_cache_dtype,
             kernels=asked.penstock_kernels,
             cuda_graphs=asked.cuda_graphs,

@@ -83,8 +83,9 @@ class Layout:
     @property
     def group(self) -> Group:
         """The ranks of a replica."""
-        form, item = self.plan.shape, plan.ITEM_BYTES[self.plan.dtype]
-        return Group(shape=form, ranks=self.plan.ranks, nodes=self.nodes, item=item, token_bytes=self.plan.token_bytes)
+        made, item = self.plan, plan.ITEM_BYTES[self.plan.dtype]
+        saved = made.shape.saved(made.ranks, item, made.device, made.dtype)
+        return Group(shape=made.shape, ranks=made.ranks, nodes=self.nodes, item=item, saved=saved, token_bytes=made.token_bytes)
 
     def room(self, context: int) -> int:
         """Sequences of that length that a replica runs at once."""

@@ -13,7 +13,7 @@ from .options import BATCHING, CHATS, COMPUTE, FIELDS, HTTP, MODEL, NODES, REQUE
 
 # Flags of text-generation-inference that penstock lacks: who moves is not pointed to a flag that only looks alike.
 TGI_ONLY = (
-    "--validation-workers --quantize --trust-remote-code --prometheus-port "
+    "--validation-workers --trust-remote-code --prometheus-port "
     "--weights-cache-override --disable-custom-kernels --rope-scaling --rope-factor "
     "--watermark-gamma --watermark-delta --tokenizer-config-path "
     "--lora-adapters --usage-stats --enable-prefill-logprobs --disable-usage-stats --disable-crash-reports"

@@ -67,7 +67,7 @@ def divide(options: Options, model: Checkpoint, machine: Machine, draft: Checkpo
     ranks = _ranks(options, device, machine)
     local = ranks // max(1, options.nnodes)
     try:
-        form = shape(model.config).within(options.max_total_tokens)
+        form = shape(model.config).within(options.max_total_tokens).quantized(options.quantize)
         form.check_ranks(ranks)
     except ValueError as error:
         raise Mistake(f"{model.folder}: {error}") from None
@@ -77,14 +77,13 @@ def divide(options: Options, model: Checkpoint, machine: Machine, draft: Checkpo
         given, most = options.max_input_tokens, form.max_positions
         raise Mistake(f"--max-input-tokens {given} leaves no room for an answer within the model's {most} positions")
     dtype = _dtype(options, model, device, machine)
-    # In float32 a CPU packs its matrices: a table that is also the output matrix is held in both forms.
-    tables = 2 if device == "cpu" and dtype == "float32" else None
-    weights = (form.parameters(ranks, tables) + form.rotary_elements) * ITEM_BYTES[dtype]
+    packed = device == "cpu" and (dtype == "float32" or (dtype == "bfloat16" and machine.fast_bfloat16))
+    weights = form.weight_bytes(ranks, ITEM_BYTES[dtype], device, dtype, packed)
     token = form.kv_elements(ranks) * (ITEM_BYTES[dtype] if options.kv_cache_dtype == "auto" else 1)
     total = min(machine.gpu_memory[:local]) if device == "cuda" else machine.memory // local
     usable = int(total * options.cuda_memory_fraction)
     small = shape(draft.config) if draft else None
-    draft_bytes = (small.parameters(1, tables) + small.rotary_elements) * ITEM_BYTES[dtype] if small else 0
+    draft_bytes = small.weight_bytes(1, ITEM_BYTES[dtype], device, dtype, packed) if small else 0
     draft_token = small.kv_elements(1) * ITEM_BYTES[dtype] if small else 0
     page = (token + draft_token) * options.page_size
     # More pages than all requests together can fill would only keep prefixes.
@@ -175,7 +174,9 @@ def _remedy(options: Options, form: Shape, ranks: int, dtype: str) -> str:
         return "lower --kv-pages" if options.kv_pages else "lower --max-batch-total-tokens"
     if ITEM_BYTES[dtype] > 2:
         return "free memory, or halve the weights with --dtype bfloat16"
-    return "free memory, or take more ranks with --num-shard" if form.kv_heads > ranks else "free memory, or take a smaller model"
+    rounding = "" if form.quantization else ", round the weights with --quantize int4"
+    other = "take more ranks with --num-shard" if form.kv_heads > ranks else "take a smaller model"
+    return f"free memory{rounding}, or {other}"
 
 
 def table(plan: Plan, name: str) -> str:
@@ -185,7 +186,7 @@ def table(plan: Plan, name: str) -> str:
         ("model", name),
         ("folder", str(model.folder)),
         ("architecture", f"{form.described}, {form.max_positions:,} positions"),
-        ("weights", _stored(form, model)),
+        ("weights", f"{_stored(form, model)}{_few_bits(plan)}"),
         ("device", f"{plan.device}, {plan.dtype}"),
         (
             "ranks",
@@ -234,10 +235,28 @@ def _stored(form: Shape, model: Checkpoint) -> str:
     if model.random:
         return "random"
     if not model.files:
-        estimate = form.parameters() * ITEM_BYTES[model.dtype]
+        item = ITEM_BYTES[model.dtype]
+        estimate = form.parameters() * item - (0 if _rounding(form) else form.saved(1, item, "cuda", model.dtype))
         return f"{model.dtype}, about {size(estimate)}, estimated from config.json; not downloaded"
     there = "" if model.here else "; not downloaded"
     return f"{model.dtype}, {size(model.bytes)} in {model.files} file{'' if model.files == 1 else 's'}{there}"
+
+
+def _rounding(form: Shape) -> bool:
+    """Whether the weights are to be made of few bits, and are stored with more."""
+    return form.quantization is not None and form.quantization.at_load
+
+
+def _few_bits(plan: Plan) -> str:
+    found = plan.shape.quantization
+    if found is None:
+        return ""
+    by = "" if found.method == found.kind else f" by {found.method}"
+    what = f"; rounded to {found.kind}" if found.at_load else f"; {found.kind}{by}"
+    if found.kept(plan.device, plan.dtype):
+        return what
+    remedy = "; --dtype bfloat16 would keep them" if found.kept(plan.device, "bfloat16") else ""
+    return f"{what}, unpacked to {plan.dtype} when loaded{remedy}"
 
 
 def size(count: int) -> str:

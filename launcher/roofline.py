@@ -38,13 +38,18 @@ class Group:
     shape: Shape
     ranks: int
     nodes: int
-    item: int  # bytes of a weight
+    item: int  # bytes of a number that is computed with
+    saved: int = 0  # bytes that a rank's weights take less for having few bits
     token_bytes: int  # of a token's keys and values on a rank
 
     @property
     def head(self) -> int:
         """Elements of the output matrix."""
         return self.shape.vocabulary_slice(self.ranks) * self.shape.hidden
+
+    def read(self, tokens: int) -> int:
+        """Bytes of the weights that a step of so many tokens reads."""
+        return self.parameters(tokens) * self.item - self.saved
 
     def parameters(self, tokens: int = 1) -> int:
         """Those that a step of so many tokens reads, or one token is multiplied with. Of an embedding table, rows are read."""
@@ -53,7 +58,7 @@ class Group:
 
 def decode(group: Group, on: Accelerator, streams: int, context: int) -> float:
     """Each of so many sequences gets a token; all have a context of that length."""
-    weights = max(group.parameters(streams) * group.item / on.bandwidth, 2 * group.parameters() * streams / on.flops)
+    weights = max(group.read(streams) / on.bandwidth, 2 * group.parameters() * streams / on.flops)
     return weights + streams * context_bytes(group, context) / on.bandwidth + exchange(group, on, streams, streams)
 
 
@@ -62,7 +67,7 @@ def prefill(group: Group, on: Accelerator, tokens: int) -> float:
     pairs = sum(_pairs(tokens, window) for window in group.shape.windows)
     attention = 4 * pairs * group.shape.heads * group.shape.head_size / group.ranks
     products = 2 * ((group.parameters() - group.head) * tokens + group.head)
-    weights = group.parameters(tokens) * group.item / on.bandwidth
+    weights = group.read(tokens) / on.bandwidth
     return max(weights, (products + attention) / on.flops) + exchange(group, on, tokens, 1)
 
 

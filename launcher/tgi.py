@@ -37,7 +37,6 @@ IGNORED = {
     "enable_prefill_logprobs": "a request's `decoder_input_details` is enough",
 }
 REFUSED = {
-    "quantize": "weights are computed as they are stored: leave it out, and name a model that is not quantized",
     "weights_cache_override": "name the folder that holds config.json and the weights with --model-id",
     "rope_scaling": "write rope_scaling into the config.json of a copy of the model, and name that folder with --model-id",
     "rope_factor": "write rope_scaling into the config.json of a copy of the model, and name that folder with --model-id",
@@ -65,6 +64,9 @@ ALIASES = {  # of the same in the images for SageMaker and Vertex AI, and of old
     "AIP_HTTP_PORT": "PORT",
     "HF_API_TOKEN": "HF_TOKEN",
 }
+# Of --quantize, where penstock calls them otherwise, and what it lacks.
+METHODS = {"eetq": "int8", "bitsandbytes": "int8"}
+LACKING = ("exl2", "marlin", "bitsandbytes-nf4", "bitsandbytes-fp4")
 LEVELS = {"trace": "debug", "warn": "warning"}  # of LOG_LEVEL, where penstock calls them otherwise
 FALSE = ("n", "no", "f", "false", "off", "0")  # as TGI reads a switch from the environment; anything else is true
 
@@ -115,6 +117,7 @@ def translate(arguments: Sequence[str], environment: Mapping[str, str]) -> Trans
     rest += _memory(values, named)
     rest += ["--cors-allow-origin", values.cors_allow_origin] if values.cors_allow_origin else []
     rest += _collector(values, named, remarks)
+    rest += _quantize(values, named, remarks)
     rest += _log_level(rest, named)
     rest += _policies(rest, named)
     rest += _ranks(rest, named)
@@ -188,6 +191,21 @@ def _collector(values: argparse.Namespace, environment: Mapping[str, str], remar
     return ["--otlp-endpoint", endpoint]
 
 
+def _quantize(values: argparse.Namespace, environment: Mapping[str, str], remarks: list[str]) -> list[str]:
+    """--quantize: libraries that round weights when they are loaded."""
+    source = "--quantize" if values.quantize else "QUANTIZE"
+    given = values.quantize or environment.get("QUANTIZE", "").strip()
+    if given in LACKING:
+        raise Mistake(
+            f"{source}={given} is text-generation-inference's, and penstock lacks it: leave it out if the checkpoint is quantized "
+            "already, by gptq, awq, compressed-tensors or fp8, or take int4, int8 or fp8"
+        )
+    if given not in METHODS:
+        return ["--quantize", given] if given else []
+    remarks.append(f"{source}={given} rounds weights as penstock's {METHODS[given]} does")
+    return ["--quantize", METHODS[given]]
+
+
 def _log_level(rest: Sequence[str], environment: Mapping[str, str]) -> list[str]:
     """LOG_LEVEL, which may name levels of modules, too: "info,text_generation_router=debug"."""
     named = [part.strip().lower() for part in environment.get("LOG_LEVEL", "").split(",") if "=" not in part]
@@ -251,6 +269,7 @@ def _parser(everything: bool = False) -> argparse.ArgumentParser:
         parser.add_argument("--hostname")
         parser.add_argument("--cuda-memory-fraction")
         parser.add_argument("--otlp-endpoint")
+        parser.add_argument("--quantize")
         parser.add_argument("--cors-allow-origin", action=Joined)
     for name, why in (IGNORED | REFUSED).items():
         group = refused if name in REFUSED else ignored

@@ -15,6 +15,7 @@ class ShardConfig:
     local_ranks: int = 0  # on its machine, which share its memory; the first machine has the first ranks; 0: all
     device: str = "cpu"  # "cpu" or "cuda"
     dtype: str = "float32"  # of weights: "float32", "bfloat16", "float16"
+    quantize: str = ""  # what the checkpoint's weights are, or are rounded to: see `Shape.quantized`
     load_format: str = "auto"  # "auto": safetensors of the folder; "dummy": random weights from config.json alone
     kv_cache_dtype: str = (
         "auto"  # of keys and values: "auto", as the weights; "fp8_e4m3fn": 8 bits, with the checkpoint's scales or 1

@@ -54,7 +54,7 @@ class Progress:
 def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
     """The engine of this rank, its pool still empty. `stage` is told what is going on. Raises Unsupported."""
     folder = Path(config.folder)
-    model = _shape(folder).within(config.longest)
+    model = _shape(folder).within(config.longest).quantized(config.quantize)
     model.check_ranks(config.ranks)
     device = _device(config)
     if triton_on(device) and find_spec("triton") is None:

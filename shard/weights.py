@@ -17,11 +17,16 @@ from .models.shape import Unsupported
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+AGAIN = "is it the model's own? Download it again"
 Progress = Callable[[int], None]  # is told how many elements were read since the last call
 
 
 class Source(Protocol):
     """Where weights come from."""
+
+    dtype: torch.dtype
+    device: torch.device
+    progress: Progress
 
     def tensor(self, name: str, shape: tuple[int, ...], cut: tuple[int, int, int] | None = None) -> Tensor:
         """The tensor `name`, whose full shape must be `shape`, on the device and in the dtype of the source.
@@ -29,6 +34,10 @@ class Source(Protocol):
         cut: (dimension, start, stop) reads only that slice; what lies beyond the tensor's end is zero.
         Raises Unsupported, in one line with the remedy, if it isn't there or has another shape.
         """
+
+    def stored(self, name: str, kinds: tuple[str, ...]) -> Tensor:
+        """The tensor `name` as it is stored, which must be as one of safetensors' kinds of numbers, on the device of the source.
+        That it was read, `progress` is to be told by who knows how many weights it holds."""
 
     def has(self, name: str) -> bool:
         """Whether there is such a tensor, where nobody could know without looking."""
@@ -42,26 +51,34 @@ class Weights:
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, progress: Progress) -> None:
         self._folder = folder
-        self._dtype = dtype
-        self._device = device
-        self._progress = progress
+        self.dtype = dtype
+        self.device = device
+        self.progress = progress
         self._files: dict[Path, Any] = {}
         self._places = _places(folder)
 
     def tensor(self, name: str, shape: tuple[int, ...], cut: tuple[int, int, int] | None = None) -> Tensor:
         """See Source."""
-        path = self._places.get(name)
-        if path is None:
-            raise Unsupported(f"{self._folder} has no tensor {name}: is the download complete, and config.json the model's own?")
-        stored = self._stored(path, name, "get_slice")
+        stored = self._stored(self._place(name), name, "get_slice")
         found = tuple(stored.get_shape())
         if found != shape:
             raise Unsupported(f"tensor {name} is {list(found)}, config.json says {list(shape)}: they belong to different models")
         if stored.get_dtype() not in ("F64", "F32", "F16", "BF16"):
-            raise Unsupported(f"tensor {name} is stored as {stored.get_dtype()}: quantized checkpoints are not supported")
+            raise Unsupported(f"tensor {name} is stored as {stored.get_dtype()}, and by config.json it is not quantized: {AGAIN}")
         tensor = _sliced(stored, cut)
-        self._progress(tensor.numel())
-        return tensor.to(self._device, self._dtype)
+        self.progress(tensor.numel())
+        return tensor.to(self.device, self.dtype)
+
+    def stored(self, name: str, kinds: tuple[str, ...]) -> Tensor:
+        """See Source."""
+        stored = self._stored(self._place(name), name, "get_slice")
+        kind = stored.get_dtype()
+        if kind not in kinds:
+            raise Unsupported(
+                f"tensor {name} is stored as {kind}, by config.json's quantization_config it is {' or '.join(kinds)}: {AGAIN}"
+            )
+        tensor: Tensor = stored[:] if stored.get_shape() else self._stored(self._place(name), name, "get_tensor")
+        return tensor.to(self.device)
 
     def has(self, name: str) -> bool:
         """See Source."""
@@ -77,7 +94,13 @@ class Weights:
             raise Unsupported(
                 f"tensor {name} has {len(found)} numbers, config.json says {size} heads: they belong to different models"
             )
-        return found.expand(size).contiguous().to(self._device)  # type: ignore[no-any-return]
+        return found.expand(size).contiguous().to(self.device)  # type: ignore[no-any-return]
+
+    def _place(self, name: str) -> Path:
+        path = self._places.get(name)
+        if path is None:
+            raise Unsupported(f"{self._folder} has no tensor {name}: is the download complete, and config.json the model's own?")
+        return path
 
     def _stored(self, path: Path, name: str, read: str) -> Any:
         """The tensor, by one of safetensors' methods."""
@@ -93,19 +116,23 @@ class DummyWeights:
     """Random weights that depend on nothing but their names: for trying sizes and speeds without a checkpoint."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, progress: Progress) -> None:
-        self._dtype = dtype
-        self._device = device
-        self._progress = progress
+        self.dtype = dtype
+        self.device = device
+        self.progress = progress
 
     def tensor(self, name: str, shape: tuple[int, ...], cut: tuple[int, int, int] | None = None) -> Tensor:
         """See Source. Every rank draws the whole tensor, so that slices fit together."""
-        generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
-        full = torch.randn(shape, generator=generator, device=self._device).mul_(0.02)
+        generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()))
+        full = torch.randn(shape, generator=generator, device=self.device).mul_(0.02)
         if name.endswith("norm.weight"):
             full += 1
         tensor = _sliced(full, cut)
-        self._progress(tensor.numel())
-        return tensor.to(self._device, self._dtype)
+        self.progress(tensor.numel())
+        return tensor.to(self.device, self.dtype)
+
+    def stored(self, name: str, kinds: tuple[str, ...]) -> Tensor:
+        """See Source."""
+        raise Unsupported(f"there is no {name} among random weights")
 
     def has(self, name: str) -> bool:
         """See Source. Only what is asked for."""

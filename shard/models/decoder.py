@@ -169,7 +169,8 @@ class Decoder:
     @property
     def weight_bytes(self) -> int:
         """What this rank's weights take in memory."""
-        return sum(weight.bytes if isinstance(weight, Weight) else weight.nbytes for weight in self._weights())
+        twice = self.embedding.nbytes if self.shape.tied and self.head.shared else 0
+        return sum(weight.bytes if isinstance(weight, Weight) else weight.nbytes for weight in self._weights()) - twice
 
     def _weights(self) -> Iterator[Weight | Tensor]:
         for part in (self, *self.layers):

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from .fields import AGAIN, FULL, SLIDING, Config, check, number, shown
+from .quantization import quantization
 from .ropes import rope, rope_of, ropes_by_kind, rotary_size
 from .shape import Mixture, Shape, Unsupported
 
@@ -93,8 +94,6 @@ def _common(config: Config, activation: str = "hidden_act", activations: tuple[s
     named = config.get(activation) or activations[0]
     if named not in activations:
         raise Unsupported(f"{activation} {shown(named)} is not supported: for this family the decoder has {activations[0]}")
-    if config.get("quantization_config"):
-        raise Unsupported("quantized checkpoints are not supported: use the model's unquantized weights")
     heads, hidden, layers = config["num_attention_heads"], config["hidden_size"], config["num_hidden_layers"]
     turning = rope(config)
     head_size = config.get("head_dim") or hidden // heads
@@ -115,6 +114,7 @@ def _common(config: Config, activation: str = "hidden_act", activations: tuple[s
         tied=config.get("tie_word_embeddings", False),
         rope=turning,
         windows=(0,) * layers,
+        quantization=quantization(config),
     )
 
 

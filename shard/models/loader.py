@@ -2,15 +2,18 @@
 arXiv:1909.08053): heads and intermediate features by columns, what follows them by rows, tables by vocabulary.
 """
 
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, repeat
 
 import torch
 from torch import Tensor
 
+from ...kernels.codes import Codes, joined, unpacked
 from ...kernels.linear import Weight
+from ...kernels.quantized import lay_out
 from ..parallel import Ranks
 from ..weights import Source
+from .codes import matrix
 from .shape import Shape
 
 
@@ -40,18 +43,18 @@ class Loader:
     def columns(self, joint: str, names: list[str], sizes: list[int], bias: bool) -> Weight:
         """Matrices [size, hidden] side by side, of each this rank's part of the outputs. joint: what they are in checkpoints that
         have them so."""
-        added = self.outwards(names, sizes, "bias", joint) if bias else None
-        return Weight(self.outwards(names, sizes, "weight", joint), added, self.exact)
+        added = self.biases(names, sizes, joint) if bias else None
+        return self._laid_out(self.outwards(names, sizes, joint), added)
 
     def heads(self, joint: str, names: list[str], sizes: list[int], bias: bool) -> Weight:
         """As `columns`, of queries, keys and values, of which the first two are `ordered`."""
-        turned = sum(sizes[:2]) // self.ranks.size
-
-        def found(kind: str) -> Tensor:
-            all_three = self.outwards(names, sizes, kind, joint)
-            return torch.cat((self.ordered(all_three[:turned]), all_three[turned:])) if self.shape.order else all_three
-
-        return Weight(found("weight"), found("bias") if bias else None, self.exact)
+        found, added = self.outwards(names, sizes, joint), self.biases(names, sizes, joint) if bias else None
+        if self.shape.order:
+            queries, keys, values = (size // self.ranks.size for size in sizes)
+            order = torch.arange(queries + keys + values, device=self.source.device)
+            order = torch.cat((self.ordered(order[:-values]), order[-values:]))
+            found, added = found[order], added[order] if added is not None else None
+        return self._laid_out(found, added)
 
     def ordered(self, heads: Tensor) -> Tensor:
         """Some heads one after the other, [n * head size, ...], with their features in our order: see `Shape.order`."""
@@ -63,19 +66,40 @@ class Loader:
         added = None
         if bias and self.ranks.rank == 0:
             added = self._scaled(self.source.tensor(f"{self.prefix}{name}.bias", (self.shape.hidden,)))
-        return Weight(self.inwards(name, size), added, self.exact)
+        return self._laid_out(self.inwards(name, size), added)
 
-    def outwards(self, names: Sequence[str], sizes: Sequence[int], kind: str = "weight", joint: str = "") -> Tensor:
+    def outwards(self, names: Sequence[str], sizes: Sequence[int], joint: str = "") -> Tensor | Codes:
         """What leads away from the residual stream: as `columns`."""
-        row = (self.shape.hidden,) if kind == "weight" else ()
-        if joint.rpartition(".")[2] in self.shape.joined:
-            places = zip(accumulate(sizes, initial=0), sizes, strict=False)
-            return torch.cat([self._part(f"{joint}.{kind}", (sum(sizes), *row), 0, start, size) for start, size in places])
-        return torch.cat([self._part(f"{name}.{kind}", (size, *row), 0) for name, size in zip(names, sizes, strict=True)])
+        hidden = self.shape.hidden
+        parts = [
+            self._matrix(name, (full, hidden), 0, first, size) for name, full, first, size in self._places(names, sizes, joint)
+        ]
+        if all(isinstance(part, Codes) for part in parts):
+            return joined([part for part in parts if isinstance(part, Codes)])
+        return torch.cat([self.dense(part) for part in parts])
 
-    def inwards(self, name: str, size: int) -> Tensor:
+    def biases(self, names: Sequence[str], sizes: Sequence[int], joint: str = "") -> Tensor:
+        """Of the same."""
+        places = self._places(names, sizes, joint)
+        return torch.cat([self._part(f"{name}.bias", (full,), 0, first, size) for name, full, first, size in places])
+
+    def inwards(self, name: str, size: int) -> Tensor | Codes:
         """What leads back to it: as `rows`."""
-        return self._scaled(self._part(f"{name}.weight", (self.shape.hidden, size), 1))
+        found = self._matrix(name, (self.shape.hidden, size), 1, 0, size)
+        return found.scaled(self.shape.residual_factor) if isinstance(found, Codes) else self._scaled(found)
+
+    def dense(self, weight: Tensor | Codes) -> Tensor:
+        """What is computed with a number at a time."""
+        return unpacked(weight, self.source.dtype) if isinstance(weight, Codes) else weight
+
+    def _laid_out(self, weight: Tensor | Codes, bias: Tensor | None) -> Weight:
+        return lay_out(weight, bias, self.exact, self.source.dtype)
+
+    def _places(self, names: Sequence[str], sizes: Sequence[int], joint: str) -> Iterator[tuple[str, int, int, int]]:
+        """Of each of several tensors side by side: a name, how long that tensor is, where this one begins there, and its size."""
+        if joint.rpartition(".")[2] in self.shape.joined:
+            return zip(repeat(joint), repeat(sum(sizes)), accumulate(sizes, initial=0), sizes, strict=False)
+        return zip(names, sizes, repeat(0), sizes, strict=False)
 
     def _scaled(self, tensor: Tensor) -> Tensor:
         return tensor if self.shape.residual_factor == 1 else tensor * self.shape.residual_factor
@@ -97,8 +121,15 @@ class Loader:
         part = slice(self.ranks.rank * own, (self.ranks.rank + 1) * own)
         return torch.stack((found[0][part], found[1][part]))
 
+    def _matrix(self, name: str, full: tuple[int, int], dimension: int, first: int, count: int) -> Tensor | Codes:
+        """As `_part`, of a matrix."""
+        return matrix(self.source, self.prefix + name, full, self.shape.quantization, self._cut(full, dimension, first, count))
+
     def _part(self, name: str, full: tuple[int, ...], dimension: int, first: int = 0, count: int = 0) -> Tensor:
         """This rank's part of all along a dimension, or of `count` from `first` on."""
-        size = (count or full[dimension]) // self.ranks.size
+        return self.source.tensor(self.prefix + name, full, self._cut(full, dimension, first, count or full[dimension]))
+
+    def _cut(self, full: tuple[int, ...], dimension: int, first: int, count: int) -> tuple[int, int, int] | None:
+        size = count // self.ranks.size
         start = first + self.ranks.rank * size
-        return self.source.tensor(self.prefix + name, full, None if size == full[dimension] else (dimension, start, start + size))
+        return None if size == full[dimension] else (dimension, start, start + size)

@@ -37,8 +37,8 @@ class Sparse:
         self.router = load.whole(f"{mixture.name}.gate", mixture.experts)
         gate, up, down = ([f"{mixture.name}.experts.{i}.{name}" for i in range(mixture.experts)] for name in mixture.names)
         self.experts = lay_out(
-            [load.outwards(pair, [mixture.size] * 2) for pair in zip(gate, up, strict=True)],
-            [load.inwards(name, mixture.size) for name in down],
+            [load.dense(load.outwards(pair, [mixture.size] * 2)) for pair in zip(gate, up, strict=True)],
+            [load.dense(load.inwards(name, mixture.size)) for name in down],
             load.shape.gelu,
         )
         self.shared = Shared(load, mixture) if mixture.shared else None

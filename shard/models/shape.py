@@ -7,6 +7,7 @@ class Unsupported(ValueError):
     """The model can't be served; the message names what is missing and the remedy, in one line."""
 
 
+KINDS = {"int4": 64, "int8": 0, "fp8": 0}  # of weights that are rounded when they are loaded: inputs that share a scale, 0: all
 PLAIN = ("input_layernorm", "", "post_attention_layernorm", "")  # norms of most families
 
 
@@ -30,6 +31,31 @@ class Rope:
     def reach(self) -> int:
         """Positions that it is made for, where it says so: yarn is added to a config.json whose number of positions stays."""
         return int(self.original_positions * self.factor) if self.kind == "yarn" else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantization:
+    """Of the layers' matrices: fewer bits than what is computed with. Experts are unpacked, and tables are none of it."""
+
+    method: str  # "gptq", "awq", "compressed-tensors", "fp8"; "": none, weights are rounded when they are loaded
+    kind: str  # "int4", "int8", "fp8"
+    group: int = 0  # inputs that share a scale; 0: all
+    block: int = 0  # outputs that do; 0: none
+    shifted: bool = False  # integers that mean 0 are stored less 1
+
+    @property
+    def at_load(self) -> bool:
+        """The checkpoint is none that has few bits."""
+        return not self.method
+
+    @property
+    def number_bytes(self) -> float:
+        """Of a weight with its part of a scale and of the integer that means 0."""
+        return (0.5 if self.kind == "int4" else 1) + (5 / self.group if self.group else 0)
+
+    def kept(self, device: str, dtype: str) -> bool:
+        """Whether weights stay as they are stored: what has no products for them unpacks them when they are loaded."""
+        return dtype != "float32" and (device == "cuda" or (self.kind == "int4" and dtype == "bfloat16"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +108,7 @@ class Shape:
     rotary_size: int = 0  # features of a head that rotary embeddings turn, its first; 0: all
     rotary_neighbours: bool = False  # of them the checkpoint has those side by side that turn together, not half of them apart
     gelu: bool = False  # of the MLP's gates, approximated by tanh, instead of silu
+    quantization: Quantization | None = None
 
     def check_ranks(self, ranks: int) -> None:
         """Raises Unsupported unless the model can be divided into `ranks` equal slices."""
@@ -102,6 +129,22 @@ class Shape:
         if self.rope.kind != "longrope" or not longest:
             return self
         return replace(self, max_positions=min(self.max_positions, longest))
+
+    def quantized(self, asked: str) -> "Shape":
+        """The same, as --quantize says: a method that its checkpoint must have, or a kind to which weights are rounded; "": as
+        the checkpoint has them. Raises Unsupported if that has another."""
+        own = self.quantization
+        if not asked or (own is not None and asked in (own.method, own.kind)):
+            return self
+        if own is not None:
+            raise Unsupported(
+                f"--quantize {asked}, but the checkpoint is {own.method} with {own.kind} already: leave --quantize out"
+            )
+        if asked not in KINDS:
+            raise Unsupported(
+                f"--quantize {asked}, but the checkpoint is not quantized: name one that is, or take {', '.join(KINDS)}"
+            )
+        return replace(self, quantization=Quantization(method="", kind=asked, group=KINDS[asked]))
 
     @property
     def described(self) -> str:
@@ -147,6 +190,23 @@ class Shape:
         norms += self.joint_qk_norm * (heads + kv_heads) * self.head_size
         held = tables or (1 if self.tied else 2)
         return mlps + self.layers * (attention + norms) + held * self.vocabulary_slice(ranks) * self.hidden + self.hidden
+
+    def weight_bytes(self, ranks: int, item: int, device: str, dtype: str, packed: bool) -> int:
+        """What all weights take on one rank, with the rotary tables. packed: matrices are laid out anew, so that a table that is
+        also the output matrix is held in both forms."""
+        return (self.parameters(ranks, 2 if packed else None) + self.rotary_elements) * item - self.saved(
+            ranks, item, device, dtype
+        )
+
+    def saved(self, ranks: int, item: int, device: str, dtype: str) -> int:
+        """Bytes that the matrices of one rank take less for having few bits."""
+        if self.quantization is None or not self.quantization.kept(device, dtype):
+            return 0
+        heads, kv_heads = self.heads // ranks, self.kv_heads // ranks
+        attention = self.hidden * 2 * (heads + kv_heads) * self.head_size
+        mlps = sum(3 * (mixture.shared if mixture else self.intermediate) for mixture in self.mixtures or (None,) * self.layers)
+        matrices = self.layers * attention + mlps * self.hidden // ranks
+        return int(matrices * (item - self.quantization.number_bytes))
 
     def _sparse(self, mixture: Mixture, ranks: int, tokens: int | None) -> int:
         """Elements of a layer's experts, their router, and the shared one with its gate."""

@@ -130,6 +130,16 @@ def test_70_billion_parameters_over_eight_ranks_by_hand() -> None:
     assert expected == pytest.approx(5.58e-3, rel=1e-3)
 
 
+def test_weights_of_few_bits_are_read_sooner() -> None:
+    """Of 8 billion parameters, 6.98 in matrices of layers, of which 2 bytes become half a one, and 5 for each 64."""
+    usual, few = (layouts(MEASURED, SMALL, Options(quantize=quantize))[1] for quantize in ("", "int4"))
+    saved = 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336) * (2 - 0.5 - 5 / 64)
+    assert usual.plan.weight_bytes - few.plan.weight_bytes == saved
+    accelerator = cluster.parse(MEASURED).accelerator
+    for work in (lambda group: roofline.decode(group, accelerator, 1, 1024), lambda group: roofline.prefill(group, accelerator, 1)):
+        assert work(usual.group) - work(few.group) == pytest.approx(saved / accelerator.bandwidth, rel=1e-3)
+
+
 def test_memory_and_capacity_by_hand() -> None:
     layout = layouts("1 x 2 x A100-80GB", SMALL, Options(max_concurrent_requests=512, cuda_graphs="0"))[2]
     free = int((81920 << 20) * 0.9) - layout.plan.weight_bytes

@@ -1,6 +1,7 @@
 """From files and a machine to a plan."""
 
 import json
+import re
 import struct
 from collections import Counter
 from dataclasses import replace
@@ -147,12 +148,60 @@ def test_the_arithmetic(tmp_path: Path) -> None:
     assert (planned.device, planned.ranks, planned.dtype) == ("cpu", 1, "float32")
 
 
-def test_a_tied_table_is_held_twice_on_a_cpu_in_float32(tmp_path: Path) -> None:
+def test_a_tied_table_is_held_twice_on_a_cpu_that_packs_matrices(tmp_path: Path) -> None:
     tied, untied = (whole(tmp_path, tie_word_embeddings=tied) for tied in (True, False))
-    assert plan.divide(Options(), tied, MACHINE).weight_bytes == plan.divide(Options(), untied, MACHINE).weight_bytes
+    for options, machine in ((Options(), MACHINE), (Options(dtype="bfloat16"), replace(MACHINE, fast_bfloat16=True))):
+        assert plan.divide(options, tied, machine).weight_bytes == plan.divide(options, untied, machine).weight_bytes
     for options in (Options(dtype="bfloat16"), Options(device="cuda", dtype="float32")):
         less = plan.divide(options, untied, GPUS).weight_bytes - plan.divide(options, tied, GPUS).weight_bytes
         assert less == 100 * 64 * plan.ITEM_BYTES[options.dtype]
+
+
+MATRICES = 2 * (64 * (4 + 2 + 2) * 16 + 64 * 64 + 3 * 64 * 128)  # numbers in those of both layers
+
+
+@pytest.mark.parametrize(
+    ("asked", "dtype", "bits", "words"),
+    [
+        ("int4", "bfloat16", 4 + 40 / 64, "; rounded to int4"),  # a scale and a zero for 64 of them
+        ("int8", "bfloat16", 16, "; rounded to int8, unpacked to bfloat16 when loaded"),
+        ("int4", "float32", 32, "; rounded to int4, unpacked to float32 when loaded; --dtype bfloat16 would keep them"),
+    ],
+)
+def test_weights_of_few_bits(asked: str, dtype: str, bits: float, words: str, tmp_path: Path) -> None:
+    """Where there is a product with them. Tables and norms are none of it."""
+    model = whole(tmp_path)
+    usual, few = (plan.divide(Options(dtype=dtype, quantize=quantize), model, MACHINE) for quantize in ("", asked))
+    assert usual.weight_bytes - few.weight_bytes == int(MATRICES * (8 * plan.ITEM_BYTES[dtype] - bits) / 8)
+    [line] = [line for line in plan.table(few, "x").splitlines() if line.startswith("weights")]
+    assert line.endswith(words)
+    halves = plan.divide(Options(dtype="bfloat16", quantize="fp8", device="cuda", num_shard=2, cuda_graphs="0"), model, GPUS)
+    whole_numbers = plan.divide(Options(dtype="bfloat16", device="cuda", num_shard=2, cuda_graphs="0"), model, GPUS)
+    assert whole_numbers.weight_bytes - halves.weight_bytes == MATRICES // 2
+
+
+def test_a_checkpoint_of_few_bits(tmp_path: Path) -> None:
+    method = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    safetensors(folder(tmp_path, quantization_config=method) / "model.safetensors", {"a": ("BF16", 1000), "b": ("I32", 4000)})
+    model = checkpoint.read(tmp_path, "auto")
+    planned = plan.divide(Options(device="cuda"), model, GPUS)
+    assert planned.dtype == "bfloat16"
+    assert "weights       bfloat16, 4.9 KiB in 1 file; int4 by gptq\n" in plan.table(planned, "x")
+    with pytest.raises(Mistake, match=r"--quantize awq, but the checkpoint is gptq with int4 already: leave --quantize out"):
+        plan.divide(Options(quantize="awq"), model, MACHINE)
+    missing = replace(model, files=0, here=False)
+    usual, few = (plan.table(replace(planned, checkpoint=missing, shape=form), "x") for form in (plain(planned), planned.shape))
+    assert estimate(usual) > 1.5 * estimate(few)
+
+
+def plain(planned: plan.Plan) -> Any:
+    return replace(planned.shape, quantization=None)
+
+
+def estimate(table: str) -> float:
+    found = re.search(r"about ([\d.]+) KiB, estimated", table)
+    assert found
+    return float(found[1])
 
 
 def test_ranks_share(tmp_path: Path) -> None:
@@ -254,6 +303,14 @@ def test_gpus(tmp_path: Path) -> None:
         (Options(cuda_memory_fraction=0.0001), {}, MACHINE, "(0.01% of 8.0 MiB): raise --cuda-memory-fraction"),
         (Options(kv_pages=800, cuda_memory_fraction=0.5), {}, MACHINE, "(50% of 8.0 MiB): raise --cuda-memory-fraction"),
         (Options(dtype="bfloat16"), {}, replace(MACHINE, memory=150_000), "or take more ranks with --num-shard"),
+        (
+            Options(dtype="bfloat16"),
+            {},
+            replace(MACHINE, memory=150_000),
+            "free memory, round the weights with --quantize int4, or",
+        ),
+        (Options(quantize="gptq"), {}, MACHINE, "--quantize gptq, but the checkpoint is not quantized"),
+        (Options(), {"quantization_config": {"quant_method": "exl2"}}, MACHINE, "quant_method 'exl2' are not supported"),
     ],
 )
 def test_what_cannot_run(options: Options, config: dict[str, Any], machine: Machine, words: str, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ FLAGS: dict[str, str | None] = {
     "--validation-workers": "2",
     "--sharded": "false",
     "--num-shard": "1",
+    "--quantize": "gptq",
     "--speculate": "0",
     "--dtype": "bfloat16",
     "--kv-cache-dtype": "fp8_e4m3fn",
@@ -70,7 +71,7 @@ FLAGS: dict[str, str | None] = {
 }
 # That would change how a model computes. --max-input-length is the older name of --max-input-tokens.
 REFUSED = {
-    "--quantize": "gptq",
+    "--quantize": "exl2",
     "--weights-cache-override": "/weights",
     "--rope-scaling": "dynamic",
     "--rope-factor": "2.0",
@@ -83,6 +84,7 @@ EXPECTED = Options(
     revision="main",
     sharded=False,
     num_shard=1,
+    quantize="gptq",
     dtype="bfloat16",
     kv_cache_dtype="fp8_e4m3fn",
     cuda_graphs="1,2,4",
@@ -280,8 +282,18 @@ def test_the_clouds_variables() -> None:
     asked, _ = parse(AIP_HTTP_PORT="8080", AIP_PREDICT_ROUTE="/v1/endpoints/1:predict", AIP_HEALTH_ROUTE="/ready")
     assert (asked.port, asked.aip_predict_route, asked.aip_health_route) == (8080, "/v1/endpoints/1:predict", "/ready")
     assert parse(MODEL_ID="mine", HF_MODEL_ID="theirs")[0].model_id == "mine"
-    with pytest.raises(Mistake, match="QUANTIZE=awq"):
-        parse(HF_MODEL_QUANTIZE="awq")
+    assert parse(HF_MODEL_QUANTIZE="awq\n")[0].quantize == "awq"
+
+
+def test_libraries_that_round_weights() -> None:
+    for name in ("bitsandbytes", "eetq"):
+        asked, remarks = parse("--quantize", name)
+        assert asked.quantize == "int8"
+        assert remarks == [f"--quantize={name} rounds weights as penstock's int8 does"]
+    assert parse(QUANTIZE="fp8")[0].quantize == "fp8"
+    assert parse("--quantize", "int4", QUANTIZE="marlin")[0].quantize == "int4"
+    with pytest.raises(Mistake, match=r"^QUANTIZE=marlin is text-generation-inference's, and penstock lacks it: leave it out if"):
+        parse(QUANTIZE="marlin")
 
 
 def test_a_token_of_the_hub_by_its_older_name() -> None:
@@ -312,7 +324,8 @@ def test_help_and_version() -> None:
 
 def test_a_mistake_is_one_line_and_exit_code_2() -> None:
     for arguments, words in (
-        (["--quantize", "gptq"], "--quantize=gptq is text-generation-inference's"),
+        (["--quantize", "exl2"], "--quantize=exl2 is text-generation-inference's"),
+        (["--quantize", "gptq"], "--quantize gptq, but the checkpoint is not quantized"),
         (["--kv-cache-dtype", "fp8_e5m2"], "--kv-cache-dtype=fp8_e5m2: one of auto, fp8_e4m3fn is needed"),
         (["--portt", "1"], "no flag --portt: did you mean --port?"),
         (["--max-input-tokens", "x"], "--max-input-tokens=x: a whole number from 1 is needed"),

@@ -305,3 +305,21 @@ def test_no_family_asks_the_host(noted: Noted, name: str) -> None:
     assert {(one.place, one.why) for one in noted.waits} <= WAITS
     names = {launched.kernel for launched in noted.launches}
     assert ("experts_kernel" in names) == (name in ("mixtral", "qwen3-moe"))
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
+def test_weights_of_few_bits_ask_nothing(noted: Noted, kind: str) -> None:
+    """Graphs hold their products, of few rows and of many."""
+    engine = load(
+        ShardConfig(folder=str(tiny.folder("words-wide")), model="m", device="cuda", dtype="bfloat16", quantize=kind), print
+    )
+    shape = engine.decoder.shape
+    assert engine.decoder.weight_bytes == pytest.approx(shape.weight_bytes(1, 2, "cuda", "bfloat16", False), rel=0.01)
+    size_pool(engine, PAGE, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL, [1, 2, 4])
+    engine.resize(PAGES, PAGE)
+    engine.record(Recorder(), Bounds(TOKENS, ROWS, TOTAL, PAGES, None, False, False), lambda stage: None)
+    noted.waits.clear()
+    assert len(run(engine, [tiny.group(uid, range(20 + uid), 6) for uid in range(1, 4)])) == 18
+    assert engine.forward.replayed > 5
+    assert {(one.place, one.why) for one in noted.waits} <= WAITS
+    assert "quantized_kernel" in {launched.kernel for launched in noted.launches}

@@ -153,6 +153,7 @@ FEW_HEADS: dict[str, Any] = SMALL | {"num_attention_heads": 4, "num_key_value_he
 # positions that sequences go beyond them, and so few heads that an interpreter computes them in time.
 OTHERS: dict[str, Callable[[], Any]] = {
     "words": lambda: transformers.LlamaConfig(**SMALL | {"vocab_size": 2048, "num_hidden_layers": 1}),
+    "words-wide": lambda: transformers.LlamaConfig(**SMALL | {"vocab_size": 2048, "intermediate_size": 192}),
     "four": lambda: transformers.LlamaConfig(**TINIEST),
     "longrope": lambda: transformers.Phi3Config(
         **PHI4 | {"max_position_embeddings": 64, "num_hidden_layers": 1},

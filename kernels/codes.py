@@ -1,0 +1,110 @@
+"""Weights of few bits: 4 or 8 for each number, and a scale for each block of the inputs of an output. Knows tensors only.
+
+What they mean is `unpacked`; how products with them are computed stands in `quantized`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import gcd
+
+import torch
+from torch import Tensor
+
+BITS = {"int4": 4, "int8": 8, "fp8": 8}
+MIDDLES = {"int4": 8, "int8": 128}
+LARGEST_FP8 = 448.0
+BLOCK = 64  # inputs that share a scale where weights of 4 bits are rounded here; those of 8 bits have one for each output
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """A weight [out, in]."""
+
+    kind: str  # of BITS
+    codes: Tensor  # [out, in] uint8: integers, or the bits of float8_e4m3fn
+    scales: Tensor  # [out, blocks] float32: in / blocks inputs in a row share one
+    zeros: Tensor | None  # [out, blocks] uint8: the integers that mean 0; None: all are MIDDLES', and of floats there are none
+
+    @property
+    def block(self) -> int:
+        """Inputs that share a scale."""
+        return self.codes.shape[1] // self.scales.shape[1]
+
+    def __getitem__(self, outputs: Tensor) -> "Codes":
+        """Those of some outputs."""
+        zeros = self.zeros[outputs] if self.zeros is not None else None
+        return Codes(self.kind, self.codes[outputs], self.scales[outputs], zeros)
+
+    def scaled(self, factor: float) -> "Codes":
+        """Times a number."""
+        return replace(self, scales=self.scales * factor)
+
+    def refined(self, block: int) -> "Codes":
+        """The same in blocks of `block` inputs, which divides those that there are."""
+        times = self.block // block
+        zeros = self.zeros.repeat_interleave(times, 1) if self.zeros is not None else None
+        return replace(self, scales=self.scales.repeat_interleave(times, 1), zeros=zeros) if times > 1 else self
+
+    def part(self, dimension: int, start: int, stop: int) -> "Codes":
+        """Those of some outputs (dimension 0) or inputs (1)."""
+        found = self.refined(gcd(self.block, start, stop)) if dimension else self
+        places = (start // found.block, stop // found.block) if dimension else (start, stop)
+
+        def cut(tensor: Tensor, first: int, last: int) -> Tensor:
+            return tensor.narrow(dimension, first, last - first).contiguous()
+
+        zeros = cut(found.zeros, *places) if found.zeros is not None else None
+        return Codes(found.kind, cut(found.codes, start, stop), cut(found.scales, *places), zeros)
+
+
+def joined(parts: Sequence[Codes]) -> Codes:
+    """Weights with the same inputs, side by side."""
+    block = gcd(*(part.block for part in parts))
+    same = [part.refined(block) for part in parts]
+    zeros = None
+    if any(part.zeros is not None for part in same):
+        zeros = torch.cat([zeros_of(part) for part in same])
+    return Codes(same[0].kind, torch.cat([part.codes for part in same]), torch.cat([part.scales for part in same]), zeros)
+
+
+def zeros_of(codes: Codes) -> Tensor:
+    """[out, blocks] uint8: the integers that mean 0."""
+    given = codes.zeros
+    return given if given is not None else torch.full_like(codes.scales, MIDDLES[codes.kind], dtype=torch.uint8)
+
+
+def unpacked(codes: Codes, dtype: torch.dtype) -> Tensor:
+    """[out, in]."""
+    if codes.kind == "fp8":
+        values = _in_blocks(codes.codes.view(torch.float8_e4m3fn).float(), codes.block)
+    else:
+        values = _in_blocks(codes.codes, codes.block).float() - zeros_of(codes).unsqueeze(2)
+    return (values * codes.scales.unsqueeze(2)).flatten(1).to(dtype)
+
+
+def quantize(weight: Tensor, kind: str) -> Codes:
+    """The nearest to a weight [out, in]. 4 bits go from each block's least number to its greatest, 8 bits are even about 0."""
+    block = gcd(BLOCK, weight.shape[1]) if kind == "int4" else weight.shape[1]
+    values = _in_blocks(weight.float(), block)
+    if kind == "int4":
+        least, greatest = values.amin(2).clamp(max=0), values.amax(2).clamp(min=0)
+        scales = _steps((greatest - least) / 15)
+        zeros = (-least / scales).round()
+        codes = (values / scales.unsqueeze(2)).round() + zeros.unsqueeze(2)
+        return Codes(kind, codes.clamp(0, 15).flatten(1).byte(), scales, zeros.byte())
+    largest = values.abs().amax(2)
+    if kind == "int8":
+        scales = _steps(largest / 127)
+        return Codes(kind, (values / scales.unsqueeze(2)).round().add(128).flatten(1).byte(), scales, None)
+    scales = _steps(largest / LARGEST_FP8)
+    return Codes(kind, (values / scales.unsqueeze(2)).flatten(1).to(torch.float8_e4m3fn).view(torch.uint8), scales, None)
+
+
+def _in_blocks(values: Tensor, block: int) -> Tensor:
+    """[out, blocks, block]."""
+    return values.view(len(values), -1, block)
+
+
+def _steps(scales: Tensor) -> Tensor:
+    """Of blocks that are all 0, any will do."""
+    return scales.masked_fill(scales == 0, 1.0)

@@ -1,0 +1,130 @@
+"""Reads matrices of few bits as checkpoints have them. How each format lays them out is here and nowhere else."""
+
+from collections.abc import Callable
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from ...kernels.codes import BITS, MIDDLES, Codes, quantize
+from ..weights import Source
+from .quantization import REMEDY
+from .shape import Quantization, Unsupported
+
+AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # the place in a word of each of eight outputs
+SIGN = 128  # of a byte
+FLOATS = ("F32", "F16", "BF16")
+
+
+def matrix(
+    source: Source, name: str, shape: tuple[int, int], how: Quantization | None, cut: tuple[int, int, int] | None
+) -> Tensor | Codes:
+    """The matrix `name`, [outputs, inputs], or its part from a start to a stop along a dimension: cut."""
+    read = next(
+        (read for (method, mark), read in READERS.items() if how and method == how.method and source.has(f"{name}.{mark}")), None
+    )
+    if how is None or read is None:
+        found = source.tensor(f"{name}.weight", shape, cut)
+        made_up = not source.has(f"{name}.weight")  # where nobody knows what there is
+        return quantize(found, how.kind) if how and (how.at_load or made_up) else found
+    codes = read(source, name, shape, how)
+    _check(codes, name, shape)
+    own = codes.part(*cut) if cut else codes
+    source.progress(own.codes.numel())
+    return own
+
+
+def _gptq(source: Source, name: str, shape: tuple[int, int], how: Quantization) -> Codes:
+    """Codes side by side along the inputs in words of 32 bits, [inputs / 8, outputs]; zeros along the outputs."""
+    bits, inputs = BITS[how.kind], shape[1]
+    codes = _words(source.stored(f"{name}.qweight", ("I32",)), bits, 0).t()
+    scales = source.stored(f"{name}.scales", FLOATS).float().t()
+    if source.has(f"{name}.g_idx"):
+        _in_order(source.stored(f"{name}.g_idx", ("I32", "I64")), name, inputs // scales.shape[1])
+    zeros = _words(source.stored(f"{name}.qzeros", ("I32",)), bits, 1).t() + how.shifted
+    return _codes(how.kind, codes, scales, zeros)
+
+
+def _awq(source: Source, name: str, shape: tuple[int, int], how: Quantization) -> Codes:
+    """Everything side by side along the outputs, in an order of its own."""
+
+    def ordered(part: str) -> Tensor:
+        words = _words(source.stored(f"{name}.{part}", ("I32",)), 4, 1)
+        return words.view(len(words), -1, 8)[:, :, AWQ_ORDER].flatten(1).t()
+
+    zeros = ordered("qzeros") if source.has(f"{name}.qzeros") else None
+    return _codes(how.kind, ordered("qweight"), source.stored(f"{name}.scales", FLOATS).float().t(), zeros)
+
+
+def _packed(source: Source, name: str, shape: tuple[int, int], how: Quantization) -> Codes:
+    """compressed-tensors': codes along the inputs, [outputs, inputs / 8], zeros along the outputs."""
+    bits = BITS[how.kind]
+    codes = _words(source.stored(f"{name}.weight_packed", ("I32",)), bits, 1)[:, : shape[1]]
+    scales = source.stored(f"{name}.weight_scale", FLOATS).float()
+    if source.has(f"{name}.weight_g_idx"):
+        _in_order(source.stored(f"{name}.weight_g_idx", ("I32", "I64")), name, shape[1] // scales.shape[1])
+    zeros = None
+    if source.has(f"{name}.weight_zero_point"):
+        zeros = _words(source.stored(f"{name}.weight_zero_point", ("I32",)), bits, 0)[: shape[0]]
+    return _codes(how.kind, codes, scales, zeros)
+
+
+def _plain(source: Source, name: str, shape: tuple[int, int], how: Quantization) -> Codes:
+    """A number in each byte. Scales of all, of each output, of some inputs of it, or of blocks of both."""
+    stored = source.stored(f"{name}.weight", ("F8_E4M3",) if how.kind == "fp8" else ("I8",))
+    codes = stored.view(torch.uint8) if how.kind == "fp8" else stored.view(torch.uint8) ^ SIGN
+    scale = "weight_scale_inv" if source.has(f"{name}.weight_scale_inv") else "weight_scale"
+    scales = source.stored(f"{name}.{scale}", FLOATS).float()
+    scales = scales.view(len(scales) if scales.dim() else 1, -1)
+    if len(scales) != shape[0]:
+        scales = scales.repeat_interleave(how.block or -(-shape[0] // len(scales)), 0)[: shape[0]]
+    if how.group and shape[1] % how.group:  # the last block is cut off
+        size = gcd(how.group, shape[1])
+        scales = scales.repeat_interleave(how.group // size, 1)[:, : shape[1] // size]
+    zeros = None
+    if source.has(f"{name}.weight_zero_point"):
+        zeros = source.stored(f"{name}.weight_zero_point", ("I8",)).view(torch.uint8) ^ SIGN
+    return _codes(how.kind, codes, scales, zeros)
+
+
+# By method, and the name of a tensor that shows that a matrix has few bits.
+READERS: dict[tuple[str, str], Callable[[Source, str, tuple[int, int], Quantization], Codes]] = {
+    ("gptq", "qweight"): _gptq,
+    ("awq", "qweight"): _awq,
+    ("compressed-tensors", "weight_packed"): _packed,
+    ("compressed-tensors", "weight_scale"): _plain,
+    ("fp8", "weight_scale"): _plain,
+    ("fp8", "weight_scale_inv"): _plain,
+}
+
+
+def _check(codes: Codes, name: str, shape: tuple[int, int]) -> None:
+    """Raises Unsupported unless all parts are of that shape."""
+    scales, zeros = codes.scales.shape, codes.zeros.shape if codes.zeros is not None else codes.scales.shape
+    if codes.codes.shape != shape or scales[0] != shape[0] or shape[1] % scales[1] or zeros != scales:
+        parts = {"codes": codes.codes.shape, "scales": scales, "zeros": zeros}
+        has = ", ".join(f"{part} {list(size)}" for part, size in parts.items())
+        raise Unsupported(f"{name} has {has}, config.json says {list(shape)}: they belong to different models")
+
+
+def _codes(kind: str, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Codes:
+    """Zeros that are all in the middle are left out, as they mean nothing more."""
+    if zeros is not None and bool((zeros == MIDDLES.get(kind, 0)).all()):
+        zeros = None
+    return Codes(kind, codes.contiguous(), scales.contiguous(), zeros.byte().contiguous() if zeros is not None else None)
+
+
+def _words(words: Tensor, bits: int, dimension: int) -> Tensor:
+    """What words of 32 bits hold, the lowest bits first, side by side along a dimension: uint8."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
+    shifts = shifts.view([-1 if other == dimension + 1 else 1 for other in range(3)])
+    held = (words.unsqueeze(dimension + 1) >> shifts) & ((1 << bits) - 1)
+    return held.to(torch.uint8).flatten(dimension, dimension + 1)
+
+
+def _in_order(groups: Tensor, name: str, size: int) -> None:
+    """Raises Unsupported unless the groups of a matrix's inputs are one after the other."""
+    if not groups.equal(torch.arange(len(groups), dtype=groups.dtype, device=groups.device) // size):
+        raise Unsupported(
+            f"{name} has its inputs in the order of their activations (desc_act, actorder), which is not supported: {REMEDY}"
+        )

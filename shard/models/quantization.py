@@ -1,0 +1,99 @@
+"""How a config.json says that weights have few bits. Knows no tensor and imports no torch: the launcher plans with it.
+
+Which matrices do, the checkpoint shows: those whose codes it has. So lists of exceptions are not read.
+"""
+
+from typing import Any
+
+from .fields import Config, shown
+from .shape import Quantization, Unsupported
+
+REMEDY = "use the model's unquantized weights, and --quantize if they are too large"
+KINDS = {4: "int4", 8: "int8"}
+# What --quantize calls methods, and what config.json does.
+FP8 = ("fp8", "fbgemm_fp8")
+PACKED, PLAIN = ("pack-quantized",), ("float-quantized", "int-quantized", "naive-quantized")
+
+
+def quantization(config: Config) -> Quantization | None:
+    """What `quantization_config` says; None: there is none. Raises Unsupported for what can't be computed with."""
+    found = config.get("quantization_config")
+    if not found:
+        return None
+    if not isinstance(found, dict):
+        raise Unsupported(f"config.json says quantization_config {shown(found)}, an object is needed: {REMEDY}")
+    method = found.get("quant_method")
+    if method == "gptq":
+        return _gptq(found)
+    if method == "awq":
+        return _awq(found)
+    if method in FP8:
+        block, group = _block(found, "weight_block_size")
+        return Quantization(method="fp8", kind="fp8", block=block, group=group)
+    if method == "compressed-tensors":
+        return _compressed(found)
+    raise Unsupported(f"quantized checkpoints of quant_method {shown(method)} are not supported: {REMEDY}")
+
+
+def _gptq(found: Config) -> Quantization:
+    """Frantar et al. 2022, arXiv:2210.17323."""
+    form = found.get("checkpoint_format") or "gptq"
+    if form not in ("gptq", "gptq_v2"):
+        raise Unsupported(f"quantized checkpoints of checkpoint_format {shown(form)} are not supported: {REMEDY}")
+    # The first format has zeros less 1.
+    return Quantization(method="gptq", kind=_kind(found), group=_group(found.get("group_size")), shifted=form == "gptq")
+
+
+def _awq(found: Config) -> Quantization:
+    """Lin et al. 2023, arXiv:2306.00978."""
+    version = str(found.get("version") or "gemm").lower()
+    if version != "gemm":
+        raise Unsupported(f"quantized checkpoints of AWQ's version {shown(version)} are not supported, gemm is: {REMEDY}")
+    if _kind(found) != "int4":
+        raise Unsupported(f"AWQ of {found['bits']} bits is not supported: {REMEDY}")
+    return Quantization(method="awq", kind="int4", group=_group(found.get("group_size")))
+
+
+def _compressed(found: Config) -> Quantization:
+    """compressed-tensors', of which all matrices have to be stored alike."""
+    groups = found.get("config_groups")
+    schemes = list(groups.values()) if isinstance(groups, dict) else []
+    weights = [scheme.get("weights") if isinstance(scheme, dict) else None for scheme in schemes]
+    if not weights or not isinstance(weights[0], dict) or any(other != weights[0] for other in weights):
+        raise Unsupported(f"compressed-tensors whose config_groups have not one kind of weights are not supported: {REMEDY}")
+    form, numbers, bits = found.get("format"), weights[0].get("type", "int"), weights[0].get("num_bits")
+    if form in PACKED and numbers == "int":
+        return Quantization(
+            method="compressed-tensors", kind=_kind(weights[0], "num_bits"), group=_group(weights[0].get("group_size"))
+        )
+    if form in PLAIN and bits == 8 and numbers in ("int", "float"):
+        kind = "fp8" if numbers == "float" else "int8"
+        block, group = _block(weights[0], "block_structure")
+        return Quantization(method="compressed-tensors", kind=kind, block=block, group=group)
+    what = f"of format {shown(form)} with numbers of type {shown(numbers)} and {shown(bits)} bits"
+    raise Unsupported(f"compressed-tensors {what} are not supported: {REMEDY}")
+
+
+def _kind(found: Config, name: str = "bits") -> str:
+    bits = found.get(name)
+    if not isinstance(bits, int) or bits not in KINDS:
+        raise Unsupported(f"quantized weights of {shown(bits)} bits are not supported, those of 4 and 8 are: {REMEDY}")
+    return KINDS[bits]
+
+
+def _block(found: Config, name: str) -> tuple[int, int]:
+    """Outputs and inputs that share a scale; 0: not given."""
+    sizes = found.get(name) or (0, 0)
+    if not isinstance(sizes, list | tuple) or len(sizes) != 2:
+        raise Unsupported(f"config.json says {name} {shown(sizes)} in quantization_config, two numbers are needed: {REMEDY}")
+    return _size(sizes[0], name), _size(sizes[1], name)
+
+
+def _group(size: Any) -> int:
+    return 0 if size in (None, -1) else _size(size, "group_size")
+
+
+def _size(value: Any, name: str) -> int:
+    if type(value) is not int or value < 0:
+        raise Unsupported(f"config.json says {name} {shown(value)} in quantization_config, a positive integer is needed: {REMEDY}")
+    return value

@@ -1,0 +1,192 @@
+"""Weights of few bits: cut and joined they stay what they were, and products with them are those with what they stand for."""
+
+import random
+from math import gcd
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+pytest.importorskip("triton")
+
+from penstock.kernels import choose, fused_quantized
+from penstock.kernels.codes import BITS, Codes, joined, quantize, unpacked
+from penstock.kernels.fused_quantized import MOST
+from penstock.kernels.linear import Weight
+from penstock.kernels.quantized import Quantized, lay_out
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Of the largest result. Codes are exact in both types, so what is rounded is the result, and on a CPU scales to bfloat16.
+TOLERANCES = {torch.float16: 1e-3, torch.bfloat16: 1e-2}
+ROUTES = [
+    (route, kind, dtype)
+    for route, dtype in (("triton", torch.float16), ("triton", torch.bfloat16), ("torch", torch.bfloat16))
+    for kind in BITS
+]
+
+
+def some(kind: str, outputs: int, inputs: int, group: int, zeros: bool = False) -> Codes:
+    """Random codes of every value there is."""
+    codes = torch.randint(0, 16 if kind == "int4" else 256, (outputs, inputs), dtype=torch.uint8, device=DEVICE)
+    if kind == "fp8":
+        codes[codes & 127 == 127] = 0  # not a number
+    scales = torch.rand(outputs, inputs // group, device=DEVICE).add_(0.5).mul_(0.01)
+    most = min(256, 1 << BITS[kind] + 1)  # one more than the largest code is a zero of GPTQ's
+    return Codes(kind, codes, scales, torch.randint(0, most, scales.shape, dtype=torch.uint8, device=DEVICE) if zeros else None)
+
+
+def meant(codes: Codes) -> Tensor:
+    """In float64, number by number."""
+    values = []
+    for row in range(len(codes.codes)):
+        for column in range(codes.codes.shape[1]):
+            group = column // codes.block
+            code = codes.codes[row, column]
+            zero = codes.zeros[row, group] if codes.zeros is not None else {"int4": 8, "int8": 128, "fp8": 0}[codes.kind]
+            number = code.view(torch.float8_e4m3fn).double() if codes.kind == "fp8" else code.double() - float(zero)
+            values.append(number * codes.scales[row, group].double())
+    return torch.stack(values).view(codes.codes.shape)
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("kind", BITS)
+def test_what_codes_mean(kind: str, zeros: bool) -> None:
+    codes = some(kind, 5, 24, 8, zeros and kind != "fp8")
+    torch.testing.assert_close(unpacked(codes, torch.float32).double(), meant(codes), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("kind", BITS)
+def test_rounding_goes_to_the_nearest(kind: str, chance: random.Random) -> None:
+    weight = torch.randn(7, 192, device=DEVICE)
+    weight[1] = 0
+    weight[2] = weight[2].abs() + 3  # all on one side of 0
+    weight[3, :64] = 0
+    codes = quantize(weight, kind)
+    found = unpacked(codes, torch.float32)
+    off = (found - weight).abs().view(7, -1, codes.block)
+    if kind == "fp8":  # three bits behind the first, or those of the least numbers
+        assert (off <= (weight.abs() * 2**-4).view_as(off) + codes.scales.unsqueeze(2) * 2**-10).all()
+    else:
+        assert (off <= codes.scales.unsqueeze(2) * (0.5001 if kind == "int8" else 1.0001)).all()  # 4 bits round zeros, too
+        assert off.mean() < codes.scales.mean() * 0.3
+    assert not found[1].any()
+    assert not found[3, :64].any()
+
+
+def test_rounding_again_changes_nothing() -> None:
+    for kind in BITS:
+        once = unpacked(quantize(torch.randn(9, 128, device=DEVICE), kind), torch.float32)
+        torch.testing.assert_close(unpacked(quantize(once, kind), torch.float32), once, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_parts_are_parts_of_what_is_meant(zeros: bool, chance: random.Random) -> None:
+    codes = some("int4", 12, 48, 16, zeros)
+    whole = unpacked(codes, torch.float32)
+    for dimension, start, stop in ((0, 3, 9), (1, 0, 16), (1, 24, 48), (1, 4, 12), (1, 5, 8), (0, 0, 12)):
+        found = codes.part(dimension, start, stop)
+        assert unpacked(found, torch.float32).equal(whole.narrow(dimension, start, stop - start))
+        assert all(tensor is None or tensor.is_contiguous() for tensor in (found.codes, found.scales, found.zeros))
+    order = torch.tensor([3, 1, 1, 11], device=DEVICE)
+    assert unpacked(codes[order], torch.float32).equal(whole[order])
+    torch.testing.assert_close(unpacked(codes.scaled(0.3), torch.float32), whole * 0.3)
+
+
+def test_weights_side_by_side() -> None:
+    parts = [some("int8", 3, 48, 16), some("int8", 5, 48, 24, True), some("int8", 2, 48, 48)]
+    assert joined(parts).block == gcd(16, 24, 48)
+    assert unpacked(joined(parts), torch.float32).equal(torch.cat([unpacked(part, torch.float32) for part in parts]))
+    assert joined(parts[::2]).zeros is None
+
+
+def laid_out(route: str, codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> Weight:
+    choose.force("triton" if route == "triton" else "reference")
+    try:
+        return lay_out(codes, bias, True, dtype)
+    finally:
+        choose.force("")
+
+
+def poisoned(*shape: Any, **how: Any) -> Tensor:
+    return torch.full(shape, torch.nan, **how)
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(("route", "kind", "dtype"), ROUTES)
+def test_products(
+    route: str, kind: str, dtype: torch.dtype, zeros: bool, chance: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_quantized.torch, "empty", poisoned)
+    for _ in range(3):
+        group = chance.choice([32, 64, 128, 256, 96])
+        inputs, outputs = group * chance.choice([1, 2, 3]), chance.choice([16, 48, 80, 33 if route == "triton" else 64])
+        codes = some(kind, outputs, inputs, group, zeros and kind != "fp8")
+        bias = torch.randn(outputs, device=DEVICE).to(dtype) if chance.random() < 0.5 else None
+        found = laid_out(route, codes, bias, dtype)
+        assert isinstance(found, Quantized) == (route == "triton" or kind == "int4")
+        assert found.shape == (outputs, inputs)
+        for rows in chance.sample([1, 7, 16, 17, 40, 70, MOST, MOST + 1], 2):
+            wide = torch.full((rows, inputs + 8), torch.nan, dtype=dtype, device=DEVICE)
+            x = wide[:, :inputs].copy_(torch.randn(rows, inputs))
+            expected = functional.linear(x.double(), unpacked(codes, torch.float64), bias.double() if bias is not None else None)
+            assert (found(x).double() - expected).abs().max() <= TOLERANCES[dtype] * expected.abs().max()
+
+
+@pytest.mark.parametrize(("route", "dtype"), [("triton", torch.float16), ("torch", torch.bfloat16)])
+def test_rows_know_no_neighbours(route: str, dtype: torch.dtype) -> None:
+    """Not by a bit, whatever else is in the tile."""
+    found = laid_out(route, some("int4", 48, 256, 64, True), None, dtype)
+    x = torch.randn(40, 256, device=DEVICE).to(dtype)
+    x[4] = torch.nan
+    others = x.clone()
+    others[[0, 1, 5, 7, 8]] = torch.randn(5, 256, device=DEVICE).to(dtype)
+    first, second = found(x), found(others)
+    assert first[[2, 3, 6]].equal(second[[2, 3, 6]])
+    assert first.isnan().any(1).tolist() == [row == 4 for row in range(40)]
+    if route == "torch":  # nor does their number count
+        assert all(found(x[5 : 5 + rows]).equal(first[5 : 5 + rows]) for rows in (1, 2, 3, 9, 33))
+
+
+def test_no_rows() -> None:
+    found = laid_out("triton", some("int8", 16, 64, 64), None, torch.float16)
+    assert found(torch.empty(0, 64, dtype=torch.float16, device=DEVICE)).shape == (0, 16)
+
+
+@pytest.mark.parametrize(
+    ("route", "kind", "group", "dtype"),
+    [
+        ("triton", "int4", 16, torch.float16),  # groups too short
+        ("triton", "int8", 64, torch.float32),  # no type for the matrix units
+        ("torch", "int4", 16, torch.bfloat16),
+        ("torch", "int4", 64, torch.float32),
+        ("torch", "fp8", 64, torch.bfloat16),
+    ],
+)
+def test_what_has_no_product_is_unpacked(route: str, kind: str, group: int, dtype: torch.dtype) -> None:
+    codes = some(kind, 32, 128, group)
+    found = laid_out(route, codes, None, dtype)
+    assert not isinstance(found, Quantized)
+    assert found.bytes == 32 * 128 * dtype.itemsize
+    x = torch.randn(3, 128, device=DEVICE).to(dtype)
+    torch.testing.assert_close(found(x), functional.linear(x, unpacked(codes, dtype)), rtol=1e-2, atol=1e-2)
+
+
+def test_bytes() -> None:
+    """Codes, scales and zeros; a plain weight is one of few bits for none."""
+    codes = some("int4", 32, 128, 64, True)
+    assert laid_out("triton", codes, None, torch.float16).bytes == 32 * (64 + 2 * 4 + 2)
+    assert laid_out("torch", codes, None, torch.bfloat16).bytes == 32 * (64 + 2 * 2 * 2)
+    assert type(laid_out("torch", unpacked(codes, torch.float32), None, torch.float32)) is Weight  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fault", ["zeros", "halves"])
+def test_a_fault_would_be_seen(fault: str, monkeypatch: pytest.MonkeyPatch, chance: random.Random) -> None:
+    honest, paired = fused_quantized._meaning, fused_quantized._paired
+    if fault == "zeros":
+        monkeypatch.setattr(fused_quantized, "_meaning", lambda *given: honest(*given) | {"MIDDLE": 7})
+    else:
+        monkeypatch.setattr(fused_quantized, "_paired", lambda codes, run: paired(codes.flip(1), run))
+    with pytest.raises(AssertionError):
+        test_products("triton", "int4", torch.float16, False, chance, monkeypatch)

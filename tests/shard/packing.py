@@ -1,0 +1,200 @@
+"""Checkpoints of few bits, packed number by number as their formats say, and the same weights in float32.
+
+Independent of what reads them: no line is shared with `shard/models/codes.py`.
+"""
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from penstock.tests.shard import tiny
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output of each four bits of a word, the lowest first
+PROJECTIONS = ("proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")  # the ends of the names of what is packed
+
+
+@dataclass
+class Rounded:
+    """A weight [out, in] in groups of inputs: (codes - zeros) * scales."""
+
+    codes: Tensor  # [out, in] int64
+    scales: Tensor  # [out, groups] float32 that float16 holds exactly
+    zeros: Tensor  # [out, groups] int64
+
+    def plain(self) -> Tensor:
+        size = self.codes.shape[1] // self.scales.shape[1]
+        rows = [
+            torch.cat([(part - zero) * scale for part, scale, zero in zip(row.split(size), scales, zeros, strict=True)])
+            for row, scales, zeros in zip(self.codes, self.scales, self.zeros, strict=True)
+        ]
+        return torch.stack(rows).float()
+
+
+def rounded(weight: Tensor, bits: int, size: int, centered: bool) -> Rounded:
+    """To the nearest; size: inputs of a group, 0 all. centered: zeros are all in the middle."""
+    groups = weight.view(len(weight), -1, size or weight.shape[1])
+    least, greatest = groups.amin(2).clamp(max=-1e-3), groups.amax(2).clamp(min=1e-3)
+    top = 2**bits - 1
+    if centered:
+        scales = (torch.maximum(-least, greatest) / (top // 2)).half().float()
+        zeros = torch.full_like(scales, 2 ** (bits - 1)).long()
+    else:
+        scales = ((greatest - least) / (top - 1)).half().float()
+        zeros = (-least / scales).round().long().clamp(1, top)
+    codes = (groups / scales[:, :, None]).round().long() + zeros[:, :, None]
+    return Rounded(codes.clamp(0, top).flatten(1), scales, zeros)
+
+
+def words(numbers: Tensor, bits: int, order: tuple[int, ...] = ()) -> Tensor:
+    """Some numbers of each row, [n, m], in words of 32 bits: [n, m / numbers in a word]. order: see AWQ_ORDER."""
+    each = 32 // bits
+    found = np.zeros((len(numbers), -(-numbers.shape[1] // each)), np.uint32)
+    for row, line in enumerate(numbers.tolist()):
+        for place, number in enumerate(line):
+            within = order.index(place % each) if order else place % each
+            found[row, place // each] |= np.uint32(number << (bits * within))
+    return torch.from_numpy(found.view(np.int32))
+
+
+@dataclass
+class Format:
+    """How checkpoints are packed, and what their config.json says."""
+
+    pack: Callable[["Format", Tensor], tuple[dict[str, Tensor], Tensor]]  # a weight: tensors by the ends of their names; and plain
+    config: dict[str, Any]
+    bits: int = 4
+    size: int = 0
+    centered: bool = False
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+def gptq(how: Format, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    found = rounded(weight, how.bits, how.size, how.centered)
+    less = 0 if how.config.get("checkpoint_format") == "gptq_v2" else 1
+    groups = torch.arange(weight.shape[1], dtype=torch.int32) // (how.size or weight.shape[1])
+    return {
+        "qweight": words(found.codes, how.bits).t().contiguous(),
+        "qzeros": words(found.zeros.t() - less, how.bits),
+        "scales": found.scales.t().half().contiguous(),
+        "g_idx": groups,
+    }, found.plain()
+
+
+def awq(how: Format, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    found = rounded(weight, 4, how.size, how.centered)
+    tensors = {"qweight": words(found.codes.t(), 4, AWQ_ORDER), "scales": found.scales.t().half().contiguous()}
+    if not how.centered:
+        tensors["qzeros"] = words(found.zeros.t(), 4, AWQ_ORDER)
+    return tensors, found.plain()
+
+
+def packed(how: Format, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    found = rounded(weight, how.bits, how.size, how.centered)
+    tensors = {
+        "weight_packed": words(found.codes, how.bits),
+        "weight_scale": found.scales.half(),
+        "weight_shape": torch.tensor(weight.shape),
+    }
+    if not how.centered:
+        tensors["weight_zero_point"] = words(found.zeros.t(), how.bits).t().contiguous()
+    return tensors, found.plain()
+
+
+def bytes_of(how: Format, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    found = rounded(weight, 8, how.size, how.centered)
+    tensors = {"weight": (found.codes - 128).to(torch.int8), "weight_scale": found.scales.bfloat16()}
+    found.scales = tensors["weight_scale"].float()
+    if not how.centered:
+        tensors["weight_zero_point"] = (found.zeros - 128).to(torch.int8)
+    return tensors, found.plain()
+
+
+def floats(how: Format, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """In blocks of `more["block"]`, where all of a dimension is 0; the last of them may be cut off."""
+    outputs, inputs = weight.shape
+    high, wide = (given or whole for given, whole in zip(how.more["block"], weight.shape, strict=True))
+    scales = torch.empty(math.ceil(outputs / high), math.ceil(inputs / wide))
+    codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+    plain = torch.empty(weight.shape)
+    for row in range(len(scales)):
+        for column in range(scales.shape[1]):
+            place = slice(row * high, (row + 1) * high), slice(column * wide, (column + 1) * wide)
+            scales[row, column] = weight[place].abs().max() / 448
+            codes[place] = (weight[place] / scales[row, column]).to(torch.float8_e4m3fn)
+            plain[place] = codes[place].float() * scales[row, column]
+    scale = scales.view(how.more["shape"]) if "shape" in how.more else scales
+    return {"weight": codes, how.more["name"]: scale, "input_scale": torch.tensor(0.5)}, plain
+
+
+def compressed(form: str, weights: dict[str, Any]) -> dict[str, Any]:
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups, "ignore": ["lm_head"]}
+
+
+INTEGERS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 4, "symmetric": True}
+BYTES = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+FLOATS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+FORMATS = {
+    "gptq": Format(gptq, {"quant_method": "gptq", "bits": 4, "group_size": 4, "desc_act": False}, size=4),
+    "gptq-symmetric": Format(
+        gptq, {"quant_method": "gptq", "bits": 4, "group_size": -1, "checkpoint_format": "gptq"}, centered=True
+    ),
+    "gptq-v2": Format(gptq, {"quant_method": "gptq", "bits": 8, "group_size": -1, "checkpoint_format": "gptq_v2"}, bits=8),
+    "awq": Format(awq, {"quant_method": "awq", "bits": 4, "group_size": 4, "version": "gemm", "zero_point": True}, size=4),
+    "awq-symmetric": Format(
+        awq, {"quant_method": "awq", "bits": 4, "group_size": 4, "version": "GEMM", "zero_point": False}, size=4, centered=True
+    ),
+    "packed": Format(packed, compressed("pack-quantized", INTEGERS), size=4, centered=True),
+    "packed-zeros": Format(packed, compressed("pack-quantized", INTEGERS | {"symmetric": False}), size=4),
+    "packed-8": Format(packed, compressed("pack-quantized", BYTES | {"group_size": None}), bits=8, size=0, centered=True),
+    "int8": Format(bytes_of, compressed("int-quantized", BYTES), centered=True),
+    "int8-zeros": Format(bytes_of, compressed("int-quantized", BYTES | {"symmetric": False})),
+    "float8": Format(floats, compressed("float-quantized", FLOATS), more={"name": "weight_scale", "block": (1, 0)}),
+    "float8-tensor": Format(
+        floats,
+        compressed("float-quantized", FLOATS | {"strategy": "tensor"}),
+        more={"name": "weight_scale", "block": (0, 0), "shape": (1,)},
+    ),
+    "float8-blocks": Format(
+        floats,
+        compressed("float-quantized", FLOATS | {"strategy": "block", "block_structure": [32, 16]}),
+        more={"name": "weight_scale", "block": (32, 16)},
+    ),
+    "fp8": Format(
+        floats, {"quant_method": "fp8", "activation_scheme": "static"}, more={"name": "weight_scale", "block": (0, 0), "shape": ()}
+    ),
+    "fp8-blocks": Format(
+        floats,
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 16]},
+        more={"name": "weight_scale_inv", "block": (16, 16)},
+    ),
+    "fbgemm": Format(floats, {"quant_method": "fbgemm_fp8"}, more={"name": "weight_scale", "block": (1, 0)}),
+}
+
+
+def checkpoints(name: str, form: str, target: Path) -> tuple[Path, Path]:
+    """A tiny model with its matrices packed, and the same in float32."""
+    how = FORMATS[form]
+    few, plain = (Path(shutil.copytree(tiny.folder(name), target / kind)) for kind in ("packed", "plain"))
+    stored = safetensors.torch.load_file(plain / "model.safetensors")
+    kept: dict[str, Tensor] = {}
+    for key, weight in list(stored.items()):
+        if not key.endswith(PROJECTIONS):
+            kept[key] = weight
+            continue
+        parts, stored[key] = how.pack(how, weight)
+        kept |= {f"{key.removesuffix('weight')}{end}": part.contiguous() for end, part in parts.items()}
+    safetensors.torch.save_file(stored, plain / "model.safetensors", metadata={"format": "pt"})
+    safetensors.torch.save_file(kept, few / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((few / "config.json").read_text()) | {"quantization_config": how.config}
+    (few / "config.json").write_text(json.dumps(config))
+    return few, plain

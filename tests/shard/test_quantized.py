@@ -1,0 +1,240 @@
+"""Checkpoints of few bits mean the numbers that they were packed from, in every format, on every rank."""
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from torch import Tensor
+
+from penstock.kernels.codes import quantize, unpacked
+from penstock.kernels.quantized import Quantized
+from penstock.shard.engine import Engine
+from penstock.shard.models.decoder import Decoder
+from penstock.shard.models.families import shape
+from penstock.shard.parallel import Ranks
+from penstock.shard.sequence import sequences
+from penstock.shard.step import Span
+from penstock.shard.weights import Weights
+from penstock.tests.shard import packing, tiny
+from penstock.tests.shard.test_oracle import prompt
+from penstock.tests.shard.test_weights import WEIGHTS, Alone, change, decoder, refuses, same
+
+WHOLE = Ranks(0, 1, tiny.CPU)
+
+
+def made(folder: Path, rank: Ranks = WHOLE, dtype: torch.dtype = torch.float32, quantized: str = "") -> Decoder:
+    model = shape(json.loads((folder / "config.json").read_text())).quantized(quantized)
+    return Decoder(model, Weights(folder, dtype, tiny.CPU, lambda read: None), rank, tiny.CPU)
+
+
+@pytest.mark.parametrize("form", packing.FORMATS)
+def test_every_format_is_the_same_model_in_float32(form: str, tmp_path: Path) -> None:
+    """On one rank, and each half of two; of biases, too."""
+    few, plain = packing.checkpoints("qwen2", form, tmp_path)
+    same(decoder(few), decoder(plain))
+    for rank in range(2):
+        same(made(few, Alone(rank)), made(plain, Alone(rank)))
+
+
+# With matrices that are stored as one, rotary features in another order, factors of what is added, and norms of their own.
+NAMES = ["phi3", "glm4", "granite", "gemma2", "olmo2", "mixtral"]
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [*itertools.product(NAMES, ["gptq", "packed-zeros", "float8"]), ("qwen3-moe", "float8"), ("qwen2-moe", "packed-zeros")],
+)
+def test_every_family_is_the_same_model(name: str, form: str, tmp_path: Path) -> None:
+    few, plain = packing.checkpoints(name, form, tmp_path)
+    tolerance = 1e-6 if name == "granite" else 0.0  # whose factor goes to the scales
+    same(decoder(few), decoder(plain), tolerance)
+    same(made(few, Alone(1)), made(plain, Alone(1)), tolerance)
+
+
+def engine_of(model: Decoder, pages: int = 64) -> Engine:
+    engine = Engine(model, tiny.CPU, 16, True)
+    engine.resize(pages, 16)
+    return engine
+
+
+@torch.inference_mode()
+def logits(model: Decoder, tokens: tuple[int, ...]) -> Tensor:
+    engine = engine_of(model)
+    [sequence], _ = sequences(tokens, 1)
+    engine.pool.extend(sequence.pages, len(tokens))
+    found = model.logits(engine.forward([Span(sequence, 0, tokens, wanted=len(tokens))]))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("form", ["gptq", "awq", "packed", "fp8-blocks"])
+def test_logits_are_transformers(form: str, tmp_path: Path) -> None:
+    """Of transformers' model with the same numbers."""
+    few, plain = packing.checkpoints("llama", form, tmp_path)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
+    tokens = prompt(1, 40)
+    with torch.no_grad():
+        expected = reference(torch.tensor([tokens])).logits[0]
+    torch.testing.assert_close(logits(decoder(few), tokens), expected, rtol=0, atol=1e-4)
+
+
+# Rounded when they are loaded
+
+
+class Rounded(Weights):
+    """A checkpoint whose matrices, or a rank's parts of them, are the nearest of few bits."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        super().__init__(folder, torch.float32, tiny.CPU, lambda read: None)
+        self._kind = kind
+
+    def tensor(self, name: str, shape: tuple[int, ...], cut: tuple[int, int, int] | None = None) -> Tensor:
+        found = super().tensor(name, shape, cut)
+        return unpacked(quantize(found, self._kind), torch.float32) if name.endswith(packing.PROJECTIONS) else found
+
+
+@pytest.mark.parametrize("rank", [WHOLE, Alone(1)])
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
+def test_quantize_rounds_the_layers_matrices(kind: str, rank: Ranks) -> None:
+    """And nothing else: not tables, biases and norms."""
+    folder = tiny.folder("qwen2")
+    found, plain = made(folder, rank, quantized=kind), made(folder, rank)
+    same(found, Decoder(plain.shape, Rounded(folder, kind), rank, tiny.CPU))
+    with pytest.raises(AssertionError):
+        same(found, plain)
+
+
+# Kept as they are stored
+
+
+def few_bits(model: Decoder) -> list[str]:
+    """The weights of a layer that are kept in few bits."""
+    layer = model.layers[0]
+    named = {**vars(layer), **vars(layer.mlp)}
+    return [name for name, value in named.items() if isinstance(value, Quantized)]
+
+
+@pytest.mark.parametrize("form", ["gptq", "awq", "packed-zeros"])
+def test_4_bits_are_kept_beside_bfloat16(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's product of them, on one rank and on two; close to the same numbers in float32."""
+    monkeypatch.setattr(packing.FORMATS[form], "size", 32)
+    few, plain = packing.checkpoints("words-wide", form, tmp_path)
+    model, exact = decoder(few, dtype="bfloat16"), decoder(plain)
+    assert len(few_bits(model)) == 4
+    assert len(few_bits(made(few, Alone(1), torch.bfloat16))) == 4
+    tokens = prompt(2, 50, 2048)
+    found, expected = logits(model, tokens), logits(exact, tokens)
+    rounded = logits(decoder(plain, dtype="bfloat16"), tokens)
+    assert (found - expected).norm() < 1.5 * (rounded - expected).norm()
+
+
+# Bytes
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "quantize"),
+    [*itertools.product(["words-wide", "few-heads-mixtral"], ["", "int4", "int8"]), ("llama-tied", "")],
+)
+def test_the_plan_knows_the_bytes(name: str, quantize: str, dtype: str) -> None:
+    model = decoder(tiny.folder(name), dtype=dtype, quantize=quantize)
+    planned = model.shape.weight_bytes(1, 2 if dtype == "bfloat16" else 4, "cpu", dtype, not model.head.shared)
+    assert planned == pytest.approx(model.weight_bytes, rel=0.02)
+
+
+# What is wrong, and what helps
+
+
+def broken(folder: Path, **changes: Any) -> None:
+    """Fields of quantization_config; None takes one away."""
+    config = json.loads((folder / "config.json").read_text())["quantization_config"] | changes
+    change(folder, quantization_config={name: value for name, value in config.items() if value is not None})
+
+
+@pytest.mark.parametrize(
+    ("form", "fields", "words"),
+    [
+        ("gptq", {"bits": 3}, ["of 3 bits are not supported, those of 4 and 8 are"]),
+        ("gptq", {"bits": None}, ["of None bits"]),
+        ("gptq", {"bits": [4]}, ["of [4] bits"]),
+        ("gptq", {"group_size": "many"}, ["group_size 'many'", "positive integer"]),
+        ("gptq", {"checkpoint_format": "marlin"}, ["checkpoint_format 'marlin'"]),
+        ("gptq", {"quant_method": "bitsandbytes"}, ["quant_method 'bitsandbytes'"]),
+        ("gptq", {"quant_method": None}, ["quant_method None"]),
+        ("awq", {"version": "gemv"}, ["version 'gemv'", "gemm is"]),
+        ("awq", {"bits": 8}, ["AWQ of 8 bits"]),
+        ("packed", {"format": "marlin-24"}, ["format 'marlin-24'", "type 'int'"]),
+        ("packed", {"config_groups": None}, ["config_groups"]),
+        ("packed", {"config_groups": {"a": 7}}, ["config_groups"]),
+        ("int8", {"config_groups": {"a": {"weights": {"num_bits": 8, "type": "complex"}}}}, ["type 'complex'"]),
+        ("fp8-blocks", {"weight_block_size": 128}, ["weight_block_size 128"]),
+        ("fp8-blocks", {"weight_block_size": [128]}, ["weight_block_size [128]"]),
+        ("float8-blocks", {"config_groups": {"a": {"weights": {"num_bits": 8, "type": "float", "block_structure": 7}}}}, ["7"]),
+    ],
+)
+def test_what_is_not_supported(form: str, fields: dict[str, Any], words: list[str], tmp_path: Path) -> None:
+    few, _ = packing.checkpoints("llama", form, tmp_path)
+    broken(few, **fields)
+    refuses(few, *words, "use the model's unquantized weights")
+
+
+def test_a_config_that_is_no_object(tmp_path: Path) -> None:
+    few, _ = packing.checkpoints("llama", "gptq", tmp_path)
+    change(few, quantization_config="gptq")
+    refuses(few, "quantization_config 'gptq'", "an object is needed")
+
+
+def spoil(folder: Path, name: str, work: Callable[[Tensor], Tensor | None]) -> None:
+    stored = safetensors.torch.load_file(folder / WEIGHTS)
+    changed = work(stored.pop(name))
+    safetensors.torch.save_file(stored | ({name: changed.contiguous()} if changed is not None else {}), folder / WEIGHTS)
+
+
+LAYER = "model.layers.1.mlp.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("form", "end", "work", "words"),
+    [
+        ("gptq", "g_idx", lambda found: found.flip(0), ["inputs in the order of their activations (desc_act, actorder)"]),
+        ("gptq", "qweight", lambda found: found[1:], ["has codes [64, 80]", "config.json says [64, 88]"]),
+        ("gptq", "qweight", lambda found: found.float(), ["qweight is stored as F32", "it is I32"]),
+        ("gptq", "qzeros", lambda found: None, ["no tensor", "qzeros"]),
+        ("gptq", "scales", lambda found: found[1:], ["scales [64, 21]", "config.json says [64, 88]"]),
+        ("gptq", "qzeros", lambda found: found[:, 1:], ["zeros"]),
+        ("awq", "scales", lambda found: found[:, 1:], ["scales [63, 22]", "config.json says [64, 88]"]),
+        ("fp8", "weight", lambda found: found.float(), ["weight is stored as F32", "it is F8_E4M3"]),
+        ("fp8-blocks", "weight_scale_inv", lambda found: found[1:], ["scales"]),
+    ],
+)
+def test_tensors_that_do_not_fit(
+    form: str, end: str, work: Callable[[Tensor], Tensor | None], words: list[str], tmp_path: Path
+) -> None:
+    few, _ = packing.checkpoints("llama", form, tmp_path)
+    spoil(few, f"{LAYER}.{end}", work)
+    refuses(few, LAYER, *words)
+
+
+@pytest.mark.parametrize(
+    ("form", "asked", "words"),
+    [
+        ("gptq", "awq", ["--quantize awq, but the checkpoint is gptq with int4 already", "leave --quantize out"]),
+        ("gptq", "fp8", ["--quantize fp8, but the checkpoint is gptq"]),
+        ("", "gptq", ["--quantize gptq, but the checkpoint is not quantized", "int4, int8, fp8"]),
+    ],
+)
+def test_a_method_that_is_not_the_checkpoints(form: str, asked: str, words: list[str], tmp_path: Path) -> None:
+    folder = packing.checkpoints("llama", form, tmp_path)[0] if form else tiny.folder("llama")
+    refuses(folder, *words, quantize=asked)
+
+
+@pytest.mark.parametrize("asked", ["gptq", "int4", ""])
+def test_a_method_that_is(asked: str, tmp_path: Path) -> None:
+    few, plain = packing.checkpoints("llama", "gptq", tmp_path)
+    same(decoder(few, quantize=asked), decoder(plain))
