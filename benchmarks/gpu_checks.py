@@ -24,12 +24,14 @@ from penstock.benchmarks.gpu_measure import Bench
 from penstock.benchmarks.gpu_report import Line, failed
 from penstock.benchmarks.gpu_worlds import Shape
 from penstock.kernels import (
+    adapters,
     beam,
     choose,
     codes,
     experts,
     fused_product,
     fused_quantized,
+    low_rank,
     noise,
     operations,
     paged_attention,
@@ -108,6 +110,7 @@ def checks(bench: Bench) -> dict[str, Check]:
         found[f"rotary and write, {name}"] = partial(rotary, dtype=dtype, eight_bits=False)
     found["products of few rows"] = products
     found["products of experts"] = mixtures
+    found["products of adapters"] = adapted
     for kind in codes.BITS:
         found[f"products with weights of few bits, {kind}"] = partial(few_bits, kind=kind)
     if bench.device.type == "cuda":
@@ -325,6 +328,27 @@ def products(bench: Bench, chance: random.Random) -> float:
             fused_product.product(x, weight, bias, out, gains=gains, epsilon=1e-5, gated=gated, add=add)
             # Sums of many products: errors are in proportion to the largest.
             worst = max(worst, error(out / expected.abs().max(), expected / expected.abs().max(), ROUNDINGS[dtype]))
+    return worst
+
+
+def adapted(bench: Bench, chance: random.Random) -> float:
+    """What adapters of different ranks add, to rows that go by one of them or by none."""
+    worst, dtype, device = 0.0, torch.bfloat16, bench.device
+    inputs, outputs = (24, 17) if bench.tiny else (chance.randint(100, 5000), chance.randint(100, 5000))
+    ranks = (3, 16) if bench.tiny else (8, 64, 16, 100)
+    pairs = [(_wide(rank, inputs, dtype=dtype, device=device), _wide(outputs, rank, dtype=dtype, device=device)) for rank in ranks]
+    pairs = [(down * inputs**-0.5, up * len(down) ** -0.5) for down, up in pairs]
+    additions = low_rank.lay_out(pairs)
+    assert additions is not None
+    for rows in (1, 9) if bench.tiny else (1, 64, 3000):
+        x, out = _wide(rows, inputs, dtype=dtype, device=device).contiguous(), _wide(rows, outputs, dtype=dtype, device=device)
+        out, numbers = out.contiguous(), torch.randint(-1, len(ranks), (rows,), device=device)
+        expected = out.double()
+        for number, (down, up) in enumerate(pairs):
+            own = numbers == number
+            expected[own] += x[own].double() @ down.double().T @ up.double().T
+        additions.add(x, out, adapters.choose(numbers, len(ranks)))
+        worst = max(worst, error(out / expected.abs().max(), expected / expected.abs().max(), ROUNDINGS[dtype]))
     return worst
 
 

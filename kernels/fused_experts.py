@@ -1,8 +1,10 @@
-"""The products of a mixture of experts by Triton: tokens of the same expert side by side in tiles, all experts in one launch.
+"""The products of a mixture of experts, and those of adapters, by Triton: tokens of the same expert side by side in tiles, all
+experts in one launch.
 
-Knows tensors only. What it computes stands in `experts.OneByOne`. Pairs of a token and an expert are sorted by expert; a tile is up
-to ROWS pairs of one. Which tiles there are is found by the programs themselves, since the host doesn't know what was chosen: as
-many are launched as there can be, and those that are too many end at once (as in vLLM's fused_moe, which pads instead).
+Knows tensors only. What it computes stands in `experts.OneByOne` and in `adapters.OneByOne`. Pairs of a token and an expert are
+sorted by expert; a tile is up to ROWS pairs of one. Which tiles there are is found by the programs themselves, since the host
+doesn't know what was chosen: as many are launched as there can be, and those that are too many end at once (as in vLLM's fused_moe,
+which pads instead).
 """
 
 import itertools
@@ -29,7 +31,7 @@ def experts_kernel(
     weight: tl.tensor,  # [experts, outputs, inputs]; GATED: [experts, 2 * outputs, inputs], gates first
     order: tl.tensor,  # [pairs], pairs sorted by expert
     starts: tl.tensor,  # [experts + 1], where each expert's begin in `order`
-    shares: tl.tensor,  # [pairs] float32, which results are multiplied by; unused with GATED
+    shares: tl.tensor,  # [pairs] float32, which results are multiplied by; unused with GATED and ADD
     EXPERTS: tl.constexpr,
     SLOTS: tl.constexpr,  # EXPERTS, up to a power of two
     TOGETHER: tl.constexpr,  # pairs that have a row of x in common
@@ -41,6 +43,7 @@ def experts_kernel(
     STAGES: tl.constexpr,
     GATED: tl.constexpr,
     GELU: tl.constexpr,
+    ADD: tl.constexpr,  # to what is in `out`
     WIDEN: tl.constexpr,
 ) -> None:
     """One program: COLUMNS outputs of a tile."""
@@ -70,11 +73,13 @@ def experts_kernel(
             result = dot(values, tl.load(from_weight + first, mask=held, other=0.0), result, WIDEN)
             if GATED:
                 other = dot(values, tl.load(from_weight + first + OUTPUTS * INPUTS, mask=held, other=0.0), other, WIDEN)
+        to = out + pair[:, None] * OUTPUTS + output[None, :]
         if GATED:
             result = activated(result, GELU) * other
+        elif ADD:
+            result += tl.load(to, mask=asked[:, None] & wanted[None, :], other=0.0).to(tl.float32)
         else:
             result *= tl.load(shares + pair, mask=asked, other=0.0)[:, None]
-        to = out + pair[:, None] * OUTPUTS + output[None, :]
         tl.store(to, result.to(out.dtype.element_ty), mask=asked[:, None] & wanted[None, :])
 
 
@@ -97,6 +102,17 @@ def experts(x: Tensor, order: Tensor, starts: Tensor, shares: Tensor, gate_up: T
     return out
 
 
+def add_products(out: Tensor, x: Tensor, weight: Tensor, order: Tensor, starts: Tensor) -> None:
+    """Adds to `out` [rows, outputs] the products of x [rows, inputs] with the matrices of `weight` [matrices, outputs, inputs].
+
+    order: [rows], sorted by matrix; starts: [matrices + 1], where each one's begin there: those before are left as they are.
+    All dense.
+    """
+    assert all(tensor.is_contiguous() for tensor in (out, x, weight, order, starts))
+    if len(x):
+        _product(out, x, weight, order, starts, out, add=True)
+
+
 def _product(
     out: Tensor,
     x: Tensor,
@@ -108,10 +124,12 @@ def _product(
     together: int = 1,
     gated: bool = False,
     gelu: bool = False,
+    add: bool = False,
 ) -> None:
     pairs, outputs = out.shape
     number, inputs = len(weight), weight.shape[2]
     constants = _constants(pairs, number, together, inputs, outputs, gated, gelu, x.element_size(), torch.version.hip is not None)
+    constants["ADD"] = add
     rows = constants["ROWS"]
     # Every expert that has pairs has one tile that is not full, at most.
     grid = triton.cdiv(outputs, constants["COLUMNS"]), min(number, pairs) + pairs // rows
@@ -152,33 +170,42 @@ def _constants(
 
 
 def compilations() -> list[Compilation]:
-    """Qwen3's 128 experts and Mixtral's 8, for few tokens and for many; one in float32, whose tiles are the largest in bytes."""
+    """Qwen3's 128 experts and Mixtral's 8, for few tokens and for many; one in float32, whose tiles are the largest in bytes. And
+    adapters of an 8 B model."""
     models = {
         "128 x 768": (128, 8, 2048, 768, "bf16"),
         "8 x 14336": (8, 2, 4096, 14336, "bf16"),
         "8 x 14336 fp32": (8, 2, 4096, 14336, "fp32"),
     }
     kinds = {"": ("sm_80", "sm_90", "sm_100"), "amd": ("gfx942",)}
+    counts = {"few": 1, "many": 4096}  # of tokens
     found = []
     for (model, (number, count, hidden, size, dtype)), tokens, gated, kind in itertools.product(
-        models.items(), (1, 4096), (True, False), kinds
+        models.items(), counts, (True, False), kinds
     ):
         inputs, outputs = (hidden, size) if gated else (size, hidden)
-        item = 4 if dtype == "fp32" else 2
-        constants = _constants(tokens * count, number, count if gated else 1, inputs, outputs, gated, False, item, kind == "amd")
-        constants |= {"WIDEN": False}
-        pointers = dict.fromkeys(("out", "x", "weight"), f"*{dtype}") | {"order": "*i64", "starts": "*i64", "shares": "*fp32"}
-        found.append(
-            Compilation(
-                kernel=experts_kernel,
-                name=f"experts {model} {'gated' if gated else 'down'} {'few' if tokens == 1 else 'many'} {kind}".rstrip(),
-                signature={**pointers, **dict.fromkeys(constants, "constexpr")},
-                constants=dict(constants),
-                warps=WARPS,
-                stages=constants["STAGES"],
-                fuse=True,
-                hot=True,
-                targets=kinds[kind],
-            )
-        )
+        pairs, together, item = counts[tokens] * count, count if gated else 1, 4 if dtype == "fp32" else 2
+        constants = _constants(pairs, number, together, inputs, outputs, gated, False, item, kind == "amd") | {"ADD": False}
+        name = f"experts {model} {'gated' if gated else 'down'} {tokens} {kind}".rstrip()
+        found.append(_compilation(name, constants, dtype, "fp32", kinds[kind]))
+    for (inputs, outputs), tokens, kind in itertools.product(((4096, 16), (16, 6144), (64, 28672)), counts, kinds):
+        constants = _constants(counts[tokens], 8, 1, inputs, outputs, False, False, 2, kind == "amd") | {"ADD": True}
+        name = f"adapters {inputs} to {outputs} {tokens} {kind}".rstrip()
+        found.append(_compilation(name, constants, "bf16", "bf16", kinds[kind]))
     return found
+
+
+def _compilation(name: str, constants: dict[str, Any], dtype: str, shares: str, targets: tuple[str, ...]) -> Compilation:
+    pointers = dict.fromkeys(("out", "x", "weight"), f"*{dtype}") | {"order": "*i64", "starts": "*i64", "shares": f"*{shares}"}
+    constants = constants | {"WIDEN": False}
+    return Compilation(
+        kernel=experts_kernel,
+        name=name,
+        signature={**pointers, **dict.fromkeys(constants, "constexpr")},
+        constants=constants,
+        warps=WARPS,
+        stages=constants["STAGES"],
+        fuse=True,
+        hot=True,
+        targets=targets,
+    )

@@ -23,13 +23,16 @@ On an accelerator few rows go by `fused_product`, together with the norm before 
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from .choose import triton_for
+
+if TYPE_CHECKING:
+    from .adapters import Additions  # which are made of weights
 
 # oneDNN chooses its blocked layout by the number of rows it is told to expect. Told 1 it is slow for batches (42 GFLOP/s at 32);
 # told 4 to 512 one layout is good for all of them.
@@ -49,6 +52,7 @@ class Weight:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, exact: bool = True) -> None:
         """exact: a row's result may not depend on the rows beside it more than the route makes it."""
+        self.additions: Additions | None = None  # of adapters; whoever multiplies adds them
         self.bytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
         self.shape = weight.shape
         self._plain = (weight, bias) if weight.dtype in STREAMED and triton_for(weight) else None

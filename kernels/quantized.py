@@ -34,6 +34,7 @@ class Quantized(Weight):
         self.bytes = sum(tensor.nbytes for tensor in kept if tensor is not None)
         self.compiled = self._plain = None
         self.shared = False
+        self.additions = None
 
 
 def lay_out(weight: Tensor | Codes, bias: Tensor | None, exact: bool, dtype: torch.dtype) -> Weight:

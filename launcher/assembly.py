@@ -47,8 +47,10 @@ class Ours:
     def terms(self) -> dict[str, str]:
         """What has to be the same on all nodes."""
         versions = {name: importlib.metadata.version(name) for name in ("penstock", "torch")}
-        # The digest knows the draft model, whose folder may be another one on each.
-        shard = dataclasses.replace(self.shards[0], speculate=re.sub(r"draft=[^,]*", "draft", self.shards[0].speculate))
+        # The digest knows the draft model and adapters, whose folders may be others on each.
+        first = self.shards[0]
+        speculate = re.sub(r"draft=[^,]*", "draft", first.speculate)
+        shard = dataclasses.replace(first, speculate=speculate, adapters=tuple((name, "") for name, _ in first.adapters))
         return muster.terms(shard, self.asked.nnodes, self.digest, versions)
 
     def start(self, shard: ShardConfig, orders: Orders, master: str, own: str) -> Command:

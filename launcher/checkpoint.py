@@ -51,7 +51,7 @@ def read(folder: Path, load_format: str, ask: Callable[[], Remote] | None = None
     sizes: Counter[str] = Counter()
     named = _weight_files(folder)
     for path, names in named.items():
-        found = _header(path)
+        found = header(path)
         lacking = next((name for name in names if name not in found), None)
         if lacking is not None:
             raise Mistake(f"{path} has no tensor {lacking}, which {INDEX} puts there: download the model again")
@@ -136,7 +136,7 @@ def _weight_files(folder: Path) -> dict[Path, list[str]]:
     raise Mistake(f"{folder} has no weights ({SINGLE} or {INDEX}): complete it, or take random ones with --load-format dummy")
 
 
-def _header(path: Path) -> dict[str, tuple[str, int]]:
+def header(path: Path) -> dict[str, tuple[str, int]]:
     """dtype and bytes of each tensor in one safetensors file: 8 bytes of length, that much JSON, then the tensors, gapless."""
     try:
         size = path.stat().st_size

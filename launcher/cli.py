@@ -19,6 +19,7 @@ from ..proto.speculation import LOSSY, NOTHING, Speculation, written
 from ..router.config import RouterConfig
 from ..shard.config import ShardConfig
 from . import (
+    adapters,
     assembly,
     checkpoint,
     cluster,
@@ -35,6 +36,7 @@ from . import (
     rundir,
     streams,
 )
+from .adapters import Adapter
 from .console import Console
 from .mistake import Mistake
 from .options import Options
@@ -161,10 +163,11 @@ def _plan(asked: Options, environment: Mapping[str, str]) -> int:
     ask = functools.partial(hub.remote, asked.model_id, asked.revision) if hub.on_hub(asked.model_id) else None
     model = checkpoint.read(folder, asked.load_format, ask)
     _, draft = drafts.resolve(asked, model, weights=False)
+    changes = adapters.resolve(asked, name, weights=False)
     if asked.cluster:
-        print(cluster.table(asked, model, name, cluster.parse(asked.cluster), draft))
+        print(cluster.table(asked, model, name, cluster.parse(asked.cluster), draft, changes))
     else:
-        print(plan.table(plan.make(asked, model, draft), name))
+        print(plan.table(plan.make(asked, model, draft, changes), name))
     return 0
 
 
@@ -184,7 +187,8 @@ def _serve(asked: Options, environment: Mapping[str, str]) -> int:
         return _route(asked, name, folder, environment, console, began)
     model = checkpoint.read(folder, asked.load_format)
     speculation, draft = drafts.resolve(asked, model, weights=asked.load_format != "dummy")
-    planned = plan.make(asked, model, draft)
+    changes = adapters.resolve(asked, name)
+    planned = plan.make(asked, model, draft, changes)
     text = text_folder(planned)
     of = f"{asked.local_replicas} replicas of {planned.ranks}" if asked.local_replicas > 1 else planned.ranks
     console.say(f"{name} on {planned.device}, {planned.dtype}, ranks: {of}, threads of each: {planned.threads}")
@@ -204,7 +208,7 @@ def _serve(asked: Options, environment: Mapping[str, str]) -> int:
         paths = stack.enter_context(rundir.prefixed(prefix, [each for one in names for each in one]))
         places = replicas.divide(asked, planned.local_ranks, planned.device == "cuda", paths, environment)
         configs = [
-            shard_configs(asked, name, planned, place.sockets, place.relay, place.meeting, speculation, place.listen)
+            shard_configs(asked, name, planned, place.sockets, place.relay, place.meeting, speculation, place.listen, changes)
             for place in places
         ]
         interpreted = planned.device == "cpu" and asked.penstock_kernels == "triton"
@@ -213,6 +217,7 @@ def _serve(asked: Options, environment: Mapping[str, str]) -> int:
         groups: dict[str, Part] = {}
         if asked.nnodes > 1:
             digest = checkpoint.digest(model) + (checkpoint.digest(draft) if draft else "")
+            digest += "".join(change.digest for change in changes)
             ours = assembly.Ours(asked, configs[0], digest, private, children, _command, console)
             if asked.node_rank:
                 return assembly.follow(ours)
@@ -307,6 +312,7 @@ def router_config(asked: Options, name: str, folder: Path, groups: Sequence[Sequ
     fields = {field.name for field in dataclasses.fields(RouterConfig)} & set(options.FIELDS)
     given = {field: value for field in fields if (value := getattr(asked, field)) is not None}
     given["speculate"] = asked.speculation.most
+    given["adapters"] = tuple(adapters.parse(asked.lora_adapters))
     keys = kinds.keys_of(asked.api_key)
     return RouterConfig(folder=str(folder), model=name, groups=addresses, complaints=complaints, api_keys=keys, **given)
 
@@ -320,6 +326,7 @@ def shard_configs(
     meeting: str,
     speculation: Speculation = NOTHING,
     listen: Sequence[str] = (),
+    changes: Sequence[Adapter] = (),
 ) -> list[ShardConfig]:
     """One per rank of a group on this machine. listen: where ranks are reached instead of their sockets."""
     first = (asked.node_rank or 0) * planned.local_ranks
@@ -334,6 +341,7 @@ def shard_configs(
             device=planned.device,
             dtype=planned.dtype,
             quantize=asked.quantize,
+            adapters=adapters.names(changes),
             kv_cache_dtype=asked.kv_cache_dtype,
             kernels=asked.penstock_kernels,
             cuda_graphs=asked.cuda_graphs,

@@ -14,6 +14,7 @@ from ..shard import rooms
 from ..shard.models.families import shape
 from ..shard.models.shape import Shape
 from . import plan, roofline
+from .adapters import Adapter
 from .checkpoint import Checkpoint
 from .machine import Machine
 from .mistake import Mistake
@@ -138,7 +139,9 @@ def _seconds(text: str) -> float:
     return float(found[1]) * (1e-6 if found[2] == "us" else 1e-3) if found else 0.0
 
 
-def layouts(options: Options, model: Checkpoint, cluster: Cluster, draft: Checkpoint | None = None) -> list[Layout]:
+def layouts(
+    options: Options, model: Checkpoint, cluster: Cluster, draft: Checkpoint | None = None, changes: Sequence[Adapter] = ()
+) -> list[Layout]:
     """Every way that fits, by the number of ranks. Raises Mistake if there is none."""
     if options.device == "cpu" or options.dtype == "float32":
         raise Mistake("--cluster is for accelerators and 16-bit numbers: leave --device cpu and --dtype float32 out")
@@ -155,7 +158,7 @@ def layouts(options: Options, model: Checkpoint, cluster: Cluster, draft: Checkp
     found, refusal = [], Mistake()
     for ranks in possible:
         try:
-            found.append(_layout(options, model, cluster, ranks, draft))
+            found.append(_layout(options, model, cluster, ranks, draft, changes))
         except Mistake as mistake:  # most likely that it does not fit over so few
             refusal = mistake
     if not found:
@@ -177,13 +180,15 @@ def _divides(form: Shape, ranks: int) -> bool:
     return True
 
 
-def _layout(options: Options, model: Checkpoint, cluster: Cluster, ranks: int, draft: Checkpoint | None) -> Layout:
+def _layout(
+    options: Options, model: Checkpoint, cluster: Cluster, ranks: int, draft: Checkpoint | None, changes: Sequence[Adapter]
+) -> Layout:
     free = int(cluster.accelerator.memory)
     machine = Machine(cores=ranks, memory=free, fast_bfloat16=True, gpu_memory=(free,) * ranks)
     asked = dataclasses.replace(options, device="cuda", num_shard=ranks, sharded=None, nnodes=1)
     nodes = max(1, ranks // cluster.gpus)
     return Layout(
-        plan=plan.divide(asked, model, machine, draft),
+        plan=plan.divide(asked, model, machine, draft, changes),
         nodes=nodes,
         replicas=cluster.nodes // nodes * (cluster.gpus // ranks or 1),
         most=options.sequences,
@@ -201,9 +206,16 @@ def served(layout: Layout, cluster: Cluster, context: int, target: float) -> tup
     return streams * layout.replicas, seconds(streams) if streams else 0.0
 
 
-def table(options: Options, model: Checkpoint, name: str, cluster: Cluster, draft: Checkpoint | None = None) -> str:
+def table(
+    options: Options,
+    model: Checkpoint,
+    name: str,
+    cluster: Cluster,
+    draft: Checkpoint | None = None,
+    changes: Sequence[Adapter] = (),
+) -> str:
     """All of it for people, aligned. Raises Mistake."""
-    found = layouts(options, model, cluster, draft)
+    found = layouts(options, model, cluster, draft, changes)
     longest = options.max_total_tokens or found[0].plan.shape.max_positions
     contexts = [context for context in CONTEXTS if context <= longest] or [longest]
     parts = [_head(name, found[0].plan, cluster), _memory(found, cluster)]
@@ -239,7 +251,7 @@ def _memory(found: Sequence[Layout], cluster: Cluster) -> str:
         rows.append(
             [
                 *(f"{own.ranks}", f"{layout.nodes}", f"{layout.replicas}", f"{cluster.nodes * cluster.gpus - used}"),
-                *(size(own.weight_bytes), size(own.graphs * rooms.GRAPH_BYTES)),
+                *(size(own.weight_bytes + own.adapter_bytes), size(own.graphs * rooms.GRAPH_BYTES)),
                 *[size(own.draft_bytes + own.capacity * own.draft_token_bytes)] * drafts,
                 *(size(own.capacity * own.token_bytes), f"{own.capacity:,}", f"{own.capacity * layout.replicas:,}"),
             ]

@@ -16,7 +16,7 @@ TGI_ONLY = (
     "--validation-workers --trust-remote-code --prometheus-port "
     "--weights-cache-override --disable-custom-kernels --rope-scaling --rope-factor "
     "--watermark-gamma --watermark-delta --tokenizer-config-path "
-    "--lora-adapters --usage-stats --enable-prefill-logprobs --disable-usage-stats --disable-crash-reports"
+    "--usage-stats --enable-prefill-logprobs --disable-usage-stats --disable-crash-reports"
 )
 
 

@@ -84,6 +84,14 @@ class Options:
         choices=("int4", "int8", "fp8", "gptq", "awq", "compressed-tensors"),
     )
 
+    lora_adapters: str = option(
+        MODEL,
+        "adapters of low rank (LoRA) by which requests may go, each by its own, in one batch: NAME=FOLDER, NAME=OWNER/MODEL of the "
+        "hub or that alone, @REVISION behind it, with commas between them. Requests name one as adapter_id, on OpenAI's routes as "
+        "model",
+        default="",
+    )
+
     max_input_tokens: int = option(
         REQUESTS,
         "longest prompt (also --max-input-length; default: --max-total-tokens - 1)",

@@ -4,12 +4,14 @@ An estimate made before any process starts, so that what can't work fails in a m
 measure, once the model is loaded, what the pool really gets. Pure, apart from `make`, which looks at the machine.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..shard import rooms
 from ..shard.models.families import shape
 from ..shard.models.shape import Shape
 from . import machine, replicas
+from .adapters import Adapter
 from .checkpoint import Checkpoint
 from .machine import Machine
 from .mistake import Mistake
@@ -35,6 +37,7 @@ class Plan:
     dtype: str
     threads: int
     weight_bytes: int
+    adapter_bytes: int
     token_bytes: int  # of one token's keys and values
     draft: Shape | None = None  # the draft model, which is whole on rank 0
     draft_bytes: int = 0  # its weights
@@ -57,12 +60,14 @@ class Plan:
         return self.pages >= self.sequences * -(-self.longest // self.page_size)
 
 
-def make(options: Options, model: Checkpoint, draft: Checkpoint | None = None) -> Plan:
-    return divide(options, model, replicas.share(options, machine.inspect()), draft)
+def make(options: Options, model: Checkpoint, draft: Checkpoint | None = None, changes: Sequence[Adapter] = ()) -> Plan:
+    return divide(options, model, replicas.share(options, machine.inspect()), draft, changes)
 
 
-def divide(options: Options, model: Checkpoint, machine: Machine, draft: Checkpoint | None = None) -> Plan:
-    """The plan for `model`, with a draft model if there is one, on `machine`. Raises Mistake."""
+def divide(
+    options: Options, model: Checkpoint, machine: Machine, draft: Checkpoint | None = None, changes: Sequence[Adapter] = ()
+) -> Plan:
+    """The plan for `model`, with a draft model and adapters if there are any, on `machine`. Raises Mistake."""
     device = _device(options, machine)
     ranks = _ranks(options, device, machine)
     local = ranks // max(1, options.nnodes)
@@ -79,6 +84,8 @@ def divide(options: Options, model: Checkpoint, machine: Machine, draft: Checkpo
     dtype = _dtype(options, model, device, machine)
     packed = device == "cpu" and (dtype == "float32" or (dtype == "bfloat16" and machine.fast_bfloat16))
     weights = form.weight_bytes(ranks, ITEM_BYTES[dtype], device, dtype, packed)
+    # Each is laid out as the largest, and what it does to matrices that are stored as one has zeros beside it.
+    adapted = 2 * len(changes) * max((change.elements for change in changes), default=0) * ITEM_BYTES[dtype]
     token = form.kv_elements(ranks) * (ITEM_BYTES[dtype] if options.kv_cache_dtype == "auto" else 1)
     total = min(machine.gpu_memory[:local]) if device == "cuda" else machine.memory // local
     usable = int(total * options.cuda_memory_fraction)
@@ -92,14 +99,15 @@ def divide(options: Options, model: Checkpoint, machine: Machine, draft: Checkpo
     graphs = _graphs(options, together) if device == "cuda" else 0
     left = usable - graphs * rooms.GRAPH_BYTES
     useful = together * -(-longest // options.page_size)
-    pages = options.pool_pages or min(useful, (left - weights - draft_bytes) // page)
-    if pages < 1 or weights + draft_bytes + pages * page > left:
+    fixed = weights + adapted + draft_bytes
+    pages = options.pool_pages or min(useful, (left - fixed) // page)
+    if pages < 1 or fixed + pages * page > left:
         asked = f"{options.pool_pages} pages" if options.pool_pages else "one page"
         pool = page * max(1, options.pool_pages)
         allowed = f"{size(max(0, left))} may be used ({100 * options.cuda_memory_fraction:.4g}% of {size(total)})"
-        usual = weights + draft_bytes + pool <= int(total * SHARD.memory_fraction) - (usable - left)
+        usual = fixed + pool <= int(total * SHARD.memory_fraction) - (usable - left)
         remedy = "raise --cuda-memory-fraction" if usual else _remedy(options, form, ranks, dtype)
-        raise Mistake(f"weights take {size(weights + draft_bytes)} and {asked} {size(pool)} per rank, but {allowed}: {remedy}")
+        raise Mistake(f"weights take {size(fixed)} and {asked} {size(pool)} per rank, but {allowed}: {remedy}")
     return Plan(
         shape=form,
         checkpoint=model,
@@ -109,6 +117,7 @@ def divide(options: Options, model: Checkpoint, machine: Machine, draft: Checkpo
         dtype=dtype,
         threads=options.threads or _threads(device, form.parameters(ranks), machine.cores // local),
         weight_bytes=weights,
+        adapter_bytes=adapted,
         token_bytes=token,
         draft=small,
         draft_bytes=draft_bytes,
@@ -198,6 +207,7 @@ def table(plan: Plan, name: str) -> str:
         ("of each rank", ""),
         ("  memory", f"{size(plan.memory):>10}  may be used"),
         ("  weights", f"{size(plan.weight_bytes):>10}"),
+        *([("  adapters", f"{size(plan.adapter_bytes):>10}  at most")] if plan.adapter_bytes else []),
         *([("  graphs", f"{size(plan.graphs * rooms.GRAPH_BYTES):>10}  {plan.graphs} recorded steps")] if plan.graphs else []),
         ("  keys/values", f"{size(plan.pages * plan.page_size * plan.token_bytes):>10}  {size(plan.token_bytes)} per token"),
         *_draft(plan),

@@ -41,14 +41,13 @@ REFUSED = {
     "rope_scaling": "write rope_scaling into the config.json of a copy of the model, and name that folder with --model-id",
     "rope_factor": "write rope_scaling into the config.json of a copy of the model, and name that folder with --model-id",
     "tokenizer_config_path": "write its chat_template into a file of its own, and name that with --chat-template",
-    "lora_adapters": "merge an adapter into the weights (peft's merge_and_unload), and name that folder with --model-id",
     "ngrok": "there is no tunnel: run `ngrok http PORT` beside the server",
 }
 SWITCHES = {
     *("trust_remote_code", "disable_custom_kernels", "disable_usage_stats", "disable_crash_reports", "enable_prefill_logprobs"),
     "ngrok",
 }
-NEUTRAL = {"lora_adapters": ("",), "rope_factor": ("1", "1.0")}  # values of refused flags that ask for nothing
+NEUTRAL = {"rope_factor": ("1", "1.0")}  # values of refused flags that ask for nothing
 VARIABLES = {  # that TGI reads, and that are no flags
     "ATTENTION": "attention is chosen by the device",
     "USE_FLASH_ATTENTION": "attention is chosen by the device",

@@ -23,6 +23,7 @@ class RouterConfig:
     folder: str  # with tokenizer.json, tokenizer_config.json, chat template, config.json: the model's, or one that stands in
     model: str  # model id that clients see
     revision: str = ""
+    adapters: tuple[str, ...] = ()  # names of those that the shards have
     groups: tuple[tuple[str, ...], ...] = ()  # rank groups (replicas): of each the addresses of its ranks' services, rank 0 first
     hostname: str = "0.0.0.0"
     port: int = 3000

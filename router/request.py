@@ -82,6 +82,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     arrived: float = 0.0  # by the monotonic clock: when the first of it came; 0: when it is submitted
     tenant: str = ""  # on whose account; tenants share the server fairly. Never shown or logged
     session: str = ""  # what it belongs to, such as a conversation: where there are replicas, it goes where the rest of that went
+    adapter: str = ""  # that the shards have, by which it goes; "": the model as it is
     cache_key: str = ""  # who may find the keys and values that it leaves: those with the same one
 
     @property

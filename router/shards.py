@@ -123,6 +123,7 @@ def group(
         beams=_beams(request.beams, told) if request.beams else None,
         stops=request.stop if request.beams else (),
         cache_key=request.cache_key,
+        adapter=request.adapter,
         drafts=request.drafts,
     )
 

@@ -65,6 +65,8 @@ class Parameters(msgspec.Struct, frozen=True, kw_only=True):
     timeout: float | None = None
     arrived: float = 0.0  # when the first of it came, by the monotonic clock; 0: now
     tenant: str = ""
+    adapter: str = ""  # that is asked for
+    model: str = ""  # that is asked for: any name, of which an adapter's is meant
     salt: str = ""  # only requests with the same find each other's keys and values
     session: str = ""
 
@@ -109,6 +111,7 @@ class Validator:
         self._check_numbers(parameters)
         self._check_counts(parameters)
         beams = self._beams(parameters)
+        adapter = self._adapter(parameters)
         _check_ids(parameters.logit_bias, "logit_bias", limits)
         _check_ids(parameters.end_ids, "stop_token_ids", limits)
         if not prompt:
@@ -158,7 +161,8 @@ class Validator:
             arrived=parameters.arrived,
             tenant=parameters.tenant,
             session=parameters.session,
-            cache_key=_together(parameters.tenant if self._config.isolate_tenants else "", parameters.salt),
+            adapter=adapter,
+            cache_key=_together(parameters.tenant if self._config.isolate_tenants else "", parameters.salt, adapter),
         )
         if parameters.grammar is not None:
             await self.grammars.check(parameters.grammar)
@@ -207,6 +211,17 @@ class Validator:
         own = () if given.ignore_eos else self._tokenizer.eos_ids
         ids = dict.fromkeys((*own, *given.end_ids, *(id for id in found.values() if id is not None)))
         return tuple(strings), tuple(id for id in ids if id < limits.vocabulary)  # a tokenizer may have more tokens than the model
+
+    def _adapter(self, given: Parameters) -> str:
+        """By which the request goes; "": by none. What is no adapter's name may be any model's."""
+        known = self._config.adapters
+        if not given.adapter:
+            return given.model if given.model in known else ""
+        if not known:
+            raise Refused("`adapter_id` is not supported: the server has no adapters", "adapter_id")
+        if given.adapter not in known:
+            raise Refused(f"`adapter_id` must be one of {', '.join(known)} (--lora-adapters). Given: {given.adapter}", "adapter_id")
+        return given.adapter
 
     def _drafts(self, given: Parameters, beams: Beams | None) -> int:
         """Guesses in a step. There are none for beams."""
@@ -427,5 +442,6 @@ def _seed(given: Parameters) -> int:
     return secrets.randbits(64) if given.seed is None else given.seed
 
 
-def _together(tenant: str, salt: str) -> str:
-    return f"{len(tenant)} {tenant} {salt}" if salt else tenant
+def _together(tenant: str, salt: str, adapter: str) -> str:
+    """What others must have in common; no two of these mean the same."""
+    return f"{len(tenant)} {tenant} {len(adapter)} {adapter} {salt}" if salt or adapter else tenant

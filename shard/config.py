@@ -16,6 +16,7 @@ class ShardConfig:
     device: str = "cpu"  # "cpu" or "cuda"
     dtype: str = "float32"  # of weights: "float32", "bfloat16", "float16"
     quantize: str = ""  # what the checkpoint's weights are, or are rounded to: see `Shape.quantized`
+    adapters: tuple[tuple[str, str], ...] = ()  # by which requests may go: the name and the folder of each
     load_format: str = "auto"  # "auto": safetensors of the folder; "dummy": random weights from config.json alone
     kv_cache_dtype: str = (
         "auto"  # of keys and values: "auto", as the weights; "fp8_e4m3fn": 8 bits, with the checkpoint's scales or 1

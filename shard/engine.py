@@ -231,12 +231,17 @@ class Engine:
             return f"a continuation has from 1 to {group.max_new_tokens - 1} tokens, one fewer than max_new_tokens"
         if group.search is not None and candidates_of(group.search.width, len(group.end_ids)) > vocabulary:
             return f"{group.search.width} beams and {len(group.end_ids)} end tokens are too many for a vocabulary of {vocabulary}"
+        if group.adapter and group.adapter not in self.decoder.adapters:
+            return f"the shards have no adapter {group.adapter!r}"
         choices = group.waiting or [sequence.choice for sequence in group.sequences]
         return "" if len(set(choices)) == len(choices) else f"a choice comes twice among {choices}"
 
     def _join(self, batch: int, group: Group) -> None:
         if self.overlaps and group.search is not None:
             group.may_inherit(self.pool.pages, self.pool.page_size)
+        if group.adapter:
+            for sequence in group.sequences:
+                sequence.adapter = self.decoder.adapters.index(group.adapter)
         self.groups[group.uid] = self._changed[group.uid] = group
         self._place(batch, group)
 
@@ -526,7 +531,7 @@ class Engine:
         [first] = group.sequences
         first.choice, *others = group.waiting
         for choice in others:
-            group.sequences.append(Sequence(array("I", first.tokens), first.prompt_length, choice, first.cache_key))
+            group.sequences.append(Sequence(array("I", first.tokens), first.prompt_length, choice, first.cache_key, first.adapter))
         group.waiting = []
 
     def _count_prompt(self, run: Run, outcome: Outcome) -> None:

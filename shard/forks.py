@@ -26,7 +26,8 @@ def heirs(group: Group, width: int, page_size: int, source: int) -> list[Span]:
     front = Front(beams, common_pages([beam.pages[:full] for beam in beams]))
     pages = beams[0].pages[: front.settled] + [PADDING] * (full - front.settled)
     group.heirs = [
-        Sequence(array("I"), beams[0].prompt_length, rank, beams[0].cache_key, computed, pages[:]) for rank in range(width)
+        Sequence(array("I"), beams[0].prompt_length, rank, beams[0].cache_key, beams[0].adapter, computed, pages[:])
+        for rank in range(width)
     ]
     return [Span(heir, computed, (0,), source=source + rank, front=front) for rank, heir in enumerate(group.heirs)]
 

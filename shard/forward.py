@@ -59,6 +59,7 @@ class Forward:
         self._decoder = decoder
         self._cache = cache
         self._layout = layout
+        self._adapted = bool(decoder.adapters)
         self._decodes: list[Graph] = []  # of spans of one token; by size
         self._mixed: list[Graph] = []  # of any spans; by size
         self._last: Step | None = None  # that ran without a graph, if the last one did
@@ -70,7 +71,7 @@ class Forward:
         graph = _fitting(self._decodes if tokens == len(spans) else self._mixed, tokens)
         own = self._padded(spans, graph.room, picked) if graph else None
         if graph is None or own is None:
-            return self._compute(step.plan(spans, self._layout, picked=picked))
+            return self._compute(step.plan(spans, self._layout, picked=picked, adapted=self._adapted))
         self.replayed += 1
         self._last = None
         graph.input.become(own)
@@ -97,14 +98,16 @@ class Forward:
             rows = min(size, rooms.MIXED_ROWS) if mixed else size
             trees = mixed and bounds.trees
             room = Room(size, rows, ragged.capacity(self._layout, size, rows, bounds.total, bounds.pages, mixed, trees))
-            own = step.plan([], self._layout, room)  # nothing but padding, which is computed and written nowhere
+            own = step.plan(
+                [], self._layout, room, adapted=self._adapted
+            )  # nothing but padding, which is computed and written nowhere
             replay = record(lambda own=own: self._decoder(own, self._cache))  # type: ignore[misc]
             (self._mixed if mixed else self._decodes).insert(0, Graph(room, own, replay))
         log.info(f"recorded {len(sizes)} graphs in {time.perf_counter() - began:.1f} s")
 
     def _padded(self, spans: Listing[Span], room: Room, picked: Picked | None) -> Step | None:
         try:
-            return step.plan(spans, self._layout, room, picked)
+            return step.plan(spans, self._layout, room, picked, self._adapted)
         except ragged.Full:  # it shares more prefixes, or wants more rows, than steps usually do
             return None
 

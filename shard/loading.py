@@ -11,6 +11,7 @@ import torch
 
 from ..kernels.choose import triton_on
 from ..proto.speculation import Speculation, parse
+from .adapters import Adapter
 from .config import ShardConfig
 from .decoding.grammar import Grammars
 from .decoding.stops import Stops
@@ -71,7 +72,9 @@ def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
     progress = Progress(model.parameters(config.ranks), stage)
     stage("loading weights")
     cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8_e4m3fn" else None
-    decoder = Decoder(model, _source(config.load_format, folder, DTYPES[config.dtype], device, progress), ranks, device)
+    source = _source(config.load_format, folder, DTYPES[config.dtype], device, progress)
+    changes = [Adapter(name, Path(place), source.dtype, device) for name, place in config.adapters]
+    decoder = Decoder(model, source, ranks, device, changes=changes)
     stops = Stops(grammars) if grammars else None
     speculation = parse(config.speculate) if config.speculate else Speculation()
     drafter = _drafter(config, speculation.draft, model, device, stage) if speculation.draft and config.rank == 0 else None

@@ -57,6 +57,7 @@ class Sequence:
     prompt_length: int
     choice: int = 0  # which of the group's sequences: part of the key of its noise
     cache_key: str = ""  # what else its keys and values depend on
+    adapter: int = -1  # of the decoder's, by which its tokens go; -1: none
     computed: int = 0  # tokens whose keys and values are in `pages`; while a step is planned, those of that step included
     pages: list[int] = field(default_factory=list)
     node: Node | None = None  # of its last full page that others can find; None: there is none
@@ -82,6 +83,7 @@ class Sequence:
             self.prompt_length,
             self.choice,
             self.cache_key,
+            self.adapter,
             self.computed,
             self.pages[:pages],
             self.node,
@@ -118,6 +120,7 @@ class Group:
     most: int = 0  # pages that it may hold, heirs' included; 0: it never has any
     drafts: int = 0  # the most guesses for each of its sequences in a step
     stops: tuple[str, ...] = ()  # texts that complete a beam
+    adapter: str = ""  # by which its tokens go; "": none
     trace: str = ""  # by which logs of others know it
     batch: int = 0
     decodes: bool = False  # all is computed but the last tokens

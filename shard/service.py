@@ -352,6 +352,7 @@ def group_from(message: wire.Group) -> Group:
         search=search,
         drafts=0 if search else message.drafts,
         stops=tuple(message.stops),
+        adapter=message.adapter,
         trace=message.trace,
     )
 

@@ -98,6 +98,7 @@ class Step:
     slots: Tensor  # [tokens]: where each token's key and value go; -1: nowhere
     rows: Tensor  # [rows]: the tokens whose logits are wanted, in the order of the spans
     attention: ragged.Plan
+    adapters: Tensor | None = None  # [tokens], for `adapters.choose`; None: no token goes by one
 
     def become(self, other: "Step") -> None:
         """Takes the contents of a step for the same room, in place."""
@@ -107,8 +108,11 @@ class Step:
         self.attention.become(other.attention)
 
 
-def plan(spans: Listing[Span], layout: Layout, room: Room | None = None, picked: Picked | None = None) -> Step:
-    """The step that computes `spans`. picked: by the step before. Raises ragged.Full if there is too little room."""
+def plan(
+    spans: Listing[Span], layout: Layout, room: Room | None = None, picked: Picked | None = None, adapted: bool = False
+) -> Step:
+    """The step that computes `spans`. picked: by the step before; adapted: the decoder has adapters. Raises ragged.Full if there
+    is too little room."""
     fronts = picked is not None and any(span.front for span in spans)
     later = fronts and ragged.by_triton(layout)  # only the device is told who continues whom
     rows = [
@@ -118,6 +122,7 @@ def plan(spans: Listing[Span], layout: Layout, room: Room | None = None, picked:
     tokens: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
+    numbers: list[int] = []  # of adapters
     starts = [0] * len(spans)
     size = layout.page_size
     order, attended = ragged.plan(rows, layout, room.attention if room else None)
@@ -128,6 +133,7 @@ def plan(spans: Listing[Span], layout: Layout, room: Room | None = None, picked:
         places = range(start, start + len(span.tokens))
         positions += places if span.parents is None else [start + depth for depth in attention.depths(span.parents)]
         slots += [own[place // size] * size + place % size for place in places]
+        numbers += [span.sequence.adapter] * len(span.tokens) if adapted else ()
     wanted = _wanted(spans, starts)
     if room is not None:
         lacking, unused = room.tokens - len(tokens), room.rows - len(wanted)
@@ -135,7 +141,10 @@ def plan(spans: Listing[Span], layout: Layout, room: Room | None = None, picked:
             raise ragged.Full(f"{len(tokens)} tokens and {len(wanted)} rows, with room for {room.tokens} and {room.rows}")
         tokens, positions, slots = tokens + [0] * lacking, positions + [0] * lacking, slots + [-1] * lacking
         wanted += [0] * unused
-    step = _step(tokens, positions, slots, wanted, attended, layout)
+        numbers += [-1] * lacking if adapted else ()
+    elif not any(number >= 0 for number in numbers):
+        numbers = []
+    step = _step(tokens, positions, slots, wanted, numbers, attended, layout)
     if picked is not None:
         _fill_in(step, spans, starts, picked)
         if later:
@@ -196,15 +205,22 @@ def follow(before: Step, spans: Listing[Span], layout: Layout) -> Step | None:
     slots = [spans[i].sequence.pages[place // size] * size + place % size for i, place in zip(order, positions, strict=True)]
     wanted = sorted(range(len(order)), key=order.__getitem__)
     attended = common.follow(before.attention, torch.tensor(slots, device=layout.device))
-    return _step(tokens, positions, slots, wanted, attended, layout) if attended is not None else None
+    numbers = [spans[i].sequence.adapter for i in order] if before.adapters is not None else []
+    return _step(tokens, positions, slots, wanted, numbers, attended, layout) if attended is not None else None
 
 
 def _step(
-    tokens: list[int], positions: list[int], slots: list[int], wanted: list[int], attended: ragged.Plan, layout: Layout
+    tokens: list[int],
+    positions: list[int],
+    slots: list[int],
+    wanted: list[int],
+    numbers: list[int],
+    attended: ragged.Plan,
+    layout: Layout,
 ) -> Step:
-    buffer = to_device(torch.tensor(tokens + positions + slots + wanted, dtype=torch.int64), layout.device)
-    tokens_of, positions_of, slots_of, rows_of = torch.split(buffer, [len(tokens)] * 3 + [len(wanted)])
-    return Step(buffer, tokens_of, positions_of, slots_of, rows_of, attended)
+    buffer = to_device(torch.tensor(tokens + positions + slots + wanted + numbers, dtype=torch.int64), layout.device)
+    tokens_of, positions_of, slots_of, rows_of, adapters = torch.split(buffer, [len(tokens)] * 3 + [len(wanted), len(numbers)])
+    return Step(buffer, tokens_of, positions_of, slots_of, rows_of, attended, adapters if numbers else None)
 
 
 def _wanted(spans: Listing[Span], starts: Listing[int]) -> list[int]:

@@ -105,7 +105,7 @@ class Weights:
     def _stored(self, path: Path, name: str, read: str) -> Any:
         """The tensor, by one of safetensors' methods."""
         if path not in self._files:
-            self._files[path] = _opened(path)
+            self._files[path] = opened(path)
         try:
             return getattr(self._files[path], read)(name)
         except SafetensorError as error:
@@ -166,7 +166,8 @@ def _places(folder: Path) -> dict[str, Path]:
     return {name: path for path in files for name in _names(path)}
 
 
-def _opened(path: Path) -> Any:
+def opened(path: Path) -> Any:
+    """The file, for safetensors' methods. Raises Unsupported."""
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
@@ -174,7 +175,7 @@ def _opened(path: Path) -> Any:
 
 
 def _names(path: Path) -> list[str]:
-    return list(_opened(path).keys())
+    return list(opened(path).keys())
 
 
 def _sliced(stored: Any, cut: tuple[int, int, int] | None) -> Tensor:

@@ -153,20 +153,26 @@ class OpenAI:
 
     async def models(self, http: web.Request) -> web.Response:
         """GET /v1/models."""
-        return json_response({"object": "list", "data": [self._model()]})
+        return json_response({"object": "list", "data": [self._model(id) for id in self._ids]})
 
     async def model(self, http: web.Request) -> web.Response:
         """GET /v1/models/{id}."""
         id = http.match_info["id"]
-        if id != self._config.model:
-            raise Rejected(
-                Problem(404, "model_not_found", f"the model `{id}` does not exist: this server has `{self._config.model}`")
-            )
-        return json_response(self._model())
+        if id not in self._ids:
+            known = ", ".join(f"`{each}`" for each in self._ids)
+            raise Rejected(Problem(404, "model_not_found", f"the model `{id}` does not exist: this server has {known}"))
+        return json_response(self._model(id))
 
-    def _model(self) -> Json:
-        config, limits = self._config, self._batcher.limits
-        model: Json = {"id": config.model, "object": "model", "created": 0, "owned_by": config.model}
+    @property
+    def _ids(self) -> tuple[str, ...]:
+        """The model, and its adapters."""
+        return self._config.model, *self._config.adapters
+
+    def _model(self, id: str) -> Json:
+        base, limits = self._config.model, self._batcher.limits
+        model: Json = {"id": id, "object": "model", "created": 0, "owned_by": base}
+        if id != base:
+            model["parent"] = base
         return model if limits is None else model | {"max_model_len": limits.max_total_tokens}
 
     def _drawn(self, body: Body, width: Width) -> tuple[int, int]:

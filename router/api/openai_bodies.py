@@ -255,6 +255,7 @@ def parameters(
         timeout=body.timeout,
         arrived=arrival(),
         tenant=tenant_of(http),
+        model=body.model or "",
         salt=body.cache_salt or "",
         session=session_of(http, body.prompt_cache_key, body.user),
         temperature=None if greedy else body.temperature,

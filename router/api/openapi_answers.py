@@ -109,6 +109,7 @@ class Model(Closed, kw_only=True):
     object: Literal["model"]
     created: int
     owned_by: str
+    parent: str | Maybe = msgspec.UNSET
     max_model_len: int | Maybe = msgspec.UNSET
 
 

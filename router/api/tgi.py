@@ -187,6 +187,7 @@ class Tgi:
             timeout=given.timeout,
             arrived=arrival(),
             tenant=tenant_of(http),
+            adapter=given.adapter_id or "",
             session=session_of(http),
         )
         if 1 < (given.best_of or 1) <= self._config.most_choices and not parameters.sampled and (given.num_beams or 1) == 1:
@@ -369,8 +370,6 @@ def _refuse_unsupported(given: GenerateParameters, streaming: bool) -> None:
         raise Refused("`decoder_input_details` == true is not supported when streaming tokens", "decoder_input_details")
     if given.watermark:
         raise Refused("`watermark` is not supported", "watermark")
-    if given.adapter_id is not None:
-        raise Refused("`adapter_id` is not supported: the server has no adapters", "adapter_id")
 
 
 def _grammar(given: GrammarBody | None) -> Grammar | None:

@@ -5,16 +5,18 @@ It runs a `Step`: any mix of prompt chunks, decodes, chains and trees. Weights a
 vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ...kernels.adapters import Chosen, choose
 from ...kernels.linear import Weight, compile_products
 from ...kernels.operations import rotate_and_write
 from ...kernels.ragged import attention
+from ..adapters import Adapter
 from ..cache import Cache
 from ..parallel import Ranks
 from ..step import Step
@@ -84,16 +86,28 @@ def normalize_parts(joint: Tensor, gains: tuple[Tensor, Tensor], epsilon: float,
 class Decoder:
     """The model: tokens to hidden states, hidden states to logits."""
 
-    def __init__(self, shape: Shape, source: Source, ranks: Ranks, device: torch.device, exact: bool = True) -> None:
-        """exact: see `Weight`."""
+    def __init__(
+        self,
+        shape: Shape,
+        source: Source,
+        ranks: Ranks,
+        device: torch.device,
+        exact: bool = True,
+        changes: Sequence[Adapter] = (),
+    ) -> None:
+        """exact: see `Weight`; changes: adapters that tokens may go by."""
         self.shape = shape
         self.ranks = ranks
         root = next((root for root in ROOTS if source.has(root + TABLE)), ROOTS[0])
         load = Loader(source, shape, ranks, root, exact)
         self.embedding = load.table(root + TABLE)
         self.layers = [
-            Layer(index, shape, Loader(source, shape, ranks, f"{root}layers.{index}.", exact)) for index in range(shape.layers)
+            Layer(index, shape, Loader(source, shape, ranks, f"{root}layers.{index}.", exact, changes))
+            for index in range(shape.layers)
         ]
+        for change in changes:
+            change.check()
+        self.adapters = tuple(change.name for change in changes)
         self.norm = load.gains("norm", shape.hidden)
         self.head = Weight(self._tied(load) if shape.tied else load.table(HEAD), exact=exact)
         size, turned, dtype = shape.head_size, shape.rotary_size, self.embedding.dtype
@@ -106,7 +120,8 @@ class Decoder:
 
     def __call__(self, step: Step, cache: Cache) -> Tensor:
         """Computes the step's tokens, writes their keys and values, and returns the wanted rows' states: [rows, hidden]."""
-        stream = self._stream(self.embed(step.tokens))
+        chosen = choose(step.adapters, len(self.adapters)) if step.adapters is not None else None
+        stream = self._stream(self.embed(step.tokens), chosen)
         rotary = self.rotary.index_select(0, step.positions)
         local = self.local_rotary.index_select(0, step.positions) if self.local_rotary is not None else rotary
         still = self.unturned.expand_as(rotary).contiguous() if self.unturned is not None else rotary
@@ -134,8 +149,8 @@ class Decoder:
         rows = functional.embedding(own.masked_fill(elsewhere, 0), self.embedding)
         return self.ranks.add(rows.masked_fill_(elsewhere.unsqueeze(1), 0))
 
-    def _stream(self, sums: Tensor) -> Stream:
-        return Stream(sums, self.ranks, self.shape.norm_epsilon, self.shape.gelu)
+    def _stream(self, sums: Tensor, chosen: Chosen | None = None) -> Stream:
+        return Stream(sums, self.ranks, self.shape.norm_epsilon, self.shape.gelu, chosen)
 
     def _tied(self, load: Loader) -> Tensor:
         """The embedding table. Raises Unsupported if the checkpoint has another output matrix all the same."""
@@ -158,7 +173,12 @@ class Decoder:
 
     def compile(self, rows: int) -> None:
         """Makes steps of up to so many tokens ready to run, where their products are compiled on first use."""
-        compile_products((weight for weight in self._weights() if isinstance(weight, Weight)), rows)
+        weights = [weight for weight in self._weights() if isinstance(weight, Weight)]
+        compile_products(weights, rows)
+        for additions, shape in {weight.shape: (weight.additions, weight.shape) for weight in weights if weight.additions}.values():
+            for count in (1, rows):
+                x, out = (self.embedding.new_zeros(count, size) for size in reversed(shape))
+                additions.add(x, out, choose(torch.zeros(count, dtype=torch.int64, device=x.device), len(self.adapters)))
         layer, row = self.layers[0], self.embedding.new_zeros(1, self.shape.hidden)
         if self.head.streams(row):  # all that few rows of a layer go by besides attention, and logits
             stream = self._stream(row)
@@ -173,7 +193,8 @@ class Decoder:
         return sum(weight.bytes if isinstance(weight, Weight) else weight.nbytes for weight in self._weights()) - twice
 
     def _weights(self) -> Iterator[Weight | Tensor]:
-        for part in (self, *self.layers):
-            yield from (value for value in vars(part).values() if isinstance(value, (Weight, Tensor)))
-        for layer in self.layers:
-            yield from layer.mlp.weights()
+        found = [value for part in (self, *self.layers) for value in vars(part).values() if isinstance(value, (Weight, Tensor))]
+        for value in (*found, *(weight for layer in self.layers for weight in layer.mlp.weights())):
+            yield value
+            if isinstance(value, Weight) and value.additions is not None:
+                yield from value.additions.weights

@@ -7,10 +7,13 @@ from itertools import accumulate, repeat
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from ...kernels import low_rank, quantized
 from ...kernels.codes import Codes, joined, unpacked
 from ...kernels.linear import Weight
-from ...kernels.quantized import lay_out
+from ...kernels.low_rank import Pair
+from ..adapters import Adapter
 from ..parallel import Ranks
 from ..weights import Source
 from .codes import matrix
@@ -20,8 +23,12 @@ from .shape import Shape
 class Loader:
     """Cuts this rank's part out of the named tensors of one layer (or of the model, with an empty prefix)."""
 
-    def __init__(self, source: Source, shape: Shape, ranks: Ranks, prefix: str, exact: bool) -> None:
+    def __init__(
+        self, source: Source, shape: Shape, ranks: Ranks, prefix: str, exact: bool, changes: Sequence[Adapter] = ()
+    ) -> None:
+        """changes: adapters that may be asked for."""
         self.source = source
+        self.changes = changes
         self.exact = exact
         self.shape = shape
         self.ranks = ranks
@@ -44,17 +51,19 @@ class Loader:
         """Matrices [size, hidden] side by side, of each this rank's part of the outputs. joint: what they are in checkpoints that
         have them so."""
         added = self.biases(names, sizes, joint) if bias else None
-        return self._laid_out(self.outwards(names, sizes, joint), added)
+        return self._laid_out(self.outwards(names, sizes, joint), added, self._added_outwards(names, sizes, joint))
 
     def heads(self, joint: str, names: list[str], sizes: list[int], bias: bool) -> Weight:
         """As `columns`, of queries, keys and values, of which the first two are `ordered`."""
         found, added = self.outwards(names, sizes, joint), self.biases(names, sizes, joint) if bias else None
+        pairs = self._added_outwards(names, sizes, joint)
         if self.shape.order:
             queries, keys, values = (size // self.ranks.size for size in sizes)
             order = torch.arange(queries + keys + values, device=self.source.device)
             order = torch.cat((self.ordered(order[:-values]), order[-values:]))
             found, added = found[order], added[order] if added is not None else None
-        return self._laid_out(found, added)
+            pairs = [pair and (pair[0], pair[1][order]) for pair in pairs]
+        return self._laid_out(found, added, pairs)
 
     def ordered(self, heads: Tensor) -> Tensor:
         """Some heads one after the other, [n * head size, ...], with their features in our order: see `Shape.order`."""
@@ -66,7 +75,7 @@ class Loader:
         added = None
         if bias and self.ranks.rank == 0:
             added = self._scaled(self.source.tensor(f"{self.prefix}{name}.bias", (self.shape.hidden,)))
-        return self._laid_out(self.inwards(name, size), added)
+        return self._laid_out(self.inwards(name, size), added, self._added_inwards(name, size))
 
     def outwards(self, names: Sequence[str], sizes: Sequence[int], joint: str = "") -> Tensor | Codes:
         """What leads away from the residual stream: as `columns`."""
@@ -92,8 +101,38 @@ class Loader:
         """What is computed with a number at a time."""
         return unpacked(weight, self.source.dtype) if isinstance(weight, Codes) else weight
 
-    def _laid_out(self, weight: Tensor | Codes, bias: Tensor | None) -> Weight:
-        return lay_out(weight, bias, self.exact, self.source.dtype)
+    def _laid_out(self, weight: Tensor | Codes, bias: Tensor | None, pairs: Sequence[Pair | None]) -> Weight:
+        found = quantized.lay_out(weight, bias, self.exact, self.source.dtype)
+        found.additions = low_rank.lay_out(pairs)
+        return found
+
+    def _added_outwards(self, names: Sequence[str], sizes: Sequence[int], joint: str) -> list[Pair | None]:
+        """What adapters add to the products of `columns`: those of each part, on its own outputs."""
+        return [self._side_by_side(change, [*self._places(names, sizes, joint)]) for change in self.changes]
+
+    def _side_by_side(self, change: Adapter, places: Sequence[tuple[str, int, int, int]]) -> Pair | None:
+        pairs = [change.pair(self._matrix_name(name), full, self.shape.hidden) for name, full, _, _ in places]
+        there = [pair for pair in pairs if pair]
+        if not there:
+            return None
+        ranks, before, ups = sum(len(pair[0]) for pair in there), 0, []
+        for pair, (_, _, first, full) in zip(pairs, places, strict=True):
+            size = full // self.ranks.size
+            start = first + self.ranks.rank * size
+            up, rank = (pair[1][start : start + size], len(pair[0])) if pair else (there[0][1].new_zeros(size, 0), 0)
+            ups.append(pad(up, (before, ranks - before - rank)))
+            before += rank
+        return torch.cat([pair[0] for pair in there]), torch.cat(ups)
+
+    def _added_inwards(self, name: str, size: int) -> list[Pair | None]:
+        """The same of `rows`."""
+        own = size // self.ranks.size
+        pairs = [change.pair(self._matrix_name(name), self.shape.hidden, size) for change in self.changes]
+        return [pair and (pair[0].narrow(1, self.ranks.rank * own, own).contiguous(), self._scaled(pair[1])) for pair in pairs]
+
+    def _matrix_name(self, name: str) -> str:
+        """Within the model, whatever that is called."""
+        return self.prefix[self.prefix.index("layers.") :] + name
 
     def _places(self, names: Sequence[str], sizes: Sequence[int], joint: str) -> Iterator[tuple[str, int, int, int]]:
         """Of each of several tensors side by side: a name, how long that tensor is, where this one begins there, and its size."""

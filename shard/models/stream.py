@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from ...kernels.adapters import Chosen
 from ...kernels.linear import Weight
 from ...kernels.operations import add_rms_norm, gated, rms_norm
 from ..parallel import Ranks
@@ -14,13 +15,14 @@ class Stream:
     to is added at once. With several ranks what they come to must be added up first, so that sums and norms go together.
     """
 
-    def __init__(self, sums: Tensor, ranks: Ranks, epsilon: float, gelu: bool = False) -> None:
-        """sums: [tokens, hidden], the caller's no more; gelu: of gates."""
+    def __init__(self, sums: Tensor, ranks: Ranks, epsilon: float, gelu: bool = False, chosen: Chosen | None = None) -> None:
+        """sums: [tokens, hidden], the caller's no more; gelu: of gates; chosen: of adapters, if any token goes by one."""
         self._sums = sums
         self._more: Tensor | None = None
         self._ranks = ranks
         self._epsilon = epsilon
         self._gelu = gelu
+        self._chosen = chosen
 
     def normalized(self, gains: Tensor | None) -> Tensor:
         """[tokens, hidden], not to be overwritten; without gains the sums themselves."""
@@ -36,20 +38,21 @@ class Stream:
 
     def through(self, gains: Tensor | None, weight: Weight, gates: bool = False) -> Tensor:
         """The product of what is `normalized` with `weight`, or what its gates let through."""
-        few = weight.streams(self._sums)
+        few = weight.streams(self._sums) and not self._adapted(weight)
         if few and self._more is None:
             return weight.streamed(self._sums, gains=gains, epsilon=self._epsilon, gated=gates, gelu=self._gelu)
         x = self.normalized(gains)
         if few and gates:
             return weight.streamed(x, gated=True, gelu=self._gelu)
-        return gated(weight(x), self._gelu) if gates else weight(x)
+        found = self._product(x, weight)
+        return gated(found, self._gelu) if gates else found
 
     def add(self, x: Tensor, weight: Weight, gains: Tensor | None = None) -> None:
         """Adds the product of x with `weight`, this rank's part of it, or the norm of that."""
-        if gains is None and self._ranks.size == 1 and weight.streams(x):
+        if gains is None and self._ranks.size == 1 and weight.streams(x) and not self._adapted(weight):
             weight.add(x, self._sums)
         else:
-            self.add_part(weight(x), gains)
+            self.add_part(self._product(x, weight), gains)
 
     def add_part(self, x: Tensor, gains: Tensor | None = None) -> None:
         """Adds x, this rank's part of it, or the norm of that."""
@@ -60,3 +63,14 @@ class Stream:
         """Goes on with these rows alone; nothing is still to be added."""
         assert self._more is None
         self._sums = self._sums.index_select(0, rows)
+        self._chosen = self._chosen.select(rows) if self._chosen is not None else None
+
+    def _adapted(self, weight: Weight) -> bool:
+        return self._chosen is not None and weight.additions is not None
+
+    def _product(self, x: Tensor, weight: Weight) -> Tensor:
+        """With what adapters add to it."""
+        found = weight(x)
+        if self._chosen is not None and weight.additions is not None:
+            weight.additions.add(x, found, self._chosen)
+        return found

@@ -181,13 +181,14 @@ def test_every_flag_has_an_effect() -> None:
         *("replicas", "replica", "no_router", "shard_listen"),
         "max_restarts",
         *("penstock_kernels", "api_key", "max_batch_total_tokens"),  # say what others say, in TGI's words
+        "lora_adapters",  # whose names both are told
     }
     settings = {field.name for config in (RouterConfig, ShardConfig) for field in dataclasses.fields(config)}
     assert set(options.FIELDS) - settings == own
 
 
 def test_every_setting_of_the_router_has_a_flag() -> None:
-    found = {"folder", "model", "groups", "complaints", "api_keys"}  # by the launcher itself
+    found = {"folder", "model", "groups", "complaints", "api_keys", "adapters"}  # by the launcher itself
     assert {field.name for field in dataclasses.fields(RouterConfig)} - set(options.FIELDS) == found
 
 

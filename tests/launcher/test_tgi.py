@@ -24,6 +24,7 @@ FLAGS: dict[str, str | None] = {
     "--sharded": "false",
     "--num-shard": "1",
     "--quantize": "gptq",
+    "--lora-adapters": "a/b,c=d/e@f",
     "--speculate": "0",
     "--dtype": "bfloat16",
     "--kv-cache-dtype": "fp8_e4m3fn",
@@ -76,7 +77,6 @@ REFUSED = {
     "--rope-scaling": "dynamic",
     "--rope-factor": "2.0",
     "--tokenizer-config-path": "/file.json",
-    "--lora-adapters": "a,b",
     "--ngrok": None,
 }
 EXPECTED = Options(
@@ -85,6 +85,7 @@ EXPECTED = Options(
     sharded=False,
     num_shard=1,
     quantize="gptq",
+    lora_adapters="a/b,c=d/e@f",
     dtype="bfloat16",
     kv_cache_dtype="fp8_e4m3fn",
     cuda_graphs="1,2,4",

@@ -494,6 +494,44 @@ def test_models_answer_while_loading(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test, ready=False, limits=None)
 
 
+ADAPTERS = {"adapters": ("french", "some/other")}
+
+
+@BOTH
+def test_an_adapter_by_the_models_name(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> None:
+    """Any other name is the model's. What it leaves in the cache, only those find who go by it."""
+
+    async def test(server: Server) -> None:
+        for name in ("french", "gpt-4", "some/model", "some/other"):
+            status, content, _ = await server.post(path, {**body, "model": name})
+            assert (status, content["model"]) == (200, name)
+        await server.post(path, {**body, "model": "french", "cache_salt": "mine"})
+        asked = server.batcher.requests
+        assert [request.adapter for request in asked] == ["french", "", "", "some/other", "french"]
+        assert len({request.cache_key for request in asked}) == 4
+        assert asked[1].cache_key == asked[2].cache_key
+
+    serve(tokenizer, test, settings=ADAPTERS)
+
+
+def test_adapters_among_the_models(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        async with server.client.get("/v1/models") as response:
+            found = (await response.json())["data"]
+        assert [(model["id"], model.get("parent")) for model in found] == [
+            ("some/model", None),
+            ("french", "some/model"),
+            ("some/other", "some/model"),
+        ]
+        status, content, _ = await server.get("/v1/models/some/other")
+        assert (status, json.loads(content)["parent"]) == (200, "some/model")
+        status, content, _ = await server.get("/v1/models/third")
+        assert status == 404
+        assert "this server has `some/model`, `french`, `some/other`" in json.loads(content)["error"]["message"]
+
+    serve(tokenizer, test, settings=ADAPTERS)
+
+
 def test_a_model_by_its_name(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         status, body, _ = await server.get("/v1/models/some/model")

@@ -139,6 +139,18 @@ def test_missing_parameters_sample_and_empty_ones_do_not(tokenizer: Tokenizer) -
     serve(tokenizer, test)
 
 
+def test_adapters_by_their_id(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        for name in ("french", "", None):
+            assert (await server.post("/generate", with_parameters(adapter_id=name)))[0] == 200
+        status, body, _ = await server.post("/generate", with_parameters(adapter_id="german"))
+        assert status == 422
+        assert "`adapter_id` must be one of french, b (--lora-adapters). Given: german" in body["error"]
+        assert [request.adapter for request in server.batcher.requests] == ["french", "", ""]
+
+    serve(tokenizer, test, settings={"adapters": ("french", "b")})
+
+
 def test_nulls_are_nothing(tokenizer: Tokenizer) -> None:
     names = "best_of temperature repetition_penalty frequency_penalty top_k top_p typical_p do_sample return_full_text stop "
     names += (

@@ -334,6 +334,7 @@ def message(group: Group) -> wire.Group:
         min_new_tokens=group.min_new_tokens,
         grammar=group.grammar,
         cache_key=first.cache_key,
+        adapter=group.adapter,
     )
 
 

@@ -26,7 +26,7 @@ from penstock.shard.memory import size_pool
 from penstock.shard.models.families import Unsupported
 from penstock.shard.sequence import Group, Sampling, sequences
 from penstock.shard.service import Service
-from penstock.tests.shard import fake_cuda, tiny
+from penstock.tests.shard import fake_cuda, lora, tiny
 from penstock.tests.shard.fake_cuda import Noted
 
 pytest.importorskip("triton")
@@ -305,6 +305,25 @@ def test_no_family_asks_the_host(noted: Noted, name: str) -> None:
     assert {(one.place, one.why) for one in noted.waits} <= WAITS
     names = {launched.kernel for launched in noted.launches}
     assert ("experts_kernel" in names) == (name in ("mixtral", "qwen3-moe"))
+
+
+def test_adapters_ask_nothing(noted: Noted, tmp_path: Path) -> None:
+    """Graphs hold what they add, whichever of them is asked for; nothing of it is compiled after the warm-up."""
+    changes, _ = lora.of("words-wide", tmp_path)
+    folder = str(tiny.folder("words-wide"))
+    engine = load(ShardConfig(folder=folder, model="m", device="cuda", dtype="bfloat16", adapters=changes), print)
+    engine.compile(TOKENS)
+    size_pool(engine, PAGE, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL, [1, 2, 4])
+    engine.resize(PAGES, PAGE)
+    engine.record(Recorder(), Bounds(TOKENS, ROWS, TOTAL, PAGES, None, False, False), lambda stage: None)
+    known = {one for one in noted.launches if one.kernel == "experts_kernel"}
+    assert known
+    noted.waits.clear()
+    groups = [tiny.group(uid, range(20 + uid), 6, adapter=adapter) for uid, adapter in enumerate(("", "0", "1", "1"), 1)]
+    assert len(run(engine, groups)) == 24
+    assert engine.forward.replayed > 5
+    assert {(one.place, one.why) for one in noted.waits} <= WAITS
+    assert {one for one in noted.launches if one.kernel == "experts_kernel"} == known
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])

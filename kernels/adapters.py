@@ -1,0 +1,42 @@
+"""Adapters of low rank (LoRA; Hu et al. 2021, arXiv:2106.09685): what they add to the products of a weight.
+
+Many stand beside each other, and each row goes by its own or by none. How they are laid out stands in `low_rank`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """By which adapter each row of a step goes."""
+
+    numbers: Tensor  # [rows] int64; -1: none
+    order: Tensor  # [rows]: rows sorted by adapter
+    starts: Tensor  # [adapters + 1]: where each one's begin there
+
+    def select(self, rows: Tensor) -> "Chosen":
+        """Of some of the rows."""
+        return choose(self.numbers.index_select(0, rows), len(self.starts) - 1)
+
+
+def choose(numbers: Tensor, count: int) -> Chosen:
+    """numbers: as in `Chosen`; count: adapters that there are."""
+    ordered, order = numbers.sort(stable=True)
+    return Chosen(numbers, order, torch.searchsorted(ordered, torch.arange(count + 1, device=numbers.device)))
+
+
+class Additions(ABC):
+    """What adapters add to the products of one weight; `weights` is what they are kept in: tensors, or laid out by `linear`."""
+
+    def __init__(self, weights: Sequence[Any]) -> None:
+        self.weights = weights
+
+    @abstractmethod
+    def add(self, x: Tensor, out: Tensor, chosen: Chosen) -> None:
+        """Adds to `out` [rows, outputs], the products of x [rows, inputs], what each row's adapter adds, in place."""

@@ -1,0 +1,74 @@
+"""The adapters that `--lora-adapters` names: where they are, and what they take."""
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import checkpoint, hub
+from .mistake import Mistake
+from .options import Options
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+FLAG = "--lora-adapters"
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """Whose files are all here, unless `elements` is 0: then nobody knows yet how large it is."""
+
+    name: str  # by which requests ask for it
+    folder: Path
+    elements: int  # numbers in its tensors
+    digest: str  # of its files' contents, as far as sizes and settings tell
+
+
+def resolve(asked: Options, model: str, weights: bool = True) -> tuple[Adapter, ...]:
+    """Those that are asked for, in that order. Raises Mistake. model: what the one that they change is called.
+
+    weights: whether they are needed; without, a download takes the small files only.
+    """
+    found = []
+    for name, source in parse(asked.lora_adapters).items():
+        if name == model:
+            raise Mistake(f"{FLAG} {name}: the model is called so itself, give the adapter another name: NAME={source}")
+        place, _, revision = source.partition("@") if hub.on_hub(source) else (source, "", "")
+        try:
+            _, folder = hub.locate(place, revision, asked.huggingface_hub_cache, not asked.json_output, weights)
+            found.append(_read(name, folder, weights))
+        except Mistake as error:
+            raise Mistake(f"{FLAG} {name}: {error}") from None
+    return tuple(found)
+
+
+def parse(text: str) -> dict[str, str]:
+    """A source for each name: of "a=/folder,owner/name" {"a": "/folder", "owner/name": "owner/name"}. Raises Mistake."""
+    found: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, source = part.rpartition("=") if "=" in part else (part, "", part)
+        name, source = name.strip(), source.strip()
+        if not re.fullmatch(r"[!-~]{1,200}", name) or not source:
+            raise Mistake(f"{FLAG} {part}: NAME=FOLDER, NAME=OWNER/MODEL or OWNER/MODEL is needed, names without spaces")
+        if name in found:
+            raise Mistake(f"{FLAG} names {name} twice: give one of them another name, NAME={source}")
+        found[name] = source
+    return found
+
+
+def names(adapters: Sequence[Adapter]) -> tuple[tuple[str, str], ...]:
+    """Names and folders, as shards are told."""
+    return tuple((adapter.name, str(adapter.folder)) for adapter in adapters)
+
+
+def _read(name: str, folder: Path, weights: bool) -> Adapter:
+    if not (folder / CONFIG).is_file():
+        raise Mistake(f"{folder} has no {CONFIG}: is it an adapter's folder, as peft saves it?")
+    settings = (folder / CONFIG).read_bytes()
+    if not (folder / WEIGHTS).is_file():
+        if not weights:
+            return Adapter(name, folder, 0, "")
+        raise Mistake(f"{folder} has no {WEIGHTS}: save it with peft as safetensors")
+    tensors = checkpoint.header(folder / WEIGHTS)
+    elements = sum(length // checkpoint.ITEM_BYTES.get(dtype, 1) for dtype, length in tensors.values())
+    return Adapter(name, folder, elements, hashlib.sha256(settings + repr(sorted(tensors.items())).encode()).hexdigest()[:16])

@@ -1,0 +1,111 @@
+"""Adapters of low rank as peft saves them, in a folder. Knows names of matrices, and no model."""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .models.shape import Unsupported
+from .weights import opened
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# A matrix of a layer, and which of its two factors.
+NAME = re.compile(r"(?:.*\.)?(layers\.\d+\..+)\.lora_([AB])(?:\.default)?\.weight")
+REMEDY = "merge it into the weights (peft's merge_and_unload)"
+
+
+class Adapter:
+    """One of them. Its tensors are read as they are asked for."""
+
+    def __init__(self, name: str, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        """name: by which requests ask for it. Raises Unsupported, in one line with the remedy."""
+        self.name = name
+        self._dtype, self._device = dtype, device
+        self._config = _config(name, folder / CONFIG)
+        if not (folder / WEIGHTS).is_file():
+            raise Unsupported(f"adapter {name}: {folder} has no {WEIGHTS}: save it with peft as safetensors")
+        self._file = opened(folder / WEIGHTS)
+        self._places: dict[tuple[str, str], str] = {}  # by matrix, and A or B
+        for key in list(self._file.keys()):
+            found = NAME.fullmatch(key)
+            if found is None:
+                raise Unsupported(f"adapter {name} changes {key}, which is not supported: {REMEDY}")
+            self._places[found[1], found[2]] = key
+        self._unread = set(self._places)
+
+    def pair(self, matrix: str, outputs: int, inputs: int) -> tuple[Tensor, Tensor] | None:
+        """What it adds to a matrix of that shape, such as "layers.0.self_attn.q_proj": [rank, inputs], and [outputs, rank] times
+        its factor; None: nothing. Raises Unsupported."""
+        if (matrix, "A") not in self._places and (matrix, "B") not in self._places:
+            return None
+        down, up = (self._tensor(matrix, factor) for factor in "AB")
+        if down.shape != (len(down), inputs) or up.shape != (outputs, len(down)):
+            raise Unsupported(
+                f"adapter {self.name} has {list(down.shape)} and {list(up.shape)} for {matrix}, which is [{outputs}, {inputs}]: "
+                "they belong to different models"
+            )
+        up = up.float() * self._factor(matrix, len(down))
+        return down.to(self._device, self._dtype), up.to(self._device, self._dtype)
+
+    def check(self) -> None:
+        """After all matrices were asked for. Raises Unsupported if it has more than these."""
+        if self._unread:
+            matrix = min(matrix for matrix, _ in self._unread)
+            raise Unsupported(f"adapter {self.name} changes {matrix}, which is not supported, or not in this model: {REMEDY}")
+
+    def _tensor(self, matrix: str, factor: str) -> Tensor:
+        key = self._places.get((matrix, factor))
+        if key is None:
+            raise Unsupported(f"adapter {self.name} has no lora_{factor} for {matrix}: download it again")
+        self._unread.discard((matrix, factor))
+        found: Tensor = self._file.get_tensor(key)
+        if not found.is_floating_point() or found.dim() != 2:
+            raise Unsupported(f"adapter {self.name}: {key} is {list(found.shape)} of {found.dtype}, a matrix of floats is needed")
+        return found
+
+    def _factor(self, matrix: str, rank: int) -> float:
+        """What products are multiplied by."""
+        alpha = _number(self.name, "lora_alpha", self._config.get("lora_alpha", 8))
+        for pattern, own in (self._config.get("alpha_pattern") or {}).items():
+            if re.fullmatch(_within(pattern), matrix):
+                alpha = _number(self.name, "alpha_pattern", own)
+                break
+        return alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
+
+
+def _config(name: str, path: Path) -> dict[str, Any]:
+    try:
+        found: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise Unsupported(f"adapter {name}: {path} can't be read ({error}): is it an adapter's folder, as peft saves it?") from None
+    if not isinstance(found, dict):
+        raise Unsupported(f"adapter {name}: {path} holds {found!r:.40}, an object is needed: download it again")
+    if found.get("peft_type") != "LORA":
+        raise Unsupported(f"adapter {name} is of peft_type {found.get('peft_type')!r:.40}, only 'LORA' is supported")
+    for field in ("use_dora", "use_qalora", "fan_in_fan_out", "modules_to_save", "trainable_token_indices", "lora_bias"):
+        if found.get(field):
+            raise Unsupported(f"adapter {name} has {field}, which is not supported: {REMEDY}")
+    patterns = found.get("alpha_pattern") or {}
+    try:
+        for pattern in dict(patterns):
+            re.compile(_within(pattern))
+    except (TypeError, ValueError, re.error) as error:
+        raise Unsupported(f"adapter {name}: {CONFIG} says alpha_pattern {patterns!r:.40} ({error}): download it again") from None
+    if found.get("bias", "none") != "none":
+        raise Unsupported(f"adapter {name} has bias {found['bias']!r:.40}, which is not supported: {REMEDY}")
+    return found
+
+
+def _within(pattern: str) -> str:
+    """As peft matches the end of a matrix's name."""
+    return rf"(?:.*\.)?(?:{pattern})"
+
+
+def _number(name: str, field: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise Unsupported(f"adapter {name}: {CONFIG} says {field} {value!r:.40}, a number is needed")
+    return float(value)

@@ -1,0 +1,98 @@
+"""What adapters of low rank add to products means what each adds to each row by itself."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from penstock.kernels import choose, fused_experts
+from penstock.kernels.adapters import choose as by_adapter
+from penstock.kernels.low_rank import Pair, lay_out
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture(autouse=True)
+def free() -> object:
+    yield
+    choose.force("")
+
+
+class Case:
+    """Random adapters of different ranks, some of which leave the weight alone, and rows that go by one or by none."""
+
+    def __init__(self, chance: random.Random, dtype: torch.dtype, rows: int) -> None:
+        inputs, outputs, self.count = chance.randint(1, 150), chance.randint(1, 150), chance.choice([1, 2, 5])
+        self.pairs: list[Pair | None] = []
+        for number in range(self.count):
+            rank = chance.choice([1, 3, 8, 16, 33])
+            down, up = (
+                torch.randn(rank, inputs, device=DEVICE) * inputs**-0.5,
+                torch.randn(outputs, rank, device=DEVICE) * rank**-0.5,
+            )
+            self.pairs.append(None if number and chance.random() < 0.3 else (down.to(dtype), up.to(dtype)))
+        self.numbers = torch.tensor([chance.randint(-1, self.count - 1) for _ in range(rows)], dtype=torch.int64, device=DEVICE)
+        self.x = torch.randn(rows, inputs, device=DEVICE).to(dtype)
+        self.before = torch.randn(rows, outputs, device=DEVICE).to(dtype)
+
+    def found(self, kernels: str) -> Tensor:
+        choose.force(kernels)
+        additions, out = lay_out(self.pairs), self.before.clone()
+        assert additions is not None
+        additions.add(self.x, out, by_adapter(self.numbers, self.count))
+        return out
+
+    def expected(self) -> Tensor:
+        """In float64, a row at a time."""
+        out = self.before.double()
+        for row, number in enumerate(self.numbers.tolist()):
+            pair = self.pairs[number] if number >= 0 else None
+            if pair:
+                out[row] += pair[1].double() @ (pair[0].double() @ self.x[row].double())
+        return out
+
+
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_additions(dtype: torch.dtype, kernels: str, chance: random.Random) -> None:
+    for rows in (0, 1, 7, chance.randint(20, 90)):
+        case = Case(chance, dtype, rows)
+        found, expected = case.found(kernels), case.expected()
+        assert found.dtype == dtype
+        if rows:
+            assert (found.double() - expected).abs().max() <= TOLERANCES[dtype] * max(1.0, expected.abs().max().item())
+            assert found[case.numbers < 0].equal(case.before[case.numbers < 0])
+
+
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_rows_know_no_neighbours(kernels: str, chance: random.Random) -> None:
+    """Not by a bit."""
+    case = Case(chance, torch.float32, 30)
+    found = case.found(kernels)
+    case.x[10:], case.numbers[10:] = case.x[10:].flip(0), case.numbers[10:].flip(0)
+    assert case.found(kernels)[:10].equal(found[:10])
+
+
+def test_some_rows_of_a_choice() -> None:
+    chosen = by_adapter(torch.tensor([2, -1, 0, 2, 1], device=DEVICE), 3)
+    assert chosen.order.tolist() == [1, 2, 4, 0, 3]
+    assert chosen.starts.tolist() == [1, 2, 3, 5]
+    some = chosen.select(torch.tensor([3, 0, 1], device=DEVICE))
+    assert (some.numbers.tolist(), some.order.tolist(), some.starts.tolist()) == ([2, 2, -1], [2, 0, 1], [1, 1, 1, 3])
+
+
+def test_nothing_to_add() -> None:
+    assert lay_out([None, None]) is None
+    assert lay_out([]) is None
+
+
+def test_a_fault_would_be_seen(chance: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a kernel that takes the place of what it should add to."""
+    honest = fused_experts._product
+    monkeypatch.setattr(fused_experts, "_product", lambda out, *given, **how: honest(out.zero_(), *given, **how))
+    with pytest.raises(AssertionError):
+        test_additions(torch.float32, "triton", chance)

@@ -1,0 +1,88 @@
+"""--lora-adapters: what it names is found, or said in one line not to be there; processes are told, and memory is planned."""
+
+import re
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+
+from penstock.launcher import adapters, checkpoint, cli, hub, plan
+from penstock.launcher.adapters import parse, resolve
+from penstock.launcher.machine import Machine
+from penstock.launcher.mistake import Mistake
+from penstock.launcher.options import Options
+from penstock.tests.shard import lora
+
+DEMO = checkpoint.read(hub.DEMO_FOLDER, "auto")
+MACHINE = Machine(cores=2, memory=1 << 32, fast_bfloat16=False)
+
+
+def test_names_and_sources() -> None:
+    assert parse("") == parse(" , ") == {}
+    assert parse("a/b, c=/folder ,d=e/f@main") == {"a/b": "a/b", "c": "/folder", "d": "e/f@main"}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a=", "--lora-adapters a=: NAME=FOLDER, NAME=OWNER/MODEL or OWNER/MODEL is needed"),
+        ("=a", "--lora-adapters =a: NAME=FOLDER"),
+        ("a b=c", "names without spaces"),
+        ("a=b,a=c", "--lora-adapters names a twice: give one of them another name, NAME=c"),
+        ("model=/x", "--lora-adapters model: the model is called so itself"),
+        ("a=/nowhere/at/all", "--lora-adapters a: no folder /nowhere/at/all"),
+        (f"a={hub.DEMO_FOLDER}", "--lora-adapters a: .* has no adapter_config.json: is it an adapter's folder"),
+    ],
+)
+def test_mistakes(text: str, words: str) -> None:
+    with pytest.raises(Mistake, match=rf"^{words}" if words.startswith("--") else words):
+        resolve(Options(lora_adapters=text), "model")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return lora.adapter(hub.DEMO_FOLDER, tmp_path / "mine", 1, rank=8)
+
+
+def test_a_folder(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place.parent)
+    asked = Options(lora_adapters=f"first=mine,second={place}")
+    found = resolve(asked, "model")
+    assert [(one.name, one.folder) for one in found] == [("first", place), ("second", place)]
+    planned, usual = plan.divide(asked, DEMO, MACHINE, changes=found), plan.divide(asked, DEMO, MACHINE)
+    assert planned.adapter_bytes == 2 * 2 * found[0].elements * plan.ITEM_BYTES[planned.dtype]
+    assert re.search(r"\n  adapters +[\d.]+ [KM]iB  at most\n", plan.table(planned, "x"))
+    assert "adapters" not in plan.table(usual, "x")
+    [shard] = cli.shard_configs(asked, "name", planned, ["a"], "r", "m", changes=found)
+    assert shard.adapters == (("first", str(place)), ("second", str(place)))
+    assert cli.router_config(asked, "name", hub.DEMO_FOLDER, []).adapters == ("first", "second")
+
+
+def test_broken_folders(place: Path) -> None:
+    (place / lora.WEIGHTS).write_bytes(b"nothing to be read")
+    with pytest.raises(Mistake, match=r"^--lora-adapters a: .* is no safetensors file, or is cut short: download it again"):
+        resolve(Options(lora_adapters=f"a={place}"), "model")
+    (place / lora.WEIGHTS).unlink()
+    with pytest.raises(Mistake, match=r"^--lora-adapters a: .* has no adapter_model.safetensors: save it with peft"):
+        resolve(Options(lora_adapters=f"a={place}"), "model")
+    assert resolve(Options(lora_adapters=f"a={place}"), "model", weights=False)[0].elements == 0
+
+
+def test_other_contents_are_told_apart(place: Path, tmp_path: Path) -> None:
+    """By nodes, which must have the same."""
+    other = lora.adapter(hub.DEMO_FOLDER, tmp_path / "other", 2, rank=4)
+    digests = [resolve(Options(lora_adapters=f"a={folder}"), "model")[0].digest for folder in (place, place, other)]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_the_hub_is_asked_for_a_revision(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def download(repository: str, revision: str | None, **more: object) -> str:
+        asked.append((repository, revision))
+        return str(place)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    found = resolve(Options(lora_adapters="some/adapter,b=some/other@v2"), "model")
+    assert asked == [("some/adapter", None), ("some/other", "v2")]
+    assert adapters.names(found) == (("some/adapter", str(place)), ("b", str(place)))

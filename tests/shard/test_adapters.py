@@ -1,0 +1,254 @@
+"""Requests go by adapters, each by its own or by none, in one batch, and get what transformers says of the merged models."""
+
+import functools
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+
+from penstock.shard.adapters import Adapter
+from penstock.shard.config import ShardConfig
+from penstock.shard.decoding.hypotheses import Search, Stop
+from penstock.shard.engine import Engine
+from penstock.shard.loading import load
+from penstock.shard.models.decoder import Decoder
+from penstock.shard.models.families import shape
+from penstock.shard.models.shape import Unsupported
+from penstock.shard.parallel import Ranks
+from penstock.shard.sequence import Group, Sampling
+from penstock.shard.weights import Weights
+from penstock.tests.shard import lora, tiny
+from penstock.tests.shard.driver import Habits, World, drive
+from penstock.tests.shard.test_oracle import COUNT, at_rest, prompts
+
+# With joint matrices, biases, rotary features in another order, factors, experts beside attention.
+FAMILIES = ["llama", "qwen2", "phi3", "glm4", "granite", "gemma2", "olmo2", "mixtral"]
+Asked = Sequence[tuple[tuple[int, ...], str]]
+
+
+@functools.cache
+def generator(model: Path) -> Any:
+    transformers.utils.logging.disable_progress_bar()
+    return transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def greedy(model: Path, tokens: tuple[int, ...], count: int = COUNT) -> list[int]:
+    row = list(tokens)
+    for _ in range(count):
+        row.append(int(generator(model)(torch.tensor([row])).logits[0, -1].argmax()))
+    return row[len(tokens) :]
+
+
+@torch.inference_mode()
+def first_logprob(model: Path, tokens: tuple[int, ...], token: int) -> float:
+    return float(generator(model)(torch.tensor([tokens])).logits[0, -1].log_softmax(-1)[token])
+
+
+def engine(name: str, changes: tuple[tuple[str, str], ...], pages: int = 512, page_size: int = 16, ahead: bool = False) -> Engine:
+    decoder = load(ShardConfig(folder=str(tiny.folder(name)), model=name, adapters=changes), lambda stage: None).decoder
+    found = Engine(decoder, tiny.CPU, page_size, ahead=ahead)
+    found.resize(pages, page_size)
+    return found
+
+
+def requests(asked: Asked, sampling: Sampling | None = None, **more: Any) -> list[Group]:
+    return [
+        tiny.group(uid, tokens, COUNT, sampling, adapter=adapter, cache_key=adapter, **more)
+        for uid, (tokens, adapter) in enumerate(asked)
+    ]
+
+
+def mixed(count: int, seed: int) -> list[tuple[tuple[int, ...], str]]:
+    chance = random.Random(seed)
+    return [(tokens, chance.choice(["", "0", "1"])) for tokens in prompts(count, 40)]
+
+
+def check(found: Engine, asked: Asked, models: dict[str, Path], habits: Habits) -> World:
+    world = drive(found, requests(asked), habits)
+    assert world.failed == {}
+    assert world.answers == {uid: greedy(models[adapter], tokens) for uid, (tokens, adapter) in enumerate(asked)}
+    assert at_rest(found)
+    return world
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_mixed_batch_gets_what_merged_models_say(name: str, tmp_path: Path) -> None:
+    changes, models = lora.of(name, tmp_path)
+    asked = mixed(9, 3)
+    assert len({adapter for _, adapter in asked}) == 3
+    world = check(engine(name, changes), asked, models, Habits(chunk=7, pauses=1))
+    for uid, (tokens, adapter) in enumerate(asked):
+        found, usual = (first_logprob(models[key], tokens, world.answers[uid][0]) for key in (adapter, ""))
+        assert world.logprobs[uid, 0][0] == pytest.approx(found, abs=1e-4)
+        assert not adapter or abs(found - usual) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["qwen2", "phi3", "glm4", "granite"])
+def test_two_ranks_divide_them(name: str, tmp_path: Path) -> None:
+    changes, models = lora.of(name, tmp_path)
+    asked = mixed(5, 1)
+
+    def work(rank: Ranks) -> None:
+        model = shape(json.loads((tiny.folder(name) / "config.json").read_text()))
+        weights = Weights(tiny.folder(name), torch.float32, tiny.CPU, lambda read: None)
+        own = [Adapter(key, Path(place), torch.float32, tiny.CPU) for key, place in changes]
+        found = Engine(Decoder(model, weights, rank, tiny.CPU, changes=own), tiny.CPU, 16)
+        found.resize(256, 16)
+        check(found, asked, models, Habits(chunk=9)) if rank.rank == 0 else drive(found, requests(asked), Habits(chunk=9))
+
+    [[greedy(models[adapter], tokens)] for tokens, adapter in asked]  # the ranks' threads would wait for each other
+    tiny.Pair().run(work)
+
+
+def test_company_changes_nothing(tmp_path: Path) -> None:
+    """Of drawn answers: alone, and beside those that go by others and by none."""
+    changes, _ = lora.of("llama", tmp_path)
+    found = engine("llama", changes)
+    asked = mixed(8, 5)
+    sampling = Sampling(temperature=1.0, seed=11)
+    together = drive(found, requests(asked, sampling), Habits(chunk=5, pauses=1))
+    assert together.failed == {}
+    for uid, one in enumerate(requests(asked, sampling)):
+        alone = drive(found, [one], Habits())
+        assert alone.tokens[uid, 0] == together.tokens[uid, 0]
+        assert alone.logprobs[uid, 0] == pytest.approx(together.logprobs[uid, 0], abs=1e-4)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_choices_and_beams_go_by_them_as_well(ahead: bool, tmp_path: Path) -> None:
+    changes, models = lora.of("llama", tmp_path)
+    found = engine("llama", changes, ahead=ahead)
+    whole = Engine(load(ShardConfig(folder=str(models["1"]), model="m"), lambda stage: None).decoder, tiny.CPU, 16)
+    whole.resize(512, 16)
+    asked = prompts(3, 40)
+    sampling = Sampling(temperature=1.0, seed=2)
+
+    def groups(adapter: str) -> list[Group]:
+        search = Search(3, 2, 1.0, Stop.FULL, 0, False, [])
+        return [
+            tiny.group(0, asked[0], COUNT, sampling, choices=3, adapter=adapter),
+            tiny.group(1, asked[1], COUNT, search=search, end_ids=[7], adapter=adapter),
+            tiny.group(2, asked[2], COUNT, adapter=adapter, drafts=4),
+        ]
+
+    changed, expected = drive(found, groups("1"), Habits(pauses=1)), drive(whole, groups(""), Habits())
+    assert changed.failed == expected.failed == {}
+    assert changed.tokens == expected.tokens
+
+
+def test_a_shard_without_it_says_so() -> None:
+    world = drive(tiny.engine("llama"), [tiny.group(1, (1, 2, 3), COUNT, adapter="x"), tiny.group(2, (1, 2, 3), COUNT)], Habits())
+    assert world.failed == {1: "the shards have no adapter 'x'"}
+    assert len(world.tokens[2, 0]) == COUNT
+
+
+# What is read
+
+
+@pytest.mark.parametrize(
+    ("config", "factor"),
+    [
+        ({"lora_alpha": 3}, 0.75),
+        ({"lora_alpha": 3, "use_rslora": True}, 1.5),
+        ({"lora_alpha": 1, "alpha_pattern": {"q_proj|k_proj|v_proj|o_proj": 6, "mlp.*": 6}}, 1.5),
+    ],
+)
+def test_factors(config: dict[str, Any], factor: float, tmp_path: Path) -> None:
+    model = tiny.folder("llama")
+    place = lora.adapter(model, tmp_path / "a", 1, rank=4, **config)
+    merged = lora.merged(model, place, tmp_path / "b", factor)
+    check(engine("llama", (("a", str(place)),)), [((5, 6, 7), "a")], {"a": merged}, Habits())
+
+
+def change(place: Path, **fields: Any) -> None:
+    path = place / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def refuses(place: Path, *words: str) -> None:
+    with pytest.raises(Unsupported) as error:
+        engine("llama", (("mine", str(place)),))
+    assert "adapter" in str(error.value)
+    assert "\n" not in str(error.value)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return lora.adapter(tiny.folder("llama"), tmp_path / "adapter", 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"peft_type": "IA3"}, ["peft_type 'IA3'", "only 'LORA'"]),
+        ({"peft_type": None}, ["peft_type None"]),
+        ({"use_dora": True}, ["use_dora", "merge_and_unload"]),
+        ({"modules_to_save": ["lm_head"]}, ["modules_to_save"]),
+        ({"bias": "all"}, ["bias 'all'"]),
+        ({"lora_alpha": "much"}, ["lora_alpha 'much'", "a number is needed"]),
+        ({"lora_alpha": float("inf")}, ["lora_alpha inf"]),
+        ({"alpha_pattern": {".*": True}}, ["alpha_pattern True"]),
+        ({"alpha_pattern": 7}, ["alpha_pattern 7"]),
+        ({"alpha_pattern": {"(": 7}}, ["alpha_pattern", "unterminated"]),
+    ],
+)
+def test_configs_that_are_not_supported(place: Path, fields: dict[str, Any], words: list[str]) -> None:
+    change(place, **fields)
+    refuses(place, *words)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "7", "{", "[" * 200_000])
+def test_broken_configs(place: Path, content: str) -> None:
+    (place / "adapter_config.json").write_text(content)
+    refuses(place, "adapter_config.json")
+
+
+def test_files_that_are_missing(place: Path) -> None:
+    (place / lora.WEIGHTS).write_bytes(b"nothing")
+    refuses(place, lora.WEIGHTS, "can't be read")
+    (place / lora.WEIGHTS).unlink()
+    refuses(place, f"has no {lora.WEIGHTS}")
+    (place / "adapter_config.json").unlink()
+    refuses(place, "adapter_config.json can't be read")
+
+
+def spoil(place: Path, **tensors: torch.Tensor | None) -> None:
+    stored = safetensors.torch.load_file(place / lora.WEIGHTS)
+    for name, tensor in tensors.items():
+        stored.pop(name, None)
+        if tensor is not None:
+            stored[name] = tensor
+    safetensors.torch.save_file(stored, place / lora.WEIGHTS)
+
+
+def test_tensors_that_do_not_fit(place: Path) -> None:
+    key = next(key for key in safetensors.torch.load_file(place / lora.WEIGHTS) if key.endswith("down_proj.lora_A.weight"))
+    matrix = key.removeprefix("base_model.model.model.").removesuffix(".lora_A.weight")
+    stored = safetensors.torch.load_file(place / lora.WEIGHTS)[key]
+    spoil(place, **{key: stored[:, 1:].contiguous()})
+    refuses(place, matrix, "[4, 87]", "which is [64, 88]", "different models")
+    spoil(place, **{key: stored.int()})
+    refuses(place, "torch.int32", "a matrix of floats is needed")
+    spoil(place, **{key: None})
+    refuses(place, f"has no lora_A for {matrix}", "download it again")
+    spoil(place, **{key: stored, "base_model.model.model.layers.7.mlp.up_proj.lora_A.weight": stored.clone()})
+    refuses(place, "layers.7.mlp.up_proj", "not in this model")
+    spoil(place, **{"base_model.model.lm_head.lora_A.weight": stored})
+    refuses(place, "changes base_model.model.lm_head.lora_A.weight", "merge_and_unload")
+
+
+def test_what_they_take_is_counted(tmp_path: Path) -> None:
+    changes, _ = lora.of("llama", tmp_path)
+    usual, more = tiny.decoder("llama"), engine("llama", changes).decoder
+    tensors = [safetensors.torch.load_file(f"{folder}/{lora.WEIGHTS}") for _, folder in changes]
+    stored = sum(tensor.nbytes for one in tensors for tensor in one.values())
+    assert more.weight_bytes - usual.weight_bytes >= stored
