@@ -19,46 +19,39 @@ import itertools
 import logging
 import math
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
-from typing import Any, Protocol
+from typing import Protocol
 
 from ..proto import shard_pb2
 from .admission import admits
 from .bounds import bounds_of, drafting_of, policy_of, step_tokens
 from .config import RouterConfig
+from .delivery import Delivery
 from .drafting import Allowance, needed
 from .metrics import Metrics
 from .policies import largest_step
 from .record import begin
 from .recovery import Inquest
-from .replies import prompt_logprobs, report_of, scores_of, tops
+from .replies import report_of
 from .request import (
-    Alternative,
-    Beam,
     Broken,
     Expired,
     Failure,
-    Finish,
-    Grown,
-    Guessed,
     Item,
     Limits,
     NotReady,
     Overloaded,
     Priority,
-    Prompt,
     Request,
     Sink,
-    Token,
 )
 from .scheduler import BATCH, Action, Bounds, Decode, Filter, Job, Prefill, Scheduler
 from .shards import Shards, group
-from .streams import Choice, Pace, Piece, Stream, Tokenizer, Unseen, read, replayed
+from .streams import Choice, Pace, Stream, Tokenizer, read, replayed
 
-REASONS = {1: "eos_token", 2: "length"}  # by StepReply.finishes
 LEAD = 0.01  # seconds before the expected end of a step when the next is sent: late enough for new requests to be in it
 # The same where it is planned and launched before that end. Steps would stop to overlap as soon as that took longer: what is sent
 # late is answered late, and the next is sent later still.
@@ -140,6 +133,7 @@ class Batcher:
         self.together = 0  # requests of full length that fit at once; until it has started
         self._config = config
         self._tokenizer = tokenizer
+        self._delivery = Delivery(tokenizer, metrics)
         self._shards = shards
         self._metrics = metrics
         self._scheduler: Scheduler | None = None
@@ -654,41 +648,14 @@ class Batcher:
         return finished
 
     def _deliver(self, reply: shard_pb2.StepReply) -> None:
-        """Turns the rows of a reply into items of their streams."""
+        """A reply's tokens go to their streams; those that have all they asked for leave."""
         now = monotonic()
-        before: list[float] = []  # when the token before each came, if it is of another step
-        prompts = prompt_logprobs(reply) if reply.prompt_uids else {}
-        scores = scores_of(reply) if reply.scored_uids else {}
-        self._count(reply)
-        touched = self._deliver_beams(reply, prompts)
-        rows = zip(reply.uids, reply.choices, reply.tokens, reply.logprobs, reply.finishes, tops(reply), strict=True)
-        for uid, index, token, logprob, finish, top in rows:
-            stream = self._streams.get(uid)
-            if stream is None or (choice := stream.choices[index]).done:  # it was closed or stopped in the meantime
-                continue
-            if stream.stepped < now:  # else it has tokens of this step already
-                stream.stepped = now
-                stream.run.steps += 1
-            if choice.generated:
-                if choice.last < now:  # not of this step
-                    before.append(choice.last)
-            elif not any(other.generated for other in stream.choices):
-                self._metrics.first_token(now - stream.arrived)
-                stream.run.first, stream.run.cached_tokens = now, stream.cached
-                self._open_items(stream, prompts)
-            choice.last = now
-            choice.ids.append(token)
-            choice.generated += 1
-            hidden = finish and _hides(stream.request, token)
-            piece: Piece = Unseen(self._tokenizer.token_text(token)) if hidden else choice.text.push(token)
-            special = self._tokenizer.is_special(token)
-            alternatives = self._alternatives(top) if top else ()
-            stream.items.append(Token(token, piece.text, piece.delta, logprob, special, alternatives, index))
-            if finish or piece.stopped:
-                self._finish(stream, choice, "stop_sequence" if piece.stopped else REASONS[finish], now, scores.get((uid, index)))
-            touched.append(stream)
-        self._metrics.tokens(len(reply.tokens), {now - last: count for last, count in Counter(before).items()})
-        for stream in touched:
+        delivered = self._delivery.deliver(reply, self._streams, now)
+        for stream, choice in delivered.stopped:
+            self._stop(stream, choice)
+        for stream in delivered.complete:
+            self._leave(stream, now)
+        for stream in delivered.touched:
             try:
                 stream.push()
             except Exception as error:  # a sink is somebody else's: its fault is no other stream's
@@ -696,87 +663,19 @@ class Batcher:
         for uid, message in zip(reply.failed_uids, reply.failed_messages, strict=True):
             self._fail(uid, Broken(message), "generation")
 
+    def _stop(self, stream: Stream, choice: Choice) -> None:
+        """A stop string has ended it, of which the shards know nothing."""
+        assert self._scheduler is not None
+        if stream.request.beams is None:
+            self._scheduler.end(stream.uid, choice.index)
+        elif not stream.left:  # beams end together
+            self._scheduler.cancel(stream.uid)
+
     def _catch_up(self) -> None:
         """Delivers what the scheduler knows already: until then streams are not where it takes them to be."""
         answered, self._answered = self._answered, None
         if answered is not None:
             self._deliver(answered)
-
-    def _count(self, reply: shard_pb2.StepReply) -> None:
-        """What was cached of prompts, and what drafts were worth, on their streams' accounts."""
-        for uid, found in zip(reply.found_uids, reply.found_tokens, strict=True):
-            if uid in self._streams:
-                self._streams[uid].cached += found
-        for uid, drafted, accepted in zip(reply.guessed_uids, reply.guessed_drafted, reply.guessed_accepted, strict=True):
-            if uid in self._streams:
-                run = self._streams[uid].run
-                run.drafted, run.accepted = run.drafted + drafted, run.accepted + accepted
-
-    def _open_items(self, stream: Stream, prompts: Mapping[int, tuple[Any, Any]]) -> None:
-        """The first item, if it isn't there yet."""
-        if not stream.opened:
-            stream.opened = True
-            stream.items.append(Prompt(*prompts.get(stream.uid, ((), ())), stream.cached))
-
-    def _deliver_beams(self, reply: shard_pb2.StepReply, prompts: Mapping[int, tuple[Any, Any]]) -> list[Stream]:
-        """What comes of beams before their tokens do, and which answers won't come since a search has found too few."""
-        touched = []
-        for uid in prompts:
-            stream = self._streams.get(uid)
-            if stream is not None and stream.request.beams is not None:
-                self._open_items(stream, prompts)
-                touched.append(stream)
-        for uid, tokens in zip(reply.searched_uids, reply.searched_tokens, strict=True):
-            if uid in self._streams:
-                self._streams[uid].searched = tokens
-        for grown in reply.grown:
-            stream = self._streams.get(grown.uid)
-            if stream is not None and grown.length > stream.grown:  # else it began anew, on other shards
-                self._open_items(stream, prompts)
-                stream.grown = grown.length
-                stream.items.append(self._grown(grown))
-                touched.append(stream)
-        for uid, count in zip(reply.scored_uids, reply.scored_counts, strict=True):
-            stream = self._streams.get(uid)
-            if stream is not None:
-                for choice in stream.choices[count:]:
-                    choice.done = True
-                    stream.left -= 1
-        return touched
-
-    def _grown(self, told: shard_pb2.Grown) -> Grown:
-        text = self._tokenizer.token_text
-        live = zip(told.parents, told.tokens, told.scores, strict=True)
-        complete = zip(told.complete_parents, told.complete_tokens, told.complete_scores, strict=True)
-        return Grown(
-            tuple(Beam(parent, token, text(token), score) for parent, token, score in live),
-            tuple(Beam(parent, token, text(token), score) for parent, token, score in complete),
-        )
-
-    def _alternatives(self, top: Sequence[tuple[int, float]]) -> tuple[Alternative, ...]:
-        tokenizer = self._tokenizer
-        return tuple(Alternative(id, tokenizer.token_text(id), logprob, tokenizer.is_special(id)) for id, logprob in top)
-
-    def _finish(self, stream: Stream, choice: Choice, reason: str, now: float, score: float | None = None) -> None:
-        delta = choice.text.end()
-        queued, inference = stream.started - stream.arrived, now - stream.started
-        run = stream.run
-        guessed = Guessed(run.drafted, run.accepted, run.steps) if stream.request.drafts else None
-        finish = Finish(reason, choice.text.text, delta, choice.generated, queued, inference, choice.index, score, guessed)
-        stream.items.append(finish)
-        stream.run.reasons.append(reason)
-        choice.done = True
-        stream.left -= 1
-        stream.finish = finish
-        if choice.running:  # a stop string, of which the shards know nothing
-            assert self._scheduler is not None
-            choice.running = False
-            if stream.request.beams is None:
-                self._scheduler.end(stream.uid, choice.index)
-            elif not stream.left:  # beams end together
-                self._scheduler.cancel(stream.uid)
-        if not stream.left:
-            self._leave(stream, now)
 
     def _leave(self, stream: Stream, now: float) -> None:
         """All its choices are done."""
@@ -807,11 +706,6 @@ class Batcher:
         """Ends all streams."""
         for uid in tuple(self._streams):
             self._fail(uid, failure, "unavailable" if isinstance(failure, NotReady) else "generation")
-
-
-def _hides(request: Request, token: int) -> bool:
-    """Whether a token that ends an answer is no part of its text, as a stop string is not. What completes a grammar always is."""
-    return not request.include_stop and token in request.end_ids and token not in request.shown
 
 
 def _kind(action: Action) -> str:

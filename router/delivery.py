@@ -1,0 +1,156 @@
+"""Turns what shards answer into items of streams: tokens and their texts, log-probabilities, beams, ends.
+
+Knows requests and texts; no scheduler, and not how shards are reached. What follows from an end, the caller does.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..proto import shard_pb2
+from .metrics import Metrics
+from .replies import prompt_logprobs, scores_of, tops
+from .request import Alternative, Beam, Finish, Grown, Guessed, Prompt, Request, Token
+from .streams import Choice, Piece, Stream, Tokenizer, Unseen
+
+REASONS = {1: "eos_token", 2: "length"}  # by StepReply.finishes
+
+Streams = Mapping[int, Stream]
+Prompts = Mapping[int, tuple[Any, Any]]  # log-probabilities and alternatives of prompts, by uid
+
+
+@dataclass(slots=True)
+class Delivered:
+    """What became of a reply."""
+
+    touched: list[Stream] = field(default_factory=list)  # have new items; several times those with several tokens
+    stopped: list[tuple[Stream, Choice]] = field(default_factory=list)  # ended by a stop string, of which the shards know nothing
+    complete: list[Stream] = field(default_factory=list)  # all their choices are done
+
+
+class Delivery:
+    """One instance for one batcher."""
+
+    def __init__(self, tokenizer: Tokenizer, metrics: Metrics) -> None:
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+
+    def deliver(self, reply: shard_pb2.StepReply, streams: Streams, now: float) -> Delivered:
+        """Adds what the rows of a reply say to the items of their streams, by uid. Those that are missing have ended meanwhile."""
+        found = Delivered()
+        before: list[float] = []  # when the token before each came, if it is of another step
+        prompts = prompt_logprobs(reply) if reply.prompt_uids else {}
+        scores = scores_of(reply) if reply.scored_uids else {}
+        _count(reply, streams)
+        self._deliver_beams(reply, streams, prompts, found)
+        rows = zip(reply.uids, reply.choices, reply.tokens, reply.logprobs, reply.finishes, tops(reply), strict=True)
+        for uid, index, token, logprob, finish, top in rows:
+            stream = streams.get(uid)
+            if stream is None or (choice := stream.choices[index]).done:  # it was closed or stopped in the meantime
+                continue
+            if stream.stepped < now:  # else it has tokens of this step already
+                stream.stepped = now
+                stream.run.steps += 1
+            if choice.generated:
+                if choice.last < now:  # not of this step
+                    before.append(choice.last)
+            elif not any(other.generated for other in stream.choices):
+                self._metrics.first_token(now - stream.arrived)
+                stream.run.first, stream.run.cached_tokens = now, stream.cached
+                _open(stream, prompts)
+            choice.last = now
+            choice.ids.append(token)
+            choice.generated += 1
+            stopped = self._add(stream, choice, token, logprob, finish, top)
+            if finish or stopped:
+                _finish(stream, choice, "stop_sequence" if stopped else REASONS[finish], now, scores.get((uid, index)), found)
+            found.touched.append(stream)
+        self._metrics.tokens(len(reply.tokens), {now - last: count for last, count in Counter(before).items()})
+        return found
+
+    def _add(
+        self, stream: Stream, choice: Choice, token: int, logprob: float, finish: int, top: Sequence[tuple[int, float]]
+    ) -> bool:
+        """A token and what it adds to the text. Whether a stop string ends that."""
+        text = self._tokenizer.token_text
+        hidden = finish and _hides(stream.request, token)
+        piece: Piece = Unseen(text(token)) if hidden else choice.text.push(token)
+        special = self._tokenizer.is_special
+        alternatives = tuple(Alternative(id, text(id), logprob, special(id)) for id, logprob in top) if top else ()
+        stream.items.append(Token(token, piece.text, piece.delta, logprob, special(token), alternatives, choice.index))
+        return piece.stopped
+
+    def _deliver_beams(self, reply: shard_pb2.StepReply, streams: Streams, prompts: Prompts, found: Delivered) -> None:
+        """What comes of beams before their tokens do, and which answers won't come since a search has found too few."""
+        for uid in prompts:
+            stream = streams.get(uid)
+            if stream is not None and stream.request.beams is not None:
+                _open(stream, prompts)
+                found.touched.append(stream)
+        for uid, tokens in zip(reply.searched_uids, reply.searched_tokens, strict=True):
+            if uid in streams:
+                streams[uid].searched = tokens
+        for grown in reply.grown:
+            stream = streams.get(grown.uid)
+            if stream is not None and grown.length > stream.grown:  # else it began anew, on other shards
+                _open(stream, prompts)
+                stream.grown = grown.length
+                stream.items.append(self._grown(grown))
+                found.touched.append(stream)
+        for uid, count in zip(reply.scored_uids, reply.scored_counts, strict=True):
+            stream = streams.get(uid)
+            if stream is not None:
+                for choice in stream.choices[count:]:
+                    choice.done = True
+                    stream.left -= 1
+
+    def _grown(self, told: shard_pb2.Grown) -> Grown:
+        text = self._tokenizer.token_text
+        live = zip(told.parents, told.tokens, told.scores, strict=True)
+        complete = zip(told.complete_parents, told.complete_tokens, told.complete_scores, strict=True)
+        return Grown(
+            tuple(Beam(parent, token, text(token), score) for parent, token, score in live),
+            tuple(Beam(parent, token, text(token), score) for parent, token, score in complete),
+        )
+
+
+def _count(reply: shard_pb2.StepReply, streams: Streams) -> None:
+    """What was cached of prompts, and what drafts were worth, on their streams' accounts."""
+    for uid, found in zip(reply.found_uids, reply.found_tokens, strict=True):
+        if uid in streams:
+            streams[uid].cached += found
+    for uid, drafted, accepted in zip(reply.guessed_uids, reply.guessed_drafted, reply.guessed_accepted, strict=True):
+        if uid in streams:
+            run = streams[uid].run
+            run.drafted, run.accepted = run.drafted + drafted, run.accepted + accepted
+
+
+def _open(stream: Stream, prompts: Prompts) -> None:
+    """The first item, if it isn't there yet."""
+    if not stream.opened:
+        stream.opened = True
+        stream.items.append(Prompt(*prompts.get(stream.uid, ((), ())), stream.cached))
+
+
+def _finish(stream: Stream, choice: Choice, reason: str, now: float, score: float | None, found: Delivered) -> None:
+    delta = choice.text.end()
+    queued, inference = stream.started - stream.arrived, now - stream.started
+    run = stream.run
+    guessed = Guessed(run.drafted, run.accepted, run.steps) if stream.request.drafts else None
+    finish = Finish(reason, choice.text.text, delta, choice.generated, queued, inference, choice.index, score, guessed)
+    stream.items.append(finish)
+    run.reasons.append(reason)
+    choice.done = True
+    stream.left -= 1
+    stream.finish = finish
+    if choice.running:
+        choice.running = False
+        found.stopped.append((stream, choice))
+    if not stream.left:
+        found.complete.append(stream)
+
+
+def _hides(request: Request, token: int) -> bool:
+    """Whether a token that ends an answer is no part of its text, as a stop string is not. What completes a grammar always is."""
+    return not request.include_stop and token in request.end_ids and token not in request.shown
