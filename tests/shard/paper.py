@@ -68,6 +68,7 @@ class Model:
     )
     ranks = SimpleNamespace(size=1, rank=0)
     embedding = torch.zeros(1)
+    adapters = ()
 
     def __init__(self) -> None:
         self.engine: Any = None
