@@ -11,16 +11,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from penstock.bench import command
 from penstock.bench.client import Client
 from penstock.bench.load import AGAIN, Load, Stage
-from penstock.bench.prompts import Prompt
+from penstock.bench.prompts import Prompt, Scale
 from penstock.bench.record import Record
 from penstock.tests.bench.fake_server import Manner, serving
 
 SLACK = 1.0  # seconds that a busy machine may add to any of them; nothing may ever be less than the server's delay
+PATIENT = aiohttp.ClientTimeout(30)
 
 
 def bench(manner: Manner, tmp_path: Path, *flags: str, code: int = 0) -> tuple[list[dict[str, Any]], Any]:
@@ -29,6 +31,26 @@ def bench(manner: Manner, tmp_path: Path, *flags: str, code: int = 0) -> tuple[l
         path = tmp_path / "result.json"
         assert command.main([fake.url, "--quiet", "--json", str(path), *flags]) == code
     return json.loads(path.read_text())["stages"], fake
+
+
+def slack(stage: dict[str, Any]) -> float:
+    """And what the machine has stood still in this stage, as the client has noticed."""
+    return SLACK + float(stage["client"]["lag_most"])
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--timeout` is of a stage's requests only: a machine that stands still fails none of those that measure prompts before."""
+    measure = command._scale
+
+    async def patiently(client: Client, seed: int) -> Scale:
+        asked, client._timeout = client._timeout, PATIENT
+        try:
+            return await measure(client, seed)
+        finally:
+            client._timeout = asked
+
+    monkeypatch.setattr(command, "_scale", patiently)
 
 
 @pytest.mark.parametrize("api", ["openai-chat", "openai-completions", "tgi"])
@@ -42,7 +64,7 @@ def test_it_measures_what_the_server_did(api: str, tmp_path: Path) -> None:
     # To the first token: the delay, in a chat a comment and a role come before it.
     before = {"openai-chat": 2, "openai-completions": 1, "tgi": 0}[api]
     least = 0.08 + before * 0.02
-    assert least <= stage["ttft"]["p50"] < least + SLACK
+    assert least <= stage["ttft"]["p50"] < least + slack(stage)
     # Between tokens: as the server itself saw them leave.
     writes = [written[before : before + 10] for written in fake.written[2:]]  # the first two measured the prompts
     gaps = sorted(after - first for written in writes for first, after in pairwise(written))
@@ -175,8 +197,9 @@ def test_where_nobody_listens_clients_wait_a_little(tmp_path: Path, monkeypatch:
     assert stage["seconds"] >= 2 * AGAIN  # one of the three asked three times or more
 
 
+@pytest.mark.usefixtures("prepared")
 def test_a_request_that_takes_too_long(tmp_path: Path) -> None:
-    flags = ["--requests", "2", "--concurrency", "2", "--timeout", "0.4", "--output", "100"]
+    flags = ["--requests", "2", "--concurrency", "2", "--timeout", "0.4", "--output", "100", "--model", "m"]
     [stage], _ = bench(Manner(gap=0.05), tmp_path, *flags, code=1)
     assert stage["errors"] == {"timeout": 2}
 
@@ -186,13 +209,14 @@ def test_a_stage_in_which_nothing_counts(tmp_path: Path) -> None:
     for flags in (["--rate", "0.001"], ["--concurrency", "1", "--warm-up", "1.5s", "--output", "40"]):
         [stage], _ = bench(Manner(gap=0.05), tmp_path, *flags, "--duration", "0.3", code=1)
         assert stage["requests"]["counted"] == 0
-        assert 0.0 < stage["seconds"] < 0.3 + SLACK
-        assert len(stage["tokens_by_second"]) <= 2
+        assert 0.0 < stage["seconds"] < 0.3 + slack(stage)
+        assert len(stage["tokens_by_second"]) <= 1 + slack(stage)
         assert "no request was answered" in stage["warnings"]
 
 
+@pytest.mark.usefixtures("prepared")
 def test_a_request_that_was_never_sent_was_not_late_by_anything(tmp_path: Path) -> None:
-    flags = ["--rate", "40", "--duration", "0.5", "--max-in-flight", "1", "--timeout", "0.5", "--output", "50"]
+    flags = ["--rate", "40", "--duration", "0.5", "--max-in-flight", "1", "--timeout", "0.5", "--output", "50", "--model", "m"]
     [stage], _ = bench(Manner(gap=0.05), tmp_path, *flags, code=1)
     unsent = [row for row in stage["records"] if row["error"] == "not sent"]
     assert unsent
@@ -343,9 +367,10 @@ def test_the_page(tmp_path: Path) -> None:
     """One file that asks nobody for anything, without a value that is none."""
     path = tmp_path / "page.html"
     flags = ["--rate", "20,40", "--requests", "10", "--output", "5", "--slo", "ttft=1s", "--html", str(path), "--model", "<b>"]
-    bench(Manner(first=0.01, gap=0.005), tmp_path, *flags)
+    stages, _ = bench(Manner(first=0.01, gap=0.005), tmp_path, *flags)
     page = path.read_text()
-    assert page.count("<svg") == 5 + 2 * 2  # by load, and of each stage, which took less than a second
+    longer = sum(stage["seconds"] >= 1 for stage in stages)  # less than a second is usual
+    assert page.count("<svg") == 5 + 2 * 2 + longer  # by load, and of each stage
     assert not re.search(r"(src|href)=|@import|url\(", page)
     assert not re.search(r"\bnan\b|\binf\b|None", page)
     assert "model &lt;b&gt;" in page
