@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.router.api import openai_scribe, openai_shapes, responses_shapes
+from penstock.router.rendering import Renderer
 from penstock.router.text import Tokenizer
 from penstock.tests.router.fake_batcher import Server, make_tokenizer, serve
 
@@ -208,6 +209,7 @@ def test_others_have_turns_while_many_tokens_are_told(
         competing.cancel()
 
     monkeypatch.setattr(tokenizer, "parsers", ("hermes", None))  # so that chats with tools are read for calls
+    monkeypatch.setattr(tokenizer, "_renderer", Renderer())  # of this event loop: of three chats one may have to wait for it
     monkeypatch.setattr(openai_scribe, "PART", 9)
     monkeypatch.setattr(*whose, counted)
     serve(tokenizer, test, says="y" * 90)
