@@ -434,7 +434,7 @@ def test_who_leaves_a_stream_leaves_it_wherever_it_runs() -> None:
 def test_a_deadline_goes_along() -> None:
     async def test(fleet: Fleet, shards: Shards) -> None:
         reading = asyncio.create_task(read(fleet, ask("a", 200, timeout=0.05)))
-        await asyncio.sleep(0.02)
+        await until(lambda: any(replica.requests for replica in fleet.replicas))
         fleet.retire(next(replica.name for replica in fleet.replicas if replica.requests), move=True)
         with pytest.raises(Exception, match=r"not complete 0\.05 s after"):
             await reading
