@@ -118,10 +118,11 @@ def test_probes_and_metrics_write_no_line(tokenizer: Tokenizer, caplog: pytest.L
 
 def test_a_client_that_leaves_has_a_line_too(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
     async def test(server: Server) -> None:
-        with pytest.raises(asyncio.TimeoutError):
-            async with asyncio.timeout(0.2):
-                await server.post("/generate", HELLO)
-        await asyncio.sleep(0.1)
+        leaving = asyncio.create_task(server.post("/generate", HELLO))
+        await until(lambda: server.batcher.opened == 1)
+        assert not lines(caplog)
+        leaving.cancel()
+        await until(lambda: bool(lines(caplog)))
 
     with caplog.at_level(logging.INFO):
         serve(tokenizer, test, pace=asyncio.Semaphore(0))
@@ -263,17 +264,19 @@ def test_a_request_has_arrived_when_its_head_has(tokenizer: Tokenizer, path: str
     """From then on its client waits: its own `timeout` begins there."""
 
     async def test(server: Server) -> None:
-        came = time.monotonic()
+        came, rest = time.monotonic(), 0.0
 
         async def slowly() -> AsyncIterator[bytes]:
+            nonlocal rest
             yield body[:5]
-            await asyncio.sleep(0.3)
+            await until(lambda: server.app[UNANSWERED]._count == 1)
+            rest = time.monotonic()
             yield body[5:]
 
         async with server.client.post(path, data=slowly(), headers={"Content-Type": "application/json"}) as response:
             assert response.status == 200
         [request] = server.batcher.requests
-        assert came <= request.arrived < came + 0.3
+        assert came <= request.arrived < rest
 
     serve(tokenizer, test)
 
