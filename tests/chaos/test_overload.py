@@ -7,6 +7,7 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -76,8 +77,11 @@ def test_a_connection_without_a_whole_request_is_closed(server: Local) -> None:
 
         writer.write(sent)
         trickling = asyncio.create_task(trickle())
+        answer = b""
         async with asyncio.timeout(20):
-            answer = await reader.read()
+            with suppress(ConnectionResetError):  # a byte may come when nobody reads it any more
+                while part := await reader.read(1000):
+                    answer += part
         trickling.cancel()
         writer.close()
         assert IDLE - 0.1 <= time.monotonic() - began < IDLE + 8
