@@ -47,21 +47,35 @@ class Patience:
 
     async def until(self, written: Awaitable[None], http: web.Request) -> None:
         """Waits until an answer has left, as long as the client takes of it."""
-        writing = asyncio.ensure_future(written)
-        left, since = -1, monotonic()
+        writing, silence = asyncio.ensure_future(written), Silence(self.seconds / 8)
+        left = -1
         try:
             while not writing.done():
-                await asyncio.wait([writing], timeout=self.seconds / 8)
-                now = http.transport.get_write_buffer_size() if http.transport is not None else 0
-                if now != left:
-                    left, since = now, monotonic()
-                elif monotonic() - since >= self.seconds and http.transport is not None:
-                    logger.warning("the client has read nothing for %g s: its answer is given up", monotonic() - since)
+                await asyncio.wait([writing], timeout=silence.look)
+                before, left = left, http.transport.get_write_buffer_size() if http.transport is not None else 0
+                seconds = silence.lasts(left == before)
+                if seconds >= self.seconds and http.transport is not None:
+                    logger.warning("the client has read nothing for %g s: its answer is given up", seconds)
                     self.dropped += 1
                     http.transport.abort()
             await writing
         finally:
             writing.cancel()
+
+
+class Silence:
+    """How long a client has read nothing. What this process stood still itself does not count: the client may have, too."""
+
+    def __init__(self, look: float) -> None:
+        self.look = look  # seconds between two looks, at most
+        self._since = self._looked = monotonic()
+
+    def lasts(self, silent: bool) -> float:
+        """Seconds so far, at a look at a client that is or is not."""
+        now = monotonic()
+        late, self._looked = now - self._looked - self.look, now
+        self._since = self._since + max(late, 0.0) if silent else now
+        return now - self._since
 
 
 PATIENT = web.AppKey("patience", Patience)
@@ -276,7 +290,7 @@ class EventStream:
         self._blank: asyncio.Task[None] | None = None  # that is or was written
         self._next_look: asyncio.TimerHandle | None = None
         self._left = (0.0, 0)  # when something was written, and what of it the socket had not taken, at the last look ...
-        self._since = self._written  # ... and when that began to be so
+        self._silence = Silence(self._patience.seconds / 8)  # ... and since when that was so
 
     def push(self, frames: bytes) -> None:
         """Whole frames leave soon, as a chunk of HTTP. Is there nobody any more, the handler will be told."""
@@ -350,11 +364,10 @@ class EventStream:
         transport, now, paused = self._http.transport, monotonic(), self._protocol.writing_paused
         if transport is None:  # the handler is told the same
             return
-        left = (self._written, transport.get_write_buffer_size())
-        if left != self._left or not paused:
-            self._left, self._since = left, now
-        elif now - self._since >= self._patience.seconds:
-            logger.warning("the client has read nothing for %g s: its stream is closed", now - self._since)
+        before, self._left = self._left, (self._written, transport.get_write_buffer_size())
+        silent = self._silence.lasts(paused and self._left == before)
+        if silent >= self._patience.seconds:
+            logger.warning("the client has read nothing for %g s: its stream is closed", silent)
             self._patience.dropped += 1
             self.abort()
             return
@@ -363,7 +376,7 @@ class EventStream:
             wait = KEEP_ALIVE
             if not paused and (self._blank is None or self._blank.done()):  # who has not read what was sent needs none
                 self._blank = self._loop.create_task(self._tell())
-        self._next_look = self._loop.call_later(min(wait, self._patience.seconds / 8), self._look)
+        self._next_look = self._loop.call_later(min(wait, self._silence.look), self._look)
 
     async def _tell(self) -> None:
         """That we are there."""

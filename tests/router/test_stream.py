@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from types import SimpleNamespace
@@ -421,5 +422,33 @@ def test_an_answer_is_written_no_further_when_its_handler_has_ended() -> None:
         handler.cancel()
         await asyncio.wait([handler])
         assert writing.cancelled()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_who_stood_still_itself_calls_no_client_slow(whole: bool) -> None:
+    """The client may have been on the same machine. Eight looks at what it has not read are needed, be they as late as they may."""
+    looks, gone = 0, asyncio.Event()
+
+    def size() -> int:
+        nonlocal looks
+        looks += 1
+        return 5
+
+    async def run() -> None:
+        patience, loop = stream.Patience(0.4), asyncio.get_running_loop()
+        http: Any = SimpleNamespace(transport=SimpleNamespace(get_write_buffer_size=size, abort=gone.set))
+        if whole:
+            writing = asyncio.create_task(patience.until(loop.create_future(), http))
+        else:
+            http.app, http.protocol = {stream.PATIENT: patience, stream.OUTBOX: None}, SimpleNamespace(writing_paused=True)
+            writing = asyncio.ensure_future(stream.EventStream(http, {}).__aenter__())
+        await until(lambda: looks >= 2)
+        loop.call_soon(time.sleep, 1.0)
+        await asyncio.wait_for(gone.wait(), 30)
+        assert looks >= 1 + 8
+        assert patience.dropped == 1
+        writing.cancel()
 
     asyncio.run(run())
