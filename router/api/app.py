@@ -128,7 +128,9 @@ def make_app(
 
 def _apart(app: web.Application, method: str, flag: str, path: str) -> None:
     """Raises Misconfigured if the path that the flag asks for is another route's: that one would answer, and without a key if it is
-    taken for a probe."""
+    taken for a probe. Nor is it below /admin/, where nobody is asked for an API key."""
+    if path.startswith(PREFIX):
+        raise Misconfigured(f"{flag} {path} is below the server's own {PREFIX}: choose another path")
     for route in app.router.routes():
         resource = route.resource
         assert resource is not None

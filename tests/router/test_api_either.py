@@ -173,6 +173,17 @@ def test_vertexs_paths_are_nobody_elses(tokenizer: Tokenizer, setting: str, path
     assert str(caught.value) == f"--{setting.replace('_', '-')} {path} is the server's own {owner}: choose another path"
 
 
+def test_vertexs_paths_are_not_below_the_operators(tokenizer: Tokenizer) -> None:
+    """Else whoever has no API key would get answers there: another key is asked below /admin/, by each handler itself."""
+
+    async def test(server: Server) -> None:
+        raise AssertionError(f"it starts, and says {await server.post('/admin/vertex', {'instances': [{'inputs': 'hi'}]})}")
+
+    settings = {"aip_predict_route": "/admin/vertex", "api_keys": ("k",), "admin_key": "a"}
+    with pytest.raises(Misconfigured, match="--aip-predict-route /admin/vertex is below the server's own /admin/: choose another"):
+        serve(tokenizer, test, settings=settings)
+
+
 def test_vertex_may_ask_any_probe(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         assert (await server.get("/health/live"))[0] == 200
