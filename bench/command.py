@@ -55,14 +55,18 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"penstock bench: error: {message}\n")
 
 
-def main(arguments: Sequence[str], api_key: str = "") -> int:
-    """Runs the command. Returns the exit code: 1 if a stage had no answer, 2 for what the caller can mend, 130 after Ctrl-C."""
+def main(arguments: Sequence[str], key: Callable[[str], str] = str) -> int:
+    """Runs the command. key: what a server is shown, by what `--api-key` gives.
+
+    Returns the exit code: 1 if a stage had no answer, 2 for what the caller can mend, 130 after Ctrl-C.
+    """
     parser = make_parser()
     options = parser.parse_args(arguments)
     if idle := _idle(parser, options):
         parser.error(idle)
     if options.chaos:
         return _chaos(parser, options)
+    options.api_key = key(options.api_key)
     with ExitStack() as stack:
         try:
             source = _source(options)
@@ -75,7 +79,6 @@ def main(arguments: Sequence[str], api_key: str = "") -> int:
             parser.error(f"{mistake.filename}: {mistake.strerror}")
         except ValueError as mistake:
             parser.error(str(mistake))
-        options.api_key = options.api_key or api_key
         try:
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:
                 result = runner.run(_measure(options, source, Console(stderr=True, quiet=options.quiet)))

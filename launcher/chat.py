@@ -406,10 +406,10 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(arguments: Sequence[str], api_key: str = "") -> int:
-    """Runs the command. Returns the exit code."""
+def main(arguments: Sequence[str], key: Callable[[str], str] = str) -> int:
+    """Runs the command. key: what a server is shown, by what `--api-key` gives. Returns the exit code."""
     options = make_parser().parse_args(arguments)
-    server = Server(options.url, options.api_key or api_key)
+    server = Server(options.url, key(options.api_key))
     talk = Talk(options.system)
     for pair in options.set:
         name, sign, value = pair.partition("=")

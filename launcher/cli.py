@@ -108,8 +108,7 @@ def _no_command(name: str) -> str:
 
 def _client(name: str, arguments: list[str], environment: Mapping[str, str]) -> int:
     """Those that ask a server, ours or another."""
-    keys = kinds.keys_of(environment.get("API_KEY", ""))  # of a server that has several any will do
-    key = keys[0] if keys else environment.get("OPENAI_API_KEY", "")
+    key = functools.partial(_key, environment)
     # Imported here, since they bring rich, aiohttp and numpy, for which nobody else shall wait.
     if name == "bench":
         from ..bench import command
@@ -120,6 +119,19 @@ def _client(name: str, arguments: list[str], environment: Mapping[str, str]) -> 
     if name == "top":
         return top.main(arguments, key)
     return chat.main(arguments, key)
+
+
+def _key(environment: Mapping[str, str], given: str) -> str:
+    """What a client shows a server: what the flag gives, or else the environment; "" for none. Raises Mistake."""
+    several = kinds.keys_of(environment.get("API_KEY", ""))[:1]  # of a server that has several any will do
+    other = environment.get("OPENAI_API_KEY", "")
+    for source, text in (("--api-key", given), *(("API_KEY", one) for one in several), ("OPENAI_API_KEY", other)):
+        try:
+            if found := kinds.key(text.strip()):
+                return found
+        except ValueError as error:
+            raise Mistake(f"{source}: {error}") from None
+    return ""
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:

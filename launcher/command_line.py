@@ -120,7 +120,8 @@ def _value(field: "dataclasses.Field[Any]", source: str, text: str) -> Any:
     try:
         return (kinds.boolean if field.metadata["switch"] else field.metadata["kind"])(text)
     except ValueError as error:
-        raise Mistake(f"{source}={' '.join(text.split())}: {error}") from None
+        secret = field.metadata["kind"] is kinds.keys and kinds.keys_of(text)  # what was mistyped may be most of a key
+        raise Mistake(f"{source}={'...' if secret else ' '.join(text.split())}: {error}") from None
 
 
 def _unknown(program: str, arguments: Sequence[str]) -> str:

@@ -182,6 +182,13 @@ def keys(text: str) -> str:
     """With at least one in it: a server whose operator wants a key must not be open because its file is empty."""
     if not keys_of(text):
         raise ValueError("there is no key in it; leave it out for a server that asks for none")
+    return key(text)
+
+
+def key(text: str) -> str:
+    """As it is sent: what a header of HTTP carries, and every client writes alike."""
+    if not (text.isascii() and text.isprintable()):
+        raise ValueError("a key has letters, digits and signs of ASCII only, since HTTP carries no others")
     return text
 
 

@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -412,11 +412,11 @@ def _positive(text: str) -> float:
     return value
 
 
-def main(arguments: Sequence[str], api_key: str = "") -> int:
-    """Runs the command. Returns the exit code."""
+def main(arguments: Sequence[str], key: Callable[[str], str] = str) -> int:
+    """Runs the command. key: what a server is shown, by what `--api-key` gives. Returns the exit code."""
     options = make_parser().parse_args(arguments)
-    key = options.api_key or api_key
-    servers = [Server(url, key, options.window) for url in options.urls or [DEFAULT_URL]]
+    shown = key(options.api_key)
+    servers = [Server(url, shown, options.window) for url in options.urls or [DEFAULT_URL]]
     terminal = sys.stdout.isatty()
     console = Console(width=None if terminal else WIDTH, highlight=False)
     once = options.once or not (terminal or options.json)

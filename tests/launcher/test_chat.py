@@ -162,6 +162,27 @@ def test_the_key(arguments: list[str], environment: dict[str, str], sent: str | 
     assert Handler.keys == [sent]
 
 
+@pytest.mark.parametrize("command", ["chat", "bench", "top"])
+@pytest.mark.parametrize("key", ["hush\nhush", "hush\u20ac"])
+def test_a_key_that_no_header_carries(command: str, key: str) -> None:
+    for arguments, environment, source in (
+        (["--api-key", key], {}, "--api-key"),
+        ([], {"API_KEY": key}, "API_KEY"),
+        ([], {"OPENAI_API_KEY": key}, "OPENAI_API_KEY"),
+    ):
+        answer = subprocess.run(
+            [sys.executable, "-m", "penstock.launcher", command, "http://127.0.0.1:9", *arguments],
+            capture_output=True,
+            input="Hi",
+            text=True,
+            env=ENVIRONMENT | environment,
+        )
+        assert answer.returncode == 2
+        assert answer.stderr == (
+            f"penstock: error: {source}: a key has letters, digits and signs of ASCII only, since HTTP carries no others\n"
+        )
+
+
 def test_no_question_is_none() -> None:
     with saying() as url:
         answer = chat(url, question=" \n")

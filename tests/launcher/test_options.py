@@ -130,6 +130,8 @@ def test_a_machine_name_in_hostname_is_no_setting() -> None:
         ("--api-key ,", {}, "--api-key=,: there is no key in it; leave it out for a server that asks for none"),
         ("--admin-key= ", {}, "--admin-key=: there is no key in it; leave it out for a server that asks for none"),
         ("", {"API_KEY": "\n"}, "API_KEY=: there is no key in it; leave it out for a server that asks for none"),
+        ("", {"API_KEY": "a\nb"}, "API_KEY=...: a key has letters, digits and signs of ASCII only, since HTTP carries no others"),
+        ("--admin-key \u20ac", {}, "--admin-key=...: a key has letters, digits and signs of ASCII only"),
         ("--hostname nowhere", {}, "--hostname=nowhere: an IP address of this machine is needed, or localhost, or 0.0.0.0 for all"),
         ("--max-total-token 5", {}, "no flag --max-total-token: did you mean --max-total-tokens?"),
         ("--max-totl-tokens=5", {}, "did you mean --max-total-tokens?"),
