@@ -71,10 +71,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        if error.errno not in FULL or error.filename is not None:
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # likewise
-        print(f"penstock: error: stdout can't be written to ({error.strerror}): free space there", file=sys.stderr)
+        if error.errno in FULL and error.filename is None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # likewise
+            text = f"stdout can't be written to ({error.strerror}): free space there"
+        else:  # a name that is too long, a folder without rights, no more processes... The system's words say what would do
+            text = f"{error.filename}: {error.strerror}" if error.filename is not None else str(error)
+        print(f"penstock: error: {text}", file=sys.stderr)
         return 1
 
 
@@ -187,6 +189,7 @@ def _serve(asked: Options, environment: Mapping[str, str]) -> int:
     began = time.monotonic()
     if asked.cluster:
         raise Mistake(f"--cluster {asked.cluster} is for penstock plan: serve runs on this machine")
+    machine.take_files()
     console = Console(asked.json_output)
     asked, node = nodes.settle(asked, environment)
     if node:

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import ipaddress
 import os
+import resource
 import secrets
 import shutil
 import socket
@@ -20,6 +21,7 @@ from .mistake import Mistake
 
 FIRST_PORT = 10240  # of those that are chosen; well-known services have lower ones
 SIOCGIFADDR = 0x8915  # linux/sockios.h
+FILES = 128  # the router's alone may be 100; eight shards' pipes and sockets take some here
 PATIENCE = 20  # seconds until nvidia-smi has answered; a driver that hangs lets it wait for ever
 
 
@@ -92,6 +94,18 @@ def _gpu_memory() -> tuple[int, ...]:
         asked = [name.strip() for name in visible.split(",")]
         rows = [row for name in asked for row in rows if name == row[0] or (name and row[1].startswith(name))]
     return tuple(int(row[2]) << 20 for row in rows if row[2].isdigit())  # else "[N/A]", of a device that has failed
+
+
+def take_files() -> None:
+    """As many open files as a server has besides its connections, for us and for what we start. Raises Mistake."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= hard < FILES:  # below is "no limit"
+        raise Mistake(
+            f"only {hard} open files are allowed here, and a server has up to {FILES} besides its connections: raise the hard "
+            "limit (ulimit -Hn, LimitNOFILE=, --ulimit nofile=)"
+        )
+    if 0 <= soft < FILES:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, hard))
 
 
 def check_port(hostname: str, port: int) -> None:

@@ -42,14 +42,12 @@ def private() -> Iterator[Path]:
 
 
 @contextmanager
-def writing(what: str) -> Iterator[None]:
+def writing(what: str, remedy: str = "name another folder with TMPDIR") -> Iterator[None]:
     """Within, a folder that can't be written to is a Mistake."""
     try:
         yield
     except OSError as error:
-        raise Mistake(
-            f"{what} can't be written to ({error.strerror}): free space or rights there, or name another folder with TMPDIR"
-        ) from None
+        raise Mistake(f"{what} can't be written to ({error.strerror}): free space or rights there, or {remedy}") from None
 
 
 def _sweep(home: Path) -> None:
@@ -77,7 +75,7 @@ def prefixed(prefix: str, names: list[str]) -> Iterator[list[str]]:
     if len(os.fsencode(longest)) > LONGEST_SOCKET:
         raise Mistake(f"--shard-uds-path: {longest} is longer than the {LONGEST_SOCKET} bytes that a socket's path may have")
     lock = Path(f"{prefix}-{LOCK}").absolute()
-    with writing(f"--shard-uds-path {prefix}"):
+    with writing(f"--shard-uds-path {prefix}", "choose another prefix"):
         file = lock.open("w")
     with file:
         try:

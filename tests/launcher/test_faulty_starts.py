@@ -219,6 +219,47 @@ def test_a_disk_without_room(runs: Path, blocks: int, said: str) -> None:
     assert answer.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(("files", "said"), [(6, "only 6"), (20, "only 20 open files are allowed here"), (127, "only")])
+def test_too_few_open_files(runs: Path, files: int, said: str) -> None:
+    answer = subprocess.run(
+        [sys.executable, "-m", "penstock.launcher", "serve", "--device", "cpu", "--port", str(machine.free_port())],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (files, files)),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert answer.returncode in (1, 2)
+    assert said in answer.stderr
+    assert answer.stderr.count("\n") == 1
+
+
+def test_a_soft_limit_of_open_files_is_raised_as_far_as_needed() -> None:
+    code = "from penstock.launcher import machine; machine.take_files(); import resource as r; print(r.getrlimit(r.RLIMIT_NOFILE))"
+    limit = (40, machine.FILES)
+    answer = subprocess.run(
+        [sys.executable, "-c", code],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limit),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert answer.stdout == f"({machine.FILES}, {machine.FILES})\n"
+
+
+@pytest.mark.parametrize("flag", ["--model-id", "--tls-cert", "--shard-uds-path", "--speculate"])
+def test_a_name_longer_than_any_file_has(flag: str) -> None:
+    name = "x" * 300
+    answer = subprocess.run(
+        [sys.executable, "-m", "penstock.launcher", "serve", flag, f"draft={name}" if flag == "--speculate" else name],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert answer.returncode in (1, 2)
+    assert name in answer.stderr
+    assert answer.stderr.count("\n") == 1
+
+
 def test_a_disk_that_is_full_later_costs_lines_and_nothing_else() -> None:
     with full_disk() as full:
         console = Console(False, full, full)
