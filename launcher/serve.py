@@ -27,7 +27,7 @@ from .mistake import Mistake
 from .processes import Child
 from .restarts import WINDOW, Restarts
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # that ask to stop
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # that ask to stop
 POLL = 0.05  # seconds between two looks at /health while the model loads
 ECHO = 0.5  # seconds in which a second signal is the first again: `timeout` and others pass on what the terminal sends to all
 GRACE = 5.0  # seconds from SIGTERM to SIGKILL, beyond what running streams are given; also from SIGKILL to the end

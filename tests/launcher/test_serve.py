@@ -71,7 +71,7 @@ def gone(pids: list[int], seconds: float) -> bool:
     return True
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGQUIT])
 def test_it_serves_until_it_is_asked_to_stop(launch: Callable[..., Launcher], number: int) -> None:
     launcher = launch("serves+drains", "runs", "runs")
     launcher.until("^penstock: ready$")
