@@ -190,6 +190,7 @@ def _serve(asked: Options, environment: Mapping[str, str]) -> int:
     if asked.cluster:
         raise Mistake(f"--cluster {asked.cluster} is for penstock plan: serve runs on this machine")
     machine.take_files()
+    os.umask(os.umask(0o077) & 0o077)  # takes rights from others only: what we write, our own processes read
     console = Console(asked.json_output)
     asked, node = nodes.settle(asked, environment)
     if node:

@@ -11,7 +11,7 @@ import socket
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from .mistake import Mistake
@@ -24,21 +24,19 @@ LONGEST_SOCKET = 107  # bytes of a path that fit into sockaddr_un, without the c
 @contextmanager
 def private() -> Iterator[Path]:
     """A new folder that only this user can enter; gone afterwards, with everything in it."""
-    with writing("the temporary folder"):
-        home = Path(tempfile.gettempdir())
-        if len(os.fsencode(home)) > LONGEST_SOCKET - 40:
-            home = Path("/tmp")  # an unusually long TMPDIR leaves no room for a socket's name
-        _sweep(home)
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=home))  # with mode 0700
-    # Locked before it gets its name: a sweep never sees it unlocked.
-    with (folder / "unlocked").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        (folder / "unlocked").rename(folder / LOCK)
-        try:
-            yield folder
-        finally:
-            with suppress(FileNotFoundError):  # somebody has cleaned up before us
-                shutil.rmtree(folder)
+    with ExitStack() as stack:
+        with writing("the temporary folder"):
+            home = Path(tempfile.gettempdir())
+            if len(os.fsencode(home)) > LONGEST_SOCKET - 40:
+                home = Path("/tmp")  # an unusually long TMPDIR leaves no room for a socket's name
+            _sweep(home)
+            # With mode 0700. That somebody cleans up before us is no error.
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=PREFIX, dir=home)))
+            # Locked before it gets its name: a sweep never sees it unlocked.
+            file = stack.enter_context((folder / "unlocked").open("w"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+            (folder / "unlocked").rename(folder / LOCK)
+        yield folder
 
 
 @contextmanager

@@ -246,6 +246,12 @@ def test_a_soft_limit_of_open_files_is_raised_as_far_as_needed() -> None:
     assert answer.stdout == f"({machine.FILES}, {machine.FILES})\n"
 
 
+def test_a_umask_takes_nothing_from_ourselves() -> None:
+    code = "import os; from penstock.launcher import cli; os.umask(0o725); cli.main(['serve', '/nowhere']); print(oct(os.umask(0)))"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout == "0o25\n"
+
+
 @pytest.mark.parametrize("flag", ["--model-id", "--tls-cert", "--shard-uds-path", "--speculate"])
 def test_a_name_longer_than_any_file_has(flag: str) -> None:
     name = "x" * 300

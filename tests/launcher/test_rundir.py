@@ -1,5 +1,6 @@
 """Sockets' places: private, released, never taken from a live process."""
 
+import errno
 import fcntl
 import os
 import shutil
@@ -31,6 +32,16 @@ def test_a_private_folder(home: Path) -> None:
 def test_a_folder_that_somebody_removed_first(home: Path) -> None:
     with rundir.private() as folder:
         shutil.rmtree(folder)
+    assert list(home.iterdir()) == []
+
+
+def test_a_folder_in_which_nothing_can_be_made_does_not_stay(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(fcntl, "flock", full)
+    with pytest.raises(Mistake, match="the temporary folder can't be written to"), rundir.private():
+        pass
     assert list(home.iterdir()) == []
 
 
