@@ -33,11 +33,6 @@ def bench(manner: Manner, tmp_path: Path, *flags: str, code: int = 0) -> tuple[l
     return json.loads(path.read_text())["stages"], fake
 
 
-def slack(stage: dict[str, Any]) -> float:
-    """And what the machine has stood still in this stage, as the client has noticed."""
-    return SLACK + float(stage["client"]["lag_most"])
-
-
 @pytest.fixture
 def prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     """`--timeout` is of a stage's requests only: a machine that stands still fails none of those that measure prompts before."""
@@ -64,7 +59,7 @@ def test_it_measures_what_the_server_did(api: str, tmp_path: Path) -> None:
     # To the first token: the delay, in a chat a comment and a role come before it.
     before = {"openai-chat": 2, "openai-completions": 1, "tgi": 0}[api]
     least = 0.08 + before * 0.02
-    assert least <= stage["ttft"]["p50"] < least + slack(stage)
+    assert least <= stage["ttft"]["p50"] < least + SLACK
     # Between tokens: as the server itself saw them leave.
     writes = [written[before : before + 10] for written in fake.written[2:]]  # the first two measured the prompts
     gaps = sorted(after - first for written in writes for first, after in pairwise(written))
@@ -209,8 +204,8 @@ def test_a_stage_in_which_nothing_counts(tmp_path: Path) -> None:
     for flags in (["--rate", "0.001"], ["--concurrency", "1", "--warm-up", "1.5s", "--output", "40"]):
         [stage], _ = bench(Manner(gap=0.05), tmp_path, *flags, "--duration", "0.3", code=1)
         assert stage["requests"]["counted"] == 0
-        assert 0.0 < stage["seconds"] < 0.3 + slack(stage)
-        assert len(stage["tokens_by_second"]) <= 1 + slack(stage)
+        assert 0.0 < stage["seconds"] < 0.3 + SLACK
+        assert len(stage["tokens_by_second"]) <= 2
         assert "no request was answered" in stage["warnings"]
 
 
