@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -46,9 +47,8 @@ def main() -> None:
 
 def serve(config: ShardConfig, kind: type[Service], load: Load) -> NoReturn:
     """Ends the process: after SIGTERM (exit 0), a fault (1) or with a model that can't be served (2)."""
-    # The main thread only waits: it hears signals even while another waits for a peer inside torch.
     ends: queue.SimpleQueue[int] = queue.SimpleQueue()
-    signal.signal(signal.SIGTERM, lambda signum, frame: ends.put(0))
+    _hear_sigterm(partial(ends.put, 0))
     service = kind(config, ends.put)
     os.umask(0o077)  # what is made here, the sockets before all, is this user's alone, wherever it lies
     try:
@@ -67,6 +67,25 @@ def serve(config: ShardConfig, kind: type[Service], load: Load) -> NoReturn:
             Path(path).unlink(missing_ok=True)
     logging.shutdown()
     os._exit(code)  # a thread that waits for a peer that is gone would keep the interpreter from ending
+
+
+def _hear_sigterm(end: Callable[[], None]) -> None:
+    """Calls it when the signal comes, whatever other threads do, which may wait for a peer inside torch.
+
+    A handler in Python would not do: the main thread runs it only when its own wait is over, where the signal came in the moment
+    before that, or another thread took it, as it may in a process that was stopped and goes on.
+    """
+    inbox, outbox = os.pipe()
+    os.set_blocking(outbox, False)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    signal.set_wakeup_fd(outbox)
+
+    def hear() -> None:
+        while signal.SIGTERM not in os.read(inbox, 16):
+            pass
+        end()
+
+    threading.Thread(target=hear, daemon=True).start()
 
 
 def _server(config: ShardConfig, service: Service) -> grpc.Server:

@@ -1,5 +1,6 @@
 """Two ranks as real processes: the same tokens as transformers, and clean ends."""
 
+import ctypes
 import os
 import signal
 import socket
@@ -116,6 +117,17 @@ def test_two_processes_answer_on_a_stream_and_end_on_sigterm(ranks: Ranks) -> No
     assert codes[0] == 0
     assert codes[1] in (0, 1)  # 1 when it learns of rank 0's end before its own signal
     assert list(ranks.folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("ranks", ["demo"], indirect=True)
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="threads of another process are named by numbers of Linux")
+def test_sigterm_is_heard_whichever_thread_takes_it(ranks: Ranks) -> None:
+    """As that of a process that was stopped meanwhile: any of its threads may be the first that goes on."""
+    ranks.warm()
+    pid = ranks.processes[0].pid
+    thread = next(int(name) for name in os.listdir(f"/proc/{pid}/task") if int(name) != pid)
+    assert ctypes.CDLL(None).tgkill(pid, thread, signal.SIGTERM) == 0
+    assert ranks.codes(10) == [0, 1]  # the other has lost rank 0
 
 
 @pytest.mark.parametrize("ranks", ["qwen3"], indirect=True)
