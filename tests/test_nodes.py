@@ -193,8 +193,9 @@ def test_a_stranger_is_refused_everywhere(group: tuple[Node, Node], authority: t
 
 def test_when_node_0_stops_all_do(group: tuple[Node, Node]) -> None:
     first, second = group
-    running = first.host.run(told, PORT, {**requests()[0], "max_tokens": 60})
-    time.sleep(0.3)
+    began: Future[None] = Future()
+    running = first.host.run(told, PORT, {**requests()[0], "max_tokens": 60}, began)
+    began.result(30)
     second.children()
     first.stop(signal.SIGTERM)
     assert running.result(1)
