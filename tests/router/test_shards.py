@@ -304,13 +304,14 @@ def test_what_is_told_of_loading_is_what_the_first_rank_does(tmp_path: Path, mon
 def test_a_socket_at_which_nobody_listens_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it takes until somebody does."""
     monkeypatch.setattr(router_shards, "LOADING", 0.1)
-    reach, looks = GrpcShards._reach, 0
+    reach, looks, now = GrpcShards._reach, 0, 1.0
+    monkeypatch.setattr(router_shards, "monotonic", lambda: now)
 
     async def refused(shards: GrpcShards, rank: int, target: str) -> Any:
-        nonlocal looks
+        nonlocal looks, now
         looks += 1
         if looks < 5:
-            await asyncio.sleep(0.05)
+            now += 0.05
             raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), "refused")
         return await reach(shards, rank, target)
 
