@@ -11,7 +11,8 @@ from penstock.launcher.console import Console
 STAND_IN = str(Path(__file__).with_name("stand_in.py"))
 
 port, grace, restarts, pipe, replicas, router, *shards = sys.argv[1:]
-serve.GRACE = 1.0
+if "stubborn" in router:
+    serve.GRACE = 1.0  # else nobody waits for its end, but where the machine stands still
 console = Console(json_output=False)
 
 

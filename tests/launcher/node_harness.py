@@ -15,7 +15,6 @@ from penstock.proto.certificates import Certificates
 STAND_IN = str(Path(__file__).with_name("stand_in.py"))
 
 told = json.loads(sys.argv[1])
-serve.GRACE = spread.GRACE = follower.GRACE = 1.0
 certificates = Certificates(*told["certificates"]) if told["certificates"] else None
 console = Console(json_output=False)
 
