@@ -20,6 +20,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2, "I8": 1, "U8": 1}
+MOST_BYTES = 1 << 60  # JSON as Python reads it also has NaN and Infinity
 LARGEST_HEADER = 100_000_000  # bytes; the format's own limit
 
 
@@ -105,7 +106,7 @@ def _index(folder: Path) -> tuple[int, dict[str, str]]:
         if not isinstance(file, str) or not file.isprintable() or file in ("", ".", "..") or "/" in file:
             raise Mistake(f"{folder / INDEX} names {file!r}, a file of the same folder is needed: download the model again")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    return int(total) if isinstance(total, int | float) else 0, weights
+    return int(total) if isinstance(total, int | float) and 0 < total < MOST_BYTES else 0, weights
 
 
 def _stored_dtype(folder: Path, sizes: Counter[str]) -> str:

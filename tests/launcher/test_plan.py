@@ -98,6 +98,15 @@ def test_weights_on_the_hub_are_not_needed_for_a_plan(tmp_path: Path) -> None:
     assert checkpoint.read(tmp_path, "auto", lambda: pytest.fail("all is there")).bytes == 30
 
 
+@pytest.mark.parametrize("total", ["NaN", "Infinity", "1e300", "-5", '"5"'])
+def test_an_index_may_say_nonsense_of_its_size(tmp_path: Path, total: str) -> None:
+    (folder(tmp_path) / checkpoint.INDEX).write_text(
+        f'{{"metadata": {{"total_size": {total}}}, "weight_map": {{"a": "one.safetensors"}}}}'
+    )
+    model = checkpoint.read(tmp_path, "auto", lambda: pytest.fail("there is an index"))
+    assert (model.bytes, model.files) == (0, 0)
+
+
 def test_what_is_wrong_with_a_folder(tmp_path: Path) -> None:
     def complaint() -> str:
         with pytest.raises(Mistake) as caught:
