@@ -223,6 +223,8 @@ def _serve(asked: Options, environment: Mapping[str, str]) -> int:
         names = replicas.sockets(asked.local_replicas, planned.local_ranks)
         paths = stack.enter_context(rundir.prefixed(prefix, [each for one in names for each in one]))
         places = replicas.divide(asked, planned.local_ranks, planned.device == "cuda", paths, environment)
+        for host, port in replicas.listening(places):
+            machine.check_port(host, port, "--shard-listen", "--shard-listen")
         configs = [
             shard_configs(asked, name, planned, place.sockets, place.relay, place.meeting, speculation, place.listen, changes)
             for place in places

@@ -108,8 +108,8 @@ def take_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, hard))
 
 
-def check_port(hostname: str, port: int) -> None:
-    """Raises Mistake, which names the holder, unless `hostname`:`port` can be listened on."""
+def check_port(hostname: str, port: int, host_flag: str = "--hostname", port_flag: str = "--port") -> None:
+    """Raises Mistake, which names the holder and a flag, unless `hostname`:`port` can be listened on."""
     family = socket.AF_INET6 if ":" in hostname else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the router does: lingering connections are no obstacle
@@ -119,11 +119,11 @@ def check_port(hostname: str, port: int) -> None:
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 by = _holder(port)
-                raise Mistake(f"port {port} is in use{by}: choose another with --port") from None
+                raise Mistake(f"port {port} is in use{by}: choose another with {port_flag}") from None
             if error.errno == errno.EACCES:
-                raise Mistake(f"port {port} needs privileges: choose one from 1024 with --port") from None
+                raise Mistake(f"port {port} needs privileges: choose one from 1024 with {port_flag}") from None
             raise Mistake(
-                f"can't listen on {hostname}: {error.strerror}; --hostname takes an address of this machine, or 0.0.0.0 for all"
+                f"can't listen on {hostname}: {error.strerror}; {host_flag} takes an address of this machine, or 0.0.0.0 for all"
             ) from None
 
 

@@ -1,6 +1,8 @@
 """Several rank groups on one machine: what of it each of them gets, and where they are reached. Pure."""
 
-from collections.abc import Mapping, Sequence
+import ipaddress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from .mistake import Mistake
 from .options import Options
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+LAST_PORT = 65535
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +84,21 @@ def divide(options: Options, ranks: int, cuda: bool, paths: Sequence[str], envir
     return places
 
 
+def listening(places: Sequence[Place]) -> Iterator[tuple[str, int]]:
+    """Where ranks listen, of what can be tried before they do: a name may be younger than its machine's processes."""
+    for place in places:
+        for each in place.listen:
+            host, _, port = each.rpartition(":")
+            with suppress(ValueError):
+                yield str(ipaddress.ip_address(host.strip("[]"))), int(port)
+
+
 def _listening(options: Options, count: int) -> list[str]:
     if not options.shard_listen:
         return []
     host, _, port = options.shard_listen.rpartition(":")
+    if int(port) + count > LAST_PORT + 1:
+        raise Mistake(f"--shard-listen {options.shard_listen} is the first of {count} ports, and there are none above {LAST_PORT}")
     return [f"{host}:{int(port) + number}" for number in range(count)]
 
 

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 import pytest
 
-from penstock.launcher import checkpoint, cli, hub, machine
+from penstock.launcher import checkpoint, cli, hub, machine, replicas
 from penstock.launcher.console import Console
 from penstock.proto import process
 from penstock.shard.models import fields
@@ -244,6 +244,22 @@ def test_a_soft_limit_of_open_files_is_raised_as_far_as_needed() -> None:
         check=True,
     )
     assert answer.stdout == f"({machine.FILES}, {machine.FILES})\n"
+
+
+def test_an_address_where_shards_cannot_listen(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Told at once, where shards would be started again and again; but a name may become known yet."""
+
+    def complaint(address: str, *more: str) -> str:
+        assert cli.main(["serve", "--device", "cpu", "--no-router", "--insecure-nodes", "--shard-listen", address, *more]) == 2
+        return capsys.readouterr().err
+
+    assert "--shard-listen takes an address of this machine" in complaint("192.0.2.1:7000")
+    assert "is the first of 2 ports, and there are none above 65535" in complaint("127.0.0.1:65535", "--num-shard", "2")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"port {port} is in use by process {os.getpid()}" in complaint(f"127.0.0.1:{port - 1}", "--num-shard", "2")
+    names = replicas.Place(0, True, [], "", "", ["nowhere.invalid:1", "[::1]:7001"], None)
+    assert list(replicas.listening([names])) == [("::1", 7001)]
 
 
 def test_a_umask_takes_nothing_from_ourselves() -> None:
