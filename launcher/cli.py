@@ -53,6 +53,7 @@ EXCEPTIONS = (
 )
 COMMANDS = ("serve", "plan", "chat", "bench", "top", "simulate")
 SECRETS = ("API_KEY", "ADMIN_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_API_TOKEN")  # no child needs them
+NO_THREAD = "can't start new thread"  # as Python words it
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -77,6 +78,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:  # a name that is too long, a folder without rights, no more processes... The system's words say what would do
             text = f"{error.filename}: {error.strerror}" if error.filename is not None else str(error)
         print(f"penstock: error: {text}", file=sys.stderr)
+        return 1
+    except RuntimeError as error:
+        if str(error) != NO_THREAD:
+            raise
+        more = "more memory or processes have to be allowed (ulimit -u, ulimit -v, TasksMax=, --pids-limit)"
+        print(f"penstock: error: {error}: {more}", file=sys.stderr)
         return 1
 
 

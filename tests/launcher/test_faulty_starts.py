@@ -262,6 +262,22 @@ def test_an_address_where_shards_cannot_listen(runs: Path, capsys: pytest.Captur
     assert list(replicas.listening([names])) == [("::1", 7001)]
 
 
+def test_no_room_for_a_thread() -> None:
+    """Parts that were started before end with it."""
+    code = (
+        "import resource, threading; from penstock.launcher import cli, processes\n"
+        "def follow(*_):\n"
+        "    resource.setrlimit(resource.RLIMIT_AS, (1, 1))\n"
+        "    threading.Thread(target=print).start()\n"
+        "processes.follow = follow\n"
+        f"raise SystemExit(cli.main(['serve', '--device', 'cpu', '--port', '{machine.free_port()}']))"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert answer.returncode == 1
+    assert "penstock: error: can't start new thread: more memory or processes have to be allowed" in answer.stderr
+    assert answer.stderr.count("\n") == 1
+
+
 def test_a_umask_takes_nothing_from_ourselves() -> None:
     code = "import os; from penstock.launcher import cli; os.umask(0o725); cli.main(['serve', '/nowhere']); print(oct(os.umask(0)))"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
