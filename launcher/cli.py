@@ -63,8 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(sys.argv[1:] if arguments is None else list(arguments), os.environ)
     except Mistake as mistake:
-        print(f"penstock: error: {mistake}", file=sys.stderr)
-        return 2
+        return _complain(str(mistake), 2)
     except KeyboardInterrupt:
         return 130  # before anything was started, during a download for instance
     except BrokenPipeError:
@@ -77,14 +76,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             text = f"stdout can't be written to ({error.strerror}): free space there"
         else:  # a name that is too long, a folder without rights, no more processes... The system's words say what would do
             text = f"{error.filename}: {error.strerror}" if error.filename is not None else str(error)
-        print(f"penstock: error: {text}", file=sys.stderr)
-        return 1
+        return _complain(text, 1)
     except RuntimeError as error:
         if str(error) != NO_THREAD:
             raise
         more = "more memory or processes have to be allowed (ulimit -u, ulimit -v, TasksMax=, --pids-limit)"
-        print(f"penstock: error: {error}: {more}", file=sys.stderr)
-        return 1
+        return _complain(f"{error}: {more}", 1)
+
+
+def _complain(text: str, code: int) -> int:
+    """In one line, whatever characters the names in it have. Returns the exit code."""
+    shown = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+    print(f"penstock: error: {shown}", file=sys.stderr)
+    return code
 
 
 def _run(arguments: list[str], environment: Mapping[str, str]) -> int:

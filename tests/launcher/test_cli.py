@@ -87,6 +87,14 @@ def test_standard_streams_that_lead_nowhere(redirection: str, code: int, said: s
     assert (answer.returncode, answer.stderr) == (code, said)
 
 
+@pytest.mark.parametrize("arguments", [["plan", "/a\nb\x1b[31m\u2028"], ["serve", "--a\nb\x1b[31m\u2028"], ["a\nb\x1b[31m\u2028"]])
+def test_a_mistake_is_one_line_whatever_was_written(arguments: list[str]) -> None:
+    answer = run(*arguments)
+    assert answer.returncode == 2
+    assert answer.stderr.count("\n") == 1
+    assert r"a\nb\x1b[31m\u2028" in answer.stderr
+
+
 def test_a_mistake_is_one_line_and_exit_code_2() -> None:
     for arguments in (["srve"], ["--nonsense"], ["serve", "--nonsense"], ["plan", "/no/such/folder"]):
         answer = run(*arguments)
