@@ -53,7 +53,9 @@ def _tokenizer(path: Path) -> tokenizers.Tokenizer:
     if not path.is_file():
         raise Unusable(f"{path} does not exist. Save the tokenizer in the fast format first: {AGAIN}")
     try:
-        found = tokenizers.Tokenizer.from_file(str(path))
+        found = tokenizers.Tokenizer.from_buffer(path.read_bytes())
+    except OSError as error:
+        raise Unusable(f"{path} can't be read: {error.strerror}") from None
     except Exception as error:  # the library has no narrower one
         raise Unusable(f"{path} is no tokenizer ({_line(error)}): download it again") from None
     found.no_truncation()

@@ -1,6 +1,7 @@
 """Tokenizers, chat templates and token ids that are not what they should be: one line, before anybody is served wrongly."""
 
 import asyncio
+import errno
 import json
 from pathlib import Path
 
@@ -45,6 +46,15 @@ def test_a_folder_that_cannot_be_used(folder: Path, name: str, content: bytes, s
         Tokenizer(folder)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_without_rights_need_not_be_downloaded_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path) -> bytes:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    with pytest.raises(Unusable, match=r"/tokenizer\.json can't be read: Permission denied$"):
+        Tokenizer(folder)
 
 
 @pytest.mark.parametrize("token", [5, ["</s>"], {}, {"content": 5}, {"text": "x"}])
