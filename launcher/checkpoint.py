@@ -71,11 +71,6 @@ def has_tokenizer(folder: Path) -> bool:
     return (folder / "tokenizer.json").is_file()
 
 
-def vocabulary(folder: Path) -> int:
-    """How many token ids the model in `folder` knows."""
-    return int(_json(folder / "config.json", "install penstock again")["vocab_size"])
-
-
 def _has_weights(folder: Path) -> bool:
     if (folder / SINGLE).is_file() or not (folder / INDEX).is_file():
         return (folder / SINGLE).is_file()

@@ -18,6 +18,7 @@ from ..proto import settings
 from ..proto.speculation import LOSSY, NOTHING, Speculation, written
 from ..router.config import RouterConfig
 from ..shard.config import ShardConfig
+from ..shard.models.families import shape
 from . import (
     adapters,
     assembly,
@@ -321,7 +322,7 @@ def text_folder(planned: Plan) -> Path:
     if checkpoint.has_tokenizer(folder):
         return folder
     _, demo = hub.locate("")
-    needed, there = checkpoint.vocabulary(demo), planned.shape.vocabulary
+    needed, there = shape(checkpoint.read(demo, "dummy").config).vocabulary, planned.shape.vocabulary
     if there < needed:
         raise Mistake(
             f"{folder} has no tokenizer.json, and its vocab_size {there} is below the {needed} tokens of the embedded tokenizer "
