@@ -31,6 +31,12 @@ class Launcher(Reading):
     def pids(self, name: str = "") -> list[int]:
         return [int(line.rpartition(" ")[2]) for line in self.lines if f"{name} has pid" in line]
 
+    def up(self, count: int) -> None:
+        """Reads on until it is ready and so many processes have said who they are: of a shard that may come later."""
+        self.until("^penstock: ready$")
+        while len(self.pids()) < count:
+            self.until("has pid")
+
     def position(self, pattern: str) -> int:
         found = [number for number, line in enumerate(self.lines) if re.search(pattern, line)]
         assert len(found) == 1, (pattern, self.lines)
@@ -74,7 +80,7 @@ def gone(pids: list[int], seconds: float) -> bool:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGQUIT])
 def test_it_serves_until_it_is_asked_to_stop(launch: Callable[..., Launcher], number: int) -> None:
     launcher = launch("serves+drains", "runs", "runs")
-    launcher.until("^penstock: ready$")
+    launcher.up(3)
     launcher.process.send_signal(number)
     assert launcher.end() == 0
     assert len(launcher.pids()) == 3
@@ -90,9 +96,7 @@ def test_it_serves_until_it_is_asked_to_stop(launch: Callable[..., Launcher], nu
 
 def test_a_shard_that_is_lost_while_the_router_drains_is_named_and_its_group_ends(launch: Callable[..., Launcher]) -> None:
     launcher = launch("serves+stubborn", "runs", "runs", grace=60)
-    launcher.until("^penstock: ready$")
-    while len(launcher.pids()) < 3:
-        launcher.until("has pid")
+    launcher.up(3)
     shards = launcher.pids("shard-0") + launcher.pids("shard-1")
     launcher.process.send_signal(signal.SIGTERM)
     launcher.until("router was asked to stop")
@@ -176,7 +180,7 @@ def test_a_killed_router_ends_everything(launch: Callable[..., Launcher]) -> Non
 
 def test_killed_shards_are_started_again_and_the_router_stays(launch: Callable[..., Launcher]) -> None:
     launcher = launch("serves", "runs", "runs", restarts=2)
-    launcher.until("^penstock: ready$")
+    launcher.up(3)
     for restart in (1, 2):
         os.kill(launcher.pids("shard-1")[-1], signal.SIGKILL)
         launcher.until(f"^penstock: starting the shards again now: restart {restart} of at most 2 within 10 minutes$")
@@ -195,9 +199,7 @@ def test_a_replica_that_dies_is_started_again_alone_and_given_up_alone(launch: C
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     launcher = launch("serves", "runs", "runs", restarts=1, replicas=True, pipe=str(pipe))
-    launcher.until("^penstock: ready$")
-    while len(launcher.pids()) < 3:
-        launcher.until("has pid")
+    launcher.up(3)
     with pipe.open("w") as complaints:
         complaints.write(f"1 {time.monotonic()} shard rank 0 has not answered for 2 s\n")
         complaints.write(f"7 {time.monotonic()} shard rank 0 has not answered for 2 s\n")  # somebody else's: nobody's business
@@ -222,7 +224,7 @@ def test_a_replica_that_dies_is_started_again_alone_and_given_up_alone(launch: C
 
 def test_a_killed_router_is_started_again_and_the_shards_stay(launch: Callable[..., Launcher]) -> None:
     launcher = launch("serves", "runs", restarts=1)
-    launcher.until("^penstock: ready$")
+    launcher.up(2)
     os.kill(launcher.pids("router")[0], signal.SIGKILL)
     launcher.until("^penstock: ready again after")
     assert [len(launcher.pids(name)) for name in ("router", "shard-0")] == [2, 1]
@@ -233,7 +235,7 @@ def test_a_killed_router_is_started_again_and_the_shards_stay(launch: Callable[.
 
 def test_a_signal_while_something_is_started_again_ends_everything(launch: Callable[..., Launcher]) -> None:
     launcher = launch("serves+drains", "runs", restarts=3)
-    launcher.until("^penstock: ready$")
+    launcher.up(2)
     os.kill(launcher.pids("shard-0")[0], signal.SIGKILL)
     launcher.until("starting the shards again")
     launcher.process.send_signal(signal.SIGTERM)
@@ -247,7 +249,7 @@ def test_shards_of_which_the_router_complains_are_started_again_but_not_twice(
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     launcher = launch("serves", "runs", restarts=1, pipe=str(pipe))
-    launcher.until("^penstock: ready$")
+    launcher.up(2)
     met = time.monotonic()
     os.kill(launcher.pids("shard-0")[0], signal.SIGSTOP)
     with pipe.open("w") as complaints:
@@ -277,7 +279,7 @@ def test_what_does_not_come_up_is_tried_more_and_more_slowly() -> None:
 def test_sigkill_leaves_no_orphan(launch: Callable[..., Launcher]) -> None:
     # the stand-ins do nothing for it themselves
     launcher = launch("serves", "runs", "runs")
-    launcher.until("^penstock: ready$")
+    launcher.up(3)
     launcher.process.kill()
     launcher.end()
     assert len(launcher.pids()) == 3
