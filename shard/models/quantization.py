@@ -61,6 +61,9 @@ def _compressed(found: Config) -> Quantization:
     weights = [scheme.get("weights") if isinstance(scheme, dict) else None for scheme in schemes]
     if not weights or not isinstance(weights[0], dict) or any(other != weights[0] for other in weights):
         raise Unsupported(f"compressed-tensors whose config_groups have not one kind of weights are not supported: {REMEDY}")
+    sparse = found.get("sparsity_config") or {}
+    if found.get("transform_config") or not isinstance(sparse, dict) or sparse.get("format", "dense") != "dense":
+        raise Unsupported(f"compressed-tensors with a transform_config, or a sparsity_config, are not supported: {REMEDY}")
     form, numbers, bits = found.get("format"), weights[0].get("type", "int"), weights[0].get("num_bits")
     if form in PACKED and numbers == "int":
         return Quantization(

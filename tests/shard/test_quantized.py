@@ -171,6 +171,9 @@ def broken(folder: Path, **changes: Any) -> None:
         ("awq", {"bits": 8}, ["AWQ of 8 bits"]),
         ("packed", {"format": "marlin-24"}, ["format 'marlin-24'", "type 'int'"]),
         ("packed", {"config_groups": None}, ["config_groups"]),
+        ("packed", {"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}}, ["transform_config"]),
+        ("packed", {"sparsity_config": {"format": "sparse-24-bitmask"}}, ["sparsity_config"]),
+        ("packed", {"sparsity_config": 7}, ["sparsity_config"]),
         ("packed", {"config_groups": {"a": 7}}, ["config_groups"]),
         ("int8", {"config_groups": {"a": {"weights": {"num_bits": 8, "type": "complex"}}}}, ["type 'complex'"]),
         ("fp8-blocks", {"weight_block_size": 128}, ["weight_block_size 128"]),
@@ -238,3 +241,13 @@ def test_a_method_that_is_not_the_checkpoints(form: str, asked: str, words: list
 def test_a_method_that_is(asked: str, tmp_path: Path) -> None:
     few, plain = packing.checkpoints("llama", "gptq", tmp_path)
     same(decoder(few, quantize=asked), decoder(plain))
+
+
+def test_a_config_as_it_is_written_today(tmp_path: Path) -> None:
+    """With fields that say nothing of what is stored."""
+    few, plain = packing.checkpoints("llama", "packed", tmp_path)
+    more = {"transform_config": {}, "sparsity_config": {}, "kv_cache_scheme": None, "quantization_status": "compressed"}
+    broken(few, **more)
+    same(decoder(few), decoder(plain))
+    broken(few, sparsity_config={"format": "dense", "sparsity_structure": "unstructured"})
+    same(decoder(few), decoder(plain))
