@@ -15,6 +15,7 @@ from .weights import opened
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # A matrix of a layer, and which of its two factors.
 NAME = re.compile(r"(?:.*\.)?(layers\.\d+\..+)\.lora_([AB])(?:\.default)?\.weight")
+CHANGED = ("pissa", "olora", "corda", "loftq")  # ways to begin that leave the model with other weights
 REMEDY = "merge it into the weights (peft's merge_and_unload)"
 
 
@@ -89,6 +90,12 @@ def _config(name: str, path: Path) -> dict[str, Any]:
     for field in ("use_dora", "use_qalora", "fan_in_fan_out", "modules_to_save", "trainable_token_indices", "lora_bias"):
         if found.get(field):
             raise Unsupported(f"adapter {name} has {field}, which is not supported: {REMEDY}")
+    start = found.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(CHANGED):
+        raise Unsupported(
+            f"adapter {name} is for weights that init_lora_weights {start!r:.40} has changed: save it again as what it adds to the "
+            "model's own (peft's path_initial_model_for_weight_conversion)"
+        )
     patterns = found.get("alpha_pattern") or {}
     try:
         for pattern in dict(patterns):

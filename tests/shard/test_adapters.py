@@ -194,6 +194,7 @@ def place(tmp_path: Path) -> Path:
         ({"use_dora": True}, ["use_dora", "merge_and_unload"]),
         ({"modules_to_save": ["lm_head"]}, ["modules_to_save"]),
         ({"bias": "all"}, ["bias 'all'"]),
+        ({"init_lora_weights": "pissa_niter_4"}, ["init_lora_weights 'pissa_niter_4'", "path_initial_model_for_weight_conversion"]),
         ({"lora_alpha": "much"}, ["lora_alpha 'much'", "a number is needed"]),
         ({"lora_alpha": float("inf")}, ["lora_alpha inf"]),
         ({"alpha_pattern": {".*": True}}, ["alpha_pattern True"]),
