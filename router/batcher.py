@@ -275,7 +275,7 @@ class Batcher:
         lost: whoever starts shards does not while the server shuts down."""
         self._last_call = monotonic()
         if self._recovering:
-            self._cut(NotReady(f"the server shuts down, and {self._recovering}"))
+            self._cut(Broken(f"the server shuts down, and {self._recovering}"))
         try:
             async with asyncio.timeout(seconds):
                 if answered is not None:

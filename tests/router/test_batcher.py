@@ -909,6 +909,22 @@ def test_when_the_shards_break_while_it_drains_every_stream_is_told_and_the_batc
     run(test)
 
 
+def test_it_is_the_same_failure_when_the_shards_broke_just_before_it_drains() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        reading = [asyncio.create_task(read(batcher, ask(text, 200))) for text in ("a", "b")]
+        await asyncio.sleep(0.01)
+        shards.break_at = 1
+        shards.die()
+        while batcher.ready:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        await batcher.drain(30)
+        ends = await asyncio.gather(*reading, return_exceptions=True)
+        assert [(type(end), str(end)) for end in ends] == [(Broken, "the server shuts down, and shard rank 0 has ended")] * 2
+        assert value(batcher, 'tgi_request_failure{err="generation"}') == 2
+
+    run(test)
+
+
 def test_nothing_is_taken_before_the_start() -> None:
     async def main() -> None:
         batcher = Batcher(config(), ByteTokenizer(), FakeShards(), Metrics())
@@ -988,6 +1004,8 @@ def test_who_came_before_draining_does_not_wait_for_shards_that_nobody_starts() 
             batcher.submit(ask("b", arrived=before))
         answered.set()
         await drain
+
+    run(test)
 
 
 def test_draining_waits_for_the_last() -> None:

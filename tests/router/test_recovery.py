@@ -264,7 +264,7 @@ def test_who_shuts_down_waits_for_no_new_shards() -> None:
         shards.die()
         await asyncio.sleep(0.01)
         await batcher.drain(30)
-        with pytest.raises(NotReady, match="shuts down"):
+        with pytest.raises(Broken, match="shuts down"):
             await reading
 
     run(test, FakeShards(seconds=0.001))
