@@ -320,7 +320,9 @@ class Server:
             ends = "the other replicas go on" if spared else "the server ends"
             if exit_code != 2:
                 self._console.complain(f"{part.name} {why}: {ends}")
-        if spared and part.kill():
+        # Ranks that wait for a lost one may do so for long, and the router's streams, which shall be told, with them.
+        gone = self._served and part is not self._router and part.kill()
+        if spared and gone:
             return None
         self._stop(0)
         return 2 if exit_code == 2 else 1

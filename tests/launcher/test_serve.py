@@ -168,6 +168,17 @@ def test_a_failed_shard_ends_everything(launch: Callable[..., Launcher], code: i
     assert sorted(launcher.lines[told + 1 :]) == expected_words  # and nothing below; stdout and stderr come through two pipes
 
 
+def test_shards_that_are_given_up_are_gone_before_the_router_is_asked_to_stop(launch: Callable[..., Launcher]) -> None:
+    """It would wait for those that wait for the lost one, and its streams would end untold."""
+    launcher = launch("serves+stubborn", "runs", "runs", grace=60)
+    launcher.up(3)
+    shards = launcher.pids("shard-0") + launcher.pids("shard-1")
+    os.kill(shards[1], signal.SIGKILL)
+    launcher.until("router was asked to stop")
+    assert gone(shards, 0)
+    assert launcher.end() == 1
+
+
 def test_a_killed_router_ends_everything(launch: Callable[..., Launcher]) -> None:
     launcher = launch("serves", "runs")
     launcher.until("^penstock: ready$")
