@@ -10,7 +10,7 @@ from penstock.proto import shard_pb2
 from penstock.router import batcher as module
 from penstock.router.batcher import Batcher
 from penstock.router.recovery import FURTHER, Inquest
-from penstock.router.request import Beams, Broken, Finish, Item, NotReady, Overloaded, Prompt, Request, Token
+from penstock.router.request import Beams, Broken, Finish, Item, Overloaded, Prompt, Request, Token
 from penstock.router.streams import replayed
 from penstock.tests.router.fakes import END, FakeShards, letter
 from penstock.tests.router.test_batcher import answer, ask, quiet, read, run, value
