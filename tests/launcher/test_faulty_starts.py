@@ -267,8 +267,11 @@ def test_no_room_for_a_thread() -> None:
     code = (
         "import resource, threading; from penstock.launcher import cli, processes\n"
         "def follow(*_):\n"
-        "    resource.setrlimit(resource.RLIMIT_AS, (1, 1))\n"
-        "    threading.Thread(target=print).start()\n"
+        "    resource.setrlimit(resource.RLIMIT_AS, (1, -1))\n"
+        "    try:\n"
+        "        threading.Thread(target=print).start()\n"
+        "    finally:\n"  # other threads can't even end without memory
+        "        resource.setrlimit(resource.RLIMIT_AS, (-1, -1))\n"
         "processes.follow = follow\n"
         f"raise SystemExit(cli.main(['serve', '--device', 'cpu', '--port', '{machine.free_port()}']))"
     )
