@@ -166,7 +166,7 @@ def attention(bench: Bench, chance: random.Random, dtype: torch.dtype, eight_bit
         rows = _rows(chance, page_size, 40 if bench.tiny else 1500, 3 if bench.tiny else 9)
         window = chance.choice([0, 0, 1, 33, 300])
         softcap = chance.choice([0.0, 0.0, 3.0])
-        worst = max(worst, _attended(bench, shape, rows, window, softcap))
+        worst = max(worst, _attended(bench, shape, rows, window, softcap, chance.random() < 0.3))
     return worst
 
 
@@ -187,14 +187,15 @@ def _rows(chance: random.Random, page_size: int, longest: int, count: int) -> li
     return rows
 
 
-def _attended(bench: Bench, shape: Shape, rows: Sequence[Row], window: int, softcap: float) -> float:
+def _attended(bench: Bench, shape: Shape, rows: Sequence[Row], window: int, softcap: float, sinking: bool) -> float:
     cache, scales, query = _contents(bench, shape, rows)
+    sinks = torch.randn(shape.heads, device=bench.device) * 2 if sinking else None
     with poisoned():
         plan = paged_attention.plan(
             rows, shape.page_size, shape.kv_heads, shape.ratio, shape.size, bench.device, dtype=shape.dtype, windows=(window,)
         )
-        found = paged_attention.attention(query, cache, plan, window, shape.size**-0.5, softcap, scales)
-    return error(found, _exact(query, cache, scales, rows, shape.page_size, window, softcap), TOLERANCES[shape.dtype])
+        found = paged_attention.attention(query, cache, plan, window, shape.size**-0.5, softcap, scales, sinks)
+    return error(found, _exact(query, cache, scales, sinks, rows, shape.page_size, window, softcap), TOLERANCES[shape.dtype])
 
 
 def _contents(bench: Bench, shape: Shape, rows: Sequence[Row]) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -214,14 +215,21 @@ def _slots(row: Row, page_size: int) -> list[int]:
 
 
 def _exact(
-    query: Tensor, cache: Tensor, scales: Tensor | None, rows: Sequence[Row], page_size: int, window: int, softcap: float
+    query: Tensor,
+    cache: Tensor,
+    scales: Tensor | None,
+    sinks: Tensor | None,
+    rows: Sequence[Row],
+    page_size: int,
+    window: int,
+    softcap: float,
 ) -> Tensor:
     """In float64: [tokens, heads, size]."""
     answers, start = [], 0
     for row in rows:
         stored = _taken(cache, row, page_size)
         wide = stored.double() if scales is None else stored.double() * scales.double()[:, :, None]
-        answers.append(_softmax(query[start : start + row.queries].double(), wide, row, window, softcap))
+        answers.append(_softmax(query[start : start + row.queries].double(), wide, sinks, row, window, softcap))
         start += row.queries
     return torch.cat(answers)
 
@@ -232,8 +240,8 @@ def _taken(cache: Tensor, row: Row, page_size: int) -> Tensor:
     return cache[slots] if cache.element_size() > 1 else cache.view(torch.uint8)[slots].view(cache.dtype)
 
 
-def _softmax(query: Tensor, cached: Tensor, row: Row, window: int, softcap: float) -> Tensor:
-    """query: [queries, heads, size]; cached: [length, 2, kv_heads, size]."""
+def _softmax(query: Tensor, cached: Tensor, sinks: Tensor | None, row: Row, window: int, softcap: float) -> Tensor:
+    """query: [queries, heads, size]; cached: [length, 2, kv_heads, size]; sinks: [heads]."""
     ancestors, depths = ancestry(row.parents if row.parents is not None else range(-1, row.queries - 1))
     positions = torch.tensor([*range(row.context), *(row.context + depth for depth in depths)], device=query.device)
     open_ = torch.ones(row.queries, row.context, dtype=torch.bool, device=query.device)
@@ -244,7 +252,10 @@ def _softmax(query: Tensor, cached: Tensor, row: Row, window: int, softcap: floa
     logits = torch.einsum("qhs,khs->hqk", query, keys) * query.shape[2] ** -0.5
     if softcap:
         logits = softcap * (logits / softcap).tanh()
-    return torch.einsum("hqk,khs->qhs", logits.masked_fill(~visible, -torch.inf).softmax(-1), values)
+    logits = logits.masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        logits = torch.cat((logits, sinks.double()[:, None, None].expand(-1, row.queries, 1)), 2)
+    return torch.einsum("hqk,khs->qhs", logits.softmax(-1)[:, :, : len(cached)], values)
 
 
 def replayed(bench: Bench, chance: random.Random) -> float:
@@ -271,7 +282,7 @@ def replayed(bench: Bench, chance: random.Random) -> float:
         graph.replay()
         count = sum(row.queries for row in rows)
         worst = max(
-            worst, error(output[:count], _exact(query, cache, None, rows, shape.page_size, 0, 0.0), TOLERANCES[shape.dtype])
+            worst, error(output[:count], _exact(query, cache, None, None, rows, shape.page_size, 0, 0.0), TOLERANCES[shape.dtype])
         )
     return worst
 

@@ -187,15 +187,17 @@ def attention(
     scale: float,
     softcap: float = 0.0,
     scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention of every row of `plan`.
 
     query: [tokens, heads, size]; cache: [slots, 2, kv_heads, size], keys first, in the query's dtype or one of 8 bits; softcap:
     logits become softcap * tanh(logit / softcap), 0 is off; scales: [2, kv_heads] float32, what cached keys and values are to be
-    multiplied by; result: [tokens, heads, size].
+    multiplied by; sinks: [heads] float32, of each head a logit more, which no value belongs to; result: [tokens, heads, size].
     """
-    attended = partial(_capped, softcap=softcap) if softcap else functional.scaled_dot_product_attention
-    outputs = [_attend(partial(attended, scale=scale), query, cache, block, window, scales) for block in plan]
+    special = softcap > 0 or sinks is not None
+    attended = partial(_attend_specially, softcap=softcap) if special else functional.scaled_dot_product_attention
+    outputs = [_attend(partial(attended, scale=scale), query, cache, block, window, scales, sinks) for block in plan]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -223,7 +225,13 @@ def _select(rows: Tensor, indices: Tensor) -> Tensor:
 
 
 def _attend(
-    attended: Callable[..., Tensor], query: Tensor, cache: Tensor, block: Block, window: int, scales: Tensor | None
+    attended: Callable[..., Tensor],
+    query: Tensor,
+    cache: Tensor,
+    block: Block,
+    window: int,
+    scales: Tensor | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """attended: as torch's own, its scale given."""
     heads, size = query.shape[1:]
@@ -237,7 +245,11 @@ def _attend(
         if queries > 1 and mask is not None:
             mask = mask.repeat_interleave(ratio, 2)
         tile = folded(asked, count, kv_heads)
+        if sinks is not None:
+            attended = partial(attended, sinks=sinks.view(kv_heads, ratio).repeat(1, queries).unsqueeze(2))
         return unfolded(attended(tile, keys, values, mask), queries)
+    if sinks is not None:
+        attended = partial(attended, sinks=sinks.view(heads, 1, 1))
     spread = asked.reshape(count, queries, heads, size).transpose(1, 2)
     grouped = ratio > 1
     if block.tiled and mask is not None:
@@ -264,15 +276,28 @@ def unfolded(answer: Tensor, queries: int) -> Tensor:
     return answer.view(rows, kv_heads, queries, -1, size).transpose(1, 2).reshape(rows * queries, -1, size)
 
 
-def _capped(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, *, scale: float, softcap: float, enable_gqa: bool = False
+def _attend_specially(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    *,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None = None,
+    enable_gqa: bool = False,
 ) -> Tensor:
-    """`scaled_dot_product_attention`, which has no softcap (Gemma Team 2024, arXiv:2408.00118), with one."""
+    """`scaled_dot_product_attention` with what it has not: a softcap (Gemma Team 2024, arXiv:2408.00118), and sinks (Xiao et al.
+    2023, arXiv:2309.17453) as gpt-oss learns them, [heads, queries or 1, 1]."""
     if enable_gqa:
         keys, values = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (keys, values))
-    logits = (query.float() @ keys.float().transpose(2, 3)).mul_(scale / softcap).tanh_().mul_(softcap)
-    shares = (logits if mask is None else logits.add_(mask)).softmax(-1)
-    return (shares @ values.float()).to(query.dtype)
+    logits = query.float() @ keys.float().transpose(2, 3)
+    logits = logits.mul_(scale / softcap).tanh_().mul_(softcap) if softcap else logits.mul_(scale)
+    if mask is not None:
+        logits.add_(mask)
+    if sinks is not None:
+        logits = torch.cat((logits, sinks.expand(*logits.shape[:3], 1)), 3)
+    return (logits.softmax(-1)[..., : keys.shape[2]] @ values.float()).to(query.dtype)
 
 
 def _attend_tiles(attended: Callable[..., Tensor], query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:

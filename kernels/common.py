@@ -34,14 +34,14 @@ class Plan:
 
 
 def plan(
-    rows: Sequence[Row], page_size: int, windows: Sequence[int], elements: int, device: torch.device, capped: bool = False
+    rows: Sequence[Row], page_size: int, windows: Sequence[int], elements: int, device: torch.device, special: bool = False
 ) -> tuple[list[int], Plan]:
     """The order in which `rows` have to stand in the step, and its plan; arguments as those of `attention.blocks`.
 
-    capped: logits have a softcap.
+    special: attention has a softcap, or sinks.
     """
     # torch tells the sums that a merge needs on CPUs only. Behind a window rows see different parts of what they have in common.
-    able = device.type == "cpu" and not (capped or any(windows))
+    able = device.type == "cpu" and not (special or any(windows))
     levels: list[list[Run]] = []
     depths, own = [0] * len(rows), list(rows)
     for run in runs_of(rows, page_size, 1) if able else ():
@@ -92,12 +92,20 @@ def follow(plan: Plan, slots: Tensor) -> Plan | None:
 
 
 def attention(
-    query: Tensor, cache: Tensor, plan: Plan, window: int, scale: float, softcap: float = 0.0, scales: Tensor | None = None
+    query: Tensor,
+    cache: Tensor,
+    plan: Plan,
+    window: int,
+    scale: float,
+    softcap: float = 0.0,
+    scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """As `attention.attention`."""
     if not plan.levels:
-        return plain.attention(query, cache, plan.blocks, window, scale, softcap, scales)
+        return plain.attention(query, cache, plan.blocks, window, scale, softcap, scales, sinks)
     assert not softcap
+    assert sinks is None
     single = [block for block in plan.blocks if block.queries == 1]
     answer, weight = _find(query, cache, single, scale, scales)
     for level in plan.levels:

@@ -7,6 +7,9 @@ accelerator all of them are two launches (`fused_experts`), which ask the host n
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,13 +28,25 @@ def route(logits: Tensor, count: int, normalized: bool) -> tuple[Tensor, Tensor]
     return shares / shares.sum(-1, keepdim=True) if normalized else shares, chosen
 
 
+@dataclass(frozen=True, slots=True)
+class Gates:
+    """What `reference.gated` is to do."""
+
+    gelu: bool = False
+    limit: float = 0.0
+
+
+PLAIN = Gates()
+Biases: TypeAlias = tuple[Tensor, Tensor] | None
+
+
 class Experts(ABC):
     """All of them; `weights` is what they are kept in."""
 
-    def __init__(self, weights: Sequence[Weight | Tensor], number: int, device: torch.device, gelu: bool) -> None:
+    def __init__(self, weights: Sequence[Weight | Tensor], number: int, device: torch.device, gates: Gates) -> None:
         self.weights = weights
         self._edges = torch.arange(number + 1, device=device)
-        self._gelu = gelu
+        self._gates = gates
 
     def __call__(self, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
         """What the experts make of x [tokens, hidden], added up by shares, of `route`. A token's result depends on no other."""
@@ -51,16 +66,18 @@ class Experts(ABC):
 class OneByOne(Experts):
     """By products as `linear` lays them out."""
 
-    def __init__(self, gate_ups: Sequence[Tensor], downs: Sequence[Tensor], gelu: bool) -> None:
-        self._gate_ups, self._downs = ([Weight(weight) for weight in weights] for weights in (gate_ups, downs))
-        super().__init__([*self._gate_ups, *self._downs], len(downs), downs[0].device, gelu)
+    def __init__(self, gate_ups: Sequence[Tensor], downs: Sequence[Tensor], biases: Biases, gates: Gates) -> None:
+        first, second = biases or (repeat(None), repeat(None))
+        self._gate_ups = [Weight(weight, bias) for weight, bias in zip(gate_ups, first, strict=False)]
+        self._downs = [Weight(weight, bias) for weight, bias in zip(downs, second, strict=False)]
+        super().__init__([*self._gate_ups, *self._downs], len(downs), downs[0].device, gates)
 
     def _products(self, x: Tensor, order: Tensor, starts: Tensor, shares: Tensor) -> Tensor:
         found = x.new_empty(len(order), x.shape[1])
         for expert, (start, end) in enumerate(itertools.pairwise(starts.tolist())):
             if end > start:
                 pairs = order[start:end]
-                inner = gated(self._gate_ups[expert](x[pairs // shares.shape[1]]), self._gelu)
+                inner = gated(self._gate_ups[expert](x[pairs // shares.shape[1]]), self._gates.gelu, self._gates.limit)
                 found[pairs] = (self._downs[expert](inner) * shares.flatten()[pairs, None]).to(x.dtype)
         return found
 
@@ -68,16 +85,18 @@ class OneByOne(Experts):
 class Together(Experts):
     """By Triton."""
 
-    def __init__(self, gate_ups: Sequence[Tensor], downs: Sequence[Tensor], gelu: bool) -> None:
+    def __init__(self, gate_ups: Sequence[Tensor], downs: Sequence[Tensor], biases: Biases, gates: Gates) -> None:
         self._gate_up, self._down = torch.stack(list(gate_ups)), torch.stack(list(downs))
-        super().__init__([self._gate_up, self._down], len(downs), self._down.device, gelu)
+        self._biases = biases
+        super().__init__([self._gate_up, self._down, *(biases or ())], len(downs), self._down.device, gates)
 
     def _products(self, x: Tensor, order: Tensor, starts: Tensor, shares: Tensor) -> Tensor:
         from .fused_experts import experts
 
-        return experts(x, order, starts, shares, self._gate_up, self._down, self._gelu)
+        return experts(x, order, starts, shares, self._gate_up, self._down, self._biases, self._gates.gelu, self._gates.limit)
 
 
-def lay_out(gate_ups: Sequence[Tensor], downs: Sequence[Tensor], gelu: bool = False) -> Experts:
-    """gate_ups: of each expert [2 * size, hidden], gates first; downs: [hidden, size]; gelu: of gates."""
-    return (Together if triton_for(downs[0]) else OneByOne)(gate_ups, downs, gelu)
+def lay_out(gate_ups: Sequence[Tensor], downs: Sequence[Tensor], biases: Biases = None, gates: Gates = PLAIN) -> Experts:
+    """gate_ups: of each expert [2 * size, hidden], gates first; downs: [hidden, size]; biases: of all experts, [experts, 2 * size]
+    and [experts, hidden]."""
+    return (Together if triton_for(downs[0]) else OneByOne)(gate_ups, downs, biases, gates)

@@ -25,10 +25,18 @@ WARPS = 4
 
 
 @triton.jit
+def limited(gate: tl.tensor, up: tl.tensor, LIMIT: tl.constexpr) -> tl.tensor:
+    """As `reference.gated` with a limit."""
+    gate, up = tl.minimum(gate, LIMIT), tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+    return gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)
+
+
+@triton.jit
 def experts_kernel(
     out: tl.tensor,  # [pairs, outputs]
     x: tl.tensor,  # [pairs / TOGETHER, inputs]
     weight: tl.tensor,  # [experts, outputs, inputs]; GATED: [experts, 2 * outputs, inputs], gates first
+    bias: tl.tensor,  # [experts, outputs], or twice as many; unused without BIASED
     order: tl.tensor,  # [pairs], pairs sorted by expert
     starts: tl.tensor,  # [experts + 1], where each expert's begin in `order`
     shares: tl.tensor,  # [pairs] float32, which results are multiplied by; unused with GATED and ADD
@@ -43,6 +51,8 @@ def experts_kernel(
     STAGES: tl.constexpr,
     GATED: tl.constexpr,
     GELU: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BIASED: tl.constexpr,
     ADD: tl.constexpr,  # to what is in `out`
     WIDEN: tl.constexpr,
 ) -> None:
@@ -74,8 +84,13 @@ def experts_kernel(
             if GATED:
                 other = dot(values, tl.load(from_weight + first + OUTPUTS * INPUTS, mask=held, other=0.0), other, WIDEN)
         to = out + pair[:, None] * OUTPUTS + output[None, :]
+        if BIASED:
+            from_bias = bias + expert * ((1 + GATED) * OUTPUTS) + output
+            result += tl.load(from_bias, mask=wanted, other=0.0).to(tl.float32)[None, :]
+            if GATED:
+                other += tl.load(from_bias + OUTPUTS, mask=wanted, other=0.0).to(tl.float32)[None, :]
         if GATED:
-            result = activated(result, GELU) * other
+            result = limited(result, other, LIMIT) if LIMIT > 0 else activated(result, GELU) * other
         elif ADD:
             result += tl.load(to, mask=asked[:, None] & wanted[None, :], other=0.0).to(tl.float32)
         else:
@@ -83,11 +98,22 @@ def experts_kernel(
         tl.store(to, result.to(out.dtype.element_ty), mask=asked[:, None] & wanted[None, :])
 
 
-def experts(x: Tensor, order: Tensor, starts: Tensor, shares: Tensor, gate_up: Tensor, down: Tensor, gelu: bool) -> Tensor:
+def experts(
+    x: Tensor,
+    order: Tensor,
+    starts: Tensor,
+    shares: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    biases: tuple[Tensor, Tensor] | None,
+    gelu: bool,
+    limit: float,
+) -> Tensor:
     """What each expert makes of its tokens, times its share: [pairs, hidden].
 
     x: [tokens, hidden]; order: [pairs], sorted by expert; starts: [experts + 1], where each expert's begin there; shares: [tokens,
-    pairs of a token] float32; gate_up: [experts, 2 * size, hidden], gates first; down: [experts, hidden, size]. All dense.
+    pairs of a token] float32; gate_up: [experts, 2 * size, hidden], gates first; down: [experts, hidden, size]; biases:
+    [experts, 2 * size] and [experts, hidden]; gelu, limit: as of `reference.gated`. All dense.
     """
     number, hidden, size = down.shape
     assert gate_up.shape == (number, 2 * size, hidden)
@@ -96,9 +122,10 @@ def experts(x: Tensor, order: Tensor, starts: Tensor, shares: Tensor, gate_up: T
     assert all(tensor.is_contiguous() for tensor in (x, order, starts, shares, gate_up, down))
     inner = torch.empty(len(order), size, dtype=x.dtype, device=x.device)
     out = torch.empty(len(order), hidden, dtype=x.dtype, device=x.device)
+    first, second = biases or (None, None)
     if len(order):
-        _product(inner, x, gate_up, order, starts, shares, together=shares.shape[1], gated=True, gelu=gelu)
-        _product(out, inner, down, order, starts, shares)
+        _product(inner, x, gate_up, order, starts, shares, bias=first, together=shares.shape[1], gated=True, gelu=gelu, limit=limit)
+        _product(out, inner, down, order, starts, shares, bias=second)
     return out
 
 
@@ -121,15 +148,17 @@ def _product(
     starts: Tensor,
     shares: Tensor,
     *,
+    bias: Tensor | None = None,
     together: int = 1,
     gated: bool = False,
     gelu: bool = False,
+    limit: float = 0.0,
     add: bool = False,
 ) -> None:
     pairs, outputs = out.shape
     number, inputs = len(weight), weight.shape[2]
     constants = _constants(pairs, number, together, inputs, outputs, gated, gelu, x.element_size(), torch.version.hip is not None)
-    constants["ADD"] = add
+    constants |= {"ADD": add, "LIMIT": limit, "BIASED": bias is not None}
     rows = constants["ROWS"]
     # Every expert that has pairs has one tile that is not full, at most.
     grid = triton.cdiv(outputs, constants["COLUMNS"]), min(number, pairs) + pairs // rows
@@ -137,6 +166,7 @@ def _product(
         out,
         x,
         weight,
+        bias if bias is not None else weight,
         order,
         starts,
         shares,
@@ -170,12 +200,13 @@ def _constants(
 
 
 def compilations() -> list[Compilation]:
-    """Qwen3's 128 experts and Mixtral's 8, for few tokens and for many; one in float32, whose tiles are the largest in bytes. And
-    adapters of an 8 B model."""
+    """Qwen3's 128 experts, Mixtral's 8 and gpt-oss's 32, for few tokens and for many; one in float32, whose tiles are the largest
+    in bytes. And adapters of an 8 B model."""
     models = {
         "128 x 768": (128, 8, 2048, 768, "bf16"),
         "8 x 14336": (8, 2, 4096, 14336, "bf16"),
         "8 x 14336 fp32": (8, 2, 4096, 14336, "fp32"),
+        "32 x 2880 biased": (32, 4, 2880, 2880, "bf16"),  # and limited
     }
     kinds = {"": ("sm_80", "sm_90", "sm_100"), "amd": ("gfx942",)}
     counts = {"few": 1, "many": 4096}  # of tokens
@@ -185,18 +216,25 @@ def compilations() -> list[Compilation]:
     ):
         inputs, outputs = (hidden, size) if gated else (size, hidden)
         pairs, together, item = counts[tokens] * count, count if gated else 1, 4 if dtype == "fp32" else 2
-        constants = _constants(pairs, number, together, inputs, outputs, gated, False, item, kind == "amd") | {"ADD": False}
+        constants = _constants(pairs, number, together, inputs, outputs, gated, False, item, kind == "amd")
+        biased = "biased" in model
+        constants |= {"ADD": False, "LIMIT": 7.0 * biased, "BIASED": biased}
         name = f"experts {model} {'gated' if gated else 'down'} {tokens} {kind}".rstrip()
         found.append(_compilation(name, constants, dtype, "fp32", kinds[kind]))
     for (inputs, outputs), tokens, kind in itertools.product(((4096, 16), (16, 6144), (64, 28672)), counts, kinds):
-        constants = _constants(counts[tokens], 8, 1, inputs, outputs, False, False, 2, kind == "amd") | {"ADD": True}
+        constants = _constants(counts[tokens], 8, 1, inputs, outputs, False, False, 2, kind == "amd")
+        constants |= {"ADD": True, "LIMIT": 0.0, "BIASED": False}
         name = f"adapters {inputs} to {outputs} {tokens} {kind}".rstrip()
         found.append(_compilation(name, constants, "bf16", "bf16", kinds[kind]))
     return found
 
 
 def _compilation(name: str, constants: dict[str, Any], dtype: str, shares: str, targets: tuple[str, ...]) -> Compilation:
-    pointers = dict.fromkeys(("out", "x", "weight"), f"*{dtype}") | {"order": "*i64", "starts": "*i64", "shares": f"*{shares}"}
+    pointers = dict.fromkeys(("out", "x", "weight", "bias"), f"*{dtype}") | {
+        "order": "*i64",
+        "starts": "*i64",
+        "shares": f"*{shares}",
+    }
     constants = constants | {"WIDEN": False}
     return Compilation(
         kernel=experts_kernel,

@@ -257,13 +257,20 @@ def _launch(writer: _Writer, work: Work, capacity: Capacity | None) -> tuple[tup
 
 
 def attention(
-    query: Tensor, cache: Tensor, plan: Plan, window: int, scale: float, softcap: float = 0.0, scales: Tensor | None = None
+    query: Tensor,
+    cache: Tensor,
+    plan: Plan,
+    window: int,
+    scale: float,
+    softcap: float = 0.0,
+    scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention of every row of `plan`: [tokens, heads, size], contiguous.
 
     query: [tokens, heads, size], tokens may be apart; cache: [slots, 2, kv_heads, size], keys first, in the query's dtype or
     float8_e4m3fn; softcap: logits become softcap * tanh(logit / softcap), 0 is off; scales: [2, kv_heads] float32, what cached
-    keys and values are to be multiplied by.
+    keys and values are to be multiplied by; sinks: [heads] float32, of each head a logit more, which no value belongs to.
     """
     tokens, heads, size = query.shape
     if query.stride(1) != size or query.stride(2) != 1 or not cache.is_contiguous():
@@ -289,11 +296,14 @@ def attention(
                 plan.masks,
                 plan.pages,
                 scales if scales is not None else weights,
+                sinks if sinks is not None else weights,
                 query.stride(0),
                 scale,
                 softcap,
                 window,
-                **_constants(plan.kv_heads, plan.ratio, size, plan.page_size, tile, window, softcap, trees, scaled),
+                **_constants(
+                    plan.kv_heads, plan.ratio, size, plan.page_size, tile, window, softcap, trees, scaled, sinks is not None
+                ),
                 EARLY=early,
                 num_warps=tile.warps,
                 num_stages=tile.stages,
@@ -307,7 +317,8 @@ def attention(
             weights,
             launch.entries,
             launch.pieces,
-            **_merge_constants(heads, size),
+            sinks if sinks is not None else weights,
+            **_merge_constants(heads, size, sinks is not None),
             EARLY=early,
             num_warps=MERGE_WARPS,
             enable_fp_fusion=True,
@@ -329,6 +340,7 @@ def _constants(
     softcap: float,
     trees: bool,
     scaled: bool,
+    sinks: bool,
 ) -> dict[str, object]:
     return {
         "KV_HEADS": kv_heads,
@@ -342,14 +354,15 @@ def _constants(
         "CAPPED": softcap > 0,
         "TREES": trees,
         "SCALED": scaled,
+        "SINKS": sinks,
         "SINGLE": tile.rows <= 32 and not trees,
         "STAGES": tile.stages,
         "WIDEN": INTERPRET,
     }
 
 
-def _merge_constants(heads: int, size: int) -> dict[str, object]:
-    return {"HEADS": heads, "SIZE": size, "PADDED": triton.next_power_of_2(size), "PIECES": PIECES}
+def _merge_constants(heads: int, size: int, sinks: bool) -> dict[str, object]:
+    return {"HEADS": heads, "SIZE": size, "PADDED": triton.next_power_of_2(size), "PIECES": PIECES, "SINKS": sinks}
 
 
 # Which of the report's targets each generation stands for.
@@ -366,6 +379,7 @@ def compilations() -> list[Compilation]:
                 _compilation(kind, 128, generation, page_size=64, hot=True),
                 _compilation(kind, 128, generation, trees=True, hot=True),
                 _compilation(kind, 128, generation, window=4096, hot=True),
+                _compilation(kind, 64, generation, ratio=8, window=128, sinks=True, hot=True),
                 _compilation(kind, 256, generation, window=4096, softcap=50.0, hot=True),
                 *(_compilation(kind, size, generation, dtype=torch.float32, hot=True) for size in (64, 128, 256)),
             ]
@@ -379,15 +393,16 @@ def compilations() -> list[Compilation]:
             _compilation(2, 128, generation, dtype=torch.float16, hot=True),
             _compilation(1, 256, generation, trees=True, window=4096, softcap=50.0, hot=True),
         ]
-    return [*result, *(_merge_compilation(size, False) for size in (64, 96, 128, 256)), _merge_compilation(128, True)]
+    merges = [_merge_compilation(size, False) for size in (64, 96, 128, 256)]
+    return [*result, *merges, _merge_compilation(128, True), _merge_compilation(64, False, True)]
 
 
-def _merge_compilation(size: int, early: bool) -> Compilation:
-    constants = _merge_constants(32, size) | {"EARLY": early}
-    signature = {"output": "*bf16", "partials": "*fp32", "weights": "*fp32", "entries": "*i32", "pieces": "*i32"}
+def _merge_compilation(size: int, early: bool, sinks: bool = False) -> Compilation:
+    constants = _merge_constants(32, size, sinks) | {"EARLY": early}
+    signature = {"output": "*bf16", "partials": "*fp32", "weights": "*fp32", "entries": "*i32", "pieces": "*i32", "sinks": "*fp32"}
     return Compilation(
         kernel=merge,
-        name=f"merge {size}{' early' * early}",
+        name=f"merge {size}{' early' * early}{' sinks' * sinks}",
         signature={**signature, **dict.fromkeys(constants, "constexpr")},
         constants=constants,
         warps=MERGE_WARPS,
@@ -410,11 +425,12 @@ def _compilation(
     softcap: float = 0.0,
     trees: bool = False,
     eight_bits: bool = False,
+    sinks: bool = False,
     early: bool = False,
     hot: bool = False,
 ) -> Compilation:
     tile = narrowed(tiles_of(ratio, size, dtype, generation)[kind], eight_bits or window > 0)
-    constants = _constants(8, ratio, size, page_size, tile, window, softcap, trees, eight_bits) | {"EARLY": early}
+    constants = _constants(8, ratio, size, page_size, tile, window, softcap, trees, eight_bits, sinks) | {"EARLY": early}
     short = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
     signature = {
         "output": f"*{short}",
@@ -424,6 +440,7 @@ def _compilation(
         "cache": "*fp8e4nv" if eight_bits else f"*{short}",
         **dict.fromkeys(("items", "listed", "positions", "masks", "pages"), "*i32"),
         "scales": "*fp32",
+        "sinks": "*fp32",
         "query_stride": "i32:16",
         "scale": "fp32",
         "softcap": "fp32",
@@ -435,6 +452,7 @@ def _compilation(
         "softcap" * (softcap > 0),
         "trees" * trees,
         "e4m3" * eight_bits,
+        "sinks" * sinks,
         "early" * early,
         {0: "amd", 8: "ampere", 9: ""}[generation],
     ]

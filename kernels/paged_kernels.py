@@ -85,6 +85,12 @@ def _logits(
 
 
 @triton.jit
+def _beside(sink: tl.tensor, best: tl.tensor) -> tl.tensor:
+    """What a sink adds to a sum of exponentials over `best`. Of one that is far above all logits 2^100 is as good as all."""
+    return tl.exp2(tl.minimum(sink * 1.4426950408889634 - best, 100.0))
+
+
+@triton.jit
 def _through(
     sums: tl.tensor,
     best: tl.tensor,
@@ -181,6 +187,7 @@ def attend(
     masks: tl.tensor,
     pages: tl.tensor,
     scales: tl.tensor,
+    sinks: tl.tensor,
     query_stride: tl.tensor,
     scale: tl.tensor,
     softcap: tl.tensor,
@@ -196,6 +203,7 @@ def attend(
     CAPPED: tl.constexpr,
     TREES: tl.constexpr,
     SCALED: tl.constexpr,
+    SINKS: tl.constexpr,
     SINGLE: tl.constexpr,
     STAGES: tl.constexpr,
     WIDEN: tl.constexpr,
@@ -269,6 +277,9 @@ def attend(
         WINDOWED, CAPPED, TREES, WIDEN, True,
     )  # fmt: skip
 
+    if SINKS:  # of partials, `merge` adds it once
+        sink = _beside(tl.load(sinks + query_head, mask=valid, other=0.0), best)
+        total += tl.where(partial < 0, sink, 0.0)
     answer = sums / tl.where(total > 0, total, 1.0)[:, None]
     if SCALED:
         answer *= tl.load(scales + KV_HEADS + head)
@@ -290,10 +301,12 @@ def merge(
     weights: tl.tensor,
     entries: tl.tensor,
     pieces: tl.tensor,
+    sinks: tl.tensor,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
     PIECES: tl.constexpr,
+    SINKS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """One token and one head: its partials, each weighed by the sum of exponentials that is behind it."""
@@ -323,4 +336,6 @@ def merge(
         sums = sums * fade + tl.sum(partial * part[:, None], 0)
         total = total * fade + tl.sum(part, 0)
         best = higher
+    if SINKS:
+        total += _beside(tl.load(sinks + head), best)
     tl.store(output + (token * HEADS + head) * SIZE + feature, (sums / total).to(output.dtype.element_ty), mask=within)

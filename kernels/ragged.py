@@ -31,6 +31,7 @@ class Layout:
     size: int  # of a head
     windows: tuple[int, ...]  # the distinct ones of its layers, 0 for none
     softcap: float  # of its logits, 0 for none
+    sinks: bool  # logits that no values belong to
     dtype: torch.dtype  # of queries
     device: torch.device
 
@@ -38,6 +39,11 @@ class Layout:
     def ratio(self) -> int:
         """Query heads of a key head."""
         return self.heads // self.kv_heads
+
+    @property
+    def special(self) -> bool:
+        """Torch's own attention is not enough."""
+        return self.softcap > 0 or self.sinks
 
 
 Plan: TypeAlias = "common.Plan | paged.Plan"
@@ -53,7 +59,7 @@ def plan(rows: Sequence[Row], layout: Layout, capacity: "paged.Capacity | None" 
     if that is too little."""
     if not by_triton(layout):
         elements = 2 * layout.kv_heads * layout.size
-        return common.plan(rows, layout.page_size, layout.windows, elements, layout.device, layout.softcap > 0)
+        return common.plan(rows, layout.page_size, layout.windows, elements, layout.device, layout.special)
     from . import paged_attention as paged
 
     attended = paged.plan(
@@ -96,16 +102,23 @@ def capacity(layout: Layout, tokens: int, rows: int, total: int, pages: int, mix
 
 
 def attention(
-    query: Tensor, cache: Tensor, plan: Plan, window: int, scale: float, softcap: float = 0.0, scales: Tensor | None = None
+    query: Tensor,
+    cache: Tensor,
+    plan: Plan,
+    window: int,
+    scale: float,
+    softcap: float = 0.0,
+    scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention of every row of `plan`: [tokens, heads, size].
 
     query: [tokens, heads, size]; cache: a layer [slots, 2, kv_heads, size], keys first, in the query's dtype or float8_e4m3fn;
     softcap: logits become softcap * tanh(logit / softcap), 0 is off; scales: [2, kv_heads] float32, what cached keys and values
-    are to be multiplied by.
+    are to be multiplied by; sinks: [heads] float32, of each head a logit more, which no value belongs to.
     """
     if isinstance(plan, common.Plan):
-        return common.attention(query, cache, plan, window, scale, softcap, scales)
+        return common.attention(query, cache, plan, window, scale, softcap, scales, sinks)
     from . import paged_attention as paged
 
-    return paged.attention(query, cache, plan, window, scale, softcap, scales)
+    return paged.attention(query, cache, plan, window, scale, softcap, scales, sinks)

@@ -47,10 +47,17 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
     return x.mul_(table[:, 0]).addcmul_(swapped, table[:, 1])
 
 
-def gated(gate_up: Tensor, gelu: bool = False) -> Tensor:
+STEEP = 1.702  # of the sigmoid that comes near to gelu's
+
+
+def gated(gate_up: Tensor, gelu: bool = False, limit: float = 0.0) -> Tensor:
     """silu(gate) * up, SwiGLU (Shazeer 2020, arXiv:2002.05202), or with gelu, approximated by tanh, GeGLU.
 
-    gate_up: [tokens, 2 * size], gate first; result [tokens, size].
+    gate_up: [tokens, 2 * size], gate first; limit: gpt-oss's own (OpenAI 2025, arXiv:2508.10925), in which neither goes beyond it,
+    0: none; result [tokens, size].
     """
     gate, up = gate_up.chunk(2, -1)
+    if limit:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return gate * (gate * STEEP).sigmoid() * (up + 1)
     return (functional.gelu(gate, approximate="tanh") if gelu else functional.silu(gate)).mul_(up)

@@ -127,6 +127,7 @@ def layout_of(decoder: Decoder, page_size: int, device: torch.device) -> Layout:
         size=shape.head_size,
         windows=tuple(sorted(set(shape.windows))),
         softcap=shape.softcap,
+        sinks=shape.sinks,
         dtype=decoder.embedding.dtype,
         device=device,
     )

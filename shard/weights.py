@@ -182,7 +182,7 @@ def _sliced(stored: Any, cut: tuple[int, int, int] | None) -> Tensor:
     if cut is None:
         return stored[:]  # type: ignore[no-any-return]
     dimension, start, stop = cut
-    part: Tensor = stored[start:stop] if dimension == 0 else stored[:, start:stop]
+    part: Tensor = stored[(*[slice(None)] * dimension, slice(start, stop))]
     lacking = stop - start - part.shape[dimension]
     if not lacking:
         # A slice of columns is a view of a larger tensor: the copy lets that go.

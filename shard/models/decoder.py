@@ -52,6 +52,7 @@ class Layer:
         joint = shape.joint_qk_norm
         self.queries_norm = load.ordered(load.part_of_gains("self_attn.q_norm", sizes[0])) if joint else None
         self.keys_norm = load.ordered(load.part_of_gains("self_attn.k_norm", sizes[1])) if joint else None
+        self.sinks = load.each_head("self_attn.sinks") if shape.sinks else None
         self.scales = load.cache_scales()
         self.output = load.rows("self_attn.o_proj", sizes[0], shape.output_bias)
         mixture = shape.mixtures[index] if shape.mixtures else None
@@ -65,7 +66,8 @@ class Layer:
             normalize_parts(joint, (self.queries_norm, self.keys_norm), epsilon, self.ranks)
         scales = self.scales if layer.dtype != joint.dtype else None
         query = rotate_and_write(joint, rotary, step.slots, layer, self.query_norm, self.key_norm, epsilon, scales)
-        return attention(query, layer, step.attention, self.window, shape.attention_scale, shape.softcap, scales).flatten(1)
+        how = self.window, shape.attention_scale, shape.softcap
+        return attention(query, layer, step.attention, *how, scales, self.sinks).flatten(1)
 
     def transform(self, attended: Tensor, stream: Stream) -> None:
         """Adds to the stream what its tokens attended to, and what the MLP makes of that."""

@@ -24,6 +24,19 @@ GLM: Config = {"num_key_value_heads": 2, "head_dim": 128, "max_position_embeddin
 OLMO: Config = {"rms_norm_eps": 1e-5}
 OLMO3_THETA = 5e5
 PHI3: Config = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096}
+GPT_OSS: Config = {
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "swiglu_limit": 7.0,
+    "rope_theta": 150_000.0,
+}
+GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+STEEP = 1.702  # of gpt-oss's gates
 SMOLLM3: Config = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 32_768,
@@ -271,6 +284,36 @@ def _mixed(base: Shape, config: Config, mixture: Mixture) -> Shape:
     return replace(base, mixtures=tuple(mixture if each else None for each in sparse))
 
 
+def _gpt_oss(config: Config) -> Shape:
+    """OpenAI 2025, arXiv:2508.10925. Every other layer slides; heads have sinks, experts biases, limits, and 4 bits as stored."""
+    given = GPT_OSS | config
+    if not (config.get("rope_parameters") or config.get("rope_scaling")):
+        given["rope_parameters"] = GPT_OSS_ROPE
+    stored = config.get("quantization_config")
+    if isinstance(stored, dict) and stored.get("quant_method") == "mxfp4":
+        del given["quantization_config"]
+    bias = given.get("attention_bias", True)
+    base = _common(given)
+    alpha = number(given, "swiglu_alpha", STEEP)
+    if alpha != STEEP:
+        raise Unsupported(f"config.json says swiglu_alpha {alpha:g}, which is not supported: the decoder has {STEEP}")
+    mixture = _chosen(
+        Mixture(
+            experts=given["num_local_experts"],
+            chosen=given["num_experts_per_tok"],
+            size=base.intermediate,
+            normalized=True,
+            biased=True,
+            limit=number(given, "swiglu_limit"),
+            interleaved=True,
+            router="router",
+        )
+    )
+    kinds = given.get("layer_types") or [FULL if layer % 2 else SLIDING for layer in range(base.layers)]
+    windows, mixtures = _windows(given, kinds), (mixture,) * base.layers
+    return replace(base, windows=windows, mixtures=mixtures, sinks=True, qkv_bias=bias, output_bias=bias)
+
+
 def _chosen(mixture: Mixture) -> Mixture:
     """The same. Raises Unsupported if tokens are to choose more experts than there are."""
     if mixture.chosen > mixture.experts:
@@ -356,6 +399,7 @@ FAMILIES: dict[str, Callable[[Config], Shape]] = {
     "Gemma3ForConditionalGeneration": _gemma3,
     "GlmForCausalLM": _glm,
     "Glm4ForCausalLM": _glm4,
+    "GptOssForCausalLM": _gpt_oss,
     "GraniteForCausalLM": _granite,
     "LlamaForCausalLM": _llama,
     "MistralForCausalLM": _mistral,

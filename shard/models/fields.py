@@ -37,6 +37,7 @@ SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "qkv_bias", "us
 MODEL_TYPES = {
     "Gemma3ForCausalLM": "gemma3_text",
     "Gemma3ForConditionalGeneration": "gemma3_text",
+    "GptOssForCausalLM": "gpt_oss",
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }

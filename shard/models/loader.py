@@ -43,9 +43,14 @@ class Loader:
         """This rank's part of the gains of a norm that goes over the heads of all ranks."""
         return self._part(f"{name}.weight", (size,), 0)
 
-    def whole(self, name: str, outputs: int) -> Weight:
+    def each_head(self, name: str) -> Tensor:
+        """A number for each of this rank's query heads: float32."""
+        return self._part(name, (self.shape.heads,), 0).float()
+
+    def whole(self, name: str, outputs: int, bias: bool = False) -> Weight:
         """A matrix [outputs, hidden] that every rank has whole."""
-        return Weight(self.source.tensor(f"{self.prefix}{name}.weight", (outputs, self.shape.hidden)), None, self.exact)
+        added = self.source.tensor(f"{self.prefix}{name}.bias", (outputs,)) if bias else None
+        return Weight(self.source.tensor(f"{self.prefix}{name}.weight", (outputs, self.shape.hidden)), added, self.exact)
 
     def columns(self, joint: str, names: list[str], sizes: list[int], bias: bool) -> Weight:
         """Matrices [size, hidden] side by side, of each this rank's part of the outputs. joint: what they are in checkpoints that

@@ -4,9 +4,10 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from ...kernels.experts import lay_out, route
+from ...kernels.experts import Gates, lay_out, route
 from ...kernels.linear import Weight
 from ...kernels.operations import gated
+from .experts import experts
 from .loader import Loader
 from .shape import Mixture
 from .stream import Stream
@@ -34,13 +35,8 @@ class Sparse:
 
     def __init__(self, load: Loader, mixture: Mixture) -> None:
         self.mixture = mixture
-        self.router = load.whole(f"{mixture.name}.gate", mixture.experts)
-        gate, up, down = ([f"{mixture.name}.experts.{i}.{name}" for i in range(mixture.experts)] for name in mixture.names)
-        self.experts = lay_out(
-            [load.dense(load.outwards(pair, [mixture.size] * 2)) for pair in zip(gate, up, strict=True)],
-            [load.dense(load.inwards(name, mixture.size)) for name in down],
-            load.shape.gelu,
-        )
+        self.router = load.whole(f"{mixture.name}.{mixture.router}", mixture.experts, mixture.biased)
+        self.experts = lay_out(*experts(load, mixture), Gates(load.shape.gelu, mixture.limit))
         self.shared = Shared(load, mixture) if mixture.shared else None
 
     def __call__(self, stream: Stream, before: Tensor | None, behind: Tensor | None) -> None:

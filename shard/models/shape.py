@@ -67,7 +67,11 @@ class Mixture:
     size: int  # intermediate features of each
     normalized: bool  # the shares of those chosen add up to 1
     shared: int = 0  # intermediate features of one more, that all tokens go through, as far as its own gate lets it
+    biased: bool = False  # experts and their router have biases
+    limit: float = 0.0  # beyond which gates and what they let through don't go; 0: none
+    interleaved: bool = False  # all experts are in one tensor, in which gates and what they let through stand by turns
     name: str = "mlp"
+    router: str = "gate"
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -93,6 +97,7 @@ class Shape:
     unturned: frozenset[int] = frozenset()  # layers without a rotary embedding
     attention_scale: float  # of the products of queries and keys
     softcap: float = 0.0  # which those come near to at most; 0: none
+    sinks: bool = False  # each head has a logit more, which no value belongs to
     final_softcap: float = 0.0  # of the model's logits
     embedding_factor: float = 1.0  # what rows of the embedding table are multiplied by
     residual_factor: float = 1.0  # and what attention and MLP come to, before it is added
@@ -187,7 +192,7 @@ class Shape:
         dense = 3 * self.hidden * self.intermediate // ranks + self.mlp_bias * (2 * self.intermediate // ranks + self.hidden)
         mlps = sum(self._sparse(mixture, ranks, tokens) if mixture else dense for mixture in self.mixtures or (None,) * self.layers)
         norms = sum(map(bool, self.norms)) * self.hidden + 2 * self.qk_norm * self.head_size
-        norms += self.joint_qk_norm * (heads + kv_heads) * self.head_size
+        norms += self.joint_qk_norm * (heads + kv_heads) * self.head_size + self.sinks * heads
         held = tables or (1 if self.tied else 2)
         return mlps + self.layers * (attention + norms) + held * self.vocabulary_slice(ranks) * self.hidden + self.hidden
 
@@ -211,5 +216,7 @@ class Shape:
     def _sparse(self, mixture: Mixture, ranks: int, tokens: int | None) -> int:
         """Elements of a layer's experts, their router, and the shared one with its gate."""
         missed = (1 - mixture.chosen / mixture.experts) ** tokens if tokens is not None else 0.0
-        routed = mixture.experts + round(mixture.experts * (1 - missed) * 3 * mixture.size / ranks)
-        return self.hidden * (routed + 3 * mixture.shared // ranks + (mixture.shared > 0))
+        size = mixture.size // ranks
+        each = 3 * size * self.hidden + mixture.biased * (2 * size + self.hidden)
+        routed = mixture.experts * (self.hidden + mixture.biased) + round(mixture.experts * (1 - missed) * each)
+        return routed + self.hidden * (3 * mixture.shared // ranks + (mixture.shared > 0))

@@ -53,28 +53,29 @@ class Paged:
     def slots(self, row: Row) -> list[int]:
         return [row.pages[i // self.page_size] * self.page_size + i % self.page_size for i in range(row.context + row.queries)]
 
-    def check(self, group: int, window: int) -> common.Plan:
+    def check(self, group: int, window: int, sinking: bool = False) -> common.Plan:
         """Against the plain way; `group` query heads share a key head. Returns how it was computed."""
         query = torch.randn(sum(row.queries for row in self.rows), KV_HEADS * group, SIZE)
-        found, plan = self.found(query, window)
+        sinks = torch.randn(KV_HEADS * group) * 2 if sinking else None
+        found, plan = self.found(query, window, sinks)
         expected = [
-            plain(part, self.cache[self.slots(row)], row, window)
+            plain(part, self.cache[self.slots(row)], row, window, sinks)
             for part, row in zip(query.split([row.queries for row in self.rows]), self.rows, strict=True)
         ]
         torch.testing.assert_close(found, torch.cat(expected).float())
         return plan
 
-    def found(self, query: Tensor, window: int) -> tuple[Tensor, common.Plan]:
+    def found(self, query: Tensor, window: int, sinks: Tensor | None = None) -> tuple[Tensor, common.Plan]:
         """The answers of `query`, whose tokens stand in the order of the rows, and how they were computed."""
         windows = sorted({0, window})
-        order, plan = common.plan(self.rows, self.page_size, windows, 2 * KV_HEADS * SIZE, CPU)
+        order, plan = common.plan(self.rows, self.page_size, windows, 2 * KV_HEADS * SIZE, CPU, sinks is not None)
         parts = query.split([row.queries for row in self.rows])
-        answers = common.attention(torch.cat([parts[i] for i in order]), self.cache, plan, window, SIZE**-0.5)
+        answers = common.attention(torch.cat([parts[i] for i in order]), self.cache, plan, window, SIZE**-0.5, sinks=sinks)
         found = dict(zip(order, answers.split([self.rows[i].queries for i in order]), strict=True))
         return torch.cat([found[i] for i in range(len(found))]), plan
 
 
-def plain(query: Tensor, cached: Tensor, row: Row, window: int) -> Tensor:
+def plain(query: Tensor, cached: Tensor, row: Row, window: int, sinks: Tensor | None = None) -> Tensor:
     """query: [queries, heads, size], cached: [length, 2, kv_heads, size]; every sum on its own, in float64."""
     result = torch.zeros_like(query, dtype=torch.float64)
     group = query.shape[1] // KV_HEADS
@@ -88,8 +89,10 @@ def plain(query: Tensor, cached: Tensor, row: Row, window: int) -> Tensor:
         seen += [row.context + node for back, node in enumerate(path) if not window or back < window]
         keys, values = cached[seen].double().unbind(1)
         for head in range(query.shape[1]):
-            weights = (keys[:, head // group] @ query[i, head].double() * SIZE**-0.5).softmax(0)
-            result[i, head] = weights @ values[:, head // group]
+            logits = keys[:, head // group] @ query[i, head].double() * SIZE**-0.5
+            more = logits.new_tensor([float(sinks[head])] if sinks is not None else [])
+            weights = torch.cat((logits, more)).softmax(0)
+            result[i, head] = weights[: len(logits)] @ values[:, head // group]
     return result
 
 
@@ -117,6 +120,14 @@ def test_random_rows(seed: int) -> None:
         (chance.choice([1, 1, 1, 2, 5, chance.randint(1, 80)]), chance.choice([0, chance.randint(0, 150)])) for _ in range(12)
     ]
     Paged(shapes, chance.choice([1, 3, 16]), trees=0.3, seed=seed, spare=1).check(chance.choice([1, 2, 4]), chance.choice([0, 9]))
+
+
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("group", [1, 4])
+def test_sinks(group: int, window: int) -> None:
+    """In tiles of heads, by heads, and along a long chain; rows that begin alike each read all by themselves."""
+    assert not Paged(SHAPES, 16, trees=0.6, spare=2, sharing=0.8).check(group, window, sinking=True).levels
+    Paged([(130, 70)], 16).check(group, window, sinking=True)
 
 
 @pytest.mark.parametrize("group", [1, 2, 4])

@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from penstock.kernels import choose, fused_experts, reference
-from penstock.kernels.experts import lay_out, route
+from penstock.kernels.experts import Gates, lay_out, route
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16]
@@ -33,19 +33,24 @@ class Mixture:
         logits = torch.randn(tokens, number, device=DEVICE) * 2
         logits[: tokens // 2, 0] += 9  # one expert that many choose, and others that nobody does
         self.shares, self.chosen = route(logits, self.count, chance.random() < 0.5)
-        self.gelu = chance.random() < 0.5
+        self.gates = Gates(chance.random() < 0.5, chance.choice([0.0, 0.0, 0.7]))
+        self.biases = None
+        if chance.random() < 0.5:
+            self.biases = tuple(torch.randn(number, width, device=DEVICE).to(dtype) for width in (2 * size, hidden))
 
     def found(self, kernels: str) -> Tensor:
         choose.force(kernels)
-        return lay_out(self.gate_ups, self.downs, self.gelu)(self.x, self.shares, self.chosen)
+        return lay_out(self.gate_ups, self.downs, self.biases, self.gates)(self.x, self.shares, self.chosen)
 
     def expected(self) -> Tensor:
         """In float64, a pair at a time."""
         out = torch.zeros_like(self.x, dtype=torch.float64)
         for token, (shares, chosen) in enumerate(zip(self.shares.tolist(), self.chosen.tolist(), strict=True)):
             for share, expert in zip(shares, chosen, strict=True):
-                inner = self.x[token : token + 1].double() @ self.gate_ups[expert].double().T
-                out[token] += share * (reference.gated(inner, self.gelu) @ self.downs[expert].double().T)[0]
+                first, second = (bias[expert].double() for bias in self.biases) if self.biases else (0, 0)
+                inner = self.x[token : token + 1].double() @ self.gate_ups[expert].double().T + first
+                inner = reference.gated(inner, self.gates.gelu, self.gates.limit)
+                out[token] += share * (inner @ self.downs[expert].double().T + second)[0]
         return out
 
 

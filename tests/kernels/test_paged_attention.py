@@ -61,8 +61,10 @@ def slots_of(row: Row, page_size: int) -> list[int]:
     return [row.pages[i // page_size] * page_size + i % page_size for i in range(row.context + row.queries)]
 
 
-def exact(query: Tensor, cached: Tensor, row: Row, window: int, scale: float, softcap: float) -> Tensor:
-    """query: [queries, heads, size], cached: [length, 2, kv_heads, size], both in float64."""
+def exact(
+    query: Tensor, cached: Tensor, row: Row, window: int, scale: float, softcap: float, sinks: Tensor | None = None
+) -> Tensor:
+    """query: [queries, heads, size], cached: [length, 2, kv_heads, size], sinks: [heads], all in float64."""
     ancestors, depths = plain.ancestry(row.parents if row.parents is not None else range(-1, row.queries - 1))
     positions = torch.tensor([*range(row.context), *(row.context + depth for depth in depths)])
     visible = torch.cat((torch.ones(row.queries, row.context, dtype=torch.bool), torch.tensor(ancestors)), 1)
@@ -72,7 +74,10 @@ def exact(query: Tensor, cached: Tensor, row: Row, window: int, scale: float, so
     logits = torch.einsum("qhs,khs->hqk", query, keys) * scale
     if softcap:
         logits = softcap * (logits / softcap).tanh()
-    return torch.einsum("hqk,khs->qhs", logits.masked_fill(~visible, -torch.inf).softmax(-1), values)
+    logits = logits.masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        logits = torch.cat((logits, sinks[:, None, None].expand(-1, row.queries, 1)), 2)
+    return torch.einsum("hqk,khs->qhs", logits.softmax(-1)[:, :, : len(cached)], values)
 
 
 class World:
@@ -88,6 +93,7 @@ class World:
         size: int = 64,
         dtype: torch.dtype = torch.float32,
         eight_bits: bool = False,
+        sinks: bool = False,
         seed: int = 0,
     ) -> None:
         torch.manual_seed(seed)
@@ -100,22 +106,24 @@ class World:
         self.scales = torch.rand(2, kv_heads, device=DEVICE) + 0.5 if eight_bits else None
         joint = torch.randn(sum(row.queries for row in rows), kv_heads * (ratio + 2), size).to(dtype).to(DEVICE)
         self.query = joint[:, : kv_heads * ratio]
+        self.sinks = torch.randn(kv_heads * ratio, device=DEVICE) * 2 if sinks else None
 
     def plan(self, window: int = 0, **options: object) -> paged_attention.Plan:
         defaults: dict[str, object] = {"processors": 3, "dtype": self.dtype, "windows": sorted({0, window})}
         return plan(self.rows, self.page_size, self.kv_heads, self.ratio, self.size, DEVICE, **{**defaults, **options})  # type: ignore[arg-type]
 
     def found(self, step: paged_attention.Plan, window: int = 0, softcap: float = 0.0) -> Tensor:
-        return attention(self.query, self.cache, step, window, self.size**-0.5, softcap, self.scales)
+        return attention(self.query, self.cache, step, window, self.size**-0.5, softcap, self.scales, self.sinks)
 
     def expected(self, window: int = 0, softcap: float = 0.0) -> Tensor:
         cache = self.cache.double().cpu()
         if self.scales is not None:
             cache = cache * self.scales.double().cpu()[:, :, None]
         parts = self.query.double().cpu().split([row.queries for row in self.rows])
+        sinks = self.sinks.double().cpu() if self.sinks is not None else None
         return torch.cat(
             [
-                exact(part, cache[slots_of(row, self.page_size)], row, window, self.size**-0.5, softcap)
+                exact(part, cache[slots_of(row, self.page_size)], row, window, self.size**-0.5, softcap, sinks)
                 for part, row in zip(parts, self.rows, strict=True)
             ]
         )
@@ -178,6 +186,27 @@ def test_a_capped_logit(window: int) -> None:
     world = World(rows_of([(1, 200), (20, 30)], 16, random.Random(2)), 16)
     world.query.mul_(8)  # so that the cap matters
     world.check(window, softcap=3.0)
+
+
+@pytest.mark.parametrize("window", [0, 60])
+def test_sinks(window: int) -> None:
+    """Of rows that are cut into pieces and that begin alike, too: each sink counts once."""
+    rows = rows_of([(1, 500), (1, 490), (1, 0), (20, 30), (9, 40)], 16, random.Random(12), sharing=0.8, trees=0.5)
+    step = World(rows, 16, kv_heads=2, ratio=3, sinks=True).check(window)
+    assert window or len(step.launches[window].entries)
+    World(rows, 16, ratio=4, dtype=torch.float16, sinks=True, eight_bits=True).check(window)
+
+
+def test_a_sink_far_above_or_below_all_logits() -> None:
+    """All goes there, or nothing."""
+    world = World(rows_of([(1, 300), (3, 20)], 16, random.Random(13)), 16, sinks=True)
+    step = world.plan()
+    assert world.sinks is not None
+    world.sinks.fill_(1e4)
+    assert world.found(step).abs().max() < 1e-20
+    world.sinks.fill_(-1e4)
+    found, world.sinks = world.found(step), None
+    torch.testing.assert_close(found, world.found(step))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

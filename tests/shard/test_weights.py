@@ -33,14 +33,15 @@ def decoder(folder: Path, **settings: Any) -> Decoder:
 def tensors(model: Decoder) -> dict[str, Tensor]:
     """Every weight, in its plain layout."""
     found: dict[str, Tensor] = {}
-    parts = [("", model), *((f"{layer.index}.", layer) for layer in model.layers)]
-    for prefix, part in parts:
-        for name, value in vars(part).items():
+    parts = [("", vars(model)), *((f"{layer.index}.", vars(layer)) for layer in model.layers)]
+    mlps = [(f"{layer.index}.mlp.", dict(enumerate(layer.mlp.weights()))) for layer in model.layers]
+    for prefix, part in (*parts, *mlps):
+        for name, value in part.items():
             if isinstance(value, Weight):  # whatever its layout: what it makes of unit vectors
                 rows = torch.cat((torch.eye(value.shape[1]), torch.zeros(1, value.shape[1])))
-                found[prefix + name] = value(rows.to(model.embedding.dtype))
+                found[f"{prefix}{name}"] = value(rows.to(model.embedding.dtype))
             elif isinstance(value, Tensor):
-                found[prefix + name] = value
+                found[f"{prefix}{name}"] = value
     return found
 
 

@@ -74,6 +74,13 @@ LONGROPE = {
     "short_factor": [1.0, 1.0, 1.1, 1.3, 1.6, 2.0],
     "long_factor": [1.0, 1.2, 1.7, 3.0, 9.0, 20.0],
 }
+GPT_OSS = SMALL | {
+    "head_dim": 16,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "sliding_window": WINDOW,
+    "swiglu_limit": 0.8,  # so that it matters
+}
 GLM = SMALL | {"head_dim": 16, "pad_token_id": 0, "eos_token_id": 1}
 GEMMA3_ROPES = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -90,6 +97,10 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "glm": lambda: transformers.GlmConfig(**GLM, partial_rotary_factor=1.0, attention_bias=False),
     "glm4": lambda: transformers.Glm4Config(**GLM, rope_parameters=dict(YARN)),
+    "gpt-oss": lambda: transformers.GptOssConfig(**GPT_OSS, rope_parameters=DEEP_YARN),
+    "gpt-oss-full": lambda: transformers.GptOssConfig(
+        **GPT_OSS, attention_bias=False, layer_types=["full_attention"] * 2, tie_word_embeddings=True
+    ),
     "granite": lambda: transformers.GraniteConfig(
         **SMALL,
         attention_multiplier=0.3,
@@ -164,6 +175,8 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "few-heads": lambda: transformers.LlamaConfig(**FEW_HEADS),
     "few-heads-qwen3": lambda: transformers.Qwen3Config(**FEW_HEADS, head_dim=16),
     "few-heads-gemma2": lambda: transformers.Gemma2Config(**GEMMA2 | FEW_HEADS),
+    "few-heads-gpt-oss": lambda: transformers.GptOssConfig(**GPT_OSS | FEW_HEADS),
+    "gpt-oss-blocks": lambda: transformers.GptOssConfig(**GPT_OSS | {"intermediate_size": 96}),
     "few-heads-mixtral": lambda: transformers.MixtralConfig(**FEW_HEADS, num_local_experts=5, num_experts_per_tok=2),
     "few-heads-olmo3": lambda: transformers.Olmo3Config(**FEW_HEADS, sliding_window=WINDOW),
     "few-heads-qwen2-moe": lambda: transformers.Qwen2MoeConfig(**QWEN2_MOE | FEW_HEADS),
@@ -196,6 +209,7 @@ def _made(name: str) -> Path:
         "Gemma3TextConfig": transformers.Gemma3ForCausalLM,
         "GlmConfig": transformers.GlmForCausalLM,
         "Glm4Config": transformers.Glm4ForCausalLM,
+        "GptOssConfig": transformers.GptOssForCausalLM,
         "GraniteConfig": transformers.GraniteForCausalLM,
         "LlamaConfig": transformers.LlamaForCausalLM,
         "MistralConfig": transformers.MistralForCausalLM,
