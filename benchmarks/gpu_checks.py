@@ -110,6 +110,8 @@ def checks(bench: Bench) -> dict[str, Check]:
         found[f"rotary and write, {name}"] = partial(rotary, dtype=dtype, eight_bits=False)
     found["products of few rows"] = products
     found["products of experts"] = mixtures
+    for kind in codes.EXPERTS_BITS:
+        found[f"products of experts of few bits, {kind}"] = partial(mixtures, kind=kind)
     found["products of adapters"] = adapted
     for kind in codes.BITS:
         found[f"products with weights of few bits, {kind}"] = partial(few_bits, kind=kind)
@@ -378,14 +380,24 @@ def few_bits(bench: Bench, chance: random.Random, kind: str) -> float:
     return worst
 
 
-def mixtures(bench: Bench, chance: random.Random) -> float:
-    """Experts that many tokens choose, few, and none."""
+def mixtures(bench: Bench, chance: random.Random, kind: str = "") -> float:
+    """Experts that many tokens choose, few, and none; with biases and limits, too, where they have few bits."""
     worst, dtype, device = 0.0, torch.bfloat16, bench.device
     hidden, size = (24, 17) if bench.tiny else (chance.randint(100, 3000), chance.randint(100, 1000))
+    if kind:
+        hidden, size = (64, 32) if bench.tiny else (32 * chance.randint(4, 90), 32 * chance.randint(4, 30))
+    limit = 7.0 if kind else 0.0
     for number, count in ((5, 2),) if bench.tiny else ((8, 2), (128, 8)):
         gate_ups = [_wide(2 * size, hidden, dtype=dtype, device=device) * hidden**-0.5 for _ in range(number)]
         downs = [_wide(hidden, size, dtype=dtype, device=device) * size**-0.5 for _ in range(number)]
-        laid_out = experts.lay_out(gate_ups, downs)
+        biases = [_wide(number, width, dtype=dtype, device=device) for width in (2 * size, hidden)]
+        if kind:
+            few = [[codes.quantize(weight, kind) for weight in weights] for weights in (gate_ups, downs)]
+            gate_ups, downs = ([codes.unpacked(weight, torch.float64) for weight in weights] for weights in few)
+            laid_out = experts.lay_out(few[0], few[1], dtype, (biases[0], biases[1]), experts.Gates(limit=limit))
+        else:
+            laid_out = experts.lay_out(gate_ups, downs, dtype)
+            biases = [torch.zeros_like(bias) for bias in biases]
         for tokens in (1, 9) if bench.tiny else (1, 64, 3000):
             x = _wide(tokens, hidden, dtype=dtype, device=device)
             logits = torch.randn(tokens, number, device=device)
@@ -394,7 +406,8 @@ def mixtures(bench: Bench, chance: random.Random) -> float:
             expected = torch.zeros(tokens, hidden, dtype=torch.float64, device=device)
             for expert, (gate_up, down) in enumerate(zip(gate_ups, downs, strict=True)):
                 rows, places = (chosen == expert).nonzero(as_tuple=True)
-                made = reference.gated(x[rows].double() @ gate_up.double().T) @ down.double().T
+                inner = x[rows].double() @ gate_up.double().T + biases[0][expert].double()
+                made = reference.gated(inner, limit=limit) @ down.double().T + biases[1][expert].double()
                 expected.index_add_(0, rows, made * shares[rows, places, None].double())
             with poisoned():
                 found = laid_out(x, shares, chosen)

@@ -12,6 +12,7 @@ from penstock.benchmarks.gpu_measure import Bench, Call
 from penstock.benchmarks.gpu_report import Line, failed
 from penstock.kernels import beam, choose, codes, experts, operations, paging, quantized, reference, sampling
 from penstock.kernels.fused_sampling import sample
+from penstock.kernels.linear import Weight
 from penstock.kernels.sampling import Draws, Penalties
 
 SECTION = "operations"
@@ -88,16 +89,28 @@ def _rotary(bench: Bench, tokens: int) -> None:
 
 
 def mixture(bench: Bench, tokens: int) -> None:
-    """A layer of Qwen3-30B-A3B, against the weights of those experts that are chosen."""
+    """A layer of Qwen3-30B-A3B, against the weights of those experts that are chosen; as it is, and of few bits."""
     number, count, hidden, size = (4, 2, 64, 32) if bench.tiny else (128, 8, 2048, 768)
-    laid_out = experts.lay_out(
-        [_bfloat16(bench, 2 * size, hidden) for _ in range(number)], [_bfloat16(bench, hidden, size) for _ in range(number)]
-    )
+    for kind in ("", *codes.EXPERTS_BITS):
+        gate_ups = [_stored(bench, kind, 2 * size, hidden) for _ in range(number)]
+        downs = [_stored(bench, kind, hidden, size) for _ in range(number)]
+        _experts(bench, experts.lay_out(gate_ups, downs, torch.bfloat16), kind, tokens, (number, count, hidden))
+
+
+def _stored(bench: Bench, kind: str, outputs: int, inputs: int) -> Tensor | codes.Codes:
+    weight = _bfloat16(bench, outputs, inputs)
+    return codes.quantize(weight, kind) if kind else weight
+
+
+def _experts(bench: Bench, laid_out: experts.Experts, kind: str, tokens: int, sizes: tuple[int, int, int]) -> None:
+    number, count, hidden = sizes
     x = _bfloat16(bench, tokens, hidden)
     routed = [experts.route(torch.randn(tokens, number, device=bench.device), count, True) for _ in range(16)]
     chosen = sum(len(set(numbers.flatten().tolist())) for _, numbers in routed) / len(routed)
     calls: list[Call] = [partial(laid_out, x, *route) for route in routed]
-    _against_bytes(bench, f"{count} of {number} experts, {tokens} tokens", calls, round(chosen * 3 * hidden * size * 2))
+    held = sum(weight.bytes if isinstance(weight, Weight) else weight.nbytes for weight in laid_out.weights)
+    what = f"{count} of {number} experts{f' of {kind}' if kind else ''}, {tokens} tokens"
+    _against_bytes(bench, what, calls, round(held * chosen / number))
 
 
 def few_bits(bench: Bench, tokens: int) -> None:

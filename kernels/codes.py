@@ -9,10 +9,15 @@ from math import gcd
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 BITS = {"int4": 4, "int8": 8, "fp8": 8}
+EXPERTS_BITS = BITS | {"fp4": 4}  # which experts alone have
 MIDDLES = {"int4": 8, "int8": 128}
 LARGEST_FP8 = 448.0
+# Floats of 4 bits (Rouhani et al. 2023, arXiv:2310.10537): a sign, two bits of an exponent, and one more.
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+FP4_BLOCK = 32
 BLOCK = 64  # inputs that share a scale where weights of 4 bits are rounded here; those of 8 bits have one for each output
 
 
@@ -20,9 +25,9 @@ BLOCK = 64  # inputs that share a scale where weights of 4 bits are rounded here
 class Codes:
     """A weight [out, in]."""
 
-    kind: str  # of BITS
-    codes: Tensor  # [out, in] uint8: integers, or the bits of float8_e4m3fn
-    scales: Tensor  # [out, blocks] float32: in / blocks inputs in a row share one
+    kind: str  # of EXPERTS_BITS
+    codes: Tensor  # [out, in] uint8: integers, the bits of float8_e4m3fn, or places in FP4
+    scales: Tensor  # [out, blocks] float32: in / blocks inputs in a row share one; beside FP4 powers of 2
     zeros: Tensor | None  # [out, blocks] uint8: the integers that mean 0; None: all are MIDDLES', and of floats there are none
 
     @property
@@ -46,12 +51,14 @@ class Codes:
         return replace(self, scales=self.scales.repeat_interleave(times, 1), zeros=zeros) if times > 1 else self
 
     def part(self, dimension: int, start: int, stop: int) -> "Codes":
-        """Those of some outputs (dimension 0) or inputs (1)."""
+        """Those of some outputs (dimension 0) or inputs (1), with zeros beyond their end."""
         found = self.refined(gcd(self.block, start, stop)) if dimension else self
         places = (start // found.block, stop // found.block) if dimension else (start, stop)
 
         def cut(tensor: Tensor, first: int, last: int) -> Tensor:
-            return tensor.narrow(dimension, first, last - first).contiguous()
+            held = tensor[:, first:last] if dimension else tensor[first:last]
+            lacking = last - first - held.shape[dimension]
+            return pad(held, (0, lacking) if dimension else (0, 0, 0, lacking)).contiguous()
 
         zeros = cut(found.zeros, *places) if found.zeros is not None else None
         return Codes(found.kind, cut(found.codes, start, stop), cut(found.scales, *places), zeros)
@@ -77,14 +84,17 @@ def unpacked(codes: Codes, dtype: torch.dtype) -> Tensor:
     """[out, in]."""
     if codes.kind == "fp8":
         values = _in_blocks(codes.codes.view(torch.float8_e4m3fn).float(), codes.block)
+    elif codes.kind == "fp4":
+        values = _in_blocks(torch.tensor(FP4, device=codes.codes.device)[codes.codes.int()], codes.block)
     else:
         values = _in_blocks(codes.codes, codes.block).float() - zeros_of(codes).unsqueeze(2)
     return (values * codes.scales.unsqueeze(2)).flatten(1).to(dtype)
 
 
 def quantize(weight: Tensor, kind: str) -> Codes:
-    """The nearest to a weight [out, in]. 4 bits go from each block's least number to its greatest, 8 bits are even about 0."""
-    block = gcd(BLOCK, weight.shape[1]) if kind == "int4" else weight.shape[1]
+    """The nearest to a weight [out, in]. Integers of 4 bits go from each block's least number to its greatest, others are even
+    about 0."""
+    block = gcd({"int4": BLOCK, "fp4": FP4_BLOCK}.get(kind, 0), weight.shape[1])
     values = _in_blocks(weight.float(), block)
     if kind == "int4":
         least, greatest = values.amin(2).clamp(max=0), values.amax(2).clamp(min=0)
@@ -93,6 +103,11 @@ def quantize(weight: Tensor, kind: str) -> Codes:
         codes = (values / scales.unsqueeze(2)).round() + zeros.unsqueeze(2)
         return Codes(kind, codes.clamp(0, 15).flatten(1).byte(), scales, zeros.byte())
     largest = values.abs().amax(2)
+    if kind == "fp4":
+        scales = _steps(torch.exp2((largest / FP4[7]).log2().ceil()))
+        sizes = torch.tensor(FP4[:8], device=values.device)
+        nearest = torch.bucketize(values.abs() / scales.unsqueeze(2), (sizes[1:] + sizes[:-1]) / 2)
+        return Codes(kind, (nearest + 8 * (values < 0)).flatten(1).byte(), scales, None)
     if kind == "int8":
         scales = _steps(largest / 127)
         return Codes(kind, (values / scales.unsqueeze(2)).round().add(128).flatten(1).byte(), scales, None)

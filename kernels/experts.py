@@ -1,7 +1,8 @@
 """A mixture of experts (Shazeer et al. 2017, arXiv:1701.06538): MLPs of which each token goes through a few, as a router chooses.
 
-On a CPU every expert is a pair of products as `linear` lays them out, run for its tokens one expert after the other. On an
-accelerator all of them are two launches (`fused_experts`), which ask the host nothing, so that graphs can hold them.
+On a CPU every expert is a pair of products as `quantized` lays them out, run for its tokens one expert after the other. On an
+accelerator all of them are two launches (`fused_experts`, or for weights of few bits `packed_experts`), which ask the host nothing,
+so that graphs can hold them.
 """
 
 import itertools
@@ -9,14 +10,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 
+from . import quantized
 from .choose import triton_for
+from .codes import Codes, unpacked
 from .linear import Weight
 from .reference import gated
+
+if TYPE_CHECKING:
+    from .packed_experts import Packed
 
 
 def route(logits: Tensor, count: int, normalized: bool) -> tuple[Tensor, Tensor]:
@@ -38,6 +44,7 @@ class Gates:
 
 PLAIN = Gates()
 Biases: TypeAlias = tuple[Tensor, Tensor] | None
+Weights: TypeAlias = Sequence[Tensor | Codes]
 
 
 class Experts(ABC):
@@ -64,13 +71,15 @@ class Experts(ABC):
 
 
 class OneByOne(Experts):
-    """By products as `linear` lays them out."""
+    """By products as `quantized` lays them out."""
 
-    def __init__(self, gate_ups: Sequence[Tensor], downs: Sequence[Tensor], biases: Biases, gates: Gates) -> None:
+    def __init__(self, gate_ups: Weights, downs: Weights, biases: Biases, gates: Gates, dtype: torch.dtype) -> None:
         first, second = biases or (repeat(None), repeat(None))
-        self._gate_ups = [Weight(weight, bias) for weight, bias in zip(gate_ups, first, strict=False)]
-        self._downs = [Weight(weight, bias) for weight, bias in zip(downs, second, strict=False)]
-        super().__init__([*self._gate_ups, *self._downs], len(downs), downs[0].device, gates)
+        self._gate_ups, self._downs = (
+            [quantized.lay_out(weight, bias, True, dtype) for weight, bias in zip(weights, added, strict=False)]
+            for weights, added in ((gate_ups, first), (downs, second))
+        )
+        super().__init__([*self._gate_ups, *self._downs], len(downs), _first(downs).device, gates)
 
     def _products(self, x: Tensor, order: Tensor, starts: Tensor, shares: Tensor) -> Tensor:
         found = x.new_empty(len(order), x.shape[1])
@@ -85,8 +94,11 @@ class OneByOne(Experts):
 class Together(Experts):
     """By Triton."""
 
-    def __init__(self, gate_ups: Sequence[Tensor], downs: Sequence[Tensor], biases: Biases, gates: Gates) -> None:
-        self._gate_up, self._down = torch.stack(list(gate_ups)), torch.stack(list(downs))
+    def __init__(self, gate_ups: Weights, downs: Weights, biases: Biases, gates: Gates, dtype: torch.dtype) -> None:
+        self._gate_up, self._down = (
+            torch.stack([unpacked(weight, dtype) if isinstance(weight, Codes) else weight for weight in weights])
+            for weights in (gate_ups, downs)
+        )
         self._biases = biases
         super().__init__([self._gate_up, self._down, *(biases or ())], len(downs), self._down.device, gates)
 
@@ -96,7 +108,33 @@ class Together(Experts):
         return experts(x, order, starts, shares, self._gate_up, self._down, self._biases, self._gates.gelu, self._gates.limit)
 
 
-def lay_out(gate_ups: Sequence[Tensor], downs: Sequence[Tensor], biases: Biases = None, gates: Gates = PLAIN) -> Experts:
-    """gate_ups: of each expert [2 * size, hidden], gates first; downs: [hidden, size]; biases: of all experts, [experts, 2 * size]
-    and [experts, hidden]."""
-    return (Together if triton_for(downs[0]) else OneByOne)(gate_ups, downs, biases, gates)
+class FewBits(Experts):
+    """By Triton, from codes."""
+
+    def __init__(self, gate_up: "Packed", down: "Packed", biases: Biases, gates: Gates) -> None:
+        self._gate_up, self._down, self._biases = gate_up, down, biases
+        super().__init__([*gate_up.tensors, *down.tensors, *(biases or ())], len(down.codes), down.codes.device, gates)
+
+    def _products(self, x: Tensor, order: Tensor, starts: Tensor, shares: Tensor) -> Tensor:
+        from .packed_experts import experts
+
+        return experts(x, order, starts, shares, self._gate_up, self._down, self._biases, self._gates.gelu, self._gates.limit)
+
+
+def lay_out(gate_ups: Weights, downs: Weights, dtype: torch.dtype, biases: Biases = None, gates: Gates = PLAIN) -> Experts:
+    """gate_ups: of each expert [2 * size, hidden], gates first; downs: [hidden, size]; dtype: of rows; biases: of all experts,
+    [experts, 2 * size] and [experts, hidden]."""
+    if not triton_for(_first(downs)):
+        return OneByOne(gate_ups, downs, biases, gates, dtype)
+    few = [[weight for weight in weights if isinstance(weight, Codes)] for weights in (gate_ups, downs)]
+    if len(few[0]) == len(few[1]) == len(downs):
+        from .packed_experts import pack
+
+        packed = pack(few[0], dtype), pack(few[1], dtype)
+        if packed[0] and packed[1]:
+            return FewBits(packed[0], packed[1], biases, gates)
+    return Together(gate_ups, downs, biases, gates, dtype)
+
+
+def _first(weights: Weights) -> Tensor:
+    return weights[0].codes if isinstance(weights[0], Codes) else weights[0]

@@ -32,6 +32,19 @@ def limited(gate: tl.tensor, up: tl.tensor, LIMIT: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def find(starts: tl.tensor, tile: tl.tensor, EXPERTS: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
+    """Whose a tile is, EXPERTS if there is none such, and where it begins among the pairs."""
+    slot = tl.arange(0, SLOTS)
+    begins = tl.load(starts + slot, mask=slot < EXPERTS, other=0).to(tl.int32)
+    ends = tl.load(starts + slot + 1, mask=slot < EXPERTS, other=0).to(tl.int32)
+    tiles = (ends - begins + ROWS - 1) // ROWS
+    expert = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)
+    before = tl.sum(tl.where(slot < expert, tiles, 0), 0)
+    start = tl.sum(tl.where(slot == expert, begins, 0), 0)
+    return expert, start + (tile - before) * ROWS
+
+
+@triton.jit
 def experts_kernel(
     out: tl.tensor,  # [pairs, outputs]
     x: tl.tensor,  # [pairs / TOGETHER, inputs]
@@ -57,15 +70,9 @@ def experts_kernel(
     WIDEN: tl.constexpr,
 ) -> None:
     """One program: COLUMNS outputs of a tile."""
-    tile = tl.program_id(1)
-    slot = tl.arange(0, SLOTS)
-    begins = tl.load(starts + slot, mask=slot < EXPERTS, other=0).to(tl.int32)
-    ends = tl.load(starts + slot + 1, mask=slot < EXPERTS, other=0).to(tl.int32)
-    tiles = (ends - begins + ROWS - 1) // ROWS
-    expert = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)
+    expert, first_place = find(starts, tl.program_id(1), EXPERTS, SLOTS, ROWS)
     if expert < EXPERTS:
-        earlier = tl.sum(tl.where(slot < expert, tiles, 0), 0)
-        place = tl.load(starts + expert).to(tl.int32) + (tile - earlier) * ROWS + tl.arange(0, ROWS)
+        place = first_place + tl.arange(0, ROWS)
         asked = place < tl.load(starts + expert + 1).to(tl.int32)
         pair = tl.load(order + place, mask=asked, other=0).to(tl.int64)
         output = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from .codes import MIDDLES, Codes
+from .codes import BITS, MIDDLES, Codes
 from .compilation import Compilation
 from .fused_product import INTERPRET, dot
 from .linear import Product
@@ -146,9 +146,10 @@ def unpack_kernel(
 
 
 def by_triton(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> tuple[Product, Sequence[Tensor | None]] | None:
-    """The product with rows of `dtype`, and what it reads. None: blocks are too short, or rows are not for the matrix units."""
+    """The product with rows of `dtype`, and what it reads. None: blocks are too short, rows are not for the matrix units, or codes
+    are none of a layer's one MLP."""
     run = _run(codes.block)
-    if run < LEAST_RUN or dtype not in TYPES:
+    if run < LEAST_RUN or dtype not in TYPES or codes.kind not in BITS:
         return None
     outputs, inputs = codes.codes.shape
     held = _paired(codes.codes, run) if codes.kind == "int4" else codes.codes.contiguous()

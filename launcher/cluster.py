@@ -85,8 +85,9 @@ class Layout:
     def group(self) -> Group:
         """The ranks of a replica."""
         made, item = self.plan, plan.ITEM_BYTES[self.plan.dtype]
-        saved = made.shape.saved(made.ranks, item, made.device, made.dtype)
-        return Group(shape=made.shape, ranks=made.ranks, nodes=self.nodes, item=item, saved=saved, token_bytes=made.token_bytes)
+        return Group(
+            shape=made.shape, ranks=made.ranks, nodes=self.nodes, item=item, dtype=made.dtype, token_bytes=made.token_bytes
+        )
 
     def room(self, context: int) -> int:
         """Sequences of that length that a replica runs at once."""

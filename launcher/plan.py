@@ -258,7 +258,8 @@ def _rounding(form: Shape) -> bool:
 
 
 def _few_bits(plan: Plan) -> str:
-    found = plan.shape.quantization
+    experts = (mixture.quantization for mixture in plan.shape.mixtures if mixture)
+    found = plan.shape.quantization or next(experts, None)
     if found is None:
         return ""
     by = "" if found.method == found.kind else f" by {found.method}"

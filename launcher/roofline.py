@@ -39,7 +39,7 @@ class Group:
     ranks: int
     nodes: int
     item: int  # bytes of a number that is computed with
-    saved: int = 0  # bytes that a rank's weights take less for having few bits
+    dtype: str = "bfloat16"  # those numbers'
     token_bytes: int  # of a token's keys and values on a rank
 
     @property
@@ -49,7 +49,7 @@ class Group:
 
     def read(self, tokens: int) -> int:
         """Bytes of the weights that a step of so many tokens reads."""
-        return self.parameters(tokens) * self.item - self.saved
+        return self.parameters(tokens) * self.item - self.shape.saved(self.ranks, self.item, "cuda", self.dtype, tokens)
 
     def parameters(self, tokens: int = 1) -> int:
         """Those that a step of so many tokens reads, or one token is multiplied with. Of an embedding table, rows are read."""

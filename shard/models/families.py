@@ -10,7 +10,7 @@ from typing import Any
 from .fields import AGAIN, FULL, SLIDING, Config, check, number, shown
 from .quantization import quantization
 from .ropes import rope, rope_of, ropes_by_kind, rotary_size
-from .shape import Mixture, Shape, Unsupported
+from .shape import Mixture, Quantization, Shape, Unsupported
 
 WITH_IMAGES = ("Gemma3ForConditionalGeneration",)  # whose text is described by itself
 BESIDE_TEXT = ("tie_word_embeddings", "quantization_config")  # and these fields are beside that
@@ -289,9 +289,10 @@ def _gpt_oss(config: Config) -> Shape:
     given = GPT_OSS | config
     if not (config.get("rope_parameters") or config.get("rope_scaling")):
         given["rope_parameters"] = GPT_OSS_ROPE
-    stored = config.get("quantization_config")
+    stored, few = config.get("quantization_config"), None
     if isinstance(stored, dict) and stored.get("quant_method") == "mxfp4":
         del given["quantization_config"]
+        few = Quantization(method="mxfp4", kind="fp4", group=32)
     bias = given.get("attention_bias", True)
     base = _common(given)
     alpha = number(given, "swiglu_alpha", STEEP)
@@ -303,6 +304,7 @@ def _gpt_oss(config: Config) -> Shape:
             chosen=given["num_experts_per_tok"],
             size=base.intermediate,
             normalized=True,
+            quantization=few,
             biased=True,
             limit=number(given, "swiglu_limit"),
             interleaved=True,

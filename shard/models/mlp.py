@@ -36,7 +36,8 @@ class Sparse:
     def __init__(self, load: Loader, mixture: Mixture) -> None:
         self.mixture = mixture
         self.router = load.whole(f"{mixture.name}.{mixture.router}", mixture.experts, mixture.biased)
-        self.experts = lay_out(*experts(load, mixture), Gates(load.shape.gelu, mixture.limit))
+        gate_ups, downs, biases = experts(load, mixture)
+        self.experts = lay_out(gate_ups, downs, load.source.dtype, biases, Gates(load.shape.gelu, mixture.limit))
         self.shared = Shared(load, mixture) if mixture.shared else None
 
     def __call__(self, stream: Stream, before: Tensor | None, behind: Tensor | None) -> None:

@@ -35,10 +35,10 @@ class Rope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """Of the layers' matrices: fewer bits than what is computed with. Experts are unpacked, and tables are none of it."""
+    """Of the layers' matrices: fewer bits than what is computed with. Tables are none of it."""
 
-    method: str  # "gptq", "awq", "compressed-tensors", "fp8"; "": none, weights are rounded when they are loaded
-    kind: str  # "int4", "int8", "fp8"
+    method: str  # "gptq", "awq", "compressed-tensors", "fp8", "mxfp4"; "": none, weights are rounded when they are loaded
+    kind: str  # "int4", "int8", "fp8", "fp4"
     group: int = 0  # inputs that share a scale; 0: all
     block: int = 0  # outputs that do; 0: none
     shifted: bool = False  # integers that mean 0 are stored less 1
@@ -48,14 +48,18 @@ class Quantization:
         """The checkpoint is none that has few bits."""
         return not self.method
 
-    @property
-    def number_bytes(self) -> float:
+    def _number_bytes(self, device: str) -> float:
         """Of a weight with its part of a scale and of the integer that means 0."""
-        return (0.5 if self.kind == "int4" else 1) + (5 / self.group if self.group else 0)
+        block = 1 if self.kind == "fp4" else 4 if self.kind == "fp8" or device == "cpu" else 5
+        return (1 if self.kind in ("int8", "fp8") else 0.5) + (block / self.group if self.group else 0)
 
     def kept(self, device: str, dtype: str) -> bool:
         """Whether weights stay as they are stored: what has no products for them unpacks them when they are loaded."""
         return dtype != "float32" and (device == "cuda" or (self.kind == "int4" and dtype == "bfloat16"))
+
+    def saved(self, item: int, device: str, dtype: str) -> float:
+        """Bytes that a weight takes less than its `item`."""
+        return item - self._number_bytes(device) if self.kept(device, dtype) else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,12 +71,23 @@ class Mixture:
     size: int  # intermediate features of each
     normalized: bool  # the shares of those chosen add up to 1
     shared: int = 0  # intermediate features of one more, that all tokens go through, as far as its own gate lets it
+    quantization: Quantization | None = None  # of the experts alone
     biased: bool = False  # experts and their router have biases
     limit: float = 0.0  # beyond which gates and what they let through don't go; 0: none
     interleaved: bool = False  # all experts are in one tensor, in which gates and what they let through stand by turns
     name: str = "mlp"
     router: str = "gate"
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+    def part(self, ranks: int) -> int:
+        """Intermediate features of each on a rank. Blocks of experts that are stored in a few bits alone are not divided: the last
+        ranks have fewer of them, and zeros for what they lack."""
+        whole = self.quantization.group if self.quantization else 1
+        return -(-self.size // (whole * ranks)) * whole
+
+    def read(self, tokens: int | None) -> float:
+        """How many of them so many tokens can be expected to choose; None: all."""
+        return self.experts * (1 - (1 - self.chosen / self.experts) ** tokens if tokens is not None else 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,20 +218,24 @@ class Shape:
             ranks, item, device, dtype
         )
 
-    def saved(self, ranks: int, item: int, device: str, dtype: str) -> int:
-        """Bytes that the matrices of one rank take less for having few bits."""
-        if self.quantization is None or not self.quantization.kept(device, dtype):
-            return 0
-        heads, kv_heads = self.heads // ranks, self.kv_heads // ranks
+    def saved(self, ranks: int, item: int, device: str, dtype: str, tokens: int | None = None) -> int:
+        """Bytes that the matrices of one rank take less for having few bits; tokens: as of `parameters`."""
+
+        def less(how: Quantization | None) -> float:
+            return how.saved(item, device, dtype) if how else 0.0
+
+        heads, kv_heads, layers = self.heads // ranks, self.kv_heads // ranks, self.mixtures or (None,) * self.layers
         attention = self.hidden * 2 * (heads + kv_heads) * self.head_size
-        mlps = sum(3 * (mixture.shared if mixture else self.intermediate) for mixture in self.mixtures or (None,) * self.layers)
-        matrices = self.layers * attention + mlps * self.hidden // ranks
-        return int(matrices * (item - self.quantization.number_bytes))
+        mlps = sum(mixture.shared if mixture else self.intermediate for mixture in layers)
+        found = (self.layers * attention + 3 * mlps * self.hidden // ranks) * less(self.quantization)
+        for mixture in filter(None, layers):
+            experts = mixture.read(tokens) * 3 * mixture.part(ranks) * self.hidden
+            found += experts * less(mixture.quantization or self.quantization)
+        return int(found)
 
     def _sparse(self, mixture: Mixture, ranks: int, tokens: int | None) -> int:
         """Elements of a layer's experts, their router, and the shared one with its gate."""
-        missed = (1 - mixture.chosen / mixture.experts) ** tokens if tokens is not None else 0.0
-        size = mixture.size // ranks
+        size = mixture.part(ranks)
         each = 3 * size * self.hidden + mixture.biased * (2 * size + self.hidden)
-        routed = mixture.experts * (self.hidden + mixture.biased) + round(mixture.experts * (1 - missed) * each)
+        routed = mixture.experts * (self.hidden + mixture.biased) + round(mixture.read(tokens) * each)
         return routed + self.hidden * (3 * mixture.shared // ranks + (mixture.shared > 0))

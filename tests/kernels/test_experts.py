@@ -8,8 +8,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from penstock.kernels import choose, fused_experts, reference
-from penstock.kernels.experts import Gates, lay_out, route
+from penstock.kernels import choose, fused_experts, packed_experts, reference
+from penstock.kernels.codes import EXPERTS_BITS, Codes, quantize, unpacked
+from penstock.kernels.experts import FewBits, Gates, Together, lay_out, route
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16]
@@ -22,14 +23,32 @@ def free() -> object:
     choose.force("")
 
 
+def few(weight: Tensor, kind: str, block: int) -> Codes:
+    """The nearest of few bits; blocks are of that size if there are several."""
+    found = quantize(weight.reshape(-1, block) if kind != "fp4" and weight.shape[1] % block == 0 else weight, kind)
+    zeros = found.zeros.view(len(weight), -1) if found.zeros is not None else None
+    return Codes(kind, found.codes.view(weight.shape), found.scales.view(len(weight), -1), zeros)
+
+
+def exact(weight: Tensor | Codes) -> Tensor:
+    return (unpacked(weight, torch.float64) if isinstance(weight, Codes) else weight).double()
+
+
 class Mixture:
     """Random weights of experts, and tokens that go through some of them."""
 
-    def __init__(self, chance: random.Random, dtype: torch.dtype, tokens: int, number: int) -> None:
+    def __init__(self, chance: random.Random, dtype: torch.dtype, tokens: int, number: int, kind: str = "") -> None:
         hidden, size, self.count = chance.randint(1, 150), chance.randint(1, 90), chance.randint(1, min(number, 4))
+        if kind:
+            hidden, size = chance.choice([32, 96, 128, 160]), chance.choice([32, 64, 96, 192])
         self.x = torch.randn(tokens, hidden, device=DEVICE).to(dtype)
         self.gate_ups = [(torch.randn(2 * size, hidden, device=DEVICE) * hidden**-0.5).to(dtype) for _ in range(number)]
         self.downs = [(torch.randn(hidden, size, device=DEVICE) * size**-0.5).to(dtype) for _ in range(number)]
+        if kind:
+            block = chance.choice([32, 64, 128])
+            self.gate_ups, self.downs = (
+                [few(weight, kind, block) for weight in weights] for weights in (self.gate_ups, self.downs)
+            )
         logits = torch.randn(tokens, number, device=DEVICE) * 2
         logits[: tokens // 2, 0] += 9  # one expert that many choose, and others that nobody does
         self.shares, self.chosen = route(logits, self.count, chance.random() < 0.5)
@@ -40,7 +59,8 @@ class Mixture:
 
     def found(self, kernels: str) -> Tensor:
         choose.force(kernels)
-        return lay_out(self.gate_ups, self.downs, self.biases, self.gates)(self.x, self.shares, self.chosen)
+        laid_out = lay_out(self.gate_ups, self.downs, self.x.dtype, self.biases, self.gates)
+        return laid_out(self.x, self.shares, self.chosen)
 
     def expected(self) -> Tensor:
         """In float64, a pair at a time."""
@@ -48,9 +68,9 @@ class Mixture:
         for token, (shares, chosen) in enumerate(zip(self.shares.tolist(), self.chosen.tolist(), strict=True)):
             for share, expert in zip(shares, chosen, strict=True):
                 first, second = (bias[expert].double() for bias in self.biases) if self.biases else (0, 0)
-                inner = self.x[token : token + 1].double() @ self.gate_ups[expert].double().T + first
+                inner = self.x[token : token + 1].double() @ exact(self.gate_ups[expert]).T + first
                 inner = reference.gated(inner, self.gates.gelu, self.gates.limit)
-                out[token] += share * (inner @ self.downs[expert].double().T + second)[0]
+                out[token] += share * (inner @ exact(self.downs[expert]).T + second)[0]
         return out
 
 
@@ -65,6 +85,32 @@ def test_experts(dtype: torch.dtype, kernels: str, chance: random.Random) -> Non
         if tokens:
             size = max(1.0, expected.abs().max().item())
             assert (found.double() - expected).abs().max() <= TOLERANCES[dtype] * size
+
+
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+@pytest.mark.parametrize("kind", EXPERTS_BITS)
+def test_experts_of_few_bits(kind: str, kernels: str, chance: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From codes, whose blocks are longer and shorter than what is read at once."""
+    for tokens, dtype in ((0, torch.bfloat16), (1, torch.float16), (5, torch.bfloat16), (chance.randint(20, 60), torch.bfloat16)):
+        mixture = Mixture(chance, dtype, tokens, chance.choice([1, 3, 8]), kind)
+        monkeypatch.setattr(packed_experts, "RUN", chance.choice([64, 128]))
+        found, expected = mixture.found(kernels), mixture.expected()
+        if tokens:
+            size = max(1.0, expected.abs().max().item())
+            assert (found.double() - expected).abs().max() <= 2e-2 * size
+
+
+def test_codes_are_multiplied_with_as_they_are(chance: random.Random) -> None:
+    """Where blocks allow it; and they take no more memory than they have to."""
+    choose.force("triton")
+    mixture = Mixture(chance, torch.bfloat16, 1, 3, "fp4")
+    laid_out = lay_out(mixture.gate_ups, mixture.downs, torch.bfloat16)
+    assert type(laid_out) is FewBits
+    numbers = sum(weight.codes.numel() for weight in (*mixture.gate_ups, *mixture.downs))
+    assert sum(tensor.nbytes for tensor in laid_out.weights) == numbers * (0.5 + 1 / 32)
+    assert type(lay_out(mixture.gate_ups, mixture.downs, torch.float32)) is Together
+    other = few(exact(mixture.downs[0]).float(), "int8", 32)
+    assert type(lay_out(mixture.gate_ups, [other, *mixture.downs[1:]], torch.bfloat16)) is Together
 
 
 @pytest.mark.parametrize("rows", [16, 64])

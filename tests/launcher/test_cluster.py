@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.launcher import cluster, roofline
+from penstock.launcher import cluster, plan, roofline
 from penstock.launcher.checkpoint import Checkpoint
 from penstock.launcher.cluster import Layout
 from penstock.launcher.mistake import Mistake
@@ -30,6 +30,18 @@ LARGE = LLAMA | {
     "num_hidden_layers": 80,
     "num_attention_heads": 64,
     "num_key_value_heads": 8,
+}
+GPT_OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_experts_per_tok": 4,
+    "max_position_embeddings": 131072,
+    "quantization_config": {"quant_method": "mxfp4"},
 }
 MEASURED = "H200 bandwidth=4.3TB/s flops=790T"  # what copies and products reached on one
 MANY = Options(max_concurrent_requests=512)
@@ -235,6 +247,20 @@ def test_experts_are_read_as_they_are_chosen() -> None:
     seconds = [roofline.decode(own, on, streams, 1) for streams in (1, 16, 256)]
     assert seconds[0] * 4 < seconds[1] < seconds[2]
     assert seconds[2] == pytest.approx(own.parameters(256) * own.item / on.bandwidth, rel=0.1)
+
+
+@pytest.mark.parametrize(("experts", "layers", "expected"), [(32, 24, 12.8), (128, 36, 60.8)])
+def test_experts_of_4_bits(experts: int, layers: int, expected: float) -> None:
+    """gpt-oss: GiB by its model card. A token reads of each layer those that it chose; ranks have whole blocks."""
+    config = GPT_OSS | {"num_local_experts": experts, "num_hidden_layers": layers, "layer_types": ["full_attention"] * layers}
+    one, four = (layouts("4 x H200", config)[ranks] for ranks in (1, 4))
+    assert one.plan.weight_bytes / 2**30 == pytest.approx(expected, rel=0.01)
+    chosen = layers * 4 * 3 * 2880 * 2880 * (0.5 + 1 / 32)
+    beside = one.group.parameters() - layers * 4 * 3 * 2880 * 2880
+    assert one.group.read(1) == pytest.approx(chosen + 2 * beside, rel=1e-4)
+    all_ = layers * experts * 3 * 2880 * (0.5 + 1 / 32)
+    assert one.group.read(10**6) - four.group.read(10**6) > all_ * (2880 - 23 * 32)
+    assert "fp4 by mxfp4" in plan.table(one.plan, "x")
 
 
 def test_the_most_streams_within_a_target() -> None:

@@ -172,7 +172,7 @@ MATRICES = 2 * (64 * (4 + 2 + 2) * 16 + 64 * 64 + 3 * 64 * 128)  # numbers in th
 @pytest.mark.parametrize(
     ("asked", "dtype", "bits", "words"),
     [
-        ("int4", "bfloat16", 4 + 40 / 64, "; rounded to int4"),  # a scale and a zero for 64 of them
+        ("int4", "bfloat16", 4 + 32 / 64, "; rounded to int4"),  # a scale and a shift for 64 of them, both bfloat16
         ("int8", "bfloat16", 16, "; rounded to int8, unpacked to bfloat16 when loaded"),
         ("int4", "float32", 32, "; rounded to int4, unpacked to float32 when loaded; --dtype bfloat16 would keep them"),
     ],

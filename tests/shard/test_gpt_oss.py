@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from penstock.kernels.experts import Experts, route
+from penstock.shard.models.decoder import Decoder
 from penstock.shard.models.families import shape
+from penstock.shard.models.mlp import Sparse
 from penstock.shard.models.shape import Unsupported
 from penstock.tests.shard import tiny
 from penstock.tests.shard.test_quantized import made
@@ -115,11 +118,28 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def test_experts_of_4_bits_are_their_numbers(pair: tuple[Path, Path]) -> None:
-    """On one rank, and on each of two, whose border is within a block."""
     few, plain = pair
     same(decoder(few), decoder(plain))
-    for rank in range(2):
-        same(made(few, Alone(rank)), made(plain, Alone(rank)))
+
+
+def test_ranks_have_whole_blocks(pair: tuple[Path, Path]) -> None:
+    """Of three the first of two ranks has two. Together they make what one makes alone; and the plan knows what they hold."""
+    whole, ranks = made(pair[1]), [made(pair[0], Alone(rank)) for rank in range(2)]
+    x = torch.randn(7, whole.shape.hidden)
+    routed = route(torch.randn(7, 5), 2, True)
+    for index in range(len(whole.layers)):
+        expected, *found = (experts_of(model, index)(x, *routed) for model in (whole, *ranks))
+        torch.testing.assert_close(sum(found), expected, atol=1e-4, rtol=1e-4)
+        assert all(part.abs().max() > 0.1 for part in found)
+    assert [weight.shape for weight in ranks[1].layers[0].mlp.weights()][1:][::5] == [(128, 64), (64, 64)]
+    for model in ranks:
+        assert model.shape.weight_bytes(2, 4, "cpu", "float32", False) == pytest.approx(model.weight_bytes, rel=0.001)
+
+
+def experts_of(model: Decoder, layer: int) -> Experts:
+    mlp = model.layers[layer].mlp
+    assert isinstance(mlp, Sparse)
+    return mlp.experts
 
 
 def test_blocks_of_another_model(pair: tuple[Path, Path], tmp_path: Path) -> None:

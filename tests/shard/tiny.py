@@ -176,6 +176,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "few-heads-qwen3": lambda: transformers.Qwen3Config(**FEW_HEADS, head_dim=16),
     "few-heads-gemma2": lambda: transformers.Gemma2Config(**GEMMA2 | FEW_HEADS),
     "few-heads-gpt-oss": lambda: transformers.GptOssConfig(**GPT_OSS | FEW_HEADS),
+    "mixtral-wide": lambda: transformers.MixtralConfig(**FEW_HEADS | {"intermediate_size": 192}, num_local_experts=4),
     "gpt-oss-blocks": lambda: transformers.GptOssConfig(**GPT_OSS | {"intermediate_size": 96}),
     "few-heads-mixtral": lambda: transformers.MixtralConfig(**FEW_HEADS, num_local_experts=5, num_experts_per_tok=2),
     "few-heads-olmo3": lambda: transformers.Olmo3Config(**FEW_HEADS, sliding_window=WINDOW),

@@ -1,0 +1,350 @@
+"""The products of a mixture of experts whose weights have few bits, by Triton: tiles as those of `fused_experts`, codes as those of
+`fused_quantized`.
+
+Knows tensors only. What it computes stands in `experts.OneByOne`. Programs unpack their outputs' codes as they read them, for any
+number of rows: experts that many tokens choose unpack them once for every tile.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .codes import EXPERTS_BITS, MIDDLES, Codes, zeros_of
+from .compilation import Compilation
+from .fused_activation import activated
+from .fused_experts import INTERPRET, find, limited
+from .fused_product import dot
+from .fused_quantized import FP8_FACTOR, less, smaller
+from .fused_quantized import zeros_of as zeros_at
+
+TYPES = {torch.bfloat16, torch.float16}  # of rows
+RUN = 128  # inputs at a time, at most
+LEAST_RUN = 32
+WARPS = 4
+
+
+@triton.jit
+def tiny(bits: tl.tensor) -> tl.tensor:
+    """Floats of 4 bits, 2**14 times smaller, as float16: of that the sign, the exponent's last bits and the fraction's first."""
+    wide = bits.to(tl.uint16)
+    return (((wide & 8) << 12) | ((wide & 7) << 9)).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def meant(codes: tl.tensor, zero: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    """Codes as numbers, still to be scaled."""
+    return tiny(codes) if KIND == "fp4" else smaller(codes) if KIND == "fp8" else less(codes, zero)
+
+
+@triton.jit
+def scale_at(place: tl.tensor, wanted: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    """[1, outputs]. Those of floats of 4 bits are exponents alone, and make up for what is `tiny`."""
+    held = tl.load(place, mask=wanted, other=0)
+    if KIND == "fp4":
+        held = (held.to(tl.int32) << 23).to(tl.float32, bitcast=True) * 16384.0
+    return held[None, :]
+
+
+@triton.jit
+def add_run(
+    result: tl.tensor,
+    first: tl.tensor,
+    second: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    zeros: tl.tensor,
+    wanted: tl.tensor,
+    run: tl.tensor,
+    OUTPUTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RUN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    KIND: tl.constexpr,
+    ZEROS: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    WIDEN: tl.constexpr,
+) -> tl.tensor:
+    """Adds the products of a run of rows, whose halves are `first` and `second`, or all of which is `first`. codes: of the outputs;
+    scales, zeros: of their first block. OUTPUTS: of an expert's matrix, which may be more than are wanted."""
+    held = tl.load(codes + run * WIDTH, mask=wanted[:, None], other=0)
+    begin = run * RUN // BLOCK * OUTPUTS
+    zero = zeros_at(zeros + begin, wanted, ZEROS, MIDDLE)
+    part = tl.zeros(result.shape, tl.float32)
+    if WIDTH == RUN:
+        part = dot(first, meant(held, zero, KIND).to(first.dtype), part, WIDEN)
+    else:
+        part = dot(first, meant(held & 15, zero, KIND).to(first.dtype), part, WIDEN)
+        if RUN > BLOCK:  # halves have scales of their own
+            result += part * scale_at(scales + begin, wanted, KIND)
+            begin += OUTPUTS
+            zero = zeros_at(zeros + begin, wanted, ZEROS, MIDDLE)
+            part = tl.zeros(result.shape, tl.float32)
+        part = dot(second, meant(held >> 4, zero, KIND).to(first.dtype), part, WIDEN)
+    return result + part * scale_at(scales + begin, wanted, KIND)
+
+
+@triton.jit
+def packed_kernel(
+    out: tl.tensor,  # [pairs, outputs]
+    x: tl.tensor,  # [pairs / TOGETHER, inputs]
+    codes: tl.tensor,  # [experts, outputs, inputs] bytes, or half as many; GATED: 2 * outputs, gates first
+    scales: tl.tensor,  # [experts, inputs / BLOCK, outputs] float32, of floats of 4 bits bytes; GATED: 2 * outputs
+    zeros: tl.tensor,  # the same, bytes; unused without ZEROS
+    bias: tl.tensor,  # [experts, outputs], or twice as many; unused without BIASED
+    order: tl.tensor,  # [pairs], pairs sorted by expert
+    starts: tl.tensor,  # [experts + 1], where each expert's begin in `order`
+    shares: tl.tensor,  # [pairs] float32, which results are multiplied by; unused with GATED
+    EXPERTS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RUN: tl.constexpr,
+    WIDTH: tl.constexpr,  # bytes of a run
+    ZEROS: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    GATED: tl.constexpr,
+    GELU: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BIASED: tl.constexpr,
+    WIDEN: tl.constexpr,
+) -> None:
+    """One program: COLUMNS outputs of a tile."""
+    ALL: tl.constexpr = (1 + GATED) * OUTPUTS
+    expert, first_place = find(starts, tl.program_id(1), EXPERTS, SLOTS, ROWS)
+    if expert < EXPERTS:
+        place = first_place + tl.arange(0, ROWS)
+        asked = place < tl.load(starts + expert + 1).to(tl.int32)
+        pair = tl.load(order + place, mask=asked, other=0).to(tl.int64)
+        output = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+        wanted = output < OUTPUTS
+        wide = tl.arange(0, WIDTH)
+        from_x = x + (pair // TOGETHER)[:, None] * INPUTS + wide[None, :]
+        own = codes + expert.to(tl.int64) * (ALL * (INPUTS // RUN * WIDTH))
+        own += output.to(tl.int64)[:, None] * (INPUTS // RUN * WIDTH) + wide[None, :]
+        blocks = expert.to(tl.int64) * (ALL * (INPUTS // BLOCK)) + output
+        result = tl.zeros([ROWS, COLUMNS], tl.float32)
+        other = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for run in tl.range(0, INPUTS // RUN, num_stages=STAGES):
+            first = tl.load(from_x + run * RUN, mask=asked[:, None], other=0.0)
+            second = first
+            if WIDTH < RUN:
+                second = tl.load(from_x + run * RUN + WIDTH, mask=asked[:, None], other=0.0)
+            result = add_run(
+                result, first, second, own, scales + blocks, zeros + blocks, wanted, run, ALL, BLOCK, RUN, WIDTH, KIND, ZEROS,
+                MIDDLE, WIDEN,
+            )  # fmt: skip
+            if GATED:
+                later = blocks + OUTPUTS
+                other = add_run(
+                    other, first, second, own + OUTPUTS * (INPUTS // RUN * WIDTH), scales + later, zeros + later, wanted, run, ALL,
+                    BLOCK, RUN, WIDTH, KIND, ZEROS, MIDDLE, WIDEN,
+                )  # fmt: skip
+        if BIASED:
+            from_bias = bias + expert * ALL + output
+            result += tl.load(from_bias, mask=wanted, other=0.0).to(tl.float32)[None, :]
+            if GATED:
+                other += tl.load(from_bias + OUTPUTS, mask=wanted, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            result = limited(result, other, LIMIT) if LIMIT > 0 else activated(result, GELU) * other
+        else:
+            result *= tl.load(shares + pair, mask=asked, other=0.0)[:, None]
+        to = out + pair[:, None] * OUTPUTS + output[None, :]
+        tl.store(to, result.to(out.dtype.element_ty), mask=asked[:, None] & wanted[None, :])
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Matrices of all experts, [experts, outputs, inputs], as the kernel reads them."""
+
+    kind: str
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    inputs: int
+    block: int
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that it holds."""
+        return [self.codes, self.scales, *([self.zeros] if self.zeros is not None else [])]
+
+
+def pack(weights: Sequence[Codes], dtype: torch.dtype) -> Packed | None:
+    """Those of all experts, for products with rows of `dtype`. None: blocks are too short or differ, or rows are not for the matrix
+    units."""
+    first = weights[0]
+    kind, block, inputs = first.kind, first.block, first.codes.shape[1]
+    alike = all(weight.kind == kind and weight.block == block for weight in weights)
+    run = _run(kind, inputs, block)
+    if not alike or run < LEAST_RUN or dtype not in TYPES:
+        return None
+    shifted = any(weight.zeros is not None for weight in weights)
+    scales = torch.stack([weight.scales.t() for weight in weights])
+    if kind == "fp4":
+        scales = (scales.view(torch.int32) >> 23).to(torch.uint8)
+    elif kind == "fp8":
+        scales = scales * FP8_FACTOR
+    return Packed(
+        kind=kind,
+        codes=torch.stack([_paired(weight.codes, run) if EXPERTS_BITS[kind] == 4 else weight.codes for weight in weights]),
+        scales=scales.contiguous(),
+        zeros=torch.stack([zeros_of(weight).t() for weight in weights]).contiguous() if shifted else None,
+        inputs=inputs,
+        block=block,
+    )
+
+
+def _run(kind: str, inputs: int, block: int) -> int:
+    """The largest power of two up to RUN that divides the inputs, and a block, or of which each half, where it has some, is one."""
+    run = min(RUN, inputs & -inputs)
+    within = block & -block
+    return min(run, 2 * block if EXPERTS_BITS[kind] == 4 and within == block else within)
+
+
+def _paired(codes: Tensor, run: int) -> Tensor:
+    """Codes of 4 bits [out, in] as bytes [out, in / 2]: in each the same place of a run's first and of its second half."""
+    low, high = codes.view(len(codes), -1, 2, run // 2).unbind(2)
+    return (low | (high << 4)).flatten(1)
+
+
+def experts(
+    x: Tensor,
+    order: Tensor,
+    starts: Tensor,
+    shares: Tensor,
+    gate_up: Packed,
+    down: Packed,
+    biases: tuple[Tensor, Tensor] | None,
+    gelu: bool,
+    limit: float,
+) -> Tensor:
+    """As `fused_experts.experts`."""
+    size, hidden = down.inputs, gate_up.inputs
+    assert all(tensor.is_contiguous() for tensor in (x, order, starts, shares))
+    inner = torch.empty(len(order), size, dtype=x.dtype, device=x.device)
+    out = torch.empty(len(order), hidden, dtype=x.dtype, device=x.device)
+    first, second = biases or (None, None)
+    how = {"GATED": True, "GELU": gelu, "LIMIT": limit}
+    if len(order):
+        _product(inner, x, gate_up, order, starts, shares, first, shares.shape[1], how)
+        _product(out, inner, down, order, starts, shares, second, 1, {"GATED": False, "GELU": False, "LIMIT": 0.0})
+    return out
+
+
+def _product(
+    out: Tensor,
+    x: Tensor,
+    weight: Packed,
+    order: Tensor,
+    starts: Tensor,
+    shares: Tensor,
+    bias: Tensor | None,
+    together: int,
+    how: dict[str, Any],
+) -> None:
+    pairs, outputs = out.shape
+    number = len(weight.codes)
+    meaning = _meaning(weight.kind, weight.inputs, weight.block, weight.zeros is not None)
+    tile = _tile(pairs, number, how["GATED"], torch.version.hip is not None)
+    grid = triton.cdiv(outputs, tile["COLUMNS"]), min(number, pairs) + pairs // tile["ROWS"]
+    packed_kernel[grid](
+        out,
+        x,
+        weight.codes,
+        weight.scales,
+        weight.zeros if weight.zeros is not None else weight.codes,
+        bias if bias is not None else out,
+        order,
+        starts,
+        shares,
+        EXPERTS=number,
+        SLOTS=triton.next_power_of_2(number),
+        TOGETHER=together,
+        OUTPUTS=outputs,
+        BIASED=bias is not None,
+        WIDEN=INTERPRET,
+        **meaning,
+        **tile,
+        **how,
+        num_warps=WARPS,
+        num_stages=tile["STAGES"],
+        enable_fp_fusion=True,
+    )
+
+
+def _meaning(kind: str, inputs: int, block: int, zeros: bool) -> dict[str, Any]:
+    """The constants that say what codes mean."""
+    run = _run(kind, inputs, block)
+    return {
+        "INPUTS": inputs,
+        "BLOCK": block,
+        "RUN": run,
+        "WIDTH": run * EXPERTS_BITS[kind] // 8,
+        "KIND": kind,
+        "ZEROS": zeros,
+        "MIDDLE": MIDDLES.get(kind, 0),
+    }
+
+
+def _tile(pairs: int, number: int, gated: bool, amd: bool) -> dict[str, int]:
+    """Few pairs for each expert cost what reading its codes costs."""
+    few = pairs <= 16 * number
+    return {"ROWS": 16 if few else 64, "COLUMNS": 64 if few and not gated else 32, "STAGES": 2 if amd else 4 if few else 3}
+
+
+def compilations() -> list[Compilation]:
+    """gpt-oss's experts, whole and half of them, Qwen3's 128 in 8 bits and Mixtral's 8 in 4."""
+    models = {  # experts, chosen, inputs, outputs, kind, block, zeros
+        "32 x 2880 fp4": (32, 4, 2880, 2880, "fp4", 32, False),
+        "32 x 1440 fp4": (32, 4, 1440, 2880, "fp4", 32, False),
+        "128 x 768 fp8": (128, 8, 2048, 768, "fp8", 128, False),
+        "8 x 14336 int4": (8, 2, 4096, 14336, "int4", 64, True),
+        "8 x 14336 int8": (8, 2, 4096, 14336, "int8", 4096, False),
+    }
+    kinds = {"": ("sm_80", "sm_90", "sm_100", "sm_120"), "amd": ("gfx942",)}
+    found = []
+    for (model, case), tokens, gated, kindred in itertools.product(models.items(), (1, 4096), (True, False), kinds):
+        number, chosen, inputs, outputs, kind, block, zeros = case
+        biased = kind == "fp4"
+        tile = _tile(tokens * chosen, number, gated, kindred == "amd")
+        constants = {
+            "EXPERTS": number,
+            "SLOTS": triton.next_power_of_2(number),
+            "TOGETHER": chosen if gated else 1,
+            "OUTPUTS": outputs,
+            "BIASED": biased,
+            "GATED": gated,
+            "GELU": False,
+            "LIMIT": 7.0 if biased and gated else 0.0,
+            "WIDEN": False,
+            **_meaning(kind, inputs, block, zeros),
+            **tile,
+        }
+        pointers = dict.fromkeys(("out", "x", "bias"), "*bf16") | dict.fromkeys(("order", "starts"), "*i64")
+        pointers |= {"codes": "*u8", "scales": "*u8" if kind == "fp4" else "*fp32", "zeros": "*u8", "shares": "*fp32"}
+        found.append(
+            Compilation(
+                kernel=packed_kernel,
+                name=f"packed {model} {'gated' if gated else 'down'} {'few' if tokens == 1 else 'many'} {kindred}".rstrip(),
+                signature={**pointers, **dict.fromkeys(constants, "constexpr")},
+                constants=constants,
+                warps=WARPS,
+                stages=tile["STAGES"],
+                fuse=True,
+                hot=True,
+                targets=kinds[kindred],
+            )
+        )
+    return found
