@@ -11,6 +11,7 @@ import pytest
 from penstock.router.rendering import Renderer
 from penstock.router.request import Refused
 from penstock.router.template import Chat, ChatTemplate
+from penstock.tests.seconds import least
 
 SOURCE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ tools }}{{ documents }}{{ mood }}"
 CHAT = Chat(
@@ -85,7 +86,7 @@ def test_whatever_a_template_does_it_ends(renderer: Renderer, name: str) -> None
         return longest
 
     start = time.monotonic()
-    longest = asyncio.run(run())
+    longest = asyncio.run(least(0.3, run))
     assert longest < 0.3  # 5 ms are usual; the bound is for a crowded machine
     assert time.monotonic() - start < 20
 
