@@ -60,6 +60,7 @@ class Model:
         layers=1,
         windows=(0,),
         softcap=0.0,
+        sinks=False,
         heads=1,
         kv_heads=1,
         head_size=1,
