@@ -28,8 +28,10 @@ class Source(Protocol):
     device: torch.device
     progress: Progress
 
-    def tensor(self, name: str, shape: tuple[int, ...], cut: tuple[int, int, int] | None = None) -> Tensor:
-        """The tensor `name`, whose full shape must be `shape`, on the device and in the dtype of the source.
+    def tensor(
+        self, name: str, shape: tuple[int, ...], cut: tuple[int, int, int] | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """The tensor `name`, whose full shape must be `shape`, on the device and in `dtype`, if not that of the source.
 
         cut: (dimension, start, stop) reads only that slice; what lies beyond the tensor's end is zero.
         Raises Unsupported, in one line with the remedy, if it isn't there or has another shape.
@@ -43,7 +45,7 @@ class Source(Protocol):
         """Whether there is such a tensor, where nobody could know without looking."""
 
     def scale(self, name: str, size: int) -> Tensor | None:
-        """A number for each of `size` heads, [size] float32, where the checkpoint has it: as many, or one for all. Else None."""
+        """A number for each of `size`, [size] float32, where the checkpoint has it: as many, or one for all. Else None."""
 
 
 class Weights:
@@ -57,7 +59,9 @@ class Weights:
         self._files: dict[Path, Any] = {}
         self._places = _places(folder)
 
-    def tensor(self, name: str, shape: tuple[int, ...], cut: tuple[int, int, int] | None = None) -> Tensor:
+    def tensor(
+        self, name: str, shape: tuple[int, ...], cut: tuple[int, int, int] | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
         """See Source."""
         stored = self._stored(self._place(name), name, "get_slice")
         found = tuple(stored.get_shape())
@@ -67,7 +71,7 @@ class Weights:
             raise Unsupported(f"tensor {name} is stored as {stored.get_dtype()}, and by config.json it is not quantized: {AGAIN}")
         tensor = _sliced(stored, cut)
         self.progress(tensor.numel())
-        return tensor.to(self.device, self.dtype)
+        return tensor.to(self.device, dtype or self.dtype)
 
     def stored(self, name: str, kinds: tuple[str, ...]) -> Tensor:
         """See Source."""
@@ -92,7 +96,7 @@ class Weights:
         found = self._stored(path, name, "get_tensor").float().flatten()
         if len(found) not in (1, size):
             raise Unsupported(
-                f"tensor {name} has {len(found)} numbers, config.json says {size} heads: they belong to different models"
+                f"tensor {name} has {len(found)} numbers, by config.json there are {size}: they belong to different models"
             )
         return found.expand(size).contiguous().to(self.device)  # type: ignore[no-any-return]
 
@@ -120,7 +124,9 @@ class DummyWeights:
         self.device = device
         self.progress = progress
 
-    def tensor(self, name: str, shape: tuple[int, ...], cut: tuple[int, int, int] | None = None) -> Tensor:
+    def tensor(
+        self, name: str, shape: tuple[int, ...], cut: tuple[int, int, int] | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
         """See Source. Every rank draws the whole tensor, so that slices fit together."""
         generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()))
         full = torch.randn(shape, generator=generator, device=self.device).mul_(0.02)
@@ -128,7 +134,7 @@ class DummyWeights:
             full += 1
         tensor = _sliced(full, cut)
         self.progress(tensor.numel())
-        return tensor.to(self.device, self.dtype)
+        return tensor.to(self.device, dtype or self.dtype)
 
     def stored(self, name: str, kinds: tuple[str, ...]) -> Tensor:
         """See Source."""

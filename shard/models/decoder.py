@@ -27,7 +27,7 @@ from .rotary import table_of
 from .shape import Rope, Shape, Unsupported
 from .stream import Stream
 
-HEAD = "lm_head.weight"
+HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 TABLE = "embed_tokens.weight"
 # What names of tensors begin with: in a checkpoint of text alone, and in those that have images as well.
 ROOTS = ("model.", "language_model.model.", "model.language_model.")
@@ -111,7 +111,8 @@ class Decoder:
             change.check()
         self.adapters = tuple(change.name for change in changes)
         self.norm = load.gains("norm", shape.hidden)
-        self.head = Weight(self._tied(load) if shape.tied else load.table(HEAD), exact=exact)
+        head = next((name for name in HEADS if source.has(name)), HEADS[0])
+        self.head = Weight(self._tied(load, head) if shape.tied else load.table(head), exact=exact)
         size, turned, dtype = shape.head_size, shape.rotary_size, self.embedding.dtype
         of = partial(table_of, size=size, positions=shape.max_positions, dtype=dtype, device=device, turned=turned)
         self.rotary = of(shape.rope)
@@ -154,11 +155,11 @@ class Decoder:
     def _stream(self, sums: Tensor, chosen: Chosen | None = None) -> Stream:
         return Stream(sums, self.ranks, self.shape.norm_epsilon, self.shape.gelu, chosen)
 
-    def _tied(self, load: Loader) -> Tensor:
+    def _tied(self, load: Loader, head: str) -> Tensor:
         """The embedding table. Raises Unsupported if the checkpoint has another output matrix all the same."""
-        if load.source.has(HEAD) and not load.table(HEAD).equal(self.embedding):
+        if load.source.has(head) and not load.table(head).equal(self.embedding):
             raise Unsupported(
-                f"config.json says tie_word_embeddings, and there is a {HEAD} that differs from {load.prefix}{TABLE}: "
+                f"config.json says tie_word_embeddings, and there is a {head} that differs from {load.prefix}{TABLE}: "
                 "say false there if it is the model's own, or leave the tensor out"
             )
         return self.embedding

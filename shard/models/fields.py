@@ -28,18 +28,46 @@ SIZES = {
     "shared_expert_intermediate_size": 1 << 22,
     "decoder_sparse_step": 1 << 12,
     "no_rope_layer_interval": 1 << 12,
+    "n_routed_experts": 1 << 12,
+    "n_shared_experts": 1 << 12,
+    "n_group": 1 << 12,
+    "topk_group": 1 << 12,
+    "first_k_dense_replace": 1 << 12,
+    "rotary_dim": 1 << 12,
+    "moe_k": 1 << 12,
+    "moe_num_experts": 1 << 12,
+    "moe_num_shared_experts": 1 << 12,
+    "moe_layer_start_index": 1 << 12,
+    "moe_layer_end_index": 1 << 12,
+    "moe_layer_interval": 1 << 12,
 }
-MAY_BE_NULL = ("num_key_value_heads", "head_dim", "sliding_window", "max_window_layers")  # and means that there is none
+LEAST = {
+    **dict.fromkeys(("sliding_window", "max_window_layers", "n_shared_experts", "first_k_dense_replace"), 0),
+    **dict.fromkeys(("moe_num_shared_experts", "moe_layer_start_index"), 0),
+    "moe_layer_end_index": -1,  # the last
+}
+# And means that there is none.
+MAY_BE_NULL = (
+    *("num_key_value_heads", "head_dim", "sliding_window", "max_window_layers"),
+    *("n_shared_experts", "n_group", "topk_group", "first_k_dense_replace"),
+)
 AGAIN = "is it the model's own? Download it again"
 FULL, SLIDING = "full_attention", "sliding_attention"  # of `layer_types`
-SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "qkv_bias", "use_sliding_window", "norm_topk_prob")
+SWITCHES = (
+    *("tie_word_embeddings", "attention_bias", "attention_out_bias", "mlp_bias", "qkv_bias", "use_bias"),
+    *("use_sliding_window", "use_qk_norm", "norm_topk_prob"),
+)
 # What transformers calls a model where its architecture's name doesn't say so.
 MODEL_TYPES = {
     "Gemma3ForCausalLM": "gemma3_text",
     "Gemma3ForConditionalGeneration": "gemma3_text",
+    "Glm4MoeForCausalLM": "glm4_moe",
     "GptOssForCausalLM": "gpt_oss",
+    "MiniMaxM2ForCausalLM": "minimax_m2",
+    "Mistral3ForConditionalGeneration": "mistral",
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "SeedOssForCausalLM": "seed_oss",
 }
 
 
@@ -53,7 +81,7 @@ def check(config: Config, architecture: str) -> None:
         )
     for name, most in SIZES.items():
         value = config.get(name, 1)
-        least = 0 if name in ("sliding_window", "max_window_layers") else 1
+        least = LEAST.get(name, 1)
         if value is None and name in MAY_BE_NULL:
             continue
         if type(value) is not int or not least <= value <= most:

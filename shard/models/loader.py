@@ -47,10 +47,17 @@ class Loader:
         """A number for each of this rank's query heads: float32."""
         return self._part(name, (self.shape.heads,), 0).float()
 
-    def whole(self, name: str, outputs: int, bias: bool = False) -> Weight:
-        """A matrix [outputs, hidden] that every rank has whole."""
-        added = self.source.tensor(f"{self.prefix}{name}.bias", (outputs,)) if bias else None
-        return Weight(self.source.tensor(f"{self.prefix}{name}.weight", (outputs, self.shape.hidden)), added, self.exact)
+    def whole(self, name: str, outputs: int, bias: bool = False, wide: bool = False) -> Weight:
+        """A matrix [outputs, hidden] that every rank has whole; wide: in float32."""
+        dtype = torch.float32 if wide else self.source.dtype
+        added = self.source.tensor(f"{self.prefix}{name}.bias", (outputs,), dtype=dtype) if bias else None
+        weight = self.source.tensor(f"{self.prefix}{name}.weight", (outputs, self.shape.hidden), dtype=dtype)
+        return Weight(weight, added, self.exact)
+
+    def each(self, name: str, count: int) -> Tensor:
+        """A number for each of `count` that every rank has all: [count] float32."""
+        found = self.source.scale(self.prefix + name, count)
+        return found if found is not None else self.source.tensor(self.prefix + name, (count,), dtype=torch.float32)
 
     def columns(self, joint: str, names: list[str], sizes: list[int], bias: bool) -> Weight:
         """Matrices [size, hidden] side by side, of each this rank's part of the outputs. joint: what they are in checkpoints that

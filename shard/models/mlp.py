@@ -35,7 +35,8 @@ class Sparse:
 
     def __init__(self, load: Loader, mixture: Mixture) -> None:
         self.mixture = mixture
-        self.router = load.whole(f"{mixture.name}.{mixture.router}", mixture.experts, mixture.biased)
+        self.router = load.whole(f"{mixture.name}.{mixture.router}", mixture.experts, mixture.biased, mixture.wide)
+        self.correction = load.each(f"{mixture.name}.{mixture.correction}", mixture.experts) if mixture.correction else None
         gate_ups, downs, biases = experts(load, mixture)
         self.experts = lay_out(gate_ups, downs, load.source.dtype, biases, Gates(load.shape.gelu, mixture.limit))
         self.shared = Shared(load, mixture) if mixture.shared else None
@@ -43,25 +44,47 @@ class Sparse:
     def __call__(self, stream: Stream, before: Tensor | None, behind: Tensor | None) -> None:
         """As that of `Dense`."""
         x = stream.normalized(before)
-        made = self.experts(x, *route(self.router(x), self.mixture.chosen, self.mixture.normalized))
+        made = self.experts(x, *self.route(x))
         stream.add_part(made if self.shared is None else made.add_(self.shared(x)), behind)
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Shares and numbers of the experts of each token."""
+        mixture = self.mixture
+        return route(
+            self.router(x.float() if mixture.wide else x),
+            mixture.chosen,
+            mixture.normalized,
+            sigmoid=mixture.sigmoid,
+            correction=self.correction,
+            groups=(mixture.groups, mixture.groups_chosen),
+            factor=mixture.factor,
+        )
 
     def weights(self) -> Iterator[Weight | Tensor]:
         """All of this rank's."""
         yield from (self.router, *self.experts.weights)
+        if self.correction is not None:
+            yield self.correction
         if self.shared is not None:
-            yield from (self.shared.gate, self.shared.gate_up, self.shared.down)
+            yield from self.shared.weights()
 
 
 class Shared:
     """The expert that all tokens go through."""
 
     def __init__(self, load: Loader, mixture: Mixture) -> None:
-        name, self.gelu = f"{mixture.name}.shared_expert", load.shape.gelu
-        self.gate = load.whole(f"{name}_gate", 1)
+        name, self.gelu = f"{mixture.name}.{mixture.shared_name}", load.shape.gelu
+        self.gate = load.whole(f"{mixture.name}.{mixture.shared_gate}", 1) if mixture.shared_gate else None
         self.gate_up = load.columns("", [f"{name}.gate_proj", f"{name}.up_proj"], [mixture.shared] * 2, bias=False)
         self.down = load.rows(f"{name}.down_proj", mixture.shared, bias=False)
 
     def __call__(self, x: Tensor) -> Tensor:
         """This rank's part of what it makes of x, by its gate."""
-        return self.down(gated(self.gate_up(x), self.gelu)).mul_(self.gate(x).sigmoid())
+        made = self.down(gated(self.gate_up(x), self.gelu))
+        return made if self.gate is None else made.mul_(self.gate(x).sigmoid())
+
+    def weights(self) -> Iterator[Weight]:
+        """All of this rank's."""
+        yield from (self.gate_up, self.down)
+        if self.gate is not None:
+            yield self.gate

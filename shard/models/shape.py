@@ -70,7 +70,14 @@ class Mixture:
     chosen: int  # by each token
     size: int  # intermediate features of each
     normalized: bool  # the shares of those chosen add up to 1
-    shared: int = 0  # intermediate features of one more, that all tokens go through, as far as its own gate lets it
+    shared: int = 0  # intermediate features of one more, that all tokens go through
+    shared_name: str = "shared_expert"
+    shared_gate: str = "shared_expert_gate"  # which lets tokens through it; "": all as they are
+    sigmoid: bool = False  # each expert's score is by itself, instead of a softmax
+    correction: str = ""  # the tensor that is added to scores for choosing by; "": none
+    groups: int = 1  # of experts, of which a token chooses by their best two
+    groups_chosen: int = 1
+    factor: float = 1.0  # of all shares
     quantization: Quantization | None = None  # of the experts alone
     biased: bool = False  # experts and their router have biases
     limit: float = 0.0  # beyond which gates and what they let through don't go; 0: none
@@ -78,6 +85,11 @@ class Mixture:
     name: str = "mlp"
     router: str = "gate"
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+    @property
+    def wide(self) -> bool:
+        """The router computes in float32."""
+        return self.sigmoid or bool(self.correction)
 
     def part(self, ranks: int) -> int:
         """Intermediate features of each on a rank. Blocks of experts that are stored in a few bits alone are not divided: the last
@@ -237,5 +249,7 @@ class Shape:
         """Elements of a layer's experts, their router, and the shared one with its gate."""
         size = mixture.part(ranks)
         each = 3 * size * self.hidden + mixture.biased * (2 * size + self.hidden)
-        routed = mixture.experts * (self.hidden + mixture.biased) + round(mixture.read(tokens) * each)
-        return routed + self.hidden * (3 * mixture.shared // ranks + (mixture.shared > 0))
+        own = self.hidden + mixture.biased + (mixture.correction != "")
+        routed = mixture.experts * own + round(mixture.read(tokens) * each)
+        gate = mixture.shared > 0 and mixture.shared_gate != ""
+        return routed + self.hidden * (3 * mixture.shared // ranks + gate)

@@ -1,5 +1,6 @@
 """A mixture of experts means what its MLPs mean one by one, however many tokens choose each of them."""
 
+import math
 import random
 
 import pytest
@@ -152,3 +153,25 @@ def test_shares(chance: random.Random) -> None:
     assert chosen.tolist() == [[1, 2]]
     torch.testing.assert_close(shares[0], whole[[1, 2]])
     torch.testing.assert_close(route(logits, 2, True)[0].sum(), torch.tensor(1.0))
+
+
+def test_corrected_scores_choose_and_scores_are_shares(chance: random.Random) -> None:
+    """By each token's numbers, one at a time; groups are chosen by their best two."""
+    logits, correction = torch.randn(20, 12), torch.randn(12) * 0.3
+    for groups, within, normalized in ((1, 1, True), (4, 2, True), (3, 1, False), (6, 6, True)):
+        shares, chosen = route(logits, 3, normalized, sigmoid=True, correction=correction, groups=(groups, within), factor=2.5)
+        for row, own, numbers in zip(logits.tolist(), shares.tolist(), chosen.tolist(), strict=True):
+            scores = [1 / (1 + math.exp(-logit)) for logit in row]
+            judged = [score + more for score, more in zip(scores, correction.tolist(), strict=True)]
+            size = 12 // groups
+            parts = [range(first, first + size) for first in range(0, 12, size)]
+            best = sorted(parts, key=lambda part: -sum(sorted(judged[i] for i in part)[-2:]))[:within]
+            expected = sorted((i for part in best for i in part), key=lambda i: -judged[i])[:3]
+            assert numbers == expected
+            total = sum(scores[i] for i in expected) if normalized else 1.0
+            assert own == pytest.approx([2.5 * scores[i] / total for i in expected], rel=1e-5)
+
+
+def test_scores_that_vanish_are_no_shares_of_nothing() -> None:
+    shares, _ = route(torch.full((1, 4), -300.0), 2, True, sigmoid=True)
+    assert shares.tolist() == [[0.0, 0.0]]

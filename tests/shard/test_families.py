@@ -1,18 +1,25 @@
 """Architectures that are not Llama's: what their config.json files leave out, and what is refused by name."""
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
+import torch
 import transformers
 
 from penstock.shard.config import ShardConfig
 from penstock.shard.loading import load
 from penstock.shard.models.families import shape
+from penstock.shard.models.mlp import Sparse
 from penstock.shard.models.shape import Mixture, Unsupported
 from penstock.shard.sequence import sequences
 from penstock.shard.step import Span
 from penstock.tests.shard import tiny
 from penstock.tests.shard.test_oracle import close, prompt
+from penstock.tests.shard.test_weights import same
 from penstock.tests.shard.tiny import LONGROPE, SMALL
 
 
@@ -23,22 +30,30 @@ def config(architecture: str, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("architecture", "theirs"),
     [
+        ("Dots1ForCausalLM", transformers.Dots1Config),
+        ("Ernie4_5ForCausalLM", transformers.Ernie4_5Config),
+        ("Ernie4_5_MoeForCausalLM", transformers.Ernie4_5_MoeConfig),
+        ("Exaone4ForCausalLM", transformers.Exaone4Config),
         ("GemmaForCausalLM", transformers.GemmaConfig),
         ("Gemma2ForCausalLM", transformers.Gemma2Config),
         ("Gemma3ForCausalLM", transformers.Gemma3TextConfig),
         ("GlmForCausalLM", transformers.GlmConfig),
         ("Glm4ForCausalLM", transformers.Glm4Config),
+        ("Glm4MoeForCausalLM", transformers.Glm4MoeConfig),
         ("GraniteForCausalLM", transformers.GraniteConfig),
         ("LlamaForCausalLM", transformers.LlamaConfig),
+        ("MiniMaxM2ForCausalLM", transformers.MiniMaxM2Config),
         ("MistralForCausalLM", transformers.MistralConfig),
         ("MixtralForCausalLM", transformers.MixtralConfig),
         ("Olmo2ForCausalLM", transformers.Olmo2Config),
         ("Olmo3ForCausalLM", transformers.Olmo3Config),
+        ("OlmoeForCausalLM", transformers.OlmoeConfig),
         ("Phi3ForCausalLM", transformers.Phi3Config),
         ("Qwen2ForCausalLM", transformers.Qwen2Config),
         ("Qwen2MoeForCausalLM", transformers.Qwen2MoeConfig),
         ("Qwen3ForCausalLM", transformers.Qwen3Config),
         ("Qwen3MoeForCausalLM", transformers.Qwen3MoeConfig),
+        ("SeedOssForCausalLM", transformers.SeedOssConfig),
         ("SmolLM3ForCausalLM", transformers.SmolLM3Config),
     ],
 )
@@ -55,11 +70,19 @@ def test_what_is_left_out_is_transformers_default(architecture: str, theirs: Any
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"sliding_window": 8}, {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 4}]
+    "more",
+    [
+        {},
+        {"sliding_window": 8},
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 4},
+        {"sliding_window": 8, "sliding_window_pattern": 2},
+    ],
 )
 @pytest.mark.parametrize(
     ("architecture", "theirs"),
     [
+        ("Dots1ForCausalLM", transformers.Dots1Config),
+        ("Exaone4ForCausalLM", transformers.Exaone4Config),
         ("Olmo3ForCausalLM", transformers.Olmo3Config),
         ("Qwen2MoeForCausalLM", transformers.Qwen2MoeConfig),
         ("SmolLM3ForCausalLM", transformers.SmolLM3Config),
@@ -72,13 +95,19 @@ def test_layers_are_of_transformers_kinds(architecture: str, theirs: Any, more: 
     assert [window > 0 for window in found.windows] == [kind == "sliding_attention" for kind in expected.layer_types]
     assert set(found.windows) <= {0, expected.sliding_window}
     still = [layer for layer, turns in enumerate(getattr(expected, "no_rope_layers", [])) if not turns]
+    if "Exaone" in architecture:
+        still = [layer for layer, kind in enumerate(expected.layer_types) if kind == "full_attention"]
     assert sorted(found.unturned) == still
-    assert len(still) == (2 if "SmolLM3" in architecture else 0)
+    assert len(still) == {"SmolLM3ForCausalLM": 2, "Exaone4ForCausalLM": 9 // more.get("sliding_window_pattern", 4)}.get(
+        architecture, 0
+    )
 
 
 @pytest.mark.parametrize("name", sorted(tiny.FAMILIES))
 def test_parameters_are_counted_as_transformers_has_them(name: str) -> None:
-    assert tiny.decoder(name).shape.parameters() == sum(values.numel() for values in tiny.reference(name).parameters())
+    theirs = tiny.reference(name)
+    corrections = [values for key, values in theirs.named_buffers() if "correction" in key]
+    assert tiny.decoder(name).shape.parameters() == sum(values.numel() for values in (*theirs.parameters(), *corrections))
 
 
 def test_experts_are_transformers_by_default() -> None:
@@ -103,6 +132,128 @@ def test_experts_are_transformers_by_default() -> None:
     assert second is not None
     assert (second.experts, second.chosen) == (first.num_local_experts, first.num_experts_per_tok)
     assert shape(config("MixtralForCausalLM")).windows == (first.sliding_window or 0,) * 2
+
+
+def test_experts_with_scores_of_their_own_are_transformers_by_default() -> None:
+    glm, dots, minimax, ernie, olmoe = (
+        shape(config(f"{name}ForCausalLM", num_hidden_layers=3)).mixtures
+        for name in ("Glm4Moe", "Dots1", "MiniMaxM2", "Ernie4_5_Moe", "Olmoe")
+    )
+    theirs = transformers.Glm4MoeConfig()
+    of_glm = Mixture(
+        experts=theirs.n_routed_experts,
+        chosen=theirs.num_experts_per_tok,
+        size=theirs.moe_intermediate_size,
+        normalized=theirs.norm_topk_prob,
+        sigmoid=True,
+        correction="gate.e_score_correction_bias",
+        groups=theirs.n_group,
+        groups_chosen=theirs.topk_group,
+        factor=theirs.routed_scaling_factor,
+        shared=theirs.n_shared_experts * theirs.moe_intermediate_size,
+        shared_name="shared_experts",
+        shared_gate="",
+    )
+    assert glm == (None, of_glm, of_glm)
+    assert theirs.first_k_dense_replace == 1
+    theirs = transformers.Dots1Config()
+    assert dots == (replace(of_glm, normalized=theirs.norm_topk_prob, shared=0),) * 3
+    theirs = transformers.MiniMaxM2Config()
+    assert [(one.experts, one.chosen, one.size) for one in minimax if one] == [(theirs.num_experts, 8, 88)] * 3
+    theirs = transformers.Ernie4_5_MoeConfig(num_hidden_layers=3)
+    found = [(one.experts, one.chosen, one.size, one.shared) for one in ernie if one]
+    size = theirs.moe_intermediate_size
+    assert found == [(theirs.moe_num_experts, theirs.moe_k, size, theirs.moe_num_shared_experts * size)] * 2
+    assert ernie[0] is None
+    theirs = transformers.OlmoeConfig()
+    assert [(one.experts, one.chosen, one.normalized) for one in olmoe if one] == [
+        (theirs.num_experts, 8, theirs.norm_topk_prob)
+    ] * 3
+
+
+GLM_AIR = {
+    "vocab_size": 151_552,
+    "hidden_size": 4096,
+    "intermediate_size": 10_944,
+    "num_hidden_layers": 46,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "attention_bias": True,
+}
+DOTS = {
+    "vocab_size": 152_064,
+    "hidden_size": 4096,
+    "intermediate_size": 10_944,
+    "num_hidden_layers": 62,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "head_dim": 128,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+}
+MINIMAX = {
+    "vocab_size": 200_064,
+    "hidden_size": 3072,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 62,
+    "num_attention_heads": 48,
+}
+ERNIE = {
+    "vocab_size": 103_424,
+    "hidden_size": 2560,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 20,
+}
+OLMOE = {
+    "vocab_size": 50_304,
+    "hidden_size": 2048,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "sizes", "billions", "active"),
+    [
+        ("Glm4MoeForCausalLM", GLM_AIR, 106, 12),
+        ("Dots1ForCausalLM", DOTS, 142, 14),
+        ("MiniMaxM2ForCausalLM", MINIMAX, 229, 10),
+        ("Ernie4_5_MoeForCausalLM", ERNIE, 21, 3),
+        ("OlmoeForCausalLM", OLMOE, 7, 1),
+    ],
+)
+def test_sizes_are_those_in_the_models_names(architecture: str, sizes: dict[str, Any], billions: int, active: int) -> None:
+    found = shape({"architectures": [architecture]} | sizes)
+    assert found.parameters() / 1e9 == pytest.approx(billions, abs=1)
+    tables = found.vocabulary * found.hidden * (1 if found.tied else 2)  # which some who name models leave out
+    assert found.parameters(tokens=1) - tables < (active + 0.5) * 1e9 < found.parameters(tokens=1) + 1e9
+
+
+def test_routers_with_scores_of_their_own_are_not_rounded() -> None:
+    """What they choose by differs in the last bits of float32."""
+    folder = tiny.folder("ernie-moe")
+    found = load(ShardConfig(folder=str(folder), model="m", dtype="bfloat16"), lambda stage: None).decoder.layers[1].mlp
+    gate = tiny.reference("ernie-moe").model.layers[1].mlp.gate
+    assert isinstance(found, Sparse)
+    assert found.correction is not None
+    assert found.correction.equal(gate.moe_statics.e_score_correction_bias[0])
+    torch.testing.assert_close(found.router(torch.eye(64)), gate.weight.T, atol=1e-6, rtol=1e-6)
+
+
+def test_the_text_of_a_model_with_images_and_a_head_of_its_own(tmp_path: Path) -> None:
+    """As the hub has it, where nothing says that tables are tied."""
+    own = tiny.reference("mistral")
+    (text := own.config.to_dict()).pop("tie_word_embeddings")
+    said = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    tensors = {f"language_model.{name}": values.contiguous() for name, values in own.state_dict().items()}
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    found = load(ShardConfig(folder=str(tmp_path), model="m"), lambda stage: None).decoder
+    same(found, tiny.decoder("mistral"))
 
 
 @pytest.mark.parametrize(("longest", "tokens"), [(0, 40), (17, 17), (16, 16), (3, 3)])
@@ -172,6 +323,17 @@ def test_ranks_divide_what_is_there() -> None:
         (config("Qwen3MoeForCausalLM", decoder_sparse_step=0), "decoder_sparse_step 0"),
         (config("Qwen3MoeForCausalLM", norm_topk_prob=1), "norm_topk_prob 1, true or false"),
         (config("Qwen3MoeForCausalLM", model_type="qwen3"), "which is 'qwen3_moe'"),
+        (config("Glm4MoeForCausalLM", n_group=3), "n_group 3 and topk_group 1, of 128 experts"),
+        (config("Glm4MoeForCausalLM", n_group=128), "n_group 128"),
+        (config("Glm4MoeForCausalLM", topk_group=2), "n_group 1 and topk_group 2"),
+        (config("Glm4MoeForCausalLM", n_group=32), "num_experts_per_tok 8, of 4 experts"),
+        (config("Glm4MoeForCausalLM", first_k_dense_replace=-1), "first_k_dense_replace -1, an integer from 0"),
+        (config("Glm4MoeForCausalLM", routed_scaling_factor=0), "routed_scaling_factor 0, a number above 0"),
+        (config("Ernie4_5ForCausalLM", use_bias=True), "use_bias is not supported"),
+        (config("Ernie4_5_MoeForCausalLM", moe_layer_end_index=-2), "moe_layer_end_index -2, an integer from -1"),
+        (config("Exaone4ForCausalLM", sliding_window_pattern="LLLG"), "sliding_window_pattern 'LLLG', an integer"),
+        (config("MiniMaxM2ForCausalLM", rotary_dim=5), r"an even number is needed"),
+        (config("OlmoeForCausalLM", clip_qkv=8.0), "clip_qkv 8.0 is not supported"),
         (config("Phi3ForCausalLM", partial_rotary_factor=0.4), "partial_rotary_factor 0.4, 3 of 8"),
         (config("Phi3ForCausalLM", rope_parameters={"partial_rotary_factor": 1.5}), "partial_rotary_factor 1.5, a number above 0"),
         (config("Phi3ForCausalLM", rope_scaling={"type": "longrope"}), "lacks 'short_factor'"),

@@ -81,6 +81,15 @@ GPT_OSS = SMALL | {
     "sliding_window": WINDOW,
     "swiglu_limit": 0.8,  # so that it matters
 }
+GLM_MOE = SMALL | {
+    "head_dim": 16,
+    "num_hidden_layers": 3,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "routed_scaling_factor": 1.7,
+}
+ERNIE_MOE = SMALL | {"num_hidden_layers": 4, "moe_num_experts": 7, "moe_k": 3, "moe_intermediate_size": 20}
 GLM = SMALL | {"head_dim": 16, "pad_token_id": 0, "eos_token_id": 1}
 GEMMA3_ROPES = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -88,6 +97,16 @@ GEMMA3_ROPES = {
 }
 
 FAMILIES: dict[str, Callable[[], Any]] = {
+    "dots1": lambda: transformers.Dots1Config(**GLM_MOE, n_shared_experts=2, n_group=4, topk_group=2, first_k_dense_replace=1),
+    "dots1-window": lambda: transformers.Dots1Config(
+        **GLM_MOE, n_shared_experts=1, attention_bias=True, norm_topk_prob=True, sliding_window=WINDOW, max_window_layers=1
+    ),
+    "ernie": lambda: transformers.Ernie4_5Config(**SMALL, head_dim=16, tie_word_embeddings=False),
+    "ernie-moe": lambda: transformers.Ernie4_5_MoeConfig(**ERNIE_MOE, moe_layer_end_index=2, tie_word_embeddings=True),
+    "exaone4": lambda: transformers.Exaone4Config(
+        **SMALL | {"num_hidden_layers": 4}, sliding_window=WINDOW, sliding_window_pattern=2, rope_parameters=LLAMA3
+    ),
+    "exaone4-full": lambda: transformers.Exaone4Config(**SMALL, sliding_window=None, layer_types=["full_attention"] * 2),
     "gemma": lambda: transformers.GemmaConfig(**SMALL, head_dim=16),
     "gemma2": lambda: transformers.Gemma2Config(**GEMMA2),
     "gemma2-biases": lambda: transformers.Gemma2Config(**GEMMA, attention_bias=True, tie_word_embeddings=False),
@@ -97,6 +116,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "glm": lambda: transformers.GlmConfig(**GLM, partial_rotary_factor=1.0, attention_bias=False),
     "glm4": lambda: transformers.Glm4Config(**GLM, rope_parameters=dict(YARN)),
+    "glm4-moe": lambda: transformers.Glm4MoeConfig(**GLM_MOE, use_qk_norm=True, attention_bias=True, n_group=2, topk_group=1),
     "gpt-oss": lambda: transformers.GptOssConfig(**GPT_OSS, rope_parameters=DEEP_YARN),
     "gpt-oss-full": lambda: transformers.GptOssConfig(
         **GPT_OSS, attention_bias=False, layer_types=["full_attention"] * 2, tie_word_embeddings=True
@@ -116,7 +136,11 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "llama-tied": lambda: transformers.LlamaConfig(**SMALL, tie_word_embeddings=True),
     "llama-biases": lambda: transformers.LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True),
     "mistral": lambda: transformers.MistralConfig(**SMALL, head_dim=8, sliding_window=WINDOW),
+    "minimax-m2": lambda: transformers.MiniMaxM2Config(
+        **SMALL, head_dim=16, num_local_experts=9, num_experts_per_tok=3, rotary_dim=8
+    ),
     "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_local_experts=5, num_experts_per_tok=2),
+    "olmoe": lambda: transformers.OlmoeConfig(**SMALL, num_experts=7, num_experts_per_tok=3, norm_topk_prob=True),
     "olmo2": lambda: transformers.Olmo2Config(**SMALL, attention_bias=True, rope_parameters=LLAMA3),
     "olmo3": lambda: transformers.Olmo3Config(
         **SMALL | {"num_hidden_layers": 4},
@@ -141,6 +165,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen3-moe-step": lambda: transformers.Qwen3MoeConfig(
         **QWEN3_MOE, decoder_sparse_step=2, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2
     ),
+    "seed-oss": lambda: transformers.SeedOssConfig(**SMALL, head_dim=16, attention_out_bias=True),
     "smollm3": lambda: transformers.SmolLM3Config(**SMOLLM3),
     "smollm3-window": lambda: transformers.SmolLM3Config(
         **SMOLLM3 | {"no_rope_layers": [0, 1, 0], "rope_parameters": DEEP_YARN},
@@ -205,27 +230,36 @@ def _made(name: str) -> Path:
     transformers.utils.logging.disable_progress_bar()
     generator = torch.Generator().manual_seed(len(name))
     model = {
+        "Dots1Config": transformers.Dots1ForCausalLM,
+        "Ernie4_5Config": transformers.Ernie4_5ForCausalLM,
+        "Ernie4_5_MoeConfig": transformers.Ernie4_5_MoeForCausalLM,
+        "Exaone4Config": transformers.Exaone4ForCausalLM,
         "GemmaConfig": transformers.GemmaForCausalLM,
         "Gemma2Config": transformers.Gemma2ForCausalLM,
         "Gemma3TextConfig": transformers.Gemma3ForCausalLM,
+        "Glm4MoeConfig": transformers.Glm4MoeForCausalLM,
         "GlmConfig": transformers.GlmForCausalLM,
         "Glm4Config": transformers.Glm4ForCausalLM,
         "GptOssConfig": transformers.GptOssForCausalLM,
         "GraniteConfig": transformers.GraniteForCausalLM,
         "LlamaConfig": transformers.LlamaForCausalLM,
         "MistralConfig": transformers.MistralForCausalLM,
+        "MiniMaxM2Config": transformers.MiniMaxM2ForCausalLM,
         "MixtralConfig": transformers.MixtralForCausalLM,
         "Qwen3MoeConfig": transformers.Qwen3MoeForCausalLM,
         "Olmo2Config": transformers.Olmo2ForCausalLM,
         "Olmo3Config": transformers.Olmo3ForCausalLM,
+        "OlmoeConfig": transformers.OlmoeForCausalLM,
         "Phi3Config": transformers.Phi3ForCausalLM,
         "Qwen2MoeConfig": transformers.Qwen2MoeForCausalLM,
         "Qwen2Config": transformers.Qwen2ForCausalLM,
         "Qwen3Config": transformers.Qwen3ForCausalLM,
+        "SeedOssConfig": transformers.SeedOssForCausalLM,
         "SmolLM3Config": transformers.SmolLM3ForCausalLM,
     }[type(config := (FAMILIES | OTHERS)[name]()).__name__](config)
     with torch.no_grad():
-        for key, value in model.named_parameters():
+        corrections = ((key, value) for key, value in model.named_buffers() if "correction" in key)
+        for key, value in (*model.named_parameters(), *corrections):
             # Wide, so that logits lie far apart; norms around 1, so that leaving one out shows.
             value.normal_(1 if "norm" in key and "gemma" not in name else 0, 0.3, generator=generator)
     model.save_pretrained(_scratch() / name)

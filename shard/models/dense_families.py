@@ -1,0 +1,242 @@
+"""Families whose layers have one MLP each. A new one is a new entry in `DENSE`."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from .fields import AGAIN, FULL, SLIDING, Config, number, shown
+from .parts import cap, common, windows_of
+from .ropes import rope_of, ropes_by_kind, rotary_size
+from .shape import Shape, Unsupported
+
+# transformers' defaults, which some checkpoints rely on.
+MISTRAL: Config = {"num_key_value_heads": 8, "max_position_embeddings": 131_072}
+GEMMA: Config = {"head_dim": 256, "num_key_value_heads": 16, "tie_word_embeddings": True, "max_position_embeddings": 8192}
+AROUND = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+AROUND_GLM = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+BEHIND = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
+GLM: Config = {"num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131_072, "rms_norm_eps": 1.5625e-7}
+OLMO: Config = {"rms_norm_eps": 1e-5}
+OLMO3_THETA = 5e5
+ERNIE: Config = {
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+    "tie_word_embeddings": True,
+}
+SEED_OSS: Config = {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 524_288, "attention_bias": True}
+PHI3: Config = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096}
+SMOLLM3: Config = {
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32_768,
+    "tie_word_embeddings": True,
+    "rope_theta": 2e6,
+}
+GEMMA3: Config = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "max_position_embeddings": 131_072,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+}
+
+
+def llama(config: Config) -> Shape:
+    bias = config.get("attention_bias", False)
+    return replace(common(config), qkv_bias=bias, output_bias=bias, mlp_bias=config.get("mlp_bias", False))
+
+
+def _mistral(config: Config) -> Shape:
+    base = common(MISTRAL | config)
+    return replace(base, windows=(config.get("sliding_window", 4096) or 0,) * base.layers)
+
+
+def qwen(config: Config) -> Shape:
+    """Both generations slide in the layers from `max_window_layers` on, if at all."""
+    base = common({"num_key_value_heads": 32, "max_position_embeddings": 32_768} | config)
+    window = config.get("sliding_window", 4096)  # transformers' own defaults, here and below
+    if not config.get("use_sliding_window") or not window:
+        return base
+    first = config.get("max_window_layers", 28)
+    if first is None:
+        raise Unsupported(f"config.json says use_sliding_window, and max_window_layers null: {AGAIN}")
+    kinds = config.get("layer_types") or [SLIDING if layer >= first else FULL for layer in range(base.layers)]
+    return replace(base, windows=tuple(window if kind == SLIDING else 0 for kind in kinds))
+
+
+def _qwen2(config: Config) -> Shape:
+    return replace(qwen(config), qkv_bias=True)
+
+
+def qwen3(config: Config) -> Shape:
+    bias = config.get("attention_bias", False)
+    return replace(qwen({"head_dim": 128, **config}), qk_norm=True, qkv_bias=bias, output_bias=bias)
+
+
+def _smollm3(config: Config) -> Shape:
+    """Llama, but that some layers have no rotary embedding, and that those may slide."""
+    base = llama(SMOLLM3 | config)
+    turning = config.get("no_rope_layers")  # 1 where a layer has one
+    if turning is None:
+        interval = config.get("no_rope_layer_interval", 4)
+        turning = [int((layer + 1) % interval > 0) for layer in range(base.layers)]
+    if not isinstance(turning, list) or len(turning) < base.layers or not all(type(one) is int for one in turning):
+        raise Unsupported(
+            f"config.json says no_rope_layers {shown(turning)}, 0 or 1 for each of num_hidden_layers is needed: {AGAIN}"
+        )
+    still = frozenset(layer for layer in range(base.layers) if not turning[layer])
+    kinds = config.get("layer_types") or [SLIDING if layer in still else FULL for layer in range(base.layers)]
+    window = (config.get("use_sliding_window") and config.get("sliding_window")) or 0
+    return replace(base, unturned=still, windows=tuple(window if kind == SLIDING else 0 for kind in kinds))
+
+
+def _granite(config: Config) -> Shape:
+    """Llama, scaled (Yang et al. 2022, arXiv:2203.03466)."""
+    names = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
+    attention, embedding, residual, logits = (number(config, name, 1.0) for name in names)
+    return replace(
+        llama(config), attention_scale=attention, embedding_factor=embedding, residual_factor=residual, logit_divisor=logits
+    )
+
+
+def _phi3(config: Config) -> Shape:
+    """Also Phi 4."""
+    base = common(PHI3 | config)
+    turned = rotary_size(config, base.head_size)
+    for factors in (base.rope.short, base.rope.long):
+        if len(factors) not in (0, turned // 2):
+            raise Unsupported(f"config.json says {len(factors)} factors of longrope, {turned // 2} are needed: {AGAIN}")
+    return replace(
+        base,
+        joined=("qkv_proj", "gate_up_proj"),
+        windows=(config.get("sliding_window") or 0,) * base.layers,
+        rotary_size=turned,
+    )
+
+
+def _glm(config: Config) -> Shape:
+    """GLM 4 of 2024. Half of each head turns, neighbours together."""
+    base = common(GLM | config)
+    return replace(
+        base,
+        qkv_bias=config.get("attention_bias", True),
+        joined=("gate_up_proj",),
+        rotary_size=rotary_size(config, base.head_size, 0.5),
+        rotary_neighbours=True,
+    )
+
+
+def _glm4(config: Config) -> Shape:
+    """GLM 4 of 2025."""
+    return replace(_glm(config), norms=AROUND_GLM)
+
+
+def _gemma(config: Config, activation: str = "hidden_act") -> Shape:
+    """The first generation, which said "gelu" and meant its approximation, and what all of them have in common."""
+    if config.get("use_bidirectional_attention"):
+        raise Unsupported("use_bidirectional_attention is not supported: the decoder's tokens see those before them")
+    approximated = ("gelu_pytorch_tanh", "gelu") if activation == "hidden_act" else ("gelu_pytorch_tanh",)
+    bias = config.get("attention_bias", False)
+    base = common(GEMMA | config, activation, approximated)
+    factor = base.hidden**0.5
+    return replace(base, gelu=True, centered_norms=True, embedding_factor=factor, qkv_bias=bias, output_bias=bias)
+
+
+def _gemma2(config: Config) -> Shape:
+    """Every other layer slides."""
+    base = _gemma({"num_attention_heads": 8, "num_key_value_heads": 4} | config, "hidden_activation")
+    kinds = config.get("layer_types") or [FULL if layer % 2 else SLIDING for layer in range(base.layers)]
+    return replace(
+        base,
+        norms=AROUND,
+        windows=windows_of(config, kinds),
+        attention_scale=number(config, "query_pre_attn_scalar", 256.0) ** -0.5,
+        softcap=cap(config, "attn_logit_softcapping", 50.0),
+        final_softcap=cap(config, "final_logit_softcapping", 30.0),
+    )
+
+
+def _gemma3(config: Config) -> Shape:
+    """One layer in six sees all, and has another rotary embedding than those that slide."""
+    full, local = ropes_by_kind(config, 1e6, 1e4)
+    pattern, layers = _pattern(config, 6), config.get("num_hidden_layers", 26)
+    kinds = config.get("layer_types") or [SLIDING if (layer + 1) % pattern else FULL for layer in range(layers)]
+    base = _gemma2(GEMMA3 | config | {"layer_types": kinds, "rope_parameters": full, "rope_scaling": None})
+    # transformers reads attn_logit_softcapping, and leaves it at that.
+    local_rope = rope_of(GEMMA3 | config | {"rope_parameters": local}, "rope_parameters")
+    return replace(base, softcap=0.0, qk_norm=True, local_rope=local_rope)
+
+
+def _pattern(config: Config, usual: int) -> int:
+    """One layer of so many sees all."""
+    pattern = config.get("sliding_window_pattern", usual)
+    if type(pattern) is not int or pattern < 1:
+        raise Unsupported(f"config.json says sliding_window_pattern {shown(pattern)}, an integer from 1 on is needed: {AGAIN}")
+    return pattern
+
+
+def _olmo2(config: Config) -> Shape:
+    """Norms behind attention and MLP alone, and of all queries, and all keys, of a token together."""
+    bias = config.get("attention_bias", False)
+    base = common(OLMO | config)
+    return replace(base, qkv_bias=bias, output_bias=bias, joint_qk_norm=True, norms=BEHIND)
+
+
+def _olmo3(config: Config) -> Shape:
+    """One layer in four sees all; only its rotary embedding may be scaled. Those that slide don't go by the model's theta."""
+    theta = number(config, "rope_theta", OLMO3_THETA)
+    full, local = ropes_by_kind({**config, "rope_theta": theta, "rope_local_base_freq": OLMO3_THETA}, theta, OLMO3_THETA)
+    base = _olmo2(config | {"rope_parameters": full, "rope_scaling": None})
+    local_rope = rope_of(OLMO | config | {"rope_parameters": local}, "rope_parameters")
+    kinds = config.get("layer_types") or [SLIDING if (layer + 1) % 4 else FULL for layer in range(base.layers)]
+    return replace(base, windows=windows_of(config, kinds), local_rope=local_rope if local_rope != base.rope else None)
+
+
+def _seed_oss(config: Config) -> Shape:
+    """Llama with longer heads, and a switch for each bias."""
+    base = llama(SEED_OSS | config)
+    return replace(base, output_bias=config.get("attention_out_bias", False))
+
+
+def ernie(config: Config) -> Shape:
+    """Llama, but that neighbours turn together."""
+    if config.get("use_bias"):
+        raise Unsupported("use_bias is not supported: for this family the decoder has no biases")
+    return replace(common(ERNIE | config), rotary_neighbours=True)
+
+
+def _exaone4(config: Config) -> Shape:
+    """Norms behind attention and MLP alone. Where some layers slide, those that see all have no rotary embedding."""
+    base = common({"num_key_value_heads": 32, "rms_norm_eps": 1e-5} | config)
+    window, kinds = config.get("sliding_window", 4096), config.get("layer_types")
+    if kinds is None:
+        pattern = _pattern(config, 4)
+        kinds = [SLIDING if window and (layer + 1) % pattern else FULL for layer in range(base.layers)]
+    still = frozenset(layer for layer, kind in enumerate(kinds) if kind == FULL and window)
+    return replace(base, qk_norm=True, norms=BEHIND, windows=windows_of(config, kinds), unturned=still)
+
+
+DENSE: dict[str, Callable[[Config], Shape]] = {
+    "Ernie4_5ForCausalLM": ernie,
+    "Exaone4ForCausalLM": _exaone4,
+    "GemmaForCausalLM": _gemma,
+    "Gemma2ForCausalLM": _gemma2,
+    "Gemma3ForCausalLM": _gemma3,
+    "Gemma3ForConditionalGeneration": _gemma3,
+    "GlmForCausalLM": _glm,
+    "Glm4ForCausalLM": _glm4,
+    "GraniteForCausalLM": _granite,
+    "LlamaForCausalLM": llama,
+    "MistralForCausalLM": _mistral,
+    "Mistral3ForConditionalGeneration": _mistral,
+    "Olmo2ForCausalLM": _olmo2,
+    "Olmo3ForCausalLM": _olmo3,
+    "Phi3ForCausalLM": _phi3,
+    "Qwen2ForCausalLM": _qwen2,
+    "Qwen3ForCausalLM": qwen3,
+    "SeedOssForCausalLM": _seed_oss,
+    "SmolLM3ForCausalLM": _smollm3,
+}

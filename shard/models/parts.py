@@ -1,0 +1,53 @@
+"""What families have in common: parts of a `Shape` by a Hugging Face config.json."""
+
+from typing import Any
+
+from .fields import AGAIN, SLIDING, Config, number, shown
+from .quantization import quantization
+from .ropes import rope
+from .shape import Shape, Unsupported
+
+
+def common(config: Config, activation: str = "hidden_act", activations: tuple[str, ...] = ("silu",)) -> Shape:
+    """What is the same for all. activation: the field that names it, one of `activations`, of which the first is assumed."""
+    named = config.get(activation) or activations[0]
+    if named not in activations:
+        raise Unsupported(f"{activation} {shown(named)} is not supported: for this family the decoder has {activations[0]}")
+    heads, hidden, layers = config["num_attention_heads"], config["hidden_size"], config["num_hidden_layers"]
+    turning = rope(config)
+    head_size = config.get("head_dim") or hidden // heads
+    if head_size < 2 or head_size % 2:
+        raise Unsupported(f"config.json means heads of {head_size} numbers, an even number is needed: {AGAIN}")
+    return Shape(
+        architecture=config["architectures"][0],
+        vocabulary=config["vocab_size"],
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_size=head_size,
+        attention_scale=head_size**-0.5,
+        intermediate=config["intermediate_size"],
+        norm_epsilon=number(config, "rms_norm_eps", 1e-6, 1.0),
+        max_positions=max(config.get("max_position_embeddings", 2048), turning.reach),
+        tied=config.get("tie_word_embeddings", False),
+        rope=turning,
+        windows=(0,) * layers,
+        quantization=quantization(config),
+    )
+
+
+def windows_of(config: Config, kinds: list[Any]) -> tuple[int, ...]:
+    """Of the layers of these kinds. Raises Unsupported if some slide, and how far is not said."""
+    window = config.get("sliding_window", 4096) or 0
+    if SLIDING in kinds and not window:
+        raise Unsupported(
+            f"config.json says sliding_window {shown(config['sliding_window'])}, and there are layers that slide: {AGAIN}"
+        )
+    return tuple(window if kind == SLIDING else 0 for kind in kinds)
+
+
+def cap(config: Config, name: str, default: float) -> float:
+    """null: there is none."""
+    value = config.get(name, default)
+    return 0.0 if value is None else number({name: value}, name)

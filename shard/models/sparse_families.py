@@ -1,0 +1,255 @@
+"""Families with mixtures of experts. A new one is a new entry in `SPARSE`."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from .dense_families import MISTRAL, OLMO, ernie, qwen3
+from .fields import AGAIN, FULL, SLIDING, Config, number, shown
+from .parts import common, windows_of
+from .ropes import rotary_size
+from .shape import Mixture, Quantization, Shape, Unsupported
+
+# transformers' defaults, which some checkpoints rely on.
+GLM_MOE: Config = {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5}
+MINIMAX: Config = {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 196_608, "rope_theta": 5e6}
+GPT_OSS: Config = {
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "swiglu_limit": 7.0,
+    "rope_theta": 150_000.0,
+}
+GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+MOE_LAYERS = {"start_index": 1, "end_index": -1, "interval": 1}  # ERNIE's
+STEEP = 1.702  # of gpt-oss's gates
+
+
+def _mixtral(config: Config) -> Shape:
+    """Experts in every layer."""
+    base = common(MISTRAL | {"rms_norm_eps": 1e-5, "rope_theta": 1e6} | config)
+    mixture = _chosen(
+        Mixture(
+            experts=config.get("num_local_experts", 8),
+            chosen=config.get("num_experts_per_tok", 2),
+            size=base.intermediate,
+            normalized=True,
+            name="block_sparse_moe",
+            names=("w1", "w3", "w2"),
+        )
+    )
+    return replace(base, mixtures=(mixture,) * base.layers, windows=(config.get("sliding_window") or 0,) * base.layers)
+
+
+def _qwen3_moe(config: Config) -> Shape:
+    """Experts in every layer, or in some. All layers slide, if any."""
+    base = qwen3({"num_key_value_heads": 4} | config | {"max_window_layers": 0})
+    experts: int = config.get("num_experts") or config.get("num_local_experts", 128)
+    mixture = _chosen(
+        Mixture(
+            experts=experts,
+            chosen=config.get("num_experts_per_tok", 8),
+            size=config.get("moe_intermediate_size", 768),
+            normalized=config.get("norm_topk_prob", False),
+        )
+    )
+    return _mixed(base, config, mixture)
+
+
+def _olmoe(config: Config) -> Shape:
+    """Experts in every layer, and norms of all queries, and all keys, of a token together (Muennighoff et al. 2024,
+    arXiv:2409.02060)."""
+    if config.get("clip_qkv") is not None:
+        raise Unsupported(f"clip_qkv {shown(config['clip_qkv'])} is not supported: the decoder has keys and values as they are")
+    bias = config.get("attention_bias", False)
+    base = common(OLMO | {"max_position_embeddings": 4096} | config)
+    mixture = _chosen(
+        Mixture(
+            experts=config.get("num_experts", 64),
+            chosen=config.get("num_experts_per_tok", 8),
+            size=base.intermediate,
+            normalized=config.get("norm_topk_prob", False),
+        )
+    )
+    return replace(base, mixtures=(mixture,) * base.layers, joint_qk_norm=True, qkv_bias=bias, output_bias=bias)
+
+
+def _glm4_moe(config: Config) -> Shape:
+    """GLM 4.5 and later. Half of each head turns."""
+    bias = config.get("attention_bias", False)
+    base = common(GLM_MOE | config)
+    turned, norms = rotary_size(config, base.head_size, 0.5), config.get("use_qk_norm", False)
+    base = replace(base, qkv_bias=bias, qk_norm=norms, rotary_size=turned)
+    return _scored(base, {"first_k_dense_replace": 1, "norm_topk_prob": True, "n_shared_experts": 1} | config)
+
+
+def _dots1(config: Config) -> Shape:
+    """Qwen 3, but for its experts."""
+    bias, last = config.get("attention_bias", False), config.get("max_window_layers", 62)
+    base = common({"num_key_value_heads": 32} | config)
+    slides = last is not None and config.get("sliding_window", 4096)
+    kinds = config.get("layer_types")
+    if kinds is None:
+        kinds = [SLIDING if slides and layer >= last else FULL for layer in range(base.layers)]
+    base = replace(base, qkv_bias=bias, output_bias=bias, qk_norm=True, windows=windows_of(config, kinds))
+    return _scored(base, config)
+
+
+def _scored(base: Shape, config: Config) -> Shape:
+    """The same, with experts behind the first layers, which are chosen by scores of their own, and one for all (DeepSeek-AI 2024,
+    arXiv:2412.19437)."""
+    size, experts = config.get("moe_intermediate_size", 1408), config.get("n_routed_experts", 128)
+    groups, groups_chosen = config.get("n_group") or 1, config.get("topk_group") or 1
+    if experts % groups or not groups <= experts // 2 or groups_chosen > groups:
+        raise Unsupported(
+            f"config.json says n_group {groups} and topk_group {groups_chosen}, of {experts} experts, of which each group has as "
+            f"many, and two at least: {AGAIN}"
+        )
+    mixture = _chosen(
+        Mixture(
+            experts=experts,
+            chosen=config.get("num_experts_per_tok", 8),
+            size=size,
+            normalized=config.get("norm_topk_prob", False),
+            sigmoid=True,
+            correction="gate.e_score_correction_bias",
+            groups=groups,
+            groups_chosen=groups_chosen,
+            factor=number(config, "routed_scaling_factor", 1.0),
+            shared=size * (config.get("n_shared_experts") or 0),
+            shared_name="shared_experts",
+            shared_gate="",
+        )
+    )
+    dense = config.get("first_k_dense_replace") or 0
+    return replace(base, mixtures=tuple(mixture if layer >= dense else None for layer in range(base.layers)))
+
+
+def _minimax_m2(config: Config) -> Shape:
+    """Experts in every layer; norms of all queries, and all keys, of a token together. A part of each head turns."""
+    base = common(MINIMAX | config)
+    part = {"partial_rotary_factor": config["rotary_dim"] / base.head_size} if "rotary_dim" in config else {}
+    mixture = _chosen(
+        Mixture(
+            experts=config.get("num_local_experts", 256),
+            chosen=config.get("num_experts_per_tok", 8),
+            size=base.intermediate,
+            normalized=True,
+            sigmoid=True,
+            correction="e_score_correction_bias",
+            name="block_sparse_moe",
+            names=("w1", "w3", "w2"),
+        )
+    )
+    turned = rotary_size(part | config, base.head_size)
+    return replace(base, mixtures=(mixture,) * base.layers, joint_qk_norm=True, rotary_size=turned)
+
+
+def _ernie_moe(config: Config) -> Shape:
+    """ERNIE 4.5. Experts in some layers, of which one is for all tokens."""
+    base = ernie({"num_key_value_heads": 4, "head_dim": None} | config)
+    size = config.get("moe_intermediate_size", 1536)
+    mixture = _chosen(
+        Mixture(
+            experts=config.get("moe_num_experts", 64),
+            chosen=config.get("moe_k", 6),
+            size=size,
+            normalized=True,
+            correction="moe_statics.e_score_correction_bias",
+            shared=size * config.get("moe_num_shared_experts", 2),
+            shared_name="shared_experts",
+            shared_gate="",
+        )
+    )
+    first, last, step = (config.get(f"moe_layer_{name}", usual) for name, usual in MOE_LAYERS.items())
+    last = base.layers - 1 if last == -1 else last
+    sparse = [(layer + 1) % step == 0 and first <= layer <= last for layer in range(base.layers)]
+    return replace(base, mixtures=tuple(mixture if each else None for each in sparse))
+
+
+def _qwen2_moe(config: Config) -> Shape:
+    """One expert of each layer is for all tokens. Every other one of the first layers slides, if any."""
+    base = common({"num_key_value_heads": 16, "max_position_embeddings": 32_768} | config)
+    mixture = _chosen(
+        Mixture(
+            experts=config.get("num_experts", 60),
+            chosen=config.get("num_experts_per_tok", 4),
+            size=config.get("moe_intermediate_size", 1408),
+            normalized=config.get("norm_topk_prob", False),
+            shared=config.get("shared_expert_intermediate_size", 5632),
+        )
+    )
+    last = config.get("max_window_layers", 28)
+    if last is None:
+        raise Unsupported(f"config.json says max_window_layers null, a number of layers is needed: {AGAIN}")
+    slides = config.get("use_sliding_window")
+    kinds = config.get("layer_types")
+    if kinds is None:
+        kinds = [SLIDING if slides and layer < last and layer % 2 == 0 else FULL for layer in range(base.layers)]
+    windows = windows_of(config if slides else {"sliding_window": 0}, kinds)
+    return replace(_mixed(base, config, mixture), qkv_bias=config.get("qkv_bias", True), windows=windows)
+
+
+def _mixed(base: Shape, config: Config, mixture: Mixture) -> Shape:
+    """The same, with experts in every layer, or in some."""
+    dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise Unsupported(f"config.json says mlp_only_layers {shown(dense)}, a list of numbers is needed: {AGAIN}")
+    sparse = [layer not in dense and (layer + 1) % step == 0 for layer in range(base.layers)]
+    return replace(base, mixtures=tuple(mixture if each else None for each in sparse))
+
+
+def _gpt_oss(config: Config) -> Shape:
+    """OpenAI 2025, arXiv:2508.10925. Every other layer slides; heads have sinks, experts biases, limits, and 4 bits as stored."""
+    given = GPT_OSS | config
+    if not (config.get("rope_parameters") or config.get("rope_scaling")):
+        given["rope_parameters"] = GPT_OSS_ROPE
+    stored, few = config.get("quantization_config"), None
+    if isinstance(stored, dict) and stored.get("quant_method") == "mxfp4":
+        del given["quantization_config"]
+        few = Quantization(method="mxfp4", kind="fp4", group=32)
+    bias = given.get("attention_bias", True)
+    base = common(given)
+    alpha = number(given, "swiglu_alpha", STEEP)
+    if alpha != STEEP:
+        raise Unsupported(f"config.json says swiglu_alpha {alpha:g}, which is not supported: the decoder has {STEEP}")
+    mixture = _chosen(
+        Mixture(
+            experts=given["num_local_experts"],
+            chosen=given["num_experts_per_tok"],
+            size=base.intermediate,
+            normalized=True,
+            quantization=few,
+            biased=True,
+            limit=number(given, "swiglu_limit"),
+            interleaved=True,
+            router="router",
+        )
+    )
+    kinds = given.get("layer_types") or [FULL if layer % 2 else SLIDING for layer in range(base.layers)]
+    windows, mixtures = windows_of(given, kinds), (mixture,) * base.layers
+    return replace(base, windows=windows, mixtures=mixtures, sinks=True, qkv_bias=bias, output_bias=bias)
+
+
+def _chosen(mixture: Mixture) -> Mixture:
+    """The same. Raises Unsupported if tokens are to choose more experts than there are."""
+    reached = mixture.experts * mixture.groups_chosen // mixture.groups
+    if mixture.chosen > reached:
+        raise Unsupported(f"config.json says num_experts_per_tok {mixture.chosen}, of {reached} experts: {AGAIN}")
+    return mixture
+
+
+SPARSE: dict[str, Callable[[Config], Shape]] = {
+    "Dots1ForCausalLM": _dots1,
+    "Ernie4_5_MoeForCausalLM": _ernie_moe,
+    "Glm4MoeForCausalLM": _glm4_moe,
+    "GptOssForCausalLM": _gpt_oss,
+    "MiniMaxM2ForCausalLM": _minimax_m2,
+    "MixtralForCausalLM": _mixtral,
+    "OlmoeForCausalLM": _olmoe,
+    "Qwen2MoeForCausalLM": _qwen2_moe,
+    "Qwen3MoeForCausalLM": _qwen3_moe,
+}
