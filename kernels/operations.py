@@ -6,6 +6,7 @@ imported by the branches that use it, since a machine without an accelerator may
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from . import reference
 from .choose import triton_for
@@ -27,6 +28,12 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) ->
 
         return fused(x, residual, weight, epsilon, x)
     return reference.rms_norm(residual.add_(x), weight, epsilon)
+
+
+def layer_norm(x: Tensor, weights: Tensor, epsilon: float) -> Tensor:
+    """Of x [rows, size], computed in float32 (Ba et al. 2016, arXiv:1607.06450); weights: [2, size], gains and biases. By torch."""
+    gains, biases = weights.float().unbind()
+    return functional.layer_norm(x.float(), gains.shape, gains, biases, epsilon).to(x.dtype)
 
 
 def gated(gate_up: Tensor, gelu: bool = False) -> Tensor:

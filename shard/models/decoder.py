@@ -22,7 +22,7 @@ from ..parallel import Ranks
 from ..step import Step
 from ..weights import Source
 from .loader import Loader
-from .mlp import Dense, Sparse
+from .mlp import Dense, Sparse, Ungated
 from .rotary import table_of
 from .shape import Rope, Shape, Unsupported
 from .stream import Stream
@@ -56,7 +56,7 @@ class Layer:
         self.scales = load.cache_scales()
         self.output = load.rows("self_attn.o_proj", sizes[0], shape.output_bias)
         mixture = shape.mixtures[index] if shape.mixtures else None
-        self.mlp = Sparse(load, mixture) if mixture else Dense(load)
+        self.mlp = Sparse(load, mixture) if mixture else Ungated(load) if shape.ungated else Dense(load)
 
     def attend(self, stream: Stream, step: Step, rotary: Tensor, cache: Cache) -> Tensor:
         """[tokens, this rank's heads * head size]. Writes keys and values to the cache."""
@@ -71,6 +71,10 @@ class Layer:
 
     def transform(self, attended: Tensor, stream: Stream) -> None:
         """Adds to the stream what its tokens attended to, and what the MLP makes of that."""
+        if self.shape.parallel and isinstance(self.mlp, Dense):
+            inner = self.mlp.inner(stream, self.input_norm)
+            stream.add_both(attended, self.output, inner, self.mlp.down)
+            return
         stream.add(attended, self.output, self.attention_norm)
         self.mlp(stream, self.mlp_norm, self.last_norm)
 

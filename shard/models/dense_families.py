@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from .fields import AGAIN, FULL, SLIDING, Config, number, shown
-from .parts import cap, common, windows_of
+from .parts import cap, common, pattern_of, windows_of
 from .ropes import rope_of, ropes_by_kind, rotary_size
 from .shape import Shape, Unsupported
 
@@ -162,20 +162,12 @@ def _gemma2(config: Config) -> Shape:
 def _gemma3(config: Config) -> Shape:
     """One layer in six sees all, and has another rotary embedding than those that slide."""
     full, local = ropes_by_kind(config, 1e6, 1e4)
-    pattern, layers = _pattern(config, 6), config.get("num_hidden_layers", 26)
+    pattern, layers = pattern_of(config, 6), config.get("num_hidden_layers", 26)
     kinds = config.get("layer_types") or [SLIDING if (layer + 1) % pattern else FULL for layer in range(layers)]
     base = _gemma2(GEMMA3 | config | {"layer_types": kinds, "rope_parameters": full, "rope_scaling": None})
     # transformers reads attn_logit_softcapping, and leaves it at that.
     local_rope = rope_of(GEMMA3 | config | {"rope_parameters": local}, "rope_parameters")
     return replace(base, softcap=0.0, qk_norm=True, local_rope=local_rope)
-
-
-def _pattern(config: Config, usual: int) -> int:
-    """One layer of so many sees all."""
-    pattern = config.get("sliding_window_pattern", usual)
-    if type(pattern) is not int or pattern < 1:
-        raise Unsupported(f"config.json says sliding_window_pattern {shown(pattern)}, an integer from 1 on is needed: {AGAIN}")
-    return pattern
 
 
 def _olmo2(config: Config) -> Shape:
@@ -213,7 +205,7 @@ def _exaone4(config: Config) -> Shape:
     base = common({"num_key_value_heads": 32, "rms_norm_eps": 1e-5} | config)
     window, kinds = config.get("sliding_window", 4096), config.get("layer_types")
     if kinds is None:
-        pattern = _pattern(config, 4)
+        pattern = pattern_of(config, 4)
         kinds = [SLIDING if window and (layer + 1) % pattern else FULL for layer in range(base.layers)]
     still = frozenset(layer for layer, kind in enumerate(kinds) if kind == FULL and window)
     return replace(base, qk_norm=True, norms=BEHIND, windows=windows_of(config, kinds), unturned=still)

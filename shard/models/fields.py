@@ -55,7 +55,7 @@ AGAIN = "is it the model's own? Download it again"
 FULL, SLIDING = "full_attention", "sliding_attention"  # of `layer_types`
 SWITCHES = (
     *("tie_word_embeddings", "attention_bias", "attention_out_bias", "mlp_bias", "qkv_bias", "use_bias"),
-    *("use_sliding_window", "use_qk_norm", "norm_topk_prob"),
+    *("use_sliding_window", "use_qk_norm", "qk_layernorm", "norm_topk_prob", "use_qkv_bias", "use_parallel_residual"),
 )
 # What transformers calls a model where its architecture's name doesn't say so.
 MODEL_TYPES = {

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from torch import Tensor
+from torch.nn import functional
 
 from ...kernels.experts import Gates, lay_out, route
 from ...kernels.linear import Weight
@@ -23,11 +24,28 @@ class Dense:
 
     def __call__(self, stream: Stream, before: Tensor | None, behind: Tensor | None) -> None:
         """Adds to the stream what it makes of it. before, behind: gains of norms, where there are any."""
-        stream.add(stream.through(before, self.gate_up, gates=True), self.down, behind)
+        stream.add(self.inner(stream, before), self.down, behind)
+
+    def inner(self, stream: Stream, before: Tensor | None) -> Tensor:
+        """What `down` is to be multiplied with."""
+        return stream.through(before, self.gate_up, gates=True)
 
     def weights(self) -> Iterator[Weight | Tensor]:
         """All of this rank's."""
         yield from (self.gate_up, self.down)
+
+
+class Ungated(Dense):
+    """One whose features are let through by themselves (Hendrycks and Gimpel 2016, arXiv:1606.08415, approximated by tanh)."""
+
+    def __init__(self, load: Loader) -> None:
+        size, bias = load.shape.intermediate, load.shape.mlp_bias
+        self.gate_up = load.columns("", ["mlp.c_fc"], [size], bias)
+        self.down = load.rows("mlp.c_proj", size, bias)
+
+    def inner(self, stream: Stream, before: Tensor | None) -> Tensor:
+        """As that of `Dense`."""
+        return functional.gelu(stream.through(before, self.gate_up), approximate="tanh")
 
 
 class Sparse:

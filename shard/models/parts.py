@@ -51,3 +51,11 @@ def cap(config: Config, name: str, default: float) -> float:
     """null: there is none."""
     value = config.get(name, default)
     return 0.0 if value is None else number({name: value}, name)
+
+
+def pattern_of(config: Config, usual: int) -> int:
+    """One layer of so many sees all."""
+    pattern = config.get("sliding_window_pattern", usual)
+    if type(pattern) is not int or pattern < 1:
+        raise Unsupported(f"config.json says sliding_window_pattern {shown(pattern)}, an integer from 1 on is needed: {AGAIN}")
+    return pattern

@@ -136,6 +136,10 @@ class Shape:
     joint_qk_norm: bool = False  # or one of all queries of a token together, and one of all its keys
     norms: tuple[str, str, str, str] = PLAIN  # names of those before and behind attention, before and behind the MLP; "": none
     centered_norms: bool = False  # norms' gains are stored less 1
+    layer_norms: bool = False  # norms take the mean away, instead of being RMS norms
+    norm_bias: bool = False
+    parallel: bool = False  # the MLP goes by what attention goes by, behind the same norm
+    ungated: bool = False  # the MLP has no gates
     joined: tuple[str, ...] = ()  # names of tensors that are several in other checkpoints: "qkv_proj", "gate_up_proj"
     rotary_size: int = 0  # features of a head that rotary embeddings turn, its first; 0: all
     rotary_neighbours: bool = False  # of them the checkpoint has those side by side that turn together, not half of them apart
@@ -216,12 +220,14 @@ class Shape:
         heads, kv_heads = self.heads // ranks, self.kv_heads // ranks
         qkv = (heads + 2 * kv_heads) * self.head_size
         attention = self.hidden * qkv + heads * self.head_size * self.hidden + self.qkv_bias * qkv + self.output_bias * self.hidden
-        dense = 3 * self.hidden * self.intermediate // ranks + self.mlp_bias * (2 * self.intermediate // ranks + self.hidden)
+        features, inner = self.intermediate // ranks, (2 - self.ungated) * self.intermediate // ranks
+        dense = self.hidden * (inner + features) + self.mlp_bias * (inner + self.hidden)
         mlps = sum(self._sparse(mixture, ranks, tokens) if mixture else dense for mixture in self.mixtures or (None,) * self.layers)
-        norms = sum(map(bool, self.norms)) * self.hidden + 2 * self.qk_norm * self.head_size
+        norms = sum(map(bool, self.norms)) * self.hidden * (1 + self.norm_bias) + 2 * self.qk_norm * self.head_size
         norms += self.joint_qk_norm * (heads + kv_heads) * self.head_size + self.sinks * heads
+        last = self.hidden * (1 + self.norm_bias)
         held = tables or (1 if self.tied else 2)
-        return mlps + self.layers * (attention + norms) + held * self.vocabulary_slice(ranks) * self.hidden + self.hidden
+        return mlps + self.layers * (attention + norms) + held * self.vocabulary_slice(ranks) * self.hidden + last
 
     def weight_bytes(self, ranks: int, item: int, device: str, dtype: str, packed: bool) -> int:
         """What all weights take on one rank, with the rotary tables. packed: matrices are laid out anew, so that a table that is
@@ -239,7 +245,7 @@ class Shape:
         heads, kv_heads, layers = self.heads // ranks, self.kv_heads // ranks, self.mixtures or (None,) * self.layers
         attention = self.hidden * 2 * (heads + kv_heads) * self.head_size
         mlps = sum(mixture.shared if mixture else self.intermediate for mixture in layers)
-        found = (self.layers * attention + 3 * mlps * self.hidden // ranks) * less(self.quantization)
+        found = (self.layers * attention + (3 - self.ungated) * mlps * self.hidden // ranks) * less(self.quantization)
         for mixture in filter(None, layers):
             experts = mixture.read(tokens) * 3 * mixture.part(ranks) * self.hidden
             found += experts * less(mixture.quantization or self.quantization)

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from ...kernels.adapters import Chosen
 from ...kernels.linear import Weight
-from ...kernels.operations import add_rms_norm, gated, rms_norm
+from ...kernels.operations import add_rms_norm, gated, layer_norm, rms_norm
 from ..parallel import Ranks
 
 
@@ -16,7 +16,10 @@ class Stream:
     """
 
     def __init__(self, sums: Tensor, ranks: Ranks, epsilon: float, gelu: bool = False, chosen: Chosen | None = None) -> None:
-        """sums: [tokens, hidden], the caller's no more; gelu: of gates; chosen: of adapters, if any token goes by one."""
+        """sums: [tokens, hidden], the caller's no more; gelu: of gates; chosen: of adapters, if any token goes by one.
+
+        Gains of norms are [hidden] where those are RMS norms, and [2, hidden] with their biases where they are layer norms.
+        """
         self._sums = sums
         self._more: Tensor | None = None
         self._ranks = ranks
@@ -26,20 +29,17 @@ class Stream:
 
     def normalized(self, gains: Tensor | None) -> Tensor:
         """[tokens, hidden], not to be overwritten; without gains the sums themselves."""
-        if gains is None:
-            if self._more is not None:
-                self._sums.add_(self._more)
-                self._more = None
-            return self._sums
-        if self._more is None:
-            return rms_norm(self._sums, gains, self._epsilon)
         more, self._more = self._more, None
-        return add_rms_norm(more, self._sums, gains, self._epsilon)
+        if more is not None and gains is not None and gains.dim() == 1:
+            return add_rms_norm(more, self._sums, gains, self._epsilon)
+        if more is not None:
+            self._sums.add_(more)
+        return self._sums if gains is None else self._norm(self._sums, gains)
 
     def through(self, gains: Tensor | None, weight: Weight, gates: bool = False) -> Tensor:
         """The product of what is `normalized` with `weight`, or what its gates let through."""
         few = weight.streams(self._sums) and not self._adapted(weight)
-        if few and self._more is None:
+        if few and self._more is None and (gains is None or gains.dim() == 1):
             return weight.streamed(self._sums, gains=gains, epsilon=self._epsilon, gated=gates, gelu=self._gelu)
         x = self.normalized(gains)
         if few and gates:
@@ -57,13 +57,20 @@ class Stream:
     def add_part(self, x: Tensor, gains: Tensor | None = None) -> None:
         """Adds x, this rank's part of it, or the norm of that."""
         whole = self._ranks.add(x)
-        self._more = whole if gains is None else rms_norm(whole, gains, self._epsilon)
+        self._more = whole if gains is None else self._norm(whole, gains)
+
+    def add_both(self, x: Tensor, weight: Weight, other: Tensor, its_weight: Weight) -> None:
+        """Adds two products, of which both are this rank's parts."""
+        self.add_part(self._product(x, weight).add_(self._product(other, its_weight)))
 
     def select(self, rows: Tensor) -> None:
         """Goes on with these rows alone; nothing is still to be added."""
         assert self._more is None
         self._sums = self._sums.index_select(0, rows)
         self._chosen = self._chosen.select(rows) if self._chosen is not None else None
+
+    def _norm(self, x: Tensor, gains: Tensor) -> Tensor:
+        return (rms_norm if gains.dim() == 1 else layer_norm)(x, gains, self._epsilon)
 
     def _adapted(self, weight: Weight) -> bool:
         return self._chosen is not None and weight.additions is not None

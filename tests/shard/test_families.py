@@ -30,6 +30,8 @@ def config(architecture: str, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("architecture", "theirs"),
     [
+        ("CohereForCausalLM", transformers.CohereConfig),
+        ("Cohere2ForCausalLM", transformers.Cohere2Config),
         ("Dots1ForCausalLM", transformers.Dots1Config),
         ("Ernie4_5ForCausalLM", transformers.Ernie4_5Config),
         ("Ernie4_5_MoeForCausalLM", transformers.Ernie4_5_MoeConfig),
@@ -55,6 +57,8 @@ def config(architecture: str, **more: Any) -> dict[str, Any]:
         ("Qwen3MoeForCausalLM", transformers.Qwen3MoeConfig),
         ("SeedOssForCausalLM", transformers.SeedOssConfig),
         ("SmolLM3ForCausalLM", transformers.SmolLM3Config),
+        ("StableLmForCausalLM", transformers.StableLmConfig),
+        ("Starcoder2ForCausalLM", transformers.Starcoder2Config),
     ],
 )
 def test_what_is_left_out_is_transformers_default(architecture: str, theirs: Any) -> None:
@@ -62,11 +66,15 @@ def test_what_is_left_out_is_transformers_default(architecture: str, theirs: Any
     expected, found = theirs(**said), shape({"architectures": [architecture]} | said)
     ropes = expected.rope_parameters
     assert found.rope.theta == ropes.get("full_attention", ropes)["rope_theta"]
-    assert (found.norm_epsilon, found.max_positions) == (expected.rms_norm_eps, expected.max_position_embeddings)
+    [epsilon] = {getattr(expected, name, None) for name in ("rms_norm_eps", "layer_norm_eps", "norm_epsilon")} - {None}
+    assert (found.norm_epsilon, found.max_positions) == (epsilon, expected.max_position_embeddings)
     assert (found.kv_heads, found.head_size) == (expected.num_key_value_heads, getattr(expected, "head_dim", None) or 128)
     assert found.tied == expected.tie_word_embeddings
     assert (found.rotary_size or found.head_size) == int(found.head_size * ropes.get("partial_rotary_factor", 1))
-    assert found.qkv_bias == getattr(expected, "attention_bias", getattr(expected, "qkv_bias", architecture == "Qwen2ForCausalLM"))
+    names = ("attention_bias", "qkv_bias", "use_bias", "use_qkv_bias")
+    [bias] = {getattr(expected, name, None) for name in names} - {None} or {architecture == "Qwen2ForCausalLM"}
+    assert found.qkv_bias == bias
+    assert found.logit_divisor == 1 / getattr(expected, "logit_scale", 1)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +89,7 @@ def test_what_is_left_out_is_transformers_default(architecture: str, theirs: Any
 @pytest.mark.parametrize(
     ("architecture", "theirs"),
     [
+        ("Cohere2ForCausalLM", transformers.Cohere2Config),
         ("Dots1ForCausalLM", transformers.Dots1Config),
         ("Exaone4ForCausalLM", transformers.Exaone4Config),
         ("Olmo3ForCausalLM", transformers.Olmo3Config),
@@ -95,12 +104,12 @@ def test_layers_are_of_transformers_kinds(architecture: str, theirs: Any, more: 
     assert [window > 0 for window in found.windows] == [kind == "sliding_attention" for kind in expected.layer_types]
     assert set(found.windows) <= {0, expected.sliding_window}
     still = [layer for layer, turns in enumerate(getattr(expected, "no_rope_layers", [])) if not turns]
-    if "Exaone" in architecture:
+    if architecture in ("Exaone4ForCausalLM", "Cohere2ForCausalLM"):
         still = [layer for layer, kind in enumerate(expected.layer_types) if kind == "full_attention"]
     assert sorted(found.unturned) == still
-    assert len(still) == {"SmolLM3ForCausalLM": 2, "Exaone4ForCausalLM": 9 // more.get("sliding_window_pattern", 4)}.get(
-        architecture, 0
-    )
+    every = 9 // more.get("sliding_window_pattern", 4)
+    counts = {"SmolLM3ForCausalLM": 2, "Exaone4ForCausalLM": every, "Cohere2ForCausalLM": every}
+    assert len(still) == counts.get(architecture, 0)
 
 
 @pytest.mark.parametrize("name", sorted(tiny.FAMILIES))
@@ -323,6 +332,11 @@ def test_ranks_divide_what_is_there() -> None:
         (config("Qwen3MoeForCausalLM", decoder_sparse_step=0), "decoder_sparse_step 0"),
         (config("Qwen3MoeForCausalLM", norm_topk_prob=1), "norm_topk_prob 1, true or false"),
         (config("Qwen3MoeForCausalLM", model_type="qwen3"), "which is 'qwen3_moe'"),
+        (config("CohereForCausalLM", use_qk_norm=True), "use_qk_norm is not supported"),
+        (config("CohereForCausalLM", logit_scale="1"), "logit_scale '1', a number above 0"),
+        (config("StableLmForCausalLM", qk_layernorm=True), "qk_layernorm is not supported"),
+        (config("StableLmForCausalLM", use_parallel_residual=1), "use_parallel_residual 1, true or false"),
+        (config("Starcoder2ForCausalLM", hidden_act="relu"), "hidden_act 'relu' is not supported"),
         (config("Glm4MoeForCausalLM", n_group=3), "n_group 3 and topk_group 1, of 128 experts"),
         (config("Glm4MoeForCausalLM", n_group=128), "n_group 128"),
         (config("Glm4MoeForCausalLM", topk_group=2), "n_group 1 and topk_group 2"),

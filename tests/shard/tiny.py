@@ -90,6 +90,7 @@ GLM_MOE = SMALL | {
     "routed_scaling_factor": 1.7,
 }
 ERNIE_MOE = SMALL | {"num_hidden_layers": 4, "moe_num_experts": 7, "moe_k": 3, "moe_intermediate_size": 20}
+ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 GLM = SMALL | {"head_dim": 16, "pad_token_id": 0, "eos_token_id": 1}
 GEMMA3_ROPES = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -97,6 +98,8 @@ GEMMA3_ROPES = {
 }
 
 FAMILIES: dict[str, Callable[[], Any]] = {
+    "cohere": lambda: transformers.CohereConfig(**SMALL, logit_scale=0.3, attention_bias=True, pad_token_id=0, **ENDS),
+    "cohere2": lambda: transformers.Cohere2Config(**SMALL | {"num_hidden_layers": 4}, sliding_window=WINDOW, **ENDS),
     "dots1": lambda: transformers.Dots1Config(**GLM_MOE, n_shared_experts=2, n_group=4, topk_group=2, first_k_dense_replace=1),
     "dots1-window": lambda: transformers.Dots1Config(
         **GLM_MOE, n_shared_experts=1, attention_bias=True, norm_topk_prob=True, sliding_window=WINDOW, max_window_layers=1
@@ -166,6 +169,12 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **QWEN3_MOE, decoder_sparse_step=2, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2
     ),
     "seed-oss": lambda: transformers.SeedOssConfig(**SMALL, head_dim=16, attention_out_bias=True),
+    "stablelm": lambda: transformers.StableLmConfig(**SMALL, use_qkv_bias=True),
+    "stablelm-parallel": lambda: transformers.StableLmConfig(
+        **SMALL | {"hidden_size": 128}, use_parallel_residual=True, rope_parameters=YARN | {"partial_rotary_factor": 0.5}
+    ),
+    "starcoder2": lambda: transformers.Starcoder2Config(**SMALL, **ENDS),
+    "starcoder2-window": lambda: transformers.Starcoder2Config(**SMALL, sliding_window=WINDOW, use_bias=False, **ENDS),
     "smollm3": lambda: transformers.SmolLM3Config(**SMOLLM3),
     "smollm3-window": lambda: transformers.SmolLM3Config(
         **SMOLLM3 | {"no_rope_layers": [0, 1, 0], "rope_parameters": DEEP_YARN},
@@ -230,6 +239,8 @@ def _made(name: str) -> Path:
     transformers.utils.logging.disable_progress_bar()
     generator = torch.Generator().manual_seed(len(name))
     model = {
+        "CohereConfig": transformers.CohereForCausalLM,
+        "Cohere2Config": transformers.Cohere2ForCausalLM,
         "Dots1Config": transformers.Dots1ForCausalLM,
         "Ernie4_5Config": transformers.Ernie4_5ForCausalLM,
         "Ernie4_5_MoeConfig": transformers.Ernie4_5_MoeForCausalLM,
@@ -254,6 +265,8 @@ def _made(name: str) -> Path:
         "Qwen2MoeConfig": transformers.Qwen2MoeForCausalLM,
         "Qwen2Config": transformers.Qwen2ForCausalLM,
         "Qwen3Config": transformers.Qwen3ForCausalLM,
+        "StableLmConfig": transformers.StableLmForCausalLM,
+        "Starcoder2Config": transformers.Starcoder2ForCausalLM,
         "SeedOssConfig": transformers.SeedOssForCausalLM,
         "SmolLM3Config": transformers.SmolLM3ForCausalLM,
     }[type(config := (FAMILIES | OTHERS)[name]()).__name__](config)
