@@ -31,9 +31,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) ->
 
 
 def layer_norm(x: Tensor, weights: Tensor, epsilon: float) -> Tensor:
-    """Of x [rows, size], computed in float32 (Ba et al. 2016, arXiv:1607.06450); weights: [2, size], gains and biases. By torch."""
-    gains, biases = weights.float().unbind()
-    return functional.layer_norm(x.float(), gains.shape, gains, biases, epsilon).to(x.dtype)
+    """Of x [rows, size] (Ba et al. 2016, arXiv:1607.06450), by torch; weights: [2, size], gains and biases."""
+    return functional.layer_norm(x, weights.shape[1:], weights[0], weights[1], epsilon)
 
 
 def gated(gate_up: Tensor, gelu: bool = False) -> Tensor:
