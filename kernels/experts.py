@@ -32,29 +32,29 @@ def route(
     *,
     sigmoid: bool = False,
     correction: Tensor | None = None,
-    groups: tuple[int, int] = (1, 1),
+    sets: tuple[int, int] = (1, 1),
     factor: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Shares and numbers of the `count` experts that each token goes through: [tokens, count] float32 and int64.
 
     logits: [tokens, experts]; normalized: a token's shares add up to `factor`; sigmoid: each score is by itself, instead of a
-    softmax; correction: [experts], which is added where experts are chosen, and not to their shares; groups: how many there are,
-    and how many of them a token chooses from (DeepSeek-AI 2024, arXiv:2412.19437).
+    softmax; correction: [experts], which is added where experts are chosen, and not to their shares; sets: in how many they
+    stand, and from how many of these a token chooses (DeepSeek-AI 2024, arXiv:2412.19437).
     """
     scores = logits.float().sigmoid() if sigmoid else logits.float().softmax(-1)
     judged = scores if correction is None else scores + correction
-    chosen = _within(judged, *groups).topk(count).indices
+    chosen = _within(judged, *sets).topk(count).indices
     shares = scores.gather(1, chosen)
     if normalized:
         shares = shares / shares.sum(-1, keepdim=True).clamp(min=LEAST_SUM)
     return shares * factor if factor != 1 else shares, chosen
 
 
-def _within(judged: Tensor, groups: int, chosen: int) -> Tensor:
-    """The same, but that only experts of the groups whose best two are best can be chosen."""
-    if chosen >= groups:
+def _within(judged: Tensor, sets: int, chosen: int) -> Tensor:
+    """The same, but that only experts of the sets whose best two are best can be chosen."""
+    if chosen >= sets:
         return judged
-    divided = judged.view(len(judged), groups, -1)
+    divided = judged.view(len(judged), sets, -1)
     best = divided.topk(2).values.sum(-1).topk(chosen).indices
     others = torch.ones_like(divided[:, :, 0], dtype=torch.bool).scatter_(1, best, False)
     return divided.masked_fill(others.unsqueeze(2), -torch.inf).view(judged.shape)

@@ -159,7 +159,7 @@ def test_corrected_scores_choose_and_scores_are_shares(chance: random.Random) ->
     """By each token's numbers, one at a time; groups are chosen by their best two."""
     logits, correction = torch.randn(20, 12), torch.randn(12) * 0.3
     for groups, within, normalized in ((1, 1, True), (4, 2, True), (3, 1, False), (6, 6, True)):
-        shares, chosen = route(logits, 3, normalized, sigmoid=True, correction=correction, groups=(groups, within), factor=2.5)
+        shares, chosen = route(logits, 3, normalized, sigmoid=True, correction=correction, sets=(groups, within), factor=2.5)
         for row, own, numbers in zip(logits.tolist(), shares.tolist(), chosen.tolist(), strict=True):
             scores = [1 / (1 + math.exp(-logit)) for logit in row]
             judged = [score + more for score, more in zip(scores, correction.tolist(), strict=True)]

@@ -1,6 +1,7 @@
 """Architectures that are not Llama's: what their config.json files leave out, and what is refused by name."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import transformers
 
 from penstock.shard.config import ShardConfig
 from penstock.shard.loading import load
-from penstock.shard.models.families import shape
+from penstock.shard.models.families import FAMILIES, shape
 from penstock.shard.models.mlp import Sparse
 from penstock.shard.models.shape import Mixture, Unsupported
 from penstock.shard.sequence import sequences
@@ -117,6 +118,12 @@ def test_parameters_are_counted_as_transformers_has_them(name: str) -> None:
     theirs = tiny.reference(name)
     corrections = [values for key, values in theirs.named_buffers() if "correction" in key]
     assert tiny.decoder(name).shape.parameters() == sum(values.numel() for values in (*theirs.parameters(), *corrections))
+
+
+def test_the_documents_name_every_architecture() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    named = set(re.findall(r"`(\w+For\w+)`", text))
+    assert named == set(FAMILIES)
 
 
 def test_experts_are_transformers_by_default() -> None:
