@@ -42,6 +42,7 @@ from penstock.kernels import (
 )
 from penstock.kernels.attention import Row, ancestry
 from penstock.kernels.fused_noise import gumbel_of_ids, gumbel_of_quads
+from penstock.kernels.fused_routing import PAIRS, sort
 from penstock.kernels.fused_sampling import sample
 from penstock.kernels.paged_attention import Capacity
 from penstock.kernels.sampling import Draws, Penalties
@@ -109,6 +110,7 @@ def checks(bench: Bench) -> dict[str, Check]:
         found[f"norms and gates, {name}"] = partial(elementwise, dtype=dtype)
         found[f"rotary and write, {name}"] = partial(rotary, dtype=dtype, eight_bits=False)
     found["products of few rows"] = products
+    found["routes to experts"] = routes
     found["products of experts"] = mixtures
     for kind in codes.EXPERTS_BITS:
         found[f"products of experts of few bits, {kind}"] = partial(mixtures, kind=kind)
@@ -377,6 +379,25 @@ def few_bits(bench: Bench, chance: random.Random, kind: str) -> float:
         expected = x.double() @ codes.unpacked(rounded, torch.float64).T + (bias.double() if bias is not None else 0)
         found = quantized.lay_out(rounded, bias, True, dtype)(x)
         worst = max(worst, error(found / expected.abs().max(), expected / expected.abs().max(), ROUNDINGS[dtype]))
+    return worst
+
+
+def routes(bench: Bench, chance: random.Random) -> float:
+    """Shares of experts, against a CPU's, and pairs sorted by expert."""
+    worst = 0.0
+    for number, count, sets in ((8, 2, (1, 1)), (128, 8, (1, 1)), (256, 8, (8, 4))):
+        logits, correction = torch.randn(chance.randint(1, 99), number), torch.rand(number)
+        how: dict[str, Any] = {"count": count, "normalized": True, "sigmoid": chance.random() < 0.5, "sets": sets}
+        with poisoned():
+            shares, chosen = experts.route(logits.to(bench.device), correction=correction.to(bench.device), **how)
+            order, starts = sort(chosen[: PAIRS // count], number)
+        choose.force("reference")
+        expected, _ = experts.route(logits, correction=correction, **how)
+        choose.force("triton")
+        numbers, places = chosen[: PAIRS // count].flatten().sort(stable=True)
+        begins = torch.searchsorted(numbers, torch.arange(number + 1, device=bench.device))
+        exact = order.equal(places) and starts.equal(begins)
+        worst = max(worst, error(shares.sort(-1).values, expected.sort(-1).values, 2e-6) if exact else torch.inf)
     return worst
 
 

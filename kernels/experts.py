@@ -41,6 +41,10 @@ def route(
     softmax; correction: [experts], which is added where experts are chosen, and not to their shares; sets: in how many they
     stand, and from how many of these a token chooses (DeepSeek-AI 2024, arXiv:2412.19437).
     """
+    if triton_for(logits):
+        from .fused_routing import route as fused
+
+        return fused(logits, count, normalized, sigmoid, correction, sets, factor, LEAST_SUM)
     scores = logits.float().sigmoid() if sigmoid else logits.float().softmax(-1)
     judged = scores if correction is None else scores + correction
     chosen = _within(judged, *sets).topk(count).indices
@@ -54,7 +58,7 @@ def _within(judged: Tensor, sets: int, chosen: int) -> Tensor:
     """The same, but that only experts of the sets whose best two are best can be chosen."""
     if chosen >= sets:
         return judged
-    divided = judged.view(len(judged), sets, -1)
+    divided = judged.view(len(judged), sets, judged.shape[1] // sets)
     best = divided.topk(2).values.sum(-1).topk(chosen).indices
     others = torch.ones_like(divided[:, :, 0], dtype=torch.bool).scatter_(1, best, False)
     return divided.masked_fill(others.unsqueeze(2), -torch.inf).view(judged.shape)
@@ -84,9 +88,18 @@ class Experts(ABC):
 
     def __call__(self, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
         """What the experts make of x [tokens, hidden], added up by shares, of `route`. A token's result depends on no other."""
-        numbers, order = chosen.flatten().sort(stable=True)  # of experts; of pairs of a token and an expert
-        starts = torch.searchsorted(numbers, self._edges)
+        order, starts = self._sorted(chosen)
         return self._products(x, order, starts, shares).view(*shares.shape, x.shape[1]).sum(1)
+
+    def _sorted(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """As `_products` wants them."""
+        if triton_for(chosen):
+            from .fused_routing import PAIRS, sort
+
+            if 0 < chosen.numel() <= PAIRS:
+                return sort(chosen, len(self._edges) - 1)
+        numbers, order = chosen.flatten().sort(stable=True)  # of experts; of pairs of a token and an expert
+        return order, torch.searchsorted(numbers, self._edges)
 
     @abstractmethod
     def _products(self, x: Tensor, order: Tensor, starts: Tensor, shares: Tensor) -> Tensor:

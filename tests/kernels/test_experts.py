@@ -2,6 +2,7 @@
 
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from penstock.kernels import choose, fused_experts, packed_experts, reference
+from penstock.kernels import choose, fused_experts, fused_routing, packed_experts, reference
 from penstock.kernels.codes import EXPERTS_BITS, Codes, quantize, unpacked
 from penstock.kernels.experts import FewBits, Gates, Together, lay_out, route
 
@@ -170,6 +171,61 @@ def test_corrected_scores_choose_and_scores_are_shares(chance: random.Random) ->
             assert numbers == expected
             total = sum(scores[i] for i in expected) if normalized else 1.0
             assert own == pytest.approx([2.5 * scores[i] / total for i in expected], rel=1e-5)
+
+
+def random_routing(chance: random.Random) -> tuple[Tensor, dict[str, Any]]:
+    """Logits and how experts are chosen by them; often some are equal."""
+    sets = chance.choice([1, 1, 2, 3, 4])
+    experts, best = sets * chance.randint(2, 20), chance.randint(1, sets)
+    logits = torch.randn(chance.choice([0, 1, 7, 40]), experts, device=DEVICE).to(chance.choice(DTYPES))
+    if chance.random() < 0.5:
+        logits = logits.round()
+    correction = torch.randn(experts, device=DEVICE).round() if chance.random() < 0.5 else None
+    count = chance.randint(1, min(8, experts * best // sets))
+    how = {"normalized": chance.random() < 0.5, "sigmoid": chance.random() < 0.5, "correction": correction}
+    return logits, how | {"count": count, "sets": (sets, best), "factor": chance.choice([1.0, 2.5])}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_routes_by_triton(seed: int) -> None:
+    """Shares are those of the reference; of equal scores those of the first experts are taken."""
+    logits, how = random_routing(random.Random(seed))
+    choose.force("triton")
+    shares, chosen = route(logits, **how)
+    choose.force("reference")
+    expected, _ = route(logits, **how)
+    torch.testing.assert_close(shares.sort(-1).values, expected.sort(-1).values, rtol=1e-5, atol=1e-6)
+    alone = [route_alone(row, chosen.shape[1], how) for row in logits.float()]
+    assert chosen.tolist() == alone
+
+
+def route_alone(logits: Tensor, count: int, how: dict[str, Any]) -> list[int]:
+    """By sorting pairs of a score and a number."""
+    scores = logits.sigmoid() if how["sigmoid"] else logits.softmax(0)
+    judged = (scores if how["correction"] is None else scores + how["correction"]).tolist()
+    sets, best = how["sets"]
+    size = len(judged) // sets
+    sums = [sum(sorted(judged[first : first + size])[-2:]) for first in range(0, len(judged), size)]
+    opened = sorted(range(sets), key=lambda one: (-sums[one], one))[:best]
+    return sorted((i for one in opened for i in range(one * size, one * size + size)), key=lambda i: (-judged[i], i))[:count]
+
+
+def test_what_is_no_number_goes_somewhere() -> None:
+    """No expert is beyond the last."""
+    choose.force("triton")
+    _, chosen = route(torch.full((3, 5), math.nan, device=DEVICE), 4, True, sigmoid=True)
+    assert chosen.max() < 5
+    assert chosen.min() >= 0
+
+
+@pytest.mark.parametrize("pairs", [1, 31, 32, 33, 200, 256])
+def test_few_pairs_are_sorted_in_one_launch(pairs: int, chance: random.Random) -> None:
+    experts = chance.randint(1, 70)
+    numbers = torch.tensor([chance.randrange(experts) for _ in range(pairs)], device=DEVICE)
+    order, starts = fused_routing.sort(numbers.view(1, -1), experts)
+    expected, places = numbers.sort(stable=True)
+    assert order.equal(places)
+    assert starts.equal(torch.searchsorted(expected, torch.arange(experts + 1, device=DEVICE)))
 
 
 def test_scores_that_vanish_are_no_shares_of_nothing() -> None:
