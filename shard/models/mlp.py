@@ -63,7 +63,7 @@ class Sparse:
         """As that of `Dense`."""
         x = stream.normalized(before)
         made = self.experts(x, *self.route(x))
-        stream.add_part(made if self.shared is None else made.add_(self.shared(x)), behind)
+        stream.add_part(made if self.shared is None else made.add_(self.shared(x, stream)), behind)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Shares and numbers of the experts of each token."""
@@ -96,9 +96,9 @@ class Shared:
         self.gate_up = load.columns("", [f"{name}.gate_proj", f"{name}.up_proj"], [mixture.shared] * 2, bias=False)
         self.down = load.rows(f"{name}.down_proj", mixture.shared, bias=False)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """This rank's part of what it makes of x, by its gate."""
-        made = self.down(gated(self.gate_up(x), self.gelu))
+    def __call__(self, x: Tensor, stream: Stream) -> Tensor:
+        """This rank's part of what it makes of x, the stream's tokens, by its gate."""
+        made = stream.product(gated(stream.product(x, self.gate_up), self.gelu), self.down)
         return made if self.gate is None else made.mul_(self.gate(x).sigmoid())
 
     def weights(self) -> Iterator[Weight]:

@@ -44,7 +44,7 @@ class Stream:
         x = self.normalized(gains)
         if few and gates:
             return weight.streamed(x, gated=True, gelu=self._gelu)
-        found = self._product(x, weight)
+        found = self.product(x, weight)
         return gated(found, self._gelu) if gates else found
 
     def add(self, x: Tensor, weight: Weight, gains: Tensor | None = None) -> None:
@@ -52,7 +52,7 @@ class Stream:
         if gains is None and self._ranks.size == 1 and weight.streams(x) and not self._adapted(weight):
             weight.add(x, self._sums)
         else:
-            self.add_part(self._product(x, weight), gains)
+            self.add_part(self.product(x, weight), gains)
 
     def add_part(self, x: Tensor, gains: Tensor | None = None) -> None:
         """Adds x, this rank's part of it, or the norm of that."""
@@ -61,7 +61,7 @@ class Stream:
 
     def add_both(self, x: Tensor, weight: Weight, other: Tensor, its_weight: Weight) -> None:
         """Adds two products, of which both are this rank's parts."""
-        self.add_part(self._product(x, weight).add_(self._product(other, its_weight)))
+        self.add_part(self.product(x, weight).add_(self.product(other, its_weight)))
 
     def select(self, rows: Tensor) -> None:
         """Goes on with these rows alone; nothing is still to be added."""
@@ -69,15 +69,15 @@ class Stream:
         self._sums = self._sums.index_select(0, rows)
         self._chosen = self._chosen.select(rows) if self._chosen is not None else None
 
-    def _norm(self, x: Tensor, gains: Tensor) -> Tensor:
-        return (rms_norm if gains.dim() == 1 else layer_norm)(x, gains, self._epsilon)
-
-    def _adapted(self, weight: Weight) -> bool:
-        return self._chosen is not None and weight.additions is not None
-
-    def _product(self, x: Tensor, weight: Weight) -> Tensor:
-        """With what adapters add to it."""
+    def product(self, x: Tensor, weight: Weight) -> Tensor:
+        """Of a row for each token of the stream with `weight`, and what adapters add to it."""
         found = weight(x)
         if self._chosen is not None and weight.additions is not None:
             weight.additions.add(x, found, self._chosen)
         return found
+
+    def _adapted(self, weight: Weight) -> bool:
+        return self._chosen is not None and weight.additions is not None
+
+    def _norm(self, x: Tensor, gains: Tensor) -> Tensor:
+        return (rms_norm if gains.dim() == 1 else layer_norm)(x, gains, self._epsilon)
