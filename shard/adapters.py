@@ -13,9 +13,21 @@ from .models.shape import Unsupported
 from .weights import opened
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# A matrix of a layer, and which of its two factors.
-NAME = re.compile(r"(?:.*\.)?(layers\.\d+\..+)\.lora_([AB])(?:\.default)?\.weight")
-CHANGED = ("pissa", "olora", "corda", "loftq")  # ways to begin that leave the model with other weights
+# A matrix as peft knows it, within the model of text, and which of its two factors. Towers for images have layers of their own.
+NAME = re.compile(r"(?:base_model\.model\.)?((?:(?:model|language_model)\.)*(layers\.\d+\..+))\.lora_([AB])(?:\.default)?\.weight")
+CHANGED = ("pissa", "olora", "corda", "loftq", "lora_ga")  # ways to begin that leave the model with other weights
+# What else an adapter may be than products of low rank, beside the matrices that it names.
+OTHERWISE = (
+    "use_dora",
+    "use_qalora",
+    "use_bdlora",
+    "fan_in_fan_out",
+    "modules_to_save",
+    "trainable_token_indices",
+    "lora_bias",
+    "layer_replication",
+)
+NEVER_MERGED = ("alora_invocation_tokens", "arrow_config")  # such that are in no weights for all tokens
 REMEDY = "merge it into the weights (peft's merge_and_unload)"
 
 
@@ -31,11 +43,18 @@ class Adapter:
             raise Unsupported(f"adapter {name}: {folder} has no {WEIGHTS}: save it with peft as safetensors")
         self._file = opened(folder / WEIGHTS)
         self._places: dict[tuple[str, str], str] = {}  # by matrix, and A or B
+        self._called: dict[str, str] = {}  # what peft calls a matrix
         for key in list(self._file.keys()):
             found = NAME.fullmatch(key)
             if found is None:
                 raise Unsupported(f"adapter {name} changes {key}, which is not supported: {REMEDY}")
-            self._places[found[1], found[2]] = key
+            called, matrix, factor = found.groups()
+            other = self._places.setdefault((matrix, factor), key)
+            if other != key:
+                raise Unsupported(f"adapter {name} has both {other} and {key}, for the same matrix: save it again")
+            self._called[matrix] = called
+        if not self._places:
+            raise Unsupported(f"adapter {name}: {folder / WEIGHTS} has no tensors: save it again")
         self._unread = set(self._places)
 
     def pair(self, matrix: str, outputs: int, inputs: int) -> tuple[Tensor, Tensor] | None:
@@ -44,6 +63,8 @@ class Adapter:
         if (matrix, "A") not in self._places and (matrix, "B") not in self._places:
             return None
         down, up = (self._tensor(matrix, factor) for factor in "AB")
+        if not len(down):
+            raise Unsupported(f"adapter {self.name} has rank 0 for {matrix}: download it again")
         if down.shape != (len(down), inputs) or up.shape != (outputs, len(down)):
             raise Unsupported(
                 f"adapter {self.name} has {list(down.shape)} and {list(up.shape)} for {matrix}, which is [{outputs}, {inputs}]: "
@@ -72,7 +93,7 @@ class Adapter:
         """What products are multiplied by."""
         alpha = _number(self.name, "lora_alpha", self._config.get("lora_alpha", 8))
         for pattern, own in (self._config.get("alpha_pattern") or {}).items():
-            if re.fullmatch(_within(pattern), matrix):
+            if re.fullmatch(_within(pattern), self._called[matrix]):
                 alpha = _number(self.name, "alpha_pattern", own)
                 break
         return alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
@@ -87,9 +108,9 @@ def _config(name: str, path: Path) -> dict[str, Any]:
         raise Unsupported(f"adapter {name}: {path} holds {found!r:.40}, an object is needed: download it again")
     if found.get("peft_type") != "LORA":
         raise Unsupported(f"adapter {name} is of peft_type {found.get('peft_type')!r:.40}, only 'LORA' is supported")
-    for field in ("use_dora", "use_qalora", "fan_in_fan_out", "modules_to_save", "trainable_token_indices", "lora_bias"):
+    for field in (*OTHERWISE, *NEVER_MERGED):
         if found.get(field):
-            raise Unsupported(f"adapter {name} has {field}, which is not supported: {REMEDY}")
+            raise Unsupported(f"adapter {name} has {field}, which is not supported" + f": {REMEDY}" * (field in OTHERWISE))
     start = found.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(CHANGED):
         raise Unsupported(

@@ -158,6 +158,7 @@ def test_a_shard_without_it_says_so() -> None:
         ({"lora_alpha": 3}, 0.75),
         ({"lora_alpha": 3, "use_rslora": True}, 1.5),
         ({"lora_alpha": 1, "alpha_pattern": {"q_proj|k_proj|v_proj|o_proj": 6, "mlp.*": 6}}, 1.5),
+        ({"lora_alpha": 1, "alpha_pattern": {r"model\.layers\.0\..*": 6, "^model.layers.1.+": 6}}, 1.5),
     ],
 )
 def test_factors(config: dict[str, Any], factor: float, tmp_path: Path) -> None:
@@ -193,8 +194,13 @@ def place(tmp_path: Path) -> Path:
         ({"peft_type": None}, ["peft_type None"]),
         ({"use_dora": True}, ["use_dora", "merge_and_unload"]),
         ({"modules_to_save": ["lm_head"]}, ["modules_to_save"]),
+        ({"layer_replication": [[0, 2], [1, 2]]}, ["layer_replication"]),
+        ({"alora_invocation_tokens": [5, 6]}, ["alora_invocation_tokens"]),
+        ({"use_bdlora": {"target_modules_bd_a": ["q_proj"]}}, ["use_bdlora"]),
+        ({"arrow_config": {"top_k": 3}}, ["arrow_config"]),
         ({"bias": "all"}, ["bias 'all'"]),
         ({"init_lora_weights": "pissa_niter_4"}, ["init_lora_weights 'pissa_niter_4'", "path_initial_model_for_weight_conversion"]),
+        ({"init_lora_weights": "lora_ga"}, ["init_lora_weights 'lora_ga'", "path_initial_model_for_weight_conversion"]),
         ({"lora_alpha": "much"}, ["lora_alpha 'much'", "a number is needed"]),
         ({"lora_alpha": float("inf")}, ["lora_alpha inf"]),
         ({"alpha_pattern": {".*": True}}, ["alpha_pattern True"]),
@@ -245,6 +251,37 @@ def test_tensors_that_do_not_fit(place: Path) -> None:
     refuses(place, "layers.7.mlp.up_proj", "not in this model")
     spoil(place, **{"base_model.model.lm_head.lora_A.weight": stored})
     refuses(place, "changes base_model.model.lm_head.lora_A.weight", "merge_and_unload")
+
+
+def test_a_tower_for_images_has_layers_of_its_own(place: Path) -> None:
+    """Of which none is to be taken for one of the text's."""
+    key = "base_model.model.model.vision_tower.encoder.layers.0.self_attn.q_proj.lora_A.weight"
+    spoil(place, **{key: torch.zeros(4, 64)})
+    refuses(place, f"changes {key}", "merge_and_unload")
+
+
+def test_names_of_other_releases(place: Path) -> None:
+    """Of peft, and of transformers, whose models with images have had two."""
+    stored = safetensors.torch.load_file(place / lora.WEIGHTS)
+    usual = next(key for key in stored if key.endswith("down_proj.lora_A.weight"))
+    matrix = usual.removeprefix("base_model.model.model.").removesuffix(".lora_A.weight")
+    for start in ("", "model.", "base_model.model.model.language_model.", "base_model.model.language_model.model."):
+        for end in (".weight", ".default.weight"):
+            named = {f"{start}{matrix}.lora_{factor}{end}": stored[usual.replace("lora_A", f"lora_{factor}")] for factor in "AB"}
+            safetensors.torch.save_file(named, place / lora.WEIGHTS)
+            found = Adapter("mine", place, torch.float32, tiny.CPU)
+            assert found.pair(matrix, 64, 88) is not None
+            found.check()
+    spoil(place, **{usual: stored[usual]})
+    refuses(place, "has both ", usual, "for the same matrix")
+
+
+def test_a_rank_of_nothing(place: Path) -> None:
+    usual = next(key for key in safetensors.torch.load_file(place / lora.WEIGHTS) if key.endswith("down_proj.lora_A.weight"))
+    spoil(place, **{usual: torch.zeros(0, 88), usual.replace("lora_A", "lora_B"): torch.zeros(64, 0)})
+    refuses(place, "has rank 0 for layers.")
+    safetensors.torch.save_file({}, place / lora.WEIGHTS)
+    refuses(place, "has no tensors")
 
 
 def test_what_they_take_is_counted(tmp_path: Path) -> None:
