@@ -12,6 +12,7 @@ from .options import Options
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FLAG = "--lora-adapters"
+WITH_REVISION = re.compile(r"\A([\w.-]+/[\w.-]+)@.*")  # of a model of the hub, which is called the same in all its revisions
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +44,10 @@ def resolve(asked: Options, model: str, weights: bool = True) -> tuple[Adapter, 
 
 
 def parse(text: str) -> dict[str, str]:
-    """A source for each name: of "a=/folder,owner/name" {"a": "/folder", "owner/name": "owner/name"}. Raises Mistake."""
+    """A source for each name: of "a=/folder,owner/name@v2" {"a": "/folder", "owner/name": "owner/name@v2"}. Raises Mistake."""
     found: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
-        name, _, source = part.rpartition("=") if "=" in part else (part, "", part)
+        name, _, source = part.partition("=") if "=" in part else (WITH_REVISION.sub(r"\1", part), "", part)
         name, source = name.strip(), source.strip()
         if not re.fullmatch(r"[!-~]{1,200}", name) or not source:
             raise Mistake(f"{FLAG} {part}: NAME=FOLDER, NAME=OWNER/MODEL or OWNER/MODEL is needed, names without spaces")

@@ -20,6 +20,8 @@ MACHINE = Machine(cores=2, memory=1 << 32, fast_bfloat16=False)
 def test_names_and_sources() -> None:
     assert parse("") == parse(" , ") == {}
     assert parse("a/b, c=/folder ,d=e/f@main") == {"a/b": "a/b", "c": "/folder", "d": "e/f@main"}
+    assert parse("a/b@v2,/x/a/b@c") == {"a/b": "a/b@v2", "/x/a/b@c": "/x/a/b@c"}
+    assert parse("sql=/runs/lr=0.1/last") == {"sql": "/runs/lr=0.1/last"}
 
 
 @pytest.mark.parametrize(
@@ -29,6 +31,7 @@ def test_names_and_sources() -> None:
         ("=a", "--lora-adapters =a: NAME=FOLDER"),
         ("a b=c", "names without spaces"),
         ("a=b,a=c", "--lora-adapters names a twice: give one of them another name, NAME=c"),
+        ("a/b@1,a/b@2", "--lora-adapters names a/b twice: give one of them another name, NAME=a/b@2"),
         ("model=/x", "--lora-adapters model: the model is called so itself"),
         ("a=/nowhere/at/all", "--lora-adapters a: no folder /nowhere/at/all"),
         (f"a={hub.DEMO_FOLDER}", "--lora-adapters a: .* has no adapter_config.json: is it an adapter's folder"),
@@ -83,6 +86,6 @@ def test_the_hub_is_asked_for_a_revision(place: Path, monkeypatch: pytest.Monkey
         return str(place)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    found = resolve(Options(lora_adapters="some/adapter,b=some/other@v2"), "model")
-    assert asked == [("some/adapter", None), ("some/other", "v2")]
-    assert adapters.names(found) == (("some/adapter", str(place)), ("b", str(place)))
+    found = resolve(Options(lora_adapters="some/adapter,b=some/other@v2,some/third@v3"), "model")
+    assert asked == [("some/adapter", None), ("some/other", "v2"), ("some/third", "v3")]
+    assert adapters.names(found) == (("some/adapter", str(place)), ("b", str(place)), ("some/third", str(place)))
