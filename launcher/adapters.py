@@ -31,9 +31,7 @@ def resolve(asked: Options, model: str, weights: bool = True) -> tuple[Adapter, 
     weights: whether they are needed; without, a download takes the small files only.
     """
     found = []
-    for name, source in parse(asked.lora_adapters).items():
-        if name == model:
-            raise Mistake(f"{FLAG} {name}: the model is called so itself, give the adapter another name: NAME={source}")
+    for name, source in parse(asked.lora_adapters, model).items():
         place, _, revision = source.partition("@") if hub.on_hub(source) else (source, "", "")
         try:
             _, folder = hub.locate(place, revision, asked.huggingface_hub_cache, not asked.json_output, weights)
@@ -43,14 +41,19 @@ def resolve(asked: Options, model: str, weights: bool = True) -> tuple[Adapter, 
     return tuple(found)
 
 
-def parse(text: str) -> dict[str, str]:
-    """A source for each name: of "a=/folder,owner/name@v2" {"a": "/folder", "owner/name": "owner/name@v2"}. Raises Mistake."""
+def parse(text: str, model: str = "") -> dict[str, str]:
+    """A source for each name: of "a=/folder,owner/name@v2" {"a": "/folder", "owner/name": "owner/name@v2"}. Raises Mistake.
+
+    model: whose name none may have.
+    """
     found: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, source = part.partition("=") if "=" in part else (WITH_REVISION.sub(r"\1", part), "", part)
         name, source = name.strip(), source.strip()
         if not re.fullmatch(r"[!-~]{1,200}", name) or not source:
             raise Mistake(f"{FLAG} {part}: NAME=FOLDER, NAME=OWNER/MODEL or OWNER/MODEL is needed, names without spaces")
+        if name == model:
+            raise Mistake(f"{FLAG} {name}: the model is called so itself, give the adapter another name: NAME={source}")
         if name in found:
             raise Mistake(f"{FLAG} names {name} twice: give one of them another name, NAME={source}")
         found[name] = source

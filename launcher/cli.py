@@ -342,7 +342,7 @@ def router_config(asked: Options, name: str, folder: Path, groups: Sequence[Sequ
     fields = {field.name for field in dataclasses.fields(RouterConfig)} & set(options.FIELDS)
     given = {field: value for field in fields if (value := getattr(asked, field)) is not None}
     given["speculate"] = asked.speculation.most
-    given["adapters"] = tuple(adapters.parse(asked.lora_adapters))
+    given["adapters"] = tuple(adapters.parse(asked.lora_adapters, name))
     keys = kinds.keys_of(asked.api_key)
     return RouterConfig(folder=str(folder), model=name, groups=addresses, complaints=complaints, api_keys=keys, **given)
 

@@ -42,6 +42,11 @@ def test_mistakes(text: str, words: str) -> None:
         resolve(Options(lora_adapters=text), "model")
 
 
+def test_a_router_alone_refuses_the_models_name_as_well() -> None:
+    with pytest.raises(Mistake, match="the model is called so itself"):
+        cli.router_config(Options(lora_adapters="model=/x"), "model", hub.DEMO_FOLDER, [])
+
+
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     return lora.adapter(hub.DEMO_FOLDER, tmp_path / "mine", 1, rank=8)
