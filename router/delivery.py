@@ -104,6 +104,9 @@ class Delivery:
                 for choice in stream.choices[count:]:
                     choice.done = True
                     stream.left -= 1
+                if not stream.left:  # stop strings, which the shards have not seen, had ended the others before
+                    found.complete.append(stream)
+                    found.touched.append(stream)
 
     def _grown(self, told: shard_pb2.Grown) -> Grown:
         text = self._tokenizer.token_text

@@ -512,6 +512,25 @@ def test_a_search_that_finds_too_few_ends_with_those() -> None:
     run(test)
 
 
+def test_a_search_that_finds_no_more_than_a_stop_string_had_ended_ends() -> None:
+    """The shards may see no stop string where a special token, which readers don't see, stands within it."""
+
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        stream = batcher.open(ask("hello", 9, choices=2, beams=Beams(width=2), stop=("A",)), None)
+        stream.started = 1.0
+        told: dict[str, Any] = {"choices": [0], "tokens": [65], "logprobs": [-1.0]}
+        batcher._deliver(shard_pb2.StepReply(uids=[stream.uid], **told, finishes=[0]))
+        assert stream.left == 1
+        scored: dict[str, Any] = {"scored_uids": [stream.uid], "scored_counts": [1], "scores": [-1.0]}
+        batcher._deliver(shard_pb2.StepReply(uids=[stream.uid], **told, finishes=[2], **scored))
+        assert (stream.left, len(batcher.streams)) == (0, 0)
+        assert [item.reason for item in stream.take() if isinstance(item, Finish)] == ["stop_sequence"]
+        batcher.close_stream(stream)
+        assert value(batcher, "tgi_request_success") == 1
+
+    run(test)
+
+
 def test_beams_of_which_one_meets_a_stop_string_end_together() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         stream = batcher.open(ask("hello", 9, choices=2, beams=Beams(width=2), stop=("A",)), None)
