@@ -620,8 +620,9 @@ class Batcher:
         if isinstance(action, Filter):
             told = reply.filter
             for paused in told.paused:
-                if paused.uid in self._streams:
-                    self._streams[paused.uid].continuations = tuple(paused.continuations)
+                stream = self._streams.get(paused.uid)
+                if stream is not None:  # what was computed of a prompt that begins anew will be found, instead of what was found
+                    stream.continuations, stream.cached = tuple(paused.continuations), 0
             scheduler.paused(told.free, told.cached, [(paused.uid, paused.grow, paused.lacking) for paused in told.paused])
             self._metrics.paused(len(action.pause))
             self._metrics.step(action, seconds, None)

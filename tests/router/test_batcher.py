@@ -36,7 +36,7 @@ from penstock.router.request import (
     Request,
     Token,
 )
-from penstock.router.scheduler import Bounds, Decode
+from penstock.router.scheduler import Bounds, Decode, Filter
 from penstock.router.streams import Pace, Stream
 from penstock.tests.router.fakes import END, ByteTokenizer, FakeShards, letter
 
@@ -527,6 +527,22 @@ def test_a_search_that_finds_no_more_than_a_stop_string_had_ended_ends() -> None
         assert [item.reason for item in stream.take() if isinstance(item, Finish)] == ["stop_sequence"]
         batcher.close_stream(stream)
         assert value(batcher, "tgi_request_success") == 1
+
+    run(test)
+
+
+def test_what_was_found_of_a_prompt_counts_once_where_it_was_paused() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        stream = batcher.open(ask("hello, hello", 9), None)
+        assert batcher._scheduler is not None
+        found: dict[str, Any] = {"found_uids": [stream.uid], "found_tokens": [8]}
+        batcher._deliver(shard_pb2.StepReply(**found))
+        reply = shard_pb2.FilterReply(free=64, paused=[shard_pb2.Paused(uid=stream.uid, grow=3, lacking=12)])
+        batcher._report(batcher._scheduler, Filter(pause=(stream.uid,)), 0.0, shard_pb2.Reply(filter=reply))
+        row: dict[str, Any] = {"choices": [0], "tokens": [65], "logprobs": [-1.0], "finishes": [0]}
+        batcher._deliver(shard_pb2.StepReply(uids=[stream.uid], **row, **found))
+        assert stream.take()[0] == Prompt((), cached_tokens=8)
+        batcher.close_stream(stream)
 
     run(test)
 
