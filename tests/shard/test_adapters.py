@@ -90,7 +90,7 @@ def test_a_mixed_batch_gets_what_merged_models_say(name: str, tmp_path: Path) ->
         assert not adapter or abs(found - usual) > 1e-3
 
 
-@pytest.mark.parametrize("name", ["qwen2", "phi3", "glm4", "granite"])
+@pytest.mark.parametrize("name", ["qwen2", "phi3", "glm4", "granite", "qwen2-moe"])
 def test_two_ranks_divide_them(name: str, tmp_path: Path) -> None:
     changes, models = lora.of(name, tmp_path)
     asked = mixed(5, 1)
