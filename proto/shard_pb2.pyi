@@ -12,7 +12,7 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InfoReply(_message.Message):
-    __slots__ = ("rank", "ranks", "model", "dtype", "device", "page_size", "vocabulary", "max_positions", "loaded", "stage", "overlaps")
+    __slots__ = ("rank", "ranks", "model", "dtype", "device", "page_size", "vocabulary", "max_positions", "loaded", "stage", "overlaps", "adapters")
     RANK_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -24,6 +24,7 @@ class InfoReply(_message.Message):
     LOADED_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     OVERLAPS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     rank: int
     ranks: int
     model: str
@@ -35,7 +36,8 @@ class InfoReply(_message.Message):
     loaded: bool
     stage: str
     overlaps: bool
-    def __init__(self, rank: _Optional[int] = ..., ranks: _Optional[int] = ..., model: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., page_size: _Optional[int] = ..., vocabulary: _Optional[int] = ..., max_positions: _Optional[int] = ..., loaded: _Optional[bool] = ..., stage: _Optional[str] = ..., overlaps: _Optional[bool] = ...) -> None: ...
+    adapters: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, rank: _Optional[int] = ..., ranks: _Optional[int] = ..., model: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., page_size: _Optional[int] = ..., vocabulary: _Optional[int] = ..., max_positions: _Optional[int] = ..., loaded: _Optional[bool] = ..., stage: _Optional[str] = ..., overlaps: _Optional[bool] = ..., adapters: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class HealthRequest(_message.Message):
     __slots__ = ()

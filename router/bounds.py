@@ -13,6 +13,9 @@ STEP_TOKENS, CPU_STEP_TOKENS = 4096, 512  # of a step, unless the operator says:
 
 def bounds_of(config: RouterConfig, info: shard_pb2.InfoReply, warm: shard_pb2.WarmupReply) -> tuple[Limits, Bounds]:
     """What a request may ask and what may run at once, from settings, model and memory. Raises Misconfigured."""
+    lacking = ", ".join(name for name in config.adapters if name not in info.adapters)
+    if lacking:
+        raise Misconfigured(f"the shards have no adapter {lacking}: give them and the router the same --lora-adapters")
     capacity = warm.pages * warm.page_size
     pool = f"the pool's capacity of {capacity} ({warm.pages} pages of {warm.page_size})"
     more = "or give the pool more memory (--kv-pages, --cuda-memory-fraction, more shards)"

@@ -1137,6 +1137,15 @@ def test_settings_fit_model_and_memory_or_are_refused(changes: dict[str, int], e
         assert (limits.vocabulary, bounds.pages, bounds.page_size, bounds.step_tokens) == (99, 100, 16, 16)
 
 
+def test_shards_without_an_adapter_are_refused() -> None:
+    """Such as somebody else has started: each request by it would fail."""
+    info = shard_pb2.InfoReply(max_positions=1024, vocabulary=99, adapters=["one", "another"])
+    warm = shard_pb2.WarmupReply(pages=100, page_size=16)
+    bounds_of(config(adapters=("one",)), info, warm)
+    with pytest.raises(Misconfigured, match=r"the shards have no adapter two, three: give them .* the same --lora-adapters"):
+        bounds_of(config(adapters=("one", "two", "three")), info, warm)
+
+
 def test_how_many_full_requests_fit_at_once() -> None:
     """By pages, by number."""
     bounds = Bounds(pages=100, page_size=16, step_tokens=16, sequences=20)
