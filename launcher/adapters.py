@@ -33,6 +33,8 @@ def resolve(asked: Options, model: str, weights: bool = True) -> tuple[Adapter, 
     found = []
     for name, source in parse(asked.lora_adapters, model).items():
         place, _, revision = source.partition("@") if hub.on_hub(source) else (source, "", "")
+        if revision and not hub.on_hub(place):
+            raise Mistake(f"{FLAG} {name}: {place} is no model of the hub, and has no revisions: leave @{revision} out")
         try:
             _, folder = hub.locate(place, revision, asked.huggingface_hub_cache, not asked.json_output, weights)
             found.append(_read(name, folder, weights))

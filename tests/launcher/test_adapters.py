@@ -34,6 +34,7 @@ def test_names_and_sources() -> None:
         ("a/b@1,a/b@2", "--lora-adapters names a/b twice: give one of them another name, NAME=a/b@2"),
         ("model=/x", "--lora-adapters model: the model is called so itself"),
         ("a=/nowhere/at/all", "--lora-adapters a: no folder /nowhere/at/all"),
+        ("a=/tmp@v2", "--lora-adapters a: /tmp is no model of the hub, and has no revisions: leave @v2 out"),
         (f"a={hub.DEMO_FOLDER}", "--lora-adapters a: .* has no adapter_config.json: is it an adapter's folder"),
     ],
 )
