@@ -36,7 +36,8 @@ def resolve(asked: Options, model: str, weights: bool = True) -> tuple[Adapter, 
         if revision and not hub.on_hub(place):
             raise Mistake(f"{FLAG} {name}: {place} is no model of the hub, and has no revisions: leave @{revision} out")
         try:
-            _, folder = hub.locate(place, revision, asked.huggingface_hub_cache, not asked.json_output, weights)
+            only = (CONFIG, WEIGHTS) if weights else (CONFIG,)  # there may be a whole model beside it, or instead of it
+            _, folder = hub.locate(place, revision, asked.huggingface_hub_cache, not asked.json_output, only=only)
             found.append(_read(name, folder, weights))
         except Mistake as error:
             raise Mistake(f"{FLAG} {name}: {error}") from None

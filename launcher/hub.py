@@ -5,6 +5,7 @@ Knows nothing of what is in the files.
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,10 +31,13 @@ class Remote:
     files: int
 
 
-def locate(model: str, revision: str = "", cache: str = "", progress: bool = True, weights: bool = True) -> tuple[str, Path]:
+def locate(
+    model: str, revision: str = "", cache: str = "", progress: bool = True, weights: bool = True, only: Sequence[str] = ()
+) -> tuple[str, Path]:
     """The name and the folder of `model` ("": the demo model). Downloads what a hub model lacks. Raises Mistake.
 
-    weights: whether they are needed; without, a download takes the small files only.
+    weights: whether they are needed; without, a download takes the small files only; only: the files that it takes, if these are
+    not a model's.
     """
     if revision and not on_hub(model):
         raise Mistake(f"--revision {revision} is for models of the hub, not {model or 'the demo model'}: leave it and REVISION out")
@@ -52,7 +56,7 @@ def locate(model: str, revision: str = "", cache: str = "", progress: bool = Tru
         raise Mistake(f"{model} is a file: name the folder that holds config.json")
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", model):
         raise Mistake(f"no folder {model} (and that is no id of a hub model, which looks like owner/name)")
-    return model, _download(model, revision, cache, progress, PATTERNS if weights else SMALL)
+    return model, _download(model, revision, cache, progress, list(only) or (PATTERNS if weights else SMALL))
 
 
 def on_hub(model: str) -> bool:

@@ -95,3 +95,20 @@ def test_the_hub_is_asked_for_a_revision(place: Path, monkeypatch: pytest.Monkey
     found = resolve(Options(lora_adapters="some/adapter,b=some/other@v2,some/third@v3"), "model")
     assert asked == [("some/adapter", None), ("some/other", "v2"), ("some/third", "v3")]
     assert adapters.names(found) == (("some/adapter", str(place)), ("b", str(place)), ("some/third", str(place)))
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_of_a_model_on_the_hub_nothing_but_the_adapter_is_downloaded(
+    weights: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever names a whole model by mistake is told so soon."""
+    taken = []
+
+    def download(repository: str, revision: str | None, allow_patterns: list[str], **more: object) -> str:
+        taken.extend(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(Mistake, match=r"^--lora-adapters some/model: .* has no adapter_config.json"):
+        resolve(Options(lora_adapters="some/model"), "model", weights)
+    assert taken == ["adapter_config.json", "adapter_model.safetensors"][: 1 + weights]
