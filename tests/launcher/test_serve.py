@@ -61,11 +61,11 @@ def launch() -> Iterator[Callable[..., Launcher]]:
 
 def lives(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):  # the latter while it is being read
         return False
     # one that has ended, and whose parent has not looked yet, is still listed
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return status.rpartition(")")[2].split()[0] != "Z"
 
 
 def gone(pids: list[int], seconds: float) -> bool:
