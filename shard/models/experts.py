@@ -9,7 +9,7 @@ from ...kernels.codes import FP4_BLOCK, Codes, quantize
 from ...kernels.experts import Biases, Weights
 from ..weights import Source
 from .loader import Loader
-from .shape import Mixture, Unsupported
+from .shape import Mixture, Quantization, Unsupported
 
 FP4_MIDDLE = 127  # of the exponents of scales
 
@@ -29,9 +29,9 @@ def _interleaved(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Bias
     size = mixture.part(load.ranks.size)
     start = load.ranks.rank * size
     rows, columns = (2 * start, 2 * (start + size)), (start, start + size)
-    few = mixture.quantization is not None
-    gate_ups = _stacked(source, f"{name}.gate_up_proj", (count, 2 * mixture.size, hidden), (0, *rows), few)
-    downs = _stacked(source, f"{name}.down_proj", (count, hidden, mixture.size), (1, *columns), few)
+    how = mixture.quantization or load.shape.quantization
+    gate_ups = _stacked(source, f"{name}.gate_up_proj", (count, 2 * mixture.size, hidden), (0, *rows), how)
+    downs = _stacked(source, f"{name}.down_proj", (count, hidden, mixture.size), (1, *columns), how)
     first = source.tensor(f"{name}.gate_up_proj_bias", (count, 2 * mixture.size), (1, *rows))
     second = source.tensor(f"{name}.down_proj_bias", (count, hidden))
     if load.ranks.rank:  # the sum of all ranks has it once
@@ -40,14 +40,17 @@ def _interleaved(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Bias
     return [weight[gates_first] for weight in gate_ups], downs, (first[:, gates_first], second)
 
 
-def _stacked(source: Source, name: str, shape: tuple[int, int, int], cut: tuple[int, int, int], few: bool) -> Weights:
-    """Of each expert's [outputs, inputs] the part that `cut` says. They are stored the other way round, or in 4 bits: few."""
+def _stacked(
+    source: Source, name: str, shape: tuple[int, int, int], cut: tuple[int, int, int], how: Quantization | None
+) -> Weights:
+    """Of each expert's [outputs, inputs] the part that `cut` says. They are stored the other way round, or in 4 bits."""
     dimension, start, stop = cut
     experts, outputs, inputs = shape
     if source.has(f"{name}_blocks"):
         return [one.part(*cut) for one in _codes(source, name, shape)]
     found = source.tensor(name, (experts, inputs, outputs), (2 - dimension, start, stop)).transpose(1, 2).contiguous()
-    return [quantize(one, "fp4") for one in found] if few and not source.has(name) else [*found]  # there nobody knows what there is
+    made_up = not source.has(name)  # where nobody knows what there is
+    return [quantize(one, how.kind) for one in found] if how and (how.at_load or made_up) else [*found]
 
 
 def _codes(source: Source, name: str, shape: tuple[int, int, int]) -> Iterator[Codes]:

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from penstock.kernels import codes
 from penstock.kernels.experts import Experts, route
+from penstock.kernels.linear import Weight
 from penstock.shard.models.decoder import Decoder
 from penstock.shard.models.families import shape
 from penstock.shard.models.mlp import Sparse
@@ -140,6 +142,22 @@ def experts_of(model: Decoder, layer: int) -> Experts:
     mlp = model.layers[layer].mlp
     assert isinstance(mlp, Sparse)
     return mlp.experts
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
+def test_quantize_rounds_experts_that_are_stored_as_they_are(kind: str) -> None:
+    """A checkpoint of gpt-oss in bfloat16, as there are; the plan counts them so."""
+    folder = tiny.folder("gpt-oss-blocks")
+    found, plain = made(folder, quantized=kind), made(folder)
+    for one, other in zip(experts_of(found, 0).weights, experts_of(plain, 0).weights, strict=True):
+        assert isinstance(one, Weight)
+        assert isinstance(other, Weight)
+        rows, none = torch.eye(one.shape[1]), torch.zeros(1, one.shape[1])
+        stored, bias = other(rows) - other(none), one(none)
+        expected = codes.unpacked(codes.quantize(stored.t().contiguous(), kind), torch.float32).t()
+        torch.testing.assert_close(one(rows) - bias, expected, atol=1e-3, rtol=0.02)
+        assert (expected - stored).abs().max() > 1e-4
+        assert (one(rows) - bias - stored).abs().max() > 1e-4
 
 
 def test_blocks_of_another_model(pair: tuple[Path, Path], tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def test_4_bits_are_kept_beside_bfloat16(form: str, tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("name", "quantize"),
-    [*itertools.product(["words-wide", "mixtral-wide"], ["", "int4", "int8"]), ("llama-tied", "")],
+    [*itertools.product(["words-wide", "mixtral-wide"], ["", "int4", "int8"]), ("llama-tied", ""), ("gpt-oss-blocks", "int4")],
 )
 def test_the_plan_knows_the_bytes(name: str, quantize: str, dtype: str) -> None:
     model = decoder(tiny.folder(name), dtype=dtype, quantize=quantize)
