@@ -37,7 +37,7 @@ def quantization(config: Config) -> Quantization | None:
 
 def _gptq(found: Config) -> Quantization:
     """Frantar et al. 2022, arXiv:2210.17323."""
-    form = found.get("checkpoint_format") or "gptq"
+    form = found.get("checkpoint_format") or ("marlin" if found.get("is_marlin_format") else "gptq")
     if form not in ("gptq", "gptq_v2"):
         raise Unsupported(f"quantized checkpoints of checkpoint_format {shown(form)} are not supported: {REMEDY}")
     # The first format has zeros less 1.

@@ -165,6 +165,7 @@ def broken(folder: Path, **changes: Any) -> None:
         ("gptq", {"bits": [4]}, ["of [4] bits"]),
         ("gptq", {"group_size": "many"}, ["group_size 'many'", "positive integer"]),
         ("gptq", {"checkpoint_format": "marlin"}, ["checkpoint_format 'marlin'"]),
+        ("gptq", {"is_marlin_format": True}, ["checkpoint_format 'marlin'"]),
         ("gptq", {"quant_method": "bitsandbytes"}, ["quant_method 'bitsandbytes'"]),
         ("gptq", {"quant_method": None}, ["quant_method None"]),
         ("awq", {"version": "gemv"}, ["version 'gemv'", "gemm is"]),
