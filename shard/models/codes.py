@@ -13,6 +13,7 @@ from .shape import Quantization, Unsupported
 
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # the place in a word of each of eight outputs
 SIGN = 128  # of a byte
+ONES = {4: 0x11111111, 8: 0x01010101}  # side by side in a word
 FLOATS = ("F32", "F16", "BF16")
 
 
@@ -40,9 +41,11 @@ def _gptq(source: Source, name: str, shape: tuple[int, int], how: Quantization) 
     codes = _words(source.stored(f"{name}.qweight", ("I32",)), bits, 0).t()
     scales = source.stored(f"{name}.scales", FLOATS).float().t()
     if source.has(f"{name}.g_idx"):
-        _in_order(source.stored(f"{name}.g_idx", ("I32", "I64")), name, inputs // scales.shape[1])
-    zeros = _words(source.stored(f"{name}.qzeros", ("I32",)), bits, 1).t() + how.shifted
-    return _codes(how.kind, codes, scales, zeros)
+        _in_order(source.stored(f"{name}.g_idx", ("I32", "I64")), name, _size(scales, inputs, how.group))
+    words = source.stored(f"{name}.qzeros", ("I32",))
+    if how.shifted:  # words had the ones taken away as a whole: where an integer was 0, the next one lent it a bit
+        words = words + ONES[bits]
+    return _codes(how.kind, codes, *_even(scales, _words(words, bits, 1).t(), inputs, how.group))
 
 
 def _awq(source: Source, name: str, shape: tuple[int, int], how: Quantization) -> Codes:
@@ -53,7 +56,8 @@ def _awq(source: Source, name: str, shape: tuple[int, int], how: Quantization) -
         return words.view(len(words), -1, 8)[:, :, AWQ_ORDER].flatten(1).t()
 
     zeros = ordered("qzeros") if source.has(f"{name}.qzeros") else None
-    return _codes(how.kind, ordered("qweight"), source.stored(f"{name}.scales", FLOATS).float().t(), zeros)
+    scales = source.stored(f"{name}.scales", FLOATS).float().t()
+    return _codes(how.kind, ordered("qweight"), *_even(scales, zeros, shape[1], how.group))
 
 
 def _packed(source: Source, name: str, shape: tuple[int, int], how: Quantization) -> Codes:
@@ -62,11 +66,11 @@ def _packed(source: Source, name: str, shape: tuple[int, int], how: Quantization
     codes = _words(source.stored(f"{name}.weight_packed", ("I32",)), bits, 1)[:, : shape[1]]
     scales = source.stored(f"{name}.weight_scale", FLOATS).float()
     if source.has(f"{name}.weight_g_idx"):
-        _in_order(source.stored(f"{name}.weight_g_idx", ("I32", "I64")), name, shape[1] // scales.shape[1])
+        _in_order(source.stored(f"{name}.weight_g_idx", ("I32", "I64")), name, _size(scales, shape[1], how.group))
     zeros = None
     if source.has(f"{name}.weight_zero_point"):
         zeros = _words(source.stored(f"{name}.weight_zero_point", ("I32",)), bits, 0)[: shape[0]]
-    return _codes(how.kind, codes, scales, zeros)
+    return _codes(how.kind, codes, *_even(scales, zeros, shape[1], how.group))
 
 
 def _plain(source: Source, name: str, shape: tuple[int, int], how: Quantization) -> Codes:
@@ -112,6 +116,24 @@ def _codes(kind: str, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Co
     if zeros is not None and bool((zeros == MIDDLES.get(kind, 0)).all()):
         zeros = None
     return Codes(kind, codes.contiguous(), scales.contiguous(), zeros.byte().contiguous() if zeros is not None else None)
+
+
+def _size(scales: Tensor, inputs: int, group: int) -> int:
+    """Inputs that share a scale: as config.json says where the last group is cut off, else as there are scales."""
+    return group if group and inputs % group and scales.shape[1] == -(-inputs // group) else inputs // scales.shape[1]
+
+
+def _even(scales: Tensor, zeros: Tensor | None, inputs: int, group: int) -> tuple[Tensor, Tensor | None]:
+    """The same in groups that divide the inputs, where the last one is cut off."""
+    size = _size(scales, inputs, group)
+    if size != group or inputs % size == 0:
+        return scales, zeros
+    each = gcd(size, inputs)
+
+    def repeated(held: Tensor) -> Tensor:
+        return held.repeat_interleave(size // each, 1)[:, : inputs // each]
+
+    return repeated(scales), repeated(zeros) if zeros is not None else None
 
 
 def _words(words: Tensor, bits: int, dimension: int) -> Tensor:

@@ -3,6 +3,7 @@
 import itertools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import torch
 import transformers
 from torch import Tensor
 
-from penstock.kernels.codes import quantize, unpacked
+from penstock.kernels.codes import Codes, quantize, unpacked
 from penstock.kernels.quantized import Quantized
 from penstock.shard.engine import Engine
+from penstock.shard.models.codes import matrix
 from penstock.shard.models.decoder import Decoder
 from penstock.shard.models.families import shape
+from penstock.shard.models.quantization import quantization
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import sequences
 from penstock.shard.step import Span
@@ -55,6 +58,53 @@ def test_every_family_is_the_same_model(name: str, form: str, tmp_path: Path) ->
     tolerance = 1e-6 if name == "granite" else 0.0  # whose factor goes to the scales
     same(decoder(few), decoder(plain), tolerance)
     same(made(few, Alone(1)), made(plain, Alone(1)), tolerance)
+
+
+class Held(Weights):
+    """A few tensors and no file."""
+
+    def __init__(self, held: dict[str, Tensor]) -> None:
+        self.dtype, self.device, self.progress, self._held = torch.float32, tiny.CPU, lambda read: None, held
+
+    def has(self, name: str) -> bool:
+        return name in self._held
+
+    def stored(self, name: str, kinds: tuple[str, ...]) -> Tensor:
+        return self._held[name]
+
+
+def read(form: str, parts: dict[str, Tensor], size: tuple[int, int], **fields: Any) -> Tensor:
+    how = quantization({"quantization_config": packing.FORMATS[form].config | fields})
+    found = matrix(Held({f"m.{name}": part for name, part in parts.items()}), "m", size, how, None)
+    assert isinstance(found, Codes)
+    return unpacked(found, torch.float32)
+
+
+@pytest.mark.parametrize("form", ["gptq", "awq", "packed-zeros"])
+def test_the_last_group_may_be_cut_off(form: str) -> None:
+    """96 inputs in groups of 64 are 64 and 32 of them, not twice 48."""
+    weight = torch.randn(16, 128)
+    how = replace(packing.FORMATS[form], size=64)
+    parts, plain = how.pack(how, weight)
+    each = {"qweight": (slice(96 // 8), ...), "g_idx": slice(96), "weight_packed": (..., slice(96 // 8))}
+    if form == "awq":
+        each["qweight"] = (slice(96), ...)
+    parts = {name: part[each[name]] if name in each else part for name, part in parts.items()}
+    fields: dict[str, Any] = {"group_size": 64}
+    if form == "packed-zeros":
+        fields = packing.compressed("pack-quantized", packing.INTEGERS | {"group_size": 64})
+    assert read(form, parts, (16, 96), **fields).equal(plain[:, :96])
+
+
+def test_zeros_of_gptq_that_are_0() -> None:
+    """The ones are taken from whole words, so that a 0 borrows from what stands beside it."""
+    for bits, ones in ((4, 0x11111111), (8, 0x01010101)):
+        kept = packing.rounded(torch.randn(16, 64), bits, 32, centered=False)
+        kept.zeros[::3] = 0
+        qzeros = packing.words(kept.zeros.t(), bits) - ones
+        parts = {"qweight": packing.words(kept.codes, bits).t(), "qzeros": qzeros, "scales": kept.scales.t().half()}
+        found = read("gptq-v2", parts, (16, 64), bits=bits, group_size=32, checkpoint_format="gptq")
+        assert found.equal(kept.plain())
 
 
 def engine_of(model: Decoder, pages: int = 64) -> Engine:
