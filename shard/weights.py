@@ -102,6 +102,13 @@ class Weights:
 
     def _place(self, name: str) -> Path:
         path = self._places.get(name)
+        packed = name + "_packed", f"{name.removesuffix('weight')}qweight"
+        few = next((other for other in packed if other in self._places), None)
+        if path is None and few:
+            raise Unsupported(
+                f"{self._folder} has {few} instead of {name}: weights of few bits are read where config.json's "
+                "quantization_config says how, and of the layers' matrices alone; take another checkpoint of the model"
+            )
         if path is None:
             raise Unsupported(f"{self._folder} has no tensor {name}: is the download complete, and config.json the model's own?")
         return path

@@ -244,6 +244,14 @@ def test_a_config_that_is_no_object(tmp_path: Path) -> None:
     refuses(few, "quantization_config 'gptq'", "an object is needed")
 
 
+@pytest.mark.parametrize(("form", "end"), [("gptq", "qweight"), ("packed", "weight_packed")])
+def test_a_config_that_does_not_speak_of_few_bits(form: str, end: str, tmp_path: Path) -> None:
+    """As those have that keep it in a file of its own."""
+    few, _ = packing.checkpoints("llama", form, tmp_path)
+    change(few, quantization_config=None)
+    refuses(few, f"q_proj.{end} instead of model.layers.0.self_attn.q_proj.weight", "quantization_config")
+
+
 def spoil(folder: Path, name: str, work: Callable[[Tensor], Tensor | None]) -> None:
     stored = safetensors.torch.load_file(folder / WEIGHTS)
     changed = work(stored.pop(name))
