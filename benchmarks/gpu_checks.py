@@ -385,7 +385,7 @@ def few_bits(bench: Bench, chance: random.Random, kind: str) -> float:
 def routes(bench: Bench, chance: random.Random) -> float:
     """Shares of experts, against a CPU's, and pairs sorted by expert."""
     worst = 0.0
-    for number, count, sets in ((8, 2, (1, 1)), (128, 8, (1, 1)), (256, 8, (8, 4))):
+    for number, count, sets in ((8, 2, (1, 1, 2)), (128, 8, (1, 1, 2)), (160, 6, (8, 3, 1)), (256, 8, (8, 4, 2))):
         logits, correction = torch.randn(chance.randint(1, 99), number), torch.rand(number)
         how: dict[str, Any] = {"count": count, "normalized": True, "sigmoid": chance.random() < 0.5, "sets": sets}
         with poisoned():

@@ -194,6 +194,7 @@ def attention(
     query: [tokens, heads, size]; cache: [slots, 2, kv_heads, size], keys first, in the query's dtype or one of 8 bits; softcap:
     logits become softcap * tanh(logit / softcap), 0 is off; scales: [2, kv_heads] float32, what cached keys and values are to be
     multiplied by; sinks: [heads] float32, of each head a logit more, which no value belongs to; result: [tokens, heads, size].
+    Of a cache of latents, [slots, 1, 1, size], keys are values, too.
     """
     special = softcap > 0 or sinks is not None
     attended = partial(_attend_specially, softcap=softcap) if special else functional.scaled_dot_product_attention
@@ -202,9 +203,9 @@ def attention(
 
 
 def gather(cache: Tensor, slots: Tensor, rows: int, dtype: torch.dtype, scales: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Keys and values [rows, kv_heads, length, size] in `dtype`, of as many slots for each row."""
+    """Keys and values [rows, kv_heads, length, size] in `dtype`, of as many slots for each row. Of latents both are the same."""
     found = _gather(cache, slots, dtype, scales).view(rows, -1, *cache.shape[1:])
-    return found[:, :, 0].transpose(1, 2), found[:, :, 1].transpose(1, 2)
+    return found[:, :, 0].transpose(1, 2), found[:, :, -1].transpose(1, 2)
 
 
 def _gather(cache: Tensor, slots: Tensor, dtype: torch.dtype, scales: Tensor | None) -> Tensor:
@@ -241,7 +242,7 @@ def _attend(
     asked = query[block.start : block.start + count * queries]
     mask = view.mask if view.mask is None else view.mask.to(query.dtype)
     ratio = heads // kv_heads
-    if queries * ratio <= TILE:
+    if queries == 1 or queries * ratio <= TILE:
         if queries > 1 and mask is not None:
             mask = mask.repeat_interleave(ratio, 2)
         tile = folded(asked, count, kv_heads)

@@ -32,14 +32,14 @@ def route(
     *,
     sigmoid: bool = False,
     correction: Tensor | None = None,
-    sets: tuple[int, int] = (1, 1),
+    sets: tuple[int, int, int] = (1, 1, 2),
     factor: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Shares and numbers of the `count` experts that each token goes through: [tokens, count] float32 and int64.
 
     logits: [tokens, experts]; normalized: a token's shares add up to `factor`; sigmoid: each score is by itself, instead of a
     softmax; correction: [experts], which is added where experts are chosen, and not to their shares; sets: in how many they
-    stand, and from how many of these a token chooses (DeepSeek-AI 2024, arXiv:2412.19437).
+    stand, from how many of these a token chooses, and by how many of their best (DeepSeek-AI 2024, arXiv:2412.19437).
     """
     if triton_for(logits):
         from .fused_routing import route as fused
@@ -54,13 +54,13 @@ def route(
     return shares * factor if factor != 1 else shares, chosen
 
 
-def _within(judged: Tensor, sets: int, chosen: int) -> Tensor:
-    """The same, but that only experts of the sets whose best two are best can be chosen."""
+def _within(judged: Tensor, sets: int, chosen: int, best: int) -> Tensor:
+    """The same, but that only experts of the sets whose best ones are best can be chosen."""
     if chosen >= sets:
         return judged
     divided = judged.view(len(judged), sets, judged.shape[1] // sets)
-    best = divided.topk(2).values.sum(-1).topk(chosen).indices
-    others = torch.ones_like(divided[:, :, 0], dtype=torch.bool).scatter_(1, best, False)
+    opened = divided.topk(best).values.sum(-1).topk(chosen).indices
+    others = torch.ones_like(divided[:, :, 0], dtype=torch.bool).scatter_(1, opened, False)
     return divided.masked_fill(others.unsqueeze(2), -torch.inf).view(judged.shape)
 
 

@@ -32,6 +32,24 @@ def _normal(low, high, weight, half, inside, SIZE: tl.constexpr, epsilon):  # ty
 
 
 @triton.jit
+def rotated(low, high, cosine, sine):  # type: ignore[no-untyped-def]
+    """Both halves of what turns, of the tensors' type, by angles in float32."""
+    dtype = low.dtype
+    wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
+    turned_low = ((wide_low * cosine).to(dtype).to(tl.float32) - wide_high * sine).to(dtype)
+    turned_high = ((wide_high * cosine).to(dtype).to(tl.float32) + wide_low * sine).to(dtype)
+    return turned_low, turned_high
+
+
+@triton.jit
+def storable(x, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """For a cache of 8 bits: what is larger than MOST would become no number. 0: as it is."""
+    if MOST > 0:
+        x = tl.clamp(x.to(tl.float32), -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
+    return x
+
+
+@triton.jit
 def rotary_kernel(
     joint: tl.tensor,  # [tokens, (heads + 2 * kv_heads) * size]
     table: tl.tensor,  # [tokens, 2, 1, size], dense
@@ -63,7 +81,6 @@ def rotary_kernel(
     place = joint + token * joint_stride + head * SIZE + half
     low = tl.load(place, mask=inside, other=0.0)
     high = tl.load(place + SIZE // 2, mask=inside, other=0.0)
-    dtype = low.dtype
     is_query, is_value = head < heads, head >= heads + kv_heads
     turned_low, turned_high = low, high
     if NORM:
@@ -72,9 +89,7 @@ def rotary_kernel(
     angle = table + token * 2 * SIZE + half
     cosine = tl.load(angle, mask=within, other=0.0).to(tl.float32)
     sine = tl.load(angle + SIZE + SIZE // 2, mask=within, other=0.0).to(tl.float32)
-    wide_low, wide_high = turned_low.to(tl.float32), turned_high.to(tl.float32)
-    turned_low = ((wide_low * cosine).to(dtype).to(tl.float32) - wide_high * sine).to(dtype)
-    turned_high = ((wide_high * cosine).to(dtype).to(tl.float32) + wide_low * sine).to(dtype)
+    turned_low, turned_high = rotated(turned_low, turned_high, cosine, sine)
     low, high = tl.where(is_value, low, turned_low), tl.where(is_value, high, turned_high)
     tl.store(place, low, mask=inside & is_query)
     tl.store(place + SIZE // 2, high, mask=inside & is_query)
@@ -88,11 +103,8 @@ def rotary_kernel(
                 scale = tl.load(scales + head - heads, mask=(head >= heads) & (head < heads + 2 * kv_heads), other=1.0)
                 wide_low = tl.div_rn(wide_low, scale + tl.zeros_like(wide_low))
                 wide_high = tl.div_rn(wide_high, scale + tl.zeros_like(wide_high))
-            # What is larger would become no number.
-            wide_low = tl.clamp(wide_low, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
-            wide_high = tl.clamp(wide_high, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
-            tl.store(kept, wide_low.to(cache.dtype.element_ty), mask=written)
-            tl.store(kept + SIZE // 2, wide_high.to(cache.dtype.element_ty), mask=written)
+            tl.store(kept, storable(wide_low, MOST).to(cache.dtype.element_ty), mask=written)
+            tl.store(kept + SIZE // 2, storable(wide_high, MOST).to(cache.dtype.element_ty), mask=written)
         else:
             tl.store(kept, low.to(cache.dtype.element_ty), mask=written)
             tl.store(kept + SIZE // 2, high.to(cache.dtype.element_ty), mask=written)

@@ -21,15 +21,24 @@ WARPS = 8
 
 @triton.jit
 def open_sets(
-    judged: tl.tensor, slot: tl.tensor, SLOTS: tl.constexpr, SIZE: tl.constexpr, SETS: tl.constexpr, BEST: tl.constexpr
+    judged: tl.tensor,
+    slot: tl.tensor,
+    SLOTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    SETS: tl.constexpr,
+    OPEN: tl.constexpr,
+    BEST: tl.constexpr,
 ) -> tl.tensor:
-    """The same, but -inf outside of the sets whose best two are best. SETS: a power of two; some may have no experts."""
+    """The same, but -inf outside of the OPEN sets whose BEST are best, one or two. SETS: a power of two; some may have no
+    experts."""
     number = tl.arange(0, SETS)
     own = tl.where((slot // SIZE)[None, :] == number[:, None], judged[None, :], float("-inf"))
     first = tl.argmax(own, 1)
-    sums = tl.max(own, 1) + tl.max(tl.where(slot[None, :] == first[:, None], float("-inf"), own), 1)
+    sums = tl.max(own, 1)
+    if BEST == 2:
+        sums += tl.max(tl.where(slot[None, :] == first[:, None], float("-inf"), own), 1)
     result = tl.full([SLOTS], float("-inf"), tl.float32)
-    for _ in tl.static_range(BEST):
+    for _ in tl.static_range(OPEN):
         best = tl.argmax(sums, 0)
         result = tl.where(slot // SIZE == best, judged, result)
         sums = tl.where(number == best, float("-inf"), sums)
@@ -49,6 +58,7 @@ def route_kernel(
     COUNT: tl.constexpr,
     PLACES: tl.constexpr,
     SETS: tl.constexpr,
+    OPEN: tl.constexpr,
     BEST: tl.constexpr,
     SIGMOID: tl.constexpr,
     CORRECTED: tl.constexpr,
@@ -67,8 +77,8 @@ def route_kernel(
     if CORRECTED:
         judged += tl.load(correction + slot, mask=there, other=0.0)
     judged = tl.where(there & (judged == judged), judged, float("-inf"))  # of what is no number the first that there are
-    if BEST < SETS:
-        judged = open_sets(judged, slot, SLOTS, EXPERTS // SETS, triton.next_power_of_2(SETS), BEST)
+    if OPEN < SETS:
+        judged = open_sets(judged, slot, SLOTS, EXPERTS // SETS, triton.next_power_of_2(SETS), OPEN, BEST)
     held = tl.zeros([PLACES], tl.float32)
     for i in tl.static_range(COUNT):
         best = tl.argmax(judged, 0)
@@ -112,7 +122,7 @@ def route(
     normalized: bool,
     sigmoid: bool,
     correction: Tensor | None,
-    sets: tuple[int, int],
+    sets: tuple[int, int, int],
     factor: float,
     least: float,
 ) -> tuple[Tensor, Tensor]:
@@ -136,14 +146,17 @@ def route(
     return shares, chosen
 
 
-def _constants(experts: int, count: int, sets: tuple[int, int], sigmoid: bool, corrected: bool, normalized: bool) -> dict[str, Any]:
+def _constants(
+    experts: int, count: int, sets: tuple[int, int, int], sigmoid: bool, corrected: bool, normalized: bool
+) -> dict[str, Any]:
     return {
         "EXPERTS": experts,
         "SLOTS": triton.next_power_of_2(experts),
         "COUNT": count,
         "PLACES": triton.next_power_of_2(count),
         "SETS": sets[0],
-        "BEST": sets[1],
+        "OPEN": sets[1],
+        "BEST": sets[2],
         "SIGMOID": sigmoid,
         "CORRECTED": corrected,
         "NORMALIZED": normalized,
@@ -175,9 +188,10 @@ def compilations() -> list[Compilation]:
     found = []
     pointers = {"shares": "*fp32", "chosen": "*i64", "correction": "*fp32"} | dict.fromkeys(("factor", "least"), "fp32")
     for name, experts, count, sets, scored in (
-        ("128 of 8", 128, 8, (1, 1), False),
-        ("32 of 4", 32, 4, (1, 1), False),
-        ("256 of 8 in sets", 256, 8, (8, 4), True),
+        ("128 of 8", 128, 8, (1, 1, 2), False),
+        ("32 of 4", 32, 4, (1, 1, 2), False),
+        ("160 of 6 in sets", 160, 6, (8, 3, 1), False),
+        ("256 of 8 in sets", 256, 8, (8, 4, 2), True),
     ):
         constants = _constants(experts, count, sets, scored, scored, True)
         found.append(

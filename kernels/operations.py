@@ -79,8 +79,29 @@ def rotate_and_write(
     return every[:, :heads]
 
 
+def rotate_and_write_latents(
+    query: Tensor, latents: Tensor, gains: Tensor, table: Tensor, slots: Tensor, cache: Tensor, epsilon: float
+) -> None:
+    """The same for latents, whose keys and values are one (DeepSeek-AI 2024, arXiv:2405.04434): the norm of a latent, the rotation
+    of what stands behind it and behind queries, and the write to the cache.
+
+    query: [tokens, heads, size + turned], whose last `turned` features are rotated in place; latents: [tokens, size + turned]; what
+    they hold afterwards is not said; gains: [size]; table: of `reference.rotary_table`, of `turned` features; slots: as above;
+    cache: a layer [slots, 1, 1, size + turned].
+    """
+    if triton_for(query):
+        from .fused_latents import rotate_and_write_latents as fused
+
+        return fused(query, latents, gains, table, slots, cache, epsilon)
+    size = len(gains)
+    reference.rotate(query[..., size:], table)
+    turned = reference.rotate(latents[:, size:].unsqueeze(1), table).squeeze(1)
+    write(slots, torch.cat((reference.rms_norm(latents[:, :size], gains, epsilon), turned), 1), cache)
+    return None
+
+
 def write(slots: Tensor, rows: Tensor, cache: Tensor, scales: Tensor | None = None) -> None:
-    """rows: [tokens, 2 * kv_heads * size], keys and values, to `slots` of a layer; nothing where a slot is negative."""
+    """rows: [tokens, all that a slot holds], keys first, to `slots` of a layer; nothing where a slot is negative."""
     if len(slots) and int(slots.min()) < 0:
         kept = slots >= 0
         slots, rows = slots[kept], rows[kept]

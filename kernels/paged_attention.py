@@ -72,8 +72,8 @@ class Plan:
     tiles: tuple[Tile, ...]
     trees: tuple[bool, ...]  # per tile: whether its items may be of trees
     page_size: int
-    kv_heads: int
-    ratio: int  # query heads of a key head
+    kv_heads: int  # or parts of the query heads, which share latents
+    ratio: int  # query heads of a key head, or part
 
     def become(self, other: "Plan") -> None:
         """Takes the contents of a plan of the same capacity, windows and model, in place."""
@@ -91,6 +91,8 @@ def tiles_of(ratio: int, size: int, dtype: torch.dtype, generation: int = 9) -> 
     """
     least = max(16, triton.next_power_of_2(ratio))
     few, many = max(64, least), max(128 if size <= 128 else 64, least)
+    if size > 256:
+        return _tiles_of_latents(least, dtype, generation)
     if dtype == torch.float32:
         # Its products are computed in registers. 16 keys are the least of a product; few enough never to spill but in one place.
         keys = 32 if generation == 8 and size <= 64 else 16
@@ -108,9 +110,22 @@ def tiles_of(ratio: int, size: int, dtype: torch.dtype, generation: int = 9) -> 
     return Tile(least, 64, 4, 5), Tile(few, 64, 4, 5), Tile(many, 64, 8, 5) if size <= 64 else Tile(many, 128, 8, 4)
 
 
-def narrowed(tile: Tile, needed: bool) -> Tile:
-    """Tiles of 128 keys leave no registers to widen keys of 8 bits, nor for the loop that a window's beginning takes."""
-    return replace(tile, keys=64, stages=5) if needed and tile.keys > 64 else tile
+def _tiles_of_latents(least: int, dtype: torch.dtype, generation: int) -> tuple[Tile, Tile, Tile]:
+    """What is added up for a row of queries takes as many registers as two heads of 256 features, so that there are few rows."""
+    if dtype == torch.float32 or generation == 0:
+        tile = Tile(least, 16, 4 if generation == 0 else 8, 2)
+        return tile, tile, tile
+    if generation == 8:
+        few = Tile(max(32, least), 16, 8, 5)
+        return Tile(least, 16, 4, 5), few, few
+    return Tile(least, 64, 4, 5), Tile(max(32, least), 64, 8, 5), Tile(max(64, least), 16, 8, 5)
+
+
+def narrowed(tile: Tile, size: int, needed: bool) -> Tile:
+    """Tiles of 128 keys, or of 64 latents, leave no registers to widen keys of 8 bits, nor for the loop that a window's beginning
+    takes."""
+    most, warps = (64, tile.warps) if size <= 256 else (32, 8)
+    return replace(tile, keys=most, warps=warps, stages=5) if needed and tile.keys > most else tile
 
 
 def generation_of(device: torch.device) -> int:
@@ -265,25 +280,28 @@ def attention(
     softcap: float = 0.0,
     scales: Tensor | None = None,
     sinks: Tensor | None = None,
+    latent: int = 0,
 ) -> Tensor:
     """Softmax attention of every row of `plan`: [tokens, heads, size], contiguous.
 
     query: [tokens, heads, size], tokens may be apart; cache: [slots, 2, kv_heads, size], keys first, in the query's dtype or
     float8_e4m3fn; softcap: logits become softcap * tanh(logit / softcap), 0 is off; scales: [2, kv_heads] float32, what cached
-    keys and values are to be multiplied by; sinks: [heads] float32, of each head a logit more, which no value belongs to.
+    keys and values are to be multiplied by; sinks: [heads] float32, of each head a logit more, which no value belongs to; latent:
+    the cache is [slots, 1, 1, size], and values are so many features of all heads' keys, the first: [tokens, heads, latent].
     """
     tokens, heads, size = query.shape
+    turned, values = (size - latent, latent) if latent else (0, size)
     if query.stride(1) != size or query.stride(2) != 1 or not cache.is_contiguous():
         raise ValueError("a token's heads and a slot's keys and values must lie side by side")
     launch = plan.launches[window]
     scaled, early = scales is not None, on(query.device)
-    output = torch.empty((tokens, heads, size), dtype=query.dtype, device=query.device)
+    output = torch.empty((tokens, heads, values), dtype=query.dtype, device=query.device)
     pieces = len(launch.pieces)
-    partials = torch.empty((pieces, heads, size), dtype=torch.float32, device=query.device)
+    partials = torch.empty((pieces, heads, values), dtype=torch.float32, device=query.device)
     weights = torch.empty((pieces, heads), dtype=torch.float32, device=query.device)
     for tile, items, trees in zip(plan.tiles, launch.items, plan.trees, strict=True):
         if len(items):
-            tile = narrowed(tile, cache.dtype != query.dtype or window > 0)
+            tile = narrowed(tile, size, cache.dtype != query.dtype or window > 0)
             attend[(len(items) * plan.kv_heads,)](
                 output,
                 partials,
@@ -302,7 +320,17 @@ def attention(
                 softcap,
                 window,
                 **_constants(
-                    plan.kv_heads, plan.ratio, size, plan.page_size, tile, window, softcap, trees, scaled, sinks is not None
+                    plan.kv_heads,
+                    plan.ratio,
+                    values,
+                    turned,
+                    plan.page_size,
+                    tile,
+                    window,
+                    softcap,
+                    trees,
+                    scaled,
+                    sinks is not None,
                 ),
                 EARLY=early,
                 num_warps=tile.warps,
@@ -318,7 +346,7 @@ def attention(
             launch.entries,
             launch.pieces,
             sinks if sinks is not None else weights,
-            **_merge_constants(heads, size, sinks is not None),
+            **_merge_constants(heads, values, sinks is not None),
             EARLY=early,
             num_warps=MERGE_WARPS,
             enable_fp_fusion=True,
@@ -334,6 +362,7 @@ def _constants(
     kv_heads: int,
     ratio: int,
     size: int,
+    turned: int,
     page_size: int,
     tile: Tile,
     window: int,
@@ -347,6 +376,8 @@ def _constants(
         "RATIO": ratio,
         "SIZE": size,
         "PADDED": max(16, triton.next_power_of_2(size)),  # the least of a product on the matrix units
+        "TURNED": turned,
+        "TURNED_PADDED": max(16, triton.next_power_of_2(turned)),
         "PAGE": page_size,
         "ROWS": tile.rows,
         "KEYS": tile.keys,
@@ -387,13 +418,17 @@ def compilations() -> list[Compilation]:
             if generation == 9:
                 result.append(_compilation(kind, 128, generation, early=True, hot=True))
         result += [
+            *(_compilation(kind, 512, generation, turned=64, ratio=16, page_size=64, hot=True) for kind in range(3)),
+            _compilation(1, 512, generation, turned=64, ratio=16, trees=True, hot=True),
+            _compilation(0, 512, generation, turned=64, ratio=16, eight_bits=True, hot=True),
+            _compilation(2, 256, generation, turned=64, ratio=8, dtype=torch.float32, hot=True),
             _compilation(0, 64, generation, ratio=1, page_size=1),
             _compilation(0, 8, generation, hot=True),  # models that are made for tests have such heads
             _compilation(0, 128, generation, ratio=7, page_size=256, hot=True),
             _compilation(2, 128, generation, dtype=torch.float16, hot=True),
             _compilation(1, 256, generation, trees=True, window=4096, softcap=50.0, hot=True),
         ]
-    merges = [_merge_compilation(size, False) for size in (64, 96, 128, 256)]
+    merges = [_merge_compilation(size, False) for size in (64, 96, 128, 256, 512)]
     return [*result, *merges, _merge_compilation(128, True), _merge_compilation(64, False, True)]
 
 
@@ -421,6 +456,7 @@ def _compilation(
     dtype: torch.dtype = torch.bfloat16,
     page_size: int = 16,
     ratio: int = 4,
+    turned: int = 0,
     window: int = 0,
     softcap: float = 0.0,
     trees: bool = False,
@@ -429,8 +465,8 @@ def _compilation(
     early: bool = False,
     hot: bool = False,
 ) -> Compilation:
-    tile = narrowed(tiles_of(ratio, size, dtype, generation)[kind], eight_bits or window > 0)
-    constants = _constants(8, ratio, size, page_size, tile, window, softcap, trees, eight_bits, sinks) | {"EARLY": early}
+    tile = narrowed(tiles_of(ratio, size + turned, dtype, generation)[kind], size + turned, eight_bits or window > 0)
+    constants = _constants(8, ratio, size, turned, page_size, tile, window, softcap, trees, eight_bits, sinks) | {"EARLY": early}
     short = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
     signature = {
         "output": f"*{short}",
@@ -448,6 +484,7 @@ def _compilation(
         **dict.fromkeys(constants, "constexpr"),
     }
     marks = [
+        f"latent + {turned}" * (turned > 0),
         f"window {window}" * (window > 0),
         "softcap" * (softcap > 0),
         "trees" * trees,

@@ -74,10 +74,20 @@ def _visible(
 
 @triton.jit
 def _logits(
-    query: tl.tensor, key: tl.tensor, factor: tl.tensor, softcap: tl.tensor, CAPPED: tl.constexpr, WIDEN: tl.constexpr
+    query: tl.tensor,
+    key: tl.tensor,
+    turned_query: tl.tensor,
+    turned_key: tl.tensor,
+    factor: tl.tensor,
+    softcap: tl.tensor,
+    LATENT: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WIDEN: tl.constexpr,
 ) -> tl.tensor:
     """Times `unit` of `_through` they are in units of log 2. query: [ROWS, PADDED]; key: [KEYS, PADDED]."""
     logits = _dot(query, tl.trans(key.to(query.dtype)), WIDEN)
+    if LATENT:
+        logits += _dot(turned_query, tl.trans(turned_key.to(query.dtype)), WIDEN)
     if CAPPED:
         # tanh(x) = 1 - 2 / (exp(2 x) + 1), and factor holds 2 log2(e) / softcap.
         logits = softcap * 1.4426950408889634 * (1.0 - 2.0 / (tl.exp2(logits * factor) + 1.0))
@@ -96,6 +106,7 @@ def _through(
     best: tl.tensor,
     total: tl.tensor,
     query: tl.tensor,
+    turned_query: tl.tensor,
     cache: tl.tensor,
     pages: tl.tensor,
     first: tl.tensor,
@@ -114,6 +125,8 @@ def _through(
     KV_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
+    TURNED: tl.constexpr,
+    TURNED_PADDED: tl.constexpr,
     PAGE: tl.constexpr,
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -123,9 +136,14 @@ def _through(
     WIDEN: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> tl.tensor:
-    """Adds the keys from `first` to `last` to sums [ROWS, PADDED], best and total [ROWS]. Not MASKED: whole tiles, all seen."""
+    """Adds the keys from `first` to `last` to sums [ROWS, PADDED], best and total [ROWS]. Not MASKED: whole tiles, all seen.
+
+    TURNED: of keys that are latents, and values, too, the features behind these; 0: values are by themselves.
+    """
     feature = tl.arange(0, PADDED)
     within = feature < SIZE
+    turned = tl.arange(0, TURNED_PADDED)
+    WIDTH: tl.constexpr = SIZE + TURNED if TURNED > 0 else 2 * KV_HEADS * SIZE
     word_0 = token
     word_1 = token
     word_2 = token
@@ -139,7 +157,7 @@ def _through(
     unit = 1.0 if CAPPED else factor
     for begin in tl.range(first, last, KEYS, num_stages=STAGES):
         slots = _slots(pages, begin, end, PAGE, KEYS, MASKED)
-        place = slots[:, None] * (2 * KV_HEADS * SIZE) + feature[None, :]
+        place = slots[:, None] * WIDTH + feature[None, :]
         key_at = begin + tl.arange(0, KEYS)
         if MASKED:  # what is hidden from all must not even be loaded: it may be no number, and 0 times that is none
             loaded = ((key_at < end) & (key_at >= lowest))[:, None] & within[None, :]
@@ -148,7 +166,17 @@ def _through(
             key = tl.load(cache + place)
         else:
             key = tl.load(cache + place, mask=within[None, :], other=0.0)
-        logits = _logits(query, key, factor, softcap, CAPPED, WIDEN)
+        turned_key = key
+        if TURNED > 0:
+            turned_place = cache + slots[:, None] * WIDTH + SIZE + turned[None, :]
+            if MASKED:
+                there = ((key_at < end) & (key_at >= lowest))[:, None] & (turned < TURNED)[None, :]
+                turned_key = tl.load(turned_place, mask=there, other=0.0)
+            elif TURNED_PADDED == TURNED:
+                turned_key = tl.load(turned_place)
+            else:
+                turned_key = tl.load(turned_place, mask=(turned < TURNED)[None, :], other=0.0)
+        logits = _logits(query, key, turned_query, turned_key, factor, softcap, TURNED > 0, CAPPED, WIDEN)
         if MASKED:
             visible = _visible(
                 key_at, position, positions, word_0, word_1, word_2, word_3, context, tree, window, end, WINDOWED, TREES
@@ -163,7 +191,9 @@ def _through(
         total = total * fade + tl.sum(part, 1)
         best = higher
         sums = sums * fade[:, None]
-        if MASKED:
+        if TURNED > 0:
+            value = key
+        elif MASKED:
             value = tl.load(cache + KV_HEADS * SIZE + place, mask=loaded, other=0.0)
         elif PADDED == SIZE:
             value = tl.load(cache + KV_HEADS * SIZE + place)
@@ -196,6 +226,8 @@ def attend(
     RATIO: tl.constexpr,
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
+    TURNED: tl.constexpr,
+    TURNED_PADDED: tl.constexpr,
     PAGE: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -209,7 +241,10 @@ def attend(
     WIDEN: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One item and one key head. Key heads of an item are neighbours, since their keys are in memory."""
+    """One item and one key head. Key heads of an item are neighbours, since their keys are in memory.
+
+    TURNED: features of keys behind those that are values, too. Then KV_HEADS are parts of the query heads, all with the same keys.
+    """
     wait(EARLY)
     head = tl.program_id(0) % KV_HEADS
     item = items + (tl.program_id(0) // KV_HEADS) * 8
@@ -232,8 +267,12 @@ def attend(
     query_head = head * RATIO + row % RATIO
     feature = tl.arange(0, PADDED)
     held = valid[:, None] & (feature < SIZE)[None, :]
-    source = token.to(tl.int64)[:, None] * query_stride + (query_head * SIZE)[:, None] + feature[None, :]
-    asking = tl.load(query + source, mask=held, other=0.0)
+    source = query + token.to(tl.int64)[:, None] * query_stride + (query_head * (SIZE + TURNED))[:, None]
+    asking = tl.load(source + feature[None, :], mask=held, other=0.0)
+    turned_asking = asking
+    if TURNED > 0:
+        turned = tl.arange(0, TURNED_PADDED)
+        turned_asking = tl.load(source + SIZE + turned[None, :], mask=valid[:, None] & (turned < TURNED)[None, :], other=0.0)
 
     factor = scale
     if SCALED:
@@ -245,7 +284,9 @@ def attend(
     sums = tl.zeros([ROWS, PADDED], tl.float32)
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    own = cache + head * SIZE
+    own = cache
+    if TURNED == 0:
+        own += head * SIZE
 
     nearest = tl.min(tl.where(valid, position, 1 << 30), 0)
     plain = tl.minimum(end, nearest + 1)  # keys before this one are hidden from nobody, but by the window
@@ -263,18 +304,20 @@ def attend(
             free = tl.minimum(tl.max(position, 0) - window + 1, end)  # from here on the window hides nothing from anybody
             middle = first + tl.cdiv(tl.maximum(free - first, 0), KEYS) * KEYS
             sums, best, total = _through(
-                sums, best, total, asking, own, table, first, middle, end, lowest, factor, softcap, position, token, positions,
-                masks, context, tree, window, KV_HEADS, SIZE, PADDED, PAGE, EDGE, 3, WINDOWED, CAPPED, TREES, WIDEN, True,
+                sums, best, total, asking, turned_asking, own, table, first, middle, end, lowest, factor, softcap, position, token,
+                positions, masks, context, tree, window,
+                KV_HEADS, SIZE, PADDED, TURNED, TURNED_PADDED, PAGE, EDGE, 3, WINDOWED, CAPPED, TREES, WIDEN, True,
             )  # fmt: skip
         tail = middle + tl.maximum(plain - middle, 0) // KEYS * KEYS
         sums, best, total = _through(
-            sums, best, total, asking, own, table, middle, tail, end, lowest, factor, softcap, position, token, positions,
-            masks, context, tree, window, KV_HEADS, SIZE, PADDED, PAGE, KEYS, STAGES, WINDOWED, CAPPED, TREES, WIDEN, False,
+            sums, best, total, asking, turned_asking, own, table, middle, tail, end, lowest, factor, softcap, position, token,
+            positions, masks, context, tree, window,
+            KV_HEADS, SIZE, PADDED, TURNED, TURNED_PADDED, PAGE, KEYS, STAGES, WINDOWED, CAPPED, TREES, WIDEN, False,
         )  # fmt: skip
     sums, best, total = _through(
-        sums, best, total, asking, own, table, tail, end, end, lowest, factor, softcap, position, token, positions,
-        masks, context, tree, window, KV_HEADS, SIZE, PADDED, PAGE, EDGE, STAGES if SINGLE else 3,
-        WINDOWED, CAPPED, TREES, WIDEN, True,
+        sums, best, total, asking, turned_asking, own, table, tail, end, end, lowest, factor, softcap, position, token,
+        positions, masks, context, tree, window,
+        KV_HEADS, SIZE, PADDED, TURNED, TURNED_PADDED, PAGE, EDGE, STAGES if SINGLE else 3, WINDOWED, CAPPED, TREES, WIDEN, True,
     )  # fmt: skip
 
     if SINKS:  # of partials, `merge` adds it once

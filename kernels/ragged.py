@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from . import paged_attention as paged
 
 
+TOGETHER = 16  # query heads at most that read a latent together on Triton's route
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """What all steps of a model on one rank have in common."""
@@ -28,7 +31,8 @@ class Layout:
     page_size: int  # tokens
     heads: int
     kv_heads: int
-    size: int  # of a head
+    size: int  # of a key
+    latent: int  # features of values, which are the first of the one key that all heads share; 0: values are apart
     windows: tuple[int, ...]  # the distinct ones of its layers, 0 for none
     softcap: float  # of its logits, 0 for none
     sinks: bool  # logits that no values belong to
@@ -37,8 +41,15 @@ class Layout:
 
     @property
     def ratio(self) -> int:
-        """Query heads of a key head."""
+        """Query heads that read a key together: those of a key head, or of all that share latents as many as have room."""
+        if self.latent:
+            return next(count for count in range(TOGETHER, 0, -1) if self.heads % count == 0)
         return self.heads // self.kv_heads
+
+    @property
+    def programs(self) -> int:
+        """That read a key on Triton's route, one for `ratio` heads."""
+        return self.heads // self.ratio
 
     @property
     def special(self) -> bool:
@@ -58,14 +69,14 @@ def plan(rows: Sequence[Row], layout: Layout, capacity: "paged.Capacity | None" 
     """The order in which rows have to stand in a step, and their attention then. capacity: what a graph has room for. Raises Full
     if that is too little."""
     if not by_triton(layout):
-        elements = 2 * layout.kv_heads * layout.size
+        elements = (1 if layout.latent else 2) * layout.kv_heads * layout.size
         return common.plan(rows, layout.page_size, layout.windows, elements, layout.device, layout.special)
     from . import paged_attention as paged
 
     attended = paged.plan(
         rows,
         layout.page_size,
-        layout.kv_heads,
+        layout.programs,
         layout.ratio,
         layout.size,
         layout.device,
@@ -86,7 +97,7 @@ def capacity(layout: Layout, tokens: int, rows: int, total: int, pages: int, mix
     tiles = paged.tiles_of(layout.ratio, layout.size, layout.dtype, paged.generation_of(layout.device))
     count = rows if mixed else tokens
     # Rows are cut into so many items more, all together, for each processor to have some; prefixes are shared by two rows or more.
-    cuts = -(-paged.processors_of(layout.device) * ITEMS_PER_PROCESSOR // layout.kv_heads) + 1
+    cuts = -(-paged.processors_of(layout.device) * ITEMS_PER_PROCESSOR // layout.programs) + 1
     shared = -(-tokens * layout.ratio // tiles[-1].rows) + count // 8
     many = -(-tokens * layout.ratio // tiles[-1].rows) + count if mixed else 0
     items = count + cuts + shared, (count if mixed else 0) + cuts + shared, many + cuts + shared
@@ -110,15 +121,18 @@ def attention(
     softcap: float = 0.0,
     scales: Tensor | None = None,
     sinks: Tensor | None = None,
+    latent: int = 0,
 ) -> Tensor:
     """Softmax attention of every row of `plan`: [tokens, heads, size].
 
     query: [tokens, heads, size]; cache: a layer [slots, 2, kv_heads, size], keys first, in the query's dtype or float8_e4m3fn;
     softcap: logits become softcap * tanh(logit / softcap), 0 is off; scales: [2, kv_heads] float32, what cached keys and values
-    are to be multiplied by; sinks: [heads] float32, of each head a logit more, which no value belongs to.
+    are to be multiplied by; sinks: [heads] float32, of each head a logit more, which no value belongs to; latent: the cache is
+    [slots, 1, 1, size], and values are so many features of all heads' keys, the first: [tokens, heads, latent].
     """
     if isinstance(plan, common.Plan):
-        return common.attention(query, cache, plan, window, scale, softcap, scales, sinks)
+        found = common.attention(query, cache, plan, window, scale, softcap, scales, sinks)
+        return found[..., :latent] if latent else found
     from . import paged_attention as paged
 
-    return paged.attention(query, cache, plan, window, scale, softcap, scales, sinks)
+    return paged.attention(query, cache, plan, window, scale, softcap, scales, sinks, latent)

@@ -16,11 +16,12 @@ from .models.shape import Shape
 class Cache:
     """Keys and values of every layer in pages. Page 0 is padding and stays zero.
 
-    A layer is a tensor [slots, 2, kv_heads, size], keys first; slot = page * page_size + place in the page.
+    A layer is a tensor [slots, 2, kv_heads, size], keys first, or [slots, 1, 1, size], where values are a part of what keys are;
+    slot = page * page_size + place in the page.
     """
 
     def __init__(self, shape: Shape, ranks: int, pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        size = (shape.layers, (pages + 1) * page_size, 2, shape.kv_heads // ranks, shape.head_size)
+        size = (shape.layers, (pages + 1) * page_size, *shape.slot(ranks))
         whole = _zeros(size, dtype, device)
         self.page_size = page_size
         self.cleared: Callable[[Listing[int]], object] = lambda pages: None  # is told of pages that others get

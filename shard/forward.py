@@ -123,8 +123,9 @@ def layout_of(decoder: Decoder, page_size: int, device: torch.device) -> Layout:
     return Layout(
         page_size=page_size,
         heads=shape.heads // ranks,
-        kv_heads=shape.kv_heads // ranks,
+        kv_heads=shape.slot(ranks)[1],
         size=shape.head_size,
+        latent=shape.latent.size if shape.latent else 0,
         windows=tuple(sorted(set(shape.windows))),
         softcap=shape.softcap,
         sinks=shape.sinks,

@@ -14,20 +14,20 @@ from torch.nn import functional
 
 from ...kernels.adapters import Chosen, choose
 from ...kernels.linear import Weight, compile_products
-from ...kernels.operations import rotate_and_write
-from ...kernels.ragged import attention
 from ..adapters import Adapter
 from ..cache import Cache
 from ..parallel import Ranks
 from ..step import Step
 from ..weights import Source
+from .heads import Heads
+from .latents import Latents
 from .loader import Loader
 from .mlp import Dense, Sparse, Ungated
 from .rotary import table_of
 from .shape import Rope, Shape, Unsupported
 from .stream import Stream
 
-HEADS = ("lm_head.weight", "language_model.lm_head.weight")
+OUTPUTS = ("lm_head.weight", "language_model.lm_head.weight")
 TABLE = "embed_tokens.weight"
 # What names of tensors begin with: in a checkpoint of text alone, and in those that have images as well.
 ROOTS = ("model.", "language_model.model.", "model.language_model.")
@@ -41,52 +41,25 @@ class Layer:
         self.shape = shape
         self.ranks = load.ranks
         self.window = shape.windows[index]
-        sizes = [n * shape.head_size for n in (shape.heads, shape.kv_heads, shape.kv_heads)]
-        names = [f"self_attn.{name}_proj" for name in "qkv"]
         self.input_norm, self.attention_norm, self.mlp_norm, self.last_norm = (
             load.gains(name, shape.hidden) if name else None for name in shape.norms
         )
-        self.query_key_value = load.heads("self_attn.qkv_proj", names, sizes, shape.qkv_bias)
-        self.query_norm = load.ordered(load.gains("self_attn.q_norm", shape.head_size)) if shape.qk_norm else None
-        self.key_norm = load.ordered(load.gains("self_attn.k_norm", shape.head_size)) if shape.qk_norm else None
-        joint = shape.joint_qk_norm
-        self.queries_norm = load.ordered(load.part_of_gains("self_attn.q_norm", sizes[0])) if joint else None
-        self.keys_norm = load.ordered(load.part_of_gains("self_attn.k_norm", sizes[1])) if joint else None
-        self.sinks = load.each_head("self_attn.sinks") if shape.sinks else None
-        self.scales = load.cache_scales()
-        self.output = load.rows("self_attn.o_proj", sizes[0], shape.output_bias)
+        self.attention = Latents(load, shape.latent, self.window) if shape.latent else Heads(load, self.window)
         mixture = shape.mixtures[index] if shape.mixtures else None
         self.mlp = Sparse(load, mixture) if mixture else Ungated(load) if shape.ungated else Dense(load)
 
     def attend(self, stream: Stream, step: Step, rotary: Tensor, cache: Cache) -> Tensor:
-        """[tokens, this rank's heads * head size]. Writes keys and values to the cache."""
-        shape, layer = self.shape, cache.layers[self.index]
-        joint, epsilon = stream.through(self.input_norm, self.query_key_value), shape.norm_epsilon
-        if self.queries_norm is not None and self.keys_norm is not None:
-            normalize_parts(joint, (self.queries_norm, self.keys_norm), epsilon, self.ranks)
-        scales = self.scales if layer.dtype != joint.dtype else None
-        query = rotate_and_write(joint, rotary, step.slots, layer, self.query_norm, self.key_norm, epsilon, scales)
-        how = self.window, shape.attention_scale, shape.softcap
-        return attention(query, layer, step.attention, *how, scales, self.sinks).flatten(1)
+        """What `transform` goes on with, [tokens, features]. Writes keys and values to the cache."""
+        return self.attention(stream, self.input_norm, step, rotary, cache.layers[self.index])
 
     def transform(self, attended: Tensor, stream: Stream) -> None:
         """Adds to the stream what its tokens attended to, and what the MLP makes of that."""
         if self.shape.parallel and isinstance(self.mlp, Dense):
             inner = self.mlp.inner(stream, self.input_norm)
-            stream.add_both(attended, self.output, inner, self.mlp.down)
+            stream.add_both(attended, self.attention.output, inner, self.mlp.down)
             return
-        stream.add(attended, self.output, self.attention_norm)
+        stream.add(attended, self.attention.output, self.attention_norm)
         self.mlp(stream, self.mlp_norm, self.last_norm)
-
-
-def normalize_parts(joint: Tensor, gains: tuple[Tensor, Tensor], epsilon: float, ranks: Ranks) -> None:
-    """RMS norms of the first columns of `joint`, in place, each over as many as its gains are on all ranks together."""
-    queries, keys = map(len, gains)
-    parts = joint[:, :queries], joint[:, queries : queries + keys]
-    squares = ranks.add(torch.stack([part.float().square().sum(1, keepdim=True) for part in parts]))
-    for part, own, total in zip(parts, gains, squares, strict=True):
-        scale = (total / (len(own) * ranks.size) + epsilon).rsqrt()
-        part.copy_(part.float().mul_(scale).mul_(own))
 
 
 class Decoder:
@@ -115,9 +88,9 @@ class Decoder:
             change.check()
         self.adapters = tuple(change.name for change in changes)
         self.norm = load.gains("norm", shape.hidden)
-        head = next((name for name in HEADS if source.has(name)), HEADS[0])
+        head = next((name for name in OUTPUTS if source.has(name)), OUTPUTS[0])
         self.head = Weight(self._tied(load, head) if shape.tied else load.table(head), exact=exact)
-        size, turned, dtype = shape.head_size, shape.rotary_size, self.embedding.dtype
+        size, turned, dtype = shape.turning_size, shape.rotary_size, self.embedding.dtype
         of = partial(table_of, size=size, positions=shape.max_positions, dtype=dtype, device=device, turned=turned)
         self.rotary = of(shape.rope)
         self.local_rotary = of(shape.local_rope) if shape.local_rope else None
@@ -189,8 +162,8 @@ class Decoder:
         layer, row = self.layers[0], self.embedding.new_zeros(1, self.shape.hidden)
         if self.head.streams(row):  # all that few rows of a layer go by besides attention, and logits
             stream = self._stream(row)
-            stream.through(layer.input_norm, layer.query_key_value)
-            layer.transform(self.embedding.new_zeros(1, layer.output.shape[1]), stream)
+            stream.through(layer.input_norm, layer.attention.inward)
+            layer.transform(self.embedding.new_zeros(1, layer.attention.output.shape[1]), stream)
             self.head(stream.normalized(self.norm))
 
     @property
@@ -200,7 +173,8 @@ class Decoder:
         return sum(weight.bytes if isinstance(weight, Weight) else weight.nbytes for weight in self._weights()) - twice
 
     def _weights(self) -> Iterator[Weight | Tensor]:
-        found = [value for part in (self, *self.layers) for value in vars(part).values() if isinstance(value, (Weight, Tensor))]
+        parts = (self, *self.layers, *(layer.attention for layer in self.layers))
+        found = [value for part in parts for value in vars(part).values() if isinstance(value, (Weight, Tensor))]
         for value in (*found, *(weight for layer in self.layers for weight in layer.mlp.weights())):
             yield value
             if isinstance(value, Weight) and value.additions is not None:

@@ -7,11 +7,12 @@ from typing import Any
 
 from .dense_families import DENSE
 from .fields import AGAIN, FULL, SLIDING, Config, check, shown
+from .latent_families import LATENT
 from .layer_norm_families import LAYER_NORM
 from .shape import Shape, Unsupported
 from .sparse_families import SPARSE
 
-FAMILIES = DENSE | SPARSE | LAYER_NORM
+FAMILIES = DENSE | SPARSE | LATENT | LAYER_NORM
 WITH_IMAGES = ("Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration")  # whose text is described by itself
 BESIDE_TEXT = ("tie_word_embeddings", "quantization_config")  # and these fields are beside that
 

@@ -34,6 +34,11 @@ SIZES = {
     "topk_group": 1 << 12,
     "first_k_dense_replace": 1 << 12,
     "rotary_dim": 1 << 12,
+    "kv_lora_rank": 1 << 12,
+    "q_lora_rank": 1 << 16,
+    "qk_rope_head_dim": 1 << 10,
+    "qk_nope_head_dim": 1 << 10,
+    "v_head_dim": 1 << 10,
     "moe_k": 1 << 12,
     "moe_num_experts": 1 << 12,
     "moe_num_shared_experts": 1 << 12,
@@ -49,19 +54,23 @@ LEAST = {
 # And means that there is none.
 MAY_BE_NULL = (
     *("num_key_value_heads", "head_dim", "sliding_window", "max_window_layers"),
-    *("n_shared_experts", "n_group", "topk_group", "first_k_dense_replace"),
+    *("n_shared_experts", "n_group", "topk_group", "first_k_dense_replace", "q_lora_rank"),
 )
 AGAIN = "is it the model's own? Download it again"
 FULL, SLIDING = "full_attention", "sliding_attention"  # of `layer_types`
 SWITCHES = (
     *("tie_word_embeddings", "attention_bias", "attention_out_bias", "mlp_bias", "qkv_bias", "use_bias"),
     *("use_sliding_window", "use_qk_norm", "qk_layernorm", "norm_topk_prob", "use_qkv_bias", "use_parallel_residual"),
+    "rope_interleave",
 )
 # What transformers calls a model where its architecture's name doesn't say so.
 MODEL_TYPES = {
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
     "Gemma3ForCausalLM": "gemma3_text",
     "Gemma3ForConditionalGeneration": "gemma3_text",
     "Glm4MoeForCausalLM": "glm4_moe",
+    "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "GptOssForCausalLM": "gpt_oss",
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "Mistral3ForConditionalGeneration": "mistral",
@@ -70,11 +79,13 @@ MODEL_TYPES = {
     "SeedOssForCausalLM": "seed_oss",
 }
 
+ALIASES = {"kimi_k2": "deepseek_v3"}  # of model_type
+
 
 def check(config: Config, architecture: str) -> None:
     """Raises Unsupported if a field that we read can't be what it says."""
     kind, own = config.get("model_type"), MODEL_TYPES.get(architecture, architecture.removesuffix("ForCausalLM").lower())
-    if kind not in (None, own):
+    if ALIASES.get(str(kind), kind) not in (None, own):
         raise Unsupported(
             f"config.json says model_type {shown(kind)}, and architecture {architecture}, which is {own!r}: transformers goes by "
             f"the first, penstock by the second; {AGAIN}"

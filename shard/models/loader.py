@@ -67,7 +67,7 @@ class Loader:
         """Matrices [size, hidden] side by side, of each this rank's part of the outputs. joint: what they are in checkpoints that
         have them so."""
         added = self.biases(names, sizes, joint) if bias else None
-        return self._laid_out(self.outwards(names, sizes, joint), added, self._added_outwards(names, sizes, joint))
+        return self.laid_out(self.outwards(names, sizes, joint), added, self._added_outwards(names, sizes, joint))
 
     def heads(self, joint: str, names: list[str], sizes: list[int], bias: bool) -> Weight:
         """As `columns`, of queries, keys and values, of which the first two are `ordered`."""
@@ -79,26 +79,35 @@ class Loader:
             order = torch.cat((self.ordered(order[:-values]), order[-values:]))
             found, added = found[order], added[order] if added is not None else None
             pairs = [pair and (pair[0], pair[1][order]) for pair in pairs]
-        return self._laid_out(found, added, pairs)
+        return self.laid_out(found, added, pairs)
 
     def ordered(self, heads: Tensor) -> Tensor:
         """Some heads one after the other, [n * head size, ...], with their features in our order: see `Shape.order`."""
         order = list(self.shape.order)
-        return heads.view(-1, self.shape.head_size, *heads.shape[1:])[:, order].flatten(0, 1) if order else heads
+        return heads.view(-1, len(order), *heads.shape[1:])[:, order].flatten(0, 1) if order else heads
 
     def rows(self, name: str, size: int, bias: bool) -> Weight:
         """A matrix [hidden, size], this rank's part of the inputs. Rank 0 adds the bias, so that the sum has it once."""
         added = None
         if bias and self.ranks.rank == 0:
             added = self._scaled(self.source.tensor(f"{self.prefix}{name}.bias", (self.shape.hidden,)))
-        return self._laid_out(self.inwards(name, size), added, self._added_inwards(name, size))
+        return self.laid_out(self.inwards(name, size), added, self._added_inwards(name, size))
 
     def outwards(self, names: Sequence[str], sizes: Sequence[int], joint: str = "") -> Tensor | Codes:
         """What leads away from the residual stream: as `columns`."""
         hidden = self.shape.hidden
-        parts = [
-            self._matrix(name, (full, hidden), 0, first, size) for name, full, first, size in self._places(names, sizes, joint)
-        ]
+        return self.joined(
+            [self._matrix(name, (full, hidden), 0, first, size) for name, full, first, size in self._places(names, sizes, joint)]
+        )
+
+    def matrix(self, name: str, outputs: int, inputs: int, whole: bool = False) -> Tensor | Codes:
+        """All of a matrix, or this rank's part of its outputs."""
+        full = outputs, inputs
+        cut = None if whole else self._cut(full, 0, 0, outputs)
+        return matrix(self.source, self.prefix + name, full, self.shape.quantization, cut)
+
+    def joined(self, parts: Sequence[Tensor | Codes]) -> Tensor | Codes:
+        """Matrices with the same inputs, side by side."""
         if all(isinstance(part, Codes) for part in parts):
             return joined([part for part in parts if isinstance(part, Codes)])
         return torch.cat([self.dense(part) for part in parts])
@@ -117,7 +126,8 @@ class Loader:
         """What is computed with a number at a time."""
         return unpacked(weight, self.source.dtype) if isinstance(weight, Codes) else weight
 
-    def _laid_out(self, weight: Tensor | Codes, bias: Tensor | None, pairs: Sequence[Pair | None]) -> Weight:
+    def laid_out(self, weight: Tensor | Codes, bias: Tensor | None, pairs: Sequence[Pair | None] = ()) -> Weight:
+        """Ready for products; pairs: what adapters add to these."""
         found = quantized.lay_out(weight, bias, self.exact, self.source.dtype)
         found.additions = low_rank.lay_out(pairs)
         return found

@@ -74,7 +74,7 @@ class Sparse:
             mixture.normalized,
             sigmoid=mixture.sigmoid,
             correction=self.correction,
-            sets=(mixture.groups, mixture.groups_chosen),
+            sets=(mixture.groups, mixture.groups_chosen, mixture.best),
             factor=mixture.factor,
         )
 

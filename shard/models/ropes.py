@@ -53,11 +53,7 @@ def _yarn(config: Config, values: Mapping[str, Any], theta: float) -> Rope:
     """Peng et al. 2023, arXiv:2309.00071, with transformers' names and defaults."""
     factor, whole = number(values, "factor"), values.get("truncate", True)
     first, second = (number(values, name) if values.get(name) else 0.0 for name in ("mscale", "mscale_all_dim"))
-
-    def logarithmic(scale: float) -> float:
-        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    amplitude = logarithmic(first) / logarithmic(second) if first and second else logarithmic(1.0)
+    amplitude = _logarithmic(factor, first) / _logarithmic(factor, second) if first and second else _logarithmic(factor, 1.0)
     if not isinstance(whole, bool):
         raise Unsupported(f"config.json says truncate {shown(whole)}, true or false is needed: {AGAIN}")
     return Rope(
@@ -70,6 +66,18 @@ def _yarn(config: Config, values: Mapping[str, Any], theta: float) -> Rope:
         whole=whole,
         amplitude=number(values, "attention_factor", amplitude),
     )
+
+
+def _logarithmic(factor: float, scale: float) -> float:
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def sharpness(config: Config) -> float:
+    """What DeepSeek's queries, and its keys, are multiplied by beside all that: scaled embeddings are to blur nothing."""
+    values = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if (values.get("rope_type") or values.get("type") or "default") == "default" or not values.get("mscale_all_dim"):
+        return 1.0
+    return _logarithmic(number(values, "factor"), number(values, "mscale_all_dim"))
 
 
 def _longrope(config: Config, values: Mapping[str, Any], theta: float) -> Rope:

@@ -1,6 +1,7 @@
 """Everything that the decoder needs to know about a model. Knows no tensor and imports no torch: the launcher plans with it."""
 
 from dataclasses import dataclass, replace
+from math import prod
 
 
 class Unsupported(ValueError):
@@ -75,12 +76,14 @@ class Mixture:
     shared_gate: str = "shared_expert_gate"  # which lets tokens through it; "": all as they are
     sigmoid: bool = False  # each expert's score is by itself, instead of a softmax
     correction: str = ""  # the tensor that is added to scores for choosing by; "": none
-    groups: int = 1  # of experts, of which a token chooses by their best two
+    groups: int = 1  # of experts, of which a token chooses first
     groups_chosen: int = 1
+    best: int = 2  # of a group's experts by which it is chosen
     factor: float = 1.0  # of all shares
     quantization: Quantization | None = None  # of the experts alone
     biased: bool = False  # experts and their router have biases
     limit: float = 0.0  # beyond which gates and what they let through don't go; 0: none
+    precise: bool = False  # the router computes in float32 although its scores are a softmax's
     interleaved: bool = False  # all experts are in one tensor, in which gates and what they let through stand by turns
     name: str = "mlp"
     router: str = "gate"
@@ -89,7 +92,7 @@ class Mixture:
     @property
     def wide(self) -> bool:
         """The router computes in float32."""
-        return self.sigmoid or bool(self.correction)
+        return self.precise or self.sigmoid or bool(self.correction)
 
     def part(self, ranks: int) -> int:
         """Intermediate features of each on a rank. Blocks of experts that are stored in a few bits alone are not divided: the last
@@ -103,6 +106,17 @@ class Mixture:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Latent:
+    """What all heads' keys and values are made of, instead of heads of their own (DeepSeek-AI 2024, arXiv:2405.04434). Features."""
+
+    size: int  # of a token's latent
+    turned: int  # of its key that turn, the same for all heads
+    plain: int  # of each head's queries and keys that don't
+    values: int  # of each head
+    queries: int = 0  # that queries are made of; 0: of the residual stream
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
     """Everything that the decoder needs to know about a model. Sizes are numbers of elements."""
 
@@ -112,7 +126,8 @@ class Shape:
     layers: int
     heads: int
     kv_heads: int
-    head_size: int
+    head_size: int  # of keys as they are cached
+    latent: Latent | None = None  # which keys and values are made of; the cache has one key head, of the latent and what turns
     intermediate: int
     norm_epsilon: float
     max_positions: int
@@ -148,7 +163,9 @@ class Shape:
 
     def check_ranks(self, ranks: int) -> None:
         """Raises Unsupported unless the model can be divided into `ranks` equal slices."""
-        sizes = {"attention heads": self.heads, "key/value heads": self.kv_heads}
+        sizes = {"attention heads": self.heads}
+        if not self.latent:
+            sizes["key/value heads"] = self.kv_heads
         for mixture in self.mixtures or (None,):
             if mixture:
                 sizes["intermediate features of an expert"] = mixture.size
@@ -192,15 +209,24 @@ class Shape:
         """Rows of the embedding table and of the output matrix per rank; the last rank's may be partly padding."""
         return -(-self.vocabulary // ranks)
 
+    def slot(self, ranks: int) -> tuple[int, int, int]:
+        """What a layer caches of a token on one rank: keys and values, or one for both; heads; features."""
+        return (1, 1, self.head_size) if self.latent else (2, self.kv_heads // ranks, self.head_size)
+
     def kv_elements(self, ranks: int) -> int:
-        """Elements of keys and values that one token takes on one rank, all layers."""
-        return 2 * self.layers * self.kv_heads // ranks * self.head_size
+        """Elements that one token takes in the cache of one rank, all layers."""
+        return self.layers * prod(self.slot(ranks))
+
+    @property
+    def turning_size(self) -> int:
+        """Features of what turns: of whole heads, of which a part may not, or of what heads have apart for that."""
+        return self.latent.turned if self.latent else self.head_size
 
     @property
     def order(self) -> tuple[int, ...]:
         """Where a checkpoint's heads have the features of ours, in which those that turn together are half a head apart, and those
         that don't turn stand behind the others in each half; (): where ours have them."""
-        size, turned = self.head_size, self.rotary_size or self.head_size
+        size, turned = self.turning_size, self.rotary_size or self.turning_size
         if turned == size and not self.rotary_neighbours:
             return ()
         middle, apart = (size + turned) // 2, turned // 2
@@ -212,22 +238,33 @@ class Shape:
     @property
     def rotary_elements(self) -> int:
         """Elements of the cosines and sines of all positions, which every rank has; one row is for layers that don't turn."""
-        return 2 * self.head_size * (self.max_positions * (2 if self.local_rope else 1) + bool(self.unturned))
+        return 2 * self.turning_size * (self.max_positions * (2 if self.local_rope else 1) + bool(self.unturned))
 
     def parameters(self, ranks: int = 1, tables: int | None = None, tokens: int | None = None) -> int:
         """Elements of all weights on one rank. `tables`: how often the vocabulary's table is held, if not as in the checkpoint;
         `tokens`: of experts those alone that so many tokens can be expected to choose."""
-        heads, kv_heads = self.heads // ranks, self.kv_heads // ranks
-        qkv = (heads + 2 * kv_heads) * self.head_size
-        attention = self.hidden * qkv + heads * self.head_size * self.hidden + self.qkv_bias * qkv + self.output_bias * self.hidden
+        heads = self.heads // ranks
+        attention = self._projections(ranks) + self.output_bias * self.hidden
         features, inner = self.intermediate // ranks, (2 - self.ungated) * self.intermediate // ranks
         dense = self.hidden * (inner + features) + self.mlp_bias * (inner + self.hidden)
         mlps = sum(self._sparse(mixture, ranks, tokens) if mixture else dense for mixture in self.mixtures or (None,) * self.layers)
         norms = sum(map(bool, self.norms)) * self.hidden * (1 + self.norm_bias) + 2 * self.qk_norm * self.head_size
-        norms += self.joint_qk_norm * (heads + kv_heads) * self.head_size + self.sinks * heads
+        norms += self.joint_qk_norm * (heads + self.kv_heads // ranks) * self.head_size + self.sinks * heads
         last = self.hidden * (1 + self.norm_bias)
         held = tables or (1 if self.tied else 2)
         return mlps + self.layers * (attention + norms) + held * self.vocabulary_slice(ranks) * self.hidden + last
+
+    def _projections(self, ranks: int, few: bool = False) -> int:
+        """Elements of a layer's matrices before and behind attention, with biases of the first; few: of those that may have few
+        bits, without biases."""
+        heads = self.heads // ranks
+        if (latent := self.latent) is None:
+            qkv = (heads + 2 * self.kv_heads // ranks) * self.head_size
+            return self.hidden * (qkv + heads * self.head_size) + self.qkv_bias * qkv * (not few)
+        inward, asked = latent.queries + self.head_size, heads * (latent.plain + latent.turned)
+        found = self.hidden * (inward + heads * latent.values) + asked * (latent.queries or self.hidden)
+        beside = heads * (latent.plain + latent.values) * latent.size + latent.size + latent.queries + self.qkv_bias * inward
+        return found if few else found + beside
 
     def weight_bytes(self, ranks: int, item: int, device: str, dtype: str, packed: bool) -> int:
         """What all weights take on one rank, with the rotary tables. packed: matrices are laid out anew, so that a table that is
@@ -242,8 +279,7 @@ class Shape:
         def less(how: Quantization | None) -> float:
             return how.saved(item, device, dtype) if how else 0.0
 
-        heads, kv_heads, layers = self.heads // ranks, self.kv_heads // ranks, self.mixtures or (None,) * self.layers
-        attention = self.hidden * 2 * (heads + kv_heads) * self.head_size
+        attention, layers = self._projections(ranks, few=True), self.mixtures or (None,) * self.layers
         mlps = sum(mixture.shared if mixture else self.intermediate for mixture in layers)
         found = (self.layers * attention + (3 - self.ungated) * mlps * self.hidden // ranks) * less(self.quantization)
         for mixture in filter(None, layers):

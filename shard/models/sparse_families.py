@@ -31,7 +31,7 @@ STEEP = 1.702  # of gpt-oss's gates
 def _mixtral(config: Config) -> Shape:
     """Experts in every layer."""
     base = common(MISTRAL | {"rms_norm_eps": 1e-5, "rope_theta": 1e6} | config)
-    mixture = _chosen(
+    mixture = chosen(
         Mixture(
             experts=config.get("num_local_experts", 8),
             chosen=config.get("num_experts_per_tok", 2),
@@ -48,7 +48,7 @@ def _qwen3_moe(config: Config) -> Shape:
     """Experts in every layer, or in some. All layers slide, if any."""
     base = qwen3({"num_key_value_heads": 4} | config | {"max_window_layers": 0})
     experts: int = config.get("num_experts") or config.get("num_local_experts", 128)
-    mixture = _chosen(
+    mixture = chosen(
         Mixture(
             experts=experts,
             chosen=config.get("num_experts_per_tok", 8),
@@ -66,7 +66,7 @@ def _olmoe(config: Config) -> Shape:
         raise Unsupported(f"clip_qkv {shown(config['clip_qkv'])} is not supported: the decoder has keys and values as they are")
     bias = config.get("attention_bias", False)
     base = common(OLMO | {"max_position_embeddings": 4096} | config)
-    mixture = _chosen(
+    mixture = chosen(
         Mixture(
             experts=config.get("num_experts", 64),
             chosen=config.get("num_experts_per_tok", 8),
@@ -83,7 +83,7 @@ def _glm4_moe(config: Config) -> Shape:
     base = common(GLM_MOE | config)
     turned, norms = rotary_size(config, base.head_size, 0.5), config.get("use_qk_norm", False)
     base = replace(base, qkv_bias=bias, qk_norm=norms, rotary_size=turned)
-    return _scored(base, {"first_k_dense_replace": 1, "norm_topk_prob": True, "n_shared_experts": 1} | config)
+    return scored(base, {"first_k_dense_replace": 1, "norm_topk_prob": True, "n_shared_experts": 1} | config)
 
 
 def _dots1(config: Config) -> Shape:
@@ -95,10 +95,10 @@ def _dots1(config: Config) -> Shape:
     if kinds is None:
         kinds = [SLIDING if slides and layer >= last else FULL for layer in range(base.layers)]
     base = replace(base, qkv_bias=bias, output_bias=bias, qk_norm=True, windows=windows_of(config, kinds))
-    return _scored(base, config)
+    return scored(base, config)
 
 
-def _scored(base: Shape, config: Config) -> Shape:
+def scored(base: Shape, config: Config) -> Shape:
     """The same, with experts behind the first layers, which are chosen by scores of their own, and one for all (DeepSeek-AI 2024,
     arXiv:2412.19437)."""
     size, experts = config.get("moe_intermediate_size", 1408), config.get("n_routed_experts", 128)
@@ -108,7 +108,7 @@ def _scored(base: Shape, config: Config) -> Shape:
             f"config.json says n_group {groups} and topk_group {groups_chosen}, of {experts} experts, of which each group has as "
             f"many, and two at least: {AGAIN}"
         )
-    mixture = _chosen(
+    mixture = chosen(
         Mixture(
             experts=experts,
             chosen=config.get("num_experts_per_tok", 8),
@@ -132,7 +132,7 @@ def _minimax_m2(config: Config) -> Shape:
     """Experts in every layer; norms of all queries, and all keys, of a token together. A part of each head turns."""
     base = common(MINIMAX | config)
     part = {"partial_rotary_factor": config["rotary_dim"] / base.head_size} if "rotary_dim" in config else {}
-    mixture = _chosen(
+    mixture = chosen(
         Mixture(
             experts=config.get("num_local_experts", 256),
             chosen=config.get("num_experts_per_tok", 8),
@@ -152,7 +152,7 @@ def _ernie_moe(config: Config) -> Shape:
     """ERNIE 4.5. Experts in some layers, of which one is for all tokens."""
     base = ernie({"num_key_value_heads": 4, "head_dim": None} | config)
     size = config.get("moe_intermediate_size", 1536)
-    mixture = _chosen(
+    mixture = chosen(
         Mixture(
             experts=config.get("moe_num_experts", 64),
             chosen=config.get("moe_k", 6),
@@ -173,7 +173,7 @@ def _ernie_moe(config: Config) -> Shape:
 def _qwen2_moe(config: Config) -> Shape:
     """One expert of each layer is for all tokens. Every other one of the first layers slides, if any."""
     base = common({"num_key_value_heads": 16, "max_position_embeddings": 32_768} | config)
-    mixture = _chosen(
+    mixture = chosen(
         Mixture(
             experts=config.get("num_experts", 60),
             chosen=config.get("num_experts_per_tok", 4),
@@ -216,7 +216,7 @@ def _gpt_oss(config: Config) -> Shape:
     alpha = number(given, "swiglu_alpha", STEEP)
     if alpha != STEEP:
         raise Unsupported(f"config.json says swiglu_alpha {alpha:g}, which is not supported: the decoder has {STEEP}")
-    mixture = _chosen(
+    mixture = chosen(
         Mixture(
             experts=given["num_local_experts"],
             chosen=given["num_experts_per_tok"],
@@ -234,7 +234,7 @@ def _gpt_oss(config: Config) -> Shape:
     return replace(base, windows=windows, mixtures=mixtures, sinks=True, qkv_bias=bias, output_bias=bias)
 
 
-def _chosen(mixture: Mixture) -> Mixture:
+def chosen(mixture: Mixture) -> Mixture:
     """The same. Raises Unsupported if tokens are to choose more experts than there are."""
     reached = mixture.experts * mixture.groups_chosen // mixture.groups
     if mixture.chosen > reached:

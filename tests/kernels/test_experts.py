@@ -157,16 +157,18 @@ def test_shares(chance: random.Random) -> None:
 
 
 def test_corrected_scores_choose_and_scores_are_shares(chance: random.Random) -> None:
-    """By each token's numbers, one at a time; groups are chosen by their best two."""
+    """By each token's numbers, one at a time; groups are chosen by their best two, or by the best."""
     logits, correction = torch.randn(20, 12), torch.randn(12) * 0.3
-    for groups, within, normalized in ((1, 1, True), (4, 2, True), (3, 1, False), (6, 6, True)):
-        shares, chosen = route(logits, 3, normalized, sigmoid=True, correction=correction, sets=(groups, within), factor=2.5)
+    cases = ((1, 1, 2, True), (4, 2, 2, True), (4, 2, 1, True), (3, 1, 2, False), (6, 6, 2, True))
+    for groups, within, first, normalized in cases:
+        sets = groups, within, first
+        shares, chosen = route(logits, 3, normalized, sigmoid=True, correction=correction, sets=sets, factor=2.5)
         for row, own, numbers in zip(logits.tolist(), shares.tolist(), chosen.tolist(), strict=True):
             scores = [1 / (1 + math.exp(-logit)) for logit in row]
             judged = [score + more for score, more in zip(scores, correction.tolist(), strict=True)]
             size = 12 // groups
             parts = [range(first, first + size) for first in range(0, 12, size)]
-            best = sorted(parts, key=lambda part: -sum(sorted(judged[i] for i in part)[-2:]))[:within]
+            best = sorted(parts, key=lambda part: -sum(sorted(judged[i] for i in part)[-first:]))[:within]
             expected = sorted((i for part in best for i in part), key=lambda i: -judged[i])[:3]
             assert numbers == expected
             total = sum(scores[i] for i in expected) if normalized else 1.0
@@ -183,7 +185,7 @@ def random_routing(chance: random.Random) -> tuple[Tensor, dict[str, Any]]:
     correction = torch.randn(experts, device=DEVICE).round() if chance.random() < 0.5 else None
     count = chance.randint(1, min(8, experts * best // sets))
     how = {"normalized": chance.random() < 0.5, "sigmoid": chance.random() < 0.5, "correction": correction}
-    return logits, how | {"count": count, "sets": (sets, best), "factor": chance.choice([1.0, 2.5])}
+    return logits, how | {"count": count, "sets": (sets, best, chance.choice([1, 2])), "factor": chance.choice([1.0, 2.5])}
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -203,9 +205,9 @@ def route_alone(logits: Tensor, count: int, how: dict[str, Any]) -> list[int]:
     """By sorting pairs of a score and a number."""
     scores = logits.sigmoid() if how["sigmoid"] else logits.softmax(0)
     judged = (scores if how["correction"] is None else scores + how["correction"]).tolist()
-    sets, best = how["sets"]
+    sets, best, first = how["sets"]
     size = len(judged) // sets
-    sums = [sum(sorted(judged[first : first + size])[-2:]) for first in range(0, len(judged), size)]
+    sums = [sum(sorted(judged[start : start + size])[-first:]) for start in range(0, len(judged), size)]
     opened = sorted(range(sets), key=lambda one: (-sums[one], one))[:best]
     return sorted((i for one in opened for i in range(one * size, one * size + size)), key=lambda i: (-judged[i], i))[:count]
 

@@ -139,6 +139,44 @@ def test_rotate_and_write(dtype: torch.dtype, norm: bool, chance: random.Random)
         close(found[1][1].nan_to_num(), found[0][1].nan_to_num())
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_latents_are_turned_and_written(dtype: torch.dtype, chance: random.Random) -> None:
+    for heads, size, turned in ((1, 8, 2), (chance.randint(2, 40), 24, 6), (17, chance.randint(30, 100), 16)):
+        tokens = chance.randint(1, 5)
+        query, latents, gains = (
+            randn(tokens, heads, size + turned, dtype=dtype),
+            wide(tokens, size + turned, dtype)[0],
+            randn(size, dtype=dtype),
+        )
+        table = reference.rotary_table(torch.rand(turned // 2), torch.randint(0, 5000, (tokens,)), dtype).to(DEVICE)
+        slots = torch.randperm(20)[:tokens]
+        slots[torch.rand(tokens) < 0.2] = -1
+        found = []
+        for which in ("reference", "triton"):
+            choose.force(which)
+            cache = torch.full((20, 1, 1, size + turned), torch.nan, dtype=dtype, device=DEVICE)
+            own = query.clone()
+            operations.rotate_and_write_latents(own, latents.clone(), gains, table, slots.to(DEVICE), cache, 1e-5)
+            assert own[..., :size].equal(query[..., :size])
+            found.append((own, cache))
+        close(found[1][0], found[0][0])
+        assert found[1][1].isnan().equal(found[0][1].isnan())  # nothing but the slots is written
+        close(found[1][1].nan_to_num(), found[0][1].nan_to_num())
+
+
+def test_latents_of_8_bits() -> None:
+    """As below; what is too large becomes the largest number that there is."""
+    latents = torch.tensor([[1.0, -1.0, 1.0, 1.0, 1e9, 3.25]], device=DEVICE)
+    table = reference.rotary_table(torch.zeros(1), torch.arange(1), torch.float32).to(DEVICE)
+    for which in ("reference", "triton"):
+        choose.force(which)
+        cache = torch.zeros(3, 1, 1, 6, device=DEVICE).to(torch.float8_e4m3fn)
+        gains, query = torch.tensor([2.0, 0.5, 900.0, 0.0], device=DEVICE), torch.zeros(1, 2, 6, device=DEVICE)
+        operations.rotate_and_write_latents(query, latents.clone(), gains, table, torch.tensor([1], device=DEVICE), cache, 0.0)
+        expected = [[0] * 6, [2, -0.5, 448, 0, 448, 3.25], [0] * 6]
+        torch.testing.assert_close(cache.float().flatten(1).cpu(), torch.tensor(expected))
+
+
 def test_write_of_8_bits() -> None:
     """Numbers that 8 bits can hold, so that rounding, which the interpreter gets wrong, has nothing to do; and larger ones."""
     joint = torch.tensor([[0.0, 0, 1.5, -0.875, 448 * 4, 8], [0, 0, 1e9, 3.25, -1e9, 0.5]], device=DEVICE)

@@ -32,7 +32,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value
 # Triton's interpreter takes milliseconds for every token of every operation, also for those that are padding: so steps are small.
 PAGES = 32
 LLAMA, QWEN3, WINDOW = "few-heads", "few-heads-qwen3", "few-heads-window"
-GEMMA, GPT_OSS, MIXTRAL, OLMO, MOE = (f"few-heads-{name}" for name in ("gemma2", "gpt-oss", "mixtral", "olmo3", "qwen2-moe"))
+GEMMA, GPT_OSS, MIXTRAL, OLMO, MOE, DEEPSEEK = (
+    f"few-heads-{name}" for name in ("gemma2", "gpt-oss", "mixtral", "olmo3", "qwen2-moe", "deepseek")
+)
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +89,7 @@ def with_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch, bounds: Bounds 
     return engine
 
 
-@pytest.mark.parametrize("name", [QWEN3, WINDOW, GEMMA, GPT_OSS, MIXTRAL, OLMO, MOE])
+@pytest.mark.parametrize("name", [QWEN3, WINDOW, GEMMA, GPT_OSS, MIXTRAL, OLMO, MOE, DEEPSEEK])
 def test_a_shard_by_triton_gives_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = plain(name, filters=True)
     calls = []
@@ -100,7 +102,7 @@ def test_a_shard_by_triton_gives_the_same_tokens(name: str, monkeypatch: pytest.
     assert calls
 
 
-@pytest.mark.parametrize("name", [QWEN3, WINDOW, GEMMA, OLMO, MOE])
+@pytest.mark.parametrize("name", [QWEN3, WINDOW, GEMMA, OLMO, MOE, DEEPSEEK])
 def test_products_of_few_rows_give_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As for models in bfloat16: norms, SwiGLU and sums go with the products."""
     expected = plain(name)
@@ -218,7 +220,7 @@ def test_a_cache_of_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         engine.resize(PAGES, 4)
         assert engine.token_bytes == tiny.decoder("llama").shape.kv_elements(1) * (1 if dtype else 4)
         for layer in engine.decoder.layers:
-            monkeypatch.setattr(layer, "scales", torch.full((2, layer.shape.kv_heads), scale))
+            monkeypatch.setattr(layer.attention, "scales", torch.full((2, layer.shape.kv_heads), scale))
         outcome = engine.prefill(0, [tiny.group(1, list(range(1, 30)), 3, prompt_logprobs=True)], [(1, 7)], 7, [])
         while not outcome.prompts:
             outcome = engine.prefill(0, [], [(1, 7)], 7, [])

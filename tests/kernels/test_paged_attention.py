@@ -62,15 +62,16 @@ def slots_of(row: Row, page_size: int) -> list[int]:
 
 
 def exact(
-    query: Tensor, cached: Tensor, row: Row, window: int, scale: float, softcap: float, sinks: Tensor | None = None
+    query: Tensor, cached: Tensor, row: Row, window: int, scale: float, softcap: float, sinks: Tensor | None = None, latent: int = 0
 ) -> Tensor:
-    """query: [queries, heads, size], cached: [length, 2, kv_heads, size], sinks: [heads], all in float64."""
+    """query: [queries, heads, size], cached: [length, 2 or 1, kv_heads, size], sinks: [heads], all in float64."""
     ancestors, depths = plain.ancestry(row.parents if row.parents is not None else range(-1, row.queries - 1))
     positions = torch.tensor([*range(row.context), *(row.context + depth for depth in depths)])
     visible = torch.cat((torch.ones(row.queries, row.context, dtype=torch.bool), torch.tensor(ancestors)), 1)
     if window:
         visible &= positions[row.context :, None] - positions < window
-    keys, values = cached.repeat_interleave(query.shape[1] // cached.shape[2], 2).unbind(1)
+    every = cached.repeat_interleave(query.shape[1] // cached.shape[2], 2)
+    keys, values = every[:, 0], every[:, -1, :, : latent or None]
     logits = torch.einsum("qhs,khs->hqk", query, keys) * scale
     if softcap:
         logits = softcap * (logits / softcap).tanh()
@@ -94,16 +95,19 @@ class World:
         dtype: torch.dtype = torch.float32,
         eight_bits: bool = False,
         sinks: bool = False,
+        latent: int = 0,
         seed: int = 0,
     ) -> None:
         torch.manual_seed(seed)
         self.rows, self.page_size, self.kv_heads, self.ratio, self.size, self.dtype = rows, page_size, kv_heads, ratio, size, dtype
         used = sorted({slot for row in rows for slot in slots_of(row, page_size)})
         slots = (max(page for row in rows for page in row.pages) + 1) * page_size
-        cache = torch.full((slots, 2, kv_heads, size), torch.nan)
-        cache[used] = torch.randn(len(used), 2, kv_heads, size)
+        self.latent = latent
+        held = (1, 1, size) if latent else (2, kv_heads, size)
+        cache = torch.full((slots, *held), torch.nan)
+        cache[used] = torch.randn(len(used), *held)
         self.cache = cache.to(torch.float8_e4m3fn if eight_bits else dtype).to(DEVICE)
-        self.scales = torch.rand(2, kv_heads, device=DEVICE) + 0.5 if eight_bits else None
+        self.scales = torch.rand(2, kv_heads, device=DEVICE) + 0.5 if eight_bits and not latent else None
         joint = torch.randn(sum(row.queries for row in rows), kv_heads * (ratio + 2), size).to(dtype).to(DEVICE)
         self.query = joint[:, : kv_heads * ratio]
         self.sinks = torch.randn(kv_heads * ratio, device=DEVICE) * 2 if sinks else None
@@ -113,7 +117,7 @@ class World:
         return plan(self.rows, self.page_size, self.kv_heads, self.ratio, self.size, DEVICE, **{**defaults, **options})  # type: ignore[arg-type]
 
     def found(self, step: paged_attention.Plan, window: int = 0, softcap: float = 0.0) -> Tensor:
-        return attention(self.query, self.cache, step, window, self.size**-0.5, softcap, self.scales, self.sinks)
+        return attention(self.query, self.cache, step, window, self.size**-0.5, softcap, self.scales, self.sinks, self.latent)
 
     def expected(self, window: int = 0, softcap: float = 0.0) -> Tensor:
         cache = self.cache.double().cpu()
@@ -123,7 +127,7 @@ class World:
         sinks = self.sinks.double().cpu() if self.sinks is not None else None
         return torch.cat(
             [
-                exact(part, cache[slots_of(row, self.page_size)], row, window, self.size**-0.5, softcap, sinks)
+                exact(part, cache[slots_of(row, self.page_size)], row, window, self.size**-0.5, softcap, sinks, self.latent)
                 for part, row in zip(parts, self.rows, strict=True)
             ]
         )
@@ -152,6 +156,20 @@ def test_a_mixture(page_size: int, window: int) -> None:
 def test_heads(size: int, ratio: int) -> None:
     rows = rows_of([(1, 150), (3, 20), (9, 0)], 4, random.Random(size), trees=0.5)
     World(rows, 4, kv_heads=2 if ratio < 4 else 1, ratio=ratio, size=size).check(window=31 if ratio == 2 else 0)
+
+
+@pytest.mark.parametrize(("latent", "heads", "together"), [(32, 4, 4), (96, 6, 2), (512, 16, 16)])
+def test_latents(latent: int, heads: int, together: int) -> None:
+    """Whose keys are values, too, but for their last features; parts of the heads go by programs of their own."""
+    rows = rows_of([(1, 300), (1, 33), (5, 70), (20, 10)], 16, random.Random(heads), trees=0.4, sharing=0.5)
+    turned = 64 if latent == 512 else 24
+    World(rows, 16, kv_heads=heads // together, ratio=together, size=latent + turned, latent=latent).check()
+
+
+def test_latents_of_few_bits() -> None:
+    rows = rows_of([(1, 100), (3, 40)], 64, random.Random(2))
+    World(rows, 64, kv_heads=2, ratio=4, size=80, latent=64, dtype=torch.bfloat16).check()
+    World(rows, 64, kv_heads=2, ratio=4, size=80, latent=64, dtype=torch.float16, eight_bits=True).check()
 
 
 @pytest.mark.parametrize("shape", [(1, 300), (128, 0), (300, 10), (100, 250)])

@@ -160,9 +160,11 @@ def test_features_of_heads_are_put_in_order(name: str) -> None:
     model = replace(shape(json.loads((folder / "config.json").read_text())), rotary_neighbours=True)
     source = Interleaved(folder, torch.float32, tiny.CPU, lambda read: None)
     source.size = model.head_size
-    found, expected = Decoder(model, source, Ranks(0, 1, tiny.CPU), tiny.CPU).layers[0], tiny.decoder(name).layers[0]
+    found, expected = (
+        own.layers[0].attention for own in (Decoder(model, source, Ranks(0, 1, tiny.CPU), tiny.CPU), tiny.decoder(name))
+    )
     x = torch.randn(3, 64)
-    torch.testing.assert_close(found.query_key_value(x), expected.query_key_value(x))
+    torch.testing.assert_close(found.inward(x), expected.inward(x))
     for own, other in zip(vars(found).values(), vars(expected).values(), strict=True):
         assert not isinstance(own, Tensor) or own.equal(other)
 

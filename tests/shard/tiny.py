@@ -89,6 +89,15 @@ GLM_MOE = SMALL | {
     "moe_intermediate_size": 20,
     "routed_scaling_factor": 1.7,
 }
+LATENT = {name: value for name, value in GLM_MOE.items() if name != "head_dim"} | {
+    "kv_lora_rank": 24,
+    "q_lora_rank": 40,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 20,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
 ERNIE_MOE = SMALL | {"num_hidden_layers": 4, "moe_num_experts": 7, "moe_k": 3, "moe_intermediate_size": 20}
 ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 GLM = SMALL | {"head_dim": 16, "pad_token_id": 0, "eos_token_id": 1}
@@ -100,6 +109,14 @@ GEMMA3_ROPES = {
 FAMILIES: dict[str, Callable[[], Any]] = {
     "cohere": lambda: transformers.CohereConfig(**SMALL, logit_scale=0.3, attention_bias=True, pad_token_id=0, **ENDS),
     "cohere2": lambda: transformers.Cohere2Config(**SMALL | {"num_hidden_layers": 4}, sliding_window=WINDOW, **ENDS),
+    "deepseek-v2": lambda: transformers.DeepseekV2Config(**LATENT, attention_bias=True, rope_parameters=dict(DEEP_YARN)),
+    "deepseek-v2-sets": lambda: transformers.DeepseekV2Config(
+        **LATENT | {"q_lora_rank": None}, topk_method="group_limited_greedy", n_group=4, topk_group=2
+    ),
+    "deepseek-v3": lambda: transformers.DeepseekV3Config(**LATENT, n_group=4, topk_group=2, rope_parameters=dict(DEEP_YARN)),
+    "deepseek-v3-biases": lambda: transformers.DeepseekV3Config(
+        **LATENT | {"q_lora_rank": None}, n_group=1, topk_group=1, attention_bias=True, rope_interleave=False
+    ),
     "dots1": lambda: transformers.Dots1Config(**GLM_MOE, n_shared_experts=2, n_group=4, topk_group=2, first_k_dense_replace=1),
     "dots1-window": lambda: transformers.Dots1Config(
         **GLM_MOE, n_shared_experts=1, attention_bias=True, norm_topk_prob=True, sliding_window=WINDOW, max_window_layers=1
@@ -120,6 +137,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "glm": lambda: transformers.GlmConfig(**GLM, partial_rotary_factor=1.0, attention_bias=False),
     "glm4": lambda: transformers.Glm4Config(**GLM, rope_parameters=dict(YARN)),
     "glm4-moe": lambda: transformers.Glm4MoeConfig(**GLM_MOE, use_qk_norm=True, attention_bias=True, n_group=2, topk_group=1),
+    "glm4-moe-lite": lambda: transformers.Glm4MoeLiteConfig(**LATENT, mlp_layer_types=["sparse", "dense", "sparse"]),
     "gpt-oss": lambda: transformers.GptOssConfig(**GPT_OSS, rope_parameters=DEEP_YARN),
     "gpt-oss-full": lambda: transformers.GptOssConfig(
         **GPT_OSS, attention_bias=False, layer_types=["full_attention"] * 2, tie_word_embeddings=True
@@ -207,6 +225,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     ),
     "short": lambda: transformers.LlamaConfig(**SMALL | {"max_position_embeddings": 64}),
     "few-heads": lambda: transformers.LlamaConfig(**FEW_HEADS),
+    "few-heads-deepseek": lambda: transformers.DeepseekV3Config(**LATENT | FEW_HEADS, n_group=4, topk_group=2),
     "few-heads-qwen3": lambda: transformers.Qwen3Config(**FEW_HEADS, head_dim=16),
     "few-heads-gemma2": lambda: transformers.Gemma2Config(**GEMMA2 | FEW_HEADS),
     "few-heads-gpt-oss": lambda: transformers.GptOssConfig(**GPT_OSS | FEW_HEADS),
@@ -241,6 +260,8 @@ def _made(name: str) -> Path:
     model = {
         "CohereConfig": transformers.CohereForCausalLM,
         "Cohere2Config": transformers.Cohere2ForCausalLM,
+        "DeepseekV2Config": transformers.DeepseekV2ForCausalLM,
+        "DeepseekV3Config": transformers.DeepseekV3ForCausalLM,
         "Dots1Config": transformers.Dots1ForCausalLM,
         "Ernie4_5Config": transformers.Ernie4_5ForCausalLM,
         "Ernie4_5_MoeConfig": transformers.Ernie4_5_MoeForCausalLM,
@@ -248,6 +269,7 @@ def _made(name: str) -> Path:
         "GemmaConfig": transformers.GemmaForCausalLM,
         "Gemma2Config": transformers.Gemma2ForCausalLM,
         "Gemma3TextConfig": transformers.Gemma3ForCausalLM,
+        "Glm4MoeLiteConfig": transformers.Glm4MoeLiteForCausalLM,
         "Glm4MoeConfig": transformers.Glm4MoeForCausalLM,
         "GlmConfig": transformers.GlmForCausalLM,
         "Glm4Config": transformers.Glm4ForCausalLM,

@@ -1,0 +1,138 @@
+"""From the products of queries and latents to what attention reads, by Triton in one pass: the norm of latents, the rotary
+embedding of what turns of queries and keys, and the write to the cache.
+
+What it means stands in `operations.rotate_and_write_latents`; rounding to the type happens where it happens there.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .compilation import Compilation
+from .early import on, options, wait
+from .fused_rotary import EARLY_TARGETS, EIGHT_BIT_TARGETS, rotated, storable
+
+HEADS = 16  # of one program
+WARPS = 4
+
+
+@triton.jit
+def latents_kernel(
+    query: tl.tensor,  # [tokens, heads, SIZE + TURNED], dense within a token
+    latents: tl.tensor,  # [tokens, SIZE + TURNED]
+    gains: tl.tensor,  # [SIZE]
+    table: tl.tensor,  # [tokens, 2, 1, TURNED], dense
+    slots: tl.tensor,  # [tokens]
+    cache: tl.tensor,  # [slots, SIZE + TURNED], dense
+    heads: tl.tensor,
+    query_stride: tl.tensor,
+    latent_stride: tl.tensor,
+    epsilon: tl.tensor,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    TURNED: tl.constexpr,
+    HALF: tl.constexpr,  # of what turns, up to a power of two
+    HEADS: tl.constexpr,
+    MOST: tl.constexpr,  # the largest number of a cache of 8 bits; 0: it has the type of the latents
+    EARLY: tl.constexpr,
+) -> None:
+    """One program: the latent of a token, or HEADS of its queries."""
+    wait(EARLY)
+    token = tl.program_id(0).to(tl.int64)
+    half = tl.arange(0, HALF)
+    within = half < TURNED // 2
+    angle = table + token * 2 * TURNED + half
+    cosine = tl.load(angle, mask=within, other=0.0).to(tl.float32)
+    sine = tl.load(angle + TURNED + TURNED // 2, mask=within, other=0.0).to(tl.float32)
+    if tl.program_id(1) > 0:
+        head = (tl.program_id(1) - 1) * HEADS + tl.arange(0, HEADS)
+        inside = (head < heads)[:, None] & within[None, :]
+        place = query + token * query_stride + head[:, None] * (SIZE + TURNED) + SIZE + half[None, :]
+        low, high = tl.load(place, mask=inside, other=0.0), tl.load(place + TURNED // 2, mask=inside, other=0.0)
+        low, high = rotated(low, high, cosine[None, :], sine[None, :])
+        tl.store(place, low, mask=inside)
+        tl.store(place + TURNED // 2, high, mask=inside)
+    else:
+        slot = tl.load(slots + token).to(tl.int64)
+        if slot >= 0:
+            feature = tl.arange(0, PADDED)
+            held = feature < SIZE
+            own = latents + token * latent_stride
+            row = tl.load(own + feature, mask=held, other=0.0)
+            wide = row.to(tl.float32)
+            scale = tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + epsilon)
+            gain = tl.load(gains + feature, mask=held, other=0.0).to(tl.float32)
+            row = ((wide * scale).to(row.dtype).to(tl.float32) * gain).to(row.dtype)
+            low = tl.load(own + SIZE + half, mask=within, other=0.0)
+            high = tl.load(own + SIZE + TURNED // 2 + half, mask=within, other=0.0)
+            low, high = rotated(low, high, cosine, sine)
+            kept = cache + slot * (SIZE + TURNED)
+            tl.store(kept + feature, storable(row, MOST).to(cache.dtype.element_ty), mask=held)
+            tl.store(kept + SIZE + half, storable(low, MOST).to(cache.dtype.element_ty), mask=within)
+            tl.store(kept + SIZE + TURNED // 2 + half, storable(high, MOST).to(cache.dtype.element_ty), mask=within)
+
+
+def rotate_and_write_latents(
+    query: Tensor, latents: Tensor, gains: Tensor, table: Tensor, slots: Tensor, cache: Tensor, epsilon: float
+) -> None:
+    """`operations.rotate_and_write_latents`. query: each token dense; latents: each row dense, and kept; table, cache: dense."""
+    tokens, heads, width = query.shape
+    assert query.stride()[1:] == (width, 1)
+    assert latents.stride(1) == 1
+    assert table.is_contiguous()
+    assert cache.is_contiguous()
+    if tokens:
+        early = on(query.device)
+        latents_kernel[(tokens, 1 + triton.cdiv(heads, HEADS))](
+            query,
+            latents,
+            gains,
+            table,
+            slots,
+            cache,
+            heads,
+            query.stride(0),
+            latents.stride(0),
+            epsilon,
+            **_constants(len(gains), width - len(gains), torch.finfo(cache.dtype).max if cache.dtype != query.dtype else 0.0),
+            EARLY=early,
+            num_warps=WARPS,
+            enable_fp_fusion=False,
+            **options(early),
+        )
+
+
+def _constants(size: int, turning: int, most: float) -> dict[str, object]:
+    return {
+        "SIZE": size,
+        "PADDED": triton.next_power_of_2(size),
+        "TURNED": turning,
+        "HALF": triton.next_power_of_2(turning // 2),
+        "HEADS": HEADS,
+        "MOST": most,
+    }
+
+
+def compilations() -> list[Compilation]:
+    """DeepSeek's sizes, and Mistral's; a cache of 8 bits."""
+    found = []
+    cases = [("bf16", 512, 0.0, False), ("bf16", 512, 448.0, False), ("fp32", 256, 0.0, False), ("bf16", 512, 0.0, True)]
+    for dtype, size, most, early in cases:
+        pointers = dict.fromkeys(("query", "latents", "gains", "table"), f"*{dtype}")
+        pointers |= {"slots": "*i64", "cache": "*fp8e4nv" if most else f"*{dtype}"}
+        numbers = {"heads": "i32", "query_stride": "i32:16", "latent_stride": "i32:16", "epsilon": "fp32"}
+        constants = {**_constants(size, 64, most), "EARLY": early}
+        found.append(
+            Compilation(
+                kernel=latents_kernel,
+                name=f"latents {size} {dtype}{' fp8' * (most > 0)}{' early' * early}",
+                signature=pointers | numbers | dict.fromkeys(constants, "constexpr"),
+                constants=constants,
+                warps=WARPS,
+                early=early,
+                hot=True,
+                targets=EIGHT_BIT_TARGETS if most else EARLY_TARGETS if early else (),
+            )
+        )
+    return found

@@ -1,0 +1,56 @@
+"""What a layer's tokens find in those before them, by heads of keys and values."""
+
+import torch
+from torch import Tensor
+
+from ...kernels.operations import rotate_and_write
+from ...kernels.ragged import attention
+from ..parallel import Ranks
+from ..step import Step
+from .loader import Loader
+from .stream import Stream
+
+
+class Heads:
+    """Keys and values of heads, each for one query head or several."""
+
+    def __init__(self, load: Loader, window: int) -> None:
+        shape = load.shape
+        self.shape = shape
+        self.window = window
+        self.ranks = load.ranks
+        sizes = [n * shape.head_size for n in (shape.heads, shape.kv_heads, shape.kv_heads)]
+        names = [f"self_attn.{name}_proj" for name in "qkv"]
+        self.inward = load.heads("self_attn.qkv_proj", names, sizes, shape.qkv_bias)
+        self.query_norm = load.ordered(load.gains("self_attn.q_norm", shape.head_size)) if shape.qk_norm else None
+        self.key_norm = load.ordered(load.gains("self_attn.k_norm", shape.head_size)) if shape.qk_norm else None
+        joint = shape.joint_qk_norm
+        self.queries_norm = load.ordered(load.part_of_gains("self_attn.q_norm", sizes[0])) if joint else None
+        self.keys_norm = load.ordered(load.part_of_gains("self_attn.k_norm", sizes[1])) if joint else None
+        self.sinks = load.each_head("self_attn.sinks") if shape.sinks else None
+        self.scales = load.cache_scales()
+        self.output = load.rows("self_attn.o_proj", sizes[0], shape.output_bias)
+
+    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, rotary: Tensor, layer: Tensor) -> Tensor:
+        """What `output` is to be multiplied with, [tokens, this rank's heads * head size]. Writes keys and values to the cache.
+
+        norm: gains of the one before; rotary: of the step's tokens; layer: of the cache.
+        """
+        shape = self.shape
+        joint, epsilon = stream.through(norm, self.inward), shape.norm_epsilon
+        if self.queries_norm is not None and self.keys_norm is not None:
+            normalize_parts(joint, (self.queries_norm, self.keys_norm), epsilon, self.ranks)
+        scales = self.scales if layer.dtype != joint.dtype else None
+        query = rotate_and_write(joint, rotary, step.slots, layer, self.query_norm, self.key_norm, epsilon, scales)
+        how = self.window, shape.attention_scale, shape.softcap
+        return attention(query, layer, step.attention, *how, scales, self.sinks).flatten(1)
+
+
+def normalize_parts(joint: Tensor, gains: tuple[Tensor, Tensor], epsilon: float, ranks: Ranks) -> None:
+    """RMS norms of the first columns of `joint`, in place, each over as many as its gains are on all ranks together."""
+    queries, keys = map(len, gains)
+    parts = joint[:, :queries], joint[:, queries : queries + keys]
+    squares = ranks.add(torch.stack([part.float().square().sum(1, keepdim=True) for part in parts]))
+    for part, own, total in zip(parts, gains, squares, strict=True):
+        scale = (total / (len(own) * ranks.size) + epsilon).rsqrt()
+        part.copy_(part.float().mul_(scale).mul_(own))

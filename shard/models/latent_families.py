@@ -1,0 +1,119 @@
+"""Families whose keys and values are made of a latent that all heads share. A new one is a new entry in `LATENT`."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from .fields import AGAIN, Config, shown
+from .parts import common
+from .ropes import sharpness
+from .shape import Latent, Mixture, Shape, Unsupported
+from .sparse_families import chosen, scored
+
+# transformers' defaults, which some checkpoints rely on.
+FEATURES: Config = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+DEEPSEEK_V3: Config = FEATURES | {
+    "max_position_embeddings": 4096,
+    "n_routed_experts": 256,
+    "moe_intermediate_size": 2048,
+    "n_shared_experts": 1,
+    "n_group": 8,
+    "topk_group": 4,
+    "first_k_dense_replace": 3,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}
+GLM_FLASH: Config = FEATURES | {
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "max_position_embeddings": 202_752,
+    "rms_norm_eps": 1e-5,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1536,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.8,
+}
+DENSE, SPARSE = "dense", "sparse"  # of GLM's `mlp_layer_types`
+
+
+def _latent(config: Config) -> Shape:
+    """What is the same for all. config: with all of `FEATURES`."""
+    latent = Latent(
+        size=config["kv_lora_rank"],
+        turned=config["qk_rope_head_dim"],
+        plain=config["qk_nope_head_dim"],
+        values=config["v_head_dim"],
+        queries=config["q_lora_rank"] or 0,
+    )
+    if latent.turned % 2:
+        raise Unsupported(f"config.json says qk_rope_head_dim {latent.turned}, an even number is needed: {AGAIN}")
+    if config.get("moe_layer_freq", 1) != 1:
+        raise Unsupported(f"moe_layer_freq {shown(config['moe_layer_freq'])} is not supported: the decoder has 1")
+    bias = config.get("attention_bias", False)
+    return replace(
+        common(config | {"head_dim": 2, "num_key_value_heads": 1}),
+        head_size=latent.size + latent.turned,
+        latent=latent,
+        attention_scale=(latent.plain + latent.turned) ** -0.5 * sharpness(config) ** 2,
+        rotary_neighbours=config.get("rope_interleave", True),
+        qkv_bias=bias,
+        output_bias=bias,
+    )
+
+
+def _deepseek_v3(config: Config) -> Shape:
+    """DeepSeek-AI 2024, arXiv:2412.19437, and Kimi K2. Experts are chosen by scores of their own."""
+    _expect(config, scoring_func="sigmoid", topk_method="noaux_tc")
+    return scored(_latent(DEEPSEEK_V3 | config), DEEPSEEK_V3 | config)
+
+
+def _glm_flash(config: Config) -> Shape:
+    """The same but for which layers have experts."""
+    given = GLM_FLASH | config
+    base = scored(_latent(given), given)
+    kinds = config.get("mlp_layer_types")
+    if kinds is None:
+        return base
+    if not isinstance(kinds, list) or len(kinds) != base.layers or not {DENSE, SPARSE}.issuperset(map(str, kinds)):
+        raise Unsupported(
+            f"config.json says mlp_layer_types {shown(kinds)}, {DENSE!r} or {SPARSE!r} is needed for each of num_hidden_layers: "
+            f"{AGAIN}"
+        )
+    mixture = scored(base, given | {"first_k_dense_replace": 0}).mixtures[0]
+    return replace(base, mixtures=tuple(mixture if kind == SPARSE else None for kind in kinds))
+
+
+def _deepseek_v2(config: Config) -> Shape:
+    """DeepSeek-AI 2024, arXiv:2405.04434. Scores are a softmax's, and sets of experts are as good as their best one."""
+    _expect(config, scoring_func="softmax", norm_topk_prob=False, mlp_bias=False)
+    given = (
+        FEATURES
+        | {"first_k_dense_replace": 0, "n_routed_experts": 64, "moe_intermediate_size": 1407, "n_shared_experts": 2}
+        | config
+    )
+    method = config.get("topk_method") or "greedy"
+    if method not in ("greedy", "group_limited_greedy"):
+        raise Unsupported(f"topk_method {shown(method)} is not supported: the decoder has greedy and group_limited_greedy")
+    base = scored(_latent(given), given if method != "greedy" else given | {"n_group": 1, "topk_group": 1})
+
+    def softened(mixture: Mixture | None) -> Mixture | None:
+        return mixture and chosen(replace(mixture, sigmoid=False, correction="", best=1, precise=True))
+
+    return replace(base, mixtures=tuple(map(softened, base.mixtures)))
+
+
+def _expect(config: Config, **fields: object) -> None:
+    """Raises Unsupported for fields that say something else."""
+    for name, value in fields.items():
+        if config.get(name) not in (None, value):
+            raise Unsupported(f"{name} {shown(config[name])} is not supported: for this family the decoder has {shown(value)}")
+
+
+LATENT: dict[str, Callable[[Config], Shape]] = {
+    "DeepseekV2ForCausalLM": _deepseek_v2,
+    "DeepseekV3ForCausalLM": _deepseek_v3,
+    "Glm4MoeLiteForCausalLM": _glm_flash,
+}

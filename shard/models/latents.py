@@ -1,0 +1,83 @@
+"""The same by latents that all heads' keys and values are made of (DeepSeek-AI 2024, arXiv:2405.04434).
+
+A head's plain keys and its values are products of a latent with two matrices of the head's. The first is multiplied with the
+head's queries instead, and the second with what the head finds, so that latents are attended to as they are cached: as keys and
+values of one head that all query heads share. Every rank has all of them.
+"""
+
+import torch
+from torch import Tensor
+
+from ...kernels.codes import Codes
+from ...kernels.operations import rms_norm, rotate_and_write_latents
+from ...kernels.ragged import attention
+from ..step import Step
+from .loader import Loader
+from .shape import Latent
+from .stream import Stream
+
+
+class Latents:
+    """In the place of `Heads`."""
+
+    def __init__(self, load: Loader, latent: Latent, window: int) -> None:
+        shape = load.shape
+        self.shape = shape
+        self.latent = latent
+        self.window = window
+        asked = shape.heads * (latent.plain + latent.turned)
+        latents = self._ordered(load.matrix("self_attn.kv_a_proj_with_mqa", shape.head_size, shape.hidden, whole=True), latent.size)
+        if latent.queries:
+            first = load.matrix("self_attn.q_a_proj", latent.queries, shape.hidden, whole=True)
+            query = self._ordered(load.matrix("self_attn.q_b_proj", asked, latent.queries), latent.plain)
+        else:
+            first = self._ordered(load.matrix("self_attn.q_proj", asked, shape.hidden), latent.plain)
+        self.inward = load.laid_out(load.joined((first, latents)), self._bias(load, asked // load.ranks.size))
+        self.query = load.laid_out(query, None) if latent.queries else None
+        self.query_norm = load.gains("self_attn.q_a_layernorm", latent.queries) if latent.queries else None
+        self.latent_norm = load.gains("self_attn.kv_a_layernorm", latent.size)
+        each = latent.plain + latent.values
+        both = load.dense(load.matrix("self_attn.kv_b_proj", shape.heads * each, latent.size)).view(-1, each, latent.size)
+        self.to_keys = both[:, : latent.plain].contiguous()  # [heads, plain, size]
+        self.to_values = both[:, latent.plain :].transpose(1, 2).contiguous()  # [heads, size, values]
+        self.output = load.rows("self_attn.o_proj", shape.heads * latent.values, shape.output_bias)
+
+    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, rotary: Tensor, layer: Tensor) -> Tensor:
+        """As that of `Heads`: [tokens, this rank's heads * latent.values]."""
+        latent, epsilon = self.latent, self.shape.norm_epsilon
+        joint = stream.through(norm, self.inward)
+        asked, latents = joint[:, : -self.shape.head_size], joint[:, -self.shape.head_size :]
+        if self.query is not None and self.query_norm is not None:
+            asked = stream.product(rms_norm(asked, self.query_norm, epsilon), self.query)
+        heads = asked.view(len(asked), len(self.to_keys), latent.plain + latent.turned)
+        query = torch.cat((_by_heads(heads[..., : latent.plain], self.to_keys), heads[..., latent.plain :]), 2)
+        rotate_and_write_latents(query, latents, self.latent_norm, rotary, step.slots, layer, epsilon)
+        scale = self.shape.attention_scale
+        found = attention(query, layer, step.attention, self.window, scale, latent=latent.size)
+        return _by_heads(found, self.to_values).flatten(1)
+
+    def _ordered(self, weight: Tensor | Codes, plain: int) -> Tensor | Codes:
+        """Of each head's outputs the first, `plain`, as they are, and those that turn in our order: see `Shape.order`."""
+        order = list(self.shape.order)
+        if not order:
+            return weight
+        count = len(weight.codes if isinstance(weight, Codes) else weight)
+        places = torch.arange(count).view(-1, plain + self.latent.turned)
+        places[:, plain:] = places[:, plain:][:, order]
+        return weight[places.flatten()]
+
+    def _bias(self, load: Loader, asked: int) -> Tensor | None:
+        """Of `inward`. Queries that are not made of latents have none."""
+        if not self.shape.qkv_bias:
+            return None
+        latents = load.source.tensor(f"{load.prefix}self_attn.kv_a_proj_with_mqa.bias", (self.shape.head_size,))
+        ordered = self._ordered(latents, self.latent.size)
+        assert isinstance(ordered, Tensor)
+        if not self.latent.queries:
+            return torch.cat((latents.new_zeros(asked), ordered))
+        return torch.cat((load.source.tensor(f"{load.prefix}self_attn.q_a_proj.bias", (self.latent.queries,)), ordered))
+
+
+def _by_heads(x: Tensor, weights: Tensor) -> Tensor:
+    """[tokens, heads, out]: products of x [tokens, heads, in] with each head's weight, [heads, in, out]."""
+    return torch.bmm(x.transpose(0, 1), weights).transpose(0, 1)
