@@ -28,7 +28,7 @@ from penstock.tests.shard.driver import Habits, World, drive
 from penstock.tests.shard.test_oracle import COUNT, at_rest, prompts
 
 # With joint matrices, biases, rotary features in another order, factors, experts beside attention.
-FAMILIES = ["llama", "qwen2", "phi3", "glm4", "granite", "gemma2", "olmo2", "mixtral", "qwen2-moe"]
+FAMILIES = ["llama", "qwen2", "phi3", "glm4", "granite", "gemma2", "olmo2", "mixtral", "qwen2-moe", "deepseek-v3"]
 Asked = Sequence[tuple[tuple[int, ...], str]]
 
 
@@ -282,6 +282,15 @@ def test_a_rank_of_nothing(place: Path) -> None:
     refuses(place, "has rank 0 for layers.")
     safetensors.torch.save_file({}, place / lora.WEIGHTS)
     refuses(place, "has no tensors")
+
+
+def test_what_latents_are_made_of_is_not_changed(tmp_path: Path) -> None:
+    """What leads from them to heads is no product of its own."""
+    tensors = {f"base_model.model.model.layers.0.self_attn.kv_b_proj.lora_{factor}.weight": torch.ones(2, 2) for factor in "AB"}
+    safetensors.torch.save_file(tensors, tmp_path / lora.WEIGHTS)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "target_modules": ["kv_b_proj"]}))
+    with pytest.raises(Unsupported, match="adapter own changes layers.0.self_attn.kv_b_proj, which is not supported"):
+        engine("deepseek-v3", (("own", str(tmp_path)),))
 
 
 def test_what_they_take_is_counted(tmp_path: Path) -> None:

@@ -290,7 +290,7 @@ def test_commands_are_executed_on_the_engines_device(noted: Noted, monkeypatch: 
     assert not codes
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "gemma2", "gemma3"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "gemma2", "gemma3", "deepseek-v2-sets", "deepseek-v3"])
 def test_no_family_asks_the_host(noted: Noted, name: str) -> None:
     """While a graph is recorded, nor in a step: experts are chosen on the device."""
     folder = str(tiny.folder(name))
@@ -304,7 +304,8 @@ def test_no_family_asks_the_host(noted: Noted, name: str) -> None:
     assert engine.forward.replayed > 5
     assert {(one.place, one.why) for one in noted.waits} <= WAITS
     names = {launched.kernel for launched in noted.launches}
-    assert ("experts_kernel" in names) == (name in ("mixtral", "qwen3-moe"))
+    assert ("experts_kernel" in names) == any(engine.decoder.shape.mixtures)
+    assert ("latents_kernel" in names) == (engine.decoder.shape.latent is not None)
 
 
 def test_adapters_ask_nothing(noted: Noted, tmp_path: Path) -> None:

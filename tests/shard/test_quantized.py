@@ -46,7 +46,7 @@ def test_every_format_is_the_same_model_in_float32(form: str, tmp_path: Path) ->
 
 
 # With matrices that are stored as one, rotary features in another order, factors of what is added, and norms of their own.
-NAMES = ["phi3", "glm4", "granite", "gemma2", "olmo2", "mixtral"]
+NAMES = ["phi3", "glm4", "granite", "gemma2", "olmo2", "mixtral", "deepseek-v3"]
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,12 @@ def test_4_bits_are_kept_beside_bfloat16(form: str, tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("name", "quantize"),
-    [*itertools.product(["words-wide", "mixtral-wide"], ["", "int4", "int8"]), ("llama-tied", ""), ("gpt-oss-blocks", "int4")],
+    [
+        *itertools.product(["words-wide", "mixtral-wide"], ["", "int4", "int8"]),
+        ("llama-tied", ""),
+        ("gpt-oss-blocks", "int4"),
+        *itertools.product(["deepseek-v2", "deepseek-v2-sets"], ["", "int8"]),
+    ],
 )
 def test_the_plan_knows_the_bytes(name: str, quantize: str, dtype: str) -> None:
     model = decoder(tiny.folder(name), dtype=dtype, quantize=quantize)

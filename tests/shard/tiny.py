@@ -90,6 +90,7 @@ GLM_MOE = SMALL | {
     "routed_scaling_factor": 1.7,
 }
 LATENT = {name: value for name, value in GLM_MOE.items() if name != "head_dim"} | {
+    "moe_intermediate_size": 24,
     "kv_lora_rank": 24,
     "q_lora_rank": 40,
     "qk_rope_head_dim": 8,

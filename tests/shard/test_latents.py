@@ -1,0 +1,161 @@
+"""Models whose keys and values are made of latents: what config.json says of them. What they compute: test_oracle.py."""
+
+from typing import Any
+
+import pytest
+import transformers
+
+from penstock.shard.models.families import shape
+from penstock.shard.models.shape import Latent, Mixture, Shape, Unsupported
+from penstock.tests.shard import tiny
+
+NEEDED = {
+    "vocab_size": 129_280,
+    "hidden_size": 7168,
+    "intermediate_size": 18_432,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+}
+# As DeepSeek's repositories have it.
+YARN = {
+    "type": "yarn",
+    "factor": 40,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+}
+V3 = NEEDED | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "max_position_embeddings": 163_840,
+    "rope_scaling": YARN,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "moe_layer_freq": 1,
+    "num_nextn_predict_layers": 1,
+}
+V2 = V3 | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "vocab_size": 102_400,
+    "hidden_size": 5120,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 60,
+    "n_routed_experts": 160,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1536,
+    "first_k_dense_replace": 1,
+    "n_group": 8,
+    "topk_group": 3,
+    "scoring_func": "softmax",
+    "topk_method": "group_limited_greedy",
+    "routed_scaling_factor": 16.0,
+}
+K2 = V3 | {
+    "model_type": "kimi_k2",
+    "vocab_size": 163_840,
+    "num_attention_heads": 64,
+    "n_routed_experts": 384,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "all_of_them", "of_a_token", "cached"),
+    [(V3, 671.03, 37.55, 61 * 576), (V2, 235.74, 21.38, 60 * 576), (K2, 1026.41, 32.86, 61 * 576)],
+)
+def test_published_models(config: dict[str, Any], all_of_them: float, of_a_token: float, cached: int) -> None:
+    """671 and 37, 236 and 21, 1,000 and 32 billion parameters."""
+    found = shape(config)
+    assert found.parameters() / 1e9 == pytest.approx(all_of_them, abs=0.01)
+    assert found.parameters(tokens=1) / 1e9 == pytest.approx(of_a_token, abs=0.01)
+    assert [found.kv_elements(ranks) for ranks in (1, 8)] == [cached] * 2
+    assert found.max_positions == 163_840
+    assert found.attention_scale == pytest.approx(192**-0.5 * 1.36889**2, rel=1e-4)
+    found.check_ranks(16)
+
+
+def test_ranks_divide_heads() -> None:
+    with pytest.raises(Unsupported, match="128 attention heads can't be divided by 3 ranks: use --num-shard 1, 2, 4"):
+        shape(V3).check_ranks(3)
+
+
+def latent_of(theirs: Any) -> Latent:
+    return Latent(
+        size=theirs.kv_lora_rank,
+        turned=theirs.qk_rope_head_dim,
+        plain=theirs.qk_nope_head_dim,
+        values=theirs.v_head_dim,
+        queries=theirs.q_lora_rank or 0,
+    )
+
+
+def mixture_of(theirs: Any, **more: Any) -> Mixture:
+    return Mixture(
+        experts=theirs.n_routed_experts,
+        chosen=theirs.num_experts_per_tok,
+        size=theirs.moe_intermediate_size,
+        groups=theirs.n_group or 1,
+        groups_chosen=theirs.topk_group or 1,
+        factor=theirs.routed_scaling_factor,
+        shared=theirs.moe_intermediate_size * theirs.n_shared_experts,
+        shared_name="shared_experts",
+        shared_gate="",
+        normalized=theirs.norm_topk_prob,
+        **more,
+    )
+
+
+def made(name: str, **more: Any) -> Shape:
+    return shape({"architectures": [f"{name}ForCausalLM"]} | NEEDED | {"num_hidden_layers": 5} | more)
+
+
+def test_defaults_are_transformers() -> None:
+    scored: dict[str, Any] = {"sigmoid": True, "correction": "gate.e_score_correction_bias"}
+    theirs: Any = transformers.DeepseekV3Config()
+    found = made("DeepseekV3")
+    assert found.latent == latent_of(theirs)
+    assert found.mixtures == (None,) * 3 + (mixture_of(theirs, **scored),) * 2
+    assert found.max_positions == theirs.max_position_embeddings
+    theirs = transformers.Glm4MoeLiteConfig()
+    found = made("Glm4MoeLite")
+    assert found.latent == latent_of(theirs)
+    assert found.mixtures == (None,) + (mixture_of(theirs, **scored),) * 4
+    assert (found.max_positions, found.norm_epsilon) == (theirs.max_position_embeddings, theirs.rms_norm_eps)
+    theirs = transformers.DeepseekV2Config(num_experts_per_tok=6)
+    found = made("DeepseekV2", num_experts_per_tok=6)
+    assert found.latent == latent_of(theirs)
+    assert found.mixtures == (mixture_of(theirs, best=1, precise=True),) * 5
+
+
+def test_queries_may_be_made_of_the_residual_stream() -> None:
+    found = made("DeepseekV3", q_lora_rank=None)
+    assert found.latent is not None
+    assert found.latent.queries == 0
+    assert tiny.decoder("deepseek-v3-biases").layers[0].attention.inward.shape[0] == 8 * 20 + 32
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "words"),
+    [
+        ("DeepseekV3", {"qk_rope_head_dim": 63}, "qk_rope_head_dim 63, an even number is needed"),
+        ("DeepseekV3", {"kv_lora_rank": None}, "kv_lora_rank None, an integer from 1"),
+        ("DeepseekV3", {"v_head_dim": 0}, "v_head_dim 0, an integer from 1"),
+        ("DeepseekV3", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported: for this family the decoder has 'sigm"),
+        ("DeepseekV3", {"moe_layer_freq": 2}, "moe_layer_freq 2 is not supported"),
+        ("DeepseekV3", {"rope_interleave": 1}, "rope_interleave 1, true or false is needed"),
+        ("DeepseekV3", {"model_type": "kimi_k3"}, "model_type 'kimi_k3'"),
+        ("DeepseekV2", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported: the decoder has greedy and group"),
+        ("DeepseekV2", {"norm_topk_prob": True}, "norm_topk_prob True is not supported"),
+        ("Glm4MoeLite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types .'dense'., 'dense' or 'sparse' is needed for each of"),
+        ("Glm4MoeLite", {"mlp_layer_types": ["dense"] * 4 + ["other"]}, "'dense' or 'sparse' is needed for each"),
+    ],
+)
+def test_what_is_refused(name: str, field: dict[str, Any], words: str) -> None:
+    with pytest.raises(Unsupported, match=words):
+        made(name, **field)
