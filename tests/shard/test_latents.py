@@ -146,7 +146,11 @@ def test_queries_may_be_made_of_the_residual_stream() -> None:
         ("DeepseekV3", {"qk_rope_head_dim": 63}, "qk_rope_head_dim 63, an even number is needed"),
         ("DeepseekV3", {"kv_lora_rank": None}, "kv_lora_rank None, an integer from 1"),
         ("DeepseekV3", {"v_head_dim": 0}, "v_head_dim 0, an integer from 1"),
-        ("DeepseekV3", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported: for this family the decoder has 'sigm"),
+        (
+            "DeepseekV3",
+            {"scoring_func": "softmax"},
+            "scoring_func 'softmax' is not supported: for this family the decoder has 'sigm",
+        ),
         ("DeepseekV3", {"moe_layer_freq": 2}, "moe_layer_freq 2 is not supported"),
         ("DeepseekV3", {"rope_interleave": 1}, "rope_interleave 1, true or false is needed"),
         ("DeepseekV3", {"model_type": "kimi_k3"}, "model_type 'kimi_k3'"),

@@ -112,7 +112,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "cohere2": lambda: transformers.Cohere2Config(**SMALL | {"num_hidden_layers": 4}, sliding_window=WINDOW, **ENDS),
     "deepseek-v2": lambda: transformers.DeepseekV2Config(**LATENT, attention_bias=True, rope_parameters=dict(DEEP_YARN)),
     "deepseek-v2-sets": lambda: transformers.DeepseekV2Config(
-        **LATENT | {"q_lora_rank": None}, topk_method="group_limited_greedy", n_group=4, topk_group=2
+        **LATENT | {"q_lora_rank": None}, attention_bias=True, topk_method="group_limited_greedy", n_group=4, topk_group=2
     ),
     "deepseek-v3": lambda: transformers.DeepseekV3Config(**LATENT, n_group=4, topk_group=2, rope_parameters=dict(DEEP_YARN)),
     "deepseek-v3-biases": lambda: transformers.DeepseekV3Config(
