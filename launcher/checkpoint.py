@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..shard.models.quantization import beside
 from .hub import Remote
 from .mistake import Mistake
 
@@ -42,7 +43,7 @@ def read(folder: Path, load_format: str, ask: Callable[[], Remote] | None = None
 
     The weights need not be there with `load_format` "dummy", nor if there is somebody to `ask` about them.
     """
-    config = _json(folder / "config.json", "name a folder that holds a Hugging Face model")
+    config = _config(folder)
     if load_format == "dummy":
         return Checkpoint(folder=folder, config=config, dtype=_named_dtype(config), bytes=0, files=0, random=True)
     if not has_tokenizer(folder):
@@ -59,6 +60,14 @@ def read(folder: Path, load_format: str, ask: Callable[[], Remote] | None = None
         for dtype, length in found.values():
             sizes[dtype] += length
     return Checkpoint(folder=folder, config=config, dtype=_stored_dtype(folder, sizes), bytes=sizes.total(), files=len(named))
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    config = _json(folder / "config.json", "name a folder that holds a Hugging Face model")
+    try:
+        return beside(config, folder)
+    except ValueError as error:
+        raise Mistake(str(error)) from None
 
 
 def digest(model: Checkpoint) -> str:

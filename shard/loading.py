@@ -21,6 +21,7 @@ from .guesses import Guesses
 from .masks import Masks
 from .models.decoder import Decoder
 from .models.families import shape
+from .models.quantization import beside
 from .models.shape import Shape, Unsupported
 from .parallel import Ranks
 from .weights import DummyWeights, Source, Weights
@@ -115,7 +116,7 @@ def _shape(folder: Path) -> Shape:
         raise Unsupported(f"{path} is not JSON ({error}): download it again") from None
     if not isinstance(config, dict):
         raise Unsupported(f"{path} holds {config!r:.40}, an object is needed: download it again")
-    return shape(config)
+    return shape(beside(config, folder))
 
 
 def _drafter(config: ShardConfig, folder: str, target: Shape, device: torch.device, stage: Callable[[str], None]) -> Drafter:

@@ -99,6 +99,7 @@ READERS: dict[tuple[str, str], Callable[[Source, str, tuple[int, int], Quantizat
     ("compressed-tensors", "weight_scale"): _plain,
     ("fp8", "weight_scale"): _plain,
     ("fp8", "weight_scale_inv"): _plain,
+    ("modelopt", "weight_scale"): _plain,
 }
 
 

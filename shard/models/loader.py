@@ -179,12 +179,17 @@ class Loader:
         """What cached keys and values of 8 bits are to be multiplied by, as calibrated with the checkpoint: [2, kv heads]
         float32; None: all are 1."""
         count = self.shape.kv_heads
-        found = [self.source.scale(f"{self.prefix}self_attn.{name}_scale", count) for name in "kv"]
+        found = [self._cache_scale(name, count) for name in "kv"]
         if found[0] is None or found[1] is None:
             return None
         own = count // self.ranks.size
         part = slice(self.ranks.rank * own, (self.ranks.rank + 1) * own)
         return torch.stack((found[0][part], found[1][part]))
+
+    def _cache_scale(self, name: str, count: int) -> Tensor | None:
+        """By its usual name, or ModelOpt's."""
+        found = self.source.scale(f"{self.prefix}self_attn.{name}_scale", count)
+        return found if found is not None else self.source.scale(f"{self.prefix}self_attn.{name}_proj.{name}_scale", count)
 
     def _matrix(self, name: str, full: tuple[int, int], dimension: int, first: int, count: int) -> Tensor | Codes:
         """As `_part`, of a matrix."""

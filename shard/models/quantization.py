@@ -1,11 +1,14 @@
-"""How a config.json says that weights have few bits. Knows no tensor and imports no torch: the launcher plans with it.
+"""How a config.json, or a file beside it, says that weights have few bits. Knows no tensor and imports no torch, so that the
+launcher can plan with it.
 
 Which matrices do, the checkpoint shows: those whose codes it has. So lists of exceptions are not read.
 """
 
+import json
+from pathlib import Path
 from typing import Any
 
-from .fields import Config, shown
+from .fields import AGAIN, Config, shown
 from .shape import Quantization, Unsupported
 
 REMEDY = "use the model's unquantized weights, and --quantize if they are too large"
@@ -13,6 +16,28 @@ KINDS = {4: "int4", 8: "int8"}
 # What --quantize calls methods, and what config.json does.
 FP8 = ("fp8", "fbgemm_fp8")
 PACKED, PLAIN = ("pack-quantized",), ("float-quantized", "int-quantized", "naive-quantized")
+# Files beside config.json that say it where that is silent, and whose method they mean.
+FILES = {"hf_quant_config.json": "modelopt"}
+
+
+def beside(config: Config, folder: Path) -> Config:
+    """The same, with the quantization_config that a file of its own has. Raises Unsupported if that is broken."""
+    if config.get("quantization_config"):
+        return config
+    for name, method in FILES.items():
+        if (folder / name).is_file():
+            return config | {"quantization_config": {"quant_method": method} | _object(folder / name)}
+    return config
+
+
+def _object(path: Path) -> Config:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise Unsupported(f"{path} can't be read ({error}): download it again") from None
+    if not isinstance(found, dict):
+        raise Unsupported(f"{path} holds {shown(found)}, an object is needed: {AGAIN}")
+    return found
 
 
 def quantization(config: Config) -> Quantization | None:
@@ -32,6 +57,8 @@ def quantization(config: Config) -> Quantization | None:
         return Quantization(method="fp8", kind="fp8", block=block, group=group)
     if method == "compressed-tensors":
         return _compressed(found)
+    if method == "modelopt":
+        return _modelopt(found)
     raise Unsupported(f"quantized checkpoints of quant_method {shown(method)} are not supported: {REMEDY}")
 
 
@@ -75,6 +102,19 @@ def _compressed(found: Config) -> Quantization:
         return Quantization(method="compressed-tensors", kind=kind, block=block, group=group)
     what = f"of format {shown(form)} with numbers of type {shown(numbers)} and {shown(bits)} bits"
     raise Unsupported(f"compressed-tensors {what} are not supported: {REMEDY}")
+
+
+def _modelopt(found: Config) -> Quantization | None:
+    """NVIDIA's, in a file of its own with everything one level down. Of keys and values alone it may be, too."""
+    inner = found.get("quantization", found)
+    if not isinstance(inner, dict):
+        raise Unsupported(f"ModelOpt's quantization is {shown(inner)}, an object is needed: {REMEDY}")
+    algorithm = inner.get("quant_algo")
+    if algorithm is None and inner.get("kv_cache_quant_algo"):
+        return None
+    if algorithm != "FP8":
+        raise Unsupported(f"ModelOpt's quant_algo {shown(algorithm)} is not supported, FP8 is: {REMEDY}")
+    return Quantization(method="modelopt", kind="fp8")
 
 
 def _kind(found: Config, name: str = "bits") -> str:

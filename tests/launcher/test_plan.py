@@ -203,6 +203,19 @@ def test_a_checkpoint_of_few_bits(tmp_path: Path) -> None:
     assert estimate(usual) > 1.5 * estimate(few)
 
 
+def test_a_file_beside_config_json(tmp_path: Path) -> None:
+    """What NVIDIA's ModelOpt writes."""
+    tensors = {"a": ("BF16", 1000), "b": ("I8", 1000)}
+    safetensors(folder(tmp_path) / "model.safetensors", tensors)
+    side = tmp_path / "hf_quant_config.json"
+    side.write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+    planned = plan.divide(Options(device="cuda"), checkpoint.read(tmp_path, "auto"), GPUS)
+    assert "; fp8 by modelopt\n" in plan.table(planned, "x")
+    side.write_text("{")
+    with pytest.raises(Mistake, match=r"hf_quant_config.json can't be read \(.*\): download it again"):
+        checkpoint.read(tmp_path, "auto")
+
+
 def plain(planned: plan.Plan) -> Any:
     return replace(planned.shape, quantization=None)
 

@@ -177,6 +177,9 @@ FORMATS = {
         {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 16]},
         more={"name": "weight_scale_inv", "block": (16, 16)},
     ),
+    "modelopt": Format(
+        floats, {"quant_method": "modelopt", "quant_algo": "FP8"}, more={"name": "weight_scale", "block": (0, 0), "shape": ()}
+    ),
     "fbgemm": Format(floats, {"quant_method": "fbgemm_fp8"}, more={"name": "weight_scale", "block": (1, 0)}),
 }
 

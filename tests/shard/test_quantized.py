@@ -19,7 +19,7 @@ from penstock.shard.engine import Engine
 from penstock.shard.models.codes import matrix
 from penstock.shard.models.decoder import Decoder
 from penstock.shard.models.families import shape
-from penstock.shard.models.quantization import quantization
+from penstock.shard.models.quantization import beside, quantization
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import sequences
 from penstock.shard.step import Span
@@ -32,7 +32,7 @@ WHOLE = Ranks(0, 1, tiny.CPU)
 
 
 def made(folder: Path, rank: Ranks = WHOLE, dtype: torch.dtype = torch.float32, quantized: str = "") -> Decoder:
-    model = shape(json.loads((folder / "config.json").read_text())).quantized(quantized)
+    model = shape(beside(json.loads((folder / "config.json").read_text()), folder)).quantized(quantized)
     return Decoder(model, Weights(folder, dtype, tiny.CPU, lambda read: None), rank, tiny.CPU)
 
 
@@ -134,6 +134,68 @@ def test_logits_are_transformers(form: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits(decoder(few), tokens), expected, rtol=0, atol=1e-4)
 
 
+# NVIDIA's ModelOpt, which says what it does in a file of its own
+
+MODELOPT = "hf_quant_config.json"
+
+
+def modelopt(target: Path, name: str = "qwen2", **fields: Any) -> tuple[Path, Path]:
+    few, plain = packing.checkpoints(name, "modelopt", target)
+    change(few, quantization_config=None)
+    inner = {"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]} | fields
+    (few / MODELOPT).write_text(json.dumps({"producer": {"name": "modelopt", "version": "0.33.0"}, "quantization": inner}))
+    return few, plain
+
+
+def test_a_file_beside_config_json(tmp_path: Path) -> None:
+    few, plain = modelopt(tmp_path)
+    same(decoder(few), decoder(plain))
+    assert len(few_bits(decoder(few, quantize="fp8"))) == 0  # a CPU unpacks them
+    refuses(few, "--quantize int4, but the checkpoint is modelopt with fp8 already", quantize="int4")
+
+
+def test_modules_that_are_left_out(tmp_path: Path) -> None:
+    """One of three that we have side by side, and one by itself."""
+    few, plain = modelopt(tmp_path, exclude_modules=["lm_head", "model.layers.0.self_attn.k_proj", "model.layers.1.mlp.down_proj*"])
+    stored, numbers = (safetensors.torch.load_file(folder / WEIGHTS) for folder in (few, plain))
+    for name in ("model.layers.0.self_attn.k_proj", "model.layers.1.mlp.down_proj"):
+        stored[f"{name}.weight"] = numbers[f"{name}.weight"]
+        del stored[f"{name}.weight_scale"], stored[f"{name}.input_scale"]
+    safetensors.torch.save_file(stored, few / WEIGHTS)
+    same(decoder(few), decoder(plain))
+    for rank in range(2):
+        same(made(few, Alone(rank)), made(plain, Alone(rank)))
+
+
+def test_scales_of_keys_and_values_by_modelopts_names(tmp_path: Path) -> None:
+    """Also where nothing else has few bits."""
+    few, plain = modelopt(tmp_path, quant_algo=None, kv_cache_quant_algo="FP8")
+    stored = safetensors.torch.load_file(plain / WEIGHTS)
+    for layer in range(2):
+        for name, scale in (("k", 0.5), ("v", 0.25)):
+            stored[f"model.layers.{layer}.self_attn.{name}_proj.{name}_scale"] = torch.tensor(scale + layer)
+    safetensors.torch.save_file(stored, few / WEIGHTS)
+    found = decoder(few)
+    assert found.shape.quantization is None
+    scales = [layer.scales for layer in found.layers]
+    assert all(own is not None and own.equal(torch.tensor([[0.5 + i], [0.25 + i]]).expand(2, 4)) for i, own in enumerate(scales))
+
+
+@pytest.mark.parametrize("algorithm", ["NVFP4", "W4A8_AWQ", "MXFP8", "FP8_PB_WO"])
+def test_other_algorithms_of_modelopt(algorithm: str, tmp_path: Path) -> None:
+    few, _ = modelopt(tmp_path, quant_algo=algorithm)
+    refuses(few, f"ModelOpt's quant_algo '{algorithm}' is not supported, FP8 is", "use the model's unquantized weights")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("{", "can't be read"), ("[1]", "holds [1], an object"), ("[" * 9999, "download it again")]
+)
+def test_a_file_that_is_broken(text: str, words: str, tmp_path: Path) -> None:
+    few, _ = modelopt(tmp_path)
+    (few / MODELOPT).write_text(text)
+    refuses(few, MODELOPT, words)
+
+
 # Rounded when they are loaded
 
 
@@ -223,6 +285,9 @@ def broken(folder: Path, **changes: Any) -> None:
         ("gptq", {"is_marlin_format": True}, ["checkpoint_format 'marlin'"]),
         ("gptq", {"quant_method": "bitsandbytes"}, ["quant_method 'bitsandbytes'"]),
         ("gptq", {"quant_method": None}, ["quant_method None"]),
+        ("modelopt", {"quant_algo": "NVFP4"}, ["ModelOpt's quant_algo 'NVFP4'", "FP8 is"]),
+        ("modelopt", {"quant_algo": None}, ["quant_algo None"]),
+        ("modelopt", {"quantization": ["FP8"]}, ["quantization is ['FP8']"]),
         ("awq", {"version": "gemv"}, ["version 'gemv'", "gemm is"]),
         ("awq", {"bits": 8}, ["AWQ of 8 bits"]),
         ("packed", {"format": "marlin-24"}, ["format 'marlin-24'", "type 'int'"]),
