@@ -64,12 +64,20 @@ def _packed(source: Source, name: str, shape: tuple[int, int], how: Quantization
     """compressed-tensors': codes along the inputs, [outputs, inputs / 8], zeros along the outputs."""
     bits = BITS[how.kind]
     codes = _words(source.stored(f"{name}.weight_packed", ("I32",)), bits, 1)[:, : shape[1]]
-    scales = source.stored(f"{name}.weight_scale", FLOATS).float()
+    scales = _each(source.stored(f"{name}.weight_scale", FLOATS).float(), shape[0])
     if source.has(f"{name}.weight_g_idx"):
         _in_order(source.stored(f"{name}.weight_g_idx", ("I32", "I64")), name, _size(scales, shape[1], how.group))
     zeros = None
     if source.has(f"{name}.weight_zero_point"):
-        zeros = _words(source.stored(f"{name}.weight_zero_point", ("I32",)), bits, 0)[: shape[0]]
+        found = source.stored(f"{name}.weight_zero_point", ("I32", "I8"))
+        if found.dtype == torch.int8:  # of a whole tensor, and of all by older versions: a signed number each
+            zeros = _each((found.short() + MIDDLES[how.kind]).byte(), shape[0])
+        elif found.dim() == 2:
+            zeros = _words(found, bits, 0)[: shape[0]]
+        else:
+            raise Unsupported(
+                f"{name}.weight_zero_point is {list(found.shape)} of I32, words of outputs and groups are needed: {REMEDY}"
+            )
     return _codes(how.kind, codes, *_even(scales, zeros, shape[1], how.group))
 
 
@@ -79,16 +87,10 @@ def _plain(source: Source, name: str, shape: tuple[int, int], how: Quantization)
     codes = stored.view(torch.uint8) if how.kind == "fp8" else stored.view(torch.uint8) ^ SIGN
     scale = "weight_scale_inv" if source.has(f"{name}.weight_scale_inv") else "weight_scale"
     scales = source.stored(f"{name}.{scale}", FLOATS).float()
-    scales = scales.view(len(scales) if scales.dim() else 1, -1)
-    if len(scales) != shape[0]:
-        scales = scales.repeat_interleave(how.block or -(-shape[0] // len(scales)), 0)[: shape[0]]
-    if how.group and shape[1] % how.group:  # the last block is cut off
-        size = gcd(how.group, shape[1])
-        scales = scales.repeat_interleave(how.group // size, 1)[:, : shape[1] // size]
     zeros = None
     if source.has(f"{name}.weight_zero_point"):
-        zeros = source.stored(f"{name}.weight_zero_point", ("I8",)).view(torch.uint8) ^ SIGN
-    return _codes(how.kind, codes, scales, zeros)
+        zeros = _blocks(source.stored(f"{name}.weight_zero_point", ("I8",)).view(torch.uint8) ^ SIGN, shape, how)
+    return _codes(how.kind, codes, _blocks(scales, shape, how), zeros)
 
 
 # By method, and the name of a tensor that shows that a matrix has few bits.
@@ -135,6 +137,23 @@ def _even(scales: Tensor, zeros: Tensor | None, inputs: int, group: int) -> tupl
         return held.repeat_interleave(size // each, 1)[:, : inputs // each]
 
     return repeated(scales), repeated(zeros) if zeros is not None else None
+
+
+def _each(given: Tensor, outputs: int) -> Tensor:
+    """Numbers of all, or of each output, [outputs, groups]."""
+    rows = given.reshape(len(given) if given.dim() else 1, -1)
+    return rows.expand(outputs, -1) if len(rows) == 1 else rows
+
+
+def _blocks(given: Tensor, shape: tuple[int, int], how: Quantization) -> Tensor:
+    """The same, or of blocks of outputs and inputs."""
+    found = _each(given, shape[0])
+    if len(found) != shape[0]:
+        found = found.repeat_interleave(how.block or -(-shape[0] // len(found)), 0)[: shape[0]]
+    if how.group and shape[1] % how.group:  # the last block is cut off
+        size = gcd(how.group, shape[1])
+        found = found.repeat_interleave(how.group // size, 1)[:, : shape[1] // size]
+    return found
 
 
 def _words(words: Tensor, bits: int, dimension: int) -> Tensor:

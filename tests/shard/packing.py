@@ -109,6 +109,27 @@ def packed(how: Format, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     return tensors, found.plain()
 
 
+def zeros_in_bytes(how: Format, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """As older versions write them: signed."""
+    tensors, plain = packed(how, weight)
+    tensors["weight_zero_point"] = (rounded(weight, how.bits, how.size, centered=False).zeros - 2 ** (how.bits - 1)).to(torch.int8)
+    return tensors, plain
+
+
+def one_for_all(how: Format, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """One scale and one zero, which is a signed byte whatever codes are."""
+    found = rounded(weight.reshape(1, -1), how.bits, 0, how.centered)
+    tensors = {"weight_scale": found.scales.view(1).half()}
+    if not how.centered:
+        tensors["weight_zero_point"] = (found.zeros - 2 ** (how.bits - 1)).view(1).to(torch.int8)
+    codes = found.codes.view(weight.shape)
+    if how.more["packed"]:
+        tensors |= {"weight_packed": words(codes, how.bits), "weight_shape": torch.tensor(weight.shape)}
+    else:
+        tensors["weight"] = (codes - 128).to(torch.int8)
+    return tensors, found.plain().view(weight.shape)
+
+
 def bytes_of(how: Format, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     found = rounded(weight, 8, how.size, how.centered)
     tensors = {"weight": (found.codes - 128).to(torch.int8), "weight_scale": found.scales.bfloat16()}
@@ -141,6 +162,7 @@ def compressed(form: str, weights: dict[str, Any]) -> dict[str, Any]:
 
 
 INTEGERS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 4, "symmetric": True}
+TENSOR = {"num_bits": 4, "type": "int", "strategy": "tensor", "symmetric": False}
 BYTES = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
 FLOATS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
 FORMATS = {
@@ -156,6 +178,12 @@ FORMATS = {
     "packed": Format(packed, compressed("pack-quantized", INTEGERS), size=4, centered=True),
     "packed-zeros": Format(packed, compressed("pack-quantized", INTEGERS | {"symmetric": False}), size=4),
     "packed-8": Format(packed, compressed("pack-quantized", BYTES | {"group_size": None}), bits=8, size=0, centered=True),
+    "packed-bytes": Format(zeros_in_bytes, compressed("pack-quantized", INTEGERS | {"symmetric": False}), size=4),
+    "packed-tensor": Format(one_for_all, compressed("pack-quantized", TENSOR), more={"packed": True}),
+    "packed-tensor-symmetric": Format(
+        one_for_all, compressed("pack-quantized", TENSOR | {"num_bits": 8}), bits=8, centered=True, more={"packed": True}
+    ),
+    "int8-tensor": Format(one_for_all, compressed("int-quantized", TENSOR | {"num_bits": 8}), bits=8, more={"packed": False}),
     "int8": Format(bytes_of, compressed("int-quantized", BYTES), centered=True),
     "int8-zeros": Format(bytes_of, compressed("int-quantized", BYTES | {"symmetric": False})),
     "float8": Format(floats, compressed("float-quantized", FLOATS), more={"name": "weight_scale", "block": (1, 0)}),
