@@ -17,7 +17,8 @@ KINDS = {4: "int4", 8: "int8"}
 FP8 = ("fp8", "fbgemm_fp8")
 PACKED, PLAIN = ("pack-quantized",), ("float-quantized", "int-quantized", "naive-quantized")
 # Files beside config.json that say it where that is silent, and whose method they mean.
-FILES = {"hf_quant_config.json": "modelopt"}
+FILES = {"hf_quant_config.json": "modelopt", "quant_config.json": "awq"}
+OLD_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}  # AWQ's
 
 
 def beside(config: Config, folder: Path) -> Config:
@@ -73,6 +74,7 @@ def _gptq(found: Config) -> Quantization:
 
 def _awq(found: Config) -> Quantization:
     """Lin et al. 2023, arXiv:2306.00978."""
+    found = {new: found[old] for old, new in OLD_NAMES.items() if old in found} | found
     version = str(found.get("version") or "gemm").lower()
     if version != "gemm":
         raise Unsupported(f"quantized checkpoints of AWQ's version {shown(version)} are not supported, gemm is: {REMEDY}")

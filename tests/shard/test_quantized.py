@@ -20,6 +20,7 @@ from penstock.shard.models.codes import matrix
 from penstock.shard.models.decoder import Decoder
 from penstock.shard.models.families import shape
 from penstock.shard.models.quantization import beside, quantization
+from penstock.shard.models.shape import Quantization
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import sequences
 from penstock.shard.step import Span
@@ -132,6 +133,36 @@ def test_logits_are_transformers(form: str, tmp_path: Path) -> None:
     with torch.no_grad():
         expected = reference(torch.tensor([tokens])).logits[0]
     torch.testing.assert_close(logits(decoder(few), tokens), expected, rtol=0, atol=1e-4)
+
+
+OLD_AWQ = {"zero_point": True, "q_group_size": 64, "w_bit": 4, "version": "GEMM"}
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_names_that_awq_had_first(apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a file of their own, or in config.json."""
+    monkeypatch.setattr(packing.FORMATS["awq"], "size", 32)
+    few, plain = packing.checkpoints("words-wide", "awq", tmp_path)
+    old = OLD_AWQ | {"q_group_size": 32}
+    change(few, quantization_config=None if apart else old | {"quant_method": "awq"})
+    if apart:
+        (few / "quant_config.json").write_text(json.dumps(old))
+    found = decoder(few)
+    same(found, decoder(plain))
+    assert found.shape.quantization == Quantization(method="awq", kind="int4", group=32)
+
+
+def test_the_newer_names_count_more() -> None:
+    both = {"quant_method": "awq", "bits": 4, "group_size": 64, "w_bit": 3, "q_group_size": 32}
+    assert quantization({"quantization_config": both}) == Quantization(method="awq", kind="int4", group=64)
+
+
+@pytest.mark.parametrize(("fields", "words"), [({"w_bit": 3}, "of 3 bits are"), ({"version": "GEMV"}, "version 'gemv'")])
+def test_what_is_not_supported_by_awqs_first_names(fields: dict[str, Any], words: str, tmp_path: Path) -> None:
+    few, _ = packing.checkpoints("llama", "awq", tmp_path)
+    change(few, quantization_config=None)
+    (few / "quant_config.json").write_text(json.dumps(OLD_AWQ | fields))
+    refuses(few, words, "use the model's unquantized weights")
 
 
 # NVIDIA's ModelOpt, which says what it does in a file of its own
