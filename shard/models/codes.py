@@ -13,6 +13,7 @@ from .shape import Quantization, Unsupported
 
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # the place in a word of each of eight outputs
 SIGN = 128  # of a byte
+USUAL_BLOCK = 128  # DeepSeek's and Qwen's
 ONES = {4: 0x11111111, 8: 0x01010101}  # side by side in a word
 FLOATS = ("F32", "F16", "BF16")
 
@@ -89,8 +90,8 @@ def _plain(source: Source, name: str, shape: tuple[int, int], how: Quantization)
     scales = source.stored(f"{name}.{scale}", FLOATS).float()
     zeros = None
     if source.has(f"{name}.weight_zero_point"):
-        zeros = _blocks(source.stored(f"{name}.weight_zero_point", ("I8",)).view(torch.uint8) ^ SIGN, shape, how)
-    return _codes(how.kind, codes, _blocks(scales, shape, how), zeros)
+        zeros = _blocks(source.stored(f"{name}.weight_zero_point", ("I8",)).view(torch.uint8) ^ SIGN, name, shape, how)
+    return _codes(how.kind, codes, _blocks(scales, name, shape, how), zeros)
 
 
 # By method, and the name of a tensor that shows that a matrix has few bits.
@@ -145,15 +146,36 @@ def _each(given: Tensor, outputs: int) -> Tensor:
     return rows.expand(outputs, -1) if len(rows) == 1 else rows
 
 
-def _blocks(given: Tensor, shape: tuple[int, int], how: Quantization) -> Tensor:
+def _blocks(given: Tensor, name: str, shape: tuple[int, int], how: Quantization) -> Tensor:
     """The same, or of blocks of outputs and inputs."""
     found = _each(given, shape[0])
+    outputs, inputs = (_block(name, *dimension) for dimension in zip(found.shape, shape, (how.block, how.group), strict=True))
     if len(found) != shape[0]:
-        found = found.repeat_interleave(how.block or -(-shape[0] // len(found)), 0)[: shape[0]]
-    if how.group and shape[1] % how.group:  # the last block is cut off
-        size = gcd(how.group, shape[1])
-        found = found.repeat_interleave(how.group // size, 1)[:, : shape[1] // size]
+        found = found.repeat_interleave(outputs, 0)[: shape[0]]
+    if shape[1] % inputs:  # the last block is cut off
+        size = gcd(inputs, shape[1])
+        found = found.repeat_interleave(inputs // size, 1)[:, : shape[1] // size]
     return found
+
+
+def _block(name: str, count: int, size: int, told: int) -> int:
+    """How many of `size` outputs or inputs share each of `count` scales; told: what config.json says, 0: nothing. Raises
+    Unsupported where more than one number may be meant."""
+    if count in (1, size):
+        return size // count
+    least, most = -(-size // count), -(-size // (count - 1)) - 1
+    if most < least or not least <= (told or least) <= most:
+        by = f"in blocks of {told}" if told else "more or fewer than any block would give"
+        raise Unsupported(f"{name} has {count} scales for {size} numbers, {by}: they belong to different models")
+    if told or least <= USUAL_BLOCK <= most:
+        return told or USUAL_BLOCK
+    twos = {1 << power for power in range(size.bit_length()) if least <= 1 << power <= most}
+    if len(twos | {least} if size % count == 0 else range(least, most + 1)) > 1:
+        raise Unsupported(
+            f"{name} has {count} scales for {size} numbers, and config.json says no weight_block_size (compressed-tensors: "
+            f"block_structure): it may be {least} to {most}; add it to quantization_config, [outputs, inputs], or {REMEDY}"
+        )
+    return least
 
 
 def _words(words: Tensor, bits: int, dimension: int) -> Tensor:

@@ -101,7 +101,9 @@ def _compressed(found: Config) -> Quantization:
     if form in PLAIN and bits == 8 and numbers in ("int", "float"):
         kind = "fp8" if numbers == "float" else "int8"
         block, group = _block(weights[0], "block_structure")
-        return Quantization(method="compressed-tensors", kind=kind, block=block, group=group)
+        return Quantization(
+            method="compressed-tensors", kind=kind, block=block, group=group or _group(weights[0].get("group_size"))
+        )
     what = f"of format {shown(form)} with numbers of type {shown(numbers)} and {shown(bits)} bits"
     raise Unsupported(f"compressed-tensors {what} are not supported: {REMEDY}")
 

@@ -20,7 +20,7 @@ from penstock.shard.models.codes import matrix
 from penstock.shard.models.decoder import Decoder
 from penstock.shard.models.families import shape
 from penstock.shard.models.quantization import beside, quantization
-from penstock.shard.models.shape import Quantization
+from penstock.shard.models.shape import Quantization, Unsupported
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import sequences
 from penstock.shard.step import Span
@@ -95,6 +95,51 @@ def test_the_last_group_may_be_cut_off(form: str) -> None:
     if form == "packed-zeros":
         fields = packing.compressed("pack-quantized", packing.INTEGERS | {"group_size": 64})
     assert read(form, parts, (16, 96), **fields).equal(plain[:, :96])
+
+
+@pytest.mark.parametrize(
+    ("size", "block"),
+    [
+        ((64, 48), (16, 16)),
+        ((160, 288), (128, 128)),  # DeepSeek's, cut off: neither 80 nor 96
+        ((16, 320), (1, 128)),  # of each output
+        ((320, 16), (128, 0)),  # 0: all
+        ((7, 64), (2, 32)),  # nothing but 2 makes four of 7
+    ],
+)
+def test_blocks_that_config_json_does_not_say(size: tuple[int, int], block: tuple[int, int]) -> None:
+    how = replace(packing.FORMATS["fp8-blocks"], more={"name": "weight_scale_inv", "block": block})
+    parts, plain = how.pack(how, torch.randn(size))
+    assert read("fp8-blocks", parts, size, weight_block_size=None).equal(plain)
+
+
+@pytest.mark.parametrize("size", [(96, 64), (64, 96), (88, 64)])
+def test_blocks_that_nobody_knows(size: tuple[int, int]) -> None:
+    """96 may be 64 and 32, or twice 48; 88 in six may be blocks of 15 to 17."""
+    block = (16 if size[0] == 88 else 64, 64)
+    how = replace(packing.FORMATS["fp8-blocks"], more={"name": "weight_scale_inv", "block": block})
+    parts, plain = how.pack(how, torch.randn(size))
+    with pytest.raises(Unsupported, match=r"^m has \d scales for \d\d numbers.* says no weight_block_size .* add it to quantiz"):
+        read("fp8-blocks", parts, size, weight_block_size=None)
+    assert read("fp8-blocks", parts, size, weight_block_size=list(block)).equal(plain)
+
+
+@pytest.mark.parametrize("block", [None, [32, 16], [16, 32], [8, 16]])
+def test_scales_that_are_not_of_these_blocks(block: list[int] | None) -> None:
+    """Seven for ten outputs nothing makes, and what config.json says counts."""
+    parts = {"weight": torch.zeros(64, 64).to(torch.float8_e4m3fn), "weight_scale_inv": torch.ones(4, 4)}
+    if block is None:
+        parts = {"weight": torch.zeros(10, 64).to(torch.float8_e4m3fn), "weight_scale_inv": torch.ones(7, 4)}
+    with pytest.raises(Unsupported, match=r"^m has \d scales for \d\d numbers, .*: they belong to different models"):
+        read("fp8-blocks", parts, tuple(parts["weight"].shape), weight_block_size=block)
+
+
+def test_bytes_in_groups_of_which_the_last_is_cut_off() -> None:
+    how = replace(packing.FORMATS["int8-zeros"], size=64)
+    parts, plain = how.pack(how, torch.randn(16, 128))
+    parts["weight"] = parts["weight"][:, :96].contiguous()
+    fields = packing.compressed("int-quantized", packing.BYTES | {"strategy": "group", "group_size": 64, "symmetric": False})
+    assert read("int8-zeros", parts, (16, 96), **fields).equal(plain[:, :96])
 
 
 def test_zeros_of_gptq_that_are_0() -> None:
