@@ -2,8 +2,10 @@
 nowhere else."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from ...kernels.codes import FP4_BLOCK, Codes, quantize
 from ...kernels.experts import Biases, Weights
@@ -11,16 +13,58 @@ from ..weights import Source
 from .loader import Loader
 from .shape import Mixture, Quantization, Unsupported
 
+TOGETHER = "mlp"  # what has the experts that are all in one tensor
+SCALES = ("_scale_inv", "_scale", "_blocks")
 FP4_MIDDLE = 127  # of the exponents of scales
+
+
+def as_stored(load: Loader, mixture: Mixture) -> Mixture:
+    """The same, with the names of its tensors in this checkpoint: transformers 5 has its own where it was not asked for the
+    original ones (`save_original_format=False`)."""
+    if mixture.interleaved or not _is_together(load):
+        return mixture
+    correction = mixture.correction
+    if correction and not load.source.has(f"{load.prefix}{TOGETHER}.{correction}"):
+        correction = f"{mixture.router}.{correction}"
+    return replace(mixture, name=TOGETHER, correction=correction)
 
 
 def experts(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]:
     """Of each expert this rank's [2 * size, hidden], gates first, and [hidden, size]; and biases of all, where they have some."""
     if mixture.interleaved:
         return _interleaved(load, mixture)
+    if _is_together(load):
+        return _together(load, mixture)
     gate, up, down = ([f"{mixture.name}.experts.{i}.{name}" for i in range(mixture.experts)] for name in mixture.names)
     outwards = [load.outwards(pair, [mixture.size] * 2) for pair in zip(gate, up, strict=True)]
     return outwards, [load.inwards(name, mixture.size) for name in down], None
+
+
+def _is_together(load: Loader) -> bool:
+    return load.source.has(f"{load.prefix}{TOGETHER}.experts.gate_up_proj")
+
+
+def _together(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]:
+    """All in one tensor, of each expert gates before what they let through."""
+    name, count, size, hidden = f"{load.prefix}{mixture.name}.experts", mixture.experts, mixture.size, load.shape.hidden
+    scales = next((end for end in SCALES if load.source.has(f"{name}.gate_up_proj{end}")), None)
+    if scales:
+        raise Unsupported(
+            f"{name}.gate_up_proj{scales} says that experts that are all in one tensor have few bits, which is not supported: save "
+            "the model with save_original_format=True, or use its unquantized weights"
+        )
+    part, how = size // load.ranks.size, load.shape.quantization
+    start = load.ranks.rank * part
+
+    def read(end: str, shape: tuple[int, ...], dimension: int, first: int) -> Tensor:
+        return load.source.tensor(f"{name}.{end}", shape, (dimension, first, first + part))
+
+    def kept(weight: Tensor) -> Tensor | Codes:
+        return quantize(weight, how.kind) if how and how.at_load else weight
+
+    gates, ups = (read("gate_up_proj", (count, 2 * size, hidden), 1, first) for first in (start, size + start))
+    gate_ups = [kept(torch.cat(pair)) for pair in zip(gates, ups, strict=True)]
+    return gate_ups, [load.residual(kept(down)) for down in read("down_proj", (count, hidden, size), 2, start)], None
 
 
 def _interleaved(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]:

@@ -119,8 +119,11 @@ class Loader:
 
     def inwards(self, name: str, size: int) -> Tensor | Codes:
         """What leads back to it: as `rows`."""
-        found = self._matrix(name, (self.shape.hidden, size), 1, 0, size)
-        return found.scaled(self.shape.residual_factor) if isinstance(found, Codes) else self._scaled(found)
+        return self.residual(self._matrix(name, (self.shape.hidden, size), 1, 0, size))
+
+    def residual(self, weight: Tensor | Codes) -> Tensor | Codes:
+        """Times what is added to the stream is multiplied by."""
+        return weight.scaled(self.shape.residual_factor) if isinstance(weight, Codes) else self._scaled(weight)
 
     def dense(self, weight: Tensor | Codes) -> Tensor:
         """What is computed with a number at a time."""

@@ -8,7 +8,7 @@ from torch.nn import functional
 from ...kernels.experts import Gates, lay_out, route
 from ...kernels.linear import Weight
 from ...kernels.operations import gated
-from .experts import experts
+from .experts import as_stored, experts
 from .loader import Loader
 from .shape import Mixture
 from .stream import Stream
@@ -52,7 +52,7 @@ class Sparse:
     """Of many MLPs those that a token's router chooses, and one for all where there is one. Every rank has a part of each."""
 
     def __init__(self, load: Loader, mixture: Mixture) -> None:
-        self.mixture = mixture
+        self.mixture = mixture = as_stored(load, mixture)
         self.router = load.whole(f"{mixture.name}.{mixture.router}", mixture.experts, mixture.biased, mixture.wide)
         self.correction = load.each(f"{mixture.name}.{mixture.correction}", mixture.experts) if mixture.correction else None
         gate_ups, downs, biases = experts(load, mixture)

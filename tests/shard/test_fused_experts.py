@@ -1,0 +1,79 @@
+"""Experts that are all in one tensor, as transformers 5 saves them where it isn't asked for the original format."""
+
+import functools
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from penstock.shard.models.decoder import Decoder
+from penstock.shard.models.families import shape
+from penstock.shard.parallel import Ranks
+from penstock.shard.weights import Weights
+from penstock.tests.shard import tiny
+from penstock.tests.shard.test_oracle import prompt
+from penstock.tests.shard.test_quantized import logits
+from penstock.tests.shard.test_weights import WEIGHTS, Alone, decoder, refuses, same
+
+Saved = Callable[[str], Path]
+# Every family whose experts are apart in the original format. Their names for them, and for what is added to scores, differ.
+NAMES = ["mixtral", "qwen3-moe", "qwen2-moe", "olmoe", "glm4-moe", "dots1", "ernie-moe", "minimax-m2"]
+TENSOR = "model.layers.0.mlp.experts.gate_up_proj"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    @functools.cache
+    def save(name: str) -> Path:
+        folder = tmp_path_factory.mktemp(name)
+        tiny.reference(name).save_pretrained(folder, save_original_format=False)
+        return folder
+
+    return save
+
+
+def part(folder: Path, rank: Ranks, quantize: str = "") -> Decoder:
+    model = shape(json.loads((folder / "config.json").read_text())).quantized(quantize)
+    return Decoder(model, Weights(folder, torch.float32, tiny.CPU, lambda read: None), rank, tiny.CPU)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_model_is_transformers(name: str, saved: Saved) -> None:
+    """By its logits on one rank; and on each of two ranks all weights are those of the original format."""
+    assert any(key.endswith(".mlp.experts.gate_up_proj") for key in safetensors.torch.load_file(saved(name) / WEIGHTS))
+    tokens = prompt(3, 40)
+    model = decoder(saved(name))
+    torch.testing.assert_close(logits(model, tokens), tiny.expected_logits(name, tokens), rtol=0, atol=1e-4)
+    same(model, tiny.decoder(name))
+    for rank in range(2):
+        same(part(saved(name), Alone(rank)), part(tiny.folder(name), Alone(rank)))
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
+def test_they_are_rounded_as_others_are(kind: str, saved: Saved) -> None:
+    same(decoder(saved("mixtral"), quantize=kind), decoder(tiny.folder("mixtral"), quantize=kind))
+    same(part(saved("mixtral"), Alone(1), kind), part(tiny.folder("mixtral"), Alone(1), kind))
+
+
+def spoiled(folder: Path, target: Path, **changes: Tensor) -> Path:
+    """The same with other tensors, or more."""
+    shutil.copytree(folder, target, dirs_exist_ok=True)
+    stored = safetensors.torch.load_file(target / WEIGHTS)
+    safetensors.torch.save_file(stored | changes, target / WEIGHTS)
+    return target
+
+
+def test_another_number_of_experts(saved: Saved, tmp_path: Path) -> None:
+    folder = spoiled(saved("qwen3-moe"), tmp_path, **{TENSOR: torch.zeros(8, 40, 64)})
+    refuses(folder, f"tensor {TENSOR} is [8, 40, 64], config.json says [9, 40, 64]")
+
+
+@pytest.mark.parametrize("end", ["_scale_inv", "_scale", "_blocks"])
+def test_experts_of_few_bits(end: str, saved: Saved, tmp_path: Path) -> None:
+    folder = spoiled(saved("qwen3-moe"), tmp_path, **{f"{TENSOR}{end}": torch.ones(9, 1, 1)})
+    refuses(folder, f"{TENSOR}{end} says that experts", "in one tensor", "save_original_format=True")
