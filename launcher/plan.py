@@ -265,9 +265,13 @@ def _few_bits(plan: Plan) -> str:
         return ""
     by = "" if found.method == found.kind else f" by {found.method}"
     what = f"; rounded to {found.kind}" if found.at_load else f"; {found.kind}{by}"
-    if found.kept(plan.device, plan.dtype):
+
+    def kept(dtype: str) -> bool:
+        return plan.shape.saved(plan.ranks, ITEM_BYTES[dtype], plan.device, dtype) > 0
+
+    if kept(plan.dtype):
         return what
-    remedy = "; --dtype bfloat16 would keep them" if found.kept(plan.device, "bfloat16") else ""
+    remedy = "; --dtype bfloat16 would keep them" if kept("bfloat16") else ""
     return f"{what}, unpacked to {plan.dtype} when loaded{remedy}"
 
 

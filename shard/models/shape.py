@@ -1,7 +1,7 @@
 """Everything that the decoder needs to know about a model. Knows no tensor and imports no torch: the launcher plans with it."""
 
 from dataclasses import dataclass, replace
-from math import prod
+from math import gcd, prod
 
 
 class Unsupported(ValueError):
@@ -9,6 +9,8 @@ class Unsupported(ValueError):
 
 
 KINDS = {"int4": 64, "int8": 0, "fp8": 0}  # of weights that are rounded when they are loaded: inputs that share a scale, 0: all
+LEAST_GROUP = 32  # products with few bits are of groups that are a multiple of it; all else is unpacked
+MOST_ON_CPU = 256  # inputs that share a scale there
 PLAIN = ("input_layernorm", "", "post_attention_layernorm", "")  # norms of most families
 
 
@@ -51,18 +53,21 @@ class Quantization:
         """The checkpoint is none that has few bits."""
         return not self.method
 
-    def _number_bytes(self, device: str) -> float:
-        """Of a weight with its part of a scale and of the integer that means 0."""
-        block = 1 if self.kind == "fp4" else 4 if self.kind == "fp8" or device == "cpu" else 5
-        return (1 if self.kind in ("int8", "fp8") else 0.5) + (block / self.group if self.group else 0)
-
     def kept(self, device: str, dtype: str) -> bool:
         """Whether weights stay as they are stored: what has no products for them unpacks them when they are loaded."""
         return dtype != "float32" and (device == "cuda" or (self.kind == "int4" and dtype == "bfloat16"))
 
-    def saved(self, item: int, device: str, dtype: str) -> float:
-        """Bytes that a weight takes less than its `item`."""
-        return item - self._number_bytes(device) if self.kept(device, dtype) else 0.0
+    def saved(self, item: int, device: str, dtype: str, inputs: int, own: int) -> float:
+        """Bytes that a weight takes less than its `item`, with its part of a scale and of the integer that means 0; own: of as many
+        inputs those that a rank has. Where ranks cut within a group, or the last one is cut off, scales are repeated."""
+        shared = gcd(self.group, inputs, own)
+        if not self.kept(device, dtype) or shared % LEAST_GROUP:
+            return 0.0
+        least = 1 if self.kind in ("int8", "fp8") else 0.5
+        if device == "cpu":
+            return item - least - 4 / gcd(shared, MOST_ON_CPU)
+        scale = 1 if self.kind == "fp4" else 4 if self.kind == "fp8" else 5
+        return item - least - (scale / shared if self.group else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,7 +251,8 @@ class Shape:
         """Elements of all weights on one rank. `tables`: how often the vocabulary's table is held, if not as in the checkpoint;
         `tokens`: of experts those alone that so many tokens can be expected to choose."""
         heads = self.heads // ranks
-        attention = self._projections(ranks) + self.output_bias * self.hidden
+        attention = sum(outputs * inputs for outputs, _, inputs in self._projections(ranks))
+        attention += self._beside(ranks) + self.output_bias * self.hidden
         features, inner = self.intermediate // ranks, (2 - self.ungated) * self.intermediate // ranks
         dense = self.hidden * (inner + features) + self.mlp_bias * (inner + self.hidden)
         mlps = sum(self._sparse(mixture, ranks, tokens) if mixture else dense for mixture in self.mixtures or (None,) * self.layers)
@@ -256,17 +262,24 @@ class Shape:
         held = tables or (1 if self.tied else 2)
         return mlps + self.layers * (attention + norms) + held * self.vocabulary_slice(ranks) * self.hidden + last
 
-    def _projections(self, ranks: int, few: bool = False) -> int:
-        """Elements of a layer's matrices before and behind attention, with biases of the first; few: of those that may have few
-        bits, without biases."""
-        heads = self.heads // ranks
-        if (latent := self.latent) is None:
+    def _projections(self, ranks: int) -> list[tuple[int, int, int]]:
+        """A layer's matrices before and behind attention that may have few bits: outputs on a rank, inputs, and those on a rank."""
+        heads, hidden, latent = self.heads // ranks, self.hidden, self.latent
+        if latent is None:
             qkv = (heads + 2 * self.kv_heads // ranks) * self.head_size
-            return self.hidden * (qkv + heads * self.head_size) + self.qkv_bias * qkv * (not few)
-        inward, asked = latent.queries + self.head_size, heads * (latent.plain + latent.turned)
-        found = self.hidden * (inward + heads * latent.values) + asked * (latent.queries or self.hidden)
-        beside = heads * (latent.plain + latent.values) * latent.size + latent.size + latent.queries + self.qkv_bias * inward
-        return found if few else found + beside
+            return [(qkv, hidden, hidden), (hidden, self.heads * self.head_size, heads * self.head_size)]
+        asked, back = heads * (latent.plain + latent.turned), (hidden, self.heads * latent.values, heads * latent.values)
+        if not latent.queries:
+            return [(asked + self.head_size, hidden, hidden), back]
+        return [(latent.queries + self.head_size, hidden, hidden), (asked, latent.queries, latent.queries), back]
+
+    def _beside(self, ranks: int) -> int:
+        """Elements of what else a layer has before attention: biases, and what leads from latents to heads."""
+        heads, latent = self.heads // ranks, self.latent
+        if latent is None:
+            return self.qkv_bias * (heads + 2 * self.kv_heads // ranks) * self.head_size
+        norms = latent.size + latent.queries
+        return heads * (latent.plain + latent.values) * latent.size + norms + self.qkv_bias * (latent.queries + self.head_size)
 
     def weight_bytes(self, ranks: int, item: int, device: str, dtype: str, packed: bool) -> int:
         """What all weights take on one rank, with the rotary tables. packed: matrices are laid out anew, so that a table that is
@@ -278,15 +291,24 @@ class Shape:
     def saved(self, ranks: int, item: int, device: str, dtype: str, tokens: int | None = None) -> int:
         """Bytes that the matrices of one rank take less for having few bits; tokens: as of `parameters`."""
 
-        def less(how: Quantization | None) -> float:
-            return how.saved(item, device, dtype) if how else 0.0
+        def less(how: Quantization | None, *matrices: tuple[int, int, int], whole: bool = False) -> float:
+            """As `_projections` describes them; whole: if one of them is unpacked, all are."""
+            each = [how.saved(item, device, dtype, inputs, own) if how else 0.0 for _, inputs, own in matrices]
+            if whole and not all(each):
+                return 0.0
+            return sum(outputs * own * saved for saved, (outputs, _, own) in zip(each, matrices, strict=True))
 
-        attention, layers = self._projections(ranks, few=True), self.mixtures or (None,) * self.layers
-        mlps = sum(mixture.shared if mixture else self.intermediate for mixture in layers)
-        found = (self.layers * attention + (3 - self.ungated) * mlps * self.hidden // ranks) * less(self.quantization)
-        for mixture in filter(None, layers):
-            experts = mixture.read(tokens) * 3 * mixture.part(ranks) * self.hidden
-            found += experts * less(mixture.quantization or self.quantization)
+        def mlp(how: Quantization | None, size: int, own: int, whole: bool = False) -> float:
+            return less(how, ((2 - self.ungated) * own, self.hidden, self.hidden), (self.hidden, size, own), whole=whole)
+
+        how = self.quantization
+        found = self.layers * less(how, *self._projections(ranks))
+        for mixture in self.mixtures or (None,) * self.layers:
+            size = mixture.shared if mixture else self.intermediate
+            found += mlp(how, size, size // ranks)
+            if mixture:
+                experts = mlp(mixture.quantization or how, mixture.size, mixture.part(ranks), device == "cuda")
+                found += mixture.read(tokens) * experts
         return int(found)
 
     def _sparse(self, mixture: Mixture, ranks: int, tokens: int | None) -> int:

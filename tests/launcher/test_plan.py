@@ -203,6 +203,17 @@ def test_a_checkpoint_of_few_bits(tmp_path: Path) -> None:
     assert estimate(usual) > 1.5 * estimate(few)
 
 
+def test_groups_that_are_too_short_for_products(tmp_path: Path) -> None:
+    """They are unpacked, and no type of numbers would help."""
+    method = {"quant_method": "gptq", "bits": 4, "group_size": 16}
+    usual, few = whole(tmp_path), whole(tmp_path, quantization_config=method)
+    for device, dtype in (("cpu", "bfloat16"), ("cpu", "float32"), ("cuda", "bfloat16")):
+        options = Options(device=device, dtype=dtype)
+        planned = plan.divide(options, few, GPUS)
+        assert f"; int4 by gptq, unpacked to {dtype} when loaded\n" in plan.table(planned, "x")
+        assert planned.weight_bytes == plan.divide(options, usual, GPUS).weight_bytes
+
+
 def test_a_file_beside_config_json(tmp_path: Path) -> None:
     """What NVIDIA's ModelOpt writes."""
     tensors = {"a": ("BF16", 1000), "b": ("I8", 1000)}

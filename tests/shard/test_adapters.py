@@ -289,7 +289,7 @@ def test_what_latents_are_made_of_is_not_changed(tmp_path: Path) -> None:
     tensors = {f"base_model.model.model.layers.0.self_attn.kv_b_proj.lora_{factor}.weight": torch.ones(2, 2) for factor in "AB"}
     safetensors.torch.save_file(tensors, tmp_path / lora.WEIGHTS)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "target_modules": ["kv_b_proj"]}))
-    with pytest.raises(Unsupported, match="adapter own changes layers.0.self_attn.kv_b_proj, which is not supported"):
+    with pytest.raises(Unsupported, match=r"adapter own changes layers\.0\.self_attn\.kv_b_proj, which is not supported"):
         engine("deepseek-v3", (("own", str(tmp_path)),))
 
 

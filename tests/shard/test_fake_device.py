@@ -3,6 +3,7 @@
 Numbers are made up where kernels would compute them; see `fake_cuda`.
 """
 
+import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -23,11 +24,14 @@ from penstock.shard.forward import Bounds
 from penstock.shard.graphs import Recorder
 from penstock.shard.loading import load
 from penstock.shard.memory import size_pool
-from penstock.shard.models.families import Unsupported
+from penstock.shard.models.decoder import Decoder
+from penstock.shard.models.families import Unsupported, shape
 from penstock.shard.sequence import Group, Sampling, sequences
 from penstock.shard.service import Service
+from penstock.shard.weights import Weights
 from penstock.tests.shard import fake_cuda, lora, tiny
 from penstock.tests.shard.fake_cuda import Noted
+from penstock.tests.shard.test_weights import Alone
 
 pytest.importorskip("triton")
 
@@ -343,3 +347,14 @@ def test_weights_of_few_bits_ask_nothing(noted: Noted, kind: str) -> None:
     assert engine.forward.replayed > 5
     assert {(one.place, one.why) for one in noted.waits} <= WAITS
     assert "quantized_kernel" in {launched.kernel for launched in noted.launches}
+
+
+@pytest.mark.parametrize("name", ["words-wide", "mixtral-wide", "few-heads-mixtral"])
+@pytest.mark.usefixtures("noted")
+def test_the_plan_knows_what_a_rank_holds(name: str) -> None:
+    """Of 192 inputs in groups of 64 each of two has 96, in groups of 32; of 88 it has 44, so that experts are unpacked, and all of
+    them if some."""
+    path, device = tiny.folder(name), torch.device("cuda", 0)
+    model = shape(json.loads((path / "config.json").read_text())).quantized("int4")
+    decoder = Decoder(model, Weights(path, torch.bfloat16, device, lambda read: None), Alone(1), device)
+    assert model.weight_bytes(2, 2, "cuda", "bfloat16", False) == pytest.approx(decoder.weight_bytes, rel=0.003)

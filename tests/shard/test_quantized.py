@@ -253,7 +253,7 @@ def test_scales_of_keys_and_values_by_modelopts_names(tmp_path: Path) -> None:
     safetensors.torch.save_file(stored, few / WEIGHTS)
     found = decoder(few)
     assert found.shape.quantization is None
-    scales = [layer.scales for layer in found.layers]
+    scales = [layer.attention.scales for layer in found.layers]
     assert all(own is not None and own.equal(torch.tensor([[0.5 + i], [0.25 + i]]).expand(2, 4)) for i, own in enumerate(scales))
 
 
@@ -304,7 +304,7 @@ def test_quantize_rounds_the_layers_matrices(kind: str, rank: Ranks) -> None:
 def few_bits(model: Decoder) -> list[str]:
     """The weights of a layer that are kept in few bits."""
     layer = model.layers[0]
-    named = {**vars(layer), **vars(layer.mlp)}
+    named = {**vars(layer), **vars(layer.attention), **vars(layer.mlp)}
     return [name for name, value in named.items() if isinstance(value, Quantized)]
 
 
@@ -339,6 +339,39 @@ def test_the_plan_knows_the_bytes(name: str, quantize: str, dtype: str) -> None:
     model = decoder(tiny.folder(name), dtype=dtype, quantize=quantize)
     planned = model.shape.weight_bytes(1, 2 if dtype == "bfloat16" else 4, "cpu", dtype, not model.head.shared)
     assert planned == pytest.approx(model.weight_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "size"),
+    [
+        ("words-wide", "gptq", 64),  # of 192 inputs each rank has one group and a half
+        ("words-wide", "awq", 32),
+        ("words-wide", "gptq-symmetric", 0),
+        ("words-wide", "", 0),
+        ("mixtral-wide", "packed-zeros", 64),
+        ("mixtral-wide", "", 0),
+        ("llama", "gptq", 4),
+    ],
+)
+def test_the_plan_knows_what_ranks_hold(name: str, form: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where they cut within a group, whose scales both have. Groups that are too short for products are unpacked."""
+    folder = tiny.folder(name)
+    if form:
+        monkeypatch.setattr(packing.FORMATS[form], "size", size)
+        folder, _ = packing.checkpoints(name, form, tmp_path)
+        broken(folder, **told(form, size))
+    for rank in (WHOLE, Alone(1)):
+        model = made(folder, rank, torch.bfloat16, "" if form else "int4")
+        packed = not model.head.shared
+        planned = model.shape.weight_bytes(rank.size, 2, "cpu", "bfloat16", packed)
+        assert planned == pytest.approx(model.weight_bytes, rel=0.003)
+
+
+def told(form: str, size: int) -> dict[str, Any]:
+    """Fields that say how large groups are."""
+    if form.startswith("packed"):
+        return packing.compressed("pack-quantized", packing.INTEGERS | {"group_size": size})
+    return {"group_size": size or -1}
 
 
 # What is wrong, and what helps

@@ -33,7 +33,7 @@ def decoder(folder: Path, **settings: Any) -> Decoder:
 def tensors(model: Decoder) -> dict[str, Tensor]:
     """Every weight, in its plain layout."""
     found: dict[str, Tensor] = {}
-    parts = [("", vars(model)), *((f"{layer.index}.", vars(layer)) for layer in model.layers)]
+    parts = [("", vars(model)), *((f"{layer.index}.", vars(layer) | vars(layer.attention)) for layer in model.layers)]
     mlps = [(f"{layer.index}.mlp.", dict(enumerate(layer.mlp.weights()))) for layer in model.layers]
     for prefix, part in (*parts, *mlps):
         for name, value in part.items():
