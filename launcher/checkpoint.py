@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..shard.models.quantization import beside
+from ..shard.models.families import beside
 from .hub import Remote
 from .mistake import Mistake
 

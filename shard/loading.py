@@ -20,8 +20,7 @@ from .engine import Engine
 from .guesses import Guesses
 from .masks import Masks
 from .models.decoder import Decoder
-from .models.families import shape
-from .models.quantization import beside
+from .models.families import beside, shape
 from .models.shape import Shape, Unsupported
 from .parallel import Ranks
 from .weights import DummyWeights, Source, Weights

@@ -9,6 +9,7 @@ from .dense_families import DENSE
 from .fields import AGAIN, FULL, SLIDING, Config, check, shown
 from .latent_families import LATENT
 from .layer_norm_families import LAYER_NORM
+from .quantization import beside as beside  # for who reads a folder
 from .shape import Shape, Unsupported
 from .sparse_families import SPARSE
 
