@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ...kernels.codes import BITS, MIDDLES, Codes, quantize
 from ..weights import Source
+from .fields import AGAIN
 from .quantization import REMEDY
 from .shape import Quantization, Unsupported
 
@@ -39,11 +40,11 @@ def matrix(
 def _gptq(source: Source, name: str, shape: tuple[int, int], how: Quantization) -> Codes:
     """Codes side by side along the inputs in words of 32 bits, [inputs / 8, outputs]; zeros along the outputs."""
     bits, inputs = BITS[how.kind], shape[1]
-    codes = _words(source.stored(f"{name}.qweight", ("I32",)), bits, 0).t()
-    scales = source.stored(f"{name}.scales", FLOATS).float().t()
+    codes = _words(_stored(source, f"{name}.qweight", 2, ("I32",)), bits, 0).t()
+    scales = _stored(source, f"{name}.scales", 2, FLOATS).float().t()
     if source.has(f"{name}.g_idx"):
-        _in_order(source.stored(f"{name}.g_idx", ("I32", "I64")), name, _size(scales, inputs, how.group))
-    words = source.stored(f"{name}.qzeros", ("I32",))
+        _in_order(_stored(source, f"{name}.g_idx", 1, ("I32", "I64")), name, _size(scales, inputs, how.group))
+    words = _stored(source, f"{name}.qzeros", 2, ("I32",))
     if how.shifted:  # words had the ones taken away as a whole: where an integer was 0, the next one lent it a bit
         words = words + ONES[bits]
     return _codes(how.kind, codes, *_even(scales, _words(words, bits, 1).t(), inputs, how.group))
@@ -53,24 +54,24 @@ def _awq(source: Source, name: str, shape: tuple[int, int], how: Quantization) -
     """Everything side by side along the outputs, in an order of its own."""
 
     def ordered(part: str) -> Tensor:
-        words = _words(source.stored(f"{name}.{part}", ("I32",)), 4, 1)
+        words = _words(_stored(source, f"{name}.{part}", 2, ("I32",)), 4, 1)
         return words.view(len(words), -1, 8)[:, :, AWQ_ORDER].flatten(1).t()
 
     zeros = ordered("qzeros") if source.has(f"{name}.qzeros") else None
-    scales = source.stored(f"{name}.scales", FLOATS).float().t()
+    scales = _stored(source, f"{name}.scales", 2, FLOATS).float().t()
     return _codes(how.kind, ordered("qweight"), *_even(scales, zeros, shape[1], how.group))
 
 
 def _packed(source: Source, name: str, shape: tuple[int, int], how: Quantization) -> Codes:
     """compressed-tensors': codes along the inputs, [outputs, inputs / 8], zeros along the outputs."""
     bits = BITS[how.kind]
-    codes = _words(source.stored(f"{name}.weight_packed", ("I32",)), bits, 1)[:, : shape[1]]
-    scales = _each(source.stored(f"{name}.weight_scale", FLOATS).float(), shape[0])
+    codes = _words(_stored(source, f"{name}.weight_packed", 2, ("I32",)), bits, 1)[:, : shape[1]]
+    scales = _each(_stored(source, f"{name}.weight_scale", 0, FLOATS).float(), shape[0])
     if source.has(f"{name}.weight_g_idx"):
-        _in_order(source.stored(f"{name}.weight_g_idx", ("I32", "I64")), name, _size(scales, shape[1], how.group))
+        _in_order(_stored(source, f"{name}.weight_g_idx", 1, ("I32", "I64")), name, _size(scales, shape[1], how.group))
     zeros = None
     if source.has(f"{name}.weight_zero_point"):
-        found = source.stored(f"{name}.weight_zero_point", ("I32", "I8"))
+        found = _stored(source, f"{name}.weight_zero_point", 0, ("I32", "I8"))
         if found.dtype == torch.int8:  # of a whole tensor, and of all by older versions: a signed number each
             zeros = _each((found.short() + MIDDLES[how.kind]).byte(), shape[0])
         elif found.dim() == 2:
@@ -84,13 +85,13 @@ def _packed(source: Source, name: str, shape: tuple[int, int], how: Quantization
 
 def _plain(source: Source, name: str, shape: tuple[int, int], how: Quantization) -> Codes:
     """A number in each byte. Scales of all, of each output, of some inputs of it, or of blocks of both."""
-    stored = source.stored(f"{name}.weight", ("F8_E4M3",) if how.kind == "fp8" else ("I8",))
+    stored = _stored(source, f"{name}.weight", 2, ("F8_E4M3",) if how.kind == "fp8" else ("I8",))
     codes = stored.view(torch.uint8) if how.kind == "fp8" else stored.view(torch.uint8) ^ SIGN
     scale = "weight_scale_inv" if source.has(f"{name}.weight_scale_inv") else "weight_scale"
-    scales = source.stored(f"{name}.{scale}", FLOATS).float()
+    scales = _stored(source, f"{name}.{scale}", 0, FLOATS).float()
     zeros = None
     if source.has(f"{name}.weight_zero_point"):
-        zeros = _blocks(source.stored(f"{name}.weight_zero_point", ("I8",)).view(torch.uint8) ^ SIGN, name, shape, how)
+        zeros = _blocks(_stored(source, f"{name}.weight_zero_point", 0, ("I8",)).view(torch.uint8) ^ SIGN, name, shape, how)
     return _codes(how.kind, codes, _blocks(scales, name, shape, how), zeros)
 
 
@@ -104,6 +105,15 @@ READERS: dict[tuple[str, str], Callable[[Source, str, tuple[int, int], Quantizat
     ("fp8", "weight_scale_inv"): _plain,
     ("modelopt", "weight_scale"): _plain,
 }
+
+
+def _stored(source: Source, name: str, dimensions: int, kinds: tuple[str, ...]) -> Tensor:
+    """The tensor, which has numbers, in so many dimensions; 0: up to 2."""
+    found = source.stored(name, kinds)
+    if not found.numel() or found.dim() > 2 or (dimensions and found.dim() != dimensions):
+        needed = f"{dimensions or 'up to 2'} dimension{'' if dimensions == 1 else 's'}"
+        raise Unsupported(f"tensor {name} is {list(found.shape)}, numbers in {needed} are needed: {AGAIN}")
+    return found
 
 
 def _check(codes: Codes, name: str, shape: tuple[int, int]) -> None:
@@ -124,7 +134,7 @@ def _codes(kind: str, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Co
 
 def _size(scales: Tensor, inputs: int, group: int) -> int:
     """Inputs that share a scale: as config.json says where the last group is cut off, else as there are scales."""
-    return group if group and inputs % group and scales.shape[1] == -(-inputs // group) else inputs // scales.shape[1]
+    return group if group and inputs % group and scales.shape[1] == -(-inputs // group) else max(1, inputs // scales.shape[1])
 
 
 def _even(scales: Tensor, zeros: Tensor | None, inputs: int, group: int) -> tuple[Tensor, Tensor | None]:
@@ -142,13 +152,19 @@ def _even(scales: Tensor, zeros: Tensor | None, inputs: int, group: int) -> tupl
 
 def _each(given: Tensor, outputs: int) -> Tensor:
     """Numbers of all, or of each output, [outputs, groups]."""
-    rows = given.reshape(len(given) if given.dim() else 1, -1)
+    rows = _rows(given)
     return rows.expand(outputs, -1) if len(rows) == 1 else rows
+
+
+def _rows(given: Tensor) -> Tensor:
+    return given.reshape(len(given) if given.dim() else 1, -1)
 
 
 def _blocks(given: Tensor, name: str, shape: tuple[int, int], how: Quantization) -> Tensor:
     """The same, or of blocks of outputs and inputs."""
-    found = _each(given, shape[0])
+    if given.numel() == 1:
+        return _each(given, shape[0])
+    found = _rows(given)
     outputs, inputs = (_block(name, *dimension) for dimension in zip(found.shape, shape, (how.block, how.group), strict=True))
     if len(found) != shape[0]:
         found = found.repeat_interleave(outputs, 0)[: shape[0]]
@@ -161,14 +177,14 @@ def _blocks(given: Tensor, name: str, shape: tuple[int, int], how: Quantization)
 def _block(name: str, count: int, size: int, told: int) -> int:
     """How many of `size` outputs or inputs share each of `count` scales; told: what config.json says, 0: nothing. Raises
     Unsupported where more than one number may be meant."""
-    if count in (1, size):
+    if not told and count in (1, size):
         return size // count
-    least, most = -(-size // count), -(-size // (count - 1)) - 1
+    least, most = -(-size // count), -(-size // (count - 1)) - 1 if count > 1 else max(size, told)
     if most < least or not least <= (told or least) <= most:
         by = f"in blocks of {told}" if told else "more or fewer than any block would give"
         raise Unsupported(f"{name} has {count} scales for {size} numbers, {by}: they belong to different models")
     if told or least <= USUAL_BLOCK <= most:
-        return told or USUAL_BLOCK
+        return min(told or USUAL_BLOCK, size)
     twos = {1 << power for power in range(size.bit_length()) if least <= 1 << power <= most}
     if len(twos | {least} if size % count == 0 else range(least, most + 1)) > 1:
         raise Unsupported(

@@ -466,6 +466,40 @@ def test_tensors_that_do_not_fit(
     refuses(few, LAYER, *words)
 
 
+ODD: dict[str, Callable[[Tensor], Tensor]] = {
+    "empty": lambda part: part.new_empty(0),
+    "empty rows": lambda part: part.new_empty(64, 0),
+    "stacked": lambda part: part.reshape(1, 1, -1),
+    "in a row": lambda part: torch.cat([part.flatten()] * 3),
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("form", packing.FORMATS)
+def test_shapes_that_nobody_would_write(form: str, odd: str) -> None:
+    """In each part, one line says that it is wrong."""
+    how = packing.FORMATS[form]
+    parts, _ = how.pack(how, torch.randn(64, 48))
+    for name in parts.keys() - {"weight_shape", "input_scale"}:
+        with pytest.raises(Unsupported, match=r"^[^\n]*\bm\b[^\n]*$"):
+            read(form, parts | {name: ODD[odd](parts[name])}, (64, 48))
+
+
+def test_more_groups_than_inputs() -> None:
+    parts, _ = packing.gptq(packing.FORMATS["gptq"], torch.randn(64, 48))
+    with pytest.raises(Unsupported, match=r"^m has .*: they belong to different models"):
+        read("gptq", {name: part for name, part in parts.items() if name != "g_idx"} | {"scales": torch.ones(64, 64)}, (64, 48))
+    with pytest.raises(Unsupported, match=r"^m has "):
+        read("gptq", parts | {"scales": torch.ones(64, 64)}, (64, 48))
+
+
+def test_one_row_of_scales_for_blocks_of_outputs() -> None:
+    parts = {"weight": torch.zeros(64, 48).to(torch.float8_e4m3fn), "weight_scale_inv": torch.ones(1, 3)}
+    with pytest.raises(Unsupported, match=r"^m has 1 scales for 64 numbers, in blocks of 16: they belong to different models"):
+        read("fp8-blocks", parts, (64, 48))
+    assert read("fp8-blocks", parts, (64, 48), weight_block_size=[128, 16]).equal(torch.zeros(64, 48))
+
+
 @pytest.mark.parametrize(
     ("form", "asked", "words"),
     [
