@@ -23,7 +23,7 @@ from .heads import Heads
 from .latents import Latents
 from .loader import Loader
 from .mlp import Dense, Sparse, Ungated
-from .rotary import table_of
+from .rotary import growth_of, table_of
 from .shape import Rope, Shape, Unsupported
 from .stream import Stream
 
@@ -48,9 +48,9 @@ class Layer:
         mixture = shape.mixtures[index] if shape.mixtures else None
         self.mlp = Sparse(load, mixture) if mixture else Ungated(load) if shape.ungated else Dense(load)
 
-    def attend(self, stream: Stream, step: Step, rotary: Tensor, cache: Cache) -> Tensor:
+    def attend(self, stream: Stream, step: Step, rotary: Tensor, growth: Tensor | None, cache: Cache) -> Tensor:
         """What `transform` goes on with, [tokens, features]. Writes keys and values to the cache."""
-        return self.attention(stream, self.input_norm, step, rotary, cache.layers[self.index])
+        return self.attention(stream, self.input_norm, step, rotary, growth, cache.layers[self.index])
 
     def transform(self, attended: Tensor, stream: Stream) -> None:
         """Adds to the stream what its tokens attended to, and what the MLP makes of that."""
@@ -93,6 +93,7 @@ class Decoder:
         size, turned, dtype = shape.turning_size, shape.rotary_size, self.embedding.dtype
         of = partial(table_of, size=size, positions=shape.max_positions, dtype=dtype, device=device, turned=turned)
         self.rotary = of(shape.rope)
+        self.growth = growth_of(shape.rope, shape.max_positions, dtype, device)
         self.local_rotary = of(shape.local_rope) if shape.local_rope else None
         self.unturned = of(Rope(), positions=1) if shape.unturned else None  # at position 0 nothing is turned
         # In the type of the weights, as they were trained.
@@ -104,10 +105,11 @@ class Decoder:
         stream = self._stream(self.embed(step.tokens), chosen)
         rotary = self.rotary.index_select(0, step.positions)
         local = self.local_rotary.index_select(0, step.positions) if self.local_rotary is not None else rotary
+        growth = self.growth.index_select(0, step.positions) if self.growth is not None else None
         still = self.unturned.expand_as(rotary).contiguous() if self.unturned is not None else rotary
         for layer in self.layers:
             turning = still if layer.index in self.shape.unturned else local if layer.window else rotary
-            attended = layer.attend(stream, step, turning, cache)
+            attended = layer.attend(stream, step, turning, growth, cache)
             if layer is self.layers[-1]:  # whose keys and values are written: nothing more is wanted of other rows
                 stream.select(step.rows)
                 attended = attended.index_select(0, step.rows)

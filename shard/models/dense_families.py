@@ -5,11 +5,13 @@ from dataclasses import replace
 
 from .fields import AGAIN, FULL, SLIDING, Config, number, shown
 from .parts import cap, common, pattern_of, windows_of
-from .ropes import rope_of, ropes_by_kind, rotary_size
+from .ropes import MISTRAL_YARN, rope_of, ropes_by_kind, rotary_size
 from .shape import Shape, Unsupported
 
 # transformers' defaults, which some checkpoints rely on.
 MISTRAL: Config = {"num_key_value_heads": 8, "max_position_embeddings": 131_072}
+MINISTRAL_3: Config = {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262_144, "rms_norm_eps": 1e-5}
+MINISTRAL_3_ROPE = MISTRAL_YARN | {"rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16_384}
 GEMMA: Config = {"head_dim": 256, "num_key_value_heads": 16, "tie_word_embeddings": True, "max_position_embeddings": 8192}
 AROUND = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 AROUND_GLM = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
@@ -52,6 +54,15 @@ def llama(config: Config) -> Shape:
 def _mistral(config: Config) -> Shape:
     base = common(MISTRAL | config)
     return replace(base, windows=(config.get("sliding_window", 4096) or 0,) * base.layers)
+
+
+def _ministral_3(config: Config) -> Shape:
+    """Queries grow with their position."""
+    given = MINISTRAL_3 | config
+    if not (config.get("rope_parameters") or config.get("rope_scaling")):
+        given["rope_parameters"] = MINISTRAL_3_ROPE
+    base = common(given)
+    return replace(base, windows=(given.get("sliding_window") or 0,) * base.layers)
 
 
 def qwen(config: Config) -> Shape:
@@ -222,6 +233,7 @@ DENSE: dict[str, Callable[[Config], Shape]] = {
     "Glm4ForCausalLM": _glm4,
     "GraniteForCausalLM": _granite,
     "LlamaForCausalLM": llama,
+    "Ministral3ForCausalLM": _ministral_3,
     "MistralForCausalLM": _mistral,
     "Mistral3ForConditionalGeneration": _mistral,
     "Olmo2ForCausalLM": _olmo2,

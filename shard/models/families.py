@@ -15,6 +15,8 @@ from .sparse_families import SPARSE
 
 FAMILIES = DENSE | SPARSE | LATENT | LAYER_NORM
 WITH_IMAGES = ("Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration")  # whose text is described by itself
+# By whose model_type their text is another family's.
+TEXTS = {"ministral3": "Ministral3ForCausalLM", "mistral4": "Mistral4ForCausalLM"}
 BESIDE_TEXT = ("tie_word_embeddings", "quantization_config")  # and these fields are beside that
 
 
@@ -31,8 +33,9 @@ def shape(config: Config) -> Shape:
         if name in FAMILIES:
             try:
                 own = _text(config) if name in WITH_IMAGES else config
-                check(own, name)
-                return _sound(FAMILIES[name](own), own.get("layer_types"))
+                family = TEXTS.get(str(own.get("model_type")), name) if name in WITH_IMAGES else name
+                check(own, family)
+                return _sound(FAMILIES[family](own), own.get("layer_types"))
             except KeyError as error:
                 raise Unsupported(f"config.json of a {name} lacks {error}: is it complete?") from None
     asked = ", ".join(names) or "none named"

@@ -31,10 +31,12 @@ class Heads:
         self.scales = load.cache_scales()
         self.output = load.rows("self_attn.o_proj", sizes[0], shape.output_bias)
 
-    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, rotary: Tensor, layer: Tensor) -> Tensor:
+    def __call__(
+        self, stream: Stream, norm: Tensor | None, step: Step, rotary: Tensor, growth: Tensor | None, layer: Tensor
+    ) -> Tensor:
         """What `output` is to be multiplied with, [tokens, this rank's heads * head size]. Writes keys and values to the cache.
 
-        norm: gains of the one before; rotary: of the step's tokens; layer: of the cache.
+        norm: gains of the one before; rotary, growth: of the step's tokens; layer: of the cache.
         """
         shape = self.shape
         joint, epsilon = stream.through(norm, self.inward), shape.norm_epsilon
@@ -42,6 +44,8 @@ class Heads:
             normalize_parts(joint, (self.queries_norm, self.keys_norm), epsilon, self.ranks)
         scales = self.scales if layer.dtype != joint.dtype else None
         query = rotate_and_write(joint, rotary, step.slots, layer, self.query_norm, self.key_norm, epsilon, scales)
+        if growth is not None:
+            query.mul_(growth)
         how = self.window, shape.attention_scale, shape.softcap
         return attention(query, layer, step.attention, *how, scales, self.sinks).flatten(1)
 

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from .fields import AGAIN, Config, shown
 from .parts import common
-from .ropes import sharpness
+from .ropes import MISTRAL_YARN, sharpness
 from .shape import Latent, Mixture, Shape, Unsupported
-from .sparse_families import chosen, scored
+from .sparse_families import scored
 
 # transformers' defaults, which some checkpoints rely on.
 FEATURES: Config = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
@@ -36,6 +37,19 @@ GLM_FLASH: Config = FEATURES | {
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.8,
 }
+MISTRAL_4: Config = FEATURES | {
+    "kv_lora_rank": 256,
+    "q_lora_rank": 1024,
+    "qk_nope_head_dim": 64,
+    "max_position_embeddings": 1_048_576,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 2048,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+}
+MISTRAL_4_ROPE = MISTRAL_YARN | {"rope_theta": 10_000.0, "factor": 128.0, "original_max_position_embeddings": 8192}
+YOUTU: Config = FEATURES | {"max_position_embeddings": 131_072, "tie_word_embeddings": True}
 DENSE, SPARSE = "dense", "sparse"  # of GLM's `mlp_layer_types`
 
 
@@ -98,9 +112,27 @@ def _deepseek_v2(config: Config) -> Shape:
     if method not in ("greedy", "group_limited_greedy"):
         raise Unsupported(f"topk_method {shown(method)} is not supported: the decoder has greedy and group_limited_greedy")
     base = scored(_latent(given), given if method != "greedy" else given | {"n_group": 1, "topk_group": 1})
+    return _softened(base, best=1, precise=True)
+
+
+def _mistral_4(config: Config) -> Shape:
+    """The same, by the best two of a set. Queries grow with their position."""
+    given = MISTRAL_4 | config
+    if not (config.get("rope_parameters") or config.get("rope_scaling")):
+        given["rope_parameters"] = MISTRAL_4_ROPE
+    return _softened(scored(_latent(given), given))
+
+
+def _youtu(config: Config) -> Shape:
+    """Without experts."""
+    return _latent(YOUTU | config)
+
+
+def _softened(base: Shape, **more: Any) -> Shape:
+    """The same, but scores of experts are a softmax's, and are not corrected."""
 
     def softened(mixture: Mixture | None) -> Mixture | None:
-        return mixture and chosen(replace(mixture, sigmoid=False, correction="", best=1, precise=True))
+        return mixture and replace(mixture, sigmoid=False, correction="", **more)
 
     return replace(base, mixtures=tuple(map(softened, base.mixtures)))
 
@@ -116,4 +148,6 @@ LATENT: dict[str, Callable[[Config], Shape]] = {
     "DeepseekV2ForCausalLM": _deepseek_v2,
     "DeepseekV3ForCausalLM": _deepseek_v3,
     "Glm4MoeLiteForCausalLM": _glm_flash,
+    "Mistral4ForCausalLM": _mistral_4,
+    "YoutuForCausalLM": _youtu,
 }

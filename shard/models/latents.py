@@ -42,7 +42,9 @@ class Latents:
         self.to_values = both[:, latent.plain :].transpose(1, 2).contiguous()  # [heads, size, values]
         self.output = load.rows("self_attn.o_proj", shape.heads * latent.values, shape.output_bias)
 
-    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, rotary: Tensor, layer: Tensor) -> Tensor:
+    def __call__(
+        self, stream: Stream, norm: Tensor | None, step: Step, rotary: Tensor, growth: Tensor | None, layer: Tensor
+    ) -> Tensor:
         """As that of `Heads`: [tokens, this rank's heads * latent.values]."""
         latent, epsilon = self.latent, self.shape.norm_epsilon
         joint = stream.through(norm, self.inward)
@@ -52,6 +54,8 @@ class Latents:
         heads = asked.view(len(asked), len(self.to_keys), latent.plain + latent.turned)
         query = torch.cat((_by_heads(heads[..., : latent.plain], self.to_keys), heads[..., latent.plain :]), 2)
         rotate_and_write_latents(query, latents, self.latent_norm, rotary, step.slots, layer, epsilon)
+        if growth is not None:
+            query.mul_(growth)
         scale = self.shape.attention_scale
         found = attention(query, layer, step.attention, self.window, scale, latent=latent.size)
         return _by_heads(found, self.to_values).flatten(1)

@@ -7,6 +7,15 @@ from typing import Any
 from .fields import AGAIN, FULL, SLIDING, Config, number, shown
 from .shape import Rope, Unsupported
 
+MISTRAL_YARN = {  # where nothing is said
+    "rope_type": "yarn",
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
 
 def rope(config: Config) -> Rope:
     # transformers 5 writes one `rope_parameters`; earlier versions `rope_theta` and, for scaled ones, `rope_scaling`.
@@ -65,6 +74,7 @@ def _yarn(config: Config, values: Mapping[str, Any], theta: float) -> Rope:
         few_turns=number(values, "beta_slow", 1.0),
         whole=whole,
         amplitude=number(values, "attention_factor", amplitude),
+        growth=number(values, "llama_4_scaling_beta") if values.get("llama_4_scaling_beta") else 0.0,
     )
 
 

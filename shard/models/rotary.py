@@ -18,6 +18,14 @@ def table_of(rope: Rope, size: int, positions: int, dtype: torch.dtype, device: 
     return torch.cat([_widened(rotary_table(turning, part, dtype, rope.amplitude), size) for part in parts])
 
 
+def growth_of(rope: Rope, positions: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """What queries are multiplied by, so that attention stays as sharp among more keys, [positions, 1, 1]; None: by 1."""
+    if not rope.growth:
+        return None
+    times = torch.arange(positions, device=device) // rope.original_positions
+    return (1 + rope.growth * (1 + times.float()).log()).to(dtype).view(-1, 1, 1)
+
+
 def _widened(table: Tensor, size: int) -> Tensor:
     """The table of larger heads, [..., size], where behind each half of it are features that don't turn."""
     positions, _, _, turned = table.shape

@@ -27,6 +27,7 @@ class Rope:
     few_turns: float = 1.0
     whole: bool = True  # yarn's: these bounds are rounded to whole pairs of features
     amplitude: float = 1.0  # of all cosines and sines
+    growth: float = 0.0  # of queries, by the logarithm of how many times over they are behind the original positions
     short: tuple[float, ...] = ()  # longrope's: how far each wave is stretched if no more than the original positions are served,
     long: tuple[float, ...] = ()  # and if more are
 

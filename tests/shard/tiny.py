@@ -54,6 +54,7 @@ LLAMA3 = {
 LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 DEEP_YARN = YARN | {"beta_fast": 8.0, "beta_slow": 0.5, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False}
+GROWING = YARN | {"original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
 QWEN3_MOE = SMALL | {
     "head_dim": 16,
     "num_experts": 9,
@@ -158,6 +159,8 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "llama-tied": lambda: transformers.LlamaConfig(**SMALL, tie_word_embeddings=True),
     "llama-biases": lambda: transformers.LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True),
     "mistral": lambda: transformers.MistralConfig(**SMALL, head_dim=8, sliding_window=WINDOW),
+    "ministral3": lambda: transformers.Ministral3Config(**SMALL, head_dim=16, rope_parameters=dict(GROWING)),
+    "mistral4": lambda: transformers.Mistral4Config(**LATENT, n_group=4, topk_group=2, rope_parameters=dict(GROWING)),
     "minimax-m2": lambda: transformers.MiniMaxM2Config(
         **SMALL, head_dim=16, num_local_experts=9, num_experts_per_tok=3, rotary_dim=8
     ),
@@ -201,6 +204,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         sliding_window=WINDOW,
         attention_bias=True,
         mlp_bias=True,
+    ),
+    "youtu": lambda: transformers.YoutuConfig(
+        **{name: value for name, value in LATENT.items() if name in SMALL or "_dim" in name or "_rank" in name}
     ),
 }
 TINIEST: dict[str, Any] = {
@@ -277,6 +283,8 @@ def _made(name: str) -> Path:
         "GptOssConfig": transformers.GptOssForCausalLM,
         "GraniteConfig": transformers.GraniteForCausalLM,
         "LlamaConfig": transformers.LlamaForCausalLM,
+        "Ministral3Config": transformers.Ministral3ForCausalLM,
+        "Mistral4Config": transformers.Mistral4ForCausalLM,
         "MistralConfig": transformers.MistralForCausalLM,
         "MiniMaxM2Config": transformers.MiniMaxM2ForCausalLM,
         "MixtralConfig": transformers.MixtralForCausalLM,
@@ -291,6 +299,7 @@ def _made(name: str) -> Path:
         "StableLmConfig": transformers.StableLmForCausalLM,
         "Starcoder2Config": transformers.Starcoder2ForCausalLM,
         "SeedOssConfig": transformers.SeedOssForCausalLM,
+        "YoutuConfig": transformers.YoutuForCausalLM,
         "SmolLM3Config": transformers.SmolLM3ForCausalLM,
     }[type(config := (FAMILIES | OTHERS)[name]()).__name__](config)
     with torch.no_grad():
@@ -307,7 +316,8 @@ def _made(name: str) -> Path:
 def reference(name: str) -> Any:
     """transformers' model, in float32."""
     transformers.utils.logging.disable_progress_bar()
-    return transformers.AutoModelForCausalLM.from_pretrained(folder(name), dtype=torch.float32).eval()
+    [architecture] = json.loads((folder(name) / "config.json").read_text())["architectures"]
+    return getattr(transformers, architecture).from_pretrained(folder(name), dtype=torch.float32).eval()
 
 
 @torch.inference_mode()
