@@ -14,9 +14,11 @@ from .shape import Shape, Unsupported
 from .sparse_families import SPARSE
 
 FAMILIES = DENSE | SPARSE | LATENT | LAYER_NORM
-WITH_IMAGES = ("Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration")  # whose text is described by itself
-# By whose model_type their text is another family's.
-TEXTS = {"ministral3": "Ministral3ForCausalLM", "mistral4": "Mistral4ForCausalLM"}
+# Whose text is described by itself, and may be another family's, by its model_type.
+WITH_IMAGES: dict[str, dict[str, str]] = {
+    "Gemma3ForConditionalGeneration": {},
+    "Mistral3ForConditionalGeneration": {"ministral3": "Ministral3ForCausalLM", "mistral4": "Mistral4ForCausalLM"},
+}
 BESIDE_TEXT = ("tie_word_embeddings", "quantization_config")  # and these fields are beside that
 
 
@@ -33,7 +35,7 @@ def shape(config: Config) -> Shape:
         if name in FAMILIES:
             try:
                 own = _text(config) if name in WITH_IMAGES else config
-                family = TEXTS.get(str(own.get("model_type")), name) if name in WITH_IMAGES else name
+                family = WITH_IMAGES.get(name, {}).get(str(own.get("model_type")), name)
                 check(own, family)
                 return _sound(FAMILIES[family](own), own.get("layer_types"))
             except KeyError as error:

@@ -136,12 +136,15 @@ def test_defaults_are_transformers() -> None:
 @pytest.mark.parametrize("name", ["DeepseekV2", "DeepseekV3", "Glm4MoeLite", "Ministral3", "Mistral4", "Youtu"])
 def test_what_is_left_out_is_what_transformers_writes(name: str) -> None:
     """Also of rotary embeddings, which Mistral's grow with."""
-    config = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 4, "num_attention_heads": 8}
-    config |= (
-        {"architectures": [f"{name}ForCausalLM"], "num_experts_per_tok": 3}
-        if name == "DeepseekV2"
-        else {"architectures": [f"{name}ForCausalLM"]}
-    )
+    config: dict[str, Any] = {
+        "vocab_size": 100,
+        "hidden_size": 64,
+        "intermediate_size": 80,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+    }
+    more: dict[str, Any] = {"num_experts_per_tok": 3} if name == "DeepseekV2" else {}
+    config |= {"architectures": [f"{name}ForCausalLM"]} | more
     assert shape(config) == shape(getattr(transformers, f"{name}Config")(**config).to_dict())
 
 
