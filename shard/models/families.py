@@ -31,7 +31,7 @@ def shape(config: Config) -> Shape:
     names = config.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise Unsupported(f"config.json says architectures {names!r}, a list of names is needed: download the model again")
-    for name in names:
+    for name in map(str, names):
         if name in FAMILIES:
             try:
                 own = _text(config) if name in WITH_IMAGES else config
