@@ -25,9 +25,11 @@ def _cohere(config: Config) -> Shape:
     """Command R. Neighbours turn together."""
     if config.get("use_qk_norm"):
         raise Unsupported("use_qk_norm is not supported: for this family the decoder has none")
-    bias = config.get("attention_bias", False)
+    base, bias = _common(COHERE | config, "layer_norm_eps"), config.get("attention_bias", False)
     return replace(
-        _common(COHERE | config, "layer_norm_eps"),
+        base,
+        # The first Command R says 8,192 where others say how far they go, and 131,072 here, for which it was trained.
+        max_positions=max(base.max_positions, int(number(config, "model_max_length", 1.0, 1 << 30))),
         norms=BEFORE_BOTH,
         parallel=True,
         rotary_neighbours=True,

@@ -249,6 +249,12 @@ def test_sizes_are_those_in_the_models_names(architecture: str, sizes: dict[str,
     assert found.parameters(tokens=1) - tables < (active + 0.5) * 1e9 < found.parameters(tokens=1) + 1e9
 
 
+@pytest.mark.parametrize(("said", "expected"), [(131_072, 131_072), (4096, 8192), (None, 8192)])
+def test_command_r_says_elsewhere_how_far_it_goes(said: int | None, expected: int) -> None:
+    """As the hub has it: 8,192 in the usual field."""
+    assert shape(config("CohereForCausalLM", max_position_embeddings=8192, model_max_length=said)).max_positions == expected
+
+
 def test_routers_with_scores_of_their_own_are_not_rounded() -> None:
     """What they choose by differs in the last bits of float32."""
     folder = tiny.folder("ernie-moe")
@@ -343,6 +349,7 @@ def test_ranks_divide_what_is_there() -> None:
         (config("Qwen3MoeForCausalLM", model_type="qwen3"), "which is 'qwen3_moe'"),
         (config("CohereForCausalLM", use_qk_norm=True), "use_qk_norm is not supported"),
         (config("CohereForCausalLM", logit_scale="1"), "logit_scale '1', a number above 0"),
+        (config("CohereForCausalLM", model_max_length="8192"), "model_max_length '8192', a number above 0"),
         (config("StableLmForCausalLM", qk_layernorm=True), "qk_layernorm is not supported"),
         (config("StableLmForCausalLM", use_parallel_residual=1), "use_parallel_residual 1, true or false"),
         (config("Starcoder2ForCausalLM", hidden_act="relu"), "hidden_act 'relu' is not supported"),
