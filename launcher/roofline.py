@@ -11,7 +11,8 @@ from ..shard.models.shape import Shape
 FORMULA = """\
 decode      max(weights / bandwidth, 2 x parameters x streams / FLOP/s) + streams x keys and values / bandwidth + exchange
 prefill     max(weights / bandwidth, (2 x parameters x tokens + 4 x layers x heads x head size x pairs) / FLOP/s) + exchange
-exchange    (2 x layers + 1) all-reduces of tokens x hidden + the logits, to rank 0
+exchange    (2 x layers + 1) all-reduces of tokens x hidden, (layers + 1) where MLPs stand beside attention + the logits, to rank 0
+            + where norms go over all heads, of each layer one more, of tokens x 8 bytes
 all-reduce  of S bytes over n nodes of g ranks: latency + 2 (g-1)/g x S / link + network-latency + 2 (n-1)/n x S/g / network
 All of a rank. Weights: without the embedding table, of which rows are read, and without experts that nobody chooses; parameters:
 of experts those that a token chooses; keys and values: of a context; pairs: of tokens
@@ -79,8 +80,12 @@ def context_bytes(group: Group, context: int) -> float:
 
 def exchange(group: Group, on: Accelerator, tokens: int, rows: int) -> float:
     """All that ranks tell each other in a step of so many tokens, of which so many rows get logits."""
-    reduced = all_reduce(on, group.ranks // group.nodes, group.nodes, tokens * group.shape.hidden * group.item)
-    return (2 * group.shape.layers + 1) * reduced + gather(group, on, rows)
+    shape, ranks = group.shape, (group.ranks // group.nodes, group.nodes)
+    sums = (1 if shape.parallel else 2) * shape.layers + 1
+    found = sums * all_reduce(on, *ranks, tokens * shape.hidden * group.item) + gather(group, on, rows)
+    if shape.joint_qk_norm:  # a sum of squares of a token's queries, and of its keys, in float32
+        found += shape.layers * all_reduce(on, *ranks, 8 * tokens)
+    return found
 
 
 def all_reduce(on: Accelerator, ranks: int, nodes: int, size: float) -> float:

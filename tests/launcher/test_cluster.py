@@ -211,9 +211,23 @@ def test_sums_between_ranks() -> None:
     assert roofline.all_reduce(wires, 1, 2, 1e6) == pytest.approx(50e-6 + 1e6 / 10e9)
 
 
-def group(config: dict[str, Any]) -> Group:
+def group(config: dict[str, Any], ranks: int = 1) -> Group:
     form = shape(config)
-    return Group(shape=form, ranks=1, nodes=1, item=2, token_bytes=form.kv_elements(1) * 2)
+    return Group(shape=form, ranks=ranks, nodes=1, item=2, token_bytes=form.kv_elements(ranks) * 2)
+
+
+def test_what_ranks_tell_each_other_goes_by_the_family() -> None:
+    """Command R adds attention and MLP at once; MiniMax M2 squares of all heads besides."""
+    on = cluster.parse("4 x mine memory=1G bandwidth=1T flops=1T link=100GB/s latency=10us").accelerator
+    llama, command, minimax = (
+        group(SMALL | {"architectures": [f"{name}ForCausalLM"]}, 4) for name in ("Llama", "Cohere", "MiniMaxM2")
+    )
+    layers, one, few = (llama.shape.layers, *(roofline.all_reduce(on, 4, 1, 7 * size) for size in (2 * llama.shape.hidden, 8)))
+    expected = roofline.exchange(llama, on, 7, 1)
+    assert expected == pytest.approx((2 * layers + 1) * one + roofline.gather(llama, on, 1))
+    assert roofline.exchange(command, on, 7, 1) == pytest.approx(expected - layers * one)
+    assert roofline.exchange(minimax, on, 7, 1) == pytest.approx(expected + layers * few)
+    assert few > 10e-6
 
 
 def test_layers_with_a_window_read_less() -> None:
