@@ -76,6 +76,7 @@ def test_what_is_left_out_is_transformers_default(architecture: str, theirs: Any
     [bias] = {getattr(expected, name, None) for name in names} - {None} or {architecture == "Qwen2ForCausalLM"}
     assert found.qkv_bias == bias
     assert found.logit_divisor == 1 / getattr(expected, "logit_scale", 1)
+    assert found.qk_norm == getattr(expected, "use_qk_norm", found.qk_norm)
 
 
 @pytest.mark.parametrize(
@@ -185,6 +186,28 @@ def test_experts_with_scores_of_their_own_are_transformers_by_default() -> None:
     assert [(one.experts, one.chosen, one.normalized) for one in olmoe if one] == [
         (theirs.num_experts, 8, theirs.norm_topk_prob)
     ] * 3
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"moe_layer_interval": 2, "moe_layer_start_index": 0, "moe_num_shared_experts": 3},
+        {"moe_layer_interval": 3, "moe_layer_start_index": 3, "moe_layer_end_index": 6, "moe_num_shared_experts": 0},
+    ],
+)
+def test_ernies_experts_are_where_transformers_has_them(more: dict[str, Any]) -> None:
+    said = SMALL | {"num_hidden_layers": 9, "moe_num_experts": 3, "moe_k": 2} | more
+    with torch.device("meta"):
+        theirs = transformers.Ernie4_5_MoeForCausalLM(transformers.Ernie4_5_MoeConfig(**said))
+    found = shape({"architectures": ["Ernie4_5_MoeForCausalLM"]} | said)
+    assert [mixture is not None for mixture in found.mixtures] == [hasattr(layer.mlp, "experts") for layer in theirs.model.layers]
+    assert found.parameters() == theirs.num_parameters()
+
+
+def test_dots_slides_only_by_a_window() -> None:
+    said = SMALL | {"num_hidden_layers": 4, "sliding_window": None, "max_window_layers": 2, "num_experts_per_tok": 2}
+    assert set(transformers.Dots1Config(**said).layer_types) == {"full_attention"}
+    assert shape({"architectures": ["Dots1ForCausalLM"]} | said).windows == (0,) * 4
 
 
 GLM_AIR = {
