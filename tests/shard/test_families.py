@@ -287,6 +287,11 @@ def test_routers_with_scores_of_their_own_are_not_rounded() -> None:
     assert found.correction is not None
     assert found.correction.equal(gate.moe_statics.e_score_correction_bias[0])
     torch.testing.assert_close(found.router(torch.eye(64)), gate.weight.T, atol=1e-6, rtol=1e-6)
+    x = torch.randn(20, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    _, shares, chosen = gate(x.float())
+    mine = [dict(zip(*pair, strict=True)) for pair in zip(found.route(x)[1].tolist(), found.route(x)[0].tolist(), strict=True)]
+    theirs = [dict(zip(*pair, strict=True)) for pair in zip(chosen.tolist(), shares.tolist(), strict=True)]
+    assert mine == [pytest.approx(each, rel=1e-5) for each in theirs]
 
 
 @pytest.mark.parametrize("name", ["mistral", "ministral3", "mistral4"])
@@ -301,6 +306,20 @@ def test_the_text_of_a_model_with_images_and_a_head_of_its_own(name: str, tmp_pa
     found = load(ShardConfig(folder=str(tmp_path), model="m"), lambda stage: None).decoder
     same(found, tiny.decoder(name))
     assert replace(found.shape, architecture="") == replace(tiny.decoder(name).shape, architecture="")
+
+
+def test_what_stands_beside_the_description_of_the_text() -> None:
+    """Of few bits, and of tables, a model with images may speak for all of it."""
+    text = config("MistralForCausalLM")
+    del text["architectures"]
+    said = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text}
+    few = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    found = shape(said | {"quantization_config": few, "tie_word_embeddings": True})
+    assert found.tied
+    assert found.quantization is not None
+    assert (found.quantization.kind, found.quantization.group) == ("int4", 32)
+    assert not shape(said | {"text_config": text | {"tie_word_embeddings": False}, "tie_word_embeddings": True}).tied
+    assert shape(said).quantization is None
 
 
 @pytest.mark.parametrize(("longest", "tokens"), [(0, 40), (17, 17), (16, 16), (3, 3)])
