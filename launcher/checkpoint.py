@@ -47,6 +47,8 @@ def read(folder: Path, load_format: str, ask: Callable[[], Remote] | None = None
     if load_format == "dummy":
         return Checkpoint(folder=folder, config=config, dtype=_named_dtype(config), bytes=0, files=0, random=True)
     if not has_tokenizer(folder):
+        if (folder / "tekken.json").is_file():
+            raise Mistake(f"{folder} has Mistral's tekken.json, and lacks tokenizer.json: take a copy of the model that has one")
         raise Mistake(f"{folder} lacks tokenizer.json: save its tokenizer with transformers' AutoTokenizer, which writes one")
     if ask is not None and not _has_weights(folder):
         return _absent(folder, config, ask)
