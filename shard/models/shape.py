@@ -285,9 +285,9 @@ class Shape:
     def weight_bytes(self, ranks: int, item: int, device: str, dtype: str, packed: bool) -> int:
         """What all weights take on one rank, with the rotary tables. packed: matrices are laid out anew, so that a table that is
         also the output matrix is held in both forms."""
-        return (self.parameters(ranks, 2 if packed else None) + self.rotary_elements) * item - self.saved(
-            ranks, item, device, dtype
-        )
+        wide = sum(mixture.experts * (self.hidden + 1) for mixture in self.mixtures if mixture and mixture.wide)
+        found = (self.parameters(ranks, 2 if packed else None) + self.rotary_elements) * item + wide * (4 - item)
+        return found - self.saved(ranks, item, device, dtype)
 
     def saved(self, ranks: int, item: int, device: str, dtype: str, tokens: int | None = None) -> int:
         """Bytes that the matrices of one rank take less for having few bits; tokens: as of `parameters`."""

@@ -527,3 +527,12 @@ def test_a_config_as_it_is_written_today(tmp_path: Path) -> None:
     same(decoder(few), decoder(plain))
     broken(few, sparsity_config={"format": "dense", "sparsity_structure": "unstructured"})
     same(decoder(few), decoder(plain))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "ernie-moe", "glm4-moe", "minimax-m2", "stablelm"])
+def test_the_plan_knows_each_byte(name: str, dtype: str) -> None:
+    """Routers with scores of their own are held in float32."""
+    model = decoder(tiny.folder(name), dtype=dtype)
+    planned = model.shape.weight_bytes(1, 2 if dtype == "bfloat16" else 4, "cpu", dtype, not model.head.shared)
+    assert planned == model.weight_bytes
