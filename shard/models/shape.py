@@ -102,6 +102,10 @@ class Mixture:
         """The router computes in float32."""
         return self.precise or self.sigmoid or bool(self.correction)
 
+    def routing(self, hidden: int) -> int:
+        """Elements of the router, and of what corrects its scores."""
+        return self.experts * (hidden + self.biased + bool(self.correction))
+
     def part(self, ranks: int) -> int:
         """Intermediate features of each on a rank. Blocks of experts that are stored in a few bits alone are not divided: the last
         ranks have fewer of them, and zeros for what they lack."""
@@ -285,7 +289,7 @@ class Shape:
     def weight_bytes(self, ranks: int, item: int, device: str, dtype: str, packed: bool) -> int:
         """What all weights take on one rank, with the rotary tables. packed: matrices are laid out anew, so that a table that is
         also the output matrix is held in both forms."""
-        wide = sum(mixture.experts * (self.hidden + 1) for mixture in self.mixtures if mixture and mixture.wide)
+        wide = sum(mixture.routing(self.hidden) for mixture in self.mixtures if mixture and mixture.wide)
         found = (self.parameters(ranks, 2 if packed else None) + self.rotary_elements) * item + wide * (4 - item)
         return found - self.saved(ranks, item, device, dtype)
 
@@ -316,7 +320,6 @@ class Shape:
         """Elements of a layer's experts, their router, and the shared one with its gate."""
         size = mixture.part(ranks)
         each = 3 * size * self.hidden + mixture.biased * (2 * size + self.hidden)
-        own = self.hidden + mixture.biased + (mixture.correction != "")
-        routed = mixture.experts * own + round(mixture.read(tokens) * each)
+        routed = mixture.routing(self.hidden) + round(mixture.read(tokens) * each)
         gate = mixture.shared > 0 and mixture.shared_gate != ""
         return routed + self.hidden * (3 * mixture.shared // ranks + gate)
