@@ -65,6 +65,8 @@ class Model:
         kv_heads=1,
         head_size=1,
         vocabulary=POISON + 1,
+        latent=None,
+        slot=lambda ranks: (2, 1, 1),
         kv_elements=lambda ranks: 2,
     )
     ranks = SimpleNamespace(size=1, rank=0)
