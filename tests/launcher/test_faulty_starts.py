@@ -255,9 +255,10 @@ def test_an_address_where_shards_cannot_listen(runs: Path, capsys: pytest.Captur
 
     assert "--shard-listen takes an address of this machine" in complaint("192.0.2.1:7000")
     assert "is the first of 2 ports, and there are none above 65535" in complaint("127.0.0.1:65535", "--num-shard", "2")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    own = "127.9.8.7"  # where nobody else takes the port before it
+    with socket.create_server((own, 0)) as taken:
         port = taken.getsockname()[1]
-        assert f"port {port} is in use by process {os.getpid()}" in complaint(f"127.0.0.1:{port - 1}", "--num-shard", "2")
+        assert f"port {port} is in use by process {os.getpid()}" in complaint(f"{own}:{port - 1}", "--num-shard", "2")
     names = replicas.Place(0, True, [], "", "", ["nowhere.invalid:1", "[::1]:7001"], None)
     assert list(replicas.listening([names])) == [("::1", 7001)]
 
