@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from . import attention as plain
 from .attention import Block, Row, View
+from .indexed import Asked
 from .work import Run, runs_of
 
 
@@ -38,7 +39,7 @@ def plan(
 ) -> tuple[list[int], Plan]:
     """The order in which `rows` have to stand in the step, and its plan; arguments as those of `attention.blocks`.
 
-    special: attention has a softcap, or sinks.
+    special: attention has a softcap, or sinks, or an index.
     """
     # torch tells the sums that a merge needs on CPUs only. Behind a window rows see different parts of what they have in common.
     able = device.type == "cpu" and not (special or any(windows))
@@ -100,12 +101,14 @@ def attention(
     softcap: float = 0.0,
     scales: Tensor | None = None,
     sinks: Tensor | None = None,
+    asked: Asked | None = None,
 ) -> Tensor:
     """As `attention.attention`."""
     if not plan.levels:
-        return plain.attention(query, cache, plan.blocks, window, scale, softcap, scales, sinks)
+        return plain.attention(query, cache, plan.blocks, window, scale, softcap, scales, sinks, asked)
     assert not softcap
     assert sinks is None
+    assert asked is None
     single = [block for block in plan.blocks if block.queries == 1]
     answer, weight = _find(query, cache, single, scale, scales)
     for level in plan.levels:

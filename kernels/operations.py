@@ -11,6 +11,8 @@ from torch.nn import functional
 from . import reference
 from .choose import triton_for
 
+INDEX_EPSILON = 1e-6  # of an index's norm of keys
+
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """`reference.rms_norm` of x [rows, size] or [tokens, heads, size]; a new tensor."""
@@ -97,6 +99,24 @@ def rotate_and_write_latents(
     reference.rotate(query[..., size:], table)
     turned = reference.rotate(latents[:, size:].unsqueeze(1), table).squeeze(1)
     write(slots, torch.cat((reference.rms_norm(latents[:, :size], gains, epsilon), turned), 1), cache)
+    return None
+
+
+def rotate_and_write_index(queries: Tensor, keys: Tensor, norm: Tensor, table: Tensor, slots: Tensor, cache: Tensor) -> None:
+    """The same for what tokens are chosen by (`indexed`): the layer norm of keys, the rotation of queries and keys, and the write.
+
+    queries: [tokens, heads, size], whose first features, as many as `table` has, are rotated in place; keys: [tokens, size]; norm:
+    [2, size], gains and biases; cache: the part of a layer behind the latents, [slots, 1, 1, size].
+    """
+    if triton_for(queries):
+        from .fused_index import rotate_and_write_index as fused
+
+        return fused(queries, keys, norm, table, slots, cache)
+    turned = table.shape[-1]
+    reference.rotate(queries[..., :turned], table)
+    keys = layer_norm(keys, norm, INDEX_EPSILON)
+    reference.rotate(keys[:, :turned].unsqueeze(1), table)
+    write(slots, keys, cache)
     return None
 
 

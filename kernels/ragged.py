@@ -13,6 +13,7 @@ from torch import Tensor
 from . import common
 from .attention import Full, Row
 from .choose import triton_on
+from .indexed import Asked
 from .work import ITEMS_PER_PROCESSOR
 
 __all__ = ["Full", "Layout", "Plan", "Row", "attention", "capacity", "plan"]
@@ -36,6 +37,7 @@ class Layout:
     windows: tuple[int, ...]  # the distinct ones of its layers, 0 for none
     softcap: float  # of its logits, 0 for none
     sinks: bool  # logits that no values belong to
+    most: int  # tokens that one attends to, chosen by an index; 0: all
     dtype: torch.dtype  # of queries
     device: torch.device
 
@@ -54,7 +56,7 @@ class Layout:
     @property
     def special(self) -> bool:
         """Torch's own attention is not enough."""
-        return self.softcap > 0 or self.sinks
+        return self.softcap > 0 or self.sinks or self.most > 0
 
 
 Plan: TypeAlias = "common.Plan | paged.Plan"
@@ -122,16 +124,18 @@ def attention(
     scales: Tensor | None = None,
     sinks: Tensor | None = None,
     latent: int = 0,
+    asked: Asked | None = None,
 ) -> Tensor:
     """Softmax attention of every row of `plan`: [tokens, heads, size].
 
     query: [tokens, heads, size]; cache: a layer [slots, 2, kv_heads, size], keys first, in the query's dtype or float8_e4m3fn;
     softcap: logits become softcap * tanh(logit / softcap), 0 is off; scales: [2, kv_heads] float32, what cached keys and values
     are to be multiplied by; sinks: [heads] float32, of each head a logit more, which no value belongs to; latent: the cache is
-    [slots, 1, 1, size], and values are so many features of all heads' keys, the first: [tokens, heads, latent].
+    [slots, 1, 1, size], and values are so many features of all heads' keys, the first: [tokens, heads, latent]; asked: by which
+    tokens choose those that they attend to; the index's keys stand behind the latents.
     """
     if isinstance(plan, common.Plan):
-        found = common.attention(query, cache, plan, window, scale, softcap, scales, sinks)
+        found = common.attention(query, cache, plan, window, scale, softcap, scales, sinks, asked)
         return found[..., :latent] if latent else found
     from . import paged_attention as paged
 

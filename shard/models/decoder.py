@@ -175,7 +175,7 @@ class Decoder:
         return sum(weight.bytes if isinstance(weight, Weight) else weight.nbytes for weight in self._weights()) - twice
 
     def _weights(self) -> Iterator[Weight | Tensor]:
-        parts = (self, *self.layers, *(layer.attention for layer in self.layers))
+        parts = (self, *self.layers, *(part for layer in self.layers for part in layer.attention.parts))
         found = [value for part in parts for value in vars(part).values() if isinstance(value, (Weight, Tensor))]
         for value in (*found, *(weight for layer in self.layers for weight in layer.mlp.weights())):
             yield value

@@ -6,7 +6,7 @@ Knows no tensor and imports no torch, so that the launcher can plan with it.
 from typing import Any
 
 from .dense_families import DENSE
-from .fields import AGAIN, FULL, SLIDING, Config, check, shown
+from .fields import AGAIN, FULL, INDEXED, SLIDING, Config, check, shown
 from .latent_families import LATENT
 from .layer_norm_families import LAYER_NORM
 from .quantization import beside as beside  # for who reads a folder
@@ -59,7 +59,7 @@ def _sound(found: Shape, kinds: list[Any] | None) -> Shape:
             f"config.json says {found.heads} attention heads and {found.kv_heads} key/value heads, of which the first must be a "
             f"multiple: {AGAIN}"
         )
-    unknown = set(map(str, kinds or ())) - {FULL, SLIDING}
+    unknown = set(map(str, kinds or ())) - ({INDEXED} if found.latent and found.latent.index else {FULL, SLIDING})
     if unknown:
         raise Unsupported(f"layer_types {', '.join(sorted(unknown))} are not supported: the decoder has full and sliding attention")
     for layer, (kind, window) in enumerate(zip(kinds or (), found.windows, strict=False)):

@@ -39,6 +39,9 @@ SIZES = {
     "qk_rope_head_dim": 1 << 10,
     "qk_nope_head_dim": 1 << 10,
     "v_head_dim": 1 << 10,
+    "index_topk": 1 << 20,
+    "index_head_dim": 1 << 10,
+    "index_n_heads": 1 << 10,
     "moe_k": 1 << 12,
     "moe_num_experts": 1 << 12,
     "moe_num_shared_experts": 1 << 12,
@@ -57,7 +60,7 @@ MAY_BE_NULL = (
     *("n_shared_experts", "n_group", "topk_group", "first_k_dense_replace", "q_lora_rank"),
 )
 AGAIN = "is it the model's own? Download it again"
-FULL, SLIDING = "full_attention", "sliding_attention"  # of `layer_types`
+FULL, SLIDING, INDEXED = "full_attention", "sliding_attention", "indexed_attention"  # of `layer_types`
 SWITCHES = (
     *("tie_word_embeddings", "attention_bias", "attention_out_bias", "mlp_bias", "qkv_bias", "use_bias"),
     *("use_sliding_window", "use_qk_norm", "qk_layernorm", "norm_topk_prob", "use_qkv_bias", "use_parallel_residual"),
@@ -67,10 +70,12 @@ SWITCHES = (
 MODEL_TYPES = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
+    "DeepseekV32ForCausalLM": "deepseek_v32",
     "Gemma3ForCausalLM": "gemma3_text",
     "Gemma3ForConditionalGeneration": "gemma3_text",
     "Glm4MoeForCausalLM": "glm4_moe",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
+    "GlmMoeDsaForCausalLM": "glm_moe_dsa",
     "GptOssForCausalLM": "gpt_oss",
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "Mistral3ForConditionalGeneration": "mistral",

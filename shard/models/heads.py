@@ -31,6 +31,11 @@ class Heads:
         self.scales = load.cache_scales()
         self.output = load.rows("self_attn.o_proj", sizes[0], shape.output_bias)
 
+    @property
+    def parts(self) -> tuple[object, ...]:
+        """What has weights."""
+        return (self,)
+
     def __call__(
         self, stream: Stream, norm: Tensor | None, step: Step, rotary: Tensor, growth: Tensor | None, layer: Tensor
     ) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 from .fields import AGAIN, Config, shown
 from .parts import common
 from .ropes import MISTRAL_YARN, sharpness
-from .shape import Latent, Mixture, Shape, Unsupported
+from .shape import Index, Latent, Mixture, Shape, Unsupported
 from .sparse_families import scored
 
 # transformers' defaults, which some checkpoints rely on.
@@ -22,6 +22,22 @@ DEEPSEEK_V3: Config = FEATURES | {
     "first_k_dense_replace": 3,
     "norm_topk_prob": True,
     "routed_scaling_factor": 2.5,
+}
+DEEPSEEK_V32: Config = DEEPSEEK_V3 | {
+    "max_position_embeddings": 163_840,
+    "index_topk": 2048,
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+}
+GLM_5: Config = DEEPSEEK_V32 | {
+    "q_lora_rank": 2048,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "max_position_embeddings": 202_752,
+    "rms_norm_eps": 1e-5,
+    "n_group": 1,
+    "topk_group": 1,
+    "index_n_heads": 32,
 }
 GLM_FLASH: Config = FEATURES | {
     "q_lora_rank": 768,
@@ -50,7 +66,7 @@ MISTRAL_4: Config = FEATURES | {
 }
 MISTRAL_4_ROPE = MISTRAL_YARN | {"rope_theta": 10_000.0, "factor": 128.0, "original_max_position_embeddings": 8192}
 YOUTU: Config = FEATURES | {"max_position_embeddings": 131_072, "tie_word_embeddings": True}
-DENSE, SPARSE = "dense", "sparse"  # of GLM's `mlp_layer_types`
+DENSE, SPARSE = "dense", "sparse"  # of `mlp_layer_types`
 
 
 def _latent(config: Config) -> Shape:
@@ -87,8 +103,39 @@ def _deepseek_v3(config: Config) -> Shape:
 def _glm_flash(config: Config) -> Shape:
     """The same but for which layers have experts."""
     given = GLM_FLASH | config
-    base = scored(_latent(given), given)
-    kinds = config.get("mlp_layer_types")
+    return _scored_by_kinds(_latent(given), given)
+
+
+def _deepseek_v32(config: Config) -> Shape:
+    """DeepSeek-AI 2025, arXiv:2512.02556: V3, but that each token attends to those that an index has chosen."""
+    return _indexed(DEEPSEEK_V32 | config, neighbours=False)
+
+
+def _glm_5(config: Config) -> Shape:
+    """The same, but for the order of the index's features."""
+    layers = config.get("num_hidden_layers", 78)
+    kinds = config.get("indexer_types") or ["full"] * layers
+    every = config.get("index_topk_freq") or 1
+    if kinds != ["full"] * layers or every != 1 or config.get("index_topk_pattern") not in (None, "F" * layers):
+        raise Unsupported("layers that attend to what the index of another has chosen (indexer_types) are not supported")
+    return _indexed(GLM_5 | config, neighbours=True)
+
+
+def _indexed(given: Config, neighbours: bool) -> Shape:
+    _expect(given, scoring_func="sigmoid", topk_method="noaux_tc")
+    base = _latent(given)
+    index = Index(heads=given["index_n_heads"], size=given["index_head_dim"], most=given["index_topk"], neighbours=neighbours)
+    if base.latent is None or not base.latent.queries or index.size < base.latent.turned:
+        raise Unsupported(
+            f"config.json says q_lora_rank {shown(given['q_lora_rank'])}, index_head_dim {index.size} and qk_rope_head_dim "
+            f"{given['qk_rope_head_dim']}: an index needs latents of queries, and heads as large as what turns of keys"
+        )
+    return _scored_by_kinds(replace(base, latent=replace(base.latent, index=index)), given)
+
+
+def _scored_by_kinds(base: Shape, given: Config) -> Shape:
+    """The same with experts, in which layers config.json may say for each."""
+    base, kinds = scored(base, given), given.get("mlp_layer_types")
     if kinds is None:
         return base
     if not isinstance(kinds, list) or len(kinds) != base.layers or not {DENSE, SPARSE}.issuperset(map(str, kinds)):
@@ -147,6 +194,8 @@ def _expect(config: Config, **fields: object) -> None:
 LATENT: dict[str, Callable[[Config], Shape]] = {
     "DeepseekV2ForCausalLM": _deepseek_v2,
     "DeepseekV3ForCausalLM": _deepseek_v3,
+    "DeepseekV32ForCausalLM": _deepseek_v32,
+    "GlmMoeDsaForCausalLM": _glm_5,
     "Glm4MoeLiteForCausalLM": _glm_flash,
     "Mistral4ForCausalLM": _mistral_4,
     "YoutuForCausalLM": _youtu,

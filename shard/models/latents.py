@@ -12,6 +12,7 @@ from ...kernels.codes import Codes
 from ...kernels.operations import rms_norm, rotate_and_write_latents
 from ...kernels.ragged import attention
 from ..step import Step
+from .index import Chooser
 from .loader import Loader
 from .shape import Latent
 from .stream import Stream
@@ -40,24 +41,34 @@ class Latents:
         both = load.dense(load.matrix("self_attn.kv_b_proj", shape.heads * each, latent.size)).view(-1, each, latent.size)
         self.to_keys = both[:, : latent.plain].contiguous()  # [heads, plain, size]
         self.to_values = both[:, latent.plain :].transpose(1, 2).contiguous()  # [heads, size, values]
+        self.chooser = Chooser(load, latent, latent.index) if latent.index else None
         self.output = load.rows("self_attn.o_proj", shape.heads * latent.values, shape.output_bias)
+
+    @property
+    def parts(self) -> tuple[object, ...]:
+        """What has weights."""
+        return (self, self.chooser) if self.chooser else (self,)
 
     def __call__(
         self, stream: Stream, norm: Tensor | None, step: Step, rotary: Tensor, growth: Tensor | None, layer: Tensor
     ) -> Tensor:
         """As that of `Heads`: [tokens, this rank's heads * latent.values]."""
-        latent, epsilon = self.latent, self.shape.norm_epsilon
-        joint = stream.through(norm, self.inward)
-        asked, latents = joint[:, : -self.shape.head_size], joint[:, -self.shape.head_size :]
+        latent, epsilon, width, chosen = self.latent, self.shape.norm_epsilon, self.shape.head_size, None
+        x = stream.normalized(norm) if self.chooser else None
+        joint = stream.through(norm, self.inward) if x is None else stream.product(x, self.inward)
+        asked, latents = joint[:, :-width], joint[:, -width:]
         if self.query is not None and self.query_norm is not None:
-            asked = stream.product(rms_norm(asked, self.query_norm, epsilon), self.query)
+            made = rms_norm(asked, self.query_norm, epsilon)
+            asked = stream.product(made, self.query)
+            if self.chooser is not None and x is not None:
+                chosen = self.chooser(x, made, rotary, step.slots, layer[..., width:])
         heads = asked.view(len(asked), len(self.to_keys), latent.plain + latent.turned)
         query = torch.cat((_by_heads(heads[..., : latent.plain], self.to_keys), heads[..., latent.plain :]), 2)
-        rotate_and_write_latents(query, latents, self.latent_norm, rotary, step.slots, layer, epsilon)
+        rotate_and_write_latents(query, latents, self.latent_norm, rotary, step.slots, layer[..., :width], epsilon)
         if growth is not None:
             query.mul_(growth)
         scale = self.shape.attention_scale
-        found = attention(query, layer, step.attention, self.window, scale, latent=latent.size)
+        found = attention(query, layer, step.attention, self.window, scale, latent=latent.size, asked=chosen)
         return _by_heads(found, self.to_values).flatten(1)
 
     def _ordered(self, weight: Tensor | Codes, plain: int) -> Tensor | Codes:

@@ -118,6 +118,16 @@ class Mixture:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Index:
+    """Heads that choose what a token attends to (DeepSeek-AI 2025, arXiv:2512.02556). Every rank has all of them."""
+
+    heads: int
+    size: int  # of a head, and of the key that is cached of each token
+    most: int  # tokens that a token attends to
+    neighbours: bool = False  # in the checkpoint, features that turn together are neighbours
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Latent:
     """What all heads' keys and values are made of, instead of heads of their own (DeepSeek-AI 2024, arXiv:2405.04434). Features."""
 
@@ -126,6 +136,7 @@ class Latent:
     plain: int  # of each head's queries and keys that don't
     values: int  # of each head
     queries: int = 0  # that queries are made of; 0: of the residual stream
+    index: Index | None = None  # None: each token attends to all before it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,7 +234,9 @@ class Shape:
 
     def slot(self, ranks: int) -> tuple[int, int, int]:
         """What a layer caches of a token on one rank: keys and values, or one for both; heads; features."""
-        return (1, 1, self.head_size) if self.latent else (2, self.kv_heads // ranks, self.head_size)
+        if self.latent is None:
+            return 2, self.kv_heads // ranks, self.head_size
+        return 1, 1, self.head_size + (self.latent.index.size if self.latent.index else 0)
 
     def kv_elements(self, ranks: int) -> int:
         """Elements that one token takes in the cache of one rank, all layers."""
@@ -276,20 +289,24 @@ class Shape:
         asked, back = heads * (latent.plain + latent.turned), (hidden, self.heads * latent.values, heads * latent.values)
         if not latent.queries:
             return [(asked + self.head_size, hidden, hidden), back]
-        return [(latent.queries + self.head_size, hidden, hidden), (asked, latent.queries, latent.queries), back]
+        own, index = (latent.queries, latent.queries), latent.index
+        chosen = [(index.heads * index.size, *own), (index.size, hidden, hidden)] if index else []
+        return [(latent.queries + self.head_size, hidden, hidden), (asked, *own), back, *chosen]
 
     def _beside(self, ranks: int) -> int:
         """Elements of what else a layer has before attention: biases, and what leads from latents to heads."""
         heads, latent = self.heads // ranks, self.latent
         if latent is None:
             return self.qkv_bias * (heads + 2 * self.kv_heads // ranks) * self.head_size
-        norms = latent.size + latent.queries
-        return heads * (latent.plain + latent.values) * latent.size + norms + self.qkv_bias * (latent.queries + self.head_size)
+        found = latent.size + latent.queries + (2 * latent.index.size + latent.index.heads * self.hidden if latent.index else 0)
+        return heads * (latent.plain + latent.values) * latent.size + found + self.qkv_bias * (latent.queries + self.head_size)
 
     def weight_bytes(self, ranks: int, item: int, device: str, dtype: str, packed: bool) -> int:
         """What all weights take on one rank, with the rotary tables. packed: matrices are laid out anew, so that a table that is
         also the output matrix is held in both forms."""
         wide = sum(mixture.routing(self.hidden) for mixture in self.mixtures if mixture and mixture.wide)
+        if self.latent and self.latent.index:
+            wide += self.layers * self.latent.index.heads * self.hidden
         found = (self.parameters(ranks, 2 if packed else None) + self.rotary_elements) * item + wide * (4 - item)
         return found - self.saved(ranks, item, device, dtype)
 

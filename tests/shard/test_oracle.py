@@ -102,7 +102,7 @@ def test_logits_of_chunks_equal_transformers(name: str) -> None:
         close(torch.cat(parts), tiny.expected_logits(name, tokens))
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("name", ["deepseek-v32", "llama", "mistral"])
 @pytest.mark.parametrize("cut", [0, 1, 64, 129])
 def test_logits_of_a_long_prompt_equal_transformers(name: str, cut: int) -> None:
     """In one or two pieces, with no other row in the step."""
@@ -144,7 +144,7 @@ def check_tree(name: str, page_size: int) -> None:
             close(logits[i], tiny.expected_logits(name, [*start, *path])[-1])
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3", "llama", "mistral", "qwen3"])
+@pytest.mark.parametrize("name", ["deepseek-v3", "glm-5", "llama", "mistral", "qwen3"])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_every_node_of_a_tree_sees_its_path(name: str, page_size: int) -> None:
     check_tree(name, page_size)

@@ -530,7 +530,9 @@ def test_a_config_as_it_is_written_today(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["llama", "ernie-moe", "glm4-moe", "minimax-m2", "deepseek-v2", "deepseek-v3", "stablelm"])
+@pytest.mark.parametrize(
+    "name", ["llama", "ernie-moe", "glm4-moe", "minimax-m2", "deepseek-v2", "deepseek-v3", "deepseek-v32", "stablelm"]
+)
 def test_the_plan_knows_each_byte(name: str, dtype: str) -> None:
     """Routers with scores of their own are held in float32."""
     model = decoder(tiny.folder(name), dtype=dtype)

@@ -100,6 +100,7 @@ LATENT = {name: value for name, value in GLM_MOE.items() if name != "head_dim"} 
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
 }
+INDEXED = LATENT | {"num_key_value_heads": 8, "index_topk": 6, "index_head_dim": 16, "index_n_heads": 12}
 ERNIE_MOE = SMALL | {"num_hidden_layers": 4, "moe_num_experts": 7, "moe_k": 3, "moe_intermediate_size": 20}
 ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 GLM = SMALL | {"head_dim": 16, "pad_token_id": 0, "eos_token_id": 1}
@@ -119,6 +120,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "deepseek-v3-biases": lambda: transformers.DeepseekV3Config(
         **LATENT | {"q_lora_rank": None}, n_group=1, topk_group=1, attention_bias=True, rope_interleave=False
     ),
+    "deepseek-v32": lambda: transformers.DeepseekV32Config(**INDEXED, n_group=4, topk_group=2, rope_parameters=dict(DEEP_YARN)),
     "dots1": lambda: transformers.Dots1Config(**GLM_MOE, n_shared_experts=2, n_group=4, topk_group=2, first_k_dense_replace=1),
     "dots1-window": lambda: transformers.Dots1Config(
         **GLM_MOE, n_shared_experts=1, attention_bias=True, norm_topk_prob=True, sliding_window=WINDOW, max_window_layers=1
@@ -139,6 +141,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "glm": lambda: transformers.GlmConfig(**GLM, partial_rotary_factor=1.0, attention_bias=False),
     "glm4": lambda: transformers.Glm4Config(**GLM, rope_parameters=dict(YARN)),
     "glm4-moe": lambda: transformers.Glm4MoeConfig(**GLM_MOE, use_qk_norm=True, attention_bias=True, n_group=2, topk_group=1),
+    "glm-5": lambda: transformers.GlmMoeDsaConfig(**INDEXED, mlp_layer_types=["dense", "sparse", "dense"], attention_bias=True),
     "glm4-moe-lite": lambda: transformers.Glm4MoeLiteConfig(**LATENT, mlp_layer_types=["sparse", "dense", "sparse"]),
     "gpt-oss": lambda: transformers.GptOssConfig(**GPT_OSS, rope_parameters=DEEP_YARN),
     "gpt-oss-full": lambda: transformers.GptOssConfig(
@@ -278,6 +281,8 @@ def _made(name: str) -> Path:
         "Gemma3TextConfig": transformers.Gemma3ForCausalLM,
         "Glm4MoeLiteConfig": transformers.Glm4MoeLiteForCausalLM,
         "Glm4MoeConfig": transformers.Glm4MoeForCausalLM,
+        "DeepseekV32Config": transformers.DeepseekV32ForCausalLM,
+        "GlmMoeDsaConfig": transformers.GlmMoeDsaForCausalLM,
         "GlmConfig": transformers.GlmForCausalLM,
         "Glm4Config": transformers.Glm4ForCausalLM,
         "GptOssConfig": transformers.GptOssForCausalLM,

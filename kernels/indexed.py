@@ -1,0 +1,54 @@
+"""Which of the tokens before it each one attends to: the best by an index (DeepSeek-AI 2025, DeepSeek-V3.2, arXiv:2512.02556).
+
+An index has heads of its own for a token's queries, one key for all of them, which is cached behind the token's latent, and a
+weight for each. A token's score of another is the sum of weights * max(0, query * key); so many with the highest scores are
+chosen, and of equal ones the first. What a token doesn't see otherwise can't be chosen.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a step's tokens choose by."""
+
+    queries: Tensor  # [tokens, heads, size]
+    weights: Tensor  # [tokens, heads] float32
+    most: int  # tokens that one attends to
+
+    def of(self, start: int, rows: int, queries: int) -> tuple[Tensor, Tensor]:
+        """Queries and weights of so many rows' tokens from `start` on: [rows, queries, heads, size], [rows, queries, heads]."""
+        own = slice(start, start + rows * queries)
+        return self.queries[own].unflatten(0, (rows, queries)), self.weights[own].unflatten(0, (rows, queries))
+
+
+def scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+    """[rows, queries, length] float32. Head by head, since all at once may be large.
+
+    queries: [rows, queries, heads, size]; weights: [rows, queries, heads]; keys: [rows, length, size].
+    """
+    result = queries.new_zeros(len(keys), queries.shape[1], keys.shape[1], dtype=torch.float32)
+    turned = keys.float().transpose(1, 2)
+    for head in range(queries.shape[2]):
+        found = queries[:, :, head].float() @ turned
+        result.addcmul_(found.relu_(), weights[:, :, head, None])
+    return result
+
+
+def narrowed(asked: Asked, keys: Tensor, start: int, queries: int, hidden: Tensor | None) -> Tensor | None:
+    """`hidden`, [rows, 1, queries, length] with -inf where a key is hidden, hiding all that isn't chosen, too.
+
+    keys: [rows, length or more, size], the index's; start: of the rows' tokens in the step.
+    """
+    keys = keys if hidden is None else keys[:, : hidden.shape[3]]
+    if keys.shape[1] <= asked.most:
+        return hidden
+    found = scores(*asked.of(start, len(keys), queries), keys)
+    if hidden is not None:
+        found += hidden[:, 0]
+    chosen = found.sort(dim=2, descending=True, stable=True).indices[:, :, : asked.most]
+    others = torch.full_like(found, -torch.inf).scatter_(2, chosen, 0.0).unsqueeze(1)
+    return (others if hidden is None else others + hidden).to(asked.queries.dtype)
