@@ -24,10 +24,11 @@ def latents_kernel(
     gains: tl.tensor,  # [SIZE]
     table: tl.tensor,  # [tokens, 2, 1, TURNED], dense
     slots: tl.tensor,  # [tokens]
-    cache: tl.tensor,  # [slots, SIZE + TURNED], dense
+    cache: tl.tensor,  # [slots, SIZE + TURNED]
     heads: tl.tensor,
     query_stride: tl.tensor,
     latent_stride: tl.tensor,
+    cache_stride: tl.tensor,
     epsilon: tl.tensor,
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
@@ -67,7 +68,7 @@ def latents_kernel(
             low = tl.load(own + SIZE + half, mask=within, other=0.0)
             high = tl.load(own + SIZE + TURNED // 2 + half, mask=within, other=0.0)
             low, high = rotated(low, high, cosine, sine)
-            kept = cache + slot * (SIZE + TURNED)
+            kept = cache + slot * cache_stride
             tl.store(kept + feature, storable(row, MOST).to(cache.dtype.element_ty), mask=held)
             tl.store(kept + SIZE + half, storable(low, MOST).to(cache.dtype.element_ty), mask=within)
             tl.store(kept + SIZE + TURNED // 2 + half, storable(high, MOST).to(cache.dtype.element_ty), mask=within)
@@ -76,12 +77,12 @@ def latents_kernel(
 def rotate_and_write_latents(
     query: Tensor, latents: Tensor, gains: Tensor, table: Tensor, slots: Tensor, cache: Tensor, epsilon: float
 ) -> None:
-    """`operations.rotate_and_write_latents`. query: each token dense; latents: each row dense, and kept; table, cache: dense."""
+    """`operations.rotate_and_write_latents`. query: each token dense; latents: each row dense, and kept; table: dense."""
     tokens, heads, width = query.shape
     assert query.stride()[1:] == (width, 1)
     assert latents.stride(1) == 1
     assert table.is_contiguous()
-    assert cache.is_contiguous()
+    assert cache.stride(3) == 1
     if tokens:
         early = on(query.device)
         latents_kernel[(tokens, 1 + triton.cdiv(heads, HEADS))](
@@ -94,6 +95,7 @@ def rotate_and_write_latents(
             heads,
             query.stride(0),
             latents.stride(0),
+            cache.stride(0),
             epsilon,
             **_constants(len(gains), width - len(gains), torch.finfo(cache.dtype).max if cache.dtype != query.dtype else 0.0),
             EARLY=early,
@@ -121,7 +123,7 @@ def compilations() -> list[Compilation]:
     for dtype, size, most, early in cases:
         pointers = dict.fromkeys(("query", "latents", "gains", "table"), f"*{dtype}")
         pointers |= {"slots": "*i64", "cache": "*fp8e4nv" if most else f"*{dtype}"}
-        numbers = {"heads": "i32", "query_stride": "i32:16", "latent_stride": "i32:16", "epsilon": "fp32"}
+        numbers = {"heads": "i32", "query_stride": "i32:16", "latent_stride": "i32:16", "cache_stride": "i32:16", "epsilon": "fp32"}
         constants = {**_constants(size, 64, most), "EARLY": early}
         found.append(
             Compilation(

@@ -81,6 +81,10 @@ class Plan:
             raise ValueError(f"a plan of {len(other.buffer)} ints can't take the place of one of {len(self.buffer)}")
         self.buffer.copy_(other.buffer, non_blocking=True)
 
+    def chosen(self, pages: Tensor) -> "Plan":
+        """The same, with these tables: int32."""
+        return replace(self, pages=pages)
+
 
 def tiles_of(ratio: int, size: int, dtype: torch.dtype, generation: int = 9) -> tuple[Tile, Tile, Tile]:
     """For one query, for a few (a chain or tree to be verified), for many. generation: of `generation_of`.
@@ -150,19 +154,22 @@ def plan(
     fixed: int = 0,
     share: bool = True,
     capacity: Capacity | None = None,
+    apart: int = 0,
 ) -> Plan:
     """The step of `rows`, whose query tokens stand one row after the other.
 
     ratio: query heads of a key head; size: of a head; dtype: of the queries; windows: the distinct ones of the model's layers, 0
     for none; processors: the device's; fixed: keys of an item (a multiple of 128) whatever else is running, so that a row's answer
     does not depend on its neighbours by a single bit; with it rows do not share, nor without `share`; capacity: without it,
-    tensors are as long as this step needs.
+    tensors are as long as this step needs; apart: the rows' tables are given later (`Plan.chosen`), each so many pages long.
     """
     if fixed % cutting.ALIGNMENT:
         raise ValueError(f"items of {fixed} keys: not a multiple of {cutting.ALIGNMENT}")
     tiles = tiles_of(ratio, size, dtype, generation_of(device))
     processors = processors if processors is not None else processors_of(device)
     table = cutting.table(rows, page_size, (tiles[-1].rows - 1) // ratio if share and not fixed else 0)
+    if apart:
+        table = replace(table, offsets=numpy.arange(len(rows)) * apart)
     works = {}
     for window in windows:
         parts = cutting.segments(table, window, tiles, ratio)
@@ -173,7 +180,7 @@ def plan(
     masks = writer.add(_masks(table, any(trees)), _room(capacity, "tokens") if capacity is None or capacity.trees else 0)
     positions = writer.add(table.positions, _room(capacity, "tokens"))
     listed = writer.add(table.tokens, _room(capacity, "listed"))
-    pages = writer.add(_pages(rows, page_size), _room(capacity, "pages"))
+    pages = writer.add(_pages(() if apart else rows, page_size), _room(capacity, "pages"))
     places = {window: _launch(writer, work, capacity) for window, work in works.items()}
     buffer = writer.buffer(device)
     return Plan(
@@ -287,7 +294,8 @@ def attention(
     query: [tokens, heads, size], tokens may be apart; cache: [slots, 2, kv_heads, size], keys first, in the query's dtype or
     float8_e4m3fn; softcap: logits become softcap * tanh(logit / softcap), 0 is off; scales: [2, kv_heads] float32, what cached
     keys and values are to be multiplied by; sinks: [heads] float32, of each head a logit more, which no value belongs to; latent:
-    the cache is [slots, 1, 1, size], and values are so many features of all heads' keys, the first: [tokens, heads, latent].
+    the cache is [slots, 1, 1, size or more], and values are so many features of all heads' keys, the first: [tokens, heads,
+    latent].
     """
     tokens, heads, size = query.shape
     turned, values = (size - latent, latent) if latent else (0, size)
@@ -324,6 +332,7 @@ def attention(
                     plan.ratio,
                     values,
                     turned,
+                    cache.shape[3] if latent else 2 * plan.kv_heads * size,
                     plan.page_size,
                     tile,
                     window,
@@ -363,6 +372,7 @@ def _constants(
     ratio: int,
     size: int,
     turned: int,
+    width: int,
     page_size: int,
     tile: Tile,
     window: int,
@@ -378,6 +388,7 @@ def _constants(
         "PADDED": max(16, triton.next_power_of_2(size)),  # the least of a product on the matrix units
         "TURNED": turned,
         "TURNED_PADDED": max(16, triton.next_power_of_2(turned)),
+        "WIDTH": width,
         "PAGE": page_size,
         "ROWS": tile.rows,
         "KEYS": tile.keys,
@@ -420,6 +431,7 @@ def compilations() -> list[Compilation]:
         result += [
             *(_compilation(kind, 512, generation, turned=64, ratio=16, page_size=64, hot=True) for kind in range(3)),
             _compilation(1, 512, generation, turned=64, ratio=16, trees=True, hot=True),
+            _compilation(0, 512, generation, turned=64, ratio=16, beside=128, page_size=1, hot=True),
             _compilation(0, 512, generation, turned=64, ratio=16, eight_bits=True, hot=True),
             _compilation(2, 256, generation, turned=64, ratio=8, dtype=torch.float32, hot=True),
             _compilation(0, 64, generation, ratio=1, page_size=1),
@@ -457,6 +469,7 @@ def _compilation(
     page_size: int = 16,
     ratio: int = 4,
     turned: int = 0,
+    beside: int = 0,
     window: int = 0,
     softcap: float = 0.0,
     trees: bool = False,
@@ -466,7 +479,9 @@ def _compilation(
     hot: bool = False,
 ) -> Compilation:
     tile = narrowed(tiles_of(ratio, size + turned, dtype, generation)[kind], size + turned, eight_bits or window > 0)
-    constants = _constants(8, ratio, size, turned, page_size, tile, window, softcap, trees, eight_bits, sinks) | {"EARLY": early}
+    width = size + turned + beside if turned else 16 * size
+    constants = _constants(8, ratio, size, turned, width, page_size, tile, window, softcap, trees, eight_bits, sinks)
+    constants["EARLY"] = early
     short = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
     signature = {
         "output": f"*{short}",
@@ -485,6 +500,7 @@ def _compilation(
     }
     marks = [
         f"latent + {turned}" * (turned > 0),
+        f"beside {beside}" * (beside > 0),
         f"window {window}" * (window > 0),
         "softcap" * (softcap > 0),
         "trees" * trees,

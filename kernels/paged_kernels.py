@@ -12,7 +12,7 @@ from .early import wait
 
 
 @triton.jit
-def _dot(left: tl.tensor, right: tl.tensor, WIDEN: tl.constexpr) -> tl.tensor:
+def dot(left: tl.tensor, right: tl.tensor, WIDEN: tl.constexpr) -> tl.tensor:
     """The product in float32; float32 operands are not rounded."""
     if WIDEN:
         left = left.to(tl.float32)
@@ -21,7 +21,7 @@ def _dot(left: tl.tensor, right: tl.tensor, WIDEN: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _slots(
+def slots_of(
     pages: tl.tensor, begin: tl.tensor, end: tl.tensor, PAGE: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr
 ) -> tl.tensor:
     """Slots of keys `begin` to `begin + KEYS`: [KEYS] int64. MASKED: those from `end` on are of page 0."""
@@ -39,7 +39,7 @@ def _slots(
 
 
 @triton.jit
-def _visible(
+def visible_of(
     key: tl.tensor,
     position: tl.tensor,
     positions: tl.tensor,
@@ -85,9 +85,9 @@ def _logits(
     WIDEN: tl.constexpr,
 ) -> tl.tensor:
     """Times `unit` of `_through` they are in units of log 2. query: [ROWS, PADDED]; key: [KEYS, PADDED]."""
-    logits = _dot(query, tl.trans(key.to(query.dtype)), WIDEN)
+    logits = dot(query, tl.trans(key.to(query.dtype)), WIDEN)
     if LATENT:
-        logits += _dot(turned_query, tl.trans(turned_key.to(query.dtype)), WIDEN)
+        logits += dot(turned_query, tl.trans(turned_key.to(query.dtype)), WIDEN)
     if CAPPED:
         # tanh(x) = 1 - 2 / (exp(2 x) + 1), and factor holds 2 log2(e) / softcap.
         logits = softcap * 1.4426950408889634 * (1.0 - 2.0 / (tl.exp2(logits * factor) + 1.0))
@@ -127,6 +127,7 @@ def _through(
     PADDED: tl.constexpr,
     TURNED: tl.constexpr,
     TURNED_PADDED: tl.constexpr,
+    WIDTH: tl.constexpr,
     PAGE: tl.constexpr,
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -138,12 +139,11 @@ def _through(
 ) -> tl.tensor:
     """Adds the keys from `first` to `last` to sums [ROWS, PADDED], best and total [ROWS]. Not MASKED: whole tiles, all seen.
 
-    TURNED: of keys that are latents, and values, too, the features behind these; 0: values are by themselves.
+    TURNED: of keys that are latents, and values, too, the features behind these; 0: values are by themselves; WIDTH: of a slot.
     """
     feature = tl.arange(0, PADDED)
     within = feature < SIZE
     turned = tl.arange(0, TURNED_PADDED)
-    WIDTH: tl.constexpr = SIZE + TURNED if TURNED > 0 else 2 * KV_HEADS * SIZE
     word_0 = token
     word_1 = token
     word_2 = token
@@ -156,7 +156,7 @@ def _through(
         word_3 = tl.load(words + 3, mask=token >= 0, other=0)
     unit = 1.0 if CAPPED else factor
     for begin in tl.range(first, last, KEYS, num_stages=STAGES):
-        slots = _slots(pages, begin, end, PAGE, KEYS, MASKED)
+        slots = slots_of(pages, begin, end, PAGE, KEYS, MASKED)
         place = slots[:, None] * WIDTH + feature[None, :]
         key_at = begin + tl.arange(0, KEYS)
         if MASKED:  # what is hidden from all must not even be loaded: it may be no number, and 0 times that is none
@@ -178,7 +178,7 @@ def _through(
                 turned_key = tl.load(turned_place, mask=(turned < TURNED)[None, :], other=0.0)
         logits = _logits(query, key, turned_query, turned_key, factor, softcap, TURNED > 0, CAPPED, WIDEN)
         if MASKED:
-            visible = _visible(
+            visible = visible_of(
                 key_at, position, positions, word_0, word_1, word_2, word_3, context, tree, window, end, WINDOWED, TREES
             )
             logits = tl.where(visible, logits, float("-inf"))
@@ -200,7 +200,7 @@ def _through(
         else:
             value = tl.load(cache + KV_HEADS * SIZE + place, mask=within[None, :], other=0.0)
         value = value.to(query.dtype)
-        sums += _dot(part.to(value.dtype), value, WIDEN)
+        sums += dot(part.to(value.dtype), value, WIDEN)
     return sums, best, total
 
 
@@ -228,6 +228,7 @@ def attend(
     PADDED: tl.constexpr,
     TURNED: tl.constexpr,
     TURNED_PADDED: tl.constexpr,
+    WIDTH: tl.constexpr,
     PAGE: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -306,18 +307,19 @@ def attend(
             sums, best, total = _through(
                 sums, best, total, asking, turned_asking, own, table, first, middle, end, lowest, factor, softcap, position, token,
                 positions, masks, context, tree, window,
-                KV_HEADS, SIZE, PADDED, TURNED, TURNED_PADDED, PAGE, EDGE, 3, WINDOWED, CAPPED, TREES, WIDEN, True,
+                KV_HEADS, SIZE, PADDED, TURNED, TURNED_PADDED, WIDTH, PAGE, EDGE, 3, WINDOWED, CAPPED, TREES, WIDEN, True,
             )  # fmt: skip
         tail = middle + tl.maximum(plain - middle, 0) // KEYS * KEYS
         sums, best, total = _through(
             sums, best, total, asking, turned_asking, own, table, middle, tail, end, lowest, factor, softcap, position, token,
             positions, masks, context, tree, window,
-            KV_HEADS, SIZE, PADDED, TURNED, TURNED_PADDED, PAGE, KEYS, STAGES, WINDOWED, CAPPED, TREES, WIDEN, False,
+            KV_HEADS, SIZE, PADDED, TURNED, TURNED_PADDED, WIDTH, PAGE, KEYS, STAGES, WINDOWED, CAPPED, TREES, WIDEN, False,
         )  # fmt: skip
     sums, best, total = _through(
         sums, best, total, asking, turned_asking, own, table, tail, end, end, lowest, factor, softcap, position, token,
         positions, masks, context, tree, window,
-        KV_HEADS, SIZE, PADDED, TURNED, TURNED_PADDED, PAGE, EDGE, STAGES if SINGLE else 3, WINDOWED, CAPPED, TREES, WIDEN, True,
+        KV_HEADS, SIZE, PADDED, TURNED, TURNED_PADDED, WIDTH, PAGE, EDGE, STAGES if SINGLE else 3, WINDOWED, CAPPED, TREES, WIDEN,
+        True,
     )  # fmt: skip
 
     if SINKS:  # of partials, `merge` adds it once

@@ -86,6 +86,12 @@ def plan(rows: Sequence[Row], layout: Layout, capacity: "paged.Capacity | None" 
         windows=layout.windows,
         capacity=capacity,
     )
+    if layout.most and any(row.context + row.queries > layout.most for row in rows):
+        if capacity is not None:
+            raise Full(f"graphs are for steps whose tokens see no more than the {layout.most} that they may attend to")
+        from . import indexed_attention
+
+        attended = indexed_attention.plan(attended, rows, layout.most, layout.size, layout.dtype)
     return range(len(rows)), attended
 
 
@@ -137,6 +143,10 @@ def attention(
     if isinstance(plan, common.Plan):
         found = common.attention(query, cache, plan, window, scale, softcap, scales, sinks, asked)
         return found[..., :latent] if latent else found
+    from . import indexed_attention
     from . import paged_attention as paged
 
+    if isinstance(plan, indexed_attention.Plan):
+        assert asked is not None
+        return indexed_attention.attention(query, cache, plan, scale, latent, asked)
     return paged.attention(query, cache, plan, window, scale, softcap, scales, sinks, latent)

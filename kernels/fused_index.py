@@ -1,0 +1,286 @@
+"""What tokens are chosen by, in Triton: the keys of an index, written beside latents, and the scores that its queries give them.
+
+What it means stands in `operations.rotate_and_write_index` and `indexed.scores`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .compilation import Compilation
+from .early import on, options, wait
+from .fused_rotary import EARLY_TARGETS, EIGHT_BIT_TARGETS, rotated, storable
+from .indexed import Asked
+from .operations import INDEX_EPSILON
+from .paged_attention import INTERPRET, TARGETS, Plan, tiles_of
+from .paged_kernels import dot, slots_of, visible_of
+
+HEADS = 16  # of one program
+WARPS = 4
+
+
+@triton.jit
+def index_kernel(
+    query: tl.tensor,  # [tokens, heads, SIZE], dense
+    keys: tl.tensor,  # [tokens, SIZE], dense
+    norm: tl.tensor,  # [2, SIZE]
+    table: tl.tensor,  # [tokens, 2, 1, TURNED], dense
+    slots: tl.tensor,  # [tokens]
+    cache: tl.tensor,  # [slots, SIZE]
+    heads: tl.tensor,
+    cache_stride: tl.tensor,
+    epsilon: tl.tensor,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    TURNED: tl.constexpr,
+    HALF: tl.constexpr,  # of what turns, up to a power of two
+    HEADS: tl.constexpr,
+    MOST: tl.constexpr,  # the largest number of a cache of 8 bits; 0: it has the type of the keys
+    EARLY: tl.constexpr,
+) -> None:
+    """One program: the key of a token, or HEADS of its queries."""
+    wait(EARLY)
+    token = tl.program_id(0).to(tl.int64)
+    half = tl.arange(0, HALF)
+    within = half < TURNED // 2
+    angle = table + token * 2 * TURNED + half
+    cosine = tl.load(angle, mask=within, other=0.0).to(tl.float32)
+    sine = tl.load(angle + TURNED + TURNED // 2, mask=within, other=0.0).to(tl.float32)
+    if tl.program_id(1) > 0:
+        head = (tl.program_id(1) - 1) * HEADS + tl.arange(0, HEADS)
+        inside = (head < heads)[:, None] & within[None, :]
+        place = query + (token * heads + head)[:, None] * SIZE + half[None, :]
+        low, high = tl.load(place, mask=inside, other=0.0), tl.load(place + TURNED // 2, mask=inside, other=0.0)
+        low, high = rotated(low, high, cosine[None, :], sine[None, :])
+        tl.store(place, low, mask=inside)
+        tl.store(place + TURNED // 2, high, mask=inside)
+    else:
+        slot = tl.load(slots + token).to(tl.int64)
+        if slot >= 0:
+            feature = tl.arange(0, PADDED)
+            held = feature < SIZE
+            own = keys + token * SIZE
+            row = tl.load(own + feature, mask=held, other=0.0)
+            wide = row.to(tl.float32)
+            mean = tl.sum(wide, 0) / SIZE
+            apart = tl.where(held, wide - mean, 0.0)
+            scale = tl.rsqrt(tl.sum(apart * apart, 0) / SIZE + epsilon)
+            still = _normal(own, norm, feature, held, mean, scale, SIZE)
+            low = _normal(own, norm, half, within, mean, scale, SIZE)
+            high = _normal(own, norm, half + TURNED // 2, within, mean, scale, SIZE)
+            low, high = rotated(low, high, cosine, sine)
+            kept = cache + slot * cache_stride
+            tl.store(kept + feature, storable(still, MOST).to(cache.dtype.element_ty), mask=held & (feature >= TURNED))
+            tl.store(kept + half, storable(low, MOST).to(cache.dtype.element_ty), mask=within)
+            tl.store(kept + TURNED // 2 + half, storable(high, MOST).to(cache.dtype.element_ty), mask=within)
+
+
+@triton.jit
+def _normal(own, norm, feature, held, mean, scale, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The layer norm of some features, of the keys' type."""
+    row = tl.load(own + feature, mask=held, other=0.0)
+    gain = tl.load(norm + feature, mask=held, other=0.0).to(tl.float32)
+    bias = tl.load(norm + SIZE + feature, mask=held, other=0.0).to(tl.float32)
+    return ((row.to(tl.float32) - mean) * scale * gain + bias).to(row.dtype)
+
+
+def rotate_and_write_index(queries: Tensor, keys: Tensor, norm: Tensor, table: Tensor, slots: Tensor, cache: Tensor) -> None:
+    """`operations.rotate_and_write_index`. All dense but the cache, whose keys are."""
+    tokens, heads, size = queries.shape
+    assert queries.is_contiguous()
+    assert keys.is_contiguous()
+    assert norm.is_contiguous()
+    assert table.is_contiguous()
+    assert cache.stride(3) == 1
+    if tokens:
+        early = on(queries.device)
+        index_kernel[(tokens, 1 + triton.cdiv(heads, HEADS))](
+            queries,
+            keys,
+            norm,
+            table,
+            slots,
+            cache,
+            heads,
+            cache.stride(0),
+            INDEX_EPSILON,
+            **_constants(size, table.shape[-1], torch.finfo(cache.dtype).max if cache.dtype != queries.dtype else 0.0),
+            EARLY=early,
+            num_warps=WARPS,
+            enable_fp_fusion=False,
+            **options(early),
+        )
+
+
+def _constants(size: int, turned: int, most: float) -> dict[str, object]:
+    return {
+        "SIZE": size,
+        "PADDED": triton.next_power_of_2(size),
+        "TURNED": turned,
+        "HALF": triton.next_power_of_2(turned // 2),
+        "HEADS": HEADS,
+        "MOST": most,
+    }
+
+
+@triton.jit
+def scores_kernel(
+    scores: tl.tensor,  # [count, length] float32
+    query: tl.tensor,  # [tokens, HEADS, SIZE], dense
+    weights: tl.tensor,  # [tokens, HEADS] float32, dense
+    cache: tl.tensor,  # [slots, SIZE]
+    items: tl.tensor,
+    listed: tl.tensor,
+    positions: tl.tensor,
+    masks: tl.tensor,
+    pages: tl.tensor,
+    first: tl.tensor,
+    count: tl.tensor,
+    length: tl.tensor,
+    HEADS: tl.constexpr,
+    HEADS_PADDED: tl.constexpr,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    WIDTH: tl.constexpr,  # of a slot
+    PAGE: tl.constexpr,
+    KEYS: tl.constexpr,
+    TREES: tl.constexpr,
+    WIDEN: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """One item of attention's, and one of its tokens, if it is one of `count` from `first` on."""
+    wait(EARLY)
+    item = items + tl.program_id(0) * 8
+    if tl.program_id(1) >= tl.load(item + 1):
+        return
+    token = tl.load(listed + tl.load(item) + tl.program_id(1)).to(tl.int64)
+    if (token < first) | (token >= first + count):
+        return
+    table = pages + tl.load(item + 2)
+    end = tl.load(item + 4)
+    context = tl.load(item + 5)
+    tree = tl.load(item + 6)
+    one = tl.arange(0, 1)
+    position = tl.load(positions + token + one)
+    word_0 = one
+    word_1 = one
+    word_2 = one
+    word_3 = one
+    if TREES:
+        words = masks + token * 4 + one
+        word_0, word_1, word_2, word_3 = tl.load(words), tl.load(words + 1), tl.load(words + 2), tl.load(words + 3)
+    head = tl.arange(0, HEADS_PADDED)
+    feature = tl.arange(0, PADDED)
+    asked = query + (token * HEADS + head)[:, None] * SIZE + feature[None, :]
+    asking = tl.load(asked, mask=(head < HEADS)[:, None] & (feature < SIZE)[None, :], other=0.0)
+    weight = tl.load(weights + token * HEADS + head, mask=head < HEADS, other=0.0)
+    target = scores + (token - first) * length
+    for begin in tl.range(tl.load(item + 3), end, KEYS):
+        key_at = begin + tl.arange(0, KEYS)
+        slots = slots_of(table, begin, end, PAGE, KEYS, True)
+        key = tl.load(
+            cache + slots[:, None] * WIDTH + feature[None, :], mask=(key_at < end)[:, None] & (feature < SIZE)[None, :], other=0.0
+        )
+        found = tl.maximum(dot(asking, tl.trans(key.to(asking.dtype)), WIDEN), 0.0)
+        score = tl.sum(found * weight[:, None], 0)
+        visible = visible_of(key_at, position, positions, word_0, word_1, word_2, word_3, context, tree, 0, end, False, TREES)
+        hidden = tl.max(visible.to(tl.int32), 0) == 0
+        tl.store(target + key_at, tl.where(hidden, float("-inf"), score), mask=key_at < end)
+
+
+def scores(asked: Asked, cache: Tensor, plan: Plan, first: int, count: int, length: int) -> Tensor:
+    """Those of `count` tokens from `first` on, which see up to `length` keys: [count, length] float32, -inf of what is hidden.
+
+    cache: a layer's index keys, [slots, 1, 1, size], slots apart.
+    """
+    result = torch.full((count, length), -torch.inf, dtype=torch.float32, device=cache.device)
+    launch, early = plan.launches[0], on(cache.device)
+    for tile, items, trees in zip(plan.tiles, launch.items, plan.trees, strict=True):
+        if len(items):
+            scores_kernel[(len(items), tile.rows // plan.ratio)](
+                result,
+                asked.queries,
+                asked.weights,
+                cache,
+                items,
+                plan.listed,
+                plan.positions,
+                plan.masks,
+                plan.pages,
+                first,
+                count,
+                length,
+                **_score_constants(*asked.queries.shape[1:], cache.stride(0), plan.page_size, tile.keys, trees),
+                EARLY=early,
+                num_warps=WARPS,
+                enable_fp_fusion=True,
+                **options(early),
+            )
+    return result
+
+
+def _score_constants(heads: int, size: int, width: int, page_size: int, keys: int, trees: bool) -> dict[str, object]:
+    return {
+        "HEADS": heads,
+        "HEADS_PADDED": max(16, triton.next_power_of_2(heads)),
+        "SIZE": size,
+        "PADDED": max(16, triton.next_power_of_2(size)),
+        "WIDTH": width,
+        "PAGE": page_size,
+        "KEYS": keys,
+        "TREES": trees,
+        "WIDEN": INTERPRET,
+    }
+
+
+def compilations() -> list[Compilation]:
+    """DeepSeek's and GLM's heads, beside latents of 512 + 64."""
+    found = []
+    for dtype, most, early in (("bf16", 0.0, False), ("bf16", 448.0, False), ("fp32", 0.0, False), ("bf16", 0.0, True)):
+        pointers = dict.fromkeys(("query", "keys", "norm", "table"), f"*{dtype}")
+        pointers |= {"slots": "*i64", "cache": "*fp8e4nv" if most else f"*{dtype}"}
+        numbers = {"heads": "i32", "cache_stride": "i32:16", "epsilon": "fp32"}
+        constants = {**_constants(128, 64, most), "EARLY": early}
+        found.append(
+            Compilation(
+                kernel=index_kernel,
+                name=f"index {dtype}{' fp8' * (most > 0)}{' early' * early}",
+                signature=pointers | numbers | dict.fromkeys(constants, "constexpr"),
+                constants=constants,
+                warps=WARPS,
+                early=early,
+                hot=True,
+                targets=EIGHT_BIT_TARGETS if most else EARLY_TARGETS if early else (),
+            )
+        )
+    for generation in TARGETS:
+        widths = sorted({tile.keys for tile in tiles_of(16, 576, torch.bfloat16, generation)})
+        found += [_scores_compilation(64, keys, generation) for keys in widths]
+        found.append(_scores_compilation(32, widths[-1], generation, trees=True))
+        found.append(_scores_compilation(64, widths[-1], generation, eight_bits=True))
+    return found
+
+
+def _scores_compilation(heads: int, keys: int, generation: int, trees: bool = False, eight_bits: bool = False) -> Compilation:
+    constants = _score_constants(heads, 128, 704, 64, keys, trees) | {"EARLY": False}
+    signature = {
+        "scores": "*fp32",
+        "query": "*bf16",
+        "weights": "*fp32",
+        "cache": "*fp8e4nv" if eight_bits else "*bf16",
+        **dict.fromkeys(("items", "listed", "positions", "masks", "pages"), "*i32"),
+        **dict.fromkeys(("first", "count", "length"), "i32"),
+        **dict.fromkeys(constants, "constexpr"),
+    }
+    marks = ["trees" * trees, "e4m3" * eight_bits, {0: "amd", 8: "ampere", 9: ""}[generation]]
+    return Compilation(
+        kernel=scores_kernel,
+        name=" ".join([f"scores {heads} heads {keys} keys", *filter(None, marks)]),
+        signature=signature,
+        constants=constants,
+        warps=WARPS,
+        fuse=True,
+        hot=True,
+        targets=tuple(name for name in TARGETS[generation] if not (eight_bits and name == "sm_80")),
+    )

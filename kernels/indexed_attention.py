@@ -1,0 +1,84 @@
+"""Attention to the tokens that an index has chosen, in Triton: what `indexed` means on a CPU, on an accelerator.
+
+Scores are computed by the items of a plan that looks at all keys, and the best are picked by torch. Each token is then a row of its
+own, whose pages are of one token each: those that it has chosen. Steps of which no token sees more than that need none of it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy
+import torch
+from torch import Tensor
+
+from . import paged_attention as paged
+from . import work
+from .attention import Row, depths
+from .indexed import Asked
+
+# Scores that are computed at once, and how many bytes they take with what picking the best of them does.
+SCORES = 1 << 25
+BYTES = 12 * SCORES
+# Tokens at most whose chosen ones are looked at at once: a table of theirs takes 8 MiB.
+TOKENS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some tokens of a step, one after the other."""
+
+    first: int
+    length: int  # keys of the one that sees most
+    tables: Tensor  # [tokens, 1] int64: where each one's page table begins in the step's
+    plan: paged.Plan  # of what they have chosen; whose tables are `most` ints each, and written by every layer
+
+
+@dataclass(frozen=True, slots=True)
+class Plan(paged.Plan):
+    """A step with tokens that see more than they may attend to."""
+
+    parts: tuple[Part, ...]
+
+
+def plan(whole: paged.Plan, rows: Sequence[Row], most: int, size: int, dtype: torch.dtype) -> Plan:
+    """whole: the step's plan; most: tokens that one attends to; size: of a key; dtype: of queries."""
+    device, page_size = whole.buffer.device, whole.page_size
+    widths = numpy.array([work.width(row, page_size) for row in rows])
+    queries = [row.queries for row in rows]
+    offsets = numpy.repeat(widths.cumsum() - widths, queries)
+    seen = [row.context + 1 + depth for row in rows for depth in (depths(row.parents) if row.parents else range(row.queries))]
+    lengths = numpy.repeat([row.context + row.queries for row in rows], queries)
+    count = max(1, min(TOKENS, SCORES // int(lengths.max())))
+    parts = []
+    for first in range(0, len(seen), count):
+        own = slice(first, first + count)
+        chosen = paged.plan(
+            [Row(1, min(keys, most) - 1, ()) for keys in seen[own]],
+            1,
+            whole.kv_heads,
+            whole.ratio,
+            size,
+            device,
+            dtype=dtype,
+            share=False,
+            apart=most,
+        )
+        tables = torch.from_numpy(offsets[own]).to(device).unsqueeze(1)
+        parts.append(Part(first, max(most, int(lengths[own].max())), tables, chosen))
+    return Plan(**{field.name: getattr(whole, field.name) for field in fields(whole)}, parts=tuple(parts))
+
+
+def attention(query: Tensor, cache: Tensor, plan: Plan, scale: float, latent: int, asked: Asked) -> Tensor:
+    """As `paged_attention.attention`, of a cache of latents with an index's keys behind them."""
+    from .fused_index import scores
+
+    found = []
+    for part in plan.parts:
+        count = len(part.tables)
+        best = scores(asked, cache[..., query.shape[2] :], plan, part.first, count, part.length).topk(asked.most).indices
+        # Of a token that sees fewer the last ones are anything, and nobody looks at them.
+        places = (part.tables + best // plan.page_size).clamp_(max=len(plan.pages) - 1)
+        slots = plan.pages[places] * plan.page_size + best % plan.page_size
+        own = part.plan.chosen(slots.int().flatten())
+        found.append(paged.attention(query[part.first : part.first + count], cache, own, 0, scale, latent=latent))
+    return torch.cat(found)

@@ -1,0 +1,209 @@
+"""Attention to tokens that an index has chosen equals a softmax in float64 over those, by torch and by Triton's kernels."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+pytest.importorskip("triton")
+
+from penstock.kernels import attention as plain
+from penstock.kernels import choose, fused_index, indexed, indexed_attention, operations, paged_attention, ragged
+from penstock.kernels.attention import Row
+from penstock.kernels.indexed import Asked
+from penstock.kernels.ragged import Layout
+
+from .test_paged_attention import DEVICE, TOLERANCE, rows_of, slots_of
+
+LATENT, TURNED, HEADS, SIZE = 32, 16, 16, 24  # HEADS, SIZE: of the index
+SHAPES = [(1, 0), (1, 40), (1, 300), (3, 2), (5, 70), (70, 33), (20, 10), (1, 19)]
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def empty(*arguments: object, **options: object) -> Tensor:
+        result: Tensor = honest(*arguments, **options)
+        return result.fill_(torch.nan) if result.is_floating_point() else result
+
+    honest = torch.empty
+    monkeypatch.setattr(paged_attention.torch, "empty", empty)
+    yield
+    choose.force("")
+
+
+class World:
+    """Rows over a cache of random numbers, in the order of a plan by one of the routes. What Triton reads holds no numbers in slots
+    of no row; torch masks what it has read."""
+
+    def __init__(
+        self,
+        rows: list[Row],
+        page_size: int,
+        most: int,
+        route: str,
+        dtype: torch.dtype = torch.float32,
+        cached: torch.dtype | None = None,
+    ) -> None:
+        choose.force(route)
+        torch.manual_seed(len(rows))
+        self.page_size, self.most = page_size, most
+        layout = Layout(
+            page_size=page_size,
+            heads=4,
+            kv_heads=1,
+            size=LATENT + TURNED,
+            latent=LATENT,
+            windows=(0,),
+            softcap=0.0,
+            sinks=False,
+            most=most,
+            dtype=dtype,
+            device=DEVICE,
+        )
+        order, self.plan = ragged.plan(rows, layout)
+        self.rows = [rows[i] for i in order]
+        used = sorted({slot for row in rows for slot in slots_of(row, page_size)})
+        slots, held = (max(page for row in rows for page in row.pages) + 1) * page_size, (1, 1, LATENT + TURNED + SIZE)
+        cache = torch.full((slots, *held), torch.nan if route == "triton" else 100.0)
+        cache[used] = torch.randn(len(used), *held)
+        self.cache = cache.to(cached or dtype).to(DEVICE)
+        tokens = sum(row.queries for row in rows)
+        self.query = torch.randn(tokens, 4, LATENT + TURNED).to(dtype).to(DEVICE)
+        queries, weights = torch.randn(tokens, HEADS, SIZE).to(dtype), torch.randn(tokens, HEADS)
+        self.asked = Asked(queries.to(DEVICE), weights.to(DEVICE), most)
+
+    def check(self) -> None:
+        found = ragged.attention(self.query, self.cache, self.plan, 0, 0.3, latent=LATENT, asked=self.asked)
+        expected, start = [], 0
+        for row in self.rows:
+            cached = self.cache[slots_of(row, self.page_size)].double().cpu().flatten(1)
+            expected.append(self._exact(row, slice(start, start + row.queries), cached))
+            start += row.queries
+        tolerance = TOLERANCE[self.query.dtype]
+        torch.testing.assert_close(found.double().cpu(), torch.cat(expected), rtol=tolerance, atol=tolerance)
+
+    def _exact(self, row: Row, own: slice, cached: Tensor) -> Tensor:
+        ancestors, _ = plain.ancestry(row.parents if row.parents is not None else range(-1, row.queries - 1))
+        visible = torch.cat((torch.ones(row.queries, row.context, dtype=torch.bool), torch.tensor(ancestors)), 1)
+        asking, weights = self.asked.queries[own].double().cpu(), self.asked.weights[own].double().cpu()
+        scores = torch.einsum("qhk,qh->qk", torch.einsum("qhs,ks->qhk", asking, cached[:, LATENT + TURNED :]).relu(), weights)
+        logits = torch.einsum("qhs,ks->qhk", self.query[own].double().cpu(), cached[:, : LATENT + TURNED]) * 0.3
+        for query in range(row.queries):
+            seen = visible[query].nonzero().flatten().tolist()
+            best = sorted(seen, key=lambda key: -float(scores[query, key]))[: self.most]
+            others = [key for key in range(row.context + row.queries) if key not in best]
+            logits[query, :, others] = -torch.inf
+        return torch.einsum("qhk,ks->qhs", logits.softmax(-1), cached[:, :LATENT])
+
+
+@pytest.mark.parametrize("route", ["reference", "triton"])
+@pytest.mark.parametrize(("page_size", "most"), [(1, 20), (3, 20), (16, 40), (64, 129), (16, 1)])
+def test_a_mixture(page_size: int, most: int, route: str) -> None:
+    """Of decodes, chains and trees, some of which see more than they may attend to."""
+    world = World(rows_of(SHAPES, page_size, random.Random(most), trees=0.5, sharing=0.3), page_size, most, route)
+    assert isinstance(world.plan, indexed_attention.Plan) == (route == "triton")
+    world.check()
+
+
+@pytest.mark.parametrize("route", ["reference", "triton"])
+def test_a_long_chunk(route: str) -> None:
+    """Of which a CPU looks at 64 tokens at a time."""
+    World(rows_of([(150, 30), (1, 90)], 16, random.Random(5)), 16, 50, route).check()
+
+
+@pytest.mark.parametrize("route", ["reference", "triton"])
+def test_nobody_sees_more(route: str) -> None:
+    """Then nobody is asked."""
+    world = World(rows_of([(1, 30), (7, 20)], 16, random.Random(6)), 16, 31, route)
+    assert not isinstance(world.plan, indexed_attention.Plan)
+    world.check()
+
+
+@pytest.mark.parametrize("route", ["reference", "triton"])
+def test_short_types(route: str) -> None:
+    rows = rows_of([(1, 100), (3, 40), (1, 5)], 16, random.Random(2))
+    World(rows, 16, 24, route, torch.bfloat16).check()
+    World(rows, 16, 24, route, torch.float16, torch.float8_e4m3fn).check()
+
+
+def test_tokens_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where not all scores have room at once."""
+    monkeypatch.setattr(indexed_attention, "SCORES", 1000)
+    world = World(rows_of(SHAPES, 16, random.Random(3), trees=0.5), 16, 30, "triton")
+    assert isinstance(world.plan, indexed_attention.Plan)
+    assert [len(part.tables) for part in world.plan.parts] == [3] * 34
+    world.check()
+
+
+def test_graphs_have_no_room_for_it() -> None:
+    world = World(rows_of([(1, 30)], 16, random.Random(6)), 16, 31, "triton")
+    layout = Layout(16, 4, 1, LATENT + TURNED, LATENT, (0,), 0.0, False, 31, torch.float32, DEVICE)
+    room = ragged.capacity(layout, 4, 4, 100, 32, mixed=False)
+    assert ragged.plan(world.rows, layout, room)
+    with pytest.raises(ragged.Full, match="no more than the 31"):
+        ragged.plan([Row(1, 31, world.rows[0].pages)], layout, room)
+
+
+def test_of_equal_scores_the_first_are_chosen() -> None:
+    asked = Asked(torch.zeros(2, HEADS, SIZE), torch.ones(2, HEADS), 3)
+    hidden = torch.zeros(1, 1, 2, 6)
+    hidden[:, :, :, 1] = -torch.inf
+    found = indexed.narrowed(asked, torch.randn(1, 6, SIZE), 0, 2, hidden)
+    assert found is not None
+    assert found[0, 0].isfinite().tolist() == [[True, False, True, True, False, False]] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("size", "turned", "heads"), [(24, 16, 18), (128, 64, 5), (8, 8, 1)])
+def test_the_norm_rotation_and_write(size: int, turned: int, heads: int, dtype: torch.dtype) -> None:
+    """Negative slots are written nowhere; of a slot nothing else is."""
+    torch.manual_seed(size)
+    tokens, slots = 5, torch.tensor([3, -1, 7, 0, 11], device=DEVICE)
+    queries, keys = torch.randn(tokens, heads, size), torch.randn(tokens, size) * 3 + 1
+    norm = torch.randn(2, size)
+    queries, keys, norm = (x.to(dtype).to(DEVICE) for x in (queries, keys, norm))
+    table = operations.reference.rotary_table(torch.rand(turned // 2), torch.arange(tokens) * 7, dtype).to(DEVICE)
+    found = []
+    for route in ("reference", "triton"):
+        choose.force(route)
+        cache = torch.zeros(13, 1, 1, 10 + size, device=DEVICE).to(dtype)
+        own = queries.clone()
+        operations.rotate_and_write_index(own, keys.clone(), norm, table, slots, cache[..., 10:])
+        found.append((own.float(), cache.float().flatten(1)))
+    (own, cache), (others, other_cache) = found
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.04}[dtype]
+    torch.testing.assert_close(others, own, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(other_cache, cache, rtol=tolerance, atol=tolerance)
+    exact = functional.layer_norm(keys[0].double(), (size,), norm[0].double(), norm[1].double(), 1e-6)
+    torch.testing.assert_close(cache[3, 10 + turned :].double(), exact[turned:], rtol=tolerance, atol=tolerance)
+    assert not cache[:, :10].any()
+    assert sorted(cache.any(1).nonzero().flatten().tolist()) == [0, 3, 7, 11]
+
+
+def test_a_cache_of_eight_bits_holds_the_largest_it_can() -> None:
+    """Numbers that it has: Triton's interpreter rounds 1.97 to 1."""
+    norm = torch.tensor([[1e5, 1e5, 0, 0], [0, 0, 1.5, -2]], device=DEVICE)
+    keys, queries = torch.tensor([[1.0, -1, 1, -1]], device=DEVICE), torch.zeros(1, 1, 4, device=DEVICE)
+    table = operations.reference.rotary_table(torch.zeros(1), torch.zeros(1), torch.float32).to(DEVICE)
+    for route in ("reference", "triton"):
+        choose.force(route)
+        cache = torch.zeros(2, 1, 1, 4, device=DEVICE).to(torch.float8_e4m3fn)
+        operations.rotate_and_write_index(queries, keys, norm, table, torch.ones(1, dtype=torch.int64, device=DEVICE), cache)
+        assert cache.float().flatten().tolist() == [0, 0, 0, 0, 448, -448, 1.5, -2]
+
+
+def test_scores_of_what_is_hidden_are_lowest() -> None:
+    world = World(rows_of(SHAPES, 16, random.Random(4), trees=1.0), 16, 30, "triton")
+    assert isinstance(world.plan, indexed_attention.Plan)
+    tokens = len(world.query)
+    found = fused_index.scores(world.asked, world.cache[..., LATENT + TURNED :], world.plan, 0, tokens, 400).cpu()
+    start = 0
+    for row in world.rows:
+        ancestors, _ = plain.ancestry(row.parents if row.parents is not None else range(-1, row.queries - 1))
+        for sees in ancestors:
+            visible = [True] * row.context + sees + [False] * (400 - row.context - row.queries)
+            assert found[start].isfinite().tolist() == visible
+            start += 1
