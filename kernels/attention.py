@@ -248,7 +248,9 @@ def _attend(
     mask = view.mask if view.mask is None else view.mask.to(query.dtype)
     choose: Callable[[int, int, Tensor | None], Tensor | None] = _all
     if asked is not None:
-        choose, keys, values = partial(narrowed, asked, keys[:, 0, :, size:]), keys[..., :size], values[..., :size]
+        choose = partial(narrowed, asked, keys[:, 0, :, size:])
+    if cache.shape[3] > size:  # an index has its own keys behind these
+        keys, values = keys[..., :size], values[..., :size]
     if not block.tiled:
         mask = choose(block.start, queries, mask)
     ratio = heads // kv_heads

@@ -11,8 +11,7 @@ from torch import Tensor
 from .compilation import Compilation
 from .early import on, options, wait
 from .fused_rotary import EARLY_TARGETS, EIGHT_BIT_TARGETS, rotated, storable
-from .indexed import Asked
-from .operations import INDEX_EPSILON
+from .indexed import EPSILON, Asked
 from .paged_attention import INTERPRET, TARGETS, Plan, tiles_of
 from .paged_kernels import dot, slots_of, visible_of
 
@@ -104,7 +103,7 @@ def rotate_and_write_index(queries: Tensor, keys: Tensor, norm: Tensor, table: T
             cache,
             heads,
             cache.stride(0),
-            INDEX_EPSILON,
+            EPSILON,
             **_constants(size, table.shape[-1], torch.finfo(cache.dtype).max if cache.dtype != queries.dtype else 0.0),
             EARLY=early,
             num_warps=WARPS,
@@ -211,7 +210,7 @@ def scores(asked: Asked, cache: Tensor, plan: Plan, first: int, count: int, leng
                 first,
                 count,
                 length,
-                **_score_constants(*asked.queries.shape[1:], cache.stride(0), plan.page_size, tile.keys, trees),
+                **_score_constants(asked.queries, cache.stride(0), plan.page_size, tile.keys, trees),
                 EARLY=early,
                 num_warps=WARPS,
                 enable_fp_fusion=True,
@@ -220,7 +219,8 @@ def scores(asked: Asked, cache: Tensor, plan: Plan, first: int, count: int, leng
     return result
 
 
-def _score_constants(heads: int, size: int, width: int, page_size: int, keys: int, trees: bool) -> dict[str, object]:
+def _score_constants(queries: Tensor, width: int, page_size: int, keys: int, trees: bool) -> dict[str, object]:
+    heads, size = queries.shape[1:]
     return {
         "HEADS": heads,
         "HEADS_PADDED": max(16, triton.next_power_of_2(heads)),
@@ -263,7 +263,7 @@ def compilations() -> list[Compilation]:
 
 
 def _scores_compilation(heads: int, keys: int, generation: int, trees: bool = False, eight_bits: bool = False) -> Compilation:
-    constants = _score_constants(heads, 128, 704, 64, keys, trees) | {"EARLY": False}
+    constants = _score_constants(torch.empty(0, heads, 128), 704, 64, keys, trees) | {"EARLY": False}
     signature = {
         "scores": "*fp32",
         "query": "*bf16",

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+EPSILON = 1e-6  # of the layer norm of keys
+
 
 @dataclass(frozen=True, slots=True)
 class Asked:
@@ -22,7 +24,7 @@ class Asked:
     def of(self, start: int, rows: int, queries: int) -> tuple[Tensor, Tensor]:
         """Queries and weights of so many rows' tokens from `start` on: [rows, queries, heads, size], [rows, queries, heads]."""
         own = slice(start, start + rows * queries)
-        return self.queries[own].unflatten(0, (rows, queries)), self.weights[own].unflatten(0, (rows, queries))
+        return self.queries[own].view(rows, queries, *self.queries.shape[1:]), self.weights[own].view(rows, queries, -1)
 
 
 def scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:

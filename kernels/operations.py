@@ -10,8 +10,7 @@ from torch.nn import functional
 
 from . import reference
 from .choose import triton_for
-
-INDEX_EPSILON = 1e-6  # of an index's norm of keys
+from .indexed import EPSILON
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -114,7 +113,7 @@ def rotate_and_write_index(queries: Tensor, keys: Tensor, norm: Tensor, table: T
         return fused(queries, keys, norm, table, slots, cache)
     turned = table.shape[-1]
     reference.rotate(queries[..., :turned], table)
-    keys = layer_norm(keys, norm, INDEX_EPSILON)
+    keys = layer_norm(keys, norm, EPSILON)
     reference.rotate(keys[:, :turned].unsqueeze(1), table)
     write(slots, keys, cache)
     return None

@@ -120,6 +120,15 @@ def capacity(layout: Layout, tokens: int, rows: int, total: int, pages: int, mix
     )
 
 
+def narrows(plan: Plan, most: int) -> bool:
+    """Some token sees more than the `most` that it may attend to."""
+    if isinstance(plan, common.Plan):
+        return any(block.views[0].length > most for block in plan.blocks)
+    from . import indexed_attention
+
+    return isinstance(plan, indexed_attention.Plan)
+
+
 def attention(
     query: Tensor,
     cache: Tensor,
@@ -138,7 +147,7 @@ def attention(
     softcap: logits become softcap * tanh(logit / softcap), 0 is off; scales: [2, kv_heads] float32, what cached keys and values
     are to be multiplied by; sinks: [heads] float32, of each head a logit more, which no value belongs to; latent: the cache is
     [slots, 1, 1, size], and values are so many features of all heads' keys, the first: [tokens, heads, latent]; asked: by which
-    tokens choose those that they attend to; the index's keys stand behind the latents.
+    tokens choose those that they attend to, where a plan `narrows` these; the index's keys stand behind the latents.
     """
     if isinstance(plan, common.Plan):
         found = common.attention(query, cache, plan, window, scale, softcap, scales, sinks, asked)

@@ -14,6 +14,7 @@ prefill     max(weights / bandwidth, (2 x parameters x tokens + 4 x layers x hea
 exchange    (2 x layers + 1) all-reduces of tokens x hidden, (layers + 1) where MLPs stand beside attention + the logits, to rank 0
             + where norms go over all heads, of each layer one more, of tokens x 8 bytes
 all-reduce  of S bytes over n nodes of g ranks: latency + 2 (g-1)/g x S / link + network-latency + 2 (n-1)/n x S/g / network
+Of tokens that an index chooses, their latents, and what the index has of all.
 All of a rank. Weights: without the embedding table, of which rows are read, and without experts that nobody chooses; parameters:
 of experts those that a token chooses; keys and values: of a context; pairs: of tokens
 that see each other. Nothing that starts a kernel, samples or plans is in it: servers reach 0.6 to 0.9 of such figures."""
@@ -65,17 +66,23 @@ def decode(group: Group, on: Accelerator, streams: int, context: int) -> float:
 
 def prefill(group: Group, on: Accelerator, tokens: int) -> float:
     """A prompt, while nothing else runs."""
-    pairs = sum(_pairs(tokens, window) for window in group.shape.windows)
-    attention = 4 * pairs * group.shape.heads * group.shape.head_size / group.ranks
+    shape, index = group.shape, group.shape.index
+    pairs = sum(_pairs(tokens, window or (index.most if index else 0)) for window in shape.windows)
+    attention = 4 * pairs * shape.heads * shape.head_size / group.ranks
+    if index and tokens > index.most:  # every rank has all of it
+        attention += 2 * shape.layers * _pairs(tokens, 0) * index.heads * index.size
     products = 2 * ((group.parameters() - group.head) * tokens + group.head)
     weights = group.read(tokens) / on.bandwidth
     return max(weights, (products + attention) / on.flops) + exchange(group, on, tokens, 1)
 
 
 def context_bytes(group: Group, context: int) -> float:
-    """Of the keys and values that a token reads: layers with a window forget."""
-    seen = sum(min(context, window or context) for window in group.shape.windows)
-    return group.token_bytes / group.shape.layers * seen
+    """Of the keys and values that a token reads: layers with a window forget, and of latents some are chosen, by keys of all."""
+    shape, index = group.shape, group.shape.index
+    if index and context > index.most:
+        return group.token_bytes * (index.most * shape.head_size + context * index.size) / (shape.head_size + index.size)
+    seen = sum(min(context, window or context) for window in shape.windows)
+    return group.token_bytes / shape.layers * seen
 
 
 def exchange(group: Group, on: Accelerator, tokens: int, rows: int) -> float:

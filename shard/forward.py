@@ -129,7 +129,7 @@ def layout_of(decoder: Decoder, page_size: int, device: torch.device) -> Layout:
         windows=tuple(sorted(set(shape.windows))),
         softcap=shape.softcap,
         sinks=shape.sinks,
-        most=shape.latent.index.most if shape.latent and shape.latent.index else 0,
+        most=shape.index.most if shape.index else 0,
         dtype=decoder.embedding.dtype,
         device=device,
     )

@@ -57,7 +57,7 @@ def size_pool(
     ranks = engine.decoder.ranks.neighbours
     page_bytes = engine.token_bytes * page_size
     # The measured step has no context. On a CPU a long one is gathered, and copied once more by head, one layer at a time.
-    context = 0 if triton_on(engine.device) else 2 * total * page_bytes // page_size // engine.decoder.shape.layers
+    context = _chosen(engine) if triton_on(engine.device) else 2 * total * page_bytes // page_size // engine.decoder.shape.layers
     sample = _sample(engine, page_size, tokens, min(rows, tokens))
     # Graphs keep what their steps take, in memory that all of them share.
     recorded = len(graphs) * GRAPH_BYTES + sample.bytes * max(graphs, default=0) // sample.tokens
@@ -78,6 +78,15 @@ def size_pool(
         f"a step takes up to {needed / 1e9:.2f} GB{_of_graphs(recorded)}, room for {room} pages"
     )
     return int(chosen), sample
+
+
+def _chosen(engine: Engine) -> int:
+    """Bytes that choosing what tokens attend to takes in a step with long contexts."""
+    if engine.decoder.shape.index is None:
+        return 0
+    from ..kernels import indexed_attention
+
+    return indexed_attention.BYTES
 
 
 def _of_graphs(recorded: int) -> str:

@@ -59,7 +59,7 @@ def _sound(found: Shape, kinds: list[Any] | None) -> Shape:
             f"config.json says {found.heads} attention heads and {found.kv_heads} key/value heads, of which the first must be a "
             f"multiple: {AGAIN}"
         )
-    unknown = set(map(str, kinds or ())) - ({INDEXED} if found.latent and found.latent.index else {FULL, SLIDING})
+    unknown = set(map(str, kinds or ())) - ({INDEXED} if found.index else {FULL, SLIDING})
     if unknown:
         raise Unsupported(f"layer_types {', '.join(sorted(unknown))} are not supported: the decoder has full and sliding attention")
     for layer, (kind, window) in enumerate(zip(kinds or (), found.windows, strict=False)):

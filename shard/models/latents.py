@@ -61,7 +61,7 @@ class Latents:
             made = rms_norm(asked, self.query_norm, epsilon)
             asked = stream.product(made, self.query)
             if self.chooser is not None and x is not None:
-                chosen = self.chooser(x, made, rotary, step.slots, layer[..., width:])
+                chosen = self.chooser(x, made, rotary, step, layer[..., width:])
         heads = asked.view(len(asked), len(self.to_keys), latent.plain + latent.turned)
         query = torch.cat((_by_heads(heads[..., : latent.plain], self.to_keys), heads[..., latent.plain :]), 2)
         rotate_and_write_latents(query, latents, self.latent_norm, rotary, step.slots, layer[..., :width], epsilon)

@@ -236,7 +236,12 @@ class Shape:
         """What a layer caches of a token on one rank: keys and values, or one for both; heads; features."""
         if self.latent is None:
             return 2, self.kv_heads // ranks, self.head_size
-        return 1, 1, self.head_size + (self.latent.index.size if self.latent.index else 0)
+        return 1, 1, self.head_size + (self.index.size if self.index else 0)
+
+    @property
+    def index(self) -> Index | None:
+        """What chooses the tokens that each one attends to; None: it attends to all."""
+        return self.latent.index if self.latent else None
 
     def kv_elements(self, ranks: int) -> int:
         """Elements that one token takes in the cache of one rank, all layers."""
@@ -289,7 +294,7 @@ class Shape:
         asked, back = heads * (latent.plain + latent.turned), (hidden, self.heads * latent.values, heads * latent.values)
         if not latent.queries:
             return [(asked + self.head_size, hidden, hidden), back]
-        own, index = (latent.queries, latent.queries), latent.index
+        own, index = (latent.queries, latent.queries), self.index
         chosen = [(index.heads * index.size, *own), (index.size, hidden, hidden)] if index else []
         return [(latent.queries + self.head_size, hidden, hidden), (asked, *own), back, *chosen]
 
@@ -298,15 +303,14 @@ class Shape:
         heads, latent = self.heads // ranks, self.latent
         if latent is None:
             return self.qkv_bias * (heads + 2 * self.kv_heads // ranks) * self.head_size
-        found = latent.size + latent.queries + (2 * latent.index.size + latent.index.heads * self.hidden if latent.index else 0)
+        found = latent.size + latent.queries + (2 * self.index.size + self.index.heads * self.hidden if self.index else 0)
         return heads * (latent.plain + latent.values) * latent.size + found + self.qkv_bias * (latent.queries + self.head_size)
 
     def weight_bytes(self, ranks: int, item: int, device: str, dtype: str, packed: bool) -> int:
         """What all weights take on one rank, with the rotary tables. packed: matrices are laid out anew, so that a table that is
         also the output matrix is held in both forms."""
         wide = sum(mixture.routing(self.hidden) for mixture in self.mixtures if mixture and mixture.wide)
-        if self.latent and self.latent.index:
-            wide += self.layers * self.latent.index.heads * self.hidden
+        wide += self.layers * self.index.heads * self.hidden if self.index else 0
         found = (self.parameters(ranks, 2 if packed else None) + self.rotary_elements) * item + wide * (4 - item)
         return found - self.saved(ranks, item, device, dtype)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels import choose, fused_product, fused_sampling, linear, operations, work
+from penstock.kernels import choose, fused_product, fused_sampling, indexed_attention, linear, operations, work
 from penstock.proto.speculation import parse
 from penstock.shard import rooms, step
 from penstock.shard.decoding.hypotheses import Search, Stop
@@ -135,6 +135,19 @@ def test_padded_steps_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> N
     assert found.tokens == expected.tokens
     assert engine.forward.replayed > 3 * engine.forward.eager
     assert not engine.cache.pages[:, 0].any()  # padding is written nowhere
+
+
+def test_graphs_are_for_tokens_that_attend_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps in which an index chooses are computed without."""
+    expected = plain(INDEXED)
+    choose.force("triton")
+    engine = with_graphs(tiny.engine(INDEXED, 4, PAGES), monkeypatch)
+    asked = []
+    attention = indexed_attention.attention
+    monkeypatch.setattr(indexed_attention, "attention", lambda *given: asked.append(1) or attention(*given))
+    assert run(engine).tokens == expected.tokens
+    assert engine.forward.replayed > 0
+    assert len(asked) == engine.forward.eager * engine.decoder.shape.layers > 0
 
 
 @pytest.mark.parametrize("said", ["tokens=3", "tree=2x2"])

@@ -237,6 +237,19 @@ def test_layers_with_a_window_read_less() -> None:
     assert roofline.prefill(group(windowed), on, 32768) < roofline.prefill(group(SMALL), on, 32768)
 
 
+def test_what_an_index_leaves_out_is_not_read() -> None:
+    """Of DeepSeek V3.2's tokens 2,048 are read, 576 numbers of each, and 128 of every one."""
+    every = SMALL | {"architectures": ["DeepseekV32ForCausalLM"], "num_hidden_layers": 5}
+    found = group(every)
+    assert roofline.context_bytes(found, 2000) == 2 * 5 * 2000 * 704
+    assert roofline.context_bytes(found, 100_000) == 2 * 5 * (2048 * 576 + 100_000 * 128)
+    on = cluster.parse("mine memory=1G bandwidth=999999T flops=1T link=1G latency=1us").accelerator
+    seen, all_of_them = 2048 * 2049 // 2 + 2048 * (4096 - 2048), 4096 * 4097 // 2
+    attention = 4 * 5 * seen * 32 * 576 + 2 * 5 * all_of_them * 64 * 128
+    products = 2 * ((found.parameters() - found.head) * 4096 + found.head)
+    assert roofline.prefill(found, on, 4096) == pytest.approx((attention + products) / on.flops, rel=1e-3)
+
+
 def test_a_tied_table_is_read() -> None:
     assert group(SMALL | {"tie_word_embeddings": True}).parameters() == group(SMALL).parameters()
 

@@ -6,7 +6,7 @@ import pytest
 import transformers
 
 from penstock.shard.models.families import shape
-from penstock.shard.models.shape import Latent, Mixture, Shape, Unsupported
+from penstock.shard.models.shape import Index, Latent, Mixture, Shape, Unsupported
 from penstock.tests.shard import tiny
 
 NEEDED = {
@@ -54,6 +54,23 @@ V2 = V3 | {
     "topk_method": "group_limited_greedy",
     "routed_scaling_factor": 16.0,
 }
+V32 = V3 | {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+    "index_topk": 2048,
+}
+GLM_5 = {
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "model_type": "glm_moe_dsa",
+    "vocab_size": 154_880,
+    "hidden_size": 6144,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 78,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+}
 K2 = V3 | {
     "model_type": "kimi_k2",
     "vocab_size": 163_840,
@@ -78,6 +95,22 @@ def test_published_models(config: dict[str, Any], all_of_them: float, of_a_token
     assert found.max_positions == 163_840
     assert found.attention_scale == pytest.approx(192**-0.5 * 1.36889**2, rel=1e-4)
     found.check_ranks(16)
+
+
+def test_published_models_with_an_index() -> None:
+    """DeepSeek V3.2 is V3 and 14 million parameters a layer; GLM 5 has 744 billion, 40 of them for a token."""
+    found, before = shape(V32), shape(V3)
+    own = 64 * 128 * 1536 + 128 * 7168 + 64 * 7168 + 2 * 128
+    assert found.parameters() - before.parameters() == 61 * own
+    assert found.index == Index(heads=64, size=128, most=2048)
+    assert [found.kv_elements(ranks) for ranks in (1, 8)] == [61 * 704] * 2
+    wide = 58 * 256 * (7168 + 1) + 61 * 64 * 7168  # in float32: routers, what corrects them, and weights of the index's heads
+    held = found.weight_bytes(8, 2, "cuda", "bfloat16", packed=False)
+    assert held == 2 * (found.parameters(8) + found.rotary_elements + wide)
+    found = shape(GLM_5)
+    assert found.parameters() / 1e9 == pytest.approx(743.9, abs=0.1)
+    assert found.parameters(tokens=1) / 1e9 == pytest.approx(41.8, abs=0.1)  # 0.95 of them in a table of which a row is read
+    assert found.index == Index(heads=32, size=128, most=2048, neighbours=True)
 
 
 def test_ranks_divide_heads() -> None:
@@ -133,7 +166,9 @@ def test_defaults_are_transformers() -> None:
     assert found.mixtures == (mixture_of(theirs, best=1, precise=True),) * 5
 
 
-@pytest.mark.parametrize("name", ["DeepseekV2", "DeepseekV3", "Glm4MoeLite", "Ministral3", "Mistral4", "Youtu"])
+@pytest.mark.parametrize(
+    "name", ["DeepseekV2", "DeepseekV3", "DeepseekV32", "Glm4MoeLite", "GlmMoeDsa", "Ministral3", "Mistral4", "Youtu"]
+)
 def test_what_is_left_out_is_what_transformers_writes(name: str) -> None:
     """Also of rotary embeddings, which Mistral's grow with."""
     config: dict[str, Any] = {
@@ -169,6 +204,14 @@ def test_queries_may_be_made_of_the_residual_stream() -> None:
         ("DeepseekV3", {"moe_layer_freq": 2}, "moe_layer_freq 2 is not supported"),
         ("DeepseekV3", {"rope_interleave": 1}, "rope_interleave 1, true or false is needed"),
         ("DeepseekV3", {"model_type": "kimi_k3"}, "model_type 'kimi_k3'"),
+        ("DeepseekV32", {"index_topk": 0}, "index_topk 0, an integer from 1"),
+        ("DeepseekV32", {"q_lora_rank": None}, "q_lora_rank None, index_head_dim 128 and .* needs latents of queries"),
+        ("DeepseekV32", {"index_head_dim": 32}, "index_head_dim 32 and qk_rope_head_dim 64: .* heads as large as what turns"),
+        ("DeepseekV32", {"topk_method": "greedy"}, "topk_method 'greedy' is not supported"),
+        ("DeepseekV32", {"layer_types": ["full_attention"] * 5}, "layer_types full_attention are not supported"),
+        ("GlmMoeDsa", {"indexer_types": ["full"] * 4 + ["shared"]}, "indexer_types. are not supported"),
+        ("GlmMoeDsa", {"index_topk_freq": 4}, "indexer_types. are not supported"),
+        ("GlmMoeDsa", {"index_topk_pattern": "FSFSF"}, "indexer_types. are not supported"),
         ("DeepseekV2", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported: the decoder has greedy and group"),
         ("DeepseekV2", {"norm_topk_prob": True}, "norm_topk_prob True is not supported"),
         ("Glm4MoeLite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types .'dense'., 'dense' or 'sparse' is needed for each of"),
