@@ -15,10 +15,11 @@ from . import paged_attention as paged
 from . import work
 from .attention import Row, depths
 from .indexed import Asked
+from .transfer import to_device
 
-# Scores that are computed at once, and how many bytes they take with what picking the best of them does.
+# Scores that are computed at once, and how many bytes one takes with what picking the best of them does.
 SCORES = 1 << 25
-BYTES = 12 * SCORES
+SCORE_BYTES = 12
 # Tokens at most whose chosen ones are looked at at once: a table of theirs takes 8 MiB.
 TOKENS = 1024
 
@@ -63,7 +64,7 @@ def plan(whole: paged.Plan, rows: Sequence[Row], most: int, size: int, dtype: to
             share=False,
             apart=most,
         )
-        tables = torch.from_numpy(offsets[own]).to(device).unsqueeze(1)
+        tables = to_device(torch.from_numpy(offsets[own]), device).unsqueeze(1)
         parts.append(Part(first, max(most, int(lengths[own].max())), tables, chosen))
     return Plan(**{field.name: getattr(whole, field.name) for field in fields(whole)}, parts=tuple(parts))
 

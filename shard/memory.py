@@ -57,7 +57,9 @@ def size_pool(
     ranks = engine.decoder.ranks.neighbours
     page_bytes = engine.token_bytes * page_size
     # The measured step has no context. On a CPU a long one is gathered, and copied once more by head, one layer at a time.
-    context = _chosen(engine) if triton_on(engine.device) else 2 * total * page_bytes // page_size // engine.decoder.shape.layers
+    context = 2 * total * page_bytes // page_size // engine.decoder.shape.layers
+    if triton_on(engine.device):
+        context = _chosen(tokens * total) if engine.decoder.shape.index else 0
     sample = _sample(engine, page_size, tokens, min(rows, tokens))
     # Graphs keep what their steps take, in memory that all of them share.
     recorded = len(graphs) * GRAPH_BYTES + sample.bytes * max(graphs, default=0) // sample.tokens
@@ -80,13 +82,11 @@ def size_pool(
     return int(chosen), sample
 
 
-def _chosen(engine: Engine) -> int:
-    """Bytes that choosing what tokens attend to takes in a step with long contexts."""
-    if engine.decoder.shape.index is None:
-        return 0
-    from ..kernels import indexed_attention
+def _chosen(pairs: int) -> int:
+    """Bytes that choosing what tokens attend to takes in a step in which so many see each other."""
+    from ..kernels import indexed_attention as indexed
 
-    return indexed_attention.BYTES
+    return indexed.SCORE_BYTES * min(pairs, indexed.SCORES)
 
 
 def _of_graphs(recorded: int) -> str:

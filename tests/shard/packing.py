@@ -19,7 +19,14 @@ from torch import Tensor
 from penstock.tests.shard import tiny
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output of each four bits of a word, the lowest first
-PROJECTIONS = ("proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")  # the ends of the names of what is packed
+PROJECTIONS = (
+    "proj.weight",
+    ".w1.weight",
+    ".w2.weight",
+    ".w3.weight",
+    ".wk.weight",
+    ".wq_b.weight",
+)  # the ends of the names of what is packed
 
 
 @dataclass
@@ -219,7 +226,7 @@ def checkpoints(name: str, form: str, target: Path) -> tuple[Path, Path]:
     stored = safetensors.torch.load_file(plain / "model.safetensors")
     kept: dict[str, Tensor] = {}
     for key, weight in list(stored.items()):
-        if not key.endswith(PROJECTIONS):
+        if not key.endswith(PROJECTIONS) or key.endswith("weights_proj.weight"):
             kept[key] = weight
             continue
         parts, stored[key] = how.pack(how, weight)

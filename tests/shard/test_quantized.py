@@ -47,7 +47,7 @@ def test_every_format_is_the_same_model_in_float32(form: str, tmp_path: Path) ->
 
 
 # With matrices that are stored as one, rotary features in another order, factors of what is added, and norms of their own.
-NAMES = ["phi3", "glm4", "granite", "gemma2", "olmo2", "mixtral", "deepseek-v3"]
+NAMES = ["phi3", "glm4", "granite", "gemma2", "olmo2", "mixtral", "deepseek-v3", "deepseek-v32"]
 
 
 @pytest.mark.parametrize(
