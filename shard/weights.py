@@ -41,8 +41,8 @@ class Source(Protocol):
         """The tensor `name` as it is stored, which must be as one of safetensors' kinds of numbers, on the device of the source.
         That it was read, `progress` is to be told by who knows how many weights it holds."""
 
-    def has(self, name: str) -> bool:
-        """Whether there is such a tensor, where nobody could know without looking."""
+    def has(self, name: str, shape: tuple[int, ...] | None = None) -> bool:
+        """Whether there is such a tensor, or one of that shape, where nobody could know without looking."""
 
     def scale(self, name: str, size: int) -> Tensor | None:
         """A number for each of `size`, [size] float32, where the checkpoint has it: as many, or one for all. Else None."""
@@ -84,9 +84,10 @@ class Weights:
         tensor: Tensor = stored[:] if stored.get_shape() else self._stored(self._place(name), name, "get_tensor")
         return tensor.to(self.device)
 
-    def has(self, name: str) -> bool:
+    def has(self, name: str, shape: tuple[int, ...] | None = None) -> bool:
         """See Source."""
-        return name in self._places
+        path = self._places.get(name)
+        return path is not None and shape in (None, tuple(self._stored(path, name, "get_slice").get_shape()))
 
     def scale(self, name: str, size: int) -> Tensor | None:
         """See Source."""
@@ -147,7 +148,7 @@ class DummyWeights:
         """See Source."""
         raise Unsupported(f"there is no {name} among random weights")
 
-    def has(self, name: str) -> bool:
+    def has(self, name: str, shape: tuple[int, ...] | None = None) -> bool:
         """See Source. Only what is asked for."""
         return False
 

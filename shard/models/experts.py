@@ -57,6 +57,9 @@ def _together(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]
     start = load.ranks.rank * part
 
     def read(end: str, shape: tuple[int, ...], dimension: int, first: int) -> Tensor:
+        turned = (shape[0], shape[2], shape[1])
+        if shape != turned and load.source.has(f"{name}.{end}", turned):  # as the hub has Qwen 3 VL's
+            return load.source.tensor(f"{name}.{end}", turned, (3 - dimension, first, first + part)).transpose(1, 2).contiguous()
         return load.source.tensor(f"{name}.{end}", shape, (dimension, first, first + part))
 
     def kept(weight: Tensor) -> Tensor | Codes:

@@ -6,7 +6,8 @@ Knows no tensor and imports no torch, so that the launcher can plan with it.
 from typing import Any
 
 from .dense_families import DENSE
-from .fields import AGAIN, FULL, INDEXED, SLIDING, Config, check, shown
+from .fields import AGAIN, FULL, INDEXED, SLIDING, Config, check, types_of
+from .image_families import IMAGES, text_of
 from .latent_families import LATENT
 from .layer_norm_families import LAYER_NORM
 from .quantization import beside as beside  # for who reads a folder
@@ -14,12 +15,6 @@ from .shape import Shape, Unsupported
 from .sparse_families import SPARSE
 
 FAMILIES = DENSE | SPARSE | LATENT | LAYER_NORM
-# Whose text is described by itself, and may be another family's, by its model_type.
-WITH_IMAGES: dict[str, dict[str, str]] = {
-    "Gemma3ForConditionalGeneration": {},
-    "Mistral3ForConditionalGeneration": {"ministral3": "Ministral3ForCausalLM", "mistral4": "Mistral4ForCausalLM"},
-}
-BESIDE_TEXT = ("tie_word_embeddings", "quantization_config")  # and these fields are beside that
 
 
 def shape(config: Config) -> Shape:
@@ -32,24 +27,17 @@ def shape(config: Config) -> Shape:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise Unsupported(f"config.json says architectures {names!r}, a list of names is needed: download the model again")
     for name in map(str, names):
-        if name in FAMILIES:
+        if name in FAMILIES or name in IMAGES:
             try:
-                own = _text(config) if name in WITH_IMAGES else config
-                family = WITH_IMAGES.get(name, {}).get(str(own.get("model_type")), name)
-                check(own, family)
-                return _sound(FAMILIES[family](own), own.get("layer_types"))
+                own = text_of(config, name) if name in IMAGES else config
+                kinds = IMAGES[name] if name in IMAGES else dict.fromkeys(types_of(name), FAMILIES[name])
+                check(own, name, [*kinds])
+                family = kinds.get(str(own.get("model_type")), next(iter(kinds.values())))
+                return _sound(family(own), own.get("layer_types"))
             except KeyError as error:
                 raise Unsupported(f"config.json of a {name} lacks {error}: is it complete?") from None
     asked = ", ".join(names) or "none named"
-    raise Unsupported(f"architecture {asked} is not supported: this version serves {', '.join(sorted(FAMILIES))}")
-
-
-def _text(config: Config) -> Config:
-    """Of a model that has images as well, what is about text: all that is served of it."""
-    own = config["text_config"]
-    if not isinstance(own, dict):
-        raise Unsupported(f"config.json says text_config {shown(own)}, an object is needed: {AGAIN}")
-    return {name: config[name] for name in BESIDE_TEXT if name in config} | own | {"architectures": config["architectures"]}
+    raise Unsupported(f"architecture {asked} is not supported: this version serves {', '.join(sorted(FAMILIES | IMAGES))}")
 
 
 def _sound(found: Shape, kinds: list[Any] | None) -> Shape:

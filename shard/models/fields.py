@@ -1,7 +1,7 @@
 """Fields of a config.json, each of which may be anything: what is read of them is checked here."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .shape import Unsupported
@@ -72,13 +72,11 @@ MODEL_TYPES = {
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "DeepseekV32ForCausalLM": "deepseek_v32",
     "Gemma3ForCausalLM": "gemma3_text",
-    "Gemma3ForConditionalGeneration": "gemma3_text",
     "Glm4MoeForCausalLM": "glm4_moe",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "GlmMoeDsaForCausalLM": "glm_moe_dsa",
     "GptOssForCausalLM": "gpt_oss",
     "MiniMaxM2ForCausalLM": "minimax_m2",
-    "Mistral3ForConditionalGeneration": "mistral",
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "SeedOssForCausalLM": "seed_oss",
@@ -87,13 +85,19 @@ MODEL_TYPES = {
 ALIASES = {"kimi_k2": "deepseek_v3"}  # of model_type
 
 
-def check(config: Config, architecture: str) -> None:
-    """Raises Unsupported if a field that we read can't be what it says."""
-    kind, own = config.get("model_type"), MODEL_TYPES.get(architecture, architecture.removesuffix("ForCausalLM").lower())
-    if ALIASES.get(str(kind), kind) not in (None, own):
+def types_of(architecture: str) -> list[str]:
+    """What model_type may be."""
+    own = MODEL_TYPES.get(architecture, architecture.removesuffix("ForCausalLM").lower())
+    return [own, *(alias for alias, kind in ALIASES.items() if kind == own)]
+
+
+def check(config: Config, architecture: str, types: Sequence[str]) -> None:
+    """Raises Unsupported if a field that we read can't be what it says. types: what model_type may be."""
+    kind = config.get("model_type")
+    if kind is not None and kind not in types:
         raise Unsupported(
-            f"config.json says model_type {shown(kind)}, and architecture {architecture}, which is {own!r}: transformers goes by "
-            f"the first, penstock by the second; {AGAIN}"
+            f"config.json says model_type {shown(kind)}, and architecture {architecture}, which is {types[0]!r}: transformers goes "
+            f"by the first, penstock by the second; {AGAIN}"
         )
     for name, most in SIZES.items():
         value = config.get(name, 1)

@@ -38,7 +38,8 @@ def rope_of(config: Config, field: str) -> Rope:
         raise Unsupported(f"config.json says {field} for {nested!r} by itself: the decoder has one rotary embedding for all layers")
     kind = values.get("rope_type") or values.get("type") or "default"
     theta = number(values if values.get("rope_theta") is not None else config, "rope_theta", 10000.0)
-    if kind in ("default", "dynamic"):  # "dynamic" changes what lies beyond max_position_embeddings, where nothing is served
+    # "dynamic" changes what lies beyond max_position_embeddings, where nothing is served, "mrope" images' tokens.
+    if kind in ("default", "dynamic", "mrope"):
         return Rope(theta=theta)
     if kind == "linear":
         return Rope(theta=theta, kind=kind, factor=number(values, "factor"))

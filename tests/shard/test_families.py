@@ -14,6 +14,7 @@ import transformers
 from penstock.shard.config import ShardConfig
 from penstock.shard.loading import load
 from penstock.shard.models.families import FAMILIES, shape
+from penstock.shard.models.image_families import IMAGES
 from penstock.shard.models.mlp import Sparse
 from penstock.shard.models.shape import Mixture, Unsupported
 from penstock.shard.sequence import sequences
@@ -124,7 +125,7 @@ def test_parameters_are_counted_as_transformers_has_them(name: str) -> None:
 def test_the_documents_name_every_architecture() -> None:
     text = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
     named = set(re.findall(r"`(\w+For\w+)`", text))
-    assert named == set(FAMILIES)
+    assert named == set(FAMILIES | IMAGES)
 
 
 def test_experts_are_transformers_by_default() -> None:

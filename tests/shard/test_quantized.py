@@ -67,7 +67,7 @@ class Held(Weights):
     def __init__(self, held: dict[str, Tensor]) -> None:
         self.dtype, self.device, self.progress, self._held = torch.float32, tiny.CPU, lambda read: None, held
 
-    def has(self, name: str) -> bool:
+    def has(self, name: str, shape: tuple[int, ...] | None = None) -> bool:
         return name in self._held
 
     def stored(self, name: str, kinds: tuple[str, ...]) -> Tensor:

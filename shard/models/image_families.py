@@ -1,0 +1,90 @@
+"""Models with images, of which the text is served. A new one is a new entry in `IMAGES`.
+
+Of text alone each token has one position, whatever an image's would have, so that sections of rotary embeddings (`mrope`) mean
+nothing.
+"""
+
+from collections.abc import Callable
+
+from .dense_families import DENSE
+from .fields import AGAIN, Config, shown
+from .latent_families import LATENT
+from .shape import Shape, Unsupported
+from .sparse_families import SPARSE
+
+# transformers' defaults, which some checkpoints rely on.
+QWEN2_VL: Config = {
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "max_window_layers": 80,
+}
+QWEN3_VL: Config = {"max_position_embeddings": 128_000, "rope_theta": 5e5}
+QWEN3_VL_MOE: Config = QWEN3_VL | {
+    "num_key_value_heads": 16,
+    "num_local_experts": 60,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1408,
+    "norm_topk_prob": True,
+}
+GLM_4V: Config = {"max_position_embeddings": 32_768, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0}
+GLM_4V_MOE: Config = {"max_position_embeddings": 65_536, "attention_bias": True}
+BESIDE_TEXT = ("tie_word_embeddings", "quantization_config")  # fields that stand beside the text's
+BESIDE_COUNTS = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")  # whose text may say the first one wrong
+
+Family = Callable[[Config], Shape]
+
+
+def _qwen2_vl(config: Config) -> Shape:
+    return DENSE["Qwen2ForCausalLM"](QWEN2_VL | config)
+
+
+def _qwen3_vl(config: Config) -> Shape:
+    """What images add to the first layers is nothing for text."""
+    return DENSE["Qwen3ForCausalLM"](QWEN3_VL | config)
+
+
+def _qwen3_vl_moe(config: Config) -> Shape:
+    if config.get("norm_topk_prob") is False:
+        raise Unsupported("norm_topk_prob false is not supported: for this family the decoder has true")
+    head = {"head_dim": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]}
+    return SPARSE["Qwen3MoeForCausalLM"](QWEN3_VL_MOE | config | head)
+
+
+def _glm_4v(config: Config) -> Shape:
+    return DENSE["Glm4ForCausalLM"](GLM_4V | config | {"head_dim": config["hidden_size"] // config["num_attention_heads"]})
+
+
+def _glm_4v_moe(config: Config) -> Shape:
+    return SPARSE["Glm4MoeForCausalLM"](GLM_4V_MOE | config)
+
+
+KIMI = {"kimi_k2": LATENT["DeepseekV3ForCausalLM"], "deepseek_v3": LATENT["DeepseekV3ForCausalLM"]}
+# Of each the families that its text may be, by model_type.
+IMAGES: dict[str, dict[str, Family]] = {
+    "Gemma3ForConditionalGeneration": {"gemma3_text": DENSE["Gemma3ForCausalLM"]},
+    "Glm46VForConditionalGeneration": {"glm4v_text": _glm_4v, "glm4v_moe_text": _glm_4v_moe},
+    "Glm4vForConditionalGeneration": {"glm4v_text": _glm_4v},
+    "Glm4vMoeForConditionalGeneration": {"glm4v_moe_text": _glm_4v_moe},
+    "KimiK25ForConditionalGeneration": KIMI,
+    "Kimi_K25ForConditionalGeneration": KIMI,
+    "Mistral3ForConditionalGeneration": {
+        "mistral": DENSE["MistralForCausalLM"],
+        "ministral3": DENSE["Ministral3ForCausalLM"],
+        "mistral4": LATENT["Mistral4ForCausalLM"],
+    },
+    "Qwen2VLForConditionalGeneration": {"qwen2_vl_text": _qwen2_vl, "qwen2_vl": _qwen2_vl},
+    "Qwen2_5_VLForConditionalGeneration": {"qwen2_5_vl_text": _qwen2_vl, "qwen2_5_vl": _qwen2_vl},
+    "Qwen3VLForConditionalGeneration": {"qwen3_vl_text": _qwen3_vl},
+    "Qwen3VLMoeForConditionalGeneration": {"qwen3_vl_moe_text": _qwen3_vl_moe},
+}
+
+
+def text_of(config: Config, architecture: str) -> Config:
+    """What is about text, which stands by itself, but in old descriptions of Qwen 2 VL."""
+    own = config if "text_config" not in config and "hidden_size" in config else config["text_config"]
+    if not isinstance(own, dict):
+        raise Unsupported(f"config.json says text_config {shown(own)}, an object is needed: {AGAIN}")
+    beside = {name: config[name] for name in BESIDE_TEXT if name in config}
+    counts = {name: beside[name] for name in BESIDE_TEXT[:1] if architecture in BESIDE_COUNTS and name in beside}
+    return beside | own | counts | {"architectures": config["architectures"]}
