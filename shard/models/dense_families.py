@@ -211,7 +211,7 @@ def ernie(config: Config) -> Shape:
     return replace(common(ERNIE | config), rotary_neighbours=True)
 
 
-def _exaone4(config: Config) -> Shape:
+def exaone4(config: Config) -> Shape:
     """Norms behind attention and MLP alone. Where some layers slide, those that see all have no rotary embedding."""
     base = common({"num_key_value_heads": 32, "rms_norm_eps": 1e-5} | config)
     window, kinds = config.get("sliding_window", 4096), config.get("layer_types")
@@ -224,7 +224,7 @@ def _exaone4(config: Config) -> Shape:
 
 DENSE: dict[str, Callable[[Config], Shape]] = {
     "Ernie4_5ForCausalLM": ernie,
-    "Exaone4ForCausalLM": _exaone4,
+    "Exaone4ForCausalLM": exaone4,
     "GemmaForCausalLM": _gemma,
     "Gemma2ForCausalLM": _gemma2,
     "Gemma3ForCausalLM": _gemma3,

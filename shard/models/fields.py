@@ -30,6 +30,7 @@ SIZES = {
     "no_rope_layer_interval": 1 << 12,
     "n_routed_experts": 1 << 12,
     "n_shared_experts": 1 << 12,
+    "num_shared_experts": 1 << 12,
     "n_group": 1 << 12,
     "topk_group": 1 << 12,
     "first_k_dense_replace": 1 << 12,
@@ -74,12 +75,15 @@ MODEL_TYPES = {
     "Gemma3ForCausalLM": "gemma3_text",
     "Glm4MoeForCausalLM": "glm4_moe",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
+    "ExaoneMoeForCausalLM": "exaone_moe",
     "GlmMoeDsaForCausalLM": "glm_moe_dsa",
     "GptOssForCausalLM": "gpt_oss",
+    "HYV3ForCausalLM": "hy_v3",
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "SeedOssForCausalLM": "seed_oss",
+    "SolarOpenForCausalLM": "solar_open",
 }
 
 ALIASES = {"kimi_k2": "deepseek_v3"}  # of model_type

@@ -7,8 +7,8 @@ from typing import Any
 from .fields import AGAIN, Config, shown
 from .parts import common
 from .ropes import MISTRAL_YARN, sharpness
-from .shape import Index, Latent, Mixture, Shape, Unsupported
-from .sparse_families import scored
+from .shape import Index, Latent, Shape, Unsupported
+from .sparse_families import scored, scored_by_kinds, with_experts
 
 # transformers' defaults, which some checkpoints rely on.
 FEATURES: Config = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
@@ -66,7 +66,6 @@ MISTRAL_4: Config = FEATURES | {
 }
 MISTRAL_4_ROPE = MISTRAL_YARN | {"rope_theta": 10_000.0, "factor": 128.0, "original_max_position_embeddings": 8192}
 YOUTU: Config = FEATURES | {"max_position_embeddings": 131_072, "tie_word_embeddings": True}
-DENSE, SPARSE = "dense", "sparse"  # of `mlp_layer_types`
 
 
 def _latent(config: Config) -> Shape:
@@ -103,7 +102,7 @@ def _deepseek_v3(config: Config) -> Shape:
 def _glm_flash(config: Config) -> Shape:
     """The same but for which layers have experts."""
     given = GLM_FLASH | config
-    return _scored_by_kinds(_latent(given), given)
+    return scored_by_kinds(_latent(given), given)
 
 
 def _deepseek_v32(config: Config) -> Shape:
@@ -130,21 +129,7 @@ def _indexed(given: Config, neighbours: bool) -> Shape:
             f"config.json says q_lora_rank {shown(given['q_lora_rank'])}, index_head_dim {index.size} and qk_rope_head_dim "
             f"{given['qk_rope_head_dim']}: an index needs latents of queries, and heads as large as what turns of keys"
         )
-    return _scored_by_kinds(replace(base, latent=replace(base.latent, index=index)), given)
-
-
-def _scored_by_kinds(base: Shape, given: Config) -> Shape:
-    """The same with experts, in which layers config.json may say for each."""
-    base, kinds = scored(base, given), given.get("mlp_layer_types")
-    if kinds is None:
-        return base
-    if not isinstance(kinds, list) or len(kinds) != base.layers or not {DENSE, SPARSE}.issuperset(map(str, kinds)):
-        raise Unsupported(
-            f"config.json says mlp_layer_types {shown(kinds)}, {DENSE!r} or {SPARSE!r} is needed for each of num_hidden_layers: "
-            f"{AGAIN}"
-        )
-    mixture = scored(base, given | {"first_k_dense_replace": 0}).mixtures[0]
-    return replace(base, mixtures=tuple(mixture if kind == SPARSE else None for kind in kinds))
+    return scored_by_kinds(replace(base, latent=replace(base.latent, index=index)), given)
 
 
 def _deepseek_v2(config: Config) -> Shape:
@@ -177,11 +162,7 @@ def _youtu(config: Config) -> Shape:
 
 def _softened(base: Shape, **more: Any) -> Shape:
     """The same, but scores of experts are a softmax's, and are not corrected."""
-
-    def softened(mixture: Mixture | None) -> Mixture | None:
-        return mixture and replace(mixture, sigmoid=False, correction="", **more)
-
-    return replace(base, mixtures=tuple(map(softened, base.mixtures)))
+    return with_experts(base, sigmoid=False, correction="", **more)
 
 
 def _expect(config: Config, **fields: object) -> None:

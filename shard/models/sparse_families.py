@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
-from .dense_families import MISTRAL, OLMO, ernie, qwen3
+from .dense_families import MISTRAL, OLMO, ernie, exaone4, qwen3
 from .fields import AGAIN, FULL, SLIDING, Config, number, shown
 from .parts import common, windows_of
-from .ropes import rotary_size
-from .shape import Mixture, Quantization, Shape, Unsupported
+from .ropes import rope_of, ropes_by_kind, rotary_size
+from .shape import PLAIN, Mixture, Quantization, Shape, Unsupported
 
 # transformers' defaults, which some checkpoints rely on.
 GLM_MOE: Config = {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5}
@@ -24,6 +25,41 @@ GPT_OSS: Config = {
     "rope_theta": 150_000.0,
 }
 GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+EXAONE_MOE: Config = {
+    "moe_intermediate_size": 1024,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 1,
+}
+SOLAR: Config = {
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "moe_intermediate_size": 1280,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+}
+HY_3: Config = {
+    "rope_theta": 11_158_840.0,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "moe_intermediate_size": 1536,
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 1,
+}
+MELLUM: Config = {
+    "num_local_experts": 64,
+    "moe_intermediate_size": 896,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 131_072,
+    "sliding_window": 1024,
+    "num_key_value_heads": 4,
+}
+PLAIN_MLP, EXPERTS = "dense", "sparse"  # of `mlp_layer_types`
 MOE_LAYERS = {"start_index": 1, "end_index": -1, "interval": 1}  # ERNIE's
 STEEP = 1.702  # of gpt-oss's gates
 
@@ -126,6 +162,66 @@ def scored(base: Shape, config: Config) -> Shape:
     )
     dense = config.get("first_k_dense_replace") or 0
     return replace(base, mixtures=tuple(mixture if layer >= dense else None for layer in range(base.layers)))
+
+
+def scored_by_kinds(base: Shape, given: Config) -> Shape:
+    """The same with experts, in which layers config.json may say for each."""
+    base, kinds = scored(base, given), given.get("mlp_layer_types")
+    if kinds is None:
+        return base
+    return replace(base, mixtures=by_kinds(kinds, scored(base, given | {"first_k_dense_replace": 0}).mixtures[0], base.layers))
+
+
+def by_kinds(kinds: Any, mixture: Mixture | None, layers: int) -> tuple[Mixture | None, ...]:
+    """Of `mlp_layer_types`: that mixture in each layer that has experts."""
+    if not isinstance(kinds, list) or len(kinds) != layers or not {PLAIN_MLP, EXPERTS}.issuperset(map(str, kinds)):
+        raise Unsupported(
+            f"config.json says mlp_layer_types {shown(kinds)}, {PLAIN_MLP!r} or {EXPERTS!r} is needed for each of "
+            f"num_hidden_layers: {AGAIN}"
+        )
+    return tuple(mixture if kind == EXPERTS else None for kind in kinds)
+
+
+def with_experts(base: Shape, **fields: Any) -> Shape:
+    """The same, with these fields of the experts of each layer that has some."""
+    return replace(base, mixtures=tuple(mixture and replace(mixture, **fields) for mixture in base.mixtures))
+
+
+def _exaone_moe(config: Config) -> Shape:
+    """K-EXAONE: EXAONE 4's attention behind norms, and experts behind the first layer."""
+    fields = {"n_routed_experts": config.get("num_experts", 64), "n_shared_experts": config.get("num_shared_experts", 1)}
+    found = scored_by_kinds(replace(exaone4(config), norms=PLAIN), EXAONE_MOE | config | fields)
+    return with_experts(found, correction="e_score_correction_bias")
+
+
+def _solar_open(config: Config) -> Shape:
+    """GLM 4.5's experts in every layer, and Llama's attention."""
+    size = {"intermediate_size": config.get("moe_intermediate_size", SOLAR["moe_intermediate_size"])}
+    given = SOLAR | config | size
+    return replace(scored(common(given), given | {"first_k_dense_replace": 0}), qkv_bias=given.get("attention_bias", False))
+
+
+def _hy_v3(config: Config) -> Shape:
+    """Tencent's Hy 3: Qwen 3's attention, and experts behind the first layer."""
+    bias, shared = config.get("attention_bias", False), config.get("num_shared_experts", 1)
+    if config.get("mlp_bias"):
+        raise Unsupported("mlp_bias is not supported: for this family the decoder has none")
+    base = replace(common(HY_3 | config), qk_norm=True, qkv_bias=bias, output_bias=bias)
+    fields = {"n_routed_experts": config.get("num_experts", 192), "n_shared_experts": shared}
+    factor = {"routed_scaling_factor": number(config, "router_scaling_factor", 2.826)}
+    found = scored_by_kinds(base, HY_3 | config | fields | factor)
+    return with_experts(found, router="router.gate", correction="expert_bias", shared_name="shared_mlp")
+
+
+def _mellum(config: Config) -> Shape:
+    """Qwen 3's experts; layers that slide have another rotary embedding."""
+    full, local = ropes_by_kind(config, 5e5, 1e4)
+    given = MELLUM | config | {"rope_parameters": full, "rope_scaling": None}
+    base = _qwen3_moe({name: value for name, value in given.items() if name not in ("layer_types", "sliding_window")})
+    kinds, own = given.get("layer_types") or [FULL] * base.layers, given.get("mlp_layer_types")
+    local_rope = rope_of(given | {"rope_parameters": local}, "rope_parameters") if SLIDING in kinds else None
+    mixtures = by_kinds(own, base.mixtures[0], base.layers) if own is not None else base.mixtures
+    return replace(base, windows=windows_of(given, kinds), local_rope=local_rope, mixtures=mixtures)
 
 
 def _minimax_m2(config: Config) -> Shape:
@@ -245,11 +341,15 @@ def chosen(mixture: Mixture) -> Mixture:
 SPARSE: dict[str, Callable[[Config], Shape]] = {
     "Dots1ForCausalLM": _dots1,
     "Ernie4_5_MoeForCausalLM": _ernie_moe,
+    "ExaoneMoeForCausalLM": _exaone_moe,
     "Glm4MoeForCausalLM": _glm4_moe,
     "GptOssForCausalLM": _gpt_oss,
+    "HYV3ForCausalLM": _hy_v3,
+    "MellumForCausalLM": _mellum,
     "MiniMaxM2ForCausalLM": _minimax_m2,
     "MixtralForCausalLM": _mixtral,
     "OlmoeForCausalLM": _olmoe,
     "Qwen2MoeForCausalLM": _qwen2_moe,
     "Qwen3MoeForCausalLM": _qwen3_moe,
+    "SolarOpenForCausalLM": _solar_open,
 }

@@ -66,6 +66,7 @@ class Model:
         head_size=1,
         vocabulary=POISON + 1,
         latent=None,
+        index=None,
         slot=lambda ranks: (2, 1, 1),
         kv_elements=lambda ranks: 2,
     )

@@ -38,6 +38,7 @@ def config(architecture: str, **more: Any) -> dict[str, Any]:
         ("Ernie4_5ForCausalLM", transformers.Ernie4_5Config),
         ("Ernie4_5_MoeForCausalLM", transformers.Ernie4_5_MoeConfig),
         ("Exaone4ForCausalLM", transformers.Exaone4Config),
+        ("ExaoneMoeForCausalLM", transformers.ExaoneMoeConfig),
         ("GemmaForCausalLM", transformers.GemmaConfig),
         ("Gemma2ForCausalLM", transformers.Gemma2Config),
         ("Gemma3ForCausalLM", transformers.Gemma3TextConfig),
@@ -45,7 +46,9 @@ def config(architecture: str, **more: Any) -> dict[str, Any]:
         ("Glm4ForCausalLM", transformers.Glm4Config),
         ("Glm4MoeForCausalLM", transformers.Glm4MoeConfig),
         ("GraniteForCausalLM", transformers.GraniteConfig),
+        ("HYV3ForCausalLM", transformers.HYV3Config),
         ("LlamaForCausalLM", transformers.LlamaConfig),
+        ("MellumForCausalLM", transformers.MellumConfig),
         ("MiniMaxM2ForCausalLM", transformers.MiniMaxM2Config),
         ("MistralForCausalLM", transformers.MistralConfig),
         ("MixtralForCausalLM", transformers.MixtralConfig),
@@ -59,6 +62,7 @@ def config(architecture: str, **more: Any) -> dict[str, Any]:
         ("Qwen3MoeForCausalLM", transformers.Qwen3MoeConfig),
         ("SeedOssForCausalLM", transformers.SeedOssConfig),
         ("SmolLM3ForCausalLM", transformers.SmolLM3Config),
+        ("SolarOpenForCausalLM", transformers.SolarOpenConfig),
         ("StableLmForCausalLM", transformers.StableLmConfig),
         ("Starcoder2ForCausalLM", transformers.Starcoder2Config),
     ],
@@ -152,11 +156,12 @@ def test_experts_are_transformers_by_default() -> None:
     assert shape(config("MixtralForCausalLM")).windows == (first.sliding_window or 0,) * 2
 
 
+def made(name: str) -> tuple[Mixture | None, ...]:
+    return shape(config(f"{name}ForCausalLM", num_hidden_layers=3)).mixtures
+
+
 def test_experts_with_scores_of_their_own_are_transformers_by_default() -> None:
-    glm, dots, minimax, ernie, olmoe = (
-        shape(config(f"{name}ForCausalLM", num_hidden_layers=3)).mixtures
-        for name in ("Glm4Moe", "Dots1", "MiniMaxM2", "Ernie4_5_Moe", "Olmoe")
-    )
+    glm, dots, minimax, ernie, olmoe = map(made, ("Glm4Moe", "Dots1", "MiniMaxM2", "Ernie4_5_Moe", "Olmoe"))
     theirs = transformers.Glm4MoeConfig()
     of_glm = Mixture(
         experts=theirs.n_routed_experts,
@@ -176,6 +181,20 @@ def test_experts_with_scores_of_their_own_are_transformers_by_default() -> None:
     assert theirs.first_k_dense_replace == 1
     theirs = transformers.Dots1Config()
     assert dots == (replace(of_glm, normalized=theirs.norm_topk_prob, shared=0),) * 3
+    theirs = transformers.ExaoneMoeConfig()
+    names = {"experts": theirs.num_experts, "size": theirs.moe_intermediate_size, "factor": theirs.routed_scaling_factor}
+    expected = replace(of_glm, **names, shared=theirs.moe_intermediate_size, correction="e_score_correction_bias")
+    assert made("ExaoneMoe") == (None, expected, expected)
+    theirs = transformers.SolarOpenConfig()
+    names = {"experts": theirs.n_routed_experts, "size": theirs.moe_intermediate_size, "factor": theirs.routed_scaling_factor}
+    assert made("SolarOpen") == (replace(of_glm, **names, shared=theirs.moe_intermediate_size),) * 3
+    theirs = transformers.HYV3Config()
+    names = {"experts": theirs.num_experts, "size": theirs.moe_intermediate_size, "factor": theirs.router_scaling_factor}
+    expected = replace(of_glm, **names, shared=theirs.moe_intermediate_size, correction="expert_bias")
+    assert made("HYV3") == (None, *(replace(expected, router="router.gate", shared_name="shared_mlp"),) * 2)
+    theirs = transformers.MellumConfig()
+    [mellum] = set(made("Mellum"))
+    assert mellum == Mixture(experts=theirs.num_experts, chosen=theirs.num_experts_per_tok, size=896, normalized=True)
     theirs = transformers.MiniMaxM2Config()
     assert [(one.experts, one.chosen, one.size) for one in minimax if one] == [(theirs.num_experts, 8, 88)] * 3
     theirs = transformers.Ernie4_5_MoeConfig(num_hidden_layers=3)

@@ -22,7 +22,7 @@ from penstock.tests.shard.test_weights import WEIGHTS, Alone, decoder, refuses, 
 
 Saved = Callable[[str], Path]
 # Every family whose experts are apart in the original format. Their names for them, and for what is added to scores, differ.
-NAMES = ["mixtral", "qwen3-moe", "qwen2-moe", "olmoe", "glm4-moe", "dots1", "ernie-moe", "minimax-m2"]
+NAMES = ["mixtral", "qwen3-moe", "qwen2-moe", "olmoe", "glm4-moe", "dots1", "ernie-moe", "minimax-m2", "exaone-moe"]
 TENSOR = "model.layers.0.mlp.experts.gate_up_proj"
 
 

@@ -102,6 +102,15 @@ LATENT = {name: value for name, value in GLM_MOE.items() if name != "head_dim"} 
 }
 INDEXED = LATENT | {"num_key_value_heads": 8, "index_topk": 6, "index_head_dim": 16, "index_n_heads": 12}
 ERNIE_MOE = SMALL | {"num_hidden_layers": 4, "moe_num_experts": 7, "moe_k": 3, "moe_intermediate_size": 20}
+EXAONE_MOE = SMALL | {
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "n_group": 2,
+    "topk_group": 1,
+}
 ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 GLM = SMALL | {"head_dim": 16, "pad_token_id": 0, "eos_token_id": 1}
 GEMMA3_ROPES = {
@@ -127,6 +136,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "ernie": lambda: transformers.Ernie4_5Config(**SMALL, head_dim=16, tie_word_embeddings=False),
     "ernie-moe": lambda: transformers.Ernie4_5_MoeConfig(**ERNIE_MOE, moe_layer_end_index=2, tie_word_embeddings=True),
+    "exaone-moe": lambda: transformers.ExaoneMoeConfig(
+        **EXAONE_MOE, sliding_window=WINDOW, sliding_window_pattern=2, mlp_layer_types=["dense", "sparse", "dense", "sparse"]
+    ),
     "exaone4": lambda: transformers.Exaone4Config(
         **SMALL | {"num_hidden_layers": 4}, sliding_window=WINDOW, sliding_window_pattern=2, rope_parameters=LLAMA3
     ),
@@ -164,6 +176,15 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "mistral": lambda: transformers.MistralConfig(**SMALL, head_dim=8, sliding_window=WINDOW),
     "ministral3": lambda: transformers.Ministral3Config(**SMALL, head_dim=16, rope_parameters=dict(GROWING)),
     "mistral4": lambda: transformers.Mistral4Config(**LATENT, n_group=4, topk_group=2, rope_parameters=dict(GROWING)),
+    "hy-v3": lambda: transformers.HYV3Config(
+        **{name: value for name, value in EXAONE_MOE.items() if "group" not in name}, num_shared_experts=2, attention_bias=True
+    ),
+    "mellum": lambda: transformers.MellumConfig(
+        **{name: value for name, value in EXAONE_MOE.items() if "group" not in name},
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        mlp_layer_types=["sparse", "dense", "sparse", "sparse"],
+    ),
     "minimax-m2": lambda: transformers.MiniMaxM2Config(
         **SMALL, head_dim=16, num_local_experts=9, num_experts_per_tok=3, rotary_dim=8
     ),
@@ -194,6 +215,12 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **QWEN3_MOE, decoder_sparse_step=2, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2
     ),
     "seed-oss": lambda: transformers.SeedOssConfig(**SMALL, head_dim=16, attention_out_bias=True),
+    "solar-open": lambda: transformers.SolarOpenConfig(
+        **{name: value for name, value in GLM_MOE.items() if name != "intermediate_size"},
+        attention_bias=True,
+        n_group=2,
+        topk_group=1,
+    ),
     "stablelm": lambda: transformers.StableLmConfig(**SMALL, use_qkv_bias=True),
     "stablelm-parallel": lambda: transformers.StableLmConfig(
         **SMALL | {"hidden_size": 128}, use_parallel_residual=True, rope_parameters=YARN | {"partial_rotary_factor": 0.5}
@@ -277,6 +304,10 @@ def _made(name: str) -> Path:
         "Ernie4_5Config": transformers.Ernie4_5ForCausalLM,
         "Ernie4_5_MoeConfig": transformers.Ernie4_5_MoeForCausalLM,
         "Exaone4Config": transformers.Exaone4ForCausalLM,
+        "ExaoneMoeConfig": transformers.ExaoneMoeForCausalLM,
+        "HYV3Config": transformers.HYV3ForCausalLM,
+        "MellumConfig": transformers.MellumForCausalLM,
+        "SolarOpenConfig": transformers.SolarOpenForCausalLM,
         "GemmaConfig": transformers.GemmaForCausalLM,
         "Gemma2Config": transformers.Gemma2ForCausalLM,
         "Gemma3TextConfig": transformers.Gemma3ForCausalLM,
