@@ -17,6 +17,8 @@ from .loader import Loader
 from .shape import Latent
 from .stream import Stream
 
+EPSILON = 1e-6  # of the norms of latents, whatever config.json says of the others
+
 
 class Latents:
     """In the place of `Heads`."""
@@ -53,18 +55,18 @@ class Latents:
         self, stream: Stream, norm: Tensor | None, step: Step, rotary: Tensor, growth: Tensor | None, layer: Tensor
     ) -> Tensor:
         """As that of `Heads`: [tokens, this rank's heads * latent.values]."""
-        latent, epsilon, width, chosen = self.latent, self.shape.norm_epsilon, self.shape.head_size, None
+        latent, width, chosen = self.latent, self.shape.head_size, None
         x = stream.normalized(norm) if self.chooser else None
         joint = stream.through(norm, self.inward) if x is None else stream.product(x, self.inward)
         asked, latents = joint[:, :-width], joint[:, -width:]
         if self.query is not None and self.query_norm is not None:
-            made = rms_norm(asked, self.query_norm, epsilon)
+            made = rms_norm(asked, self.query_norm, EPSILON)
             asked = stream.product(made, self.query)
             if self.chooser is not None and x is not None:
                 chosen = self.chooser(x, made, rotary, step, layer[..., width:])
         heads = asked.view(len(asked), len(self.to_keys), latent.plain + latent.turned)
         query = torch.cat((_by_heads(heads[..., : latent.plain], self.to_keys), heads[..., latent.plain :]), 2)
-        rotate_and_write_latents(query, latents, self.latent_norm, rotary, step.slots, layer[..., :width], epsilon)
+        rotate_and_write_latents(query, latents, self.latent_norm, rotary, step.slots, layer[..., :width], EPSILON)
         if growth is not None:
             query.mul_(growth)
         scale = self.shape.attention_scale

@@ -153,8 +153,12 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "glm": lambda: transformers.GlmConfig(**GLM, partial_rotary_factor=1.0, attention_bias=False),
     "glm4": lambda: transformers.Glm4Config(**GLM, rope_parameters=dict(YARN)),
     "glm4-moe": lambda: transformers.Glm4MoeConfig(**GLM_MOE, use_qk_norm=True, attention_bias=True, n_group=2, topk_group=1),
-    "glm-5": lambda: transformers.GlmMoeDsaConfig(**INDEXED, mlp_layer_types=["dense", "sparse", "dense"], attention_bias=True),
-    "glm4-moe-lite": lambda: transformers.Glm4MoeLiteConfig(**LATENT, mlp_layer_types=["sparse", "dense", "sparse"]),
+    "glm-5": lambda: transformers.GlmMoeDsaConfig(
+        **INDEXED, mlp_layer_types=["dense", "sparse", "dense"], attention_bias=True, rms_norm_eps=0.1
+    ),
+    "glm4-moe-lite": lambda: transformers.Glm4MoeLiteConfig(
+        **LATENT, mlp_layer_types=["sparse", "dense", "sparse"], rms_norm_eps=0.1
+    ),
     "gpt-oss": lambda: transformers.GptOssConfig(**GPT_OSS, rope_parameters=DEEP_YARN),
     "gpt-oss-full": lambda: transformers.GptOssConfig(
         **GPT_OSS, attention_bias=False, layer_types=["full_attention"] * 2, tie_word_embeddings=True
