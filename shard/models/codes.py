@@ -1,6 +1,6 @@
 """Reads matrices of few bits as checkpoints have them. How each format lays them out is here and nowhere else."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import gcd
 
 import torch
@@ -93,6 +93,22 @@ def _plain(source: Source, name: str, shape: tuple[int, int], how: Quantization)
     if source.has(f"{name}.weight_zero_point"):
         zeros = _blocks(_stored(source, f"{name}.weight_zero_point", 0, ("I8",)).view(torch.uint8) ^ SIGN, name, shape, how)
     return _codes(how.kind, codes, _blocks(scales, name, shape, how), zeros)
+
+
+def stack(source: Source, name: str, shape: tuple[int, int, int], how: Quantization) -> Iterator[Codes]:
+    """Of several matrices that are all in the tensor `name` each as `_plain`, of floats."""
+    size = shape[1:]
+    stored, scales = source.stored(name, ("F8_E4M3",)), source.stored(f"{name}_scale_inv", FLOATS)
+    if stored.shape != shape or scales.dim() != 3 or len(scales) != len(stored) or not scales.numel():
+        raise Unsupported(
+            f"{name} has codes {list(stored.shape)}, scales {list(scales.shape)}, config.json says {list(shape)}: they belong to "
+            "different models"
+        )
+    for one, each in zip(stored, scales.float(), strict=True):
+        codes = _codes(how.kind, one.view(torch.uint8), _blocks(each, name, size, how), None)
+        _check(codes, name, size)
+        source.progress(one.numel())
+        yield codes
 
 
 # By method, and the name of a tensor that shows that a matrix has few bits.

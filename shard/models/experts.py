@@ -7,9 +7,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...kernels.codes import FP4_BLOCK, Codes, quantize
+from ...kernels.codes import FP4_BLOCK, Codes, joined, quantize
 from ...kernels.experts import Biases, Weights
 from ..weights import Source
+from .codes import stack
 from .loader import Loader
 from .shape import Mixture, Quantization, Unsupported
 
@@ -47,14 +48,19 @@ def _is_together(load: Loader) -> bool:
 def _together(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]:
     """All in one tensor, of each expert gates before what they let through."""
     name, count, size, hidden = f"{load.prefix}{mixture.name}.experts", mixture.experts, mixture.size, load.shape.hidden
+    part, how = size // load.ranks.size, load.shape.quantization
+    start = load.ranks.rank * part
     scales = next((end for end in SCALES if load.source.has(f"{name}.gate_up_proj{end}")), None)
+    if scales == "_scale_inv" and how and how.method == "fp8":
+        both = stack(load.source, f"{name}.gate_up_proj", (count, 2 * size, hidden), how)
+        gate_ups = [joined([one.part(0, first, first + part) for first in (start, size + start)]) for one in both]
+        downs = stack(load.source, f"{name}.down_proj", (count, hidden, size), how)
+        return gate_ups, [load.residual(one.part(1, start, start + part)) for one in downs], None
     if scales:
         raise Unsupported(
             f"{name}.gate_up_proj{scales} says that experts that are all in one tensor have few bits, which is not supported: save "
             "the model with save_original_format=True, or use its unquantized weights"
         )
-    part, how = size // load.ranks.size, load.shape.quantization
-    start = load.ranks.rank * part
 
     def read(end: str, shape: tuple[int, ...], dimension: int, first: int) -> Tensor:
         turned = (shape[0], shape[2], shape[1])
@@ -66,8 +72,8 @@ def _together(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]
         return quantize(weight, how.kind) if how and how.at_load else weight
 
     gates, ups = (read("gate_up_proj", (count, 2 * size, hidden), 1, first) for first in (start, size + start))
-    gate_ups = [kept(torch.cat(pair)) for pair in zip(gates, ups, strict=True)]
-    return gate_ups, [load.residual(kept(down)) for down in read("down_proj", (count, hidden, size), 2, start)], None
+    plain = [kept(torch.cat(pair)) for pair in zip(gates, ups, strict=True)]
+    return plain, [load.residual(kept(down)) for down in read("down_proj", (count, hidden, size), 2, start)], None
 
 
 def _interleaved(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]:

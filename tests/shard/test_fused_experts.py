@@ -4,6 +4,7 @@ import functools
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from penstock.shard.models.decoder import Decoder
 from penstock.shard.models.families import shape
 from penstock.shard.parallel import Ranks
 from penstock.shard.weights import Weights
-from penstock.tests.shard import tiny
+from penstock.tests.shard import packing, tiny
 from penstock.tests.shard.test_oracle import prompt
 from penstock.tests.shard.test_quantized import logits
 from penstock.tests.shard.test_weights import WEIGHTS, Alone, decoder, refuses, same
@@ -77,3 +78,39 @@ def test_another_number_of_experts(saved: Saved, tmp_path: Path) -> None:
 def test_experts_of_few_bits(end: str, saved: Saved, tmp_path: Path) -> None:
     folder = spoiled(saved("qwen3-moe"), tmp_path, **{f"{TENSOR}{end}": torch.ones(9, 1, 1)})
     refuses(folder, f"{TENSOR}{end} says that experts", "in one tensor", "save_original_format=True")
+
+
+def few_bits(target: Path, block: tuple[int, int], told: list[int] | None) -> tuple[Path, Path]:
+    """Mistral Small 4 with experts of fp8, and the same in float32."""
+    few, plain = (Path(shutil.copytree(tiny.folder("mistral4"), target / kind)) for kind in ("few", "plain"))
+    stored = safetensors.torch.load_file(plain / WEIGHTS)
+    how = replace(packing.FORMATS["fp8-blocks"], more={"name": "scale", "block": block})
+    packed: dict[str, Tensor] = {}
+    for name in [name for name in stored if ".mlp.experts." in name]:
+        found = [packing.floats(how, one) for one in stored[name]]
+        packed[name] = torch.stack([parts["weight"] for parts, _ in found])
+        packed[f"{name}_scale_inv"] = torch.stack([parts["scale"] for parts, _ in found])
+        packed[f"{name}_activation_scale"] = torch.ones(len(found))
+        stored[name] = torch.stack([one for _, one in found])
+    safetensors.torch.save_file(stored | packed, few / WEIGHTS)
+    safetensors.torch.save_file(stored, plain / WEIGHTS)
+    config = json.loads((few / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": told}
+    (few / "config.json").write_text(json.dumps(config))
+    return few, plain
+
+
+@pytest.mark.parametrize(("block", "told"), [((0, 0), None), ((16, 16), [16, 16])])
+def test_floats_of_eight_bits(block: tuple[int, int], told: list[int] | None, tmp_path: Path) -> None:
+    """As Mistral's own folder has them, of each expert one scale; or in blocks."""
+    few, plain = few_bits(tmp_path, block, told)
+    same(decoder(few), decoder(plain))
+    for rank in range(2):
+        same(part(few, Alone(rank)), part(plain, Alone(rank)))
+
+
+def test_floats_of_another_model(tmp_path: Path) -> None:
+    few, _ = few_bits(tmp_path, (0, 0), None)
+    name = "model.layers.1.mlp.experts.down_proj_scale_inv"
+    refuses(spoiled(few, tmp_path / "fewer", **{name: torch.ones(7, 1, 1)}), "scales [7, 1, 1]", "different models")
+    refuses(spoiled(few, tmp_path / "more", **{name: torch.ones(8, 1, 13)}), "13 scales for 24 numbers")
