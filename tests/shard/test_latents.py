@@ -190,6 +190,10 @@ def test_queries_may_be_made_of_the_residual_stream() -> None:
     assert tiny.decoder("deepseek-v3-biases").layers[0].attention.inward.shape[0] == 8 * 20 + 32
 
 
+def test_youtu_by_its_first_name() -> None:
+    assert made("Youtu", model_type="youtu_llm") == made("Youtu", model_type="youtu") == made("Youtu")
+
+
 @pytest.mark.parametrize(
     ("name", "field", "words"),
     [
