@@ -267,8 +267,10 @@ class Shape:
 
     @property
     def rotary_elements(self) -> int:
-        """Elements of the cosines and sines of all positions, which every rank has; one row is for layers that don't turn."""
-        return 2 * self.turning_size * (self.max_positions * (2 if self.local_rope else 1) + bool(self.unturned))
+        """Elements of the cosines and sines of all positions, which every rank has; one row is for layers that don't turn. And of
+        what queries grow by."""
+        growth = self.max_positions * (self.rope.growth > 0)
+        return 2 * self.turning_size * (self.max_positions * (2 if self.local_rope else 1) + bool(self.unturned)) + growth
 
     def parameters(self, ranks: int = 1, tables: int | None = None, tokens: int | None = None) -> int:
         """Elements of all weights on one rank. `tables`: how often the vocabulary's table is held, if not as in the checkpoint;
