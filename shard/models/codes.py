@@ -142,8 +142,8 @@ def _check(codes: Codes, name: str, shape: tuple[int, int]) -> None:
 
 
 def _codes(kind: str, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Codes:
-    """Zeros that are all in the middle are left out, as they mean nothing more."""
-    if zeros is not None and bool((zeros == MIDDLES.get(kind, 0)).all()):
+    """Zeros that are all in the middle are left out, as they mean nothing more; not those of another shape, which are refused."""
+    if zeros is not None and zeros.shape == scales.shape and bool((zeros == MIDDLES.get(kind, 0)).all()):
         zeros = None
     return Codes(kind, codes.contiguous(), scales.contiguous(), zeros.byte().contiguous() if zeros is not None else None)
 

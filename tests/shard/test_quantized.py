@@ -485,6 +485,13 @@ def test_shapes_that_nobody_would_write(form: str, odd: str) -> None:
             read(form, parts | {name: ODD[odd](parts[name])}, (64, 48))
 
 
+def test_zeros_that_mean_nothing_in_a_shape_that_nobody_would_write() -> None:
+    how = packing.FORMATS["packed-tensor"]
+    parts, _ = how.pack(how, torch.randn(64, 48))
+    with pytest.raises(Unsupported, match=r"^m has .* zeros \[3, 1\].*: they belong to different models"):
+        read("packed-tensor", parts | {"weight_zero_point": torch.zeros(3, dtype=torch.int8)}, (64, 48))
+
+
 def test_more_groups_than_inputs() -> None:
     parts, _ = packing.gptq(packing.FORMATS["gptq"], torch.randn(64, 48))
     with pytest.raises(Unsupported, match=r"^m has .*: they belong to different models"):
