@@ -34,7 +34,7 @@ plan: $(INSTALLED)
 	@$(BIN)/penstock plan $(if $(MODEL),'$(MODEL)') $(FLAGS)
 
 # Three parts side by side: two that take as long on two cores, and one that mostly waits.
-COMPUTING := tests/kernels tests/shard tests/launcher tests/deploy tests/clients tests/simulator
+COMPUTING := tests/kernels tests/shard tests/launcher tests/deploy tests/clients tests/bench tests/benchmarks tests/simulator
 CHAOS := tests/chaos
 
 test: $(INSTALLED)
