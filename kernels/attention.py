@@ -250,7 +250,7 @@ def _attend(
     if asked is not None:
         choose = partial(narrowed, asked, keys[:, 0, :, size:])
     if cache.shape[3] > size:  # an index has its own keys behind these
-        keys, values = keys[..., :size], values[..., :size]
+        keys = values = keys[..., :size]
     if not block.tiled:
         mask = choose(block.start, queries, mask)
     ratio = heads // kv_heads
@@ -266,7 +266,8 @@ def _attend(
     spread = own.reshape(count, queries, heads, size).transpose(1, 2)
     grouped = ratio > 1
     if block.tiled and mask is not None:
-        seen = keys.contiguous(), values.contiguous(), mask
+        whole = keys.contiguous()
+        seen = whole, whole if values is keys else values.contiguous(), mask
         answer = _attend_tiles(partial(attended, enable_gqa=grouped), spread, *seen, choose, block.start)
     else:
         answer = attended(spread, keys, values, mask, enable_gqa=grouped)

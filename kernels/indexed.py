@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 EPSILON = 1e-6  # of the layer norm of keys
+# Bytes that a score takes with all that becomes of it here. Measured 2026-11-24 on a CPU, in float32, 64 tokens at once among
+# 100,000 and 200,000: 29 and 25.
+SCORE_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import paged_attention as paged
 from . import work
-from .attention import Row, depths
+from .attention import Row
 from .indexed import Asked
 from .transfer import to_device
 
@@ -47,25 +47,17 @@ def plan(whole: paged.Plan, rows: Sequence[Row], most: int, size: int, dtype: to
     widths = numpy.array([work.width(row, page_size) for row in rows])
     queries = [row.queries for row in rows]
     offsets = numpy.repeat(widths.cumsum() - widths, queries)
-    seen = [row.context + 1 + depth for row in rows for depth in (depths(row.parents) if row.parents else range(row.queries))]
+    seen = numpy.minimum(work.positions_of(rows) + 1, most)
     lengths = numpy.repeat([row.context + row.queries for row in rows], queries)
     count = max(1, min(TOKENS, SCORES // int(lengths.max())))
-    parts = []
+    parts, alike = [], dict[bytes, paged.Plan]()  # of a long prompt most parts are: their tokens all see as many as they may
     for first in range(0, len(seen), count):
         own = slice(first, first + count)
-        chosen = paged.plan(
-            [Row(1, min(keys, most) - 1, ()) for keys in seen[own]],
-            1,
-            whole.kv_heads,
-            whole.ratio,
-            size,
-            device,
-            dtype=dtype,
-            share=False,
-            apart=most,
-        )
+        kind = seen[own].tobytes()
+        if kind not in alike:
+            alike[kind] = paged.plan_singles(seen[own], most, whole.kv_heads, whole.ratio, size, device, dtype)
         tables = to_device(torch.from_numpy(offsets[own]), device).unsqueeze(1)
-        parts.append(Part(first, max(most, int(lengths[own].max())), tables, chosen))
+        parts.append(Part(first, max(most, int(lengths[own].max())), tables, alike[kind]))
     return Plan(**{field.name: getattr(whole, field.name) for field in fields(whole)}, parts=tuple(parts))
 
 
@@ -73,7 +65,7 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, scale: float, latent: in
     """As `paged_attention.attention`, of a cache of latents with an index's keys behind them."""
     from .fused_index import scores
 
-    found = []
+    found = query.new_empty(*query.shape[:2], latent) if len(plan.parts) > 1 else None
     for part in plan.parts:
         count = len(part.tables)
         best = scores(asked, cache[..., query.shape[2] :], plan, part.first, count, part.length).topk(asked.most).indices
@@ -81,5 +73,10 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, scale: float, latent: in
         places = (part.tables + best // plan.page_size).clamp_(max=len(plan.pages) - 1)
         slots = plan.pages[places] * plan.page_size + best % plan.page_size
         own = part.plan.chosen(slots.int().flatten())
-        found.append(paged.attention(query[part.first : part.first + count], cache, own, 0, scale, latent=latent))
-    return torch.cat(found)
+        answer = paged.attention(query[part.first : part.first + count], cache, own, 0, scale, latent=latent)
+        if found is None:
+            return answer
+        found[part.first : part.first + count] = answer  # at once: all parts' and the whole take twice the memory
+        del answer
+    assert found is not None
+    return found

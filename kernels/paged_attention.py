@@ -154,22 +154,42 @@ def plan(
     fixed: int = 0,
     share: bool = True,
     capacity: Capacity | None = None,
-    apart: int = 0,
 ) -> Plan:
     """The step of `rows`, whose query tokens stand one row after the other.
 
     ratio: query heads of a key head; size: of a head; dtype: of the queries; windows: the distinct ones of the model's layers, 0
     for none; processors: the device's; fixed: keys of an item (a multiple of 128) whatever else is running, so that a row's answer
     does not depend on its neighbours by a single bit; with it rows do not share, nor without `share`; capacity: without it,
-    tensors are as long as this step needs; apart: the rows' tables are given later (`Plan.chosen`), each so many pages long.
+    tensors are as long as this step needs.
     """
     if fixed % cutting.ALIGNMENT:
         raise ValueError(f"items of {fixed} keys: not a multiple of {cutting.ALIGNMENT}")
     tiles = tiles_of(ratio, size, dtype, generation_of(device))
-    processors = processors if processors is not None else processors_of(device)
     table = cutting.table(rows, page_size, (tiles[-1].rows - 1) // ratio if share and not fixed else 0)
-    if apart:
-        table = replace(table, offsets=numpy.arange(len(rows)) * apart)
+    return _plan(table, kv_heads, ratio, device, tiles, windows, processors, fixed, capacity)
+
+
+def plan_singles(
+    seen: "numpy.ndarray[Any, Any]", most: int, kv_heads: int, ratio: int, size: int, device: torch.device, dtype: torch.dtype
+) -> Plan:
+    """The step of as many rows of one token each, which see so many keys, `most` at most, on pages of one token. Which pages is
+    said later, in tables of `most` each (`Plan.chosen`)."""
+    tiles = tiles_of(ratio, size, dtype, generation_of(device))
+    return _plan(cutting.singles(seen, most), kv_heads, ratio, device, tiles)
+
+
+def _plan(
+    table: cutting.Table,
+    kv_heads: int,
+    ratio: int,
+    device: torch.device,
+    tiles: tuple[Tile, Tile, Tile],
+    windows: Sequence[int] = (0,),
+    processors: int | None = None,
+    fixed: int = 0,
+    capacity: Capacity | None = None,
+) -> Plan:
+    rows, processors = table.rows, processors if processors is not None else processors_of(device)
     works = {}
     for window in windows:
         parts = cutting.segments(table, window, tiles, ratio)
@@ -180,7 +200,7 @@ def plan(
     masks = writer.add(_masks(table, any(trees)), _room(capacity, "tokens") if capacity is None or capacity.trees else 0)
     positions = writer.add(table.positions, _room(capacity, "tokens"))
     listed = writer.add(table.tokens, _room(capacity, "listed"))
-    pages = writer.add(_pages(() if apart else rows, page_size), _room(capacity, "pages"))
+    pages = writer.add(_pages(rows, table.page_size), _room(capacity, "pages"))
     places = {window: _launch(writer, work, capacity) for window, work in works.items()}
     buffer = writer.buffer(device)
     return Plan(
@@ -195,7 +215,7 @@ def plan(
         },
         tiles=tiles,
         trees=trees,
-        page_size=page_size,
+        page_size=table.page_size,
         kv_heads=kv_heads,
         ratio=ratio,
     )
@@ -265,7 +285,7 @@ def _pages(rows: Sequence[Row], page_size: int) -> "numpy.ndarray[Any, Any]":
 
 def _masks(table: cutting.Table, trees: bool) -> "numpy.ndarray[Any, Any]":
     words = numpy.zeros((len(table.positions) if trees else 0, WORDS // 2), numpy.uint64)
-    for row, start in zip(table.rows, table.starts, strict=True):
+    for row, start in zip(table.rows, table.starts, strict=False):  # singles have no rows
         if row.parents is not None:
             words[start : start + row.queries] = cutting.masks(row)
     return words.view(numpy.int32)

@@ -75,6 +75,9 @@ def plan(rows: Sequence[Row], layout: Layout, capacity: "paged.Capacity | None" 
         return common.plan(rows, layout.page_size, layout.windows, elements, layout.device, layout.special)
     from . import paged_attention as paged
 
+    narrow = layout.most > 0 and any(row.context + row.queries > layout.most for row in rows)
+    if narrow and capacity is not None:  # said before anything is planned: such a step is planned without a graph next
+        raise Full(f"graphs are for steps whose tokens see no more than the {layout.most} that they may attend to")
     attended = paged.plan(
         rows,
         layout.page_size,
@@ -86,9 +89,7 @@ def plan(rows: Sequence[Row], layout: Layout, capacity: "paged.Capacity | None" 
         windows=layout.windows,
         capacity=capacity,
     )
-    if layout.most and any(row.context + row.queries > layout.most for row in rows):
-        if capacity is not None:
-            raise Full(f"graphs are for steps whose tokens see no more than the {layout.most} that they may attend to")
+    if narrow:
         from . import indexed_attention
 
         attended = indexed_attention.plan(attended, rows, layout.most, layout.size, layout.dtype)

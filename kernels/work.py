@@ -104,10 +104,7 @@ def table(rows: Sequence[Row], page_size: int, most: int) -> Table:
     """most: queries of a row that may share; a row of more fills a tile of its own anyway. 0: nothing is shared."""
     queries, contexts = _ints([row.queries for row in rows]), _ints([row.context for row in rows])
     starts, widths = _before(queries), -(-(contexts + queries) // page_size)
-    positions = _ranges(contexts, queries)
-    for i, row in enumerate(rows):
-        if row.parents is not None:
-            positions[starts[i] : starts[i] + row.queries] = row.context + _ints(depths(row.parents))
+    positions = positions_of(rows)
     own = numpy.zeros_like(queries)
     tokens, runs, count = [numpy.arange(len(positions))], [], len(positions)
     for run in runs_of(rows, page_size, most):
@@ -116,6 +113,22 @@ def table(rows: Sequence[Row], page_size: int, most: int) -> Table:
         count += len(tokens[-1])
         own[run.members] = run.end * page_size
     return Table(rows, page_size, queries, contexts, starts, _before(widths), positions, numpy.concatenate(tokens), runs, own)
+
+
+def singles(seen: Array, apart: int) -> Table:
+    """Of rows of one token each, which see so many keys, on pages of one token; tables are `apart`."""
+    count = numpy.arange(len(seen))
+    return Table((), 1, numpy.ones_like(seen), seen - 1, count, count * apart, seen - 1, count, [], numpy.zeros_like(seen))
+
+
+def positions_of(rows: Sequence[Row]) -> Array:
+    """Per query token."""
+    queries = _ints([row.queries for row in rows])
+    starts, positions = _before(queries), _ranges(_ints([row.context for row in rows]), queries)
+    for i, row in enumerate(rows):
+        if row.parents is not None:
+            positions[starts[i] : starts[i] + row.queries] = row.context + _ints(depths(row.parents))
+    return positions
 
 
 def _ints(values: Sequence[int]) -> Array:

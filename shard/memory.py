@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from ..kernels import indexed
+from ..kernels.attention import TILE
 from ..kernels.choose import triton_on
 from ..proto.process import available_memory
 from .engine import Engine
@@ -59,7 +61,8 @@ def size_pool(
     # The measured step has no context. On a CPU a long one is gathered, and copied once more by head, one layer at a time.
     context = 2 * total * page_bytes // page_size // engine.decoder.shape.layers
     if triton_on(engine.device):
-        context = _chosen(tokens * total) if engine.decoder.shape.index else 0
+        context = 0
+    context += _chosen(engine, tokens, total) if engine.decoder.shape.index else 0
     sample = _sample(engine, page_size, tokens, min(rows, tokens))
     # Graphs keep what their steps take, in memory that all of them share.
     recorded = len(graphs) * GRAPH_BYTES + sample.bytes * max(graphs, default=0) // sample.tokens
@@ -82,11 +85,13 @@ def size_pool(
     return int(chosen), sample
 
 
-def _chosen(pairs: int) -> int:
-    """Bytes that choosing what tokens attend to takes in a step in which so many see each other."""
-    from ..kernels import indexed_attention as indexed
+def _chosen(engine: Engine, tokens: int, total: int) -> int:
+    """Bytes that choosing what tokens attend to takes in a step of so many, each of which sees up to `total`."""
+    if not triton_on(engine.device):
+        return indexed.SCORE_BYTES * min(tokens, TILE) * total
+    from ..kernels import indexed_attention
 
-    return indexed.SCORE_BYTES * min(pairs, indexed.SCORES)
+    return indexed_attention.SCORE_BYTES * min(tokens * total, indexed_attention.SCORES)
 
 
 def _of_graphs(recorded: int) -> str:

@@ -1,7 +1,9 @@
 """Attention to tokens that an index has chosen equals a softmax in float64 over those, by torch and by Triton's kernels."""
 
 import random
+import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -114,6 +116,22 @@ def test_a_long_chunk(route: str) -> None:
     World(rows_of([(150, 30), (1, 90)], 16, random.Random(5)), 16, 50, route).check()
 
 
+def test_latents_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From where an index's keys stand behind them: a long prompt's are large, and they are values, too."""
+    attended: list[tuple[int, int]] = []
+    attention = functional.scaled_dot_product_attention
+
+    def attending(query: Tensor, keys: Tensor, values: Tensor, *rest: Any, **options: Any) -> Tensor:
+        attended.append((keys.data_ptr(), values.data_ptr()))
+        return attention(query, keys, values, *rest, **options)
+
+    world = World(rows_of([(150, 30)], 16, random.Random(5)), 16, 50, "reference")
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", attending)
+    world.check()
+    assert len(attended) == 3
+    assert all(keys == values for keys, values in attended)
+
+
 @pytest.mark.parametrize("route", ["reference", "triton"])
 def test_nobody_sees_more(route: str) -> None:
     """Then nobody is asked."""
@@ -138,11 +156,47 @@ def test_tokens_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     world.check()
 
 
-def test_graphs_have_no_room_for_it() -> None:
+def test_what_parts_find_is_held_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a long prompt it is hundreds of megabytes, which no measured step takes twice."""
+    held: list[weakref.ref[Tensor]] = []
+    attention = paged_attention.attention
+
+    def attending(*given: Any, **options: Any) -> Tensor:
+        assert not [answer for answer in held if answer() is not None]
+        answer: Tensor = attention(*given, **options)
+        held.append(weakref.ref(answer))
+        return answer
+
+    monkeypatch.setattr(indexed_attention, "SCORES", 1000)
+    monkeypatch.setattr(paged_attention, "attention", attending)
+    World(rows_of([(20, 70), (1, 90)], 16, random.Random(3)), 16, 30, "triton").check()
+    assert len(held) == 3
+
+
+def test_parts_that_are_alike_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a long prompt nearly all are: each took milliseconds. What is planned is what rows of one token each are given."""
+    monkeypatch.setattr(indexed_attention, "TOKENS", 10)
+    world = World(rows_of([(1, 90), (60, 15)], 16, random.Random(3)), 16, 30, "triton")
+    assert isinstance(world.plan, indexed_attention.Plan)
+    plans = [part.plan for part in world.plan.parts]
+    assert len(plans) == 7
+    assert len({id(plan) for plan in plans}) == 4  # that of the last one, and two with some that see fewer
+    rows = [Row(1, keys - 1, range(30)) for keys in [30, *range(16, 25)]]
+    expected = paged_attention.plan(rows, 1, 1, 4, LATENT + TURNED, DEVICE, dtype=torch.float32, share=False)
+    for found, items in zip(plans[0].launches[0].items, expected.launches[0].items, strict=True):
+        assert found[:, [0, 1, 3, 4, 5, 6, 7]].tolist() == items[:, [0, 1, 3, 4, 5, 6, 7]].tolist()
+        assert found[:, 2].tolist() == (found[:, 0] * 30).tolist()
+    assert plans[0].positions.tolist() == expected.positions.tolist()
+    world.check()
+
+
+def test_graphs_have_no_room_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is known before anything is planned in vain."""
     world = World(rows_of([(1, 30)], 16, random.Random(6)), 16, 31, "triton")
     layout = Layout(16, 4, 1, LATENT + TURNED, LATENT, (0,), 0.0, False, 31, torch.float32, DEVICE)
     room = ragged.capacity(layout, 4, 4, 100, 32, mixed=False)
     assert ragged.plan(world.rows, layout, room)
+    monkeypatch.setattr(paged_attention, "plan", lambda *rows, **options: pytest.fail("planned in vain"))
     with pytest.raises(ragged.Full, match="no more than the 31"):
         ragged.plan([Row(1, 31, world.rows[0].pages)], layout, room)
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import transformers
 
+from penstock.shard import memory
 from penstock.shard.models.families import shape
 from penstock.shard.models.shape import Index, Latent, Mixture, Shape, Unsupported
 from penstock.tests.shard import tiny
@@ -111,6 +112,22 @@ def test_published_models_with_an_index() -> None:
     assert found.parameters() / 1e9 == pytest.approx(743.9, abs=0.1)
     assert found.parameters(tokens=1) / 1e9 == pytest.approx(41.8, abs=0.1)  # 0.95 of them in a table of which a row is read
     assert found.index == Index(heads=32, size=128, most=2048, neighbours=True)
+
+
+def test_memory_for_what_an_index_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, 64 tokens at once among all that they see."""
+    free = 1 << 32
+    monkeypatch.setattr(memory, "_sample", lambda *given: memory.Sample(64, 1 << 20, 1.0))
+    monkeypatch.setattr(memory, "_available", lambda device: free)
+    rooms = {}
+    for name in ("deepseek-v3", "deepseek-v32"):
+        engine = tiny.engine(name, 16, 4)
+        pages, _ = memory.size_pool(engine, 16, 0, 1.0, 128, 4, 100_000, 100_000)
+        shape = engine.decoder.shape
+        token = 4 * shape.kv_elements(1)
+        rooms[name] = free - 2 * (1 << 20) - 2 * 100_000 * token // shape.layers - pages * 16 * token
+    assert 0 <= rooms["deepseek-v3"] < 1 << 16
+    assert 0 <= rooms["deepseek-v32"] - 64 * 100_000 * 32 < 1 << 16
 
 
 def test_ranks_divide_heads() -> None:
