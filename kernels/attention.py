@@ -75,12 +75,15 @@ def order(rows: Sequence[Row]) -> list[int]:
     return sorted(range(len(rows)), key=lambda i: (rows[i].queries, rows[i].context))
 
 
-def blocks(rows: Sequence[Row], page_size: int, windows: Sequence[int], elements: int, device: torch.device) -> list[Block]:
+def blocks(
+    rows: Sequence[Row], page_size: int, windows: Sequence[int], elements: int, device: torch.device, start: int = 0
+) -> list[Block]:
     """Blocks of `rows`, which stand in `order`.
 
-    windows: the distinct ones of the model's layers, 0 for none; elements: of keys and values per token and layer.
+    windows: the distinct ones of the model's layers, 0 for none; elements: of keys and values per token and layer; start: their
+    first token in the step.
     """
-    result, start = [], 0
+    result = []
     for part in split(rows, elements):
         block = _block(part, start, page_size, windows, device)
         result.append(block)

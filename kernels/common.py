@@ -1,11 +1,13 @@
 """Attention of a step in plain torch. Rows that begin with the same pages (beams, samples, a common prompt) read those once.
 
 What a token finds among the keys that it has in common with others and among its own is merged by log-sum-exp, as in Hydragen
-(Juravsky et al. 2024, arXiv:2402.05099). Only rows of one query share: others do enough with a key that they have read.
+(Juravsky et al. 2024, arXiv:2402.05099). Rows that have little of their own need no merge: they read all of it together, and a mask
+says whose it is. Only rows of one query share: others do enough with a key that they have read.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy
 import torch
@@ -15,7 +17,13 @@ from torch.nn import functional
 from . import attention as plain
 from .attention import Block, Row, View
 from .indexed import Asked
-from .work import Run, runs_of
+from .work import Run, runs_of, width
+
+# What becomes a bundle. Measured 2026-11-24 on a Xeon, one thread, 8/4 heads of 32: four rows with 256 keys in common and 48 more
+# each take 0.29 ms as a bundle and 0.53 by runs; eight such groups 1.23 and 1.27, and with 16 more each 1.05 and 1.34.
+TOGETHER = 16  # query heads at most that read a key together: they cost hardly more than two
+ALONE = 1 << 12  # elements of keys for each row at most that not all have in common: more cost more than a merge
+LONGEST = 1 << 12  # keys at most: of more a merge is nothing, and masks are long
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,48 +38,102 @@ class Level:
 class Plan:
     """A step, for all layers."""
 
-    blocks: list[Block]  # what each row reads alone
+    bundles: list[Block]  # what rows that have little of their own read, all of them; these rows stand first
+    blocks: list[Block]  # what each other row reads alone
     levels: list[Level]  # what rows read together; each continues the one before
 
 
 def plan(
-    rows: Sequence[Row], page_size: int, windows: Sequence[int], elements: int, device: torch.device, special: bool = False
+    rows: Sequence[Row],
+    page_size: int,
+    windows: Sequence[int],
+    elements: int,
+    device: torch.device,
+    ratio: int,
+    size: int,
+    special: bool = False,
 ) -> tuple[list[int], Plan]:
     """The order in which `rows` have to stand in the step, and its plan; arguments as those of `attention.blocks`.
 
-    special: attention has a softcap, or sinks, or an index.
+    ratio: query heads of a key head; size: of a head; special: attention has a softcap, or sinks, or an index.
     """
     # torch tells the sums that a merge needs on CPUs only. Behind a window rows see different parts of what they have in common.
     able = device.type == "cpu" and not (special or any(windows))
-    levels: list[list[Run]] = []
-    depths, own = [0] * len(rows), list(rows)
+    bundles, levels = list[Run](), list[list[Run]]()
+    depths, own = [0] * len(rows), dict(enumerate(rows))
     for run in runs_of(rows, page_size, 1) if able else ():
+        if run.members[0] not in own:
+            continue  # they are in a bundle
+        if len(run.members) * ratio <= TOGETHER and _short(run, rows, page_size, size):
+            bundles.append(run)
+            for i in run.members:
+                del own[i]
+            continue
         if depths[run.members[0]] == len(levels):
             levels.append([])
         levels[depths[run.members[0]]].append(run)
         for i in run.members:
             depths[i] += 1
             own[i] = Row(1, rows[i].context - run.end * page_size, rows[i].pages[run.end :])
-    order = plain.order(own)
-    blocks = plain.blocks([own[i] for i in order], page_size, windows, elements, device)
-    tokens = {row: token for token, row in enumerate(order)}  # rows of one query come first
-    return order, Plan(blocks, [_level(level, rows, tokens, page_size, elements, device) for level in levels])
+    bundled, together = _joint(bundles, rows, page_size, elements, device, whole=True)
+    others = list(own)
+    others = [others[k] for k in plain.order([*own.values()])]
+    blocks = plain.blocks([own[i] for i in others], page_size, windows, elements, device, len(bundled))
+    order = bundled + others
+    places = {row: token for token, row in enumerate(order)}  # rows of one query come first
+    return order, Plan(together, blocks, [_level(level, rows, places, page_size, elements, device) for level in levels])
+
+
+def _short(run: Run, rows: Sequence[Row], page_size: int, size: int) -> bool:
+    """Whether its rows have so little beyond it that all of them may as well look at that of all."""
+    alone = len(set(_beyond(run, rows, page_size))) * page_size
+    return alone * size <= ALONE * len(run.members) and (run.end - run.begin) * page_size + alone <= LONGEST
+
+
+def _beyond(run: Run, rows: Sequence[Row], page_size: int) -> Iterator[int]:
+    """The pages that follow it in its members' tables."""
+    return chain.from_iterable(rows[i].pages[run.end : width(rows[i], page_size)] for i in run.members)
 
 
 def _level(
-    runs: Sequence[Run], rows: Sequence[Row], tokens: dict[int, int], page_size: int, elements: int, device: torch.device
+    runs: Sequence[Run], rows: Sequence[Row], places: dict[int, int], page_size: int, elements: int, device: torch.device
 ) -> Level:
-    pages = [rows[run.members[0]].pages[run.begin : run.end] for run in runs]
-    joint = [Row(len(run.members), len(own) * page_size - len(run.members), own) for run, own in zip(runs, pages, strict=True)]
+    members, blocks = _joint(runs, rows, page_size, elements, device, whole=False)
+    return Level(torch.tensor([places[i] for i in members], device=device), blocks)
+
+
+def _joint(
+    runs: Sequence[Run], rows: Sequence[Row], page_size: int, elements: int, device: torch.device, whole: bool
+) -> tuple[list[int], list[Block]]:
+    """The members of all runs, and blocks that have these for queries and runs for rows. whole: with what members have alone."""
+    joint = []
+    for run in runs:
+        common = rows[run.members[0]].pages[run.begin : run.end]
+        pages = [*common, *(dict.fromkeys(_beyond(run, rows, page_size)) if whole else ())]
+        joint.append(Row(len(run.members), len(pages) * page_size - len(run.members), pages))
     order = plain.order(joint)
-    blocks, start = [], 0
-    for part in plain.split([joint[i] for i in order], elements):
-        slots = plain.slots_of(part, page_size)
-        lengths = numpy.array([[[row.queries + row.context]] for row in part])
-        view = plain.view_of(slots, numpy.arange(slots.shape[1]) < lengths, device)
-        blocks.append(Block(start, len(part), part[0].queries, {0: view}, False))
-        start += len(part) * part[0].queries
-    return Level(torch.tensor([tokens[i] for k in order for i in runs[k].members], device=device), blocks)
+    members, blocks, following = list[int](), list[Block](), iter(order)
+    for part in plain.split([joint[k] for k in order], elements):
+        slots, start, queries = plain.slots_of(part, page_size), len(members), part[0].queries
+        visible = numpy.zeros((len(part), queries if whole else 1, slots.shape[1] // page_size, page_size), bool)
+        for row, seen, k in zip(part, visible, following, strict=False):
+            run = runs[k]
+            seen[:, : run.end - run.begin] = True
+            if whole:
+                _see(seen, row.pages, run, rows)
+            members += run.members
+        view = plain.view_of(slots, visible.reshape(*visible.shape[:2], -1), device)
+        blocks.append(Block(start, len(part), queries, {0: view}, False))
+    return members, blocks
+
+
+def _see(seen: plain.Array, pages: Sequence[int], run: Run, rows: Sequence[Row]) -> None:
+    """Lets each member of the run see what it has alone. seen: [members, pages, page size]."""
+    places, page_size = {page: place for place, page in enumerate(pages)}, seen.shape[2]
+    for i, own in zip(run.members, seen, strict=True):
+        alone = [places[page] for page in rows[i].pages[run.end : width(rows[i], page_size)]]
+        own[alone] = True
+        own[alone[-1], rows[i].context % page_size + 1 :] = False
 
 
 def follow(plan: Plan, slots: Tensor) -> Plan | None:
@@ -82,14 +144,25 @@ def follow(plan: Plan, slots: Tensor) -> Plan | None:
     """
     if any(set(block.views) != {0} for block in plan.blocks):
         return None
-    blocks, start = [], 0
+    bundles, blocks, start = list[Block](), list[Block](), 0
+    for block in plan.bundles:
+        view, count = block.views[0], block.queries
+        own = torch.full((count, count), -torch.inf, device=slots.device).fill_diagonal_(0).expand(block.rows, 1, -1, -1)
+        hidden = view.mask if view.mask is not None else own.new_zeros(block.rows, 1, count, view.length)
+        bundles.append(replace(block, views={0: _longer(block, slots, count, torch.cat((hidden, own), 3))}))
+        start += block.rows * count
     for block in plan.blocks:
-        view, own = block.views[0], slots[start : start + block.rows]
-        table = torch.cat((view.slots.view(block.rows, -1), own.unsqueeze(1)), 1).flatten()
-        mask = functional.pad(view.mask[:, :, -1:], (0, 1)) if view.mask is not None and block.rows > 1 else None
-        blocks.append(Block(start, block.rows, 1, {0: View(view.length + 1, table, mask)}, False))
+        mask = block.views[0].mask
+        mask = functional.pad(mask[:, :, -1:], (0, 1)) if mask is not None and block.rows > 1 else None
+        blocks.append(Block(start, block.rows, 1, {0: _longer(replace(block, start=start), slots, 1, mask)}, False))
         start += block.rows
-    return Plan(blocks, plan.levels)
+    return Plan(bundles, blocks, plan.levels)
+
+
+def _longer(block: Block, slots: Tensor, count: int, mask: Tensor | None) -> View:
+    """What its rows see with `count` of `slots` more, each."""
+    view, own = block.views[0], slots[block.start : block.start + block.rows * count].view(block.rows, count)
+    return View(view.length + count, torch.cat((view.slots.view(block.rows, -1), own), 1).flatten(), mask)
 
 
 def attention(
@@ -105,12 +178,12 @@ def attention(
 ) -> Tensor:
     """As `attention.attention`."""
     if not plan.levels:
-        return plain.attention(query, cache, plan.blocks, window, scale, softcap, scales, sinks, asked)
+        return plain.attention(query, cache, [*plan.bundles, *plan.blocks], window, scale, softcap, scales, sinks, asked)
     assert not softcap
     assert sinks is None
     assert asked is None
     single = [block for block in plan.blocks if block.queries == 1]
-    answer, weight = _find(query, cache, single, scale, scales)
+    answer, weight = _find(query, cache, [*plan.bundles, *single], scale, scales)
     for level in plan.levels:
         _merge(answer, weight, level.tokens, *_find(query[level.tokens], cache, level.blocks, scale, scales))
     others = plan.blocks[len(single) :]
@@ -127,16 +200,17 @@ def _find(query: Tensor, cache: Tensor, blocks: Sequence[Block], scale: float, s
 
 
 def _attend(query: Tensor, cache: Tensor, block: Block, scale: float, scales: Tensor | None) -> Found:
-    """Of a block whose queries all see the same."""
+    """Of a block whose queries have masks of their own, or all see the same."""
     view, heads = block.views[0], query.shape[1]
     keys, values = plain.gather(cache, view.slots, block.rows, query.dtype, scales)
     kv_heads = keys.shape[1]
     asked = query[block.start : block.start + block.rows * block.queries]
-    tile = plain.folded(asked, block.rows, kv_heads)
+    tile, mask = plain.folded(asked, block.rows, kv_heads), view.mask
+    if mask is not None:
+        mask = mask.to(query.dtype)
+        mask = mask.repeat_interleave(heads // kv_heads, 2) if mask.shape[2] > 1 else mask
     # What `scaled_dot_product_attention` calls on a CPU and does not pass on: the sums.
-    answer, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        tile, keys, values, attn_mask=view.mask if view.mask is None else view.mask.to(query.dtype), scale=scale
-    )
+    answer, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(tile, keys, values, attn_mask=mask, scale=scale)
     weight = weight.view(block.rows, kv_heads, block.queries, -1).transpose(1, 2).reshape(-1, heads)
     return plain.unfolded(answer, block.queries), weight.float()
 

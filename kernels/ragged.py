@@ -72,7 +72,8 @@ def plan(rows: Sequence[Row], layout: Layout, capacity: "paged.Capacity | None" 
     if that is too little."""
     if not by_triton(layout):
         elements = (1 if layout.latent else 2) * layout.kv_heads * layout.size
-        return common.plan(rows, layout.page_size, layout.windows, elements, layout.device, layout.special)
+        heads = layout.ratio, layout.size
+        return common.plan(rows, layout.page_size, layout.windows, elements, layout.device, *heads, layout.special)
     from . import paged_attention as paged
 
     narrow = layout.most > 0 and any(row.context + row.queries > layout.most for row in rows)

@@ -4,6 +4,7 @@ rows that begin alike and rows that do not."""
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -68,7 +69,9 @@ class Paged:
     def found(self, query: Tensor, window: int, sinks: Tensor | None = None) -> tuple[Tensor, common.Plan]:
         """The answers of `query`, whose tokens stand in the order of the rows, and how they were computed."""
         windows = sorted({0, window})
-        order, plan = common.plan(self.rows, self.page_size, windows, 2 * KV_HEADS * SIZE, CPU, sinks is not None)
+        order, plan = common.plan(
+            self.rows, self.page_size, windows, 2 * KV_HEADS * SIZE, CPU, query.shape[1] // KV_HEADS, SIZE, sinks is not None
+        )
         parts = query.split([row.queries for row in self.rows])
         answers = common.attention(torch.cat([parts[i] for i in order]), self.cache, plan, window, SIZE**-0.5, sinks=sinks)
         found = dict(zip(order, answers.split([self.rows[i].queries for i in order]), strict=True))
@@ -130,6 +133,13 @@ def test_sinks(group: int, window: int) -> None:
     Paged([(130, 70)], 16).check(group, window, sinking=True)
 
 
+@pytest.fixture
+def unbundled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever rows have of their own is too much for a bundle."""
+    monkeypatch.setattr(common, "ALONE", 0)
+
+
+@pytest.mark.usefixtures("unbundled")
 @pytest.mark.parametrize("group", [1, 2, 4])
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 @pytest.mark.parametrize("seed", range(4))
@@ -139,8 +149,98 @@ def test_rows_that_begin_alike(seed: int, page_size: int, group: int) -> None:
     shapes = [(chance.choice([1, 1, 1, 4]), chance.randint(150, 700)) for _ in range(10)]
     plan = Paged(shapes, page_size, trees=0.5, seed=seed, spare=1, sharing=0.8).check(group, 0)
     assert plan.levels
+    assert not plan.bundles
 
 
+@pytest.mark.parametrize("group", [1, 2, 4])
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("seed", range(4))
+def test_bundles(monkeypatch: pytest.MonkeyPatch, seed: int, page_size: int, group: int) -> None:
+    """Of some rows that begin alike, beside others that read by runs, and others yet that have more queries. With a bundle to each
+    block and with several, as memory allows."""
+    monkeypatch.setattr(kernel, "BLOCK_ELEMENTS", [1, BLOCK_ELEMENTS][seed % 2])
+    monkeypatch.setattr(common, "ALONE", 300 * SIZE)
+    monkeypatch.setattr(common, "TOGETHER", 4 * group)
+    chance = random.Random(seed)
+    shapes = [(chance.choice([1, 1, 1, 4]), chance.randint(150, 700)) for _ in range(20)]
+    plan = Paged(shapes, page_size, trees=0.5, seed=seed, spare=1, sharing=0.8).check(group, 0)
+    assert plan.bundles
+    assert all(2 <= block.queries <= 4 for block in plan.bundles)
+
+
+def beams(widths: Sequence[int], common_keys: int) -> Paged:
+    """Groups of rows on pages of 16 that begin alike; of the two or three pages behind that some share the first."""
+    paged = Paged([(1, common_keys + i % 29) for i in range(sum(widths))], 16)
+    full, rows = common_keys // 16, paged.rows_as_given
+    place = 0
+    for wide in widths:
+        first, *others = range(place, place + wide)
+        for i in others:
+            alike = full + (i % 2 and min(rows[first].context, rows[i].context) // 16 - full)
+            rows[i] = replace(rows[i], pages=[*rows[first].pages[:alike], *rows[i].pages[alike:]])
+        place += wide
+    paged.rows = rows
+    return paged
+
+
+def test_beams_are_bundles() -> None:
+    """All groups of a width in one block; where they are too many for a tile or have too much of their own, by runs."""
+    plan = beams([4, 4, 1, 4, 3, 8, 9], 160).check(2, 0)
+    assert [(block.start, block.rows, block.queries) for block in plan.bundles] == [(0, 1, 3), (3, 3, 4), (15, 1, 8)]
+    assert [[(block.rows, block.queries) for block in level.blocks] for level in plan.levels] == [[(1, 9)]]
+    assert not beams([4, 4], 160).check(8, 0).bundles
+    assert not beams([4, 4], common.LONGEST - 16).check(2, 0).bundles
+    assert not Paged([(1, 128 + common.ALONE // SIZE)] * 4, 16, sharing=1.0).check(2, 0).levels  # all is common
+
+
+def test_bundles_below_a_run() -> None:
+    """What beams of two groups have in common is a run, and the rest of each group is a bundle."""
+    paged = beams([4, 4, 4], 480)
+    first = paged.rows[0].pages[:10]
+    paged.rows = [replace(row, pages=[*first, *row.pages[10:]]) if i < 8 else row for i, row in enumerate(paged.rows)]
+    plan = paged.check(4, 0)
+    assert [[(block.rows, block.queries, block.views[0].length) for block in level.blocks] for level in plan.levels] == [
+        [(1, 8, 160)]
+    ]
+    assert sorted((block.rows, block.queries) for block in plan.bundles) in ([(1, 4), (2, 4)], [(3, 4)])
+    assert not plan.blocks
+
+
+@pytest.mark.parametrize("widths", [[1, 1], [4, 4, 3], [4, 1, 9]])
+def test_one_token_more(widths: Sequence[int]) -> None:
+    """The plan that follows sees what a new plan sees: of single rows, bundles and runs."""
+    paged = beams(widths, 160)
+    order, plan = common.plan(paged.rows, 16, [0], 2 * KV_HEADS * SIZE, CPU, 2, SIZE)
+    longer = []
+    for row in paged.rows:
+        pages = list(row.pages)
+        if (row.context + 1) % 16 == 0:
+            pages = [*row.pages, len(paged.cache) // 16]
+            paged.cache = torch.cat((paged.cache, torch.randn(16, 2, KV_HEADS, SIZE)))
+        longer.append(replace(row, context=row.context + 1, pages=pages))
+    paged.rows = longer
+    following = common.follow(plan, torch.tensor([paged.slots(longer[i])[-1] for i in order]))
+    assert following is not None
+    query = torch.randn(len(longer), 2 * KV_HEADS, SIZE)
+    answers = common.attention(query[order], paged.cache, following, 0, SIZE**-0.5)
+    torch.testing.assert_close(answers[torch.tensor(order).argsort()], paged.found(query, 0)[0])
+
+
+def test_the_check_finds_that_a_bundle_sees_a_neighbours_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    paged = beams([4, 4], 160)
+    assert paged.check(2, 0).bundles
+    honest = common._see
+
+    def too_much(seen: kernel.Array, *given: Any) -> None:
+        honest(seen, *given)
+        seen[0] = seen[1] = seen[0] | seen[1]
+
+    monkeypatch.setattr(common, "_see", too_much)
+    with pytest.raises(AssertionError):
+        paged.check(2, 0)
+
+
+@pytest.mark.usefixtures("unbundled")
 def test_nested_beginnings() -> None:
     """Beams under a prompt that others share as well, another prompt of that length, and a row alone."""
     paged = Paged([(1, 320), (1, 800), (1, 810), (1, 330), (1, 325), (1, 48), (2, 400)], 16, spare=1)
@@ -160,16 +260,20 @@ def test_nested_beginnings() -> None:
     assert sum(block.rows * block.views[0].length for block in plan.blocks) < 700  # of 2,700 keys
 
 
+@pytest.mark.parametrize("bundled", [False, True])
 @pytest.mark.parametrize(("dtype", "stored"), [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float8_e4m3fn)])
-def test_beginnings_in_other_numbers(dtype: torch.dtype, stored: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beginnings_in_other_numbers(
+    dtype: torch.dtype, stored: torch.dtype, bundled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Together or each alone: the same, up to rounding."""
+    monkeypatch.setattr(common, "ALONE", 1 << 20 if bundled else 0)
     paged = Paged([(1, 400)] * 5, 16, sharing=1.0, seed=4)
     query, cache = torch.randn(5, 2 * KV_HEADS, SIZE).to(dtype), paged.cache.to(stored)
     scales = torch.tensor([[0.5, 2.0], [1.0, 0.25]]) if stored != dtype else None
 
     def found() -> Tensor:
-        order, plan = common.plan(paged.rows, 16, [0], 2 * KV_HEADS * SIZE, CPU)
-        assert bool(plan.levels) == (common.runs_of is honest)
+        order, plan = common.plan(paged.rows, 16, [0], 2 * KV_HEADS * SIZE, CPU, 2, SIZE)
+        assert bool(plan.bundles if bundled else plan.levels) == (common.runs_of is honest)
         return common.attention(query[order], cache, plan, 0, SIZE**-0.5, scales=scales)[torch.tensor(order).argsort()]
 
     honest = common.runs_of
@@ -178,6 +282,7 @@ def test_beginnings_in_other_numbers(dtype: torch.dtype, stored: torch.dtype, mo
     torch.testing.assert_close(together, found(), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.usefixtures("unbundled")
 def test_the_check_finds_common_keys_that_are_forgotten_or_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     paged = Paged([(1, 320)] * 3, 16, sharing=1.0, seed=3)
     assert paged.check(2, 0).levels
