@@ -16,13 +16,25 @@ and on one with AVX-512 and bfloat16 units (2026-11-22, ms of 71 million weights
     F.linear, bfloat16          10 / 11 / 19 / 48
     oneDNN, packed, bfloat16     4 / 6 / 14 / 42
 
-So one thread with AVX2 alone takes OpenBLAS, all others take oneDNN; each needs one copy of a weight. Which route is taken depends
-on nothing that changes between two starts of the same server: the last bits of an answer do not either.
+So one thread with AVX2 alone takes OpenBLAS, all others take oneDNN; each needs one copy of a weight. On Intel's processors with
+AVX-512, for which MKL has its best code, one thread takes that for small weights (2026-11-24, a Xeon, us of weights that come from
+outside of L2, oneDNN / MKL with the outputs side by side at 1 / 8 / 32 / 256 rows):
+
+    256 x 256            68 / 29     55 / 32     97 / 54      283 / 251
+    704 x 256           107 / 62    110 / 99    191 / 125     887 / 885
+    256 x 1408          154 / 95    242 / 230   297 / 264    1887 / 1642
+    512 x 2816          568 / 398   652 / 814  1110 / 1034   5219 / 5300
+    1024 x 1024         474 / 327   562 / 677   930 / 1302   3562 / 4436
+
+Which route is taken depends on nothing that changes between two starts of the same server: the last bits of an answer do not
+either.
 
 On an accelerator few rows go by `fused_product`, together with the norm before them and what comes after; more by torch's own.
 """
 
 from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,6 +53,11 @@ EXPECTED_ROWS = 32
 # 2026-11-22 on an EPYC with AVX-512, us: 128 x 128, one row 1.8 against 11.6, 16 rows 7.6 and 13; 2048 x 128, one row 19 and 36,
 # five 102 and 33.
 SHORT = 1 << 18
+# Elements of a weight that MKL multiplies with at least as fast as oneDNN does; see above.
+SMALL = 3 << 18
+# Inputs of which MKL 2024 makes sums in one way, however many rows there are. Of more it makes them in one way for up to some 160
+# rows, and in another for more.
+PIECE = 768
 # Rows that are few enough for reading the weight to be all that counts: those of `fused_product`. Not measured yet; 0 is none.
 FEW = 16
 # In float16 rows times the gains of their norm might come to more than it holds, and in float32 torch's own product is quicker.
@@ -111,11 +128,13 @@ def packed(weight: Tensor, bias: Tensor | None) -> Product:
 
 
 def usual(rows: int) -> int:
-    """So many, or up to an eighth more: one of eight numbers between two powers of two.
+    """So many, or up to an eighth more: one of eight numbers between two powers of two; and two for one.
 
     oneDNN compiles a product anew for each number of rows that it has not seen, and steps have any number of rows. That takes 0.5
-    to 0.7 ms and as many MiB for each shape of weight (measured 2026-11-22 on an EPYC with AVX-512).
+    to 0.7 ms and as many MiB for each shape of weight (measured 2026-11-22 on an EPYC with AVX-512). Sums of more than a thousand
+    or so it makes in another way where there is one row; two take as long.
     """
+    rows = max(rows, 2)
     step = 1 << max(0, rows.bit_length() - 4)
     return -(-rows // step) * step
 
@@ -134,6 +153,23 @@ def transposed(weight: Tensor, bias: Tensor | None) -> Product:
     if bias is None:
         return lambda x: torch.from_numpy(x.numpy() @ columns)
     return lambda x: torch.from_numpy(x.numpy() @ columns).add_(bias)
+
+
+def in_columns(weight: Tensor, bias: Tensor | None) -> Product:
+    """torch's own, with the outputs side by side in memory. With MKL a row's result does not depend on the rows beside it, to the
+    last bit: single rows, which it computes in another way, are made two."""
+    first, *others = torch.split(weight.t().contiguous(), PIECE)
+
+    def product(x: Tensor) -> Tensor:
+        if len(x) == 1:
+            return product(x.expand(2, -1))[:1]
+        pieces = torch.split(x, PIECE, 1)
+        result = torch.mm(pieces[0], first) if bias is None else torch.addmm(bias, pieces[0], first)
+        for piece, columns in zip(pieces[1:], others, strict=True):
+            result.addmm_(piece, columns)
+        return result
+
+    return product
 
 
 def shortened(weight: Tensor, bias: Tensor | None, product: Product) -> Product:
@@ -155,4 +191,17 @@ def _route(weight: Tensor) -> Callable[[Tensor, Tensor | None], Product]:
         return packed
     if weight.dtype != torch.float32:
         return plain
-    return transposed if torch.get_num_threads() == 1 and torch.backends.cpu.get_cpu_capability() == "AVX2" else packed
+    if torch.get_num_threads() > 1:
+        return packed
+    if torch.backends.cpu.get_cpu_capability() == "AVX2":
+        return transposed
+    return in_columns if weight.numel() <= SMALL and by_mkl() else packed
+
+
+@cache
+def by_mkl() -> bool:
+    """Whether this is a processor for which MKL has its best code."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
+        return False
+    cpuinfo = Path("/proc/cpuinfo")
+    return cpuinfo.exists() and "GenuineIntel" in cpuinfo.read_text(encoding="utf-8", errors="replace")

@@ -8,7 +8,20 @@ import transformers
 from torch.nn import functional
 from transformers.models.llama import modeling_llama
 
-from penstock.kernels.linear import SHORT, Weight, compile_products, packed, plain, shortened, transposed, usual
+from penstock.kernels import linear
+from penstock.kernels.linear import (
+    PIECE,
+    SHORT,
+    SMALL,
+    Weight,
+    compile_products,
+    in_columns,
+    packed,
+    plain,
+    shortened,
+    transposed,
+    usual,
+)
 from penstock.kernels.reference import gated, rms_norm, rotary_table, rotate
 
 SIZES = [1, 7, 1000]
@@ -57,10 +70,10 @@ def test_gates_are_transformers(size: int, name: str) -> None:
     torch.testing.assert_close(gated(torch.cat((gate, up), -1), name != "silu"), transformers.activations.ACT2FN[name](gate) * up)
 
 
-@pytest.mark.parametrize("route", [plain, packed, transposed])
+@pytest.mark.parametrize("route", [plain, packed, transposed, in_columns])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 7, 33])
-@pytest.mark.parametrize(("wide", "high"), [(1, 1), (1, 7), (7, 1000), (1000, 1), (1000, 7)])
+@pytest.mark.parametrize(("wide", "high"), [(1, 1), (1, 7), (7, 1000), (1000, 1), (1000, 7), (2 * PIECE, 3)])
 def test_every_route_is_the_same_product(wide: int, high: int, rows: int, bias: bool, route: Any) -> None:
     matrix, x = torch.randn(high, wide), torch.randn(rows, wide)
     vector = torch.randn(high) if bias else None
@@ -90,17 +103,35 @@ def test_only_guesses_take_it() -> None:
     assert [weight.bytes for weight in ways[:2]] == [small.nbytes, 2 * small.nbytes]
 
 
-def test_rows_of_packed_weights_are_independent_to_the_last_bit() -> None:
-    product, x = packed(torch.randn(300, 200), None), torch.randn(130, 200)
+@pytest.mark.parametrize("inputs", [200, 1500])
+@pytest.mark.parametrize("route", [packed, *([in_columns] if linear.by_mkl() else [])])
+def test_rows_are_independent_to_the_last_bit(route: Any, inputs: int) -> None:
+    product, x = route(torch.randn(300, inputs), torch.randn(300)), torch.randn(700, inputs)
     whole = product(x)
-    for rows in (1, 2, 5, 31, 64, 129):
+    for rows in (1, 2, 5, 31, 64, 129, 300):
         assert product(x[:rows].clone()).equal(whole[:rows])
 
 
+def test_small_weights_go_by_mkl_where_that_is_quickest(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ways() -> list[str]:
+        weights = [torch.zeros(SMALL // 4, 4), torch.zeros(SMALL // 4 + 1, 4), torch.zeros(4, 4, dtype=torch.float16)]
+        return [Weight(weight).product.__qualname__.partition(".")[0] for weight in weights]
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(linear, "by_mkl", lambda: True)
+    assert ways() == ["in_columns", "packed", "plain"]
+    monkeypatch.setattr(linear, "by_mkl", lambda: False)
+    assert ways() == ["packed", "packed", "plain"]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(linear, "by_mkl", lambda: True)
+    assert ways() == ["packed", "packed", "plain"]
+
+
 def test_few_numbers_of_rows_are_computed_and_they_are_little_more() -> None:
-    assert [usual(rows) for rows in (1, 15, 16, 17, 31, 33, 4095, 4096)] == [1, 15, 16, 18, 32, 36, 4096, 4096]
-    assert all(rows <= usual(rows) < 1.125 * rows for rows in range(1, 5000))
-    assert len({usual(rows) for rows in range(1, 4097)}) == 16 + 8 * 8
+    assert [usual(rows) for rows in (1, 2, 15, 16, 17, 31, 33, 4095, 4096)] == [2, 2, 15, 16, 18, 32, 36, 4096, 4096]
+    assert all(rows <= usual(rows) < 1.125 * rows for rows in range(2, 5000))
+    assert len({usual(rows) for rows in range(1, 4097)}) == 15 + 8 * 8
 
 
 def test_products_are_compiled_once_for_each_shape_of_weight(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +141,7 @@ def test_products_are_compiled_once_for_each_shape_of_weight(monkeypatch: pytest
     for weight in weights:
         weight.product = lambda x, weight=weight: compiled.append((weight.shape, len(x))) or x  # type: ignore[misc,func-returns-value]
     compile_products(weights, 20)
-    assert sorted(compiled) == sorted((torch.Size((high, 6)), rows) for high in (4, 4, 5) for rows in [*range(1, 17), 18, 20])
+    assert sorted(compiled) == sorted((torch.Size((high, 6)), rows) for high in (4, 4, 5) for rows in [*range(2, 17), 18, 20])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
