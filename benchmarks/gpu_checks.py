@@ -44,6 +44,7 @@ from penstock.kernels.attention import Row, ancestry
 from penstock.kernels.fused_noise import gumbel_of_ids, gumbel_of_quads
 from penstock.kernels.fused_routing import PAIRS, sort
 from penstock.kernels.fused_sampling import sample
+from penstock.kernels.linear import Exact
 from penstock.kernels.paged_attention import Capacity
 from penstock.kernels.sampling import Draws, Penalties
 
@@ -377,7 +378,7 @@ def few_bits(bench: Bench, chance: random.Random, kind: str) -> float:
         bias = _wide(outputs, dtype=dtype, device=bench.device) if chance.random() < 0.5 else None
         x = _wide(rows, inputs, dtype=dtype, device=bench.device)
         expected = x.double() @ codes.unpacked(rounded, torch.float64).T + (bias.double() if bias is not None else 0)
-        found = quantized.lay_out(rounded, bias, True, dtype)(x)
+        found = quantized.lay_out(rounded, bias, Exact.USUAL, dtype)(x)
         worst = max(worst, error(found / expected.abs().max(), expected / expected.abs().max(), ROUNDINGS[dtype]))
     return worst
 

@@ -15,7 +15,7 @@ from penstock.benchmarks.gpu_report import Line, failed
 from penstock.benchmarks.gpu_worlds import World, tree
 from penstock.kernels import choose, codes, fused_product, fused_quantized, operations, paged_attention, quantized, work
 from penstock.kernels.attention import Row
-from penstock.kernels.linear import Product, plain
+from penstock.kernels.linear import Exact, Product, plain
 from penstock.kernels.work import Tile
 
 SECTION = "tuning"
@@ -128,7 +128,7 @@ def _few_bits(bench: Bench, kind: str) -> None:
     outputs, inputs = (48, 64) if bench.tiny else SHAPES["queries, keys, values"][:2]
     rounded = codes.quantize(_made(bench, outputs, inputs), kind)
     size = outputs * inputs * codes.BITS[kind] // 8
-    weights = [quantized.lay_out(rounded, None, True, torch.bfloat16) for _ in range(bench.copies(size))]
+    weights = [quantized.lay_out(rounded, None, Exact.USUAL, torch.bfloat16) for _ in range(bench.copies(size))]
     for rows in (3,) if bench.tiny else (16, 64, 128, 256, 512):
         x = _made(bench, rows, inputs)
         calls = [partial(weight, x) for weight in weights]

@@ -18,8 +18,8 @@ from torch import Tensor
 from . import quantized
 from .choose import triton_for
 from .codes import Codes, unpacked
-from .linear import Weight
-from .reference import gated
+from .linear import Exact, Weight
+from .reference import by_lanes, gated
 
 if TYPE_CHECKING:
     from .packed_experts import Packed
@@ -45,7 +45,7 @@ def route(
         from .fused_routing import route as fused
 
         return fused(logits, count, normalized, sigmoid, correction, sets, factor, LEAST_SUM)
-    scores = logits.float().sigmoid() if sigmoid else logits.float().softmax(-1)
+    scores = by_lanes(torch.sigmoid, logits.float()) if sigmoid else logits.float().softmax(-1)
     judged = scores if correction is None else scores + correction
     chosen = _within(judged, *sets).topk(count).indices
     shares = scores.gather(1, chosen)
@@ -113,10 +113,10 @@ class Experts(ABC):
 class OneByOne(Experts):
     """By products as `quantized` lays them out."""
 
-    def __init__(self, gate_ups: Weights, downs: Weights, biases: Biases, gates: Gates, dtype: torch.dtype) -> None:
+    def __init__(self, gate_ups: Weights, downs: Weights, biases: Biases, gates: Gates, dtype: torch.dtype, exact: Exact) -> None:
         first, second = biases or (repeat(None), repeat(None))
         self._gate_ups, self._downs = (
-            [quantized.lay_out(weight, bias, True, dtype) for weight, bias in zip(weights, added, strict=False)]
+            [quantized.lay_out(weight, bias, exact, dtype) for weight, bias in zip(weights, added, strict=False)]
             for weights, added in ((gate_ups, first), (downs, second))
         )
         super().__init__([*self._gate_ups, *self._downs], len(downs), _first(downs).device, gates)
@@ -161,11 +161,18 @@ class FewBits(Experts):
         return experts(x, order, starts, shares, self._gate_up, self._down, self._biases, self._gates.gelu, self._gates.limit)
 
 
-def lay_out(gate_ups: Weights, downs: Weights, dtype: torch.dtype, biases: Biases = None, gates: Gates = PLAIN) -> Experts:
+def lay_out(
+    gate_ups: Weights,
+    downs: Weights,
+    dtype: torch.dtype,
+    biases: Biases = None,
+    gates: Gates = PLAIN,
+    exact: Exact = Exact.USUAL,
+) -> Experts:
     """gate_ups: of each expert [2 * size, hidden], gates first; downs: [hidden, size]; dtype: of rows; biases: of all experts,
-    [experts, 2 * size] and [experts, hidden]."""
+    [experts, 2 * size] and [experts, hidden]; exact: on a CPU, see `linear`."""
     if not triton_for(_first(downs)):
-        return OneByOne(gate_ups, downs, biases, gates, dtype)
+        return OneByOne(gate_ups, downs, biases, gates, dtype, exact)
     few = [[weight for weight in weights if isinstance(weight, Codes)] for weights in (gate_ups, downs)]
     if len(few[0]) == len(few[1]) == len(downs):
         from .packed_experts import pack

@@ -33,6 +33,7 @@ On an accelerator few rows go by `fused_product`, together with the norm before 
 """
 
 from collections.abc import Callable, Iterable
+from enum import IntEnum
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,20 +65,28 @@ FEW = 16
 STREAMED = {torch.bfloat16}
 
 
+class Exact(IntEnum):
+    """How much a row's result may depend on the rows beside it."""
+
+    GUESS = 0  # in its last bits, as it comes
+    USUAL = 1  # no more than the quickest route makes it
+    STEADY = 2  # not by a bit
+
+
 class Weight:
     """A weight [out, in] ready for `x @ weight.T + bias`; `bytes` is what it takes in memory."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, exact: bool = True) -> None:
-        """exact: a row's result may not depend on the rows beside it more than the route makes it."""
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, exact: Exact = Exact.USUAL) -> None:
         self.additions: Additions | None = None  # of adapters; whoever multiplies adds them
         self.bytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
         self.shape = weight.shape
-        self._plain = (weight, bias) if weight.dtype in STREAMED and triton_for(weight) else None
-        route = _route(weight)
-        self.shared = route is plain  # the weight is not copied
+        streams = exact is not Exact.STEADY and weight.dtype in STREAMED and triton_for(weight)
+        self._plain = (weight, bias) if streams else None
+        route = _route(weight, exact)
+        self.shared = route in (plain, steady)  # the weight is not copied
         self.compiled = (weight.shape, weight.dtype, bias is not None) if route is packed else None  # what oneDNN compiles for
         self.product = route(weight, bias)
-        if not exact and weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() <= SHORT:
+        if exact is Exact.GUESS and weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() <= SHORT:
             self.bytes += weight.nbytes
             self.product = shortened(weight, bias, self.product)
 
@@ -113,6 +122,13 @@ Product = Callable[[Tensor], Tensor]
 def plain(weight: Tensor, bias: Tensor | None) -> Product:
     """torch's own product."""
     return lambda x: functional.linear(x, weight, bias)
+
+
+def steady(weight: Tensor, bias: Tensor | None) -> Product:
+    """Ours, by Triton: torch's takes another kernel for other numbers of rows."""
+    from .fused_steady import product
+
+    return lambda x: product(x, weight, bias, torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device))
 
 
 def packed(weight: Tensor, bias: Tensor | None) -> Product:
@@ -184,14 +200,16 @@ def shortened(weight: Tensor, bias: Tensor | None, product: Product) -> Product:
     return shortest
 
 
-def _route(weight: Tensor) -> Callable[[Tensor, Tensor | None], Product]:
+def _route(weight: Tensor, exact: Exact) -> Callable[[Tensor, Tensor | None], Product]:
+    if exact is Exact.STEADY and triton_for(weight):
+        return steady
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return plain
     if weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return packed
     if weight.dtype != torch.float32:
         return plain
-    if torch.get_num_threads() > 1:
+    if torch.get_num_threads() > 1 or exact is Exact.STEADY:
         return packed
     if torch.backends.cpu.get_cpu_capability() == "AVX2":
         return transposed

@@ -86,13 +86,16 @@ class Plan:
         return replace(self, pages=pages)
 
 
-def tiles_of(ratio: int, size: int, dtype: torch.dtype, generation: int = 9) -> tuple[Tile, Tile, Tile]:
-    """For one query, for a few (a chain or tree to be verified), for many. generation: of `generation_of`.
+def tiles_of(ratio: int, size: int, dtype: torch.dtype, generation: int = 9, steady: bool = False) -> tuple[Tile, Tile, Tile]:
+    """For one query, for a few (a chain or tree to be verified), for many. generation: of `generation_of`; steady: all are that of
+    a few, lest a token's answer depend on how many are computed with it.
 
     Not measured yet: chosen so that nothing spills, and that two tiles of keys are under way while a third is worked on. Since
     the page's number is loaded before the keys, that takes five stages of Triton's pipeline. Before Hopper the operands of a
     product lie in registers, so tiles are smaller. AMD's processors have 64 KiB of shared memory, and many waves to hide latency.
     """
+    if steady:
+        return (tiles_of(ratio, size, dtype, generation)[1],) * 3
     least = max(16, triton.next_power_of_2(ratio))
     few, many = max(64, least), max(128 if size <= 128 else 64, least)
     if size > 256:
@@ -158,13 +161,13 @@ def plan(
     """The step of `rows`, whose query tokens stand one row after the other.
 
     ratio: query heads of a key head; size: of a head; dtype: of the queries; windows: the distinct ones of the model's layers, 0
-    for none; processors: the device's; fixed: keys of an item (a multiple of 128) whatever else is running, so that a row's answer
-    does not depend on its neighbours by a single bit; with it rows do not share, nor without `share`; capacity: without it,
-    tensors are as long as this step needs.
+    for none; processors: the device's; fixed: keys of an item (a multiple of 128) whatever else is running, so that a token's
+    answer depends by no bit on its neighbours, nor on which of them are computed before; with it rows do not share, nor without
+    `share`; capacity: without it, tensors are as long as this step needs.
     """
     if fixed % cutting.ALIGNMENT:
         raise ValueError(f"items of {fixed} keys: not a multiple of {cutting.ALIGNMENT}")
-    tiles = tiles_of(ratio, size, dtype, generation_of(device))
+    tiles = tiles_of(ratio, size, dtype, generation_of(device), fixed > 0)
     table = cutting.table(rows, page_size, (tiles[-1].rows - 1) // ratio if share and not fixed else 0)
     return _plan(table, kv_heads, ratio, device, tiles, windows, processors, fixed, capacity)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .choose import triton_for
 from .codes import MIDDLES, Codes, unpacked, zeros_of
-from .linear import Product, Weight
+from .linear import Exact, Product, Weight
 
 CPU_BLOCKS = (256, 128, 64, 32)  # that torch knows; and there must be a multiple of so many outputs and inputs
 CPU_OUTPUTS, CPU_INPUTS = 16, 32
@@ -37,7 +37,7 @@ class Quantized(Weight):
         self.additions = None
 
 
-def lay_out(weight: Tensor | Codes, bias: Tensor | None, exact: bool, dtype: torch.dtype) -> Weight:
+def lay_out(weight: Tensor | Codes, bias: Tensor | None, exact: Exact, dtype: torch.dtype) -> Weight:
     """A weight ready for products with rows of `dtype`; exact: see `Weight`."""
     if isinstance(weight, Tensor):
         return Weight(weight, bias, exact)

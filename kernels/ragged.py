@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
-from . import common
+from . import common, steady
 from .attention import Full, Row
 from .choose import triton_on
 from .indexed import Asked
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from . import paged_attention as paged
 
 
+FIXED = 512  # keys of an item on Triton's route, where what else is running may not decide how many it has
 TOGETHER = 16  # query heads at most that read a latent together on Triton's route
 
 
@@ -40,6 +41,7 @@ class Layout:
     most: int  # tokens that one attends to, chosen by an index; 0: all
     dtype: torch.dtype  # of queries
     device: torch.device
+    steady: bool = False  # a token's answer may not depend by a bit on what else is in the step
 
     @property
     def ratio(self) -> int:
@@ -59,7 +61,7 @@ class Layout:
         return self.softcap > 0 or self.sinks or self.most > 0
 
 
-Plan: TypeAlias = "common.Plan | paged.Plan"
+Plan: TypeAlias = "common.Plan | steady.Plan | paged.Plan"
 
 
 def by_triton(layout: Layout) -> bool:
@@ -72,6 +74,8 @@ def plan(rows: Sequence[Row], layout: Layout, capacity: "paged.Capacity | None" 
     if that is too little."""
     if not by_triton(layout):
         elements = (1 if layout.latent else 2) * layout.kv_heads * layout.size
+        if layout.steady:
+            return steady.plan(rows, layout.page_size, elements, layout.heads // layout.kv_heads, layout.device)
         heads = layout.ratio, layout.size
         return common.plan(rows, layout.page_size, layout.windows, elements, layout.device, *heads, layout.special)
     from . import paged_attention as paged
@@ -88,6 +92,7 @@ def plan(rows: Sequence[Row], layout: Layout, capacity: "paged.Capacity | None" 
         layout.device,
         dtype=layout.dtype,
         windows=layout.windows,
+        fixed=FIXED if layout.steady else 0,
         capacity=capacity,
     )
     if narrow:
@@ -104,11 +109,13 @@ def capacity(layout: Layout, tokens: int, rows: int, total: int, pages: int, mix
     """
     from . import paged_attention as paged
 
-    tiles = paged.tiles_of(layout.ratio, layout.size, layout.dtype, paged.generation_of(layout.device))
+    tiles = paged.tiles_of(layout.ratio, layout.size, layout.dtype, paged.generation_of(layout.device), layout.steady)
     count = rows if mixed else tokens
     # Rows are cut into so many items more, all together, for each processor to have some; prefixes are shared by two rows or more.
     cuts = -(-paged.processors_of(layout.device) * ITEMS_PER_PROCESSOR // layout.programs) + 1
     shared = -(-tokens * layout.ratio // tiles[-1].rows) + count // 8
+    if layout.steady:
+        cuts, shared = min(count * -(-total // FIXED), pages * layout.page_size // FIXED + count), 0
     many = -(-tokens * layout.ratio // tiles[-1].rows) + count if mixed else 0
     items = count + cuts + shared, (count if mixed else 0) + cuts + shared, many + cuts + shared
     return paged.Capacity(
@@ -153,6 +160,9 @@ def attention(
     """
     if isinstance(plan, common.Plan):
         found = common.attention(query, cache, plan, window, scale, softcap, scales, sinks, asked)
+        return found[..., :latent] if latent else found
+    if isinstance(plan, steady.Plan):
+        found = steady.attention(query, cache, plan, window, scale, softcap, scales, sinks)
         return found[..., :latent] if latent else found
     from . import indexed_attention
     from . import paged_attention as paged

@@ -1,5 +1,6 @@
 """Elementwise operations in plain torch: what each one means, and how it runs on a CPU. Knows tensors only."""
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -47,6 +48,16 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
     return x.mul_(table[:, 0]).addcmul_(swapped, table[:, 1])
 
 
+LANES = 64  # numbers that torch computes at once at most, on a CPU
+
+
+def by_lanes(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """An elementwise function of x [..., size], to the same last bits wherever a number stands: of what is left at a tensor's end,
+    too little to be computed at once, torch computes each by itself, by other code."""
+    lacking = -x.shape[-1] % LANES if x.device.type == "cpu" else 0
+    return function(functional.pad(x, (0, lacking)))[..., : x.shape[-1]] if lacking else function(x)
+
+
 STEEP = 1.702  # of the sigmoid that comes near to gelu's
 
 
@@ -59,5 +70,5 @@ def gated(gate_up: Tensor, gelu: bool = False, limit: float = 0.0) -> Tensor:
     gate, up = gate_up.chunk(2, -1)
     if limit:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        return gate * (gate * STEEP).sigmoid() * (up + 1)
+        return gate * by_lanes(torch.sigmoid, gate * STEEP) * (up + 1)
     return (functional.gelu(gate, approximate="tanh") if gelu else functional.silu(gate)).mul_(up)

@@ -376,6 +376,7 @@ def shard_configs(
             kernels=asked.penstock_kernels,
             cuda_graphs=asked.cuda_graphs,
             overlap=asked.overlap,
+            batch_invariant=asked.batch_invariant,
             load_format=asked.load_format,
             page_size=asked.page_size,
             longest=asked.max_total_tokens if planned.shape.rope.kind == "longrope" else 0,  # what nobody goes by may differ

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from ..proto.speculation import Speculation
+from ..proto.speculation import RULES, Speculation
 from ..proto.speculation import parse as parse_speculation
 from ..router.config import (
     REASONING_PARSERS,
@@ -263,6 +263,12 @@ class Options:
         default=SHARD.overlap,
         choices=("auto", "on", "off"),
     )
+    batch_invariant: bool = option(
+        COMPUTE,
+        "answers don't depend by a single bit on who else is in the batch, on chunks, pauses or guesses: the same request and seed "
+        "are the same answer in 16-bit numbers, too. Slower; looked at when the server starts",
+        default=SHARD.batch_invariant,
+    )
     penstock_kernels: str = option(
         COMPUTE,
         "for tests: reference: plain torch everywhere; triton: Triton everywhere, on a CPU in its (very slow) interpreter",
@@ -483,6 +489,12 @@ def check(options: Options) -> Options:
         raise Mistake(
             f"--max-best-of {options.max_best_of} answers could not run at once: raise --max-batch-size {options.max_batch_size}"
         )
+    if options.batch_invariant and not options.speculation.chain:
+        raise Mistake(
+            "--batch-invariant is for guesses that follow each other: --speculate with a draft model's tokens=K, or ngram=K"
+        )
+    if options.batch_invariant and options.speculation.verify != RULES[0]:
+        raise Mistake(f"--batch-invariant and --speculate verify={options.speculation.verify}: take verify={RULES[0]}")
     if options.num_beams > options.max_num_beams:
         raise Mistake(
             f"--num-beams {options.num_beams} is more than --max-num-beams {options.max_num_beams}: lower it, or raise the other"

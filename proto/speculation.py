@@ -35,6 +35,11 @@ class Speculation:
         return self.nodes or sum(accumulate(self.widths, lambda count, width: count * width))
 
     @property
+    def chain(self) -> bool:
+        """Whether drafts follow each other, and none is beside another."""
+        return not self.nodes and all(width == 1 for width in self.widths) and not (self.widths and self.ngram)
+
+    @property
     def most(self) -> int:
         """Drafts of a sequence in a step."""
         return min(self.grown + self.ngram, MOST_DRAFTS)

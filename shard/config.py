@@ -24,6 +24,7 @@ class ShardConfig:
     kernels: str = ""  # "reference" (plain torch) or "triton" for tests; "": Triton on CUDA, torch elsewhere
     cuda_graphs: str = "auto"  # which steps are recorded as graphs; see `rooms.parse`
     overlap: str = "auto"  # "on": steps are begun before the tokens of the last one are known; "auto": on CUDA; "off"
+    batch_invariant: bool = False  # what is computed for a token depends by no bit on what else is in the batch
     page_size: int = 16
     longest: int = 0  # prompt and answer together, of models that go by that; 0: all that they can
     kv_pages: int = 0  # size of the pool in pages; 0: from the memory that is left after warm-up

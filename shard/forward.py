@@ -132,4 +132,5 @@ def layout_of(decoder: Decoder, page_size: int, device: torch.device) -> Layout:
         most=shape.index.most if shape.index else 0,
         dtype=decoder.embedding.dtype,
         device=device,
+        steady=decoder.steady,
     )

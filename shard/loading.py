@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from ..kernels.choose import triton_on
+from ..kernels.linear import Exact
 from ..proto.speculation import Speculation, parse
 from .adapters import Adapter
 from .config import ShardConfig
@@ -63,10 +64,13 @@ def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
             "the kernels need Triton, which is not installed: pip install 'triton>=3.6', or PENSTOCK_KERNELS=reference"
         )
     _check_able(device, config.kv_cache_dtype)
+    if config.batch_invariant:
+        _check_steady(model, triton_on(device), len(config.adapters) > 0)
     if config.ranks > 1:
         stage(f"waiting for {config.ranks} ranks")
     meeting = Path(config.meeting) if config.meeting else (config.master_addr, config.master_port)
-    ranks = Ranks(config.rank, config.ranks, device, meeting, config.neighbours)
+    exact = Exact.STEADY if config.batch_invariant else Exact.USUAL
+    ranks = Ranks(config.rank, config.ranks, device, meeting, config.neighbours, config.batch_invariant)
     grammars = Grammars(folder, model.vocabulary) if config.rank == 0 else None
     masks = Masks(grammars, model.vocabulary) if grammars else None
     progress = Progress(model.parameters(config.ranks), stage)
@@ -74,7 +78,7 @@ def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
     cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8_e4m3fn" else None
     source = _source(config.load_format, folder, DTYPES[config.dtype], device, progress)
     changes = [Adapter(name, Path(place), source.dtype, device) for name, place in config.adapters]
-    decoder = Decoder(model, source, ranks, device, changes=changes)
+    decoder = Decoder(model, source, ranks, device, exact, changes)
     stops = Stops(grammars) if grammars else None
     speculation = parse(config.speculate) if config.speculate else Speculation()
     drafter = _drafter(config, speculation.draft, model, device, stage) if speculation.draft and config.rank == 0 else None
@@ -98,6 +102,19 @@ def _check_able(device: torch.device, cache: str) -> None:
             f"keys and values of 8 bits need compute capability 8.9 (Ada) or newer, this accelerator has {major}.{minor}: "
             "leave --kv-cache-dtype out"
         )
+
+
+def _check_steady(model: Shape, by_triton: bool, adapted: bool) -> None:
+    """Raises Unsupported for what is known to depend on what else is in the batch."""
+    found = [
+        (model.index is not None, "sparse attention, whose scores are made in parts"),
+        (by_triton and any(model.mixtures), "mixtures of experts on an accelerator"),
+        (by_triton and model.latent is not None, "latents on an accelerator"),
+        (by_triton and model.quantization is not None, "weights of few bits on an accelerator"),
+        (by_triton and adapted, "adapters on an accelerator"),
+    ]
+    if what := next((what for there, what in found if there), ""):
+        raise Unsupported(f"--batch-invariant is not there for {what}: leave it out")
 
 
 def _shape(folder: Path) -> Shape:
@@ -126,7 +143,7 @@ def _drafter(config: ShardConfig, folder: str, target: Shape, device: torch.devi
     small = device.type == "cpu" and model.parameters() <= SMALL_DRAFT
     source = _source(config.load_format, Path(folder), torch.float32 if small else DTYPES[config.dtype], device, progress)
     # Guesses may round as they like.
-    decoder = Decoder(model, source, Ranks(0, 1, device), device, exact=False)
+    decoder = Decoder(model, source, Ranks(0, 1, device), device, exact=Exact.GUESS)
     return Drafter(decoder, target.vocabulary, device, parse(config.speculate).most)
 
 

@@ -19,6 +19,7 @@ import grpc
 
 from ..kernels.choose import triton_on
 from ..proto import shard_pb2 as wire
+from . import invariance
 from .checks import check_warmup, checked
 from .config import ShardConfig
 from .decoding.budget import Allowance, Linear
@@ -123,6 +124,9 @@ class Service:
         recorded = sizes * 2 if engine.guesses.drafter else sizes  # the draft model's own
         self.stage = "compiling products"
         engine.compile(min(tokens, COMPILED))
+        if config.batch_invariant:
+            self.stage = "checking that answers don't depend on batches"
+            invariance.check(engine, config.page_size)
         self.stage = "measuring memory"
         pages, sample = size_pool(
             engine, config.page_size, config.kv_pages, config.memory_fraction, tokens, rows, sequences, total, recorded

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..kernels import attention, common, ragged, work
+from ..kernels import attention, common, ragged, steady, work
 from ..kernels.ragged import Layout
 from ..kernels.transfer import lists_to_device, to_device
 from .sequence import Group, Sequence
@@ -102,8 +102,8 @@ class Step:
 
     def become(self, other: "Step") -> None:
         """Takes the contents of a step for the same room, in place."""
-        assert not isinstance(self.attention, common.Plan)
-        assert not isinstance(other.attention, common.Plan)
+        assert not isinstance(self.attention, common.Plan | steady.Plan)
+        assert not isinstance(other.attention, common.Plan | steady.Plan)
         self.buffer.copy_(other.buffer, non_blocking=True)
         self.attention.become(other.attention)
 
@@ -171,7 +171,7 @@ def _tables(spans: Listing[Span], picked: Picked | None) -> list[list[int]]:
 
 def _inherit(step: Step, rows: Listing[attention.Row], spans: Listing[Span], size: int, picked: Picked) -> None:
     """Those pages of a front that not all of its beams have, on the device, where it is known who continues whom."""
-    assert not isinstance(step.attention, common.Plan)
+    assert not isinstance(step.attention, common.Plan | steady.Plan)
     assert picked.parents is not None
     offsets = [0, *accumulate(work.width(row, size) for row in rows)]
     tables: list[int] = []  # of every front's beams

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...kernels.adapters import Chosen, choose
-from ...kernels.linear import Weight, compile_products
+from ...kernels.linear import Exact, Weight, compile_products
 from ..adapters import Adapter
 from ..cache import Cache
 from ..parallel import Ranks
@@ -71,12 +71,13 @@ class Decoder:
         source: Source,
         ranks: Ranks,
         device: torch.device,
-        exact: bool = True,
+        exact: Exact = Exact.USUAL,
         changes: Sequence[Adapter] = (),
     ) -> None:
         """exact: see `Weight`; changes: adapters that tokens may go by."""
         self.shape = shape
         self.ranks = ranks
+        self.steady = exact is Exact.STEADY
         root = next((root for root in ROOTS if source.has(root + TABLE)), ROOTS[0])
         load = Loader(source, shape, ranks, root, exact)
         self.embedding = load.table(root + TABLE)

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from ...kernels import low_rank, quantized
 from ...kernels.codes import Codes, joined, unpacked
-from ...kernels.linear import Weight
+from ...kernels.linear import Exact, Weight
 from ...kernels.low_rank import Pair
 from ..adapters import Adapter
 from ..parallel import Ranks
@@ -24,7 +24,7 @@ class Loader:
     """Cuts this rank's part out of the named tensors of one layer (or of the model, with an empty prefix)."""
 
     def __init__(
-        self, source: Source, shape: Shape, ranks: Ranks, prefix: str, exact: bool, changes: Sequence[Adapter] = ()
+        self, source: Source, shape: Shape, ranks: Ranks, prefix: str, exact: Exact, changes: Sequence[Adapter] = ()
     ) -> None:
         """changes: adapters that may be asked for."""
         self.source = source

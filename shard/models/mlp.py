@@ -1,13 +1,16 @@
 """What each layer does to every token by itself: one MLP, or a few of many."""
 
 from collections.abc import Iterator
+from functools import partial
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ...kernels.experts import Gates, lay_out, route
 from ...kernels.linear import Weight
 from ...kernels.operations import gated
+from ...kernels.reference import by_lanes
 from .experts import as_stored, experts
 from .loader import Loader
 from .shape import Mixture
@@ -45,7 +48,7 @@ class Ungated(Dense):
 
     def inner(self, stream: Stream, before: Tensor | None) -> Tensor:
         """As that of `Dense`."""
-        return functional.gelu(stream.through(before, self.gate_up), approximate="tanh")
+        return by_lanes(partial(functional.gelu, approximate="tanh"), stream.through(before, self.gate_up))
 
 
 class Sparse:
@@ -56,7 +59,7 @@ class Sparse:
         self.router = load.whole(f"{mixture.name}.{mixture.router}", mixture.experts, mixture.biased, mixture.wide)
         self.correction = load.each(f"{mixture.name}.{mixture.correction}", mixture.experts) if mixture.correction else None
         gate_ups, downs, biases = experts(load, mixture)
-        self.experts = lay_out(gate_ups, downs, load.source.dtype, biases, Gates(load.shape.gelu, mixture.limit))
+        self.experts = lay_out(gate_ups, downs, load.source.dtype, biases, Gates(load.shape.gelu, mixture.limit), load.exact)
         self.shared = Shared(load, mixture) if mixture.shared else None
 
     def __call__(self, stream: Stream, before: Tensor | None, behind: Tensor | None) -> None:
@@ -99,7 +102,7 @@ class Shared:
     def __call__(self, x: Tensor, stream: Stream) -> Tensor:
         """This rank's part of what it makes of x, the stream's tokens, by its gate."""
         made = stream.product(gated(stream.product(x, self.gate_up), self.gelu), self.down)
-        return made if self.gate is None else made.mul_(self.gate(x).sigmoid())
+        return made if self.gate is None else made.mul_(by_lanes(torch.sigmoid, self.gate(x)))
 
     def weights(self) -> Iterator[Weight]:
         """All of this rank's."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels import choose, fused_product, fused_sampling, indexed_attention, linear, operations, work
+from penstock.kernels import choose, fused_product, fused_sampling, fused_steady, indexed_attention, linear, operations, work
 from penstock.proto.speculation import parse
 from penstock.shard import rooms, step
 from penstock.shard.decoding.hypotheses import Search, Stop
@@ -23,7 +23,7 @@ from penstock.shard.guesses import Guesses
 from penstock.shard.models import stream
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling
-from penstock.tests.shard import tiny
+from penstock.tests.shard import test_invariance, tiny
 from penstock.tests.shard.driver import Driver, Flying, Habits, World, drive, message
 
 # What padding computes is said nowhere, and nobody sees it.
@@ -243,3 +243,19 @@ def test_a_cache_of_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operations, "write", rounding)
     torch.testing.assert_close(found, scores(None), rtol=1e-5, atol=1e-5)
     assert (found - full).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", [LLAMA, WINDOW])
+def test_nothing_depends_on_the_batch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `batch_invariant`, where all go by tiles that are always the same: each request alone, and all of them in chunks."""
+    rows = set()
+    product = fused_steady.product
+    monkeypatch.setattr(fused_steady, "product", lambda x, *given: rows.add(len(x)) or product(x, *given))
+    choose.force("triton")
+    made = functools.partial(test_invariance.engine, name, "float32", page_size=4, pages=PAGES)
+    expected = test_invariance.alone(lambda: made(prefix_caching=False), groups())
+    assert test_invariance.differences(run(made()), expected) == []
+    assert len(rows) > 5
+    replayed = with_graphs(made(), monkeypatch)
+    assert test_invariance.differences(run(replayed), expected) == []
+    assert replayed.forward.replayed > replayed.forward.eager

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from penstock.kernels import choose, fused_quantized
 from penstock.kernels.codes import BITS, Codes, joined, quantize, unpacked
 from penstock.kernels.fused_quantized import MOST
-from penstock.kernels.linear import Weight
+from penstock.kernels.linear import Exact, Weight
 from penstock.kernels.quantized import Quantized, lay_out
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -104,7 +104,7 @@ def test_weights_side_by_side() -> None:
 def laid_out(route: str, codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> Weight:
     choose.force("triton" if route == "triton" else "reference")
     try:
-        return lay_out(codes, bias, True, dtype)
+        return lay_out(codes, bias, Exact.USUAL, dtype)
     finally:
         choose.force("")
 

@@ -13,6 +13,7 @@ from penstock.kernels.linear import (
     PIECE,
     SHORT,
     SMALL,
+    Exact,
     Weight,
     compile_products,
     in_columns,
@@ -98,7 +99,12 @@ def test_few_rows_of_a_small_weight_may_take_the_short_way(bias: bool) -> None:
 
 def test_only_guesses_take_it() -> None:
     small, large = torch.randn(4, 8), torch.randn(SHORT // 8 + 1, 8)
-    ways = [Weight(small), Weight(small, exact=False), Weight(large, exact=False), Weight(small.bfloat16(), exact=False)]
+    ways = [
+        Weight(small),
+        Weight(small, exact=Exact.GUESS),
+        Weight(large, exact=Exact.GUESS),
+        Weight(small.bfloat16(), exact=Exact.GUESS),
+    ]
     assert ["shortest" in weight.product.__qualname__ for weight in ways] == [False, True, False, False]
     assert [weight.bytes for weight in ways[:2]] == [small.nbytes, 2 * small.nbytes]
 
@@ -136,7 +142,7 @@ def test_few_numbers_of_rows_are_computed_and_they_are_little_more() -> None:
 
 def test_products_are_compiled_once_for_each_shape_of_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[tuple[torch.Size, int]] = []
-    monkeypatch.setattr("penstock.kernels.linear._route", lambda weight: packed)
+    monkeypatch.setattr("penstock.kernels.linear._route", lambda *given: packed)
     weights = [Weight(torch.randn(high, 6), bias) for high, bias in ((4, None), (5, None), (4, None), (4, torch.randn(4)))]
     for weight in weights:
         weight.product = lambda x, weight=weight: compiled.append((weight.shape, len(x))) or x  # type: ignore[misc,func-returns-value]

@@ -1,0 +1,149 @@
+"""Attention in plain torch whose answers follow from what a token sees, to the last bit: not from who else is in the step, nor from
+how many of its neighbours are computed at once. Knows tensors and ints, no sequence and no page pool.
+
+What torch adds up in which order depends on the shapes that it is given. Here these are always the same: tiles of as many queries,
+filled up where there are fewer, on whole blocks of keys that begin at multiples of the block, of which masks hide the rest. The
+other half of this are products whose rows don't depend on each other (`linear.Exact.STEADY`). The idea is batch invariance (He et
+al. 2025, Thinking Machines Lab, "Defeating Nondeterminism in LLM Inference").
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+
+import numpy
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .attention import BLOCK_ELEMENTS, TILE, Row, folded, gather, slots_of, unfolded
+
+# Keys that torch's attention on a CPU goes through at once, if there are as many.
+KEYS = 512
+# Query heads of a key head in a tile: they cost hardly more than a few.
+HEADS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows that read as many keys, ready for all layers. Their query tokens are `start` to `start + rows * queries` of the step."""
+
+    start: int
+    rows: int
+    queries: int  # more than a tile's only of a single row
+    slots: Tensor  # [rows * keys], whole blocks of keys
+    positions: Tensor  # [rows, queries]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A step, for all layers."""
+
+    blocks: list[Block]
+    tile: int  # queries of one
+
+
+def plan(rows: Sequence[Row], page_size: int, elements: int, ratio: int, device: torch.device) -> tuple[list[int], Plan]:
+    """The order in which `rows` have to stand in the step, and its plan.
+
+    elements: of keys and values per token and layer; ratio: query heads of a key head. Raises ValueError for trees: what their
+    nodes see does not lie side by side, as it will when they are accepted, so it is added up in another order.
+    """
+    if any(row.parents is not None and list(row.parents) != list(range(-1, row.queries - 1)) for row in rows):
+        raise ValueError("the nodes of a tree are not computed as a chain's tokens are, to the last bit")
+    tile = max(1, HEADS // ratio)
+    order = sorted(range(len(rows)), key=lambda i: (rows[i].queries, _keys(rows[i])))
+    blocks, start = list[Block](), 0
+    for part in _alike([rows[i] for i in order], tile, elements):
+        queries = part[0].queries
+        slots = slots_of(part, page_size)
+        slots = numpy.pad(slots, ((0, 0), (0, _keys(part[0]) - slots.shape[1])))  # of page 0, which nobody sees
+        positions = torch.tensor([row.context for row in part], device=device).unsqueeze(1) + torch.arange(queries, device=device)
+        blocks.append(Block(start, len(part), queries, torch.from_numpy(slots.reshape(-1)).to(device), positions))
+        start += len(part) * queries
+    return order, Plan(blocks, tile)
+
+
+def _keys(row: Row) -> int:
+    return -(-(row.context + row.queries) // KEYS) * KEYS
+
+
+def _alike(rows: Sequence[Row], tile: int, elements: int) -> Iterator[Sequence[Row]]:
+    """Rows side by side that a block may hold together."""
+    for (queries, keys), found in groupby(rows, key=lambda row: (row.queries, _keys(row))):
+        part = list(found)
+        most = max(1, BLOCK_ELEMENTS // (keys * elements)) if queries <= tile else 1
+        yield from (part[first : first + most] for first in range(0, len(part), most))
+
+
+def attention(
+    query: Tensor,
+    cache: Tensor,
+    plan: Plan,
+    window: int,
+    scale: float,
+    softcap: float = 0.0,
+    scales: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """As `attention.attention`."""
+    attended: Callable[..., Tensor] = partial(functional.scaled_dot_product_attention, scale=scale)
+    heads, kv_heads = query.shape[1], cache.shape[2]
+    if softcap or sinks is not None:
+        own = sinks.view(kv_heads, -1).repeat(1, plan.tile).unsqueeze(2) if sinks is not None else None
+        attended = partial(_specially, scale=scale, softcap=softcap, sinks=own)
+    answers = []
+    for block in plan.blocks:
+        keys, values = gather(cache, block.slots, block.rows, query.dtype, scales)
+        asking = query[block.start : block.start + block.rows * block.queries].view(block.rows, block.queries, heads, -1)
+        many = TILE // plan.tile * plan.tile  # of a long row so many at once
+        for first in range(0, block.queries, many):
+            part, positions = asking[:, first : first + many], block.positions[:, first : first + many]
+            answers.append(_tiles(attended, part, keys, values, positions, window, plan.tile).flatten(0, 1))
+    return answers[0] if len(answers) == 1 else torch.cat(answers)
+
+
+def _tiles(
+    attended: Callable[..., Tensor], asking: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int, tile: int
+) -> Tensor:
+    """asking: [rows, queries, heads, size]; keys, values: [rows, kv_heads, keys, size]; positions: [rows, queries]. As asking."""
+    rows, queries, heads, size = asking.shape
+    lacking = -queries % tile
+    asking = functional.pad(asking, (0, 0, 0, 0, 0, lacking)).reshape(-1, heads, size)
+    positions = functional.pad(positions, (0, lacking)).view(-1, tile, 1)  # those see the first key: something must be seen
+    count, kv_heads = len(positions), keys.shape[1]
+    key = torch.arange(keys.shape[2], device=keys.device)
+    visible = key <= positions
+    if window:
+        visible &= positions - key < window
+    mask = torch.zeros(visible.shape, dtype=asking.dtype, device=keys.device).masked_fill_(~visible, -torch.inf)
+    mask = mask.repeat_interleave(heads // kv_heads, 1).unsqueeze(1)  # [tiles, 1, queries * ratio, keys]
+    spread = [x.expand(count, -1, -1, -1) for x in (keys, values)]
+    found = unfolded(attended(folded(asking, count, kv_heads), *spread, mask), tile)
+    return found.view(rows, -1, heads, size)[:, :queries]
+
+
+def _specially(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, *, scale: float, softcap: float, sinks: Tensor | None
+) -> Tensor:
+    """`scaled_dot_product_attention` with a softcap and sinks, [heads, queries or 1, 1], by blocks of keys as that goes through
+    them (Dao et al. 2022, arXiv:2205.14135)."""
+    query = query.float()
+    best = torch.full((*query.shape[:3], 1), -torch.inf, device=query.device)
+    total, sums = torch.zeros_like(best), torch.zeros_like(query)
+    for part in (slice(first, first + KEYS) for first in range(0, keys.shape[2], KEYS)):
+        logits = query @ keys[:, :, part].float().transpose(2, 3)
+        logits = logits.mul_(scale / softcap).tanh_().mul_(softcap) if softcap else logits.mul_(scale)
+        logits += mask[..., part]
+        higher = torch.maximum(best, logits.amax(3, keepdim=True))
+        base = higher.masked_fill(higher == -torch.inf, 0)  # of what has seen nothing yet
+        weights, fade = logits.sub_(base).exp_(), (best - base).exp_()
+        total, sums, best = (
+            total.mul_(fade).add_(weights.sum(3, keepdim=True)),
+            sums * fade + weights @ values[:, :, part].float(),
+            higher,
+        )
+    if sinks is not None:
+        total += (sinks - best).exp()
+    return (sums / total).to(mask.dtype)

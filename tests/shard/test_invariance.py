@@ -1,0 +1,169 @@
+"""With `batch_invariant` nothing that is computed for a request depends by a single bit on who else is in the batch, how its prompt
+is cut, whether it pauses, what is cached, or what is guessed: tokens and log-probabilities are equal, not close."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from penstock.kernels import choose, steady
+from penstock.shard import invariance
+from penstock.shard.config import ShardConfig
+from penstock.shard.decoding.hypotheses import Search
+from penstock.shard.engine import Engine
+from penstock.shard.loading import load
+from penstock.shard.models.shape import Unsupported
+from penstock.shard.sequence import Group, Sampling
+from penstock.tests.shard import test_speculation, tiny
+from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
+from penstock.tests.shard.test_oracle import at_rest
+from penstock.tests.shard.test_sharing import family, room
+
+COUNT = 12
+# What the tests of every family compare: attention in all its kinds, experts, latents, norms of both kinds.
+FAMILIES = ["llama", "qwen3", "gemma2", "gpt-oss", "qwen2-moe", "deepseek-v3", "starcoder2", "cohere2"]
+
+
+def engine(
+    name: str, dtype: str = "bfloat16", page_size: int = 16, pages: int = 1000, invariant: bool = True, **more: Any
+) -> Engine:
+    config = ShardConfig(
+        folder=str(tiny.folder(name)), model=name, dtype=dtype, page_size=page_size, batch_invariant=invariant, **more
+    )
+    made = load(config, lambda stage: None)
+    made.resize(pages, page_size)
+    return made
+
+
+def crowd(drafts: int = 0) -> list[Group]:
+    """Greedy ones, seeded ones with filters and penalties, some of several choices, beams."""
+    made = []
+    for uid, tokens in enumerate(family(14)):
+        how: dict[str, Any] = {"top_n": uid % 3, "drafts": drafts}
+        sampling = Sampling()
+        if uid % 4 == 1:
+            how["choices"], sampling = 3, Sampling(temperature=1.3, top_p=0.9, seed=uid)
+        elif uid % 4 == 2:
+            sampling = Sampling(temperature=0.8, top_k=20, typical_p=0.95, repetition_penalty=1.2, seed=uid, final_logprobs=True)
+        elif uid % 4 == 3:
+            how["search"], how["drafts"] = Search(3, 2), 0
+        made.append(tiny.group(uid, tokens, COUNT + uid % 5, sampling, **how))
+    return made
+
+
+def alone(make: Callable[[], Engine], groups: Sequence[Group]) -> World:
+    """Each by itself, in an engine that knows nothing of the others."""
+    whole = World()
+    for group in groups:
+        one = drive(make(), [group], Habits())
+        for name in ("tokens", "logprobs", "finishes", "scores"):
+            getattr(whole, name).update(getattr(one, name))
+        assert not one.failed
+    return whole
+
+
+def differences(found: World, expected: World) -> list[object]:
+    """Whose tokens or numbers are not equal, to the last bit."""
+    names = ("tokens", "logprobs", "finishes", "scores")
+    pairs = [(getattr(found, name), getattr(expected, name)) for name in names]
+    return [key for ours, theirs in pairs for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)]
+
+
+@functools.cache
+def calm(name: str, dtype: str) -> World:
+    return alone(lambda: engine(name, dtype, prefix_caching=False), crowd())
+
+
+def test_what_is_compared() -> None:
+    expected = calm("llama", "bfloat16")
+    assert all(len(found) == len(expected.tokens[key]) for key, found in expected.logprobs.items())
+    assert sum(map(len, expected.logprobs.values())) > 200
+    assert sum(map(len, expected.scores.values())) > 5
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("page_size", "chunk"), [(1, 20), (4, 7), (16, UNLIMITED)])
+def test_a_crowd_in_a_tiny_pool(page_size: int, chunk: int, dtype: str) -> None:
+    """Everybody is paused, prompts come in chunks, prefixes are found."""
+    groups = crowd()
+    own = engine("llama", dtype, page_size, room([group for group in groups if not group.search], page_size) + 60 // page_size)
+    world = drive(own, groups, Habits(chunk, pause=0.05, pauses=1), seed=page_size)
+    assert differences(world, calm("llama", dtype)) == []
+    assert world.pauses.total() > 5
+    assert world.cached > 50
+    assert world.mixed > 5
+    assert at_rest(own)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", FAMILIES[1:])
+def test_families(name: str, dtype: str) -> None:
+    world = drive(engine(name, dtype, page_size=4), crowd(), Habits(9, pause=0.03), seed=3)
+    assert differences(world, calm(name, dtype)) == []
+    assert world.mixed > 3
+
+
+def test_without_it_numbers_differ() -> None:
+    """And this would be seen."""
+    make = functools.partial(engine, "llama", "bfloat16", invariant=False)
+    world = drive(make(page_size=4), crowd(), Habits(7, pause=0.05), seed=4)
+    assert len(differences(world, alone(lambda: make(prefix_caching=False), crowd()))) > 10
+
+
+def test_guesses_are_judged_by_the_same_numbers() -> None:
+    plain, asked = calm("llama", "bfloat16"), crowd(drafts=4)
+    own = engine("llama", page_size=4)
+    test_speculation.choose(own, "chains", plain)
+    world = drive(own, asked, Habits(7, pause=0.02), seed=5)
+    assert differences(world, plain) == []
+    assert world.accepted > 30
+    assert world.drafted > world.accepted + 5
+
+
+def test_nodes_of_trees_are_refused() -> None:
+    row = steady.Row(3, 20, range(30), parents=[-1, 0, 0])
+    with pytest.raises(ValueError, match="not computed as a chain's"):
+        steady.plan([row], 1, 8, 2, tiny.CPU)
+    assert steady.plan([replace(row, parents=[-1, 0, 1])], 1, 8, 2, tiny.CPU)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt-oss", "short", "four"])
+def test_the_check_at_the_start_passes(name: str) -> None:
+    own = engine(name)
+    invariance.check(own, 16)
+    invariance.check(engine(name, page_size=1), 1)
+
+
+def test_the_check_at_the_start_finds_what_depends_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Unsupported, match=r"--batch-invariant: here a token's logits depend .*\(by 0.*leave it out"):
+        invariance.check(engine("llama", invariant=False), 16)
+    own = engine("llama")
+    monkeypatch.setattr(steady, "KEYS", 1)
+    with pytest.raises(Unsupported):
+        invariance.check(own, 16)
+    monkeypatch.undo()
+    product = own.decoder.layers[0].mlp.down.product
+    own.decoder.layers[0].mlp.down.product = lambda x: product(x) * (1 + len(x) * 2**-10)
+    with pytest.raises(Unsupported):
+        invariance.check(own, 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "triton", "what"),
+    [
+        ("deepseek-v32", {}, False, "sparse attention"),
+        ("deepseek-v3", {}, True, "mixtures of experts on an accelerator"),
+        ("mixtral", {}, True, "mixtures of experts on an accelerator"),
+        ("llama", {"quantize": "int4"}, True, "weights of few bits on an accelerator"),
+        ("llama", {"adapters": (("one", "folder"),)}, True, "adapters on an accelerator"),
+    ],
+)
+def test_what_is_not_there(name: str, more: Any, triton: bool, what: str) -> None:
+    choose.force("triton" if triton else "")
+    try:
+        with pytest.raises(Unsupported, match=f"--batch-invariant is not there for {what}.*leave it out"):
+            engine(name, **more)
+    finally:
+        choose.force("")
