@@ -158,3 +158,30 @@ def test_a_port_that_another_has_is_named() -> None:
         expected = f"127.0.0.1, port {port}: Address already in use"
         with pytest.raises(NoMeeting, match=expected):
             parallel.Ranks(0, 2, tiny.CPU, ("127.0.0.1", port))
+
+
+# Whether the sum of seven rows begins with that of the first alone.
+ADDING = """
+import sys, torch
+from pathlib import Path
+from penstock.shard.parallel import Ranks
+ranks = Ranks(int(sys.argv[1]), 3, torch.device("cpu"), Path(sys.argv[2]), steady=sys.argv[3] == "steady")
+torch.manual_seed(ranks.rank)
+x = torch.randn(7, 1000)
+whole, first = ranks.add(x.clone()), ranks.add(x[:1].clone())
+if not ranks.rank:
+    print(whole[:1].equal(first))
+"""
+
+
+def test_sums_of_three_ranks_depend_on_no_neighbour(tmp_path: Path) -> None:
+    """torch cuts what it adds up into as many parts as there are ranks, and adds up each in another order."""
+
+    def found(how: str) -> str:
+        commands = [[sys.executable, "-c", ADDING, str(rank), str(tmp_path / how), how] for rank in range(3)]
+        started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
+        told = [process.communicate(timeout=SECONDS)[0] for process in started]
+        return told[0].strip()
+
+    assert found("steady") == "True"
+    assert found("usual") == "False"

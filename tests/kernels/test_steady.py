@@ -1,0 +1,139 @@
+"""Attention whose answers don't depend by a bit on what else is in the step: equal to the usual one up to rounding, and to itself
+exactly, however a row is cut and whoever is beside it."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.kernels import attention, steady
+from penstock.kernels.attention import Row
+
+CPU = torch.device("cpu")
+PAGE = 16
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What attention may be asked beside plain ones."""
+
+    heads: int = 4
+    kv_heads: int = 2
+    size: int = 32
+    window: int = 0
+    softcap: float = 0.0
+    sinks: bool = False
+    latent: bool = False
+    dtype: torch.dtype = torch.float32
+    stored: torch.dtype | None = None
+
+
+KINDS = {
+    "plain": Kind(),
+    "bfloat16": Kind(dtype=torch.bfloat16),
+    "float16": Kind(size=80, dtype=torch.float16),
+    "one head": Kind(kv_heads=4, size=64),
+    "many heads": Kind(heads=24, kv_heads=1, size=16),
+    "window": Kind(window=70),
+    "softcap": Kind(softcap=5.0),
+    "sinks": Kind(sinks=True, window=600),
+    "everything": Kind(softcap=3.0, sinks=True, dtype=torch.bfloat16),
+    "latents": Kind(kv_heads=1, size=72, latent=True, dtype=torch.bfloat16),
+    "8 bits": Kind(stored=torch.float8_e4m3fn),
+}
+
+
+class World:
+    """A long row, and others beside it."""
+
+    def __init__(self, kind: Kind, length: int, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.kind, self.length = kind, length
+        pages = list(range(1, 3 * length // PAGE + 20))
+        random.Random(seed).shuffle(pages)
+        width = -(-length // PAGE)
+        self.pages, others = pages[:width], pages[width:]
+        self.others = [Row(1, context, others) for context in (0, 100, 511, 512, length)]
+        slot = (1, 1, kind.size) if kind.latent else (2, kind.kv_heads, kind.size)
+        cache = torch.randn((max(pages) + 1) * PAGE, *slot) / (1 if kind.stored is None else 4)
+        self.cache = cache.to(kind.stored or kind.dtype)
+        self.scales = torch.rand(2, kind.kv_heads) + 0.5 if kind.stored else None
+        self.sinks = torch.randn(kind.heads) if kind.sinks else None
+        self.query = torch.randn(length, kind.heads, kind.size).to(kind.dtype)
+
+    def row(self, start: int, end: int) -> Row:
+        return Row(end - start, start, self.pages)
+
+    def attend(self, rows: Sequence[Row], query: Tensor) -> Tensor:
+        """Of each row's queries, in the order that they are given."""
+        kind = self.kind
+        elements = (1 if kind.latent else 2) * kind.kv_heads * kind.size
+        order, plan = steady.plan(rows, PAGE, elements, kind.heads // kind.kv_heads, CPU)
+        parts = query.split([row.queries for row in rows])
+        how: Any = kind.window, kind.size**-0.5, kind.softcap, self.scales, self.sinks
+        answers = steady.attention(torch.cat([parts[i] for i in order]), self.cache, plan, *how)
+        found = dict(zip(order, answers.split([rows[i].queries for i in order]), strict=True))
+        return torch.cat([found[i] for i in range(len(rows))])
+
+    def cut(self, sizes: Callable[[], int], beside: int, last: int) -> Tensor:
+        """The same in chunks, up to `last`; beside: others in each step."""
+        found, start = [], 0
+        while start < last:
+            end = min(start + sizes(), last)
+            others = [self.query[:1]] * beside
+            found.append(
+                self.attend([*self.others[:beside], self.row(start, end)], torch.cat([*others, self.query[start:end]]))[beside:]
+            )
+            start = end
+        return torch.cat(found)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+def test_it_is_attention(kind: Kind) -> None:
+    world = World(kind, 700)
+    plan = attention.blocks([world.row(0, 700)], PAGE, [kind.window], 1, CPU)
+    how: Any = kind.window, kind.size**-0.5, kind.softcap, world.scales, world.sinks
+    expected = attention.attention(world.query, world.cache, plan, *how).float()
+    found = world.attend([world.row(0, 700)], world.query)
+    assert found.dtype == kind.dtype
+    torch.testing.assert_close(found.float(), expected, rtol=0, atol={4: 2e-6, 2: 2e-2}[kind.dtype.itemsize])
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+def test_chunks_and_neighbours_change_no_bit(kind: Kind) -> None:
+    world = World(kind, 1100)
+    whole = world.attend([world.row(0, 1100)], world.query)
+    chance = random.Random(7)
+    assert world.cut(lambda: 1, 0, 40).equal(whole[:40])
+    assert world.cut(lambda: chance.choice([1, 2, 7, 50, 300]), 5, 1100).equal(whole)
+    for end in (512, 513, 1024, 1100):  # alone, at the ends of blocks
+        assert world.attend([world.row(end - 1, end)], world.query[end - 1 : end]).equal(whole[end - 1 : end])
+
+
+def test_blocks_of_other_keys_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which torch would go through together with others."""
+    monkeypatch.setattr(steady, "KEYS", 16)
+    with pytest.raises(AssertionError):
+        test_chunks_and_neighbours_change_no_bit(KINDS["plain"])
+
+
+def test_tiles_as_high_as_there_are_queries_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles = steady._tiles
+    monkeypatch.setattr(steady, "_tiles", lambda *given: tiles(*given[:-1], given[1].shape[1]))
+    with pytest.raises(AssertionError):
+        test_chunks_and_neighbours_change_no_bit(KINDS["one head"])
+
+
+def test_rows_share_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of one token that read as many keys, as far as a block's memory goes; a long row has its own."""
+    rows = [Row(1, context, range(100)) for context in (5, 600, 511, 30, 512)] + [Row(40, 60, range(100))]
+    order, plan = steady.plan(rows, PAGE, 64, 2, CPU)
+    assert order == [0, 2, 3, 1, 4, 5]
+    shapes = [(block.rows, block.queries, len(block.slots) // block.rows) for block in plan.blocks]
+    assert shapes == [(3, 1, 512), (2, 1, 1024), (1, 40, 512)]
+    monkeypatch.setattr(steady, "BLOCK_ELEMENTS", 2 * 512 * 64)
+    assert [block.rows for block in steady.plan(rows, PAGE, 64, 2, CPU)[1].blocks] == [2, 1, 1, 1, 1]
