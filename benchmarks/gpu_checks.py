@@ -31,6 +31,7 @@ from penstock.kernels import (
     experts,
     fused_product,
     fused_quantized,
+    linear,
     low_rank,
     noise,
     operations,
@@ -111,6 +112,8 @@ def checks(bench: Bench) -> dict[str, Check]:
         found[f"norms and gates, {name}"] = partial(elementwise, dtype=dtype)
         found[f"rotary and write, {name}"] = partial(rotary, dtype=dtype, eight_bits=False)
     found["products of few rows"] = products
+    for name, dtype in types.items():
+        found[f"products whose rows depend on no other, {name}"] = partial(steady_products, dtype=dtype)
     found["routes to experts"] = routes
     found["products of experts"] = mixtures
     for kind in codes.EXPERTS_BITS:
@@ -344,6 +347,22 @@ def products(bench: Bench, chance: random.Random) -> float:
             fused_product.product(x, weight, bias, out, gains=gains, epsilon=1e-5, gated=gated, add=add)
             # Sums of many products: errors are in proportion to the largest.
             worst = max(worst, error(out / expected.abs().max(), expected / expected.abs().max(), ROUNDINGS[dtype]))
+    return worst
+
+
+def steady_products(bench: Bench, chance: random.Random, dtype: torch.dtype) -> float:
+    """Against float64, and some of the rows by themselves to the last bit."""
+    worst = 0.0
+    for inputs, outputs in [(40, 33)] if bench.tiny else [(4096, 6144), (14336, 4096), (chance.randint(30, 1100), 999)]:
+        rows = 5 if bench.tiny else 600
+        x = _wide(rows, inputs, dtype=dtype, device=bench.device)
+        weight = _wide(outputs, inputs, dtype=dtype, device=bench.device) * inputs**-0.5
+        product = linear.steady(weight, None)
+        found, expected = product(x), x.double() @ weight.double().T
+        worst = max(worst, error(found / expected.abs().max(), expected / expected.abs().max(), ROUNDINGS[dtype]))
+        for first, count in ((0, 1), (3, 1), (1, chance.randint(2, rows - 1))):
+            if not product(x[first : first + count].clone()).equal(found[first : first + count]):
+                return torch.inf
     return worst
 
 

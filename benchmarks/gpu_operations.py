@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.benchmarks.gpu_measure import Bench, Call
 from penstock.benchmarks.gpu_report import Line, failed
-from penstock.kernels import beam, choose, codes, experts, operations, paging, quantized, reference, sampling
+from penstock.kernels import beam, choose, codes, experts, linear, operations, paging, quantized, reference, sampling
 from penstock.kernels.fused_sampling import sample
 from penstock.kernels.linear import Exact, Weight
 from penstock.kernels.sampling import Draws, Penalties
@@ -25,7 +25,7 @@ def measure(bench: Bench) -> None:
     choose.force("triton")
     try:
         sizes = (4,) if bench.tiny else (1, 256, 8192)
-        parts = [partial(part, tokens=tokens) for part in (elementwise, mixture, few_bits) for tokens in sizes]
+        parts = [partial(part, tokens=tokens) for part in (elementwise, mixture, few_bits, steady) for tokens in sizes]
         bench.each(SECTION, (sample_logits, beams, *parts, moves))
     finally:
         choose.force("")
@@ -125,6 +125,17 @@ def few_bits(bench: Bench, tokens: int) -> None:
         floor = max(size / bench.copy_rate, 2 * tokens * outputs * inputs / bench.product_rate)
         what = f"product of {tokens} tokens with weights of {kind}"
         bench.add(Line(section=SECTION, what=what, timing=took, ratio=floor / took.seconds, against="its floor"))
+
+
+def steady(bench: Bench, tokens: int) -> None:
+    """The product that no row depends on, of queries, keys and values of an 8 B model, against torch's."""
+    outputs, inputs = (64, 96) if bench.tiny else (6144, HIDDEN)
+    x, size = _bfloat16(bench, tokens, inputs), 2 * outputs * inputs
+    weights = [_bfloat16(bench, outputs, inputs) for _ in range(bench.copies(size))]
+    usual = bench.time([partial(linear.plain(weight, None), x) for weight in weights])
+    took = bench.time([partial(linear.steady(weight, None), x) for weight in weights])
+    what = f"product of {tokens} tokens that depends on no other row"
+    bench.add(Line(section=SECTION, what=what, timing=took, ratio=usual.seconds / took.seconds, against="of torch's own product"))
 
 
 def moves(bench: Bench) -> None:
