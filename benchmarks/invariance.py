@@ -30,9 +30,9 @@ WORDS = "once upon a time there was little fox who liked rain and green hills su
 def asked(number: int) -> dict[str, Any]:
     """A request: greedy, seeded or of three beams."""
     dice = random.Random(number)
-    kind: dict[str, Any] = [{}, {"do_sample": True, "temperature": 1.2, "top_p": 0.9, "seed": number}, {"num_beams": 3}][number % 3]
+    kinds: list[dict[str, Any]] = [{}, {"do_sample": True, "temperature": 1.2, "top_p": 0.9, "seed": number}, {"num_beams": 3}]
     text = " ".join(dice.choice(WORDS) for _ in range(dice.randint(3, 60)))
-    return {"inputs": text, "parameters": {"max_new_tokens": dice.randint(5, 60), "details": True, **kind}}
+    return {"inputs": text, "parameters": {"max_new_tokens": dice.randint(5, 60), "details": True, **kinds[number % 3]}}
 
 
 class Clients:
