@@ -134,7 +134,8 @@ class OneByOne(Experts):
 class Together(Experts):
     """By Triton."""
 
-    def __init__(self, gate_ups: Weights, downs: Weights, biases: Biases, gates: Gates, dtype: torch.dtype) -> None:
+    def __init__(self, gate_ups: Weights, downs: Weights, biases: Biases, gates: Gates, dtype: torch.dtype, exact: Exact) -> None:
+        self._steady = exact is Exact.STEADY
         self._gate_up, self._down = (
             torch.stack([unpacked(weight, dtype) if isinstance(weight, Codes) else weight for weight in weights])
             for weights in (gate_ups, downs)
@@ -145,20 +146,23 @@ class Together(Experts):
     def _products(self, x: Tensor, order: Tensor, starts: Tensor, shares: Tensor) -> Tensor:
         from .fused_experts import experts
 
-        return experts(x, order, starts, shares, self._gate_up, self._down, self._biases, self._gates.gelu, self._gates.limit)
+        weights = self._gate_up, self._down, self._biases
+        return experts(x, order, starts, shares, *weights, self._gates.gelu, self._gates.limit, self._steady)
 
 
 class FewBits(Experts):
     """By Triton, from codes."""
 
-    def __init__(self, gate_up: "Packed", down: "Packed", biases: Biases, gates: Gates) -> None:
+    def __init__(self, gate_up: "Packed", down: "Packed", biases: Biases, gates: Gates, exact: Exact) -> None:
+        self._steady = exact is Exact.STEADY
         self._gate_up, self._down, self._biases = gate_up, down, biases
         super().__init__([*gate_up.tensors, *down.tensors, *(biases or ())], len(down.codes), down.codes.device, gates)
 
     def _products(self, x: Tensor, order: Tensor, starts: Tensor, shares: Tensor) -> Tensor:
         from .packed_experts import experts
 
-        return experts(x, order, starts, shares, self._gate_up, self._down, self._biases, self._gates.gelu, self._gates.limit)
+        weights = self._gate_up, self._down, self._biases
+        return experts(x, order, starts, shares, *weights, self._gates.gelu, self._gates.limit, self._steady)
 
 
 def lay_out(
@@ -170,7 +174,7 @@ def lay_out(
     exact: Exact = Exact.USUAL,
 ) -> Experts:
     """gate_ups: of each expert [2 * size, hidden], gates first; downs: [hidden, size]; dtype: of rows; biases: of all experts,
-    [experts, 2 * size] and [experts, hidden]; exact: on a CPU, see `linear`."""
+    [experts, 2 * size] and [experts, hidden]; exact: see `linear`."""
     if not triton_for(_first(downs)):
         return OneByOne(gate_ups, downs, biases, gates, dtype, exact)
     few = [[weight for weight in weights if isinstance(weight, Codes)] for weights in (gate_ups, downs)]
@@ -179,8 +183,8 @@ def lay_out(
 
         packed = pack(few[0], dtype), pack(few[1], dtype)
         if packed[0] and packed[1]:
-            return FewBits(packed[0], packed[1], biases, gates)
-    return Together(gate_ups, downs, biases, gates, dtype)
+            return FewBits(packed[0], packed[1], biases, gates, exact)
+    return Together(gate_ups, downs, biases, gates, dtype, exact)
 
 
 def _first(weights: Weights) -> Tensor:

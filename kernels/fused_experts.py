@@ -115,12 +115,14 @@ def experts(
     biases: tuple[Tensor, Tensor] | None,
     gelu: bool,
     limit: float,
+    steady: bool = False,
 ) -> Tensor:
     """What each expert makes of its tokens, times its share: [pairs, hidden].
 
     x: [tokens, hidden]; order: [pairs], sorted by expert; starts: [experts + 1], where each expert's begin there; shares: [tokens,
     pairs of a token] float32; gate_up: [experts, 2 * size, hidden], gates first; down: [experts, hidden, size]; biases:
-    [experts, 2 * size] and [experts, hidden]; gelu, limit: as of `reference.gated`. All dense.
+    [experts, 2 * size] and [experts, hidden]; gelu, limit: as of `reference.gated`; steady: by one tile for all numbers of pairs,
+    so that no result depends on others. All dense.
     """
     number, hidden, size = down.shape
     assert gate_up.shape == (number, 2 * size, hidden)
@@ -131,20 +133,21 @@ def experts(
     out = torch.empty(len(order), hidden, dtype=x.dtype, device=x.device)
     first, second = biases or (None, None)
     if len(order):
-        _product(inner, x, gate_up, order, starts, shares, bias=first, together=shares.shape[1], gated=True, gelu=gelu, limit=limit)
-        _product(out, inner, down, order, starts, shares, bias=second)
+        how: dict[str, Any] = {"together": shares.shape[1], "gated": True, "gelu": gelu, "limit": limit}
+        _product(inner, x, gate_up, order, starts, shares, bias=first, steady=steady, **how)
+        _product(out, inner, down, order, starts, shares, bias=second, steady=steady)
     return out
 
 
-def add_products(out: Tensor, x: Tensor, weight: Tensor, order: Tensor, starts: Tensor) -> None:
+def add_products(out: Tensor, x: Tensor, weight: Tensor, order: Tensor, starts: Tensor, steady: bool = False) -> None:
     """Adds to `out` [rows, outputs] the products of x [rows, inputs] with the matrices of `weight` [matrices, outputs, inputs].
 
     order: [rows], sorted by matrix; starts: [matrices + 1], where each one's begin there: those before are left as they are.
-    All dense.
+    steady: as of `experts`. All dense.
     """
     assert all(tensor.is_contiguous() for tensor in (out, x, weight, order, starts))
     if len(x):
-        _product(out, x, weight, order, starts, out, add=True)
+        _product(out, x, weight, order, starts, out, add=True, steady=steady)
 
 
 def _product(
@@ -161,10 +164,12 @@ def _product(
     gelu: bool = False,
     limit: float = 0.0,
     add: bool = False,
+    steady: bool = False,
 ) -> None:
     pairs, outputs = out.shape
     number, inputs = len(weight), weight.shape[2]
-    constants = _constants(pairs, number, together, inputs, outputs, gated, gelu, x.element_size(), torch.version.hip is not None)
+    few, amd = few_of(pairs, number, steady), torch.version.hip is not None
+    constants = _constants(few, number, together, inputs, outputs, gated, gelu, x.element_size(), amd)
     constants |= {"ADD": add, "LIMIT": limit, "BIASED": bias is not None}
     rows = constants["ROWS"]
     # Every expert that has pairs has one tile that is not full, at most.
@@ -184,11 +189,15 @@ def _product(
     )
 
 
+def few_of(pairs: int, number: int, steady: bool) -> bool:
+    """Whether tiles have few rows: few pairs for each expert cost what reading its weight costs. steady: all are the same."""
+    return pairs <= 16 * number and not steady
+
+
 def _constants(
-    pairs: int, number: int, together: int, inputs: int, outputs: int, gated: bool, gelu: bool, item: int, amd: bool
+    few: bool, number: int, together: int, inputs: int, outputs: int, gated: bool, gelu: bool, item: int, amd: bool
 ) -> dict[str, Any]:
-    # Few pairs for each expert cost what reading its weight costs; with many the tile is as high as two of them leave room for.
-    few = pairs <= 16 * number
+    # With many pairs the tile is as high as two of them leave room for.
     depth = (128 if few else 64) * 2 // max(2, item)  # as many bytes, whatever the type: shared memory is what bounds it
     return {
         "EXPERTS": number,
@@ -216,22 +225,23 @@ def compilations() -> list[Compilation]:
         "32 x 2880 biased": (32, 4, 2880, 2880, "bf16"),  # and limited
     }
     kinds = {"": ("sm_80", "sm_90", "sm_100"), "amd": ("gfx942",)}
-    counts = {"few": 1, "many": 4096}  # of tokens
+    heights = {"few": True, "many": False}
     found = []
-    for (model, (number, count, hidden, size, dtype)), tokens, gated, kind in itertools.product(
-        models.items(), counts, (True, False), kinds
+    for (model, (number, count, hidden, size, dtype)), (height, few), gated, kind in itertools.product(
+        models.items(), heights.items(), (True, False), kinds
     ):
         inputs, outputs = (hidden, size) if gated else (size, hidden)
-        pairs, together, item = counts[tokens] * count, count if gated else 1, 4 if dtype == "fp32" else 2
-        constants = _constants(pairs, number, together, inputs, outputs, gated, False, item, kind == "amd")
+        together, item = count if gated else 1, 4 if dtype == "fp32" else 2
+        constants = _constants(few, number, together, inputs, outputs, gated, False, item, kind == "amd")
         biased = "biased" in model
         constants |= {"ADD": False, "LIMIT": 7.0 * biased, "BIASED": biased}
-        name = f"experts {model} {'gated' if gated else 'down'} {tokens} {kind}".rstrip()
+        name = f"experts {model} {'gated' if gated else 'down'} {height} {kind}".rstrip()
         found.append(_compilation(name, constants, dtype, "fp32", kinds[kind]))
-    for (inputs, outputs), tokens, kind in itertools.product(((4096, 16), (16, 6144), (64, 28672)), counts, kinds):
-        constants = _constants(counts[tokens], 8, 1, inputs, outputs, False, False, 2, kind == "amd")
+    sizes = (4096, 16), (16, 6144), (64, 28672)
+    for (inputs, outputs), (height, few), kind in itertools.product(sizes, heights.items(), kinds):
+        constants = _constants(few, 8, 1, inputs, outputs, False, False, 2, kind == "amd")
         constants |= {"ADD": True, "LIMIT": 0.0, "BIASED": False}
-        name = f"adapters {inputs} to {outputs} {tokens} {kind}".rstrip()
+        name = f"adapters {inputs} to {outputs} {height} {kind}".rstrip()
         found.append(_compilation(name, constants, "bf16", "bf16", kinds[kind]))
     return found
 

@@ -145,9 +145,11 @@ def unpack_kernel(
         tl.store(to, (less(held, zero) * scale).to(out.dtype.element_ty), mask=wanted[:, None])
 
 
-def by_triton(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> tuple[Product, Sequence[Tensor | None]] | None:
+def by_triton(
+    codes: Codes, bias: Tensor | None, dtype: torch.dtype, steady: bool = False
+) -> tuple[Product, Sequence[Tensor | None]] | None:
     """The product with rows of `dtype`, and what it reads. None: blocks are too short, rows are not for the matrix units, or codes
-    are none of a layer's one MLP."""
+    are none of a layer's one MLP. steady: by one tile for all numbers of rows, so that none depends on others."""
     run = _run(codes.block)
     if run < LEAST_RUN or dtype not in TYPES or codes.kind not in BITS:
         return None
@@ -167,11 +169,11 @@ def by_triton(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> tuple[Pr
 
     def product(x: Tensor) -> Tensor:
         rows = len(x)
-        if rows > MOST:
+        if rows > MOST and not steady:
             return functional.linear(x, unpacked(), bias)
         assert x.stride(1) == 1
         out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
-        tile = _tile(rows, outputs, torch.version.hip is not None)
+        tile = _tile(MOST if steady else rows, outputs, torch.version.hip is not None)
         if rows:
             grid = triton.cdiv(outputs, tile["COLUMNS"]), triton.cdiv(rows, tile["ROWS"])
             quantized_kernel[grid](

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from .adapters import Additions, Chosen
 from .choose import triton_for
-from .linear import Weight
+from .linear import Exact, Weight
 
 Pair = tuple[Tensor, Tensor]  # [rank, inputs], and [outputs, rank] times the adapter's factor
 
@@ -21,8 +21,8 @@ Pair = tuple[Tensor, Tensor]  # [rank, inputs], and [outputs, rank] times the ad
 class OneByOne(Additions):
     """By products as `linear` lays them out."""
 
-    def __init__(self, pairs: Sequence[Pair | None]) -> None:
-        self._pairs = [pair and (Weight(pair[0]), Weight(pair[1])) for pair in pairs]
+    def __init__(self, pairs: Sequence[Pair | None], exact: Exact) -> None:
+        self._pairs = [pair and (Weight(pair[0], None, exact), Weight(pair[1], None, exact)) for pair in pairs]
         super().__init__([weight for pair in self._pairs if pair for weight in pair])
 
     def add(self, x: Tensor, out: Tensor, chosen: Chosen) -> None:
@@ -37,7 +37,8 @@ class OneByOne(Additions):
 class Together(Additions):
     """By Triton: stacked, as high as the highest of them, with zeros."""
 
-    def __init__(self, pairs: Sequence[Pair | None]) -> None:
+    def __init__(self, pairs: Sequence[Pair | None], exact: Exact) -> None:
+        self._steady = exact is Exact.STEADY
         there = [pair for pair in pairs if pair is not None]
         rank, (down, up) = max(len(pair[0]) for pair in there), there[0]
         nothing = down[:0], up[:, :0]
@@ -51,11 +52,11 @@ class Together(Additions):
         from .fused_experts import add_products
 
         inner = x.new_zeros(len(x), self._downs.shape[1])
-        add_products(inner, x, self._downs, chosen.order, chosen.starts)
-        add_products(out, inner, self._ups, chosen.order, chosen.starts)
+        add_products(inner, x, self._downs, chosen.order, chosen.starts, self._steady)
+        add_products(out, inner, self._ups, chosen.order, chosen.starts, self._steady)
 
 
-def lay_out(pairs: Sequence[Pair | None]) -> Additions | None:
-    """pairs: of each adapter; None: it leaves this weight as it is. None, if all do."""
+def lay_out(pairs: Sequence[Pair | None], exact: Exact = Exact.USUAL) -> Additions | None:
+    """pairs: of each adapter; None: it leaves this weight as it is; exact: see `linear`. None, if all do."""
     first = next((pair for pair in pairs if pair), None)
-    return (Together if triton_for(first[0]) else OneByOne)(pairs) if first else None
+    return (Together if triton_for(first[0]) else OneByOne)(pairs, exact) if first else None

@@ -18,7 +18,7 @@ from torch import Tensor
 from .codes import EXPERTS_BITS, MIDDLES, Codes, zeros_of
 from .compilation import Compilation
 from .fused_activation import activated
-from .fused_experts import INTERPRET, find, limited
+from .fused_experts import INTERPRET, few_of, find, limited
 from .fused_product import dot
 from .fused_quantized import FP8_FACTOR, less, smaller
 from .fused_quantized import zeros_of as zeros_at
@@ -229,6 +229,7 @@ def experts(
     biases: tuple[Tensor, Tensor] | None,
     gelu: bool,
     limit: float,
+    steady: bool = False,
 ) -> Tensor:
     """As `fused_experts.experts`."""
     size, hidden = down.inputs, gate_up.inputs
@@ -238,8 +239,8 @@ def experts(
     first, second = biases or (None, None)
     how = {"GATED": True, "GELU": gelu, "LIMIT": limit}
     if len(order):
-        _product(inner, x, gate_up, order, starts, shares, first, shares.shape[1], how)
-        _product(out, inner, down, order, starts, shares, second, 1, {"GATED": False, "GELU": False, "LIMIT": 0.0})
+        _product(inner, x, gate_up, order, starts, shares, first, shares.shape[1], how, steady)
+        _product(out, inner, down, order, starts, shares, second, 1, {"GATED": False, "GELU": False, "LIMIT": 0.0}, steady)
     return out
 
 
@@ -253,11 +254,12 @@ def _product(
     bias: Tensor | None,
     together: int,
     how: dict[str, Any],
+    steady: bool,
 ) -> None:
     pairs, outputs = out.shape
     number = len(weight.codes)
     meaning = _meaning(weight.kind, weight.inputs, weight.block, weight.zeros is not None)
-    tile = _tile(pairs, number, how["GATED"], torch.version.hip is not None)
+    tile = _tile(few_of(pairs, number, steady), how["GATED"], torch.version.hip is not None)
     grid = triton.cdiv(outputs, tile["COLUMNS"]), min(number, pairs) + pairs // tile["ROWS"]
     packed_kernel[grid](
         out,
@@ -298,9 +300,8 @@ def _meaning(kind: str, inputs: int, block: int, zeros: bool) -> dict[str, Any]:
     }
 
 
-def _tile(pairs: int, number: int, gated: bool, amd: bool) -> dict[str, int]:
+def _tile(few: bool, gated: bool, amd: bool) -> dict[str, int]:
     """Few pairs for each expert cost what reading its codes costs."""
-    few = pairs <= 16 * number
     return {"ROWS": 16 if few else 64, "COLUMNS": 64 if few and not gated else 32, "STAGES": 2 if amd else 4 if few else 3}
 
 
@@ -315,10 +316,10 @@ def compilations() -> list[Compilation]:
     }
     kinds = {"": ("sm_80", "sm_90", "sm_100", "sm_120"), "amd": ("gfx942",)}
     found = []
-    for (model, case), tokens, gated, kindred in itertools.product(models.items(), (1, 4096), (True, False), kinds):
+    for (model, case), few, gated, kindred in itertools.product(models.items(), (True, False), (True, False), kinds):
         number, chosen, inputs, outputs, kind, block, zeros = case
         biased = kind == "fp4"
-        tile = _tile(tokens * chosen, number, gated, kindred == "amd")
+        tile = _tile(few, gated, kindred == "amd")
         constants = {
             "EXPERTS": number,
             "SLOTS": triton.next_power_of_2(number),
@@ -337,7 +338,7 @@ def compilations() -> list[Compilation]:
         found.append(
             Compilation(
                 kernel=packed_kernel,
-                name=f"packed {model} {'gated' if gated else 'down'} {'few' if tokens == 1 else 'many'} {kindred}".rstrip(),
+                name=f"packed {model} {'gated' if gated else 'down'} {'few' if few else 'many'} {kindred}".rstrip(),
                 signature={**pointers, **dict.fromkeys(constants, "constexpr")},
                 constants=constants,
                 warps=WARPS,

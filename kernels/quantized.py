@@ -42,10 +42,11 @@ def lay_out(weight: Tensor | Codes, bias: Tensor | None, exact: Exact, dtype: to
     if isinstance(weight, Tensor):
         return Weight(weight, bias, exact)
     if triton_for(weight.codes):
-        from .fused_quantized import by_triton as route
+        from .fused_quantized import by_triton
+
+        found = by_triton(weight, bias, dtype, exact is Exact.STEADY)
     else:
-        route = _by_torch
-    found = route(weight, bias, dtype)
+        found = _by_torch(weight, bias, dtype)
     return Quantized(weight.codes.shape, *found) if found else Weight(unpacked(weight, dtype), bias, exact)
 
 

@@ -65,7 +65,7 @@ def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
         )
     _check_able(device, config.kv_cache_dtype)
     if config.batch_invariant:
-        _check_steady(model, triton_on(device), len(config.adapters) > 0)
+        _check_steady(model, triton_on(device))
     if config.ranks > 1:
         stage(f"waiting for {config.ranks} ranks")
     meeting = Path(config.meeting) if config.meeting else (config.master_addr, config.master_port)
@@ -104,16 +104,12 @@ def _check_able(device: torch.device, cache: str) -> None:
         )
 
 
-def _check_steady(model: Shape, by_triton: bool, adapted: bool) -> None:
+def _check_steady(model: Shape, by_triton: bool) -> None:
     """Raises Unsupported for what is known to depend on what else is in the batch."""
-    found = [
-        (model.index is not None, "sparse attention, whose scores are made in parts"),
-        (by_triton and any(model.mixtures), "mixtures of experts on an accelerator"),
-        (by_triton and model.latent is not None, "latents on an accelerator"),
-        (by_triton and model.quantization is not None, "weights of few bits on an accelerator"),
-        (by_triton and adapted, "adapters on an accelerator"),
-    ]
-    if what := next((what for there, what in found if there), ""):
+    what = "latents on an accelerator" if model.latent and by_triton else ""
+    if model.index is not None:
+        what = "sparse attention, whose scores are made in parts"
+    if what:
         raise Unsupported(f"--batch-invariant is not there for {what}: leave it out")
 
 

@@ -132,7 +132,7 @@ class Loader:
     def laid_out(self, weight: Tensor | Codes, bias: Tensor | None, pairs: Sequence[Pair | None] = ()) -> Weight:
         """Ready for products; pairs: what adapters add to these."""
         found = quantized.lay_out(weight, bias, self.exact, self.source.dtype)
-        found.additions = low_rank.lay_out(pairs)
+        found.additions = low_rank.lay_out(pairs, self.exact)
         return found
 
     def _added_outwards(self, names: Sequence[str], sizes: Sequence[int], joint: str) -> list[Pair | None]:

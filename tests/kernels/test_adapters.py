@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 
 from penstock.kernels import choose, fused_experts
 from penstock.kernels.adapters import choose as by_adapter
+from penstock.kernels.linear import Exact
 from penstock.kernels.low_rank import Pair, lay_out
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -54,6 +55,20 @@ class Case:
             if pair:
                 out[row] += pair[1].double() @ (pair[0].double() @ self.x[row].double())
         return out
+
+
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_steady_ones_depend_on_no_other_row(kernels: str, chance: random.Random) -> None:
+    case = Case(chance, torch.float32, 150)
+    choose.force(kernels)
+    additions = lay_out(case.pairs, Exact.STEADY)
+    assert additions is not None
+    out = case.before.clone()
+    additions.add(case.x, out, by_adapter(case.numbers, case.count))
+    for own in (slice(0, 1), slice(50, 53), slice(10, 140)):
+        part = case.before[own].clone()
+        additions.add(case.x[own], part, by_adapter(case.numbers[own], case.count))
+        assert part.equal(out[own])
 
 
 @pytest.mark.parametrize("kernels", ["reference", "triton"])

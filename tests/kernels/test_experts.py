@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from penstock.kernels import choose, fused_experts, fused_routing, packed_experts, reference
 from penstock.kernels.codes import EXPERTS_BITS, Codes, quantize, unpacked
 from penstock.kernels.experts import FewBits, Gates, Together, lay_out, route
+from penstock.kernels.linear import Exact
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16]
@@ -113,6 +114,34 @@ def test_codes_are_multiplied_with_as_they_are(chance: random.Random) -> None:
     assert type(lay_out(mixture.gate_ups, mixture.downs, torch.float32)) is Together
     other = few(exact(mixture.downs[0]).float(), "int8", 32)
     assert type(lay_out(mixture.gate_ups, [other, *mixture.downs[1:]], torch.bfloat16)) is Together
+
+
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+@pytest.mark.parametrize("kind", ["", *EXPERTS_BITS])
+def test_steady_ones_depend_on_no_other_token(kind: str, kernels: str, chance: random.Random) -> None:
+    """Not by a bit: on how many choose the same experts, and whether these are few."""
+    mixture = Mixture(chance, torch.bfloat16 if kind else torch.float32, 60, 2, kind)
+    choose.force(kernels)
+    laid_out = lay_out(mixture.gate_ups, mixture.downs, mixture.x.dtype, mixture.biases, mixture.gates, Exact.STEADY)
+    whole = laid_out(mixture.x, mixture.shares, mixture.chosen)
+    for own in (slice(0, 1), slice(29, 31), slice(3, 50)):
+        assert laid_out(mixture.x[own], mixture.shares[own], mixture.chosen[own]).equal(whole[own])
+
+
+def test_steady_ones_have_one_tile(monkeypatch: pytest.MonkeyPatch, chance: random.Random) -> None:
+    """Or the test above would fail: with tiles by the number of pairs numbers are added up in other steps."""
+    depths = {True: 16, False: 32}
+    honest = fused_experts._constants
+    monkeypatch.setattr(fused_experts, "_constants", lambda few, *given: honest(few, *given) | {"DEPTH": depths[few]})
+    mixture = Mixture(chance, torch.float32, 60, 2)
+    choose.force("triton")
+    whole, first = [], []
+    for exact in (Exact.USUAL, Exact.STEADY):
+        laid_out = lay_out(mixture.gate_ups, mixture.downs, torch.float32, mixture.biases, mixture.gates, exact)
+        whole.append(laid_out(mixture.x, mixture.shares, mixture.chosen)[:4])
+        first.append(laid_out(mixture.x[:4], mixture.shares[:4], mixture.chosen[:4]))
+    assert whole[1].equal(first[1])
+    assert not whole[0].equal(first[0]) or mixture.count == 1
 
 
 @pytest.mark.parametrize("rows", [16, 64])

@@ -101,16 +101,25 @@ def test_weights_side_by_side() -> None:
     assert joined(parts[::2]).zeros is None
 
 
-def laid_out(route: str, codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> Weight:
+def laid_out(route: str, codes: Codes, bias: Tensor | None, dtype: torch.dtype, exact: Exact = Exact.USUAL) -> Weight:
     choose.force("triton" if route == "triton" else "reference")
     try:
-        return lay_out(codes, bias, Exact.USUAL, dtype)
+        return lay_out(codes, bias, exact, dtype)
     finally:
         choose.force("")
 
 
 def poisoned(*shape: Any, **how: Any) -> Tensor:
     return torch.full(shape, torch.nan, **how)
+
+
+@pytest.mark.parametrize(("route", "kind", "dtype"), ROUTES)
+def test_steady_products_depend_on_no_other_row(route: str, kind: str, dtype: torch.dtype) -> None:
+    codes, x = some(kind, 48, 128, 64, False), torch.randn(MOST + 20, 128, device=DEVICE).to(dtype)
+    product = laid_out(route, codes, None, dtype, Exact.STEADY)
+    whole = product(x)
+    for first, count in ((0, 1), (7, 2), (100, 16), (9, 40), (20, MOST)):
+        assert product(x[first : first + count].clone()).equal(whole[first : first + count])
 
 
 @pytest.mark.parametrize("zeros", [False, True])
