@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from penstock.kernels import choose, steady
 from penstock.shard import invariance
@@ -103,6 +104,20 @@ def test_families(name: str, dtype: str) -> None:
     world = drive(engine(name, dtype, page_size=4), crowd(), Habits(9, pause=0.03), seed=3)
     assert differences(world, calm(name, dtype)) == []
     assert world.mixed > 3
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt-oss", "words-wide"])
+def test_threads(name: str) -> None:
+    """Which torch gives parts of what is elementwise, and may give parts of sums."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        expected = alone(lambda: engine(name, prefix_caching=False), crowd())
+        torch.set_num_threads(3)
+        world = drive(engine(name, page_size=4), crowd(), Habits(9), seed=3)
+    finally:
+        torch.set_num_threads(before)
+    assert differences(world, expected) == []
 
 
 def test_without_it_numbers_differ() -> None:
