@@ -64,7 +64,8 @@ def candidates(logits: Tensor, scores: Tensor, starts: Sequence[int], count: int
         values, ids, totals = top(logits, count)
         values = values - totals.unsqueeze(1) + scores.unsqueeze(1)
     else:
-        values, ids = largest(logits.log_softmax(-1) + scores.unsqueeze(1), count)
+        # Not log_softmax, whose last bits are others: scores must not depend on whether beams beside these are drawn, say.
+        values, ids = largest((logits - logits.logsumexp(-1, keepdim=True)) + scores.unsqueeze(1), count)
     # Sets of different sizes are filled up with a row of -inf.
     width = max(end - start for start, end in pairwise(starts))
     table = [[*range(start, end), *(len(logits),) * (width - end + start)] for start, end in pairwise(starts)]

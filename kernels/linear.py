@@ -43,7 +43,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from .choose import triton_for
-from .threads import by_threads
 
 if TYPE_CHECKING:
     from .adapters import Additions  # which are made of weights
@@ -60,9 +59,6 @@ SMALL = 3 << 18
 # Inputs of which MKL 2024 makes sums in one way, however many rows there are. Of more it makes them in one way for up to some 160
 # rows, and in another for more.
 PIECE = 768
-# Outputs of which oneDNN has enough for several threads, so that these don't divide inputs. With 2 to 8 threads that was seen for
-# up to 131 outputs, and for none of 2,048.
-WIDE = 1024
 # Rows that are few enough for reading the weight to be all that counts: those of `fused_product`. Not measured yet; 0 is none.
 FEW = 16
 # In float16 rows times the gains of their norm might come to more than it holds, and in float32 torch's own product is quicker.
@@ -90,10 +86,6 @@ class Weight:
         self.shared = route in (plain, steady)  # the weight is not copied
         self.compiled = (weight.shape, weight.dtype, bias is not None) if route is packed else None  # what oneDNN compiles for
         self.product = route(weight, bias)
-        if exact is Exact.STEADY and weight.device.type == "cpu":  # while all else is computed by one, see `Decoder`
-            count = torch.get_num_threads()
-            alike = route is packed and independent(*weight.shape, weight.dtype, count)
-            self.product = by_threads(count if alike else 1, self.product)
         if exact is Exact.GUESS and weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() <= SHORT:
             self.bytes += weight.nbytes
             self.product = shortened(weight, bias, self.product)
@@ -206,19 +198,6 @@ def shortened(weight: Tensor, bias: Tensor | None, product: Product) -> Product:
         return torch.mm(x, columns) if bias is None else torch.addmm(bias, x, columns)
 
     return shortest
-
-
-@cache
-def independent(outputs: int, inputs: int, dtype: torch.dtype, count: int) -> bool:
-    """Whether a row's result does not depend on how many are beside it where so many threads make the product. Of weights with few
-    outputs they may divide what is added up, by the number of rows; of others it is looked at, for some numbers of rows."""
-    if count == 1 or outputs < WIDE:
-        return count == 1
-    generator = torch.Generator().manual_seed(0)
-    weight, x = (torch.randn(rows, inputs, generator=generator).to(dtype) for rows in (outputs, 512))
-    product = packed(weight, None)
-    whole = product(x)
-    return all(product(x[:rows]).equal(whole[:rows]) for rows in (1, 3, 5, 9, 16, 33, 64, 130, 256))
 
 
 def _route(weight: Tensor, exact: Exact) -> Callable[[Tensor, Tensor | None], Product]:

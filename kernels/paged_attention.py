@@ -26,7 +26,7 @@ from .work import Item, Tile, Work
 # In Triton's interpreter a dot of bfloat16 is garbage, so operands are widened there.
 INTERPRET = bool(knobs.runtime.interpret)
 FIELDS = len(Item._fields)
-# Partials that one merging program loads at once.
+# Partials that one merging program loads at once, where these may be added up in any order.
 PIECES = 8
 # Words of 32 bits that say whom a node of a tree sees.
 WORDS = cutting.NODES // 32
@@ -72,6 +72,7 @@ class Plan:
     tiles: tuple[Tile, ...]
     trees: tuple[bool, ...]  # per tile: whether its items may be of trees
     page_size: int
+    pieces: int  # partials that one merging program loads at once
     kv_heads: int  # or parts of the query heads, which share latents
     ratio: int  # query heads of a key head, or part
 
@@ -219,6 +220,7 @@ def _plan(
         tiles=tiles,
         trees=trees,
         page_size=table.page_size,
+        pieces=1 if fixed else PIECES,  # one at a time, since windows put empty ones before those of some queries
         kv_heads=kv_heads,
         ratio=ratio,
     )
@@ -378,7 +380,7 @@ def attention(
             launch.entries,
             launch.pieces,
             sinks if sinks is not None else weights,
-            **_merge_constants(heads, values, sinks is not None),
+            **_merge_constants(heads, values, sinks is not None, plan.pieces),
             EARLY=early,
             num_warps=MERGE_WARPS,
             enable_fp_fusion=True,
@@ -426,8 +428,8 @@ def _constants(
     }
 
 
-def _merge_constants(heads: int, size: int, sinks: bool) -> dict[str, object]:
-    return {"HEADS": heads, "SIZE": size, "PADDED": triton.next_power_of_2(size), "PIECES": PIECES, "SINKS": sinks}
+def _merge_constants(heads: int, size: int, sinks: bool, pieces: int = PIECES) -> dict[str, object]:
+    return {"HEADS": heads, "SIZE": size, "PADDED": triton.next_power_of_2(size), "PIECES": pieces, "SINKS": sinks}
 
 
 # Which of the report's targets each generation stands for.

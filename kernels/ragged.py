@@ -42,7 +42,6 @@ class Layout:
     dtype: torch.dtype  # of queries
     device: torch.device
     steady: bool = False  # a token's answer may not depend by a bit on what else is in the step
-    threads: int = 1  # that attention is computed by, where all else is by one, since it is steady
 
     @property
     def ratio(self) -> int:
@@ -76,7 +75,7 @@ def plan(rows: Sequence[Row], layout: Layout, capacity: "paged.Capacity | None" 
     if not by_triton(layout):
         elements = (1 if layout.latent else 2) * layout.kv_heads * layout.size
         if layout.steady:
-            return steady.plan(rows, layout.page_size, elements, layout.heads // layout.kv_heads, layout.device, layout.threads)
+            return steady.plan(rows, layout.page_size, elements, layout.heads // layout.kv_heads, layout.device)
         heads = layout.ratio, layout.size
         return common.plan(rows, layout.page_size, layout.windows, elements, layout.device, *heads, layout.special)
     from . import paged_attention as paged

@@ -18,8 +18,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from .attention import BLOCK_ELEMENTS, TILE, Row, folded, gather, slots_of, unfolded
-from .reference import by_lanes
-from .threads import threads
 
 # Keys that torch's attention on a CPU goes through at once, if there are as many.
 KEYS = 512
@@ -44,17 +42,13 @@ class Plan:
 
     blocks: list[Block]
     tile: int  # queries of one
-    threads: int
 
 
-def plan(
-    rows: Sequence[Row], page_size: int, elements: int, ratio: int, device: torch.device, count: int = 1
-) -> tuple[list[int], Plan]:
+def plan(rows: Sequence[Row], page_size: int, elements: int, ratio: int, device: torch.device) -> tuple[list[int], Plan]:
     """The order in which `rows` have to stand in the step, and its plan.
 
-    elements: of keys and values per token and layer; ratio: query heads of a key head; count: threads that compute. Raises
-    ValueError for trees: what their nodes see does not lie side by side, as it will when they are accepted, so it is added up in
-    another order.
+    elements: of keys and values per token and layer; ratio: query heads of a key head. Raises ValueError for trees: what their
+    nodes see does not lie side by side, as it will when they are accepted, so it is added up in another order.
     """
     if any(row.parents is not None and list(row.parents) != list(range(-1, row.queries - 1)) for row in rows):
         raise ValueError("the nodes of a tree are not computed as a chain's tokens are, to the last bit")
@@ -68,7 +62,7 @@ def plan(
         positions = torch.tensor([row.context for row in part], device=device).unsqueeze(1) + torch.arange(queries, device=device)
         blocks.append(Block(start, len(part), queries, torch.from_numpy(slots.reshape(-1)).to(device), positions))
         start += len(part) * queries
-    return order, Plan(blocks, tile, count)
+    return order, Plan(blocks, tile)
 
 
 def _keys(row: Row) -> int:
@@ -94,8 +88,8 @@ def attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """As `attention.attention`."""
+    attended: Callable[..., Tensor] = partial(functional.scaled_dot_product_attention, scale=scale)
     heads, kv_heads = query.shape[1], cache.shape[2]
-    attended: Callable[..., Tensor] = partial(_fused, scale=scale, count=plan.threads)
     if softcap or sinks is not None:
         own = sinks.view(kv_heads, -1).repeat(1, plan.tile).unsqueeze(2) if sinks is not None else None
         attended = partial(_specially, scale=scale, softcap=softcap, sinks=own)
@@ -130,12 +124,6 @@ def _tiles(
     return found.view(rows, -1, heads, size)[:, :queries]
 
 
-def _fused(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, *, scale: float, count: int) -> Tensor:
-    """torch's own, whose threads have tiles of their own."""
-    with threads(count):
-        return functional.scaled_dot_product_attention(query, keys, values, mask, scale=scale)
-
-
 def _specially(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, *, scale: float, softcap: float, sinks: Tensor | None
 ) -> Tensor:
@@ -150,12 +138,12 @@ def _specially(
         logits += mask[..., part]
         higher = torch.maximum(best, logits.amax(3, keepdim=True))
         base = higher.masked_fill(higher == -torch.inf, 0)  # of what has seen nothing yet
-        weights, fade = logits.sub_(base).exp_(), by_lanes(torch.exp, best - base)
+        weights, fade = logits.sub_(base).exp_(), (best - base).exp_()
         total, sums, best = (
             total.mul_(fade).add_(weights.sum(3, keepdim=True)),
             sums * fade + weights @ values[:, :, part].float(),
             higher,
         )
     if sinks is not None:
-        total += by_lanes(torch.exp, sinks - best)
+        total += (sinks - best).exp()
     return (sums / total).to(mask.dtype)

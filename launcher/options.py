@@ -493,6 +493,8 @@ def check(options: Options) -> Options:
         raise Mistake(
             "--batch-invariant is for guesses that follow each other: --speculate with a draft model's tokens=K, or ngram=K"
         )
+    if options.batch_invariant and options.threads > 1:
+        raise Mistake("--batch-invariant has one thread for each rank, lest sums be divided: leave --threads out, take --num-shard")
     if options.batch_invariant and options.speculation.verify != RULES[0]:
         raise Mistake(f"--batch-invariant and --speculate verify={options.speculation.verify}: take verify={RULES[0]}")
     if options.num_beams > options.max_num_beams:

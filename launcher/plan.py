@@ -115,7 +115,9 @@ def divide(
         ranks=ranks,
         local_ranks=local,
         dtype=dtype,
-        threads=options.threads or _threads(device, form.parameters(ranks), machine.cores // local),
+        threads=1
+        if options.batch_invariant
+        else options.threads or _threads(device, form.parameters(ranks), machine.cores // local),
         weight_bytes=weights,
         adapter_bytes=adapted,
         token_bytes=token,

@@ -133,5 +133,4 @@ def layout_of(decoder: Decoder, page_size: int, device: torch.device) -> Layout:
         dtype=decoder.embedding.dtype,
         device=device,
         steady=decoder.steady,
-        threads=decoder.threads,
     )

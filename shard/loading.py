@@ -107,6 +107,8 @@ def _check_able(device: torch.device, cache: str) -> None:
 def _check_steady(model: Shape, by_triton: bool) -> None:
     """Raises Unsupported for what is known to depend on what else is in the batch."""
     what = "latents on an accelerator" if model.latent and by_triton else ""
+    if model.sinks and by_triton:
+        what = "attention with sinks on an accelerator"
     if model.index is not None:
         what = "sparse attention, whose scores are made in parts"
     if what:

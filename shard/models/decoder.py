@@ -78,7 +78,6 @@ class Decoder:
         self.shape = shape
         self.ranks = ranks
         self.steady = exact is Exact.STEADY
-        self.threads = torch.get_num_threads() if device.type == "cpu" else 1
         root = next((root for root in ROOTS if source.has(root + TABLE)), ROOTS[0])
         load = Loader(source, shape, ranks, root, exact)
         self.embedding = load.table(root + TABLE)
@@ -103,10 +102,6 @@ class Decoder:
 
     def __call__(self, step: Step, cache: Cache) -> Tensor:
         """Computes the step's tokens, writes their keys and values, and returns the wanted rows' states: [rows, hidden]."""
-        if self.steady and self.threads > 1:
-            # All but products and attention, here and where tokens are picked: torch divides what is elementwise between threads
-            # anywhere, and computes what is left over at the ends of their parts by other code.
-            torch.set_num_threads(1)
         chosen = choose(step.adapters, len(self.adapters)) if step.adapters is not None else None
         stream = self._stream(self.embed(step.tokens), chosen)
         rotary = self.rotary.index_select(0, step.positions)

@@ -245,7 +245,7 @@ def test_a_cache_of_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found - full).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("name", [LLAMA, WINDOW, GPT_OSS, MOE])
+@pytest.mark.parametrize("name", [LLAMA, WINDOW, MOE])
 def test_nothing_depends_on_the_batch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With `batch_invariant`, where all go by tiles that are always the same: each request alone, and all of them in chunks."""
     rows = set()

@@ -73,7 +73,7 @@ class Model:
     ranks = SimpleNamespace(size=1, rank=0)
     embedding = torch.zeros(1)
     adapters = ()
-    steady, threads = False, 1
+    steady = False
 
     def __init__(self) -> None:
         self.engine: Any = None

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from penstock.kernels import choose, steady
 from penstock.shard import invariance
@@ -50,6 +49,7 @@ def crowd(drafts: int = 0) -> list[Group]:
             sampling = Sampling(temperature=0.8, top_k=20, typical_p=0.95, repetition_penalty=1.2, seed=uid, final_logprobs=True)
         elif uid % 4 == 3:
             how["search"], how["drafts"] = Search(3, 2), 0
+            sampling = Sampling(temperature=0.9, seed=uid) if uid == 7 else Sampling()  # whose beams are drawn beside the others
         made.append(tiny.group(uid, tokens, COUNT + uid % 5, sampling, **how))
     return made
 
@@ -106,20 +106,6 @@ def test_families(name: str, dtype: str) -> None:
     assert world.mixed > 3
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt-oss", "words-wide"])
-def test_threads(name: str) -> None:
-    """Which torch gives parts of what is elementwise, and may give parts of sums."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        expected = alone(lambda: engine(name, prefix_caching=False), crowd())
-        torch.set_num_threads(3)
-        world = drive(engine(name, page_size=4), crowd(), Habits(9), seed=3)
-    finally:
-        torch.set_num_threads(before)
-    assert differences(world, expected) == []
-
-
 def test_without_it_numbers_differ() -> None:
     """And this would be seen."""
     make = functools.partial(engine, "llama", "bfloat16", invariant=False)
@@ -170,6 +156,7 @@ def test_the_check_at_the_start_finds_what_depends_on_the_batch(monkeypatch: pyt
     [
         ("deepseek-v32", False, "sparse attention"),
         ("deepseek-v3", True, "latents on an accelerator"),
+        ("gpt-oss", True, "attention with sinks on an accelerator"),
     ],
 )
 def test_what_is_not_there(name: str, triton: bool, what: str) -> None:
