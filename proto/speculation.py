@@ -37,7 +37,7 @@ class Speculation:
     @property
     def chain(self) -> bool:
         """Whether drafts follow each other, and none is beside another."""
-        return not self.nodes and all(width == 1 for width in self.widths) and not (self.widths and self.ngram)
+        return self.nodes <= 1 and max(self.widths, default=1) == 1 and not (self.draft and self.ngram)
 
     @property
     def most(self) -> int:

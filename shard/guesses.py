@@ -55,8 +55,7 @@ class Guesses:
     @property
     def trees(self) -> bool:
         """Whether they may be other than chains."""
-        asked = self._speculation
-        return asked.nodes > 1 or max(asked.widths, default=1) > 1 or bool(asked.draft and asked.ngram)
+        return not self._speculation.chain
 
     @staticmethod
     def allowed(allowance: Allowance | None) -> bool:

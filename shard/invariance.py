@@ -32,8 +32,9 @@ def check(engine: Engine, page_size: int) -> None:
             beside = Span(neighbour, start, neighbour.tokens[start:end], wanted=1)
             found.append(_logits(engine, [beside, Span(apart, start, apart.tokens[start:end], wanted=end - start)])[1:])
         start = end
-    worst = (torch.cat(found) - together).abs().max().item()
-    if worst or not torch.cat(found).equal(together):
+    parts = torch.cat(found)
+    worst = (parts - together).abs().max().item()
+    if worst or not parts.equal(together):
         raise Unsupported(
             f"--batch-invariant: here a token's logits depend on what else is in the batch (by {worst:.2g}): leave it out, or try "
             "another --dtype"

@@ -97,6 +97,6 @@ class Latents:
 
 def _by_heads(x: Tensor, weights: Tensor) -> Tensor:
     """[tokens, heads, out]: products of x [tokens, heads, in] with each head's weight, [heads, in, out]."""
-    if len(x) == 1:  # which a CPU would add up in another way
+    if len(x) == 1 and x.device.type == "cpu":  # which a CPU would add up in another way
         return _by_heads(x.expand(2, -1, -1), weights)[:1]
     return torch.bmm(x.transpose(0, 1), weights).transpose(0, 1)
