@@ -51,11 +51,24 @@ def largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return ordered.values, columns.gather(1, ordered.indices)
 
 
-def candidates(logits: Tensor, scores: Tensor, starts: Sequence[int], count: int) -> tuple[Tensor, Tensor, Tensor]:
+def normalizers(logits: Tensor) -> Tensor:
+    """What is taken off a row's logits to make log-probabilities of them, to the last bit as `candidates` does: [rows] float32.
+
+    logits: [rows, vocabulary] float32.
+    """
+    if triton_for(logits):
+        from .fused_top import top
+
+        return top(logits, 0)[2]
+    return logits.logsumexp(-1)
+
+
+def candidates(logits: Tensor, scores: Tensor, starts: Sequence[int], count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The best continuations of several sets of rows: log-probability plus the score of the row that is continued.
 
     logits: [rows, vocabulary] float32; scores: [rows] float32; starts: set i is of rows starts[i] to starts[i + 1], at least one;
-    count: at most the vocabulary. Result, best first: sums [sets, count] float32, rows and ids [sets, count] int64.
+    count: at most the vocabulary. Result: best first, sums [sets, count] float32, rows and ids [sets, count] int64; then the
+    rows' `normalizers`.
     """
     count_of_sets = len(starts) - 1
     if triton_for(logits):
@@ -64,8 +77,9 @@ def candidates(logits: Tensor, scores: Tensor, starts: Sequence[int], count: int
         values, ids, totals = top(logits, count)
         values = values - totals.unsqueeze(1) + scores.unsqueeze(1)
     else:
+        totals = normalizers(logits)
         # Not log_softmax, whose last bits are others: scores must not depend on whether beams beside these are drawn, say.
-        values, ids = largest((logits - logits.logsumexp(-1, keepdim=True)) + scores.unsqueeze(1), count)
+        values, ids = largest((logits - totals.unsqueeze(1)) + scores.unsqueeze(1), count)
     # Sets of different sizes are filled up with a row of -inf.
     width = max(end - start for start, end in pairwise(starts))
     table = [[*range(start, end), *(len(logits),) * (width - end + start)] for start, end in pairwise(starts)]
@@ -74,4 +88,4 @@ def candidates(logits: Tensor, scores: Tensor, starts: Sequence[int], count: int
     ids = torch.cat((ids, ids.new_zeros(1, ids.shape[1])))
     best, places = largest(values[members].view(count_of_sets, -1), count)
     rows = members.gather(1, places // values.shape[1])
-    return best, rows, ids[members].view(count_of_sets, -1).gather(1, places)
+    return best, rows, ids[members].view(count_of_sets, -1).gather(1, places), totals

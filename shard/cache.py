@@ -29,10 +29,14 @@ class Cache:
         # Copied and zeroed as bytes where torch's operations don't know the type.
         flat = whole.view(torch.uint8) if dtype.itemsize == 1 else whole
         self.pages = flat.view(shape.layers, pages + 1, page_size, -1)  # [layers, pages, page_size, width]
+        self._bytes = self.pages.view(torch.uint8).numpy() if device.type == "cpu" else None
 
     def clear(self, pages: Listing[int]) -> None:
         """Zeroes `pages`: what is masked must still be finite, so numbers that are not must not outlive their request."""
         self.cleared(pages)
+        if self._bytes is not None:  # numpy takes a quarter of torch's time
+            self._bytes[:, pages] = 0
+            return
         self.pages.index_fill_(1, to_device(torch.tensor(pages, dtype=torch.int64), self.pages.device), 0)
 
     def copy(self, copies: Listing[tuple[int, int, int]]) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import noise
-from ...kernels.beam import candidates, largest
+from ...kernels.beam import candidates, largest, normalizers
 from ...kernels.sampling import allow
 from ...kernels.sampling import candidates as distributions
 from ...kernels.transfer import Arrival, to_device
@@ -86,13 +86,13 @@ class Expansion:
 def expand(logits: Tensor, sets: Listing[Beams], mask: Tensor | None = None) -> Expansion:
     """logits: [rows, vocabulary] float32, the sets' rows one after the other; mask: see `sampler.pick`."""
     rows, starts = [row for beams in sets for row in beams.rows], _starts(sets)
-    own = logits.logsumexp(-1)
     scores = to_device(torch.tensor([score for beams in sets for score in beams.scores]), logits.device)
     count = max(beams.count for beams in sets)
     plain = mask is None and not any(row.sampling.penalized or row.sampling.temperature for row in rows)
     if plain:
-        sums, places, ids = candidates(logits, scores, starts, count)
+        sums, places, ids, own = candidates(logits, scores, starts, count)
     else:
+        own = normalizers(logits)
         sums, places, ids = _processed(logits, own, scores, sets, starts, count, mask)
     places = places.clamp(max=len(logits) - 1)  # where nothing is left but what can't be, it may be of no row
     logprobs = logits[places, ids] - own[places]
