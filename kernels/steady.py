@@ -32,6 +32,7 @@ class Block:
     start: int
     rows: int
     queries: int  # more than a tile's only of a single row
+    context: int  # the longest one
     slots: Tensor  # [rows * keys], whole blocks of keys
     positions: Tensor  # [rows, queries]
 
@@ -60,13 +61,19 @@ def plan(rows: Sequence[Row], page_size: int, elements: int, ratio: int, device:
         slots = slots_of(part, page_size)
         slots = numpy.pad(slots, ((0, 0), (0, _keys(part[0]) - slots.shape[1])))  # of page 0, which nobody sees
         positions = torch.tensor([row.context for row in part], device=device).unsqueeze(1) + torch.arange(queries, device=device)
-        blocks.append(Block(start, len(part), queries, torch.from_numpy(slots.reshape(-1)).to(device), positions))
+        context = max(row.context for row in part)
+        blocks.append(Block(start, len(part), queries, context, torch.from_numpy(slots.reshape(-1)).to(device), positions))
         start += len(part) * queries
     return order, Plan(blocks, tile)
 
 
 def _keys(row: Row) -> int:
-    return -(-(row.context + row.queries) // KEYS) * KEYS
+    return _whole(row.context + row.queries)
+
+
+def _whole(keys: int) -> int:
+    """Whole blocks of them."""
+    return -(-keys // KEYS) * KEYS
 
 
 def _alike(rows: Sequence[Row], tile: int, elements: int) -> Iterator[Sequence[Row]]:
@@ -100,7 +107,9 @@ def attention(
         many = TILE // plan.tile * plan.tile  # of a long row so many at once
         for first in range(0, block.queries, many):
             part, positions = asking[:, first : first + many], block.positions[:, first : first + many]
-            answers.append(_tiles(attended, part, keys, values, positions, window, plan.tile).flatten(0, 1))
+            seen = slice(_whole(block.context + first + many))
+            found = _tiles(attended, part, keys[:, :, seen], values[:, :, seen], positions, window, plan.tile)
+            answers.append(found.flatten(0, 1))
     return answers[0] if len(answers) == 1 else torch.cat(answers)
 
 
