@@ -23,6 +23,10 @@ class Stops:
     def completed_by(self, tokens: Listing[int], prompt_length: int, token: int, stops: Listing[str]) -> bool:
         """Whether the generated text holds one of `stops` with this token; it has held none without it."""
         strings = [stop.encode() for stop in stops]
-        longest = max(map(len, strings))  # a token has at least a byte, or doesn't matter: it is special, and not seen
-        text = self._tokenizer.bytes_of([*tokens[max(prompt_length, len(tokens) - longest) :], token])
+        longest = max(map(len, strings))
+        text, start = self._tokenizer.bytes_of([token]), len(tokens)
+        wanted = len(text) + longest
+        while len(text) < wanted and start > prompt_length:  # again, if there were special tokens, which have no bytes
+            end, start = start, max(prompt_length, start - longest)
+            text = self._tokenizer.bytes_of(tokens[start:end]) + text
         return any(string in text for string in strings)

@@ -316,14 +316,17 @@ def test_a_beam_that_is_as_good_as_the_worst_that_is_kept_ends_the_search(stop: 
         ("", "b", "ab", False),
         ("ac", "b", "ab", False),
         ("ü", "ber", "über", True),
+        ("a\0\0\0\0\0", "b", "ab", True),  # special tokens, of which nothing is seen
+        ("a\0\0\0\0\0", "bcd", "ab", True),
+        ("\0\0", "b", "ab", False),
     ],
 )
 def test_a_text_is_complete_as_soon_as_it_holds_a_stop(answer: str, token: str, stop: str, expected: bool) -> None:
-    """Tokens are single characters here, but for the new one."""
+    """Tokens are single characters here, but for the new one; \\0 is a special one."""
 
     class Characters:
         def bytes_of(self, tokens: Sequence[int]) -> bytes:
-            return b"".join(token.encode() if place == NEVER else chr(place).encode() for place in tokens)
+            return b"".join(token.encode() if place == NEVER else chr(place).encode() for place in tokens if place)
 
     stops = Stops(Characters())
     for asked in ("a", "abcdefghijkl"):
