@@ -129,7 +129,7 @@ class Validator:
             _check_ids(prompt, "inputs", limits)
             ids = prompt
         ids = ids[-parameters.truncate :] if parameters.truncate else ids
-        stop, end_ids = self._ends(parameters, limits)
+        stop, end_ids = self._ends(parameters, beams, limits)
         choices = (parameters.choices if beams is None else parameters.num_return_sequences) or 1
         longest = _max_new_tokens(len(ids), parameters.max_new_tokens, choices, beams, limits)
         if parameters.min_new_tokens > longest:
@@ -201,13 +201,15 @@ class Validator:
     def _done(self, job: object) -> None:
         self._long -= 1
 
-    def _ends(self, given: Parameters, limits: Limits) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    def _ends(self, given: Parameters, beams: Beams | None, limits: Limits) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """Strings and token ids that end the answer. `ignore_eos` is about the model's own ends, not about what is asked for.
 
-        A stop string that is a special token has no text where these are skipped: it can only be seen as a token.
+        A stop string that is a special token has no text where these are skipped: it can only be seen as a token. Beams are
+        ended by the shards, which never see it as text.
         """
-        found = {string: self._tokenizer.special_id(string) for string in given.stop} if given.skip_special_tokens else {}
-        strings = dict.fromkeys(string for string in given.stop if found.get(string) is None)
+        skipped = given.skip_special_tokens
+        found = {string: self._tokenizer.special_id(string) for string in given.stop} if skipped or beams else {}
+        strings = dict.fromkeys(string for string in given.stop if not skipped or found[string] is None)
         own = () if given.ignore_eos else self._tokenizer.eos_ids
         ids = dict.fromkeys((*own, *given.end_ids, *(id for id in found.values() if id is not None)))
         return tuple(strings), tuple(id for id in ids if id < limits.vocabulary)  # a tokenizer may have more tokens than the model

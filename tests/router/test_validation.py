@@ -126,7 +126,11 @@ def test_a_stop_string_that_is_a_special_token_ends_by_its_token(tokenizer: Toke
     assert (request.stop, request.end_ids) == ((), (1,))
     assert validate(tokenizer, end_ids=[7], ignore_eos=True).end_ids == (7,)
     # It is text like any other where special tokens are.
-    assert validate(tokenizer, stop=["<s>"], skip_special_tokens=False).stop == ("<s>",)
+    request = validate(tokenizer, stop=["<s>"], skip_special_tokens=False)
+    assert (request.stop, request.end_ids) == (("<s>",), (1,))
+    # Beams end in the shards, which know it as a token only; then the text holds it, or not, as any other string that ends it.
+    request = validate(tokenizer, stop=["<s>", "a<s>"], skip_special_tokens=False, num_beams=2)
+    assert (request.stop, request.end_ids) == (("<s>", "a<s>"), (1, 0))
     with pytest.raises(Refused, match="supports up to 4 stop sequences"):
         validate(tokenizer, stop=["<s>"] * 5)
 
