@@ -4,6 +4,7 @@ Every live beam is a sequence of the group, best first. A step runs a token of e
 looked at: those that end a beam and rank among the first `width` are complete, the best `width` of the others live on.
 """
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Listing
 
 from ..sequence import Group, Sequence
@@ -45,9 +46,9 @@ class BeamSearch:
             elif rank < search.width:
                 complete.append(candidate)
         live = sorted(live, key=lambda one: -one.score)[: search.width]
-        before = search.kept
-        search.keep([_hypothesis(group, candidate, length) for candidate in complete])
-        grown = _grown(group, live, complete, length, before) if search.watched else None
+        fresh = [_hypothesis(group, candidate, length) for candidate in complete]
+        search.keep(fresh)
+        grown = _grown(search, live, zip(complete, fresh, strict=True), length) if search.watched else None
         if not live and not search.kept:
             return Verdict([], [], failure=NOTHING)
         if not live or search.over(live[0].score, length, group.max_new_tokens):
@@ -120,12 +121,10 @@ def _rest(choice: int, answer: Hypothesis, told: int) -> list[Emitted]:
     ]
 
 
-def _grown(group: Group, live: Listing[Candidate], complete: Listing[Candidate], length: int, before: Listing[Hypothesis]) -> Grown:
-    search = _search(group)
-    new = {one.score for one in search.kept} - {one.score for one in before}
-    scores = [(one, search.final(one.score, length)) for one in complete]
+def _grown(search: Search, live: Listing[Candidate], complete: Iterable[tuple[Candidate, Hypothesis]], length: int) -> Grown:
+    kept = {id(one) for one in search.kept}  # others may have the same score
     return Grown(
         [(one.row, one.token, one.score) for one in live],
-        [(one.row, one.token, score) for one, score in scores if score in new],
+        [(one.row, one.token, fresh.score) for one, fresh in complete if id(fresh) in kept],
         length,
     )

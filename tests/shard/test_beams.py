@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 
+from penstock.shard.decoding.beam import BeamSearch
 from penstock.shard.decoding.expansion import Beams, Candidate, expand
 from penstock.shard.decoding.hypotheses import Hypothesis, Path, Search, Stop
 from penstock.shard.decoding.sampler import Row, pick
@@ -303,6 +304,17 @@ def test_a_beam_that_is_as_good_as_the_worst_that_is_kept_ends_the_search(stop: 
     assert search.over(-1.5, 3, 9)
     assert not search.over(-0.75, 3, 9)
     assert not Search(3, 2, 0.0, stop, kept=kept).over(-1.5, 3, 9), "there are fewer than it is wide"
+
+
+@pytest.mark.parametrize("score", [-1.0, -2.0])
+def test_who_is_told_to_be_among_the_best_is_not_known_by_its_score(score: float) -> None:
+    """Of two that are as good as each other one has a place: beside a better one, or beside one that had the same score before."""
+    group = tiny.group(1, [4, 5], 9, end_ids=(7, 8), search=Search(2, 2, 0.0, watched=True))
+    assert group.search is not None
+    group.search.kept = [Hypothesis(array("I", [1]), Path(score, array("f", [score])), score)]
+    verdict = BeamSearch().judge(group, [Candidate(token, -2.0, score=-2.0) for token in (7, 8, 9, 10)])
+    assert verdict.grown is not None
+    assert verdict.grown.complete == [(0, 7, -2.0)]
 
 
 @pytest.mark.parametrize(
