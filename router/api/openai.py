@@ -178,7 +178,7 @@ class OpenAI:
     def _drawn(self, body: Body, width: Width) -> tuple[int, int]:
         """How many answers to a prompt are shown, and drawn. Beams find just as many."""
         shown = self._choices("n", body.n)
-        if width.searched and body.best_of is not None and width.field != "best_of":
+        if width.searched and body.best_of not in (None, shown) and width.field != "best_of":
             raise Refused(f"`best_of` together with `{width.field}` > 1 is not supported: `n` are the best beams", "best_of")
         drawn = shown if body.best_of is None else self._choices("best_of", body.best_of)
         if drawn < shown:

@@ -260,6 +260,7 @@ def test_the_operators_beams_are_for_greedy_requests(tokenizer: Tokenizer) -> No
     "asked",
     [
         {"num_beams": 4, "n": 3},
+        {"num_beams": 4, "n": 3, "best_of": 3},  # which asks for nothing more
         {"beam_width": 4, "n": 3},
         {"use_beam_search": True, "num_beams": 4, "n": 3},
         {"use_beam_search": True, "best_of": 4, "n": 3},
@@ -345,6 +346,7 @@ def test_streams_tell_the_choices_in_turn(tokenizer: Tokenizer, path: str, body:
         ({"beam_width": 9}, "beam_width", "`beam_width` must be > 0 and <= 8"),
         ({"num_beams": 2, "n": 3}, "n", "`n` must be > 0 and <= 2 (`num_beams`). Given: 3"),
         ({"num_beams": 2, "best_of": 3}, "best_of", "`best_of`"),
+        ({"num_beams": 3, "n": 2, "best_of": 1}, "best_of", "`best_of`"),
         ({"length_penalty": 0.5}, "length_penalty", "`length_penalty` needs beams: ask for them with `num_beams` > 1"),
         ({"early_stopping": "never"}, "early_stopping", "`early_stopping` needs beams"),
         ({"num_beams": 2, "num_return_sequences": 2}, "num_return_sequences", "is not supported on this route: use `n`"),
