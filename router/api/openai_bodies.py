@@ -43,6 +43,9 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "beam_width": (1,),
     "num_return_sequences": (1,),
     "stream_beams": (False,),
+    "num_beam_groups": (1,),
+    "diversity_penalty": (0.0,),
+    "force_words_ids": ([],),
     "logits_processors": ([],),
     "bad_words": ([],),
     "modalities": (["text"],),
@@ -137,6 +140,9 @@ class Body(Common, kw_only=True):
     function_call: Any = None
     num_return_sequences: Any = None
     stream_beams: Any = None
+    num_beam_groups: Any = None  # these are transformers'
+    diversity_penalty: Any = None
+    force_words_ids: Any = None
     logits_processors: Any = None
     bad_words: Any = None
     allowed_token_ids: Any = None

@@ -65,6 +65,9 @@ class ResponsesBody(Common, kw_only=True):
     use_beam_search: Any = None
     beam_width: Any = None
     stream_beams: Any = None
+    num_beam_groups: Any = None
+    diversity_penalty: Any = None
+    force_words_ids: Any = None
 
 
 UNSUPPORTED = ResponsesBody.__struct_fields__[ResponsesBody.__struct_fields__.index("previous_response_id") :]

@@ -368,8 +368,9 @@ def _refuse_unsupported(given: GenerateParameters, streaming: bool) -> None:
         raise Refused("`stream_beams` needs a stream: send the request to /generate_stream, or leave it out", "stream_beams")
     if streaming and given.decoder_input_details:
         raise Refused("`decoder_input_details` == true is not supported when streaming tokens", "decoder_input_details")
-    if given.watermark:
-        raise Refused("`watermark` is not supported", "watermark")
+    for name, neutral in (("watermark", False), ("num_beam_groups", 1), ("diversity_penalty", 0.0), ("force_words_ids", [])):
+        if getattr(given, name) not in (None, neutral):
+            raise Refused(f"`{name}` is not supported", name)
 
 
 def _grammar(given: GrammarBody | None) -> Grammar | None:

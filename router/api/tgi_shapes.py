@@ -42,6 +42,9 @@ class GenerateParameters(msgspec.Struct):
     length_penalty: float | None = None
     early_stopping: bool | str | None = None  # or "never"
     stream_beams: bool | None = None
+    num_beam_groups: int | None = None  # transformers', too; refused unless they ask for nothing
+    diversity_penalty: float | None = None
+    force_words_ids: list[Any] | None = None
     speculate: int | None = None  # ours
     priority: Any = None  # ours
     timeout: float | None = None  # ours: seconds

@@ -216,6 +216,9 @@ def test_who_asks_for_them_sees_the_beams(tokenizer: Tokenizer) -> None:
         ("/generate_stream", {"stream_beams": True}, "`stream_beams` needs beams"),
         ("/generate", {"num_beams": 9}, "`num_beams` must be > 0 and <= 8 (--max-num-beams). Given: 9"),
         ("/generate", {"num_beams": 2.5}, "Expected `int | null`, got `float` - at `$.parameters.num_beams`"),
+        ("/generate", {"num_beams": 4, "num_beam_groups": 2}, "`num_beam_groups` is not supported"),
+        ("/generate", {"num_beams": 4, "diversity_penalty": 0.5}, "`diversity_penalty` is not supported"),
+        ("/generate_stream", {"num_beams": 4, "force_words_ids": [[3]]}, "`force_words_ids` is not supported"),
         ("/vertex", {"num_beams": 2, "num_return_sequences": 2}, "nor `num_return_sequences` is allowed for this endpoint"),
     ],
 )
@@ -351,6 +354,9 @@ def test_streams_tell_the_choices_in_turn(tokenizer: Tokenizer, path: str, body:
         ({"early_stopping": "never"}, "early_stopping", "`early_stopping` needs beams"),
         ({"num_beams": 2, "num_return_sequences": 2}, "num_return_sequences", "is not supported on this route: use `n`"),
         ({"num_beams": 2, "stream_beams": True}, "stream_beams", "is not supported on this route: use /generate_stream"),
+        ({"num_beams": 4, "num_beam_groups": 2}, "num_beam_groups", "`num_beam_groups` is not supported"),
+        ({"num_beams": 4, "diversity_penalty": 0.5}, "diversity_penalty", "`diversity_penalty` is not supported"),
+        ({"num_beams": 4, "force_words_ids": [[3]]}, "force_words_ids", "`force_words_ids` is not supported"),
     ],
 )
 def test_what_is_invalid_is_a_400(
@@ -368,7 +374,8 @@ def test_what_is_invalid_is_a_400(
 
 def test_what_asks_for_no_beams_is_taken(tokenizer: Tokenizer) -> None:
     neutral = {"num_beams": 1, "length_penalty": 1.0, "early_stopping": False}
-    ours = {"num_return_sequences": 1, "stream_beams": False}
+    absent = {"num_beam_groups": 1, "diversity_penalty": 0.0, "force_words_ids": []}
+    ours = {"num_return_sequences": 1, "stream_beams": False, **absent}
     vllm = {"use_beam_search": False, "beam_width": 1, **ours}
 
     async def test(server: Server) -> None:
