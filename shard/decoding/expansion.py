@@ -160,4 +160,4 @@ def _warped(values: Tensor, rows: Listing[Row]) -> Tensor:
             whole = torch.full((len(part.rows), values.shape[1]), -torch.inf, device=values.device)
             warped = whole.scatter_(1, part.ids, warped)
         result[indices[part.rows]] = warped
-    return result
+    return result.masked_fill_(result.isnan(), -torch.inf)  # of a beam that a grammar leaves nothing

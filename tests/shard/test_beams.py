@@ -371,6 +371,19 @@ def test_alternatives_are_the_models_own(sampling: Sampling) -> None:
         assert one.logprob == pytest.approx(float(logits[one.row].log_softmax(-1)[one.token]), abs=1e-5)
 
 
+@pytest.mark.parametrize("given", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}, {"typical_p": 0.5}], ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_where_a_grammar_leaves_a_beam_nothing_the_others_go_on(temperature: float, given: dict[str, Any]) -> None:
+    logits = torch.randn(2, 64, generator=torch.Generator().manual_seed(1))
+    rows = [Row(Sampling(temperature=temperature, seed=1, **given), [1], 1, rank) for rank in range(2)]
+    for dead in (0, 1):
+        mask = torch.full((2, 2), -1, dtype=torch.int32)
+        mask[dead] = 0
+        [found] = expand(logits, [Beams(rows, [-1.0, -2.0], 4, 2, frozenset())], mask).picking().take()
+        assert {one.row for one in found if isinstance(one, Candidate)} == {1 - dead}
+        assert None not in found
+
+
 @pytest.mark.parametrize("penalty", [1.0, 1.2])
 def test_a_wider_neighbour_does_not_decide_between_equal_ones(penalty: float) -> None:
     for seed in range(40):
