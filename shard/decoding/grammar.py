@@ -124,7 +124,8 @@ class Grammars:
         self._executor = llguidance.LLExecutor(self._threads)
         self._walkers = ThreadPoolExecutor(self._threads, "grammar")
         self._background = Background(COMPILING)
-        self._tokenizer = self._background.submit(lambda: _tokenizer(folder, vocabulary))
+        self._written = frozenset[int]()  # tokens that were added and are text; known when the tokenizer is
+        self._tokenizer = self._background.submit(lambda: self._read(folder))
         self._compiled: OrderedDict[str, Future[Guide]] = OrderedDict()
         self._size = 0  # characters of these
 
@@ -191,8 +192,14 @@ class Grammars:
     def bytes_of(self, tokens: Listing[int]) -> bytes:
         """The text that tokens stand for, without special ones and ids that have none. Raises Unusable."""
         tokenizer = self._tokenizer.result()
-        text: bytes = tokenizer.decode_bytes([token for token in tokens if not tokenizer.is_special_token(token)])
+        # To llguidance all that are written like <think> are special.
+        seen = [token for token in tokens if token in self._written or not tokenizer.is_special_token(token)]
+        text: bytes = tokenizer.decode_bytes(seen)
         return text
+
+    def _read(self, folder: Path) -> llguidance.LLTokenizer:
+        tokenizer, self._written = _tokenizer(folder, self._vocabulary)
+        return tokenizer
 
     def _guide(self, grammar: str) -> Guide:
         """At the beginning, with the first mask computed: copies inherit what that took, up to a thousand times a later mask."""
@@ -207,15 +214,17 @@ def bit(token: int) -> int:
     return 1 << token % 32 if token % 32 < 31 else -(1 << 31)
 
 
-def _tokenizer(folder: Path, vocabulary: int) -> llguidance.LLTokenizer:
-    """Raises Unusable. llguidance takes a token for the end of every text; a special one is none that a text needs."""
+def _tokenizer(folder: Path, vocabulary: int) -> tuple[llguidance.LLTokenizer, frozenset[int]]:
+    """And the tokens that were added and are text. Raises Unusable. llguidance takes a token for the end of every text; a special
+    one is none that a text needs."""
     path = folder / "tokenizer.json"
     try:
         source = path.read_text(encoding="utf-8")
-        special = [token["id"] for token in json.loads(source)["added_tokens"] if token["special"]]
+        added = {token["id"]: token["special"] for token in json.loads(source)["added_tokens"]}
+        special = [id for id, is_special in added.items() if is_special]
         if not special:
             raise Unusable(f"grammars need a tokenizer with a special token, and {path} has none")
-        return _sized(source, vocabulary, special[0])
+        return _sized(source, vocabulary, special[0]), frozenset(added).difference(special)
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise Unusable(f"grammars need {path}, as the tokenizers library writes it: {error!r}") from error
 

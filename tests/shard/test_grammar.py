@@ -378,6 +378,18 @@ def test_special_tokens_and_ids_without_a_token_are_no_text(grammars: Grammars) 
     assert grammars.bytes_of([3, space, 2047, 1930]) == b" "
 
 
+def test_tokens_that_were_added_and_are_not_special_are_text(tmp_path: Path) -> None:
+    """As <think> and <tool_call> of some models are."""
+    source = json.loads((DEMO / "tokenizer.json").read_text())
+    for token in source["added_tokens"]:
+        token["special"] = token["content"] != "<|user|>"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(source))
+    grammars = Grammars(tmp_path, VOCABULARY)
+    assert grammars.bytes_of([2, 3, 4]) == b"<|user|>"
+    assert Stops(grammars).completed_by([9, 9], 2, 3, ["<|user|>"])
+    assert not Stops(grammars).completed_by([9, 9], 2, 2, ["<|end|>"])
+
+
 def test_a_panic_in_the_background_is_raised_to_who_waits() -> None:
     class Panic(BaseException):
         """As pyo3's."""
