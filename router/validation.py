@@ -23,6 +23,8 @@ from .text import LONG_TEXT, Tokenizer
 MAX_STOP_CHARACTERS = 1024
 LARGEST_FLOAT = 3.4e38  # the shards compute in 32 bit
 SMALLEST_FLOAT = 1.2e-38
+CANDIDATES = 4096  # that a step weighs for one request's beams at most: each costs 20 us of all requests' time
+UNLIKELY = 1000.0  # what the logarithm of a token's probability, penalties and bias included, is hardly ever below the negative of
 
 
 class Parameters(msgspec.Struct, frozen=True, kw_only=True):
@@ -382,10 +384,16 @@ def _check_beams(beams: Beams, longest: int, end_ids: int, limits: Limits) -> No
             f"which the model has {limits.vocabulary}. Given: {beams.width}",
             "num_beams",
         )
-    if abs(beams.length_penalty) * math.log(longest) > math.log(LARGEST_FLOAT):
+    if end_ids > 1 and beams.width * candidates > CANDIDATES:
         raise Refused(
-            f"`length_penalty` {beams.length_penalty} is too far from 0 for {longest} tokens: lengths to its power must be finite "
-            "numbers of 32 bits; lower `max_new_tokens` or bring it nearer",
+            f"{beams.width} beams that {end_ids} tokens end would weigh {beams.width * candidates} tokens in each step, which is "
+            f"more than {CANDIDATES}: ask for fewer `num_beams` or `stop_token_ids`",
+            "num_beams",
+        )
+    if math.log(longest * UNLIKELY) + abs(beams.length_penalty) * math.log(longest) > math.log(LARGEST_FLOAT):
+        raise Refused(
+            f"`length_penalty` {beams.length_penalty} is too far from 0 for {longest} tokens: scores must be finite numbers of 32 "
+            "bits; lower `max_new_tokens` or bring it nearer",
             "length_penalty",
         )
 

@@ -13,7 +13,7 @@ import pytest
 from penstock.router.config import RouterConfig
 from penstock.router.request import Beams, Expired, Priority, Refused, Request, Stopping
 from penstock.router.text import LONG_TEXT, Tokenizer
-from penstock.router.validation import Parameters, Validator
+from penstock.router.validation import CANDIDATES, Parameters, Validator
 from penstock.tests.router.fake_batcher import LIMITS, make_tokenizer
 
 CONFIG = RouterConfig(folder="", model="m")
@@ -68,8 +68,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"num_beams": 3, "length_penalty": math.nan}, "`length_penalty` must be a finite number of 32 bits"),
     (
         {"num_beams": 3, "length_penalty": -20.0, "max_new_tokens": 100},
-        "`length_penalty` -20.0 is too far from 0 for 100 tokens: lengths to its power must be finite numbers of 32 bits; lower "
+        "`length_penalty` -20.0 is too far from 0 for 100 tokens: scores must be finite numbers of 32 bits; lower "
         "`max_new_tokens` or bring it nearer",
+    ),
+    (
+        {"num_beams": 3, "length_penalty": -35.0, "max_new_tokens": 12},
+        "`length_penalty` -35.0 is too far from 0 for 12 tokens: scores must be finite numbers of 32 bits; lower `max_new_tokens` "
+        "or bring it nearer",
     ),
     ({"num_beams": 3, "early_stopping": "soon"}, '`early_stopping` must be true, false or "never". Given: "soon"'),
     (
@@ -337,3 +342,15 @@ def test_a_step_weighs_no_more_tokens_than_there_are(tokenizer: Tokenizer, given
     assert str(refused.value) == (
         f"`num_beams` must be <= 5: each step weighs {each} tokens for each beam, of which the model has {6 * each - 1}. Given: 6"
     )
+
+
+def test_a_step_of_beams_does_not_weigh_thousands_of_tokens(tokenizer: Tokenizer) -> None:
+    """A request with thousands of end tokens would slow all others."""
+
+    def ask(ends: int) -> Request:
+        parameters = Parameters(num_beams=8, ignore_eos=True, end_ids=list(range(ends)))
+        return asyncio.run(Validator(CONFIG, tokenizer).request([5] * 3, parameters, replace(LIMITS, vocabulary=1 << 17)))
+
+    assert len(ask(CANDIDATES // 8 - 1).end_ids) == CANDIDATES // 8 - 1
+    with pytest.raises(Refused, match="8 beams that 512 tokens end would weigh 4104 tokens in each step, which is more than 4096"):
+        ask(CANDIDATES // 8)
