@@ -14,7 +14,7 @@ from . import common, steady
 from .attention import Full, Row
 from .choose import triton_on
 from .indexed import Asked
-from .work import ITEMS_PER_PROCESSOR
+from .work import ITEMS_PER_PROCESSOR, kind_of
 
 __all__ = ["Full", "Layout", "Plan", "Row", "attention", "capacity", "plan"]
 
@@ -118,11 +118,15 @@ def capacity(layout: Layout, tokens: int, rows: int, total: int, pages: int, mix
         cuts, shared = min(count * -(-total // FIXED), pages * layout.page_size // FIXED + count), 0
     many = -(-tokens * layout.ratio // tiles[-1].rows) + count if mixed else 0
     items = count + cuts + shared, (count if mixed else 0) + cuts + shared, many + cuts + shared
+    # A tile that no segment of so few queries takes would be launched in vain, in every layer of every step.
+    most = tokens if mixed or not layout.steady else 1  # queries of a row, or of all that share a prefix
+    kinds = {kind_of(tiles, queries * layout.ratio) for queries in range(1, most + 1)}
+    first, second, third = (room if kind in kinds else 0 for kind, room in enumerate(items))
     return paged.Capacity(
         tokens=tokens,
         listed=3 * tokens,
         pages=min(count * -(-total // layout.page_size), 2 * pages + count),
-        items=items,
+        items=(first, second, third),
         entries=tokens,
         pieces=3 * tokens + cuts * max(tile.rows for tile in tiles) // layout.ratio,
         trees=trees,

@@ -4,6 +4,7 @@ Without a GPU the kernels run in Triton's interpreter, which is slow: worlds are
 neither do outputs before they are written.
 """
 
+import itertools
 import random
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -18,9 +19,10 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from penstock.kernels import attention as plain
-from penstock.kernels import paged_attention, work
+from penstock.kernels import paged_attention, ragged, work
 from penstock.kernels.attention import Row
 from penstock.kernels.paged_attention import Capacity, attention, plan, tiles_of
+from penstock.kernels.ragged import Layout
 from penstock.kernels.work import NODES, SHORTEST_RUN, Item, Segment, Table, Tile, Work
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -296,6 +298,33 @@ def test_a_plan_with_room_takes_the_place_of_another() -> None:
         step.become(other.plan())
     with pytest.raises(ValueError, match="room for 20"):
         World(rows_of([(21, 0)], 16, random.Random(7)), 16).plan(capacity=room)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "mixed", "steady", "launched"),
+    [
+        (1, False, False, [True, False, False]),
+        (4, False, False, [True, False, False]),
+        (16, False, False, [True, True, False]),
+        (17, False, False, [True, True, True]),
+        (16, True, False, [True, True, False]),
+        (64, True, False, [True, True, True]),
+        (64, False, True, [True, False, False]),
+        (64, True, True, [True, False, True]),
+    ],
+)
+def test_graphs_launch_no_tile_that_no_step_of_theirs_takes(tokens: int, mixed: bool, steady: bool, launched: list[bool]) -> None:
+    """Even where all rows have a prefix in common: they are one segment then."""
+    layout = Layout(16, 8, 2, 64, 0, (0,), 0.0, False, 0, torch.bfloat16, DEVICE, steady)
+    room = ragged.capacity(layout, tokens, tokens, 1000, 64 * tokens, mixed)
+    assert [count > 0 for count in room.items] == launched
+    fixed = ragged.FIXED if steady else 0
+    for seed, sharing in itertools.product(range(6), (0.0, 0.5, 1.0)):
+        chance = random.Random(seed)
+        single = chance.randint(1, tokens) if mixed else tokens
+        shapes = [(1, chance.randint(0, 900)) for _ in range(single)] + [(tokens - single, 0)] * (single < tokens)
+        rows = rows_of(shapes, 16, chance, sharing=sharing)
+        plan(rows, 16, 2, 4, 64, DEVICE, dtype=torch.bfloat16, fixed=fixed, capacity=room)  # it has room
 
 
 class TestFaultsAreFound:
