@@ -8,7 +8,9 @@ import hmac
 import logging
 import os
 import socket
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 
 from ..proto import certificates, link
@@ -21,26 +23,40 @@ LONGEST_GREETING = 1000  # bytes
 
 
 class Sender:
-    """Rank 0's end. Constructing it listens; `connect` waits for the others. Elsewhere it does nothing."""
+    """Rank 0's end. Constructing it listens, and takes in who comes; `connect` waits for the others. Elsewhere it does nothing."""
 
     def __init__(self, config: ShardConfig) -> None:
         self._config = config
         self._expected: list[tuple[socket.socket, range]] = []  # where they come, and which
         self._peers: list[Link] = []
+        self._arrivals: list[Future[None]] = []  # of all that come to one place
         if config.rank:
             return
         if config.neighbours > 1:
             self._expected.append((_listen(config.relay), range(1, config.neighbours)))
         if config.ranks > config.neighbours:
             self._expected.append((link.listen(*link.split(config.relay_address)), range(config.neighbours, config.ranks)))
+        # Each on a thread of its own, and from now on: who has its weights before this rank, or before others, and speaks TLS,
+        # gives up a handshake that is not answered.
+        for listening, ranks in self._expected:
+            self._arrivals.append(Future())
+            arguments = (listening, set(ranks), self._arrivals[-1])
+            threading.Thread(target=self._take_in, args=arguments, name="arrivals", daemon=True).start()
 
     def connect(self) -> None:
         """Returns when every other rank is there."""
-        for listening, ranks in self._expected:
-            lacking = set(ranks)
+        for arrival in self._arrivals:
+            arrival.result()
+
+    def _take_in(self, listening: socket.socket, lacking: set[int], arrival: "Future[None]") -> None:
+        try:
             while lacking:
                 self._peers.append(self._arrival(listening, lacking))
             listening.close()
+        except Exception as error:
+            arrival.set_exception(error)
+        else:
+            arrival.set_result(None)
 
     def send(self, message: bytes) -> None:
         """Raises OSError if a rank is gone."""

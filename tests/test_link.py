@@ -208,6 +208,20 @@ def test_a_rank_that_comes_twice_or_to_the_wrong_place_is_sent_away(tmp_path: Pa
     ]
 
 
+def test_a_rank_that_is_sooner_ready_is_not_kept_waiting(known: tuple[Authority, Authority], tmp_path: Path) -> None:
+    """Its handshake is answered while rank 0, and those of rank 0's machine, still load their weights."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    sender = Sender(rank(0, tmp_path, port, known[0]))
+    with closing(sender):
+        others = [Receiver(rank(number, tmp_path, port, known[0])) for number in (3, 2, 1)]
+        sender.connect()
+        sender.send(b"one")
+        assert [other.receive() for other in others] == [b"one"] * 3
+    for other in others:
+        other.close()
+
+
 def test_one_rank_has_nobody_to_wait_for(tmp_path: Path) -> None:
     sender = Sender(ShardConfig(folder="", model="", relay=str(tmp_path / "relay")))
     sender.connect()
