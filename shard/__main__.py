@@ -25,7 +25,7 @@ from .engine import Engine
 from .loading import load
 from .models.shape import Unsupported
 from .parallel import NoMeeting
-from .relay import Receiver, Sender
+from .relay import READY, Receiver, Sender
 from .service import Service
 
 log = logging.getLogger(__name__)
@@ -113,6 +113,11 @@ def _work(config: ShardConfig, service: Service, load: Load, end: Callable[[int]
         engine = load(config, lambda stage: setattr(service, "stage", stage))
         receiver = Receiver(config) if config.rank else None
         relay.connect()
+        # All have their weights. Before that none may begin: what it asks of the others inside torch is given up after two minutes,
+        # and weights may take one rank so much longer, from a slower disk, or with a draft model.
+        relay.send(READY)
+        if receiver is not None:
+            receiver.receive()
         gc.freeze()  # what is there by now stays: looking through it would hold steps up
         service.start(engine, relay)
         log.info(f"loaded {config.model} in {time.perf_counter() - began:.1f} s")

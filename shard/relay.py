@@ -20,6 +20,7 @@ from .config import ShardConfig
 log = logging.getLogger(__name__)
 
 LONGEST_GREETING = 1000  # bytes
+READY = b"ready"  # the first message: every rank is loaded
 
 
 class Sender:

@@ -2,14 +2,18 @@
 
 import ctypes
 import os
+import queue
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
@@ -17,9 +21,11 @@ import torch
 
 from penstock.proto import rpc, settings
 from penstock.proto import shard_pb2 as wire
+from penstock.shard import __main__ as entry
 from penstock.shard import parallel
 from penstock.shard.config import ShardConfig
 from penstock.shard.parallel import NoMeeting
+from penstock.shard.relay import Receiver, Sender
 from penstock.shard.sequence import Sampling
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import Habits, Remote, drive
@@ -94,6 +100,45 @@ def test_a_rank_that_does_not_come_is_not_waited_for_longer_than_said(tmp_path: 
     with pytest.raises(RuntimeError, match="timeout"):
         parallel.Ranks(0, 2, torch.device("cpu"), tmp_path / "meeting")
     assert time.monotonic() - began < 20
+
+
+def test_no_rank_begins_before_all_have_their_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one begins it waits inside torch, which gives up after RENDEZVOUS_SECONDS."""
+    monkeypatch.setattr(entry.gc, "freeze", lambda: None)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    loaded = threading.Event()
+    begun, ended = queue.SimpleQueue[int](), queue.SimpleQueue[int]()
+    links = list[Sender | Receiver]()
+
+    def receiver(config: ShardConfig) -> Receiver:
+        links.append(Receiver(config))
+        return links[-1]  # type: ignore[return-value]
+
+    def start(rank: int, relay: Sender) -> None:
+        links.append(relay)
+        begun.put(rank)
+
+    def work(rank: int, load: Callable[..., Any]) -> threading.Thread:
+        config = ShardConfig(folder="", model="m", rank=rank, ranks=2, relay=str(tmp_path / "relay"), token="of this group")
+        service: Any = SimpleNamespace(stage="", start=lambda engine, relay: start(rank, relay), follow=print)
+        thread = threading.Thread(target=entry._work, args=(config, service, load, ended.put), daemon=True)
+        thread.start()
+        return thread
+
+    monkeypatch.setattr(entry, "Receiver", receiver)
+    threads = [work(0, lambda config, stage: loaded.wait(SECONDS))]
+    while not (tmp_path / "relay").exists():
+        time.sleep(0.01)
+    threads.append(work(1, lambda config, stage: None))
+    with pytest.raises(queue.Empty):
+        begun.get(timeout=0.3)
+    loaded.set()
+    assert {begun.get(timeout=10) for _ in threads} == {0, 1}
+    for link in reversed(links):
+        link.close()
+    for thread in threads:
+        thread.join(10)
+    assert ended.get(timeout=0) == 1  # rank 1 has lost rank 0
 
 
 @pytest.mark.parametrize("ranks", ["demo"], indirect=True)
