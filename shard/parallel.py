@@ -39,6 +39,9 @@ class Ranks:
             backend = "nccl" if device.type == "cuda" else "gloo"
             store = _store(rank, size, meeting, timeout)
             distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+            # Gloo meets here, NCCL only when the first thing is asked of it, after weights were loaded.
+            store.set(f"here {rank}", "")
+            store.wait([f"here {other}" for other in range(size)], timeout)
 
     def add(self, x: Tensor) -> Tensor:
         """x, overwritten by the sum of all ranks' x."""

@@ -102,6 +102,16 @@ def test_a_rank_that_does_not_come_is_not_waited_for_longer_than_said(tmp_path: 
     assert time.monotonic() - began < 20
 
 
+def test_ranks_meet_though_the_backend_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NCCL, which returns at once."""
+    monkeypatch.setattr(parallel.distributed, "init_process_group", lambda *given, **named: None)
+    with ThreadPoolExecutor(2) as threads:
+        assert len([*threads.map(lambda rank: parallel.Ranks(rank, 2, tiny.CPU, tmp_path / "both"), range(2))]) == 2
+    monkeypatch.setattr(parallel, "RENDEZVOUS_SECONDS", 0.2)
+    with pytest.raises(RuntimeError, match="timeout"):
+        parallel.Ranks(0, 2, tiny.CPU, tmp_path / "one")
+
+
 def test_no_rank_begins_before_all_have_their_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where one begins it waits inside torch, which gives up after RENDEZVOUS_SECONDS."""
     monkeypatch.setattr(entry.gc, "freeze", lambda: None)
