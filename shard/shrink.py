@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 # Divided steps that go well before twice as much is tried at once.
 PATIENCE = 64
 # In messages of errors that have no type of their own.
-SIGNS = ("can't allocate memory", "CUDA error: out of memory", "ALLOC_FAILED")
+SIGNS = ("can't allocate memory", "CUDA error: out of memory", "[CUDA]: out of memory", "ALLOC_FAILED")
 REMEDY = "A lower --cuda-memory-fraction, --kv-pages or --max-batch-prefill-tokens leaves steps more"
 ALONE = "memory ran out even when nothing else was computed with it; a shorter prompt takes less, and so does a smaller n"
 

@@ -14,7 +14,7 @@ from penstock.shard.engine import Engine
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling, sequences
 from penstock.shard.service import step_reply
-from penstock.shard.shrink import ALONE, PATIENCE, Limit, divide, pieces_of
+from penstock.shard.shrink import ALONE, PATIENCE, Limit, divide, pieces_of, ran_out
 from penstock.shard.step import Span
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import Habits, World, drive
@@ -210,6 +210,20 @@ def test_guesses_that_memory_does_not_suffice_for_are_left_out(monkeypatch: pyte
     assert world.answers == drive(tiny.engine("llama"), [tiny.group(1, asked, 40)], Habits()).answers
     assert world.drafted > 0
     assert next(count) > 3
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
+        "Triton Error [CUDA]: out of memory",  # a kernel that is launched first, or whose threads need more memory than others'
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "DefaultCPUAllocator: can't allocate memory: you tried to allocate 34 bytes.",
+    ],
+)
+def test_whose_errors_say_that_memory_ran_out(said: str) -> None:
+    assert ran_out(RuntimeError(said))
+    assert not ran_out(RuntimeError(said.replace("memory", "bounds").replace("ALLOC", "MAPPING")))
 
 
 def test_other_errors_are_nobodys_memory() -> None:
