@@ -99,13 +99,15 @@ def _of_graphs(recorded: int) -> str:
 
 
 def _sample(engine: Engine, page_size: int, tokens: int, rows: int) -> Sample:
-    """A step like the largest one. A tiny one goes before it: whatever is made on first use takes much longer than the step."""
+    """A step like the largest one. A tiny one goes before it: whatever is made on first use takes much longer than the step. On an
+    accelerator that is the step itself, since other kernels are compiled for other sizes."""
     sample = tokens if engine.device.type == "cuda" else min(tokens, SAMPLE_TOKENS)
     longest = engine.decoder.shape.max_positions
     prompts = max(-(-sample // longest), min(rows, rows * sample // tokens))  # as many rows a token as the largest step has
-    _run(engine, page_size, [1])
+    lengths = [sample // prompts + (i < sample % prompts) for i in range(prompts)]
+    _run(engine, page_size, lengths if engine.device.type == "cuda" else [1])
     before = _peak(engine.device, reset=True)
-    outcome = _run(engine, page_size, [sample // prompts + (i < sample % prompts) for i in range(prompts)])
+    outcome = _run(engine, page_size, lengths)
     measured = max(0, _peak(engine.device) - before)
     engine.clear()
     return Sample(outcome.prompt_tokens, measured, outcome.seconds)

@@ -16,6 +16,7 @@ import torch
 
 from penstock.kernels import early
 from penstock.proto import shard_pb2 as wire
+from penstock.shard import memory
 from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.hypotheses import Path as Beam
 from penstock.shard.decoding.hypotheses import Search, Stop
@@ -252,6 +253,24 @@ def test_kernels_are_compiled_before_the_first_request(noted: Noted, speculate: 
         run(engine, [group(uid, hot(top_p=0.9)) for uid in range(rows)])
     later = {one for one in noted.launches if one.kernel not in ("copy_kernel", "move_kernel")} - known
     assert not later
+
+
+@pytest.mark.parametrize("name", ["words-wide", "qwen3-moe"])
+def test_nothing_is_compiled_in_the_step_that_is_measured(noted: Noted, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The router takes its time for what tokens cost, and compiling takes longer. A step of many tokens has kernels of its own."""
+    counts: list[int] = []
+
+    def run(engine: Engine, page_size: int, lengths: list[int]) -> Outcome:
+        counts.append(len(noted.launches))
+        return honest(engine, page_size, lengths)
+
+    honest = memory._run
+    monkeypatch.setattr(memory, "_run", run)
+    engine = load(ShardConfig(folder=str(tiny.folder(name)), model="m", device="cuda", dtype="bfloat16"), lambda stage: None)
+    engine.compile(8)
+    size_pool(engine, PAGE, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL)
+    assert {one.kernel for one in noted.launches[counts[-1] :]} >= {"attend", "norm_kernel"}
+    assert not {*noted.launches[counts[-1] :]} - {*noted.launches[: counts[-1]]}
 
 
 @pytest.mark.parametrize(
