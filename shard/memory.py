@@ -100,12 +100,16 @@ def _of_graphs(recorded: int) -> str:
 
 def _sample(engine: Engine, page_size: int, tokens: int, rows: int) -> Sample:
     """A step like the largest one. A tiny one goes before it: whatever is made on first use takes much longer than the step. On an
-    accelerator that is the step itself, since other kernels are compiled for other sizes."""
+    accelerator there go several, since other kernels are compiled for other sizes, and at last the step itself."""
     sample = tokens if engine.device.type == "cuda" else min(tokens, SAMPLE_TOKENS)
     longest = engine.decoder.shape.max_positions
     prompts = max(-(-sample // longest), min(rows, rows * sample // tokens))  # as many rows a token as the largest step has
     lengths = [sample // prompts + (i < sample % prompts) for i in range(prompts)]
-    _run(engine, page_size, lengths if engine.device.type == "cuda" else [1])
+    _run(engine, page_size, [1])
+    if engine.device.type == "cuda":
+        for power in range(1, min(tokens, longest).bit_length()):
+            _run(engine, page_size, [1 << power])
+        _run(engine, page_size, lengths)
     before = _peak(engine.device, reset=True)
     outcome = _run(engine, page_size, lengths)
     measured = max(0, _peak(engine.device) - before)

@@ -242,10 +242,10 @@ def test_a_plain_decode_step_waits_for_its_tokens_only(noted: Noted, name: str, 
     assert max(counts) == len(WAITS)
 
 
-@pytest.mark.parametrize("speculate", ["", "draft=DRAFT,tokens=2"])
-def test_kernels_are_compiled_before_the_first_request(noted: Noted, speculate: str) -> None:
+@pytest.mark.parametrize(("speculate", "graphs"), [("", True), ("", False), ("draft=DRAFT,tokens=2", True)])
+def test_kernels_are_compiled_before_the_first_request(noted: Noted, speculate: str, graphs: bool) -> None:
     """Whatever the number of rows. Those that copy and move keys and values take no time worth mentioning."""
-    engine = engine_of(speculate)
+    engine = engine_of(speculate, graphs)
     known = {fake_cuda.Launch(one.kernel, one.types, one.constants) for one in noted.launches}
     for make in [SCENARIOS[name] for name in DRAFTED] if speculate else SCENARIOS.values():
         run(engine, make())
