@@ -123,7 +123,7 @@ def _constants(size: int, turned: int, most: float) -> dict[str, object]:
     }
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "count", "length"])
 def scores_kernel(
     scores: tl.tensor,  # [count, length] float32
     query: tl.tensor,  # [tokens, HEADS, SIZE], dense

@@ -90,7 +90,7 @@ def route_kernel(
     tl.store(shares + token * COUNT + place, held * factor, mask=place < COUNT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def sort_kernel(
     order: tl.tensor,  # [pairs] int64, out
     starts: tl.tensor,  # [EXPERTS + 1] int64, out
