@@ -562,10 +562,9 @@ _tallies: dict[torch.device, Tensor] = {}
 
 
 def _zeros(count: int, device: torch.device) -> Tensor:
-    found = _tallies.get(device)
-    if found is None or len(found) < count:
-        found = _tallies[device] = torch.zeros(count, dtype=torch.int32, device=device)
-    return found
+    """To be put back when they are zeros again: of a use that breaks off, as where memory runs out, they may hold anything."""
+    found = _tallies.pop(device, None)
+    return found if found is not None and len(found) >= count else torch.zeros(count, dtype=torch.int32, device=device)
 
 
 def penalize_(logits: Tensor, penalties: Penalties) -> Tensor:
@@ -583,6 +582,7 @@ def penalize_(logits: Tensor, penalties: Penalties) -> Tensor:
             logits, tallies, saved, penalties.rows, penalties.ids, penalties.repetition, penalties.frequency, penalties.presence,
             entries, vocabulary, logits.stride(0), BLOCK=ENTRIES, enable_fp_fusion=False,
         )  # fmt: skip
+    _tallies[logits.device] = tallies
     if not len(penalties.bias_ids):
         return saved
     biased = logits[penalties.bias_rows, penalties.bias_ids]

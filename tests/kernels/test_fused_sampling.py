@@ -223,6 +223,24 @@ def test_penalties_come_and_go(chance: random.Random) -> None:
     assert logits.equal(before)
 
 
+def test_penalties_that_broke_off_leave_nothing(chance: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where there is no memory to launch a kernel: what was counted until then is nobody's."""
+
+    class Full:
+        def __getitem__(self, grid: object) -> Any:
+            raise RuntimeError("Triton Error [CUDA]: out of memory")
+
+    logits = torch.randn(4, 50, device=DEVICE)
+    first, penalties = penalties_of(4, 50, chance), penalties_of(4, 50, chance)
+    with monkeypatch.context() as patch:
+        patch.setattr(fused_sampling, "penalize_kernel", Full())
+        with pytest.raises(RuntimeError, match="out of memory"):
+            penalize_(logits, first)
+    expected = logits.clone()
+    penalize_(logits, penalties)
+    torch.testing.assert_close(logits, penalize(expected, penalties), rtol=1e-6, atol=2e-6)
+
+
 @pytest.mark.parametrize("vocabulary", [40, 203])
 def test_penalties_and_masks(vocabulary: int, chance: random.Random) -> None:
     rows = len(NEAR["top_k"])
