@@ -14,7 +14,7 @@ import llguidance
 import pytest
 import torch
 
-from penstock.kernels import early
+from penstock.kernels import early, noise
 from penstock.proto import shard_pb2 as wire
 from penstock.shard import memory
 from penstock.shard.config import ShardConfig
@@ -240,6 +240,18 @@ def test_a_plain_decode_step_waits_for_its_tokens_only(noted: Noted, name: str, 
     note()
     assert found == WAITS
     assert max(counts) == len(WAITS)
+
+
+@torch.inference_mode()
+def test_noise_of_many_rows_takes_no_more_launches_than_that_of_one(noted: Noted) -> None:
+    """What a processor's cache holds is not the measure there: drafts of rows that are drawn want it in each of their rounds."""
+    counts = []
+    for rows in (1, 8):
+        keys = torch.arange(rows, device="cuda")
+        before = noted.operations
+        noise.gumbel_all(keys, keys, keys, 1 << 17)
+        counts.append(noted.operations - before)
+    assert counts[0] == counts[1] > 100
 
 
 @pytest.mark.parametrize(("speculate", "graphs"), [("", True), ("", False), ("draft=DRAFT,tokens=2", True)])
