@@ -29,16 +29,18 @@ def most_probable(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values - logits.logsumexp(-1, keepdim=True), ids
 
 
-def largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def largest(values: Tensor, count: int, any_impossible: bool = False) -> tuple[Tensor, Tensor]:
     """The `count` largest numbers of every row, descending, and their columns; of equal ones the first. Both [rows, count].
 
-    values: [rows, n] float32; count: at most n.
+    values: [rows, n] float32; count: at most n; any_impossible: it doesn't matter which of those that are -inf are found.
     """
     if values.device.type != "cpu":  # which would have to be waited for to learn whether there are equal ones
         ordered = values.sort(dim=-1, descending=True, stable=True)
         return ordered.values[:, :count], ordered.indices[:, :count]
     found, columns = values.topk(min(count + 1, values.shape[1]))
     equal = found[:, 1:] == found[:, :-1]
+    if any_impossible:
+        equal &= found[:, 1:] > -torch.inf
     if not equal.any():
         return found[:, :count], columns[:, :count]
     # A row's last one may be equal to others that were not found: which of these come first is to be looked for.
@@ -70,7 +72,6 @@ def candidates(logits: Tensor, scores: Tensor, starts: Sequence[int], count: int
     count: at most the vocabulary. Result: best first, sums [sets, count] float32, rows and ids [sets, count] int64; then the
     rows' `normalizers`.
     """
-    count_of_sets = len(starts) - 1
     if triton_for(logits):
         from .fused_top import top
 
@@ -79,13 +80,30 @@ def candidates(logits: Tensor, scores: Tensor, starts: Sequence[int], count: int
     else:
         totals = normalizers(logits)
         # Not log_softmax, whose last bits are others: scores must not depend on whether beams beside these are drawn, say.
-        values, ids = largest((logits - totals.unsqueeze(1)) + scores.unsqueeze(1), count)
-    # Sets of different sizes are filled up with a row of -inf.
+        values, ids = largest((logits - totals.unsqueeze(1)) + scores.unsqueeze(1), count, any_impossible=True)
+    return *_of_sets(values, ids, starts, count), totals
+
+
+def best(order: Tensor, starts: Sequence[int], count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of any numbers, [rows, vocabulary] float32: the largest of each set, the rows and the ids that they stand at."""
+    if triton_for(order):
+        from .fused_top import top
+
+        values, ids, _ = top(order, count)
+    else:
+        values, ids = largest(order, count, any_impossible=True)
+    return _of_sets(values, ids, starts, count)
+
+
+def _of_sets(values: Tensor, ids: Tensor, starts: Sequence[int], count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """See `best`. values, ids: [rows, n], the largest of each row."""
+    count_of_sets = len(starts) - 1
+    # Sets of different sizes are filled up with a row of -inf, which is called the last one: nobody takes what is found there.
     width = max(end - start for start, end in pairwise(starts))
-    table = [[*range(start, end), *(len(logits),) * (width - end + start)] for start, end in pairwise(starts)]
-    members = to_device(torch.tensor(table), logits.device)
+    table = [[*range(start, end), *(len(values),) * (width - end + start)] for start, end in pairwise(starts)]
+    members = to_device(torch.tensor(table), values.device)
     values = torch.cat((values, values.new_full((1, values.shape[1]), -torch.inf)))
     ids = torch.cat((ids, ids.new_zeros(1, ids.shape[1])))
-    best, places = largest(values[members].view(count_of_sets, -1), count)
-    rows = members.gather(1, places // values.shape[1])
-    return best, rows, ids[members].view(count_of_sets, -1).gather(1, places), totals
+    found, places = largest(values[members].view(count_of_sets, -1), count, any_impossible=True)
+    rows = members.gather(1, places // values.shape[1]).clamp(max=starts[-1] - 1)
+    return found, rows, ids[members].view(count_of_sets, -1).gather(1, places)

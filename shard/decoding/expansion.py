@@ -8,13 +8,13 @@ Gumbel noise (Kool et al. 2019, arXiv:1903.06059).
 import math
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from ...kernels import noise
-from ...kernels.beam import candidates, largest, normalizers
+from ...kernels.beam import best, candidates, normalizers
 from ...kernels.sampling import allow
 from ...kernels.sampling import candidates as distributions
 from ...kernels.transfer import Arrival, to_device
@@ -93,8 +93,7 @@ def expand(logits: Tensor, sets: Listing[Beams], mask: Tensor | None = None) -> 
         sums, places, ids, own = candidates(logits, scores, starts, count)
     else:
         own = normalizers(logits)
-        sums, places, ids = _processed(logits, own, scores, sets, starts, count, mask)
-    places = places.clamp(max=len(logits) - 1)  # where nothing is left but what can't be, it may be of no row
+        sums, places, ids = _processed(logits, own, scores, rows, starts, count, mask)
     logprobs = logits[places, ids] - own[places]
     bad = torch.nn.functional.pad((~own.isfinite()).cumsum(0), (1, 0))[to_device(torch.tensor(starts), logits.device)].diff() > 0
     found = torch.stack((sums.double().masked_fill(bad.unsqueeze(1), torch.nan), places.double(), ids.double(), logprobs.double()))
@@ -123,26 +122,20 @@ def _candidates(beams: Beams, start: int, found: Listing[Listing[float]], tops: 
 
 
 def _processed(
-    logits: Tensor, own: Tensor, scores: Tensor, sets: Listing[Beams], starts: Listing[int], count: int, mask: Tensor | None
+    logits: Tensor, own: Tensor, scores: Tensor, rows: Listing[Row], starts: Listing[int], count: int, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Like `kernels.beam.candidates`, where some rows are changed, bound or drawn from."""
-    rows = [row for beams in sets for row in beams.rows]
     values = penalized(logits - own.unsqueeze(1), rows)
     if mask is not None:
         values = allow(values, mask)
     values = _warped(values, rows) + scores.unsqueeze(1)
-    sums, places, ids = [], [], []
-    for beams, (start, end) in zip(sets, pairwise(starts), strict=True):
-        whole = values[start:end].flatten()
-        order = whole
-        if beams.rows[0].sampling.temperature:
-            draws = draws_of(beams.rows, logits.device)
-            order = whole + noise.gumbel_all(draws.seeds, draws.choices, draws.positions, logits.shape[1]).flatten()
-        best = largest(order.unsqueeze(0), count)[1][0]
-        sums.append(whole[best])
-        places.append(best // logits.shape[1] + start)
-        ids.append(best % logits.shape[1])
-    return torch.stack(sums), torch.stack(places), torch.stack(ids)
+    order = values
+    if drawn := [i for i, row in enumerate(rows) if row.sampling.temperature]:
+        draws = draws_of([rows[i] for i in drawn], logits.device)
+        noises = noise.gumbel_all(draws.seeds, draws.choices, draws.positions, logits.shape[1])
+        order = values.index_add(0, to_device(torch.tensor(drawn), logits.device), noises)
+    found, places, ids = best(order, starts, count)
+    return values[places, ids].masked_fill(found == -torch.inf, -torch.inf), places, ids
 
 
 def _warped(values: Tensor, rows: Listing[Row]) -> Tensor:

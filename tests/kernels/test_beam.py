@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from penstock.kernels import choose, fused_top
-from penstock.kernels.beam import candidates, most_probable, normalizers
+from penstock.kernels.beam import best, candidates, most_probable, normalizers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinities that are meant
@@ -102,3 +102,18 @@ def test_rows_do_not_know_their_neighbours() -> None:
     assert among[0][2].equal(alone[0][0])
     assert among[1][2].equal(alone[1][0] + 2)
     assert among[2][2].equal(alone[2][0])
+
+
+def test_the_best_of_sets(chance: random.Random) -> None:
+    """Among equal ones, too, and where less is possible than is wanted."""
+    sizes = [chance.randint(1, 4) for _ in range(5)]
+    starts = [sum(sizes[:i]) for i in range(6)]
+    order = tied(starts[-1], 200)
+    order[starts[2] : starts[3], 2:] = -torch.inf
+    found, rows, ids = best(order, starts, 9)
+    assert rows.max() < starts[-1]
+    for i, (start, end) in enumerate(pairwise(starts)):
+        expected = order[start:end].flatten().sort(descending=True, stable=True)
+        possible = min(9, int(order[start:end].isfinite().sum()))
+        assert found[i].equal(expected.values[:9])
+        assert (rows[i, :possible] * 200 + ids[i, :possible]).equal(expected.indices[:possible] + start * 200)
