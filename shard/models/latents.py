@@ -18,6 +18,9 @@ from .shape import Latent
 from .stream import Stream
 
 EPSILON = 1e-6  # of the norms of latents, whatever config.json says of the others
+# Multiplications of a head's product that `torch.bmm` leaves to MKL on a CPU, if there are as many: fewer it does itself, in
+# another order. Only models smaller than any that is served have so few in more than one row.
+SHORT = 400
 
 
 class Latents:
@@ -97,6 +100,7 @@ class Latents:
 
 def _by_heads(x: Tensor, weights: Tensor) -> Tensor:
     """[tokens, heads, out]: products of x [tokens, heads, in] with each head's weight, [heads, in, out]."""
-    if len(x) == 1 and x.device.type == "cpu":  # which a CPU would add up in another way
-        return _by_heads(x.expand(2, -1, -1), weights)[:1]
-    return torch.bmm(x.transpose(0, 1), weights).transpose(0, 1)
+    tokens, least = len(x), max(2, -(-SHORT // weights[0].numel()))
+    if 0 < tokens < least and x.device.type == "cpu":  # which a CPU would add up in another way
+        x = torch.cat((x, x[-1:].expand(least - tokens, -1, -1)))
+    return torch.bmm(x.transpose(0, 1), weights).transpose(0, 1)[:tokens]
