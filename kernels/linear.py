@@ -173,7 +173,7 @@ def transposed(weight: Tensor, bias: Tensor | None) -> Product:
 
 def in_columns(weight: Tensor, bias: Tensor | None) -> Product:
     """torch's own, with the outputs side by side in memory. With MKL a row's result does not depend on the rows beside it, to the
-    last bit: single rows, which it computes in another way, are made two."""
+    last bit, if there are two outputs or more: single rows, which it computes in another way, are made two."""
     first, *others = torch.split(weight.t().contiguous(), PIECE)
 
     def product(x: Tensor) -> Tensor:
@@ -213,7 +213,8 @@ def _route(weight: Tensor, exact: Exact) -> Callable[[Tensor, Tensor | None], Pr
         return packed
     if torch.backends.cpu.get_cpu_capability() == "AVX2":
         return transposed
-    return in_columns if weight.numel() <= SMALL and by_mkl() else packed
+    # Of one output, such as the gate of a shared expert, MKL makes sums by the number of rows.
+    return in_columns if len(weight) > 1 and weight.numel() <= SMALL and by_mkl() else packed
 
 
 @cache

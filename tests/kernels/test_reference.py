@@ -118,20 +118,30 @@ def test_rows_are_independent_to_the_last_bit(route: Any, inputs: int) -> None:
         assert product(x[:rows].clone()).equal(whole[:rows])
 
 
+@pytest.mark.skipif(not linear.by_mkl(), reason="nobody chooses between MKL and oneDNN here")
+@pytest.mark.parametrize("inputs", [3, 64, 1500])
+@pytest.mark.parametrize("outputs", [1, 2, 7])
+def test_rows_of_few_outputs_are_independent_as_well(outputs: int, inputs: int) -> None:
+    product, x = Weight(torch.randn(outputs, inputs)), torch.randn(300, inputs)
+    whole = product(x)
+    assert all(product(x[:rows].clone()).equal(whole[:rows]) for rows in range(1, 300))
+
+
 def test_small_weights_go_by_mkl_where_that_is_quickest(monkeypatch: pytest.MonkeyPatch) -> None:
     def ways() -> list[str]:
-        weights = [torch.zeros(SMALL // 4, 4), torch.zeros(SMALL // 4 + 1, 4), torch.zeros(4, 4, dtype=torch.float16)]
+        sizes = [(SMALL // 4, 4), (SMALL // 4 + 1, 4), (1, SMALL)]
+        weights = [*(torch.zeros(size) for size in sizes), torch.zeros(4, 4, dtype=torch.float16)]
         return [Weight(weight).product.__qualname__.partition(".")[0] for weight in weights]
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     monkeypatch.setattr(linear, "by_mkl", lambda: True)
-    assert ways() == ["in_columns", "packed", "plain"]
+    assert ways() == ["in_columns", "packed", "packed", "plain"]
     monkeypatch.setattr(linear, "by_mkl", lambda: False)
-    assert ways() == ["packed", "packed", "plain"]
+    assert ways() == ["packed", "packed", "packed", "plain"]
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(linear, "by_mkl", lambda: True)
-    assert ways() == ["packed", "packed", "plain"]
+    assert ways() == ["packed", "packed", "packed", "plain"]
 
 
 def test_few_numbers_of_rows_are_computed_and_they_are_little_more() -> None:
