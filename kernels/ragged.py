@@ -1,4 +1,4 @@
-"""The one primitive of `design.md`: ragged rows over paged keys and values, by whichever attention the process uses.
+"""The one primitive: ragged rows over paged keys and values, by whichever attention the process uses.
 
 Torch's (`attention.py`, `common.py`) defines what is meant and serves CPUs; Triton's (`paged_attention.py`) serves accelerators.
 """

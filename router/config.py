@@ -10,10 +10,10 @@ TOOL_CALL_PARSERS = (
     *(AUTO, NONE, "hermes", "llama3_json", "json", "granite", "jamba", "internlm", "phi4_mini_json", "mistral", "mistral_args"),
     *("pythonic", "deepseek_v3", "deepseek_v31", "kimi_k2", "qwen3_coder", "glm45", "harmony"),
 )
+REASONING_PARSERS = (AUTO, NONE, "deepseek_r1", "qwen3", "glm45", "kimi_k2", "mistral", "granite", "seed_oss", "cohere", "harmony")
 BACKLOG = 1024  # connections that wait to be accepted
 USUAL_BATCH = 1024  # sequences that run at once where only requests in flight are limited: each needs memory for its logits
 ADDRESS = re.compile(r"unix:/[^,;\s]+|[\w.-]+:\d{1,5}|\[[\da-fA-F:.]+\]:\d{1,5}", re.ASCII)  # of a rank's service
-REASONING_PARSERS = (AUTO, NONE, "deepseek_r1", "qwen3", "glm45", "kimi_k2", "mistral", "granite", "seed_oss", "cohere", "harmony")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class RouterConfig:
     max_best_of: int = 16  # most choices of a request: TGI's best_of, OpenAI's n, num_return_sequences
     num_beams: int = 1  # of a request that names no number and draws nothing
     max_num_beams: int = 8  # widest beam search of a request
-    speculate: int = 0  # tokens that a step guesses of each answer, by looking up what followed its last ones before; 0: none
+    speculate: int = 0  # the most tokens that a step guesses of each answer, by whatever proposers the shards have; 0: none
     max_stop_sequences: int = 4
     max_top_n_tokens: int = 5
     max_client_batch_size: int = 4

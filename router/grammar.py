@@ -126,11 +126,11 @@ def written(grammar: Grammar) -> str:
 class Grammars:
     """Looks into grammars elsewhere, into each once as long as it is remembered."""
 
-    def __init__(self, special_id: Callable[[str], int | None]) -> None:
-        """special_id: of the special token that is written so, if there is one."""
+    def __init__(self, added_id: Callable[[str], int | None]) -> None:
+        """added_id: of the token that is written so beside the vocabulary, special or not, if there is one."""
         self.found = 0  # asked for and remembered
         self.compiled = 0
-        self._special_id = special_id
+        self._added_id = added_id
         self._apart = Apart("penstock.router.grammar", PROCESSES)
         self._kept: OrderedDict[Grammar, asyncio.Task[str]] = OrderedDict()  # what is wrong with each; the latest come last
         self._size = 0  # of their sources
@@ -172,7 +172,7 @@ class Grammars:
         """What is wrong with it, if anything is. Goes on when who asked has been told to come again: the next one is told what was
         found. Raises Busy."""
         names = SPECIAL.findall(grammar.source) if grammar.kind == "lark" else ()
-        specials = [name for name in names if self._special_id(name) is not None]
+        specials = [name for name in names if self._added_id(name) is not None]
         job = json.dumps([grammar.kind, grammar.source, specials]).encode()
         try:
             problem, spent = json.loads(await self._apart.ask(job, LONGEST, MOST_SECONDS / 2))

@@ -56,7 +56,8 @@ def rope_of(config: Config, field: str) -> Rope:
         return _yarn(config, values, theta)
     if kind == "longrope" and "original_max_position_embeddings" in config:
         return _longrope(config, values, theta)
-    raise Unsupported(f"rotary scaling {kind!r} is not supported: the decoder has default, linear, dynamic, llama3 and yarn")
+    known = "default, linear, dynamic, llama3 and yarn, and longrope as Phi's config.json has it"
+    raise Unsupported(f"rotary scaling {kind!r} is not supported: the decoder has {known}")
 
 
 def _yarn(config: Config, values: Mapping[str, Any], theta: float) -> Rope:
