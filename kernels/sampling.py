@@ -174,9 +174,12 @@ def draw(part: Candidates, draws: Draws) -> Tensor:
 
     It is the argmax of score + Gumbel noise, which has the distribution softmax(scores) (Maddison et al. 2014, arXiv:1411.0030).
     """
+    return first_largest(perturbed(part, draws))
+
+
+def perturbed(part: Candidates, draws: Draws) -> Tensor:
+    """[rows, n] float32: scores with the Gumbel noise that their tokens are drawn with."""
     own = draws.take(part.rows)
     if part.ids is None:
-        noises = noise.gumbel_all(own.seeds, own.choices, own.positions, part.scores.shape[1])
-    else:
-        noises = noise.gumbel(own.seeds, own.choices, own.positions, part.ids)
-    return first_largest(part.scores + noises)
+        return part.scores + noise.gumbel_all(own.seeds, own.choices, own.positions, part.scores.shape[1])
+    return part.scores + noise.gumbel(own.seeds, own.choices, own.positions, part.ids)

@@ -14,8 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...kernels.noise import gumbel, gumbel_all
-from ...kernels.sampling import candidates, first_largest
+from ...kernels.sampling import candidates, first_largest, perturbed
 from ..sequence import Sequence
 from .proposers import Asked, Proposed
 from .sampler import Row, draws_of, penalized
@@ -248,12 +247,7 @@ def best(logits: Tensor, rows: Listing[Row], width: int) -> tuple[Tensor, Tensor
     draws = draws_of([rows[i] for i in sampled], logits.device)
     lines = torch.tensor(sampled, device=logits.device)
     for part in candidates(scores[sampled], draws):
-        own = draws.take(part.rows)
-        if part.ids is None:
-            noises = gumbel_all(own.seeds, own.choices, own.positions, part.scores.shape[1])
-        else:
-            noises = gumbel(own.seeds, own.choices, own.positions, part.ids)
-        columns, values = _largest((part.scores + noises).log_softmax(-1), width)
+        columns, values = _largest(perturbed(part, draws).log_softmax(-1), width)
         found = columns if part.ids is None else part.ids.gather(1, columns)
         ids[lines[part.rows], : values.shape[1]], logprobs[lines[part.rows], : values.shape[1]] = found, values
     return ids, logprobs
