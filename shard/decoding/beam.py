@@ -13,7 +13,7 @@ from .expansion import Candidate
 from .hypotheses import Hypothesis, Path, Search
 from .sample import sampling_of
 from .sampler import Pick, Row
-from .strategy import NOT_FINITE, Child, Emitted, Finish, Grown, Verdict
+from .strategy import NOT_FINITE, Child, Emitted, Finish, Grown, Verdict, finish_of
 
 NOTHING = "no continuation of any beam is possible"
 
@@ -34,14 +34,13 @@ class BeamSearch:
         """The picks are Candidates, in the order in which they are looked at."""
         search = _search(group)
         length = group.sequences[0].generated + 1
-        last = length >= group.max_new_tokens
         live: list[Candidate] = []
         complete: list[Candidate] = []
         for rank, candidate in enumerate(picks):
             if candidate is None:
                 return Verdict([], [], failure=NOT_FINITE)
             assert isinstance(candidate, Candidate)
-            if not last and not _ends(group, candidate):
+            if not finish_of(group, candidate, length):
                 live.append(candidate)
             elif rank < search.width:
                 complete.append(candidate)
@@ -71,17 +70,14 @@ def _path(sequence: Sequence) -> Path:
     return sequence.path
 
 
-def _ends(group: Group, candidate: Candidate) -> bool:
-    return candidate.complete or candidate.token in group.end_ids
-
-
 def _hypothesis(group: Group, candidate: Candidate, length: int) -> Hypothesis:
     parent = group.sequences[candidate.row]
     tokens = parent.tokens[parent.prompt_length :]
     tokens.append(candidate.token)
     path = _path(parent).copy()
     path.append(candidate.score, candidate.logprob, candidate.top, group.top_n > 0)
-    return Hypothesis(tokens, path, _search(group).final(candidate.score, length), _ends(group, candidate))
+    ended = finish_of(group, candidate, length) is Finish.END
+    return Hypothesis(tokens, path, _search(group).final(candidate.score, length), ended)
 
 
 def _certain(group: Group, live: Listing[Candidate]) -> list[Emitted]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from ..sequence import Group, Sampling
 from ..step import Span
 from .sampler import Pick, Row
-from .strategy import NOT_FINITE, Emitted, Finish, Verdict
+from .strategy import NOT_FINITE, Emitted, Verdict, finish_of
 
 
 class Sample:
@@ -35,11 +35,7 @@ class Sample:
             if pick is None:
                 return Verdict([], [], failure=NOT_FINITE)
             sequence.tokens.append(pick.token)
-            finish = Finish.NOT
-            if pick.complete or pick.token in group.end_ids:
-                finish = Finish.END
-            elif sequence.generated >= group.max_new_tokens:
-                finish = Finish.LENGTH
+            finish = finish_of(group, pick, sequence.generated)
             if finish:
                 ended.append(sequence)
             emitted.append(Emitted(sequence.choice, pick, finish))

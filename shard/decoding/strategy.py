@@ -20,6 +20,13 @@ class Finish(IntEnum):
     LENGTH = 2  # max_new_tokens are there
 
 
+def finish_of(group: Group, pick: Pick, generated: int) -> Finish:
+    """Whether a sequence ends with this token, after which it has generated so many."""
+    if pick.complete or pick.token in group.end_ids:
+        return Finish.END
+    return Finish.LENGTH if generated >= group.max_new_tokens else Finish.NOT
+
+
 @dataclass(slots=True)  # many a step: frozen ones take three times as long to make
 class Emitted:
     """A new token of one of a group's sequences."""

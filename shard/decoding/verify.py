@@ -28,7 +28,7 @@ from ..sequence import Group, Sequence
 from . import sampler
 from .sample import sampling_of
 from .sampler import Pick, Row, draws_of, penalized
-from .strategy import Finish
+from .strategy import Finish, finish_of
 from .tree import Drawn, Tree
 
 # Last words of the noise's counter, each a use of the seed of its own; `noise.STREAM`, 0, is what tokens are drawn with.
@@ -129,10 +129,7 @@ def accept(group: Group, sequence: Sequence, tree: Tree, picks: Listing[Pick | N
         if one is None:
             break  # the next step meets it again, as plain decoding would
         kept.append(one)
-        if one.complete or one.token in group.end_ids:
-            finish = Finish.END
-        elif sequence.generated + len(kept) >= group.max_new_tokens:
-            finish = Finish.LENGTH
+        finish = finish_of(group, one, sequence.generated + len(kept))
         if finish:
             break
     return Accepted(path[: max(0, len(kept) - 1)], kept, finish, path[: len(kept)])
@@ -157,8 +154,8 @@ def pick(
     assert len(rows) == sum(1 + len(draft.tree) for draft in drafts)
     tried: list[Listing[Drawn]] = []
     for draft in drafts:
-        tried += draft.drawn if rule is Rule.REJECTION else certain(draft.tree).drawn
-        tried += [()] * (len(draft.tree) + 1 - len(draft.drawn)) if rule is Rule.REJECTION else []
+        drawn = draft.drawn if rule is Rule.REJECTION else certain(draft.tree).drawn
+        tried += [*drawn, *[()] * (1 + len(draft.tree) - len(drawn))]
     asked = [i for i, one in enumerate(rows) if tried[i] and one.sampling.temperature > 0 and picks[i]]
     if not asked:
         return picks
