@@ -23,20 +23,8 @@ from ..shard.config import ShardConfig
 
 # Settings of a rank that are its own, or its machine's. All others have to be the same on all nodes.
 OWN = {
-    *(
-        "folder",
-        "model",
-        "rank",
-        "local_rank",
-        "memory_fraction",
-        "threads",
-        "socket",
-        "listen",
-        "relay",
-        "relay_address",
-        "meeting",
-    ),
-    *("token", "link_timeout", "tls_cert", "tls_key", "tls_ca", "master_addr", "master_port", "json_output"),
+    *("folder", "model", "rank", "local_rank", "memory_fraction", "threads", "socket", "listen", "relay", "relay_address"),
+    *("meeting", "token", "link_timeout", "tls_cert", "tls_key", "tls_ca", "master_addr", "master_port", "json_output"),
 }
 FLAGS = {"ranks": "--num-shard", "nodes": "--nnodes", "kernels": "--penstock-kernels", "local_ranks": "--num-shard"}
 VERSIONS = ("penstock", "torch", "weights")  # what differs by what is installed, or lies there

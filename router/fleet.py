@@ -196,9 +196,7 @@ class Fleet:
         if self._placement is None:
             return None
         members = self._members
-        place = partial(
-            self._placement.place, request.prompt, work_of(request), key=request.cache_key, session=request.session
-        )  # fmt: skip
+        place = partial(self._placement.place, request.prompt, work_of(request), key=request.cache_key, session=request.session)
         placed = place(fits=lambda name: not (one := members[name].batcher).trying and one.fits(request))
         placed = placed or place(fits=lambda name: members[name].batcher.fits(request))
         if placed is None:
@@ -305,9 +303,7 @@ class Fleet:
     def _add(self, addresses: tuple[str, ...], name: str) -> Member:
         name = name or next(number for each in self._numbers if (number := str(each)) not in self._members)
         shards = self._connect(name, addresses)
-        batcher = Batcher(
-            self._config, self._tokenizer, shards, self._metrics, name=name, uids=self._uids, others=self
-        )  # fmt: skip
+        batcher = Batcher(self._config, self._tokenizer, shards, self._metrics, name=name, uids=self._uids, others=self)
         member = self._members[name] = Member(addresses, batcher)
         self._metrics.watch("penstock_replicas_ready", lambda: member.takes and batcher.ready, replica=name)
         self._arrange()

@@ -18,9 +18,7 @@ class ShardConfig:
     quantize: str = ""  # what the checkpoint's weights are, or are rounded to: see `Shape.quantized`
     adapters: tuple[tuple[str, str], ...] = ()  # by which requests may go: the name and the folder of each
     load_format: str = "auto"  # "auto": safetensors of the folder; "dummy": random weights from config.json alone
-    kv_cache_dtype: str = (
-        "auto"  # of keys and values: "auto", as the weights; "fp8_e4m3fn": 8 bits, with the checkpoint's scales or 1
-    )
+    kv_cache_dtype: str = "auto"  # of keys and values: as the weights; "fp8_e4m3fn": 8 bits, with the checkpoint's scales or 1
     kernels: str = ""  # "reference" (plain torch) or "triton" for tests; "": Triton on CUDA, torch elsewhere
     cuda_graphs: str = "auto"  # which steps are recorded as graphs; see `rooms.parse`
     overlap: str = "auto"  # "on": steps are begun before the tokens of the last one are known; "auto": on CUDA; "off"

@@ -98,9 +98,8 @@ class Forward:
             rows = min(size, rooms.MIXED_ROWS) if mixed else size
             trees = mixed and bounds.trees
             room = Room(size, rows, ragged.capacity(self._layout, size, rows, bounds.total, bounds.pages, mixed, trees))
-            own = step.plan(
-                [], self._layout, room, adapted=self._adapted
-            )  # nothing but padding, which is computed and written nowhere
+            # Nothing but padding, which is computed and written nowhere.
+            own = step.plan([], self._layout, room, adapted=self._adapted)
             replay = record(lambda own=own: self._decoder(own, self._cache))  # type: ignore[misc]
             (self._mixed if mixed else self._decodes).insert(0, Graph(room, own, replay))
         log.info(f"recorded {len(sizes)} graphs in {time.perf_counter() - began:.1f} s")

@@ -41,9 +41,7 @@ class Rope:
 class Quantization:
     """Of the layers' matrices: fewer bits than what is computed with. Tables are none of it."""
 
-    method: (
-        str  # "gptq", "awq", "compressed-tensors", "fp8", "modelopt", "mxfp4"; "": none, weights are rounded when they are loaded
-    )
+    method: str  # "gptq", "awq", "compressed-tensors", "fp8", "modelopt", "mxfp4"; "": weights are rounded when they are loaded
     kind: str  # "int4", "int8", "fp8", "fp4"
     group: int = 0  # inputs that share a scale; 0: all
     block: int = 0  # outputs that do; 0: none
