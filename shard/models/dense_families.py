@@ -68,14 +68,13 @@ def _ministral_3(config: Config) -> Shape:
 def qwen(config: Config) -> Shape:
     """Both generations slide in the layers from `max_window_layers` on, if at all."""
     base = common({"num_key_value_heads": 32, "max_position_embeddings": 32_768} | config)
-    window = config.get("sliding_window", 4096)  # transformers' own defaults, here and below
-    if not config.get("use_sliding_window") or not window:
+    if not config.get("use_sliding_window") or not config.get("sliding_window", 4096):  # transformers' own defaults, here and below
         return base
     first = config.get("max_window_layers", 28)
     if first is None:
         raise Unsupported(f"config.json says use_sliding_window, and max_window_layers null: {AGAIN}")
     kinds = config.get("layer_types") or [SLIDING if layer >= first else FULL for layer in range(base.layers)]
-    return replace(base, windows=tuple(window if kind == SLIDING else 0 for kind in kinds))
+    return replace(base, windows=windows_of(config, kinds))
 
 
 def _qwen2(config: Config) -> Shape:
