@@ -112,11 +112,11 @@ HISTOGRAMS = {
     "penstock_step_seconds": ("Seconds of a step, as the shard sees it", ("kind",), SECONDS),
     "penstock_recovery_seconds": ("Seconds from the loss of shards until others had taken their place", (), RECOVERY),
     "penstock_time_to_first_token_seconds": ("Seconds from arrival to the first token", (), SECONDS),
+    "penstock_inter_token_latency_seconds": ("Seconds between tokens of a request", (), SECONDS),
     "penstock_prefill_seconds": ("Seconds from the first step of a request to its first token", (), SECONDS),
     "penstock_decode_seconds": ("Seconds from its first token to its end", (), SECONDS),
     "penstock_request_choices": ("Answers that a request asked for", (), TOKENS[:8]),
 }
-SKIPPED = "tgi_request_skipped_tokens"  # takes many values at once
 POSITIONS = 8  # behind the last token, of which guesses are counted apart; the last counts for all beyond
 # TGI's names carry no unit, prometheus_client insists on one.
 UNIT = re.compile(rb"^((?:# (?:HELP|TYPE) )?tgi_\w+)_total\b", re.MULTILINE)
@@ -133,18 +133,10 @@ class Metrics:
             name: prometheus_client.Counter(name, text, labels, registry=registry) for name, (text, labels) in COUNTERS.items()
         }
         self._gauges = {name: prometheus_client.Gauge(name, text, registry=registry) for name, text in GAUGES.items()}
-        histograms = {
-            name: Histogram(name, text, bounds, labels) for name, (text, labels, bounds) in HISTOGRAMS.items() if name != SKIPPED
-        }
+        histograms = {name: Histogram(name, text, bounds, labels) for name, (text, labels, bounds) in HISTOGRAMS.items()}
         for histogram in histograms.values():
             registry.register(histogram)
-        self._rows = {
-            name: histograms[name].labels() for name, (_, labels, _) in HISTOGRAMS.items() if not labels and name != SKIPPED
-        }
-        self._intervals = Intervals("penstock_inter_token_latency_seconds", "Seconds between tokens of a request", SECONDS)
-        registry.register(self._intervals)
-        self._skipped = Intervals(SKIPPED, HISTOGRAMS[SKIPPED][0], HISTOGRAMS[SKIPPED][2])
-        registry.register(self._skipped)
+        self._rows = {name: histograms[name].labels() for name, (_, labels, _) in HISTOGRAMS.items() if not labels}
         self._watched: dict[str, dict[str, Callable[[], float]]] = {}  # who tells a gauge's value: of each replica
         registry.register(Shares(self._watched))
         self._gauges["penstock_kv_cache_usage_ratio"].set_function(self._usage)
@@ -226,7 +218,7 @@ class Metrics:
         if reply.exhausted:
             self._counters["penstock_out_of_memory"].inc(reply.exhausted)
         self._counters["penstock_overlapped_steps"].inc(reply.ahead)
-        self._skipped.observe(_skipped(reply))
+        self._rows["tgi_request_skipped_tokens"].observe_all(_skipped(reply))
         if action.allowance is not None:
             self._guessed(reply)
         self._kinds[mixed if reply.prompt_tokens else "decode"].observe(reply.seconds)
@@ -270,7 +262,7 @@ class Metrics:
         so many times: tokens of one step mostly follow those of another.
         """
         self._generated_tokens.inc(count)
-        self._intervals.observe(intervals)
+        self._rows["penstock_inter_token_latency_seconds"].observe_all(intervals)
 
     def first_token(self, seconds: float) -> None:
         """Of a request, after its arrival."""
@@ -337,6 +329,11 @@ class Row:
         self.counts[bisect_left(self.bounds, value)] += count
         self.sum += value * count
 
+    def observe_all(self, values: Mapping[float, int]) -> None:
+        """Each value came as often as it says."""
+        for value, count in values.items():
+            self.observe(value, count)
+
     @property
     def buckets(self) -> list[tuple[str, float]]:
         """In Prometheus' words: how many values are no more than each bound."""
@@ -363,16 +360,6 @@ class Histogram(Collector):
         yield family
 
     describe = collect  # so that it is found by its name, too
-
-
-class Intervals(Histogram):
-    """One that takes many values at once."""
-
-    def observe(self, values: Mapping[float, int]) -> None:
-        """Each value, as often as it says."""
-        row = self._rows[()]
-        for value, count in values.items():
-            row.observe(value, count)
 
 
 class Shares(Collector):

@@ -5,7 +5,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.proto import shard_pb2
 from penstock.router.drafting import Allowance
-from penstock.router.metrics import HISTOGRAMS, SECONDS, TOKENS, VLLM, Histogram, Intervals, Metrics
+from penstock.router.metrics import HISTOGRAMS, SECONDS, TOKENS, VLLM, Histogram, Metrics
 from penstock.router.request import Finish, Request
 from penstock.router.scheduler import Decode, Filter, Prefill
 
@@ -146,8 +146,8 @@ def test_gauges_show_what_is_the_case_when_somebody_looks() -> None:
 
 
 def test_intervals_fall_into_buckets_with_their_upper_bound_included() -> None:
-    intervals = Intervals("name", "text", (1.0, 2.0))
-    intervals.observe({0.5: 1, 1.0: 1, 1.5: 1, 2.0: 1, 9.0: 1})
+    intervals = Histogram("name", "text", (1.0, 2.0))
+    intervals.labels().observe_all({0.5: 1, 1.0: 1, 1.5: 1, 2.0: 1, 9.0: 1})
     (family,) = intervals.collect()
     assert [sample.value for sample in family.samples] == [2, 4, 5, 5, 14.0]
 
