@@ -10,14 +10,7 @@ from typing import Any, NoReturn
 from . import kinds
 from .mistake import Mistake
 from .options import BATCHING, CHATS, COMPUTE, FIELDS, HTTP, MODEL, NODES, REQUESTS, Options, check, flag
-
-# Flags of text-generation-inference that penstock lacks: who moves is not pointed to a flag that only looks alike.
-TGI_ONLY = (
-    "--validation-workers --trust-remote-code --prometheus-port "
-    "--weights-cache-override --disable-custom-kernels --rope-scaling --rope-factor "
-    "--watermark-gamma --watermark-delta --tokenizer-config-path "
-    "--usage-stats --enable-prefill-logprobs --disable-usage-stats --disable-crash-reports"
-)
+from .tgi_flags import IGNORED, REFUSED
 
 
 class Parser(argparse.ArgumentParser):
@@ -129,7 +122,7 @@ def _unknown(program: str, arguments: Sequence[str]) -> str:
     name = arguments[0].partition("=")[0]
     if not name.startswith("-"):
         return f"{arguments[0]} is one argument too many: {program} takes one MODEL"
-    if name in TGI_ONLY.split():
+    if name in map(flag, (*IGNORED, *REFUSED)):  # who moves is not pointed to a flag that only looks alike
         return f"{name} is text-generation-inference's, penstock has no such flag ({program} --help lists what there is)"
     spellings = [flag(spelling) for field in FIELDS.values() for spelling in _spellings(field)]
     return f"no flag {name}{meant(name, [*spellings, '--version'], program)}"

@@ -1,7 +1,7 @@
 """The `text-generation-launcher` command: text-generation-inference's flags and environment become those of `penstock serve`.
 
 What penstock has by the same name passes unchanged (`options.py`). Here is the rest: what has no effect and is told in a line each,
-what would change how a model computes and is refused with the remedy, and what only has another form.
+what would change how a model computes and is refused with the remedy (`tgi_flags.py` lists both), and what only has another form.
 """
 
 import argparse
@@ -17,32 +17,11 @@ from . import cli, command_line, kinds, machine, options, streams
 from .console import Console
 from .mistake import Mistake
 from .options import flag
+from .tgi_flags import IGNORED, REFUSED
 
 PROGRAM = "text-generation-launcher"
 WIGGLE_ROOM = 0.9  # of the memory that --cuda-memory-fraction names, TGI uses this share, unless TGI_WIGGLE_ROOM says another
 
-# Names as in the environment, in lower case. Whatever penstock gets a flag for moves to `options.py`, which comes first.
-IGNORED = {
-    "validation_workers": "prompts are tokenized on as many threads as they need",
-    "trust_remote_code": "code that comes with a model is never run",
-    "prometheus_port": "the metrics are at /metrics on --port",
-    "disable_custom_kernels": "kernels are chosen by what the device can do",
-    "watermark_gamma": "requests that ask for a watermark are refused",
-    "watermark_delta": "requests that ask for a watermark are refused",
-    "ngrok_authtoken": "there is no tunnel",
-    "ngrok_edge": "there is no tunnel",
-    "usage_stats": "no usage statistics are sent, ever",
-    "disable_usage_stats": "no usage statistics are sent, ever",
-    "disable_crash_reports": "no crash reports are sent, ever",
-    "enable_prefill_logprobs": "a request's `decoder_input_details` is enough",
-}
-REFUSED = {
-    "weights_cache_override": "name the folder that holds config.json and the weights with --model-id",
-    "rope_scaling": "write rope_scaling into the config.json of a copy of the model, and name that folder with --model-id",
-    "rope_factor": "write rope_scaling into the config.json of a copy of the model, and name that folder with --model-id",
-    "tokenizer_config_path": "write its chat_template into a file of its own, and name that with --chat-template",
-    "ngrok": "there is no tunnel: run `ngrok http PORT` beside the server",
-}
 SWITCHES = {
     *("trust_remote_code", "disable_custom_kernels", "disable_usage_stats", "disable_crash_reports", "enable_prefill_logprobs"),
     "ngrok",
@@ -128,8 +107,6 @@ def _remarks(values: argparse.Namespace, environment: Mapping[str, str]) -> "lis
     """A line for each thing without effect. Raises Mistake for the first that is refused."""
     remarks: dict[str, None] = {}
     for name in (*IGNORED, *REFUSED):
-        if name in options.FIELDS:
-            continue
         text, source = getattr(values, name), flag(name)
         if text is None:
             text, source = environment.get(name.upper()), name.upper()
@@ -140,7 +117,7 @@ def _remarks(values: argparse.Namespace, environment: Mapping[str, str]) -> "lis
             raise Mistake(f"{shown} is text-generation-inference's, and penstock lacks it: {REFUSED[name]}")
         remarks[f"{source} has no effect: {IGNORED[name]}"] = None
     for name, reason in VARIABLES.items():
-        if environment.get(name) and name.lower() not in options.FIELDS:
+        if environment.get(name):
             remarks[f"{name} has no effect: {reason}"] = None
     return list(remarks)
 
@@ -272,9 +249,9 @@ def _parser(everything: bool = False) -> argparse.ArgumentParser:
         parser.add_argument("--cors-allow-origin", action=Joined)
     for name, why in (IGNORED | REFUSED).items():
         group = refused if name in REFUSED else ignored
-        if name in SWITCHES and name not in options.FIELDS:
+        if name in SWITCHES:
             group.add_argument(flag(name), dest=name, action="store_const", const="true", help=why)
-        elif name not in options.FIELDS:
+        else:
             group.add_argument(flag(name), dest=name, metavar="VALUE", help=why)
     return parser
 
