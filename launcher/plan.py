@@ -71,43 +71,27 @@ def divide(
     device = _device(options, machine)
     ranks = _ranks(options, device, machine)
     local = ranks // max(1, options.nnodes)
-    try:
-        form = shape(model.config).within(options.max_total_tokens).quantized(options.quantize)
-        form.check_ranks(ranks)
-    except ValueError as error:
-        raise Mistake(f"{model.folder}: {error}") from None
-    if options.max_total_tokens > form.max_positions:
-        raise Mistake(f"--max-total-tokens {options.max_total_tokens} is more than the model's {form.max_positions} positions")
-    if options.max_input_tokens >= form.max_positions:
-        given, most = options.max_input_tokens, form.max_positions
-        raise Mistake(f"--max-input-tokens {given} leaves no room for an answer within the model's {most} positions")
+    form = _form(options, model, ranks)
     dtype = _dtype(options, model, device, machine)
+    item = ITEM_BYTES[dtype]
     packed = device == "cpu" and (dtype == "float32" or (dtype == "bfloat16" and machine.fast_bfloat16))
-    weights = form.weight_bytes(ranks, ITEM_BYTES[dtype], device, dtype, packed)
+    weights = form.weight_bytes(ranks, item, device, dtype, packed)
     # Each is laid out as the largest, and what it does to matrices that are stored as one has zeros beside it.
-    adapted = 2 * len(changes) * max((change.elements for change in changes), default=0) * ITEM_BYTES[dtype]
-    token = form.kv_elements(ranks) * (ITEM_BYTES[dtype] if options.kv_cache_dtype == "auto" else 1)
+    adapted = 2 * len(changes) * max((change.elements for change in changes), default=0) * item
+    token = form.kv_elements(ranks) * (item if options.kv_cache_dtype == "auto" else 1)
+    small = shape(draft.config) if draft else None
+    draft_bytes = small.weight_bytes(1, item, device, dtype, packed) if small else 0
+    draft_token = small.kv_elements(1) * item if small else 0
     total = min(machine.gpu_memory[:local]) if device == "cuda" else machine.memory // local
     usable = int(total * options.cuda_memory_fraction)
-    small = shape(draft.config) if draft else None
-    draft_bytes = small.weight_bytes(1, ITEM_BYTES[dtype], device, dtype, packed) if small else 0
-    draft_token = small.kv_elements(1) * ITEM_BYTES[dtype] if small else 0
-    page = (token + draft_token) * options.page_size
-    # More pages than all requests together can fill would only keep prefixes.
-    longest = options.max_total_tokens or form.max_positions
-    together = options.sequences
-    graphs = _graphs(options, together) if device == "cuda" else 0
+    graphs = _graphs(options) if device == "cuda" else 0
     left = usable - graphs * rooms.GRAPH_BYTES
-    useful = together * -(-longest // options.page_size)
-    fixed = weights + adapted + draft_bytes
-    pages = options.pool_pages or min(useful, (left - fixed) // page)
+    fixed, page = weights + adapted + draft_bytes, (token + draft_token) * options.page_size
+    longest = options.max_total_tokens or form.max_positions
+    # More pages than all requests together can fill would only keep prefixes.
+    pages = options.pool_pages or min(options.sequences * -(-longest // options.page_size), (left - fixed) // page)
     if pages < 1 or fixed + pages * page > left:
-        asked = f"{options.pool_pages} pages" if options.pool_pages else "one page"
-        pool = page * max(1, options.pool_pages)
-        allowed = f"{size(max(0, left))} may be used ({100 * options.cuda_memory_fraction:.4g}% of {size(total)})"
-        usual = fixed + pool <= int(total * SHARD.memory_fraction) - (usable - left)
-        remedy = "raise --cuda-memory-fraction" if usual else _remedy(options, form, ranks, dtype)
-        raise Mistake(f"weights take {size(fixed)} and {asked} {size(pool)} per rank, but {allowed}: {remedy}")
+        raise _refusal(options, total, left, fixed, page, _remedy(options, form, ranks, dtype))
     return Plan(
         shape=form,
         checkpoint=model,
@@ -115,9 +99,7 @@ def divide(
         ranks=ranks,
         local_ranks=local,
         dtype=dtype,
-        threads=1
-        if options.batch_invariant
-        else options.threads or _threads(device, form.parameters(ranks), machine.cores // local),
+        threads=_threads(options, device, form.parameters(ranks), machine.cores // local),
         weight_bytes=weights,
         adapter_bytes=adapted,
         token_bytes=token,
@@ -128,22 +110,49 @@ def divide(
         page_size=options.page_size,
         pages=pages,
         graphs=graphs,
-        sequences=together,
+        sequences=options.sequences,
         longest=longest,
     )
 
 
-def _threads(device: str, parameters: int, cores: int) -> int:
+def _form(options: Options, model: Checkpoint, ranks: int) -> Shape:
+    """The model's, as it is to be served. Raises Mistake if the options want more than it has."""
+    try:
+        form = shape(model.config).within(options.max_total_tokens).quantized(options.quantize)
+        form.check_ranks(ranks)
+    except ValueError as error:
+        raise Mistake(f"{model.folder}: {error}") from None
+    if options.max_total_tokens > form.max_positions:
+        raise Mistake(f"--max-total-tokens {options.max_total_tokens} is more than the model's {form.max_positions} positions")
+    if options.max_input_tokens >= form.max_positions:
+        given, most = options.max_input_tokens, form.max_positions
+        raise Mistake(f"--max-input-tokens {given} leaves no room for an answer within the model's {most} positions")
+    return form
+
+
+def _refusal(options: Options, total: int, left: int, fixed: int, page: int, remedy: str) -> Mistake:
+    """Of a rank's memory, `left` is too little for `fixed` and pages. remedy: where the usual share of it would be, too."""
+    asked = f"{options.pool_pages} pages" if options.pool_pages else "one page"
+    pool = page * max(1, options.pool_pages)
+    allowed = f"{size(max(0, left))} may be used ({100 * options.cuda_memory_fraction:.4g}% of {size(total)})"
+    more = int(total * SHARD.memory_fraction) - int(total * options.cuda_memory_fraction)
+    remedy = "raise --cuda-memory-fraction" if fixed + pool <= left + more else remedy
+    return Mistake(f"weights take {size(fixed)} and {asked} {size(pool)} per rank, but {allowed}: {remedy}")
+
+
+def _threads(options: Options, device: str, parameters: int, cores: int) -> int:
     """Of a rank that has so many parameters and cores."""
-    return max(1, cores if device == "cuda" else min(cores, parameters // PER_THREAD))
+    if options.batch_invariant:
+        return 1
+    return options.threads or max(1, cores if device == "cuda" else min(cores, parameters // PER_THREAD))
 
 
-def _graphs(options: Options, together: int) -> int:
+def _graphs(options: Options) -> int:
     """How many steps will be recorded."""
     chosen = rooms.parse(options.cuda_graphs)
     speculation = options.speculation
     tokens = options.max_batch_prefill_tokens or rooms.MIXED[-1]
-    steps = len(rooms.decodes(chosen, together)) + len(rooms.mixed(chosen, tokens, speculation.most > 0))
+    steps = len(rooms.decodes(chosen, options.sequences)) + len(rooms.mixed(chosen, tokens, speculation.most > 0))
     return steps * (2 if speculation.draft else 1)  # the draft model's own
 
 
