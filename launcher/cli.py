@@ -218,15 +218,7 @@ def _serve(asked: Options, environment: Mapping[str, str]) -> int:
     changes = adapters.resolve(asked, name)
     planned = plan.make(asked, model, draft, changes)
     text = text_folder(planned)
-    of = f"{asked.local_replicas} replicas of {planned.ranks}" if asked.local_replicas > 1 else planned.ranks
-    console.say(f"{name} on {planned.device}, {planned.dtype}, ranks: {of}, threads of each: {planned.threads}")
-    if text != folder:
-        console.say(f"{folder} has no tokenizer.json: the embedded demo model's tokenizer stands in")
-    if speculation.most and speculation.verify in LOSSY:
-        console.say(f"--speculate verify={speculation.verify} is lossy: answers differ from what the model says without guesses")
-    idle = [options.flag(option) for option in options.PAUSING if getattr(asked, option) is not None]
-    if idle and asked.prefill_policy != "pause":
-        console.say(f"no effect without --prefill-policy pause: {', '.join(idle)}")
+    _tell(asked, name, planned, text, speculation, console)
     if not asked.node_rank and not asked.no_router:
         greeting.warn(asked, environment, console)
     with ExitStack() as stack:
@@ -244,22 +236,33 @@ def _serve(asked: Options, environment: Mapping[str, str]) -> int:
         interpreted = planned.device == "cpu" and asked.penstock_kernels == "triton"
         local = asked.nnodes == 1 and sys.platform.startswith("linux")
         children = child_environment(environment, planned.threads, interpret=interpreted, local=local)
-        groups: dict[str, Part] = {}
         if asked.nnodes > 1:
             digest = checkpoint.digest(model) + (checkpoint.digest(draft) if draft else "")
             digest += "".join(change.digest for change in changes)
             ours = assembly.Ours(asked, configs[0], digest, private, children, _command, console)
             if asked.node_rank:
                 return assembly.follow(ours)
-            groups["0"], found = assembly.lead(ours)
+            spread, found = assembly.lead(ours)
+            groups: dict[str, Part] = {"0": spread}
             addresses: Sequence[Sequence[str]] = [found]
         else:
-            for place, shards in zip(places, configs, strict=True):
-                commands = [_shard(place, shard) for shard in shards]
-                groups[place.name] = Part(place.title, commands, asked.max_restarts, place.files)
+            groups = {place.name: _part(asked, place, shards) for place, shards in zip(places, configs, strict=True)}
             addresses = [place.addresses for place in places]
-        server = _server(asked, name, text, private, groups, addresses, children, console, began)
-        return server.run()
+        return _server(asked, name, text, private, groups, addresses, children, console, began).run()
+
+
+def _tell(asked: Options, name: str, planned: Plan, text: Path, speculation: Speculation, console: Console) -> None:
+    """What will run, and what the operator may not expect of it. text: where the tokenizer is."""
+    of = f"{asked.local_replicas} replicas of {planned.ranks}" if asked.local_replicas > 1 else planned.ranks
+    console.say(f"{name} on {planned.device}, {planned.dtype}, ranks: {of}, threads of each: {planned.threads}")
+    folder = planned.checkpoint.folder
+    if text != folder:
+        console.say(f"{folder} has no tokenizer.json: the embedded demo model's tokenizer stands in")
+    if speculation.most and speculation.verify in LOSSY:
+        console.say(f"--speculate verify={speculation.verify} is lossy: answers differ from what the model says without guesses")
+    idle = [options.flag(option) for option in options.PAUSING if getattr(asked, option) is not None]
+    if idle and asked.prefill_policy != "pause":
+        console.say(f"no effect without --prefill-policy pause: {', '.join(idle)}")
 
 
 def _route(asked: Options, name: str, folder: Path, environment: Mapping[str, str], console: Console, began: float) -> int:
@@ -308,8 +311,12 @@ def _server(
     )
 
 
-def _shard(place: Place, shard: ShardConfig) -> Command:
-    return Command(place.process(shard.rank), _command("penstock.shard", settings.dump(shard)), place.environment)
+def _part(asked: Options, place: Place, shards: Sequence[ShardConfig]) -> Part:
+    """A rank group of this machine alone."""
+    commands = [
+        Command(place.process(shard.rank), _command("penstock.shard", settings.dump(shard)), place.environment) for shard in shards
+    ]
+    return Part(place.title, commands, asked.max_restarts, place.files)
 
 
 def _locate(asked: Options, weights: bool) -> tuple[str, Path]:
