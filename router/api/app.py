@@ -37,8 +37,6 @@ SILENT = {"/metrics", "/stats", "/favicon.ico"}  # beside the open paths: asked 
 PATIENCE = 60.0  # seconds that a client gets to send a body
 LONG = 1 << 18  # bytes of an answer that does not fit into the buffers on its way
 KINDS = {404: "not_found", 405: "method_not_allowed", 413: "payload_too_large"}
-
-
 TURNED_AWAY = ("validation", "overloaded", "unavailable", "timeout")  # kinds of problems that a request may have before it arrives
 
 logger = logging.getLogger(__name__)
@@ -66,25 +64,7 @@ def make_app(
     either = Either(config, batcher, Chats(tokenizer, validator), tgi, openai)
     probes = PROBES | ({config.aip_health_route} if config.aip_health_route else set())
     docs = Docs(config)
-    open_paths = probes | FILES.keys() | docs.paths
-    preflight, grant = cors(config.cors_allow_origin)
-    patience = Patience(config.slow_client_timeout)
-    unanswered = Unanswered()
-    app = web.Application(
-        middlewares=[
-            observed(tracing, open_paths | SILENT),
-            preflight,
-            _problems(metrics),
-            _authorization(config.api_keys, open_paths, PREFIX if config.admin_key else None),
-            _read(config.payload_limit, config.payload_limit_total, unanswered),
-            _deliver(patience),
-        ]
-    )
-    app[PATIENT] = patience
-    app[OUTBOX] = Outbox()
-    app[UNANSWERED] = unanswered
-    metrics.watch("penstock_slow_clients", lambda: patience.dropped)
-    app.on_response_prepare.extend((add_headers, grant))
+    app = _application(config, metrics, tracing, probes | FILES.keys() | docs.paths)
 
     async def render_metrics(http: web.Request) -> web.Response:
         return web.Response(body=metrics.render(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
@@ -123,6 +103,29 @@ def make_app(
     if config.aip_health_route not in ("", *PROBES):
         _apart(app, "GET", "--aip-health-route", config.aip_health_route)
         app.router.add_get(config.aip_health_route, probe.health)
+    return app
+
+
+def _application(config: RouterConfig, metrics: Metrics, tracing: Tracing | None, open_paths: Set[str]) -> web.Application:
+    """Without a route: what is done for all of them. open_paths: where nobody is asked for a key."""
+    preflight, grant = cors(config.cors_allow_origin)
+    patience = Patience(config.slow_client_timeout)
+    metrics.watch("penstock_slow_clients", lambda: patience.dropped)
+    unanswered = Unanswered()
+    app = web.Application(
+        middlewares=[
+            observed(tracing, open_paths | SILENT),
+            preflight,
+            _problems(metrics),
+            _authorization(config.api_keys, open_paths, PREFIX if config.admin_key else None),
+            _read(config.payload_limit, config.payload_limit_total, unanswered),
+            _deliver(patience),
+        ]
+    )
+    app[PATIENT] = patience
+    app[OUTBOX] = Outbox()
+    app[UNANSWERED] = unanswered
+    app.on_response_prepare.extend((add_headers, grant))
     return app
 
 
