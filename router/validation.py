@@ -116,21 +116,7 @@ class Validator:
         adapter = self._adapter(parameters)
         _check_ids(parameters.logit_bias, "logit_bias", limits)
         _check_ids(parameters.end_ids, "stop_token_ids", limits)
-        if not prompt:
-            raise Refused("`inputs` cannot be empty", "inputs")
-        most = limits.max_input_tokens
-        if parameters.truncate is not None and not 0 < parameters.truncate <= most:
-            raise Refused(f"`truncate` must be strictly positive and less than {most}. Given: {parameters.truncate}", "truncate")
-        if isinstance(prompt, str):
-            if not parameters.truncate:
-                self._check_length(prompt, most)
-            ids: Sequence[int] = await self.encode(prompt, add_special_tokens)
-            if max(ids, default=0) >= limits.vocabulary:  # a tokenizer may have more tokens than the model
-                _check_ids(ids, "inputs", limits)
-        else:
-            _check_ids(prompt, "inputs", limits)
-            ids = prompt
-        ids = ids[-parameters.truncate :] if parameters.truncate else ids
+        ids = await self._prompt(prompt, parameters.truncate, limits, add_special_tokens)
         stop, end_ids = self._ends(parameters, beams, limits)
         choices = (parameters.choices if beams is None else parameters.num_return_sequences) or 1
         longest = _max_new_tokens(len(ids), parameters.max_new_tokens, choices, beams, limits)
@@ -169,6 +155,26 @@ class Validator:
         if parameters.grammar is not None:
             await self.grammars.check(parameters.grammar)
         return request
+
+    async def _prompt(
+        self, prompt: str | Sequence[int], truncate: int | None, limits: Limits, add_special_tokens: bool
+    ) -> Sequence[int]:
+        """Its tokens, the last ones if it is to be truncated."""
+        if not prompt:
+            raise Refused("`inputs` cannot be empty", "inputs")
+        most = limits.max_input_tokens
+        if truncate is not None and not 0 < truncate <= most:
+            raise Refused(f"`truncate` must be strictly positive and less than {most}. Given: {truncate}", "truncate")
+        if isinstance(prompt, str):
+            if not truncate:
+                self._check_length(prompt, most)
+            ids: Sequence[int] = await self.encode(prompt, add_special_tokens)
+            if max(ids, default=0) >= limits.vocabulary:  # a tokenizer may have more tokens than the model
+                _check_ids(ids, "inputs", limits)
+        else:
+            _check_ids(prompt, "inputs", limits)
+            ids = prompt
+        return ids[-truncate:] if truncate else ids
 
     def _check_length(self, text: str, most: int) -> None:
         """Of a long text, before it is tokenized, which is dear."""
