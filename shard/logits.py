@@ -73,6 +73,17 @@ class Wanted:
     candidates: int = 0  # of beams, whose rows are chosen from together
 
 
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What a step's tokens are chosen with."""
+
+    decoder: Decoder
+    hidden: Tensor  # states of the rows that it wants
+    guesses: Guesses
+    shrink: Shrink
+    masks: Pending | None
+
+
 Tell = Callable[[Tensor], Tensor]  # on rank 0: tells the other ranks; on these: waits for what is to be written over the tensor
 Choice = Picking[dict[int, Found]]  # per group that is sampled: its picks; None for what can't be chosen. Row by row of its runs
 
@@ -108,9 +119,10 @@ def choose(
     if not wanted:
         return nothing(hidden.device)
     uids = [one.run.group.uid for one in wanted]
-    picking = _begin(decoder, wanted, hidden, guesses, shrink, masks)
+    means = Means(decoder, hidden, guesses, shrink, masks)
+    picking = _begin(means, wanted)
     if picking is None:
-        found = _found_now(decoder, wanted, hidden, guesses, shrink, masks, stops)
+        found = _found_now(means, wanted, stops)
         picked = None if any(one.candidates for one in wanted) else known(list(chain.from_iterable(found)), hidden.device).picked
         return Picking(picked, lambda: None, lambda: dict(zip(uids, found, strict=True)))
 
@@ -121,20 +133,18 @@ def choose(
     return Picking(picking.picked, picking.wait, take)
 
 
-def _begin(
-    decoder: Decoder, wanted: Listing[Wanted], hidden: Tensor, guesses: Guesses, shrink: Shrink, masks: Pending | None
-) -> Picking[list[Found]] | None:
+def _begin(means: Means, wanted: Listing[Wanted]) -> Picking[list[Found]] | None:
     """Picks that the host need not wait for; None if they are of another kind, or memory is short."""
-    ranks = decoder.ranks
-    if guesses.rule is not Rule.GUMBEL or any(_on_host(one, ranks.size > 1) for one in wanted):
+    ranks, device = means.decoder.ranks, means.hidden.device
+    if means.guesses.rule is not Rule.GUMBEL or any(_on_host(one, ranks.size > 1) for one in wanted):
         return None
 
     def work() -> Picking[list[Found]]:
-        logits = _logits(decoder, wanted, hidden)
-        mask = masks.join(hidden.device) if masks is not None else None
-        return _picking(logits, wanted, guesses, mask, hidden.device, ranks.tell if ranks.size > 1 else None)
+        logits = _logits(means, wanted)
+        mask = means.masks.join(device) if means.masks is not None else None
+        return _picking(logits, wanted, means.guesses, mask, device, ranks.tell if ranks.size > 1 else None)
 
-    return shrink.whole(work, sum(len(one.rows) for one in wanted))
+    return means.shrink.whole(work, sum(len(one.rows) for one in wanted))
 
 
 def _on_host(one: Wanted, several: bool) -> bool:
@@ -154,27 +164,19 @@ def _told(tokens: Tensor) -> Picking[Found]:
     return Picking(lambda: Picked(tokens), arrival.wait, take)
 
 
-def _found_now(
-    decoder: Decoder,
-    wanted: Listing[Wanted],
-    hidden: Tensor,
-    guesses: Guesses,
-    shrink: Shrink,
-    masks: Pending | None,
-    stops: Stops | None,
-) -> list[Found]:
+def _found_now(means: Means, wanted: Listing[Wanted], stops: Stops | None) -> list[Found]:
     """Of each run, on every rank."""
-    found = _in_parts(decoder, wanted, hidden, guesses, shrink, masks)
-    if masks is not None:
-        found = masks.settle(found)
+    found, ranks = _in_parts(means, wanted), means.decoder.ranks
+    if means.masks is not None:
+        found = means.masks.settle(found)
     if stops is not None:
         found = [_stopped(one, some, stops) for one, some in zip(wanted, found, strict=True)]
-    if decoder.ranks.size > 1:
+    if ranks.size > 1:
         counts = [(len(one.rows), one.candidates) for one in wanted]
-        samples = decoder.ranks.rank == 0
+        samples = ranks.rank == 0
         seen = [None if one.run.problem else own for one, own in zip(wanted, found, strict=True)]
         codes = codes_of(seen, counts) if samples else [0] * length_of(counts)
-        told = decoder.ranks.tell(torch.tensor(codes, device=hidden.device)).tolist()
+        told = ranks.tell(torch.tensor(codes, device=means.hidden.device)).tolist()
         if not samples:
             found = [_taken(one, own) for one, own in zip(wanted, found_from(told, counts), strict=True)]
     return found
@@ -188,28 +190,26 @@ def _taken(one: Wanted, found: Found | None) -> Found:
     return found
 
 
-def _in_parts(
-    decoder: Decoder, wanted: Listing[Wanted], hidden: Tensor, guesses: Guesses, shrink: Shrink, masks: Pending | None
-) -> list[Found]:
+def _in_parts(means: Means, wanted: Listing[Wanted]) -> list[Found]:
     """Of each run, all at once if there is memory for it. One that is too large even alone has a problem."""
-    sizes = [len(one.rows) for one in wanted]
+    sizes, device = [len(one.rows) for one in wanted], means.hidden.device
     starts = [0, *accumulate(sizes)]
 
     def some(own: Listing[int]) -> list[Found]:
         part = [wanted[i] for i in own]
-        logits = _logits(decoder, part, hidden)
-        mask = masks.join(hidden.device)[starts[own[0]] : starts[own[-1] + 1]] if masks is not None else None
-        return _picking(logits, part, guesses, mask, hidden.device).take() if logits is not None else [[] for _ in part]
+        logits = _logits(means, part)
+        mask = means.masks.join(device)[starts[own[0]] : starts[own[-1] + 1]] if means.masks is not None else None
+        return _picking(logits, part, means.guesses, mask, device).take() if logits is not None else [[] for _ in part]
 
     found: list[Found] = []
-    for one, own in zip(wanted, shrink.rows(some, range(len(wanted)), sizes), strict=True):
+    for one, own in zip(wanted, means.shrink.rows(some, range(len(wanted)), sizes), strict=True):
         if own is None:
             one.run.problem = ALONE
         found.append(own if own is not None else [None] * len(one.rows))
     return found
 
 
-def _logits(decoder: Decoder, wanted: Listing[Wanted], hidden: Tensor) -> Tensor | None:
+def _logits(means: Means, wanted: Listing[Wanted]) -> Tensor | None:
     """Of all rows, in order. All choices of a prompt draw from the same logits, computed once."""
     places: list[int] = []  # of the rows wanted, each once
     copies: list[int] = []  # of each of them
@@ -218,8 +218,8 @@ def _logits(decoder: Decoder, wanted: Listing[Wanted], hidden: Tensor) -> Tensor
         count = 1 if run.group.waiting else run.wanted
         places += range(run.first + run.wanted - count, run.first + run.wanted)
         copies += [len(one.rows) // count] * count
-    device = hidden.device
-    logits = decoder.logits(hidden if len(places) == len(hidden) else hidden[to_device(torch.tensor(places), device)])
+    hidden, device = means.hidden, means.hidden.device
+    logits = means.decoder.logits(hidden if len(places) == len(hidden) else hidden[to_device(torch.tensor(places), device)])
     if logits is not None and sum(copies) > len(places):
         each = to_device(torch.arange(len(copies)).repeat_interleave(torch.tensor(copies)), device)
         logits = logits[each]
