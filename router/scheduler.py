@@ -114,8 +114,8 @@ Action = Prefill | Decode | Filter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """What the reply to a Prefill or Decode says."""
+class Report(Measured):
+    """What the reply to a Prefill or Decode says of the step, and of those who run."""
 
     free: int  # pages that can be taken, cached ones included
     cached: int = 0  # those of them that hold prefixes
@@ -125,18 +125,7 @@ class Report:
     lacking: Sequence[int] = ()
     finished: Iterable[int] = ()  # the uid of each choice that has ended by itself
     failed: Iterable[int] = ()
-    seconds: float = 0.0
-    prompt_tokens: int = 0
     cached_tokens: int = 0  # of prompts, that were not computed
-    decode_tokens: int = 0
-    prompt_keys: int = 0
-    decode_keys: int = 0
-    rows: int = 0  # that were sampled
-    drafted: int = 0  # of decode_tokens, those that were guesses ...
-    accepted: int = 0  # ... and those of them that were right
-    rounds: int = 0  # runs of the draft model
-    draft_seconds: float = 0.0  # what it took to find guesses ...
-    later_seconds: float = 0.0  # ... and, of that, runs after the first one
     ahead: bool = False  # what is said of standings and of free pages includes what the next step takes and computes
 
 
@@ -523,22 +512,9 @@ class Scheduler:
         prompt = told.prompt_tokens + told.cached_tokens
         if prompt:
             self._uncached += 0.2 * (told.prompt_tokens / prompt - self._uncached)
-        step = Measured(
-            told.prompt_tokens,
-            told.prompt_keys,
-            told.decode_tokens,
-            told.decode_keys,
-            told.rows,
-            told.seconds,
-            told.drafted,
-            told.accepted,
-            told.rounds,
-            told.draft_seconds,
-            told.later_seconds,
-        )
-        self._policy.learn(step)
+        self._policy.learn(told)
         if self._drafting is not None:
-            self._drafting.learn(step)
+            self._drafting.learn(told)
 
 
 def _order(job: Job) -> tuple[float, int]:
