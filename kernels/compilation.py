@@ -11,10 +11,10 @@ class Compilation:
 
     kernel: JITFunction
     name: str  # unique: shown in the report
-    # Type of every argument, constants as "constexpr": {"x": "*bf16", "stride": "i64:16", "SIZE": "constexpr"}. Pointers are taken
-    # to be aligned to 16 bytes; of a number ":16" says that it is divisible by 16.
+    # Type of every argument that is no constant: {"x": "*bf16", "stride": "i64:16"}. Pointers are taken to be aligned to 16 bytes;
+    # of a number ":16" says that it is divisible by 16.
     signature: dict[str, str]
-    constants: dict[str, object]  # of the arguments that are constants
+    constants: dict[str, object]  # all other arguments
     warps: int = 4
     stages: int = 2
     fuse: bool = False  # may multiplications and additions be contracted? Say at the launch what is said here (enable_fp_fusion)

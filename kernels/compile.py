@@ -89,11 +89,10 @@ def build(compilation: Compilation, target: Target) -> Result:
 
 def _compiled(compilation: Compilation, target: Target) -> Any:
     kernel = compilation.kernel
-    types = {name: compilation.signature[name].partition(":")[0] for name in kernel.arg_names}
+    signature = {**compilation.signature, **dict.fromkeys(compilation.constants, "constexpr")}
+    types = {name: signature[name].partition(":")[0] for name in kernel.arg_names}
     # As at run time: allocations are aligned, and so are numbers that are divisible by 16 (strides, most sizes).
-    aligned = [
-        i for i, name in enumerate(kernel.arg_names) if types[name].startswith("*") or compilation.signature[name].endswith(":16")
-    ]
+    aligned = [i for i, name in enumerate(kernel.arg_names) if types[name].startswith("*") or signature[name].endswith(":16")]
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
     source = ASTSource(kernel, types, dict(compilation.constants), attributes)
     options = {"num_warps": compilation.warps, "num_stages": compilation.stages, "enable_fp_fusion": compilation.fuse}

@@ -63,8 +63,6 @@ def compilations() -> list[Compilation]:
                 "size": "i32:16",
                 "gate_up_stride": "i32:16",
                 "out_stride": "i32:16",
-                "BLOCK": "constexpr",
-                "GELU": "constexpr",
             },
             constants={"BLOCK": BLOCK_SIZE, "GELU": gelu},
             warps=WARPS,

@@ -246,7 +246,7 @@ def compilations() -> list[Compilation]:
             Compilation(
                 kernel=index_kernel,
                 name=f"index {dtype}{' fp8' * (most > 0)}{' early' * early}",
-                signature=pointers | numbers | dict.fromkeys(constants, "constexpr"),
+                signature=pointers | numbers,
                 constants=constants,
                 warps=WARPS,
                 early=early,
@@ -271,7 +271,6 @@ def _scores_compilation(heads: int, keys: int, generation: int, trees: bool = Fa
         "cache": "*fp8e4nv" if eight_bits else "*bf16",
         **dict.fromkeys(("items", "listed", "positions", "masks", "pages"), "*i32"),
         **dict.fromkeys(("first", "count", "length"), "i32"),
-        **dict.fromkeys(constants, "constexpr"),
     }
     marks = ["trees" * trees, "e4m3" * eight_bits, {0: "amd", 8: "ampere", 9: ""}[generation]]
     return Compilation(

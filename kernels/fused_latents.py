@@ -129,7 +129,7 @@ def compilations() -> list[Compilation]:
             Compilation(
                 kernel=latents_kernel,
                 name=f"latents {size} {dtype}{' fp8' * (most > 0)}{' early' * early}",
-                signature=pointers | numbers | dict.fromkeys(constants, "constexpr"),
+                signature=pointers | numbers,
                 constants=constants,
                 warps=WARPS,
                 early=early,

@@ -113,11 +113,7 @@ def compilations() -> list[Compilation]:
             Compilation(
                 kernel=norm_kernel,
                 name=f"norm {'add ' if add else ''}{size} x {inner}",
-                signature=pointers
-                | {"rows": "i32", "inner": "i32"}
-                | strides
-                | {"epsilon": "fp32"}
-                | dict.fromkeys(constants, "constexpr"),
+                signature=pointers | {"rows": "i32", "inner": "i32"} | strides | {"epsilon": "fp32"},
                 constants=dict(constants),
                 warps=warps,
                 hot=True,

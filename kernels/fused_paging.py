@@ -89,9 +89,9 @@ def compilations() -> list[Compilation]:
     found = []
     for dtype in ("bf16", "i8"):
         pointers = {"sources": "*i64", "targets": "*i64"}
-        sizes = {"width": "i32:16", "BLOCK": "constexpr"}
-        copies = {"pages": f"*{dtype}", **pointers, "filled": "*i64", "layer_stride": "i64:16", "page_elements": "i32:16", **sizes}
-        moves = {"slots": f"*{dtype}", **pointers, "starts": "*i64", "layer_stride": "i64:16", **sizes}
+        sizes = {"layer_stride": "i64:16", "width": "i32:16"}
+        copies = {"pages": f"*{dtype}", **pointers, "filled": "*i64", **sizes, "page_elements": "i32:16"}
+        moves = {"slots": f"*{dtype}", **pointers, "starts": "*i64", **sizes}
         for name, kernel, signature in (("page copy", copy_kernel, copies), ("slot move", move_kernel, moves)):
             found.append(
                 Compilation(

@@ -209,7 +209,7 @@ def compilations() -> list[Compilation]:
             Compilation(
                 kernel=product_kernel,
                 name=f"product {name} {kind}".rstrip(),
-                signature={**pointers, **numbers, **dict.fromkeys(constants, "constexpr")},
+                signature=pointers | numbers,
                 constants=dict(constants),
                 warps=WARPS,
                 stages=constants["STAGES"],

@@ -252,7 +252,7 @@ def compilations() -> list[Compilation]:
             Compilation(
                 kernel=unpack_kernel,
                 name=f"unpack {name} {kindred}".rstrip(),
-                signature={**pointers, "outputs": "i32:16", **dict.fromkeys(unpacking, "constexpr")},
+                signature=pointers | {"outputs": "i32:16"},
                 constants=dict(unpacking),
                 warps=WARPS,
                 targets=targets,
@@ -266,13 +266,7 @@ def compilations() -> list[Compilation]:
                 Compilation(
                     kernel=quantized_kernel,
                     name=f"quantized {name} {rows} {kindred}".rstrip(),
-                    signature={
-                        **pointers,
-                        "x": f"*{dtype}",
-                        "bias": f"*{dtype}",
-                        **numbers,
-                        **dict.fromkeys(constants, "constexpr"),
-                    },
+                    signature=pointers | {"x": f"*{dtype}", "bias": f"*{dtype}"} | numbers,
                     constants=dict(constants),
                     warps=WARPS,
                     stages=tile["STAGES"],

@@ -197,7 +197,7 @@ def compilations() -> list[Compilation]:
             Compilation(
                 kernel=rotary_kernel,
                 name=f"rotary and write {'norm ' if norm else ''}{size} {dtype}{' fp8' * small}{' early' * early}",
-                signature=pointers | numbers | dict.fromkeys(constants, "constexpr"),
+                signature=pointers | numbers,
                 constants=constants,
                 warps=WARPS,
                 early=early,

@@ -654,7 +654,7 @@ def compilations() -> list[Compilation]:
         Compilation(
             kernel=kernel,
             name=f"sampling {name}",
-            signature={argument: "constexpr" if argument in constants else _TYPES[argument] for argument in kernel.arg_names},
+            signature={argument: _TYPES[argument] for argument in kernel.arg_names if argument not in constants},
             constants=dict(constants),
             warps=warps,
             targets=(NVIDIA if constants["CUDA"] else AMD) if "CUDA" in constants else (),

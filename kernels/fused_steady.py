@@ -180,11 +180,7 @@ def compilations() -> list[Compilation]:
             Compilation(
                 kernel=steady_kernel,
                 name=f"steady {name} {KINDS[generation]}".rstrip(),
-                signature={
-                    **dict.fromkeys(("out", "x", "weight", "bias"), f"*{shorts[dtype]}"),
-                    **numbers,
-                    **dict.fromkeys(constants, "constexpr"),
-                },
+                signature=dict.fromkeys(("out", "x", "weight", "bias"), f"*{shorts[dtype]}") | numbers,
                 constants=constants,
                 warps=tile.warps,
                 stages=tile.stages,

@@ -58,5 +58,5 @@ def top(logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
 def compilations() -> list[Compilation]:
     """The only one."""
     pointers = {"logits": "*fp32", "values": "*fp32", "ids": "*i64", "totals": "*fp32"}
-    numbers = {"vocabulary": "i32:16", "stride": "i32:16", "count": "i32", "SIZE": "constexpr"}
+    numbers = {"vocabulary": "i32:16", "stride": "i32:16", "count": "i32"}
     return [Compilation(kernel=top_kernel, name="top", signature=pointers | numbers, constants={"SIZE": SPLIT}, warps=WARPS)]

@@ -339,7 +339,7 @@ def compilations() -> list[Compilation]:
             Compilation(
                 kernel=packed_kernel,
                 name=f"packed {model} {'gated' if gated else 'down'} {'few' if few else 'many'} {kindred}".rstrip(),
-                signature={**pointers, **dict.fromkeys(constants, "constexpr")},
+                signature=pointers,
                 constants=constants,
                 warps=WARPS,
                 stages=tile["STAGES"],

@@ -475,7 +475,7 @@ def _merge_compilation(size: int, early: bool, sinks: bool = False) -> Compilati
     return Compilation(
         kernel=merge,
         name=f"merge {size}{' early' * early}{' sinks' * sinks}",
-        signature={**signature, **dict.fromkeys(constants, "constexpr")},
+        signature=signature,
         constants=constants,
         warps=MERGE_WARPS,
         fuse=True,
@@ -521,7 +521,6 @@ def _compilation(
         "scale": "fp32",
         "softcap": "fp32",
         "window": "i32",
-        **dict.fromkeys(constants, "constexpr"),
     }
     marks = [
         f"latent + {turned}" * (turned > 0),

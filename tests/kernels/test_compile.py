@@ -43,9 +43,8 @@ def wrong(x, SIZE: tl.constexpr):
 
 
 def planted(kernel, pointer, size, warps, hot):
-    signature = {"x": pointer, "SIZE": "constexpr"}
     constants = {"SIZE": size}
-    return Compilation(kernel=kernel, name=kernel.__name__, signature=signature, constants=constants, warps=warps, hot=hot)
+    return Compilation(kernel=kernel, name=kernel.__name__, signature={"x": pointer}, constants=constants, warps=warps, hot=hot)
 
 
 compilations = [
