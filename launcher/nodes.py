@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ..proto import link
 from .command_line import stripped
 from .mistake import Mistake
-from .options import SHARD, Options, check
+from .options import SHARD, Options, check, flag
 
 Environment = Mapping[str, str]
 
@@ -75,7 +75,7 @@ def _source(name: str, value: object, environment: Environment, otherwise: str) 
     if not value:
         return otherwise
     variable = name.upper()
-    return variable if environment.get(variable) == str(value) else "--" + name.replace("_", "-")
+    return variable if environment.get(variable) == str(value) else flag(name)
 
 
 def _torchrun(environment: Environment) -> Found | None:

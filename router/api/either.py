@@ -106,12 +106,11 @@ class Either:
     async def _chat_instance(self, http: web.Request, body: ChatBody) -> Request:
         refuse_unsupported(body, UNSUPPORTED)
         _refuse_more_than_text(body)
-        most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         with naming(inputs="messages", max_new_tokens="max_tokens"):
             request, _ = await self._chats.request(
                 body,
                 body.messages,
-                parameters(http, body, width=width_of(body), max_new_tokens=most),
+                parameters(http, body, width=width_of(body), max_new_tokens=body.most),
                 limits_of(self._batcher),
             )
         return request

@@ -88,14 +88,13 @@ class OpenAI:
         width = width_of(body)
         shown, _ = self._drawn(body, width)
         alternatives = prompt_alternatives(body)
-        most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         limits = limits_of(self._batcher)
         asked = parameters(
             http,
             body,
             choices=shown,
             width=width,
-            max_new_tokens=most,
+            max_new_tokens=body.most,
             top_n_tokens=body.top_logprobs,
             prompt_logprobs=alternatives is not None,
             prompt_top_n=alternatives or 0,

@@ -71,16 +71,7 @@ REASONS = {
 }
 
 # OpenAI's fields that change nothing in an answer.
-HARMLESS = frozenset(
-    (
-        "metadata",
-        "store",
-        "safety_identifier",
-        "prompt_cache_retention",
-        "prediction",
-        "request_id",
-    )
-)
+HARMLESS = frozenset(("metadata", "store", "safety_identifier", "prompt_cache_retention", "prediction", "request_id"))
 
 
 class StreamOptions(msgspec.Struct):
@@ -182,6 +173,11 @@ class ChatBody(Body, kw_only=True):
     echo: Any = None  # refused
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+
+    @property
+    def most(self) -> int | None:
+        """New tokens, by either of the two names."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
 def refuse_unsupported(body: msgspec.Struct, names: Iterable[str]) -> None:

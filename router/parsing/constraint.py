@@ -147,7 +147,6 @@ def _around(lark: _Lark, parser: str, several: bool) -> str:
         case "llama3_json":
             between = "; "
         case "harmony":
-            between = ""
             several = False  # gpt-oss ends its turn with a call
         case "json" | "pythonic":
             before, between, after = ["["], ", ", ["]"]
