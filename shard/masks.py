@@ -27,7 +27,7 @@ from .step import Run
 
 
 @dataclass(slots=True)
-class Found:
+class StepMasks:
     """The masks of a step."""
 
     mask: Tensor  # [rows of the step, words]; all bits of rows that are free
@@ -62,7 +62,7 @@ class Masks:
         """A draft model that guesses what grammars allow."""
         return Keeping(model, self._grammars)
 
-    def _find(self, sampled: Listing[Run]) -> Found:
+    def _find(self, sampled: Listing[Run]) -> StepMasks:
         began = time.perf_counter()
         problems: dict[int, str] = {}
         bound: list[tuple[Group, Sequence, Guide]] = []
@@ -86,7 +86,7 @@ class Masks:
             mask[rows] = allowed[[places[row] for row in rows]]
             for row in rows:
                 closed[row] = ends[places[row]]
-        return Found(torch.from_numpy(mask), closed, problems, time.perf_counter() - began)
+        return StepMasks(torch.from_numpy(mask), closed, problems, time.perf_counter() - began)
 
     def _allowed(
         self, bound: Listing[tuple[Group, Sequence, Guide]], problems: dict[int, str]
@@ -169,7 +169,7 @@ def _after(wanted: Wanted, node: int) -> Guide | None:
 class Pending:
     """Masks that are being computed."""
 
-    def __init__(self, sampled: Listing[Run], result: Callable[[], Found]) -> None:
+    def __init__(self, sampled: Listing[Run], result: Callable[[], StepMasks]) -> None:
         self._sampled = sampled
         self._result = result
         self.waited = 0.0  # seconds

@@ -16,7 +16,7 @@ from penstock.router.batcher import Batcher
 from penstock.router.grammar import choice, json_object, json_schema, lark, regex
 from penstock.router.request import Broken, Grammar, Request, Sampling
 from penstock.router.text import Tokenizer
-from penstock.shard.masks import Found, Pending
+from penstock.shard.masks import Pending, StepMasks
 from penstock.tests import inprocess
 from penstock.tests.inprocess import LIGHT, Restless, together, tokens, value
 
@@ -254,10 +254,10 @@ def test_masks_and_their_time_are_counted() -> None:
 def test_waiting_for_masks_is_what_is_left_when_they_are_wanted(late: bool) -> None:
     """Not what they take: they are found while the forward runs."""
 
-    def result() -> Found:
+    def result() -> StepMasks:
         if late:
             time.sleep(0.05)
-        return Found(torch.zeros(1, 1, dtype=torch.int32), [False], {}, seconds=100.0)
+        return StepMasks(torch.zeros(1, 1, dtype=torch.int32), [False], {}, seconds=100.0)
 
     pending = Pending([], result)
     pending.join(torch.device("cpu"))
