@@ -25,6 +25,9 @@ LARGEST_FLOAT = 3.4e38  # the shards compute in 32 bit
 SMALLEST_FLOAT = 1.2e-38
 CANDIDATES = 4096  # that a step weighs for one request's beams at most: each costs 20 us of all requests' time
 UNLIKELY = 1000.0  # what the logarithm of a token's probability, penalties and bias included, is hardly ever below the negative of
+THREADS = 2
+MOST_LONG = 64  # long texts that are tokenized, or wait for it
+Result = TypeVar("Result")
 
 
 class Parameters(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,11 +81,6 @@ class Parameters(msgspec.Struct, frozen=True, kw_only=True):
         return self.do_sample or any(
             value is not None for value in (self.temperature, self.top_k, self.top_p, self.typical_p, self.min_p)
         )
-
-
-THREADS = 2
-MOST_LONG = 64  # long texts that are tokenized, or wait for it
-Result = TypeVar("Result")
 
 
 class Validator:
