@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from .fields import AGAIN, FULL, SLIDING, Config, number, shown
-from .parts import cap, common, pattern_of, windows_of
+from .parts import biased, cap, common, kinds_of, pattern_of, windows_of
 from .ropes import MISTRAL_YARN, rope_of, ropes_by_kind, rotary_size
 from .shape import Shape, Unsupported
 
@@ -47,8 +47,7 @@ GEMMA3: Config = {
 
 
 def llama(config: Config) -> Shape:
-    bias = config.get("attention_bias", False)
-    return replace(common(config), qkv_bias=bias, output_bias=bias, mlp_bias=config.get("mlp_bias", False))
+    return replace(biased(common(config), config), mlp_bias=config.get("mlp_bias", False))
 
 
 def _mistral(config: Config) -> Shape:
@@ -73,8 +72,7 @@ def qwen(config: Config) -> Shape:
     first = config.get("max_window_layers", 28)
     if first is None:
         raise Unsupported(f"config.json says use_sliding_window, and max_window_layers null: {AGAIN}")
-    kinds = config.get("layer_types") or [SLIDING if layer >= first else FULL for layer in range(base.layers)]
-    return replace(base, windows=windows_of(config, kinds))
+    return replace(base, windows=windows_of(config, kinds_of(config, base.layers, lambda layer: layer >= first)))
 
 
 def _qwen2(config: Config) -> Shape:
@@ -82,8 +80,7 @@ def _qwen2(config: Config) -> Shape:
 
 
 def qwen3(config: Config) -> Shape:
-    bias = config.get("attention_bias", False)
-    return replace(qwen({"head_dim": 128, **config}), qk_norm=True, qkv_bias=bias, output_bias=bias)
+    return replace(biased(qwen({"head_dim": 128, **config}), config), qk_norm=True)
 
 
 def _smollm3(config: Config) -> Shape:
@@ -98,7 +95,7 @@ def _smollm3(config: Config) -> Shape:
             f"config.json says no_rope_layers {shown(turning)}, 0 or 1 for each of num_hidden_layers is needed: {AGAIN}"
         )
     still = frozenset(layer for layer in range(base.layers) if not turning[layer])
-    kinds = config.get("layer_types") or [SLIDING if layer in still else FULL for layer in range(base.layers)]
+    kinds = kinds_of(config, base.layers, lambda layer: layer in still)
     window = (config.get("use_sliding_window") and config.get("sliding_window")) or 0
     return replace(base, unturned=still, windows=tuple(window if kind == SLIDING else 0 for kind in kinds))
 
@@ -149,20 +146,17 @@ def _gemma(config: Config, activation: str = "hidden_act") -> Shape:
     if config.get("use_bidirectional_attention"):
         raise Unsupported("use_bidirectional_attention is not supported: the decoder's tokens see those before them")
     approximated = ("gelu_pytorch_tanh", "gelu") if activation == "hidden_act" else ("gelu_pytorch_tanh",)
-    bias = config.get("attention_bias", False)
-    base = common(GEMMA | config, activation, approximated)
-    factor = base.hidden**0.5
-    return replace(base, gelu=True, centered_norms=True, embedding_factor=factor, qkv_bias=bias, output_bias=bias)
+    base = biased(common(GEMMA | config, activation, approximated), config)
+    return replace(base, gelu=True, centered_norms=True, embedding_factor=base.hidden**0.5)
 
 
 def _gemma2(config: Config) -> Shape:
     """Every other layer slides."""
     base = _gemma({"num_attention_heads": 8, "num_key_value_heads": 4} | config, "hidden_activation")
-    kinds = config.get("layer_types") or [FULL if layer % 2 else SLIDING for layer in range(base.layers)]
     return replace(
         base,
         norms=AROUND,
-        windows=windows_of(config, kinds),
+        windows=windows_of(config, kinds_of(config, base.layers, lambda layer: layer % 2 == 0)),
         attention_scale=number(config, "query_pre_attn_scalar", 256.0) ** -0.5,
         softcap=cap(config, "attn_logit_softcapping", 50.0),
         final_softcap=cap(config, "final_logit_softcapping", 30.0),
@@ -173,7 +167,7 @@ def _gemma3(config: Config) -> Shape:
     """One layer in six sees all, and has another rotary embedding than those that slide."""
     full, local = ropes_by_kind(config, 1e6, 1e4)
     pattern, layers = pattern_of(config, 6), config.get("num_hidden_layers", 26)
-    kinds = config.get("layer_types") or [SLIDING if (layer + 1) % pattern else FULL for layer in range(layers)]
+    kinds = kinds_of(config, layers, lambda layer: (layer + 1) % pattern > 0)
     base = _gemma2(GEMMA3 | config | {"layer_types": kinds, "rope_parameters": full, "rope_scaling": None})
     # transformers reads attn_logit_softcapping, and leaves it at that.
     local_rope = rope_of(GEMMA3 | config | {"rope_parameters": local}, "rope_parameters")
@@ -182,9 +176,7 @@ def _gemma3(config: Config) -> Shape:
 
 def _olmo2(config: Config) -> Shape:
     """Norms behind attention and MLP alone, and of all queries, and all keys, of a token together."""
-    bias = config.get("attention_bias", False)
-    base = common(OLMO | config)
-    return replace(base, qkv_bias=bias, output_bias=bias, joint_qk_norm=True, norms=BEHIND)
+    return replace(biased(common(OLMO | config), config), joint_qk_norm=True, norms=BEHIND)
 
 
 def _olmo3(config: Config) -> Shape:
@@ -193,7 +185,7 @@ def _olmo3(config: Config) -> Shape:
     full, local = ropes_by_kind({**config, "rope_theta": theta, "rope_local_base_freq": OLMO3_THETA}, theta, OLMO3_THETA)
     base = _olmo2(config | {"rope_parameters": full, "rope_scaling": None})
     local_rope = rope_of(OLMO | config | {"rope_parameters": local}, "rope_parameters")
-    kinds = config.get("layer_types") or [SLIDING if (layer + 1) % 4 else FULL for layer in range(base.layers)]
+    kinds = kinds_of(config, base.layers, lambda layer: (layer + 1) % 4 > 0)
     return replace(base, windows=windows_of(config, kinds), local_rope=local_rope if local_rope != base.rope else None)
 
 
@@ -213,10 +205,8 @@ def ernie(config: Config) -> Shape:
 def exaone4(config: Config) -> Shape:
     """Norms behind attention and MLP alone. Where some layers slide, those that see all have no rotary embedding."""
     base = common({"num_key_value_heads": 32, "rms_norm_eps": 1e-5} | config)
-    window, kinds = config.get("sliding_window", 4096), config.get("layer_types")
-    if kinds is None:
-        pattern = pattern_of(config, 4)
-        kinds = [SLIDING if window and (layer + 1) % pattern else FULL for layer in range(base.layers)]
+    window = config.get("sliding_window", 4096)
+    kinds = kinds_of(config, base.layers, lambda layer: (layer + 1) % pattern_of(config, 4) > 0 and window)
     still = frozenset(layer for layer, kind in enumerate(kinds) if kind == FULL and window)
     return replace(base, qk_norm=True, norms=BEHIND, windows=windows_of(config, kinds), unturned=still)
 

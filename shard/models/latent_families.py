@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from .fields import AGAIN, Config, shown
-from .parts import common
+from .parts import biased, common
 from .ropes import MISTRAL_YARN, sharpness
 from .shape import Index, Latent, Shape, Unsupported
 from .sparse_families import scored, scored_by_kinds, with_experts
@@ -81,15 +81,12 @@ def _latent(config: Config) -> Shape:
         raise Unsupported(f"config.json says qk_rope_head_dim {latent.turned}, an even number is needed: {AGAIN}")
     if config.get("moe_layer_freq", 1) != 1:
         raise Unsupported(f"moe_layer_freq {shown(config['moe_layer_freq'])} is not supported: the decoder has 1")
-    bias = config.get("attention_bias", False)
     return replace(
-        common(config | {"head_dim": 2, "num_key_value_heads": 1}),
+        biased(common(config | {"head_dim": 2, "num_key_value_heads": 1}), config),
         head_size=latent.size + latent.turned,
         latent=latent,
         attention_scale=(latent.plain + latent.turned) ** -0.5 * sharpness(config) ** 2,
         rotary_neighbours=config.get("rope_interleave", True),
-        qkv_bias=bias,
-        output_bias=bias,
     )
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from .fields import FULL, SLIDING, Config, number
-from .parts import common, pattern_of, windows_of
+from .fields import FULL, Config, number
+from .parts import biased, common, kinds_of, pattern_of, windows_of
 from .ropes import rotary_size
 from .shape import Shape, Unsupported
 
@@ -25,7 +25,7 @@ def _cohere(config: Config) -> Shape:
     """Command R. Neighbours turn together."""
     if config.get("use_qk_norm"):
         raise Unsupported("use_qk_norm is not supported: for this family the decoder has none")
-    base, bias = _common(COHERE | config, "layer_norm_eps"), config.get("attention_bias", False)
+    base = biased(_common(COHERE | config, "layer_norm_eps"), config)
     return replace(
         base,
         # The first Command R says 8,192 where others say how far they go, and 131,072 here, for which it was trained.
@@ -33,8 +33,6 @@ def _cohere(config: Config) -> Shape:
         norms=BEFORE_BOTH,
         parallel=True,
         rotary_neighbours=True,
-        qkv_bias=bias,
-        output_bias=bias,
         logit_divisor=1 / number(config, "logit_scale", 0.0625),
     )
 
@@ -42,10 +40,7 @@ def _cohere(config: Config) -> Shape:
 def _cohere2(config: Config) -> Shape:
     """Command R7B and A. One layer in four sees all, and has no rotary embedding."""
     base = _cohere({"rope_theta": 1e4} | config)
-    kinds = config.get("layer_types")
-    if kinds is None:
-        pattern = pattern_of(config, 4)
-        kinds = [SLIDING if (layer + 1) % pattern else FULL for layer in range(base.layers)]
+    kinds = kinds_of(config, base.layers, lambda layer: (layer + 1) % pattern_of(config, 4) > 0)
     still = frozenset(layer for layer, kind in enumerate(kinds) if kind == FULL)
     return replace(base, windows=windows_of(config, kinds), unturned=still)
 

@@ -1,8 +1,10 @@
 """What families have in common: parts of a `Shape` by a Hugging Face config.json."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from .fields import AGAIN, SLIDING, Config, number, shown
+from .fields import AGAIN, FULL, SLIDING, Config, number, shown
 from .quantization import quantization
 from .ropes import rope
 from .shape import Shape, Unsupported
@@ -35,6 +37,17 @@ def common(config: Config, activation: str = "hidden_act", activations: tuple[st
         windows=(0,) * layers,
         quantization=quantization(config),
     )
+
+
+def biased(base: Shape, config: Config) -> Shape:
+    """The same, with biases in attention if `attention_bias` says so."""
+    bias = config.get("attention_bias", False)
+    return replace(base, qkv_bias=bias, output_bias=bias)
+
+
+def kinds_of(config: Config, layers: int, slides: Callable[[int], bool]) -> list[Any]:
+    """Of so many layers. slides: whether one does, where config.json doesn't say."""
+    return config.get("layer_types") or [SLIDING if slides(layer) else FULL for layer in range(layers)]
 
 
 def windows_of(config: Config, kinds: list[Any]) -> tuple[int, ...]:

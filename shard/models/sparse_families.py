@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from .dense_families import MISTRAL, OLMO, ernie, exaone4, qwen3
-from .fields import AGAIN, FULL, SLIDING, Config, number, shown
-from .parts import common, windows_of
+from .fields import AGAIN, SLIDING, Config, number, shown
+from .parts import biased, common, kinds_of, windows_of
 from .ropes import rope_of, ropes_by_kind, rotary_size
 from .shape import PLAIN, Mixture, Quantization, Shape, Unsupported
 
@@ -23,6 +23,7 @@ GPT_OSS: Config = {
     "rms_norm_eps": 1e-5,
     "swiglu_limit": 7.0,
     "rope_theta": 150_000.0,
+    "attention_bias": True,
 }
 GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 EXAONE_MOE: Config = {
@@ -100,8 +101,7 @@ def _olmoe(config: Config) -> Shape:
     arXiv:2409.02060)."""
     if config.get("clip_qkv") is not None:
         raise Unsupported(f"clip_qkv {shown(config['clip_qkv'])} is not supported: the decoder has keys and values as they are")
-    bias = config.get("attention_bias", False)
-    base = common(OLMO | {"max_position_embeddings": 4096} | config)
+    base = biased(common(OLMO | {"max_position_embeddings": 4096} | config), config)
     mixture = chosen(
         Mixture(
             experts=config.get("num_experts", 64),
@@ -110,7 +110,7 @@ def _olmoe(config: Config) -> Shape:
             normalized=config.get("norm_topk_prob", False),
         )
     )
-    return replace(base, mixtures=(mixture,) * base.layers, joint_qk_norm=True, qkv_bias=bias, output_bias=bias)
+    return replace(base, mixtures=(mixture,) * base.layers, joint_qk_norm=True)
 
 
 def _glm4_moe(config: Config) -> Shape:
@@ -124,14 +124,11 @@ def _glm4_moe(config: Config) -> Shape:
 
 def _dots1(config: Config) -> Shape:
     """Qwen 3, but for its experts."""
-    bias, last = config.get("attention_bias", False), config.get("max_window_layers", 62)
-    base = common({"num_key_value_heads": 32} | config)
+    base = biased(common({"num_key_value_heads": 32} | config), config)
+    last = config.get("max_window_layers", 62)
     slides = last is not None and config.get("sliding_window", 4096)
-    kinds = config.get("layer_types")
-    if kinds is None:
-        kinds = [SLIDING if slides and layer >= last else FULL for layer in range(base.layers)]
-    base = replace(base, qkv_bias=bias, output_bias=bias, qk_norm=True, windows=windows_of(config, kinds))
-    return scored(base, config)
+    kinds = kinds_of(config, base.layers, lambda layer: slides and layer >= last)
+    return scored(replace(base, qk_norm=True, windows=windows_of(config, kinds)), config)
 
 
 def scored(base: Shape, config: Config) -> Shape:
@@ -203,10 +200,10 @@ def _solar_open(config: Config) -> Shape:
 
 def _hy_v3(config: Config) -> Shape:
     """Tencent's Hy 3: Qwen 3's attention, and experts behind the first layer."""
-    bias, shared = config.get("attention_bias", False), config.get("num_shared_experts", 1)
+    shared = config.get("num_shared_experts", 1)
     if config.get("mlp_bias"):
         raise Unsupported("mlp_bias is not supported: for this family the decoder has none")
-    base = replace(common(HY_3 | config), qk_norm=True, qkv_bias=bias, output_bias=bias)
+    base = replace(biased(common(HY_3 | config), config), qk_norm=True)
     fields = {"n_routed_experts": config.get("num_experts", 192), "n_shared_experts": shared}
     factor = {"routed_scaling_factor": number(config, "router_scaling_factor", 2.826)}
     found = scored_by_kinds(base, HY_3 | config | fields | factor)
@@ -218,7 +215,7 @@ def _mellum(config: Config) -> Shape:
     full, local = ropes_by_kind(config, 5e5, 1e4)
     given = MELLUM | config | {"rope_parameters": full, "rope_scaling": None}
     base = _qwen3_moe({name: value for name, value in given.items() if name not in ("layer_types", "sliding_window")})
-    kinds, own = given.get("layer_types") or [FULL] * base.layers, given.get("mlp_layer_types")
+    kinds, own = kinds_of(given, base.layers, lambda layer: False), given.get("mlp_layer_types")
     local_rope = rope_of(given | {"rope_parameters": local}, "rope_parameters") if SLIDING in kinds else None
     mixtures = by_kinds(own, base.mixtures[0], base.layers) if own is not None else base.mixtures
     return replace(base, windows=windows_of(given, kinds), local_rope=local_rope, mixtures=mixtures)
@@ -281,10 +278,8 @@ def _qwen2_moe(config: Config) -> Shape:
     last = config.get("max_window_layers", 28)
     if last is None:
         raise Unsupported(f"config.json says max_window_layers null, a number of layers is needed: {AGAIN}")
-    slides = config.get("use_sliding_window")
-    kinds = config.get("layer_types")
-    if kinds is None:
-        kinds = [SLIDING if slides and layer < last and layer % 2 == 0 else FULL for layer in range(base.layers)]
+    slides = bool(config.get("use_sliding_window"))
+    kinds = kinds_of(config, base.layers, lambda layer: slides and layer < last and layer % 2 == 0)
     windows = windows_of(config if slides else {"sliding_window": 0}, kinds)
     return replace(_mixed(base, config, mixture), qkv_bias=config.get("qkv_bias", True), windows=windows)
 
@@ -307,8 +302,7 @@ def _gpt_oss(config: Config) -> Shape:
     if isinstance(stored, dict) and stored.get("quant_method") == "mxfp4":
         del given["quantization_config"]
         few = Quantization(method="mxfp4", kind="fp4", group=32)
-    bias = given.get("attention_bias", True)
-    base = common(given)
+    base = biased(common(given), given)
     alpha = number(given, "swiglu_alpha", STEEP)
     if alpha != STEEP:
         raise Unsupported(f"config.json says swiglu_alpha {alpha:g}, which is not supported: the decoder has {STEEP}")
@@ -325,9 +319,8 @@ def _gpt_oss(config: Config) -> Shape:
             router="router",
         )
     )
-    kinds = given.get("layer_types") or [FULL if layer % 2 else SLIDING for layer in range(base.layers)]
-    windows, mixtures = windows_of(given, kinds), (mixture,) * base.layers
-    return replace(base, windows=windows, mixtures=mixtures, sinks=True, qkv_bias=bias, output_bias=bias)
+    windows = windows_of(given, kinds_of(given, base.layers, lambda layer: layer % 2 == 0))
+    return replace(base, windows=windows, mixtures=(mixture,) * base.layers, sinks=True)
 
 
 def chosen(mixture: Mixture) -> Mixture:
