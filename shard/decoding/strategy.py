@@ -1,4 +1,4 @@
-"""How a group goes on: two verbs. A new method of decoding is a new file with a class that has them."""
+"""How a group goes on: three verbs. A new method of decoding is a new file with a class that has them."""
 
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
