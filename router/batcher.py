@@ -36,21 +36,10 @@ from .policies import largest_step
 from .record import begin
 from .recovery import Inquest
 from .replies import report_of
-from .request import (
-    Broken,
-    Expired,
-    Failure,
-    Item,
-    Limits,
-    NotReady,
-    Overloaded,
-    Priority,
-    Request,
-    Sink,
-)
+from .request import Broken, Expired, Failure, Item, Limits, NotReady, Overloaded, Priority, Request, Sink
 from .scheduler import BATCH, Action, Bounds, Decode, Filter, Job, Prefill, Scheduler
 from .shards import Shards, group
-from .streams import Choice, Pace, Stream, Tokenizer, read, replayed
+from .streams import Choice, Pace, Stream, Tokenizer, read
 
 LEAD = 0.01  # seconds before the expected end of a step when the next is sent: late enough for new requests to be in it
 # The same where it is planned and launched before that end. Steps would stop to overlap as soon as that took longer: what is sent
@@ -384,7 +373,8 @@ class Batcher:
     def _adopt(self, stream: Stream, known: tuple[int, int] | None) -> None:
         """It goes on here. known: what an inquest knows of it."""
         self._inquest.adopt(stream.uid, known)
-        stream.home, stream.continuations, stream.cached, stream.searched = self, replayed(stream), 0, 0
+        stream.home = self
+        stream.restart()
         self._enter(stream)
 
     def _arrive(self, stream: Stream) -> None:
@@ -419,7 +409,7 @@ class Batcher:
             self._forget(stream)
             self._cancel(stream.uid)
             self._metrics.failed("dropped")
-            stream.run.fail("dropped", sum(one.generated for one in stream.choices))
+            stream.run.fail("dropped", stream.generated)
 
     def _lose_reader(self, stream: Stream) -> None:
         self._readers -= Counter((stream.request.tenant,))  # drops zeros
@@ -463,7 +453,7 @@ class Batcher:
         self._others.lost(self)
         moved = self.evacuate()
         for stream in self._streams.values():
-            stream.continuations, stream.cached, stream.searched = replayed(stream), 0, 0
+            stream.restart()
         self._queue_all()
         logger.warning("%s: requests that wait for new ones: %d, that go on elsewhere: %d", lost, len(self._streams), moved)
         while True:
@@ -681,14 +671,13 @@ class Batcher:
     def _leave(self, stream: Stream, now: float) -> None:
         """All its choices are done."""
         self._forget(stream)
-        stream.run.ended, stream.run.generated = now, sum(one.generated for one in stream.choices)
+        stream.run.ended, stream.run.generated = now, stream.generated
         assert stream.finish is not None
         self._metrics.done(stream.request, stream.finish, stream.run.generated, stream.run.first - stream.started)
 
     def expire(self, stream: Stream) -> None:
         """Its own deadline is over."""
-        generated = sum(choice.generated for choice in stream.choices)
-        self._fail(stream.uid, Expired.after(stream.request.timeout, generated), "timeout")
+        self._fail(stream.uid, Expired.after(stream.request.timeout, stream.generated), "timeout")
 
     def _fail(self, uid: int, failure: Exception, kind: str) -> None:
         """Ends one stream."""
@@ -699,7 +688,7 @@ class Batcher:
             self._metrics.failed(kind)
             if isinstance(failure, Failure):
                 failure.counted = True
-            stream.run.fail(kind, sum(one.generated for one in stream.choices))
+            stream.run.fail(kind, stream.generated)
             stream.failure = failure
             stream.wake()
 

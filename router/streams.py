@@ -108,6 +108,18 @@ class Stream:
     waiter: "asyncio.Future[None] | None" = None  # the reader, when there was nothing to take
     alarm: asyncio.TimerHandle | None = None  # its own deadline
 
+    @property
+    def generated(self) -> int:
+        """Tokens of all its choices."""
+        return sum(choice.generated for choice in self.choices)
+
+    def restart(self) -> None:
+        """The shards that computed it are lost. It goes on elsewhere from the tokens that were received; a beam search starts anew,
+        and is told how much of it is known already."""
+        begun = [choice for choice in self.choices if choice.running and choice.ids] if self.request.beams is None else ()
+        self.continuations = tuple(shard_pb2.Continuation(choice=choice.index, tokens=choice.ids) for choice in begun)
+        self.cached, self.searched = 0, 0
+
     def wake(self) -> None:
         """There is something to take. The reader runs when the loop lets go, and takes all that has come till then."""
         if self.waiter is not None and not self.waiter.done():
@@ -153,15 +165,6 @@ async def read(open: Callable[[], Stream]) -> AsyncGenerator[list[Item], None]:
                 await stream.waiter
     finally:
         stream.home.close_stream(stream)
-
-
-def replayed(stream: Stream) -> Sequence[shard_pb2.Continuation]:
-    """Where a stream goes on when the shards that computed it are lost. Nothing: it starts anew, as a beam search does, which
-    is told how much of it is known already."""
-    if stream.request.beams is not None:
-        return ()
-    begun = [choice for choice in stream.choices if choice.running and choice.ids]
-    return tuple(shard_pb2.Continuation(choice=choice.index, tokens=choice.ids) for choice in begun)
 
 
 class Pace:

@@ -11,7 +11,6 @@ from penstock.router import batcher as module
 from penstock.router.batcher import Batcher
 from penstock.router.recovery import FURTHER, Inquest
 from penstock.router.request import Beams, Broken, Finish, Item, Overloaded, Prompt, Request, Token
-from penstock.router.streams import replayed
 from penstock.tests.router.fakes import END, FakeShards, letter
 from penstock.tests.router.test_batcher import answer, ask, quiet, read, run, value
 
@@ -436,9 +435,9 @@ def test_a_stream_is_replayed_from_what_its_running_choices_have() -> None:
             stream.choices[1].running = False
             for choice in stream.choices if begun else ():
                 choice.ids.append(65 + choice.index)
-            found = replayed(stream)
-            assert [one.choice for one in found] == expected
-            assert [list(one.tokens) for one in found] == [[65 + index] for index in expected]
+            stream.restart()
+            assert [one.choice for one in stream.continuations] == expected
+            assert [list(one.tokens) for one in stream.continuations] == [[65 + index] for index in expected]
             batcher.close_stream(stream)
 
     run(test)
