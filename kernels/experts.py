@@ -166,12 +166,7 @@ class FewBits(Experts):
 
 
 def lay_out(
-    gate_ups: Weights,
-    downs: Weights,
-    dtype: torch.dtype,
-    biases: Biases = None,
-    gates: Gates = PLAIN,
-    exact: Exact = Exact.USUAL,
+    gate_ups: Weights, downs: Weights, dtype: torch.dtype, biases: Biases = None, gates: Gates = PLAIN, exact: Exact = Exact.USUAL
 ) -> Experts:
     """gate_ups: of each expert [2 * size, hidden], gates first; downs: [hidden, size]; dtype: of rows; biases: of all experts,
     [experts, 2 * size] and [experts, hidden]; exact: see `linear`."""

@@ -10,14 +10,7 @@ from typing import Any
 
 from ..proto.speculation import RULES, Speculation
 from ..proto.speculation import parse as parse_speculation
-from ..router.config import (
-    REASONING_PARSERS,
-    TOOL_CALL_PARSERS,
-    USUAL_BATCH,
-    RouterConfig,
-    addresses_of,
-    most_sequences,
-)
+from ..router.config import REASONING_PARSERS, TOOL_CALL_PARSERS, USUAL_BATCH, RouterConfig, addresses_of, most_sequences
 from ..shard.config import ShardConfig
 from . import kinds
 from .mistake import Mistake

@@ -13,12 +13,7 @@ from .shape import Shape, Unsupported
 from .sparse_families import SPARSE
 
 # transformers' defaults, which some checkpoints rely on.
-QWEN2_VL: Config = {
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1e6,
-    "max_window_layers": 80,
-}
+QWEN2_VL: Config = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80}
 QWEN3_VL: Config = {"max_position_embeddings": 128_000, "rope_theta": 5e5}
 QWEN3_VL_MOE: Config = QWEN3_VL | {
     "num_key_value_heads": 16,
