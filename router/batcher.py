@@ -37,10 +37,11 @@ from .record import begin
 from .recovery import Inquest
 from .replies import report_of
 from .request import Broken, Expired, Failure, Item, Limits, NotReady, Overloaded, Priority, Request, Sink
-from .scheduler import BATCH, Action, Bounds, Decode, Filter, Job, Prefill, Scheduler
+from .scheduler import Action, Bounds, Decode, Filter, Job, Prefill, Scheduler
 from .shards import Shards, group
 from .streams import Choice, Pace, Stream, Tokenizer, read
 
+BATCH = 1  # the one batch on the shards
 LEAD = 0.01  # seconds before the expected end of a step when the next is sent: late enough for new requests to be in it
 # The same where it is planned and launched before that end. Steps would stop to overlap as soon as that took longer: what is sent
 # late is answered late, and the next is sent later still.
@@ -551,16 +552,16 @@ class Batcher:
     def _command(self, action: Action, now: float, ahead: int) -> shard_pb2.Command:
         """ahead: steps that are under way."""
         match action:
-            case Decode(batch, allowance):
-                decode = shard_pb2.DecodeRequest(batches=[batch], allowance=self._allowed(allowance, now, ahead))
+            case Decode(allowance):
+                decode = shard_pb2.DecodeRequest(batches=[BATCH], allowance=self._allowed(allowance, now, ahead))
                 return shard_pb2.Command(decode=decode)
             case Filter(drop, pause, end):
                 uids, choices = [uid for uid, _ in end], [choice for _, choice in end]
                 request = shard_pb2.FilterRequest(drop=drop, pause=pause, end_uids=uids, end_choices=choices)
                 return shard_pb2.Command(filter=request)
-            case Prefill(batch, new, chunks, tokens, mixed, allowance):
+            case Prefill(new, chunks, tokens, mixed, allowance):
                 prefill = shard_pb2.PrefillRequest(
-                    batch=batch,
+                    batch=BATCH,
                     groups=[one for uid in new if (one := self._group(self._streams[uid], now)) is not None],
                     chunk_uids=[uid for uid, _ in chunks],
                     chunk_lengths=[length for _, length in chunks],

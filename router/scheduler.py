@@ -31,7 +31,6 @@ from dataclasses import dataclass
 from .drafting import Allowance, Drafting
 from .policies import Measured, Mixed, Policy, Standing
 
-BATCH = 1  # the one batch on the shards
 CHARGED = 256  # generated tokens that a choice counts for in a load, at most: few answers are as long as they may be
 
 
@@ -85,7 +84,6 @@ class Job:
 class Prefill:
     """Compute chunks of prompts, in this order; with `decode`, a step of the batch's decodable groups rides along."""
 
-    batch: int
     new: tuple[int, ...]  # uids that join the batch
     chunks: tuple[tuple[int, int], ...]  # (uid, most tokens of it), of new and earlier groups
     tokens: int  # most of all chunks; what the bounds leave goes round once more
@@ -97,7 +95,6 @@ class Prefill:
 class Decode:
     """One step of every decodable group of the batch."""
 
-    batch: int
     allowance: Allowance | None = None  # of drafts; None: there are none
 
 
@@ -299,12 +296,12 @@ class Scheduler:
             self._steps = 0
             mixed = self._policy.mixes and decodes > 0
             allowance = self._allowance(decodes) if mixed else None
-            return Prefill(BATCH, tuple(job.uid for job in new), chunks, self.room, mixed, allowance)
+            return Prefill(tuple(job.uid for job in new), chunks, self.room, mixed, allowance)
         if not decodes:
             return None
         self._steps += 1
         self._underway.append({})
-        return Decode(BATCH, self._allowance(decodes))
+        return Decode(self._allowance(decodes))
 
     def _allowance(self, decodes: int) -> Allowance | None:
         """Of the step that was just added to those under way, with prompts as they will be measured: that is what `cost` is fitted

@@ -639,7 +639,7 @@ def test_where_steps_overlap_the_next_is_sent_earlier(monkeypatch: pytest.Monkey
 
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         batcher._last["decode"] = 30.0
-        step = Underway(Decode(1), monotonic(), asyncio.get_running_loop().create_future())
+        step = Underway(Decode(), monotonic(), asyncio.get_running_loop().create_future())
         waiting = asyncio.create_task(batcher._near_end(step, monotonic()))
         await asyncio.wait([waiting], timeout=0.1)
         assert waiting.done() == overlaps

@@ -62,10 +62,10 @@ def test_a_request_is_counted_from_arrival_to_its_end() -> None:
 def test_steps_are_counted_by_method() -> None:
     metrics = Metrics()
     mixed = shard_pb2.StepReply(seconds=0.25, prompt_tokens=10, restored_tokens=4, cached_tokens=90, decode_tokens=2)
-    metrics.step(Prefill(1, (1,), ((1, 7), (2, 3)), 16, decode=True), 0.5, mixed)
-    metrics.step(Prefill(1, (1,), ((1, 7),), 16, decode=False), 0.5, shard_pb2.StepReply(seconds=0.125, prompt_tokens=7))
-    metrics.step(Decode(1), 0.5, shard_pb2.StepReply(seconds=0.25))
-    metrics.step(Decode(1), 0.5, shard_pb2.StepReply(seconds=0.25, failed_uids=[1], failed_messages=["no"]))
+    metrics.step(Prefill((1,), ((1, 7), (2, 3)), 16, decode=True), 0.5, mixed)
+    metrics.step(Prefill((1,), ((1, 7),), 16, decode=False), 0.5, shard_pb2.StepReply(seconds=0.125, prompt_tokens=7))
+    metrics.step(Decode(), 0.5, shard_pb2.StepReply(seconds=0.25))
+    metrics.step(Decode(), 0.5, shard_pb2.StepReply(seconds=0.25, failed_uids=[1], failed_messages=["no"]))
     metrics.step(Filter((1,)), 0.5, None)
     values = samples(metrics)
     assert values['tgi_batch_inference_count{method="prefill"}'] == 2
@@ -98,9 +98,9 @@ def test_what_was_guessed_is_counted() -> None:
         tried_by_depth=[2, 2, 1, 1, 1, 1, 1, 1, 1, 1],
         kept_by_depth=[2, 1],
     )
-    metrics.step(Decode(1, allowed), 1.0, some)
-    metrics.step(Decode(1, allowed), 1.0, shard_pb2.StepReply(seconds=0.5, uids=[1], choices=[0], tokens=[5], draft_seconds=0.125))
-    metrics.step(Decode(1), 1.0, shard_pb2.StepReply(seconds=0.5))
+    metrics.step(Decode(allowed), 1.0, some)
+    metrics.step(Decode(allowed), 1.0, shard_pb2.StepReply(seconds=0.5, uids=[1], choices=[0], tokens=[5], draft_seconds=0.125))
+    metrics.step(Decode(), 1.0, shard_pb2.StepReply(seconds=0.5))
     values = samples(metrics)
     assert (values["penstock_drafted_tokens_total"], values["penstock_accepted_tokens_total"]) == (9, 3)
     drafted = [values[f'penstock_drafted_positions_total{{position="{position}"}}'] for position in range(1, 9)]
@@ -119,14 +119,14 @@ def test_what_was_guessed_is_counted() -> None:
 def test_memory_that_ran_out_is_counted() -> None:
     metrics = Metrics()
     for count in (0, 3, 1):
-        metrics.step(Decode(1), 1.0, shard_pb2.StepReply(exhausted=count))
+        metrics.step(Decode(), 1.0, shard_pb2.StepReply(exhausted=count))
     assert samples(metrics)["penstock_out_of_memory_total"] == 4
 
 
 def test_steps_for_which_the_device_did_not_wait_are_counted() -> None:
     metrics = Metrics()
     for ahead in (True, False, True):
-        metrics.step(Decode(1), 1.0, shard_pb2.StepReply(ahead=ahead))
+        metrics.step(Decode(), 1.0, shard_pb2.StepReply(ahead=ahead))
     assert samples(metrics)["penstock_overlapped_steps_total"] == 2
 
 
@@ -196,9 +196,9 @@ def test_all_of_tgis_are_there() -> None:
 
 def test_what_joins_and_what_leaves_is_counted() -> None:
     metrics = Metrics()
-    metrics.step(Prefill(1, (1, 2), ((1, 7),), 16, decode=True), 0.5, shard_pb2.StepReply(seconds=0.125, decode_tokens=3))
-    metrics.step(Prefill(1, (3,), ((3, 7),), 16, decode=False), 0.5, shard_pb2.StepReply(seconds=0.125))
-    metrics.step(Prefill(1, (), ((3, 7),), 16, decode=True), 0.5, shard_pb2.StepReply(seconds=0.125, decode_tokens=3))
+    metrics.step(Prefill((1, 2), ((1, 7),), 16, decode=True), 0.5, shard_pb2.StepReply(seconds=0.125, decode_tokens=3))
+    metrics.step(Prefill((3,), ((3, 7),), 16, decode=False), 0.5, shard_pb2.StepReply(seconds=0.125))
+    metrics.step(Prefill((), ((3, 7),), 16, decode=True), 0.5, shard_pb2.StepReply(seconds=0.125, decode_tokens=3))
     metrics.step(Filter((1,)), 0.25, None)
     metrics.validated(0.75)
     values = samples(metrics)
@@ -239,7 +239,7 @@ def test_what_vllms_names_show_is_what_ours_do() -> None:
     metrics.failed("dropped")
     metrics.failed("generation")
     metrics.tokens(3, {0.5: 1})
-    metrics.step(Prefill(1, (1,), ((1, 7),), 16, decode=False), 0.5, shard_pb2.StepReply(prompt_tokens=10, cached_tokens=90))
+    metrics.step(Prefill((1,), ((1, 7),), 16, decode=False), 0.5, shard_pb2.StepReply(prompt_tokens=10, cached_tokens=90))
     values = samples(metrics)
     labels = 'engine="0",model_name="m"'
     assert values[f"vllm:num_requests_running{{{labels}}}"] == 3

@@ -39,13 +39,13 @@ def uids(action: object) -> Sequence[int]:
 def test_a_prompt_is_computed_in_chunks_and_then_decoded() -> None:
     it = scheduler()
     it.arrive(Job(7, 40, 2))
-    assert it.next() == Prefill(1, (7,), ((7, 16),), 16, decode=False)
+    assert it.next() == Prefill((7,), ((7, 16),), 16, decode=False)
     told(it, (7, 7, 24))
-    assert it.next() == Prefill(1, (), ((7, 15),), 15, decode=False)
+    assert it.next() == Prefill((), ((7, 15),), 15, decode=False)
     told(it, (7, 3, 9))
-    assert it.next() == Prefill(1, (), ((7, 15),), 15, decode=False)
+    assert it.next() == Prefill((), ((7, 15),), 15, decode=False)
     told(it, (7, 1, 0))
-    assert it.next() == Decode(1)
+    assert it.next() == Decode()
     told(it, finished=[7])
     assert it.next() is None
 
@@ -53,45 +53,45 @@ def test_a_prompt_is_computed_in_chunks_and_then_decoded() -> None:
 def test_the_next_step_may_be_asked_for_before_the_last_was_answered() -> None:
     it = scheduler()
     it.arrive(Job(7, 30, 5))
-    assert it.next() == Prefill(1, (7,), ((7, 16),), 16, decode=False)
-    assert it.next() == Prefill(1, (), ((7, 15),), 15, decode=False)
+    assert it.next() == Prefill((7,), ((7, 16),), 16, decode=False)
+    assert it.next() == Prefill((), ((7, 15),), 15, decode=False)
     told(it, (7, 5, 14))
-    assert it.next() == Decode(1), "what is under way completes the prompt"
+    assert it.next() == Decode(), "what is under way completes the prompt"
     told(it, (7, 1, 0))
-    assert it.next() == Decode(1)
+    assert it.next() == Decode()
 
 
 def test_what_a_reply_says_of_the_next_step_is_not_counted_twice() -> None:
     it = scheduler()
     it.arrive(Job(7, 40, 5))
-    assert it.next() == Prefill(1, (7,), ((7, 16),), 16, decode=False)
-    assert it.next() == Prefill(1, (), ((7, 15),), 15, decode=False)
+    assert it.next() == Prefill((7,), ((7, 16),), 16, decode=False)
+    assert it.next() == Prefill((), ((7, 15),), 15, decode=False)
     told(it, (7, 5, 9), ahead=True)  # without what the second has computed by then it would be 24
-    assert it.next() == Prefill(1, (), ((7, 15),), 15, decode=False)
+    assert it.next() == Prefill((), ((7, 15),), 15, decode=False)
     told(it, (7, 2, 0), ahead=True)
-    assert it.next() == Decode(1)
+    assert it.next() == Decode()
 
 
 def test_decodes_ride_along_and_take_their_tokens_of_the_budget_first() -> None:
     it = scheduler()
     it.arrive(Job(1, 3, 9))
     it.arrive(Job(2, 4, 9))
-    assert it.next() == Prefill(1, (1, 2), ((1, 8), (2, 4)), 16, decode=False)
+    assert it.next() == Prefill((1, 2), ((1, 8), (2, 4)), 16, decode=False)
     told(it, (1, 1, 0), (2, 1, 0))
     it.arrive(Job(3, 30, 9))
-    assert it.next() == Prefill(1, (3,), ((3, 14),), 14, decode=True)
+    assert it.next() == Prefill((3,), ((3, 14),), 14, decode=True)
 
 
 def test_a_short_prompt_passes_a_long_one_which_keeps_half_of_every_step() -> None:
     it = scheduler()
     it.arrive(Job(1, 100, 5))
-    assert it.next() == Prefill(1, (1,), ((1, 16),), 16, decode=False)
+    assert it.next() == Prefill((1,), ((1, 16),), 16, decode=False)
     told(it, (1, 22, 84))
     it.arrive(Job(2, 9, 5))
     it.arrive(Job(3, 5, 5))
-    assert it.next() == Prefill(1, (2,), ((1, 7), (2, 9)), 15, decode=False)
+    assert it.next() == Prefill((2,), ((1, 7), (2, 9)), 15, decode=False)
     told(it, (1, 20, 77), (2, 2, 1))
-    assert it.next() == Prefill(1, (3,), ((1, 7), (2, 1), (3, 5)), 14, decode=False)
+    assert it.next() == Prefill((3,), ((1, 7), (2, 1), (3, 5)), 14, decode=False)
 
 
 def test_shards_fill_a_step_in_order_and_then_go_round_again() -> None:
@@ -118,7 +118,7 @@ def test_a_small_job_passes_a_big_one_only_so_often() -> None:
         it.arrive(Job(uid, 1, 3))  # 1 page each: all would fit
     assert uids(it.next()) == (3, 4), "5 has to wait for 2 now"
     told(it, (1, 1, 0), (3, 0, 0), (4, 0, 0), free=4)
-    assert it.next() == Decode(1)
+    assert it.next() == Decode()
     told(it, free=10, finished=[1, 3, 4])
     assert uids(it.next()) == (2, 5)
 
@@ -139,7 +139,7 @@ def test_no_more_are_looked_at_than_may_be_overtaken() -> None:
         return fits(job)
 
     it._fits = counted  # type: ignore[method-assign]
-    assert it.next() == Decode(1)
+    assert it.next() == Decode()
     assert looks == 4
 
 
@@ -150,8 +150,8 @@ def test_what_has_begun_elsewhere_goes_on_like_what_was_paused() -> None:
     assert (it.waiting, it.paused_jobs) == (0, 1)
     assert it.lacking(1) == 12, "the last token of each is for its first step"
     assert (job.running, job.grow) == (2, 5)
-    assert it.next() == Prefill(1, (1,), ((1, 16),), 16, decode=False)
-    assert it.next() == Decode(1)
+    assert it.next() == Prefill((1,), ((1, 16),), 16, decode=False)
+    assert it.next() == Decode()
 
 
 def test_what_was_computed_before_does_not_count_as_cached() -> None:
@@ -244,14 +244,14 @@ def test_the_youngest_are_paused_when_growth_would_not_fit_and_come_back_first()
     assert uids(it.next()) == (1, 2, 3)
     told(it, (1, 0, 0), (2, 0, 0), (3, 0, 0), free=2)
     it.arrive(Job(4, 4, 4))
-    assert it.next() == Decode(1)
+    assert it.next() == Decode()
     told(it, (1, 1, 0), (2, 1, 0), (3, 1, 0), free=2)
     assert it.next() == Filter(pause=(3,))
-    assert it.next() == Decode(1), "the others go on at once"
+    assert it.next() == Decode(), "the others go on at once"
     told(it, free=3)
     it.paused(3, 0, [(3, 4, 8)])
     assert (it.running, it.paused_jobs, it.waiting) == (2, 1, 1)
-    assert it.next() == Decode(1), "4 would fit, but 3 comes first"
+    assert it.next() == Decode(), "4 would fit, but 3 comes first"
     told(it, free=9, finished=[1])
     action = it.next()
     assert isinstance(action, Prefill)
@@ -268,7 +268,7 @@ def test_only_what_is_missing_is_paused_and_the_oldest_never() -> None:
     told(it, (1, 4, 0), (2, 4, 0), (3, 4, 0), free=1)
     assert it.next() == Filter(pause=(3, 2))
     it.paused(8, 0, [(3, 4, 8), (2, 4, 8)])
-    assert it.next() == Decode(1)
+    assert it.next() == Decode()
 
 
 def test_what_a_filter_frees_is_awaited_before_anybody_is_paused() -> None:
@@ -308,7 +308,7 @@ def test_a_choice_that_nobody_wants_ends_while_its_job_is_being_paused() -> None
     it.paused(20, 0, [(2, 3, 8)])
     assert uids(it.next()) == (2,)
     told(it, (2, 1, 0), free=20)
-    assert it.next() == Decode(1)
+    assert it.next() == Decode()
     told(it, free=20, finished=[1, 2])
     assert (it.running, it.paused_jobs, it.next()) == (0, 0, None), "its other choice was its last"
 
@@ -377,7 +377,7 @@ def test_a_choice_ends_alone_and_the_job_with_its_last() -> None:
     it.end(1, 1)
     assert it.next() == Filter(end=((1, 1),))
     it.paused(100, 0, [])
-    assert it.next() == Decode(1)
+    assert it.next() == Decode()
     told(it, finished=[1])
     it.end(1, 2)
     assert it.next() == Filter((1,))
@@ -450,13 +450,13 @@ def test_decodes_pause_for_whole_prompts_if_the_policy_says_so() -> None:
     told(it, (1, 1, 0))
     it.arrive(Job(2, 20, 30))
     for _ in range(3):
-        assert it.next() == Decode(1), "one waits, two are needed"
+        assert it.next() == Decode(), "one waits, two are needed"
         told(it, (1, 1, 0))
-    assert it.next() == Prefill(1, (2,), ((2, 16),), 16, decode=False)
+    assert it.next() == Prefill((2,), ((2, 16),), 16, decode=False)
     told(it, (2, 2, 4))
-    assert it.next() == Prefill(1, (), ((2, 16),), 16, decode=False)
+    assert it.next() == Prefill((), ((2, 16),), 16, decode=False)
     told(it, (2, 1, 0))
-    assert it.next() == Decode(1)
+    assert it.next() == Decode()
 
 
 WORLDS = range(1500)
