@@ -37,7 +37,7 @@ from .record import begin
 from .recovery import Inquest
 from .replies import report_of
 from .request import Broken, Expired, Failure, Item, Limits, NotReady, Overloaded, Priority, Request, Sink
-from .scheduler import Action, Bounds, Decode, Filter, Job, Prefill, Scheduler
+from .scheduler import DELAYS, Action, Bounds, Decode, Filter, Job, Prefill, Scheduler
 from .shards import Shards, group
 from .streams import Choice, Pace, Stream, Tokenizer, read
 
@@ -46,12 +46,7 @@ LEAD = 0.01  # seconds before the expected end of a step when the next is sent: 
 # The same where it is planned and launched before that end. Steps would stop to overlap as soon as that took longer: what is sent
 # late is answered late, and the next is sent later still.
 OVERLAPPING_LEAD = 0.03
-# Seconds that a request counts as arrived later than it did. An interactive one passes a batch one that came up to a minute
-# before it, and nobody waits for ever.
-DELAYS = {Priority.INTERACTIVE: 0.0, Priority.NORMAL: 5.0, Priority.BATCH: 60.0}
-
 RETRY = 0.2  # seconds until new shards that were lost at once are looked for again
-
 
 logger = logging.getLogger(__name__)
 

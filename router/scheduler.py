@@ -31,6 +31,9 @@ from dataclasses import dataclass
 from .drafting import Allowance, Drafting
 from .policies import Measured, Mixed, Policy, Standing
 
+# Seconds that a request of some priority counts as arrived later than it did. An interactive one passes a batch one that came up to
+# a minute before it, and nobody waits for ever.
+DELAYS = {"interactive": 0.0, "normal": 5.0, "batch": 60.0}
 CHARGED = 256  # generated tokens that a choice counts for in a load, at most: few answers are as long as they may be
 
 

@@ -6,19 +6,18 @@ whatever the scheduler decides acts one step late: as in router/batcher.py.
 
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+from ..router.admission import admits
 from ..router.policies import Policy
-from ..router.scheduler import Action, Bounds, Decode, Filter, Job, Prefill, Report, Scheduler
+from ..router.scheduler import DELAYS, Action, Bounds, Decode, Filter, Job, Prefill, Report, Scheduler
 from .machines import Speed
 from .measures import Measures
 from .shard import Asked, Continuations, IntegerShard, Outcome, Released
 from .trace import Request
 
-DELAYS = {"interactive": 0.0, "normal": 5.0, "batch": 60.0}  # seconds that a request counts as arrived later: as in the router
 LEAD = 0.01  # seconds before the end of a step when the next is asked for
-SPARE = 8  # of the requests in flight that are taken, one in so many is added for tenants below their share: as in the router
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,18 +158,7 @@ class Replay:
 
     def _asked(self, uid: int) -> Asked:
         live = self._live[uid]
-        if not live.continuations:
-            return live.asked
-        asked = live.asked
-        return Asked(
-            uid=uid,
-            prompt=asked.prompt,
-            most=asked.most,
-            choices=asked.choices,
-            ends_at=asked.ends_at,
-            prefix=asked.prefix,
-            continuations=live.continuations,
-        )
+        return replace(live.asked, continuations=live.continuations) if live.continuations else live.asked
 
     # Answers
 
@@ -250,12 +238,6 @@ class Replay:
                 live.last = self._ticked
             else:
                 self._joined.pop(uid, None)
-
-
-def admits(in_flight: Mapping[str, int], most: int, tenant: str) -> bool:
-    """Whether one more request of the tenant is taken: as in the router. in_flight: by tenant, without zeros."""
-    total, share = sum(in_flight.values()), most // len(in_flight.keys() | {tenant})
-    return total < most or (total < most + -(-most // SPARE) and in_flight.get(tenant, 0) < max(1, share))
 
 
 def report(done: Outcome, seconds: float) -> Report:

@@ -26,7 +26,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "demo": (),
     "bench": (),
-    "simulator": ("router.scheduler", "router.policies", "router.cost"),
+    "simulator": ("router.scheduler", "router.policies", "router.cost", "router.admission"),
 }
 # Packages that a room must not need. What the launcher imports of the shard must not bring torch in either: see below.
 FOREIGN: dict[str, tuple[str, ...]] = {
