@@ -362,7 +362,7 @@ class Engine:
         began, before = time.perf_counter(), self._flight
         runs = prompts + decodes
         for run in prompts:
-            self._count_prompt(run, outcome)
+            outcome.count_prompt(run)
         outcome.decode_tokens, outcome.decode_keys = sum(run.tokens for run in decodes), sum(run.keys for run in decodes)
         spans = [span for run in runs for span in run.spans]
         masks = self._masks.begin(runs) if self._masks and before is None and spans else None
@@ -497,17 +497,11 @@ class Engine:
                 self._fail(group, verdict.failure, outcome)
                 return
             if any(span.drafts for span in run.spans):
-                outcome.count(group, verdict)
+                outcome.count_guesses(group, verdict)
                 if verdict.moves:
                     self._move(verdict.moves)
                 self._publish_all(group, group.sequences)
-            outcome.emitted += [(group.uid, emitted) for emitted in verdict.emitted]
-            if verdict.scores is not None:
-                outcome.scored.append((group.uid, verdict.scores))
-            if verdict.searched:
-                outcome.searched.append((group.uid, verdict.searched))
-            if verdict.grown is not None:
-                outcome.grown.append((group.uid, verdict.grown))
+            outcome.tell(group, verdict)
             if verdict.ended:
                 self._end(group, verdict.ended)
                 if group.uid not in self.groups:
@@ -533,16 +527,6 @@ class Engine:
         for choice in others:
             group.sequences.append(Sequence(array("I", first.tokens), first.prompt_length, choice, first.cache_key, first.adapter))
         group.waiting = []
-
-    def _count_prompt(self, run: Run, outcome: Outcome) -> None:
-        tokens = run.tokens
-        outcome.prompt_tokens += tokens
-        outcome.prompt_keys += run.keys
-        outcome.cached_tokens += run.found
-        if not run.group.waiting:
-            outcome.restored_tokens += tokens
-        elif run.found:
-            outcome.found.append((run.group.uid, run.found))
 
     def _tell(self, outcome: Outcome) -> None:
         """Reports the standing of groups where it has changed."""

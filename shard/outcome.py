@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from .decoding.strategy import Emitted, Grown, Verdict
 from .sequence import Group
+from .step import Run
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,27 @@ class Outcome:
     cached: int = 0
     ahead: bool = False  # the next step was planned before: what is said of pages and of what groups lack includes it
 
-    def count(self, group: Group, verdict: Verdict) -> None:
+    def count_prompt(self, run: Run) -> None:
+        """What of a prompt is computed."""
+        self.prompt_tokens += run.tokens
+        self.prompt_keys += run.keys
+        self.cached_tokens += run.found
+        if not run.group.waiting:
+            self.restored_tokens += run.tokens
+        elif run.found:
+            self.found.append((run.group.uid, run.found))
+
+    def tell(self, group: Group, verdict: Verdict) -> None:
+        """What a group's clients are told."""
+        self.emitted += [(group.uid, emitted) for emitted in verdict.emitted]
+        if verdict.scores is not None:
+            self.scored.append((group.uid, verdict.scores))
+        if verdict.searched:
+            self.searched.append((group.uid, verdict.searched))
+        if verdict.grown is not None:
+            self.grown.append((group.uid, verdict.grown))
+
+    def count_guesses(self, group: Group, verdict: Verdict) -> None:
         """What became of a group's guesses."""
         self.drafted += verdict.drafted
         self.accepted += verdict.accepted
