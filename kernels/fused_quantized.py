@@ -70,7 +70,7 @@ def quantized_kernel(
     for run in tl.range(0, INPUTS // RUN, num_stages=STAGES):
         held = tl.load(from_codes + run * WIDTH, mask=wanted[:, None], other=0)
         block = run * RUN // BLOCK * OUTPUTS + output
-        zero = zeros_of(zeros + block, wanted, ZEROS, MIDDLE)
+        zero = zeros_at(zeros + block, wanted, ZEROS, MIDDLE)
         part = tl.zeros([ROWS, COLUMNS], tl.float32)
         first = tl.load(from_x + run * RUN, mask=asked[:, None], other=0.0)
         if BITS == 4:
@@ -89,7 +89,7 @@ def quantized_kernel(
 
 
 @triton.jit
-def zeros_of(place: tl.tensor, wanted: tl.tensor, ZEROS: tl.constexpr, MIDDLE: tl.constexpr) -> tl.tensor:
+def zeros_at(place: tl.tensor, wanted: tl.tensor, ZEROS: tl.constexpr, MIDDLE: tl.constexpr) -> tl.tensor:
     """The integers that mean 0 for some outputs: [outputs, 1]."""
     return (tl.load(place, mask=wanted, other=0).to(tl.int32) if ZEROS else tl.where(wanted, MIDDLE, 0))[:, None]
 
@@ -133,7 +133,7 @@ def unpack_kernel(
     held = tl.load(codes + line * (INPUTS * BITS // 8) + run * WIDTH + place[None, :], mask=wanted[:, None], other=0)
     block = run * RUN // BLOCK * outputs + output
     scale = tl.load(scales + block, mask=wanted, other=0.0)[:, None]
-    zero = zeros_of(zeros + block, wanted, ZEROS, MIDDLE)
+    zero = zeros_at(zeros + block, wanted, ZEROS, MIDDLE)
     to = out + line * INPUTS + run * RUN + place[None, :]
     if BITS == 4:
         first, second = less(held & 15, zero) * scale, less(held >> 4, zero) * scale

@@ -20,8 +20,7 @@ from .compilation import Compilation
 from .fused_activation import activated
 from .fused_experts import INTERPRET, few_of, find, limited
 from .fused_product import dot
-from .fused_quantized import FP8_FACTOR, less, smaller
-from .fused_quantized import zeros_of as zeros_at
+from .fused_quantized import FP8_FACTOR, less, smaller, zeros_at
 
 TYPES = {torch.bfloat16, torch.float16}  # of rows
 RUN = 128  # inputs at a time, at most
