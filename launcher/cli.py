@@ -270,6 +270,8 @@ def _route(asked: Options, name: str, folder: Path, environment: Mapping[str, st
     if not checkpoint.has_tokenizer(folder):
         raise Mistake(f"{folder} has no tokenizer.json, which the router needs: name the folder of the model that --replica serves")
     greeting.warn(asked, environment, console)
+    if idle := [options.flag(name) for name in options.SHARDS if getattr(asked, name) != options.FIELDS[name].default]:
+        console.say(f"no effect on shards that somebody else starts: {', '.join(idle)}")
     with rundir.private() as private:
         children = child_environment(environment, 1)
         return _server(asked, name, folder, private, {}, [], children, console, began).run()

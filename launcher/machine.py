@@ -32,6 +32,7 @@ class Machine:
     cores: int  # physical ones that we may use
     memory: int  # that can be taken without swapping
     fast_bfloat16: bool  # the CPU multiplies bfloat16 in hardware
+    packs_bfloat16: bool = False  # or oneDNN does by AVX-512, for which it lays matrices out anew, too
     gpu_memory: tuple[int, ...] = ()
 
     def share(self, parts: int, gpus: int) -> "Machine":
@@ -42,7 +43,14 @@ class Machine:
 
 
 def inspect() -> Machine:
-    return Machine(cores=cores(), memory=available_memory(), fast_bfloat16=_fast_bfloat16(), gpu_memory=_gpu_memory())
+    flags = _cpu_flags()
+    return Machine(
+        cores=cores(),
+        memory=available_memory(),
+        fast_bfloat16=not flags.isdisjoint({"avx512_bf16", "amx_bf16"}),
+        packs_bfloat16=flags >= {"avx512vl", "avx512bw", "avx512dq"},
+        gpu_memory=_gpu_memory(),
+    )
 
 
 def cores() -> int:
@@ -68,11 +76,8 @@ def _cpu_quotas() -> list[int]:
     return quotas
 
 
-def _fast_bfloat16() -> bool:
-    for line in lines_of(process.PROC / "cpuinfo"):
-        if line.startswith("flags"):
-            return not {"avx512_bf16", "amx_bf16"}.isdisjoint(line.split())
-    return False
+def _cpu_flags() -> set[str]:
+    return next((set(line.split()) for line in lines_of(process.PROC / "cpuinfo") if line.startswith("flags")), set())
 
 
 def _gpu_memory() -> tuple[int, ...]:

@@ -456,6 +456,10 @@ class Options:
 
 
 PAUSING = ("max_waiting_tokens", "waiting_served_ratio")  # settings that only --prefill-policy pause reads
+SHARDS = (  # settings that only shards read, so whoever starts those
+    *("load_format", "dtype", "quantize", "prefix_caching", "page_size", "kv_pages", "max_batch_total_tokens", "kv_cache_dtype"),
+    *("cuda_memory_fraction", "device", "cuda_graphs", "overlap", "penstock_kernels", "num_shard", "threads", "shard_uds_path"),
+)
 FIELDS = {field.name: field for field in dataclasses.fields(Options)}
 
 

@@ -74,7 +74,7 @@ def divide(
     form = _form(options, model, ranks)
     dtype = _dtype(options, model, device, machine)
     item = ITEM_BYTES[dtype]
-    packed = device == "cpu" and (dtype == "float32" or (dtype == "bfloat16" and machine.fast_bfloat16))
+    packed = device == "cpu" and (dtype == "float32" or (dtype == "bfloat16" and (machine.fast_bfloat16 or machine.packs_bfloat16)))
     weights = form.weight_bytes(ranks, item, device, dtype, packed)
     # Each is laid out as the largest, and what it does to matrices that are stored as one has zeros beside it.
     adapted = 2 * len(changes) * max((change.elements for change in changes), default=0) * item

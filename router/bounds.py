@@ -16,6 +16,8 @@ def bounds_of(config: RouterConfig, info: shard_pb2.InfoReply, warm: shard_pb2.W
     lacking = ", ".join(name for name in config.adapters if name not in info.adapters)
     if lacking:
         raise Misconfigured(f"the shards have no adapter {lacking}: give them and the router the same --lora-adapters")
+    if config.batch_invariant and not info.batch_invariant:
+        raise Misconfigured("the shards don't keep what --batch-invariant promises: start them with it, or leave it out")
     capacity = warm.pages * warm.page_size
     pool = f"the pool's capacity of {capacity} ({warm.pages} pages of {warm.page_size})"
     more = "or give the pool more memory (--kv-pages, --cuda-memory-fraction, more shards)"

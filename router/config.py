@@ -59,6 +59,7 @@ class RouterConfig:
     graceful_termination_timeout: float = 90.0  # seconds that running streams get after SIGTERM
     idle_timeout: float = 75.0  # seconds that a connection may be without a whole head of a request
     slow_client_timeout: float = 60.0  # seconds in which a stream's client may read nothing of what is there for it
+    batch_invariant: bool = False  # shards that don't promise it are not served with
     step_timeout: float = 60.0  # seconds without an answer after which the shards are lost, at least
     tls_cert: str = ""  # PEM files by which this process and shards on other machines trust each other; "": no TLS
     tls_key: str = ""

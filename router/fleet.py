@@ -32,6 +32,8 @@ from .shards import Shards
 from .streams import Stream, Tokenizer, read
 
 RETRY = 0.5  # seconds until a replica that failed to start is tried again
+# What tokens follow from besides the request, of what shards tell of themselves.
+ALIKE = ("model", "dtype", "quantize", "kv_cache_dtype", "batch_invariant", "vocabulary", "max_positions")
 
 logger = logging.getLogger(__name__)
 
@@ -383,12 +385,12 @@ class Fleet:
         for member in self._members.values():
             other = member.batcher
             if other is not batcher and not member.failed and other.info is not None and batcher.info is not None:
-                for what in ("model", "dtype", "vocabulary", "max_positions"):
+                for what in (*ALIKE, "ranks") if batcher.info.batch_invariant else ALIKE:
                     here, there = getattr(batcher.info, what), getattr(other.info, what)
                     if here != there:
                         raise Misconfigured(
-                            f"replica {batcher.name} has {what} {here}, replica {other.name} has {there}: replicas are of one "
-                            "model and one number format"
+                            f"replica {batcher.name} has {what} {here or 'none'}, replica {other.name} has {there or 'none'}: "
+                            "replicas are of one model and one number format"
                         )
 
     def _arrange(self) -> None:

@@ -203,6 +203,13 @@ def test_every_setting_of_the_router_has_a_flag() -> None:
     assert {field.name for field in dataclasses.fields(RouterConfig)} - set(options.FIELDS) == found
 
 
+def test_what_only_shards_read_is_known() -> None:
+    shards, router = ({field.name for field in dataclasses.fields(config)} for config in (ShardConfig, RouterConfig))
+    several = {"master_addr", "master_port"}  # of several nodes, which have shards
+    renamed = {"cuda_memory_fraction", "max_batch_total_tokens", "num_shard", "penstock_kernels", "shard_uds_path"}
+    assert set(options.SHARDS) == (shards & set(options.FIELDS)) - router - several | renamed
+
+
 def test_help_shows_every_flag_and_default() -> None:
     text = " ".join(cli._parsers()[1]["serve"].format_help().split())
     for name, field in options.FIELDS.items():

@@ -161,7 +161,9 @@ def test_the_arithmetic(tmp_path: Path) -> None:
 
 def test_a_tied_table_is_held_twice_on_a_cpu_that_packs_matrices(tmp_path: Path) -> None:
     tied, untied = (whole(tmp_path, tie_word_embeddings=tied) for tied in (True, False))
-    for options, machine in ((Options(), MACHINE), (Options(dtype="bfloat16"), replace(MACHINE, fast_bfloat16=True))):
+    short = Options(dtype="bfloat16")
+    fast, packs = replace(MACHINE, fast_bfloat16=True), replace(MACHINE, packs_bfloat16=True)
+    for options, machine in ((Options(), MACHINE), (short, fast), (short, packs)):
         assert plan.divide(options, tied, machine).weight_bytes == plan.divide(options, untied, machine).weight_bytes
     for options in (Options(dtype="bfloat16"), Options(device="cuda", dtype="float32")):
         less = plan.divide(options, untied, GPUS).weight_bytes - plan.divide(options, tied, GPUS).weight_bytes

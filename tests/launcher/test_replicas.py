@@ -1,11 +1,13 @@
 """Several rank groups: what of the machine each gets, where a router finds them, and what contradicts itself."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from penstock.launcher import checkpoint, cli, command_line, greeting, plan, replicas
+from penstock.launcher import checkpoint, cli, command_line, greeting, hub, plan, replicas
+from penstock.launcher.console import Console
 from penstock.launcher.machine import Machine
 from penstock.launcher.mistake import Mistake
 from penstock.launcher.options import Options
@@ -96,6 +98,13 @@ def parsed(*flags: str, **environment: str) -> Options:
     parser = command_line.Parser(prog="penstock serve", formatter_class=command_line.Formatter, allow_abbrev=False)
     command_line.add(parser)
     return command_line.parse(parser, flags, environment)
+
+
+def test_a_router_alone_says_what_the_shards_decide(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(cli, "_server", lambda *given: SimpleNamespace(run=lambda: 0))
+    asked = Options(replica="unix:/x", quantize="fp8", num_beams=2)
+    assert cli._route(asked, "demo", hub.DEMO_FOLDER, {}, Console(False), 0.0) == 0
+    assert "no effect on shards that somebody else starts: --quantize\n" in capsys.readouterr().out
 
 
 def test_rank_groups_that_others_have_started_are_named_one_by_one_or_together() -> None:

@@ -1146,6 +1146,13 @@ def test_shards_without_an_adapter_are_refused() -> None:
         bounds_of(config(adapters=("one", "two", "three")), info, warm)
 
 
+def test_shards_that_promise_less_than_was_asked_for_are_refused() -> None:
+    warm = shard_pb2.WarmupReply(pages=100, page_size=16)
+    with pytest.raises(Misconfigured, match="the shards don't keep what --batch-invariant promises"):
+        bounds_of(config(batch_invariant=True), shard_pb2.InfoReply(max_positions=1024), warm)
+    bounds_of(config(batch_invariant=True), shard_pb2.InfoReply(max_positions=1024, batch_invariant=True), warm)
+
+
 def test_how_many_full_requests_fit_at_once() -> None:
     """By pages, by number."""
     bounds = Bounds(pages=100, page_size=16, step_tokens=16, sequences=20)

@@ -339,14 +339,23 @@ def test_a_replica_joins_under_load_and_takes_its_share() -> None:
     run(test, 1)
 
 
-def test_a_replica_of_another_model_is_left_out() -> None:
+@pytest.mark.parametrize(
+    ("what", "value", "expected"),
+    [
+        ("dtype", "bfloat16", "replica other has dtype bfloat16, replica 0 has float32"),
+        ("quantize", "fp8", "replica other has quantize fp8, replica 0 has none"),
+        ("kv_cache_dtype", "fp8_e4m3fn", "replica other has kv_cache_dtype fp8_e4m3fn, replica 0 has none"),
+        ("batch_invariant", True, "replica other has batch_invariant True, replica 0 has none"),
+    ],
+)
+def test_a_replica_that_would_say_other_tokens_is_left_out(what: str, value: object, expected: str) -> None:
     async def test(fleet: Fleet, shards: Shards) -> None:
         async def join() -> None:
             fleet.join(["unix:/other"], "other")
-            shards["other"].info.dtype = "bfloat16"
+            setattr(shards["other"].info, what, value)
             shards["other"].pages = 30
             await until(lambda: states(fleet)["other"] == "failed")
-            assert "replica other has dtype bfloat16, replica 0 has float32" in fleet.replicas[1].stage
+            assert expected in fleet.replicas[1].stage
 
         await serve_through(fleet, shards, join)
         assert fleet.limits is not None

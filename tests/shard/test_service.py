@@ -79,6 +79,7 @@ def test_info_and_health_answer_before_the_model_is_there(process: Process) -> N
     process.service.stage = "loading weights 40 %"
     info = process.stub.Info(wire.InfoRequest(), timeout=5)
     assert (info.model, info.ranks, info.page_size, info.dtype, info.device) == (NAME, 1, 4, "float32", "cpu")
+    assert (info.quantize, info.kv_cache_dtype, info.batch_invariant) == ("", "auto", False)
     assert (info.stage, info.loaded, info.vocabulary) == ("loading weights 40 %", False, 0)
     assert process.stub.Health(wire.HealthRequest(), timeout=5) == wire.HealthReply()
     process.start()
