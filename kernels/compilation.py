@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from triton import JITFunction
 
+NVIDIA, AMD = ("sm_80", "sm_90", "sm_100", "sm_120"), ("gfx942",)  # names in `compile.TARGETS`
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compilation:

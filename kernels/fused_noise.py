@@ -1,7 +1,15 @@
-"""The noise of `noise.py` in Triton: the same Philox words, and `logarithm.gumbel` of them, both to the last bit."""
+"""The noise of `noise.py` in Triton: the same Philox words, and `logarithm.gumbel` of them, both to the last bit. `fused_sampling`
+makes it where it is wanted; by itself it is for a draft model's rows, and for beams."""
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from .compilation import AMD, NVIDIA, Compilation
+
+SIZE = 1024  # numbers of one program
+PER_ROW = ["seeds", "choices", "positions"]  # see `fused_sampling.PER_ROW`
 
 LOG_2_HIGH = tl.constexpr(6.9313812256e-01)
 LOG_2_LOW = tl.constexpr(9.0580006145e-06)
@@ -60,7 +68,7 @@ def _log(x, CUDA: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def gumbel(words, CUDA: tl.constexpr):  # type: ignore[no-untyped-def]
+def gumbel_of_words(words, CUDA: tl.constexpr):  # type: ignore[no-untyped-def]
     """`logarithm.gumbel`. CUDA: on NVIDIA's."""
     uniform = tl.minimum((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.999999940395355224609375)
     y = 1.0 - uniform
@@ -71,8 +79,8 @@ def gumbel(words, CUDA: tl.constexpr):  # type: ignore[no-untyped-def]
 def gumbel_of_quads(seed, choice, position, quads, CUDA: tl.constexpr):  # type: ignore[no-untyped-def]
     """Noise of four tokens for each of `quads`, side by side: [4 * quads]."""
     word_0, word_1, word_2, word_3 = philox(seed, choice, position, quads)
-    even = tl.join(gumbel(word_0, CUDA), gumbel(word_2, CUDA))
-    pairs = tl.join(even, tl.join(gumbel(word_1, CUDA), gumbel(word_3, CUDA)))
+    even = tl.join(gumbel_of_words(word_0, CUDA), gumbel_of_words(word_2, CUDA))
+    pairs = tl.join(even, tl.join(gumbel_of_words(word_1, CUDA), gumbel_of_words(word_3, CUDA)))
     return tl.reshape(pairs, [4 * quads.shape[0]])
 
 
@@ -81,4 +89,80 @@ def gumbel_of_ids(seed, choice, position, ids, CUDA: tl.constexpr):  # type: ign
     """Noise of each of `ids` (int32)."""
     word_0, word_1, word_2, word_3 = philox(seed, choice, position, ids // 4)
     lane = ids % 4
-    return gumbel(tl.where(lane == 0, word_0, tl.where(lane == 1, word_1, tl.where(lane == 2, word_2, word_3))), CUDA)
+    return gumbel_of_words(tl.where(lane == 0, word_0, tl.where(lane == 1, word_1, tl.where(lane == 2, word_2, word_3))), CUDA)
+
+
+@triton.jit(do_not_specialize_on_alignment=PER_ROW)
+def all_kernel(
+    noises: tl.tensor,  # [rows, vocabulary] float32, out
+    seeds: tl.tensor,  # [rows] int64
+    choices: tl.tensor,
+    positions: tl.tensor,
+    vocabulary: tl.tensor,
+    SIZE: tl.constexpr,
+    CUDA: tl.constexpr,
+) -> None:
+    """One program: SIZE tokens of a row."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    quads, column = part * (SIZE // 4) + tl.arange(0, SIZE // 4), part * SIZE + tl.arange(0, SIZE)
+    found = gumbel_of_quads(tl.load(seeds + row), tl.load(choices + row), tl.load(positions + row), quads, CUDA)
+    tl.store(noises + row * vocabulary + column, found, mask=column < vocabulary)
+
+
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=PER_ROW)
+def some_kernel(
+    noises: tl.tensor,  # [rows, count] float32, out
+    ids: tl.tensor,  # [rows, count] int64
+    seeds: tl.tensor,  # [rows] int64
+    choices: tl.tensor,
+    positions: tl.tensor,
+    count: tl.tensor,
+    SIZE: tl.constexpr,
+    CUDA: tl.constexpr,
+) -> None:
+    """One program: SIZE of a row's ids."""
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    own = tl.load(ids + row * count + column, mask=column < count, other=0).to(tl.int32)
+    found = gumbel_of_ids(tl.load(seeds + row), tl.load(choices + row), tl.load(positions + row), own, CUDA)
+    tl.store(noises + row * count + column, found, mask=column < count)
+
+
+def gumbel_all(seeds: Tensor, choices: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
+    """As `noise.gumbel_all`."""
+    noises = torch.empty(len(seeds), vocabulary, device=seeds.device)
+    if len(seeds):
+        grid = len(seeds), triton.cdiv(vocabulary, SIZE)
+        given = noises, seeds.contiguous(), choices.contiguous(), positions.contiguous(), vocabulary
+        all_kernel[grid](*given, SIZE=SIZE, CUDA=_by_ptx(seeds), enable_fp_fusion=False)
+    return noises
+
+
+def gumbel(seeds: Tensor, choices: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+    """As `noise.gumbel`."""
+    noises = torch.empty(ids.shape, device=ids.device)
+    if noises.numel():
+        grid = len(seeds), triton.cdiv(ids.shape[1], SIZE)
+        given = noises, ids.contiguous(), seeds.contiguous(), choices.contiguous(), positions.contiguous(), ids.shape[1]
+        some_kernel[grid](*given, SIZE=SIZE, CUDA=_by_ptx(seeds), enable_fp_fusion=False)
+    return noises
+
+
+def _by_ptx(x: Tensor) -> bool:
+    return x.device.type == "cuda" and torch.version.hip is None
+
+
+def compilations() -> list[Compilation]:
+    """For NVIDIA's and AMD's."""
+    rows = {"seeds": "*i64", "choices": "*i64", "positions": "*i64"}
+    every, some = {"noises": "*fp32", **rows, "vocabulary": "i32"}, {"noises": "*fp32", "ids": "*i64", **rows, "count": "i32"}
+    return [
+        Compilation(
+            kernel=kernel,
+            name=f"noise {name}{'' if cuda else ' amd'}",
+            signature=signature,
+            constants={"SIZE": SIZE, "CUDA": cuda},
+            targets=NVIDIA if cuda else AMD,
+        )
+        for name, kernel, signature in (("all", all_kernel, every), ("some", some_kernel, some))
+        for cuda in (True, False)
+    ]

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .compilation import Compilation
+from .compilation import AMD, NVIDIA, Compilation
 from .fused_noise import gumbel_of_ids, gumbel_of_quads
 from .sampling import Draws, Penalties
 
@@ -627,10 +627,6 @@ _TYPES = {
     "gathered_ids": "*i32", "tokens": "*i64", "bests": "*fp32", "thresholds": "*i32", "finals": "*fp32", "buckets": "i32:16",
     "listed": "*i32", "noisiest": "*fp32", "scores_of": "*fp32", "masses": "*fp32", "logprobs": "*fp32", "parts": "i32",
 }  # fmt: skip
-
-
-# Of kernels that make noise.
-NVIDIA, AMD = ("sm_80", "sm_90", "sm_100", "sm_120"), ("gfx942",)
 
 
 def compilations() -> list[Compilation]:

@@ -2,13 +2,14 @@
 
 There is no generator state, so nothing that happens to a batch can change it. The generator is Philox4x32-10 (Salmon et al.
 2011, "Parallel random numbers: as easy as 1, 2, 3"): key = the seed's two halves, counter = (token id // 4, position,
-choice, STREAM), and the token takes word id % 4 of the result.
+choice, STREAM), and the token takes word id % 4 of the result. By Triton the same bits, where `choose.triton_for` says so.
 """
 
 import torch
 from torch import Tensor
 
 from . import logarithm
+from .choose import triton_for
 
 MASK = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -18,8 +19,6 @@ ROUNDS = 10
 STREAM = 0
 # Counters that are worked on at once: 256 kB of them, and what ten rounds make of them, stay in a processor's cache.
 BLOCK = 1 << 15
-# On an accelerator, where each part is some 400 launches, 1 to 2 ms of the host's, however little there is to do: 8 MiB.
-FAR_BLOCK = 1 << 20
 
 
 def philox(key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -41,15 +40,23 @@ def gumbel(seeds: Tensor, choices: Tensor, positions: Tensor, ids: Tensor) -> Te
 
     seeds (the 64 bits of an unsigned number), choices, positions: [rows] int64; ids: [rows, n] int64; result [rows, n] float32.
     """
+    if triton_for(seeds):  # torch's words take some 400 launches
+        from .fused_noise import gumbel as fused
+
+        return fused(seeds, choices, positions, ids)
     words = torch.stack(philox(*_keyed(seeds, choices, positions, ids >> 2)), -1)
     return logarithm.gumbel(words.gather(-1, (ids & 3).unsqueeze(-1)).squeeze(-1))
 
 
 def gumbel_all(seeds: Tensor, choices: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
     """`gumbel` for the ids 0 to vocabulary - 1, at a quarter of the cost: [rows, vocabulary] float32."""
+    if triton_for(seeds):
+        from .fused_noise import gumbel_all as fused_all
+
+        return fused_all(seeds, choices, positions, vocabulary)
     quads = torch.arange(-(-vocabulary // 4), device=seeds.device).unsqueeze(0)
     result = torch.empty(len(seeds), quads.shape[1], 4, device=seeds.device)
-    rows = max(1, (BLOCK if seeds.device.type == "cpu" else FAR_BLOCK) // quads.shape[1])
+    rows = max(1, BLOCK // quads.shape[1])
     for first in range(0, len(seeds), rows):
         part = slice(first, first + rows)
         words = philox(*_keyed(seeds[part], choices[part], positions[part], quads))

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from ...kernels import noise
 from ...kernels.beam import largest, most_probable
 from ...kernels.choose import triton_for
 from ...kernels.sampling import Candidates, Draws, Penalties, allow, candidates, draw, first_largest, penalize
@@ -93,11 +94,15 @@ def begin(logits: Tensor, rows: Listing[Row], mask: Tensor | None = None) -> Pic
 
 
 def compile_kernels(vocabulary: int, device: torch.device) -> None:
-    """Makes ready what `pick` may need by Triton: whoever wanted it first would wait seconds for its compilation."""
+    """Makes ready what `pick` may need by Triton, and noise by itself, for drafts and beams: whoever wanted it first would wait
+    seconds for its compilation."""
     logits = torch.zeros(1, vocabulary, device=device)
     row = Row(Sampling(temperature=1.0, top_p=0.9, repetition_penalty=1.1, bias=((0, 1.0),)), [0], 1, 0, top_n=1)
     pick(logits, [row])
     pick(logits, [row], torch.full((1, -(-vocabulary // 32)), -1, dtype=torch.int32, device=device))
+    key = (torch.zeros(1, dtype=torch.int64, device=device),) * 3
+    noise.gumbel_all(*key, vocabulary)
+    noise.gumbel(*key, key[0].unsqueeze(1))
 
 
 def known(picks: list[Pick | None], device: torch.device) -> Picking[list[Pick | None]]:

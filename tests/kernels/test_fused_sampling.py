@@ -60,6 +60,16 @@ def test_noise_is_the_same_to_the_last_bit(chance: random.Random) -> None:
     assert of_ids.equal(noises)
 
 
+def test_noise_by_itself_is_the_same_to_the_last_bit(chance: random.Random) -> None:
+    rows, vocabulary = 3, 2 * fused_noise.SIZE + chance.randint(1, 9)
+    seeds = torch.randint(-(1 << 63), (1 << 63) - 1, (rows,))
+    choices, positions = torch.randint(0, 50, (2 * rows,))[::2], torch.randint(0, 1 << 20, (rows,))
+    ids = torch.randint(0, vocabulary, (rows, fused_noise.SIZE + 5))
+    found = fused_noise.gumbel_all(seeds, choices, positions, vocabulary), fused_noise.gumbel(seeds, choices, positions, ids)
+    assert found[0].equal(noise.gumbel_all(seeds, choices, positions, vocabulary))
+    assert found[1].equal(noise.gumbel(seeds, choices, positions, ids))
+
+
 def test_the_logarithm_is_one(chance: random.Random) -> None:
     x = torch.cat((torch.rand(100_000), torch.rand(1000) * 1e-30, 1 + (torch.rand(1000) - 0.5) * 1e-3, torch.rand(1000) * 1e30))
     x = x.clamp(min=1e-37)
