@@ -123,7 +123,7 @@ def _constants(size: int, turned: int, most: float) -> dict[str, object]:
     }
 
 
-@triton.jit(do_not_specialize=["first", "count", "length"])
+@triton.jit(do_not_specialize=["first", "count", "length"])  # they differ in every step
 def scores_kernel(
     scores: tl.tensor,  # [count, length] float32
     query: tl.tensor,  # [tokens, HEADS, SIZE], dense

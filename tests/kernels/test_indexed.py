@@ -261,3 +261,23 @@ def test_scores_of_what_is_hidden_are_lowest() -> None:
             visible = [True] * row.context + sees + [False] * (400 - row.context - row.queries)
             assert found[start].isfinite().tolist() == visible
             start += 1
+
+
+def test_scores_are_compiled_once_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What changes from step to step is not looked at, whether it is 1 or divisible by 16: each would be compiled anew."""
+    numbers: set[str] = set()
+
+    class Kernel:
+        def __getitem__(self, grid: object) -> Any:
+            return lambda *given, **_: numbers.update(
+                name for name, value in zip(names, given, strict=False) if isinstance(value, int)
+            )
+
+    kernel = fused_index.scores_kernel
+    names = kernel.arg_names
+    monkeypatch.setattr(fused_index, "scores_kernel", Kernel())
+    world = World(rows_of([(1, 40)], 16, random.Random(4)), 16, 30, "triton")
+    assert isinstance(world.plan, indexed_attention.Plan)
+    fused_index.scores(world.asked, world.cache[..., LATENT + TURNED :], world.plan, 0, 1, 41)
+    told = kernel.kwargs if hasattr(kernel, "kwargs") else vars(kernel)
+    assert numbers == {"first", "count", "length"} == set(told["do_not_specialize"])
