@@ -17,6 +17,7 @@ from .paged_kernels import dot, slots_of, visible_of
 
 HEADS = 16  # of one program
 WARPS = 4
+STAGES = 3  # two tiles of keys are under way while a third is worked on; as in attention, AMD's have little shared memory
 
 
 @triton.jit
@@ -213,6 +214,7 @@ def scores(asked: Asked, cache: Tensor, plan: Plan, first: int, count: int, leng
                 **_score_constants(asked.queries, cache.stride(0), plan.page_size, tile.keys, trees),
                 EARLY=early,
                 num_warps=WARPS,
+                num_stages=2 if torch.version.hip is not None else STAGES,
                 enable_fp_fusion=True,
                 **options(early),
             )
@@ -279,6 +281,7 @@ def _scores_compilation(heads: int, keys: int, generation: int, trees: bool = Fa
         signature=signature,
         constants=constants,
         warps=WARPS,
+        stages=STAGES if generation else 2,
         fuse=True,
         hot=True,
         targets=tuple(name for name in TARGETS[generation] if not (eight_bits and name == "sm_80")),

@@ -263,21 +263,36 @@ def test_scores_of_what_is_hidden_are_lowest() -> None:
             start += 1
 
 
-def test_scores_are_compiled_once_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What changes from step to step is not looked at, whether it is 1 or divisible by 16: each would be compiled anew."""
-    numbers: set[str] = set()
+def _launched(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments and options of the kernel that gives scores."""
+    given: dict[str, Any] = {}
+    options: dict[str, Any] = {}
 
     class Kernel:
         def __getitem__(self, grid: object) -> Any:
-            return lambda *given, **_: numbers.update(
-                name for name, value in zip(names, given, strict=False) if isinstance(value, int)
-            )
+            return launch
 
-    kernel = fused_index.scores_kernel
-    names = kernel.arg_names
-    monkeypatch.setattr(fused_index, "scores_kernel", Kernel())
+    def launch(*arguments: Any, **how: Any) -> None:
+        given.update(zip(names, arguments, strict=False))
+        options.update(how)
+
+    names = fused_index.scores_kernel.arg_names
     world = World(rows_of([(1, 40)], 16, random.Random(4)), 16, 30, "triton")
     assert isinstance(world.plan, indexed_attention.Plan)
+    monkeypatch.setattr(fused_index, "scores_kernel", Kernel())
     fused_index.scores(world.asked, world.cache[..., LATENT + TURNED :], world.plan, 0, 1, 41)
+    return given, options
+
+
+def test_scores_are_compiled_once_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What changes from step to step is not looked at, whether it is 1 or divisible by 16: each would be compiled anew."""
+    kernel = fused_index.scores_kernel
     told = kernel.kwargs if hasattr(kernel, "kwargs") else vars(kernel)
-    assert numbers == {"first", "count", "length"} == set(told["do_not_specialize"])
+    given, _ = _launched(monkeypatch)
+    assert {name for name, value in given.items() if isinstance(value, int)} == set(told["do_not_specialize"])
+
+
+def test_scores_are_compiled_as_they_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, options = _launched(monkeypatch)
+    gate = next(one for one in fused_index.compilations() if one.name == "scores 64 heads 64 keys")
+    assert (options["num_warps"], options["num_stages"]) == (gate.warps, gate.stages)
