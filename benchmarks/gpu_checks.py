@@ -57,6 +57,7 @@ ROUNDINGS = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 SHAPES = 4  # of steps of attention, in one part
 WORKERS = 8
 THREADS = 2  # of each, for what is computed on the host
+PATIENCE = 30.0  # seconds that checks may take beyond the section's time
 E4M3 = 0.07  # of a value's size: half a unit of three bits of mantissa is 1/16
 DIFFERENT = 1e-3  # rows of which a different token may be drawn: sums of masses are rounded otherwise on another device
 
@@ -74,8 +75,24 @@ def measure(bench: Bench, seed: int) -> None:
     workers = max(1, min(WORKERS, (os.cpu_count() or 2) // 2))
     with multiprocessing.get_context("spawn").Pool(workers, maxtasksperchild=1) as pool:
         stop = time.perf_counter() + bench.seconds_left()
-        for line in pool.imap(_worked, [(stop, seed, name) for name in names]):
-            bench.add(line)
+        gather(bench, pool.imap_unordered(_worked, [(stop, seed, name) for name in names]), names)
+
+
+def gather(bench: Bench, found: Any, names: Sequence[str]) -> None:
+    """Tells lines as they come. found: an iterator of a pool, which waits for ever for a process that was killed.
+
+    A check that hangs must hide no others: what is missing in the end is told by name.
+    """
+    missing = dict.fromkeys(names)
+    while missing:
+        try:
+            line = found.next(timeout=max(1.0, bench.seconds_left() + PATIENCE))
+        except multiprocessing.TimeoutError:
+            break
+        del missing[line.what]
+        bench.add(line)
+    for name in missing:
+        bench.add(failed(SECTION, name, "its process was killed, or takes far too long", 1.0, check=True))
 
 
 def _worked(what: tuple[float, int, str]) -> Line:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import multiprocessing
 import subprocess
 import sys
 from collections.abc import Callable
@@ -47,6 +48,23 @@ def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [line.verdict for line in lines] == ["met", "not measured", "WRONG", "not measured"]
     assert gpu_report.sum_up(lines) == 1
     assert "ZeroDivisionError" in lines[1].note
+
+
+def test_a_check_that_does_not_come_back_hides_no_other() -> None:
+    class Found:
+        def next(self, timeout: float) -> Line:
+            assert 1 <= timeout <= gpu_checks.PATIENCE
+            if not coming:
+                raise multiprocessing.TimeoutError
+            return Line(section="", what=coming.pop(), ratio=0.1, goal=1.0, most=True, check=True)
+
+    lines: list[Line] = []
+    coming = ["c", "b"]
+    gpu_checks.gather(gpu_measure.Bench(torch.device("cpu"), True, lines.append, 0.0), Found(), ["a", "b", "c", "d"])
+    assert [(line.what, line.verdict) for line in lines] == [
+        ("b", "met"), ("c", "met"), ("a", "not measured"), ("d", "not measured")
+    ]  # fmt: skip
+    assert gpu_report.wrong(lines) == lines[2:]
 
 
 def test_what_is_no_number_is_never_right() -> None:
