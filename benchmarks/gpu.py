@@ -42,6 +42,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.benchmarks import gpu_report as report
 
+BEGAN = time.perf_counter()  # before torch is imported, which may take a quarter of a minute
 MINUTES = 9.5  # of all sections together
 # Of a whole run, roughly. Most of correctness is compiling.
 SHARES = {
@@ -58,6 +59,7 @@ UNASKED = [name for name in SHARES if name != "tuning"]  # sections that run unl
 GRACE = 60.0  # seconds that a section may take beyond its time before it is ended: it looks at the clock between measurements
 PATIENCE = {"server": 400.0}  # it has time limits of its own, and ends what it has started
 SLACK = 15.0  # seconds that the last sections may take beyond the time of all
+LEAST = 20.0  # seconds that are worth beginning a section for: starting Python, torch and CUDA takes ten
 Rates = tuple[float, float, float]  # of copies and reads (bytes a second) and of products (FLOP a second)
 
 
@@ -66,17 +68,17 @@ def main() -> int:
     options = _options()
     from penstock.benchmarks import gpu_report as report
 
-    began = time.perf_counter()
     lines: list[report.Line] = []
     facts: dict[str, str] = {}
     rates: Rates | None = None
     left = [name for name in SHARES if name == "ceilings" or name in options.only]
     while left:
-        remaining = max(60.0, 60 * options.minutes - (time.perf_counter() - began))
-        seconds = remaining * SHARES[left[0]] / sum(SHARES[name] for name in left)
+        seconds, patience = times(left, BEGAN + 60 * options.minutes - time.perf_counter())
         name = left.pop(0)
+        if patience < LEAST:  # whoever ends the run from outside would have no table at all
+            lines.append(report.failed(name, "the section", "no time was left for it", 1.0, check=name in CHECKS))
+            continue
         print(f"{name} (about {seconds:.0f} s)", flush=True)
-        patience = max(30.0, min(PATIENCE.get(name, seconds + GRACE), began + 60 * options.minutes + SLACK - time.perf_counter()))
         for kind, value in _isolated(name, options, rates, seconds, patience):
             if kind == "line":
                 lines.append(value)
@@ -87,6 +89,12 @@ def main() -> int:
         _save(options, lines, facts)  # a run that is ended from outside leaves what it has measured
     print(report.table(lines))
     return report.sum_up(lines)
+
+
+def times(left: Sequence[str], remaining: float) -> tuple[float, float]:
+    """Seconds that the first of the sections `left` should take, and after which it is ended. remaining: of all sections' time."""
+    seconds = max(0.0, remaining) * SHARES[left[0]] / sum(SHARES[name] for name in left)
+    return seconds, min(PATIENCE.get(left[0], seconds + GRACE), remaining + SLACK)
 
 
 def _save(options: argparse.Namespace, lines: "Sequence[report.Line]", facts: dict[str, str]) -> None:

@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from penstock.benchmarks import gpu_checks, gpu_measure, gpu_model, gpu_report, gpu_worlds
+from penstock.benchmarks import gpu, gpu_checks, gpu_measure, gpu_model, gpu_report, gpu_worlds
 from penstock.benchmarks.gpu_report import Line, failed, timing
 from penstock.kernels import operations
 from penstock.kernels.attention import Row
@@ -65,6 +65,18 @@ def test_a_check_that_does_not_come_back_hides_no_other() -> None:
         ("b", "met"), ("c", "met"), ("a", "not measured"), ("d", "not measured")
     ]  # fmt: skip
     assert gpu_report.wrong(lines) == lines[2:]
+
+
+def test_no_section_takes_more_than_what_is_left_of_the_run() -> None:
+    names = [*gpu.UNASKED]
+    assert gpu.times(names, 570) == (pytest.approx(570 * gpu.SHARES["ceilings"]), pytest.approx(570 * gpu.SHARES["ceilings"] + 60))
+    assert gpu.times(["server"], 200) == (200, 215)
+    for remaining in (300, 30, 0, -40):
+        for i in range(len(names)):
+            seconds, patience = gpu.times(names[i:], remaining)
+            assert 0 <= seconds <= max(0, remaining)
+            assert patience <= remaining + gpu.SLACK
+    assert gpu.times(names, 4)[1] < gpu.LEAST  # it is not begun
 
 
 def test_what_is_no_number_is_never_right() -> None:
