@@ -21,12 +21,12 @@ SAMPLING = 3.0  # times one read of 256 x 128k logits, with top-k, top-p and pen
 
 
 def measure(bench: Bench) -> None:
-    """All of it."""
+    """All of it; experts last, since most of their time goes into compiling twenty kernels."""
     choose.force("triton")
     try:
         sizes = (4,) if bench.tiny else (1, 256, 8192)
-        parts = [partial(part, tokens=tokens) for part in (elementwise, mixture, few_bits, steady) for tokens in sizes]
-        bench.each(SECTION, (sample_logits, beams, *parts, moves))
+        parts = [partial(part, tokens=tokens) for part in (elementwise, few_bits, steady, mixture) for tokens in sizes]
+        bench.each(SECTION, (sample_logits, beams, moves, *parts))
     finally:
         choose.force("")
 

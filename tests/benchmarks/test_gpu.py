@@ -79,6 +79,15 @@ def test_no_section_takes_more_than_what_is_left_of_the_run() -> None:
     assert gpu.times(names, 4)[1] < gpu.LEAST  # it is not begun
 
 
+def test_what_a_section_has_no_time_for_is_left_out() -> None:
+    """But for the ceilings, which all others need."""
+    ran: list[bool] = []
+    bench = gpu_measure.Bench(torch.device("cpu"), True, print, 0.0)
+    bench.each("", [lambda bench: ran.append(False)])
+    bench.each("", [lambda bench: ran.append(True)] * 2, whole=True)
+    assert ran == [True, True]
+
+
 def test_what_is_no_number_is_never_right() -> None:
     assert gpu_checks.error(torch.tensor([1.0, math.nan]), torch.ones(2), 0.1) == math.inf
     assert gpu_checks.error(torch.tensor([1.1]), torch.tensor([1.0]), 0.1) == pytest.approx(0.5, rel=1e-5)
