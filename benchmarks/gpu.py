@@ -87,7 +87,7 @@ def main() -> int:
             else:
                 rates = value
         _save(options, lines, facts)  # a run that is ended from outside leaves what it has measured
-    print(report.table(lines))
+    print(f"{report.table(lines)}\n\n{report.digest(lines, facts)}")
     return report.sum_up(lines)
 
 

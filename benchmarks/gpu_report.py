@@ -3,8 +3,9 @@
 import json
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,33 @@ def table(lines: Sequence[Line]) -> str:
 
 def _padded(row: Sequence[str], widths: Sequence[int]) -> str:
     return ("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)) + "  " + row[-1]).rstrip()
+
+
+ROOM = 10_000  # characters: of what a machine far away prints often the last 12,000 are all that is seen
+
+
+def digest(lines: Sequence[Line], facts: Mapping[str, str], room: int = ROOM) -> str:
+    """What the table says, in few characters: what misses its goal first, what has none last, as far as there is room. Of results
+    that are looked at `sum_up` tells which are wrong."""
+    parts, measured = [], [line for line in lines if not line.check]
+    for verdict in (MISSED, UNMEASURED, MET, ""):
+        section = ""
+        for line in (line for line in measured if line.verdict == verdict):
+            if line.section != section:
+                section = line.section
+                parts.append(f"{verdict or 'no goal'}, {section}:")
+            parts.append(f"  {_short(line)}")
+    head = ", ".join(f"{name} {value}" for name, value in facts.items())
+    room -= len(head) + 40  # for what is said of those that are left out
+    kept = sum(end <= room for end in accumulate(len(part) + 1 for part in parts))
+    left = [f"  and {len(parts) - kept} lines more, in the table"] if kept < len(parts) else []
+    return "\n".join([head, *parts[:kept], *left])
+
+
+def _short(line: Line) -> str:
+    what, _, value, ratio, against, bound, _, note = _cells(line)
+    took = _time(line.timing.seconds) if line.timing else ""
+    return f"{what}: " + " ".join(filter(None, [took, value, ratio, against, bound, note[:60]]))
 
 
 def markdown(lines: Sequence[Line], title: str) -> str:

@@ -120,6 +120,23 @@ def test_tables_and_numbers(tmp_path: Path) -> None:
     assert found["lines"][2]["value"] is None
 
 
+def test_what_matters_stands_at_the_end_of_a_long_output() -> None:
+    """Of the last 12,000 characters: what is missed, however many lines there are besides."""
+    took = timing([3e-6], "graph")
+    others = [Line(section="a", what=f"number {i}", timing=took, value=1e6, unit="GB/s", note="x" * 200) for i in range(400)]
+    missed = Line(section="b", what="slow", timing=took, ratio=0.5, against="of c", goal=0.92)
+    checks = [
+        Line(section="c", what="right", ratio=0.1, goal=1.0, most=True, check=True),
+        failed("c", "hung", "no", 1.0, check=True),
+    ]
+    found = gpu_report.digest([*others, missed, *checks], {"device": "H100"})
+    assert 9000 < len(found) <= gpu_report.ROOM
+    assert found.splitlines()[:3] == ["device H100", "missed, b:", "  slow: 3.0 us 0.500 of c >= 0.92"]
+    assert found.splitlines()[-1].endswith("lines more, in the table")
+    assert "hung" not in found  # which is told as wrong
+    assert gpu_report.digest([missed], {}).splitlines() == ["", "missed, b:", "  slow: 3.0 us 0.500 of c >= 0.92"]
+
+
 def test_bytes_and_operations() -> None:
     """Shared pages are read once, and what no row has filled is not; a causal prompt is half a square."""
     shape = gpu_worlds.Shape(kv_heads=1, ratio=2, size=64, page_size=16)
