@@ -84,6 +84,17 @@ def _allowed(mask, column, inside, MASKED: tl.constexpr):  # type: ignore[no-unt
     return inside
 
 
+@triton.jit
+def _values(logits, column, vocabulary, allowed, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A row's logits that stand side by side, -inf of those that its grammar doesn't allow."""
+    if MASKED:  # asked for by its bits each would be loaded alone, and not four at a time
+        values = tl.load(logits + column, mask=column < vocabulary, other=float("-inf"))
+        values = tl.where(allowed, values, float("-inf"))
+    else:
+        values = tl.load(logits + column, mask=allowed, other=float("-inf"))
+    return values
+
+
 @triton.jit(do_not_specialize_on_alignment=["peaks", "sums"])
 def survey_kernel(
     logits: tl.tensor,  # [rows, vocabulary] float32
@@ -224,7 +235,7 @@ def weigh_kernel(
         peak = tl.max(tl.load(maxima + place * (SIZE // 32) + tl.arange(0, SIZE // 32)), 0)
         column = part * SIZE + tl.arange(0, SIZE)
         allowed = _allowed(mask + row * mask_stride, column, column < vocabulary, MASKED)
-        values = tl.load(logits + row * stride + column, mask=allowed, other=float("-inf"))
+        values = _values(logits + row * stride, column, vocabulary, allowed, MASKED)
         # Where all are -inf the difference would be NaN.
         masses = tl.exp(tl.div_rn(values - tl.where(peak == float("-inf"), 0.0, peak), heat))
         tl.store(peaks + place, peak)
@@ -266,7 +277,7 @@ def _weight_above(  # type: ignore[no-untyped-def]
     for start in range(0, vocabulary, BLOCK):
         column = start + tl.arange(0, BLOCK)
         allowed = _allowed(mask, column, column < vocabulary, MASKED)
-        scores = tl.div_rn(tl.load(logits + column, mask=allowed, other=float("-inf")) - best, heat)
+        scores = tl.div_rn(_values(logits, column, vocabulary, allowed, MASKED) - best, heat)
         weights = tl.exp(scores) if MASSES else 1.0
         sums += tl.where(allowed & (_key(scores).to(tl.int64) >= least), weights, 0.0)
     return tl.sum(sums, 0)
@@ -428,7 +439,7 @@ def draw_kernel(
         noise = gumbel_of_quads(tl.load(seeds + row), tl.load(choices + row), tl.load(positions + row), quads, CUDA)
         column = part * SIZE + tl.arange(0, SIZE)
         allowed = _allowed(mask + row * mask_stride, column, column < vocabulary, MASKED)
-        values = tl.load(logits + row * stride + column, mask=allowed, other=float("-inf"))
+        values = _values(logits + row * stride, column, vocabulary, allowed, MASKED)
         scores = tl.div_rn(values - tl.load(bests + row), tl.load(temperature + row))
         kept = allowed & (_key(scores) >= tl.load(thresholds + row)) & (scores >= tl.load(floors + row))
         noisy = tl.where(kept, scores + noise, float("-inf"))

@@ -156,3 +156,20 @@ def test_noise_is_rounded_as_it_is_written() -> None:
     lines = answer.stdout.splitlines()
     assert len(lines) == 8, answer.stdout + answer.stderr
     assert [line.split(" ", 2)[2] for line in lines] == ["False False True"] * 8, lines
+
+
+WIDE = """
+from penstock.kernels import compile
+
+[target] = [target for target in compile.TARGETS if target.name == "sm_90"]
+for one in compile.gather():
+    if one.name in ("sampling draw", "sampling weigh"):
+        print(one.constants["MASKED"], compile._compiled(one, target).asm["ptx"].count("ld.global.v4.b32"))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")
+def test_logits_are_loaded_four_at_a_time_behind_a_grammar_too() -> None:
+    """A program's 4,096, by 256 threads."""
+    answer = run("-c", WIDE)
+    assert answer.stdout.splitlines() == ["True 4"] * 2, answer.stdout + answer.stderr
