@@ -28,6 +28,47 @@ LEAST_RUN = 32
 WARPS = 4
 
 
+def _looked_up(upper: tuple[int, int], lower: tuple[int, int]) -> str:
+    """PTX that makes eight numbers of 16 bits of four bytes: $0 and $1 of their low halves, $2 and $3 of their high ones.
+
+    upper, lower: bytes of what a float of 4 bits without its sign is, 0 to 3 and 4 to 7.
+
+    One `prmt` looks up a byte of four numbers; with pairs and signs it takes some three instructions for each. One number after the
+    other took ten, and experts waited for those instead of memory.
+    """
+    looked_up = "".join(
+        f"""
+        prmt.b32 upper, {upper[0]:#x}, {upper[1]:#x}, {places};
+        prmt.b32 lower, {lower[0]:#x}, {lower[1]:#x}, {places};
+        prmt.b32 {low}, lower, upper, 0x6240;
+        prmt.b32 {high}, lower, upper, 0x7351;
+        prmt.b32 signs, $4, 0, {pair};
+        and.b32 sign, signs, 0x80008000;
+        or.b32 {high}, {high}, sign;
+        shl.b32 signs, signs, 4;
+        and.b32 sign, signs, 0x80008000;
+        or.b32 {low}, {low}, sign;"""
+        for places, pair, low, high in (("first", "0x1404", "$0", "$2"), ("second", "0x3424", "$1", "$3"))
+    )
+    return f"""{{
+        .reg .b32 first, second, upper, lower, signs, sign;
+        and.b32 first, $4, 0x77777777;
+        shr.u32 second, first, 16;{looked_up}
+    }}"""
+
+
+IN_BFLOAT16 = tl.constexpr(_looked_up((0x3F3F3F00, 0x40404040), (0xC0800000, 0xC0804000)))
+IN_FLOAT16 = tl.constexpr(_looked_up((0x3E3C3800, 0x46444240), (0, 0)))
+
+
+@triton.jit
+def tiny_pair(codes: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """Floats of 4 bits: those of bytes' low halves, and of their high ones. For NVIDIA's."""
+    ASM: tl.constexpr = IN_BFLOAT16 if dtype == tl.bfloat16 else IN_FLOAT16
+    low, high = tl.inline_asm_elementwise(ASM, "=&r,=&r,=&r,=&r,r", [codes], (tl.int16, tl.int16), is_pure=True, pack=4)
+    return low.to(dtype, bitcast=True), high.to(dtype, bitcast=True)
+
+
 @triton.jit
 def tiny(bits: tl.tensor) -> tl.tensor:
     """Floats of 4 bits, 2**14 times smaller, as float16: of that the sign, the exponent's last bits and the fraction's first."""
@@ -42,11 +83,13 @@ def meant(codes: tl.tensor, zero: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def scale_at(place: tl.tensor, wanted: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+def scale_at(place: tl.tensor, wanted: tl.tensor, KIND: tl.constexpr, CUDA: tl.constexpr) -> tl.tensor:
     """[1, outputs]. Those of floats of 4 bits are exponents alone, and make up for what is `tiny`."""
     held = tl.load(place, mask=wanted, other=0)
     if KIND == "fp4":
-        held = (held.to(tl.int32) << 23).to(tl.float32, bitcast=True) * 16384.0
+        held = (held.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+        if not CUDA:
+            held *= 16384.0
     return held[None, :]
 
 
@@ -68,6 +111,7 @@ def add_run(
     ZEROS: tl.constexpr,
     MIDDLE: tl.constexpr,
     WIDEN: tl.constexpr,
+    CUDA: tl.constexpr,
 ) -> tl.tensor:
     """Adds the products of a run of rows, whose halves are `first` and `second`, or all of which is `first`. codes: of the outputs;
     scales, zeros: of their first block. OUTPUTS: of an expert's matrix, which may be more than are wanted."""
@@ -78,14 +122,20 @@ def add_run(
     if WIDTH == RUN:
         part = dot(first, meant(held, zero, KIND).to(first.dtype), part, WIDEN)
     else:
-        part = dot(first, meant(held & 15, zero, KIND).to(first.dtype), part, WIDEN)
+        if KIND == "fp4" and CUDA:
+            low, high = tiny_pair(held, first.dtype)
+        else:
+            low, high = meant(held & 15, zero, KIND).to(first.dtype), held
+        part = dot(first, low, part, WIDEN)
         if RUN > BLOCK:  # halves have scales of their own
-            result += part * scale_at(scales + begin, wanted, KIND)
+            result += part * scale_at(scales + begin, wanted, KIND, CUDA)
             begin += OUTPUTS
             zero = zeros_at(zeros + begin, wanted, ZEROS, MIDDLE)
             part = tl.zeros(result.shape, tl.float32)
-        part = dot(second, meant(held >> 4, zero, KIND).to(first.dtype), part, WIDEN)
-    return result + part * scale_at(scales + begin, wanted, KIND)
+        if KIND != "fp4" or not CUDA:
+            high = meant(held >> 4, zero, KIND).to(first.dtype)
+        part = dot(second, high, part, WIDEN)
+    return result + part * scale_at(scales + begin, wanted, KIND, CUDA)
 
 
 @triton.jit
@@ -118,6 +168,7 @@ def packed_kernel(
     LIMIT: tl.constexpr,
     BIASED: tl.constexpr,
     WIDEN: tl.constexpr,
+    CUDA: tl.constexpr,
 ) -> None:
     """One program: COLUMNS outputs of a tile."""
     ALL: tl.constexpr = (1 + GATED) * OUTPUTS
@@ -142,13 +193,13 @@ def packed_kernel(
                 second = tl.load(from_x + run * RUN + WIDTH, mask=asked[:, None], other=0.0)
             result = add_run(
                 result, first, second, own, scales + blocks, zeros + blocks, wanted, run, ALL, BLOCK, RUN, WIDTH, KIND, ZEROS,
-                MIDDLE, WIDEN,
+                MIDDLE, WIDEN, CUDA,
             )  # fmt: skip
             if GATED:
                 later = blocks + OUTPUTS
                 other = add_run(
                     other, first, second, own + OUTPUTS * (INPUTS // RUN * WIDTH), scales + later, zeros + later, wanted, run, ALL,
-                    BLOCK, RUN, WIDTH, KIND, ZEROS, MIDDLE, WIDEN,
+                    BLOCK, RUN, WIDTH, KIND, ZEROS, MIDDLE, WIDEN, CUDA,
                 )  # fmt: skip
         if BIASED:
             from_bias = bias + expert * ALL + output
@@ -158,6 +209,8 @@ def packed_kernel(
         if GATED:
             result = limited(result, other, LIMIT) if LIMIT > 0 else activated(result, GELU) * other
         else:
+            # Loaded once more, in other words lest it, or its place, be kept: ptxas would spill that to fit in one program more.
+            pair = tl.load(order + first_place + tl.arange(0, ROWS), mask=asked, other=0, cache_modifier=".ca").to(tl.int64)
             result *= tl.load(shares + pair, mask=asked, other=0.0)[:, None]
         to = out + pair[:, None] * OUTPUTS + output[None, :]
         tl.store(to, result.to(out.dtype.element_ty), mask=asked[:, None] & wanted[None, :])
@@ -276,6 +329,7 @@ def _product(
         OUTPUTS=outputs,
         BIASED=bias is not None,
         WIDEN=INTERPRET,
+        CUDA=_on_nvidia(x.device),
         **meaning,
         **tile,
         **how,
@@ -283,6 +337,10 @@ def _product(
         num_stages=tile["STAGES"],
         enable_fp_fusion=True,
     )
+
+
+def _on_nvidia(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.version.hip is None
 
 
 def _meaning(kind: str, inputs: int, block: int, zeros: bool) -> dict[str, Any]:
@@ -329,6 +387,7 @@ def compilations() -> list[Compilation]:
             "GELU": False,
             "LIMIT": 7.0 if biased and gated else 0.0,
             "WIDEN": False,
+            "CUDA": kindred != "amd",
             **_meaning(kind, inputs, block, zeros),
             **tile,
         }

@@ -4,11 +4,15 @@ import math
 import random
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
 
 from penstock.kernels import choose, fused_experts, fused_routing, packed_experts, reference
 from penstock.kernels.codes import EXPERTS_BITS, Codes, quantize, unpacked
@@ -101,6 +105,66 @@ def test_experts_of_few_bits(kind: str, kernels: str, chance: random.Random, mon
         if tokens:
             size = max(1.0, expected.abs().max().item())
             assert (found.double() - expected).abs().max() <= 2e-2 * size
+
+
+PLACED = {"shl.b32": numpy.left_shift, "shr.u32": numpy.right_shift, "and.b32": numpy.bitwise_and, "or.b32": numpy.bitwise_or}
+
+
+def execute(code: str, word: "numpy.ndarray[Any, Any]") -> list["numpy.ndarray[Any, Any]"]:
+    """What PTX of a few simple instructions makes of its operand $4: $0 to $3."""
+    held: dict[str, Any] = {"$4": word}
+    for line in code.replace("{", "").replace("}", "").split(";"):
+        operation, _, rest = line.strip().partition(" ")
+        if operation in ("", ".reg"):
+            continue
+        target, *names = (name.strip() for name in rest.split(","))
+        given = [held[name] if name in held else numpy.uint32(int(name, 0)) for name in names]
+        held[target] = permuted(*given) if operation == "prmt.b32" else PLACED[operation](*given)
+    return [held[f"${i}"] for i in range(4)]
+
+
+def permuted(low: Any, high: Any, places: Any) -> Any:
+    """Each of the result's bytes is one of the operands' eight, which four bits say; the last of these must not be set."""
+    eight, result = low.astype(numpy.uint64) | high.astype(numpy.uint64) << numpy.uint64(32), numpy.uint32(0)
+    for i in range(4):
+        place = places >> numpy.uint32(4 * i) & numpy.uint32(15)
+        assert (place < 8).all()
+        result = result | ((eight >> (place * numpy.uint32(8)).astype(numpy.uint64)) & numpy.uint64(255)).astype(
+            numpy.uint32
+        ) << numpy.uint32(8 * i)
+    return result
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_floats_of_four_bits_are_looked_up(dtype: torch.dtype) -> None:
+    """All pairs of bytes in both halves of a word."""
+    pairs = numpy.arange(1 << 16, dtype=numpy.uint32)
+    word = pairs | pairs[::-1] << numpy.uint32(16)
+    code = packed_experts.IN_BFLOAT16 if dtype == torch.bfloat16 else packed_experts.IN_FLOAT16
+    found = numpy.stack(execute(code.value, word), 1).view(numpy.uint16).astype(numpy.int32)
+    found = torch.from_numpy(found).to(torch.int16).view(dtype).view(-1, 2, 4)
+    held = torch.from_numpy(word.view(numpy.uint8).reshape(-1, 4).copy()).int()
+    positive = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    table = torch.cat((positive, -positive)).to(dtype)
+    for half, codes in enumerate((held & 15, held >> 4)):
+        assert torch.equal(found[:, half].contiguous().view(torch.int16), table[codes].view(torch.int16))
+
+
+@triton.jit
+def looked_up(codes: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """As `packed_experts.tiny_pair`, which the interpreter can't execute."""
+    low, high = packed_experts.tiny(codes & 15).to(tl.float32), packed_experts.tiny(codes >> 4).to(tl.float32)
+    return (low * 16384.0).to(dtype), (high * 16384.0).to(dtype)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU looks up by itself")
+def test_what_is_looked_up_is_multiplied(chance: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_experts, "_on_nvidia", lambda device: True)
+    monkeypatch.setattr(packed_experts, "tiny_pair", looked_up)
+    for tokens, dtype in ((1, torch.float16), (30, torch.bfloat16)):
+        mixture = Mixture(chance, dtype, tokens, 3, "fp4")
+        found, expected = mixture.found("triton"), mixture.expected()
+        assert (found.double() - expected).abs().max() <= 2e-2 * max(1.0, expected.abs().max().item())
 
 
 def test_codes_are_multiplied_with_as_they_are(chance: random.Random) -> None:
