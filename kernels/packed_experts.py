@@ -20,7 +20,7 @@ from .compilation import Compilation
 from .fused_activation import activated
 from .fused_experts import INTERPRET, few_of, find, limited
 from .fused_product import dot
-from .fused_quantized import FP8_FACTOR, less, smaller, zeros_at
+from .fused_quantized import FP8_FACTOR, less, on_nvidia, smaller, zeros_at
 
 TYPES = {torch.bfloat16, torch.float16}  # of rows
 RUN = 128  # inputs at a time, at most
@@ -329,7 +329,7 @@ def _product(
         OUTPUTS=outputs,
         BIASED=bias is not None,
         WIDEN=INTERPRET,
-        CUDA=_on_nvidia(x.device),
+        CUDA=on_nvidia(x.device),
         **meaning,
         **tile,
         **how,
@@ -337,10 +337,6 @@ def _product(
         num_stages=tile["STAGES"],
         enable_fp_fusion=True,
     )
-
-
-def _on_nvidia(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.version.hip is None
 
 
 def _meaning(kind: str, inputs: int, block: int, zeros: bool) -> dict[str, Any]:

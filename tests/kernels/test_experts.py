@@ -4,7 +4,6 @@ import math
 import random
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -18,6 +17,8 @@ from penstock.kernels import choose, fused_experts, fused_routing, packed_expert
 from penstock.kernels.codes import EXPERTS_BITS, Codes, quantize, unpacked
 from penstock.kernels.experts import FewBits, Gates, Together, lay_out, route
 from penstock.kernels.linear import Exact
+
+from .ptx import unpacked_by
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16]
@@ -107,47 +108,15 @@ def test_experts_of_few_bits(kind: str, kernels: str, chance: random.Random, mon
             assert (found.double() - expected).abs().max() <= 2e-2 * size
 
 
-PLACED = {"shl.b32": numpy.left_shift, "shr.u32": numpy.right_shift, "and.b32": numpy.bitwise_and, "or.b32": numpy.bitwise_or}
-
-
-def execute(code: str, word: "numpy.ndarray[Any, Any]") -> list["numpy.ndarray[Any, Any]"]:
-    """What PTX of a few simple instructions makes of its operand $4: $0 to $3."""
-    held: dict[str, Any] = {"$4": word}
-    for line in code.replace("{", "").replace("}", "").split(";"):
-        operation, _, rest = line.strip().partition(" ")
-        if operation in ("", ".reg"):
-            continue
-        target, *names = (name.strip() for name in rest.split(","))
-        given = [held[name] if name in held else numpy.uint32(int(name, 0)) for name in names]
-        held[target] = permuted(*given) if operation == "prmt.b32" else PLACED[operation](*given)
-    return [held[f"${i}"] for i in range(4)]
-
-
-def permuted(low: Any, high: Any, places: Any) -> Any:
-    """Each of the result's bytes is one of the operands' eight, which four bits say; the last of these must not be set."""
-    eight, result = low.astype(numpy.uint64) | high.astype(numpy.uint64) << numpy.uint64(32), numpy.uint32(0)
-    for i in range(4):
-        place = places >> numpy.uint32(4 * i) & numpy.uint32(15)
-        assert (place < 8).all()
-        result = result | ((eight >> (place * numpy.uint32(8)).astype(numpy.uint64)) & numpy.uint64(255)).astype(
-            numpy.uint32
-        ) << numpy.uint32(8 * i)
-    return result
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_floats_of_four_bits_are_looked_up(dtype: torch.dtype) -> None:
     """All pairs of bytes in both halves of a word."""
-    pairs = numpy.arange(1 << 16, dtype=numpy.uint32)
-    word = pairs | pairs[::-1] << numpy.uint32(16)
     code = packed_experts.IN_BFLOAT16 if dtype == torch.bfloat16 else packed_experts.IN_FLOAT16
-    found = numpy.stack(execute(code.value, word), 1).view(numpy.uint16).astype(numpy.int32)
-    found = torch.from_numpy(found).to(torch.int16).view(dtype).view(-1, 2, 4)
-    held = torch.from_numpy(word.view(numpy.uint8).reshape(-1, 4).copy()).int()
+    found, held = unpacked_by(code.value, [], dtype)
     positive = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     table = torch.cat((positive, -positive)).to(dtype)
     for half, codes in enumerate((held & 15, held >> 4)):
-        assert torch.equal(found[:, half].contiguous().view(torch.int16), table[codes].view(torch.int16))
+        assert torch.equal(found[half].view(torch.int16), table[codes].view(torch.int16))
 
 
 @triton.jit
@@ -159,7 +128,7 @@ def looked_up(codes: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU looks up by itself")
 def test_what_is_looked_up_is_multiplied(chance: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_experts, "_on_nvidia", lambda device: True)
+    monkeypatch.setattr(packed_experts, "on_nvidia", lambda device: True)
     monkeypatch.setattr(packed_experts, "tiny_pair", looked_up)
     for tokens, dtype in ((1, torch.float16), (30, torch.bfloat16)):
         mixture = Mixture(chance, dtype, tokens, 3, "fp4")

@@ -11,11 +11,16 @@ from torch.nn import functional
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
 from penstock.kernels import choose, fused_quantized
 from penstock.kernels.codes import BITS, Codes, joined, quantize, unpacked
 from penstock.kernels.fused_quantized import MOST
 from penstock.kernels.linear import Exact, Weight
 from penstock.kernels.quantized import Quantized, lay_out
+
+from .ptx import unpacked_by
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Of the largest result. Codes are exact in both types, so what is rounded is the result, and on a CPU scales to bfloat16.
@@ -141,6 +146,33 @@ def test_products(
             x = wide[:, :inputs].copy_(torch.randn(rows, inputs))
             expected = functional.linear(x.double(), unpacked(codes, torch.float64), bias.double() if bias is not None else None)
             assert (found(x).double() - expected).abs().max() <= TOLERANCES[dtype] * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("zero", [0, 8, 15])
+def test_codes_of_four_bits_become_numbers_in_pairs(zero: int, dtype: torch.dtype) -> None:
+    base, code = (128, fused_quantized.IN_BFLOAT16) if dtype == torch.bfloat16 else (1024, fused_quantized.IN_FLOAT16)
+    off = torch.tensor([-base - zero] * 2).to(dtype).view(torch.int32).item()
+    found, held = unpacked_by(code.value, [int(off) & 0xFFFFFFFF] * 2, dtype)
+    assert found[0].int().equal((held & 15) - zero)
+    assert found[1].int().equal((held >> 4) - zero)
+
+
+@triton.jit
+def one_by_one(codes: tl.tensor, zero: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """As `fused_quantized.less_pair`, which the interpreter can't execute."""
+    return fused_quantized.less(codes & 15, zero).to(dtype), fused_quantized.less(codes >> 4, zero).to(dtype)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU does it by itself")
+@pytest.mark.parametrize("zeros", [False, True])
+def test_pairs_are_multiplied(zeros: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_quantized, "on_nvidia", lambda device: True)
+    monkeypatch.setattr(fused_quantized, "less_pair", one_by_one)
+    codes, x = some("int4", 48, 256, 64, zeros), torch.randn(20, 256).bfloat16()
+    expected = x.double() @ unpacked(codes, torch.float64).T
+    found = laid_out("triton", codes, None, torch.bfloat16)(x)
+    assert (found.double() - expected).abs().max() <= TOLERANCES[torch.bfloat16] * expected.abs().max()
 
 
 @pytest.mark.parametrize(("route", "dtype"), [("triton", torch.float16), ("torch", torch.bfloat16)])
