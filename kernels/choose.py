@@ -26,3 +26,8 @@ def triton_for(tensor: Tensor) -> bool:
 def triton_on(device: torch.device) -> bool:
     """What works on tensors of `device` is to be done by Triton."""
     return device.type == "cuda" if not _forced else _forced == "triton"
+
+
+def on_nvidia(device: torch.device) -> bool:
+    """Whether kernels for it may hold PTX."""
+    return device.type == "cuda" and torch.version.hip is None

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .choose import on_nvidia
 from .compilation import AMD, NVIDIA, Compilation
 
 SIZE = 1024  # numbers of one program
@@ -133,7 +134,7 @@ def gumbel_all(seeds: Tensor, choices: Tensor, positions: Tensor, vocabulary: in
     if len(seeds):
         grid = len(seeds), triton.cdiv(vocabulary, SIZE)
         given = noises, seeds.contiguous(), choices.contiguous(), positions.contiguous(), vocabulary
-        all_kernel[grid](*given, SIZE=SIZE, CUDA=_by_ptx(seeds), enable_fp_fusion=False)
+        all_kernel[grid](*given, SIZE=SIZE, CUDA=on_nvidia(seeds.device), enable_fp_fusion=False)
     return noises
 
 
@@ -143,12 +144,8 @@ def gumbel(seeds: Tensor, choices: Tensor, positions: Tensor, ids: Tensor) -> Te
     if noises.numel():
         grid = len(seeds), triton.cdiv(ids.shape[1], SIZE)
         given = noises, ids.contiguous(), seeds.contiguous(), choices.contiguous(), positions.contiguous(), ids.shape[1]
-        some_kernel[grid](*given, SIZE=SIZE, CUDA=_by_ptx(seeds), enable_fp_fusion=False)
+        some_kernel[grid](*given, SIZE=SIZE, CUDA=on_nvidia(seeds.device), enable_fp_fusion=False)
     return noises
-
-
-def _by_ptx(x: Tensor) -> bool:
-    return x.device.type == "cuda" and torch.version.hip is None
 
 
 def compilations() -> list[Compilation]:

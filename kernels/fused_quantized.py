@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from .choose import on_nvidia
 from .codes import BITS, MIDDLES, Codes
 from .compilation import Compilation
 from .fused_product import INTERPRET, dot
@@ -242,11 +243,6 @@ def by_triton(
         return out
 
     return product, (held, scales, zeros, bias)
-
-
-def on_nvidia(device: torch.device) -> bool:
-    """Whether kernels may hold PTX."""
-    return device.type == "cuda" and torch.version.hip is None
 
 
 def _run(block: int) -> int:

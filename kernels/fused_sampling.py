@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .choose import on_nvidia
 from .compilation import AMD, NVIDIA, Compilation
 from .fused_noise import gumbel_of_ids, gumbel_of_quads
 from .sampling import Draws, Penalties
@@ -547,7 +548,7 @@ def _choose(logits: Tensor, draws: Draws, mask: Tensor | None, maxima: Tensor, p
     bests, finals = torch.empty(2, rows, device=device).unbind()
     floors = draws.min_p.log()
     keys = (draws.seeds, draws.choices, draws.positions)
-    cuda = device.type == "cuda" and torch.version.hip is None
+    cuda = on_nvidia(device)
     filter_kernel[(rows,)](
         logits, mask, maxima, draws.temperature, draws.top_k, draws.top_p, floors, *keys, peaks, masses, listed, gathered,
         gathered_ids, tokens, bests, thresholds, finals, vocabulary, logits.stride(0), mask_stride, maxima.shape[1],

@@ -15,12 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .choose import on_nvidia
 from .codes import EXPERTS_BITS, MIDDLES, Codes, zeros_of
 from .compilation import Compilation
 from .fused_activation import activated
 from .fused_experts import INTERPRET, few_of, find, limited
 from .fused_product import dot
-from .fused_quantized import FP8_FACTOR, less, on_nvidia, smaller, zeros_at
+from .fused_quantized import FP8_FACTOR, less, smaller, zeros_at
 
 TYPES = {torch.bfloat16, torch.float16}  # of rows
 RUN = 128  # inputs at a time, at most
