@@ -71,10 +71,14 @@ class Cost:
         _, b, c, d, e = self._coefficients()
         return b + e, c, d
 
+    def reading(self, position: int) -> float:
+        """Seconds in which the keys of so many tokens are read, for any number of tokens that follow them."""
+        return self._coefficients()[3] * position
+
     def tokens_within(self, seconds: float, position: int) -> int:
         """How many tokens of a prompt, of which `position` tokens are computed, can be added to a step for so much time."""
         _, b, c, d, _ = self._coefficients()
-        seconds -= d * position  # they are read for any number of tokens
+        seconds -= self.reading(position)
         linear, square = b + c * position + d, c / 2  # token i of them sees position + i keys
         if seconds <= 0:
             return 0

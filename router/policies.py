@@ -13,7 +13,9 @@ from .cost import Cost, Work
 
 LEAST_TARGET = 0.05  # seconds; a step that is faster than this is fast enough for any reader
 DECODE_SHARE = 2.0  # without a target, a step with prompts may take so many times what its decodes alone take
-PROMPT_SHARE = 0.25  # of what decodes alone take: so much time prompts get even where the target leaves less
+# Of what decodes alone take: so much time prompts get even where the target leaves less, beside what it takes to read the oldest
+# one's context: else that would get a token a step once it is long enough, and all others, which wait behind it, none.
+PROMPT_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +123,7 @@ class Mixed:
         if self.cost is None or not now.decodes:
             return room
         alone = self.cost.predict(Work(tokens=now.decodes, read=now.keys, rows=now.decodes))
-        seconds = max(target_of(self._target, alone) - alone, PROMPT_SHARE * alone)
+        seconds = max(target_of(self._target, alone) - alone, PROMPT_SHARE * alone + self.cost.reading(now.position))
         return max(1, min(room, self.cost.tokens_within(seconds, now.position)))
 
     def admits(self, now: Standing) -> bool:

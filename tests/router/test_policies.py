@@ -1,5 +1,6 @@
 """How much of a step prompts get: by tokens, by time, and as text-generation-inference decides it."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -54,6 +55,18 @@ def test_longer_contexts_take_more_time_so_fewer_tokens_fit() -> None:
         policy.learn(Measured(prompt_tokens=tokens, prompt_keys=keys, seconds=tokens * 1e-4 + keys * 1e-7))
     near, far = (policy.room(replace(busy(), position=position)) for position in (0, 20_000))
     assert far < near / 3
+
+
+def test_a_prompt_gets_its_share_of_time_beside_what_reading_its_context_takes() -> None:
+    """8 ms a step, 0.04 ms a token, 1 ms per 20,000 keys read: from token 50,000 on a target of 10 ms would leave nothing."""
+    policy, chance = Mixed(4096, Cost(4096, 0.2), 0.01), random.Random(1)
+    for _ in range(200):
+        tokens, position = chance.randint(1, 600), chance.randint(0, 100_000)
+        seen = tokens * position + tokens**2 // 2
+        policy.learn(Measured(prompt_tokens=tokens, prompt_keys=seen, seconds=0.008 + 4e-5 * tokens + 5e-8 * seen / tokens))
+    decoding = Standing(decodes=1, keys=100, sequences=2, prompts=1, position=0, waiting=9, steps=0)
+    rooms = [policy.room(replace(decoding, position=position)) for position in (0, 50_000, 100_000)]
+    assert rooms == [pytest.approx(50, abs=3)] * 3
 
 
 class Known(Cost):
