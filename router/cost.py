@@ -15,6 +15,11 @@ SIZE = 5
 # Typical sizes of the features, which bring them to one scale.
 SCALE = (1.0, 100.0, 10_000.0, 1_000.0, 10.0)
 MANY = 1_000_000_000
+# How many times faster than expected a step may be and be believed. The end of one that was overtaken may be noticed late, as
+# after its process was suspended. The next one then seems to have taken next to no time, and its relative error would outweigh
+# hundreds of steps. A machine that really is faster is believed after a few.
+FASTER = 3.0
+FITTED = 16  # steps after which what is expected is fitted anew, if nobody has asked: that takes as long as to observe many
 TRUST = 1e-3  # of the first idea of what a token costs, against measured steps of weight 1
 LEAST = 0.01  # of it: where other features explain all that was measured, a step would else be for nothing, and others divide by it
 
@@ -52,18 +57,21 @@ class Cost:
     def __init__(self, sample_tokens: int = 0, sample_seconds: float = 0.0) -> None:
         self._kinds = {True: Memory(), False: Memory()}
         self._prior = sample_seconds / sample_tokens if sample_tokens and sample_seconds > 0 else 1e-3
-        self._fitted: Row | None = None  # by unit of the features; None: to be computed
+        self._fitted = [0.0] * SIZE  # by unit of the features
+        self._since = FITTED  # steps that were observed since
 
     def observe(self, work: Work, seconds: float, prompts: bool) -> None:
         """A step took so long. `prompts`: it computed some."""
         if work.tokens > 0 and seconds > 0:
+            if self._since >= FITTED or seconds < self._by(self._fitted, work) / FASTER:
+                seconds = max(seconds, self.predict(work) / FASTER)
             x = [value / scale / seconds for value, scale in zip(_features(work), SCALE, strict=True)]
             self._kinds[prompts].add(x)
-            self._fitted = None
+            self._since += 1
 
     def predict(self, work: Work) -> float:
         """Seconds of a step."""
-        return sum(value * each for value, each in zip(_features(work), self._coefficients(), strict=True))
+        return self._by(self._coefficients(), work)
 
     @property
     def slopes(self) -> tuple[float, float, float]:
@@ -87,9 +95,13 @@ class Cost:
         return int((math.sqrt(linear * linear + 4 * square * seconds) - linear) / (2 * square))
 
     def _coefficients(self) -> Row:
-        if self._fitted is None:
-            self._fitted = self._fit()
+        if self._since:
+            self._fitted, self._since = self._fit(), 0
         return self._fitted
+
+    @staticmethod
+    def _by(coefficients: Row, work: Work) -> float:
+        return sum(value * each for value, each in zip(_features(work), coefficients, strict=True))
 
     def _fit(self) -> Row:
         first, second = self._kinds[True], self._kinds[False]

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from .cost import nonnegative
+from .cost import FASTER, nonnegative
 
 FORGET = 0.98  # what a step with drafts weighs after the next one: some 50 count
 FORGET_MEAN = 0.9  # the same of what has one number only: some 10 count
@@ -25,6 +25,7 @@ class Mean:
 
     def add(self, seconds: float, sequences: float = 0.0, keys: float = 0.0) -> None:
         """One more."""
+        seconds = max(seconds, self.seconds / FASTER)
         weight = seconds**-2
         self.weight = self.weight * FORGET_MEAN + weight
         self.count = self.count * FORGET_MEAN + 1

@@ -141,3 +141,28 @@ def test_a_machine_on_which_tokens_cost_nothing_takes_any_number_of_them() -> No
     for tokens in range(1, 400):
         cost.observe(Work(tokens), 0.01, prompts=tokens % 2 > 0)
     assert cost.tokens_within(0.1, 0) > 1000
+
+
+@pytest.mark.parametrize("prompts", [False, True])
+@pytest.mark.parametrize("share", [0.0001, 0.01, 0.3])
+def test_a_step_that_seems_to_have_taken_no_time_says_little(prompts: bool, share: float) -> None:
+    """The end of the one before it was noticed late: a process that was suspended counts its own time for that."""
+    cost = taught(300)
+    work = Work(304, 45_000, 1_500, 5) if prompts else decode(4, 300)
+    cost.observe(work, 30.0, prompts)
+    cost.observe(work, share * seconds(work), prompts)
+    assert cost.predict(work) == pytest.approx(seconds(work), rel=0.5)
+    assert cost.tokens_within(0.03, 0) < 2 * taught(300).tokens_within(0.03, 0)
+
+
+def test_also_after_hours_in_which_nobody_has_asked() -> None:
+    cost = Cost(64, 0.05)
+    for tiny in [False] * 100 + [True]:
+        cost.observe(decode(4, 300), 1e-6 if tiny else seconds(decode(4, 300)), prompts=False)
+    assert cost.predict(decode(4, 300)) == pytest.approx(seconds(decode(4, 300)), rel=0.5)
+
+
+def test_a_machine_that_becomes_much_faster_is_noticed() -> None:
+    cost = taught(100, slower=0.2, cost=taught(300))
+    work = Work(100, 10_000, 3_000, 10)
+    assert cost.predict(work) == pytest.approx(0.2 * seconds(work), rel=0.05)

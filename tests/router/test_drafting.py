@@ -344,3 +344,13 @@ def test_needed() -> None:
     assert needed(1.0, 15, 0.05, 0.02, 0) == pytest.approx(5.4)
     assert needed(1.0, 15, 0.05, 0.04, 1) == pytest.approx(4.8), "a step that is under way brings one"
     assert needed(0.0, 10, 0.05, 0.02, 0) == 0.0
+
+
+def test_a_step_that_seems_to_have_taken_no_time_does_not_make_those_without_drafts_seem_fast() -> None:
+    """The end of the one before it was noticed late. Drafts that pay stay usual."""
+    server = Server(MEMORY_BOUND, rate=0.9)
+    server.prompts()
+    server.run(2, 400)
+    server.drafting.learn(Measured(decode_tokens=2, decode_keys=2 * KEYS, rows=2, seconds=1e-5))
+    _, _, drafts = server.run(2, 50)
+    assert drafts > 2
