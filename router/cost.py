@@ -21,7 +21,10 @@ MANY = 1_000_000_000
 FASTER = 3.0
 FITTED = 16  # steps after which what is expected is fitted anew, if nobody has asked: that takes as long as to observe many
 TRUST = 1e-3  # of the first idea of what a token costs, against measured steps of weight 1
-LEAST = 0.01  # of it: where other features explain all that was measured, a step would else be for nothing, and others divide by it
+# Of what a token would cost if all that was measured were for tokens: where other features explain that, a step would else be for
+# nothing, and others divide by it. Not of the first idea, which may be off by any factor: the step that was measured may have
+# compiled, or its process was suspended.
+LEAST = 0.01
 
 Row = list[float]
 
@@ -113,7 +116,7 @@ class Cost:
         for i in range(SIZE):
             squares[i][i] += 1e-9 * (squares[i][i] + 1.0)
         solution = nonnegative(squares, sums)
-        solution[1] = max(solution[1], LEAST * prior)
+        solution[1] = max(solution[1], LEAST * sums[1] / squares[1][1])
         return [value / scale for value, scale in zip(solution, SCALE, strict=True)]
 
 

@@ -136,6 +136,18 @@ def test_equations_are_solved() -> None:
     assert solve([[4.0, 1.0], [1.0, 3.0]], [1.0, 2.0]) == pytest.approx([1 / 11, 7 / 11])
 
 
+@pytest.mark.parametrize("slower", [10, 1_000, 100_000])
+def test_a_first_idea_that_was_much_too_slow_is_forgotten(slower: float) -> None:
+    """The measured step has compiled, or its process was suspended. Each step takes as many tokens as seem to fit."""
+    cost, position = Cost(64, slower * seconds(Work(64))), 0
+    for _ in range(40):
+        count = max(1, min(512, cost.tokens_within(0.03, position)))
+        work = Work(4 + count, count * position + count**2 / 2, 4 * 300 + position + count / 2, 5)
+        cost.observe(work, seconds(work), prompts=True)
+        position = (position + count) % 2000
+    assert cost.tokens_within(0.03, 0) > 150, "264 do"
+
+
 def test_a_machine_on_which_tokens_cost_nothing_takes_any_number_of_them() -> None:
     cost = Cost(64, 0.064)
     for tokens in range(1, 400):
