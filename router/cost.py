@@ -1,6 +1,6 @@
 """How long a step takes: a linear model, fitted to measured steps while they come. Pure arithmetic on a few floats.
 
-    seconds = a + b tokens + c seen + d read + e rows                   a, b, c, d, e >= 0
+    seconds = a + b tokens + c seen + d read + e rows + f, if it computes prompts                   a, b, c, d, e, f >= 0
 
 Least squares of relative errors, so that steps of 3 ms count as much as steps of 3 s, with exponential forgetting. Steps with
 prompts and steps without are remembered apart, each kind fading only when one of its own comes: hours of plain decoding do not
@@ -11,9 +11,9 @@ import math
 from dataclasses import dataclass, field
 
 FORGET = 0.96  # what an observation weighs after the next of its kind: some 25 of each kind count
-SIZE = 5
+SIZE = 6
 # Typical sizes of the features, which bring them to one scale.
-SCALE = (1.0, 100.0, 10_000.0, 1_000.0, 10.0)
+SCALE = (1.0, 100.0, 10_000.0, 1_000.0, 10.0, 1.0)
 MANY = 1_000_000_000
 # How many times faster than expected a step may be and be believed. The end of one that was overtaken may be noticed late, as
 # after its process was suspended. The next one then seems to have taken next to no time, and its relative error would outweigh
@@ -37,6 +37,7 @@ class Work:
     seen: float = 0.0  # keys that each token of a prompt sees, summed: arithmetic
     read: float = 0.0  # keys that are read for a row, however many tokens it has, summed: memory
     rows: float = 0.0  # that are sampled
+    prompts: bool = False  # some of the tokens are of prompts
 
 
 @dataclass(slots=True)
@@ -66,30 +67,33 @@ class Cost:
     def observe(self, work: Work, seconds: float, prompts: bool) -> None:
         """A step took so long. `prompts`: it computed some."""
         if work.tokens > 0 and seconds > 0:
-            if self._since >= FITTED or seconds < self._by(self._fitted, work) / FASTER:
-                seconds = max(seconds, self.predict(work) / FASTER)
-            x = [value / scale / seconds for value, scale in zip(_features(work), SCALE, strict=True)]
+            features = _features(work, prompts)
+            if self._since >= FITTED or seconds < _product(features, self._fitted) / FASTER:
+                seconds = max(seconds, _product(features, self._coefficients()) / FASTER)
+            x = [value / scale / seconds for value, scale in zip(features, SCALE, strict=True)]
             self._kinds[prompts].add(x)
             self._since += 1
 
     def predict(self, work: Work) -> float:
         """Seconds of a step."""
-        return self._by(self._coefficients(), work)
+        return _product(_features(work, work.prompts), self._coefficients())
 
     @property
     def slopes(self) -> tuple[float, float, float]:
         """Seconds of a token that is sampled, of a key that it sees as a prompt's tokens do, and of one that is read for it."""
-        _, b, c, d, e = self._coefficients()
+        _, b, c, d, e, _ = self._coefficients()
         return b + e, c, d
 
-    def reading(self, position: int) -> float:
-        """Seconds in which the keys of so many tokens are read, for any number of tokens that follow them."""
-        return self._coefficients()[3] * position
+    def beside(self, position: int) -> float:
+        """Seconds that any number of tokens of a prompt take, of which `position` are computed: another way of the step, and the
+        keys that are read for them."""
+        *_, d, _, f = self._coefficients()
+        return f + d * position
 
     def tokens_within(self, seconds: float, position: int) -> int:
         """How many tokens of a prompt, of which `position` tokens are computed, can be added to a step for so much time."""
-        _, b, c, d, _ = self._coefficients()
-        seconds -= self.reading(position)
+        _, b, c, d, _, _ = self._coefficients()
+        seconds -= self.beside(position)
         linear, square = b + c * position + d, c / 2  # token i of them sees position + i keys
         if seconds <= 0:
             return 0
@@ -101,10 +105,6 @@ class Cost:
         if self._since:
             self._fitted, self._since = self._fit(), 0
         return self._fitted
-
-    @staticmethod
-    def _by(coefficients: Row, work: Work) -> float:
-        return sum(value * each for value, each in zip(_features(work), coefficients, strict=True))
 
     def _fit(self) -> Row:
         first, second = self._kinds[True], self._kinds[False]
@@ -120,8 +120,12 @@ class Cost:
         return [value / scale for value, scale in zip(solution, SCALE, strict=True)]
 
 
-def _features(work: Work) -> tuple[float, ...]:
-    return 1.0, work.tokens, work.seen, work.read, work.rows
+def _features(work: Work, prompts: bool) -> tuple[float, ...]:
+    return 1.0, work.tokens, work.seen, work.read, work.rows, float(prompts)
+
+
+def _product(features: tuple[float, ...], coefficients: Row) -> float:
+    return sum(value * each for value, each in zip(features, coefficients, strict=True))
 
 
 def nonnegative(squares: list[Row], sums: Row) -> Row:

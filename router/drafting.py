@@ -110,7 +110,7 @@ class Drafting:
         target = target_of(self._target, alone)
         step, share = alone, 1.0
         if prompts.tokens:
-            both = Work(decodes + prompts.tokens, prompts.seen, keys + prompts.read, decodes)
+            both = Work(decodes + prompts.tokens, prompts.seen, keys + prompts.read, decodes, prompts.prompts)
             step = alone + self._cost.predict(both) - self._cost.predict(Work(decodes, 0.0, keys, decodes))
             share = PROMPT_SHARE
         room = max(0, self._step_tokens - decodes - int(prompts.tokens) - 1)  # and one that the shards may try

@@ -13,8 +13,8 @@ from .cost import Cost, Work
 
 LEAST_TARGET = 0.05  # seconds; a step that is faster than this is fast enough for any reader
 DECODE_SHARE = 2.0  # without a target, a step with prompts may take so many times what its decodes alone take
-# Of what decodes alone take: so much time prompts get even where the target leaves less, beside what it takes to read the oldest
-# one's context: else that would get a token a step once it is long enough, and all others, which wait behind it, none.
+# Of what decodes alone take: so much time prompts get even where the target leaves less, beside what any number of their tokens
+# takes, as to read the oldest one's context: else that would get a token a step, and all others, which wait behind it, none.
 PROMPT_SHARE = 0.25
 
 
@@ -67,7 +67,7 @@ class Measured:
         """In the words of the model of cost. Of a prompt's context only the average over its tokens is known."""
         context = self.prompt_keys / self.prompt_tokens if self.prompt_tokens else 0.0
         seen = self.prompt_keys + self.decode_keys - self.read  # a guess is computed as a prompt's token is
-        return Work(self.prompt_tokens + self.decode_tokens, seen, self.read + context, self.rows)
+        return Work(self.prompt_tokens + self.decode_tokens, seen, self.read + context, self.rows, self.prompt_tokens > 0)
 
 
 def fit(cost: Cost, step: Measured) -> None:
@@ -123,7 +123,7 @@ class Mixed:
         if self.cost is None or not now.decodes:
             return room
         alone = self.cost.predict(Work(tokens=now.decodes, read=now.keys, rows=now.decodes))
-        seconds = max(target_of(self._target, alone) - alone, PROMPT_SHARE * alone + self.cost.reading(now.position))
+        seconds = max(target_of(self._target, alone) - alone, PROMPT_SHARE * alone + self.cost.beside(now.position))
         return max(1, min(room, self.cost.tokens_within(seconds, now.position)))
 
     def admits(self, now: Standing) -> bool:

@@ -136,6 +136,16 @@ def test_equations_are_solved() -> None:
     assert solve([[4.0, 1.0], [1.0, 3.0]], [1.0, 2.0]) == pytest.approx([1 / 11, 7 / 11])
 
 
+def test_what_a_step_takes_more_because_there_are_prompts_is_no_price_of_their_tokens() -> None:
+    """Else few tokens seem dear, and so remain few: a step in which they are one takes 4 ms more here than one without."""
+    cost = taught(300)
+    for count in [0, 1] * 100:
+        work = Work(4 + count, 300.0 * count, 1_200 + 300 * count, 4)
+        cost.observe(work, seconds(work) + 0.004 * count, prompts=count > 0)
+    assert cost.beside(0) == pytest.approx(0.004, rel=0.1)
+    assert cost.tokens_within(0.005 + cost.beside(0), 0) > 20
+
+
 @pytest.mark.parametrize("slower", [10, 1_000, 100_000])
 def test_a_first_idea_that_was_much_too_slow_is_forgotten(slower: float) -> None:
     """The measured step has compiled, or its process was suspended. Each step takes as many tokens as seem to fit."""
@@ -160,7 +170,7 @@ def test_a_machine_on_which_tokens_cost_nothing_takes_any_number_of_them() -> No
 def test_a_step_that_seems_to_have_taken_no_time_says_little(prompts: bool, share: float) -> None:
     """The end of the one before it was noticed late: a process that was suspended counts its own time for that."""
     cost = taught(300)
-    work = Work(304, 45_000, 1_500, 5) if prompts else decode(4, 300)
+    work = Work(304, 45_000, 1_500, 5, prompts=True) if prompts else decode(4, 300)
     cost.observe(work, 30.0, prompts)
     cost.observe(work, share * seconds(work), prompts)
     assert cost.predict(work) == pytest.approx(seconds(work), rel=0.5)

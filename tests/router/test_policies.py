@@ -64,9 +64,21 @@ def test_a_prompt_gets_its_share_of_time_beside_what_reading_its_context_takes()
         tokens, position = chance.randint(1, 600), chance.randint(0, 100_000)
         seen = tokens * position + tokens**2 // 2
         policy.learn(Measured(prompt_tokens=tokens, prompt_keys=seen, seconds=0.008 + 4e-5 * tokens + 5e-8 * seen / tokens))
+        policy.learn(Measured(decode_tokens=1, decode_keys=100, rows=1, seconds=0.008))
     decoding = Standing(decodes=1, keys=100, sequences=2, prompts=1, position=0, waiting=9, steps=0)
     rooms = [policy.room(replace(decoding, position=position)) for position in (0, 50_000, 100_000)]
     assert rooms == [pytest.approx(50, abs=3)] * 3
+
+
+def test_a_prompt_gets_its_share_of_time_beside_what_any_of_its_tokens_take() -> None:
+    """8 ms a step, 4 ms more with prompts, 0.04 ms a token: few would be left, which would seem dear, and one in the end."""
+    policy = Mixed(4096, Cost(4096, 0.2), 0.01)
+    decoding = Standing(decodes=1, keys=100, sequences=2, prompts=1, position=0, waiting=9, steps=0)
+    for _ in range(200):
+        room = policy.room(decoding)
+        policy.learn(Measured(decode_tokens=1, decode_keys=100, rows=1, seconds=0.008))
+        policy.learn(Measured(room, 0, 1, 100, 1, 0.012 + 4e-5 * room))
+    assert policy.room(decoding) > 20
 
 
 class Known(Cost):
