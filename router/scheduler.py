@@ -17,7 +17,7 @@ Rules, each held by tests/router/simulation.py
               first: a short prompt passes a long one, which takes at most twice as long for it.
   order       Jobs come by rank (arrival and priority), paused ones among those that wait; of several tenants the one that has
               least running comes first. Where one does not fit, later ones may overtake it, each job at most `overtakes` times,
-              a paused one never. Then all wait.
+              a paused one never, and any number while those before it alone leave it no room. Then all wait.
   drafts      Where the server speculates, a step says what a draft may cost and how many there may be (`drafting`). Prompts come
               first: drafts get the tokens that these leave of the step.
   cancelling  The groups of cancelled jobs, and ended choices, are dropped by a Filter before anything else is asked.
@@ -371,6 +371,7 @@ class Scheduler:
         half = max(1, room // 2)  # is for the oldest, if it wants so much
         used = sum(min(self._expected(job), half if job is prompts[0] else room) for job in prompts)
         overtaken: list[Job] = []
+        refused = 0
         patience = self._bounds.overtakes  # how many more may pass those in `overtaken`
         for job in self._candidates():
             if used >= room:
@@ -384,9 +385,11 @@ class Scheduler:
                     earlier.overtaken += 1
                 patience -= 1 if overtaken else 0
             else:
-                overtaken.append(job)
-                patience = min(patience, self._patience(job))
-            if patience <= 0 or len(overtaken) > self._bounds.overtakes:
+                refused += 1
+                if self._patience(job) > 0 or not self._waits_for_older(job):
+                    overtaken.append(job)
+                    patience = min(patience, self._patience(job))
+            if patience <= 0 or refused > self._bounds.overtakes:
                 break
         for job in admitted:
             self._leave_queue(job)
@@ -407,16 +410,28 @@ class Scheduler:
         """How many more later jobs may be admitted before this one."""
         return 0 if job.paused else self._bounds.overtakes - job.overtaken
 
+    def _waits_for_older(self, job: Job) -> bool:
+        """Whether those that run and come before it leave it no room even if they were alone: then who comes after it doesn't delay
+        it, however many they are. When the older ones have made room nobody passes it any more."""
+        if self._filters or self._dropped or self._pausing:
+            return False  # what they free is not known yet
+        younger = [one for one in self._running.values() if one.order > job.order]
+        sequences = self._sequences - sum(one.running for one in younger)
+        if sequences + job.running > self._bounds.sequences:
+            return True
+        grow = self._grow - sum(one.grow for one in younger)
+        return grow + job.grow + self._headroom(sequences) > self.free + sum(one.held for one in younger)
+
     def _fits(self, job: Job) -> bool:
         bounds = self._bounds
         if self._sequences + job.running > bounds.sequences:
             return False
-        return self._grow + job.grow + self._headroom() <= self.free
+        return self._grow + job.grow + self._headroom(self._sequences) <= self.free
 
-    def _headroom(self) -> int:
-        """Pages that shall stay free for those that run when another is admitted."""
+    def _headroom(self, sequences: int) -> int:
+        """Pages that shall stay free for so many that run when another is admitted."""
         bounds = self._bounds
-        return min(self._sequences * -(-bounds.headroom // bounds.page_size), bounds.pages // 8)
+        return min(sequences * -(-bounds.headroom // bounds.page_size), bounds.pages // 8)
 
     def _enter(self, job: Job) -> None:
         self._running[job.uid] = job
