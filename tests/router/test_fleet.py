@@ -159,10 +159,11 @@ def test_a_replica_that_dies_hands_its_streams_to_the_others_at_once() -> None:
         assert len(await read(fleet, ask("later", 5))) == 7
         shards["1"].break_at = 0
         await until(lambda: states(fleet)["1"] == "ready")
+        before = len(shards["1"].commands)
         await asyncio.gather(*begin(fleet, crowd()))
         assert shards["1"].groups_met == 2
         assert value(fleet, "penstock_restarts_total") == 1
-        assert any(command.WhichOneof("kind") == "prefill" for command in shards["1"].commands[-20:])  # it takes part again
+        assert any(command.WhichOneof("kind") == "prefill" for command in shards["1"].commands[before:])  # it takes part again
 
     run(test)
 
