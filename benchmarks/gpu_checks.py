@@ -16,8 +16,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from penstock.benchmarks.gpu_measure import Bench
@@ -42,7 +40,6 @@ from penstock.kernels import (
     sampling,
 )
 from penstock.kernels.attention import Row, ancestry
-from penstock.kernels.fused_noise import gumbel_of_ids, gumbel_of_quads
 from penstock.kernels.fused_routing import PAIRS, sort
 from penstock.kernels.fused_sampling import sample
 from penstock.kernels.linear import Exact
@@ -550,30 +547,18 @@ def _change(x: Tensor, columns: Tensor, starts: Tensor) -> None:
         paging.move_slots(x, columns[0], columns[1], starts)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def noise_kernel(seeds, choices, positions, quads_to, ids_to, count, block: tl.constexpr, cuda: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One program: `block` quads of a row, and each of their tokens once more by its id."""
-    row, part = tl.program_id(0), tl.program_id(1)
-    seed, choice, position = tl.load(seeds + row), tl.load(choices + row), tl.load(positions + row)
-    quads = part * block + tl.arange(0, block)
-    ids = part * block * 4 + tl.arange(0, block * 4)
-    inside = ids < count
-    tl.store(quads_to + row * count + ids, gumbel_of_quads(seed, choice, position, quads, cuda), mask=inside)
-    tl.store(ids_to + row * count + ids, gumbel_of_ids(seed, choice, position, ids, cuda), mask=inside)
-
-
 def noises(bench: Bench, chance: random.Random) -> float:
-    """Numbers that differ in any bit."""
+    """Numbers that differ in any bit, of all tokens and of each by its id."""
     rows, vocabulary = (2, 100) if bench.tiny else (16, 128256)
     keys = torch.stack([torch.randint(-(1 << 63), (1 << 63) - 1, (rows,)), torch.arange(rows) % 5, torch.arange(rows) * 77])
-    found = torch.full((2, rows, vocabulary), torch.nan, device=bench.device)
-    block = 64 if bench.tiny else 1024
-    grid = (rows, triton.cdiv(vocabulary, 4 * block))
-    # As the kernels that use it are: a multiplication must not be contracted with an addition.
-    cuda = bench.device.type == "cuda" and torch.version.hip is None
-    noise_kernel[grid](*keys.to(bench.device), *found, vocabulary, block, cuda, enable_fp_fusion=False)
+    seeds, choices, positions = keys.to(bench.device)
+    ids = torch.arange(vocabulary, device=bench.device).repeat(rows, 1)
+    with poisoned():
+        found = noise.gumbel_all(seeds, choices, positions, vocabulary), noise.gumbel(seeds, choices, positions, ids)
+    choose.force("reference")
     expected = noise.gumbel_all(keys[0], keys[1], keys[2], vocabulary)
-    return float((found.cpu().view(torch.int32) != expected.view(torch.int32)).sum())
+    choose.force("triton")
+    return float(sum((one.cpu().view(torch.int32) != expected.view(torch.int32)).sum() for one in found))
 
 
 def tokens(bench: Bench, chance: random.Random) -> float:
@@ -582,7 +567,9 @@ def tokens(bench: Bench, chance: random.Random) -> float:
     logits = torch.randn(rows, vocabulary) * 3
     draws, penalties, mask = _asked(rows, vocabulary, chance)
     penalized = sampling.allow(sampling.penalize(logits, penalties), mask)
+    choose.force("reference")
     expected, final = _drawn(penalized, draws)
+    choose.force("triton")
     device = bench.device
     own = logits.to(device)
     found = sample(own, _moved(draws, device), _moved(penalties, device), mask.to(device))
