@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
@@ -66,7 +66,8 @@ def answer(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, asked: S
     longest = max(map(len, prompts))
     pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
     tokens = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts])
-    output = model.generate(  # type: ignore[misc]
+    untyped: Any = model  # some versions of transformers say what `generate` is, others don't
+    output = untyped.generate(
         tokens, attention_mask=(tokens != pad).long(), do_sample=False, max_new_tokens=MOST_TOKENS, pad_token_id=pad
     )
     replies = [_until(row, end) for row in output[:, longest:].tolist()]
