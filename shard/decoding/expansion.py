@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...kernels import noise
 from ...kernels.beam import best, candidates, normalizers
-from ...kernels.sampling import allow
+from ...kernels.sampling import Draws, allow
 from ...kernels.sampling import candidates as distributions
 from ...kernels.transfer import Arrival, to_device
 from ..step import Picked
@@ -128,29 +128,24 @@ def _processed(
     values = penalized(logits - own.unsqueeze(1), rows)
     if mask is not None:
         values = allow(values, mask)
-    values = _warped(values, rows) + scores.unsqueeze(1)
-    order = values
     if drawn := [i for i, row in enumerate(rows) if row.sampling.temperature]:
-        draws = draws_of([rows[i] for i in drawn], logits.device)
-        noises = noise.gumbel_all(draws.seeds, draws.choices, draws.positions, logits.shape[1])
-        order = values.index_add(0, to_device(torch.tensor(drawn), logits.device), noises)
+        lines, draws = to_device(torch.tensor(drawn), logits.device), draws_of([rows[i] for i in drawn], logits.device)
+        values = _warped(values, lines, draws)
+    values = order = values + scores.unsqueeze(1)
+    if drawn:
+        order = values.index_add(0, lines, noise.gumbel_all(draws.seeds, draws.choices, draws.positions, logits.shape[1]))
     found, places, ids = best(order, starts, count)
     return values[places, ids].masked_fill(found == -torch.inf, -torch.inf), places, ids
 
 
-def _warped(values: Tensor, rows: Listing[Row]) -> Tensor:
-    """Log-probabilities divided by temperature, -inf for what filters take away, of rows that are drawn from."""
-    drawn = [i for i, row in enumerate(rows) if row.sampling.temperature]
-    if not drawn:
-        return values
-    indices = to_device(torch.tensor(drawn), values.device)
-    draws = draws_of([rows[i] for i in drawn], values.device)
+def _warped(values: Tensor, lines: Tensor, draws: Draws) -> Tensor:
+    """Log-probabilities divided by temperature, -inf for what filters take away, of the rows that are drawn from: `lines`."""
     result = values.clone()
-    shift = values[indices].amax(-1) / draws.temperature
-    for part in distributions(values[indices], draws):
+    shift = values[lines].amax(-1) / draws.temperature
+    for part in distributions(values[lines], draws):
         warped = part.scores + shift[part.rows].unsqueeze(1)
         if part.ids is not None:
             whole = torch.full((len(part.rows), values.shape[1]), -torch.inf, device=values.device)
             warped = whole.scatter_(1, part.ids, warped)
-        result[indices[part.rows]] = warped
+        result[lines[part.rows]] = warped
     return result.masked_fill_(result.isnan(), -torch.inf)  # of a beam that a grammar leaves nothing
