@@ -116,7 +116,7 @@ def test_no_rank_begins_before_all_have_their_weights(tmp_path: Path, monkeypatc
     """Where one begins it waits inside torch, which gives up after RENDEZVOUS_SECONDS."""
     monkeypatch.setattr(entry.gc, "freeze", lambda: None)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    loaded = threading.Event()
+    listens, loaded = threading.Event(), threading.Event()
     begun, ended = queue.SimpleQueue[int](), queue.SimpleQueue[int]()
     links = list[Sender | Receiver]()
 
@@ -135,10 +135,13 @@ def test_no_rank_begins_before_all_have_their_weights(tmp_path: Path, monkeypatc
         thread.start()
         return thread
 
+    def load(config: ShardConfig, stage: Callable[[str], None]) -> None:
+        listens.set()  # the socket's path is there a moment before
+        loaded.wait(SECONDS)
+
     monkeypatch.setattr(entry, "Receiver", receiver)
-    threads = [work(0, lambda config, stage: loaded.wait(SECONDS))]
-    while not (tmp_path / "relay").exists():
-        time.sleep(0.01)
+    threads = [work(0, load)]
+    assert listens.wait(SECONDS)
     threads.append(work(1, lambda config, stage: None))
     with pytest.raises(queue.Empty):
         begun.get(timeout=0.3)
