@@ -1,7 +1,6 @@
 """Writes a random-weight Llama checkpoint with a tokenizer, for speed only: every engine can load it, none can say anything."""
 
 import json
-import sys
 from pathlib import Path
 
 import torch
@@ -82,7 +81,3 @@ def _tensors(dtype: torch.dtype) -> list[tuple[str, torch.Tensor]]:
         ("model.norm.weight", torch.ones(hidden, dtype=dtype)),
         ("lm_head.weight", matrix(SHAPE["vocab_size"], hidden)),
     ]
-
-
-if __name__ == "__main__":
-    write(Path(sys.argv[1]), getattr(torch, sys.argv[2] if len(sys.argv) > 2 else "float32"))
