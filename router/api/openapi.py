@@ -32,7 +32,7 @@ MEANINGS = {
     424: "The shards failed while they computed the answer.",
     429: "Too many requests, or too large ones together, are in flight: come again after Retry-After.",
     500: "The server failed.",
-    503: "The model is loading, or the server is shutting down.",
+    503: "The model loads, the server shuts down, or its shards are being started again.",
     504: "The answer was not complete by the request's own `timeout`.",
 }
 BODY, RUN = (400, 401, 408, 413, 415, 429, 500), (503, 504)  # statuses of routes that read a body; that compute
@@ -51,6 +51,7 @@ class Operation:
     event: Any = None  # of a stream, if the route streams
     statuses: Sequence[int] = (401,)
     refusal: Any = None  # what 503 says, where that is no error
+    query: str = ""  # a parameter that may be in the query
 
     @property
     def types(self) -> list[Any]:
@@ -154,17 +155,18 @@ OPERATIONS = (
         event=answers.ResponseEvent,
         statuses=THEIRS,
     ),
-    Operation(path="/v1/models", summary="The models: one", tag=OPENAI, answer=answers.Models),
-    Operation(path="/v1/models/{id}", summary="A model", tag=OPENAI, answer=answers.Model, statuses=(401, 404)),
+    Operation(path="/v1/models", summary="The model that is served, and its adapters", tag=OPENAI, answer=answers.Models),
+    Operation(path="/v1/models/{id}", summary="One of these", tag=OPENAI, answer=answers.Model, statuses=(401, 404)),
     Operation(path="/health", summary="200 once the model has loaded", tag=OPERATION, statuses=(503,), refusal=answers.Unhealthy),
     Operation(path="/ping", summary="The same", tag=OPERATION, statuses=(503,), refusal=answers.Unhealthy),
     Operation(
         path="/health/ready",
-        summary="200 if a request would be taken now",
+        summary="200 if a request would be taken now, by any replica or by the one that is named",
         tag=OPERATION,
         answer=answers.Ready,
-        statuses=(503,),
+        statuses=(404, 503),
         refusal=answers.NotReady,
+        query="replica",
     ),
     Operation(path="/health/live", summary="200 as long as the process answers", tag=OPERATION, answer=answers.Live, statuses=()),
     Operation(path="/metrics", summary="Numbers for Prometheus", tag=OPERATION, answer=str, kind=TEXT),
@@ -236,6 +238,8 @@ def _operation(operation: Operation, schemas: Schemas, keys: bool) -> Json:
         found["requestBody"] = {"required": True, "content": {JSON: {"schema": schemas.of(operation.body)}}}
     if "{id}" in operation.path:
         found["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
+    if operation.query:
+        found["parameters"] = [{"name": operation.query, "in": "query", "schema": {"type": "string"}}]
     if keys and 401 in operation.statuses:
         found["security"] = [{"key": []}]
     return found

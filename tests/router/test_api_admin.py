@@ -9,6 +9,7 @@ import pytest
 from aiohttp import web
 
 from penstock.router.api.app import make_app
+from penstock.router.api.openapi import document
 from penstock.router.config import RouterConfig
 from penstock.router.replica import Conflict, Replica, Unknown
 from penstock.router.text import Tokenizer
@@ -171,5 +172,8 @@ def test_one_replica_can_be_asked_whether_it_is_ready(tokenizer: Tokenizer) -> N
         found = [(await ask("GET", f"/health/ready?replica={name}"))[0] for name in ("0", "1", "nobody")]
         assert found == [200, 503, 404]
         assert (await ask("GET", "/health/ready"))[0] == 200
+        described = document(RouterConfig(folder="", model="some/model"))["paths"]["/health/ready"]["get"]
+        assert [parameter["name"] for parameter in described["parameters"]] == ["replica"]
+        assert {str(status) for status in found} == set(described["responses"])
 
     run(tokenizer, test)

@@ -102,7 +102,7 @@ function form(method, path, operation, root) {
   const body = operation.requestBody?.content["application/json"].schema;
   const area = body && make("textarea", { rows: 6, spellcheck: false, value: JSON.stringify(example(body, root), null, 2) });
   const where = make("input", { value: path, size: 40 });
-  const box = make("form", {}, ...(path.includes("{") ? [where] : []), ...(area ? [area] : []), make("button", { textContent: "Send" }), out);
+  const box = make("form", {}, ...(operation.parameters ? [where] : []), ...(area ? [area] : []), make("button", { textContent: "Send" }), out);
   box.addEventListener("submit", (event) => {
     event.preventDefault();
     out.hidden = false;
