@@ -315,9 +315,8 @@ def _server(
 
 def _part(asked: Options, place: Place, shards: Sequence[ShardConfig]) -> Part:
     """A rank group of this machine alone."""
-    commands = [
-        Command(place.process(shard.rank), _command("penstock.shard", settings.dump(shard)), place.environment) for shard in shards
-    ]
+    named = [dataclasses.replace(shard, name=place.process(shard.rank)) for shard in shards]
+    commands = [Command(shard.name, _command("penstock.shard", settings.dump(shard)), place.environment) for shard in named]
     return Part(place.title, commands, asked.max_restarts, place.files)
 
 

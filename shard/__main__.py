@@ -41,7 +41,7 @@ def main() -> None:
     """Serves the model that the arguments name."""
     die_with_parent()
     config = settings.load(ShardConfig, sys.argv[1])
-    configure_logging(f"shard {config.rank}", config.json_output)
+    configure_logging(config.name or f"shard {config.rank}", config.json_output)
     serve(config, Service, load)
 
 

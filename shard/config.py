@@ -9,6 +9,7 @@ class ShardConfig:
 
     folder: str  # of the model: config.json, safetensors
     model: str  # what the operator asked for, to be shown
+    name: str = ""  # of this process in log lines; "": by its rank
     rank: int = 0
     ranks: int = 1
     local_rank: int = -1  # its number on its machine, which is also its device's; -1: as its rank

@@ -135,6 +135,7 @@ def test_a_replica_that_is_killed_loses_no_stream_and_comes_back(three: Server) 
     assert "penstock: replica 1 shard 0 was killed by SIGKILL" in three.log
     assert "penstock: starting replica 1 again now" in three.log
     assert "penstock: replica 1 is ready again after" in three.log
+    assert three.log.count("INFO replica 1 shard 0: loaded") == 2  # the name that JSON lines have, too
 
 
 def test_a_replica_joins_and_others_leave_and_no_stream_is_lost(three: Server) -> None:
