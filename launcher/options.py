@@ -72,7 +72,7 @@ class Options:
     quantize: str = option(
         MODEL,
         "round the weights of the layers' matrices when they are loaded, to int4 (in groups of 64), int8 or fp8; computed with is "
-        "--dtype. Checkpoints that are quantized say so themselves: gptq, awq, compressed-tensors and fp8 ask that this one is",
+        "--dtype. Checkpoints that are quantized say so themselves: gptq, awq and compressed-tensors only ask that this one is",
         default=SHARD.quantize,
         choices=("int4", "int8", "fp8", "gptq", "awq", "compressed-tensors"),
     )

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import subprocess
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -102,6 +103,20 @@ def _check_able(device: torch.device, cache: str) -> None:
             f"keys and values of 8 bits need compute capability 8.9 (Ada) or newer, this accelerator has {major}.{minor}: "
             "leave --kv-cache-dtype out"
         )
+    _check_launcher()
+
+
+def _check_launcher() -> None:
+    """Raises Unsupported where Triton can't build what launches its kernels: now, and not when all weights have been read."""
+    from triton.runtime import driver  # CPUs do without Triton
+
+    try:
+        driver.active.get_current_target()
+    except (RuntimeError, subprocess.CalledProcessError) as error:
+        raise Unsupported(
+            f"Triton can't build what launches its kernels ({error}): it needs a C compiler and Python's headers: apt-get "
+            "install gcc python3-dev, or set CC; PENSTOCK_KERNELS=reference does without, and is slow"
+        ) from error
 
 
 def _check_steady(model: Shape, by_triton: bool) -> None:

@@ -594,6 +594,7 @@ def device(monkeypatch: pytest.MonkeyPatch, shapes: int | None = None) -> Iterat
         "_sleep": lambda cycles: _work(cycles / 2e9),
     }
     monkeypatch.setattr(torch, "Generator", Generator)
+    monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(get_current_target=lambda: None))
     for name, value in torch_cuda.items():
         monkeypatch.setattr(torch.cuda, name, value)
     for kind in (triton.JITFunction, InterpretedFunction):

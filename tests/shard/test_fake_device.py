@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import llguidance
@@ -34,7 +35,7 @@ from penstock.tests.shard import fake_cuda, lora, tiny
 from penstock.tests.shard.fake_cuda import Noted
 from penstock.tests.shard.test_weights import Alone
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
 FOLDER = Path(__file__).parents[2] / "demo"
 PROMPT = list(range(5, 65))  # so many that answers take pages
@@ -302,6 +303,17 @@ def test_an_accelerator_that_the_kernels_can_not_be_compiled_for(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     with pytest.raises(Unsupported, match=word) if word else nullcontext():
         load(config(kv_cache_dtype=cache), lambda stage: None)
+
+
+def test_a_machine_where_triton_can_not_build_what_launches_kernels(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It tries when it is first asked for its driver."""
+
+    def build() -> None:
+        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
+
+    monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(get_current_target=build))
+    with pytest.raises(Unsupported, match=r"Failed to find C compiler.* apt-get install gcc python3-dev"):
+        load(config(), lambda stage: None)
 
 
 def test_commands_are_executed_on_the_engines_device(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
