@@ -180,12 +180,17 @@ class ChatBody(Body, kw_only=True):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
+def unsupported(name: str) -> str:
+    """What is said of a field that can't be honoured."""
+    return REASONS.get(name, f"`{name}` is not supported")
+
+
 def refuse_unsupported(body: msgspec.Struct, names: Iterable[str]) -> None:
     """Raises Refused for the first of these fields that asks for something."""
     for name in names:
         value = getattr(body, name)
         if value is not None and value not in NEUTRAL.get(name, ()):
-            raise Refused(REASONS.get(name, f"`{name}` is not supported"), name)
+            raise Refused(unsupported(name), name)
 
 
 def ignored(config: RouterConfig, body: msgspec.Struct, names: Collection[str]) -> dict[str, str]:

@@ -3,7 +3,7 @@
 Answers that are no type of ours, but put together (OpenAI's), are described in `openapi_answers`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
@@ -11,11 +11,13 @@ from typing import Any
 import msgspec
 
 from ..config import RouterConfig
+from . import openai_bodies, responses, tgi_shapes
 from . import openapi_answers as answers
-from .openai_bodies import ChatBody, CompletionBody
+from .openai_bodies import ChatBody, CompletionBody, unsupported
+from .openapi_words import WORDS
 from .page import Stats
 from .responses import ResponsesBody
-from .tgi_shapes import BeamsEvent, DetokenizeBody, Event, GenerateAnswer, GenerateBody, SpanJson, TokenizeBody
+from .tgi_shapes import BeamsEvent, DetokenizeBody, Event, GenerateAnswer, GenerateBody, GenerateParameters, SpanJson, TokenizeBody
 
 Json = dict[str, Any]
 
@@ -34,6 +36,13 @@ MEANINGS = {
     500: "The server failed.",
     503: "The model loads, the server shuts down, or its shards are being started again.",
     504: "The answer was not complete by the request's own `timeout`.",
+}
+# Fields of bodies that are there to be refused by name.
+REFUSED: dict[type, Collection[str]] = {
+    GenerateParameters: tgi_shapes.UNSUPPORTED,
+    CompletionBody: openai_bodies.UNSUPPORTED,
+    ChatBody: (*openai_bodies.UNSUPPORTED, "echo"),
+    ResponsesBody: responses.UNSUPPORTED,
 }
 BODY, RUN = (400, 401, 408, 413, 415, 429, 500), (503, 504)  # statuses of routes that read a body; that compute
 
@@ -214,6 +223,10 @@ class Schemas:
     def __init__(self, types: Sequence[Any]) -> None:
         found, self.components = msgspec.json.schema_components(types, ref_template=TEMPLATE)
         self._known = {repr(each): schema for each, schema in zip(types, found, strict=True)}
+        for body, refused in REFUSED.items():
+            for name, field in self.components[body.__name__]["properties"].items():
+                if words := unsupported(name) if name in refused else WORDS.get(name):
+                    field["description"] = words
 
     def of(self, wanted: Any) -> Json:
         """One type's, or of several any one."""

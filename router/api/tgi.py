@@ -21,6 +21,7 @@ from .ports import Batcher, limits_of
 from .stream import Answer, Clock, fold, guesses, headers_of, plain_frame, send, stream_headers_of
 from .tenant import session_of, tenant_of
 from .tgi_shapes import (
+    UNSUPPORTED,
     BeamJson,
     BeamsEvent,
     BestOf,
@@ -368,7 +369,7 @@ def _refuse_unsupported(given: GenerateParameters, streaming: bool) -> None:
         raise Refused("`stream_beams` needs a stream: send the request to /generate_stream, or leave it out", "stream_beams")
     if streaming and given.decoder_input_details:
         raise Refused("`decoder_input_details` == true is not supported when streaming tokens", "decoder_input_details")
-    for name, neutral in (("watermark", False), ("num_beam_groups", 1), ("diversity_penalty", 0.0), ("force_words_ids", [])):
+    for name, neutral in UNSUPPORTED.items():
         if getattr(given, name) not in (None, neutral):
             raise Refused(f"`{name}` is not supported", name)
 

@@ -12,6 +12,10 @@ class GrammarBody(msgspec.Struct):
     value: Any
 
 
+# What would change the answer, and can't be honoured; values that ask for nothing.
+UNSUPPORTED: dict[str, object] = {"watermark": False, "num_beam_groups": 1, "diversity_penalty": 0.0, "force_words_ids": []}
+
+
 class GenerateParameters(msgspec.Struct):
     """`parameters`. An explicit null is the same as nothing."""
 

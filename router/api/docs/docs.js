@@ -43,7 +43,7 @@ function fields(schema, root, depth = 0) {
   const table = make("table");
   for (const [name, type] of Object.entries(found.properties ?? {})) {
     const needed = found.required?.includes(name) ? " (needed)" : "";
-    table.append(make("tr", {}, make("td", {}, make("code", { textContent: name })), make("td", { className: "type", textContent: words(type, root) + needed })));
+    table.append(make("tr", {}, make("td", {}, make("code", { textContent: name })), make("td", { className: "type", textContent: words(type, root) + needed }), make("td", { textContent: type.description ?? "" })));
   }
   if (table.children.length) box.append(table);
   const inner = found.properties ? Object.values(found.properties).flatMap(mentioned) : mentioned(found);
