@@ -11,6 +11,7 @@ from torch import Tensor
 from ..kernels.paging import copy_pages, move_slots
 from ..kernels.transfer import to_device
 from .models.shape import Shape
+from .pages import PADDING
 
 
 class Cache:
@@ -37,7 +38,8 @@ class Cache:
         if self._bytes is not None:  # numpy takes a quarter of torch's time
             self._bytes[:, pages] = 0
             return
-        self.pages.index_fill_(1, to_device(torch.tensor(pages, dtype=torch.int64), self.pages.device), 0)
+        if pages:  # by one launch: `index_fill_` counts bytes in 32 bits, so that of a large pool each layer takes one of its own
+            self.copy([(PADDING, page, self.page_size) for page in pages])
 
     def copy(self, copies: Listing[tuple[int, int, int]]) -> None:
         """(source, target, rows): the first `rows` tokens of page `source` to `target`. Targets are distinct and no sources."""

@@ -15,7 +15,7 @@ import llguidance
 import pytest
 import torch
 
-from penstock.kernels import early, noise
+from penstock.kernels import choose, early, noise
 from penstock.proto import shard_pb2 as wire
 from penstock.shard import memory
 from penstock.shard.config import ShardConfig
@@ -241,6 +241,25 @@ def test_a_plain_decode_step_waits_for_its_tokens_only(noted: Noted, name: str, 
     note()
     assert found == WAITS
     assert max(counts) == len(WAITS)
+
+
+@torch.inference_mode()
+def test_pages_are_zeroed_by_one_launch(noted: Noted) -> None:
+    """In nearly every step some are taken, between whose launches and those of the one before the device may stand still."""
+    cache = engine_of(graphs=False).cache
+    noted.launches.clear()
+    before = noted.operations
+    cache.clear([5, 7])
+    cache.clear([])
+    assert [one.kernel for one in noted.launches] == ["copy_kernel"]
+    assert noted.operations - before == 1
+    cache.pages[:, 1:].fill_(1)
+    choose.force("reference")  # which computes numbers
+    try:
+        cache.clear([5, 7])
+    finally:
+        choose.force("")
+    assert [page for page in range(PAGES + 1) if not cache.pages[:, page].any().item()] == [0, 5, 7]
 
 
 @torch.inference_mode()
