@@ -85,7 +85,7 @@ def _gpu_memory() -> tuple[int, ...]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return ()  # the operator hides all GPUs
-    if not shutil.which("nvidia-smi") or not (process.PROC / "driver/nvidia").exists():
+    if not shutil.which("nvidia-smi"):
         return ()
     command = ["nvidia-smi", "--query-gpu=index,uuid,memory.free", "--format=csv,noheader,nounits"]
     try:
