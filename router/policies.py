@@ -154,8 +154,9 @@ class Pause:
         return self._step_tokens
 
     def admits(self, now: Standing) -> bool:
-        """When nothing decodes; else when enough wait, or have waited long enough, and the prompts before them are through."""
-        if now.prompts:
+        """When nothing decodes; else when enough wait, or have waited long enough, and the prompts before them are through. As in
+        TGI, whoever decodes gets a token before the next prompts begin, however many wait."""
+        if now.prompts or (now.decodes and not now.steps):
             return False
         due = now.steps >= self._waiting_tokens or now.waiting >= math.floor(now.decodes * self._ratio)
         return not now.decodes or due

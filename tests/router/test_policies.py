@@ -121,3 +121,5 @@ def test_decoding_pauses_when_enough_wait_or_have_waited_long_enough() -> None:
     assert policy.admits(replace(busy(steps=1), waiting=3))
     assert policy.admits(replace(busy(steps=20), waiting=1))
     assert not policy.admits(replace(busy(steps=20), waiting=9, prompts=1)), "whole prompts first"
+    assert not policy.admits(replace(busy(steps=0), waiting=9)), "a token for everybody between two batches of prompts"
+    assert policy.admits(replace(NOBODY, steps=0))

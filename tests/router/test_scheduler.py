@@ -464,11 +464,24 @@ def test_decodes_pause_for_whole_prompts_if_the_policy_says_so() -> None:
     assert it.next() == Decode()
 
 
+def test_streams_get_a_token_between_the_prompts_of_a_burst() -> None:
+    it = scheduler(Pause(16))
+    for uid in range(1, 7):
+        it.arrive(Job(uid, 8, 30))
+    for uid in (1, 3, 5):
+        assert uids(it.next()) == (uid, uid + 1)
+        told(it, (uid, 1, 0), (uid + 1, 1, 0))
+        assert it.next() == Decode()
+        told(it)
+
+
 WORLDS = range(1500)
 # What the policy costs in these worlds. A change that makes them worse has to say why.
-STEPS = 112_923
-WAITS = 438_738
-RESTORED = 11_739  # a fifth more since who waits for older ones alone is passed by any number: before, all stood still behind it
+STEPS = 112_722
+WAITS = 438_387
+# A fifth more since who waits for older ones alone is passed by any number: before, all stood still behind it. Half a percent more
+# since streams get a token between a burst's prompts under `pause`: fewer are paused (538, not 545), which have come further.
+RESTORED = 11_800
 
 
 def test_thousands_of_worlds_keep_every_promise() -> None:
