@@ -366,7 +366,7 @@ class Batcher:
         self._cancel(stream.uid)
         self._lose_reader(stream)
 
-    def _adopt(self, stream: Stream, known: tuple[int, int] | None) -> None:
+    def _adopt(self, stream: Stream, known: tuple[float, int] | None) -> None:
         """It goes on here. known: what an inquest knows of it."""
         self._inquest.adopt(stream.uid, known)
         stream.home = self

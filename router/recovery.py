@@ -3,7 +3,9 @@
 A request whose computation kills the shards would kill them again whenever it is replayed. A step computes many requests, and it
 can't be seen which of them it was; but the guilty one is in every step that kills, and gets no further from one death to the next.
 
-    suspects   were computed when the shards died, for the second time in a row, and got no further in between
+    suspects   were computed when the shards died, for the second time in a row, and got no further in between. Where one had been
+               before, and the shards had lived, a death counts half: who begins anew, as beams do, or computes a long prompt
+               again, takes long to get further, and guilty ones mostly kill in the same place
     trial      the older half of them runs, and everybody else waits. When they have got further, half of the others runs as well,
                and so on, until there is no suspect left. When the shards die before, only those who ran stay under suspicion
     guilty     who was computed alone when the shards died, a suspect already
@@ -24,7 +26,7 @@ class Inquest:
     """What the deaths so far have shown. Who is as far as `place` says has come that many steps; the unit is the caller's."""
 
     def __init__(self) -> None:
-        self._deaths: dict[int, tuple[int, int]] = {}  # in the last one: how many in a row, and how far it had come
+        self._deaths: dict[int, tuple[float, int]] = {}  # in the last one: how many in a row, and how far it had come
         self._trial: set[int] = set()
         self._suspects: list[int] = []  # whose trial is still to come, oldest first
         self._passed: set[int] = set()
@@ -42,7 +44,7 @@ class Inquest:
         """Whether a request was computed in two deaths in a row, and was not acquitted since."""
         return uid in self._trial or uid in self._suspects
 
-    def release(self, uid: int) -> tuple[int, int] | None:
+    def release(self, uid: int) -> tuple[float, int] | None:
         """A request leaves. What is known of it, for the inquest that it goes to."""
         known = self._deaths.pop(uid, None)
         if uid in self._suspects:
@@ -53,7 +55,7 @@ class Inquest:
                 self._try_next()
         return None if uid in self._passed else known
 
-    def adopt(self, uid: int, known: tuple[int, int] | None) -> None:
+    def adopt(self, uid: int, known: tuple[float, int] | None) -> None:
         """A request comes, from other shards that died."""
         if known is not None:
             self._deaths[uid] = known
@@ -64,7 +66,7 @@ class Inquest:
         if not places:
             return None
         self._deaths = {uid: (self._count(uid, place), place) for uid, place in places.items()}
-        suspects = sorted(uid for uid, (count, _) in self._deaths.items() if count > 1)
+        suspects = sorted(uid for uid, (count, _) in self._deaths.items() if count >= 2)
         self._trial, self._passed = set(), set()
         if len(places) == 1 and suspects:
             self._deaths, self._suspects = {}, []
@@ -81,9 +83,11 @@ class Inquest:
         self._try_next()
         return True
 
-    def _count(self, uid: int, place: int) -> int:
+    def _count(self, uid: int, place: int) -> float:
         count, before = self._deaths.get(uid, (0, 0))
-        return 1 if place > before + FURTHER else count + 1
+        if place > before + FURTHER:
+            return 1
+        return count + (1 if place >= before - FURTHER else 0.5)
 
     def _further(self, uid: int, place: int | None) -> bool:
         return place is None or place > self._deaths[uid][1] + FURTHER

@@ -90,6 +90,34 @@ def test_shards_that_die_of_something_else_accuse_nobody_who_makes_progress() ->
         assert world.failed == []
 
 
+def test_a_death_where_the_shards_had_lived_with_it_counts_half() -> None:
+    """A search of beams begins anew, and other deaths come before it is where it was. It is no suspect before the third."""
+    inquest = Inquest()
+    for place in (900, 300, 100):
+        assert not inquest.open
+        assert inquest.died({1: place, 2: place}) is None
+    assert [inquest.suspects(uid) for uid in (1, 2)] == [True, True]
+    alone = Inquest()
+    assert [alone.died({1: place}) for place in (900, 300, 500, 200)] == [None] * 4, "further than where it died last"
+    assert alone.died({1: 100}) == 1
+
+
+def test_who_kills_sooner_when_it_is_computed_again_is_found_after_one_more_death() -> None:
+    inquest = Inquest()
+    assert [inquest.died({1: place}) for place in (100, 40, 40)] == [None, None, 1]
+
+
+@pytest.mark.parametrize("spread", [4, 20, 100, 400])
+def test_who_does_not_always_kill_in_the_same_place_is_found(spread: int) -> None:
+    chance, deaths = random.Random(1), 0
+    for _ in range(100):
+        inquest, guilty = Inquest(), None
+        while guilty is None:
+            guilty = inquest.died({1: chance.randint(0, spread)})
+            deaths += 1
+    assert deaths / 100 < 9
+
+
 def test_a_death_in_which_nothing_was_computed_says_nothing() -> None:
     inquest = Inquest()
     assert inquest.died({1: 5, 2: 5}) is None
