@@ -1,6 +1,7 @@
 """The one loop where clock, scheduler and shards meet. `submit(request)` is the only door to it.
 
-It knows requests and streams; not HTTP, not what a step costs, not how shards are reached. One turn of the loop:
+It knows requests and streams, and what becomes of them when shards are lost; not HTTP, not what a step costs, not how shards are
+asked and reached (`steps`, `shards`). One turn of the loop:
 
     shortly before the step under way ends, ask the scheduler for the next and send it
     wait for the reply -> report it to the scheduler -> turn its tokens into text, for the streams
@@ -18,9 +19,8 @@ import asyncio
 import itertools
 import logging
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncGenerator, Collection, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 from typing import Protocol
@@ -30,39 +30,19 @@ from .admission import admits
 from .bounds import bounds_of, drafting_of, policy_of, step_tokens
 from .config import RouterConfig
 from .delivery import Delivery
-from .drafting import Allowance, needed
 from .metrics import Metrics
 from .policies import largest_step
 from .record import begin
 from .recovery import Inquest
-from .replies import report_of
-from .request import Broken, Expired, Failure, Item, Limits, NotReady, Overloaded, Priority, Request, Sink
-from .scheduler import DELAYS, Action, Bounds, Decode, Filter, Job, Prefill, Scheduler
-from .shards import Shards, group
+from .request import Broken, Expired, Failure, Item, Limits, NotReady, Overloaded, Request, Sink
+from .scheduler import DELAYS, Bounds, Job, Scheduler
+from .shards import Shards
+from .steps import Steps
 from .streams import Choice, Pace, Stream, Tokenizer, read
 
-BATCH = 1  # the one batch on the shards
-LEAD = 0.01  # seconds before the expected end of a step when the next is sent: late enough for new requests to be in it
-# The same where it is planned and launched before that end. Steps would stop to overlap as soon as that took longer: what is sent
-# late is answered late, and the next is sent later still.
-OVERLAPPING_LEAD = 0.03
 RETRY = 0.2  # seconds until new shards that were lost at once are looked for again
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Underway:
-    """A command that the shards have not answered."""
-
-    action: Action
-    sent: float
-    reply: "asyncio.Future[shard_pb2.Reply]"
-
-    @property
-    def step(self) -> bool:
-        """Whether it computes something."""
-        return not isinstance(self.action, Filter)
 
 
 class Others(Protocol):
@@ -134,7 +114,6 @@ class Batcher:
         self._silent.set()
         self._answered: shard_pb2.StepReply | None = None  # reported, and not delivered yet
         self._pace = Pace()
-        self._last: dict[str, float] = {}  # seconds of the last step, by kind: what the next is expected to take
         self._uids = uids or itertools.count(1)
         self._others = others or Nobody()
         self._wake = asyncio.Event()  # the scheduler may have something to do
@@ -430,7 +409,7 @@ class Batcher:
             while True:
                 assert self._scheduler is not None
                 try:
-                    await self._run(self._scheduler)
+                    await self._run(Steps(self._scheduler, self._shards, self._streams, self._metrics, self._fail))
                 except Broken as lost:
                     if self._draining:
                         raise
@@ -503,136 +482,21 @@ class Batcher:
         if self._shards.lost.done():
             self._shards.lost.result()
 
-    async def _run(self, scheduler: Scheduler) -> None:
+    async def _run(self, steps: Steps) -> None:
         """Until the shards are lost."""
-        underway: deque[Underway] = deque()
-        free = 0.0  # when the shards had answered the last step
         while True:
             self._wake.clear()
             if self._inquest.open and self._inquest.hear(self._place):
                 self._admit_held()
-            self._send(scheduler, underway, 1)
-            if not underway:
+            steps.send(1)
+            if not steps.underway:
                 await self._woken()
                 continue
-            oldest = underway[0]
-            began = max(oldest.sent, free)
-            await self._near_end(oldest, began)
-            self._send(scheduler, underway, 2)
-            reply = await oldest.reply
-            free = monotonic()
-            underway.popleft()
-            self._answered = self._report(scheduler, oldest.action, free - began, reply)
+            self._answered = await steps.answer()
             if self._answered is not None:
-                self._send(scheduler, underway, 1)
+                steps.send(1)
                 await asyncio.sleep(0)  # lets the command leave first
                 self._catch_up()
-
-    def _send(self, scheduler: Scheduler, underway: deque[Underway], steps: int) -> None:
-        """Asks for what is next, until so many steps are under way."""
-        while (ahead := sum(one.step for one in underway)) < steps:
-            action = scheduler.next()
-            if action is None:
-                return
-            now = monotonic()
-            underway.append(Underway(action, now, self._shards.execute(self._command(action, now, ahead))))
-
-    async def _near_end(self, oldest: Underway, began: float) -> None:
-        """Waits until a step will end soon, if the last one of its kind tells."""
-        lead = OVERLAPPING_LEAD if self.info is not None and self.info.overlaps else LEAD
-        seconds = began + self._last.get(_kind(oldest.action), 0.0) - lead - monotonic()
-        if seconds > 0:
-            await asyncio.wait([oldest.reply], timeout=seconds)
-
-    def _command(self, action: Action, now: float, ahead: int) -> shard_pb2.Command:
-        """ahead: steps that are under way."""
-        match action:
-            case Decode(allowance):
-                decode = shard_pb2.DecodeRequest(batches=[BATCH], allowance=self._allowed(allowance, now, ahead))
-                return shard_pb2.Command(decode=decode)
-            case Filter(drop, pause, end):
-                uids, choices = [uid for uid, _ in end], [choice for _, choice in end]
-                request = shard_pb2.FilterRequest(drop=drop, pause=pause, end_uids=uids, end_choices=choices)
-                return shard_pb2.Command(filter=request)
-            case Prefill(new, chunks, tokens, mixed, allowance):
-                prefill = shard_pb2.PrefillRequest(
-                    batch=BATCH,
-                    groups=[one for uid in new if (one := self._group(self._streams[uid], now)) is not None],
-                    chunk_uids=[uid for uid, _ in chunks],
-                    chunk_lengths=[length for _, length in chunks],
-                    prompt_tokens=tokens,
-                    decode_batches=[BATCH] if mixed else [],
-                    allowance=self._allowed(allowance, now, ahead),
-                )
-                return shard_pb2.Command(prefill=prefill)
-
-    def _allowed(self, allowance: Allowance | None, now: float, ahead: int) -> shard_pb2.Allowance | None:
-        """What drafts may cost, and what those who are in a hurry need."""
-        if allowance is None:
-            return None
-        wanted: dict[int, float] = {}
-        for uid, stream in self._streams.items() if allowance.most else ():
-            if stream.request.priority is Priority.INTERACTIVE and stream.request.drafts and stream.run.first:
-                tokens = min((choice.generated for choice in stream.choices if choice.running), default=1) - 1
-                seconds = (1 + ahead) * allowance.step
-                wanted[uid] = needed(now - stream.run.first, tokens, allowance.target, seconds, ahead)
-        return shard_pb2.Allowance(
-            step_seconds=allowance.step,
-            first_seconds=allowance.first,
-            draft_seconds=allowance.draft,
-            round_seconds=allowance.round,
-            most=allowance.most,
-            needed_uids=wanted,
-            needed=wanted.values(),
-        )
-
-    def _group(self, stream: Stream, now: float) -> shard_pb2.Group | None:
-        """A request that begins, or goes on where it was paused. None: it can't be said to the shards, and ends."""
-        stream.started = stream.run.started = stream.started or now
-        wanted = stream.continuations
-        if stream.request.beams is None:
-            wanted = [one for one in wanted if stream.choices[one.choice].running]
-        try:
-            return group(stream.uid, stream.request, wanted, stream.run.name, stream.choices[0].generated)
-        except (ValueError, TypeError):  # a value that was not refused, and should have been: it is one request's fault
-            logger.exception("request %s fails: the shards can't be asked for it", stream.run.name)
-            assert self._scheduler is not None
-            self._scheduler.forget(stream.uid)
-            self._fail(stream.uid, Broken("the shards can't be asked for this request"), "generation")
-            return None
-
-    def _report(self, scheduler: Scheduler, action: Action, seconds: float, reply: shard_pb2.Reply) -> shard_pb2.StepReply | None:
-        """Tells the scheduler what a reply says. Returns it if it has tokens to deliver."""
-        if isinstance(action, Filter):
-            told = reply.filter
-            for paused in told.paused:
-                stream = self._streams.get(paused.uid)
-                if stream is not None:  # what was computed of a prompt that begins anew will be found, instead of what was found
-                    stream.continuations, stream.cached = tuple(paused.continuations), 0
-            scheduler.paused(told.free, told.cached, [(paused.uid, paused.grow, paused.lacking) for paused in told.paused])
-            self._metrics.paused(len(action.pause))
-            self._metrics.step(action, seconds, None)
-            return None
-        step = reply.step
-        scheduler.report(report_of(step, self._finished(step)))
-        self._last[_kind(action)] = seconds
-        self._metrics.step(action, seconds, step)
-        return step
-
-    def _finished(self, step: shard_pb2.StepReply) -> list[int]:
-        """The uid of each choice that has ended on the shards, unless it was given up here before."""
-        finished: list[int] = []
-        if any(step.finishes):
-            for uid, index, finish in zip(step.uids, step.choices, step.finishes, strict=True):
-                stream = self._streams.get(uid)
-                if finish and stream is not None and stream.choices[index].running:
-                    stream.choices[index].running = False
-                    finished += [uid] if stream.request.beams is None else ()
-        for uid in step.scored_uids:
-            stream = self._streams.get(uid)
-            if stream is not None:
-                finished += [uid] * stream.request.sequences  # of which the scheduler counts each
-        return finished
 
     def _deliver(self, reply: shard_pb2.StepReply) -> None:
         """A reply's tokens go to their streams; those that have all they asked for leave."""
@@ -692,14 +556,3 @@ class Batcher:
         """Ends all streams."""
         for uid in tuple(self._streams):
             self._fail(uid, failure, "unavailable" if isinstance(failure, NotReady) else "generation")
-
-
-def _kind(action: Action) -> str:
-    """Of steps that take about the same time."""
-    match action:
-        case Decode():
-            return "decode"
-        case Prefill(decode=decode):
-            return "mixed" if decode else "prefill"
-        case Filter():
-            return "filter"

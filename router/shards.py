@@ -22,8 +22,7 @@ import grpc.aio
 from ..proto import shard_pb2
 from ..proto.certificates import Certificates
 from ..proto.rpc import FAR_CHANNEL_OPTIONS, OPTIONS, Stub, channel_credentials
-from .grammar import written
-from .request import Beams, Broken, Request, Stopping
+from .request import Broken
 
 POLL = 0.02  # seconds between looks for a rank that does not answer yet; part of the time from start to ready
 STAGE_POLL = 0.1  # seconds between looks at what a loading rank does; nobody waits for it
@@ -84,69 +83,6 @@ class Shards(Protocol):
     async def close(self) -> None:
         """Ends the connection, not the ranks."""
         ...
-
-
-def group(
-    uid: int, request: Request, continuations: Iterable[shard_pb2.Continuation] = (), trace: str = "", told: int = 0
-) -> shard_pb2.Group:
-    """A request in the words of the wire. Neutral values stay absent. `continuations`: where it goes on after a pause.
-    `trace`: how others know it. `told`: tokens of its first choice that are there."""
-    resumes = tuple(continuations)
-    sampling = request.sampling
-    return shard_pb2.Group(
-        uid=uid,
-        tokens=request.prompt,
-        choices=request.choices if request.choices > 1 else 0,
-        max_new_tokens=request.max_new_tokens,
-        end_ids=request.end_ids,
-        sampling=shard_pb2.Sampling(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=_unless(1.0, sampling.top_p),
-            min_p=sampling.min_p,
-            typical_p=_unless(1.0, sampling.typical_p),
-            repetition_penalty=_unless(1.0, sampling.repetition_penalty),
-            frequency_penalty=sampling.frequency_penalty,
-            presence_penalty=sampling.presence_penalty,
-            seed=sampling.seed,
-            bias_ids=[id for id, _ in sampling.logit_bias],
-            bias_values=[value for _, value in sampling.logit_bias],
-            final_logprobs=sampling.final_logprobs,
-        ),
-        top_n=request.top_n,
-        prompt_logprobs=request.prompt_logprobs and not resumes,
-        prompt_top_n=request.prompt_top_n,
-        min_new_tokens=request.min_new_tokens,
-        grammar=written(request.grammar) if request.grammar else "",
-        continuations=resumes,
-        trace=trace,
-        beams=_beams(request.beams, told) if request.beams else None,
-        stops=request.stop if request.beams else (),
-        cache_key=request.cache_key,
-        adapter=request.adapter,
-        drafts=request.drafts,
-    )
-
-
-STOPPING = {
-    Stopping.WORSE: shard_pb2.Beams.WORSE,
-    Stopping.FULL: shard_pb2.Beams.FULL,
-    Stopping.NEVER: shard_pb2.Beams.NEVER,
-}
-
-
-def _beams(beams: Beams, told: int) -> shard_pb2.Beams:
-    return shard_pb2.Beams(
-        width=beams.width,
-        length_penalty=beams.length_penalty,
-        stop=STOPPING[beams.stopping],
-        told=told,
-        watched=beams.watched,
-    )
-
-
-def _unless(neutral: float, value: float) -> float | None:
-    return None if value == neutral else value
 
 
 class GrpcShards:

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from penstock.router.batcher import Batcher
 from penstock.router.request import Priority, Request, Sampling, Token
+from penstock.router.steps import Steps
 from penstock.router.text import Tokenizer
 from penstock.tests import inprocess
 from penstock.tests.inprocess import DEMO, LIGHT, Restless, together, tokens, value
@@ -133,8 +134,8 @@ def test_aborts_at_random_steps_leave_the_others_alone(alone: list[list[list[int
 
 def test_one_step_of_lookahead_changes_no_token(alone: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop of tests above looks ahead; here it does not."""
-    send = Batcher._send
-    monkeypatch.setattr(Batcher, "_send", lambda self, scheduler, underway, steps: send(self, scheduler, underway, 1))
+    send = Steps.send
+    monkeypatch.setattr(Steps, "send", lambda self, steps: send(self, 1))
 
     async def test(batcher: Batcher) -> list[list[list[int]]]:
         return await together(batcher, requests())

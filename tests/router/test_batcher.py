@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from penstock.proto import shard_pb2
-from penstock.router import batcher as module
+from penstock.router import steps as module
 from penstock.router import streams
-from penstock.router.batcher import Batcher, Underway
+from penstock.router.batcher import Batcher
 from penstock.router.bounds import bounds_of, policy_of
+from penstock.router.commands import group_of
 from penstock.router.config import Misconfigured, RouterConfig
 from penstock.router.cost import Work
 from penstock.router.metrics import Metrics
@@ -37,6 +38,7 @@ from penstock.router.request import (
     Token,
 )
 from penstock.router.scheduler import Bounds, Decode, Filter
+from penstock.router.steps import Steps, Underway
 from penstock.router.streams import Pace, Stream
 from penstock.tests.router.fakes import END, ByteTokenizer, FakeShards, letter
 
@@ -325,7 +327,7 @@ def test_a_command_leaves_before_tokens_are_made_into_text(monkeypatch: pytest.M
     sent = left = delivered = 0
     deliver = Batcher._deliver
 
-    async def until_its_end(batcher: Batcher, step: Underway, began: float) -> None:
+    async def until_its_end(steps: Steps, step: Underway, began: float) -> None:
         await asyncio.wait([step.reply])  # it took less time than the one before
 
     def leaves() -> None:
@@ -352,7 +354,7 @@ def test_a_command_leaves_before_tokens_are_made_into_text(monkeypatch: pytest.M
         assert sent >= delivered >= 9
 
     monkeypatch.setattr(Batcher, "_deliver", looks)
-    monkeypatch.setattr(Batcher, "_near_end", until_its_end)
+    monkeypatch.setattr(Steps, "_near_end", until_its_end)
     run(test)
 
 
@@ -433,15 +435,20 @@ def test_who_leaves_while_its_pages_are_taken_back_is_gone() -> None:
     run(test, FakeShards(pages=32, seconds=0.001))
 
 
+def steps_of(batcher: Batcher) -> Steps:
+    """Others than those that it goes on with, of the same streams."""
+    assert batcher._scheduler is not None
+    return Steps(batcher._scheduler, batcher._shards, batcher._streams, batcher._metrics, batcher._fail)
+
+
 def resumed(batcher: Batcher, request: Request, ended: Sequence[int], places: int) -> list[int]:
     """With which of so many continuations a request comes back that was paused, after some of its choices have ended."""
     stream = batcher.open(request, None)
     stream.continuations = [shard_pb2.Continuation(choice=place, tokens=[65]) for place in range(places)]
     for place in ended:
         stream.choices[place].running = False
-    sent = batcher._group(stream, 1.0)
+    sent = group_of(stream)
     batcher.close_stream(stream)
-    assert sent is not None
     return [one.choice for one in sent.continuations]
 
 
@@ -460,7 +467,7 @@ def test_who_comes_back_began_when_it_began_first() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         stream = batcher.open(ask("hello"), None)
         for now in (5.0, 9.0):
-            assert batcher._group(stream, now) is not None
+            assert steps_of(batcher)._group(stream, now) is not None
             assert (stream.started, stream.run.started) == (5.0, 5.0)
         batcher.close_stream(stream)
 
@@ -534,11 +541,10 @@ def test_a_search_that_finds_no_more_than_a_stop_string_had_ended_ends() -> None
 def test_what_was_found_of_a_prompt_counts_once_where_it_was_paused() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         stream = batcher.open(ask("hello, hello", 9), None)
-        assert batcher._scheduler is not None
         found: dict[str, Any] = {"found_uids": [stream.uid], "found_tokens": [8]}
         batcher._deliver(shard_pb2.StepReply(**found))
         reply = shard_pb2.FilterReply(free=64, paused=[shard_pb2.Paused(uid=stream.uid, grow=3, lacking=12)])
-        batcher._report(batcher._scheduler, Filter(pause=(stream.uid,)), 0.0, shard_pb2.Reply(filter=reply))
+        steps_of(batcher)._report(Filter(pause=(stream.uid,)), 0.0, shard_pb2.Reply(filter=reply))
         row: dict[str, Any] = {"choices": [0], "tokens": [65], "logprobs": [-1.0], "finishes": [0]}
         batcher._deliver(shard_pb2.StepReply(uids=[stream.uid], **row, **found))
         assert stream.take()[0] == Prompt((), cached_tokens=8)
@@ -570,8 +576,8 @@ def test_an_end_is_told_the_scheduler_once() -> None:
         stream = batcher.open(ask("hello", 9, choices=3), None)
         ends: dict[str, Any] = {"uids": [stream.uid] * 3 + [99], "choices": [0, 1, 2, 0], "finishes": [1, 2, 0, 1]}
         stream.choices[1].running = False
-        assert batcher._finished(shard_pb2.StepReply(**ends)) == [stream.uid]
-        assert batcher._finished(shard_pb2.StepReply(**ends)) == []
+        assert steps_of(batcher)._finished(shard_pb2.StepReply(**ends)) == [stream.uid]
+        assert steps_of(batcher)._finished(shard_pb2.StepReply(**ends)) == []
         batcher.close_stream(stream)
 
     run(test)
@@ -603,7 +609,7 @@ def test_a_fault_of_ours_is_told_to_everybody_and_ends_the_batcher(monkeypatch: 
     async def main() -> None:
         batcher = Batcher(config(), ByteTokenizer(), FakeShards(), Metrics())
         await batcher.start()
-        monkeypatch.setattr(Batcher, "_report", breaks)
+        monkeypatch.setattr(Steps, "_report", breaks)
         for end in await asyncio.gather(*(read(batcher, ask(text)) for text in ("a", "b")), return_exceptions=True):
             assert isinstance(end, Broken)
             assert str(end) == "ZeroDivisionError()"
@@ -617,8 +623,16 @@ def test_a_fault_of_ours_is_told_to_everybody_and_ends_the_batcher(monkeypatch: 
     asyncio.run(asyncio.wait_for(main(), 10))
 
 
-def test_a_step_lasts_from_when_the_one_before_has_ended() -> None:
+def test_a_step_lasts_from_when_the_one_before_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not from when it was sent: then all together would take longer than there was time."""
+    asked: set[Steps] = set()
+    answer = Steps.answer
+
+    def seen(steps: Steps) -> Awaitable[shard_pb2.StepReply | None]:
+        asked.add(steps)
+        return answer(steps)
+
+    monkeypatch.setattr(Steps, "answer", seen)
 
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         began = monotonic()
@@ -627,7 +641,8 @@ def test_a_step_lasts_from_when_the_one_before_has_ended() -> None:
         lines = batcher._metrics.render().decode().splitlines()
         told = [float(line.split()[-1]) for line in lines if line.startswith("tgi_batch_inference_duration_sum")]
         assert 0.25 <= sum(told) <= taken
-        assert 0.005 <= batcher._last["decode"] < taken
+        [steps] = asked
+        assert 0.005 <= steps._last["decode"] < taken
 
     run(test, FakeShards(seconds=0.005))
 
@@ -638,9 +653,10 @@ def test_where_steps_overlap_the_next_is_sent_earlier(monkeypatch: pytest.Monkey
     monkeypatch.setattr(module, "OVERLAPPING_LEAD", 60.0)
 
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        batcher._last["decode"] = 30.0
+        steps = steps_of(batcher)
+        steps._last["decode"] = 30.0
         step = Underway(Decode(), monotonic(), asyncio.get_running_loop().create_future())
-        waiting = asyncio.create_task(batcher._near_end(step, monotonic()))
+        waiting = asyncio.create_task(steps._near_end(step, monotonic()))
         await asyncio.wait([waiting], timeout=0.1)
         assert waiting.done() == overlaps
         step.reply.set_result(shard_pb2.Reply())

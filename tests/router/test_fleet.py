@@ -16,6 +16,7 @@ from penstock.router.metrics import Metrics
 from penstock.router.recovery import Inquest
 from penstock.router.replica import Conflict, Unknown
 from penstock.router.request import Broken, Item, NotReady, Overloaded, Prompt, Request, Token
+from penstock.router.steps import Steps
 from penstock.tests.router.fakes import ByteTokenizer, FakeShards, letter
 from penstock.tests.router.test_batcher import answer, ask, config
 from penstock.tests.router.test_recovery import told
@@ -547,16 +548,17 @@ def test_who_moves_between_a_report_and_its_delivery_has_the_tokens_of_both(
     async def test(fleet: Fleet, shards: Shards) -> None:
         calm = told(await read(fleet, ask("hello", 6, choices=choices)))
         moved = []
-        report = Batcher._report
+        report = Steps._report
 
-        def reporting(batcher: Batcher, *arguments: Any) -> Any:
-            answered = report(batcher, *arguments)
+        def reporting(steps: Steps, *arguments: Any) -> Any:
+            answered = report(steps, *arguments)
             if answered is not None and not moved and (any(answered.finishes) or (answered.tokens and not last)):
-                moved.append(batcher.name)
-                asyncio.get_running_loop().call_soon(fleet.retire, batcher.name, True)
+                [name] = (name for name, member in fleet._members.items() if member.batcher._shards is steps._shards)
+                moved.append(name)
+                asyncio.get_running_loop().call_soon(fleet.retire, name, True)
             return answered
 
-        monkeypatch.setattr(Batcher, "_report", reporting)
+        monkeypatch.setattr(Steps, "_report", reporting)
         assert told(await asyncio.wait_for(read(fleet, ask("hello", 6, choices=choices)), 5)) == calm
         assert moved
         await quiet(fleet, shards)

@@ -289,7 +289,8 @@ def test_who_shuts_down_waits_for_no_new_shards() -> None:
         await asyncio.sleep(0.01)
         shards.break_at = 1
         shards.die()
-        await asyncio.sleep(0.01)
+        while batcher.ready:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
         await batcher.drain(30)
         with pytest.raises(Broken, match="shuts down"):
             await reading

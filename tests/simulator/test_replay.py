@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.router.batcher import LEAD
 from penstock.router.policies import Pause
 from penstock.router.request import Priority
 from penstock.router.scheduler import DELAYS, Bounds, Report
+from penstock.router.steps import LEAD
 from penstock.simulator import __main__ as command
 from penstock.simulator import replay, report, trace
 from penstock.simulator.machines import Speed
