@@ -19,11 +19,9 @@ import asyncio
 import itertools
 import logging
 import math
-from collections import Counter
 from collections.abc import AsyncGenerator, Collection, Iterator, Mapping
 from functools import partial
 from time import monotonic
-from typing import Protocol
 
 from ..proto import shard_pb2
 from .admission import admits
@@ -38,15 +36,15 @@ from .request import Broken, Expired, Failure, Item, Limits, NotReady, Overloade
 from .scheduler import DELAYS, Bounds, Job, Scheduler
 from .shards import Shards
 from .steps import Steps
-from .streams import Choice, Pace, Stream, Tokenizer, read
+from .streams import Choice, Readers, Stream, Tokenizer, read
 
 RETRY = 0.2  # seconds until new shards that were lost at once are looked for again
 
 logger = logging.getLogger(__name__)
 
 
-class Others(Protocol):
-    """Those that compute the same on other shards, as one of them sees them."""
+class Others:
+    """Those that compute the same on other shards, as one of them sees them. Here there are none; see `fleet.Fleet`."""
 
     def lost(self, batcher: "Batcher", /) -> None:
         """Its shards are gone."""
@@ -59,22 +57,7 @@ class Others(Protocol):
 
     def refuge(self, stream: Stream, /) -> "Batcher | None":
         """Who takes a stream that can't stay where it is; None: nobody."""
-
-
-class Nobody:
-    """`Others` where there are none."""
-
-    def lost(self, batcher: "Batcher", /) -> None:
-        """Nobody is told."""
-
-    def found(self, batcher: "Batcher", /) -> None:
-        """Nobody is told."""
-
-    def ended(self, batcher: "Batcher", stream: Stream, /) -> None:
-        """Nobody is told."""
-
-    def refuge(self, stream: Stream, /) -> "Batcher | None":
-        """Nobody."""
+        return None
 
 
 class Batcher:
@@ -93,33 +76,32 @@ class Batcher:
     ) -> None:
         """name: of the replica, in metrics; uids: where those of streams come from, the same for all that streams may move to."""
         self.name = name
-        self.limits: Limits | None = None  # until it has started
-        self.info: shard_pb2.InfoReply | None = None  # dtype, device, ...; until it has started
-        self.together = 0  # requests of full length that fit at once; until it has started
         self._config = config
         self._tokenizer = tokenizer
         self._delivery = Delivery(tokenizer, metrics)
         self._shards = shards
         self._metrics = metrics
-        self._scheduler: Scheduler | None = None
+        self._uids = uids or itertools.count(1)
+        self._others = others or Others()
+        # Known since it has started, and told anew by new shards
+        self.limits: Limits | None = None
+        self.info: shard_pb2.InfoReply | None = None  # dtype, device, ...
+        self.together = 0  # requests of full length that fit at once
         self._bounds: Bounds | None = None
         self._warm = shard_pb2.WarmupReply()
-        self._recovering = ""  # why, while there are no shards
+        self._scheduler: Scheduler | None = None
+        # Who is here
+        self._streams: dict[int, Stream] = {}  # that need something of the shards yet, by uid
         self._inquest = Inquest()
-        self._held: set[int] = set()  # streams that the scheduler shall not know yet
-        self._streams: dict[int, Stream] = {}  # whose group the scheduler knows
-        self._readers: Counter[str] = Counter()  # streams that somebody reads, ended or not, by tenant; none has zero
-        self._silent = asyncio.Event()  # nobody reads,
-        self._silence = 0.0  # since when, or since when nobody did last
-        self._silent.set()
-        self._answered: shard_pb2.StepReply | None = None  # reported, and not delivered yet
-        self._pace = Pace()
-        self._uids = uids or itertools.count(1)
-        self._others = others or Nobody()
-        self._wake = asyncio.Event()  # the scheduler may have something to do
-        self._last_call = math.inf  # requests that come from then on are refused
-        self._broken: str = ""
+        self._held: set[int] = set()  # streams that the inquest lets wait: the scheduler does not know them
+        self._readers = Readers()
+        # How things stand
         self._loop: asyncio.Task[None] | None = None
+        self._wake = asyncio.Event()  # the scheduler may have something to do
+        self._answered: shard_pb2.StepReply | None = None  # reported, and not delivered yet
+        self._last_call = math.inf  # requests that come from then on are refused
+        self._recovering = ""  # why, while there are no shards
+        self._broken = ""  # why, when it has ended by a fault
 
     @property
     def ready(self) -> bool:
@@ -143,11 +125,11 @@ class Batcher:
     @property
     def readers(self) -> Mapping[str, int]:
         """Of streams, also of those that have ended, by tenant."""
-        return self._readers
+        return self._readers.counts
 
     def seconds_to_room(self, now: float) -> float:
         """Until a request ends, probably."""
-        return self._pace.seconds(now)
+        return self._readers.pace.seconds(now)
 
     @property
     def stage(self) -> str:
@@ -159,6 +141,8 @@ class Batcher:
         if self._recovering:
             return f"recovering: {self._shards.stage}"
         return "ready" if self._loop is not None else self._shards.stage
+
+    # The life of the server
 
     async def start(self) -> None:
         """Connects and warms the shards up; then requests are taken. Raises Broken or Misconfigured."""
@@ -244,7 +228,7 @@ class Batcher:
             async with asyncio.timeout(seconds):
                 if answered is not None:
                     await answered.wait()
-                await self._silent.wait()
+                await self._readers.none.wait()
         except TimeoutError:
             self._cut(NotReady("the server shut down before the answer was complete"))
         self._last_call = 0.0
@@ -257,6 +241,8 @@ class Batcher:
             await asyncio.wait([self._loop])
         self._cut(NotReady("the server shut down before the answer was complete"))
         await self._shards.close()
+
+    # Requests come
 
     def submit(self, request: Request, sink: Sink | None = None) -> AsyncGenerator[list[Item], None]:
         """A stream: Prompt, then of each choice its Tokens (an end token included) and its Finish. Closing it cancels the request.
@@ -283,9 +269,16 @@ class Batcher:
         late = (request.arrived or monotonic()) >= self._last_call
         if self._loop is None or late or (self._draining and self._recovering):
             raise self._metrics.ended(NotReady(f"not ready: {self.stage}"), "unavailable")
-        if not admits(self._readers, self._config.max_concurrent_requests, request.tenant):
-            message = f"{self._readers.total()} requests are in flight, as many as the server takes at once"
+        if not admits(self.readers, self._config.max_concurrent_requests, request.tenant):
+            message = f"{self._readers.counts.total()} requests are in flight, as many as the server takes at once"
             raise self._metrics.ended(Overloaded(message, self.seconds_to_room(monotonic())), "overloaded")
+
+    def fits(self, request: Request) -> bool:
+        """Whether a request can run here now: there are shards, as far as is known, and it is not too large for them."""
+        scheduler = self._scheduler
+        if scheduler is None or self._shards.lost.done():
+            return False
+        return scheduler.admissible(len(request.prompt), request.max_new_tokens, request.sequences)
 
     def open(self, request: Request, sink: Sink | None) -> Stream:
         """A request begins, whether or not it is admissible."""
@@ -308,49 +301,10 @@ class Batcher:
         return stream
 
     def _enter(self, stream: Stream) -> None:
-        if not self._readers:
-            self._pace.idled(monotonic() - self._silence)
         self._streams[stream.uid] = stream
-        self._readers[stream.request.tenant] += 1
-        self._silent.clear()
+        self._readers.add(stream.request.tenant)
         self._arrive(stream)
         self._wake.set()
-
-    def fits(self, request: Request) -> bool:
-        """Whether a request can run here now: there are shards, as far as is known, and it is not too large for them."""
-        scheduler = self._scheduler
-        if scheduler is None or self._shards.lost.done():
-            return False
-        return scheduler.admissible(len(request.prompt), request.max_new_tokens, request.sequences)
-
-    def evacuate(self, suspects: bool = False) -> int:
-        """Streams go on elsewhere, all for which there is a place; suspects, who may have killed the shards, only if that is said.
-        How many have gone."""
-        gone = 0
-        self._catch_up()
-        for stream in tuple(self._streams.values()):
-            if self._inquest.suspects(stream.uid) and not suspects:
-                continue
-            other = self._others.refuge(stream)
-            if other is not None:
-                self._let_go(stream)
-                other._adopt(stream, self._inquest.release(stream.uid))
-                gone += 1
-        self._metrics.moved(gone)
-        return gone
-
-    def _let_go(self, stream: Stream) -> None:
-        """It is another's from now on. What is computed of it here is thrown away."""
-        self._forget(stream)
-        self._cancel(stream.uid)
-        self._lose_reader(stream)
-
-    def _adopt(self, stream: Stream, known: tuple[float, int] | None) -> None:
-        """It goes on here. known: what an inquest knows of it."""
-        self._inquest.adopt(stream.uid, known)
-        stream.home = self
-        stream.restart()
-        self._enter(stream)
 
     def _arrive(self, stream: Stream) -> None:
         """It joins the queue, to begin or to go on where it was, unless the inquest wants it to wait."""
@@ -374,10 +328,12 @@ class Batcher:
             self._scheduler.arrive(job, [len(one.tokens) for one in stream.continuations])
             self._wake.set()
 
+    # ... and go
+
     def close_stream(self, stream: Stream) -> None:
         """Nobody reads it any more."""
-        self._pace.ended(monotonic())
-        self._lose_reader(stream)
+        self._readers.pace.ended(monotonic())
+        self._readers.remove(stream.request.tenant)
         if stream.alarm is not None:
             stream.alarm.cancel()
         if stream.uid in self._streams:
@@ -386,11 +342,34 @@ class Batcher:
             self._metrics.failed("dropped")
             stream.run.fail("dropped", stream.generated)
 
-    def _lose_reader(self, stream: Stream) -> None:
-        self._readers -= Counter((stream.request.tenant,))  # drops zeros
-        if not self._readers:
-            self._silent.set()
-            self._silence = monotonic()
+    def expire(self, stream: Stream) -> None:
+        """Its own deadline is over."""
+        self._fail(stream.uid, Expired.after(stream.request.timeout, stream.generated), "timeout")
+
+    def _leave(self, stream: Stream, now: float) -> None:
+        """All its choices are done."""
+        self._forget(stream)
+        stream.run.ended, stream.run.generated = now, stream.generated
+        assert stream.finish is not None
+        self._metrics.done(stream.request, stream.finish, stream.run.generated, stream.run.first - stream.started)
+
+    def _fail(self, uid: int, failure: Exception, kind: str) -> None:
+        """Ends one stream."""
+        stream = self._streams.get(uid)
+        if stream is not None:
+            self._forget(stream)
+            self._cancel(uid)
+            self._metrics.failed(kind)
+            if isinstance(failure, Failure):
+                failure.counted = True
+            stream.run.fail(kind, stream.generated)
+            stream.failure = failure
+            stream.wake()
+
+    def _cut(self, failure: Failure) -> None:
+        """Ends all streams."""
+        for uid in tuple(self._streams):
+            self._fail(uid, failure, "unavailable" if isinstance(failure, NotReady) else "generation")
 
     def _forget(self, stream: Stream) -> None:
         del self._streams[stream.uid]
@@ -401,6 +380,8 @@ class Batcher:
         assert self._scheduler is not None
         self._scheduler.cancel(uid)
         self._wake.set()
+
+    # The loop
 
     async def _serve(self) -> None:
         """The loop, on one rank group after the other. It ends by being cancelled, or by an error, of which every stream is told
@@ -418,6 +399,61 @@ class Batcher:
             self._broken = str(error) or repr(error)
             self._cut(Broken(self._broken))
             raise
+
+    async def _run(self, steps: Steps) -> None:
+        """Until the shards are lost."""
+        while True:
+            self._wake.clear()
+            if self._inquest.hear(self._place):
+                self._admit_held()
+            steps.send(1)
+            if not steps.underway:
+                await self._woken()
+                continue
+            self._answered = await steps.answer()
+            if self._answered is not None:
+                steps.send(1)
+                await asyncio.sleep(0)  # lets the command leave first
+                self._catch_up()
+
+    async def _woken(self) -> None:
+        """Returns when there may be something to do. Raises Broken when the shards are lost."""
+        if not self._shards.lost.done():
+            await self._wake.wait()
+        if self._shards.lost.done():
+            self._shards.lost.result()
+
+    def _catch_up(self) -> None:
+        """Delivers what the scheduler knows already: until then streams are not where it takes them to be."""
+        answered, self._answered = self._answered, None
+        if answered is not None:
+            self._deliver(answered)
+
+    def _deliver(self, reply: shard_pb2.StepReply) -> None:
+        """A reply's tokens go to their streams; those that have all they asked for leave."""
+        now = monotonic()
+        delivered = self._delivery.deliver(reply, self._streams, now)
+        for stream, choice in delivered.stopped:
+            self._stop(stream, choice)
+        for stream in delivered.complete:
+            self._leave(stream, now)
+        for stream in delivered.touched:
+            try:
+                stream.push()
+            except Exception as error:  # a sink is somebody else's: its fault is no other stream's
+                self._fail(stream.uid, error, "generation")
+        for uid, message in zip(reply.failed_uids, reply.failed_messages, strict=True):
+            self._fail(uid, Broken(message), "generation")
+
+    def _stop(self, stream: Stream, choice: Choice) -> None:
+        """A stop string has ended it, of which the shards know nothing."""
+        assert self._scheduler is not None
+        if stream.request.beams is None:
+            self._scheduler.end(stream.uid, choice.index)
+        elif not stream.left:  # beams end together
+            self._scheduler.cancel(stream.uid)
+
+    # When shards are lost: streams stay or move
 
     async def _recover(self, lost: Broken) -> None:
         """Waits for new shards, to which all streams go that have found no other place. Raises Misconfigured."""
@@ -457,16 +493,7 @@ class Batcher:
         assert self._scheduler is not None
         assert self._bounds is not None
         stream = self._streams.get(uid)
-        if stream is None:
-            return None
-        computed = max(0, len(stream.request.prompt) - self._scheduler.lacking(uid))
-        if stream.request.beams is not None:  # their search begins anew, and tells nothing before something is certain
-            steps = stream.searched
-        elif stream.request.drafts:  # else a step gives a choice one token
-            steps = stream.run.steps
-        else:
-            steps = max(choice.generated for choice in stream.choices)
-        return steps + computed // self._bounds.step_tokens
+        return None if stream is None else stream.place(self._scheduler.lacking(uid), self._bounds.step_tokens)
 
     def _admit_held(self) -> None:
         """Those whom the inquest let wait so far join the queue."""
@@ -475,84 +502,31 @@ class Batcher:
             if uid in self._streams:
                 self._arrive(self._streams[uid])
 
-    async def _woken(self) -> None:
-        """Returns when there may be something to do. Raises Broken when the shards are lost."""
-        if not self._shards.lost.done():
-            await self._wake.wait()
-        if self._shards.lost.done():
-            self._shards.lost.result()
-
-    async def _run(self, steps: Steps) -> None:
-        """Until the shards are lost."""
-        while True:
-            self._wake.clear()
-            if self._inquest.open and self._inquest.hear(self._place):
-                self._admit_held()
-            steps.send(1)
-            if not steps.underway:
-                await self._woken()
+    def evacuate(self, suspects: bool = False) -> int:
+        """Streams go on elsewhere, all for which there is a place; suspects, who may have killed the shards, only if that is said.
+        How many have gone."""
+        gone = 0
+        self._catch_up()
+        for stream in tuple(self._streams.values()):
+            if self._inquest.suspects(stream.uid) and not suspects:
                 continue
-            self._answered = await steps.answer()
-            if self._answered is not None:
-                steps.send(1)
-                await asyncio.sleep(0)  # lets the command leave first
-                self._catch_up()
+            other = self._others.refuge(stream)
+            if other is not None:
+                self._let_go(stream)
+                other._adopt(stream, self._inquest.release(stream.uid))
+                gone += 1
+        self._metrics.moved(gone)
+        return gone
 
-    def _deliver(self, reply: shard_pb2.StepReply) -> None:
-        """A reply's tokens go to their streams; those that have all they asked for leave."""
-        now = monotonic()
-        delivered = self._delivery.deliver(reply, self._streams, now)
-        for stream, choice in delivered.stopped:
-            self._stop(stream, choice)
-        for stream in delivered.complete:
-            self._leave(stream, now)
-        for stream in delivered.touched:
-            try:
-                stream.push()
-            except Exception as error:  # a sink is somebody else's: its fault is no other stream's
-                self._fail(stream.uid, error, "generation")
-        for uid, message in zip(reply.failed_uids, reply.failed_messages, strict=True):
-            self._fail(uid, Broken(message), "generation")
-
-    def _stop(self, stream: Stream, choice: Choice) -> None:
-        """A stop string has ended it, of which the shards know nothing."""
-        assert self._scheduler is not None
-        if stream.request.beams is None:
-            self._scheduler.end(stream.uid, choice.index)
-        elif not stream.left:  # beams end together
-            self._scheduler.cancel(stream.uid)
-
-    def _catch_up(self) -> None:
-        """Delivers what the scheduler knows already: until then streams are not where it takes them to be."""
-        answered, self._answered = self._answered, None
-        if answered is not None:
-            self._deliver(answered)
-
-    def _leave(self, stream: Stream, now: float) -> None:
-        """All its choices are done."""
+    def _let_go(self, stream: Stream) -> None:
+        """It is another's from now on. What is computed of it here is thrown away."""
         self._forget(stream)
-        stream.run.ended, stream.run.generated = now, stream.generated
-        assert stream.finish is not None
-        self._metrics.done(stream.request, stream.finish, stream.run.generated, stream.run.first - stream.started)
+        self._cancel(stream.uid)
+        self._readers.remove(stream.request.tenant)
 
-    def expire(self, stream: Stream) -> None:
-        """Its own deadline is over."""
-        self._fail(stream.uid, Expired.after(stream.request.timeout, stream.generated), "timeout")
-
-    def _fail(self, uid: int, failure: Exception, kind: str) -> None:
-        """Ends one stream."""
-        stream = self._streams.get(uid)
-        if stream is not None:
-            self._forget(stream)
-            self._cancel(uid)
-            self._metrics.failed(kind)
-            if isinstance(failure, Failure):
-                failure.counted = True
-            stream.run.fail(kind, stream.generated)
-            stream.failure = failure
-            stream.wake()
-
-    def _cut(self, failure: Failure) -> None:
-        """Ends all streams."""
-        for uid in tuple(self._streams):
-            self._fail(uid, failure, "unavailable" if isinstance(failure, NotReady) else "generation")
+    def _adopt(self, stream: Stream, known: tuple[float, int] | None) -> None:
+        """It goes on here. known: what an inquest knows of it."""
+        self._inquest.adopt(stream.uid, known)
+        stream.home = self
+        stream.restart()
+        self._enter(stream)

@@ -21,7 +21,7 @@ from functools import partial
 from time import monotonic
 
 from .admission import admits
-from .batcher import Batcher
+from .batcher import Batcher, Others
 from .config import Misconfigured, RouterConfig
 from .metrics import Metrics
 from .placement import Placement
@@ -70,7 +70,7 @@ def work_of(request: Request) -> int:
     return load_of(len(request.prompt), request.max_new_tokens, request.sequences)
 
 
-class Fleet:
+class Fleet(Others):
     """All replicas. `start` it, then `submit`; `wait` tells when it ends."""
 
     def __init__(

@@ -2,9 +2,10 @@
 
 import asyncio
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Protocol
 
 from ..proto import shard_pb2
@@ -120,6 +121,17 @@ class Stream:
         self.continuations = tuple(shard_pb2.Continuation(choice=choice.index, tokens=choice.ids) for choice in begun)
         self.cached, self.searched = 0, 0
 
+    def place(self, lacking: int, step_tokens: int) -> int:
+        """How far it has come, in steps. lacking: tokens to be computed before it decodes; step_tokens: most of a step."""
+        computed = max(0, len(self.request.prompt) - lacking)
+        if self.request.beams is not None:  # their search begins anew, and tells nothing before something is certain
+            steps = self.searched
+        elif self.request.drafts:  # else a step gives a choice one token
+            steps = self.run.steps
+        else:
+            steps = max(choice.generated for choice in self.choices)
+        return steps + computed // step_tokens
+
     def wake(self) -> None:
         """There is something to take. The reader runs when the loop lets go, and takes all that has come till then."""
         if self.waiter is not None and not self.waiter.done():
@@ -186,3 +198,28 @@ class Pace:
         if not self._ends:
             return 1.0
         return min(max((now - self._ends[0]) / len(self._ends), 1.0), 60.0)
+
+
+class Readers:
+    """Of one batcher's streams, those that have ended included."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()  # by tenant; none has zero
+        self.none = asyncio.Event()  # is set while there is none
+        self.none.set()
+        self.pace = Pace()
+        self._left = 0.0  # when the last one had left
+
+    def add(self, tenant: str) -> None:
+        """One more."""
+        if not self.counts:
+            self.pace.idled(monotonic() - self._left)
+        self.counts[tenant] += 1
+        self.none.clear()
+
+    def remove(self, tenant: str) -> None:
+        """One less."""
+        self.counts -= Counter((tenant,))  # drops zeros
+        if not self.counts:
+            self.none.set()
+            self._left = monotonic()

@@ -744,8 +744,9 @@ def test_the_pace_is_that_of_requests_that_end() -> None:
 def test_a_time_in_which_nobody_came_slows_no_pace() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         await asyncio.gather(*(read(batcher, ask("a", 3)) for _ in range(8)))
-        batcher._silence -= 3600.0  # an hour ago
-        batcher._pace._ends = deque((end - 3600.0 for end in batcher._pace._ends), 32)
+        batcher._readers._left -= 3600.0  # an hour ago
+        pace = batcher._readers.pace
+        pace._ends = deque((end - 3600.0 for end in pace._ends), 32)
         held = [batcher.submit(ask("b", 90)) for _ in range(8)]
         for stream in held:
             await anext(stream)
