@@ -197,15 +197,20 @@ class Fleet(Others):
         """Who takes a request. None: nobody can."""
         if self._placement is None:
             return None
-        members = self._members
+
+        def fits(name: str) -> bool:
+            return self._members[name].batcher.fits(request)
+
+        def fits_now(name: str) -> bool:
+            return fits(name) and not self._members[name].batcher.trying
+
         place = partial(self._placement.place, request.prompt, work_of(request), key=request.cache_key, session=request.session)
-        placed = place(fits=lambda name: not (one := members[name].batcher).trying and one.fits(request))
-        placed = placed or place(fits=lambda name: members[name].batcher.fits(request))
+        placed = place(fits=fits_now) or place(fits=fits)
         if placed is None:
             return None
         if tell is not None:
             tell(placed.name, placed.reason, placed.hit)
-        return members[placed.name].batcher
+        return self._members[placed.name].batcher
 
     def _waiting_room(self) -> Batcher:
         """Where requests wait while no replica has shards. Raises NotReady if none ever had, or will have."""

@@ -35,7 +35,7 @@ TOKENS = tuple(2.0**power for power in range(21))
 COUNTERS = {
     "tgi_request_count": ("Requests that arrived", ()),
     "tgi_request_success": ("Requests that were answered to their end", ()),
-    "tgi_request_failure": ("Requests that were not", ("err",)),
+    "tgi_request_failure": ("Requests that were not answered to their end", ("err",)),
     "tgi_batch_inference_count": ("Steps asked of the shards", ("method",)),
     "tgi_batch_inference_success": ("Steps that the shards answered", ("method",)),
     "tgi_batch_inference_failure": ("Steps in which a group failed", ("method",)),
@@ -46,15 +46,18 @@ COUNTERS = {
     "penstock_restored_tokens": ("Tokens computed a second time, for paused requests", ()),
     "penstock_pauses": ("Times that a running request gave its pages back for a while", ()),
     "penstock_drafted_tokens": ("Tokens that were guessed, of which none is emitted unless it is right", ()),
-    "penstock_accepted_tokens": ("Those of them that were right", ()),
+    "penstock_accepted_tokens": ("Tokens that were guessed and were right", ()),
     "penstock_drafted_positions": ("Times that it came to a guess so far behind an answer's last token", ("position",)),
-    "penstock_accepted_positions": ("Those of them that it was right, or another there", ("position",)),
+    "penstock_accepted_positions": (
+        "Times that a guess so far behind an answer's last token was right, or another there",
+        ("position",),
+    ),
     "penstock_speculation_steps": ("Steps in which answers that may have guesses went on, by whether any had", ("drafts",)),
     "penstock_draft_seconds": ("Seconds that it took to find guesses", ()),
     "penstock_draft_rounds": ("Runs of the draft model", ()),
-    "penstock_verify_seconds": ("Seconds beside those of steps with guesses, as the shard sees them", ()),
+    "penstock_verify_seconds": ("Seconds of steps with guesses, as the shard sees it, less the time that finding guesses took", ()),
     "penstock_mask_seconds": ("Seconds that grammars' masks took on the shards, most of them while the model computed", ()),
-    "penstock_mask_wait_seconds": ("Seconds of them for which steps waited", ()),
+    "penstock_mask_wait_seconds": ("Seconds for which steps waited for grammars' masks", ()),
     "penstock_generated_tokens": ("Tokens that the shards generated", ()),
     "penstock_out_of_memory": ("Times that memory ran out in a step, which the shards then computed in smaller parts", ()),
     "penstock_overlapped_steps": ("Steps that were begun before the tokens of the one before had reached the host", ()),
@@ -62,7 +65,10 @@ COUNTERS = {
     "penstock_replayed_requests": ("Requests that had begun on shards that were lost, and went on", ()),
     "penstock_moved_requests": ("Requests that went on on another replica, since theirs was lost or left", ()),
     "penstock_placements": ("Requests that were given to a replica, by what it was chosen for", ("replica", "reason")),
-    "penstock_placement_hit_tokens": ("Tokens of their prompts that were expected to be cached there", ("replica",)),
+    "penstock_placement_hit_tokens": (
+        "Tokens of prompts that were expected to be cached by the replica that the request was given to",
+        ("replica",),
+    ),
     "penstock_finished_requests": ("Requests that were answered to their end, by why their last answer ended", ("reason",)),
 }
 GAUGES = {
@@ -82,8 +88,8 @@ GAUGES = {
     "penstock_grammars_compiled": "Grammars that were compiled to see whether they are possible",
     "penstock_grammars_found": "Grammars of requests that had been compiled before",
     "penstock_prompt_budget": "Tokens that the last step with prompts had for them",
+    "penstock_prompt_budget_used": "Tokens of prompts that the last step with prompts computed",
     "penstock_replicas_ready": "Replicas that take requests",
-    "penstock_prompt_budget_used": "Tokens of prompts that it computed",
 }
 # Of each replica, by its name: what the gauge on the right shows of all together.
 REPLICA_GAUGES = {
@@ -97,7 +103,7 @@ HISTOGRAMS = {
     "tgi_request_duration": ("Seconds from arrival to the end", (), SECONDS),
     "tgi_request_validation_duration": ("Seconds of checking a request, tokenization included", (), SECONDS),
     "tgi_request_queue_duration": ("Seconds from arrival to the first step that computed something", (), SECONDS),
-    "tgi_request_inference_duration": ("Seconds from that step to the end", (), SECONDS),
+    "tgi_request_inference_duration": ("Seconds from the first step that computed something of a request to its end", (), SECONDS),
     "tgi_request_mean_time_per_token_duration": ("Seconds of inference per generated token", (), SECONDS),
     "tgi_request_generated_tokens": ("Generated tokens of a request", (), TOKENS),
     "tgi_request_input_length": ("Prompt tokens of a request", (), TOKENS),
@@ -106,7 +112,7 @@ HISTOGRAMS = {
     "tgi_batch_next_size": ("Requests that began in a step", (), TOKENS[:11]),
     "tgi_batch_inference_duration": ("Seconds of a step, as the router sees it", ("method",), SECONDS),
     "tgi_batch_forward_duration": ("Seconds of a step, as the shard sees it", ("method",), SECONDS),
-    "tgi_batch_decode_duration": ("Seconds of a step beside those", ("method",), SECONDS),
+    "tgi_batch_decode_duration": ("Seconds of a step beyond what the shard sees of it", ("method",), SECONDS),
     "tgi_batch_filter_duration": ("Seconds of taking requests out of the batch", ("method",), SECONDS),
     "tgi_batch_concat_duration": ("Seconds of joining batches: none, they are lists of ids", ("method",), SECONDS),
     "penstock_step_seconds": ("Seconds of a step, as the shard sees it", ("kind",), SECONDS),
@@ -114,7 +120,7 @@ HISTOGRAMS = {
     "penstock_time_to_first_token_seconds": ("Seconds from arrival to the first token", (), SECONDS),
     "penstock_inter_token_latency_seconds": ("Seconds between tokens of a request", (), SECONDS),
     "penstock_prefill_seconds": ("Seconds from the first step of a request to its first token", (), SECONDS),
-    "penstock_decode_seconds": ("Seconds from its first token to its end", (), SECONDS),
+    "penstock_decode_seconds": ("Seconds from the first token of a request to its end", (), SECONDS),
     "penstock_request_choices": ("Answers that a request asked for", (), TOKENS[:8]),
 }
 POSITIONS = 8  # behind the last token, of which guesses are counted apart; the last counts for all beyond
@@ -211,7 +217,6 @@ class Metrics:
         method.forward.observe(reply.seconds)
         method.decode.observe(max(0.0, seconds - reply.seconds))
         (method.failure if reply.failed_uids else method.success).inc()
-        mixed = "mixed" if reply.decode_tokens else "prefill"
         if reply.mask_seconds:
             self._counters["penstock_mask_seconds"].inc(reply.mask_seconds)
             self._counters["penstock_mask_wait_seconds"].inc(reply.mask_wait_seconds)
@@ -221,7 +226,8 @@ class Metrics:
         self._rows["tgi_request_skipped_tokens"].observe_all(_skipped(reply))
         if action.allowance is not None:
             self._guessed(reply)
-        self._kinds[mixed if reply.prompt_tokens else "decode"].observe(reply.seconds)
+        kind = "decode" if not reply.prompt_tokens else "mixed" if reply.decode_tokens else "prefill"
+        self._kinds[kind].observe(reply.seconds)
         if isinstance(action, Prefill):
             if action.new:
                 self._rows["tgi_batch_next_size"].observe(len(action.new))
@@ -377,6 +383,23 @@ class Shares(Collector):
             yield family
 
 
+class _Method:
+    """The metrics of a kind of step."""
+
+    def __init__(
+        self,
+        counters: dict[str, prometheus_client.Counter],
+        histograms: dict[str, Histogram],
+        method: str,
+    ) -> None:
+        self.count = counters["tgi_batch_inference_count"].labels(method=method)
+        self.success = counters["tgi_batch_inference_success"].labels(method=method)
+        self.failure = counters["tgi_batch_inference_failure"].labels(method=method)
+        self.seconds = histograms["tgi_batch_inference_duration"].labels(method)
+        self.forward = histograms["tgi_batch_forward_duration"].labels(method)
+        self.decode = histograms["tgi_batch_decode_duration"].labels(method)
+
+
 # vLLM's name -> ours. Help, kind and buckets are those of ours.
 VLLM = {
     "vllm:num_requests_running": "penstock_running",
@@ -446,20 +469,3 @@ class AsVllm:
 
 def _sum(family: Metric) -> float:
     return sum(sample.value for sample in family.samples)
-
-
-class _Method:
-    """The metrics of a kind of step."""
-
-    def __init__(
-        self,
-        counters: dict[str, prometheus_client.Counter],
-        histograms: dict[str, Histogram],
-        method: str,
-    ) -> None:
-        self.count = counters["tgi_batch_inference_count"].labels(method=method)
-        self.success = counters["tgi_batch_inference_success"].labels(method=method)
-        self.failure = counters["tgi_batch_inference_failure"].labels(method=method)
-        self.seconds = histograms["tgi_batch_inference_duration"].labels(method)
-        self.forward = histograms["tgi_batch_forward_duration"].labels(method)
-        self.decode = histograms["tgi_batch_decode_duration"].labels(method)

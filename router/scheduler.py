@@ -377,16 +377,16 @@ class Scheduler:
             if used >= room:
                 break
             if self._fits(job):
+                lacking = max(1, round(job.lacking * self._uncached)) if job.fresh else job.lacking
+                used += lacking if prompts or admitted else min(lacking, half)
                 self._enter(job)
                 admitted.append(job)
-                lacking = max(1, round(job.lacking * self._uncached)) if job.fresh else job.lacking
-                used += lacking if prompts or admitted[1:] else min(lacking, half)
                 for earlier in overtaken:
                     earlier.overtaken += 1
                 patience -= 1 if overtaken else 0
             else:
                 refused += 1
-                if self._patience(job) > 0 or not self._waits_for_older(job):
+                if self._patience(job) > 0 or not self._waits_for_older(job):  # else any number may pass it
                     overtaken.append(job)
                     patience = min(patience, self._patience(job))
             if patience <= 0 or refused > self._bounds.overtakes:

@@ -1,11 +1,13 @@
 """What /metrics shows."""
 
+import re
+
 import prometheus_client
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.proto import shard_pb2
 from penstock.router.drafting import Allowance
-from penstock.router.metrics import HISTOGRAMS, SECONDS, TOKENS, VLLM, Histogram, Metrics
+from penstock.router.metrics import COUNTERS, GAUGES, HISTOGRAMS, REPLICA_GAUGES, SECONDS, TOKENS, VLLM, Histogram, Metrics
 from penstock.router.request import Finish, Request
 from penstock.router.scheduler import Decode, Filter, Prefill
 
@@ -135,6 +137,14 @@ def test_pauses_are_counted() -> None:
     metrics.paused(2)
     metrics.paused(0)
     assert samples(metrics)["penstock_pauses_total"] == 2
+
+
+def test_what_a_metric_means_is_said_without_the_one_before_it() -> None:
+    """Dashboards show one at a time, and vLLM's names have the same words in another order."""
+    texts = [text for text, *_ in (*COUNTERS.values(), *HISTOGRAMS.values())]
+    texts += [*GAUGES.values(), *(text for _, text in REPLICA_GAUGES.values())]
+    other = re.compile(r"\b(those|that step)\b|^\w+ (of|from) (them|their|its)\b|\b(it computed|were not)$", re.IGNORECASE)
+    assert not [text for text in texts if other.search(text)]
 
 
 def test_gauges_show_what_is_the_case_when_somebody_looks() -> None:
