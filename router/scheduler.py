@@ -257,7 +257,7 @@ class Scheduler:
     def report(self, told: Report) -> None:
         """The reply to the oldest Prefill or Decode that is under way. Jobs that are not here any more are ignored."""
         self._underway.popleft()
-        if told.ahead:
+        if told.ahead:  # what they lack already leaves out what the next step computes
             self._underway[0] = {}
         self.free, self.cached = told.free, told.cached
         for uid in told.finished:

@@ -1,7 +1,7 @@
 """Plays a trace against the router's scheduler, as the router's loop would, with shards that only count and a clock of its own.
 
 A step takes what `Speed` says. The next is asked for shortly before the one under way ends, so that the shards never wait, and
-whatever the scheduler decides acts one step late: as in router/batcher.py.
+whatever the scheduler decides acts one step late: as in router/steps.py.
 """
 
 import time
