@@ -64,6 +64,16 @@ def test_who_is_still_sending_gets_the_answer(listening: socket.socket, monkeypa
         assert client.recv(100).startswith(b"HTTP/1.1 503 ")
 
 
+def test_who_has_said_all_is_answered_however_late(listening: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time may be over since this thread had none: reading modules keeps the interpreter to itself."""
+    monkeypatch.setattr(module, "PATIENCE", 0.0)
+    with socket.create_connection(listening.getsockname(), 10) as client:
+        client.sendall(b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        doorman = Doorman(listening)
+        assert client.recv(100).startswith(b"HTTP/1.1 200 ")
+        doorman.relieve()
+
+
 @pytest.mark.usefixtures("doorman")
 def test_those_who_say_nothing_or_nonsense_hold_nobody_up(listening: socket.socket) -> None:
     silent = [socket.create_connection(listening.getsockname()) for _ in range(3)]
