@@ -96,8 +96,13 @@ class Guide:
 
     def _back(self, path: list[int], depth: int, tree: Tree, spare: llguidance.LLMatcher) -> None:
         """Stands after the first `depth` nodes of the path to where it stands, which it shortens. A matcher that has met an error
-        never recovers: a copy of the spare one takes its place."""
-        if not self.matcher.rollback(len(path) - depth):
+        never recovers: a copy of the spare one takes its place. One that goes back keeps the last mask that it computed, and would
+        give it out on another path that looks alike to its lexer: so another mask takes that one's place."""
+        if depth == len(path):
+            return
+        if self.matcher.rollback(len(path) - depth):
+            self.matcher.compute_bitmask()
+        else:
             self.matcher = spare.deep_copy()
             self.matcher.consume_tokens([tree.tokens[node] for node in path[:depth]])
         del path[depth:]

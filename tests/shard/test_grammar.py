@@ -21,7 +21,7 @@ from penstock.shard.decoding.hypotheses import Search
 from penstock.shard.decoding.sampler import Pick
 from penstock.shard.decoding.stops import Stops
 from penstock.shard.decoding.strategy import NOT_FINITE
-from penstock.shard.decoding.tree import Tree, chain, merge
+from penstock.shard.decoding.tree import ROOT, Tree, chain, merge
 from penstock.shard.engine import Engine
 from penstock.shard.masks import Masks, _allow_ends
 from penstock.shard.parallel import Ranks
@@ -156,6 +156,31 @@ def test_what_may_follow_a_draft_is_what_may_follow_its_path(name: str, grammars
             guide.follow(own)
     assert refused > 50
     assert followed > 50 or name == "short"
+
+
+@pytest.mark.parametrize("drafts", [[b'{"', b' "'], [b' "', b'{"'], [b'{"']], ids=["a name first", "a text first", "a name alone"])
+def test_what_may_follow_one_draft_is_not_taken_for_what_may_follow_another(
+    drafts: list[bytes], grammars: Grammars, pieces: list[bytes]
+) -> None:
+    """Names of an object and texts are read alike, and other tokens end them. llguidance keeps its last mask, by how it reads."""
+    grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps({"type": "object"}))
+    own = [pieces.index(piece) for piece in (b'{"', b"city", b'":')]
+    tokens = [pieces.index(piece) for piece in drafts]
+    guide = guide_of(grammars, grammar)
+    guide.follow(own)
+    masks, _ = grammars.masks_along([guide], [Tree(tuple(tokens), (ROOT,) * len(tokens))])
+    for token, mask in zip(tokens, masks[1:], strict=True):
+        assert (mask == afresh(grammars, grammar, [*own, token])).all()
+    own.append(pieces.index(b' "'))
+    guide.follow(own)
+    assert (grammars.masks([guide])[0] == afresh(grammars, grammar, own)).all()
+
+
+def afresh(grammars: Grammars, grammar: str, tokens: list[int]) -> NDArray[numpy.int32]:
+    """The mask after tokens, by a guide that has been nowhere else."""
+    guide = guide_of(grammars, grammar)
+    guide.follow(tokens)
+    return grammars.masks([guide])[0]
 
 
 def drafted(grammars: Grammars, grammar: str, own: list[int], chance: random.Random) -> Tree:
