@@ -32,6 +32,12 @@ class VertexBody(msgspec.Struct):
     instances: list[msgspec.Raw]
 
 
+class TokenizeChatBody(ChatBody, kw_only=True):
+    """Of /tokenize, if it is a chat: vLLM's."""
+
+    return_token_strs: bool | None = None
+
+
 class Either:
     """The handlers."""
 
@@ -45,6 +51,7 @@ class Either:
         self._vertex = msgspec.json.Decoder(VertexBody)
         self._generate = msgspec.json.Decoder(GenerateBody)
         self._chat = msgspec.json.Decoder(ChatBody)
+        self._tokenize = msgspec.json.Decoder(TokenizeChatBody)
 
     async def invocations(self, http: web.Request) -> web.StreamResponse:
         """POST /invocations: as /, a chat or a completion, whatever the body is of."""
@@ -83,8 +90,9 @@ class Either:
         kind = await read(http, self._kind, self._config.payload_limit)
         if kind.messages is msgspec.UNSET:
             return await self._tgi.tokenize(http)
-        body = await read(http, self._chat, self._config.payload_limit)
-        return await self._tgi.count(await self._chats.text(body, body.messages), bool(body.add_special_tokens))
+        body = await read(http, self._tokenize, self._config.payload_limit)
+        text = await self._chats.text(body, body.messages)
+        return await self._tgi.count(text, bool(body.add_special_tokens), bool(body.return_token_strs))
 
     async def _instance(self, http: web.Request, data: msgspec.Raw, index: int) -> tuple[Request, str]:
         """The request, and what stands before the answer's text."""

@@ -13,6 +13,7 @@ import msgspec
 from ..config import RouterConfig
 from . import openai_bodies, responses, tgi_shapes
 from . import openapi_answers as answers
+from .either import TokenizeChatBody
 from .openai_bodies import ChatBody, CompletionBody, unsupported
 from .openapi_words import WORDS
 from .page import Stats
@@ -117,7 +118,7 @@ OPERATIONS = (
         path="/tokenize",
         summary="A text's tokens, or a chat's, in TGI's shape or in vLLM's",
         tag=VLLM,
-        body=(TokenizeBody, ChatBody),
+        body=(TokenizeBody, TokenizeChatBody),
         answer=(list[SpanJson], answers.Tokens),
         statuses=(*BODY, 422),
     ),

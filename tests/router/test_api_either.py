@@ -214,6 +214,8 @@ def test_vllms_tokenize_of_a_chat(tokenizer: Tokenizer) -> None:
         _, body, _ = await server.post("/tokenize", {**CHAT, "model": "m"})
         ids = tokenizer.encode(TEMPLATED, False)
         assert body == {"count": len(ids), "max_model_len": 128, "tokens": ids, "token_strs": None}
+        _, body, _ = await server.post("/tokenize", {**CHAT, "return_token_strs": True})
+        assert "".join(body["token_strs"]) == TEMPLATED
         status, data, _ = await server.post("/tokenize", b'{"messages": [')
         assert (status, "`messages`" in json.dumps(data)) == (400, True)
 
