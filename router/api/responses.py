@@ -228,7 +228,7 @@ def messages_of(body: ResponsesBody) -> list[dict[str, Any]]:
             case "message":
                 message = {"role": item.get("role"), "content": item.get("content")}
             case "reasoning":
-                reasoning = _reasoning(item, f"input[{index}]")
+                reasoning = (reasoning or "") + _reasoning(item, f"input[{index}]")
                 continue
             case "function_call":
                 function = {"name": item.get("name"), "arguments": item.get("arguments")}
@@ -243,7 +243,8 @@ def messages_of(body: ResponsesBody) -> list[dict[str, Any]]:
             case kind:
                 raise Refused(f"`input[{index}].type` {kind!r} is not supported", "input")
         if reasoning is not None and message["role"] == "assistant":
-            message["reasoning_content"], reasoning = reasoning, None
+            message["reasoning_content"] = reasoning
+        reasoning = None  # of an answer that was cut off while it reasoned: the next one's is another
         messages.append(message)
     return messages
 

@@ -165,6 +165,27 @@ def test_items_become_messages(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test)
 
 
+def test_reasoning_belongs_to_what_comes_right_behind_it(tokenizer: Tokenizer) -> None:
+    """Not to a later answer, where its own was cut off; and all of it, where it comes in several items."""
+
+    def reasoning(text: str) -> dict[str, Any]:
+        return {"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]}
+
+    def said(role: str, text: str) -> dict[str, Any]:
+        return {"role": role, "content": text}
+
+    items = [said("user", "q"), reasoning("cut"), said("user", "go on"), said("assistant", "one"), said("user", "r")]
+    items += [reasoning("m"), reasoning("n"), said("assistant", "two")]
+
+    async def test(server: Server) -> None:
+        status, body, _ = await server.post(PATH, {"input": items})
+        assert status == 200, body
+        prompt = tokenizer.decode(server.batcher.requests[-1].prompt)
+        assert prompt == "[user]q[user]go on[assistant]one[user]r[assistant]two~mn~[a]"
+
+    serve(tokenizer, test)
+
+
 def test_formats_and_tools_bind(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         format = {"type": "json_schema", "name": "n", "strict": True, "schema": {"const": 1}}
