@@ -406,7 +406,6 @@ VLLM = {
     "vllm:num_requests_waiting": "penstock_waiting",
     "vllm:kv_cache_usage_perc": "penstock_kv_cache_usage_ratio",
     "vllm:num_preemptions": "penstock_pauses",
-    "vllm:prompt_tokens": "penstock_prompt_tokens",
     "vllm:generation_tokens": "penstock_generated_tokens",
     "vllm:prefix_cache_hits": "penstock_cached_prompt_tokens",
     "vllm:spec_decode_num_draft_tokens": "penstock_drafted_tokens",
@@ -441,6 +440,7 @@ class AsVllm:
             yield self._renamed(families[ours], theirs)
         hits, computed = (_sum(families[name]) for name in ("penstock_cached_prompt_tokens", "penstock_prompt_tokens"))
         looked: list[tuple[dict[str, str], float]] = [({}, hits + computed)]
+        yield self._family("vllm:prompt_tokens", "Tokens of prompts, computed or found in the cache", "counter", looked)
         yield self._family("vllm:prefix_cache_queries", "Tokens of prompts that were looked for", "counter", looked)
         reasons = dict.fromkeys(("stop", "length", "abort", "error"), 0.0)
         for sample in families["penstock_finished_requests"].samples:

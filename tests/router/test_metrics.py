@@ -255,6 +255,7 @@ def test_what_vllms_names_show_is_what_ours_do() -> None:
     assert values[f"vllm:num_requests_running{{{labels}}}"] == 3
     assert values[f"vllm:kv_cache_usage_perc{{{labels}}}"] == values["penstock_kv_cache_usage_ratio"] == 0.25
     assert values[f"vllm:generation_tokens_total{{{labels}}}"] == 3
+    assert values[f"vllm:prompt_tokens_total{{{labels}}}"] == 100, "vLLM counts those that were found, too"
     assert values[f"vllm:prefix_cache_queries_total{{{labels}}}"] == 100
     assert values[f"vllm:prefix_cache_hits_total{{{labels}}}"] == 90
     assert values[f"vllm:inter_token_latency_seconds_count{{{labels}}}"] == 1
