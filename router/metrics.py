@@ -424,6 +424,7 @@ VLLM = {
     "vllm:request_params_n": "penstock_request_choices",
 }
 REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
+UNBEGUN = ("validation", "overloaded")  # failures before vLLM counts a request: a client's mistake is no error of the server's
 
 
 class AsVllm:
@@ -446,7 +447,8 @@ class AsVllm:
         for sample in families["penstock_finished_requests"].samples:
             reasons[REASONS[sample.labels["reason"]]] += sample.value
         for sample in families["tgi_request_failure"].samples:
-            reasons["abort" if sample.labels["err"] in ("dropped", "timeout") else "error"] += sample.value
+            if (kind := sample.labels["err"]) not in UNBEGUN:
+                reasons["abort" if kind in ("dropped", "timeout") else "error"] += sample.value
         rows = [({"finished_reason": reason}, value) for reason, value in reasons.items()]
         yield self._family("vllm:request_success", "Requests that have ended, by why", "counter", rows)
         pages = _sum(families["penstock_pages_total"])

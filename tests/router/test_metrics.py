@@ -246,8 +246,8 @@ def test_what_vllms_names_show_is_what_ours_do() -> None:
         metrics.watch(name, lambda value=value: value)
     metrics.watch("tgi_batch_max_total_tokens", lambda: 128)
     metrics.done(Request(prompt=(1, 2, 3), max_new_tokens=9), Finish("stop_sequence", "", "", 5, 0.5, 1.0), 5, 0.25)
-    metrics.failed("dropped")
-    metrics.failed("generation")
+    for kind in ("dropped", "generation", "validation", "overloaded"):
+        metrics.failed(kind)
     metrics.tokens(3, {0.5: 1})
     metrics.step(Prefill((1,), ((1, 7),), 16, decode=False), 0.5, shard_pb2.StepReply(prompt_tokens=10, cached_tokens=90))
     values = samples(metrics)
