@@ -3,12 +3,12 @@ what they tell of their prompts, once for all answers to one: with 20 alternativ
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from ..request import Prompt, Request
+from ..request import Alternative, Prompt, Request, Token
 from ..text import Tokenizer
 
 LOWEST_LOGPROB = -9999.0  # JSON knows no infinity, and clients expect a number
@@ -88,6 +88,16 @@ class Scribe:
 
         return await self.listed(len(request.prompt), request.prompt_top_n, entry)
 
+    def logprob(self, token: Token) -> dict[str, object]:
+        """A generated token's, with its alternatives, as chats have it."""
+        return self._entry(token) | {"top_logprobs": [self._entry(other) for other in tops_of(token)]}
+
+    def _entry(self, token: Token | Alternative) -> dict[str, object]:
+        """Of parts of a character the bytes are their own, so that those of all tokens together are the text."""
+        piece = self._tokenizer.piece(token.id)
+        own = piece if isinstance(piece, bytes) else token.text.encode()
+        return {"token": token.text, "logprob": max(token.logprob, LOWEST_LOGPROB), "bytes": list(own)}
+
     async def _tops(self, request: Request, prompt: Prompt) -> msgspec.Raw:
         """Of each token: the most probable ones in its place, and itself. None for the first."""
 
@@ -114,6 +124,11 @@ class Scribe:
                 do(range(start, min(start + size, tokens)))
                 if tokens > size:
                     await asyncio.sleep(0)
+
+
+def tops_of(token: Token) -> Iterable[Token | Alternative]:
+    """The most probable tokens in its place. Among them it is itself: with the text that it has in the answer, not by itself."""
+    return (token if other.id == token.id else other for other in token.top)
 
 
 def most(pairs: Sequence[tuple[str, float]]) -> dict[str, float]:

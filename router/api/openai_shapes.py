@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import msgspec
 
 from ..parsing import Arguments, Call, Part, Reader, Reasoning, Text
-from ..request import Alternative, Finish, Guessed, Prompt, Token
-from .openai_scribe import LOWEST_LOGPROB, Echo, Scribe, Told, encode, most
+from ..request import Finish, Guessed, Prompt, Token
+from .openai_scribe import LOWEST_LOGPROB, Echo, Scribe, Told, encode, most, tops_of
 from .stream import Answer
 
 REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
@@ -228,7 +228,7 @@ class Chat:
         if self._logprobs:
             wide = len(tokens[0].top)
             logprobs = {
-                "content": await self._scribe.listed(len(tokens), wide, lambda place: logprob_of(tokens[place])),
+                "content": await self._scribe.listed(len(tokens), wide, lambda place: self._scribe.logprob(tokens[place])),
                 "refusal": None,
             }
         choice = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
@@ -241,7 +241,7 @@ class Chat:
         speaker = self._speaker(index) if self._make else None
         if isinstance(item, Token):
             delta = {"content": item.delta} if speaker is None else message_of(speaker.read(item), whole=False)
-            logprobs = {"content": [logprob_of(item)], "refusal": None} if self._logprobs else None
+            logprobs = {"content": [self._scribe.logprob(item)], "refusal": None} if self._logprobs else None
             return encode(_chunk_choice(index, {"delta": delta, "logprobs": logprobs}))
         delta = {"content": item.delta} if item.delta else {}
         reason = REASONS[item.reason]
@@ -366,16 +366,6 @@ def _score(finish: Finish) -> Json:
     return {"score": finish.score if math.isfinite(finish.score) else LOWEST_LOGPROB}
 
 
-def logprob_of(token: Token) -> Json:
-    """A chat's, with its alternatives."""
-    return _logprob(token) | {"top_logprobs": [_logprob(other) for other in token.top]}
-
-
-def _logprob(token: Token | Alternative) -> Json:
-    logprob = max(token.logprob, LOWEST_LOGPROB)
-    return {"token": token.text, "logprob": logprob, "bytes": list(token.text.encode())}
-
-
 def _pairs(token: Token) -> list[tuple[str, float]]:
     """What was taken, and the most probable."""
-    return [(token.text, token.logprob), *((other.text, other.logprob) for other in token.top)]
+    return [(token.text, token.logprob), *((other.text, other.logprob) for other in tops_of(token))]

@@ -112,7 +112,7 @@ class Responses:
         with naming(**theirs, top_n_tokens="top_logprobs", truncate="truncate_prompt_tokens"):
             request, make = await self._chats.request(chat, chat.messages, asked, limits)
         clock.valid()
-        output = Output(make() if make else Speaker(reader(None, None)), logprobs)
+        output = Output(make() if make else Speaker(reader(None, None)), self._scribe.logprob if logprobs else None)
         told = Asked(request, output, Response(body.model or self._config.model, _echoed(body)))
         if body.stream:
             return await send(http, self._batcher, [request], Events(told), stream_headers_of(clock, [request]) | headers)

@@ -2,13 +2,13 @@
 
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..parsing import Call, Part, Reasoning, Text
 from ..request import Finish, Token
-from .openai_shapes import Json, Speaker, Usage, logprob_of
+from .openai_shapes import Json, Speaker, Usage
 
 INCOMPLETE = "max_output_tokens"  # why, if an answer reached its length
 
@@ -56,10 +56,11 @@ def usage_json(usage: Usage) -> Json:
 class Output:
     """The items of an answer as they grow. Every verb yields what it changes as events, which lack only their number."""
 
-    def __init__(self, speaker: Speaker, logprobs: bool) -> None:
+    def __init__(self, speaker: Speaker, logprob: Callable[[Token], Json] | None) -> None:
+        """logprob: what is told of a token's; None: nobody wants to know."""
         self.items: list[Json] = []
         self._speaker = speaker
-        self._logprobs = logprobs
+        self._logprob = logprob
         self._open = ""  # the kind of the last item, while it grows
         self._pieces: list[str] = []  # of its text
         self._untold: list[Json] = []  # log-probabilities of tokens that have brought no text yet
@@ -70,8 +71,8 @@ class Output:
 
     def token(self, token: Token) -> Iterator[Json]:
         """The next one."""
-        if self._logprobs and (token.delta or not token.special):  # an end is no text
-            self._untold.append(logprob_of(token))
+        if self._logprob and (token.delta or not token.special):  # an end is no text
+            self._untold.append(self._logprob(token))
         yield from self._read(token)
 
     def finish(self, finish: Finish) -> Iterator[Json]:

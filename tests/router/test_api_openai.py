@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.router.request import Broken, Expired, Overloaded
+from penstock.router.request import Alternative, Broken, Expired, Overloaded
 from penstock.router.text import Tokenizer
 from penstock.tests.router.fake_batcher import Server, make_tokenizer, serve, until
 
@@ -131,6 +131,28 @@ def test_held_text_that_was_no_stop_string_comes_at_the_end(tokenizer: Tokenizer
         assert contents == ["", "H", "e", "l", "l", "o", " ", "", "", "", "", "you"]
 
     serve(tokenizer, test)
+
+
+def test_parts_of_a_character_have_their_own_bytes_and_are_found_among_their_alternatives(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("é", False)
+
+    async def test(server: Server) -> None:
+        server.batcher._top = lambda count: tuple(Alternative(id, "\ufffd", -0.5, False) for id in ids)  # type: ignore[method-assign]
+        asked = {**CHAT, "logprobs": True, "top_logprobs": 2, "max_tokens": 2}
+        _, body, _ = await server.post(CHAT_PATH, asked)
+        told = body["choices"][0]["logprobs"]["content"]
+        assert [entry["bytes"] for entry in told] == [[0xC3], [0xA9]]
+        assert [[(other["token"], other["bytes"]) for other in entry["top_logprobs"]] for entry in told] == [
+            [("", [0xC3]), ("\ufffd", [0xA9])],
+            [("\ufffd", [0xC3]), ("é", [0xA9])],
+        ]
+        chunks = await server.events(CHAT_PATH, {**asked, "stream": True})
+        parts = [chunk["choices"][0]["logprobs"] for chunk in chunks[:-1]]
+        assert [entry for part in parts if part for entry in part["content"]] == told
+        _, body, _ = await server.post("/v1/completions", {"prompt": "x", "logprobs": 2, "max_tokens": 2})
+        assert body["choices"][0]["logprobs"]["top_logprobs"] == [{"": -0.5, "\ufffd": -0.5}, {"é": -0.5, "\ufffd": -0.5}]
+
+    serve(tokenizer, test, says="é</s>")
 
 
 def test_chat_logprobs(tokenizer: Tokenizer) -> None:

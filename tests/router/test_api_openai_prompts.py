@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.router.api import openai_scribe, openai_shapes, responses_shapes
+from penstock.router.api import openai_scribe, openai_shapes
 from penstock.router.rendering import Renderer
 from penstock.router.text import Tokenizer
 from penstock.tests.router.fake_batcher import Server, make_tokenizer, serve
@@ -179,9 +179,9 @@ RESPONSE = {"input": "x", "max_output_tokens": 90, "include": ["message.output_t
         (PATH, {**PROMPT, "echo": True, "logprobs": 2, "stream": True}, (Tokenizer, "token_text")),
         (PATH, {**PROMPT, "prompt_logprobs": 2}, (Tokenizer, "token_text")),
         (PATH, ANSWER, (openai_shapes, "_pairs")),
-        (CHAT_PATH, CHATTED, (openai_shapes, "logprob_of")),
+        (CHAT_PATH, CHATTED, (openai_scribe.Scribe, "logprob")),
         (CHAT_PATH, {**CHATTED, "tools": [{"type": "function", "function": {"name": "f"}}]}, (openai_shapes.Speaker, "read")),
-        ("/v1/responses", RESPONSE, (responses_shapes, "logprob_of")),
+        ("/v1/responses", RESPONSE, (openai_scribe.Scribe, "logprob")),
     ],
 )
 def test_others_have_turns_while_many_tokens_are_told(
