@@ -13,7 +13,7 @@ from ..request import Grammar, Refused
 
 
 class Format(msgspec.Struct, kw_only=True):
-    """OpenAI's field and vLLM's."""
+    """OpenAI's field, vLLM's and SGLang's."""
 
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -21,6 +21,8 @@ class Format(msgspec.Struct, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    regex: str | None = None  # these two are SGLang's
+    json_schema: Any = None
 
 
 def grammar_of(body: Format) -> Grammar | None:
@@ -58,6 +60,8 @@ def _grammar(name: str, value: Any) -> Grammar | None:
             return _response_format(value)
         case "structured_outputs":
             return _structured(value)
+        case "json_schema":
+            return _json_schema(value, name)
     return _constraint(name.removeprefix("guided_"), value, name)
 
 

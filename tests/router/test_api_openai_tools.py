@@ -258,6 +258,8 @@ CONST = Grammar("json_schema", '{"const":1}')
         ({"guided_regex": "a+"}, Grammar("regex", "a+")),
         ({"guided_choice": ["a", "b"]}, Grammar("choice", '["a", "b"]')),
         ({"guided_grammar": 'start: "a"'}, Grammar("lark", 'start: "a"')),
+        ({"regex": "a+"}, Grammar("regex", "a+")),
+        ({"json_schema": '{"const":1}'}, CONST),
         ({"structured_outputs": {"json": {"const": 1}}}, Grammar("json_schema", '{"const":1}')),
         ({"structured_outputs": {"json_object": True, "regex": None}}, Grammar("json_schema", '{"type":"object"}')),
         ({"structured_outputs": {"choice": ["a"]}}, Grammar("choice", '["a"]')),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.router.api.openai_bodies import ChatBody, CompletionBody
+from penstock.router.api.openai_formats import Format
 from penstock.router.api.responses import ResponsesBody
 from penstock.router.text import Tokenizer
 from penstock.tests.router.fake_batcher import Server, make_tokenizer, serve
@@ -178,7 +179,7 @@ ODD: list[Any] = [
 
 
 TOOLS = {"tools", "tool_choice", "parallel_tool_calls", "functions", "function_call"}
-FORMATS = {"response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "reasoning"}
+FORMATS = {*Format.__struct_fields__, "reasoning"}
 BESIDE_TOOLS = TOOLS | FORMATS | {"messages", "input", "text", "n", "num_beams", "stop"}
 
 
