@@ -101,7 +101,19 @@ def _structured(given: dict[str, Any]) -> Grammar | None:
             "`structured_outputs` must have exactly one of json, regex, choice, grammar, json_object", "structured_outputs"
         )
     [kind] = constraints
-    return _constraint(kind, found[kind], f"structured_outputs.{kind}")
+    asked = _constraint(kind, found[kind], f"structured_outputs.{kind}")
+    pattern = "" if found.get("disable_any_whitespace") else found.get("whitespace_pattern")
+    return asked if pattern is None or asked.kind != "json_schema" else _spaced(asked, pattern)
+
+
+def _spaced(asked: Grammar, pattern: Any) -> Grammar:
+    """A schema, with this white space in its answers. Raises Refused."""
+    if not isinstance(pattern, str):
+        raise Refused("`structured_outputs.whitespace_pattern` must be a string", "structured_outputs.whitespace_pattern")
+    schema = json.loads(asked.source)
+    if schema is not False:
+        schema["x-guidance"] = {"whitespace_pattern": pattern}
+    return grammar.json_schema(schema)
 
 
 def _constraint(kind: str, value: Any, name: str) -> Grammar:

@@ -330,6 +330,11 @@ def test_nulls_are_nothing(tokenizer: Tokenizer, path: str, body: dict[str, Any]
             "`ebnf` is not supported: use `guided_grammar`, whose rules are llguidance's Lark",
         ),
         ({"stop_regex": "a+"}, "stop_regex", "`stop_regex` is not supported"),
+        (
+            {"structured_outputs": {"json": {}, "whitespace_pattern": 5}},
+            "structured_outputs.whitespace_pattern",
+            "`structured_outputs.whitespace_pattern` must be a string",
+        ),
         ({"functions": [{"name": "f"}]}, "functions", "`functions` is not supported: use `tools`"),
         ({"response_format": {}}, "response_format.type", FORMATS + "None"),
         ({"response_format": {"type": "xml"}}, "response_format.type", FORMATS + "'xml'"),

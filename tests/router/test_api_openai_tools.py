@@ -240,6 +240,11 @@ def test_what_is_refused_is_named(tokenizer: Tokenizer, given: dict[str, Any], p
 CONST = Grammar("json_schema", '{"const":1}')
 
 
+def spaced(pattern: str) -> Grammar:
+    """The same with other white space."""
+    return Grammar("json_schema", f'{{"const":1,"x-guidance":{{"whitespace_pattern":"{pattern}"}}}}')
+
+
 @pytest.mark.parametrize(
     ("given", "grammar"),
     [
@@ -262,6 +267,9 @@ CONST = Grammar("json_schema", '{"const":1}')
         ({"json_schema": '{"const":1}'}, CONST),
         ({"structured_outputs": {"json": {"const": 1}}}, Grammar("json_schema", '{"const":1}')),
         ({"structured_outputs": {"json_object": True, "regex": None}}, Grammar("json_schema", '{"type":"object"}')),
+        ({"structured_outputs": {"json": {"const": 1}, "whitespace_pattern": " ?"}}, spaced(" ?")),
+        ({"structured_outputs": {"json": '{"const":1}', "disable_any_whitespace": True, "whitespace_pattern": None}}, spaced("")),
+        ({"structured_outputs": {"json": {"const": 1}, "disable_any_whitespace": False}}, CONST),
         ({"structured_outputs": {"choice": ["a"]}}, Grammar("choice", '["a"]')),
         ({"structured_outputs": {"grammar": 'start: "a"'}}, Grammar("lark", 'start: "a"')),
     ],
