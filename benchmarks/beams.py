@@ -157,7 +157,7 @@ def _run(engine: Engine, group: Group) -> tuple[list[int], int]:
     outcome = engine.prefill(1, [group], [(1, PROMPT)], PROMPT, [])
     said = [emitted.pick.token for _, emitted in outcome.emitted]
     most = engine.pool.pages - engine.pool.free
-    while engine.groups:
+    while engine.books.groups:
         outcome = engine.decode([1])
         said += [emitted.pick.token for _, emitted in outcome.emitted]
         most = max(most, engine.pool.pages - engine.pool.free)

@@ -246,7 +246,7 @@ def _answers(engine: Engine, prompts: Sequence[Sequence[int]], new: int) -> list
     chunks = [(uid, len(prompt)) for uid, prompt in enumerate(prompts)]
     answers: list[list[Pick]] = [[] for _ in prompts]
     step = engine.begin_prefill(0, groups, chunks, sum(map(len, prompts)), [])
-    while engine.groups:
+    while engine.books.groups:
         following = engine.begin_decode([0])  # on top of the last one, where the device can
         _take(step.result(), answers)
         step = following

@@ -84,9 +84,9 @@ def decode(engine: Engine, prompts: Sequence[Sequence[int]], new: int, drafts: i
     while True:
         for uid, emitted in outcome.emitted:
             answers[uid].append(emitted.pick.token)
-        if not engine.groups:
+        if not engine.books.groups:
             return Told(answers, statistics.fmean(seconds), len(seconds), forwards)
-        forwards += len(engine.groups)
+        forwards += len(engine.books.groups)
         began = time.process_time()
         outcome = engine.decode([0], FREE)
         seconds.append(time.process_time() - began)

@@ -1,16 +1,15 @@
-"""Executes commands over named batches: which groups run, what they may hold, what a step meant for each.
+"""Executes commands over named batches. A step is planned here, by what the groups are to compute next, and begun; what its tokens
+lead to, when it lands, is the business of `landing`. Both work on `books`, and on nothing else of each other's.
 
 All ranks run the same engine on the same commands. Only rank 0 sees logits; the others are told the tokens, so that their
 bookkeeping can't diverge. Knows groups, pages and strategies; no protobuf and no text.
 """
 
 import time
-from array import array
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Listing
 from concurrent.futures import Future
 from functools import partial
-from itertools import groupby
 from typing import Concatenate, ParamSpec
 
 import torch
@@ -18,17 +17,15 @@ from torch import Tensor
 
 from ..kernels.choose import triton_on
 from ..kernels.transfer import to_device
-from . import step
+from . import landing, step
+from .books import Books
 from .cache import Cache
-from .codes import Found
 from .decoding.budget import Allowance
 from .decoding.hypotheses import candidates_of
 from .decoding.methods import strategy_of
 from .decoding.sampler import compile_kernels
 from .decoding.stops import Stops
-from .decoding.strategy import NOT_FINITE, Child
 from .flight import Flight
-from .forks import Forks
 from .forward import Bounds, Forward, Record, layout_of
 from .guesses import Guesses
 from .logits import choose, nothing, score_prompts
@@ -36,9 +33,7 @@ from .masks import Masks
 from .models.decoder import Decoder
 from .outcome import Outcome
 from .pages import OutOfPages, PagePool
-from .prefix import Prefixes
-from .prompts import Prompts
-from .sequence import Batch, Group, Sequence
+from .sequence import Group
 from .shrink import ALONE, Shrink
 from .step import Run
 
@@ -101,14 +96,8 @@ class Engine:
             self.guesses.drafter.resize(pages, page_size)
             self.cache.cleared = self.guesses.drafter.forget
         self.pool = PagePool(pages, page_size)
-        self.prefixes = Prefixes(self.pool) if self._prefix_caching else None
-        self.prompts = Prompts(self.pool, self.cache, self.prefixes)
-        self.forks = Forks(self.pool, self.cache)
+        self.books = Books(self.pool, self.cache, self._prefix_caching)
         self.shrink = Shrink(able=ranks == 1)
-        self.batches: dict[int, Batch] = {}
-        self.groups: dict[int, Group] = {}  # of all batches, by uid
-        self._changed: dict[int, Group] = {}  # groups whose standing may have changed, by uid
-        self._allowance: Allowance | None = None  # of the step that runs; None: nobody knows what steps cost
 
     @property
     def token_bytes(self) -> int:
@@ -140,9 +129,9 @@ class Engine:
 
     def clear(self) -> None:
         """Drops every batch and forgets every prefix."""
-        self.filter(list(self.groups))
-        if self.prefixes is not None:
-            self.prefixes.clear()
+        self.filter(list(self.books.groups))
+        if self.books.prefixes is not None:
+            self.books.prefixes.clear()
 
     def begin_prefill(
         self,
@@ -156,24 +145,24 @@ class Engine:
         """Adds `groups` to `batch`, then computes chunks, as (uid, most tokens), of what groups lack, `prompt_tokens` in all,
         together with a decode step of the batches `decode`. Unknown groups are ignored: they may just have ended. The result is
         there when the step is over."""
-        outcome, self._allowance = Outcome(), allowance
+        outcome, books = Outcome(), self.books
         for group in groups:
             problem = self._problem(group)
             if problem:
                 outcome.fail(group, problem)
-                if group.uid in self.groups:
-                    self._drop(self.groups[group.uid])
+                if group.uid in books.groups:
+                    books.drop(books.groups[group.uid])
             else:
                 self._join(batch, group)
-        decodes = self._decodes(decode, outcome)
-        known = [(self.groups[uid], most) for uid, most in dict(chunks).items() if uid in self.groups]
-        prompts = self.prompts.fill(self._compiled(known, alone=not decodes), prompt_tokens)
+        decodes = self._decodes(decode, allowance, outcome)
+        known = [(books.groups[uid], most) for uid, most in dict(chunks).items() if uid in books.groups]
+        prompts = books.prompts.fill(self._compiled(known, alone=not decodes), prompt_tokens)
         return self._step(prompts, decodes, outcome)
 
     def begin_decode(self, batches: Listing[int], allowance: Allowance | None = None) -> "Future[Outcome]":
         """One step for every group in `batches` whose prompt is computed. The result is there when the step is over."""
-        outcome, self._allowance = Outcome(), allowance
-        return self._step([], self._decodes(batches, outcome), outcome)
+        outcome = Outcome()
+        return self._step([], self._decodes(batches, allowance, outcome), outcome)
 
     prefill, decode = _whole(begin_prefill), _whole(begin_decode)
 
@@ -185,38 +174,25 @@ class Engine:
     def filter(self, drop: Iterable[int]) -> list[Group]:
         """Forgets groups, wherever they are, and frees their pages. Returns those that were known."""
         self.land()
-        return [self._drop(self.groups[uid]) for uid in drop if uid in self.groups]
+        return [self.books.drop(self.books.groups[uid]) for uid in drop if uid in self.books.groups]
 
     def end(self, ends: Iterable[tuple[int, int]]) -> None:
         """Ends single choices, as (uid, choice); a group ends with its last one. Unknown ones are ignored."""
         self.land()
         for uid, choice in ends:
-            group = self.groups.get(uid)
-            if group is None:
-                continue
-            if choice in group.waiting:
-                group.waiting.remove(choice)
-                if not group.waiting:
-                    self._drop(group)
-            elif not group.waiting and group.search is None:  # beams are no choices until they are complete
-                self._end(group, [sequence for sequence in group.sequences if sequence.choice == choice])
-                if uid in self.groups:
-                    self.prompts.settle(group)
-            self._changed[uid] = group
+            if uid in self.books.groups:
+                self.books.end_choice(self.books.groups[uid], choice)
 
     pause = filter  # the tokens of what it returns are all that resumes them
 
     def concat(self, into: int, batches: Listing[int]) -> None:
         """Moves the groups of `batches` to the end of `into`."""
         self.land()
-        for uid in batches:
-            if uid != into and uid in self.batches:
-                for group in self.batches.pop(uid).groups.values():
-                    self._place(into, group)
+        self.books.concat(into, batches)
 
     def _problem(self, group: Group) -> str:
         vocabulary = self.decoder.shape.vocabulary
-        if group.uid in self.groups:
+        if group.uid in self.books.groups:
             return f"the shard has a group {group.uid} already"
         if not group.prompt_length or not group.max_new_tokens:
             return "the prompt, or the answer, has no tokens"
@@ -242,72 +218,29 @@ class Engine:
         if group.adapter:
             for sequence in group.sequences:
                 sequence.adapter = self.decoder.adapters.index(group.adapter)
-        self.groups[group.uid] = self._changed[group.uid] = group
-        self._place(batch, group)
+        self.books.join(batch, group)
 
-    def _place(self, batch: int, group: Group) -> None:
-        group.batch = batch
-        self.batches.setdefault(batch, Batch(batch)).groups[group.uid] = group
-
-    def _drop(self, group: Group) -> Group:
-        """The group is gone; its tokens stay in it."""
-        home = self.batches[group.batch]
-        del self.groups[group.uid], home.groups[group.uid]
-        if not home.groups:
-            del self.batches[home.uid]
-        self.forks.disown(group)
-        for sequence in group.sequences:
-            self.pool.release(sequence.pages)
-            sequence.clear()
-        group.decodes = False
-        return group
-
-    def _end(self, group: Group, ended: Listing[Sequence]) -> None:
-        """Sequences of the group go, and with the last one the group."""
-        if len(ended) == len(group.sequences):
-            self._drop(group)
-        else:
-            for sequence in ended:
-                self.prompts.end(group, sequence)
-
-    def _fail(self, group: Group, why: str, outcome: Outcome) -> None:
-        """The group goes. What it has computed others find, unless that is why."""
-        outcome.fail(group, why)
-        if why == NOT_FINITE:
-            self._withdraw(group)
-        self._drop(group)
-
-    def _withdraw(self, group: Group) -> None:
-        if self.prefixes is not None:
-            for sequence in group.sequences:
-                self.prefixes.withdraw(sequence)
-
-    def _decodes(self, batches: Iterable[int], outcome: Outcome) -> list[Run]:
+    def _decodes(self, batches: Iterable[int], allowance: Allowance | None, outcome: Outcome) -> list[Run]:
         """The runs of all groups that decode, with pages for them."""
-        groups = self._members(batches)
-        if self._flight is not None and not all(group.roomy(self.pool.page_size) for group in groups):
-            self.land()  # then beams take fewer pages
-            groups = self._members(batches)
-        if self.guesses.allowed(self._allowance) and any(group.drafts for group in groups):
-            self.land()  # guesses follow from tokens
-            groups = self._members(batches)
-            guessed = [group for group in groups if group.decodes and group.drafts]
-            if guessed:
-                self._guess(guessed, outcome)
+        groups = self.books.members(batches)
+        guesses = self.guesses.allowed(allowance) and any(group.drafts for group in groups)
+        if self._flight is not None and (guesses or not all(group.roomy(self.pool.page_size) for group in groups)):
+            self.land()  # guesses follow from tokens, and beams without heirs take fewer pages
+            groups = self.books.members(batches)
+        guessed = [group for group in groups if group.decodes and group.drafts] if guesses else []
+        if guessed:
+            self._guess(guessed, allowance, outcome)
         runs = []
         for group in groups:
             spans = self._spans(group)
             if not spans:
                 continue
             try:
-                self._extend(group, spans)
+                self.books.extend(group, spans)
                 runs.append(Run(group, spans, sampled=True))
             except OutOfPages as error:
-                self._fail(group, f"the pool is full: {error}", outcome)
+                self.books.fail(group, f"the pool is full: {error}", outcome)
         return runs
-
-    def _members(self, batches: Iterable[int]) -> list[Group]:
-        return [group for uid in dict.fromkeys(batches) if uid in self.batches for group in self.batches[uid].groups.values()]
 
     def _spans(self, group: Group) -> list[step.Span]:
         """Those of its next decode step. None: it doesn't decode, or ends with the step that is under way."""
@@ -318,9 +251,9 @@ class Engine:
         return following
 
     @torch.inference_mode()
-    def _guess(self, groups: Listing[Group], outcome: Outcome) -> None:
+    def _guess(self, groups: Listing[Group], allowance: Allowance | None, outcome: Outcome) -> None:
         began = time.perf_counter()
-        asked = self.guesses.ask(groups, self._allowance, self.pool)
+        asked = self.guesses.ask(groups, allowance, self.pool)
         if asked:
             self._clear_taken()
             found = self.shrink.attempt(lambda: self.guesses.propose(asked))
@@ -345,17 +278,6 @@ class Engine:
             group.compiled = bool(compiled)
         return [(group, most) for group, most in chunks if group.compiled or not group.grammar]
 
-    def _extend(self, group: Group, spans: Listing[step.Span]) -> None:
-        """Pages for spans, which count as computed from here on. Raises OutOfPages."""
-        size = self.pool.page_size
-        for span in spans:
-            sequence, end = span.sequence, span.start + len(span.tokens)
-            if end > len(sequence.pages) * size:
-                self.pool.extend(sequence.pages, end)
-                group.counted = -1
-        for span in spans:
-            span.sequence.computed = span.start + len(span.tokens)
-
     @torch.inference_mode()
     def _step(self, prompts: list[Run], decodes: list[Run], outcome: Outcome) -> "Future[Outcome]":
         """Begins a step, after which the one before it has landed. It lands itself unless the next one can be begun on top."""
@@ -369,7 +291,7 @@ class Engine:
         hidden = self._forward(runs, spans) if spans else None
         if before is not None:
             before.outcome.ahead = True
-            self._changed |= {run.group.uid: run.group for run in runs}
+            self.books.changed |= {run.group.uid: run.group for run in runs}
             self.land()
             runs, hidden = self._remaining(runs, hidden)
             masks = self._masks.begin(runs) if self._masks and hidden is not None else None
@@ -391,7 +313,7 @@ class Engine:
         if self._flight is not None:
             assert self._flight.choice.picked is not None, "it could not be left under way"
             picked = self._flight.choice.picked()
-            self.forks.bequeath(spans, picked)
+            self.books.forks.bequeath(spans, picked)
             compute = partial(self.forward, picked=picked)
         hidden, lost = self.shrink.forward(compute, spans, self.pool.page_size)
         first = 0
@@ -405,7 +327,7 @@ class Engine:
         """Without what has ended since the forward was begun."""
         remaining, rows = [], list[int]()
         for run in runs:
-            if not self._here(run.group):
+            if not self.books.has(run.group):
                 continue
             row, spans = run.first, []
             run.first = len(rows)
@@ -429,19 +351,12 @@ class Engine:
         outcome, picks = flight.outcome, flight.choice.take()
         if flight.masks is not None:
             outcome.mask_seconds, outcome.mask_wait_seconds = flight.masks.seconds, flight.masks.waited
-        self._publish(flight.runs)
-        for run in flight.runs:
-            self._judge(run, picks, outcome)
-        self.forks.copy()
-        self._tell(outcome)
+        landing.conclude(flight.runs, picks, self.books, self.cache, outcome)
         outcome.exhausted = self.shrink.take()
         # Overlapped steps take what the device needs for them, which begins with one when it is done with the one before.
         over = flight.done if outcome.ahead and flight.done else time.perf_counter()
         outcome.seconds, self._free = over - max(flight.began, self._free) + outcome.draft_seconds, over
         flight.landed.set_result(outcome)
-
-    def _here(self, group: Group) -> bool:
-        return self.groups.get(group.uid) is group
 
     def _lose(self, runs: Listing[Run], pages: set[int]) -> None:
         """Groups that hold one of these can't go on. Nobody shall find the pages, nor take them for those that it has computed."""
@@ -449,93 +364,9 @@ class Engine:
         for run in [*before, *runs]:
             if any(not pages.isdisjoint(sequence.pages) for sequence in (*run.group.sequences, *run.group.heirs)):
                 run.problem = ALONE
-                self._withdraw(run.group)
+                self.books.withdraw(run.group)
 
     def _clear_taken(self) -> None:
         pages = self.pool.taken()
         if pages:
             self.cache.clear(pages)
-
-    def _publish(self, runs: Listing[Run]) -> None:
-        """Makes the pages known that are full now."""
-        for run in runs:
-            if not self._here(run.group) or run.problem:
-                continue  # its group goes
-            self._publish_all(run.group, [span.sequence for span in run.spans if not span.drafts])  # guesses may be wrong
-
-    def _publish_all(self, group: Group, sequences: Iterable[Sequence]) -> None:
-        if self.prefixes is None:
-            return
-        for sequence in sequences:
-            if sequence.computed >= ((sequence.node.depth if sequence.node else 0) + 1) * self.pool.page_size:
-                self.prefixes.publish(sequence)
-                group.counted = -1
-
-    def _move(self, moves: Listing[tuple[Sequence, int, int]]) -> None:
-        """Keys and values of accepted guesses to where they belong."""
-        size, rows = self.pool.page_size, []
-        for _, own in groupby(moves, key=lambda one: id(one[0])):
-            [sequence, *_], *_ = listed = list(own)
-            slots = [place for _, *places in listed for place in places]
-            found = [sequence.pages[place // size] * size + place % size for place in slots]
-            rows.append(list(zip(found[::2], found[1::2], strict=True)))
-        self.cache.move(rows)
-
-    def _judge(self, run: Run, picks: dict[int, Found], outcome: Outcome) -> None:
-        group, children = run.group, list[Child]()
-        if not self._here(group):
-            return
-        if run.problem:
-            self._fail(group, run.problem, outcome)
-            return
-        if run.sampled:
-            own = picks[group.uid]
-            if group.waiting and None not in own:
-                self._begin(group, outcome)
-            verdict = strategy_of(group).judge(group, own)
-            if verdict.failure:
-                self._fail(group, verdict.failure, outcome)
-                return
-            if any(span.drafts for span in run.spans):
-                outcome.count_guesses(group, verdict)
-                if verdict.moves:
-                    self._move(verdict.moves)
-                self._publish_all(group, group.sequences)
-            outcome.tell(group, verdict)
-            if verdict.ended:
-                self._end(group, verdict.ended)
-                if group.uid not in self.groups:
-                    return
-            children = verdict.children
-        self._changed[group.uid] = group
-        try:
-            if children:
-                self.forks.fork(group, children, group.top_n > 0)
-            if not group.decodes:
-                self.prompts.settle(group)
-        except OutOfPages as error:
-            self._fail(group, f"the pool is full: {error}", outcome)
-
-    def _begin(self, group: Group, outcome: Outcome) -> None:
-        """The choices that waited for the prompt have begun."""
-        if group.prompt_logprobs:
-            outcome.prompts.append((group.uid, group.prompt_scores))
-            outcome.tops.append(group.prompt_tops)
-            group.prompt_logprobs = False
-        [first] = group.sequences
-        first.choice, *others = group.waiting
-        for choice in others:
-            group.sequences.append(Sequence(array("I", first.tokens), first.prompt_length, choice, first.cache_key, first.adapter))
-        group.waiting = []
-
-    def _tell(self, outcome: Outcome) -> None:
-        """Reports the standing of groups where it has changed."""
-        size = self.pool.page_size
-        for uid, group in self._changed.items():
-            if uid in self.groups:
-                standing = group.standing(size)
-                if standing != group.told:
-                    group.told = standing
-                    outcome.standing.append((uid, *standing))
-        self._changed.clear()
-        outcome.free, outcome.cached = self.pool.free, self.pool.cached

@@ -36,7 +36,7 @@ if "penstock.shard" in sys.orig_argv:
     from penstock.shard.engine import Engine
     def deadly(method):
         def run(self, *arguments):
-            if any(group.max_new_tokens == {DEADLY} for group in self.groups.values()):
+            if any(group.max_new_tokens == {DEADLY} for group in self.books.groups.values()):
                 os.kill(os.getpid(), signal.SIGKILL)
             return method(self, *arguments)
         return run

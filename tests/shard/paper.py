@@ -162,7 +162,7 @@ class Paper(Engine):
     def resize(self, pages: int, page_size: int) -> None:
         super().resize(pages, page_size)
         self.cache: Any = Slots(page_size)
-        self.prompts._cache = self.forks._cache = self.cache
+        self.books.prompts._cache = self.books.forks._cache = self.cache
         self.forward: Any = lambda spans, picked=None: self.decoder(spans, self.cache, picked)
         evicted = self.pool.evicted
 
@@ -181,19 +181,19 @@ class Paper(Engine):
 
     def audit(self) -> None:
         pool, size = self.pool, self.pool.page_size
-        sequences = [sequence for group in self.groups.values() for sequence in group.sequences]
+        sequences = [sequence for group in self.books.groups.values() for sequence in group.sequences]
         held = Counter(page for sequence in sequences for page in sequence.pages)
-        assert not any(group.heirs for group in self.groups.values())
+        assert not any(group.heirs for group in self.books.groups.values())
         assert {page: count for page, count in enumerate(pool._references) if count} == held
         assert pool.free == pool.pages - len(held)
-        for group in self.groups.values():
+        for group in self.books.groups.values():
             pages = {page for sequence in group.sequences for page in sequence.pages}
             assert group.told == (len(pages), self.most(group) - len(pages), group.lacking)
             assert min(group.told) >= 0
             for sequence in group.sequences:
                 assert len(sequence.pages) == -(-sequence.computed // size)
-        if self.prefixes is not None:
-            for page, node in self.prefixes._nodes.items():
+        if self.books.prefixes is not None:
+            for page, node in self.books.prefixes._nodes.items():
                 assert all(self.cache.content[page * size + place] is not None for place in range(size)), "not computed"
                 assert node.parent is not None
                 assert held[node.parent.page] >= held[page] or not node.parent.depth, "held without the page before it"

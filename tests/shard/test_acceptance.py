@@ -22,4 +22,4 @@ def test_a_thousand_steps_bring_all_guesses_and_one_token_more(rule: str) -> Non
         outcome = own.decode([0])
         assert outcome.drafted == outcome.accepted == REQUESTS * GUESSES
         assert len(outcome.emitted) == REQUESTS * (GUESSES + 1)
-    assert not own.groups
+    assert not own.books.groups

@@ -252,14 +252,14 @@ def test_pages_stay_within_their_bound_and_come_back_from_anywhere() -> None:
             assert world.cancelled or world.scores
             bound = -(-case.length // page_size) + case.width * (1 + -(-case.count // page_size))
             assert max(peak) <= bound
-            assert engine.forks.copied <= forks[0] * (page_size - 1)
+            assert engine.books.forks.copied <= forks[0] * (page_size - 1)
             assert at_rest(engine)
 
 
 def watch(engine: Engine) -> tuple[list[int], list[int]]:
     """Pages held whenever some are taken; forks."""
     peak, forks = [0], [0]
-    take, fork = engine.pool.take, engine.forks.fork
+    take, fork = engine.pool.take, engine.books.forks.fork
 
     def taken(count: int) -> list[int]:
         pages = take(count)
@@ -270,7 +270,7 @@ def watch(engine: Engine) -> tuple[list[int], list[int]]:
         forks[0] += len(children)
         fork(group, children, tops)
 
-    engine.pool.take, engine.forks.fork = taken, forked  # type: ignore[method-assign]
+    engine.pool.take, engine.books.forks.fork = taken, forked  # type: ignore[method-assign]
     return peak, forks
 
 

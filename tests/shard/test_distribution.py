@@ -94,7 +94,7 @@ def answers(said: str, count: int, sampling: Sampling = PLAIN, allowance: Allowa
         own = engine(said)  # so short answers tell nothing of how good guesses are: who is right ends
         groups = requests(range(first, min(count, first + AT_ONCE)), sampling, parse(f"draft=x,{said}").most)
         own.prefill(0, groups, [(group.uid, 99) for group in groups], 1 << 20, [])
-        while own.groups:
+        while own.books.groups:
             outcome = own.decode([0], allowance)
             drafted, accepted = drafted + outcome.drafted, accepted + outcome.accepted
             for uid, emitted in outcome.emitted:

@@ -199,8 +199,8 @@ def test_what_the_draft_model_did_not_come_to_compute_is_not_taken_for_computed(
 def test_a_draft_model_with_fewer_positions_helps_as_far_as_these_go() -> None:
     own, drafted = free(engine("tokens=4", 16, draft="short")), []
     own.prefill(0, [tiny.group(0, prompt(3, 41), 60, drafts=4)], [(0, UNLIMITED)], UNLIMITED, [])
-    while own.groups:
-        drafted.append((len(own.groups[0].sequences[0].tokens), own.decode([0]).drafted))
+    while own.books.groups:
+        drafted.append((len(own.books.groups[0].sequences[0].tokens), own.decode([0]).drafted))
     assert [length for length, count in drafted if count] == [42, 47, 52, 57]
     assert [length for length, count in drafted if not count] == list(range(62, 101))
     own.prefill(0, [tiny.group(1, prompt(4, 300), 10, drafts=4)], [(1, UNLIMITED)], UNLIMITED, [])
@@ -325,7 +325,7 @@ def test_who_guesses_for_itself_is_always_right_though_pages_are_swapped(page: i
     ]
     self_drafting.prefill(1, groups, [(group.uid, 100) for group in groups], 1000, [])
     drafted = accepted = 0
-    while self_drafting.groups:
+    while self_drafting.books.groups:
         outcome = self_drafting.decode([1])
         drafted, accepted = drafted + outcome.drafted, accepted + outcome.accepted
     assert accepted == drafted > 1000

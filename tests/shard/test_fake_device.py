@@ -110,7 +110,9 @@ def engine_of(speculate: str = "", graphs: bool = True, **more: Any) -> Engine:
 
 
 def prefill(engine: Engine, groups: Sequence[Group], count: int, decode: Sequence[int]) -> Outcome:
-    return checked(engine.prefill(0, groups, [(uid, count) for uid in engine.groups | {g.uid: g for g in groups}], 1000, decode))
+    return checked(
+        engine.prefill(0, groups, [(uid, count) for uid in engine.books.groups | {g.uid: g for g in groups}], 1000, decode)
+    )
 
 
 def checked(outcome: Outcome) -> Outcome:
@@ -125,7 +127,7 @@ def run(engine: Engine, groups: Sequence[Group], step: Callable[[], object] = la
         if not one.search:
             one.drafts = engine.guesses.most
         outcomes += [prefill(engine, [one], 24, [0]), prefill(engine, [], 1000, [0])]
-    while engine.groups:
+    while engine.books.groups:
         step()
         outcomes.append(checked(engine.decode([0])))
     return [(uid, one.choice, one.pick.token) for outcome in outcomes for uid, one in outcome.emitted]
@@ -141,7 +143,7 @@ def overlapped(engine: Engine, groups: Sequence[Group], step: Callable[[], objec
             engine.begin_prefill(0, [one], [(one.uid, 24)], 1000, [0]),
             engine.begin_prefill(0, [], [(one.uid, 1000)], 1000, [0]),
         ]
-    while engine.groups:
+    while engine.books.groups:
         step()
         begun.append(engine.begin_decode([0]))
     engine.land()

@@ -93,7 +93,7 @@ def test_beams_part_in_flight(paper: type[Paper]) -> None:
 
     def land(self: Paper) -> None:
         nonlocal heirs
-        heirs += sum(len(group.heirs) for group in self.groups.values())
+        heirs += sum(len(group.heirs) for group in self.books.groups.values())
         right(self)
 
     paper.land = land
@@ -331,7 +331,7 @@ def test_a_page_that_is_lost_under_way_is_not_made_known_by_the_step_before(pape
     steps = [engine.begin_prefill(1, [tiny.group(1, (1, 2), 10)], [(1, 100)], 100, [1]), engine.begin_decode([1])]
     other = tiny.group(2, (1, 2, *answer[:6]), 4, prompt_logprobs=True)
     steps += [engine.begin_prefill(1, [other], [(2, 2)], 2, [1]), engine.begin_prefill(1, [], [(2, 4)], 4, [1])]
-    while engine.groups:
+    while engine.books.groups:
         steps.append(engine.begin_decode([1]))
     engine.land()
     outcomes = [step.result(0) for step in steps]
@@ -402,7 +402,7 @@ def test_the_seconds_of_steps_are_no_more_than_there_were(paper: type[Paper]) ->
     engine.forward = slow
     began = time.perf_counter()
     steps = [engine.begin_prefill(1, [tiny.group(1, (1, 2, 3), 20)], [(1, 100)], 100, [1])]
-    while engine.groups:
+    while engine.books.groups:
         steps.append(engine.begin_decode([1]))
         if engine.underway and len(steps) % 2:
             engine.underway()  # as the thread does that watches the device
@@ -439,7 +439,7 @@ def test_steps_overlap_while_drafts_are_not_allowed() -> None:
     engine = tiny.engine("llama", 16, 2000, ahead=True)
     steps = [engine.begin_prefill(1, groups(), [(uid, 99) for uid in range(3)], 999, [])]
     underway = []
-    while engine.groups:
+    while engine.books.groups:
         most = 0 if len(steps) % 8 < 5 else 9
         steps.append(engine.begin_decode([1], Allowance(cost, most)))
         underway.append((most, engine.underway is not None))

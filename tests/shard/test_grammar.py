@@ -329,7 +329,7 @@ def test_ranks_that_see_no_masks_keep_the_same_books(habits: Habits) -> None:
         if not ranks.rank:
             with_masks(engine)
         world = drive(engine, groups(), habits)
-        assert not engine.groups
+        assert not engine.books.groups
         assert engine.pool.free == engine.pool.pages
         return world.tokens, world.finishes, list(world.failed)
 
@@ -357,7 +357,7 @@ def test_nobody_waits_for_a_grammar_that_is_being_compiled(monkeypatch: pytest.M
     bound = tiny.group(2, [1, 2, 3], 9, grammar=regex("ab"), end_ids=[END])
     outcome = engine.prefill(1, [bound], [(2, 3)], 99, [1])
     assert [uid for uid, _ in outcome.emitted] == [1]
-    assert engine.groups[2].lacking == 3
+    assert engine.books.groups[2].lacking == 3
     engine.filter([1])
     outcome = engine.prefill(1, [], [(2, 3)], 99, [1])
     assert [uid for uid, _ in outcome.emitted] == [2]
@@ -378,21 +378,21 @@ def test_ranks_find_the_same_prefixes_after_a_grammar_that_leads_nowhere() -> No
         def fail(uid: int) -> list[int]:
             outcome = engine.prefill(1, [tiny.group(uid, [5, 6], 20, grammar=nowhere, end_ids=(2,))], [(uid, 100)], 100, [])
             tokens = [emitted.pick.token for _, emitted in outcome.emitted]
-            while uid in engine.groups:
+            while uid in engine.books.groups:
                 tokens += [emitted.pick.token for _, emitted in engine.decode([1]).emitted]
             return tokens
 
         def ask(uid: int, tokens: list[int]) -> tuple[int, int]:
             outcome = engine.prefill(1, [tiny.group(uid, [*tokens, 7], 2)], [(uid, 100)], 100, [])
-            while uid in engine.groups:
+            while uid in engine.books.groups:
                 engine.decode([1])
             return outcome.prompt_tokens, outcome.cached_tokens
 
         full = [5, 6, *fail(1)][:4]
         found = [ask(2, full)]
         fail(3)
-        assert engine.prefixes is not None
-        return found, ask(4, full), sorted(engine.prefixes._nodes), engine.pool._unused
+        assert engine.books.prefixes is not None
+        return found, ask(4, full), sorted(engine.books.prefixes._nodes), engine.pool._unused
 
     first, second = tiny.Pair().run(work)
     assert first == second
@@ -505,15 +505,15 @@ def test_a_group_that_can_not_go_on_takes_no_prefix_from_others(why: str, severa
             with_masks(engine)._stops = Stops(Grammars(tmp_path, VOCABULARY))  # there is no tokenizer
         engine.prefill(1, [tiny.group(1, [*prefix, 150], 90)], [(1, 99)], 99, [])
         outcome = engine.prefill(1, [tiny.group(2, [*prefix, 151], 20, **LOST[why])], [(2, 99)], 99, [])
-        while 2 in engine.groups:
+        while 2 in engine.books.groups:
             outcome = engine.decode([1])
         assert [uid for uid, _ in outcome.failed] == [2]
         found = engine.prefill(1, [tiny.group(3, [*prefix, 152], 2)], [(3, 99)], 99, []).cached_tokens
-        node = engine.groups[1].sequences[0].node
+        node = engine.books.groups[1].sequences[0].node
         assert node is not None
         assert node.attached
-        assert engine.prefixes is not None
-        return found, sorted(engine.prefixes._nodes)
+        assert engine.books.prefixes is not None
+        return found, sorted(engine.books.prefixes._nodes)
 
     both = tiny.Pair().run(work) if several else [work(Ranks(0, 1, tiny.CPU))]
     assert both[0] == both[-1]
@@ -527,5 +527,5 @@ def test_logits_that_are_no_numbers_are_a_worse_problem_than_a_grammar(monkeypat
     monkeypatch.setattr(engine.decoder, "logits", lambda hidden: logits(hidden) * torch.nan)
     outcome = engine.prefill(1, [tiny.group(1, list(range(100, 120)), 20, **LOST["at once"])], [(1, 99)], 99, [])
     assert outcome.failed == [(1, NOT_FINITE)]
-    assert engine.prefixes is not None
-    assert not engine.prefixes._nodes
+    assert engine.books.prefixes is not None
+    assert not engine.books.prefixes._nodes

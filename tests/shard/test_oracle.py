@@ -387,7 +387,7 @@ def test_held_grow_and_free_are_exact() -> None:
     for _ in range(COUNT - 1):
         assert all(standing.get(uid) != tuple(now) for uid, *now in outcome.standing)  # only what has changed
         standing |= {uid: tuple(now) for uid, *now in outcome.standing}
-        for uid, group in engine.groups.items():
+        for uid, group in engine.books.groups.items():
             [sequence] = group.sequences
             after = min(sequence.computed + 2, len(asked[uid]) + COUNT - 1)
             assert standing[uid] == (len(sequence.pages), -(-after // 4) - len(sequence.pages), 0)
@@ -494,9 +494,11 @@ def test_bad_groups_fail_alone() -> None:
     outcome = engine.prefill(2, bad, [(2, 1), (3, 2), (4, 1), (5, 1), (6, 2), (77, 4)], 99, [])
     failed = dict(outcome.failed)
     assert set(failed) == {1, 2, 3, 4, 5, 7, 8, 9, 11}  # 77 may just have ended
-    assert {uid for batch in engine.batches.values() for uid in batch.groups} == {6, 10}  # what failed is gone,
+    assert {uid for batch in engine.books.batches.values() for uid in batch.groups} == {6, 10}  # what failed is gone,
     # and what was there before it by the same name
-    assert engine.pool.pages - engine.pool.free == len({page for uid in (6, 10) for page in engine.groups[uid].sequences[0].pages})
+    assert engine.pool.pages - engine.pool.free == len(
+        {page for uid in (6, 10) for page in engine.books.groups[uid].sequences[0].pages}
+    )
     assert "already" in failed[1]
     assert "no tokens" in failed[2]
     assert "token 131 is not in the model's vocabulary of 131" in failed[3]

@@ -182,10 +182,10 @@ def test_a_repeated_step_is_answered_from_memory_and_an_older_one_refused(warm: 
     request = prefill(5, 7, [1, 2, 3])
     first = warm.stub.Prefill(request, timeout=5)
     assert warm.stub.Prefill(request, timeout=5).SerializeToString() == first.SerializeToString()
-    assert warm.service.engine.groups[7].sequences[0].generated == 1
+    assert warm.service.engine.books.groups[7].sequences[0].generated == 1
     second = warm.stub.Decode(wire.DecodeRequest(step=8, batches=[1]), timeout=5)
     assert warm.stub.Decode(wire.DecodeRequest(step=8, batches=[1]), timeout=5) == second
-    assert warm.service.engine.groups[7].sequences[0].generated == 2
+    assert warm.service.engine.books.groups[7].sequences[0].generated == 2
     with pytest.raises(grpc.RpcError, match="step 7 is older than the last one, 8") as error:
         warm.stub.Decode(wire.DecodeRequest(step=7, batches=[1]), timeout=5)
     assert code_of(error) == grpc.StatusCode.INVALID_ARGUMENT
@@ -208,9 +208,9 @@ def test_the_end_of_a_stream_drops_everything(warm: Process) -> None:
     replies = list(warm.stub.Steps(iter(commands), timeout=10))
     assert [reply.step.free for reply in replies] == [499, 498]
     until = time.monotonic() + 5
-    while warm.service.engine.batches and time.monotonic() < until:  # the client has the end before the shard is done with it
+    while warm.service.engine.books.batches and time.monotonic() < until:  # the client has the end before the shard is done with it
         time.sleep(0.01)
-    assert warm.service.engine.batches == {}
+    assert warm.service.engine.books.batches == {}
     assert warm.service.engine.pool.free == 500
     assert warm.codes == []
 
@@ -266,7 +266,7 @@ def test_choices_end_and_a_pause_hands_back_the_others(warm: Process) -> None:
 def test_prefix_caching_is_a_setting() -> None:
     for wanted in (True, False):
         config = ShardConfig(folder=str(tiny.folder(NAME)), model=NAME, prefix_caching=wanted)
-        assert (load(config, lambda stage: None).prefixes is not None) == wanted
+        assert (load(config, lambda stage: None).books.prefixes is not None) == wanted
 
 
 def test_a_group_survives_the_wire() -> None:

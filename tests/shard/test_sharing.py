@@ -181,7 +181,7 @@ def test_a_prompt_is_held_once_and_its_last_page_copied(prefix_caching: bool) ->
     assert [standing for standing in engine.decode([1]).standing if standing[0] == 1] == [(1, 4, 0, 0)]
     engine.end([(1, 1), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3), (3, 0)])
     assert at_rest(engine)
-    assert engine.groups == engine.batches == {}
+    assert engine.books.groups == engine.books.batches == {}
 
 
 def test_a_choice_that_ends_before_the_prompt_is_computed_is_not_begun() -> None:
@@ -231,7 +231,7 @@ def test_identical_prompts_in_several_steps_are_computed_once(paper: type[Paper]
     emitted = tokens = 0
     while emitted < 100:
         fresh = [groups.pop() for _ in range(min(7, len(groups)))]
-        lacking = [(group.uid, 500) for group in [*engine.groups.values(), *fresh] if not group.decodes]
+        lacking = [(group.uid, 500) for group in [*engine.books.groups.values(), *fresh] if not group.decodes]
         outcome = engine.prefill(1, fresh, lacking, budget, [])
         assert outcome.prompt_tokens <= budget
         tokens, emitted = tokens + outcome.prompt_tokens, emitted + len(outcome.emitted)
@@ -405,8 +405,8 @@ def check_failures(paper: type[Paper], seeds: range) -> None:
         engine = paper(room(groups, 2) + 20, 2)
         world = drive(engine, groups, Habits(4, pause=0.05), seed)
         assert set(world.failed) == set(range(6))
-        assert engine.prefixes is not None
-        found = [engine.cache.content[2 * page + 1] for page in engine.prefixes._nodes]
+        assert engine.books.prefixes is not None
+        found = [engine.cache.content[2 * page + 1] for page in engine.books.prefixes._nodes]
         assert not any(POISON in content[1] for content in found if content)
         assert engine.pool.free == engine.pool.pages
 

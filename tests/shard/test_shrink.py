@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.shard import logits
+from penstock.shard.books import Books
 from penstock.shard.decoding.hypotheses import Search
 from penstock.shard.engine import Engine
 from penstock.shard.parallel import Ranks
@@ -131,7 +132,7 @@ def test_what_is_too_large_alone_fails_alone() -> None:
 
 
 def test_the_check_finds_pages_that_were_announced_and_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Engine, "_withdraw", lambda engine, group: None)
+    monkeypatch.setattr(Books, "withdraw", lambda books, group: None)
     with pytest.raises(AssertionError):
         check_alone()
 
@@ -158,15 +159,15 @@ def test_a_lost_page_does_not_take_the_place_of_one_that_is_computed() -> None:
 
 
 def test_the_check_for_twins_finds_lost_pages_that_others_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Engine._fail
+    right = Books.fail
 
-    def late(engine: Engine, group: Group, *rest: Any) -> None:
-        monkeypatch.setattr(Engine, "_withdraw", withdraw)
-        right(engine, group, *rest)
+    def late(books: Books, group: Group, *rest: Any) -> None:
+        monkeypatch.setattr(Books, "withdraw", withdraw)
+        right(books, group, *rest)
 
-    withdraw = Engine._withdraw
-    monkeypatch.setattr(Engine, "_withdraw", lambda engine, group: None)
-    monkeypatch.setattr(Engine, "_fail", late)
+    withdraw = Books.withdraw
+    monkeypatch.setattr(Books, "withdraw", lambda books, group: None)
+    monkeypatch.setattr(Books, "fail", late)
     with pytest.raises(AssertionError):
         check_twins()
 

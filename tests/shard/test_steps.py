@@ -472,10 +472,10 @@ def test_a_router_that_dies_in_the_middle_of_a_step_leaves_nothing(warm: Process
     call.cancel()
     sent.put(None)
     soon(lambda: not threads("receive"))
-    assert engine.batches  # the step is not over
+    assert engine.books.batches  # the step is not over
     go.set()
     answer = warm.stub.ClearCache(wire.ClearCacheRequest(step=1), timeout=SECONDS)
-    assert (answer.free, engine.batches) == (500, {})
+    assert (answer.free, engine.books.batches) == (500, {})
     assert list(warm.stub.Prefill(prefill(2, 1, [1, 2, 3]), timeout=5).uids) == [1]
     assert warm.codes == []
 

@@ -1,0 +1,130 @@
+"""Which groups there are, in which batches, which pages they hold, and what the router was told of that. All ranks keep the same
+books: on the same commands and tokens they come to the same. Knows no model and no logits.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Listing
+
+from .cache import Cache
+from .decoding.strategy import NOT_FINITE
+from .forks import Forks
+from .outcome import Outcome
+from .pages import PagePool
+from .prefix import Prefixes
+from .prompts import Prompts
+from .sequence import Batch, Group, Sequence
+from .step import Span
+
+
+class Books:
+    """Of the groups on one pool."""
+
+    def __init__(self, pool: PagePool, cache: Cache, prefix_caching: bool) -> None:
+        self.prefixes = Prefixes(pool) if prefix_caching else None
+        self.prompts = Prompts(pool, cache, self.prefixes)
+        self.forks = Forks(pool, cache)
+        self.batches: dict[int, Batch] = {}
+        self.groups: dict[int, Group] = {}  # of all batches, by uid
+        self.changed: dict[int, Group] = {}  # groups whose standing may have changed, by uid
+        self._pool = pool
+
+    def members(self, batches: Iterable[int]) -> list[Group]:
+        """The groups of these batches, as far as they are known."""
+        return [group for uid in dict.fromkeys(batches) if uid in self.batches for group in self.batches[uid].groups.values()]
+
+    def has(self, group: Group) -> bool:
+        """Whether it is still there; another one may have its uid."""
+        return self.groups.get(group.uid) is group
+
+    def join(self, batch: int, group: Group) -> None:
+        """A new group."""
+        self.groups[group.uid] = self.changed[group.uid] = group
+        self._place(batch, group)
+
+    def concat(self, into: int, batches: Listing[int]) -> None:
+        """Moves the groups of `batches` to the end of `into`."""
+        for uid in batches:
+            if uid != into and uid in self.batches:
+                for group in self.batches.pop(uid).groups.values():
+                    self._place(into, group)
+
+    def _place(self, batch: int, group: Group) -> None:
+        group.batch = batch
+        self.batches.setdefault(batch, Batch(batch)).groups[group.uid] = group
+
+    def extend(self, group: Group, spans: Listing[Span]) -> None:
+        """Pages for spans, which count as computed from here on. Raises OutOfPages."""
+        size = self._pool.page_size
+        for span in spans:
+            sequence, end = span.sequence, span.start + len(span.tokens)
+            if end > len(sequence.pages) * size:
+                self._pool.extend(sequence.pages, end)
+                group.counted = -1
+        for span in spans:
+            span.sequence.computed = span.start + len(span.tokens)
+
+    def publish(self, group: Group, sequences: Iterable[Sequence]) -> None:
+        """Makes the pages of these known that are full and computed."""
+        if self.prefixes is None:
+            return
+        for sequence in sequences:
+            if sequence.computed >= ((sequence.node.depth if sequence.node else 0) + 1) * self._pool.page_size:
+                self.prefixes.publish(sequence)
+                group.counted = -1
+
+    def withdraw(self, group: Group) -> None:
+        """Nobody finds what the group has computed."""
+        if self.prefixes is not None:
+            for sequence in group.sequences:
+                self.prefixes.withdraw(sequence)
+
+    def end(self, group: Group, ended: Listing[Sequence]) -> None:
+        """Sequences of the group go, and with the last one the group."""
+        if len(ended) == len(group.sequences):
+            self.drop(group)
+        else:
+            for sequence in ended:
+                self.prompts.end(group, sequence)
+
+    def end_choice(self, group: Group, choice: int) -> None:
+        """One of its choices goes, if it has that, and with the last one the group."""
+        if choice in group.waiting:
+            group.waiting.remove(choice)
+            if not group.waiting:
+                self.drop(group)
+        elif not group.waiting and group.search is None:  # beams are no choices until they are complete
+            self.end(group, [sequence for sequence in group.sequences if sequence.choice == choice])
+            if self.has(group):
+                self.prompts.settle(group)
+        self.changed[group.uid] = group
+
+    def fail(self, group: Group, why: str, outcome: Outcome) -> None:
+        """The group goes. What it has computed others find, unless that is why."""
+        outcome.fail(group, why)
+        if why == NOT_FINITE:
+            self.withdraw(group)
+        self.drop(group)
+
+    def drop(self, group: Group) -> Group:
+        """The group is gone; its tokens stay in it."""
+        home = self.batches[group.batch]
+        del self.groups[group.uid], home.groups[group.uid]
+        if not home.groups:
+            del self.batches[home.uid]
+        self.forks.disown(group)
+        for sequence in group.sequences:
+            self._pool.release(sequence.pages)
+            sequence.clear()
+        group.decodes = False
+        return group
+
+    def tell(self, outcome: Outcome) -> None:
+        """Reports the standing of groups where it has changed."""
+        for uid, group in self.changed.items():
+            if uid in self.groups:
+                standing = group.standing(self._pool.page_size)
+                if standing != group.told:
+                    group.told = standing
+                    outcome.standing.append((uid, *standing))
+        self.changed.clear()
+        outcome.free, outcome.cached = self._pool.free, self._pool.cached

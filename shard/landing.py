@@ -1,0 +1,87 @@
+"""What the tokens of a step lead to: sequences take them, part and end, groups fail, what was computed can be found by others. It
+is the second half of a step, as it is over; `engine` plans and begins it. Knows groups and strategies; no model and no logits.
+"""
+
+from array import array
+from collections.abc import Sequence as Listing
+from itertools import groupby
+
+from .books import Books
+from .cache import Cache
+from .codes import Found
+from .decoding.methods import strategy_of
+from .decoding.strategy import Child
+from .outcome import Outcome
+from .pages import OutOfPages
+from .sequence import Group, Sequence
+from .step import Run
+
+
+def conclude(runs: Listing[Run], picks: dict[int, Found], books: Books, cache: Cache, outcome: Outcome) -> None:
+    """A step is over that has computed `runs`. picks: of the groups that are sampled, by uid."""
+    for run in runs:
+        if books.has(run.group) and not run.problem:
+            books.publish(run.group, [span.sequence for span in run.spans if not span.drafts])  # guesses may be wrong
+    for run in runs:
+        if books.has(run.group):
+            _judge(run, picks, books, cache, outcome)
+    books.forks.copy()
+    books.tell(outcome)
+
+
+def _judge(run: Run, picks: dict[int, Found], books: Books, cache: Cache, outcome: Outcome) -> None:
+    group, children = run.group, list[Child]()
+    if run.problem:
+        books.fail(group, run.problem, outcome)
+        return
+    if run.sampled:
+        own = picks[group.uid]
+        if group.waiting and None not in own:
+            _begin(group, outcome)
+        verdict = strategy_of(group).judge(group, own)
+        if verdict.failure:
+            books.fail(group, verdict.failure, outcome)
+            return
+        if any(span.drafts for span in run.spans):
+            outcome.count_guesses(group, verdict)
+            if verdict.moves:
+                _move(verdict.moves, cache)
+            books.publish(group, group.sequences)
+        outcome.tell(group, verdict)
+        if verdict.ended:
+            books.end(group, verdict.ended)
+            if not books.has(group):
+                return
+        children = verdict.children
+    books.changed[group.uid] = group
+    try:
+        if children:
+            books.forks.fork(group, children, group.top_n > 0)
+        if not group.decodes:
+            books.prompts.settle(group)
+    except OutOfPages as error:
+        books.fail(group, f"the pool is full: {error}", outcome)
+
+
+def _begin(group: Group, outcome: Outcome) -> None:
+    """The choices that waited for the prompt have begun."""
+    if group.prompt_logprobs:
+        outcome.prompts.append((group.uid, group.prompt_scores))
+        outcome.tops.append(group.prompt_tops)
+        group.prompt_logprobs = False
+    [first] = group.sequences
+    first.choice, *others = group.waiting
+    for choice in others:
+        group.sequences.append(Sequence(array("I", first.tokens), first.prompt_length, choice, first.cache_key, first.adapter))
+    group.waiting = []
+
+
+def _move(moves: Listing[tuple[Sequence, int, int]], cache: Cache) -> None:
+    """Keys and values of accepted guesses to where they belong."""
+    size, rows = cache.page_size, []
+    for _, own in groupby(moves, key=lambda one: id(one[0])):
+        [sequence, *_], *_ = listed = list(own)
+        slots = [place for _, *places in listed for place in places]
+        found = [sequence.pages[place // size] * size + place % size for place in slots]
+        rows.append(list(zip(found[::2], found[1::2], strict=True)))
+    cache.move(rows)
