@@ -10,13 +10,12 @@ from torch import Tensor
 
 from .compilation import Compilation
 from .early import on, options, wait
+from .fused_latents import HEADS, WARPS, angles, constants_of, keep, turn
 from .fused_rotary import EARLY_TARGETS, EIGHT_BIT_TARGETS, rotated, storable
 from .indexed import EPSILON, Asked
 from .paged_attention import INTERPRET, TARGETS, Plan, tiles_of
 from .paged_kernels import dot, slots_of, visible_of
 
-HEADS = 16  # of one program
-WARPS = 4
 STAGES = 3  # two tiles of keys are under way while a third is worked on; as in attention, AMD's have little shared memory
 
 
@@ -42,19 +41,12 @@ def index_kernel(
     """One program: the key of a token, or HEADS of its queries."""
     wait(EARLY)
     token = tl.program_id(0).to(tl.int64)
-    half = tl.arange(0, HALF)
-    within = half < TURNED // 2
-    angle = table + token * 2 * TURNED + half
-    cosine = tl.load(angle, mask=within, other=0.0).to(tl.float32)
-    sine = tl.load(angle + TURNED + TURNED // 2, mask=within, other=0.0).to(tl.float32)
+    half, within, cosine, sine = angles(table, token, TURNED, HALF)
     if tl.program_id(1) > 0:
         head = (tl.program_id(1) - 1) * HEADS + tl.arange(0, HEADS)
         inside = (head < heads)[:, None] & within[None, :]
         place = query + (token * heads + head)[:, None] * SIZE + half[None, :]
-        low, high = tl.load(place, mask=inside, other=0.0), tl.load(place + TURNED // 2, mask=inside, other=0.0)
-        low, high = rotated(low, high, cosine[None, :], sine[None, :])
-        tl.store(place, low, mask=inside)
-        tl.store(place + TURNED // 2, high, mask=inside)
+        turn(place, inside, cosine[None, :], sine[None, :], TURNED)
     else:
         slot = tl.load(slots + token).to(tl.int64)
         if slot >= 0:
@@ -72,8 +64,7 @@ def index_kernel(
             low, high = rotated(low, high, cosine, sine)
             kept = cache + slot * cache_stride
             tl.store(kept + feature, storable(still, MOST).to(cache.dtype.element_ty), mask=held & (feature >= TURNED))
-            tl.store(kept + half, storable(low, MOST).to(cache.dtype.element_ty), mask=within)
-            tl.store(kept + TURNED // 2 + half, storable(high, MOST).to(cache.dtype.element_ty), mask=within)
+            keep(kept, half, within, low, high, TURNED, MOST)
 
 
 @triton.jit
@@ -105,23 +96,12 @@ def rotate_and_write_index(queries: Tensor, keys: Tensor, norm: Tensor, table: T
             heads,
             cache.stride(0),
             EPSILON,
-            **_constants(size, table.shape[-1], torch.finfo(cache.dtype).max if cache.dtype != queries.dtype else 0.0),
+            **constants_of(size, table.shape[-1], torch.finfo(cache.dtype).max if cache.dtype != queries.dtype else 0.0),
             EARLY=early,
             num_warps=WARPS,
             enable_fp_fusion=False,
             **options(early),
         )
-
-
-def _constants(size: int, turned: int, most: float) -> dict[str, object]:
-    return {
-        "SIZE": size,
-        "PADDED": triton.next_power_of_2(size),
-        "TURNED": turned,
-        "HALF": triton.next_power_of_2(turned // 2),
-        "HEADS": HEADS,
-        "MOST": most,
-    }
 
 
 @triton.jit(do_not_specialize=["first", "count", "length"])  # they differ in every step
@@ -243,7 +223,7 @@ def compilations() -> list[Compilation]:
         pointers = dict.fromkeys(("query", "keys", "norm", "table"), f"*{dtype}")
         pointers |= {"slots": "*i64", "cache": "*fp8e4nv" if most else f"*{dtype}"}
         numbers = {"heads": "i32", "cache_stride": "i32:16", "epsilon": "fp32"}
-        constants = {**_constants(128, 64, most), "EARLY": early}
+        constants = {**constants_of(128, 64, most), "EARLY": early}
         found.append(
             Compilation(
                 kernel=index_kernel,

@@ -18,6 +18,33 @@ WARPS = 4
 
 
 @triton.jit
+def angles(table, token, TURNED: tl.constexpr, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The first half of what turns, padded; which of it there is; a token's cosines and sines, the same for both halves."""
+    half = tl.arange(0, HALF)
+    within = half < TURNED // 2
+    angle = table + token * 2 * TURNED + half
+    cosine = tl.load(angle, mask=within, other=0.0).to(tl.float32)
+    sine = tl.load(angle + TURNED + TURNED // 2, mask=within, other=0.0).to(tl.float32)
+    return half, within, cosine, sine
+
+
+@triton.jit
+def turn(place, inside, cosine, sine, TURNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rotates what stands at the places and, as their other halves, TURNED // 2 behind them."""
+    low, high = tl.load(place, mask=inside, other=0.0), tl.load(place + TURNED // 2, mask=inside, other=0.0)
+    low, high = rotated(low, high, cosine, sine)
+    tl.store(place, low, mask=inside)
+    tl.store(place + TURNED // 2, high, mask=inside)
+
+
+@triton.jit
+def keep(kept, half, within, low, high, TURNED: tl.constexpr, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Writes both halves of what was rotated to the cache."""
+    tl.store(kept + half, storable(low, MOST).to(kept.dtype.element_ty), mask=within)
+    tl.store(kept + TURNED // 2 + half, storable(high, MOST).to(kept.dtype.element_ty), mask=within)
+
+
+@triton.jit
 def latents_kernel(
     query: tl.tensor,  # [tokens, heads, SIZE + TURNED], dense within a token
     latents: tl.tensor,  # [tokens, SIZE + TURNED]
@@ -41,19 +68,12 @@ def latents_kernel(
     """One program: the latent of a token, or HEADS of its queries."""
     wait(EARLY)
     token = tl.program_id(0).to(tl.int64)
-    half = tl.arange(0, HALF)
-    within = half < TURNED // 2
-    angle = table + token * 2 * TURNED + half
-    cosine = tl.load(angle, mask=within, other=0.0).to(tl.float32)
-    sine = tl.load(angle + TURNED + TURNED // 2, mask=within, other=0.0).to(tl.float32)
+    half, within, cosine, sine = angles(table, token, TURNED, HALF)
     if tl.program_id(1) > 0:
         head = (tl.program_id(1) - 1) * HEADS + tl.arange(0, HEADS)
         inside = (head < heads)[:, None] & within[None, :]
         place = query + token * query_stride + head[:, None] * (SIZE + TURNED) + SIZE + half[None, :]
-        low, high = tl.load(place, mask=inside, other=0.0), tl.load(place + TURNED // 2, mask=inside, other=0.0)
-        low, high = rotated(low, high, cosine[None, :], sine[None, :])
-        tl.store(place, low, mask=inside)
-        tl.store(place + TURNED // 2, high, mask=inside)
+        turn(place, inside, cosine[None, :], sine[None, :], TURNED)
     else:
         slot = tl.load(slots + token).to(tl.int64)
         if slot >= 0:
@@ -70,8 +90,7 @@ def latents_kernel(
             low, high = rotated(low, high, cosine, sine)
             kept = cache + slot * cache_stride
             tl.store(kept + feature, storable(row, MOST).to(cache.dtype.element_ty), mask=held)
-            tl.store(kept + SIZE + half, storable(low, MOST).to(cache.dtype.element_ty), mask=within)
-            tl.store(kept + SIZE + TURNED // 2 + half, storable(high, MOST).to(cache.dtype.element_ty), mask=within)
+            keep(kept + SIZE, half, within, low, high, TURNED, MOST)
 
 
 def rotate_and_write_latents(
@@ -97,7 +116,7 @@ def rotate_and_write_latents(
             latents.stride(0),
             cache.stride(0),
             epsilon,
-            **_constants(len(gains), width - len(gains), torch.finfo(cache.dtype).max if cache.dtype != query.dtype else 0.0),
+            **constants_of(len(gains), width - len(gains), torch.finfo(cache.dtype).max if cache.dtype != query.dtype else 0.0),
             EARLY=early,
             num_warps=WARPS,
             enable_fp_fusion=False,
@@ -105,12 +124,13 @@ def rotate_and_write_latents(
         )
 
 
-def _constants(size: int, turning: int, most: float) -> dict[str, object]:
+def constants_of(size: int, turned: int, most: float) -> dict[str, object]:
+    """Those of kernels beside `latents_kernel`, too."""
     return {
         "SIZE": size,
         "PADDED": triton.next_power_of_2(size),
-        "TURNED": turning,
-        "HALF": triton.next_power_of_2(turning // 2),
+        "TURNED": turned,
+        "HALF": triton.next_power_of_2(turned // 2),
         "HEADS": HEADS,
         "MOST": most,
     }
@@ -124,7 +144,7 @@ def compilations() -> list[Compilation]:
         pointers = dict.fromkeys(("query", "latents", "gains", "table"), f"*{dtype}")
         pointers |= {"slots": "*i64", "cache": "*fp8e4nv" if most else f"*{dtype}"}
         numbers = {"heads": "i32", "query_stride": "i32:16", "latent_stride": "i32:16", "cache_stride": "i32:16", "epsilon": "fp32"}
-        constants = {**_constants(size, 64, most), "EARLY": early}
+        constants = {**constants_of(size, 64, most), "EARLY": early}
         found.append(
             Compilation(
                 kernel=latents_kernel,
