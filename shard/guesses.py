@@ -114,7 +114,7 @@ class Guesses:
         if not asked.nodes and max(asked.widths, default=1) == 1:
             return tracker.chain(min(nodes, depth, max(len(asked.widths), asked.ngram) or nodes))
         layers = max(ROUNDS if asked.nodes else len(asked.widths), asked.ngram)
-        return tracker.tree(nodes, min(depth, layers), max(asked.widths, default=len(asked.widths) or nodes))
+        return tracker.tree(nodes, min(depth, layers), max(asked.widths, default=nodes))
 
     def _told(self, asked: Listing[Asked]) -> Proposed:
         """What rank 0 proposes."""

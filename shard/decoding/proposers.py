@@ -61,14 +61,10 @@ class Merged:
 class Lookup:
     """What followed when a sequence's last tokens came before."""
 
-    def __init__(self, branches: int = 1) -> None:
-        """branches: paths that begin differently, at most."""
-        self._branches = branches
-
     def propose(self, asked: Listing[Asked]) -> Proposed:
         """See Proposer."""
         drafts = []
         for one in asked:
             one.index.follow(one.sequence.tokens)
-            drafts.append(certain(look_up(one.index, one.nodes, one.depth, self._branches)))
+            drafts.append(certain(look_up(one.index, one.nodes, one.depth)))
         return Proposed(drafts)

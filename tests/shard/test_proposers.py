@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.shard.decoding import sampler, verify
 from penstock.shard.decoding.growth import BestFirst, Drafting, Expansion, Growth, Wanted, best
-from penstock.shard.decoding.lookup import LONGEST, PLACES, Index, look_up
+from penstock.shard.decoding.lookup import LONGEST, Index, look_up
 from penstock.shard.decoding.proposers import Asked, Lookup, Merged
 from penstock.shard.decoding.tree import ROOT, Tree
 from penstock.shard.decoding.verify import Rule
@@ -29,10 +29,13 @@ def paths(tree: Tree) -> set[tuple[int, ...]]:
 # Lookup
 
 
-def earlier_by_scan(text: Sequence[int], length: int) -> list[int]:
-    """Places after which the last tokens came before, the most recent first."""
-    wanted = list(text[len(text) - length :])
-    return [place for place in range(len(text) - 1, length - 1, -1) if list(text[place - length : place]) == wanted]
+def earlier_by_scan(text: Sequence[int]) -> tuple[int, int]:
+    """How many of the last tokens came before, and the place behind them where they did most recently."""
+    for length in range(min(LONGEST, len(text)), 0, -1):
+        for place in range(len(text) - 1, length - 1, -1):
+            if text[place - length : place] == text[len(text) - length :]:
+                return length, place
+    return 0, 0
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -43,8 +46,7 @@ def test_the_index_finds_what_a_scan_finds_however_it_has_grown(seed: int) -> No
     while known < len(text):
         known = min(len(text), known + chance.choice([0, 1, 1, 2, 20]))
         index.follow(text[:known])
-        for length in range(1, min(LONGEST, known) + 1):
-            assert list(index.earlier(length)) == earlier_by_scan(text[:known], length)
+        assert index.earlier() == earlier_by_scan(text[:known])
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -54,29 +56,28 @@ def test_the_longest_repeated_end_is_continued_as_it_was_the_last_time(seed: int
     index = Index()
     index.follow(text)
     tree = look_up(index, nodes=6, depth=5)
-    matches = [places for length in range(LONGEST, 0, -1) if length <= len(text) and (places := earlier_by_scan(text, length))]
+    length, place = earlier_by_scan(text)
     wanted = list(text)
-    for _ in range(5 if matches else 0):
-        wanted.append(wanted[matches[0][0] + len(wanted) - len(text)])  # what reaches the end goes on with itself
+    for _ in range(5 if length else 0):
+        wanted.append(wanted[place + len(wanted) - len(text)])  # what reaches the end goes on with itself
     assert list(tree.tokens) == wanted[len(text) :]
     assert tree.is_chain
 
 
-def test_several_continuations_make_a_tree_the_most_recent_first() -> None:
+def test_of_several_continuations_it_is_the_most_recent_one() -> None:
     index = Index()
     index.follow([1, 2, 7, 7, 1, 2, 8, 8, 1, 2, 7, 9, 1, 2])
-    assert look_up(index, 9, 2, branches=1).tokens == (7, 9)
-    assert paths(look_up(index, 9, 2, branches=2)) == {(7,), (7, 9), (8,), (8, 8)}
-    assert look_up(index, 9, 2, branches=2).tokens == (7, 9, 8, 8)
-    assert len(look_up(index, 3, 2, branches=2)) == 3
+    assert look_up(index, 9, 2).tokens == (7, 9)
+    assert len(look_up(index, 3, 2)) == 2
+    assert len(look_up(index, 3, 9)) == 3
 
 
-def test_shorter_ends_give_the_branches_that_longer_ones_do_not() -> None:
-    index = Index()
-    index.follow([2, 5, 5, 1, 2, 7, 7, 1, 2])
-    tree = look_up(index, 9, 1, branches=2)
-    assert tree.tokens == (7, 5)
-    assert tree.logprobs[0] > tree.logprobs[1]
+def test_what_followed_a_longer_end_is_surer() -> None:
+    longer, shorter = Index(), Index()
+    longer.follow([1, 2, 7, 7, 1, 2])
+    shorter.follow([1, 2, 7, 7, 2])
+    assert look_up(longer, 9, 1).tokens == look_up(shorter, 9, 1).tokens == (7,)
+    assert look_up(longer, 9, 1).logprobs[0] > look_up(shorter, 9, 1).logprobs[0]
 
 
 def test_nothing_is_found_for_a_new_token_nor_in_no_text() -> None:
@@ -88,8 +89,8 @@ def test_nothing_is_found_for_a_new_token_nor_in_no_text() -> None:
     assert look_up(index, 0, 4) == look_up(index, 4, 0) == Tree()
 
 
-def test_a_step_costs_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a long text only its last tokens are looked at, and of what repeats all over only a few places."""
+def test_a_step_costs_what_is_new() -> None:
+    """Of a long text only its last tokens are looked at."""
 
     class Watched(Sequence[int]):
         def __init__(self, length: int) -> None:
@@ -110,11 +111,7 @@ def test_a_step_costs_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
     last = Watched(10_001)
     index.follow(last)
     assert last.read == 1
-    places = index.earlier
-    looked = []
-    monkeypatch.setattr(index, "earlier", lambda length: (looked.append(place) or place for place in places(length)))
-    assert look_up(index, 4, 4, branches=2).tokens == (5, 5, 5, 5)
-    assert 0 < len(looked) <= LONGEST * (PLACES + 1)
+    assert look_up(index, 4, 4).tokens == (5, 5, 5, 5)
 
 
 def test_lookup_is_asked_for_many() -> None:
@@ -306,10 +303,10 @@ def test_several_proposers_make_one_tree() -> None:
     text = (1, 2, 3, 1, 2, 4, 1, 2)
     one = group(0, Sampling(), 50, text)
     wanted = [Asked(one, one.sequences[0], 6, 4)]
-    looked_up = Lookup(2).propose([Asked(one, one.sequences[0], 6, 4)]).drafts[0].tree
+    looked_up = Lookup().propose([Asked(one, one.sequences[0], 6, 4)]).drafts[0].tree
     grown = Drafting(MODEL, Expansion((2, 1))).propose(wanted).drafts[0].tree
-    [draft] = Merged([Lookup(2), Drafting(MODEL, Expansion((2, 1)))]).propose(wanted).drafts
+    [draft] = Merged([Lookup(), Drafting(MODEL, Expansion((2, 1)))]).propose(wanted).drafts
     assert len(draft.tree) == 6
     assert paths(draft.tree) <= paths(looked_up) | paths(grown)
-    [alone] = Merged([Lookup(2)]).propose(wanted).drafts
+    [alone] = Merged([Lookup()]).propose(wanted).drafts
     assert alone.tree == looked_up

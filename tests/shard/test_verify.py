@@ -21,7 +21,7 @@ from penstock.shard.decoding.proposers import Asked, Lookup, Proposed, Proposer
 from penstock.shard.decoding.sampler import Pick, Row
 from penstock.shard.decoding.strategy import Finish
 from penstock.shard.decoding.tree import Tree, chain, merge
-from penstock.shard.decoding.verify import Draft, Drawn, Rule
+from penstock.shard.decoding.verify import Draft, Drawn, Rule, certain
 from penstock.shard.sequence import Group, Sampling
 from penstock.tests.shard.toy import Toy, exact, g_test, group, next_token, plainly, seeded, speculate
 
@@ -128,7 +128,7 @@ def proposers() -> dict[str, Proposer]:
         "chain": Drafting(near, Expansion((1,) * 5)),
         "expansion": Drafting(near, Expansion((3, 2, 1, 1))),
         "best first": Drafting(near, growth.BestFirst(5)),
-        "lookup": Lookup(3),
+        "lookup": Lookup(),
         "nothing": Wild(1, nodes=0),
     }
 
@@ -224,13 +224,22 @@ def test_three_tokens_have_the_joint_distribution_of_plain_sampling(
     assert p_value(shape, rule, sampling, count) > FAIR
 
 
-def test_what_was_looked_up_is_accepted_as_often_as_it_is_drawn() -> None:
+class Same:
+    """Proposes a tree that no token decides on."""
+
+    def propose(self, asked: Sequence[Asked]) -> Proposed:
+        tree = merge([chain((2, 0)), chain((1, 3)), chain((0,)), chain((3,))])
+        return Proposed([certain(tree.cut(one.nodes)) for one in asked])
+
+
+@pytest.mark.parametrize(("proposer", "least"), [(Lookup(), FEWER // 2), (Same(), FEWER)])
+def test_what_is_certain_is_accepted_as_often_as_it_is_drawn(proposer: Proposer, least: int) -> None:
     """Certain to be proposed: a distribution that is all on one token."""
     text = (0, 1, 2, 0, 1, 3, 0, 1, 1, 0, 1)
     groups = [replace(one, sequences=group(0, PLAIN, 9, text).sequences) for one in seeded(PLAIN, FEWER, 9)]
     told: list[int] = []
-    answers = speculate(TARGET, groups, Lookup(3), Rule.REJECTION, 3, lambda uid: 6, lambda nodes, accepted: told.append(accepted))
-    assert sum(told) > FEWER
+    answers = speculate(TARGET, groups, proposer, Rule.REJECTION, 3, lambda uid: 6, lambda nodes, accepted: told.append(accepted))
+    assert sum(told) > least
     assert g_test(answers, exact(TARGET, PLAIN, 3, text)) > FAIR
 
 
