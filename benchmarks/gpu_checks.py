@@ -622,7 +622,7 @@ def _drawn(logits: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
     chosen, final = logits.argmax(-1), torch.zeros(len(logits))
     rows = (draws.temperature > 0).nonzero().squeeze(1)
     own = draws.take(rows)
-    for part in sampling.candidates(logits[rows], own):
+    for part in sampling.filtered(logits[rows], own):
         columns = sampling.draw(part, own).unsqueeze(1)
         chosen[rows[part.rows]] = (columns if part.ids is None else part.ids.gather(1, columns)).squeeze(1)
         final[rows[part.rows]] = part.scores.log_softmax(-1).gather(1, columns).squeeze(1)

@@ -27,7 +27,7 @@ from penstock.kernels import choose, early, linear
 from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.sampler import Pick
 from penstock.shard.engine import Engine
-from penstock.shard.forward import Bounds
+from penstock.shard.forward import Extent
 from penstock.shard.graphs import Recorder
 from penstock.shard.loading import load
 from penstock.shard.outcome import Outcome
@@ -114,7 +114,7 @@ def _case(bench: Bench, engine: Engine, busy: Busy, rows: int, context: int) -> 
     _begin(engine, rows, context)
     _measured(bench, engine, busy, rows, context, "eager")
     if cuda:
-        engine.record(Recorder(), Bounds(rows, rows, total, pages, (rows,)), lambda stage: None)
+        engine.record(Recorder(), Extent(rows, rows, total, pages, (rows,)), lambda stage: None)
         before = engine.forward.replayed
         _measured(bench, engine, busy, rows, context, "graph")
         if engine.forward.replayed == before:
@@ -124,7 +124,7 @@ def _case(bench: Bench, engine: Engine, busy: Busy, rows: int, context: int) -> 
             others.append(("products by torch", linear, "FEW", 0))
         for how, module, name, value in others:
             with replaced(module, name, value):
-                engine.record(Recorder(), Bounds(rows, rows, total, pages, (rows,)), lambda stage: None)
+                engine.record(Recorder(), Extent(rows, rows, total, pages, (rows,)), lambda stage: None)
                 _measured(bench, engine, busy, rows, context, f"graph, {how}")
 
 
@@ -232,7 +232,7 @@ def _greedy(bench: Bench, kernels: str, dtype: str, prompts: Sequence[Sequence[i
         engine.resize(pages, PAGE)
         if bench.device.type == "cuda" and kernels == "triton":
             sizes = (*range(1, len(prompts), 3), len(prompts))
-            engine.record(Recorder(), Bounds(len(prompts), len(prompts), total, pages, sizes), lambda stage: None)
+            engine.record(Recorder(), Extent(len(prompts), len(prompts), total, pages, sizes), lambda stage: None)
         return _answers(engine, prompts, new)
     finally:
         choose.force("")

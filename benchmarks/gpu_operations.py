@@ -186,7 +186,7 @@ def sample_logits(bench: Bench) -> None:
 
 def _sampling_peers(bench: Bench, what: str, logits: list[Tensor], draws: Draws, own: float) -> None:
     def plainly(one: Tensor) -> None:
-        for part in sampling.candidates(one, draws):
+        for part in sampling.filtered(one, draws):
             sampling.draw(part, draws)
 
     found = bench.time([partial(plainly, one) for one in logits], graph=False)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .indexed import Asked, narrowed
+from .indexed import Choosing, narrowed
 
 # Elements of padding that a block may add to its rows: about what another block would cost. Measured 2026-11-22 on a shared EPYC,
 # 12 rows of 64 to 160 tokens with 256 elements each, four layers: 3.1 ms in three blocks, 2.1 in one.
@@ -193,7 +193,7 @@ def attention(
     softcap: float = 0.0,
     scales: Tensor | None = None,
     sinks: Tensor | None = None,
-    asked: Asked | None = None,
+    asked: Choosing | None = None,
 ) -> Tensor:
     """Softmax attention of every row of `plan`.
 
@@ -240,7 +240,7 @@ def _attend(
     window: int,
     scales: Tensor | None,
     sinks: Tensor | None,
-    asked: Asked | None,
+    asked: Choosing | None,
 ) -> Tensor:
     """attended: as torch's own, its scale given."""
     heads, size = query.shape[1:]
@@ -282,15 +282,15 @@ def _all(start: int, queries: int, hidden: Tensor | None) -> Tensor | None:
     return hidden
 
 
-def folded(asked: Tensor, rows: int, kv_heads: int) -> Tensor:
+def folded(query: Tensor, rows: int, kv_heads: int) -> Tensor:
     """All queries and query heads of a key head in one tile, so that keys and values are read once: [rows, kv_heads, queries *
-    heads / kv_heads, size]. asked: [rows * queries, heads, size].
+    heads / kv_heads, size]. query: [rows * queries, heads, size].
 
     Measured 2026-11-22 on an EPYC with AVX-512: 16 rows of 5 queries on 300 keys, 8/4 heads of 32, 0.94 ms by heads and 0.63 by
     tiles; one of 64 on 500, 16/8 heads of 64, 2.2 and 2.3.
     """
-    heads, size = asked.shape[1:]
-    return asked.view(rows, -1, kv_heads, heads // kv_heads, size).transpose(1, 2).reshape(rows, kv_heads, -1, size)
+    heads, size = query.shape[1:]
+    return query.view(rows, -1, kv_heads, heads // kv_heads, size).transpose(1, 2).reshape(rows, kv_heads, -1, size)
 
 
 def unfolded(answer: Tensor, queries: int) -> Tensor:

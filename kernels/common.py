@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from . import attention as plain
 from .attention import Block, Row, View
-from .indexed import Asked
+from .indexed import Choosing
 from .work import Run, runs_of, width
 
 # What becomes a bundle. Measured 2026-11-24 on a Xeon, one thread, 8/4 heads of 32: four rows with 256 keys in common and 48 more
@@ -174,7 +174,7 @@ def attention(
     softcap: float = 0.0,
     scales: Tensor | None = None,
     sinks: Tensor | None = None,
-    asked: Asked | None = None,
+    asked: Choosing | None = None,
 ) -> Tensor:
     """As `attention.attention`."""
     if not plan.levels:
@@ -204,8 +204,8 @@ def _attend(query: Tensor, cache: Tensor, block: Block, scale: float, scales: Te
     view, heads = block.views[0], query.shape[1]
     keys, values = plain.gather(cache, view.slots, block.rows, query.dtype, scales)
     kv_heads = keys.shape[1]
-    asked = query[block.start : block.start + block.rows * block.queries]
-    tile, mask = plain.folded(asked, block.rows, kv_heads), view.mask
+    own = query[block.start : block.start + block.rows * block.queries]
+    tile, mask = plain.folded(own, block.rows, kv_heads), view.mask
     if mask is not None:
         mask = mask.to(query.dtype)
         mask = mask.repeat_interleave(heads // kv_heads, 2) if mask.shape[2] > 1 else mask

@@ -12,7 +12,7 @@ from .compilation import Compilation
 from .early import on, options, wait
 from .fused_latents import HEADS, WARPS, angles, constants_of, keep, turn
 from .fused_rotary import EARLY_TARGETS, EIGHT_BIT_TARGETS, rotated, storable
-from .indexed import EPSILON, Asked
+from .indexed import EPSILON, Choosing
 from .paged_attention import INTERPRET, TARGETS, Plan, tiles_of
 from .paged_kernels import dot, slots_of, visible_of
 
@@ -169,7 +169,7 @@ def scores_kernel(
         tl.store(target + key_at, tl.where(hidden, float("-inf"), score), mask=key_at < end)
 
 
-def scores(asked: Asked, cache: Tensor, plan: Plan, first: int, count: int, length: int) -> Tensor:
+def scores(asked: Choosing, cache: Tensor, plan: Plan, first: int, count: int, length: int) -> Tensor:
     """Those of `count` tokens from `first` on, which see up to `length` keys: [count, length] float32, -inf of what is hidden.
 
     cache: a layer's index keys, [slots, 1, 1, size], slots apart.

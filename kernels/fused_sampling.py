@@ -44,7 +44,7 @@ PER_ROW = [
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Sampled:
     """What was chosen, [rows] each."""
 
     tokens: Tensor  # int64: -1 where a row's logits are NaN or infinite, so that nothing could be chosen
@@ -490,7 +490,7 @@ def settle_kernel(
     tl.store(tokens + row, tl.where(normalizer == normalizer, token, -1))
 
 
-def sample(logits: Tensor, draws: Draws, penalties: Penalties | None, mask: Tensor | None, weighed: bool = True) -> Outcome:
+def sample(logits: Tensor, draws: Draws, penalties: Penalties | None, mask: Tensor | None, weighed: bool = True) -> Sampled:
     """One token for every row.
 
     logits: [rows, vocabulary] float32, its last dimension dense; changed on the way if there are penalties, the same afterwards;
@@ -526,7 +526,7 @@ def sample(logits: Tensor, draws: Draws, penalties: Penalties | None, mask: Tens
         logits, peaks, sums, *drawn, tokens, finals, logprobs, parts, logits.stride(0), SIZE=triton.next_power_of_2(parts),
         num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
-    return Outcome(tokens, logprobs, finals)
+    return Sampled(tokens, logprobs, finals)
 
 
 def _choose(logits: Tensor, draws: Draws, mask: Tensor | None, maxima: Tensor, parts: int, weighed: bool) -> tuple[Tensor, ...]:

@@ -17,7 +17,7 @@ SCORE_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Choosing:
     """What a step's tokens choose by."""
 
     queries: Tensor  # [tokens, heads, size]
@@ -43,7 +43,7 @@ def scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     return result
 
 
-def narrowed(asked: Asked, keys: Tensor, start: int, queries: int, hidden: Tensor | None) -> Tensor | None:
+def narrowed(asked: Choosing, keys: Tensor, start: int, queries: int, hidden: Tensor | None) -> Tensor | None:
     """`hidden`, [rows, 1, queries, length] with -inf where a key is hidden, hiding all that isn't chosen, too.
 
     keys: [rows, length or more, size], the index's; start: of the rows' tokens in the step.

@@ -14,7 +14,7 @@ from torch import Tensor
 from . import paged_attention as paged
 from . import work
 from .attention import Row
-from .indexed import Asked
+from .indexed import Choosing
 from .transfer import to_device
 
 # Scores that are computed at once, and how many bytes one takes with what picking the best of them does.
@@ -61,7 +61,7 @@ def plan(whole: paged.Plan, rows: Sequence[Row], most: int, size: int, dtype: to
     return Plan(**{field.name: getattr(whole, field.name) for field in fields(whole)}, parts=tuple(parts))
 
 
-def attention(query: Tensor, cache: Tensor, plan: Plan, scale: float, latent: int, asked: Asked) -> Tensor:
+def attention(query: Tensor, cache: Tensor, plan: Plan, scale: float, latent: int, asked: Choosing) -> Tensor:
     """As `paged_attention.attention`, of a cache of latents with an index's keys behind them."""
     from .fused_index import scores
 

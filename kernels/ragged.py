@@ -13,7 +13,7 @@ from torch import Tensor
 from . import common, steady
 from .attention import Full, Row
 from .choose import triton_on
-from .indexed import Asked
+from .indexed import Choosing
 from .work import ITEMS_PER_PROCESSOR, kind_of
 
 __all__ = ["Full", "Layout", "Plan", "Row", "attention", "capacity", "plan"]
@@ -152,7 +152,7 @@ def attention(
     scales: Tensor | None = None,
     sinks: Tensor | None = None,
     latent: int = 0,
-    asked: Asked | None = None,
+    asked: Choosing | None = None,
 ) -> Tensor:
     """Softmax attention of every row of `plan`: [tokens, heads, size].
 

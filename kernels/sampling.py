@@ -77,7 +77,7 @@ class Draws:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidates:
+class Filtered:
     """The filtered distribution of some rows, without the tokens that have probability 0 in all of them."""
 
     rows: Tensor  # [rows] int64: which rows these are
@@ -85,7 +85,7 @@ class Candidates:
     ids: Tensor | None  # [rows, n] int64; None: n is the vocabulary and ids are 0, 1, ...
 
 
-def candidates(logits: Tensor, draws: Draws) -> list[Candidates]:
+def filtered(logits: Tensor, draws: Draws) -> list[Filtered]:
     """The distribution that each row is drawn from, in up to three parts by the work they need; every row is in one of them.
 
     logits: [rows, vocabulary] float32.
@@ -93,12 +93,12 @@ def candidates(logits: Tensor, draws: Draws) -> list[Candidates]:
     # Relative to the best: whatever the temperature, nothing overflows.
     scores = (logits - logits.amax(-1, keepdim=True)) / draws.temperature.unsqueeze(1)
     rows = torch.arange(len(scores), device=scores.device)
-    filtered = (draws.top_k > 0) | (draws.top_p < 1) | (draws.min_p > 0) | (draws.typical_p < 1)
+    any_filter = (draws.top_k > 0) | (draws.top_p < 1) | (draws.min_p > 0) | (draws.typical_p < 1)
     parts = []
-    plain = rows[~filtered]
+    plain = rows[~any_filter]
     if len(plain):
-        parts.append(Candidates(plain, scores[plain], None))
-    rows = rows[filtered]
+        parts.append(Filtered(plain, scores[plain], None))
+    rows = rows[any_filter]
     if not len(rows):
         return parts
     scores, draws = scores[rows], draws.take(rows)
@@ -106,10 +106,10 @@ def candidates(logits: Tensor, draws: Draws) -> list[Candidates]:
     covered = _covered(values, scores, draws)
     near, far = covered.nonzero().squeeze(1), (~covered).nonzero().squeeze(1)
     if len(near):
-        parts.append(Candidates(rows[near], _filter(values[near], scores[near].logsumexp(-1), draws.take(near)), ids[near]))
+        parts.append(Filtered(rows[near], _filter(values[near], scores[near].logsumexp(-1), draws.take(near)), ids[near]))
     if len(far):
         values, ids = scores[far].sort(descending=True)
-        parts.append(Candidates(rows[far], _filter(values, values.logsumexp(-1), draws.take(far)), ids))
+        parts.append(Filtered(rows[far], _filter(values, values.logsumexp(-1), draws.take(far)), ids))
     return parts
 
 
@@ -169,7 +169,7 @@ def first_largest(scores: Tensor) -> Tensor:
     return torch.from_numpy(scores.numpy().argmax(-1))
 
 
-def draw(part: Candidates, draws: Draws) -> Tensor:
+def draw(part: Filtered, draws: Draws) -> Tensor:
     """[rows] int64: the column of `part` that is drawn for each of its rows; `draws` is of all rows.
 
     It is the argmax of score + Gumbel noise, which has the distribution softmax(scores) (Maddison et al. 2014, arXiv:1411.0030).
@@ -177,7 +177,7 @@ def draw(part: Candidates, draws: Draws) -> Tensor:
     return first_largest(perturbed(part, draws))
 
 
-def perturbed(part: Candidates, draws: Draws) -> Tensor:
+def perturbed(part: Filtered, draws: Draws) -> Tensor:
     """[rows, n] float32: scores with the Gumbel noise that their tokens are drawn with."""
     own = draws.take(part.rows)
     if part.ids is None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .cache import Cache
-from .decoding.growth import Wanted
+from .decoding.growth import Frontier
 from .decoding.tree import ROOT
 from .forward import Forward, layout_of
 from .models.decoder import Decoder
@@ -83,7 +83,7 @@ class Drafter:
         sketch.look(len(sequence.tokens) - 1, sequence.pages, size, self._full, final)
         return sketch
 
-    def logits(self, wanted: Listing[Wanted]) -> Tensor:
+    def logits(self, wanted: Listing[Frontier]) -> Tensor:
         """See `growth.Model`. Pages for all nodes are there."""
         self.rounds += 1
         spans: list[Span] = []
@@ -103,14 +103,14 @@ class Drafter:
         lacking = self._vocabulary - found.shape[1]
         return functional.pad(found, (0, lacking), value=-torch.inf) if lacking > 0 else found[:, : self._vocabulary]
 
-    def _go_on(self, wanted: Listing[Wanted], spans: list[Span]) -> bool:
+    def _go_on(self, wanted: Listing[Frontier], spans: list[Span]) -> bool:
         """Whether all are one token more of the chains of the last round."""
         before, self._before = self._before, len(spans)  # of the last round's sequences some may be missing, and none is new
         return len(spans) == before and all(
             one.nodes[0] != ROOT and own.parents is None for one, own in zip(wanted, spans, strict=True)
         )
 
-    def _span(self, one: Wanted) -> tuple[Span, list[int]]:
+    def _span(self, one: Frontier) -> tuple[Span, list[int]]:
         """What has to be computed, and which of its wanted rows are asked for. A chain goes on from what is computed; of a tree all
         that leads to the nodes is computed anew, so that each sees its ancestors alone."""
         sequence, end = one.sequence, len(one.sequence.tokens)
@@ -143,7 +143,7 @@ class Drafter:
         return [min(token, most) for token in tokens]
 
 
-def _with_ancestors(one: Wanted) -> set[int]:
+def _with_ancestors(one: Frontier) -> set[int]:
     found: set[int] = set()
     for node in one.nodes:
         while node != ROOT and node not in found:

@@ -26,7 +26,7 @@ from .decoding.methods import strategy_of
 from .decoding.sampler import compile_kernels
 from .decoding.stops import Stops
 from .flight import Flight
-from .forward import Bounds, Forward, Record, layout_of
+from .forward import Extent, Forward, Record, layout_of
 from .guesses import Guesses
 from .logits import choose, nothing, score_prompts
 from .masks import Masks
@@ -121,11 +121,11 @@ class Engine:
             self.guesses.drafter.decoder.compile(rows)
 
     @torch.inference_mode()
-    def record(self, record: Record, bounds: Bounds, progress: Callable[[str], None]) -> None:
+    def record(self, record: Record, extent: Extent, progress: Callable[[str], None]) -> None:
         """Makes graphs of steps over the pool as it is now; see `forward`."""
-        self.forward.record(record, bounds, progress)
+        self.forward.record(record, extent, progress)
         if self.guesses.drafter:
-            self.guesses.drafter.forward.record(record, bounds, lambda stage: progress(f"the draft model: {stage}"))
+            self.guesses.drafter.forward.record(record, extent, lambda stage: progress(f"the draft model: {stage}"))
 
     def clear(self) -> None:
         """Drops every batch and forgets every prefix."""
@@ -156,7 +156,7 @@ class Engine:
                 self._join(batch, group)
         decodes = self._decodes(decode, allowance, outcome)
         known = [(books.groups[uid], most) for uid, most in dict(chunks).items() if uid in books.groups]
-        prompts = books.prompts.fill(self._compiled(known, alone=not decodes), prompt_tokens)
+        prompts = books.prompts.fill(self._ready(known, alone=not decodes), prompt_tokens)
         return self._step(prompts, decodes, outcome)
 
     def begin_decode(self, batches: Listing[int], allowance: Allowance | None = None) -> "Future[Outcome]":
@@ -262,7 +262,7 @@ class Engine:
             outcome.rounds, outcome.later_seconds = found or (0, 0.0)
         outcome.draft_seconds = time.perf_counter() - began
 
-    def _compiled(self, chunks: list[tuple[Group, int]], alone: bool) -> list[tuple[Group, int]]:
+    def _ready(self, chunks: list[tuple[Group, int]], alone: bool) -> list[tuple[Group, int]]:
         """Without those whose grammars are still being compiled: nobody waits for them, unless there is nothing else to be done.
         What is ready is a matter of time, so rank 0 tells the others."""
         asked = [group for group, _ in chunks if group.grammar and not group.compiled]
@@ -297,10 +297,10 @@ class Engine:
             masks = self._masks.begin(runs) if self._masks and hidden is not None else None
         if hidden is not None:
             score_prompts(self.decoder, runs, hidden, self.shrink)
-            choice = choose(self.decoder, runs, hidden, self.guesses, self.shrink, masks, self._stops)
+            picking = choose(self.decoder, runs, hidden, self.guesses, self.shrink, masks, self._stops)
         else:
-            choice = nothing(self.device)
-        self._flight = Flight(runs, choice, masks, outcome, began)
+            picking = nothing(self.device)
+        self._flight = Flight(runs, picking, masks, outcome, began)
         landed = self._flight.landed
         if not (self.overlaps and spans and self._flight.simple(self.decoder.ranks.size == 1)):
             self.land()
@@ -311,8 +311,8 @@ class Engine:
         self._clear_taken()
         compute: Callable[[Listing[step.Span]], Tensor] = self.forward
         if self._flight is not None:
-            assert self._flight.choice.picked is not None, "it could not be left under way"
-            picked = self._flight.choice.picked()
+            assert self._flight.picking.picked is not None, "it could not be left under way"
+            picked = self._flight.picking.picked()
             self.books.forks.bequeath(spans, picked)
             compute = partial(self.forward, picked=picked)
         hidden, lost = self.shrink.forward(compute, spans, self.pool.page_size)
@@ -348,7 +348,7 @@ class Engine:
         flight, self._flight = self._flight, None
         if flight is None:
             return
-        outcome, picks = flight.outcome, flight.choice.take()
+        outcome, picks = flight.outcome, flight.picking.take()
         if flight.masks is not None:
             outcome.mask_seconds, outcome.mask_wait_seconds = flight.masks.seconds, flight.masks.waited
         landing.conclude(flight.runs, picks, self.books, self.cache, outcome)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from .forks import heirs
-from .logits import Choice
+from .logits import StepPicking
 from .masks import Pending
 from .outcome import Outcome
 from .sequence import Group
@@ -27,7 +27,7 @@ class Flight:
     """One step."""
 
     runs: list[Run]
-    choice: Choice
+    picking: StepPicking
     masks: Pending | None
     outcome: Outcome
     began: float  # by perf_counter
@@ -37,13 +37,13 @@ class Flight:
 
     def wait(self) -> None:
         """Until the device has done it, on any thread."""
-        self.choice.wait()
+        self.picking.wait()
         self.done = time.perf_counter()
 
     def simple(self, alone: bool) -> bool:
         """Whether all that it leads to is known but what it picks: then `follow` says how it goes on. alone: on a single rank,
         since only rank 0 knows what becomes of a grammar."""
-        return self.choice.picked is not None and all(_simple(run) and (alone or not run.group.grammar) for run in self.runs)
+        return self.picking.picked is not None and all(_simple(run) and (alone or not run.group.grammar) for run in self.runs)
 
     def follow(self, group: Group, page_size: int) -> list[Span] | None:
         """What comes after its tokens, of sequences that they can't make too long; None: nothing of the group is sampled."""

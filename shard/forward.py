@@ -23,13 +23,13 @@ from .step import Picked, Room, Span, Step
 
 log = logging.getLogger(__name__)
 
-Run = Callable[[], Tensor]
+Compute = Callable[[], Tensor]
 # Records what a function does on the device; the result does it again, with the same tensors, and returns the same output tensor.
-Record = Callable[[Run], Run]
+Record = Callable[[Compute], Compute]
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class Extent:
     """What steps may come to, and for which sizes there shall be graphs (`rooms.parse`)."""
 
     tokens: int
@@ -47,7 +47,7 @@ class Graph:
 
     room: Room
     input: Step
-    replay: Run  # [rows of the room, hidden]
+    replay: Compute  # [rows of the room, hidden]
 
 
 class Forward:
@@ -88,16 +88,16 @@ class Forward:
         self._last = own
         return self._decoder(own, self._cache)
 
-    def record(self, record: Record, bounds: Bounds, progress: Callable[[str], None]) -> None:
+    def record(self, record: Record, extent: Extent, progress: Callable[[str], None]) -> None:
         """Makes the graphs, the largest first: the others find room in the memory that it takes."""
         began = time.perf_counter()
-        sizes = [(size, True) for size in rooms.mixed(bounds.chosen, bounds.tokens, bounds.drafts)]
-        sizes += [(size, False) for size in rooms.decodes(bounds.chosen, bounds.rows)]
+        sizes = [(size, True) for size in rooms.mixed(extent.chosen, extent.tokens, extent.drafts)]
+        sizes += [(size, False) for size in rooms.decodes(extent.chosen, extent.rows)]
         for count, (size, mixed) in enumerate(sorted(sizes, reverse=True)):
             progress(f"recording graphs: {count} of {len(sizes)}")
             rows = min(size, rooms.MIXED_ROWS) if mixed else size
-            trees = mixed and bounds.trees
-            room = Room(size, rows, ragged.capacity(self._layout, size, rows, bounds.total, bounds.pages, mixed, trees))
+            trees = mixed and extent.trees
+            room = Room(size, rows, ragged.capacity(self._layout, size, rows, extent.total, extent.pages, mixed, trees))
             # Nothing but padding, which is computed and written nowhere.
             own = step.plan([], self._layout, room, adapted=self._adapted)
             replay = record(lambda own=own: self._decoder(own, self._cache))  # type: ignore[misc]

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ..proto.speculation import Speculation
 from .decoding.budget import Acceptance, Allowance, Probes, Wish, Worth, divide, worthwhile
-from .decoding.growth import BestFirst, Drafting, Expansion, Growth, Model
-from .decoding.lookup import Index
+from .decoding.growth import BestFirst, Drafting, Growth, Layered, Model
 from .decoding.proposers import Asked, Lookup, Merged, Proposed, Proposer
 from .decoding.tree import Tree
 from .decoding.verify import Draft, Rule, room
@@ -93,28 +92,28 @@ class Guesses:
                     most = min(group.drafts, _left(group, sequence, page_size))
                     able.append((group, sequence, sequence.acceptance, most, depth))
         if allowance is None:
-            counts = [worthwhile(tracker, min(most, depth)) for _, _, tracker, most, depth in able]
+            counts = [worthwhile(acceptance, min(most, depth)) for _, _, acceptance, most, depth in able]
             rounds = max(counts, default=0)
         else:
             wishes = [
-                Wish(self._worth(tracker, most, depth), allowance.needed.get(group.uid, 0.0))
-                for group, _, tracker, most, depth in able
+                Wish(self._worth(acceptance, most, depth), allowance.needed.get(group.uid, 0.0))
+                for group, _, acceptance, most, depth in able
             ]
-            trackers = [tracker for _, _, tracker, _, _ in able]
-            counts, rounds = self._probes.add(trackers, *divide(wishes, allowance.cost, allowance.most), allowance.cost)
+            acceptances = [acceptance for _, _, acceptance, _, _ in able]
+            counts, rounds = self._probes.add(acceptances, *divide(wishes, allowance.cost, allowance.most), allowance.cost)
         return [
-            Asked(group, sequence, count, min(depth, rounds), _index(sequence))
+            Asked(group, sequence, count, min(depth, rounds))
             for (group, sequence, _, _, depth), count in zip(able, counts, strict=True)
             if count
         ]
 
-    def _worth(self, tracker: Acceptance, nodes: int, depth: int) -> Worth:
+    def _worth(self, acceptance: Acceptance, nodes: int, depth: int) -> Worth:
         """Of what is proposed for a sequence."""
         asked = self._speculation
         if not asked.nodes and max(asked.widths, default=1) == 1:
-            return tracker.chain(min(nodes, depth, max(len(asked.widths), asked.ngram) or nodes))
+            return acceptance.chain(min(nodes, depth, max(len(asked.widths), asked.ngram) or nodes))
         layers = max(ROUNDS if asked.nodes else len(asked.widths), asked.ngram)
-        return tracker.tree(nodes, min(depth, layers), max(asked.widths, default=nodes))
+        return acceptance.tree(nodes, min(depth, layers), max(asked.widths, default=nodes))
 
     def _told(self, asked: Listing[Asked]) -> Proposed:
         """What rank 0 proposes."""
@@ -134,7 +133,7 @@ class Guesses:
 def _proposer(asked: Speculation, model: Model | None) -> Proposer:
     if model is None:
         return Lookup()
-    growth: Growth = BestFirst(ROUNDS) if asked.nodes else Expansion(asked.widths)
+    growth: Growth = BestFirst(ROUNDS) if asked.nodes else Layered(asked.widths)
     drafting = Drafting(model, growth, Rule(asked.verify))
     return Merged([drafting, Lookup()]) if asked.ngram else drafting
 
@@ -142,11 +141,6 @@ def _proposer(asked: Speculation, model: Model | None) -> Proposer:
 def _left(group: Group, sequence: Sequence, page_size: int) -> int:
     """Nodes that a tree may have in the pages that the sequence may come to hold: `Group.grow` covers no others."""
     return -(-group.last // page_size) * page_size - len(sequence.tokens)
-
-
-def _index(sequence: Sequence) -> Index:
-    sequence.index = sequence.index or Index()
-    return sequence.index
 
 
 def _extend(one: Asked, pool: PagePool) -> bool:

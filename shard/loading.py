@@ -82,7 +82,7 @@ def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
     decoder = Decoder(model, source, ranks, device, exact, changes)
     stops = Stops(grammars) if grammars else None
     speculation = parse(config.speculate) if config.speculate else Speculation()
-    drafter = _drafter(config, speculation.draft, model, device, stage) if speculation.draft and config.rank == 0 else None
+    drafter = _drafter(config, speculation, model, device, stage) if speculation.draft and config.rank == 0 else None
     guesses = Guesses(ranks, device, speculation, drafter, masks)
     ahead = config.overlap == "on" or (config.overlap == "auto" and device.type == "cuda")
     return Engine(decoder, device, config.page_size, config.prefix_caching, cache_dtype, masks, stops, guesses, ahead)
@@ -148,16 +148,19 @@ def _shape(folder: Path) -> Shape:
     return shape(beside(config, folder))
 
 
-def _drafter(config: ShardConfig, folder: str, target: Shape, device: torch.device, stage: Callable[[str], None]) -> Drafter:
+def _drafter(
+    config: ShardConfig, speculation: Speculation, target: Shape, device: torch.device, stage: Callable[[str], None]
+) -> Drafter:
     """The draft model, whole: it is small, and other ranks would have to wait for each other in each of its rounds."""
     stage("loading the draft model")
-    model = _shape(Path(folder)).within(config.longest)
+    folder = Path(speculation.draft)
+    model = _shape(folder).within(config.longest)
     progress = Progress(model.parameters(), stage)
     small = device.type == "cpu" and model.parameters() <= SMALL_DRAFT
-    source = _source(config.load_format, Path(folder), torch.float32 if small else DTYPES[config.dtype], device, progress)
+    source = _source(config.load_format, folder, torch.float32 if small else DTYPES[config.dtype], device, progress)
     # Guesses may round as they like.
     decoder = Decoder(model, source, Ranks(0, 1, device), device, exact=Exact.GUESS)
-    return Drafter(decoder, target.vocabulary, device, parse(config.speculate).most)
+    return Drafter(decoder, target.vocabulary, device, speculation.most)
 
 
 def _source(load_format: str, folder: Path, dtype: torch.dtype, device: torch.device, progress: Progress) -> Source:

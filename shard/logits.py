@@ -85,10 +85,10 @@ class Means:
 
 
 Tell = Callable[[Tensor], Tensor]  # on rank 0: tells the other ranks; on these: waits for what is to be written over the tensor
-Choice = Picking[dict[int, Found]]  # per group that is sampled: its picks; None for what can't be chosen. Row by row of its runs
+StepPicking = Picking[dict[int, Found]]  # of a step: by uid of each group that is sampled, row by row of its runs
 
 
-def nothing(device: torch.device) -> Choice:
+def nothing(device: torch.device) -> StepPicking:
     """Of a step that wants no tokens. It is over when the device has done what it was given so far."""
     none = Picked(torch.empty(0, dtype=torch.int64, device=device))
     arrival = Arrival(none.tokens)
@@ -108,7 +108,7 @@ def choose(
     shrink: Shrink,
     masks: Pending | None = None,
     stops: Stops | None = None,
-) -> Choice:
+) -> StepPicking:
     """Of all groups that are sampled. The same tokens on every rank."""
     wanted = []
     for run in runs:

@@ -19,7 +19,7 @@ from ..kernels.sampling import allow
 from ..kernels.transfer import to_device
 from .decoding.expansion import Candidate
 from .decoding.grammar import NOWHERE, Grammars, Guide, Unusable, bit
-from .decoding.growth import Model, Wanted
+from .decoding.growth import Frontier, Model
 from .decoding.sampler import Pick
 from .decoding.tree import ROOT, Tree
 from .sequence import Group, Sequence
@@ -141,7 +141,7 @@ class Keeping:
         """See `growth.Model`."""
         return self._model.ready(sequences)
 
-    def logits(self, wanted: Listing[Wanted]) -> Tensor:
+    def logits(self, wanted: Listing[Frontier]) -> Tensor:
         """See `growth.Model`. Where no token but an end may come, nothing is excluded: such a guess is lost anyway."""
         logits = self._model.logits(wanted)
         places = [(one, node) for one in wanted for node in one.nodes]
@@ -154,7 +154,7 @@ class Keeping:
         return logits
 
 
-def _after(wanted: Wanted, node: int) -> Guide | None:
+def _after(wanted: Frontier, node: int) -> Guide | None:
     """Where its grammar stands after a node; None: nowhere, or it has none."""
     sequence, path = wanted.sequence, list[int]()
     if sequence.guide is None:

@@ -31,7 +31,7 @@ GREEDIEST = Sampling(temperature=1.0, top_p=0.999999, typical_p=0.99, repetition
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class Measured:
     """A step that was measured."""
 
     tokens: int
@@ -49,7 +49,7 @@ def size_pool(
     sequences: int,
     total: int,
     graphs: Listing[int] = (),
-) -> tuple[int, Sample]:
+) -> tuple[int, Measured]:
     """The number of pages that this rank's pool should have, and the step that it was derived from.
 
     pages: what the operator asked for, 0 to decide here; fraction: of the memory that may be used; tokens, rows: of the largest
@@ -96,7 +96,7 @@ def _of_graphs(recorded: int) -> str:
     return f", {recorded / 1e9:.2f} of it for graphs" if recorded else ""
 
 
-def _sample(engine: Engine, page_size: int, tokens: int, rows: int) -> Sample:
+def _sample(engine: Engine, page_size: int, tokens: int, rows: int) -> Measured:
     """A step like the largest one. A tiny one goes before it: whatever is made on first use takes much longer than the step. On an
     accelerator there go several, since other kernels are compiled for other sizes, and at last the step itself."""
     sample = tokens if engine.device.type == "cuda" else min(tokens, SAMPLE_TOKENS)
@@ -112,7 +112,7 @@ def _sample(engine: Engine, page_size: int, tokens: int, rows: int) -> Sample:
     outcome = _run(engine, page_size, lengths)
     measured = max(0, _peak(engine.device) - before)
     engine.clear()
-    return Sample(outcome.prompt_tokens, measured, outcome.seconds)
+    return Measured(outcome.prompt_tokens, measured, outcome.seconds)
 
 
 def _run(engine: Engine, page_size: int, lengths: list[int]) -> Outcome:

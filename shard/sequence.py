@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from .decoding.budget import Acceptance
 from .decoding.grammar import Guide
 from .decoding.hypotheses import Path, Search
-from .decoding.lookup import Index
+from .decoding.lookup import Repeats
 from .decoding.tree import Drawn, Tree
 from .prefix import Node
 from .sketch import Sketch
@@ -66,7 +66,7 @@ class Sequence:
     draft: Tree = field(default_factory=Tree)  # guesses of what follows, for the step that is planned
     tried: tuple[tuple[Drawn, ...], ...] = ()  # how they were drawn, for the rule `rejection`: see `verify.Draft`; on rank 0 only
     acceptance: Acceptance | None = None  # of such guesses, as it was
-    index: Index | None = None  # of what repeats in its tokens, once guesses were looked up
+    repeats: Repeats | None = None  # in its tokens, once guesses were looked up
     sketch: Sketch | None = None  # of it, by a draft model
 
     @property

@@ -26,7 +26,7 @@ from .decoding.budget import Allowance, Linear
 from .decoding.hypotheses import Hypothesis, Path, Search, Stop
 from .decoding.strategy import Grown
 from .engine import Engine
-from .forward import Bounds
+from .forward import Extent
 from .graphs import Recorder
 from .memory import size_pool
 from .models.shape import Unsupported
@@ -134,8 +134,8 @@ class Service:
         )
         engine.resize(ranks.least(pages), config.page_size)
         if sizes:
-            bounds = Bounds(tokens, rows, total, engine.pool.pages, chosen, drafts, engine.guesses.trees)
-            engine.record(Recorder(), bounds, lambda stage: setattr(self, "stage", stage))
+            extent = Extent(tokens, rows, total, engine.pool.pages, chosen, drafts, engine.guesses.trees)
+            engine.record(Recorder(), extent, lambda stage: setattr(self, "stage", stage))
         return wire.WarmupReply(
             pages=engine.pool.pages,
             page_size=config.page_size,

@@ -227,13 +227,13 @@ def _most_per_second(
     return best
 
 
-def worthwhile(tracker: Acceptance, most: int) -> int:
+def worthwhile(acceptance: Acceptance, most: int) -> int:
     """How many drafts of a chain a sequence gets where nobody knows what steps cost. Counts the steps that it has none, after some
     of which it gets one, to see."""
-    count = sum(gain >= LEAST for gain in tracker.chain(most).gains)
-    tracker.waited = 0 if count else tracker.waited + 1
-    if most and tracker.waited >= tracker.patience:
-        tracker.waited, count = 0, 1
+    count = sum(gain >= LEAST for gain in acceptance.chain(most).gains)
+    acceptance.waited = 0 if count else acceptance.waited + 1
+    if most and acceptance.waited >= acceptance.patience:
+        acceptance.waited, count = 0, 1
     return count
 
 
@@ -243,19 +243,23 @@ class Probes:
     def __init__(self) -> None:
         self._saved = 0.0  # seconds that may be spent
 
-    def add(self, trackers: Listing[Acceptance], counts: list[int], rounds: int, cost: Cost) -> tuple[list[int], int]:
+    def add(self, acceptances: Listing[Acceptance], counts: list[int], rounds: int, cost: Cost) -> tuple[list[int], int]:
         """`counts` and `rounds` of a step, with one draft more for the sequence that has waited longest beyond its patience, if
         there is time for it. Counts the steps that they wait."""
-        for tracker, count in zip(trackers, counts, strict=True):
-            tracker.waited = 0 if count else tracker.waited + 1
+        for acceptance, count in zip(acceptances, counts, strict=True):
+            acceptance.waited = 0 if count else acceptance.waited + 1
         drafts = sum(counts)
         plain = cost.seconds(drafts, rounds)
         price = cost.seconds(drafts + 1, max(rounds, 1)) - plain
         self._saved = min(self._saved + PROBING * plain, price)
-        late = [(tracker.patience - tracker.waited, i) for i, tracker in enumerate(trackers) if tracker.waited >= tracker.patience]
+        late = [
+            (acceptance.patience - acceptance.waited, i)
+            for i, acceptance in enumerate(acceptances)
+            if acceptance.waited >= acceptance.patience
+        ]
         if not late or self._saved < price:
             return counts, rounds
         _, chosen = min(late)
-        trackers[chosen].waited = 0
+        acceptances[chosen].waited = 0
         self._saved -= price
         return [count + (i == chosen) for i, count in enumerate(counts)], max(rounds, 1)

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ...kernels import noise
 from ...kernels.beam import best, candidates, normalizers
-from ...kernels.sampling import Draws, allow
-from ...kernels.sampling import candidates as distributions
+from ...kernels.sampling import Draws, allow, filtered
 from ...kernels.transfer import Arrival, to_device
 from ..step import Picked
 from .hypotheses import Top
@@ -142,7 +141,7 @@ def _warped(values: Tensor, lines: Tensor, draws: Draws) -> Tensor:
     """Log-probabilities divided by temperature, -inf for what filters take away, of the rows that are drawn from: `lines`."""
     result = values.clone()
     shift = values[lines].amax(-1) / draws.temperature
-    for part in distributions(values[lines], draws):
+    for part in filtered(values[lines], draws):
         warped = part.scores + shift[part.rows].unsqueeze(1)
         if part.ids is not None:
             whole = torch.full((len(part.rows), values.shape[1]), -torch.inf, device=values.device)

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...kernels.sampling import candidates, first_largest, perturbed
+from ...kernels.sampling import filtered, first_largest, perturbed
 from ..sequence import Sequence
 from .proposers import Asked, Proposed
 from .sampler import Row, draws_of, penalized
@@ -23,13 +23,13 @@ from .verify import Draft, Rule, distributions, propose, row
 
 
 @dataclass(slots=True)  # many a step: frozen ones take three times as long to make
-class Wanted:
-    """Logits of a draft model that are wanted: after some nodes of a tree that grows on top of a sequence."""
+class Frontier:
+    """Nodes of a tree that grows on top of a sequence, after which a draft model's logits are wanted."""
 
     sequence: Sequence
     tokens: Listing[int]  # of all nodes so far, in the order in which they came
     parents: Listing[int]  # of each; -1: the sequence's last token
-    nodes: Listing[int]  # after which the logits are wanted; in the first round [-1]. They never come twice.
+    nodes: Listing[int]  # those of them; in the first round [-1]. They never come twice.
 
 
 class Model(Protocol):
@@ -38,7 +38,7 @@ class Model(Protocol):
     def ready(self, sequences: Listing[Sequence]) -> list[bool]:
         """Which of them it can draft for in this step. Others lack too much to be computed at once; some of it is, here."""
 
-    def logits(self, wanted: Listing[Wanted]) -> Tensor:
+    def logits(self, wanted: Listing[Frontier]) -> Tensor:
         """[nodes of all, the target's vocabulary] float32, one after the other; -inf for tokens that it doesn't know, and that a
         grammar excludes. Nodes that were asked for before are computed already; what it lacks of the sequence it computes first.
         """
@@ -110,7 +110,7 @@ class Growth(Protocol):
         """The nodes that get children in the next round, with the number of these; none: it is grown."""
 
 
-class Expansion:
+class Layered:
     """Layer by layer, <k1, ..., km>: every node of layer i gets k_i children. A chain is <1, ..., 1>."""
 
     def __init__(self, widths: Listing[int]) -> None:
@@ -163,7 +163,7 @@ class Drafting:
     """A proposer that grows trees from a draft model's logits."""
 
     def __init__(self, model: Model, growth: Growth, rule: Rule = Rule.GUMBEL) -> None:
-        assert rule is not Rule.REJECTION or isinstance(growth, Expansion), "rejection needs a shape that doesn't depend on draws"
+        assert rule is not Rule.REJECTION or isinstance(growth, Layered), "rejection needs a shape that doesn't depend on draws"
         self._model = model
         self._growth = growth
         self._rule = rule
@@ -186,7 +186,7 @@ class Drafting:
     def _round(self, chosen: Listing[tuple[Growing, list[tuple[int, int]]]], probabilities: list[Tensor]) -> None:
         """Gives nodes children, as (node, number). probabilities: what was drawn from so far, and is now."""
         logits = self._model.logits(
-            [Wanted(one.asked.sequence, one.tokens, one.parents, [node for node, _ in some]) for one, some in chosen]
+            [Frontier(one.asked.sequence, one.tokens, one.parents, [node for node, _ in some]) for one, some in chosen]
         )
         places = [Place(one, node, width) for one, some in chosen for node, width in some]
         rows = [row(place.growing.asked.group, place.growing.asked.sequence, place.growing.path(place.node)) for place in places]
@@ -246,7 +246,7 @@ def best(logits: Tensor, rows: Listing[Row], width: int) -> tuple[Tensor, Tensor
         ids[greedy, : values.shape[1]], logprobs[greedy, : values.shape[1]] = columns, values
     draws = draws_of([rows[i] for i in sampled], logits.device)
     lines = torch.tensor(sampled, device=logits.device)
-    for part in candidates(scores[sampled], draws):
+    for part in filtered(scores[sampled], draws):
         columns, values = _largest(perturbed(part, draws).log_softmax(-1), width)
         found = columns if part.ids is None else part.ids.gather(1, columns)
         ids[lines[part.rows], : values.shape[1]], logprobs[lines[part.rows], : values.shape[1]] = found, values

@@ -11,7 +11,7 @@ from .tree import Tree, chain
 LONGEST = 3  # tokens that are looked up
 
 
-class Index:
+class Repeats:
     """Where the last tokens of a text came before. It grows with the text, at a cost per token that is always the same."""
 
     def __init__(self) -> None:
@@ -34,12 +34,12 @@ class Index:
         return next(((length, self._before[length - 1]) for length in range(LONGEST, 0, -1) if self._before[length - 1]), (0, 0))
 
 
-def look_up(index: Index, nodes: int, depth: int) -> Tree:
+def look_up(repeats: Repeats, nodes: int, depth: int) -> Tree:
     """What followed the longest repeated end when it came most recently. Empty if the last token is a new one."""
-    (length, place), count = index.earlier(), min(nodes, depth)
+    (length, place), count = repeats.earlier(), min(nodes, depth)
     if not (length and count):
         return Tree()
-    found = list(index.tokens[place : place + count])
+    found = list(repeats.tokens[place : place + count])
     while len(found) < count:  # what reaches the end of the text goes on with itself, as a repetition does
-        found.append(found[place + len(found) - len(index.tokens)])
+        found.append(found[place + len(found) - len(repeats.tokens)])
     return chain(found, [math.log(length / (length + 1))] * count)

@@ -5,13 +5,13 @@ have to propose the same: a proposer that only one of them can ask has to be tol
 """
 
 from collections.abc import Sequence as Listing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from ..sequence import Group, Sequence
-from .lookup import Index, look_up
+from .lookup import Repeats, look_up
 from .tree import Tree, merge
 from .verify import Draft, certain
 
@@ -24,7 +24,6 @@ class Asked:
     sequence: Sequence
     nodes: int  # the most drafts
     depth: int  # the most of them on a path
-    index: Index = field(default_factory=Index)  # of what its tokens have repeated, kept from step to step
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +64,7 @@ class Lookup:
         """See Proposer."""
         drafts = []
         for one in asked:
-            one.index.follow(one.sequence.tokens)
-            drafts.append(certain(look_up(one.index, one.nodes, one.depth)))
+            repeats = one.sequence.repeats = one.sequence.repeats or Repeats()
+            repeats.follow(one.sequence.tokens)
+            drafts.append(certain(look_up(repeats, one.nodes, one.depth)))
         return Proposed(drafts)

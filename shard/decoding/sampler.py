@@ -15,7 +15,7 @@ from torch import Tensor
 from ...kernels import noise
 from ...kernels.beam import largest, most_probable
 from ...kernels.choose import triton_for
-from ...kernels.sampling import Candidates, Draws, Penalties, allow, candidates, draw, first_largest, penalize
+from ...kernels.sampling import Draws, Filtered, Penalties, allow, draw, filtered, first_largest, penalize
 from ...kernels.transfer import Arrival, to_device
 from ..sequence import Sampling
 from ..step import Picked
@@ -200,21 +200,21 @@ def _penalties(rows: Listing[Row], device: torch.device) -> Penalties:
     )
 
 
-def _choose(scores: Tensor, rows: Listing[Row]) -> list[tuple[Candidates, Tensor]]:
+def _choose(scores: Tensor, rows: Listing[Row]) -> list[tuple[Filtered, Tensor]]:
     """(distribution, chosen columns) in parts; every row is in one of them."""
     device = scores.device
     everything = torch.arange(len(rows), device=device)
     sampled = [i for i, row in enumerate(rows) if row.sampling.temperature > 0]
     if not sampled:
-        return [(Candidates(everything, scores, None), first_largest(scores))]
+        return [(Filtered(everything, scores, None), first_largest(scores))]
     picked = []
     if len(sampled) < len(rows):
         greedy = everything[[i for i, row in enumerate(rows) if not row.sampling.temperature > 0]]
-        picked.append((Candidates(greedy, scores[greedy], None), first_largest(scores[greedy])))
+        picked.append((Filtered(greedy, scores[greedy], None), first_largest(scores[greedy])))
     indices = everything[sampled]
     draws = draws_of([rows[i] for i in sampled], device)
-    parts = candidates(scores[indices], draws)
-    return picked + [(Candidates(indices[part.rows], part.scores, part.ids), draw(part, draws)) for part in parts]
+    parts = filtered(scores[indices], draws)
+    return picked + [(Filtered(indices[part.rows], part.scores, part.ids), draw(part, draws)) for part in parts]
 
 
 def draws_of(rows: Listing[Row], device: torch.device) -> Draws:
@@ -248,7 +248,7 @@ class Tops:
         return _listed(self._wanting, found[0], found[1], self._rows) if found else {}
 
 
-def _report_final(part: Candidates, columns: Tensor, rows: Listing[Row], logprobs: Tensor, tops: dict[int, Top]) -> None:
+def _report_final(part: Filtered, columns: Tensor, rows: Listing[Row], logprobs: Tensor, tops: dict[int, Top]) -> None:
     """Overwrites `logprobs` and `tops` of the rows that report the distribution they were drawn from."""
     indices = part.rows.tolist()
     places = [k for k, i in enumerate(indices) if rows[i].final]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import noise
-from ...kernels.sampling import Candidates, Draws, allow, candidates, draw
+from ...kernels.sampling import Draws, Filtered, allow, draw, filtered
 from ..sequence import Group, Sequence
 from . import sampler
 from .sample import sampling_of
@@ -177,7 +177,7 @@ def distributions(logits: Tensor, rows: Listing[Row], mask: Tensor | None = None
     if mask is not None:
         scores = allow(scores, mask)
     result = torch.zeros_like(scores)
-    for part in candidates(scores, draws_of(rows, logits.device)):
+    for part in filtered(scores, draws_of(rows, logits.device)):
         own = part.scores.softmax(-1)
         result[part.rows] = own if part.ids is None else torch.zeros_like(scores[part.rows]).scatter_(1, part.ids, own)
     return result
@@ -206,7 +206,7 @@ def _by_rejection(target: Tensor, draws: Draws, tried: Listing[Listing[Drawn]], 
     padded = [[*((one.token, one.source) for one in some), *[(-1, -1)] * (most - len(some))] for some in tried]
     tokens, sources = torch.tensor(padded, device=device).unbind(-1)
     accepted, rest = refuse(target, tokens, sources, probabilities, _uniform(draws, most, ACCEPTED))
-    drawn = draw(Candidates(torch.arange(len(rest), device=device), rest.log(), None), draws)
+    drawn = draw(Filtered(torch.arange(len(rest), device=device), rest.log(), None), draws)
     return torch.where(accepted >= 0, accepted, drawn)
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.codes import Codes
-from ...kernels.indexed import Asked
+from ...kernels.indexed import Choosing
 from ...kernels.operations import rotate_and_write_index
 from ...kernels.ragged import narrows
 from ..step import Step
@@ -29,7 +29,7 @@ class Chooser:
             :, self._order
         ]
 
-    def __call__(self, x: Tensor, latents: Tensor, rotary: Tensor, step: Step, cache: Tensor) -> Asked | None:
+    def __call__(self, x: Tensor, latents: Tensor, rotary: Tensor, step: Step, cache: Tensor) -> Choosing | None:
         """Of a step's tokens; None if there is nothing to choose. Writes their keys to the cache.
 
         x: [tokens, hidden]; latents: of their queries, [tokens, latent.queries]; cache: the part of a layer that is for keys.
@@ -37,7 +37,7 @@ class Chooser:
         index, asked = self.index, narrows(step.attention, self.index.most)
         queries = self.query(latents).view(len(x), index.heads, index.size) if asked else x.new_empty(len(x), 0, index.size)
         rotate_and_write_index(queries, self.key(x), self.norm, rotary, step.slots, cache)
-        return Asked(queries, self.weights(x.float()) * (index.heads * index.size) ** -0.5, index.most) if asked else None
+        return Choosing(queries, self.weights(x.float()) * (index.heads * index.size) ** -0.5, index.most) if asked else None
 
     def _ordered(self, turned: int) -> list[int]:
         """A head's features with those first that turn, of which two that turn together are half of these apart."""

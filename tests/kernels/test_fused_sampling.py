@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 from penstock.kernels import fused_noise, fused_sampling, logarithm, noise
-from penstock.kernels.fused_sampling import Outcome, penalize_, restore_, sample
-from penstock.kernels.sampling import Draws, Penalties, candidates, draw, penalize
+from penstock.kernels.fused_sampling import Sampled, penalize_, restore_, sample
+from penstock.kernels.sampling import Draws, Penalties, draw, filtered, penalize
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # numpy, which the interpreter computes with, warns of infinities that are meant.
@@ -110,14 +110,14 @@ def plain(logits: Tensor, parameters: Draws) -> tuple[Tensor, Tensor]:
     tokens, final = logits.argmax(-1), torch.zeros(len(logits), device=DEVICE)
     rows = (parameters.temperature > 0).nonzero().squeeze(1)
     own = parameters.take(rows)
-    for part in candidates(logits[rows], own):
+    for part in filtered(logits[rows], own):
         columns = draw(part, own).unsqueeze(1)
         tokens[rows[part.rows]] = (columns if part.ids is None else part.ids.gather(1, columns)).squeeze(1)
         final[rows[part.rows]] = part.scores.log_softmax(-1).gather(1, columns).squeeze(1)
     return tokens, final
 
 
-def check(found: Outcome, logits: Tensor, allowed: Tensor, parameters: Draws) -> None:
+def check(found: Sampled, logits: Tensor, allowed: Tensor, parameters: Draws) -> None:
     """logits: as they came; allowed: after penalties and mask."""
     tokens, final = plain(allowed, parameters)
     assert found.tokens.tolist() == tokens.tolist()

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from penstock.kernels import attention as plain
 from penstock.kernels import choose, fused_index, indexed, indexed_attention, operations, paged_attention, ragged
 from penstock.kernels.attention import Row
-from penstock.kernels.indexed import Asked
+from penstock.kernels.indexed import Choosing
 from penstock.kernels.ragged import Layout
 
 from .test_paged_attention import DEVICE, TOLERANCE, rows_of, slots_of
@@ -75,7 +75,7 @@ class World:
         tokens = sum(row.queries for row in rows)
         self.query = torch.randn(tokens, 4, LATENT + TURNED).to(dtype).to(DEVICE)
         queries, weights = torch.randn(tokens, HEADS, SIZE).to(dtype), torch.randn(tokens, HEADS)
-        self.asked = Asked(queries.to(DEVICE), weights.to(DEVICE), most)
+        self.asked = Choosing(queries.to(DEVICE), weights.to(DEVICE), most)
 
     def check(self) -> None:
         found = ragged.attention(self.query, self.cache, self.plan, 0, 0.3, latent=LATENT, asked=self.asked)
@@ -202,7 +202,7 @@ def test_graphs_have_no_room_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_of_equal_scores_the_first_are_chosen() -> None:
-    asked = Asked(torch.zeros(2, HEADS, SIZE), torch.ones(2, HEADS), 3)
+    asked = Choosing(torch.zeros(2, HEADS, SIZE), torch.ones(2, HEADS), 3)
     hidden = torch.zeros(1, 1, 2, 6)
     hidden[:, :, :, 1] = -torch.inf
     found = indexed.narrowed(asked, torch.randn(1, 6, SIZE), 0, 2, hidden)

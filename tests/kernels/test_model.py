@@ -18,7 +18,7 @@ from penstock.shard import rooms, step
 from penstock.shard.decoding.hypotheses import Search, Stop
 from penstock.shard.drafter import Drafter
 from penstock.shard.engine import Engine
-from penstock.shard.forward import Bounds
+from penstock.shard.forward import Extent
 from penstock.shard.guesses import Guesses
 from penstock.shard.models import stream
 from penstock.shard.parallel import Ranks
@@ -74,10 +74,10 @@ def replaying(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return run
 
 
-USUAL = Bounds(tokens=16, rows=4, total=32, pages=PAGES)
+USUAL = Extent(tokens=16, rows=4, total=32, pages=PAGES)
 
 
-def with_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch, bounds: Bounds = USUAL) -> Engine:
+def with_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch, extent: Extent = USUAL) -> Engine:
     monkeypatch.setattr(rooms, "DECODES", (1, 2, 4))
     monkeypatch.setattr(rooms, "MIXED", (8, 16))
     record: Any = replaying
@@ -85,7 +85,7 @@ def with_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch, bounds: Bounds 
         from penstock.shard.graphs import Recorder
 
         record = Recorder()
-    engine.record(record, bounds, lambda stage: None)
+    engine.record(record, extent, lambda stage: None)
     return engine
 
 
@@ -163,8 +163,8 @@ def test_steps_with_drafts_fit_graphs(said: str, monkeypatch: pytest.MonkeyPatch
     asked = groups()
     for group in asked:
         group.drafts = engine.guesses.most
-    bounds = replace(USUAL, drafts=True, trees=engine.guesses.trees)
-    found = drive(with_graphs(engine, monkeypatch, bounds), asked, Habits(chunk=5), seed=4)
+    extent = replace(USUAL, drafts=True, trees=engine.guesses.trees)
+    found = drive(with_graphs(engine, monkeypatch, extent), asked, Habits(chunk=5), seed=4)
     assert found.tokens == expected.tokens
     assert found.accepted > 0
     assert engine.forward.replayed > 3 * engine.forward.eager

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.kernels import choose, noise
 from penstock.kernels import sampling as kernel
-from penstock.kernels.sampling import CANDIDATES, Candidates, Draws, allow, candidates, draw
+from penstock.kernels.sampling import CANDIDATES, Draws, Filtered, allow, draw, filtered
 from penstock.shard.decoding.sampler import Pick, Row, pick
 from penstock.shard.sequence import Sampling
 
@@ -45,7 +45,7 @@ def draws(rows: int, **fields: Any) -> Draws:
 def distribution(logits: Tensor, parameters: Draws) -> Tensor:
     """[rows, vocabulary]: the filtered scores of all parts, put back in their places."""
     result = torch.full_like(logits, torch.nan)
-    for part in candidates(logits, parameters):
+    for part in filtered(logits, parameters):
         full = torch.full((len(part.rows), logits.shape[1]), -torch.inf)
         ids = part.ids if part.ids is not None else torch.arange(logits.shape[1]).expand(len(part.rows), -1)
         result[part.rows] = full.scatter(1, ids, part.scores)
@@ -109,7 +109,7 @@ def test_filters_keep_what_transformers_keeps(fields: dict[str, Any], vocabulary
 def test_no_temperature_is_too_low() -> None:
     logits = logits_of(8, 500)
     for temperature in (1e-3, 1e-30, 1e-45):
-        [part] = candidates(logits, draws(8, temperature=temperature))
+        [part] = filtered(logits, draws(8, temperature=temperature))
         assert draw(part, draws(8, temperature=temperature)).tolist() == logits.argmax(-1).tolist()
 
 
@@ -120,7 +120,7 @@ def test_typical_keeps_what_ties_with_the_last() -> None:
 def test_both_ways_are_taken() -> None:
     """A flat row reaches beyond the candidates, a steep one doesn't."""
     logits = torch.cat((logits_of(1, LARGE, spread=0.1), logits_of(1, LARGE, spread=8)))
-    parts = candidates(logits, draws(2, top_p=0.9))
+    parts = filtered(logits, draws(2, top_p=0.9))
     assert [(part.rows.tolist(), part.scores.shape[1]) for part in parts] == [([1], CANDIDATES), ([0], LARGE)]
 
 
@@ -253,9 +253,9 @@ def test_seeds_draw_the_exact_distribution(fields: dict[str, Any]) -> None:
 
 
 def test_the_check_finds_a_slightly_wrong_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = kernel.candidates
+    right = kernel.filtered
     monkeypatch.setattr(
-        "penstock.shard.decoding.sampler.candidates",
+        "penstock.shard.decoding.sampler.filtered",
         lambda logits, parameters: right(logits, dataclasses.replace(parameters, temperature=parameters.temperature * 1.1)),
     )
     row = Row(Sampling(temperature=1.0), [1], prompt_length=1, choice=0)
@@ -284,7 +284,7 @@ def test_a_draw_is_the_argmax_of_scores_and_noise() -> None:
     parameters = draws(50, top_k=[0, 50] * 25, seeds=list(range(50)))
     everything = noise.gumbel_all(parameters.seeds, parameters.choices, parameters.positions, LARGE)
     expected = (distribution(logits, parameters) + everything).argmax(-1)
-    for part in candidates(logits, parameters):
+    for part in filtered(logits, parameters):
         columns = draw(part, parameters)
         tokens = columns if part.ids is None else part.ids.gather(1, columns.unsqueeze(1)).squeeze(1)
         assert tokens.equal(expected[part.rows])
@@ -361,8 +361,8 @@ def test_alternatives_are_no_more_than_the_vocabulary() -> None:
 def test_neutral_values_do_nothing() -> None:
     """A plain row's scores are its logits, relative to the best, and nothing is left out."""
     logits = logits_of(3, 50)
-    [part] = candidates(logits, draws(3))
-    assert part == Candidates(part.rows, part.scores, None)
+    [part] = filtered(logits, draws(3))
+    assert part == Filtered(part.rows, part.scores, None)
     torch.testing.assert_close(part.scores, logits - logits.amax(-1, keepdim=True))
     plain = [Pick(int(own.argmax()), pytest.approx(own.log_softmax(-1).max().item(), abs=1e-5)) for own in logits]
     assert pick(logits, [Row(Sampling(), [1], 1, 0)] * 3) == plain

@@ -18,7 +18,7 @@ from penstock.shard.decoding.hypotheses import candidates_of
 from penstock.shard.decoding.methods import strategy_of
 from penstock.shard.decoding.sampler import Pick, Picking
 from penstock.shard.engine import Engine
-from penstock.shard.logits import Choice
+from penstock.shard.logits import StepPicking
 from penstock.shard.pages import PADDING
 from penstock.shard.sequence import Group
 from penstock.shard.step import Picked, Run, Span
@@ -112,7 +112,7 @@ class Model:
         return (*tokens, max(0, int(picked.tokens[span.source]))), pages
 
 
-def choose(decoder: object, runs: Sequence[Run], hidden: object, *rest: object) -> Choice:
+def choose(decoder: object, runs: Sequence[Run], hidden: object, *rest: object) -> StepPicking:
     """Stands for what makes tokens of logits."""
 
     def draw(row: Any) -> Pick | None:

@@ -11,7 +11,7 @@ from penstock.kernels.work import SHORTEST_RUN
 from penstock.proto.speculation import parse
 from penstock.shard import step
 from penstock.shard.decoding.budget import Allowance, Linear
-from penstock.shard.decoding.growth import Wanted
+from penstock.shard.decoding.growth import Frontier
 from penstock.shard.drafter import SHORT, Drafter
 from penstock.shard.engine import Engine
 from penstock.shard.guesses import Guesses
@@ -133,7 +133,7 @@ def test_chains_that_go_on_see_what_plain_forwards_would(page_size: int, monkeyp
     drafts = [5, 6, 7, 8]
     for depth in range(len(drafts)):
         parents = list(range(-1, depth - 1))
-        found = drafter.logits([Wanted(sequence, drafts[:depth], parents, [depth - 1]) for sequence in sequences])
+        found = drafter.logits([Frontier(sequence, drafts[:depth], parents, [depth - 1]) for sequence in sequences])
         for row, text in zip(found, texts, strict=True):
             assert torch.allclose(row, tiny.expected_logits("llama", [*text, *drafts[:depth]])[-1], atol=1e-4)
     assert planned == [4]  # the first round, where two have two tokens
@@ -215,10 +215,10 @@ def test_drafts_see_what_the_target_would() -> None:
     sequence = tiny.group(0, tokens, 20).sequences[0]
     sequence.pages = list(range(1, 12))
     assert drafter.ready([sequence]) == [True]
-    first = drafter.logits([Wanted(sequence, [], [], [-1])])
+    first = drafter.logits([Frontier(sequence, [], [], [-1])])
     nodes, parents = [5, 6, 7, 8], [-1, -1, 0, 1]
-    layer = drafter.logits([Wanted(sequence, nodes, parents, [0, 1])])
-    leaves = drafter.logits([Wanted(sequence, nodes, parents, [2, 3])])
+    layer = drafter.logits([Frontier(sequence, nodes, parents, [0, 1])])
+    leaves = drafter.logits([Frontier(sequence, nodes, parents, [2, 3])])
     for found, text in zip([first[0], *layer, *leaves], [[], [5], [6], [5, 7], [6, 8]], strict=True):
         assert torch.allclose(found[: tiny.VOCABULARY], tiny.expected_logits("llama", [*tokens, *text])[-1], atol=1e-4)
         assert found[tiny.VOCABULARY :].tolist() == [-torch.inf] * 3
@@ -230,7 +230,7 @@ def test_a_draft_model_with_another_vocabulary_only_guesses_worse() -> None:
     sequence = tiny.group(0, [1, 2, 3], 20).sequences[0]
     sequence.pages = [1]
     small.ready([sequence])
-    assert small.logits([Wanted(sequence, [], [], [-1])]).shape == (1, tiny.VOCABULARY - 20)
+    assert small.logits([Frontier(sequence, [], [], [-1])]).shape == (1, tiny.VOCABULARY - 20)
 
 
 def test_two_ranks_draft_the_same() -> None:

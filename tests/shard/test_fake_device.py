@@ -22,7 +22,7 @@ from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.hypotheses import Path as Beam
 from penstock.shard.decoding.hypotheses import Search, Stop
 from penstock.shard.engine import Engine, Outcome
-from penstock.shard.forward import Bounds
+from penstock.shard.forward import Extent
 from penstock.shard.graphs import Recorder
 from penstock.shard.loading import load
 from penstock.shard.memory import size_pool
@@ -104,8 +104,8 @@ def engine_of(speculate: str = "", graphs: bool = True, **more: Any) -> Engine:
     size_pool(engine, PAGE, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL, [1, 2, 4])
     engine.resize(PAGES, PAGE)
     if graphs:
-        bounds = Bounds(TOKENS, ROWS, TOTAL, PAGES, None, engine.guesses.most > 0, engine.guesses.trees)
-        engine.record(Recorder(), bounds, lambda stage: None)
+        extent = Extent(TOKENS, ROWS, TOTAL, PAGES, None, engine.guesses.most > 0, engine.guesses.trees)
+        engine.record(Recorder(), extent, lambda stage: None)
     return engine
 
 
@@ -366,7 +366,7 @@ def test_no_family_asks_the_host(noted: Noted, name: str) -> None:
     engine = load(ShardConfig(folder=folder, model="m", device="cuda", dtype="bfloat16"), lambda stage: None)
     size_pool(engine, PAGE, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL, [1, 2, 4])
     engine.resize(PAGES, PAGE)
-    engine.record(Recorder(), Bounds(TOKENS, ROWS, TOTAL, PAGES, None, False, False), lambda stage: None)
+    engine.record(Recorder(), Extent(TOKENS, ROWS, TOTAL, PAGES, None, False, False), lambda stage: None)
     groups = [tiny.group(uid, range(20 + uid), 6) for uid in range(1, 4)]
     noted.waits.clear()
     assert len(run(engine, groups)) == 18
@@ -389,7 +389,7 @@ def test_adapters_ask_nothing(noted: Noted, tmp_path: Path) -> None:
     engine.compile(TOKENS)
     size_pool(engine, PAGE, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL, [1, 2, 4])
     engine.resize(PAGES, PAGE)
-    engine.record(Recorder(), Bounds(TOKENS, ROWS, TOTAL, PAGES, None, False, False), lambda stage: None)
+    engine.record(Recorder(), Extent(TOKENS, ROWS, TOTAL, PAGES, None, False, False), lambda stage: None)
     known = {one for one in noted.launches if one.kernel == "experts_kernel"}
     assert known
     noted.waits.clear()
@@ -410,7 +410,7 @@ def test_weights_of_few_bits_ask_nothing(noted: Noted, kind: str) -> None:
     assert engine.decoder.weight_bytes == pytest.approx(shape.weight_bytes(1, 2, "cuda", "bfloat16", False), rel=0.01)
     size_pool(engine, PAGE, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL, [1, 2, 4])
     engine.resize(PAGES, PAGE)
-    engine.record(Recorder(), Bounds(TOKENS, ROWS, TOTAL, PAGES, None, False, False), lambda stage: None)
+    engine.record(Recorder(), Extent(TOKENS, ROWS, TOTAL, PAGES, None, False, False), lambda stage: None)
     noted.waits.clear()
     assert len(run(engine, [tiny.group(uid, range(20 + uid), 6) for uid in range(1, 4)])) == 18
     assert engine.forward.replayed > 5

@@ -117,7 +117,7 @@ def test_published_models_with_an_index() -> None:
 def test_memory_for_what_an_index_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, 64 tokens at once among all that they see."""
     free = 1 << 32
-    monkeypatch.setattr(memory, "_sample", lambda *given: memory.Sample(64, 1 << 20, 1.0))
+    monkeypatch.setattr(memory, "_sample", lambda *given: memory.Measured(64, 1 << 20, 1.0))
     monkeypatch.setattr(memory, "_available", lambda device: free)
     rooms = {}
     for name in ("deepseek-v3", "deepseek-v32"):

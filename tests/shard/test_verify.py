@@ -15,8 +15,7 @@ from torch import Tensor
 
 from penstock.kernels.sampling import Draws
 from penstock.shard.decoding import growth, sampler, verify
-from penstock.shard.decoding.growth import Drafting, Expansion
-from penstock.shard.decoding.lookup import Index
+from penstock.shard.decoding.growth import Drafting, Layered
 from penstock.shard.decoding.proposers import Asked, Lookup, Proposed, Proposer
 from penstock.shard.decoding.sampler import Pick, Row
 from penstock.shard.decoding.strategy import Finish
@@ -36,7 +35,7 @@ TARGET = Toy(4, 10)
 DRAFT = TARGET.near(20, 1.2)
 FILTERED = Sampling(temperature=0.8, top_p=0.95, min_p=0.02, frequency_penalty=0.4, repetition_penalty=1.2, bias=((2, 0.3),))
 PLAIN = Sampling(temperature=1.1)
-CHAIN, PAIRS, TREE = Expansion((1, 1)), Expansion((2, 2)), Expansion((3, 2))
+CHAIN, PAIRS, TREE = Layered((1, 1)), Layered((2, 2)), Layered((3, 2))
 
 
 @pytest.fixture(autouse=True)
@@ -125,8 +124,8 @@ def proposers() -> dict[str, Proposer]:
     near = WIDE.near(4, 0.7)
     return {
         "wild": Wild(1),
-        "chain": Drafting(near, Expansion((1,) * 5)),
-        "expansion": Drafting(near, Expansion((3, 2, 1, 1))),
+        "chain": Drafting(near, Layered((1,) * 5)),
+        "expansion": Drafting(near, Layered((3, 2, 1, 1))),
         "best first": Drafting(near, growth.BestFirst(5)),
         "lookup": Lookup(),
         "nothing": Wild(1, nodes=0),
@@ -178,7 +177,7 @@ def test_the_check_of_identity_finds(fault: str, monkeypatch: pytest.MonkeyPatch
 def test_without_a_temperature_every_rule_is_greedy(rule: Rule) -> None:
     calm = [replace(one, sampling=replace(one.sampling, temperature=0.0)) for one in requests(100, 6)]
     again = [replace(one, sampling=replace(one.sampling, temperature=0.0)) for one in requests(100, 6)]
-    assert same(speculate(WIDE, calm, Drafting(WIDE.near(4, 0.7), Expansion((3, 2, 1)), rule), rule, 17), plainly(WIDE, again, 17))
+    assert same(speculate(WIDE, calm, Drafting(WIDE.near(4, 0.7), Layered((3, 2, 1)), rule), rule, 17), plainly(WIDE, again, 17))
 
 
 def test_without_drafts_rejection_is_plain_sampling() -> None:
@@ -193,7 +192,7 @@ def test_a_draft_that_is_the_target_is_always_right(rule: Rule, count: int) -> N
     told: list[tuple[int, int]] = []
     sampled = [one for one in requests(120, 8) if one.sampling.temperature > 0 or rule is Rule.GUMBEL]
     groups = [replace(one, end_ids=frozenset(), max_new_tokens=40) for one in sampled]
-    proposer = Drafting(WIDE, Expansion((1,) * count), rule)
+    proposer = Drafting(WIDE, Layered((1,) * count), rule)
     speculate(WIDE, groups, proposer, rule, 30, told=lambda nodes, accepted: told.append((nodes, accepted)))
     assert len(told) > 400
     assert all(accepted == nodes == count for nodes, accepted in told)
@@ -202,7 +201,7 @@ def test_a_draft_that_is_the_target_is_always_right(rule: Rule, count: int) -> N
 # Distribution: the joint one of three tokens
 
 
-def p_value(shape: Expansion, rule: Rule, sampling: Sampling, count: int, model: Toy = DRAFT) -> float:
+def p_value(shape: Layered, rule: Rule, sampling: Sampling, count: int, model: Toy = DRAFT) -> float:
     answers = speculate(TARGET, seeded(sampling, count, 9), Drafting(model, shape, rule), rule, 3)
     return g_test(answers, exact(TARGET, sampling, 3))
 
@@ -219,7 +218,7 @@ def p_value(shape: Expansion, rule: Rule, sampling: Sampling, count: int, model:
     ids=["gumbel", "chain", "chain, filtered", "pairs", "tree, filtered"],
 )
 def test_three_tokens_have_the_joint_distribution_of_plain_sampling(
-    rule: Rule, shape: Expansion, sampling: Sampling, count: int
+    rule: Rule, shape: Layered, sampling: Sampling, count: int
 ) -> None:
     assert p_value(shape, rule, sampling, count) > FAIR
 
@@ -246,7 +245,7 @@ def test_what_is_certain_is_accepted_as_often_as_it_is_drawn(proposer: Proposer,
 def test_siblings_repeat() -> None:
     """In the tests of trees, and each token stands once in the tree."""
     groups = seeded(PLAIN, 200, 9)
-    asked = [Asked(one, one.sequences[0], 127, 8, Index()) for one in groups]
+    asked = [Asked(one, one.sequences[0], 127, 8) for one in groups]
     drafts = [one for shape in (PAIRS, TREE) for one in Drafting(DRAFT, shape, Rule.REJECTION).propose(asked).drafts]
     repeats = [own for draft in drafts for own in draft.drawn if len({one.token for one in own}) < len(own)]
     assert len(repeats) > 200
@@ -293,7 +292,7 @@ def of_no_position(draws: Draws, count: int, stream: int) -> Tensor:
 
 
 UNIFORM = verify._uniform
-FAULTS: dict[str, tuple[Expansion, str, Any]] = {
+FAULTS: dict[str, tuple[Layered, str, Any]] = {
     "p and q swapped": (CHAIN, "_accepts", swapped),
     "always accepted": (CHAIN, "_accepts", lambda target, proposed, uniform: uniform < 2),
     "never more than target": (CHAIN, "_accepts", lambda target, proposed, uniform: uniform < target),
@@ -303,7 +302,7 @@ FAULTS: dict[str, tuple[Expansion, str, Any]] = {
     "accepted by what was drawn with": (CHAIN, "_uniform", of_one_stream),
     "one number for all tries": (TREE, "_uniform", of_one_word),
     "one number for all positions": (CHAIN, "_uniform", of_no_position),
-    "repeats left out": (Expansion((8,)), "_by_rejection", once_each(verify._by_rejection)),
+    "repeats left out": (Layered((8,)), "_by_rejection", once_each(verify._by_rejection)),
     "likeliest first": (TREE, "_by_rejection", likeliest_first(verify._by_rejection)),
 }
 SMALL = {"one number for all tries", "repeats left out"}
@@ -345,7 +344,7 @@ def test_rejection_needs_a_shape_that_does_not_depend_on_draws() -> None:
 def accepted_first(width: int, rule: Rule) -> float:
     """How often one of so many first tokens is."""
     told: list[int] = []
-    proposer = Drafting(DRAFT, Expansion((width,)), rule)
+    proposer = Drafting(DRAFT, Layered((width,)), rule)
     speculate(TARGET, seeded(PLAIN, SOME, 9), proposer, rule, 1, told=lambda nodes, accepted: told.append(accepted))
     return sum(told) / len(told)
 
@@ -458,8 +457,8 @@ def test_logits_that_are_not_finite_matter_where_the_answer_goes(rule: Rule) -> 
 def test_a_mask_binds_rejection() -> None:
     """What it forbids is not accepted, nor drawn."""
     groups = seeded(PLAIN, 500, 9)
-    asked = [Asked(one, one.sequences[0], 127, 8, Index()) for one in groups]
-    proposed = Drafting(DRAFT, Expansion((3,)), Rule.REJECTION).propose(asked)
+    asked = [Asked(one, one.sequences[0], 127, 8) for one in groups]
+    proposed = Drafting(DRAFT, Layered((3,)), Rule.REJECTION).propose(asked)
     rows, ends = [], []
     for one, draft in zip(groups, proposed.drafts, strict=True):
         own = verify.rows(one, one.sequences[0], draft.tree)

@@ -14,9 +14,8 @@ from scipy import stats
 from torch import Tensor
 
 from penstock.shard.decoding import sampler, verify
-from penstock.shard.decoding.growth import Wanted
-from penstock.shard.decoding.lookup import Index
-from penstock.shard.decoding.proposers import Asked, Lookup, Proposer
+from penstock.shard.decoding.growth import Frontier
+from penstock.shard.decoding.proposers import Asked, Proposer
 from penstock.shard.decoding.strategy import Finish
 from penstock.shard.decoding.verify import Rule
 from penstock.shard.sequence import Group, Sampling, sequences
@@ -52,12 +51,12 @@ class Toy:
         """As a draft model: always."""
         return [True] * len(sequences)
 
-    def logits(self, wanted: Sequence[Wanted]) -> Tensor:
+    def logits(self, wanted: Sequence[Frontier]) -> Tensor:
         """Likewise."""
         return self.after([end(one, node) for one in wanted for node in one.nodes])
 
 
-def end(one: Wanted, node: int) -> tuple[int, int]:
+def end(one: Frontier, node: int) -> tuple[int, int]:
     """The last two tokens of the path to a node."""
     tokens = one.sequence.tokens
     if node < 0:
@@ -104,9 +103,8 @@ def speculate(
 ) -> list[list[tuple[sampler.Pick, Finish]]]:
     """At least `count` tokens each, if they don't end before. nodes: most drafts of a group; told: is told of all verifications."""
     answers: list[list[tuple[sampler.Pick, Finish]]] = [[] for _ in groups]
-    indices = [Index() for _ in groups] if isinstance(proposer, Lookup) else [Index()] * len(groups)
     while live := [i for i, own in enumerate(answers) if len(own) < count and (not own or not own[-1][1])]:
-        asked = [Asked(groups[i], one := groups[i].sequences[0], nodes(i), verify.room(groups[i], one), indices[i]) for i in live]
+        asked = [Asked(groups[i], one := groups[i].sequences[0], nodes(i), verify.room(groups[i], one)) for i in live]
         proposed = proposer.propose(asked)
         rows, ends = [], []
         for one, draft in zip(asked, proposed.drafts, strict=True):
