@@ -28,11 +28,12 @@ from .decoding.stops import Stops
 from .flight import Flight
 from .forward import Extent, Forward, Record, layout_of
 from .guesses import Guesses
-from .logits import choose, nothing, score_prompts
+from .logits import choose, nothing
 from .masks import Masks
 from .models.decoder import Decoder
 from .outcome import Outcome
 from .pages import OutOfPages, PagePool
+from .scores import score_prompts
 from .sequence import Group
 from .shrink import ALONE, Shrink
 from .step import Run

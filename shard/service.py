@@ -1,4 +1,4 @@
-"""Protobuf to engine and back: the only file of the shard that knows the wire.
+"""The Shard service: has the engine do what commands say, and answers with what came of it.
 
 When a command is executed, and on which thread, is the business of `steps`. A fault that is no group's own ends the process: what
 is left of the shard's state can't be trusted then, and the launcher knows what to do.
@@ -6,14 +6,10 @@ is left of the shard's state can't be trusted then, and the launcher knows what 
 
 import logging
 import threading
-from array import array
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Listing
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
-from typing import Any
 
 import grpc
 
@@ -22,18 +18,15 @@ from ..proto import shard_pb2 as wire
 from . import invariance
 from .checks import check_warmup, checked
 from .config import ShardConfig
-from .decoding.budget import Allowance, Linear
-from .decoding.hypotheses import Hypothesis, Path, Search, Stop
-from .decoding.strategy import Grown
 from .engine import Engine
 from .forward import Extent
 from .graphs import Recorder
 from .memory import size_pool
+from .messages import allowance_from, group_from, paused_to, step_reply
 from .models.shape import Unsupported
 from .outcome import Outcome
 from .relay import Sender
 from .rooms import decodes, mixed, parse
-from .sequence import Group, Sampling, sequences
 from .steps import LAND, Answer, Executor, Failed, Refused
 
 log = logging.getLogger(__name__)
@@ -248,171 +241,3 @@ class Service:
 
 def _reply_when(landed: "Future[Outcome]", step: int, reply: Callable[[Answer], None]) -> None:
     landed.add_done_callback(lambda over: reply(partial(step_reply, step, over.result())))
-
-
-def step_reply(step: int, outcome: Outcome) -> wire.Reply:
-    """The columns of a step. The next one may have begun: nothing that it changes is looked at here."""
-    emitted = outcome.emitted
-    tops = [pair for _, row in emitted for pair in row.pick.top]
-    reply = wire.StepReply(
-        step=step,
-        uids=[uid for uid, _ in emitted],
-        choices=[row.choice for _, row in emitted],
-        tokens=[row.pick.token for _, row in emitted],
-        logprobs=[row.pick.logprob for _, row in emitted],
-        finishes=[row.finish for _, row in emitted],
-        top_counts=[len(row.pick.top) for _, row in emitted] if tops else [],
-        top_ids=[token for token, _ in tops],
-        top_logprobs=[logprob for _, logprob in tops],
-        prompt_uids=[uid for uid, _ in outcome.prompts],
-        prompt_counts=[len(scores) for _, scores in outcome.prompts],
-        prompt_logprobs=[score for _, scores in outcome.prompts for score in scores],
-        prompt_tops=[len(of) // max(len(scores), 1) for (_, scores), of in zip(outcome.prompts, outcome.tops, strict=True)],
-        prompt_top_ids=[token for of in outcome.tops for token, _ in of],
-        prompt_top_logprobs=[logprob for of in outcome.tops for _, logprob in of],
-        held_uids=[uid for uid, _, _, _ in outcome.standing],
-        held=[held for _, held, _, _ in outcome.standing],
-        grow=[grow for _, _, grow, _ in outcome.standing],
-        lacking=[lacking for _, _, _, lacking in outcome.standing],
-        free=outcome.free,
-        cached=outcome.cached,
-        failed_uids=[uid for uid, _ in outcome.failed],
-        failed_messages=[message for _, message in outcome.failed],
-        seconds=outcome.seconds,
-        mask_seconds=outcome.mask_seconds,
-        mask_wait_seconds=outcome.mask_wait_seconds,
-        prompt_tokens=outcome.prompt_tokens,
-        restored_tokens=outcome.restored_tokens,
-        cached_tokens=outcome.cached_tokens,
-        found_uids=[uid for uid, _ in outcome.found],
-        found_tokens=[tokens for _, tokens in outcome.found],
-        decode_tokens=outcome.decode_tokens,
-        prompt_keys=outcome.prompt_keys,
-        decode_keys=outcome.decode_keys,
-        drafted_tokens=outcome.drafted,
-        accepted_tokens=outcome.accepted,
-        guessed_uids=[uid for uid, _, _ in outcome.guessed],
-        guessed_drafted=[drafted for _, drafted, _ in outcome.guessed],
-        guessed_accepted=[accepted for _, _, accepted in outcome.guessed],
-        tried_by_depth=outcome.tried,
-        kept_by_depth=outcome.kept,
-        draft_seconds=outcome.draft_seconds,
-        rounds=outcome.rounds,
-        later_seconds=outcome.later_seconds,
-        exhausted=outcome.exhausted,
-        ahead=outcome.ahead,
-        scored_uids=[uid for uid, _ in outcome.scored],
-        scored_counts=[len(scores) for _, scores in outcome.scored],
-        scores=[score for _, scores in outcome.scored for score in scores],
-        grown=[grown_to(uid, grown) for uid, grown in outcome.grown],
-        searched_uids=[uid for uid, _ in outcome.searched],
-        searched_tokens=[tokens for _, tokens in outcome.searched],
-    )
-    return wire.Reply(step=reply)
-
-
-def allowance_from(request: wire.PrefillRequest | wire.DecodeRequest) -> Allowance | None:
-    """What the step's drafts may cost, if the router says."""
-    if not request.HasField("allowance"):
-        return None
-    told = request.allowance
-    cost = Linear(told.step_seconds, told.draft_seconds, told.round_seconds, told.first_seconds)
-    return Allowance(cost, told.most, dict(zip(told.needed_uids, told.needed, strict=True)))
-
-
-def group_from(message: wire.Group) -> Group:
-    """A group as it arrives: fresh, or with what it generated before."""
-    asked: Any = message.sampling
-    sampling = Sampling(
-        temperature=asked.temperature,
-        top_k=asked.top_k,
-        top_p=asked.top_p if asked.HasField("top_p") else 1.0,
-        min_p=asked.min_p,
-        typical_p=asked.typical_p if asked.HasField("typical_p") else 1.0,
-        repetition_penalty=asked.repetition_penalty if asked.HasField("repetition_penalty") else 1.0,
-        frequency_penalty=asked.frequency_penalty,
-        presence_penalty=asked.presence_penalty,
-        bias=tuple(zip(asked.bias_ids, asked.bias_values, strict=True)),
-        seed=asked.seed,
-        final_logprobs=asked.final_logprobs,
-    )
-    search = search_from(message) if message.HasField("beams") else None
-    live = [part for part in message.continuations if not part.complete]
-    continuations = [(part.choice, part.tokens) for part in live]
-    begun, waiting = sequences(message.tokens, 1 if search else message.choices or 1, continuations, message.cache_key)
-    if search is not None:
-        for sequence, part in zip(begun, live or [wire.Continuation()], strict=True):
-            sequence.path = path_from(part)
-    return Group(
-        uid=message.uid,
-        sequences=begun,
-        waiting=waiting,
-        sampling=sampling,
-        max_new_tokens=message.max_new_tokens,
-        end_ids=frozenset(message.end_ids),
-        top_n=message.top_n,
-        prompt_logprobs=message.prompt_logprobs and not continuations,  # they were reported with the first token
-        prompt_top_n=message.prompt_top_n,
-        min_new_tokens=message.min_new_tokens,
-        grammar=message.grammar,
-        search=search,
-        drafts=0 if search else message.drafts,
-        stops=tuple(message.stops),
-        adapter=message.adapter,
-        trace=message.trace,
-    )
-
-
-def search_from(message: wire.Group) -> Search:
-    """Beam search as it arrives, with what it had kept before it was paused."""
-    asked = message.beams
-    kept = [Hypothesis(array("I", part.tokens), path_from(part), part.score) for part in message.continuations if part.complete]
-    wanted = message.choices or 1
-    return Search(asked.width, wanted, asked.length_penalty, Stop(asked.stop), asked.told, asked.watched, kept)
-
-
-def path_from(part: wire.Continuation) -> Path:
-    """How a beam came about."""
-    pairs = zip(part.top_ids, part.top_logprobs, strict=True)
-    return Path(part.score, array("f", part.logprobs), [tuple(islice(pairs, count)) for count in part.top_counts])
-
-
-def paused_to(group: Group, page_size: int) -> wire.Paused:
-    """What resumes a group that has given its pages back."""
-    begun = [] if group.waiting else group.sequences
-    continuations = [continuation_to(s.choice, s.tokens[s.prompt_length :], s.path) for s in begun]
-    if group.search is not None:
-        for rank, kept in enumerate(group.search.kept):
-            part = continuation_to(rank, kept.tokens, kept.path)
-            part.score, part.complete = kept.score, True
-            continuations.append(part)
-    return wire.Paused(uid=group.uid, continuations=continuations, grow=group.worst(page_size), lacking=group.lacking)
-
-
-def continuation_to(choice: int, tokens: Listing[int], path: Path | None) -> wire.Continuation:
-    """What one sequence has generated."""
-    if path is None:
-        return wire.Continuation(choice=choice, tokens=tokens)
-    return wire.Continuation(
-        choice=choice,
-        tokens=tokens,
-        score=path.score,
-        logprobs=path.logprobs,
-        top_counts=[len(top) for top in path.tops],
-        top_ids=[token for top in path.tops for token, _ in top],
-        top_logprobs=[logprob for top in path.tops for _, logprob in top],
-    )
-
-
-def grown_to(uid: int, grown: Grown) -> wire.Grown:
-    """For who watches."""
-    return wire.Grown(
-        uid=uid,
-        parents=[parent for parent, _, _ in grown.live],
-        tokens=[token for _, token, _ in grown.live],
-        scores=[score for _, _, score in grown.live],
-        complete_parents=[parent for parent, _, _ in grown.complete],
-        complete_tokens=[token for _, token, _ in grown.complete],
-        complete_scores=[score for _, _, score in grown.complete],
-        length=grown.length,
-    )

@@ -11,9 +11,9 @@ from penstock.proto import shard_pb2 as wire
 from penstock.router.policies import Mixed
 from penstock.router.scheduler import Action, Bounds, Filter, Job, Prefill, Report, Scheduler, most_pages
 from penstock.shard.decoding.hypotheses import Search
+from penstock.shard.messages import group_from, paused_to
 from penstock.shard.outcome import Outcome
 from penstock.shard.sequence import Sampling
-from penstock.shard.service import group_from, paused_to
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import message
 from penstock.tests.shard.paper import Paper

@@ -9,8 +9,8 @@ import pytest
 from penstock.router.batcher import Batcher
 from penstock.router.record import Record, current
 from penstock.router.request import Broken
+from penstock.shard.messages import group_from
 from penstock.shard.outcome import Outcome
-from penstock.shard.service import group_from
 from penstock.tests.router.fakes import FakeShards
 from penstock.tests.router.test_batcher import ask, quiet, read, run
 

@@ -22,9 +22,9 @@ from penstock.shard.decoding.hypotheses import Search
 from penstock.shard.decoding.sampler import Pick
 from penstock.shard.decoding.strategy import Emitted, Finish
 from penstock.shard.engine import Engine
+from penstock.shard.messages import group_from, paused_to
 from penstock.shard.outcome import Outcome
 from penstock.shard.sequence import Group, Sampling
-from penstock.shard.service import group_from, paused_to
 
 UNLIMITED = 1 << 20
 

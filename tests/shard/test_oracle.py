@@ -12,8 +12,8 @@ from torch import Tensor
 from penstock.kernels import attention, noise, operations
 from penstock.shard import step
 from penstock.shard.engine import Engine
-from penstock.shard.logits import _score
 from penstock.shard.parallel import Ranks
+from penstock.shard.scores import _score
 from penstock.shard.sequence import Group, Sampling
 from penstock.shard.sequence import Sequence as Tokens
 from penstock.shard.sequence import sequences as tokens_of

@@ -18,10 +18,11 @@ from penstock.shard import memory
 from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.budget import Allowance, Linear
 from penstock.shard.loading import load
+from penstock.shard.messages import allowance_from, group_from, step_reply
 from penstock.shard.outcome import Outcome
 from penstock.shard.relay import Sender
 from penstock.shard.sequence import Sampling
-from penstock.shard.service import Service, allowance_from, group_from, step_reply
+from penstock.shard.service import Service
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import Habits, Remote, drive, message
 from penstock.tests.shard.test_oracle import COUNT, prompt, prompts, requests
