@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..proto import shard_pb2 as wire
+from .commands import Refused
 from .decoding.tree import MOST_NODES
-from .steps import Refused
 
 LAST = (1 << 64) - 1  # step, which no command could follow
 MOST_CHOICES = 1 << 16  # of a group: more rows than any step samples

@@ -8,13 +8,13 @@ from itertools import groupby
 
 from .books import Books
 from .cache import Cache
-from .codes import Found
 from .decoding.methods import strategy_of
 from .decoding.strategy import Child
 from .outcome import Outcome
 from .pages import OutOfPages
 from .sequence import Group, Sequence
 from .step import Run
+from .telling import Found
 
 
 def conclude(runs: Listing[Run], picks: dict[int, Found], books: Books, cache: Cache, outcome: Outcome) -> None:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ..kernels.transfer import Arrival, to_device
-from .codes import Found, codes_of, found_from, length_of
 from .decoding import verify
 from .decoding.expansion import Beams, Candidate, Expansion, elsewhere, expand
 from .decoding.grammar import Unusable
@@ -28,6 +27,7 @@ from .models.decoder import Decoder
 from .sequence import Sequence
 from .shrink import ALONE, Shrink
 from .step import Picked, Run
+from .telling import Found, codes_of, found_from, length_of
 
 ELSEWHERE = "rank 0 says why"
 

@@ -1,7 +1,7 @@
 """The Shard service: has the engine do what commands say, and answers with what came of it.
 
-When a command is executed, and on which thread, is the business of `steps`. A fault that is no group's own ends the process: what
-is left of the shard's state can't be trusted then, and the launcher knows what to do.
+When a command is executed, and on which thread, is the business of `commands`. A fault that is no group's own ends the process:
+what is left of the shard's state can't be trusted then, and the launcher knows what to do.
 """
 
 import logging
@@ -17,6 +17,7 @@ from ..kernels.choose import triton_on
 from ..proto import shard_pb2 as wire
 from . import invariance
 from .checks import check_warmup, checked
+from .commands import LAND, Answer, Executor, Failed, Refused
 from .config import ShardConfig
 from .engine import Engine
 from .forward import Extent
@@ -27,7 +28,6 @@ from .models.shape import Unsupported
 from .outcome import Outcome
 from .relay import Sender
 from .rooms import decodes, mixed, parse
-from .steps import LAND, Answer, Executor, Failed, Refused
 
 log = logging.getLogger(__name__)
 
@@ -193,21 +193,21 @@ class Service:
             context.abort(grpc.StatusCode.INTERNAL, FAILED)
 
     def enter(self) -> None:
-        """See `steps.Machine`."""
+        """See `commands.Machine`."""
         self.engine.enter()
 
     def execute(self, command: wire.Command, reply: Callable[[Answer], None]) -> None:
-        """See `steps.Machine`."""
+        """See `commands.Machine`."""
         kind = command.WhichOneof("kind")
         getattr(self, f"_{kind}")(getattr(command, kind), reply)
 
     @property
     def underway(self) -> Callable[[], None] | None:
-        """See `steps.Machine`."""
+        """See `commands.Machine`."""
         return self.engine.underway
 
     def land(self) -> None:
-        """See `steps.Machine`."""
+        """See `commands.Machine`."""
         self.engine.land()
 
     def _prefill(self, request: wire.PrefillRequest, reply: Callable[[Answer], None]) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from penstock.proto import shard_pb2 as wire
-from penstock.shard.steps import AHEAD, LAND, Answer, Executor, Failed, Refused
+from penstock.shard.commands import AHEAD, LAND, Answer, Executor, Failed, Refused
 from penstock.tests.shard import tiny
 from penstock.tests.shard.test_service import WARMUP, Process, code_of, prefill
 
