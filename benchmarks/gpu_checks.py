@@ -52,6 +52,7 @@ TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 # Of elementwise operations, whose steps are rounded to the type one after the other.
 ROUNDINGS = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 SHAPES = 4  # of steps of attention, in one part
+MIXTURES = ((8, 2), (128, 8))  # experts, and how many of them a token goes through
 WORKERS = 8
 THREADS = 2  # of each, for what is computed on the host
 PATIENCE = 30.0  # seconds that checks may take beyond the section's time
@@ -442,7 +443,7 @@ def mixtures(bench: Bench, chance: random.Random, kind: str = "") -> float:
     if kind:
         hidden, size = (64, 32) if bench.tiny else (32 * chance.randint(4, 90), 32 * chance.randint(4, 30))
     limit = 7.0 if kind else 0.0
-    for number, count in ((5, 2),) if bench.tiny else ((8, 2), (128, 8)):
+    for number, count in ((5, 2),) if bench.tiny else MIXTURES:
         gate_ups = [_wide(2 * size, hidden, dtype=dtype, device=device) * hidden**-0.5 for _ in range(number)]
         downs = [_wide(hidden, size, dtype=dtype, device=device) * size**-0.5 for _ in range(number)]
         biases = [_wide(number, width, dtype=dtype, device=device) for width in (2 * size, hidden)]

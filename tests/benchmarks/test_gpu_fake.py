@@ -29,6 +29,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
         monkeypatch.setattr(gpu_measure, name, value)
     for name, value in {"STEPS": 3, "WARM": 1, "CASES": ((1, 1024), (256, 1024), (256, 8192))}.items():
         monkeypatch.setattr(gpu_model, name, value)
+    monkeypatch.setattr(gpu_checks, "MIXTURES", ((16, 8),))
     for where, name in ((Decoder, "__call__"), (Decoder, "logits"), (logits, "begin"), (graphs.Recorder, "__call__")):
         monkeypatch.setattr(where, name, getattr(where, name))  # `gpu_busy` watches them for the rest of a process: not of this one
     with fake_cuda.device(monkeypatch, shapes=1 << 14) as found:
