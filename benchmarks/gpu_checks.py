@@ -105,13 +105,11 @@ def checked(bench: Bench, seed: int, name: str) -> Line:
     """One check. What it does depends on the seed and its name alone."""
     chance = random.Random(f"{seed} {name}")
     torch.manual_seed(chance.randrange(1 << 32))
-    choose.force("triton")
     try:
-        found = checks(bench)[name](bench, chance)
+        with choose.forced("triton"):
+            found = checks(bench)[name](bench, chance)
     except Exception as problem:  # the others are still looked at
         return failed(SECTION, name, problem, 1.0, check=True)
-    finally:
-        choose.force("")
     return Line(section=SECTION, what=name, ratio=found, against="of the tolerance", goal=1.0, most=True, check=True)
 
 
@@ -426,9 +424,8 @@ def routes(bench: Bench, chance: random.Random) -> float:
         with poisoned():
             shares, chosen = experts.route(logits.to(bench.device), correction=correction.to(bench.device), **how)
             order, starts = sort(chosen[: PAIRS // count], number)
-        choose.force("reference")
-        expected, _ = experts.route(logits, correction=correction, **how)
-        choose.force("triton")
+        with choose.forced("reference"):
+            expected, _ = experts.route(logits, correction=correction, **how)
         numbers, places = chosen[: PAIRS // count].flatten().sort(stable=True)
         begins = torch.searchsorted(numbers, torch.arange(number + 1, device=bench.device))
         exact = order.equal(places) and starts.equal(begins)
@@ -535,9 +532,8 @@ def _differ(bench: Bench, before: Tensor, columns: Tensor, starts: Tensor) -> fl
     """Elements that the device changes otherwise than a CPU. columns: sources, targets, and of pages what is filled."""
     own, plain = before.to(bench.device, copy=True), before.clone()
     _change(own, columns.to(bench.device), starts.to(bench.device))
-    choose.force("reference")
-    _change(plain, columns, starts)
-    choose.force("triton")
+    with choose.forced("reference"):
+        _change(plain, columns, starts)
     return float((own.cpu() != plain).sum())
 
 
@@ -556,9 +552,8 @@ def noises(bench: Bench, chance: random.Random) -> float:
     ids = torch.arange(vocabulary, device=bench.device).repeat(rows, 1)
     with poisoned():
         found = noise.gumbel_all(seeds, choices, positions, vocabulary), noise.gumbel(seeds, choices, positions, ids)
-    choose.force("reference")
-    expected = noise.gumbel_all(keys[0], keys[1], keys[2], vocabulary)
-    choose.force("triton")
+    with choose.forced("reference"):
+        expected = noise.gumbel_all(keys[0], keys[1], keys[2], vocabulary)
     return float(sum((one.cpu().view(torch.int32) != expected.view(torch.int32)).sum() for one in found))
 
 
@@ -568,9 +563,8 @@ def tokens(bench: Bench, chance: random.Random) -> float:
     logits = torch.randn(rows, vocabulary) * 3
     draws, penalties, mask = _asked(rows, vocabulary, chance)
     penalized = sampling.allow(sampling.penalize(logits, penalties), mask)
-    choose.force("reference")
-    expected, final = _drawn(penalized, draws)
-    choose.force("triton")
+    with choose.forced("reference"):
+        expected, final = _drawn(penalized, draws)
     device = bench.device
     own = logits.to(device)
     found = sample(own, _moved(draws, device), _moved(penalties, device), mask.to(device))
@@ -637,9 +631,8 @@ def best(bench: Bench, chance: random.Random) -> float:
     starts = [0, *sorted(chance.sample(range(1, count), 3)), count]
     own = beam.candidates(logits.to(bench.device), scores.to(bench.device), starts, 8)
     top = beam.most_probable(logits.to(bench.device), 5)
-    choose.force("reference")
-    expected, plain = beam.candidates(logits, scores, starts, 8), beam.most_probable(logits, 5)
-    choose.force("triton")
+    with choose.forced("reference"):
+        expected, plain = beam.candidates(logits, scores, starts, 8), beam.most_probable(logits, 5)
     worst = max(error(own[0].cpu(), expected[0], 1e-4), error(top[0].cpu(), plain[0], 1e-4))
     ids = sum(
         int((mine.cpu() != theirs).sum()) for mine, theirs in [(own[1], expected[1]), (own[2], expected[2]), (top[1], plain[1])]

@@ -74,31 +74,27 @@ def write(folder: Path, tiny: bool) -> Path:
 def steps(bench: Bench) -> None:
     """Every case, without graphs and from one."""
     cuda = bench.device.type == "cuda"
-    choose.force("triton")
     busy = watch(cuda)
-    try:
-        with tempfile.TemporaryDirectory(prefix="penstock-gpu-") as folder:
-            model = write(Path(folder), bench.tiny)
-            began = time.perf_counter()
-            dtype = "float32" if bench.tiny else "bfloat16"
-            config = ShardConfig(folder=str(model), model="8b", device=bench.device.type, dtype=dtype, load_format="dummy")
-            engine = load(config, lambda stage: None)
-            print(
-                f"    made up weights of {engine.decoder.weight_bytes / 1e9:.1f} GB in {time.perf_counter() - began:.0f} s",
-                flush=True,
-            )
-            for rows, context in [(2, 40)] if bench.tiny else CASES:
-                if bench.late():
-                    return
-                try:
-                    _case(bench, engine, busy, rows, context)
-                except (RuntimeError, ValueError) as problem:
-                    bench.add(failed(SECTION, f"{rows} x {context}", problem, GOALS.get((rows, context))))
-                engine.resize(0, PAGE)
-                if cuda:
-                    torch.cuda.empty_cache()
-    finally:
-        choose.force("")
+    with choose.forced("triton"), tempfile.TemporaryDirectory(prefix="penstock-gpu-") as folder:
+        model = write(Path(folder), bench.tiny)
+        began = time.perf_counter()
+        dtype = "float32" if bench.tiny else "bfloat16"
+        config = ShardConfig(folder=str(model), model="8b", device=bench.device.type, dtype=dtype, load_format="dummy")
+        engine = load(config, lambda stage: None)
+        print(
+            f"    made up weights of {engine.decoder.weight_bytes / 1e9:.1f} GB in {time.perf_counter() - began:.0f} s",
+            flush=True,
+        )
+        for rows, context in [(2, 40)] if bench.tiny else CASES:
+            if bench.late():
+                return
+            try:
+                _case(bench, engine, busy, rows, context)
+            except (RuntimeError, ValueError) as problem:
+                bench.add(failed(SECTION, f"{rows} x {context}", problem, GOALS.get((rows, context))))
+            engine.resize(0, PAGE)
+            if cuda:
+                torch.cuda.empty_cache()
 
 
 def _case(bench: Bench, engine: Engine, busy: Busy, rows: int, context: int) -> None:
@@ -223,8 +219,7 @@ def compare(found: Sequence[Sequence[Pick]], expected: Sequence[Sequence[Pick]],
 
 @torch.inference_mode()
 def _greedy(bench: Bench, kernels: str, dtype: str, prompts: Sequence[Sequence[int]], new: int) -> list[list[Pick]]:
-    choose.force(kernels)
-    try:
+    with choose.forced(kernels):
         config = ShardConfig(folder=str(DEMO), model="demo", device=bench.device.type, dtype=dtype, prefix_caching=False)
         engine = load(config, lambda stage: None)
         total = max(map(len, prompts)) + new
@@ -234,8 +229,6 @@ def _greedy(bench: Bench, kernels: str, dtype: str, prompts: Sequence[Sequence[i
             sizes = (*range(1, len(prompts), 3), len(prompts))
             engine.record(Recorder(), Extent(len(prompts), len(prompts), total, pages, sizes), lambda stage: None)
         return _answers(engine, prompts, new)
-    finally:
-        choose.force("")
 
 
 def _answers(engine: Engine, prompts: Sequence[Sequence[int]], new: int) -> list[list[Pick]]:

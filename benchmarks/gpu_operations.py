@@ -22,13 +22,10 @@ SAMPLING = 3.0  # times one read of 256 x 128k logits, with top-k, top-p and pen
 
 def measure(bench: Bench) -> None:
     """All of it; experts last, since most of their time goes into compiling twenty kernels."""
-    choose.force("triton")
-    try:
+    with choose.forced("triton"):
         sizes = (4,) if bench.tiny else (1, 256, 8192)
         parts = [partial(part, tokens=tokens) for part in (elementwise, few_bits, steady, mixture) for tokens in sizes]
         bench.each(SECTION, (sample_logits, beams, moves, *parts))
-    finally:
-        choose.force("")
 
 
 def _bfloat16(bench: Bench, *shape: int) -> Tensor:

@@ -39,8 +39,7 @@ SHAPES = {
 
 def measure(bench: Bench) -> None:
     """The most telling first: the section ends when its time is over."""
-    choose.force("triton")
-    try:
+    with choose.forced("triton"):
         cases = {
             "64 x 4k": (0, ONE, even_rows(bench, 64, 4096)),
             "prefill of 8k": (2, MANY, [Row(64 if bench.tiny else 8192, 0, ())]),
@@ -53,8 +52,6 @@ def measure(bench: Bench) -> None:
         for count, tokens in ((64, 4096), (16, 2048), (256, 1024), (1, 8192)):
             parts.append(partial(_cuts, count=count, tokens=tokens))
         bench.each(SECTION, parts)
-    finally:
-        choose.force("")
 
 
 def _compare(bench: Bench, what: str, where: str, usual: float, calls: Callable[[], Sequence[Call]]) -> None:

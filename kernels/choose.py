@@ -1,8 +1,11 @@
 """Which of its two implementations an operation runs by: Triton on accelerators, plain torch elsewhere.
 
-One process has one kind of device, so this is a setting of the process: made once, at its start (or by a test), never in between.
-Importing this imports no Triton; modules named `fused_*` do, and are imported where they are called.
+One process has one kind of device, so this is a setting of the process: made once, at its start; in between only by what compares
+both, tests and benchmarks. Importing this imports no Triton; modules named `fused_*` do, and are imported where they are called.
 """
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -16,6 +19,17 @@ def force(choice: str) -> None:
     if choice not in ("", "reference", "triton"):
         raise ValueError(f"no such kernels: {choice!r}")
     _forced = choice
+
+
+@contextmanager
+def forced(choice: str) -> Iterator[None]:
+    """The same for a while."""
+    before = _forced
+    force(choice)
+    try:
+        yield
+    finally:
+        force(before)
 
 
 def triton_for(tensor: Tensor) -> bool:

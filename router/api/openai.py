@@ -20,6 +20,7 @@ from .errors import Problem, Rejected, openai_body
 from .openai_bodies import (
     COMPLETION_TOKENS,
     UNSUPPORTED,
+    UNSUPPORTED_IN_CHATS,
     Body,
     ChatBody,
     CompletionBody,
@@ -80,7 +81,7 @@ class OpenAI:
         clock = Clock()
         body, names = await read_named(http, self._chat, self._config.payload_limit)
         headers = ignored(self._config, body, names)
-        refuse_unsupported(body, (*UNSUPPORTED, "echo"))
+        refuse_unsupported(body, UNSUPPORTED_IN_CHATS)
         if body.best_of not in (None, body.n or 1) and not body.use_beam_search:
             raise Refused("`best_of` is not supported for chats: ask for `n` answers", "best_of")
         if body.top_logprobs and not body.logprobs:

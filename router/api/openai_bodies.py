@@ -148,6 +148,7 @@ class Body(Common, kw_only=True):
 
 
 UNSUPPORTED = Body.__struct_fields__[Body.__struct_fields__.index("suffix") :]
+UNSUPPORTED_IN_CHATS = (*UNSUPPORTED, "echo")
 
 
 class CompletionBody(Body, kw_only=True):

@@ -42,8 +42,8 @@ MEANINGS = {
 REFUSED: dict[type, Collection[str]] = {
     GenerateParameters: tgi_shapes.UNSUPPORTED,
     CompletionBody: openai_bodies.UNSUPPORTED,
-    ChatBody: (*openai_bodies.UNSUPPORTED, "echo"),
-    TokenizeChatBody: (*openai_bodies.UNSUPPORTED, "echo"),
+    ChatBody: openai_bodies.UNSUPPORTED_IN_CHATS,
+    TokenizeChatBody: openai_bodies.UNSUPPORTED_IN_CHATS,
     ResponsesBody: responses.UNSUPPORTED,
 }
 BODY, RUN = (400, 401, 408, 413, 415, 429, 500), (503, 504)  # statuses of routes that read a body; that compute
