@@ -12,7 +12,7 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InfoReply(_message.Message):
-    __slots__ = ("rank", "ranks", "model", "dtype", "device", "page_size", "vocabulary", "max_positions", "loaded", "stage", "overlaps", "adapters", "quantize", "kv_cache_dtype", "batch_invariant")
+    __slots__ = ("rank", "ranks", "model", "dtype", "device", "page_size", "vocabulary", "max_positions", "loaded", "stage", "overlaps", "adapters", "quantize", "kv_cache_dtype", "batch_invariant", "prefix_caching")
     RANK_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -28,6 +28,7 @@ class InfoReply(_message.Message):
     QUANTIZE_FIELD_NUMBER: _ClassVar[int]
     KV_CACHE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     BATCH_INVARIANT_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_CACHING_FIELD_NUMBER: _ClassVar[int]
     rank: int
     ranks: int
     model: str
@@ -43,7 +44,8 @@ class InfoReply(_message.Message):
     quantize: str
     kv_cache_dtype: str
     batch_invariant: bool
-    def __init__(self, rank: _Optional[int] = ..., ranks: _Optional[int] = ..., model: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., page_size: _Optional[int] = ..., vocabulary: _Optional[int] = ..., max_positions: _Optional[int] = ..., loaded: _Optional[bool] = ..., stage: _Optional[str] = ..., overlaps: _Optional[bool] = ..., adapters: _Optional[_Iterable[str]] = ..., quantize: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., batch_invariant: _Optional[bool] = ...) -> None: ...
+    prefix_caching: bool
+    def __init__(self, rank: _Optional[int] = ..., ranks: _Optional[int] = ..., model: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., page_size: _Optional[int] = ..., vocabulary: _Optional[int] = ..., max_positions: _Optional[int] = ..., loaded: _Optional[bool] = ..., stage: _Optional[str] = ..., overlaps: _Optional[bool] = ..., adapters: _Optional[_Iterable[str]] = ..., quantize: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., batch_invariant: _Optional[bool] = ..., prefix_caching: _Optional[bool] = ...) -> None: ...
 
 class HealthRequest(_message.Message):
     __slots__ = ()

@@ -19,12 +19,13 @@ import asyncio
 import itertools
 import logging
 import math
-from collections.abc import AsyncGenerator, Collection, Iterator, Mapping
+from collections.abc import AsyncGenerator, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from time import monotonic
 
 from ..proto import shard_pb2
 from .admission import admits
+from .beginnings import Beginnings
 from .bounds import bounds_of, drafting_of, policy_of, step_tokens
 from .config import RouterConfig
 from .delivery import Delivery
@@ -39,6 +40,7 @@ from .steps import Steps
 from .streams import Choice, Readers, Stream, Tokenizer, read
 
 RETRY = 0.2  # seconds until new shards that were lost at once are looked for again
+STRIDES = 16  # beginnings of prompts that may be shared are looked at in strides of this part of their length
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +95,7 @@ class Batcher:
         # Who is here
         self._streams: dict[int, Stream] = {}  # that need something of the shards yet, by uid
         self._inquest = Inquest()
+        self._beginnings: Beginnings | None = None  # of prompts, where the shards cache them
         self._held: set[int] = set()  # streams that the inquest lets wait: the scheduler does not know them
         self._readers = Readers()
         # How things stand
@@ -171,6 +174,7 @@ class Batcher:
         self.info = self._shards.info
         self._shards.lost.add_done_callback(lambda lost: self._wake.set())
         self.limits, self._bounds = bounds_of(config, self.info, warm)
+        self._beginnings = Beginnings(self._bounds.page_size, STRIDES) if self.info.prefix_caching else None
         self.together = self._bounds.together(self.limits.max_total_tokens)
         self._warm = warm
         self._queue_all()
@@ -318,6 +322,7 @@ class Batcher:
             rank=stream.rank,
             tenant=request.tenant,
             drafts=request.drafts,
+            beginnings=self._beginnings_of(request),
         )
         if not self._scheduler.admissible(job.prompt_tokens, job.max_new_tokens, job.choices):
             message = "the shards were lost, and those that took their place have too little memory for this request"
@@ -327,6 +332,12 @@ class Batcher:
         else:
             self._scheduler.arrive(job, [len(one.tokens) for one in stream.continuations])
             self._wake.set()
+
+    def _beginnings_of(self, request: Request) -> Sequence[tuple[int, int]]:
+        """By what the scheduler knows which pages it need not take, where any are shared."""
+        if self._beginnings is None or request.prompt_logprobs:  # for these, all of the prompt is computed
+            return ()
+        return self._beginnings.of(request.prompt, request.cache_key)
 
     # ... and go
 

@@ -13,10 +13,9 @@ What each replica has cached is guessed from what it was sent: an index of the p
     prefix    Else the one that holds most of the prompt; of several the least loaded. What it need not compute does not count.
     otherwise The least loaded; where loads are equal, the one that was given least so far.
 
-The index maps the hash of a prompt's beginning to the replicas that have seen it, as bits. Beginnings end at page boundaries, at
-each one at first, then in strides that grow with the length, so that a prompt of n tokens has O(log n) of them; each hash includes
-the one before. Two generations bound the memory: what is used moves to the young one, and when that is full the old one is dropped.
-A hash that two beginnings share, which differ only where it does not look, costs a cache hit, never an answer.
+The index maps the hash of a prompt's beginning (`beginnings`) to the replicas that have seen it, as bits. Two generations bound the
+memory: what is used moves to the young one, and when that is full the old one is dropped. A hash that two beginnings share, which
+differ only where it does not look, costs a cache hit, never an answer.
 """
 
 from bisect import bisect_left, insort
@@ -24,12 +23,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 
+from .beginnings import Beginnings
+
 TOLERANCE = 1.1  # times the mean load that a replica may have
 LOYALTY = 1.5  # the same for a session that was there
 UNIT = 16  # tokens: beginnings are cut at no finer places, however small pages are
-FINE = 8  # cuts until strides grow
-GROWTH = 4  # from there on a stride is a quarter of the length so far
-LONGEST = 1 << 24  # tokens: longer prompts are looked at up to there
+GROWTH = 4  # a stride is a quarter of the length so far
 BEGINNINGS = 1 << 17  # of prompts that a generation remembers: some 15 MB
 SESSIONS = 1 << 16  # the same of sessions
 
@@ -95,7 +94,7 @@ class Placement:
     """The replicas of one router, by name."""
 
     def __init__(self, page_size: int = UNIT, *, beginnings: int = BEGINNINGS, sessions: int = SESSIONS) -> None:
-        self._cuts = _cuts(page_size * -(-UNIT // page_size))
+        self._beginnings = Beginnings(page_size * -(-UNIT // page_size), GROWTH, sampled=True)
         self._places: dict[str, _Place] = {}
         self._by_bit: dict[int, _Place] = {}
         self._order: list[_Place] = []  # by burden, the least loaded first: most choices are made near its beginning
@@ -150,7 +149,7 @@ class Placement:
     ) -> Placed | None:
         """Chooses for a request. work: tokens that it counts for; key: who shares cached prefixes with it; fits: whether the one
         that was chosen can take it, else it is another one. None: nobody can take it."""
-        keys = self._keys(prompt, key)
+        keys = self._beginnings.of(prompt, key)
         sticky = hash((key, session)) if session else None
         refused = 0
         while len(self._order) > refused.bit_count():
@@ -226,25 +225,3 @@ class Placement:
             held.append((length, bits))
         held.reverse()
         return held
-
-    def _keys(self, prompt: tuple[int, ...], key: str) -> list[tuple[int, int]]:
-        """The prompt's beginnings: length and hash. The last token is never one's end: it is computed in any case."""
-        length, chain = len(prompt), hash(key)
-        keys = []
-        for end, part in self._cuts:
-            if end >= length:
-                break
-            chain = hash((chain, prompt[part]))
-            keys.append((end, chain))
-        return keys
-
-
-def _cuts(unit: int) -> list[tuple[int, slice]]:
-    """Where beginnings end, and which tokens since the one before tell it from others: of a long stride a few are enough."""
-    cuts, place = [], 0
-    while place < LONGEST:
-        units = max(1, place // (unit * GROWTH)) if place >= unit * FINE else 1
-        end = place + unit * units
-        cuts.append((end, slice(place, end, 2 * units if units > 1 else 1)))
-        place = end
-    return cuts

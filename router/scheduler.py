@@ -1,5 +1,5 @@
 """Decides what the shards compute next. Pure: it knows integers; no token, clock or IO, and of our modules only those that know
-what a step costs (`policies`, `drafting`).
+what a step costs (`policies`, `drafting`) and what prompts share (`sharing`).
 
     arrive, cancel, end   what clients do
     next() -> action      what the shards shall do now; None: nothing. Its effect is assumed at once, so that the next call may
@@ -13,6 +13,7 @@ Rules, each held by tests/router/simulation.py
   memory      What all admitted groups may still take is never more than what is free before a step is asked for. Where it would
               be, whole groups are paused, those of the highest rank first (the youngest, unless priorities differ), never the last.
               A job is admitted when that leaves `headroom` for those that run, so that it does not pause them a moment later.
+              Pages of its prompt that a running job holds it need not take (`sharing`).
   budget      Prompts get the tokens that the policy gives. Half of them belong to the oldest prompt, the rest to the shortest
               first: a short prompt passes a long one, which takes at most twice as long for it.
   order       Jobs come by rank (arrival and priority), paused ones among those that wait; of several tenants the one that has
@@ -30,6 +31,7 @@ from dataclasses import dataclass
 
 from .drafting import Allowance, Drafting
 from .policies import Measured, Mixed, Policy, Standing
+from .sharing import Sharing
 
 # Seconds that a request of some priority counts as arrived later than it did. An interactive one passes a batch one that came up to
 # a minute before it, and nobody waits for ever.
@@ -64,6 +66,7 @@ class Job:
     rank: float = 0.0  # when it arrived, as it were: its priority sets it back. Smaller goes first
     tenant: str = ""
     drafts: int = 0  # tokens that a step may guess for each choice
+    beginnings: Sequence[tuple[int, int]] = ()  # (tokens, key) of the prompt's, where shards cache them: see `beginnings`
     running: int = 0  # choices that have not ended
     overtaken: int = 0  # later jobs that were admitted before it
     lacking: int = 0  # tokens to be computed before it decodes, by the last report
@@ -179,6 +182,7 @@ class Scheduler:
         self._keys = 0.0  # that a decode's token saw in the last step, on average
         self._steps = 0  # since one computed a prompt
         self._uncached = 1.0  # share of prompts' tokens that had to be computed, of late
+        self._sharing = Sharing(bounds.page_size)
         self.free = bounds.pages  # pages that can be taken, by the last report
         self.cached = 0  # those of them that hold prefixes
         self.room = 0  # tokens that the last step with prompts had for them
@@ -264,6 +268,8 @@ class Scheduler:
             self._finish(uid)
         for uid in told.failed:
             self.forget(uid)
+        if told.failed:  # nobody finds what they had, nor what others have computed on top of it
+            self._sharing.clear()
         for uid, held, grow, lacking in zip(told.uids, told.held, told.grow, told.lacking, strict=True):
             job = self._running.get(uid)
             if job is not None:
@@ -377,7 +383,7 @@ class Scheduler:
             if used >= room:
                 break
             if self._fits(job):
-                lacking = max(1, round(job.lacking * self._uncached)) if job.fresh else job.lacking
+                lacking = self._uncomputed(job)
                 used += lacking if prompts or admitted else min(lacking, half)
                 self._enter(job)
                 admitted.append(job)
@@ -420,13 +426,24 @@ class Scheduler:
         if sequences + job.running > self._bounds.sequences:
             return True
         grow = self._grow - sum(one.grow for one in younger)
-        return grow + job.grow + self._headroom(sequences) > self.free + sum(one.held for one in younger)
+        return grow + self._taken(job) + self._headroom(sequences) > self.free + sum(one.held for one in younger)
 
     def _fits(self, job: Job) -> bool:
         bounds = self._bounds
         if self._sequences + job.running > bounds.sequences:
             return False
-        return self._grow + job.grow + self._headroom(self._sequences) <= self.free
+        return self._grow + self._taken(job) + self._headroom(self._sequences) <= self.free
+
+    def _taken(self, job: Job) -> int:
+        """Pages that a job which waits may take, as it were admitted now."""
+        return job.grow - self._sharing.pages(job.beginnings)
+
+    def _uncomputed(self, job: Job) -> int:
+        """Tokens that a job which waits probably has to be computed before it decodes."""
+        if not job.fresh:
+            return job.lacking
+        shared = self._sharing.pages(job.beginnings) * self._bounds.page_size
+        return max(1, min(round(job.lacking * self._uncached), job.lacking - shared))
 
     def _headroom(self, sequences: int) -> int:
         """Pages that shall stay free for so many that run when another is admitted."""
@@ -435,6 +452,7 @@ class Scheduler:
 
     def _enter(self, job: Job) -> None:
         self._running[job.uid] = job
+        job.grow = self._taken(job)
         self._grow += job.grow
         self._sequences += job.running
         self._drafters += job.drafts > 0
@@ -506,6 +524,7 @@ class Scheduler:
             return False
         if self._prompts.pop(uid, None) is None:
             self._decodes -= job.running
+        self._sharing.release(uid)
         self._sequences -= job.running
         self._drafters -= job.drafts > 0
         self._grow -= job.grow
@@ -520,6 +539,7 @@ class Scheduler:
         job.lacking = lacking
         if not lacking and self._prompts.pop(job.uid, None) is not None:
             self._decodes += job.running
+            self._sharing.hold(job.uid, job.beginnings)
 
     def _learn(self, told: Report) -> None:
         if told.decode_tokens:

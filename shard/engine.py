@@ -155,6 +155,7 @@ class Engine:
                     books.drop(books.groups[group.uid])
             else:
                 self._join(batch, group)
+                books.prompts.claim(group)
         decodes = self._decodes(decode, allowance, outcome)
         known = [(books.groups[uid], most) for uid, most in dict(chunks).items() if uid in books.groups]
         prompts = books.prompts.fill(self._ready(known, alone=not decodes), prompt_tokens)

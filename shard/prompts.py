@@ -32,6 +32,10 @@ class Prompts:
             self._want(run)
         return runs
 
+    def claim(self, group: Group) -> None:
+        """Gives a new group what is cached of it. The router counts on that, and the group may have to wait for its grammar."""
+        self._find(group, group.sequences[0], ())
+
     def settle(self, group: Group) -> None:
         """To be called when the planned step is over: choices part if the prompt is computed, and the group decodes if all is.
         Raises OutOfPages."""
@@ -61,7 +65,7 @@ class Prompts:
         for sequence in group.sequences:
             if group.decodes or run.problem or (sequence is not group.sequences[0] and not sequence.computed):
                 break
-            run.found += self._find(run, sequence)
+            self._find(group, sequence, run.spans)
             lacking = group.goal(sequence) - sequence.computed
             count = min(most - used, lacking)
             if whole and count < lacking:
@@ -71,14 +75,15 @@ class Prompts:
                 used += self._plan(run, sequence, count)
         return used
 
-    def _find(self, run: Run, sequence: Sequence) -> int:
-        """Tokens that are cached. Of a fresh prompt one stays to be computed: its logits are wanted; or all: all are."""
-        if self._prefixes is None or run.group.prompt_logprobs:
-            return 0
-        if sequence.computed % self._pool.page_size and any(span.sequence is sequence for span in run.spans):
-            return 0  # this step writes to the page that would be given up
-        goal = run.group.goal(sequence)
-        return self._prefixes.adopt(sequence, goal - 1 if run.group.waiting else goal)
+    def _find(self, group: Group, sequence: Sequence, spans: Listing[Span]) -> None:
+        """Takes what is cached. Of a fresh prompt one token stays to be computed: its logits are wanted; or all: all are.
+        spans: what is computed of the group in this step."""
+        if self._prefixes is None or group.prompt_logprobs:
+            return
+        if sequence.computed % self._pool.page_size and any(span.sequence is sequence for span in spans):
+            return  # this step writes to the page that would be given up
+        goal = group.goal(sequence)
+        group.found += self._prefixes.adopt(sequence, goal - 1 if group.waiting else goal)
 
     def _plan(self, run: Run, sequence: Sequence, count: int) -> int:
         start = sequence.computed
@@ -99,6 +104,7 @@ class Prompts:
 
     def _want(self, run: Run) -> None:
         group = run.group
+        run.found, group.found = group.found, 0
         if run.spans and group.prompt_logprobs:
             run.spans = [replace(span, wanted=len(span.tokens)) for span in run.spans]
         if run.spans and group.waiting and not group.lacking and not run.problem:

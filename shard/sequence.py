@@ -114,6 +114,7 @@ class Group:
     min_new_tokens: int = 0  # before so many, end_ids can't be drawn
     grammar: str = ""  # that its sequences keep, as `decoding.grammar` wants it; "": none
     compiled: bool = False  # the grammar is, as rank 0 has told
+    found: int = 0  # tokens that were cached, until a step tells
     beginning: "Future[Guide] | None" = None  # of the grammar, once somebody has asked for it; on rank 0 only
     search: Search | None = None  # its sequences are beams, best first; it has one until its prompt is computed
     heirs: list[Sequence] = field(default_factory=list)  # what takes their place when the step that is under way lands

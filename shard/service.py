@@ -69,6 +69,7 @@ class Service:
         reply.page_size, reply.loaded, reply.device = config.page_size, self._loaded.is_set(), config.device
         reply.adapters.extend(name for name, _ in config.adapters)
         reply.quantize, reply.kv_cache_dtype, reply.batch_invariant = config.quantize, config.kv_cache_dtype, config.batch_invariant
+        reply.prefix_caching = config.prefix_caching
         if self._engine is not None:
             shape = self._engine.decoder.shape
             reply.overlaps = self._engine.overlaps

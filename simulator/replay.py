@@ -14,7 +14,7 @@ from ..router.policies import Policy
 from ..router.scheduler import DELAYS, Action, Bounds, Decode, Filter, Job, Prefill, Report, Scheduler
 from .machines import Speed
 from .measures import Measures
-from .shard import Asked, Continuations, IntegerShard, Outcome, Released
+from .shard import Asked, Continuations, IntegerShard, Outcome, Released, beginnings
 from .trace import Request
 
 LEAD = 0.01  # seconds before the end of a step when the next is asked for
@@ -128,10 +128,16 @@ class Replay:
             )
             self._live[uid] = Live(uid, request, asked, request.choices)
             self._in_flight[request.tenant] += 1
-            rank = request.arrival + DELAYS[request.priority]
-            self.scheduler.arrive(
-                Job(uid, request.prompt, request.max_new_tokens, choices=request.choices, rank=rank, tenant=request.tenant)
+            job = Job(
+                uid,
+                request.prompt,
+                request.max_new_tokens,
+                choices=request.choices,
+                rank=request.arrival + DELAYS[request.priority],
+                tenant=request.tenant,
+                beginnings=beginnings(asked, setting.bounds.page_size) if setting.prefix_caching else (),
             )
+            self.scheduler.arrive(job)
 
     # Commands
 

@@ -38,6 +38,17 @@ class Asked:
         return min(ends_at or self.most, self.most)
 
 
+def beginnings(asked: Asked, page_size: int) -> list[tuple[int, int]]:
+    """Those of its prompt, as router/beginnings.py has them: (tokens, key) for each page that others may share."""
+    found, chain, pages = list[tuple[int, int]](), 0, 0
+    for name, tokens in asked.prefix:
+        begin, end = pages, min(tokens, asked.prompt - 1) // page_size
+        chain = hash((chain, begin, name))
+        found += [(page * page_size, hash((chain, page))) for page in range(begin + 1, end + 1)]
+        pages = max(begin, end)
+    return found
+
+
 @dataclass(slots=True)
 class Outcome:
     """What a step did: the numbers of a reply, and what only a simulation can know."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.proto import shard_pb2 as wire
+from penstock.router.beginnings import Beginnings
 from penstock.router.policies import Mixed
 from penstock.router.scheduler import Action, Bounds, Filter, Job, Prefill, Report, Scheduler, most_pages
 from penstock.shard.decoding.hypotheses import Search
@@ -33,6 +34,7 @@ class World:
         self.size, pages = chance.choice((1, 2, 4)), chance.randint(4, 40)
         budget, sequences = chance.choice((1, 2, 7, 16, 64)), chance.choice((1, 2, 5, 64))
         bounds = Bounds(pages=pages, page_size=self.size, step_tokens=budget, sequences=sequences, headroom=chance.choice((1, 8)))
+        self.beginnings = Beginnings(self.size, 16)
         self.bounds, self.scheduler = bounds, Scheduler(bounds, Mixed(budget))
         self.engine = kind(pages, self.size, chance.random() < 0.7, ahead=True)
         self.left = chance.randint(1, 20)  # that are still to come
@@ -77,7 +79,10 @@ class World:
         more: Any = {"choices": choices, "end_ids": chance.choice([(), (3,)]), "search": search}
         self.asked[uid] = message(tiny.group(uid, tokens, total - length, Sampling(seed=uid % 3), **more))
         self.running[uid] = set(range(search.width if search else choices))
-        self.scheduler.arrive(Job(uid, length, total - length, len(self.running[uid]), float(-uid)))
+        job = Job(uid, length, total - length, len(self.running[uid]), float(-uid))
+        if self.engine.books.prefixes is not None:
+            job.beginnings = self.beginnings.of(tuple(tokens), "")
+        self.scheduler.arrive(job)
 
     def _leave(self) -> None:
         uid = self.chance.choice(sorted(self.running))

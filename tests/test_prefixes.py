@@ -7,6 +7,7 @@ import pytest
 
 from penstock.router.batcher import Batcher
 from penstock.router.request import Request, Sampling
+from penstock.router.scheduler import Action, Scheduler
 from penstock.tests import inprocess
 from penstock.tests.inprocess import LIGHT, together, tokens, value
 
@@ -87,3 +88,37 @@ def test_choices_share_the_pages_of_their_prompt() -> None:
         assert computed(batcher) == 160
 
     run(test, shard={"kv_pages": 10 + 8})  # 80 + 8 pages if they did not
+
+
+class Crowd(Scheduler):
+    """Remembers how many ran at once."""
+
+    most = 0
+
+    def next(self) -> Action | None:
+        action = super().next()
+        Crowd.most = max(Crowd.most, self.running)
+        return action
+
+
+@pytest.mark.parametrize("kind", ["shared", "apart", "scored"])
+def test_pages_that_others_hold_are_not_counted_twice(kind: str) -> None:
+    """12 pages each, 10 of them a beginning that all have: as many run at once as the pool really holds. It holds them once for
+    each that finds nothing of the others, and while prompts are computed whole for their scores."""
+    requests = [
+        Request(
+            prompt=(*prompt(160), *prompt(8, seed + 2)),
+            max_new_tokens=24,
+            cache_key=f"{seed}" if kind == "apart" else "",
+            prompt_logprobs=kind == "scored",
+        )
+        for seed in range(9)
+    ]
+
+    async def test(batcher: Batcher) -> list[list[list[int]]]:
+        Crowd.most = 0
+        return await together(batcher, requests)
+
+    scarce = run(test, scheduler=Crowd, shard={"kv_pages": 32})
+    assert Crowd.most in {"shared": range(7, 10), "apart": range(1, 3), "scored": range(1, 7)}[kind]
+    assert scarce == run(test, shard={"kv_pages": 2000})

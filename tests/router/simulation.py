@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from penstock.router.cost import Cost
 from penstock.router.policies import Mixed, Pause, Policy, largest_step
 from penstock.router.scheduler import Action, Bounds, Decode, Filter, Job, Prefill, Report, Scheduler, most_pages
-from penstock.simulator.shard import Asked, IntegerShard, Outcome, Released
+from penstock.simulator.shard import Asked, IntegerShard, Outcome, Released, beginnings
 
 Make = Callable[[Bounds, Policy], Scheduler]
 ROUNDS = 20_000  # commands after which a world counts as stuck
@@ -85,6 +85,7 @@ class World:
         self.underway: deque[Sent] = deque()
         self.free = self.bounds.pages
         self.grow: dict[int, int] = {}  # by the last reply; of live jobs but those that are being paused
+        self.joined: set[int] = set()  # jobs that were admitted since shards last said how many pages they may take
         self.decoding: set[int] = set()  # live jobs that decode, by the last reply
         self.depth = choose.choice((1, 2))
         self.arrivals = choose.randint(1, 25)
@@ -131,6 +132,8 @@ class World:
         asked = Asked(
             uid=uid, prompt=job.prompt_tokens, most=job.max_new_tokens, choices=job.choices, ends_at=ends_at, prefix=prefix
         )
+        if self.shard.pool.caching:
+            job.beginnings = beginnings(asked, self.bounds.page_size)
         self.queue[uid] = Client(job, asked, self.shard.steps, set(range(job.choices)))
         self.scheduler.arrive(job)
 
@@ -171,6 +174,7 @@ class World:
     def _forget(self, uid: int) -> None:
         self.live.pop(uid, None)
         self.grow.pop(uid, None)
+        self.joined.discard(uid)
         self.decoding.discard(uid)
 
     # Commands
@@ -208,6 +212,7 @@ class World:
         self.score.pauses += len(released.paused)
         for uid in action.pause:
             self.grow.pop(uid)
+            self.joined.discard(uid)
             self.decoding.discard(uid)
         self.underway.append(Sent(action, released, set()))
 
@@ -223,6 +228,7 @@ class World:
             client = self.queue.pop(uid)  # KeyError: it does not wait
             self.live[uid] = client
             self.grow[uid] = client.job.grow
+            self.joined.add(uid)
             client.paused = False
             running = sum(len(self.live[other].running) for other in self.grow)
             assert running <= self.bounds.sequences, "more than may run"
@@ -281,6 +287,8 @@ class World:
                     self._forget(uid)
         for uid, grow, lacking in zip(outcome.uids, outcome.grow, outcome.lacking, strict=True):
             if uid in self.grow:
+                assert uid not in self.joined or grow <= self.grow[uid], "less is shared than was counted on"
+                self.joined.discard(uid)
                 self.grow[uid] = grow
                 self.decoding |= set() if lacking else {uid}
         self.scheduler.report(

@@ -365,6 +365,22 @@ def test_nobody_waits_for_a_grammar_that_is_being_compiled(monkeypatch: pytest.M
     assert isinstance(outcome.emitted[0][1].pick, Pick)
 
 
+def test_who_waits_for_a_grammar_holds_what_is_cached_of_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The router has counted on it, and others might go and leave it to be evicted."""
+    engine = with_masks(tiny.engine("demo", 4))
+    prompt = list(range(1, 11))
+    engine.prefill(1, [tiny.group(1, prompt, 9)], [(1, 10)], 99, [])
+    monkeypatch.setattr(engine._masks, "ready", lambda groups, wait: [wait] * len(groups))
+    bound = tiny.group(2, prompt, 9, grammar=regex("ab"), end_ids=[END])
+    outcome = engine.prefill(1, [bound], [(2, 10)], 99, [1])
+    assert bound.sequences[0].computed == 8
+    assert (2, 2, 1, 2) in outcome.standing  # two pages held, one to come, two tokens lacking
+    assert not outcome.found
+    engine.filter([1])
+    outcome = engine.prefill(1, [], [(2, 2)], 99, [1])
+    assert outcome.found == [(2, 8)]
+
+
 def test_ranks_find_the_same_prefixes_after_a_grammar_that_leads_nowhere() -> None:
     """Only the first knows why the group fails. Its pages fill with the step in which it does, and are known already."""
     nowhere = llguidance.LLMatcher.grammar_from_lark('start: /[ab]{4}/ x\nx: x "b"')

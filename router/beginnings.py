@@ -1,0 +1,35 @@
+"""By what prompts are found to begin alike, without comparing them: keys of their beginnings. Pure; knows token ids.
+
+Beginnings end at page boundaries, at each one at first, then in strides that grow with the length, so that a prompt of n tokens has
+O(log n) of them. Each key includes the one before: who has one has all shorter ones.
+"""
+
+FINE = 8  # beginnings until strides grow
+LONGEST = 1 << 24  # tokens: longer prompts are looked at up to there
+
+
+class Beginnings:
+    """Of prompts, as keys; equal ones only mean something where `unit`, `growth` and `sampled` are the same."""
+
+    def __init__(self, unit: int, growth: int, sampled: bool = False) -> None:
+        """unit: tokens of a page; a stride is the `growth`th part of the length so far. sampled: of a long stride a few tokens are
+        looked at instead of all."""
+        self._cuts: list[tuple[int, slice]] = []
+        place = 0
+        while place < LONGEST:
+            units = max(1, place // (unit * growth)) if place >= unit * FINE else 1
+            end = place + unit * units
+            self._cuts.append((end, slice(place, end, 2 * units if sampled and units > 1 else 1)))
+            place = end
+
+    def of(self, prompt: tuple[int, ...], key: str) -> list[tuple[int, int]]:
+        """(length, key) of each, the shortest first. The last token is never one's end: it is computed in any case. key: prompts
+        with different ones share nothing."""
+        length, chain = len(prompt), hash(key)
+        found = []
+        for end, part in self._cuts:
+            if end >= length:
+                break
+            chain = hash((chain, prompt[part]))
+            found.append((end, chain))
+        return found

@@ -1,0 +1,44 @@
+"""Which beginnings of prompts running jobs hold: pages of these another job gets without taking any that are free. Pure.
+
+Shards keep pages of equal content once, whoever computed them (shard/prefix.py), so while one job has a prompt's beginning every
+other one finds it. When the last holder goes, its pages are free, and as many as were not counted can be taken.
+"""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+
+Beginnings = Sequence[tuple[int, int]]  # (tokens, key), ascending: who holds one holds those before it
+
+
+class Sharing:
+    """Of the jobs on one pool."""
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._held: Counter[int] = Counter()  # holders, by key
+        self._holders: dict[int, Beginnings] = {}
+
+    def hold(self, uid: int, beginnings: Beginnings) -> None:
+        """A job's prompt is computed."""
+        self._holders[uid] = beginnings
+        self._held.update(key for _, key in beginnings)
+
+    def release(self, uid: int) -> None:
+        """The job gives its pages back, if it has any."""
+        for _, key in self._holders.pop(uid, ()):
+            self._held[key] -= 1
+            if not self._held[key]:
+                del self._held[key]
+
+    def clear(self) -> None:
+        """What jobs hold by now may not be found."""
+        self._held.clear()
+        self._holders.clear()
+
+    def pages(self, beginnings: Beginnings) -> int:
+        """How many pages of a prompt are held by jobs."""
+        if not self._held:
+            return 0
+        count = bisect_left(beginnings, 1, key=lambda one: one[1] not in self._held)
+        return beginnings[count - 1][0] // self._page_size if count else 0
