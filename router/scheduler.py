@@ -483,7 +483,7 @@ class Scheduler:
         victims: list[Job] = []
         for job in sorted(self._running.values(), key=_order, reverse=True)[:-1]:
             if missing > 0:
-                missing -= job.held + job.grow
+                missing -= job.held - self._sharing.pages(job.beginnings, 2) + job.grow  # without what others hold, too
                 victims.append(job)
         assert victims, "one group alone may not take more than there is"
         return self._take_back(victims)

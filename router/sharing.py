@@ -36,9 +36,9 @@ class Sharing:
         self._held.clear()
         self._holders.clear()
 
-    def pages(self, beginnings: Beginnings) -> int:
-        """How many pages of a prompt are held by jobs."""
+    def pages(self, beginnings: Beginnings, holders: int = 1) -> int:
+        """How many pages of a prompt are held by at least so many jobs."""
         if not self._held:
             return 0
-        count = bisect_left(beginnings, 1, key=lambda one: one[1] not in self._held)
+        count = bisect_left(beginnings, 1, key=lambda one: self._held.get(one[1], 0) < holders)
         return beginnings[count - 1][0] // self._page_size if count else 0
