@@ -5,7 +5,6 @@ from collections import Counter
 
 import pytest
 
-from penstock.router.beginnings import FINE
 from penstock.router.placement import UNIT, Generations, Placement
 
 TEN = [tuple(range(number, number + 64)) for number in range(0, 1000, 100)]  # system prompts
@@ -125,18 +124,6 @@ def test_the_last_token_of_a_prompt_is_no_hit_and_other_keys_find_nothing() -> N
     assert same is not None
     assert other is not None
     assert (same.hit, other.hit) == (3 * UNIT, 0)
-
-
-@pytest.mark.parametrize("page_size", [1, 4, 16, 24, 128])
-def test_beginnings_end_at_pages_and_grow_few(page_size: int) -> None:
-    placement = Placement(page_size)
-    ends = [end for end, _ in placement._beginnings.of(tuple(range(100_000)), "")]
-    assert all(end % page_size == 0 for end in ends)
-    assert ends == sorted(set(ends))
-    assert ends[:3] == [ends[0], 2 * ends[0], 3 * ends[0]]
-    assert ends[0] in range(UNIT, UNIT + page_size)
-    assert ends[-1] < 100_000 <= ends[-1] * 1.26
-    assert len(ends) < FINE + 70
 
 
 def test_a_replica_that_left_is_chosen_no_more_and_knows_nothing_when_it_comes_back() -> None:

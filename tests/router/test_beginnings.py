@@ -1,0 +1,67 @@
+"""Keys of prompts' beginnings: equal as far as prompts are, and few."""
+
+import random
+
+import pytest
+
+from penstock.router.beginnings import FINE, Beginnings
+from penstock.router.sharing import Sharing
+
+
+@pytest.mark.parametrize("unit", [1, 16, 24, 128])
+@pytest.mark.parametrize("growth", [4, 16])
+def test_they_end_at_pages_and_grow_few(unit: int, growth: int) -> None:
+    ends = [end for end, _ in Beginnings(unit, growth, sampled=True).of(tuple(range(100_000)), "")]
+    assert all(end % unit == 0 for end in ends)
+    assert ends == sorted(set(ends))
+    assert ends[:3] == [unit, 2 * unit, 3 * unit]
+    assert ends[-1] < 100_000 <= ends[-1] * (1.01 + 1 / growth)
+    assert len(ends) < FINE + 12 * growth * 1.3
+
+
+@pytest.mark.parametrize("unit", [1, 4, 16])
+def test_prompts_share_the_keys_of_what_they_have_in_common(unit: int) -> None:
+    """Every token counts, unless strides are sampled."""
+    chance, beginnings = random.Random(unit), Beginnings(unit, 16)
+    for _ in range(200):
+        one = tuple(chance.randrange(5) for _ in range(chance.randint(2, 60 * unit)))
+        place = chance.randrange(len(one))
+        other = (*one[:place], one[place] + 1, *one[place + 1 :])
+        mine, theirs = beginnings.of(one, "a"), beginnings.of(other, "a")
+        assert [end for end, _ in mine] == [end for end, _ in theirs]
+        assert [a == b for a, b in zip(mine, theirs, strict=True)] == [end <= place for end, _ in mine]
+        assert not {key for _, key in mine} & {key for _, key in beginnings.of(one, "b")}
+
+
+def test_the_last_token_ends_none() -> None:
+    assert [end for end, _ in Beginnings(4, 16).of((1,) * 9, "")] == [4, 8]
+    assert [end for end, _ in Beginnings(4, 16).of((1,) * 8, "")] == [4]
+
+
+def test_pages_are_held_as_long_as_somebody_holds_them() -> None:
+    """Against sets of pages."""
+    chance, beginnings = random.Random(3), Beginnings(1, 1 << 24)  # every place ends one
+    sharing, held = Sharing(1), dict[int, tuple[int, ...]]()
+    for uid in range(2000):
+        prompt = tuple(chance.randrange(2) for _ in range(chance.randint(1, 9)))
+        if chance.random() < 0.3 and held:
+            gone = chance.choice(list(held))
+            del held[gone]
+            sharing.release(gone)
+        elif chance.random() < 0.003:
+            held.clear()
+            sharing.clear()
+        elif chance.random() < 0.5:
+            held[uid] = prompt
+            sharing.hold(uid, beginnings.of(prompt, ""))
+        for least in (1, 2):
+            places = range(len(prompt))
+            expected = max(
+                n for n in places if not n or sum(n < len(other) and other[:n] == prompt[:n] for other in held.values()) >= least
+            )
+            assert sharing.pages(beginnings.of(prompt, ""), least) == expected
+    assert held
+    for uid in held:
+        sharing.release(uid)
+    assert not sharing.pages(beginnings.of((0, 0), ""))
+    assert not sharing._held
