@@ -226,7 +226,7 @@ def _serve(asked: Options, environment: Mapping[str, str]) -> int:
         prefix = asked.shard_uds_path or str(private / "shard")
         names = replicas.sockets(asked.local_replicas, planned.local_ranks)
         paths = stack.enter_context(rundir.prefixed(prefix, [each for one in names for each in one]))
-        places = replicas.divide(asked, planned.local_ranks, planned.device == "cuda", paths, environment)
+        places = replicas.divide(asked, planned.local_ranks, planned.device == "cuda", paths, environment, planned.amd)
         for host, port in replicas.listening(places):
             machine.check_port(host, port, "--shard-listen", "--shard-listen")
         configs = [
@@ -235,7 +235,8 @@ def _serve(asked: Options, environment: Mapping[str, str]) -> int:
         ]
         interpreted = planned.device == "cpu" and asked.penstock_kernels == "triton"
         local = asked.nnodes == 1 and sys.platform.startswith("linux")
-        children = child_environment(environment, planned.threads, interpret=interpreted, local=local)
+        shown = places[0].environment if places[0].alone else {}
+        children = child_environment({**environment, **shown}, planned.threads, interpret=interpreted, local=local)
         if asked.nnodes > 1:
             digest = checkpoint.digest(model) + (checkpoint.digest(draft) if draft else "")
             digest += "".join(change.digest for change in changes)
@@ -255,6 +256,8 @@ def _tell(asked: Options, name: str, planned: Plan, text: Path, speculation: Spe
     """What will run, and what the operator may not expect of it. text: where the tokenizer is."""
     of = f"{asked.local_replicas} replicas of {planned.ranks}" if asked.local_replicas > 1 else planned.ranks
     console.say(f"{name} on {planned.device}, {planned.dtype}, ranks: {of}, threads of each: {planned.threads}")
+    if planned.unused:
+        console.say(f"a GPU is here that is not used: {planned.unused}")
     folder = planned.checkpoint.folder
     if text != folder:
         console.say(f"{folder} has no tokenizer.json: the embedded demo model's tokenizer stands in")

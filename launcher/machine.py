@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ..proto import process
 from ..proto.process import available_memory, control_groups, lines_of
+from . import amd
 from .mistake import Mistake
 
 FIRST_PORT = 10240  # of those that are chosen; well-known services have lower ones
@@ -34,6 +35,8 @@ class Machine:
     fast_bfloat16: bool  # the CPU multiplies bfloat16 in hardware
     packs_bfloat16: bool = False  # or oneDNN does by AVX-512, for which it lays matrices out anew, too
     gpu_memory: tuple[int, ...] = ()
+    amd: tuple[str, ...] = ()  # if these are AMD's: the number of each, see `amd.Found`
+    obstacle: str = ""  # to using GPUs that are here, with its remedy
 
     def share(self, parts: int, gpus: int) -> "Machine":
         """What each of so many equal parts has at least, so many of the GPUs among it, in their order."""
@@ -44,12 +47,16 @@ class Machine:
 
 def inspect() -> Machine:
     flags = _cpu_flags()
+    of_amd = amd.find(os.environ)
+    gpu_memory = of_amd.memory or _gpu_memory()
     return Machine(
         cores=cores(),
         memory=available_memory(),
         fast_bfloat16=not flags.isdisjoint({"avx512_bf16", "amx_bf16"}),
         packs_bfloat16=flags >= {"avx512vl", "avx512bw", "avx512dq"},
-        gpu_memory=_gpu_memory(),
+        gpu_memory=gpu_memory,
+        amd=of_amd.numbers,
+        obstacle="" if gpu_memory else of_amd.obstacle,
     )
 
 

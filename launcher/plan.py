@@ -32,6 +32,8 @@ class Plan:
     shape: Shape
     checkpoint: Checkpoint
     device: str
+    amd: tuple[str, ...] = ()  # see `Machine`
+    unused: str = ""  # why GPUs that are here are not used, unless somebody wants it so
     ranks: int
     local_ranks: int  # on this machine
     dtype: str
@@ -96,6 +98,8 @@ def divide(
         shape=form,
         checkpoint=model,
         device=device,
+        amd=machine.amd if device == "cuda" else (),
+        unused=machine.obstacle if options.device == "auto" else "",
         ranks=ranks,
         local_ranks=local,
         dtype=dtype,
@@ -158,7 +162,8 @@ def _graphs(options: Options) -> int:
 
 def _device(options: Options, machine: Machine) -> str:
     if options.device == "cuda" and not machine.gpu_memory:
-        raise Mistake("--device cuda, but nvidia-smi shows no GPU here (or CUDA_VISIBLE_DEVICES hides it): use --device cpu")
+        none = "nvidia-smi shows no GPU here (or CUDA_VISIBLE_DEVICES hides it), and the kernel none of AMD's"
+        raise Mistake(f"--device cuda, but {machine.obstacle or none}; or use --device cpu")
     if options.device != "auto":
         return options.device
     return "cuda" if machine.gpu_memory else "cpu"
@@ -209,6 +214,7 @@ def table(plan: Plan, name: str) -> str:
         ("architecture", f"{form.described}, {form.max_positions:,} positions"),
         ("weights", f"{_stored(form, model)}{_few_bits(plan)}"),
         ("device", f"{plan.device}, {plan.dtype}"),
+        *([("", f"a GPU is not used: {plan.unused}")] if plan.unused else []),
         (
             "ranks",
             f"{plan.ranks}"

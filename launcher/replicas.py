@@ -11,6 +11,7 @@ from .mistake import Mistake
 from .options import Options
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+VISIBLE_AMD = "HIP_VISIBLE_DEVICES"  # which wins where both are set
 LAST_PORT = 65535
 
 
@@ -71,15 +72,17 @@ def sockets(groups: int, ranks: int) -> list[list[str]]:
     return [[*(f"{each}{rank}" for rank in range(ranks)), f"{each}relay", f"{each}meeting"] for each in before]
 
 
-def divide(options: Options, ranks: int, cuda: bool, paths: Sequence[str], environment: Mapping[str, str]) -> list[Place]:
-    """The places of all groups of so many ranks. paths: as `sockets` names them, in its order."""
+def divide(
+    options: Options, ranks: int, cuda: bool, paths: Sequence[str], environment: Mapping[str, str], amd: Sequence[str] = ()
+) -> list[Place]:
+    """The places of all groups of so many ranks. paths: as `sockets` names them, in its order; amd: see `Machine`."""
     groups, size = options.local_replicas, ranks + 2
     listening = _listening(options, groups * ranks)
     places = []
     for group in range(groups):
         *own, relay, meeting = paths[group * size : (group + 1) * size]
         listen = listening[group * ranks : (group + 1) * ranks]
-        devices = _devices(group, ranks, environment) if cuda and groups > 1 else {}
+        devices = _devices(group, ranks, environment, amd) if cuda and (groups > 1 or amd) else {}
         places.append(Place(group, groups == 1, own, relay, meeting, listen, devices))
     return places
 
@@ -102,9 +105,11 @@ def _listening(options: Options, count: int) -> list[str]:
     return [f"{host}:{int(port) + number}" for number in range(count)]
 
 
-def _devices(group: int, ranks: int, environment: Mapping[str, str]) -> dict[str, str]:
+def _devices(group: int, ranks: int, environment: Mapping[str, str], amd: Sequence[str]) -> dict[str, str]:
     """Which GPUs a group sees: the next of those that we may see, in their order."""
     numbers = range(group * ranks, (group + 1) * ranks)
+    if amd:  # and none of those between them that are a part of a processor
+        return {VISIBLE_AMD: ",".join(amd[number] for number in numbers)}
     given = [name.strip() for name in environment.get(VISIBLE, "").split(",") if name.strip()]
     if given:
         return {VISIBLE: ",".join(given[number] for number in numbers)}

@@ -20,6 +20,7 @@ from .options import flag
 from .tgi_flags import IGNORED, REFUSED
 
 PROGRAM = "text-generation-launcher"
+SHOWING = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 WIGGLE_ROOM = 0.9  # of the memory that --cuda-memory-fraction names, TGI uses this share, unless TGI_WIGGLE_ROOM says another
 
 SWITCHES = {
@@ -207,7 +208,7 @@ def _ranks(rest: Sequence[str], environment: Mapping[str, str]) -> list[str]:
     """All GPUs that the environment shows, if nobody says how many."""
     if any(_given(name, rest, environment) for name in ("num_shard", "sharded", "device")):
         return []
-    shown = environment.get("CUDA_VISIBLE_DEVICES") or environment.get("NVIDIA_VISIBLE_DEVICES")
+    shown = any(environment.get(name) for name in SHOWING)
     return ["--sharded", "true"] if shown and len(machine.inspect().gpu_memory) > 1 else []
 
 

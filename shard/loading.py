@@ -90,8 +90,26 @@ def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
 
 def _check_able(device: torch.device, cache: str) -> None:
     """Raises Unsupported where the kernels that will be wanted can't be compiled."""
-    if device.type != "cuda" or torch.version.hip is not None or not triton_on(device):
+    if device.type != "cuda":
         return
+    if torch.version.hip is not None:
+        _check_amd(device, cache)
+    elif triton_on(device):
+        _check_nvidia(device, cache)
+    if triton_on(device):
+        _check_launcher()
+
+
+def _check_amd(device: torch.device, cache: str) -> None:
+    able = torch.cuda.get_arch_list()
+    kind = torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
+    if able and kind not in able:
+        raise Unsupported(f"this build of torch is for {', '.join(able)}, and the GPU is {kind}: use --device cpu")
+    if cache == "fp8_e4m3fn" and triton_on(device):
+        raise Unsupported("keys and values of 8 bits are not there for AMD's GPUs: leave --kv-cache-dtype out")
+
+
+def _check_nvidia(device: torch.device, cache: str) -> None:
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
         raise Unsupported(
@@ -103,7 +121,6 @@ def _check_able(device: torch.device, cache: str) -> None:
             f"keys and values of 8 bits need compute capability 8.9 (Ada) or newer, this accelerator has {major}.{minor}: "
             "leave --kv-cache-dtype out"
         )
-    _check_launcher()
 
 
 def _check_launcher() -> None:
@@ -171,7 +188,7 @@ def _device(config: ShardConfig) -> torch.device:
     if config.device != "cuda":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise Unsupported("torch sees no CUDA device: install its CUDA build, or use --device cpu")
+        raise Unsupported("torch sees no CUDA device: install its build for CUDA (AMD's GPUs: for ROCm), or use --device cpu")
     if config.device_number >= torch.cuda.device_count():
         raise Unsupported(f"rank {config.rank} has no device: there are {torch.cuda.device_count()}; use a smaller --num-shard")
     device = torch.device("cuda", config.device_number)

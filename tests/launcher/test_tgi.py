@@ -271,6 +271,7 @@ def test_all_gpus_are_used_where_the_environment_shows_them(monkeypatch: pytest.
     )
     assert parse(NVIDIA_VISIBLE_DEVICES="all")[0].sharded
     assert parse(CUDA_VISIBLE_DEVICES="0,1")[0].sharded
+    assert parse(HIP_VISIBLE_DEVICES="0,1")[0].sharded
     assert parse()[0].sharded is None, "as TGI: one, unless a variable shows more"
     assert parse(NVIDIA_VISIBLE_DEVICES="all", NUM_SHARD="1")[0].sharded is None
     assert parse("--sharded", "false", NVIDIA_VISIBLE_DEVICES="all")[0].sharded is False

@@ -326,6 +326,23 @@ def test_an_accelerator_that_the_kernels_can_not_be_compiled_for(
         load(config(kv_cache_dtype=cache), lambda stage: None)
 
 
+@pytest.mark.parametrize(
+    ("kind", "cache", "word"),
+    [
+        ("gfx942:sramecc+:xnack-", "auto", ""),
+        ("gfx803", "auto", "this build of torch is for gfx90a, gfx942, and the GPU is gfx803: use --device cpu"),
+        ("gfx942", "fp8_e4m3fn", "8 bits are not there for AMD's GPUs: leave --kv-cache-dtype out"),
+    ],
+)
+def test_a_gpu_of_amds(noted: Noted, monkeypatch: pytest.MonkeyPatch, kind: str, cache: str, word: str) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["gfx90a", "gfx942"])
+    properties = torch.cuda.get_device_properties(0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=kind, **vars(properties)))
+    with pytest.raises(Unsupported, match=word) if word else nullcontext():
+        load(config(kv_cache_dtype=cache), lambda stage: None)
+
+
 def test_a_machine_where_triton_can_not_build_what_launches_kernels(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
     """It tries when it is first asked for its driver."""
 

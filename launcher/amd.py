@@ -1,0 +1,117 @@
+"""AMD's GPUs as their driver (amdgpu, with its part for computing, KFD) shows them in /sys: no tool and no torch is asked.
+
+Never run where there is one: by the kernel's and the runtimes' sources alone.
+"""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from ..proto import process
+from ..proto.process import lines_of
+
+DEVICES = Path("/dev")
+RUNTIME = "ROCR_VISIBLE_DEVICES"  # heeded first; what it leaves is counted anew
+VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")  # the first that is there counts
+# Bytes of memory of its own that a GPU must have. One that is a part of a processor calls so what its firmware takes from the
+# machine's, some hundred MB unless somebody has set more.
+LEAST = 4 << 30
+LOCAL = ("1", "2")  # heap_type of a bank of the GPU's own memory, which the host reaches or doesn't
+BUILD = "torch is a build without ROCm, which AMD's GPUs need: install its ROCm build (pytorch.org says from which index)"
+ACCESS = (
+    "this user may not open {}, as AMD's GPUs need: join the group that owns it (render or video), or start the container with "
+    "--device /dev/kfd --device /dev/dri"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Of all GPUs that are to be used, in order: numbers by which HIP_VISIBLE_DEVICES shows them, and free bytes."""
+
+    numbers: tuple[str, ...] = ()
+    memory: tuple[int, ...] = ()
+    obstacle: str = ""  # to those that are here and can't be used, with its remedy
+
+
+@dataclass(frozen=True, slots=True)
+class _Gpu:
+    uuid: str
+    minor: str  # of its device /dev/dri/renderD128...
+    memory: int
+
+    @property
+    def device(self) -> Path:
+        return DEVICES / "dri" / f"renderD{self.minor}"
+
+    @property
+    def free(self) -> int:
+        """As far as that can be said: of a part of a GPU there is no more than its size."""
+        folder = process.SYSTEM / f"class/drm/renderD{self.minor}/device"
+        total, used = (_number(folder / f"mem_info_vram_{name}") for name in ("total", "used"))
+        return min(self.memory, total - used) if total else self.memory
+
+
+def find(environment: Mapping[str, str]) -> Found:
+    """Those that the environment shows, in the order of the runtime, which is that of the driver's nodes."""
+    there = [gpu for node in _nodes() if (gpu := _gpu(node))]
+    usable = [gpu for gpu in there if os.access(gpu.device, os.R_OK | os.W_OK)]  # of others the runtime knows nothing
+    shown = _shown(usable, environment.get(RUNTIME))
+    asked = next((environment[name] for name in VISIBLE if name in environment), None)
+    chosen = [gpu for gpu in _shown(shown, asked) if gpu.memory >= LEAST]
+    if not chosen:
+        denied = [gpu for gpu in there if gpu not in usable and gpu.memory >= LEAST]
+        return Found(obstacle=ACCESS.format(denied[0].device) if denied else "")
+    if not os.access(DEVICES / "kfd", os.R_OK | os.W_OK):
+        return Found(obstacle=ACCESS.format(DEVICES / "kfd"))
+    if not _torch_has_rocm():
+        return Found(obstacle=BUILD)
+    return Found(tuple(str(shown.index(gpu)) for gpu in chosen), tuple(gpu.free for gpu in chosen))
+
+
+def _nodes() -> list[Path]:
+    """The driver's: processors and GPUs."""
+    root = process.SYSTEM / "class/kfd/kfd/topology/nodes"
+    found = [path for path in root.iterdir() if path.name.isdigit()] if root.is_dir() else []
+    return sorted(found, key=lambda path: int(path.name))
+
+
+def _gpu(node: Path) -> _Gpu | None:
+    """What a node is; None: a processor alone, or a GPU that is another container's, of which nothing can be read."""
+    properties = _properties(node)
+    if int(properties.get("simd_count", 0)) == 0:
+        return None
+    banks = map(_properties, (node / "mem_banks").glob("*"))
+    memory = sum(int(bank.get("size_in_bytes", 0)) for bank in banks if bank.get("heap_type") in LOCAL)
+    return _Gpu(f"GPU-{int(properties.get('unique_id', 0)):016x}", properties.get("drm_render_minor", ""), memory)
+
+
+def _properties(folder: Path) -> dict[str, str]:
+    return dict(line.split(maxsplit=1) for line in lines_of(folder / "properties") if " " in line.strip())
+
+
+def _shown(gpus: Sequence[_Gpu], names: str | None) -> list[_Gpu]:
+    """Those that are named, by numbers or what their identities begin with, in that order; a name of none ends it. None: all."""
+    if names is None:
+        return list(gpus)
+    found: list[_Gpu] = []
+    for name in map(str.strip, names.split(",")):
+        meant = [gpu for place, gpu in enumerate(gpus) if name == str(place) or (len(name) > 4 and gpu.uuid.startswith(name))]
+        if len(meant) != 1 or meant[0] in found:
+            break
+        found += meant
+    return found
+
+
+def _number(path: Path) -> int:
+    text = "".join(lines_of(path)).strip()
+    return int(text) if text.isdigit() else 0
+
+
+def _torch_has_rocm() -> bool:
+    """As the package says of itself; importing it would take a second."""
+    spec = find_spec("torch")
+    lines = lines_of(Path(spec.origin).with_name("version.py")) if spec and spec.origin else []
+    return any(re.match(r"hip\b.*= *['\"]", line) for line in lines)
