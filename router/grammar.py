@@ -19,6 +19,7 @@ from typing import Any
 import llguidance
 
 from ..proto.grammar import limits
+from . import ebnf
 from .apart import Apart, Busy, Died, Late, serve
 from .request import Grammar, Overloaded, Refused
 
@@ -40,6 +41,7 @@ PART = re.compile(r"%json\s*")  # in a lark grammar: a schema follows
 # spaces for ever, and small models do.
 WHITESPACE = r" |\n[ \t]{0,32}"
 SLOW = f"it takes more than {MOST_WORK:g} s to compile; make it simpler"
+HALF = "it has half of a surrogate pair, which is no character"
 BYTES = 256
 LEAST = {"minimum", "exclusiveMinimum"}
 LOWEST = -(2**63) + 1024  # least bound of an integer that llguidance takes; generators write -(2**63)
@@ -48,6 +50,8 @@ LISTS_OF_SCHEMAS = {"allOf", "anyOf", "oneOf", "prefixItems"}
 NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}
 DIGITS = 10  # fewer has the index of a list that fits into a body
 SCALARS = ("string", "number", "integer", "boolean", "null")
+
+Verdict = tuple[str, Grammar]  # what is wrong with a grammar, if anything is, and what the shards are told instead of it
 
 
 def json_schema(schema: Mapping[str, Any] | bool) -> Grammar:
@@ -103,6 +107,11 @@ def lark(text: str) -> Grammar:
     return Grammar("lark", text)
 
 
+def rules(text: str) -> Grammar:
+    """A text that follows from these: in Lark, or in EBNF, which says `root ::= ...`."""
+    return Grammar("ebnf", text) if ebnf.is_ebnf(text) else lark(text)
+
+
 def choice(options: Sequence[str]) -> Grammar:
     """One of these texts."""
     return Grammar("choice", json.dumps(list(options), ensure_ascii=False))
@@ -132,32 +141,34 @@ class Grammars:
         self.compiled = 0
         self._added_id = added_id
         self._apart = Apart("penstock.router.grammar", PROCESSES)
-        self._kept: OrderedDict[Grammar, asyncio.Task[str]] = OrderedDict()  # what is wrong with each; the latest come last
+        self._kept: OrderedDict[Grammar, asyncio.Task[Verdict]] = OrderedDict()  # on each; the latest come last
         self._size = 0  # of their sources
 
-    async def check(self, grammar: Grammar) -> None:
-        """Raises Refused if no answer could keep it, or not at a bearable price; Overloaded if that could not be looked into."""
+    async def check(self, grammar: Grammar) -> Grammar:
+        """The same, of a kind that is `written`. Raises Refused if no answer could keep it, or not at a bearable price; Overloaded
+        if that could not be looked into."""
         if len(grammar.source) > MOST_CHARACTERS:
             raise Refused(f"`grammar` must have at most {MOST_CHARACTERS} characters. Given: {len(grammar.source)}", "grammar")
         try:
             await self._apart.start()
             async with asyncio.timeout(MOST_SECONDS):
-                problem = await asyncio.shield(self._ask(grammar))
+                problem, meant = await asyncio.shield(self._ask(grammar))
         except Busy:
             raise Overloaded("too many grammars are being compiled") from None
         except TimeoutError:  # on a busy machine it may be none of its own work: who asks again gets what was found meanwhile
-            problem = SLOW
+            problem, meant = SLOW, grammar
         if problem:
             raise Refused(f"`grammar` is not possible: {problem}", "grammar")
+        return meant
 
-    def _ask(self, grammar: Grammar) -> "asyncio.Task[str]":
+    def _ask(self, grammar: Grammar) -> "asyncio.Task[Verdict]":
         verdict = self._kept.get(grammar)
         if verdict is not None:
             self.found += 1
             self._kept.move_to_end(grammar)
             return verdict
         self.compiled += 1
-        verdict = self._kept[grammar] = asyncio.create_task(self._problem(grammar))
+        verdict = self._kept[grammar] = asyncio.create_task(self._verdict(grammar))
         verdict.add_done_callback(lambda done: done.cancelled() or done.exception())  # perhaps nobody waits for it any more
         self._size += len(grammar.source)
         while len(self._kept) > 1 and (len(self._kept) > KEPT_GRAMMARS or self._size > KEPT_CHARACTERS):
@@ -168,21 +179,37 @@ class Grammars:
         if self._kept.pop(grammar, None) is not None:
             self._size -= len(grammar.source)
 
-    async def _problem(self, grammar: Grammar) -> str:
-        """What is wrong with it, if anything is. Goes on when who asked has been told to come again: the next one is told what was
+    async def _verdict(self, grammar: Grammar) -> Verdict:
+        """Goes on when who asked has been told to come again: the next one is told what was
         found. Raises Busy."""
         names = SPECIAL.findall(grammar.source) if grammar.kind == "lark" else ()
         specials = [name for name in names if self._added_id(name) is not None]
         job = json.dumps([grammar.kind, grammar.source, specials]).encode()
         try:
-            problem, spent = json.loads(await self._apart.ask(job, LONGEST, MOST_SECONDS / 2))
+            problem, spent, kind, source = json.loads(await self._apart.ask(job, LONGEST, MOST_SECONDS / 2))
         except (Busy, Late):
             self._forget(grammar)
             raise Busy from None
         except Died:  # or somebody kills whatever is started
             asyncio.get_running_loop().call_later(DOUBT, self._forget, grammar)
-            return "the library that compiles grammars fails for it; make it simpler"
-        return problem or (SLOW if spent > MOST_WORK else "")
+            return "the library that compiles grammars fails for it; make it simpler", grammar
+        return problem or (SLOW if spent > MOST_WORK else ""), Grammar(kind, source)
+
+
+def verdict(grammar: Grammar, specials: Sequence[str] = ()) -> Verdict:
+    """See `problem`."""
+    if grammar.kind != "ebnf":
+        return problem(grammar, specials), grammar
+    try:
+        grammar.source.encode()
+        meant = lark(ebnf.lark(grammar.source))
+    except UnicodeEncodeError:
+        return HALF, grammar
+    except ValueError as error:
+        return str(error), grammar
+    if len(meant.source) > MOST_CHARACTERS:
+        return f"it has more than {MOST_CHARACTERS} characters when each is written as llguidance wants it", grammar
+    return problem(meant), meant
 
 
 def problem(grammar: Grammar, specials: Sequence[str] = ()) -> str:
@@ -194,7 +221,7 @@ def problem(grammar: Grammar, specials: Sequence[str] = ()) -> str:
         if not all(_Schema(schema).ends for schema in _schemas(grammar)):
             return "the schema refers to itself without end: no text of finite length validates"
     except UnicodeEncodeError:
-        return "it has half of a surrogate pair, which is no character"
+        return HALF
     except RecursionError:
         return "it is nested too deeply"
     except ValueError as error:
@@ -350,13 +377,14 @@ def _needed(schema: Mapping[str, Any]) -> Iterator[Any]:
 def _work(job: bytes) -> bytes:
     """What the process does for one grammar, on a thread with a stack of a known size. If that works too much it is left behind."""
     kind, source, specials = json.loads(job)
-    found: list[str] = []
-    thread = threading.Thread(target=lambda: found.append(problem(Grammar(kind, source), specials)), daemon=True)
+    found = [("", Grammar(kind, source))]
+    thread = threading.Thread(target=lambda: found.append(verdict(found[0][1], specials)), daemon=True)
     began = time.process_time()
     thread.start()
     while thread.is_alive() and time.process_time() - began <= MOST_WORK:
         thread.join(LOOK)
-    return json.dumps(["" if thread.is_alive() else found[0], time.process_time() - began]).encode()
+    said, meant = found[0 if thread.is_alive() else 1]
+    return json.dumps([said, time.process_time() - began, meant.kind, meant.source]).encode()
 
 
 if __name__ == "__main__":

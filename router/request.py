@@ -36,7 +36,7 @@ class Sampling:
 class Grammar:
     """What every answer's text has to be: source text of one of these kinds."""
 
-    kind: str  # "json_schema", "regex", "lark", "choice" (a JSON list of strings)
+    kind: str  # "json_schema", "regex", "lark", "ebnf" until it was looked into, "choice" (a JSON list of strings)
     source: str
 
 

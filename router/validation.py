@@ -151,7 +151,7 @@ class Validator:
             cache_key=_together(parameters.tenant if self._config.isolate_tenants else "", parameters.salt, adapter),
         )
         if parameters.grammar is not None:
-            await self.grammars.check(parameters.grammar)
+            return msgspec.structs.replace(request, grammar=await self.grammars.check(parameters.grammar))
         return request
 
     async def _prompt(

@@ -13,7 +13,7 @@ import torch
 from msgspec.structs import replace
 
 from penstock.router.batcher import Batcher
-from penstock.router.grammar import choice, json_object, json_schema, lark, regex
+from penstock.router.grammar import choice, json_object, json_schema, lark, regex, rules, verdict
 from penstock.router.request import Broken, Grammar, Request, Sampling
 from penstock.router.text import Tokenizer
 from penstock.shard.masks import Pending, StepMasks
@@ -153,6 +153,7 @@ def test_patterns_rules_and_lists() -> None:
     asked = {
         r"[a-f]{3}-[0-9]{4}(\.é|😀)": regex(r"[a-f]{3}-[0-9]{4}(\.é|😀)"),
         "yes|no|maybe not|😀": choice(["yes", "no", "maybe not", "😀"]),
+        r"SELECT [ab](, [ab])? FROM t": verdict(rules('root ::= "SELECT " list " FROM t"\nlist ::= c | c ", " c\nc ::= [ab]'))[1],
         r"[0-9]{1,3}([+*][0-9]{1,3}){0,4}": lark('start: n (("+" | "*") n){0,4}\nn: /[0-9]{1,3}/'),
     }
 

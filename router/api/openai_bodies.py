@@ -59,7 +59,6 @@ REASONS = {
     "suffix": "Suffix is not supported and can be achieved by preprocessing the prompt.",
     "functions": "`functions` is not supported: use `tools`",
     "function_call": "`function_call` is not supported: use `tool_choice`",
-    "ebnf": "`ebnf` is not supported: use `guided_grammar`, whose rules are llguidance's Lark",
     "bad_words": "`bad_words` is not supported: forbid tokens with a `logit_bias` of -100",
     "previous_response_id": "`previous_response_id` is not supported: the server keeps no answers; send the whole conversation",
     "conversation": "`conversation` is not supported: the server keeps no conversations; send all of it as `input`",
@@ -137,8 +136,7 @@ class Body(Common, kw_only=True):
     force_words_ids: Any = None
     logits_processors: Any = None
     bad_words: Any = None
-    ebnf: Any = None  # these two are SGLang's
-    stop_regex: Any = None
+    stop_regex: Any = None  # SGLang's
     allowed_token_ids: Any = None
     modalities: Any = None
     audio: Any = None

@@ -21,8 +21,9 @@ class Format(msgspec.Struct, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    regex: str | None = None  # these two are SGLang's
+    regex: str | None = None  # these three are SGLang's
     json_schema: Any = None
+    ebnf: str | None = None
 
 
 def grammar_of(body: Format) -> Grammar | None:
@@ -129,4 +130,9 @@ def _constraint(kind: str, value: Any, name: str) -> Grammar:
             return grammar.choice(value)
     if not isinstance(value, str) or not value:
         raise Refused(f"`{name}` must be a string, not empty", name)
-    return grammar.regex(value) if kind == "regex" else grammar.lark(value)
+    match kind:
+        case "regex":
+            return grammar.regex(value)
+        case "ebnf":
+            return Grammar("ebnf", value)
+    return grammar.rules(value)

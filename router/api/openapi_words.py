@@ -12,8 +12,9 @@ WORDS = {
     "documents": "A variable of the chat template.",
     "early_stopping": "Of beams: true ends the search when as many answers are complete as there are beams; false when the best "
     'beam is no better than the worst of these; "never" when no beam can become better.',
+    "ebnf": "SGLang's: the answer follows this grammar, `root ::= ...`.",
     "guided_choice": "The answer is one of these.",
-    "guided_grammar": "The answer follows this grammar, in llguidance's dialect of Lark.",
+    "guided_grammar": "The answer follows this grammar: in EBNF, `root ::= ...`, or else in llguidance's dialect of Lark.",
     "guided_json": "The answer is JSON of this schema.",
     "guided_regex": "The answer matches this pattern from beginning to end.",
     "ignore_eos": "The model's own end tokens end nothing.",

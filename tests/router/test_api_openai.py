@@ -324,11 +324,6 @@ def test_nulls_are_nothing(tokenizer: Tokenizer, path: str, body: dict[str, Any]
         ({"timeout": -1}, "timeout", "`timeout` must be strictly positive"),
         ({"suffix": "x"}, "suffix", "Suffix is not supported and can be achieved by preprocessing the prompt."),
         ({"bad_words": ["x"]}, "bad_words", "`bad_words` is not supported: forbid tokens with a `logit_bias` of -100"),
-        (
-            {"ebnf": 'root ::= "a"'},
-            "ebnf",
-            "`ebnf` is not supported: use `guided_grammar`, whose rules are llguidance's Lark",
-        ),
         ({"stop_regex": "a+"}, "stop_regex", "`stop_regex` is not supported"),
         (
             {"structured_outputs": {"json": {}, "whitespace_pattern": 5}},

@@ -238,6 +238,7 @@ def test_what_is_refused_is_named(tokenizer: Tokenizer, given: dict[str, Any], p
 
 
 CONST = Grammar("json_schema", '{"const":1}')
+RULE = Grammar("lark", 'start: T0\nT0: "a"')  # as EBNF becomes
 
 
 def spaced(pattern: str) -> Grammar:
@@ -272,6 +273,9 @@ def spaced(pattern: str) -> Grammar:
         ({"structured_outputs": {"json": {"const": 1}, "disable_any_whitespace": False}}, CONST),
         ({"structured_outputs": {"choice": ["a"]}}, Grammar("choice", '["a"]')),
         ({"structured_outputs": {"grammar": 'start: "a"'}}, Grammar("lark", 'start: "a"')),
+        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, RULE),
+        ({"guided_grammar": '# a rule\n root\n  ::= "a"'}, RULE),
+        ({"ebnf": 'root ::= "a"'}, RULE),
     ],
 )
 def test_formats_become_grammars(tokenizer: Tokenizer, given: dict[str, Any], grammar: Grammar | None) -> None:
