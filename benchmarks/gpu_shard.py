@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 BUSY = "PENSTOCK_BENCHMARK_BUSY"
@@ -38,14 +37,14 @@ def main() -> int:
 
 
 def _launch() -> int:
-    from penstock.launcher import cli
+    from penstock.launcher import children, cli
 
-    usual: Callable[[str, str], list[str]] = cli._command
+    usual = children.command
 
     def command(module: str, configuration: str) -> list[str]:
         return usual("penstock.benchmarks.gpu_shard" if module == "penstock.shard" else module, configuration)
 
-    cli._command = command
+    children.command = command
     return cli.main(sys.argv[1:])
 
 

@@ -42,7 +42,7 @@ from typing import Any
 import grpc
 import tokenizers
 
-from penstock.launcher.cli import child_environment
+from penstock.launcher import children
 from penstock.launcher.machine import free_port
 from penstock.proto import rpc, settings
 from penstock.proto import shard_pb2 as wire
@@ -192,7 +192,7 @@ def running(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
         max_concurrent_requests=2048,
         max_total_tokens=8192,
     )
-    environment = child_environment(os.environ, 1)
+    environment = children.environment(os.environ, 1)
     shard_process = subprocess.Popen([sys.executable, __file__, "--shard", config.groups[0][0]], env=environment)
     router = subprocess.Popen([sys.executable, "-P", "-m", "penstock.router", settings.dump(config)], env=environment)
     try:

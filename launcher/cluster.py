@@ -141,7 +141,7 @@ def _seconds(text: str) -> float:
 
 
 def layouts(
-    options: Options, model: Checkpoint, cluster: Cluster, draft: Checkpoint | None = None, changes: Sequence[Adapter] = ()
+    options: Options, model: Checkpoint, cluster: Cluster, draft: Checkpoint | None = None, loras: Sequence[Adapter] = ()
 ) -> list[Layout]:
     """Every way that fits, by the number of ranks. Raises Mistake if there is none."""
     if options.device == "cpu" or options.dtype == "float32":
@@ -159,7 +159,7 @@ def layouts(
     found, refusal = [], Mistake()
     for ranks in possible:
         try:
-            found.append(_layout(options, model, cluster, ranks, draft, changes))
+            found.append(_layout(options, model, cluster, ranks, draft, loras))
         except Mistake as mistake:  # most likely that it does not fit over so few
             refusal = mistake
     if not found:
@@ -182,14 +182,14 @@ def _divides(form: Shape, ranks: int) -> bool:
 
 
 def _layout(
-    options: Options, model: Checkpoint, cluster: Cluster, ranks: int, draft: Checkpoint | None, changes: Sequence[Adapter]
+    options: Options, model: Checkpoint, cluster: Cluster, ranks: int, draft: Checkpoint | None, loras: Sequence[Adapter]
 ) -> Layout:
     free = int(cluster.accelerator.memory)
     machine = Machine(cores=ranks, memory=free, fast_bfloat16=True, gpu_memory=(free,) * ranks)
     asked = dataclasses.replace(options, device="cuda", num_shard=ranks, sharded=None, nnodes=1)
     nodes = max(1, ranks // cluster.gpus)
     return Layout(
-        plan=plan.divide(asked, model, machine, draft, changes),
+        plan=plan.divide(asked, model, machine, draft, loras),
         nodes=nodes,
         replicas=cluster.nodes // nodes * (cluster.gpus // ranks or 1),
         most=options.sequences,
@@ -213,10 +213,10 @@ def table(
     name: str,
     cluster: Cluster,
     draft: Checkpoint | None = None,
-    changes: Sequence[Adapter] = (),
+    loras: Sequence[Adapter] = (),
 ) -> str:
     """All of it for people, aligned. Raises Mistake."""
-    found = layouts(options, model, cluster, draft, changes)
+    found = layouts(options, model, cluster, draft, loras)
     longest = options.max_total_tokens or found[0].plan.shape.max_positions
     contexts = [context for context in CONTEXTS if context <= longest] or [longest]
     parts = [_head(name, found[0].plan, cluster), _memory(found, cluster)]

@@ -1,7 +1,7 @@
 """What the launcher of a node other than 0 does: it brings its ranks to node 0, and follows what that one says.
 
 Without node 0 none of its ranks run: it ends them and looks for it, for as long as nodes may be missing. It ends when node 0 does,
-with its exit code. What the launchers say to each other: `muster.py`.
+with its exit code. What the launchers say to each other: `node_messages.py`.
 """
 
 import queue
@@ -18,12 +18,12 @@ from typing import Protocol
 from ..proto import link
 from ..proto.certificates import Certificates
 from ..proto.link import Link
-from . import muster, processes
+from . import node_messages, processes
 from .console import Console
-from .conversation import Gone, Said, listen, tell
-from .muster import Hello, Message, Orders
+from .node_messages import Gone, Hello, Message, Orders, Said, listen, tell
+from .parts import GRACE, Command, Part, Signal
 from .processes import Child
-from .serve import ECHO, GRACE, Command, Part, Signal, signals, watch_signals
+from .watching import ECHO, signals, watch_signals
 
 FIRST_RETRY, LAST_RETRY = 0.25, 3.0  # seconds between two attempts to reach node 0; each time twice as long
 NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")  # OpenSSL's words for an answer in plain text
@@ -31,7 +31,7 @@ NO_LAUNCHER = "it accepts connections, but is no penstock launcher: look at --ma
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leader:
+class NodeZero:
     """Where node 0 is, and how long it is waited for."""
 
     address: str
@@ -78,7 +78,7 @@ class Follower:
     def __init__(
         self,
         *,
-        leader: Leader,
+        leader: NodeZero,
         ranks: Ranks,
         environment: Mapping[str, str],
         console: Console,
@@ -153,7 +153,7 @@ class Follower:
                 self._console.complain(f"{self._leader} refuses this node: {text}")
                 return 2
             case {"kind": "start"}:
-                self._start(muster.orders(message))
+                self._start(node_messages.orders(message))
             case {"kind": "halt", "epoch": int(epoch)}:
                 if self._shards.children:
                     self._console.say(f"{self._leader} has lost some of the group: this node's shards end, to be started again")
@@ -262,8 +262,8 @@ class Follower:
                 peer = link.connect(leader.address, leader.port, leader.certificates, leader.silence, patience)
                 stack.callback(peer.close)
                 hello = self._ranks.hello(peer.address)
-                peer.send(muster.written(hello.message()))
-                answer = muster.read(peer.receive(patience))
+                peer.send(node_messages.written(hello.message()))
+                answer = node_messages.read(peer.receive(patience))
             except (OSError, EOFError, ValueError) as error:
                 self._events.put(_unreached(error, leader.certificates is not None))
                 return

@@ -1,6 +1,6 @@
 """A rank group on two machines: the same tokens as on one, over a cable that is cut, and nothing for who does not belong to it.
 
-The machines are network namespaces. Who says what to whom, and what ends when: tests/launcher/test_muster.py.
+The machines are network namespaces. Who says what to whom, and what ends when: tests/launcher/test_leader.py.
 """
 
 import http.client

@@ -17,7 +17,7 @@ import jsonschema
 import pytest
 import yaml
 
-from penstock.launcher import command_line, nodes, options, serve
+from penstock.launcher import command_line, nodes, options, parts
 from penstock.router.api import probes
 from penstock.router.config import RouterConfig
 from penstock.tests.deploy import foreign, walk
@@ -230,7 +230,7 @@ def test_a_pod_has_the_time_to_end(overlay: str) -> None:
         assert command == "sleep"
         given = template["spec"]["terminationGracePeriodSeconds"]
         assert given >= int(seconds) + asked(overlay).graceful_termination_timeout + SPARE
-    assert SPARE >= 2 * serve.GRACE  # the router's, then the shards'
+    assert SPARE >= 2 * parts.GRACE  # the router's, then the shards'
 
 
 @each_overlay

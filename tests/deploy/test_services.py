@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.launcher import command_line, options, serve
+from penstock.launcher import command_line, options, parts
 from penstock.proto import certificates
 from penstock.proto.certificates import Certificates
 from penstock.tests.deploy import walk
@@ -57,7 +57,7 @@ def test_the_unit_fits_the_launcher() -> None:
     environment = dict(word.split("=", 1) for word in unit["Environment"].split())
     asked = check_flags(arguments, environment)
     assert "GRACEFUL_TERMINATION_TIMEOUT" in environment
-    assert float(unit["TimeoutStopSec"]) > asked.graceful_termination_timeout + 2 * serve.GRACE
+    assert float(unit["TimeoutStopSec"]) > asked.graceful_termination_timeout + 2 * parts.GRACE
     assert unit["KillMode"] == "mixed"  # the launcher alone gets SIGTERM
     assert unit["RestartPreventExitStatus"] == "2"  # as launcher/cli.py ends on a mistake
     assert environment["HF_HOME"] == f"/var/cache/{unit['CacheDirectory']}"
@@ -170,4 +170,4 @@ def test_the_job_wants_a_key_and_has_time_to_drain(script: Path, tmp_path: Path)
     assert "API_KEY" in answer.stderr
     [signalled] = re.findall(r"--signal=TERM@(\d+)", script.read_text())
     [drains] = re.findall(r"GRACEFUL_TERMINATION_TIMEOUT=(\d+)", script.read_text())
-    assert int(signalled) >= int(drains) + 2 * serve.GRACE
+    assert int(signalled) >= int(drains) + 2 * parts.GRACE

@@ -5,26 +5,26 @@ import os
 import sys
 from pathlib import Path
 
-from penstock.launcher import serve
+from penstock.launcher import parts, supervisor
 from penstock.launcher.console import Console
 
 STAND_IN = str(Path(__file__).with_name("stand_in.py"))
 
 port, grace, restarts, pipe, replicas, router, *shards = sys.argv[1:]
 if "stubborn" in router:
-    serve.GRACE = 1.0  # else nobody waits for its end, but where the machine stands still
+    parts.GRACE = supervisor.GRACE = 1.0  # else nobody waits for its end, but where the machine stands still
 console = Console(json_output=False)
 
 
-def command(name: str, behaviour: str) -> serve.Command:
-    return serve.Command(name, [sys.executable, "-S", STAND_IN, name.replace(" ", "-"), port, *behaviour.split("+")])
+def command(name: str, behaviour: str) -> parts.Command:
+    return parts.Command(name, [sys.executable, "-S", STAND_IN, name.replace(" ", "-"), port, *behaviour.split("+")])
 
 
 commands = [command(f"shard {rank}", behaviour) for rank, behaviour in enumerate(shards)]
-groups = {"0": serve.Part("the shards", commands, int(restarts))}
+groups = {"0": parts.Part("the shards", commands, int(restarts))}
 if replicas:
-    groups = {str(rank): serve.Part(f"replica {rank}", [each], int(restarts)) for rank, each in enumerate(commands)}
-server = serve.Server(
+    groups = {str(rank): parts.Part(f"replica {rank}", [each], int(restarts)) for rank, each in enumerate(commands)}
+server = supervisor.Supervisor(
     router=command("router", router),
     groups=groups,
     environment=dict(os.environ),

@@ -1,14 +1,16 @@
-"""The launcher of a node whose ranks are stand-ins: `node_harness.py '<JSON>'`, see `Node` in test_muster.py for what is in it."""
+"""The launcher of a node whose ranks are stand-ins: `node_harness.py '<JSON>'`, see `Node` in test_leader.py for what is in it."""
 
 import json
 import os
 import sys
 from pathlib import Path
 
-from penstock.launcher import follower, serve, spread
+from penstock.launcher import follower, leader
 from penstock.launcher.console import Console
-from penstock.launcher.muster import Hello, Orders, Roll
-from penstock.launcher.serve import Command
+from penstock.launcher.node_messages import Hello, Orders
+from penstock.launcher.parts import Command
+from penstock.launcher.roll import Roll
+from penstock.launcher.supervisor import Supervisor
 from penstock.proto import link
 from penstock.proto.certificates import Certificates
 
@@ -37,7 +39,7 @@ class Ranks:
 
 
 def lead() -> int:
-    meeting = spread.Meeting(
+    meeting = leader.Meeting(
         listening=link.listen("127.0.0.1", told["port"]),
         certificates=certificates,
         silence=2.0,
@@ -46,8 +48,8 @@ def lead() -> int:
         addresses=Path(told["folder"]),
         console=console,
     )
-    group = spread.Spread("the shards", [shard], told["restarts"], [], meeting, Roll(told["nodes"], told["terms"]))
-    return serve.Server(
+    group = leader.Leader("the shards", [shard], told["restarts"], [], meeting, Roll(told["nodes"], told["terms"]))
+    return Supervisor(
         router=command("router", told["router"]),
         groups={"0": group},
         environment=dict(os.environ),
@@ -60,10 +62,10 @@ def lead() -> int:
 
 
 def follow() -> int:
-    leader = follower.Leader(
+    zero = follower.NodeZero(
         address="127.0.0.1", port=told["port"], certificates=certificates, silence=2.0, timeout=told["timeout"]
     )
-    return follower.Follower(leader=leader, ranks=Ranks(), environment=dict(os.environ), console=console, grace=5.0).run()
+    return follower.Follower(leader=zero, ranks=Ranks(), environment=dict(os.environ), console=console, grace=5.0).run()
 
 
 sys.exit(follow() if told["node"] else lead())

@@ -6,11 +6,12 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from penstock.launcher import adapters, checkpoint, cli, hub, plan
+from penstock.launcher import adapters, checkpoint, children, hub, plan
 from penstock.launcher.adapters import parse, resolve
 from penstock.launcher.machine import Machine
 from penstock.launcher.mistake import Mistake
 from penstock.launcher.options import Options
+from penstock.launcher.replicas import Place
 from penstock.tests.shard import lora
 
 DEMO = checkpoint.read(hub.DEMO_FOLDER, "auto")
@@ -45,7 +46,7 @@ def test_mistakes(text: str, words: str) -> None:
 
 def test_a_router_alone_refuses_the_models_name_as_well() -> None:
     with pytest.raises(Mistake, match="the model is called so itself"):
-        cli.router_config(Options(lora_adapters="model=/x"), "model", hub.DEMO_FOLDER, [])
+        children.router_config(Options(lora_adapters="model=/x"), "model", hub.DEMO_FOLDER, [])
 
 
 @pytest.fixture
@@ -62,9 +63,9 @@ def test_a_folder(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert planned.adapter_bytes == 2 * 2 * found[0].elements * plan.ITEM_BYTES[planned.dtype]
     assert re.search(r"\n  adapters +[\d.]+ [KM]iB  at most\n", plan.table(planned, "x"))
     assert "adapters" not in plan.table(usual, "x")
-    [shard] = cli.shard_configs(asked, "name", planned, ["a"], "r", "m", changes=found)
+    [shard] = children.shard_configs(asked, "name", planned, Place(0, True, ["a"], "r", "m", (), {}), loras=found)
     assert shard.adapters == (("first", str(place)), ("second", str(place)))
-    assert cli.router_config(asked, "name", hub.DEMO_FOLDER, []).adapters == ("first", "second")
+    assert children.router_config(asked, "name", hub.DEMO_FOLDER, []).adapters == ("first", "second")
 
 
 def test_broken_folders(place: Path) -> None:

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.launcher import checkpoint, cli, greeting, hub, machine, plan
+from penstock.launcher import checkpoint, children, cli, greeting, hub, machine, plan, serve
 from penstock.launcher.machine import Machine
 from penstock.launcher.options import Options
+from penstock.launcher.replicas import Place
 from penstock.proto import settings
 from penstock.router.config import RouterConfig
 from penstock.shard.config import ShardConfig
@@ -32,12 +33,12 @@ CONFIG = {
 # Runs the command with stand-ins for children, which write what they were given into the folder `seen`.
 SCRIPT = """
 import sys
-from penstock.launcher import cli
+from penstock.launcher import children, cli
 stand_in, seen, port = sys.argv[1:4]
 def command(module, configuration):
     name = module.rpartition(".")[2]
     return [sys.executable, "-S", stand_in, name, port, "serves" if name == "router" else "runs", "records", seen, configuration]
-cli._command = command
+children.command = command
 sys.exit(cli.main(sys.argv[4:]))
 """
 
@@ -212,7 +213,7 @@ def test_the_embedded_tokenizer_stands_in_where_it_fits(model: Path) -> None:
     assert "vocab_size 100 is below the 2048 tokens of the embedded tokenizer that would stand in: raise it" in answer.stderr
     planned = plan.divide(Options(), checkpoint.read(model, "dummy"), Machine(cores=2, memory=1 << 30, fast_bfloat16=False))
     (model / "tokenizer.json").touch()
-    assert cli.text_folder(planned) == model
+    assert serve.text_folder(planned) == model
 
 
 def test_a_port_in_use_is_noticed_before_anything_starts(model: Path) -> None:
@@ -238,22 +239,23 @@ def test_options_reach_the_configs(tmp_path: Path) -> None:
         prefill_policy="mixed",
         prefix_caching="off",
     )
-    router = cli.router_config(asked, "name", tmp_path, [["a", "b"]])
+    router = children.router_config(asked, "name", tmp_path, [["a", "b"]])
     assert (router.max_total_tokens, router.api_keys, router.model, router.groups) == (100, ("k", "l"), "name", (("a", "b"),))
     assert (router.itl_target, router.prefill_policy) == (0.1, "mixed")
     model = checkpoint.Checkpoint(folder=tmp_path, config=CONFIG, dtype="float32", bytes=0, files=0)
     planned = plan.divide(asked, model, Machine(cores=2, memory=1 << 30, fast_bfloat16=False))
-    [shard] = cli.shard_configs(asked, "name", planned, ["a"], "r", "m")
+    place = Place(0, True, ["a"], "r", "m", (), {})
+    [shard] = children.shard_configs(asked, "name", planned, place)
     assert (shard.page_size, shard.kv_pages, shard.memory_fraction, shard.meeting) == (4, 9, 0.5, "")
     assert (shard.json_output, shard.relay, shard.socket, shard.model) == (True, "", "a", "name")
     assert not shard.prefix_caching
     assert shard.longest == 0  # which this model does not go by: nodes may differ in it
     rope = replace(planned.shape.rope, kind="longrope")
     planned = replace(planned, shape=replace(planned.shape, rope=rope))
-    assert cli.shard_configs(asked, "name", planned, ["a"], "r", "m")[0].longest == 100
+    assert children.shard_configs(asked, "name", planned, place)[0].longest == 100
     assert Options(max_batch_total_tokens=100, page_size=16).pool_pages == 6
     assert (Options(max_batch_total_tokens=3).pool_pages, Options(kv_pages=7).pool_pages, Options().pool_pages) == (1, 7, 0)
-    assert cli.router_config(Options(), "name", tmp_path, []).api_keys == ()
+    assert children.router_config(Options(), "name", tmp_path, []).api_keys == ()
 
 
 def test_the_example_fits_the_model(tmp_path: Path) -> None:

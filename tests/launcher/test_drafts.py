@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from penstock.launcher import checkpoint, cli, hub, machine, plan
+from penstock.launcher import checkpoint, children, cli, hub, machine, plan, serve
 from penstock.launcher.drafts import check_vocabulary, resolve
 from penstock.launcher.machine import Machine
 from penstock.launcher.mistake import Mistake
 from penstock.launcher.options import Options
+from penstock.launcher.replicas import Place
 from penstock.proto.speculation import Speculation, parse
 
 DEMO = checkpoint.read(hub.DEMO_FOLDER, "auto")
@@ -36,9 +37,9 @@ def test_the_embedded_draft_model() -> None:
     assert draft is not None
     assert (said.draft, said.most, draft.folder) == (str(hub.DRAFT_FOLDER), 6, hub.DRAFT_FOLDER)
     planned = plan.divide(asked, DEMO, Machine(cores=2, memory=1 << 32, fast_bfloat16=False))
-    [shard] = cli.shard_configs(asked, "name", planned, ["a"], "r", "m", said)
+    [shard] = children.shard_configs(asked, "name", planned, Place(0, True, ["a"], "r", "m", (), {}), said)
     assert parse(shard.speculate) == said
-    assert cli.router_config(asked, "name", hub.DEMO_FOLDER, []).speculate == 6
+    assert children.router_config(asked, "name", hub.DEMO_FOLDER, []).speculate == 6
 
 
 def test_a_folder_wherever_the_server_is_started_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +93,7 @@ def test_vocabularies(tmp_path: Path) -> None:
 
 
 def test_a_lossy_rule_is_named_when_the_server_starts(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(cli, "Server", lambda **given: type("Server", (), {"run": lambda self: 0})())
+    monkeypatch.setattr(serve, "Supervisor", lambda **given: type("Supervisor", (), {"run": lambda self: 0})())
     port = str(machine.free_port())
     for verify, said in (("typical", True), ("gumbel", False)):
         assert cli.main(["serve", "--port", port, "--speculate", f"ngram=3,verify={verify}"]) == 0

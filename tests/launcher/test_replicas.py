@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.launcher import checkpoint, cli, command_line, greeting, hub, plan, replicas
+from penstock.launcher import checkpoint, children, command_line, greeting, hub, plan, replicas, serve
 from penstock.launcher.console import Console
 from penstock.launcher.machine import Machine
 from penstock.launcher.mistake import Mistake
@@ -82,9 +82,7 @@ def test_for_a_router_elsewhere_ranks_listen_at_ports_one_after_the_other(tmp_pa
     assert [place.addresses for place in places] == [["10.0.0.1:7000", "10.0.0.1:7001"], ["10.0.0.1:7002", "10.0.0.1:7003"]]
     model = checkpoint.Checkpoint(folder=tmp_path, config=CONFIG, dtype="float32", bytes=0, files=0)
     planned = plan.divide(asked, model, replicas.share(asked, CPU))
-    configs = [
-        cli.shard_configs(asked, "n", planned, place.sockets, place.relay, place.meeting, listen=place.listen) for place in places
-    ]
+    configs = [children.shard_configs(asked, "n", planned, place) for place in places]
     assert [shard.listen for shards in configs for shard in shards] == [f"10.0.0.1:{port}" for port in range(7000, 7004)]
     assert [(shard.rank, shard.socket, shard.memory_fraction) for shard in configs[1]] == [(0, "", 0.4), (1, "", 0.4)]
     assert [{shard.meeting for shard in shards} for shards in configs] == [{"/p-0-meeting"}, {"/p-1-meeting"}]
@@ -101,9 +99,9 @@ def parsed(*flags: str, **environment: str) -> Options:
 
 
 def test_a_router_alone_says_what_the_shards_decide(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(cli, "_server", lambda *given: SimpleNamespace(run=lambda: 0))
+    monkeypatch.setattr(serve, "_supervisor", lambda *given: SimpleNamespace(run=lambda: 0))
     asked = Options(replica="unix:/x", quantize="fp8", num_beams=2)
-    assert cli._route(asked, "demo", hub.DEMO_FOLDER, {}, Console(False), 0.0) == 0
+    assert serve._route(asked, "demo", hub.DEMO_FOLDER, {}, Console(False), 0.0) == 0
     assert "no effect on shards that somebody else starts: --quantize\n" in capsys.readouterr().out
 
 
@@ -117,7 +115,7 @@ def test_rank_groups_that_others_have_started_are_named_one_by_one_or_together()
         assert asked.local_replicas == 0
     assert (parsed().local_replicas, parsed().remote_replicas) == (1, ())
     assert parsed("--replica", "a:1", "--replicas", "2").local_replicas == 2
-    assert cli.router_config(parsed("--replicas", "2"), "n", Path(), [["a", "b"], ["c"]]).groups == (("a", "b"), ("c",))
+    assert children.router_config(parsed("--replicas", "2"), "n", Path(), [["a", "b"], ["c"]]).groups == (("a", "b"), ("c",))
 
 
 @pytest.mark.parametrize(

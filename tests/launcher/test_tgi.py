@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.launcher import cli, command_line, machine, options, tgi
+from penstock.launcher import children, cli, command_line, machine, options, tgi
 from penstock.launcher.machine import Machine
 from penstock.launcher.mistake import Mistake
 from penstock.launcher.options import Options
@@ -301,7 +301,7 @@ def test_libraries_that_round_weights() -> None:
 def test_a_token_of_the_hub_by_its_older_name() -> None:
     assert tgi.translate([], {"HF_API_TOKEN": "t"}).environment["HF_TOKEN"] == "t"
     assert "HF_TOKEN" not in tgi.translate([], {"HF_API_TOKEN": "t", "HF_TOKEN": "u"}).environment
-    assert "HF_API_TOKEN" not in cli.child_environment({"HF_API_TOKEN": "t"}, 1)
+    assert "HF_API_TOKEN" not in children.environment({"HF_API_TOKEN": "t"}, 1)
 
 
 # As an executable

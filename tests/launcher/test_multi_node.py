@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
-from penstock.launcher import assembly, checkpoint, cli, machine, plan
+from penstock.launcher import checkpoint, children, cli, machine, multi_node, plan
 from penstock.launcher.console import Console
 from penstock.launcher.machine import Machine
 from penstock.launcher.mistake import Mistake
-from penstock.launcher.muster import Orders
+from penstock.launcher.node_messages import Orders
 from penstock.launcher.options import Options
+from penstock.launcher.parts import Command
+from penstock.launcher.replicas import Place
 from penstock.proto import settings
 from penstock.shard.config import ShardConfig
 from penstock.tests.certificates import Authority, authorities, make
@@ -41,17 +43,17 @@ def planned(asked: Options, machine: Machine = MACHINE) -> plan.Plan:
     return plan.divide(asked, model, machine)
 
 
-def ours(folder: Path, environment: Mapping[str, str] = {}, **asked: Any) -> assembly.Ours:
+def ours(folder: Path, environment: Mapping[str, str] = {}, **asked: Any) -> multi_node.Node:
     """A node of two with two ranks each."""
     told = Options(nnodes=2, num_shard=4, **asked)
-    sockets = [str(folder / name) for name in ("a", "b")]
-    shards = cli.shard_configs(told, "m", planned(told), sockets, str(folder / "relay"), "")
-    return assembly.Ours(told, shards, "digest", folder, environment, lambda module, text: [module, text], Console(False))
+    place = Place(0, True, [str(folder / name) for name in ("a", "b")], str(folder / "relay"), "", (), {})
+    shards = children.shard_configs(told, "m", planned(told), place)
+    return multi_node.Node(told, shards, "digest", folder, environment, Console(False))
 
 
-def told(command: assembly.Command) -> ShardConfig:
+def told(command: Command) -> ShardConfig:
     """Whom a process is started for. Its settings are no argument, but in a file."""
-    module, argument = command.arguments
+    *_, module, argument = command.arguments
     assert (module, argument[:1]) == ("penstock.shard", "@")
     return settings.load(ShardConfig, argument)
 
@@ -72,7 +74,7 @@ def test_num_shard_counts_the_ranks_of_all_nodes() -> None:
 
 def test_node_0_starts_the_first_ranks_at_sockets(tmp_path: Path) -> None:
     here = ours(tmp_path, node_rank=0, master_addr="127.0.0.1", master_port=machine.free_port(), step_timeout=7.0)
-    group, addresses = assembly.lead(here)
+    group, addresses = multi_node.lead(here)
     try:
         assert addresses == [*(str(tmp_path / name) for name in "ab"), *(f"file:{tmp_path}/address-{rank}" for rank in (2, 3))]
         first, second = map(told, group._commands)
@@ -88,7 +90,7 @@ def test_node_0_starts_the_first_ranks_at_sockets(tmp_path: Path) -> None:
             {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
         ] * 2
         with pytest.raises(Mistake, match=r"127.0.0.1:\d+ is in use: choose another --master-port, on all nodes"):
-            assembly.lead(here)
+            multi_node.lead(here)
     finally:
         group.close(0)
 
@@ -97,7 +99,7 @@ def test_other_nodes_start_the_others_where_they_are_reached(tmp_path: Path, aut
     files = dict(zip(("tls_cert", "tls_key", "tls_ca"), authority[0].files, strict=True))
     chosen = {"NCCL_SOCKET_IFNAME": "ib0"}
     here = ours(tmp_path, chosen, node_rank=1, master_addr="127.0.0.1", master_port=5, **files)
-    ranks = assembly.Ranks(here)
+    ranks = multi_node.Ranks(here)
     hello = ranks.hello("127.0.0.1")
     assert (hello.node, hello.address, len(set(hello.ports))) == (1, "127.0.0.1", 2)
     assert ranks.hello("127.0.0.1") == hello  # when node 0 is met again
@@ -144,16 +146,16 @@ def test_a_model_is_known_by_its_files(tmp_path: Path) -> None:
 )
 def test_nobody_listens_to_everybody_by_mistake(asked: dict[str, str], words: str) -> None:
     with pytest.raises(Mistake) as caught:
-        assembly.checked(Options(**asked), asked["master_addr"])
+        multi_node.checked(Options(**asked), asked["master_addr"])
     assert words in str(caught.value)
-    assert assembly.checked(Options(master_addr="10.0.0.1", insecure_nodes=True), "10.0.0.1") is None
-    assert assembly.checked(Options(master_addr="::1"), "::1") is None
-    assert assembly.checked(Options()) is None
+    assert multi_node.checked(Options(master_addr="10.0.0.1", insecure_nodes=True), "10.0.0.1") is None
+    assert multi_node.checked(Options(master_addr="::1"), "::1") is None
+    assert multi_node.checked(Options()) is None
 
 
 def test_certificates_that_others_would_refuse_are_named(authority: tuple[Authority, Authority], tmp_path: Path) -> None:
     def checked(certificate: str, key: str, ca: str) -> None:
-        assert assembly.checked(Options(tls_cert=certificate, tls_key=key, tls_ca=ca), "10.0.0.1") is not None
+        assert multi_node.checked(Options(tls_cert=certificate, tls_key=key, tls_ca=ca), "10.0.0.1") is not None
 
     mine, others = (each.files for each in authority)
     checked(*mine)
@@ -174,7 +176,7 @@ def test_node_0_is_the_machine_with_the_address(tmp_path: Path, monkeypatch: pyt
         found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address or name, 0))]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **named: found)
         asked = {"master_addr": name, "master_port": 1, "insecure_nodes": True, "node_timeout": 0.1}
-        assembly.lead(ours(tmp_path, node_rank=0, **asked))
+        multi_node.lead(ours(tmp_path, node_rank=0, **asked))
 
     with pytest.raises(Mistake, match=r"--master-addr 192.0.2.1 is no address of this machine, which is node 0"):
         lead("192.0.2.1")
@@ -183,7 +185,7 @@ def test_node_0_is_the_machine_with_the_address(tmp_path: Path, monkeypatch: pyt
     monkeypatch.undo()
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(Mistake, match="--master-addr node07 has no address: is its name known here"):
-        assembly.lead(ours(tmp_path, node_rank=0, master_addr="node07", insecure_nodes=True, node_timeout=0.1))
+        multi_node.lead(ours(tmp_path, node_rank=0, master_addr="node07", insecure_nodes=True, node_timeout=0.1))
 
 
 def unknown(*arguments: object, **named: object) -> None:

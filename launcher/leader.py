@@ -1,7 +1,7 @@
 """The rank group of several nodes as node 0 sees it: a part of its server whose other processes run on other machines.
 
 Nobody's ranks are started before all nodes are there and fit together; when anything of the group is lost, on any machine or
-between two of them, all of it is ended, and all nodes meet anew. What the launchers say to each other: `muster.py`.
+between two of them, all of it is ended, and all nodes meet anew. What the launchers say to each other: `node_messages.py`.
 """
 
 import socket
@@ -14,11 +14,11 @@ from pathlib import Path
 from ..proto import link
 from ..proto.certificates import Certificates
 from ..proto.link import Link, Stranger
-from . import muster
+from . import node_messages
 from .console import Console
-from .conversation import Gone, Said, listen, tell
-from .muster import Hello, Message, Orders, Roll, named
-from .serve import GRACE, Again, Command, Elsewhere, Event, Failed, Leave, Outcome, Part
+from .node_messages import Gone, Hello, Message, Orders, Said, listen, tell
+from .parts import GRACE, Again, Command, Elsewhere, Event, Failed, Leave, Outcome, Part
+from .roll import Roll, named
 
 GREETING = 1 << 16  # bytes of a hello, at most
 STRANGERS = 16  # that are listened to at once; more have to wait
@@ -48,7 +48,7 @@ class Late:
     epoch: int
 
 
-class Spread(Part):
+class Leader(Part):
     """Ours are started when the others are there; until then it has no children."""
 
     def __init__(
@@ -223,7 +223,7 @@ class Spread(Part):
     def _converse(self, connection: socket.socket, address: str, known: Callable[[], object]) -> None:
         try:
             peer = link.secure(connection, address, self._meeting.certificates, self._meeting.silence)
-            hello = muster.hello(muster.read(peer.receive(link.HANDSHAKE, GREETING)))
+            hello = node_messages.hello(node_messages.read(peer.receive(link.HANDSHAKE, GREETING)))
         except Stranger as stranger:
             self._meeting.console.complain(str(stranger))
             return

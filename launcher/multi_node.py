@@ -7,27 +7,28 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..proto import certificates, link, settings
 from ..proto.certificates import Certificates
 from ..shard.config import ShardConfig
-from . import machine, muster, rundir
+from . import children, machine, roll, rundir
 from .console import Console
-from .follower import Follower, Leader
+from .follower import Follower, NodeZero
+from .leader import Leader, Meeting
 from .mistake import Mistake
-from .muster import Hello, Orders, Roll
+from .node_messages import Hello, Orders
 from .options import Options
-from .serve import Command
-from .spread import Meeting, Spread
+from .parts import Command
+from .roll import Roll
 
 NAMES = 30.0  # seconds in which node 0's own name may become known: an orchestrator makes it when the machine is there
 
 
 @dataclass(frozen=True, slots=True)
-class Ours:
+class Node:
     """This node's ranks, and how their processes are started."""
 
     asked: Options
@@ -35,7 +36,6 @@ class Ours:
     digest: str  # of the model's files
     folder: Path  # this server's own
     environment: Mapping[str, str]
-    command: Callable[[str, str], Sequence[str]]  # of a module with its settings
     console: Console
 
     @property
@@ -51,7 +51,7 @@ class Ours:
         first = self.shards[0]
         speculate = re.sub(r"draft=[^,]*", "draft", first.speculate)
         shard = dataclasses.replace(first, speculate=speculate, adapters=tuple((name, "") for name, _ in first.adapters))
-        return muster.terms(shard, self.asked.nnodes, self.digest, versions)
+        return roll.terms(shard, self.asked.nnodes, self.digest, versions)
 
     def start(self, shard: ShardConfig, orders: Orders, master: str, own: str) -> Command:
         """The process of a rank, which meets the others as ordered. master, own: addresses of node 0 and of this one."""
@@ -74,40 +74,41 @@ class Ours:
         # NCCL takes all whose names begin so, unless there is a = before it.
         names = {"GLOO_SOCKET_IFNAME": found, "NCCL_SOCKET_IFNAME": f"={found}"} if found else {}
         chosen = {name: value for name, value in names.items() if not self.environment.get(name)}
-        return Command(f"shard {shard.rank}", self.command("penstock.shard", f"@{file}"), chosen)
+        return Command(f"shard {shard.rank}", children.command("penstock.shard", f"@{file}"), chosen)
 
 
 class Ranks:
     """See `follower.Ranks`."""
 
-    def __init__(self, ours: Ours) -> None:
-        self._ours = ours
+    def __init__(self, own: Node) -> None:
+        self._own = own
         self._start = secrets.token_hex(8)
         self._ports: dict[str, tuple[int, ...]] = {}  # by the address
 
     def hello(self, address: str) -> Hello:
-        ours = self._ours
-        own = _resolved(ours.asked.node_addr) if ours.asked.node_addr else address
-        if own not in self._ports:
-            self._ports[own] = tuple(machine.free_ports(own, len(ours.shards)))
-        node = ours.asked.node_rank or 0
-        return Hello(node=node, start=self._start, address=own, ports=self._ports[own], terms=ours.terms)
+        asked = self._own.asked
+        if asked.node_addr:
+            address = _resolved(asked.node_addr)
+        if address not in self._ports:
+            self._ports[address] = tuple(machine.free_ports(address, len(self._own.shards)))
+        node, ports = asked.node_rank or 0, self._ports[address]
+        return Hello(node=node, start=self._start, address=address, ports=ports, terms=self._own.terms)
 
     def commands(self, orders: Orders, hello: Hello) -> Sequence[Command]:
         master, _ = link.split(orders.relay_address)
         places = [link.joined(hello.address, port) for port in hello.ports]
         shards = [
             dataclasses.replace(shard, socket="", relay="", listen=place)
-            for shard, place in zip(self._ours.shards, places, strict=True)
+            for shard, place in zip(self._own.shards, places, strict=True)
         ]
-        return [self._ours.start(shard, orders, master, hello.address) for shard in shards]
+        return [self._own.start(shard, orders, master, hello.address) for shard in shards]
 
 
-def lead(ours: Ours) -> tuple[Spread, list[str]]:
+def lead(own: Node) -> tuple[Leader, list[str]]:
     """The group as node 0 starts it, and where the router finds the ranks. Listens from now on. Raises Mistake."""
-    asked = ours.asked
+    asked = own.asked
     certified = checked(asked)
-    address = _own_address(asked, ours.console)
+    address = _own_address(asked, own.console)
     try:
         listening = link.listen(address, asked.master_port)
         relay, store = machine.free_ports(address, 2)
@@ -124,34 +125,34 @@ def lead(ours: Ours) -> tuple[Spread, list[str]]:
     meeting = Meeting(
         listening=listening,
         certificates=certified,
-        silence=ours.silence,
+        silence=own.silence,
         timeout=asked.node_timeout,
         orders=orders,
-        addresses=ours.folder,
-        console=ours.console,
+        addresses=own.folder,
+        console=own.console,
     )
-    commands = [ours.start(shard, orders, address, address) for shard in ours.shards]
-    left = [Path(path) for shard in ours.shards for path in {shard.socket, shard.relay} if path]
-    group = Spread("the shards", commands, asked.max_restarts, left, meeting, Roll(asked.nnodes, ours.terms))
-    others = range(len(ours.shards), ours.shards[0].ranks)
-    return group, [*(shard.socket for shard in ours.shards), *(f"file:{group.place(rank)}" for rank in others)]
+    commands = [own.start(shard, orders, address, address) for shard in own.shards]
+    left = [Path(path) for shard in own.shards for path in {shard.socket, shard.relay} if path]
+    group = Leader("the shards", commands, asked.max_restarts, left, meeting, Roll(asked.nnodes, own.terms))
+    others = range(len(own.shards), own.shards[0].ranks)
+    return group, [*(shard.socket for shard in own.shards), *(f"file:{group.place(rank)}" for rank in others)]
 
 
-def follow(ours: Ours) -> int:
+def follow(own: Node) -> int:
     """Serves as a node other than 0. The exit code. Raises Mistake."""
-    asked = ours.asked
-    leader = Leader(
+    asked = own.asked
+    leader = NodeZero(
         address=asked.master_addr,
         port=asked.master_port,
         certificates=checked(asked),
-        silence=ours.silence,
+        silence=own.silence,
         timeout=asked.node_timeout,
     )
     return Follower(
         leader=leader,
-        ranks=Ranks(ours),
-        environment=ours.environment,
-        console=ours.console,
+        ranks=Ranks(own),
+        environment=own.environment,
+        console=own.console,
         grace=asked.graceful_termination_timeout,
     ).run()
 

@@ -16,14 +16,15 @@ from typing import Any
 
 import pytest
 
-from penstock.launcher import machine, muster
-from penstock.launcher.muster import Hello, Roll
+from penstock.launcher import machine, node_messages, roll
+from penstock.launcher.node_messages import Hello
+from penstock.launcher.roll import Roll
 from penstock.proto import link
 from penstock.proto.certificates import Certificates
 from penstock.shard.config import ShardConfig
 from penstock.tests.certificates import Authority, authorities
 from penstock.tests.launcher.reading import Reading
-from penstock.tests.launcher.test_serve import gone
+from penstock.tests.launcher.test_supervisor import gone
 
 HARNESS = str(Path(__file__).with_name("node_harness.py"))
 TERMS = {"penstock": "1", "weights": "abc", "nodes": "3", "dtype": "float32"}
@@ -96,12 +97,12 @@ def test_one_node_is_there_once() -> None:
 def test_every_setting_of_a_rank_is_compared_unless_it_is_its_own() -> None:
     """One that is added later is, too."""
     names = {field.name for field in dataclasses.fields(ShardConfig)}
-    assert names >= muster.OWN
+    assert names >= roll.OWN
     shard = ShardConfig(folder="/here", model="m", page_size=4)
-    found = muster.terms(shard, 2, "abc", {"penstock": "1"})
-    assert set(found) == names - muster.OWN | {"penstock", "weights", "nodes"}
+    found = roll.terms(shard, 2, "abc", {"penstock": "1"})
+    assert set(found) == names - roll.OWN | {"penstock", "weights", "nodes"}
     assert found["page_size"] == "4"
-    assert muster.terms(dataclasses.replace(shard, folder="/there", rank=1), 2, "abc", {"penstock": "1"}) == found
+    assert roll.terms(dataclasses.replace(shard, folder="/there", rank=1), 2, "abc", {"penstock": "1"}) == found
 
 
 @pytest.mark.parametrize(
@@ -122,8 +123,8 @@ def test_every_setting_of_a_rank_is_compared_unless_it_is_its_own() -> None:
 )
 def test_what_is_no_hello_is_refused(message: bytes) -> None:
     with pytest.raises(ValueError, match=r"^no (hello|message of a launcher)$"):
-        muster.hello(muster.read(message))
-    assert muster.hello(muster.read(muster.written(hello(1).message()))) == hello(1)
+        node_messages.hello(node_messages.read(message))
+    assert node_messages.hello(node_messages.read(node_messages.written(hello(1).message()))) == hello(1)
 
 
 # Whole launchers

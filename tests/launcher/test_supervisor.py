@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 
-from penstock.launcher import machine, serve
+from penstock.launcher import machine
 from penstock.launcher.console import Console
+from penstock.launcher.parts import Command, Part
 from penstock.launcher.restarts import LONGEST_DELAY, WINDOW, Restarts
+from penstock.launcher.supervisor import Supervisor
+from penstock.launcher.watching import ECHO
 from penstock.tests.launcher.reading import Reading
 
 HARNESS = str(Path(__file__).with_name("harness.py"))
@@ -137,7 +140,7 @@ def test_a_second_signal_stops_at_once(launch: Callable[..., Launcher]) -> None:
     launcher.process.send_signal(signal.SIGINT)
     launcher.until("router was asked to stop")
     launcher.process.send_signal(signal.SIGINT)  # at once: what a wrapper passes on, not impatience
-    time.sleep(serve.ECHO + 0.1)
+    time.sleep(ECHO + 0.1)
     assert launcher.process.poll() is None
     launcher.process.send_signal(signal.SIGINT)
     assert launcher.end() == 1
@@ -301,10 +304,10 @@ def test_sigkill_leaves_no_orphan(launch: Callable[..., Launcher]) -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_if_the_second_start_fails_the_first_child_is_not_left_behind(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
-    first = serve.Command("router", ["/bin/sh", "-c", f"echo $$ > {pid_file}; exec sleep 60"])
-    server = serve.Server(
+    first = Command("router", ["/bin/sh", "-c", f"echo $$ > {pid_file}; exec sleep 60"])
+    server = Supervisor(
         router=first,
-        groups={"0": serve.Part("the shards", [serve.Command("shard 0", [str(tmp_path / "nothing")])], 0)},
+        groups={"0": Part("the shards", [Command("shard 0", [str(tmp_path / "nothing")])], 0)},
         environment=dict(os.environ),
         console=Console(json_output=False),
         health=("127.0.0.1", 9),

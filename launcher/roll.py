@@ -1,105 +1,28 @@
-"""The muster of several nodes before anything is loaded: who is there, who is missing, who doesn't fit. Pure.
+"""Which of several nodes are there before anything is loaded, which are missing, and which don't fit. Pure.
 
 Node 0 keeps the roll. Each other node comes with a `Hello`: which one it is, where its ranks will listen, and its terms, all that
-has to be the same on every node. What the nodes' launchers say to each other then:
-
-    node k    hello                              node 0    welcome     you are on the roll
-              died       a rank has ended                  wait        not now: come again
-              halted     nothing of it runs                refused     what differs
-              leave      it is asked to stop               start       load, and meet there
-                                                           halt        end your ranks, others were lost
-                                                           stop        let your ranks end, it will be over
-                                                           end         it is over, with that exit code
+has to be the same on every node.
 """
 
 import dataclasses
-import ipaddress
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
 from ..shard.config import ShardConfig
+from .node_messages import Hello
 
 # Settings of a rank that are its own, or its machine's. All others have to be the same on all nodes.
 OWN = {
-    *("folder", "model", "rank", "local_rank", "memory_fraction", "threads", "socket", "listen", "relay", "relay_address"),
+    *("folder", "model", "name", "rank", "local_rank", "memory_fraction", "threads", "socket", "listen", "relay", "relay_address"),
     *("meeting", "token", "link_timeout", "tls_cert", "tls_key", "tls_ca", "master_addr", "master_port", "json_output"),
 }
 FLAGS = {"ranks": "--num-shard", "nodes": "--nnodes", "kernels": "--penstock-kernels", "local_ranks": "--num-shard"}
 VERSIONS = ("penstock", "torch", "weights")  # what differs by what is installed, or lies there
-
-Message = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
-    """A node comes."""
-
-    node: int
-    start: str  # tells this start of its launcher from others
-    address: str  # at which the others reach it
-    ports: tuple[int, ...]  # of its ranks
-    terms: Mapping[str, str]
-
-    def message(self) -> Message:
-        return {"kind": "hello", **dataclasses.asdict(self)}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Orders:
-    """Where the ranks meet."""
-
-    epoch: int  # counts the starts of the group
-    relay_address: str  # address:port of rank 0, for commands
-    token: str
-    store: int  # port of torch's rendezvous, at node 0's address
-
-    def message(self) -> Message:
-        return {"kind": "start", **dataclasses.asdict(self)}
 
 
 def terms(config: ShardConfig, nodes: int, weights: str, versions: Mapping[str, str]) -> dict[str, str]:
     """What has to be the same everywhere. weights: a digest of the model's files."""
     same = {name: str(value) for name, value in dataclasses.asdict(config).items() if name not in OWN}
     return {**versions, "weights": weights, "nodes": str(nodes), **same}
-
-
-def hello(message: Message) -> Hello:
-    """As a node has sent it. Raises ValueError: whatever it says may be shown."""
-    try:
-        found = Hello(
-            node=int(message["node"]),
-            start=str(message["start"]),
-            address=str(ipaddress.ip_address(message["address"])),
-            ports=tuple(int(port) for port in message["ports"]),
-            terms={str(key): str(value) for key, value in message["terms"].items()},
-        )
-    except (KeyError, TypeError, AttributeError, ValueError):
-        raise ValueError("no hello") from None
-    if message["kind"] != "hello" or not all(text.isprintable() for pair in found.terms.items() for text in pair):
-        raise ValueError("no hello")
-    return found
-
-
-def orders(message: Message) -> Orders:
-    """As node 0 has sent it."""
-    return Orders(**{field.name: message[field.name] for field in dataclasses.fields(Orders)})
-
-
-def written(message: Message) -> bytes:
-    return json.dumps(message).encode()
-
-
-def read(message: bytes) -> Message:
-    """Raises ValueError."""
-    try:
-        found = json.loads(message)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict) or not isinstance(found.get("kind"), str):
-        raise ValueError("no message of a launcher")
-    return found
 
 
 class Roll:

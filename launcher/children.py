@@ -1,0 +1,100 @@
+"""What the processes that the launcher starts are given: their settings, which hold all that they are told, command line and
+environment."""
+
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ..proto.speculation import NOTHING, Speculation, written
+from ..router.config import RouterConfig
+from ..shard.config import ShardConfig
+from . import adapters, kinds, options
+from .adapters import Adapter
+from .options import Options
+from .plan import Plan
+from .replicas import Place
+
+SECRETS = ("API_KEY", "ADMIN_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_API_TOKEN")  # no child needs them
+
+
+def router_config(asked: Options, name: str, folder: Path, groups: Sequence[Sequence[str]], complaints: str = "") -> RouterConfig:
+    """Options and settings that bear the same name are the same. groups: the addresses of each one's ranks."""
+    addresses = tuple(tuple(ranks) for ranks in groups)
+    fields = {field.name for field in dataclasses.fields(RouterConfig)} & set(options.FIELDS)
+    given = {field: value for field in fields if (value := getattr(asked, field)) is not None}
+    given["speculate"] = asked.speculation.most
+    given["adapters"] = tuple(adapters.parse(asked.lora_adapters, name))
+    keys = kinds.keys_of(asked.api_key)
+    return RouterConfig(folder=str(folder), model=name, groups=addresses, complaints=complaints, api_keys=keys, **given)
+
+
+def shard_configs(
+    asked: Options, name: str, planned: Plan, place: Place, speculation: Speculation = NOTHING, loras: Sequence[Adapter] = ()
+) -> list[ShardConfig]:
+    """One per rank of a group on this machine."""
+    first = (asked.node_rank or 0) * planned.local_ranks
+    return [
+        ShardConfig(
+            folder=str(planned.checkpoint.folder),
+            model=name,
+            name=place.process(rank),
+            rank=rank,
+            ranks=planned.ranks,
+            local_rank=rank - first,
+            local_ranks=planned.local_ranks,
+            device=planned.device,
+            dtype=planned.dtype,
+            quantize=asked.quantize,
+            adapters=adapters.names(loras),
+            kv_cache_dtype=asked.kv_cache_dtype,
+            kernels=asked.penstock_kernels,
+            cuda_graphs=asked.cuda_graphs,
+            overlap=asked.overlap,
+            batch_invariant=asked.batch_invariant,
+            load_format=asked.load_format,
+            page_size=asked.page_size,
+            longest=asked.max_total_tokens if planned.shape.rope.kind == "longrope" else 0,  # what nobody goes by may differ
+            kv_pages=asked.pool_pages,
+            prefix_caching=asked.prefix_caching == "on",
+            speculate=written(speculation),
+            # Groups on a CPU share its memory, ranks of a group divide their part of it themselves.
+            memory_fraction=asked.cuda_memory_fraction / (asked.local_replicas if planned.device == "cpu" else 1),
+            threads=planned.threads,
+            socket="" if place.listen else place.sockets[rank - first],
+            listen=place.listen[rank - first] if place.listen else "",
+            tls_cert=asked.tls_cert if place.listen else "",
+            tls_key=asked.tls_key if place.listen else "",
+            tls_ca=asked.tls_ca if place.listen else "",
+            relay=place.relay if planned.local_ranks > 1 else "",
+            meeting=place.meeting if 1 < planned.ranks == planned.local_ranks else "",
+            json_output=asked.json_output,
+        )
+        for rank in range(first, first + planned.local_ranks)
+    ]
+
+
+def command(module: str, configuration: str) -> list[str]:
+    """The command line of a process: the module that it runs, and its settings as `proto.settings` reads them."""
+    # -P: modules come from where penstock is installed, never from the folder that the operator happens to be in.
+    return [sys.executable, "-P", "-m", module, configuration]
+
+
+def environment(given: Mapping[str, str], threads: int, interpret: bool = False, local: bool = False) -> dict[str, str]:
+    """Ours, without secrets, and with what libraries read before any code of ours runs. interpret: kernels, by Triton on a CPU;
+    local: ranks talk to each other within this machine only, where else Gloo would listen at the address of its name."""
+    libraries = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads}
+    return {
+        **{name: value for name, value in given.items() if name not in SECRETS},
+        **{name: str(value) for name, value in libraries.items()},
+        # Steps run on a thread of their own, whose arena would give memory back and fault it in again (7 % of a prefill).
+        "MALLOC_ARENA_MAX": "1",
+        # Threads that wait by spinning take a busy machine's cores from those that they wait for: a thirtieth of the speed.
+        "OMP_WAIT_POLICY": given.get("OMP_WAIT_POLICY", "PASSIVE"),
+        # A message comes over one thread instead of four that wake each other: of a step half of gRPC's CPU, in router and shard.
+        "GRPC_EXPERIMENTS": given.get("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener"),
+        "PYTHONUNBUFFERED": "1",  # their lines reach us when they are written
+        "TOKENIZERS_PARALLELISM": "false",  # one prompt at a time gains nothing from it
+        **({"TRITON_INTERPRET": "1"} if interpret else {}),
+        **({"GLOO_SOCKET_IFNAME": given.get("GLOO_SOCKET_IFNAME", "lo")} if local else {}),
+    }

@@ -1,0 +1,284 @@
+"""The life of a server: start everything at once, tell how it goes, start again what dies, stop everything when the operator asks.
+
+The router and each rank group (a replica) are parts: each dies and is started again as a whole, and none with another. What dies
+before the server was ready for the first time, or too often, or by the operator's fault, ends it; of several replicas the last.
+
+The main thread owns all decisions, and starts all processes; other threads only put events into its queue (`watching.py`).
+"""
+
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+
+from . import processes
+from .console import Console
+from .mistake import Mistake
+from .parts import GRACE, Again, Command, Elsewhere, Event, Failed, Hung, Leave, Outcome, Part, Ready, Signal, Stage
+from .processes import Child
+from .restarts import WINDOW
+from .watching import ECHO, HEALTH, READY, signals, watch_complaints, watch_health, watch_signals
+
+NOTICE = 0.3  # seconds after which the router knows that its shards are gone, and no longer says that it is ready
+
+
+class Supervisor:
+    """A router and its rank groups. `run` starts them, and returns when nothing of them is left."""
+
+    def __init__(
+        self,
+        *,
+        router: Command | None,  # None: it is somebody else's
+        groups: Mapping[str, Part],  # by the names of the replicas that they are; the others are somebody else's
+        environment: Mapping[str, str],
+        console: Console,
+        health: tuple[str, int],  # where the router's /health is asked
+        ready: Callable[[], None],  # called once, when it first answers 200
+        grace: float,  # seconds that running streams get
+        max_restarts: int = 0,  # of the router within the time that `restarts` counts
+        complaints: Path | None = None,  # a named pipe in which the router says that shards hang
+    ) -> None:
+        self._router = Part("the router", [router], max_restarts) if router is not None else None
+        self._groups = groups
+        # The router first: it listens while the shards load.
+        self._parts = [*([self._router] if self._router is not None else ()), *groups.values()]
+        self._environment = environment
+        self._console = console
+        self._health = health
+        self._ready = ready
+        self._grace = grace
+        self._complaints = complaints
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._gone: set[Child] = set()
+        self._asked = -ECHO  # when the operator asked to stop
+        self._served = False  # it was ready once
+
+    def run(self) -> int:
+        """The exit code: 0 after a stop that was asked for, 1 if a part failed, 2 if it failed by the operator's fault."""
+        code = 1
+        with signals() as inbox:
+            try:
+                for part in self._parts:
+                    part.start(self._environment)
+                # Threads from here on: a process with one thread forks most safely.
+                threading.Thread(target=watch_signals, args=(inbox, self._events.put), daemon=True).start()
+                if self._complaints is not None:
+                    threading.Thread(target=watch_complaints, args=(self._complaints, self._events.put), daemon=True).start()
+                for part in self._parts:
+                    self._follow(part)
+                    part.attend(self._events.put)
+                if self._router is not None:
+                    self._watch(self._router, HEALTH, 0.0)
+                else:
+                    self._begin()
+                code = self._supervise()
+                return code
+            finally:
+                for part in self._parts:
+                    part.kill()
+                    part.close(code)
+
+    def _supervise(self) -> int:
+        code = None
+        while code is None:
+            match self._next():
+                case Stage(text):
+                    self._console.say(text)
+                case Ready(part, attempt) if attempt == part.attempt:
+                    self._came_up(part)
+                case Signal(number):
+                    self._asked = time.monotonic()
+                    self._console.say(f"{signal.Signals(number).name}: {self._promise}; once more stops at once")
+                    code = self._stop(self._grace)
+                case Hung(replica, since, text):
+                    group = self._groups.get(replica)
+                    if group is not None and group.children and since >= group.started:
+                        self._console.complain(f"the router has lost {group.name}: {text}")
+                        code = self._died(group, 1)
+                case Elsewhere(part, what):
+                    code = self._heed(part, part.hear(what))
+                case Child() as child:
+                    self._gone.add(child)
+                    own = next((part for part in self._parts if child in part.children), None)
+                    if own is not None:  # else we have killed it
+                        code = self._fell(own, child)
+        return code
+
+    def _next(self) -> Event:
+        """The next event. Until it comes, parts are started again when they are due."""
+        while True:
+            due = min((part.due for part in self._parts if part.due is not None), default=None)
+            try:
+                return self._events.get(timeout=None if due is None else max(0.0, due - time.monotonic()))
+            except queue.Empty:
+                for part in self._parts:
+                    if part.due is not None and part.due <= time.monotonic():
+                        self._restart(part)
+
+    def _begin(self) -> None:
+        """It serves, for the first time."""
+        for part in self._parts:
+            part.restarts.ready()
+        self._served = True
+        self._ready()
+
+    def _came_up(self, part: Part) -> None:
+        if not self._served:
+            self._begin()
+        part.restarts.ready()
+        if part.lost:
+            which = f"{part.name} is " if len(self._groups) > 1 else ""
+            self._console.say(f"{which}ready again after {time.monotonic() - part.lost:.1f} s")
+        part.lost = 0.0
+
+    def _heed(self, part: Part, outcome: Outcome) -> int | None:
+        """What another machine has said."""
+        match outcome:
+            case Failed(text, exit_code, in_vain):
+                self._console.complain(text)
+                if not in_vain:
+                    return self._died(part, exit_code)
+                self._stop(0)
+                return exit_code
+            case Again() if not part.children and part.due is None:
+                self._restart(part)
+            case Leave(text):
+                self._asked = time.monotonic()
+                self._console.say(f"{text}: {self._promise}; a signal here stops at once")
+                return self._stop(self._grace)
+        return None
+
+    def _fell(self, part: Part, child: Child) -> int | None:
+        """A process of a part has ended by itself. Of a start that fails this comes last, below what others say while they are
+        stopped."""
+        if self._served:
+            self._console.complain(child.verdict())
+        code = self._died(part, child.process.returncode)
+        if not self._served:
+            self._console.complain(child.verdict())
+        return code
+
+    def _died(self, part: Part, exit_code: int) -> int | None:
+        """A part has failed. It will be started again, unless that is hopeless: then the server ends, with the exit code, if it
+        can't do without."""
+        now = time.monotonic()
+        part.lost = part.lost or now
+        if self._router is None and now > part.started + WINDOW:
+            part.restarts.ready()  # nobody tells us so, but it has lived long enough
+        delay = part.restarts.died(now) if self._served and exit_code != 2 else None
+        if delay is None:
+            return self._give_up(part, exit_code)
+        if not part.kill():
+            self._console.complain(f"{part.name} can't be killed: the server ends")
+            return 1
+        part.due = now + delay
+        self._console.say(
+            f"starting {part.name} again {f'in {delay:g} s' if delay else 'now'}: restart {part.restarts.count} of at most "
+            f"{part.limit} within {WINDOW / 60:g} minutes"
+        )
+        return None
+
+    def _give_up(self, part: Part, exit_code: int) -> int | None:
+        """A part is not started again."""
+        part.hopeless = True
+        spared = self._served and part is not self._router and not all(group.hopeless for group in self._groups.values())
+        if self._served:
+            why = f"died more than {part.limit} times within {WINDOW / 60:g} minutes (--max-restarts)"
+            ends = "the other replicas go on" if spared else "the server ends"
+            if exit_code != 2:
+                self._console.complain(f"{part.name} {why}: {ends}")
+        # Ranks that wait for a lost one may do so for long, and the router's streams, which shall be told, with them.
+        gone = self._served and part is not self._router and part.kill()
+        if spared and gone:
+            return None
+        self._stop(0)
+        return 2 if exit_code == 2 else 1
+
+    def _restart(self, part: Part) -> None:
+        try:
+            part.start(self._environment)
+        except OSError as error:  # no memory, too many processes
+            self._console.complain(f"{part.name} can't be started: {error}")
+            part.kill()
+            delay = part.restarts.died(time.monotonic())
+            if delay is None:
+                raise Mistake(f"{part.name} can't be started again: {error}") from None
+            part.due = time.monotonic() + delay
+            return
+        self._follow(part)
+        if part is self._router:
+            self._watch(part, READY, NOTICE)
+        elif self._router is not None and self._served:  # else it is watched from the beginning
+            [name] = [name for name, group in self._groups.items() if group is part]
+            self._watch(part, f"{READY}?replica={name}", NOTICE)
+
+    def _follow(self, part: Part) -> None:
+        for child in part.children:
+            processes.follow(child, self._console, self._events.put)
+
+    def _watch(self, part: Part, path: str, delay: float) -> None:
+        """Ready comes when `path` answers 200, unless the part dies before."""
+        part.attempt = attempt = part.attempt + 1
+
+        def watch() -> None:
+            time.sleep(delay)
+            watch_health(*self._health, path, self._events.put, lambda: part.attempt == attempt)
+            self._events.put(Ready(part, attempt))
+
+        threading.Thread(target=watch, daemon=True).start()
+
+    @property
+    def _promise(self) -> str:
+        """What becomes of streams when the operator stops this."""
+        if not self._served:
+            return "it ends before it was ready"
+        if self._router is None:
+            return "streams go on elsewhere, if the router has another replica (POST /admin/replicas/NAME/drain there comes first)"
+        return f"running streams get up to {self._grace:g} s"
+
+    def _stop(self, grace: float) -> int:
+        """The router first: it drains, for which it needs the shards; then these, rank 0 last, as the others follow it.
+
+        0, or 1 if they were not given their time.
+        """
+        for parts, seconds in (
+            ([self._router] if self._router is not None else [], grace + GRACE),
+            (self._groups.values(), GRACE),
+        ):
+            for part in parts:
+                part.terminate()
+            if not self._wait([child for part in parts for child in part.children], seconds):
+                return 1
+        return 0
+
+    def _wait(self, children: Collection[Child], seconds: float) -> bool:
+        """True when all `children` have ended; False when the time is up, or the operator is impatient."""
+        deadline = time.monotonic() + seconds
+        while not self._gone.issuperset(children):
+            try:
+                event = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                late = ", ".join(child.name for child in children if child not in self._gone)
+                self._console.complain(f"{late} did not stop within {seconds:g} s: killed")
+                return False
+            if isinstance(event, Signal) and time.monotonic() > self._asked + ECHO:
+                self._console.complain("stopped at once: running streams are cut off")
+                return False
+            if isinstance(event, Child):
+                self._gone.add(event)
+                if event not in children:
+                    self._lost_meanwhile(event)
+            if isinstance(event, Elsewhere) and isinstance(lost := event.part.hear(event.what), Failed):
+                self._console.complain(lost.text)
+                event.part.kill()  # the router cuts its streams then
+        return True
+
+    def _lost_meanwhile(self, child: Child) -> None:
+        """A process has ended unasked while others are waited for. Its part ends as well: ranks that wait for a lost one may do so
+        for long, and the router's streams with them."""
+        part = next((part for part in self._parts if child in part.children), None)
+        if part is not None and self._asked > 0:  # else we have killed it, or all ends since something has failed, which is told
+            self._console.complain(child.verdict())
+            part.kill()
