@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.launcher import amd, cli, machine, plan, replicas
+from penstock.launcher import amd, checkpoint, cli, hub, machine, plan, replicas
 from penstock.launcher.amd import Found
 from penstock.launcher.options import Options
 from penstock.tests.launcher.test_machine import tree, write
@@ -197,7 +197,7 @@ def test_ranks_see_those_that_were_found() -> None:
 
 def test_a_plan_for_a_cpu_knows_none(tmp_path: Path) -> None:
     found = machine.Machine(cores=1, memory=1 << 34, fast_bfloat16=True, gpu_memory=(24 * GIB,), amd=("1",))
-    _, folder = cli._locate(Options(), weights=False)
-    model = cli.checkpoint.read(folder, "auto")
+    _, folder = hub.locate("")
+    model = checkpoint.read(folder, "auto")
     assert plan.divide(Options(), model, found).amd == ("1",)
     assert plan.divide(Options(device="cpu"), model, found).amd == ()
