@@ -10,15 +10,16 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 START = 600.0  # seconds until it is ready, which with a large model takes long
 STOP = 60.0
-POLL = 0.05
+POLL = 0.02
 PROC = Path("/proc")
 HOST = "127.0.0.1"
 RANK = re.compile(r'"rank": ?(\d+)')  # in a shard's settings, on its command line
@@ -42,13 +43,27 @@ class Held:
 class Local:
     """The launcher and whatever it starts. As a context it is ready, and ends at the end."""
 
-    def __init__(self, flags: Sequence[str], log: Path) -> None:
+    def __init__(
+        self,
+        flags: Sequence[str],
+        log: Path,
+        *,
+        module: str = "penstock.launcher",
+        environment: Mapping[str, str] | None = None,
+        start: float = START,
+    ) -> None:
+        """module: what stands for the launcher; environment: instead of ours; start: seconds until it has to be ready."""
         self.log = log
         self.port = _free_port()
         self.url = f"http://{HOST}:{self.port}"
-        command = [sys.executable, "-m", "penstock.launcher", "serve", *flags, "--hostname", HOST, "--port", str(self.port)]
+        self.answered = self.ready = 0.0  # seconds after its start when /health was answered first, and with 200
+        self._start = start
+        self._began = time.monotonic()
+        command = [sys.executable, "-m", module, "serve", *flags, "--hostname", HOST, "--port", str(self.port)]
         with log.open("w") as out:
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
+            self._process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
+            )
 
     def __enter__(self) -> "Local":
         try:
@@ -65,19 +80,30 @@ class Local:
             self._process.wait()
 
     def _wait_until_ready(self) -> None:
-        deadline = time.monotonic() + START
-        while True:
-            with suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
-                return
-            if self._process.poll() is not None or time.monotonic() > deadline:
+        while not self._is_ready():
+            if self._process.poll() is not None or time.monotonic() > self._began + self._start:
                 lines = self.log.read_text(errors="replace").splitlines() or ["it said nothing"]
                 raise Failed(f"penstock serve did not start: {lines[-1]}")
             time.sleep(POLL)
 
+    def _is_ready(self) -> bool:
+        try:
+            urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
+        except urllib.error.HTTPError:
+            ready = False
+        except OSError:  # nobody is there
+            return False
+        else:
+            ready = True
+        moment = time.monotonic() - self._began
+        self.answered = self.answered or moment
+        self.ready = moment if ready else 0.0
+        return ready
+
     @property
-    def alive(self) -> bool:
-        """Whether the launcher is."""
-        return self._process.poll() is None
+    def pid(self) -> int:
+        """The launcher's."""
+        return self._process.pid
 
     def stop(self) -> int:
         """Asks it to end. Returns the exit code."""
@@ -89,10 +115,10 @@ class Local:
 
     def processes(self) -> dict[str, int]:
         """The pids of those that live, by what they are: "launcher", "router", "shard 0"..."""
-        found = {"launcher": self._process.pid}
+        found = {"launcher": self.pid}
         for path in PROC.glob("[0-9]*"):
             with suppress(OSError):
-                if _parent(path) == self._process.pid:
+                if _parent(path) == self.pid:
                     found[_role((path / "cmdline").read_bytes().decode(errors="replace"))] = int(path.name)
         return found
 

@@ -16,19 +16,20 @@ import argparse
 import asyncio
 import json
 import random
-import signal
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import torch
 
 from penstock.benchmarks import checkpoint
-from penstock.benchmarks.cpu import serve, tree_cpu
+from penstock.benchmarks.server import serving, tree_cpu
+from penstock.benchmarks.streams import Client, client
+from penstock.launcher.hub import DEMO_FOLDER
 from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.hypotheses import Path as BeamPath
 from penstock.shard.decoding.hypotheses import Search
@@ -36,8 +37,8 @@ from penstock.shard.engine import Engine
 from penstock.shard.loading import load
 from penstock.shard.sequence import Group, Sampling, sequences
 
-DEMO = Path(__file__).parents[1] / "demo" / "model"
 GROUPS, WIDTH, PROMPT = 8, 4, 256
+ROUTE = "/v1/completions"
 GOALS = {"greedy": 0.90, "transformers": 2.0, "a client's own": 10.0}
 Prompts = list[list[int]]
 
@@ -45,21 +46,10 @@ Prompts = list[list[int]]
 class Server:
     """Ours, and what its clients do. Every way returns the tokens that beams, or sequences, went on by."""
 
-    def __init__(self, folder: Path, log: Path, device: str) -> None:
-        self._log = open(log, "w")  # noqa: SIM115 - the server writes to it until `stop`
-        flags = ["--threads", "1", "--max-total-tokens", "1024", "--max-top-n-tokens", "8", "--kv-pages", "2000"]
-        flags += ["--device", device]
-        self._process, self._port, _ = serve([str(folder), "--dtype", "float32", *flags], self._log)
+    def __init__(self, port: int, folder: Path) -> None:
+        self._port = port
         vocabulary = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
         self._ids = list(vocabulary.values())
-
-    def cpu(self) -> float:
-        return tree_cpu(self._process.pid)
-
-    def stop(self) -> None:
-        self._process.send_signal(signal.SIGTERM)
-        self._process.wait(30)
-        self._log.close()
 
     def beams(self, prompts: Prompts, new: int) -> int:
         body = {"max_tokens": new, "num_beams": WIDTH, "ignore_eos": True}
@@ -74,37 +64,28 @@ class Server:
 
     def _ask(self, bodies: list[dict[str, Any]]) -> int:
         async def main() -> int:
-            async with self._session() as session:
-                answers = await asyncio.gather(*(self._post(session, body) for body in bodies))
+            async with client(self._port) as asked:
+                answers = await asyncio.gather(*(asked.post(ROUTE, body) for body in bodies))
             return sum(answer["usage"]["completion_tokens"] for answer in answers)
 
         return asyncio.run(main())
-
-    def _session(self) -> aiohttp.ClientSession:
-        return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=3600), connector=aiohttp.TCPConnector(limit=0))
-
-    async def _post(self, session: aiohttp.ClientSession, body: dict[str, Any]) -> Any:
-        async with session.post(f"http://127.0.0.1:{self._port}/v1/completions", json={"model": "", **body}) as answer:
-            if answer.status != 200:
-                raise SystemExit(f"penstock answered {answer.status}: {await answer.text()}")
-            return await answer.json()
 
     async def _client(self, prompts: Prompts, new: int) -> int:
         """The tokens that are chosen don't matter here, only what asking for them costs: alternatives are named by text, which
         need not lead back to a token, so any tokens are taken."""
         chance = random.Random(0)
 
-        async def search(session: aiohttp.ClientSession, prompt: list[int]) -> int:
+        async def search(asked: Client, prompt: list[int]) -> int:
             beams = [prompt]
             for _ in range(new):
                 body = {"max_tokens": 1, "temperature": 0, "logprobs": 2 * WIDTH, "ignore_eos": True}
-                await asyncio.gather(*(self._post(session, {**body, "prompt": beam}) for beam in beams))
+                await asyncio.gather(*(asked.post(ROUTE, {**body, "prompt": beam}) for beam in beams))
                 parents = [chance.choice(beams) for _ in range(WIDTH)]
                 beams = [[*parent, chance.choice(self._ids)] for parent in parents]
             return new * WIDTH
 
-        async with self._session() as session:
-            return sum(await asyncio.gather(*(search(session, prompt) for prompt in prompts)))
+        async with client(self._port) as asked:
+            return sum(await asyncio.gather(*(search(asked, prompt) for prompt in prompts)))
 
 
 def by_transformers(folder: Path, device: str) -> Callable[[Prompts, int], int]:
@@ -174,22 +155,26 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="how often everything is measured (default: %(default)s)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        folder = DEMO
+        folder = DEMO_FOLDER
         if options.large:
             folder = Path(scratch) / "model"
             checkpoint.write(folder, torch.float32)
         wall = options.wall or options.device == "cuda"
-        speeds = measure(folder, Path(scratch) / "penstock.log", options.new, options.rounds, options.device, wall)
+        flags = ["--threads", "1", "--max-total-tokens", "1024", "--max-top-n-tokens", "8", "--kv-pages", "2000"]
+        with serving(str(folder), "--dtype", "float32", "--device", options.device, *flags) as server:
+            clock = time.perf_counter if wall else partial(tree_cpu, server.pid)
+            speeds = measure(folder, Server(server.port, folder), clock, options.new, options.rounds, options.device, wall)
         most, independent = pages(folder, options.new)
     report(speeds, most, independent, "second" if wall else "CPU-second, one thread")
 
 
-def measure(folder: Path, log: Path, new: int, rounds: int, device: str, wall: bool) -> dict[str, list[float]]:
-    """Tokens per second, or CPU-second, of each way."""
+def measure(
+    folder: Path, server: Server, clock: Callable[[], float], new: int, rounds: int, device: str, wall: bool
+) -> dict[str, list[float]]:
+    """Tokens per second, or CPU-second, of each way. clock: of the server's seconds."""
     chance = random.Random(0)
     vocabulary = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-    server, other = Server(folder, log, device), by_transformers(folder, device)
-    clock, own = (time.perf_counter, time.perf_counter) if wall else (server.cpu, time.process_time)
+    other, own = by_transformers(folder, device), time.perf_counter if wall else time.process_time
     ways: dict[str, tuple[Callable[[Prompts, int], int], Callable[[], float]]] = {
         "beams": (server.beams, clock),
         "greedy": (server.greedy, clock),
@@ -211,7 +196,6 @@ def measure(folder: Path, log: Path, new: int, rounds: int, device: str, wall: b
                 speeds[name].append(after if name == "greedy" else many / long)
                 if name == "beams":
                     speeds["beams after the prompt"].append(after)
-    server.stop()
     return speeds
 
 

@@ -17,27 +17,24 @@ medians are printed. Decode is the difference between a long and a one-token ans
 
 import argparse
 import asyncio
-import http.client
 import importlib.util
 import json
 import os
 import random
-import signal
-import socket
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import aiohttp
 import torch
 
 from penstock.benchmarks import checkpoint, limits
+from penstock.benchmarks.server import serving, tree_cpu
+from penstock.benchmarks.streams import client
 from penstock.launcher import machine
 
 HERE = Path(__file__).parent
@@ -69,110 +66,39 @@ class Engine:
 
     name: str
     run: Callable[[Prompts, int], float]
-    stop: Callable[[], None]
     speeds: dict[str, list[float]] = field(default_factory=dict)
 
 
-def tree_cpu(root: int) -> float:
-    """CPU seconds that a process and its living descendants have used."""
-    parents: dict[int, int] = {}
-    used: dict[int, float] = {}
-    ticks = os.sysconf("SC_CLK_TCK")
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                values = (entry / "stat").read_text().rpartition(")")[2].split()
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            parents[int(entry.name)] = int(values[1])
-            used[int(entry.name)] = (int(values[11]) + int(values[12])) / ticks
-
-    def below(pid: int) -> bool:
-        while pid in parents and pid != root:
-            pid = parents[pid]
-        return pid == root
-
-    return sum(seconds for pid, seconds in used.items() if below(pid))
-
-
-def serve(arguments: list[str], log: IO[str]) -> "tuple[subprocess.Popen[bytes], int, dict[str, float]]":
-    """A server: its process, its port, and when, in seconds after its start, the router first answered and it was ready."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "penstock.launcher", "serve", *arguments, "--port", str(port), "--hostname", "127.0.0.1"]
-    began = time.perf_counter()
-    server = subprocess.Popen(command, stdout=log, stderr=log)
-    moments: dict[str, float] = {}
-    while "ready" not in moments:
-        if server.poll() is not None:
-            raise SystemExit(f"penstock did not start: see {log.name}")
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-        with suppress(OSError):
-            connection.request("GET", "/health")
-            status = connection.getresponse().status
-            moments.setdefault("the router answers", time.perf_counter() - began)
-            if status == 200:
-                moments["ready"] = time.perf_counter() - began
-        connection.close()
-        time.sleep(0.01)
-    return server, port, moments
-
-
-def start_times(folder: Path, rounds: int) -> dict[str, float]:
-    """Medians of `serve`'s moments with the embedded demo model."""
+def start_times(rounds: int) -> dict[str, float]:
+    """Medians, with the embedded demo model."""
     found = []
     for _ in range(rounds):
-        with open(folder / "demo.log", "w") as log:
-            server, _, moments = serve([], log)
-            server.send_signal(signal.SIGTERM)
-            server.wait(30)
-        found.append(moments)
-    return {name: statistics.median(moments[name] for moments in found) for name in START_GOALS}
+        with serving() as server:
+            found.append((server.answered, server.ready))
+    return dict(zip(START_GOALS, map(statistics.median, zip(*found, strict=True)), strict=True))
 
 
-def penstock(folder: Path) -> Engine:
+def penstock(folder: Path, stack: ExitStack) -> Engine:
     """Our own server, asked over HTTP with a stream per prompt."""
-    log = open(folder.parent / "penstock.log", "w")  # noqa: SIM115 - the server writes to it until `stop`
-    server, port, _ = serve([str(folder), "--threads", "1", "--max-total-tokens", "1024", "--prefix-caching", "off"], log)
+    server = stack.enter_context(serving(str(folder), "--threads", "1", "--max-total-tokens", "1024", "--prefix-caching", "off"))
+
+    async def ask(prompts: Prompts, new: int) -> int:
+        async with client(server.port) as asked:
+            return sum(answer.tokens for answer in await asyncio.gather(*(asked.ask(prompt, new) for prompt in prompts)))
 
     def run(prompts: Prompts, new: int) -> float:
         before = tree_cpu(server.pid)
-        tokens = asyncio.run(_ask(port, prompts, new))
+        tokens = asyncio.run(ask(prompts, new))
         assert tokens == len(prompts) * new, f"{tokens} tokens came, {len(prompts) * new} were asked for"
         return tree_cpu(server.pid) - before
 
-    def stop() -> None:
-        server.send_signal(signal.SIGTERM)
-        server.wait(30)
-        log.close()
-
-    return Engine("penstock", run, stop)
+    return Engine("penstock", run)
 
 
-async def _ask(port: int, prompts: Prompts, new: int) -> int:
-    timeout = aiohttp.ClientTimeout(total=3600)
-    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
-        return sum(await asyncio.gather(*(_stream(session, port, prompt, new) for prompt in prompts)))
-
-
-async def _stream(session: aiohttp.ClientSession, port: int, prompt: list[int], new: int) -> int:
-    body = {"model": "", "prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True, "stream": True}
-    body["stream_options"] = {"include_usage": True}
-    used = 0
-    async with session.post(f"http://127.0.0.1:{port}/v1/completions", json=body) as answer:
-        if answer.status != 200:
-            raise SystemExit(f"penstock answered {answer.status}: {await answer.text()}")
-        async for line in answer.content:
-            if line.startswith(b"data: {"):
-                used = (json.loads(line[6:]).get("usage") or {}).get("completion_tokens", used)
-    return used
-
-
-def peer(name: str, python: str, folder: Path) -> Engine:
-    """Another engine, in a process of `python`."""
+def peer(name: str, python: str, folder: Path, stack: ExitStack) -> Engine:
+    """Another engine, in a process of `python` that ends with the stack."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    log = open(folder.parent / f"{name}.log", "w")  # noqa: SIM115 - the peer writes to it until `stop`
+    log = stack.enter_context((folder.parent / f"{name}.log").open("w"))
     process = subprocess.Popen(
         [python, str(HERE / "peer.py"), name, str(folder)],
         stdin=subprocess.PIPE,
@@ -184,6 +110,8 @@ def peer(name: str, python: str, folder: Path) -> Engine:
     assert process.stdin is not None
     assert process.stdout is not None
     to, back = process.stdin, process.stdout
+    stack.callback(process.wait, 30)
+    stack.callback(to.close)
     if not back.readline():
         raise RuntimeError(f"{name} did not start: see {log.name}")
 
@@ -197,12 +125,7 @@ def peer(name: str, python: str, folder: Path) -> Engine:
             raise RuntimeError(f"{name} answered {counts} tokens, not {new} each: see {log.name}")
         return tree_cpu(process.pid) - before
 
-    def stop() -> None:
-        to.close()
-        process.wait(30)
-        log.close()
-
-    return Engine(name, run, stop)
+    return Engine(name, run)
 
 
 def measure(engine: Engine, new: int, batches: list[int], prefill: int) -> None:
@@ -264,28 +187,25 @@ def main() -> None:
     folder = checkpoint.write(options.folder.absolute() / f"random-200m-{options.dtype}", dtype)
     pythons = dict(entry.split("=", 1) for entry in options.python)
     names = [name for name in options.peers.split(",") if name in pythons or importlib.util.find_spec(MODULES[name])]
-    moments = start_times(folder.parent, options.rounds)
+    moments = start_times(options.rounds)
     for name, goal in START_GOALS.items():
         verdict = "met" if moments[name] <= goal else "MISSED"
         print(f"demo model: {name} {moments[name]:.2f} s after the start, goal {goal} s: {verdict}")
-    engines: list[Engine] = []
-    try:
-        table = compare(options, folder, names, pythons, engines)
-    finally:
-        for engine in engines:
-            engine.stop()
+    with ExitStack() as stack:
+        table = compare(options, folder, names, pythons, stack)
     if options.json:
         options.json.write_text(json.dumps({**table, "start": moments}, indent=2))
 
 
 def compare(
-    options: argparse.Namespace, folder: Path, names: list[str], pythons: dict[str, str], engines: list[Engine]
+    options: argparse.Namespace, folder: Path, names: list[str], pythons: dict[str, str], stack: ExitStack
 ) -> dict[str, Any]:
-    """Starts all engines, into `engines`, measures them in turns and reports."""
+    """Starts all engines, which end with the stack, measures them in turns and reports."""
     batches = [int(batch) for batch in options.batches.split(",")]
+    engines: list[Engine] = []
     for name in ["penstock", *names]:
         try:
-            engine = penstock(folder) if name == "penstock" else peer(name, pythons.get(name, sys.executable), folder)
+            engine = penstock(folder, stack) if name == "penstock" else peer(name, pythons.get(name, sys.executable), folder, stack)
             engine.run([[5] * PROMPT], 2)
             engines.append(engine)
         except RuntimeError as error:

@@ -24,6 +24,7 @@ from penstock.benchmarks.gpu_busy import Busy, watch
 from penstock.benchmarks.gpu_measure import Bench, replaced
 from penstock.benchmarks.gpu_report import Line, failed, timing
 from penstock.kernels import choose, early, linear
+from penstock.launcher.hub import DEMO_FOLDER
 from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.sampler import Pick
 from penstock.shard.engine import Engine
@@ -59,7 +60,6 @@ CASES = (*GOALS, (1, 8192), (32, 8192), (256, 8192))
 SOONEST = 4e-3  # seconds of a step of one row at 1,024 tokens, at most
 PAGE = 16
 STEPS, WARM = 40, 5
-DEMO = Path(__file__).parents[1] / "demo" / "model"
 # Differences of log-probabilities below which two tokens pass for equal: some units in the last place of logits around 10.
 NEAR = {"float32": 1e-3, "bfloat16": 0.15}
 
@@ -220,7 +220,7 @@ def compare(found: Sequence[Sequence[Pick]], expected: Sequence[Sequence[Pick]],
 @torch.inference_mode()
 def _greedy(bench: Bench, kernels: str, dtype: str, prompts: Sequence[Sequence[int]], new: int) -> list[list[Pick]]:
     with choose.forced(kernels):
-        config = ShardConfig(folder=str(DEMO), model="demo", device=bench.device.type, dtype=dtype, prefix_caching=False)
+        config = ShardConfig(folder=str(DEMO_FOLDER), model="demo", device=bench.device.type, dtype=dtype, prefix_caching=False)
         engine = load(config, lambda stage: None)
         total = max(map(len, prompts)) + new
         pages = len(prompts) * -(-total // PAGE)

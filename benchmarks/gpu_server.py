@@ -5,21 +5,18 @@ into text and streamed. All streams have begun when the measurement begins, and 
 """
 
 import asyncio
-import http.client
 import json
 import os
 import random
 import signal
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from penstock.bench.local import Failed, Local
 from penstock.benchmarks.gpu_measure import Bench
 from penstock.benchmarks.gpu_model import write
 from penstock.benchmarks.gpu_report import Line, failed, timing
@@ -37,14 +34,12 @@ def measure(bench: Bench) -> None:
     with tempfile.TemporaryDirectory(prefix="penstock-gpu-") as folder:
         model = write(Path(folder) / "model", bench.tiny)
         _tokenizer(model)
-        with open(Path(folder) / "log", "w+") as log:
-            try:
-                _serve(bench, Path(folder), model, log)
-            except Exception as problem:  # what the server said goes with it
-                log.seek(0)
-                lines = log.read().splitlines()
-                print("\n".join(f"    | {line}" for line in lines[-12:]), flush=True)
-                bench.add(failed(SECTION, "idle between steps", problem, IDLE))
+        log = Path(folder) / "log"
+        try:
+            _serve(bench, model, log, Path(folder) / "busy")
+        except Exception as problem:  # what the server said goes with it
+            print("\n".join(f"    | {line}" for line in log.read_text().splitlines()[-12:]), flush=True)
+            bench.add(failed(SECTION, "idle between steps", problem, IDLE))
 
 
 def _tokenizer(folder: Path) -> None:
@@ -60,14 +55,10 @@ def _tokenizer(folder: Path) -> None:
     made.save(str(folder / "tokenizer.json"))
 
 
-def _serve(bench: Bench, folder: Path, model: Path, log: IO[str]) -> None:
+def _serve(bench: Bench, model: Path, log: Path, told: Path) -> None:
+    """told: where the shard says how long its device worked."""
     streams, seconds = (3, 1.0) if bench.tiny else (STREAMS, SECONDS)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     flags = {
-        "--port": port,
-        "--hostname": "127.0.0.1",
         "--load-format": "dummy",
         "--device": bench.device.type,
         "--dtype": "float32" if bench.tiny else "bfloat16",
@@ -75,41 +66,16 @@ def _serve(bench: Bench, folder: Path, model: Path, log: IO[str]) -> None:
         "--max-concurrent-requests": streams,
         "--cuda-graphs": streams,  # the only size that is needed while all streams run
     }
-    arguments = [str(part) for pair in flags.items() for part in pair]
-    command = [sys.executable, "-m", "penstock.benchmarks.gpu_shard", "serve", str(model), *arguments]
-    told = folder / "busy"
+    arguments = [str(model), *(str(part) for pair in flags.items() for part in pair)]
     # Numbers and the server are made in one process each: an interpreter's variable must not make its kernels slow.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {BUSY: str(told)}
-    began = time.perf_counter()
-    server = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-    try:
-        _wait(server, port)
-        print(f"    ready after {time.perf_counter() - began:.0f} s", flush=True)
-        shard = int(told.read_text())
-        tokens = asyncio.run(_ask(port, shard, streams, seconds))
+    with Local(arguments, log, module="penstock.benchmarks.gpu_shard", environment=environment, start=START) as server:
+        print(f"    ready after {server.ready:.0f} s", flush=True)
+        tokens = asyncio.run(_ask(server.port, int(told.read_text()), streams, seconds))
         found = _read(told)
-    finally:
-        server.send_signal(signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            server.wait(30)
-        if server.poll() is None:
-            server.kill()
+        with suppress(Failed):
+            server.stop()
     _report(bench, found, streams, tokens / seconds)
-
-
-def _wait(server: "subprocess.Popen[bytes]", port: int) -> None:
-    began = time.perf_counter()
-    while time.perf_counter() - began < START:
-        if server.poll() is not None:
-            raise RuntimeError(f"penstock did not start: exit code {server.returncode}")
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-        with suppress(OSError):
-            connection.request("GET", "/health")
-            if connection.getresponse().status == 200:
-                return
-        connection.close()
-        time.sleep(0.1)
-    raise RuntimeError(f"penstock was not ready after {START:.0f} s")
 
 
 async def _ask(port: int, shard: int, streams: int, seconds: float) -> int:

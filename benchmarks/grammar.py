@@ -20,11 +20,11 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers
 
+from penstock.launcher.hub import DEMO_FOLDER
 from penstock.router import grammar as sources
 from penstock.shard.decoding.grammar import Grammars, Guide
 from penstock.shard.decoding.tree import Tree, chain
 
-DEMO = Path(__file__).parents[1] / "demo" / "model"
 MILLION = 1e6
 PERSON = {
     "type": "object",
@@ -71,7 +71,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         large = Path(folder)
         make_tokenizer(large / "tokenizer.json", options.tokens)
-        for name, place, size in (("the demo model", DEMO, 2048), ("a large model", large, options.tokens)):
+        for name, place, size in (("the demo model", DEMO_FOLDER, 2048), ("a large model", large, options.tokens)):
             began = time.perf_counter()
             grammars = Grammars(place, size)
             grammars.compile(sources.written(sources.regex("a"))).result()

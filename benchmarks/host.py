@@ -11,14 +11,14 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from penstock.benchmarks.gpu_measure import replaced
 from penstock.benchmarks.gpu_model import write
 from penstock.kernels import choose
 from penstock.shard import logits
@@ -63,9 +63,6 @@ def expand(found: Tensor, sets: Sequence[Beams], mask: Tensor | None = None) -> 
     return Expansion(sets, torch.tensor(best, dtype=torch.float64).permute(2, 0, 1))
 
 
-STUBS: dict[str, Any] = {"begin": begin, "expand": expand}
-
-
 def engine_of(rows: int, context: int, steps: int, folder: Path) -> Engine:
     """One that plans as for a GPU."""
     config = ShardConfig(folder=str(write(folder, tiny=True)), model="still", load_format="dummy", overlap="on")
@@ -94,22 +91,13 @@ def groups_of(rows: int, context: int, width: int, new: int) -> list[Group]:
 
 def measure(rows: int, context: int, steps: int, width: int = 0) -> float:
     """Seconds of a step, in the median."""
-    with stubs(), tempfile.TemporaryDirectory() as scratch:
+    with (
+        choose.forced(""),  # so that what is forced below is no longer so afterwards
+        replaced(logits, "begin", begin),
+        replaced(logits, "expand", expand),
+        tempfile.TemporaryDirectory() as scratch,
+    ):
         return _measure(engine_of(rows, context, steps + 2 * WARM, Path(scratch)), rows, context, steps, width)
-
-
-@contextmanager
-def stubs() -> Iterator[None]:
-    """In place of what samples, and of the choice of kernels."""
-    before = {name: getattr(logits, name) for name in STUBS}
-    try:
-        for name, stub in STUBS.items():
-            setattr(logits, name, stub)
-        yield
-    finally:
-        choose.force("")
-        for name, own in before.items():
-            setattr(logits, name, own)
 
 
 def _measure(engine: Engine, rows: int, context: int, steps: int, width: int) -> float:

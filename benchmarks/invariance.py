@@ -11,16 +11,12 @@ the same. The cost is in CPU time of the server's whole process tree for the sam
 import argparse
 import asyncio
 import random
-import signal
 import statistics
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
-import aiohttp
-
-from penstock.benchmarks.cpu import serve, tree_cpu
+from penstock.benchmarks.server import serving, tree_cpu
+from penstock.benchmarks.streams import Client, client
 
 STREAMS = (1, 8, 32)
 NEW = 64  # tokens of an answer, where the cost is measured
@@ -38,16 +34,12 @@ def asked(number: int) -> dict[str, Any]:
 class Clients:
     """Of one server."""
 
-    def __init__(self, session: aiohttp.ClientSession, port: int) -> None:
-        self._session = session
-        self._url = f"http://127.0.0.1:{port}/generate"
+    def __init__(self, client: Client) -> None:
+        self._client = client
 
     async def ask(self, body: dict[str, Any]) -> tuple[list[int], list[float]]:
         """Tokens, and what is said of them."""
-        async with self._session.post(self._url, json=body) as answer:
-            if answer.status != 200:
-                raise SystemExit(f"penstock answered {answer.status}: {await answer.text()}")
-            details = (await answer.json())["details"]
+        details = (await self._client.post("/generate", body))["details"]
         tokens = details["tokens"]
         return [token["id"] for token in tokens], [token["logprob"] for token in tokens] + [details.get("score", 0.0)]
 
@@ -68,8 +60,8 @@ class Clients:
 
 async def measure(port: int, pid: int, requests: int, rounds: int) -> tuple[tuple[int, int], dict[int, float]]:
     """What differs, and tokens per CPU-second by the number of streams."""
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        clients, dice = Clients(session, port), random.Random(1)
+    async with client(port) as asked:
+        clients, dice = Clients(asked), random.Random(1)
         different = await clients.compare(requests)
         speeds: dict[int, list[float]] = {streams: [] for streams in STREAMS}
         for _ in range(rounds):
@@ -89,13 +81,8 @@ def main() -> int:
     options = parser.parse_args()
     found = []
     for flags in ([], ["--batch-invariant"]):
-        with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "log", "w") as log:
-            server, port, _ = serve(["--dtype", options.dtype, "--threads", "1", *flags], log)
-            try:
-                found.append(asyncio.run(measure(port, server.pid, options.requests, options.rounds)))
-            finally:
-                server.send_signal(signal.SIGTERM)
-                server.wait(30)
+        with serving("--dtype", options.dtype, "--threads", "1", *flags) as server:
+            found.append(asyncio.run(measure(server.port, server.pid, options.requests, options.rounds)))
     (usual, fast), (invariant, slow) = found
     print(f"of {options.requests} answers in {options.dtype} others in a crowd than alone, by tokens / by any number:")
     print(f"  usual {usual[0]} / {usual[1]}; --batch-invariant {invariant[0]} / {invariant[1]}")

@@ -11,18 +11,15 @@ import argparse
 import asyncio
 import json
 import random
-import signal
 import statistics
 import sys
-import tempfile
 import time
-from contextlib import suppress
 from pathlib import Path
 
-from penstock.benchmarks.cpu import serve
-from penstock.benchmarks.streams import Answer, Client, client, forever, prompt
+from penstock.benchmarks.server import serving
+from penstock.benchmarks.streams import VOCABULARY, Answer, Client, client, forever, prompt, running
 
-CONTEXT, VOCABULARY = 2048, 2048  # of the demo model
+CONTEXT = 2048  # of the demo model
 GOAL = 2.0  # p99 of the gaps, in targets
 SHORT = 16  # tokens of the streams' own prompts
 
@@ -48,17 +45,13 @@ async def measure(port: int, streams: int, seconds: float, seed: int) -> tuple[G
     dice = random.Random(seed)
     async with client(port) as asked:
         answers: list[Answer] = []
-        tasks = [asyncio.create_task(forever(asked, dice, SHORT, CONTEXT - SHORT, VOCABULARY, answers)) for _ in range(streams)]
-        await asyncio.sleep(1)
-        alone = await _stretch(answers, seconds)
-        began, ttfts = time.perf_counter(), []
-        while time.perf_counter() < began + 2 * seconds:
-            ttfts.append((await _long(asked, dice)).ttft)
-        crowded = Gaps(answers, began, time.perf_counter())
-        for task in tasks:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+        async with running(forever(asked, dice, SHORT, CONTEXT - SHORT, VOCABULARY, answers) for _ in range(streams)):
+            await asyncio.sleep(1)
+            alone = await _stretch(answers, seconds)
+            began, ttfts = time.perf_counter(), []
+            while time.perf_counter() < began + 2 * seconds:
+                ttfts.append((await _long(asked, dice)).ttft)
+            crowded = Gaps(answers, began, time.perf_counter())
     return alone, crowded, ttfts
 
 
@@ -82,14 +75,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the numbers there, too")
     options = parser.parse_args()
     flags = ["--itl-target", f"{options.target:g}"] if options.policy == "mixed" else ["--prefill-policy", "pause"]
-    with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "log", "w") as log:
-        server, port, _ = serve(["--threads", "1", *flags], log)
-        try:
-            asyncio.run(measure(port, options.streams, 1.0, 0))  # what a step costs is learnt from the first ones
-            alone, crowded, ttfts = asyncio.run(measure(port, options.streams, options.seconds, 1))
-        finally:
-            server.send_signal(signal.SIGTERM)
-            server.wait(30)
+    with serving("--threads", "1", *flags) as server:
+        asyncio.run(measure(server.port, options.streams, 1.0, 0))  # what a step costs is learnt from the first ones
+        alone, crowded, ttfts = asyncio.run(measure(server.port, options.streams, options.seconds, 1))
     print(f"{'milliseconds between tokens':28}{'gaps':>8}{'p50':>9}{'p99':>9}{'p99.9':>9}{'most':>9}")
     print(alone.row(f"{options.streams} streams"))
     print(crowded.row("and prompts of 2044 tokens"))

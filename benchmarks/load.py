@@ -15,19 +15,15 @@ import asyncio
 import json
 import math
 import random
-import signal
 import statistics
 import sys
-import tempfile
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.benchmarks.cpu import serve, tree_cpu
-from penstock.benchmarks.streams import Answer, Client, client, forever, prompt
+from penstock.benchmarks.server import serving, tree_cpu
+from penstock.benchmarks.streams import VOCABULARY, Answer, Client, client, forever, prompt, running
 
-VOCABULARY = 2048  # of the demo model
 LOAD, GOAL = 0.8, 0.95
 
 
@@ -53,15 +49,11 @@ class Open:
 async def saturation(asked: Client, shape: Shape, clients: int, seconds: float, dice: random.Random) -> float:
     """Tokens a second."""
     answers: list[Answer] = []
-    tasks = [asyncio.create_task(forever(asked, dice, shape.prompt, shape.new, VOCABULARY, answers)) for _ in range(clients)]
-    await asyncio.sleep(seconds / 4)  # until all that can run do, and not in step
-    began = time.perf_counter()
-    await asyncio.sleep(seconds)
-    ended = time.perf_counter()
-    for task in tasks:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
+    async with running(forever(asked, dice, shape.prompt, shape.new, VOCABULARY, answers) for _ in range(clients)):
+        await asyncio.sleep(seconds / 4)  # until all that can run do, and not in step
+        began = time.perf_counter()
+        await asyncio.sleep(seconds)
+        ended = time.perf_counter()
     return _tokens(answers, began, ended) / (ended - began)
 
 
@@ -152,13 +144,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the numbers there, too")
     options = parser.parse_args()
     flags = ["--threads", "1", "--max-batch-size", str(options.batch), "--max-concurrent-requests", "1000"]
-    with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "log", "w") as log:
-        server, port, _ = serve(flags, log)
-        try:
-            rounds = asyncio.run(measure(port, server.pid, options))
-        finally:
-            server.send_signal(signal.SIGTERM)
-            server.wait(30)
+    with serving(*flags) as server:
+        rounds = asyncio.run(measure(server.port, server.pid, options))
     ratio = statistics.median(found["ratio"] for found in rounds)
     print(f"goal open loop / static >= {GOAL}: {ratio:.3f} {'met' if ratio >= GOAL else 'MISSED'}")
     if options.json:

@@ -10,18 +10,13 @@ clients need a part of the cores, too: where there are few, that part is what is
 import argparse
 import asyncio
 import random
-import signal
 import sys
-import tempfile
 import time
-from contextlib import suppress
-from pathlib import Path
 
-from penstock.benchmarks.cpu import serve
-from penstock.benchmarks.streams import Answer, Client, client, prompt
+from penstock.benchmarks.server import serving
+from penstock.benchmarks.streams import VOCABULARY, Answer, Client, client, prompt, running
 from penstock.launcher.machine import cores
 
-VOCABULARY = 2048  # of the demo model
 SYSTEM, OWN, NEW = 256, 32, 64  # tokens of system prompts, of what users add, of answers
 GOAL = 0.8
 
@@ -42,15 +37,11 @@ async def measure(port: int, replicas: int, streams: int, seconds: float) -> tup
         while (await asked.metrics())["penstock_replicas_ready"] < replicas:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
         answers: list[Answer] = []
-        tasks = [asyncio.create_task(user(asked, dice, systems, answers)) for _ in range(streams)]
-        await asyncio.sleep(seconds / 4)
-        before, began = await asked.metrics(), time.perf_counter()
-        await asyncio.sleep(seconds)
-        after, took = await asked.metrics(), time.perf_counter() - began
-        for task in tasks:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+        async with running(user(asked, dice, systems, answers) for _ in range(streams)):
+            await asyncio.sleep(seconds / 4)
+            before, began = await asked.metrics(), time.perf_counter()
+            await asyncio.sleep(seconds)
+            after, took = await asked.metrics(), time.perf_counter() - began
     gained = {name: value - before.get(name, 0.0) for name, value in after.items()}
     given: dict[str, float] = {}
     for name, value in gained.items():
@@ -73,13 +64,8 @@ def main() -> int:
     print(f"{'replicas':>8}{'tokens/s':>12}{'times one':>12}{'cached':>10}{'largest share':>16}")
     alone, met = 0.0, True
     for replicas in range(1, options.most + 1):
-        with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "log", "w") as log:
-            server, port, _ = serve(["--replicas", str(replicas), "--threads", "1"], log)
-            try:
-                speed, cached, largest = asyncio.run(measure(port, replicas, options.streams, options.seconds))
-            finally:
-                server.send_signal(signal.SIGTERM)
-                server.wait(30)
+        with serving("--replicas", str(replicas), "--threads", "1") as server:
+            speed, cached, largest = asyncio.run(measure(server.port, replicas, options.streams, options.seconds))
         alone = alone or speed
         met = met and speed >= GOAL * min(replicas, cores()) * alone
         print(f"{replicas:8}{speed:12.0f}{speed / alone:11.2f}x{cached:10.1%}{largest:15.2f}x", flush=True)

@@ -43,14 +43,13 @@ import grpc
 import tokenizers
 
 from penstock.launcher import children
+from penstock.launcher.hub import DEMO_FOLDER
 from penstock.launcher.machine import free_port
 from penstock.proto import rpc, settings
 from penstock.proto import shard_pb2 as wire
 from penstock.proto.process import die_with_parent
 from penstock.router.config import RouterConfig
 
-ROOT = Path(__file__).parents[1]
-DEMO = ROOT / "demo" / "model"
 TEXT = "Once upon a time there was a little girl who lived by the sea. Every morning she went down to the water. "
 PAGE = 16
 GOALS = {"chat": 60_000.0, "slow": 120_000.0}  # tokens per CPU-second, on a machine that ...
@@ -171,7 +170,7 @@ class NullShard:
 def shard(path: str) -> None:
     """This process is the shard, behind that socket."""
     die_with_parent()
-    tokens = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json")).encode(TEXT, add_special_tokens=False).ids
+    tokens = tokenizers.Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json")).encode(TEXT, add_special_tokens=False).ids
     server = grpc.server(ThreadPoolExecutor(2), handlers=[rpc.handler(NullShard(tokens))], options=rpc.OPTIONS)
     server.add_insecure_port(f"unix:{path}")
     server.start()
@@ -184,7 +183,7 @@ def running(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """The router's process and its port, ready."""
     port = free_port()
     config = RouterConfig(
-        folder=str(DEMO),
+        folder=str(DEMO_FOLDER),
         model="null",
         groups=((f"{folder}/shard",),),
         hostname="127.0.0.1",

@@ -16,6 +16,7 @@ import torch
 from tokenizers import Tokenizer
 
 from penstock.benchmarks import checkpoint
+from penstock.launcher.hub import DEMO_FOLDER, DRAFT_FOLDER
 from penstock.proto.speculation import parse
 from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.budget import Allowance, Linear
@@ -27,7 +28,6 @@ from penstock.shard.guesses import Guesses
 from penstock.shard.loading import load
 from penstock.shard.sequence import Group, Sampling, sequences
 
-DEMO = Path(__file__).parents[1] / "demo"
 ACCEPTED, DRAFTS = 0.8, 4
 DRAWS = 4  # of what an oracle gets right, for one answer: luck moves the tokens of a single step by 7 % in 160 of them
 ORACLE_GOAL, REPEATED_GOAL = 0.90, 2.5
@@ -169,10 +169,10 @@ def repeated(engine: Engine, new: int, rounds: int) -> None:
 
 def shapes(new: int, rounds: int) -> None:
     """A chain against trees of as many nodes, by the demo model and its draft model."""
-    config = ShardConfig(folder=str(DEMO / "model"), model="demo", kv_pages=512, speculate=f"draft={DEMO / 'draft'},tokens=8")
+    config = ShardConfig(folder=str(DEMO_FOLDER), model="demo", kv_pages=512, speculate=f"draft={DRAFT_FOLDER},tokens=8")
     engine = load(config, lambda stage: None)
     engine.resize(512, 16)
-    drafter, read = engine.guesses.drafter, Tokenizer.from_file(str(DEMO / "model" / "tokenizer.json"))
+    drafter, read = engine.guesses.drafter, Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json"))
     asked = [read.encode(STORY.format(name=name)).ids for name in NAMES]
     for temperature in (0.0, 1.0):
         for said in ("tokens=8", "tree=2x1x1x1", "tree=4x1", "nodes=8"):

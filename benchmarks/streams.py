@@ -1,15 +1,18 @@
 """Streams of completions over HTTP, with the moment at which each token came. Prompts are token ids; answers go on to their end."""
 
+import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import aiohttp
+
+VOCABULARY = 2048  # of the demo model
 
 
 @dataclass
@@ -60,6 +63,13 @@ class Client:
                 answer.tokens = (event.get("usage") or {}).get("completion_tokens", answer.tokens)
         return answer
 
+    async def post(self, path: str, body: dict[str, Any]) -> Any:
+        """An answer in one piece."""
+        async with self._session.post(self._url + path, json={"model": "", **body}) as reply:
+            if reply.status != 200:
+                raise SystemExit(f"penstock answered {reply.status}: {await reply.text()}")
+            return await reply.json()
+
     async def metrics(self) -> dict[str, float]:
         """What /metrics says, by name with labels."""
         async with self._session.get(self._url + "/metrics") as reply:
@@ -73,6 +83,17 @@ async def client(port: int) -> AsyncIterator[Client]:
     timeout = aiohttp.ClientTimeout(total=3600)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
         yield Client(session, port)
+
+
+@asynccontextmanager
+async def running(coroutines: Iterable[Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+    """Within, they run beside what is done here."""
+    tasks = [asyncio.create_task(each) for each in coroutines]
+    yield
+    for task in tasks:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
 
 
 def prompt(dice: random.Random, tokens: int, vocabulary: int) -> list[int]:
