@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .compilation import Compilation
+from .compilation import EARLY_TARGETS, EIGHT_BIT_TARGETS, GENERATIONS, Compilation
 from .early import on, options, wait
 from .fused_latents import HEADS, WARPS, angles, constants_of, keep, turn
-from .fused_rotary import EARLY_TARGETS, EIGHT_BIT_TARGETS, rotated, storable
+from .fused_rotary import rotated, storable
 from .indexed import EPSILON, Choosing
 from .paged_attention import INTERPRET, TARGETS, Plan, tiles_of
 from .paged_kernels import dot, slots_of, visible_of
@@ -254,7 +254,7 @@ def _scores_compilation(heads: int, keys: int, generation: int, trees: bool = Fa
         **dict.fromkeys(("items", "listed", "positions", "masks", "pages"), "*i32"),
         **dict.fromkeys(("first", "count", "length"), "i32"),
     }
-    marks = ["trees" * trees, "e4m3" * eight_bits, {0: "amd", 8: "ampere", 9: ""}[generation]]
+    marks = ["trees" * trees, "e4m3" * eight_bits, GENERATIONS[generation]]
     return Compilation(
         kernel=scores_kernel,
         name=" ".join([f"scores {heads} heads {keys} keys", *filter(None, marks)]),

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .compilation import Compilation
+from .compilation import EARLY_TARGETS, EIGHT_BIT_TARGETS, Compilation
 from .early import on, options, wait
-from .fused_rotary import EARLY_TARGETS, EIGHT_BIT_TARGETS, rotated, storable
+from .fused_rotary import rotated, storable
 
 HEADS = 16  # of one program
 WARPS = 4

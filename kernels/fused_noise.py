@@ -6,18 +6,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import logarithm
 from .choose import on_nvidia
 from .compilation import AMD, NVIDIA, Compilation
 
 SIZE = 1024  # numbers of one program
 PER_ROW = ["seeds", "choices", "positions"]  # see `fused_sampling.PER_ROW`
 
-LOG_2_HIGH = tl.constexpr(6.9313812256e-01)
-LOG_2_LOW = tl.constexpr(9.0580006145e-06)
-SERIES_0 = tl.constexpr(0.66666662693)
-SERIES_1 = tl.constexpr(0.40000972152)
-SERIES_2 = tl.constexpr(0.28498786688)
-SERIES_3 = tl.constexpr(0.24279078841)
+LOG_2_HIGH = tl.constexpr(logarithm.LOG_2_HIGH)
+LOG_2_LOW = tl.constexpr(logarithm.LOG_2_LOW)
+SERIES_0, SERIES_1, SERIES_2, SERIES_3 = map(tl.constexpr, logarithm.SERIES)
+ROOT, ONE = tl.constexpr(logarithm.ROOT), tl.constexpr(logarithm.ONE)
 
 
 @triton.jit
@@ -56,9 +55,9 @@ def _times(left, right, CUDA: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit
 def _log(x, CUDA: tl.constexpr):  # type: ignore[no-untyped-def]
     """`logarithm.log`."""
-    bits = x.to(tl.int32, bitcast=True) + (0x3F800000 - 0x3F3504F3)
+    bits = x.to(tl.int32, bitcast=True) + (ONE - ROOT)
     exponent = ((bits >> 23) - 127).to(tl.float32)
-    f = ((bits & 0x007FFFFF) + 0x3F3504F3).to(tl.float32, bitcast=True) - 1.0
+    f = ((bits & 0x007FFFFF) + ROOT).to(tl.float32, bitcast=True) - 1.0
     s = tl.div_rn(f, f + 2.0)
     z = s * s
     w = z * z

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from .compilation import Compilation
+from .compilation import AMD, EARLY_TARGETS, NVIDIA, Compilation
 from .early import on, options, prefetch, wait
 from .fused_activation import activated
 
@@ -185,9 +185,6 @@ def _constants(inputs: int, outputs: int, norm: bool, gated: bool, add: bool, bi
     }
 
 
-KINDS = {"": ("sm_80", "sm_90", "sm_100", "sm_120"), "early": ("sm_90", "sm_100"), "amd": ("gfx942",)}
-
-
 def compilations() -> list[Compilation]:
     """The products of an 8 B model's layer, its vocabulary, Gemma's gates, and one with biases and odd numbers."""
     cases = {
@@ -199,8 +196,9 @@ def compilations() -> list[Compilation]:
         "gemma's": (3584, 14336, True, True, False, False),
         "odd, biased": (2000, 1000, True, True, False, True),
     }
+    kinds = {"": NVIDIA, "early": EARLY_TARGETS, "amd": AMD}
     found = []
-    for (name, case), (kind, targets) in itertools.product(cases.items(), KINDS.items()):
+    for (name, case), (kind, targets) in itertools.product(cases.items(), kinds.items()):
         gemma = name == "gemma's"  # which has gelu, and gains of 32 bits
         constants = {**_constants(*case, kind == "amd"), "GELU": gemma, "EARLY": kind == "early", "WIDEN": False}
         pointers = dict.fromkeys(("out", "x", "weight", "gains", "bias"), "*bf16") | ({"gains": "*fp32"} if gemma else {})

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from .choose import on_nvidia
 from .codes import BITS, MIDDLES, Codes
-from .compilation import Compilation
+from .compilation import AMD, NVIDIA, Compilation
 from .fused_product import INTERPRET, dot
 from .linear import Product
 
@@ -199,7 +199,7 @@ def by_triton(
     if run < LEAST_RUN or dtype not in TYPES or codes.kind not in BITS:
         return None
     outputs, inputs = codes.codes.shape
-    held = _paired(codes.codes, run) if codes.kind == "int4" else codes.codes.contiguous()
+    held = paired(codes.codes, run) if codes.kind == "int4" else codes.codes.contiguous()
     scales = (codes.scales.t() * (FP8_FACTOR if codes.kind == "fp8" else 1)).contiguous()
     zeros = codes.zeros.t().contiguous() if codes.zeros is not None else None
     constants = _meaning(codes.kind, inputs, codes.block, zeros is not None)
@@ -250,8 +250,8 @@ def _run(block: int) -> int:
     return min(RUN, block & -block)
 
 
-def _paired(codes: Tensor, run: int) -> Tensor:
-    """Codes of 4 bits [out, in] as bytes [out, in / 2]."""
+def paired(codes: Tensor, run: int) -> Tensor:
+    """Codes of 4 bits [out, in] as bytes [out, in / 2]: in each the same place of a run's first and of its second half."""
     low, high = codes.view(len(codes), -1, 2, run // 2).unbind(2)
     return (low | (high << 4)).flatten(1)
 
@@ -288,7 +288,7 @@ def compilations() -> list[Compilation]:
         "fp8": ("fp8", 4096, False, 4096, 28672, "bf16"),
         "fp8, blocks": ("fp8", 128, False, 14336, 4096, "bf16"),
     }
-    kinds = {"": ("sm_80", "sm_90", "sm_100", "sm_120"), "amd": ("gfx942",)}
+    kinds = {"": NVIDIA, "amd": AMD}
     found = []
     for (name, (kind, block, zeros, inputs, outputs, dtype)), (kindred, targets) in itertools.product(cases.items(), kinds.items()):
         meaning = _meaning(kind, inputs, block, zeros)

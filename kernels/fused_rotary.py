@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .compilation import Compilation
+from .compilation import EARLY_TARGETS, EIGHT_BIT_TARGETS, Compilation
 from .early import on, options, wait
 
 # Elements of one program, several heads' together: 16 a thread in 4 warps.
@@ -164,11 +164,6 @@ def _tile(size: int) -> tuple[int, int]:
     """Of a program: half a head, up to a power of two, and how many heads."""
     half = triton.next_power_of_2(size // 2)
     return half, max(1, TILE // (2 * half))
-
-
-# An Ampere has no instruction for numbers of 8 bits; gfx942 has other such numbers.
-EIGHT_BIT_TARGETS = ("sm_90", "sm_100", "sm_120")
-EARLY_TARGETS = ("sm_90", "sm_100")
 
 
 def compilations() -> list[Compilation]:

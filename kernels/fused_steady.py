@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .compilation import Compilation
+from .compilation import GENERATIONS, Compilation
 from .fused_product import INTERPRET, dot
 from .paged_attention import TARGETS, generation_of
 
@@ -151,10 +151,6 @@ def _constants(inputs: int, outputs: int, tile: Tile, biased: bool) -> dict[str,
     }
 
 
-# What a generation is called in the report.
-KINDS = {0: "amd", 8: "ampere", 9: ""}
-
-
 def compilations() -> list[Compilation]:
     """The products of an 8 B model's layer and its vocabulary, biases, other types, and odd numbers."""
     cases = {
@@ -179,7 +175,7 @@ def compilations() -> list[Compilation]:
         found.append(
             Compilation(
                 kernel=steady_kernel,
-                name=f"steady {name} {KINDS[generation]}".rstrip(),
+                name=f"steady {name} {GENERATIONS[generation]}".rstrip(),
                 signature=dict.fromkeys(("out", "x", "weight", "bias"), f"*{shorts[dtype]}") | numbers,
                 constants=constants,
                 warps=tile.warps,

@@ -17,15 +17,12 @@ from torch import Tensor
 
 from .choose import on_nvidia
 from .codes import EXPERTS_BITS, MIDDLES, Codes, zeros_of
-from .compilation import Compilation
+from .compilation import AMD, NVIDIA, Compilation
 from .fused_activation import activated
-from .fused_experts import INTERPRET, few_of, find, limited
-from .fused_product import dot
-from .fused_quantized import FP8_FACTOR, less, smaller, zeros_at
+from .fused_experts import few_of, find, limited
+from .fused_product import INTERPRET, dot
+from .fused_quantized import FP8_FACTOR, LEAST_RUN, RUN, TYPES, less, paired, smaller, zeros_at
 
-TYPES = {torch.bfloat16, torch.float16}  # of rows
-RUN = 128  # inputs at a time, at most
-LEAST_RUN = 32
 WARPS = 4
 
 
@@ -251,7 +248,7 @@ def pack(weights: Sequence[Codes], dtype: torch.dtype) -> Packed | None:
         scales = scales * FP8_FACTOR
     return Packed(
         kind=kind,
-        codes=torch.stack([_paired(weight.codes, run) if EXPERTS_BITS[kind] == 4 else weight.codes for weight in weights]),
+        codes=torch.stack([paired(weight.codes, run) if EXPERTS_BITS[kind] == 4 else weight.codes for weight in weights]),
         scales=scales.contiguous(),
         zeros=torch.stack([zeros_of(weight).t() for weight in weights]).contiguous() if shifted else None,
         inputs=inputs,
@@ -264,12 +261,6 @@ def _run(kind: str, inputs: int, block: int) -> int:
     run = min(RUN, inputs & -inputs)
     within = block & -block
     return min(run, 2 * block if EXPERTS_BITS[kind] == 4 and within == block else within)
-
-
-def _paired(codes: Tensor, run: int) -> Tensor:
-    """Codes of 4 bits [out, in] as bytes [out, in / 2]: in each the same place of a run's first and of its second half."""
-    low, high = codes.view(len(codes), -1, 2, run // 2).unbind(2)
-    return (low | (high << 4)).flatten(1)
 
 
 def experts(
@@ -368,7 +359,7 @@ def compilations() -> list[Compilation]:
         "8 x 14336 int4": (8, 2, 4096, 14336, "int4", 64, True),
         "8 x 14336 int8": (8, 2, 4096, 14336, "int8", 4096, False),
     }
-    kinds = {"": ("sm_80", "sm_90", "sm_100", "sm_120"), "amd": ("gfx942",)}
+    kinds = {"": NVIDIA, "amd": AMD}
     found = []
     for (model, case), few, gated, kindred in itertools.product(models.items(), (True, False), (True, False), kinds):
         number, chosen, inputs, outputs, kind, block, zeros = case

@@ -1,6 +1,7 @@
 """The one primitive: ragged rows over paged keys and values, by whichever attention the process uses.
 
-Torch's (`attention.py`, `common.py`) defines what is meant and serves CPUs; Triton's (`paged_attention.py`) serves accelerators.
+Torch's (`attention.py`, `shared_prefixes.py`) defines what is meant and serves CPUs; Triton's (`paged_attention.py`) serves
+accelerators.
 """
 
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
-from . import common, steady
+from . import shared_prefixes, steady
 from .attention import Full, Row
 from .choose import triton_on
 from .indexed import Choosing
@@ -61,7 +62,7 @@ class Layout:
         return self.softcap > 0 or self.sinks or self.most > 0
 
 
-Plan: TypeAlias = "common.Plan | steady.Plan | paged.Plan"
+Plan: TypeAlias = "shared_prefixes.Plan | steady.Plan | paged.Plan"
 
 
 def by_triton(layout: Layout) -> bool:
@@ -77,7 +78,7 @@ def plan(rows: Sequence[Row], layout: Layout, capacity: "paged.Capacity | None" 
         if layout.steady:
             return steady.plan(rows, layout.page_size, elements, layout.heads // layout.kv_heads, layout.device)
         heads = layout.ratio, layout.size
-        return common.plan(rows, layout.page_size, layout.windows, elements, layout.device, *heads, layout.special)
+        return shared_prefixes.plan(rows, layout.page_size, layout.windows, elements, layout.device, *heads, layout.special)
     from . import paged_attention as paged
 
     narrow = layout.most > 0 and any(row.context + row.queries > layout.most for row in rows)
@@ -135,7 +136,7 @@ def capacity(layout: Layout, tokens: int, rows: int, total: int, pages: int, mix
 
 def narrows(plan: Plan, most: int) -> bool:
     """Some token sees more than the `most` that it may attend to."""
-    if isinstance(plan, common.Plan):
+    if isinstance(plan, shared_prefixes.Plan):
         return any(block.views[0].length > most for block in plan.blocks)
     from . import indexed_attention
 
@@ -162,8 +163,8 @@ def attention(
     [slots, 1, 1, size], and values are so many features of all heads' keys, the first: [tokens, heads, latent]; asked: by which
     tokens choose those that they attend to, where a plan `narrows` these; the index's keys stand behind the latents.
     """
-    if isinstance(plan, common.Plan):
-        found = common.attention(query, cache, plan, window, scale, softcap, scales, sinks, asked)
+    if isinstance(plan, shared_prefixes.Plan):
+        found = shared_prefixes.attention(query, cache, plan, window, scale, softcap, scales, sinks, asked)
         return found[..., :latent] if latent else found
     if isinstance(plan, steady.Plan):
         found = steady.attention(query, cache, plan, window, scale, softcap, scales, sinks)

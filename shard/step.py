@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..kernels import attention, common, ragged, steady, work
+from ..kernels import attention, ragged, shared_prefixes, steady, work
 from ..kernels.ragged import Layout
 from ..kernels.transfer import lists_to_device, to_device
 from .sequence import Group, Sequence
@@ -102,8 +102,8 @@ class Step:
 
     def become(self, other: "Step") -> None:
         """Takes the contents of a step for the same room, in place."""
-        assert not isinstance(self.attention, common.Plan | steady.Plan)
-        assert not isinstance(other.attention, common.Plan | steady.Plan)
+        assert not isinstance(self.attention, shared_prefixes.Plan | steady.Plan)
+        assert not isinstance(other.attention, shared_prefixes.Plan | steady.Plan)
         self.buffer.copy_(other.buffer, non_blocking=True)
         self.attention.become(other.attention)
 
@@ -171,7 +171,7 @@ def _tables(spans: Listing[Span], picked: Picked | None) -> list[list[int]]:
 
 def _inherit(step: Step, rows: Listing[attention.Row], spans: Listing[Span], size: int, picked: Picked) -> None:
     """Those pages of a front that not all of its beams have, on the device, where it is known who continues whom."""
-    assert not isinstance(step.attention, common.Plan | steady.Plan)
+    assert not isinstance(step.attention, shared_prefixes.Plan | steady.Plan)
     assert picked.parents is not None
     offsets = [0, *accumulate(work.width(row, size) for row in rows)]
     tables: list[int] = []  # of every front's beams
@@ -194,8 +194,8 @@ def _inherit(step: Step, rows: Listing[attention.Row], spans: Listing[Span], siz
 
 def follow(before: Step, spans: Listing[Span], layout: Layout) -> Step | None:
     """The step of one token more for each span of `before`, which wanted one row each, and in their order; much sooner made than by
-    `plan`. None if it can't be. For a few tokens: see `common.follow`."""
-    if not isinstance(before.attention, common.Plan):
+    `plan`. None if it can't be. For a few tokens: see `shared_prefixes.follow`."""
+    if not isinstance(before.attention, shared_prefixes.Plan):
         return None
     rows = before.rows.tolist()
     order = sorted(range(len(rows)), key=rows.__getitem__)
@@ -204,7 +204,7 @@ def follow(before: Step, spans: Listing[Span], layout: Layout) -> Step | None:
     size = layout.page_size
     slots = [spans[i].sequence.pages[place // size] * size + place % size for i, place in zip(order, positions, strict=True)]
     wanted = sorted(range(len(order)), key=order.__getitem__)
-    attended = common.follow(before.attention, torch.tensor(slots, device=layout.device))
+    attended = shared_prefixes.follow(before.attention, torch.tensor(slots, device=layout.device))
     numbers = [spans[i].sequence.adapter for i in order] if before.adapters is not None else []
     return _step(tokens, positions, slots, wanted, numbers, attended, layout) if attended is not None else None
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels import attention as kernel
-from penstock.kernels import common
+from penstock.kernels import shared_prefixes
 from penstock.kernels.attention import BLOCK_ELEMENTS, PADDING, Row, ancestry, attention, blocks, order
 
 CPU = torch.device("cpu")
@@ -54,7 +54,7 @@ class Paged:
     def slots(self, row: Row) -> list[int]:
         return [row.pages[i // self.page_size] * self.page_size + i % self.page_size for i in range(row.context + row.queries)]
 
-    def check(self, group: int, window: int, sinking: bool = False) -> common.Plan:
+    def check(self, group: int, window: int, sinking: bool = False) -> shared_prefixes.Plan:
         """Against the plain way; `group` query heads share a key head. Returns how it was computed."""
         query = torch.randn(sum(row.queries for row in self.rows), KV_HEADS * group, SIZE)
         sinks = torch.randn(KV_HEADS * group) * 2 if sinking else None
@@ -66,14 +66,14 @@ class Paged:
         torch.testing.assert_close(found, torch.cat(expected).float())
         return plan
 
-    def found(self, query: Tensor, window: int, sinks: Tensor | None = None) -> tuple[Tensor, common.Plan]:
+    def found(self, query: Tensor, window: int, sinks: Tensor | None = None) -> tuple[Tensor, shared_prefixes.Plan]:
         """The answers of `query`, whose tokens stand in the order of the rows, and how they were computed."""
         windows = sorted({0, window})
-        order, plan = common.plan(
+        order, plan = shared_prefixes.plan(
             self.rows, self.page_size, windows, 2 * KV_HEADS * SIZE, CPU, query.shape[1] // KV_HEADS, SIZE, sinks is not None
         )
         parts = query.split([row.queries for row in self.rows])
-        answers = common.attention(torch.cat([parts[i] for i in order]), self.cache, plan, window, SIZE**-0.5, sinks=sinks)
+        answers = shared_prefixes.attention(torch.cat([parts[i] for i in order]), self.cache, plan, window, SIZE**-0.5, sinks=sinks)
         found = dict(zip(order, answers.split([self.rows[i].queries for i in order]), strict=True))
         return torch.cat([found[i] for i in range(len(found))]), plan
 
@@ -136,7 +136,7 @@ def test_sinks(group: int, window: int) -> None:
 @pytest.fixture
 def unbundled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever rows have of their own is too much for a bundle."""
-    monkeypatch.setattr(common, "ALONE", 0)
+    monkeypatch.setattr(shared_prefixes, "ALONE", 0)
 
 
 @pytest.mark.usefixtures("unbundled")
@@ -159,8 +159,8 @@ def test_bundles(monkeypatch: pytest.MonkeyPatch, seed: int, page_size: int, gro
     """Of some rows that begin alike, beside others that read by runs, and others yet that have more queries. With a bundle to each
     block and with several, as memory allows."""
     monkeypatch.setattr(kernel, "BLOCK_ELEMENTS", [1, BLOCK_ELEMENTS][seed % 2])
-    monkeypatch.setattr(common, "ALONE", 300 * SIZE)
-    monkeypatch.setattr(common, "TOGETHER", 4 * group)
+    monkeypatch.setattr(shared_prefixes, "ALONE", 300 * SIZE)
+    monkeypatch.setattr(shared_prefixes, "TOGETHER", 4 * group)
     chance = random.Random(seed)
     shapes = [(chance.choice([1, 1, 1, 4]), chance.randint(150, 700)) for _ in range(20)]
     plan = Paged(shapes, page_size, trees=0.5, seed=seed, spare=1, sharing=0.8).check(group, 0)
@@ -189,8 +189,8 @@ def test_beams_are_bundles() -> None:
     assert [(block.start, block.rows, block.queries) for block in plan.bundles] == [(0, 1, 3), (3, 3, 4), (15, 1, 8)]
     assert [[(block.rows, block.queries) for block in level.blocks] for level in plan.levels] == [[(1, 9)]]
     assert not beams([4, 4], 160).check(8, 0).bundles
-    assert not beams([4, 4], common.LONGEST - 16).check(2, 0).bundles
-    assert not Paged([(1, 128 + common.ALONE // SIZE)] * 4, 16, sharing=1.0).check(2, 0).levels  # all is common
+    assert not beams([4, 4], shared_prefixes.LONGEST - 16).check(2, 0).bundles
+    assert not Paged([(1, 128 + shared_prefixes.ALONE // SIZE)] * 4, 16, sharing=1.0).check(2, 0).levels  # all is common
 
 
 def test_bundles_below_a_run() -> None:
@@ -210,7 +210,7 @@ def test_bundles_below_a_run() -> None:
 def test_one_token_more(widths: Sequence[int]) -> None:
     """The plan that follows sees what a new plan sees: of single rows, bundles and runs."""
     paged = beams(widths, 160)
-    order, plan = common.plan(paged.rows, 16, [0], 2 * KV_HEADS * SIZE, CPU, 2, SIZE)
+    order, plan = shared_prefixes.plan(paged.rows, 16, [0], 2 * KV_HEADS * SIZE, CPU, 2, SIZE)
     longer = []
     for row in paged.rows:
         pages = list(row.pages)
@@ -219,23 +219,23 @@ def test_one_token_more(widths: Sequence[int]) -> None:
             paged.cache = torch.cat((paged.cache, torch.randn(16, 2, KV_HEADS, SIZE)))
         longer.append(replace(row, context=row.context + 1, pages=pages))
     paged.rows = longer
-    following = common.follow(plan, torch.tensor([paged.slots(longer[i])[-1] for i in order]))
+    following = shared_prefixes.follow(plan, torch.tensor([paged.slots(longer[i])[-1] for i in order]))
     assert following is not None
     query = torch.randn(len(longer), 2 * KV_HEADS, SIZE)
-    answers = common.attention(query[order], paged.cache, following, 0, SIZE**-0.5)
+    answers = shared_prefixes.attention(query[order], paged.cache, following, 0, SIZE**-0.5)
     torch.testing.assert_close(answers[torch.tensor(order).argsort()], paged.found(query, 0)[0])
 
 
 def test_the_check_finds_that_a_bundle_sees_a_neighbours_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     paged = beams([4, 4], 160)
     assert paged.check(2, 0).bundles
-    honest = common._see
+    honest = shared_prefixes._see
 
     def too_much(seen: kernel.Array, *given: Any) -> None:
         honest(seen, *given)
         seen[0] = seen[1] = seen[0] | seen[1]
 
-    monkeypatch.setattr(common, "_see", too_much)
+    monkeypatch.setattr(shared_prefixes, "_see", too_much)
     with pytest.raises(AssertionError):
         paged.check(2, 0)
 
@@ -266,19 +266,19 @@ def test_beginnings_in_other_numbers(
     dtype: torch.dtype, stored: torch.dtype, bundled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Together or each alone: the same, up to rounding."""
-    monkeypatch.setattr(common, "ALONE", 1 << 20 if bundled else 0)
+    monkeypatch.setattr(shared_prefixes, "ALONE", 1 << 20 if bundled else 0)
     paged = Paged([(1, 400)] * 5, 16, sharing=1.0, seed=4)
     query, cache = torch.randn(5, 2 * KV_HEADS, SIZE).to(dtype), paged.cache.to(stored)
     scales = torch.tensor([[0.5, 2.0], [1.0, 0.25]]) if stored != dtype else None
 
     def found() -> Tensor:
-        order, plan = common.plan(paged.rows, 16, [0], 2 * KV_HEADS * SIZE, CPU, 2, SIZE)
-        assert bool(plan.bundles if bundled else plan.levels) == (common.runs_of is honest)
-        return common.attention(query[order], cache, plan, 0, SIZE**-0.5, scales=scales)[torch.tensor(order).argsort()]
+        order, plan = shared_prefixes.plan(paged.rows, 16, [0], 2 * KV_HEADS * SIZE, CPU, 2, SIZE)
+        assert bool(plan.bundles if bundled else plan.levels) == (shared_prefixes.runs_of is honest)
+        return shared_prefixes.attention(query[order], cache, plan, 0, SIZE**-0.5, scales=scales)[torch.tensor(order).argsort()]
 
-    honest = common.runs_of
+    honest = shared_prefixes.runs_of
     together = found()
-    monkeypatch.setattr(common, "runs_of", lambda *_: ())
+    monkeypatch.setattr(shared_prefixes, "runs_of", lambda *_: ())
     torch.testing.assert_close(together, found(), rtol=2e-2, atol=2e-2)
 
 
@@ -286,9 +286,9 @@ def test_beginnings_in_other_numbers(
 def test_the_check_finds_common_keys_that_are_forgotten_or_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     paged = Paged([(1, 320)] * 3, 16, sharing=1.0, seed=3)
     assert paged.check(2, 0).levels
-    honest = common._merge
+    honest = shared_prefixes._merge
     for fault in (lambda *_: None, lambda *given: (honest(*given), honest(*given))):
-        monkeypatch.setattr(common, "_merge", fault)
+        monkeypatch.setattr(shared_prefixes, "_merge", fault)
         with pytest.raises(AssertionError):
             paged.check(2, 0)
 

@@ -224,10 +224,10 @@ def test_bytes() -> None:
 
 @pytest.mark.parametrize("fault", ["zeros", "halves"])
 def test_a_fault_would_be_seen(fault: str, monkeypatch: pytest.MonkeyPatch, chance: random.Random) -> None:
-    honest, paired = fused_quantized._meaning, fused_quantized._paired
+    honest, paired = fused_quantized._meaning, fused_quantized.paired
     if fault == "zeros":
         monkeypatch.setattr(fused_quantized, "_meaning", lambda *given: honest(*given) | {"MIDDLE": 7})
     else:
-        monkeypatch.setattr(fused_quantized, "_paired", lambda codes, run: paired(codes.flip(1), run))
+        monkeypatch.setattr(fused_quantized, "paired", lambda codes, run: paired(codes.flip(1), run))
     with pytest.raises(AssertionError):
         test_products("triton", "int4", torch.float16, False, chance, monkeypatch)
