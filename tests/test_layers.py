@@ -1,9 +1,10 @@
-"""Keeps the picture of docs/architecture.md true: who may import whom, and who may look at the environment.
+"""Keeps docs/architecture.md true: who may import whom, who may look at the environment, and where a request goes.
 
 Imports inside functions and under TYPE_CHECKING count like any other: they hide a circle, they do not remove it.
 """
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -180,6 +181,26 @@ def test_a_planted_fault_is_found(tmp_path: Path, files: dict[str, str], expecte
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert faults(tmp_path) == [expected]
+
+
+def defined(path: Path) -> set[str]:
+    """Functions, classes, and methods with their class before them."""
+    found = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef):
+            methods = (item.name for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef))
+            found |= {node.name, *(f"{node.name}.{name}" for name in methods)}
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+    return found
+
+
+def test_a_request_goes_the_way_that_is_told() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    stations = re.findall(r"`([\w/]+\.py)`: ((?:`[\w.]+`(?:, )?)+)", page)
+    assert len(stations) > 20
+    for path, names in stations:
+        assert set(re.findall(r"`([\w.]+)`", names)) <= defined(ROOT / path), path
 
 
 def test_what_is_allowed_is_no_fault(tmp_path: Path) -> None:
