@@ -20,7 +20,7 @@ from penstock.bench.local import Local
 from penstock.benchmarks import speculation_engine
 from penstock.benchmarks.server import serving, tree_cpu
 from penstock.benchmarks.streams import client
-from penstock.demo.grammar import Question, questions
+from penstock.demo.lessons import Question, questions
 
 DRAFTING = "draft=demo-draft,tokens=8"
 STREAMS = (1, 2, 4, 8, 16, 32)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from .grammar import KINDS, Question, questions
+from .lessons import KINDS, Question, questions
 
 HERE = Path(__file__).parent
 LEAST_RIGHT = 0.9

@@ -1,4 +1,4 @@
-"""Knows how the demo model is made: tokenizer, target and draft, from the grammar alone.
+"""Knows how the demo model is made: tokenizer, target and draft, from the lessons alone.
 
     python -m penstock.demo.train --out demo
 
@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch import Tensor
 from torch.nn import functional
 
-from .grammar import Message, conversations, first_lessons
+from .lessons import Message, conversations, first_lessons
 from .network import Dimensions, Llama
 
 PAD, BEGIN, END, USER, ASSISTANT, SYSTEM = SPECIAL_TOKENS = (
@@ -69,7 +69,7 @@ def render(messages: Sequence[Message]) -> list[tuple[str, bool]]:
 
 
 def train_tokenizer(seed: int) -> Tokenizer:
-    """Byte-level BPE over the grammar's text; every byte is in it, and every digit is a token of its own."""
+    """Byte-level BPE over the lessons' text; every byte is in it, and every digit is a token of its own."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]

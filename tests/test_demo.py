@@ -1,4 +1,4 @@
-"""The embedded demo model: its grammar keeps questions apart from training, and its weights answer them."""
+"""The embedded demo model: its lessons keep questions apart from training, and its weights answer them."""
 
 import json
 from collections.abc import Iterator
@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from penstock.demo import grammar
+from penstock.demo import lessons
+from penstock.demo.words import spell
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from penstock.demo import evaluate, train  # noqa: E402
 
-FOLDER = Path(grammar.__file__).parent
+FOLDER = Path(lessons.__file__).parent
 MODEL, DRAFT = FOLDER / "model", FOLDER / "draft"
 
 
@@ -32,21 +33,21 @@ def tokenizer() -> evaluate.PreTrainedTokenizerBase:
     return evaluate.load_tokenizer(MODEL)
 
 
-def held_out_text(question: grammar.Question) -> str:
+def held_out_text(question: lessons.Question) -> str:
     """The message that training must never have seen: the story, the introduction, or else the question itself."""
     contents = [message["content"] for message in question.messages]
     return max(contents, key=len) if question.kind == "reading" else contents[0 if question.kind == "name" else -1]
 
 
-def leaks(conversations: list[list[grammar.Message]], kind: str) -> list[str]:
+def leaks(conversations: list[list[lessons.Message]], kind: str) -> list[str]:
     """The held-out messages of that kind which the conversations contain, in any of their turns."""
-    asked = {held_out_text(question) for question in islice(grammar.questions(3, kind), 200)}
+    asked = {held_out_text(question) for question in islice(lessons.questions(3, kind), 200)}
     return sorted(asked & {message["content"] for messages in conversations for message in messages})
 
 
 @cache
-def training(count: int) -> list[list[grammar.Message]]:
-    return list(islice(grammar.conversations(1), count))
+def training(count: int) -> list[list[lessons.Message]]:
+    return list(islice(lessons.conversations(1), count))
 
 
 def test_fits_in_12_mb() -> None:
@@ -54,26 +55,26 @@ def test_fits_in_12_mb() -> None:
     assert sum(path.stat().st_size for path in shipped if path.is_file()) <= 12_000_000
 
 
-def test_grammar_is_deterministic() -> None:
-    assert training(50) == list(islice(grammar.conversations(1), 50)) != list(islice(grammar.conversations(2), 50))
-    for kind in grammar.KINDS:
-        first, second = (list(islice(grammar.questions(1, kind), 5)) for _ in range(2))
+def test_lessons_are_deterministic() -> None:
+    assert training(50) == list(islice(lessons.conversations(1), 50)) != list(islice(lessons.conversations(2), 50))
+    for kind in lessons.KINDS:
+        first, second = (list(islice(lessons.questions(1, kind), 5)) for _ in range(2))
         assert [(each.messages, each.answer) for each in first] == [(each.messages, each.answer) for each in second]
 
 
-@pytest.mark.parametrize("kind", grammar.KINDS)
+@pytest.mark.parametrize("kind", lessons.KINDS)
 def test_reference_answers_pass_their_own_check_and_others_do_not(kind: str) -> None:
-    for question in islice(grammar.questions(2, kind), 50):
+    for question in islice(lessons.questions(2, kind), 50):
         assert question.check(question.answer)
         assert not question.check("The answer is green.")
 
 
 # Small talk is a fixed list, of which nothing is held out.
-@pytest.mark.parametrize("kind", sorted(set(grammar.KINDS) - {"small_talk"}))
+@pytest.mark.parametrize("kind", sorted(set(lessons.KINDS) - {"small_talk"}))
 def test_training_holds_nothing_that_is_held_out(kind: str) -> None:
     conversations = training(6000)
     assert leaks(conversations, kind) == []
-    planted = next(grammar.questions(3, kind))
+    planted = next(lessons.questions(3, kind))
     assert leaks([*conversations, list(planted.messages)], kind) == [held_out_text(planted)]
 
 
@@ -82,7 +83,7 @@ def test_training_holds_nothing_that_is_held_out(kind: str) -> None:
     [(0, "zero"), (15, "fifteen"), (47, "forty-seven"), (312, "three hundred and twelve"), (900, "nine hundred")],
 )
 def test_spells_numbers(number: int, words: str) -> None:
-    assert grammar.spell(number) == words
+    assert spell(number) == words
 
 
 def test_folders_have_the_hugging_face_layout() -> None:
@@ -132,7 +133,7 @@ def test_chat_template_says_what_the_training_saw(tokenizer: evaluate.PreTrained
 
 def test_answers_held_out_questions_and_the_draft_agrees(tokenizer: evaluate.PreTrainedTokenizerBase) -> None:
     target, draft = evaluate.load_model(MODEL), evaluate.load_model(DRAFT)
-    asked = [question for kind in grammar.KINDS for question in islice(grammar.questions(7, kind), 20)]
+    asked = [question for kind in lessons.KINDS for question in islice(lessons.questions(7, kind), 20)]
     result = evaluate.score(target, draft, tokenizer, asked, batch=20)
     assert result.right / result.answers >= evaluate.LEAST_RIGHT, result.wrong[:5]
     assert result.agreed / result.tokens >= evaluate.LEAST_AGREEMENT
