@@ -14,8 +14,8 @@ gathered, out of the few buckets that have any, and filters and draw go on among
 whether all that a filter may keep is among them, so a row is never wrong, but may be slow.
 
 A row whose filters reach further searches its threshold by bisection over the bits of a float, each step a pass over the row, and
-is drawn in one more pass with noise for all tokens, as rows without filters are (`draw`). Penalties touch only the tokens that they
-are about: they are applied in place, and taken back in the end.
+is drawn in one more pass with noise for all tokens, as rows without filters are (`draw`). Penalties are applied in place, and taken
+back in the end (`fused_penalties`).
 """
 
 from dataclasses import dataclass
@@ -28,12 +28,14 @@ from torch import Tensor
 from .choose import on_nvidia
 from .compilation import AMD, NVIDIA, Compilation
 from .fused_noise import gumbel_of_ids, gumbel_of_quads
+from .fused_penalties import penalize_, restore_
 from .sampling import Draws, Penalties
 
 SPLIT = 4096  # logits of one program of `survey`, `weigh` and `draw`
 CAPACITY = 2048  # logits that are gathered at most
 AT_ONCE = 2048  # logits that `filter` looks at at once: with more, its registers leave no room for a second program
 WANTED = 512  # at least so many are gathered, or twice top-k
+RENEWED = 64  # maxima of one program of `renew`: of 32 logits each
 WARPS = 8
 LOWEST = tl.constexpr(-0x80000000)
 # One number a row or program, of tensors side by side: how they are aligned depends on the number of rows, and doesn't matter.
@@ -149,57 +151,6 @@ def renew_kernel(
     allowed = _allowed(mask + row[:, None] * mask_stride, column, allowed, MASKED)
     values = tl.load(logits + row[:, None] * stride + column, mask=allowed, other=float("-inf"))
     tl.store(maxima + row * buckets + place, tl.max(values, 1), mask=inside)
-
-
-@triton.jit(do_not_specialize=["entries"])
-def tally_kernel(
-    tallies: tl.tensor,  # [rows, vocabulary] int32, zero
-    rows: tl.tensor,  # [entries]
-    ids: tl.tensor,
-    output: tl.tensor,
-    entries: tl.tensor,
-    vocabulary: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
-    """Marks what was seen (2^30) and counts what was put out. One program: BLOCK entries."""
-    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = entry < entries
-    place = tl.load(rows + entry, mask=inside, other=0) * vocabulary + tl.load(ids + entry, mask=inside, other=0)
-    counted = tl.load(output + entry, mask=inside, other=0.0).to(tl.int32)
-    tl.atomic_or(tallies + place, 1 << 30, mask=inside)
-    tl.atomic_add(tallies + place, counted, mask=inside)
-
-
-@triton.jit(do_not_specialize=["entries"])
-def penalize_kernel(
-    logits: tl.tensor,  # [rows, vocabulary] float32, changed in place
-    tallies: tl.tensor,  # zero again afterwards
-    saved: tl.tensor,  # [entries] float32: the logit before, NaN where another entry has changed it
-    rows: tl.tensor,
-    ids: tl.tensor,
-    repetition: tl.tensor,  # [rows]
-    frequency: tl.tensor,
-    presence: tl.tensor,
-    entries: tl.tensor,
-    vocabulary: tl.tensor,
-    stride: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
-    """Every token's tally goes to one of its entries, which penalizes the token. One program: BLOCK entries."""
-    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = entry < entries
-    row, token = tl.load(rows + entry, mask=inside, other=0), tl.load(ids + entry, mask=inside, other=0)
-    tally = tl.atomic_xchg(tallies + row * vocabulary + token, 0, mask=inside)
-    owner = inside & (tally != 0)
-    place = logits + row * stride + token
-    value = tl.load(place, mask=owner, other=float("nan"))
-    tl.store(saved + entry, tl.where(owner, value, float("nan")), mask=inside)
-    factor = tl.load(repetition + row, mask=owner, other=1.0)
-    count = (tally & 0x3FFFFFFF).to(tl.float32)
-    value = tl.where(value > 0, tl.div_rn(value, factor), value * factor)
-    value -= count * tl.load(frequency + row, mask=owner, other=0.0)
-    value -= tl.where(count > 0, tl.load(presence + row, mask=owner, other=0.0), 0.0)
-    tl.store(place, value, mask=owner)
 
 
 @triton.jit
@@ -565,79 +516,13 @@ def _choose(logits: Tensor, draws: Draws, mask: Tensor | None, maxima: Tensor, p
     return tokens, finals, noisiest, ids, scores, sums
 
 
-ENTRIES = 256  # of penalties, of one program
-RENEWED = 64  # of one program of `renew_kernel`: 32 logits each
-
-
-# Zeros, which every use leaves as zeros: making them anew would cost as much as reading the logits.
-_tallies: dict[torch.device, Tensor] = {}
-
-
-def _zeros(count: int, device: torch.device) -> Tensor:
-    """To be put back when they are zeros again: of a use that breaks off, as where memory runs out, they may hold anything."""
-    found = _tallies.pop(device, None)
-    return found if found is not None and len(found) >= count else torch.zeros(count, dtype=torch.int32, device=device)
-
-
-def penalize_(logits: Tensor, penalties: Penalties) -> Tensor:
-    """`sampling.penalize` in place. Returns what `restore_` needs."""
-    rows, vocabulary = logits.shape
-    tallies = _zeros(rows * vocabulary, logits.device)
-    entries = len(penalties.ids)
-    saved = torch.empty(entries, device=logits.device)
-    if entries:
-        grid = (triton.cdiv(entries, ENTRIES),)
-        tally_kernel[grid](
-            tallies, penalties.rows, penalties.ids, penalties.output, entries, vocabulary, BLOCK=ENTRIES, enable_fp_fusion=False
-        )
-        penalize_kernel[grid](
-            logits, tallies, saved, penalties.rows, penalties.ids, penalties.repetition, penalties.frequency, penalties.presence,
-            entries, vocabulary, logits.stride(0), BLOCK=ENTRIES, enable_fp_fusion=False,
-        )  # fmt: skip
-    _tallies[logits.device] = tallies
-    if not len(penalties.bias_ids):
-        return saved
-    biased = logits[penalties.bias_rows, penalties.bias_ids]
-    logits[penalties.bias_rows, penalties.bias_ids] = biased + penalties.bias_values
-    return torch.cat((saved, biased))
-
-
-def restore_(logits: Tensor, penalties: Penalties, saved: Tensor) -> None:
-    """Undoes `penalize_`."""
-    entries = len(penalties.ids)
-    if len(saved) > entries:
-        logits[penalties.bias_rows, penalties.bias_ids] = saved[entries:]
-    if entries:
-        restore_kernel[(triton.cdiv(entries, ENTRIES),)](
-            logits, saved, penalties.rows, penalties.ids, entries, logits.stride(0), BLOCK=ENTRIES, enable_fp_fusion=False
-        )
-
-
-@triton.jit(do_not_specialize=["entries"])
-def restore_kernel(
-    logits: tl.tensor,  # [rows, vocabulary] float32
-    saved: tl.tensor,  # [entries]
-    rows: tl.tensor,
-    ids: tl.tensor,
-    entries: tl.tensor,
-    stride: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
-    """One program: BLOCK entries."""
-    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = entry < entries
-    value = tl.load(saved + entry, mask=inside, other=float("nan"))
-    row, token = tl.load(rows + entry, mask=inside, other=0), tl.load(ids + entry, mask=inside, other=0)
-    tl.store(logits + row * stride + token, value, mask=inside & (value == value))
-
-
 _TYPES = {
     "logits": "*fp32", "mask": "*i32", "maxima": "*fp32", "peaks": "*fp32", "sums": "*fp32", "vocabulary": "i32:16",
-    "stride": "i32:16", "mask_stride": "i32", "tallies": "*i32", "rows": "*i64", "ids": "*i64", "output": "*fp32", "entries": "i32",
-    "saved": "*fp32", "repetition": "*fp32", "frequency": "*fp32", "presence": "*fp32", "temperature": "*fp32", "top_k": "*i64",
-    "top_p": "*fp32", "floors": "*fp32", "seeds": "*i64", "choices": "*i64", "positions": "*i64", "gathered": "*fp32",
-    "gathered_ids": "*i32", "tokens": "*i64", "bests": "*fp32", "thresholds": "*i32", "finals": "*fp32", "buckets": "i32:16",
-    "listed": "*i32", "noisiest": "*fp32", "scores_of": "*fp32", "masses": "*fp32", "logprobs": "*fp32", "parts": "i32",
+    "stride": "i32:16", "mask_stride": "i32", "rows": "*i64", "ids": "*i64", "entries": "i32", "temperature": "*fp32",
+    "top_k": "*i64", "top_p": "*fp32", "floors": "*fp32", "seeds": "*i64", "choices": "*i64", "positions": "*i64",
+    "gathered": "*fp32", "gathered_ids": "*i32", "tokens": "*i64", "bests": "*fp32", "thresholds": "*i32", "finals": "*fp32",
+    "buckets": "i32:16", "listed": "*i32", "noisiest": "*fp32", "scores_of": "*fp32", "masses": "*fp32", "logprobs": "*fp32",
+    "parts": "i32",
 }  # fmt: skip
 
 
@@ -648,9 +533,6 @@ def compilations() -> list[Compilation]:
     cases = [
         ("survey", survey_kernel, {**split}, WARPS),
         ("renew", renew_kernel, {"MASKED": True, "BLOCK": RENEWED}, 4),
-        ("tally", tally_kernel, {"BLOCK": ENTRIES}, 4),
-        ("penalize", penalize_kernel, {"BLOCK": ENTRIES}, 4),
-        ("restore", restore_kernel, {"BLOCK": ENTRIES}, 4),
         ("weigh", weigh_kernel, split, WARPS),
         ("filter", filter_kernel, {**few, "CUDA": True}, WARPS),
         ("filter amd", filter_kernel, {**few, "CUDA": False}, WARPS),

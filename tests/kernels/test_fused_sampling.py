@@ -13,8 +13,9 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from penstock.kernels import fused_noise, fused_sampling, logarithm, noise
-from penstock.kernels.fused_sampling import Sampled, penalize_, restore_, sample
+from penstock.kernels import fused_noise, fused_penalties, fused_sampling, logarithm, noise
+from penstock.kernels.fused_penalties import penalize_, restore_
+from penstock.kernels.fused_sampling import Sampled, sample
 from penstock.kernels.sampling import Draws, Penalties, draw, filtered, penalize
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -228,7 +229,7 @@ def test_penalties_come_and_go(chance: random.Random) -> None:
     before, penalties = logits.clone(), penalties_of(4, 50, chance)
     saved = penalize_(logits, penalties)
     torch.testing.assert_close(logits, penalize(before, penalties), rtol=1e-6, atol=2e-6)
-    assert not any(tallies.any() for tallies in fused_sampling._tallies.values())
+    assert not any(tallies.any() for tallies in fused_penalties._tallies.values())
     restore_(logits, penalties, saved)
     assert logits.equal(before)
 
@@ -243,7 +244,7 @@ def test_penalties_that_broke_off_leave_nothing(chance: random.Random, monkeypat
     logits = torch.randn(4, 50, device=DEVICE)
     first, penalties = penalties_of(4, 50, chance), penalties_of(4, 50, chance)
     with monkeypatch.context() as patch:
-        patch.setattr(fused_sampling, "penalize_kernel", Full())
+        patch.setattr(fused_penalties, "penalize_kernel", Full())
         with pytest.raises(RuntimeError, match="out of memory"):
             penalize_(logits, first)
     expected = logits.clone()
