@@ -25,6 +25,7 @@ safetensors. Numbers are written after every section, so that a run that is ende
 """
 
 import argparse
+import importlib
 import math
 import multiprocessing
 import os
@@ -35,6 +36,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,6 +56,16 @@ SHARES = {
     "model": 0.12,
     "server": 0.15,
     "tuning": 0.95,
+}
+SOURCES = {  # modules and functions
+    "ceilings": ("gpu_ceilings", "measure"),
+    "correctness": ("gpu_checks", "measure"),
+    "attention": ("gpu_attention", "measure"),
+    "operations": ("gpu_operations", "measure"),
+    "tokens": ("gpu_model", "tokens"),
+    "model": ("gpu_model", "steps"),
+    "server": ("gpu_server", "measure"),
+    "tuning": ("gpu_tuning", "measure"),
 }
 UNASKED = [name for name in SHARES if name != "tuning"]  # sections that run unless others are asked for
 GRACE = 60.0  # seconds that a section may take beyond its time before it is ended: it looks at the clock between measurements
@@ -149,7 +161,7 @@ def _child(name: str, options: argparse.Namespace, rates: Rates | None, seconds:
         os.environ["TRITON_INTERPRET"] = "1"  # it is looked at when kernels are defined: before any of the imports below
     import torch
 
-    from penstock.benchmarks import gpu_measure, gpu_report
+    from penstock.benchmarks import gpu_ceilings, gpu_measure, gpu_report
 
     if options.peers:
         sys.path.append(str(options.peers.resolve()))
@@ -161,7 +173,7 @@ def _child(name: str, options: argparse.Namespace, rates: Rates | None, seconds:
         bench.note = "the ceilings were not measured: ratios to them mean nothing"
     try:
         with torch.inference_mode():
-            sections(options.seed)[name](bench)
+            section(name, options.seed)(bench)
     except Exception as problem:  # with its place in the code, which only this process knows
         traceback.print_exc()
         bench.add(gpu_report.failed(name, "the section", problem, 1.0, check=name in CHECKS))
@@ -169,54 +181,14 @@ def _child(name: str, options: argparse.Namespace, rates: Rates | None, seconds:
         bench.add(gpu_report.Line(section=name, what="the section", note="its time was over: what was left was left out"))
     if name == "ceilings":
         sender.send(("rates", (bench.copy_rate, bench.read_rate, bench.product_rate)))
-        sender.send(("facts", gpu_measure.facts(bench)))
+        sender.send(("facts", gpu_ceilings.facts(bench)))
 
 
-def sections(seed: int) -> dict[str, Callable[[Any], None]]:
-    """By name. Imported where they run: one that lacks a package takes no other with it."""
-
-    def ceilings(bench: Any) -> None:
-        from penstock.benchmarks.gpu_measure import ceilings as run
-
-        run(bench)
-
-    def correctness(bench: Any) -> None:
-        from penstock.benchmarks.gpu_checks import measure
-
-        measure(bench, seed)
-
-    def attention(bench: Any) -> None:
-        from penstock.benchmarks.gpu_attention import measure
-
-        measure(bench)
-
-    def operations(bench: Any) -> None:
-        from penstock.benchmarks.gpu_operations import measure
-
-        measure(bench)
-
-    def tokens(bench: Any) -> None:
-        from penstock.benchmarks.gpu_model import tokens as run
-
-        run(bench)
-
-    def model(bench: Any) -> None:
-        from penstock.benchmarks.gpu_model import steps
-
-        steps(bench)
-
-    def server(bench: Any) -> None:
-        from penstock.benchmarks.gpu_server import measure
-
-        measure(bench)
-
-    def tuning(bench: Any) -> None:
-        from penstock.benchmarks.gpu_tuning import measure
-
-        measure(bench)
-
-    found = (ceilings, correctness, attention, operations, tokens, model, server, tuning)
-    return {section.__name__: section for section in found}
+def section(name: str, seed: int) -> Callable[[Any], None]:
+    """Imported where it runs: one that lacks a package takes no other with it."""
+    module, function = SOURCES[name]
+    found = getattr(importlib.import_module(f"penstock.benchmarks.{module}"), function)
+    return partial(found, seed=seed) if name == "correctness" else found
 
 
 def _options() -> argparse.Namespace:

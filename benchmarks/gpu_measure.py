@@ -1,4 +1,4 @@
-"""How `gpu.py` measures: repetitions by CUDA events, from graphs, over more memory than the cache holds; and the ceilings.
+"""How `gpu.py` measures: repetitions by CUDA events, from graphs, over more memory than the cache holds.
 
 A thing to be measured is a list of calls that do the same work on different memory. All of them, again and again until it takes
 some milliseconds, are captured in one graph: so neither the processor's launches nor what an earlier call left in the cache make a
@@ -7,21 +7,14 @@ On a CPU, where only the interpreter runs, everything is called once, to see tha
 """
 
 import math
-import shutil
-import subprocess
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
-from torch import Tensor
-from torch.nn import functional
 
 from penstock.benchmarks.gpu_report import Line, Timing, failed, timing
 
@@ -101,7 +94,7 @@ class Bench:
             call()
         self.synchronize()
         if self.device.type != "cuda":
-            return timing([_clocked(call) for call in calls], "wall")
+            return timing([clocked(call) for call in calls], "wall")
         rough = min(_once(calls, self.flush) for _ in range(2)) / len(calls)
         if graph:
             try:
@@ -157,7 +150,8 @@ def replaced(module: Any, name: str, value: object) -> Iterator[None]:
         setattr(module, name, honest)
 
 
-def _clocked(call: Call) -> float:
+def clocked(call: Call) -> float:
+    """Seconds of a call, as a clock on the wall sees it."""
     began = time.perf_counter()
     call()
     return time.perf_counter() - began
@@ -198,116 +192,3 @@ def _once(calls: Sequence[Call], before: Call) -> float:
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end)) / 1e3
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def read_kernel(data, sums, block: tl.constexpr, rounds: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One program adds up `rounds` times `block` numbers that lie side by side."""
-    place = tl.program_id(0).to(tl.int64) * block * rounds + tl.arange(0, block)
-    total = tl.zeros([block], tl.float32)
-    for i in range(rounds):
-        total += tl.load(data + place + i * block)
-    tl.store(sums + tl.program_id(0), tl.sum(total, 0))
-
-
-READ_BLOCK, READ_ROUNDS = 2048, 16
-
-
-def read(data: Tensor, sums: Tensor) -> None:
-    """data: float32, a multiple of READ_BLOCK * READ_ROUNDS numbers."""
-    read_kernel[(len(sums),)](data, sums, READ_BLOCK, READ_ROUNDS, num_warps=8)
-
-
-def facts(bench: Bench) -> dict[str, str]:
-    """Of device and software."""
-    found = {"torch": torch.__version__, "triton": triton.__version__, "cuda": str(torch.version.cuda), "device": "cpu"}
-    if bench.device.type == "cuda":
-        properties = torch.cuda.get_device_properties(bench.device)
-        found["device"] = properties.name
-        found["processors"] = str(properties.multi_processor_count)
-        found["L2"] = f"{properties.L2_cache_size / 2**20:.0f} MiB"
-        found["memory"] = f"{properties.total_memory / 2**30:.0f} GiB"
-    return found | clocks()
-
-
-def clocks() -> dict[str, str]:
-    """As nvidia-smi tells, where it is."""
-    tool = shutil.which("nvidia-smi")
-    names = ["driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "power.limit", "temperature.gpu"]
-    if tool is None:
-        return {}
-    command = [tool, f"--query-gpu={','.join(names)}", "--format=csv,noheader", "--id=0"]
-    answer = ""
-    with suppress(OSError, subprocess.SubprocessError):
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout.strip()
-    return dict(zip(names, (value.strip() for value in answer.split(",")), strict=False))
-
-
-SECTION = "ceilings"
-# Of an 8 B model, [out, in]: queries, keys and values; attention's output; gate and up; down; the vocabulary.
-PRODUCTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
-
-
-def ceilings(bench: Bench) -> None:
-    """What this machine can do, measured now: everything after this is compared with it."""
-    bench.each(SECTION, (_copies, _reads, _squares, _products, _launches), whole=True)
-
-
-def _squares(bench: Bench) -> None:
-    side = 64 if bench.tiny else 8192
-    left, right = _square(bench, side), _square(bench, side)
-    took = bench.time([lambda: torch.mm(left, right)])
-    bench.product_rate = 2 * side**3 / took.seconds
-    bench.add(Line(section=SECTION, what=f"product {side}^3", timing=took, value=bench.product_rate / 1e12, unit="TFLOP/s"))
-
-
-def _products(bench: Bench) -> None:
-    for rows in (1, 32, 256):
-        for outputs, inputs in [(64, 32)] if bench.tiny else PRODUCTS:
-            _product(bench, rows, outputs, inputs)
-
-
-def _copies(bench: Bench) -> None:
-    size = 1 << 16 if bench.tiny else 1 << 31
-    # Bits that change: zeros take less power, and a GPU that is short of it runs slower with what models read.
-    source, target = torch.randint(256, (2, size), dtype=torch.uint8, device=bench.device).unbind()
-    # The better of two: a graph may copy in another way than a stream, and a ceiling that is too low flatters everything.
-    took = min((bench.time([lambda: target.copy_(source)], graph) for graph in (True, False)), key=lambda one: one.seconds)
-    bench.copy_rate = 2 * size / took.seconds
-    what, unit = f"copy {size >> 20} MiB", "GB/s read and written"
-    bench.add(Line(section=SECTION, what=what, timing=took, value=bench.copy_rate / 1e9, unit=unit))
-
-
-def _reads(bench: Bench) -> None:
-    numbers = torch.randn(READ_BLOCK * READ_ROUNDS * (2 if bench.tiny else 1 << 15), device=bench.device)
-    sums = torch.empty(len(numbers) // READ_BLOCK // READ_ROUNDS, device=bench.device)
-    took = bench.time([lambda: read(numbers, sums)])
-    bench.read_rate = numbers.nbytes / took.seconds
-    what = f"read {numbers.nbytes >> 20} MiB"
-    bench.add(Line(section=SECTION, what=what, timing=took, value=bench.read_rate / 1e9, unit="GB/s"))
-
-
-def _square(bench: Bench, side: int) -> Tensor:
-    return torch.randn(side, side, device=bench.device).bfloat16()
-
-
-def _product(bench: Bench, rows: int, outputs: int, inputs: int) -> None:
-    """Of a decode step: few rows, a weight that is read once."""
-    weights = [torch.randn(outputs, inputs, device=bench.device).bfloat16() for _ in range(bench.copies(2 * outputs * inputs))]
-    x = torch.randn(rows, inputs, device=bench.device).bfloat16()
-    took = bench.time([partial(functional.linear, x, weight) for weight in weights])
-    floor = max(2 * outputs * inputs / bench.copy_rate, 2 * rows * outputs * inputs / bench.product_rate)
-    what = f"product of {rows} rows with {outputs} x {inputs}"
-    bench.add(Line(section=SECTION, what=what, timing=took, ratio=floor / took.seconds, against="its floor"))
-
-
-def _launches(bench: Bench) -> None:
-    """What a launch costs: in a graph on the device, and one by one on the processor."""
-    data, sums = torch.zeros(READ_BLOCK * READ_ROUNDS, device=bench.device), torch.empty(1, device=bench.device)
-    took = bench.time([lambda: read(data, sums)] * (2 if bench.tiny else 100))
-    bench.add(Line(section=SECTION, what="a tiny kernel inside a graph", timing=took))
-    samples = []
-    for _ in range(3 if bench.tiny else 100):
-        bench.synchronize()
-        samples.append(_clocked(lambda: read(data, sums)))
-    bench.add(Line(section=SECTION, what="a launch, on the processor", timing=timing(samples, "wall")))

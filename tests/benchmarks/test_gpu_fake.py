@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from penstock.benchmarks import gpu_attention, gpu_checks, gpu_measure, gpu_model, gpu_operations, gpu_tuning
+from penstock.benchmarks import gpu_attention, gpu_ceilings, gpu_checks, gpu_measure, gpu_model, gpu_operations, gpu_tuning
 from penstock.benchmarks.gpu_measure import Bench
 from penstock.benchmarks.gpu_report import UNMEASURED, Line
 from penstock.shard import graphs, logits
@@ -51,7 +51,7 @@ def unmeasured(lines: list[Line]) -> list[Line]:
     return [line for line in lines if line.ratio is None and line.timing is None and not line.what.endswith(PEERS)]
 
 
-@pytest.mark.parametrize("section", [gpu_measure.ceilings, gpu_attention.measure, gpu_operations.measure, gpu_tuning.measure])
+@pytest.mark.parametrize("section", [gpu_ceilings.measure, gpu_attention.measure, gpu_operations.measure, gpu_tuning.measure])
 def test_a_section_at_its_real_shapes(noted: Noted, section: Callable[[Bench], object]) -> None:
     lines = told(section)
     assert not unmeasured(lines)
