@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from penstock.bench import chaos, command
-from penstock.bench.chaos import Plan, play
+from penstock.bench import chaos, chaos_report, chaos_requests, command
+from penstock.bench.chaos import play
+from penstock.bench.chaos_report import Plan
 from penstock.bench.local import Local
 from penstock.tests.serving import scratch
 
@@ -61,18 +62,18 @@ def test_nobody_notices_that_shards_die(
 
 
 def test_memory_stays_as_it_is(server: Local, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(chaos, "LENGTH", SHORT)
+    monkeypatch.setattr(chaos_requests, "LENGTH", SHORT)
     monkeypatch.setattr(chaos, "SAMPLE", 0.25)
     plan = Plan(float(SECONDS or SOAK), 16, every=0, seed=1, think=THINK)
     found = asyncio.run(play(server, plan, QUIET))
     with capsys.disabled():
-        print("\n" + "\n".join(line for line in chaos.told(plan, found) if line.startswith(("answers", "memory"))))
-    assert found.good, chaos.told(plan, found)
+        print("\n" + "\n".join(line for line in chaos_report.told(plan, found) if line.startswith(("answers", "memory"))))
+    assert found.good, chaos_report.told(plan, found)
     assert sorted(found.names.values()) == ["launcher", "router", "shard 0"]
     assert found.answers > MANY or SECONDS is not None
     for pid, samples in found.memory.items():
         if SECONDS is None:
-            assert chaos.growth(chaos.settled(samples)) < MOST, found.names[pid]
+            assert chaos_report.growth(chaos_report.settled(samples)) < MOST, found.names[pid]
 
 
 @pytest.mark.parametrize(("seconds", "leak"), [(40, 1.0), (600, 0.06)])
@@ -83,9 +84,9 @@ def test_memory_that_grows_is_found(seconds: int, leak: float) -> None:
         sizes = [50 + 30 * min(1.0, 5 * t / seconds) + rate * t + dice.uniform(-1, 1) for t in range(seconds)]
         sizes[-1 if not rate else 0] += 40
         samples = [(float(t), int(size * 2**20)) for t, size in enumerate(sizes)]
-        late = chaos.settled(samples)
-        assert (chaos.growth(late) > chaos.STEP + chaos.STEEPEST * chaos.age(late)) == found
-        assert not found or 60 * leak / 2 < chaos.slope(late) < 60 * leak * 1.2
+        late = chaos_report.settled(samples)
+        assert (chaos_report.growth(late) > chaos_report.STEP + chaos_report.STEEPEST * chaos_report.age(late)) == found
+        assert not found or 60 * leak / 2 < chaos_report.slope(late) < 60 * leak * 1.2
 
 
 def test_answers_that_differ_are_found(server: Local, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,9 +95,9 @@ def test_answers_that_differ_are_found(server: Local, monkeypatch: pytest.Monkey
     monkeypatch.setattr(chaos, "requests", lambda: [("/v1/completions", drawn), ("/v1/completions", refused)])
     ask = chaos.Chaos._ask
 
-    async def spoil(self: chaos.Chaos, path: str, body: chaos.Json) -> dict[str, str]:
+    async def spoil(self: chaos.Chaos, path: str, body: chaos_requests.Json) -> dict[str, str]:
         answer = await ask(self, path, body)
-        [own] = [own for _, own in self._asked if chaos.unguessed(own) == body]
+        [own] = [own for _, own in self._asked if chaos_requests.unguessed(own) == body]
         own["temperature"] = 1.0 if "temperature" in own else -1.0  # the second is wrong from now on
         return answer
 
@@ -107,15 +108,17 @@ def test_answers_that_differ_are_found(server: Local, monkeypatch: pytest.Monkey
     assert found.wrong[0]["body"]["prompt"] == "Once"
     assert "status 400" in found.errors[0]
     assert not found.good
-    told = chaos.told(plan, found)
+    told = chaos_report.told(plan, found)
     assert f"wrong: {len(found.wrong)}; errors: {len(found.errors)}" in told[1]
     first = found.wrong[0]
-    assert any(line.endswith(chaos.difference(first["came"], first["expected"])) for line in told if line.startswith("wrong: /"))
+    assert any(
+        line.endswith(chaos_requests.difference(first["came"], first["expected"])) for line in told if line.startswith("wrong: /")
+    )
 
 
 def completion(*texts: str, reason: str = "length", tokens: int = 3, end: str = "data: [DONE]\n\n") -> bytes:
     """An answer as it is streamed."""
-    events: list[chaos.Json] = [{"choices": [{"index": 0, "text": text, "finish_reason": None}]} for text in texts]
+    events: list[chaos_requests.Json] = [{"choices": [{"index": 0, "text": text, "finish_reason": None}]} for text in texts]
     events.append({"choices": [{"index": 0, "text": "", "finish_reason": reason or None}]})
     events.append({"choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": tokens}})
     return ("".join(f"data: {json.dumps(event, ensure_ascii=False)}\n\n" for event in events) + end).encode()
@@ -133,7 +136,7 @@ def generated(*ids: int, reason: str = "length", last: int = -1) -> bytes:
 
 
 def answer_of(data: bytes) -> dict[str, str]:
-    stream = chaos.Stream()
+    stream = chaos_requests.Stream()
     stream.data = data
     return stream.answer()
 
@@ -181,8 +184,8 @@ def test_line_separators_within_a_text_end_no_event() -> None:
 
 
 def test_the_place_where_answers_differ_is_told() -> None:
-    told = chaos.difference({"0": "same", "1": "named Lucy. It"}, {"0": "same", "1": "named Mia. It"})
+    told = chaos_requests.difference({"0": "same", "1": "named Lucy. It"}, {"0": "same", "1": "named Mia. It"})
     assert told == "choice 1 has 'Lucy. It' after 6 characters, not 'Mia. It'"
-    told = chaos.difference({"0": "a", chaos.COUNT: "9 2"}, {"0": "a", chaos.COUNT: "8 2"})
+    told = chaos_requests.difference({"0": "a", chaos_requests.COUNT: "9 2"}, {"0": "a", chaos_requests.COUNT: "8 2"})
     assert told == "the count of tokens has '9 2' after 0 characters, not '8 2'"
-    assert chaos.difference({}, {"0": "a"}) == "choice 0 has '' after 0 characters, not 'a'"
+    assert chaos_requests.difference({}, {"0": "a"}) == "choice 0 has '' after 0 characters, not 'a'"

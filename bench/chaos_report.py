@@ -1,0 +1,136 @@
+"""What came of `penstock bench --chaos`: what is noted, which growth of memory is too much, and how it is told."""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy
+
+from .chaos_requests import Json, difference
+
+MATURE = 5.0  # seconds after which what a process' memory does means anything
+OLD = 60.0  # the same where shards are killed: each new one fills its caches anew
+GROWTH = 64 * 2**20  # bytes that it may grow after its first minute, or the first half of a shorter life
+STEP, STEEPEST = 8 * 2**20, 2**20 / 60  # where nothing is killed: so many bytes, and so many more a second
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is done to the server."""
+
+    seconds: float
+    clients: int
+    every: float  # seconds between the end of a recovery and the next fault, on average; 0: no faults
+    seed: int
+    think: float = 0.0  # seconds that a client waits, on average, until it asks again
+
+
+@dataclass(slots=True)
+class Found:
+    """What came of it."""
+
+    answers: int = 0
+    cut: int = 0  # by their clients
+    wrong: list[Json] = field(default_factory=list)  # answers that differ: the request, what came, what should have come
+    errors: list[str] = field(default_factory=list)
+    faults: Counter[str] = field(default_factory=Counter)
+    recoveries: list[float] = field(default_factory=list)  # seconds
+    longest_pause: float = 0.0  # between two events of a stream
+    drafted: int = 0  # tokens that were guessed ...
+    accepted: int = 0  # ... and were right
+    leaks: list[str] = field(default_factory=list)
+    memory: dict[int, list[tuple[float, int]]] = field(default_factory=dict)  # of each process: moments and bytes
+    names: dict[int, str] = field(default_factory=dict)  # of the processes
+
+    @property
+    def good(self) -> bool:
+        """Nobody noticed, and nothing is left."""
+        return bool(self.answers) and not (self.wrong or self.errors or self.leaks)
+
+
+def mature(plan: Plan) -> float:
+    """Seconds that a process has to have lived before its memory is judged."""
+    return OLD if plan.every else MATURE
+
+
+def age(samples: Sequence[tuple[float, int]]) -> float:
+    """Seconds for which a process was looked at."""
+    return samples[-1][0] - samples[0][0]
+
+
+def settled(samples: Sequence[tuple[float, int]]) -> Sequence[tuple[float, int]]:
+    """Without the time in which a process fills its caches: the first minute, or the first half of a shorter run."""
+    warm = min(samples[0][0] + 60, (samples[0][0] + samples[-1][0]) / 2)
+    return [sample for sample in samples if sample[0] >= warm]
+
+
+def growth(samples: Sequence[tuple[float, int]]) -> float:
+    """Bytes by which the last quarter is above the first one, in the middle of each: one sample alone says nothing."""
+    sizes = [size for _, size in samples]
+    part = max(1, len(sizes) // 4)
+    return float(numpy.median(sizes[-part:]) - numpy.median(sizes[:part]))
+
+
+def slope(samples: Sequence[tuple[float, int]]) -> float:
+    """MiB a minute, as a straight line through them has it."""
+    moments, sizes = numpy.array(samples, dtype=float).T
+    return float(numpy.polyfit(moments, sizes, 1)[0]) * 60 / 2**20
+
+
+def grown(plan: Plan, found: Found) -> list[str]:
+    """Processes whose memory has grown too much, in a line each."""
+    lines = []
+    for pid, samples in found.memory.items():
+        late = settled(samples)
+        more, most = growth(late), GROWTH if plan.every else STEP + STEEPEST * age(late)
+        if age(samples) >= mature(plan) and more > most:
+            lines.append(f"memory of the {found.names[pid]} grew by {more / 2**20:.1f} MiB in {age(late):.0f} s once it was warm")
+    return lines
+
+
+def report(plan: Plan, found: Found) -> Json:
+    """Everything, for --json."""
+    return {
+        "seconds": plan.seconds,
+        "clients": plan.clients,
+        "seed": plan.seed,
+        "answers": found.answers,
+        "cut": found.cut,
+        "faults": dict(found.faults),
+        "recovery_seconds": found.recoveries,
+        "longest_pause_seconds": found.longest_pause,
+        "drafted": found.drafted,
+        "accepted": found.accepted,
+        "wrong": found.wrong,
+        "errors": found.errors,
+        "leaks": found.leaks,
+        "memory": {f"{found.names[pid]} ({pid})": samples for pid, samples in found.memory.items()},
+    }
+
+
+def told(plan: Plan, found: Found) -> list[str]:
+    """The same for people."""
+    faults = ", ".join(f"{count} {name}" for name, count in sorted(found.faults.items())) or "none"
+    lines = [
+        f"faults: {faults}; recoveries: {max(found.recoveries, default=0):.1f} s at most",
+        f"answers: {found.answers} of {plan.clients} clients; wrong: {len(found.wrong)}; errors: {len(found.errors)}; "
+        f"cut by their clients: {found.cut}",
+        f"longest pause of a stream: {found.longest_pause:.2f} s",
+    ]
+    if found.drafted:
+        lines.append(f"guesses: {found.drafted}; right: {found.accepted}")
+    for pid, samples in found.memory.items():
+        late = settled(samples)
+        if age(samples) >= mature(plan):
+            lines.append(
+                f"memory of the {found.names[pid]} ({pid}): {samples[0][1] / 2**20:.0f} MiB, {samples[-1][1] / 2**20:.0f} after "
+                f"{age(samples):.0f} s; slope once it was warm: {slope(late):+.2f} MiB/min"
+            )
+    lines += [
+        f"wrong: {wrong['path']} {json.dumps(wrong['body'])[:100]}: {difference(wrong['came'], wrong['expected'])}"
+        for wrong in found.wrong[:5]
+    ]
+    lines += [f"error: {error}" for error in found.errors[:5]]
+    lines.append("left behind: " + ("; ".join(found.leaks) or "no page, process, socket or file"))
+    return lines
