@@ -156,6 +156,12 @@ def error(found: Tensor, expected: Tensor, tolerance: float) -> float:
     return float(share.nan_to_num(nan=torch.inf).max())
 
 
+def relative_error(found: Tensor, expected: Tensor, dtype: torch.dtype) -> float:
+    """Of sums of many products, whose errors are in proportion to the largest."""
+    largest = expected.abs().max()
+    return error(found / largest, expected / largest, ROUNDINGS[dtype])
+
+
 @contextmanager
 def poisoned() -> Iterator[None]:
     """What is allocated without being filled holds no numbers."""
@@ -358,8 +364,7 @@ def products(bench: Bench, chance: random.Random) -> float:
             else:
                 out.fill_(torch.nan)
             fused_product.product(x, weight, bias, out, gains=gains, epsilon=1e-5, gated=gated, add=add)
-            # Sums of many products: errors are in proportion to the largest.
-            worst = max(worst, error(out / expected.abs().max(), expected / expected.abs().max(), ROUNDINGS[dtype]))
+            worst = max(worst, relative_error(out, expected, dtype))
     return worst
 
 
@@ -372,7 +377,7 @@ def steady_products(bench: Bench, chance: random.Random, dtype: torch.dtype) -> 
         weight = _wide(outputs, inputs, dtype=dtype, device=bench.device) * inputs**-0.5
         product = linear.steady(weight, None)
         found, expected = product(x), x.double() @ weight.double().T
-        worst = max(worst, error(found / expected.abs().max(), expected / expected.abs().max(), ROUNDINGS[dtype]))
+        worst = max(worst, relative_error(found, expected, dtype))
         for first, count in ((0, 1), (3, 1), (1, chance.randint(2, rows - 1))):
             if not product(x[first : first + count].clone()).equal(found[first : first + count]):
                 return torch.inf
@@ -396,7 +401,7 @@ def adapted(bench: Bench, chance: random.Random) -> float:
             own = numbers == number
             expected[own] += x[own].double() @ down.double().T @ up.double().T
         additions.add(x, out, adapters.choose(numbers, len(ranks)))
-        worst = max(worst, error(out / expected.abs().max(), expected / expected.abs().max(), ROUNDINGS[dtype]))
+        worst = max(worst, relative_error(out, expected, dtype))
     return worst
 
 
@@ -411,7 +416,7 @@ def few_bits(bench: Bench, chance: random.Random, kind: str) -> float:
         x = _wide(rows, inputs, dtype=dtype, device=bench.device)
         expected = x.double() @ codes.unpacked(rounded, torch.float64).T + (bias.double() if bias is not None else 0)
         found = quantized.lay_out(rounded, bias, Exact.USUAL, dtype)(x)
-        worst = max(worst, error(found / expected.abs().max(), expected / expected.abs().max(), ROUNDINGS[dtype]))
+        worst = max(worst, relative_error(found, expected, dtype))
     return worst
 
 
@@ -464,7 +469,7 @@ def mixtures(bench: Bench, chance: random.Random, kind: str = "") -> float:
                 expected.index_add_(0, rows, made * shares[rows, places, None].double())
             with poisoned():
                 found = laid_out(x, shares, chosen)
-            worst = max(worst, error(found / expected.abs().max(), expected / expected.abs().max(), ROUNDINGS[dtype]))
+            worst = max(worst, relative_error(found, expected, dtype))
     return worst
 
 

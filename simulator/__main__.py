@@ -1,6 +1,7 @@
 """`python -m penstock.simulator`: what a policy does to a trace, without a model and in a fraction of its time."""
 
 import argparse
+import dataclasses
 import json
 import math
 import os
@@ -92,26 +93,8 @@ def asked(options: argparse.Namespace) -> list[Request]:
 
 def workload(options: argparse.Namespace) -> Workload:
     """What is to be generated."""
-    return Workload(
-        requests=options.requests or 1000,
-        rate=options.poisson,
-        burstiness=options.bursts,
-        wave=options.waves,
-        prompt=options.prompt,
-        prompt_spread=options.prompt_spread,
-        output=options.output,
-        output_spread=options.output_spread,
-        longest_prompt=options.longest_prompt,
-        longest_output=options.longest_output,
-        system_prompts=options.system_prompts,
-        system_tokens=options.system_tokens,
-        chat=options.chat,
-        think=options.think,
-        choices=options.choices,
-        interactive=options.interactive,
-        batch=options.batch,
-        tenants=options.tenants,
-    )
+    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(Workload)}
+    return Workload(**given | {"requests": options.requests or 1000})
 
 
 def setting(options: argparse.Namespace) -> Setting:
@@ -206,14 +189,21 @@ def _trace_flags(parser: Parser) -> None:
     group = parser.add_argument_group("which requests come when")
     either = group.add_mutually_exclusive_group()
     either.add_argument("--trace", type=Path, metavar="FILE", help="a recorded trace: our JSON lines, Azure's CSV, Mooncake's JSON")
-    either.add_argument("--poisson", type=positive, default=20.0, metavar="RATE", help="requests a second at random (default 20)")
+    either.add_argument(
+        "--poisson", dest="rate", type=positive, default=20.0, metavar="RATE", help="requests a second at random (default 20)"
+    )
     group.add_argument("--requests", type=count, metavar="N", help="how many (default 1000, or all of the trace)")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="another one, other requests (default 0)")
     group.add_argument(
-        "--bursts", type=positive, default=1.0, metavar="CV", help="above 1: they come in bursts, below: more evenly (default 1)"
+        "--bursts",
+        dest="burstiness",
+        type=positive,
+        default=1.0,
+        metavar="CV",
+        help="above 1: they come in bursts, below: more evenly (default 1)",
     )
     group.add_argument(
-        "--waves", type=between(0, 1e9), default=0.0, metavar="S", help="all come in the first half of every S seconds"
+        "--waves", dest="wave", type=between(0, 1e9), default=0.0, metavar="S", help="all come in the first half of every S seconds"
     )
     group.add_argument("--hurry", type=positive, default=1.0, metavar="X", help="arrivals X times as fast (default 1)")
     group.add_argument("--system-prompts", type=limit, default=0, metavar="N", help="every prompt begins with one of N common ones")
