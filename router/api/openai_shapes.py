@@ -128,7 +128,7 @@ class Envelope:
 class Speaker:
     """One answer of a chat as it becomes a message: its text is read for reasoning and calls."""
 
-    __slots__ = ("_forced", "_hidden", "_reader", "_single", "called", "reasoning_tokens", "thinking")
+    __slots__ = ("_arguments", "_forced", "_hidden", "_reader", "_single", "called", "reasoning_tokens", "thinking")
 
     def __init__(self, reader: Reader, single: bool = False, hidden: bool = False, forced: bool = False) -> None:
         """single: there is no second call; hidden: nobody wants to know the reasoning; forced: behind a call there are only others,
@@ -137,6 +137,7 @@ class Speaker:
         self._forced = forced
         self._single = single
         self._hidden = hidden
+        self._arguments: list[str] = []  # of the call that was told last, in pieces
         self.called = False
         self.thinking = False
         self.reasoning_tokens = 0
@@ -150,7 +151,13 @@ class Speaker:
         else:
             parts = self._reader.push(item.delta) + self._reader.end()
             self._look(parts)
-        return [part for part in parts if self._wanted(part)]
+        wanted = [part for part in parts if self._wanted(part)]
+        for part in wanted:
+            if isinstance(part, Call):
+                self._arguments = []
+            elif isinstance(part, Arguments):
+                self._arguments.append(part.text)
+        return wanted
 
     def _look(self, parts: Sequence[Part]) -> None:
         if parts:
@@ -165,10 +172,17 @@ class Speaker:
                 return part.index == 0 or not self._single
         return not (self._forced and self.called)
 
+    def calling(self) -> bool:
+        """Whether there is a call, and the last one is whole: a stop string, or an end token, may come within one."""
+        try:
+            return self.called and bool(msgspec.json.decode("".join(self._arguments), type=msgspec.Raw))
+        except (ValueError, RecursionError):
+            return False
+
     def reason(self, finish: Finish) -> str:
-        """Why it ended, as OpenAI has it."""
+        """Why it ended, as OpenAI has it. Who reads that there are calls executes them."""
         reason = REASONS[finish.reason]
-        return CALLED if self.called and reason == "stop" else reason
+        return CALLED if reason == "stop" and self.calling() else reason
 
 
 def message_of(parts: Sequence[Part], *, whole: bool) -> Json:

@@ -76,11 +76,12 @@ class Output:
         yield from self._read(token)
 
     def finish(self, finish: Finish) -> Iterator[Json]:
-        """The end. There is an item then, and all are complete."""
+        """The end. There is an item then, and all are complete, but perhaps for the last."""
         yield from self._read(finish)
         if not self.items:
             yield from self._begin("message")
-        yield from self._end("incomplete" if finish.reason == "length" else "completed")
+        cut = finish.reason == "length" or (self._open == "function_call" and not self._speaker.calling())
+        yield from self._end("incomplete" if cut else "completed")
 
     def cut(self) -> None:
         """There won't be an end: the last item keeps what there is of it."""

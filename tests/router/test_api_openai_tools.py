@@ -122,6 +122,36 @@ def test_calls_are_parsed(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test, says=says, limits=replace(LIMITS, max_total_tokens=300))
 
 
+@pytest.mark.parametrize(
+    ("stop", "called", "reason"),
+    [
+        ('": 2', [{"name": "f", "arguments": '{"x": 1}'}, {"name": "f", "arguments": '{"x'}], "stop"),
+        ("}}</", [{"name": "f", "arguments": '{"x": 1'}], "stop"),
+        ("</tool", [{"name": "f", "arguments": '{"x": 1}'}], "tool_calls"),  # all that a client needs is there
+        ("Then", [{"name": "f", "arguments": '{"x": 1}'}], "tool_calls"),
+        ("So", None, "stop"),
+    ],
+)
+def test_a_call_that_a_stop_string_cut_does_not_look_whole(
+    tokenizer: Tokenizer, stop: str, called: list[dict[str, str]] | None, reason: str
+) -> None:
+    async def test(server: Server) -> None:
+        message, found = await both(server, max_tokens=200, tools=[F, G], stop=[stop])
+        assert (message.get("tool_calls"), found) == (called, reason)
+
+    says = "<think>x</think>So" + call("f", '{"x": 1}') + "Then" + call("f", '{"x": 2}') + "</s>"
+    serve(tokenizer, test, says=says, limits=replace(LIMITS, max_total_tokens=300))
+
+
+def test_a_call_that_nobody_is_told_of_does_not_matter(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        message, reason = await both(server, max_tokens=200, tools=[F], stop=['": 2'], parallel_tool_calls=False)
+        assert (message["tool_calls"], reason) == ([{"name": "f", "arguments": '{"x": 1}'}], "tool_calls")
+
+    says = "<think>x</think>" + call("f", '{"x": 1}') + call("f", '{"x": 2}') + "</s>"
+    serve(tokenizer, test, says=says, limits=replace(LIMITS, max_total_tokens=300))
+
+
 def test_an_answer_that_only_calls_has_no_content(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         _, body, _ = await server.post(PATH, {**CHAT, "tools": [F]})

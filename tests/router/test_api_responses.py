@@ -81,6 +81,18 @@ def test_a_text(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test)
 
 
+@pytest.mark.parametrize(("stop", "status"), [('": 1', "incomplete"), ("</tool", "completed")])
+def test_a_call_that_a_stop_string_cut_is_incomplete(tokenizer: Tokenizer, stop: str, status: str) -> None:
+    async def test(server: Server) -> None:
+        asked = {"input": "hi", "tools": [F], "max_output_tokens": 99, "stop": [stop]}
+        _, whole, _ = await server.post(PATH, asked)
+        for body in (whole, (await events(server, asked))[-1]["response"]):
+            assert body["output"][-1]["type"] == "function_call"
+            assert (body["status"], body["output"][-1]["status"]) == ("completed", status)
+
+    serve(tokenizer, test, says='<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call></s>')
+
+
 def test_a_stream_grows_into_the_same(tokenizer: Tokenizer) -> None:
     says = '<think>Hm?</think>Oh.<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call></s>'
 
