@@ -23,6 +23,7 @@ from .text import LONG_TEXT, Tokenizer
 MAX_STOP_CHARACTERS = 1024
 LARGEST_FLOAT = 3.4e38  # the shards compute in 32 bit
 SMALLEST_FLOAT = 1.2e-38
+COLDEST = 1e-5  # temperature below which nothing is drawn, as in vLLM: what is divided by less may be too large for 32 bits
 CANDIDATES = 4096  # that a step weighs for one request's beams at most: each costs 20 us of all requests' time
 UNLIKELY = 1000.0  # what the logarithm of a token's probability, penalties and bias included, is hardly ever below the negative of
 THREADS = 2
@@ -435,8 +436,9 @@ def _sampling(given: Parameters, limits: Limits) -> Sampling:
     def or_neutral(value: float | None, neutral: float) -> float:
         return neutral if value is None else value
 
+    temperature = or_neutral(given.temperature, 1.0) if given.sampled else 0.0
     return Sampling(
-        temperature=or_neutral(given.temperature, 1.0) if given.sampled else 0.0,
+        temperature=temperature if temperature >= COLDEST else 0.0,
         top_k=min(given.top_k or 0, limits.vocabulary),  # more than all is all; the wire's integers are small
         top_p=or_neutral(given.top_p, 1.0),
         min_p=or_neutral(given.min_p, 0.0),

@@ -124,6 +124,14 @@ def test_numbers_that_32_bits_make_zero_are_zero(tokenizer: Tokenizer) -> None:
         validate(tokenizer, temperature=1e-300)
 
 
+def test_next_to_no_temperature_is_none(tokenizer: Tokenizer) -> None:
+    """Of 32 bits, quotients by 1e-38 are infinite or no numbers at all."""
+    for cold in (1.3e-38, 9e-6):
+        assert validate(tokenizer, temperature=cold, seed=3).sampling.temperature == 0.0
+        assert validate(tokenizer, temperature=cold, num_beams=2).sampling.temperature == 0.0
+    assert validate(tokenizer, temperature=1e-5).sampling.temperature == 1e-5
+
+
 def test_a_stop_string_that_is_a_special_token_ends_by_its_token(tokenizer: Tokenizer) -> None:
     request = validate(tokenizer, stop=["<s>", "a<s>", "<s>"])
     assert (request.stop, request.end_ids) == (("a<s>",), (1, 0))
