@@ -215,7 +215,10 @@ class OpenAI:
             await asked.envelope.shapes.open(place, prompt)
         pairs = zip(asked.requests, prompts, strict=True) if asked.entries else ()
         entries = [await self._scribe.entries(request, prompt) for request, prompt in pairs]
-        return json_response(await _whole(asked, folded, entries), headers_of(clock, asked.requests, _all(folded)) | asked.headers)
+        headers = headers_of(clock, asked.requests, _all(folded)) | asked.headers
+        if asked.silent:
+            headers["x-generated-tokens"] = "0"
+        return json_response(await _whole(asked, folded, entries), headers)
 
 
 async def _whole(asked: Asked, folded: list[list[Answer]], entries: Sequence[msgspec.Raw]) -> Json:

@@ -313,7 +313,7 @@ class Completions:
             generated = self._content(index, tokens, tops)
             content = generated if content is None or generated is None else _joined(content, generated)
         reason = "length" if self._silent else REASONS[answer.finish.reason]
-        return _chunk_choice(index, {"text": text, "logprobs": content}, reason) | _score(answer.finish)
+        return _chunk_choice(index, {"text": text, "logprobs": content}, reason) | self._score(answer.finish)
 
     def opening(self, index: int) -> bytes | None:
         if not self._echoes:
@@ -324,7 +324,7 @@ class Completions:
     def delta(self, index: int, item: Token | Finish) -> bytes | None:
         if isinstance(item, Finish):
             text, reason = ("", "length") if self._silent else (item.delta, REASONS[item.reason])
-            return encode(_chunk_choice(index, {"text": text, "logprobs": None}, reason) | _score(item))
+            return encode(_chunk_choice(index, {"text": text, "logprobs": None}, reason) | self._score(item))
         if self._silent:
             return None
         tops = [most(_pairs(item))] if self._logprobs else None
@@ -337,6 +337,9 @@ class Completions:
 
     def reasoning_tokens(self) -> None:
         return None
+
+    def _score(self, finish: Finish) -> Json:
+        return {} if self._silent else _score(finish)
 
     def _begin(self, index: int) -> tuple[str, Json | None]:
         """The prompt's text and log-probabilities, if the answer begins with them."""

@@ -131,6 +131,18 @@ def test_an_echo_of_several_prompts_with_several_choices(tokenizer: Tokenizer) -
     serve(tokenizer, test)
 
 
+def test_what_is_not_in_the_answer_is_neither_counted_nor_scored(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        asked = {"prompt": ["hi", "ho"], "echo": True, "max_tokens": 0, "num_beams": 2, "temperature": 0}
+        status, body, response = await server.post(PATH, asked)
+        assert (status, response.headers["x-generated-tokens"], body["usage"]["completion_tokens"]) == (200, "0", 0)
+        chunks = await server.events(PATH, {**asked, "stream": True})
+        for choice in (*body["choices"], *(choice for chunk in chunks[:-1] for choice in chunk["choices"])):
+            assert "score" not in choice
+
+    serve(tokenizer, test)
+
+
 def test_no_tokens_need_an_echo(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         status, body, _ = await server.post(PATH, {"prompt": "hi", "max_tokens": 0})
