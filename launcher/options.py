@@ -104,7 +104,7 @@ class Options:
     num_beams: int = option(
         REQUESTS,
         "beams of requests that say no number (num_beams, use_beam_search, best_of, n) and draw nothing: without parameters that "
-        "sample on TGI's routes, with temperature 0 on OpenAI's; 1: they are greedy",
+        "sample on TGI's routes, with temperature 0 on OpenAI's; 1: they are greedy, as are those for whose beams there is no room",
         default=ROUTER.num_beams,
         kind=kinds.count,
     )

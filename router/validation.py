@@ -116,16 +116,13 @@ class Validator:
         _check_ids(parameters.logit_bias, "logit_bias", limits)
         _check_ids(parameters.end_ids, "stop_token_ids", limits)
         ids = await self._prompt(prompt, parameters.truncate, limits, add_special_tokens)
-        stop, end_ids = self._ends(parameters, beams, limits)
-        choices = (parameters.choices if beams is None else parameters.num_return_sequences) or 1
-        longest = _max_new_tokens(len(ids), parameters.max_new_tokens, choices, beams, limits)
-        if parameters.min_new_tokens > longest:
-            raise Refused(
-                f"`min_tokens` must be at most {longest}, the tokens that the answer may have. Given: {parameters.min_new_tokens}",
-                "min_tokens",
-            )
-        if beams is not None:
-            _check_beams(beams, longest, len(end_ids), limits)
+        try:
+            stop, end_ids, choices, longest = self._ways(parameters, beams, len(ids), limits)
+        except Refused:
+            if beams is None or parameters.num_beams is not None or _about_beams(parameters):
+                raise
+            beams = None  # which the operator wants wherever they can be, and nobody has asked for
+            stop, end_ids, choices, longest = self._ways(parameters, None, len(ids), limits)
         request = Request(
             prompt=tuple(ids),
             max_new_tokens=longest,
@@ -208,6 +205,22 @@ class Validator:
     def _done(self, job: object) -> None:
         self._long -= 1
 
+    def _ways(
+        self, given: Parameters, beams: Beams | None, length: int, limits: Limits
+    ) -> tuple[tuple[str, ...], tuple[int, ...], int, int]:
+        """What ends an answer to a prompt of this length (strings, tokens), how many there are, and how long each may be."""
+        stop, end_ids = self._ends(given, beams, limits)
+        choices = (given.choices if beams is None else given.num_return_sequences) or 1
+        longest = _max_new_tokens(length, given.max_new_tokens, choices, beams, limits)
+        if given.min_new_tokens > longest:
+            raise Refused(
+                f"`min_tokens` must be at most {longest}, the tokens that the answer may have. Given: {given.min_new_tokens}",
+                "min_tokens",
+            )
+        if beams is not None:
+            _check_beams(beams, longest, len(end_ids), limits)
+        return stop, end_ids, choices, longest
+
     def _ends(self, given: Parameters, beams: Beams | None, limits: Limits) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """Strings and token ids that end the answer. `ignore_eos` is about the model's own ends, not about what is asked for.
 
@@ -252,7 +265,8 @@ class Validator:
             raise Refused(f"`num_beams` must be > 0 and <= {most} ({flag}). Given: {width}", "num_beams")
         stopping = _stopping(given.early_stopping)
         if width == 1:
-            _refuse_without_beams(given, stopping)
+            if name := _about_beams(given):
+                raise Refused(f"`{name}` needs beams: ask for them with `num_beams` > 1, or leave it out", name)
             return None
         if drawn:
             raise Refused(
@@ -368,16 +382,17 @@ def _stopping(given: bool | str | None) -> Stopping:
     return Stopping.NEVER
 
 
-def _refuse_without_beams(given: Parameters, stopping: Stopping) -> None:
-    """What says something about beams, where there are none."""
+def _about_beams(given: Parameters) -> str:
+    """The first field that says something about beams, and not how many; "" if none does."""
     for name, told, neutral in (
         ("num_return_sequences", given.num_return_sequences, 1),
         ("length_penalty", given.length_penalty, 1.0),
-        ("early_stopping", stopping, Stopping.WORSE),
+        ("early_stopping", _stopping(given.early_stopping), Stopping.WORSE),
         ("stream_beams", given.stream_beams, False),
     ):
         if told not in (None, neutral):
-            raise Refused(f"`{name}` needs beams: ask for them with `num_beams` > 1, or leave it out", name)
+            return name
+    return ""
 
 
 def _check_beams(beams: Beams, longest: int, end_ids: int, limits: Limits) -> None:

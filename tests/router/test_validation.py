@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.router.config import RouterConfig
-from penstock.router.request import Beams, Expired, Priority, Refused, Request, Stopping
+from penstock.router.request import Beams, Expired, Limits, Priority, Refused, Request, Stopping
 from penstock.router.text import LONG_TEXT, Tokenizer
 from penstock.router.validation import CANDIDATES, Parameters, Validator
 from penstock.tests.router.fake_batcher import LIMITS, make_tokenizer
@@ -295,6 +295,27 @@ def test_the_operators_beams_are_for_those_who_ask_for_nothing(tokenizer: Tokeni
     assert validate(tokenizer, config=config, num_beams=2).beams == Beams(width=2)
     for given in ({"num_beams": 1}, {"do_sample": True}, {"temperature": 0.5}, {"top_k": 3}, {"choices": 2}):
         assert validate(tokenizer, config=config, **given).beams is None, given
+
+
+def test_who_asks_for_no_beams_is_not_refused_for_them(tokenizer: Tokenizer) -> None:
+    """The prompt fills 2 pages of 4 tokens and begins a third."""
+    validator = Validator(replace(CONFIG, num_beams=4), tokenizer)
+
+    def ask(limits: Limits, **given: Any) -> Request:
+        return asyncio.run(validator.request([5] * 9, Parameters(**given), limits))
+
+    few = replace(LIMITS, pages=14, page_size=4)
+    assert ask(few, max_new_tokens=12).beams == Beams(width=4)
+    alone = ask(few, max_new_tokens=13, stop=["<s>"], speculate=0)
+    assert (alone.beams, alone.choices, alone.max_new_tokens, alone.end_ids) == (None, 1, 13, (1, 0))
+    assert ask(replace(LIMITS, vocabulary=7)).beams is None
+    ends = list(range(CANDIDATES))
+    assert ask(replace(LIMITS, vocabulary=1 << 17), end_ids=ends, ignore_eos=True).end_ids == tuple(ends)
+    for given in ({"num_beams": 4}, {"num_return_sequences": 2}, {"length_penalty": 0.5}, {"early_stopping": True}):
+        with pytest.raises(Refused, match="4 beams over 9 `inputs` tokens"):
+            ask(few, max_new_tokens=13, **given)
+    with pytest.raises(Refused, match="1 answers to 9 `inputs` tokens"):
+        ask(few, max_new_tokens=60)
 
 
 @pytest.mark.parametrize(
