@@ -306,12 +306,12 @@ class _Rules:
 
     def _settle(self) -> None:
         """What is known of rules, by what is known of those that they use, until no more is found."""
-        changed = True
+        changed, upwards = True, self.reached()[::-1]  # most are known before those that use them
         while changed:
             changed = False
-            for name, body in self.bodies.items():
+            for name in upwards:
                 known = (self._empty[name], self._first[name], self._tail[name])
-                found = self._known(body)
+                found = self._known(self.bodies[name])
                 if found != known:
                     self._empty[name], self._first[name], self._tail[name] = found
                     changed = True
@@ -343,7 +343,7 @@ class _Rules:
     def _follows(self) -> dict[str, int]:
         """What may come right after each that stands in a rule which is no pattern."""
         follows = dict.fromkeys(self.bodies, 0)
-        plain = [name for name in self.bodies if name not in self.patterns]
+        plain = [name for name in self.reached() if name not in self.patterns]
         while True:
             before = dict(follows)
             for name in plain:
