@@ -218,9 +218,7 @@ def _attended(bench: Bench, shape: Shape, rows: Sequence[Row], window: int, soft
     cache, scales, query = _contents(bench, shape, rows)
     sinks = torch.randn(shape.heads, device=bench.device) * 2 if sinking else None
     with poisoned():
-        plan = paged_attention.plan(
-            rows, shape.page_size, shape.kv_heads, shape.ratio, shape.size, bench.device, dtype=shape.dtype, windows=(window,)
-        )
+        plan = paged_attention.plan(rows, shape.page_size, [shape.kind(window)], bench.device, dtype=shape.dtype)
         found = paged_attention.attention(query, cache, plan, window, shape.size**-0.5, softcap, scales, sinks)
     return error(found, _exact(query, cache, scales, sinks, rows, shape.page_size, window, softcap), TOLERANCES[shape.dtype])
 
@@ -290,8 +288,8 @@ def replayed(bench: Bench, chance: random.Random) -> float:
     shape = Shape(kv_heads=2, ratio=4)
     steps = [_rows(chance, shape.page_size, 300, 4) for _ in range(3)]
     tokens = max(sum(row.queries for row in rows) for rows in steps)
-    room = Capacity(tokens, 3 * tokens, 400, (400, 400, 400), tokens, 4000 + 3 * tokens, True)
-    sizes = (shape.page_size, shape.kv_heads, shape.ratio, shape.size, bench.device)
+    room = Capacity(tokens, 3 * tokens, 400, {0: (400, 400, 400)}, tokens, 4000 + 3 * tokens, True)
+    sizes = (shape.page_size, [shape.kind()], bench.device)
     options: dict[str, Any] = {"dtype": shape.dtype, "capacity": room}
     joint = max(page for rows in steps for row in rows for page in row.pages) + 1
     cache = torch.randn(joint * shape.page_size, 2, shape.kv_heads, shape.size, device=bench.device).to(shape.dtype)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels import paged_attention
-from penstock.kernels.attention import Row, ancestry
+from penstock.kernels.attention import Kind, Row, ancestry
 from penstock.kernels.paged_attention import Plan
 
 
@@ -27,6 +27,10 @@ class Shape:
     def heads(self) -> int:
         """Of queries."""
         return self.kv_heads * self.ratio
+
+    def kind(self, window: int = 0) -> Kind:
+        """Of its layers with that window."""
+        return Kind(window, self.kv_heads, self.ratio, self.size)
 
     @property
     def key_bytes(self) -> int:
@@ -73,9 +77,7 @@ class World:
         """One for each copy."""
         shape = self.shape
         return [
-            paged_attention.plan(
-                rows, shape.page_size, shape.kv_heads, shape.ratio, shape.size, self.device, dtype=shape.dtype, share=self.share
-            )
+            paged_attention.plan(rows, shape.page_size, [shape.kind()], self.device, dtype=shape.dtype, share=self.share)
             for rows in self.rows
         ]
 

@@ -40,6 +40,16 @@ class Full(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
+class Kind:
+    """Layers that attend alike, on one rank. Their windows tell kinds apart."""
+
+    window: int  # positions that a token may look back, itself included; 0: all
+    kv_heads: int  # or parts of the query heads, which share latents
+    ratio: int  # query heads of a key head, or part
+    size: int  # of a key
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """One span as ints: `queries` new tokens after `context` computed ones; `pages` hold them all, in order."""
 

@@ -176,9 +176,9 @@ def scores(asked: Choosing, cache: Tensor, plan: Plan, first: int, count: int, l
     """
     result = torch.full((count, length), -torch.inf, dtype=torch.float32, device=cache.device)
     launch, early = plan.launches[0], on(cache.device)
-    for tile, items, trees in zip(plan.tiles, launch.items, plan.trees, strict=True):
+    for tile, items, trees in zip(launch.tiles, launch.items, launch.trees, strict=True):
         if len(items):
-            scores_kernel[(len(items), tile.rows // plan.ratio)](
+            scores_kernel[(len(items), tile.rows // launch.kind.ratio)](
                 result,
                 asked.queries,
                 asked.weights,

@@ -41,9 +41,9 @@ class Plan(paged.Plan):
     parts: tuple[Part, ...]
 
 
-def plan(whole: paged.Plan, rows: Sequence[Row], most: int, size: int, dtype: torch.dtype) -> Plan:
-    """whole: the step's plan; most: tokens that one attends to; size: of a key; dtype: of queries."""
-    device, page_size = whole.buffer.device, whole.page_size
+def plan(whole: paged.Plan, rows: Sequence[Row], most: int, dtype: torch.dtype) -> Plan:
+    """whole: the step's plan, of layers without windows; most: tokens that one attends to; dtype: of queries."""
+    device, page_size, layers = whole.buffer.device, whole.page_size, whole.launches[0].kind
     widths = numpy.array([work.width(row, page_size) for row in rows])
     queries = [row.queries for row in rows]
     offsets = numpy.repeat(widths.cumsum() - widths, queries)
@@ -55,7 +55,7 @@ def plan(whole: paged.Plan, rows: Sequence[Row], most: int, size: int, dtype: to
         own = slice(first, first + count)
         kind = seen[own].tobytes()
         if kind not in alike:
-            alike[kind] = paged.plan_singles(seen[own], most, whole.kv_heads, whole.ratio, size, device, dtype)
+            alike[kind] = paged.plan_singles(seen[own], most, layers, device, dtype)
         tables = to_device(torch.from_numpy(offsets[own]), device).unsqueeze(1)
         parts.append(Part(first, max(most, int(lengths[own].max())), tables, alike[kind]))
     return Plan(**{field.name: getattr(whole, field.name) for field in fields(whole)}, parts=tuple(parts))

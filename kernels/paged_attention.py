@@ -5,7 +5,7 @@ one buffer, so that a step costs one copy to the device, and a captured graph ta
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor
 from triton import knobs
 
 from . import work as cutting
-from .attention import Full, Row
+from .attention import Full, Kind, Row
 from .compilation import Compilation
 from .early import on, options
 from .paged_kernels import attend, merge
@@ -44,7 +44,7 @@ class Capacity:
     tokens: int  # query tokens
     listed: int  # tokens, and those of shared runs once more
     pages: int  # of all rows' tables
-    items: tuple[int, int, int]  # per tile, for each window; of 0, no program is launched
+    items: dict[int, tuple[int, int, int]]  # per window, of its tiles; of 0, no program is launched
     entries: int  # tokens with partials
     pieces: int  # partials
     trees: bool  # whether there may be any
@@ -52,8 +52,11 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A plan's part for one window."""
+    """A plan's part for one kind of layers."""
 
+    kind: Kind
+    tiles: tuple[Tile, ...]
+    trees: tuple[bool, ...]  # per tile: whether its items may be of trees
     items: tuple[Tensor, ...]  # per tile [items, FIELDS] int32: fields of `Item`; without queries: nothing to do
     entries: Tensor  # [entries, 4] int32: token, its first piece, number of its pieces, unused; of 0 pieces: nothing to do
     pieces: Tensor  # [pieces] int32: partials
@@ -69,12 +72,8 @@ class Plan:
     listed: Tensor  # [listed] int32: query tokens, as items take them
     pages: Tensor  # [pages] int32: the rows' tables one after the other
     launches: dict[int, Launch]  # per window
-    tiles: tuple[Tile, ...]
-    trees: tuple[bool, ...]  # per tile: whether its items may be of trees
     page_size: int
     pieces: int  # partials that one merging program loads at once
-    kv_heads: int  # or parts of the query heads, which share latents
-    ratio: int  # query heads of a key head, or part
 
     def become(self, other: "Plan") -> None:
         """Takes the contents of a plan of the same capacity, windows and model, in place."""
@@ -147,13 +146,10 @@ def generation_of(device: torch.device) -> int:
 def plan(
     rows: Sequence[Row],
     page_size: int,
-    kv_heads: int,
-    ratio: int,
-    size: int,
+    kinds: Sequence[Kind],
     device: torch.device,
     *,
     dtype: torch.dtype,
-    windows: Sequence[int] = (0,),
     processors: int | None = None,
     fixed: int = 0,
     share: bool = True,
@@ -161,51 +157,46 @@ def plan(
 ) -> Plan:
     """The step of `rows`, whose query tokens stand one row after the other.
 
-    ratio: query heads of a key head; size: of a head; dtype: of the queries; windows: the distinct ones of the model's layers, 0
-    for none; processors: the device's; fixed: keys of an item (a multiple of 128) whatever else is running, so that a token's
-    answer depends by no bit on its neighbours, nor on which of them are computed before; with it rows do not share, nor without
-    `share`; capacity: without it, tensors are as long as this step needs.
+    kinds: of the model's layers; dtype: of the queries; processors: the device's; fixed: keys of an item (a multiple of 128)
+    whatever else is running, so that a token's answer depends by no bit on its neighbours, nor on which of them are computed
+    before; with it rows do not share, nor without `share`; capacity: without it, tensors are as long as this step needs.
     """
     if fixed % cutting.ALIGNMENT:
         raise ValueError(f"items of {fixed} keys: not a multiple of {cutting.ALIGNMENT}")
-    tiles = tiles_of(ratio, size, dtype, generation_of(device), fixed > 0)
-    table = cutting.table(rows, page_size, (tiles[-1].rows - 1) // ratio if share and not fixed else 0)
-    return _plan(table, kv_heads, ratio, device, tiles, windows, processors, fixed, capacity)
+    tiles = {kind: tiles_of(kind.ratio, kind.size, dtype, generation_of(device), fixed > 0) for kind in kinds}
+    most = min((own[-1].rows - 1) // kind.ratio for kind, own in tiles.items())
+    table = cutting.table(rows, page_size, most if share and not fixed else 0)
+    return _plan(table, tiles, device, processors, fixed, capacity)
 
 
-def plan_singles(
-    seen: "numpy.ndarray[Any, Any]", most: int, kv_heads: int, ratio: int, size: int, device: torch.device, dtype: torch.dtype
-) -> Plan:
+def plan_singles(seen: "numpy.ndarray[Any, Any]", most: int, kind: Kind, device: torch.device, dtype: torch.dtype) -> Plan:
     """The step of as many rows of one token each, which see so many keys, `most` at most, on pages of one token. Which pages is
     said later, in tables of `most` each (`Plan.chosen`)."""
-    tiles = tiles_of(ratio, size, dtype, generation_of(device))
-    return _plan(cutting.singles(seen, most), kv_heads, ratio, device, tiles)
+    tiles = {kind: tiles_of(kind.ratio, kind.size, dtype, generation_of(device))}
+    return _plan(cutting.singles(seen, most), tiles, device)
 
 
 def _plan(
     table: cutting.Table,
-    kv_heads: int,
-    ratio: int,
+    tiles: Mapping[Kind, tuple[Tile, Tile, Tile]],
     device: torch.device,
-    tiles: tuple[Tile, Tile, Tile],
-    windows: Sequence[int] = (0,),
     processors: int | None = None,
     fixed: int = 0,
     capacity: Capacity | None = None,
 ) -> Plan:
     rows, processors = table.rows, processors if processors is not None else processors_of(device)
-    works = {}
-    for window in windows:
-        parts = cutting.segments(table, window, tiles, ratio)
-        limit = fixed or cutting.longest(parts, kv_heads, processors)
-        works[window] = cutting.work(table, parts, tiles, limit, bool(fixed))
-    trees = _trees(rows, tiles, ratio, capacity)
+    trees = {kind: _trees(rows, own, kind.ratio, capacity) for kind, own in tiles.items()}
+    some = any(map(any, trees.values()))
     writer = _Writer()
-    masks = writer.add(_masks(table, any(trees)), _room(capacity, "tokens") if capacity is None or capacity.trees else 0)
+    masks = writer.add(_masks(table, some), _room(capacity, "tokens") if capacity is None or capacity.trees else 0)
     positions = writer.add(table.positions, _room(capacity, "tokens"))
     listed = writer.add(table.tokens, _room(capacity, "listed"))
     pages = writer.add(_pages(rows, table.page_size), _room(capacity, "pages"))
-    places = {window: _launch(writer, work, capacity) for window, work in works.items()}
+    places = {}
+    for kind, own in tiles.items():
+        parts = cutting.segments(table, kind.window, own, kind.ratio)
+        limit = fixed or cutting.longest(parts, kind.kv_heads, processors)
+        places[kind] = _launch(writer, kind.window, cutting.work(table, parts, own, limit, bool(fixed)), capacity)
     buffer = writer.buffer(device)
     return Plan(
         buffer=buffer,
@@ -214,15 +205,13 @@ def _plan(
         listed=listed.of(buffer),
         pages=pages.of(buffer),
         launches={
-            window: Launch(tuple(place.of(buffer) for place in items), entries.of(buffer), pieces.of(buffer))
-            for window, (items, entries, pieces) in places.items()
+            kind.window: Launch(
+                kind, tiles[kind], trees[kind], tuple(place.of(buffer) for place in items), entries.of(buffer), pieces.of(buffer)
+            )
+            for kind, (items, entries, pieces) in places.items()
         },
-        tiles=tiles,
-        trees=trees,
         page_size=table.page_size,
         pieces=1 if fixed else PIECES,  # one at a time, since windows put empty ones before those of some queries
-        kv_heads=kv_heads,
-        ratio=ratio,
     )
 
 
@@ -296,8 +285,8 @@ def _masks(table: cutting.Table, trees: bool) -> "numpy.ndarray[Any, Any]":
     return words.view(numpy.int32)
 
 
-def _launch(writer: _Writer, work: Work, capacity: Capacity | None) -> tuple[tuple[_Place, ...], _Place, _Place]:
-    rooms = capacity.items if capacity else (None,) * len(work.items)
+def _launch(writer: _Writer, window: int, work: Work, capacity: Capacity | None) -> tuple[tuple[_Place, ...], _Place, _Place]:
+    rooms = capacity.items[window] if capacity else (None,) * len(work.items)
     items = tuple(writer.add(kind, room) for kind, room in zip(work.items, rooms, strict=True))
     entries = numpy.pad(work.entries, ((0, 0), (0, 1)))
     return items, writer.add(entries, _room(capacity, "entries")), writer.add(work.pieces, _room(capacity, "pieces"))
@@ -327,15 +316,16 @@ def attention(
     if query.stride(1) != size or query.stride(2) != 1 or not cache.is_contiguous():
         raise ValueError("a token's heads and a slot's keys and values must lie side by side")
     launch = plan.launches[window]
+    kv_heads, ratio = launch.kind.kv_heads, launch.kind.ratio
     scaled, early = scales is not None, on(query.device)
     output = torch.empty((tokens, heads, values), dtype=query.dtype, device=query.device)
     pieces = len(launch.pieces)
     partials = torch.empty((pieces, heads, values), dtype=torch.float32, device=query.device)
     weights = torch.empty((pieces, heads), dtype=torch.float32, device=query.device)
-    for tile, items, trees in zip(plan.tiles, launch.items, plan.trees, strict=True):
+    for tile, items, trees in zip(launch.tiles, launch.items, launch.trees, strict=True):
         if len(items):
             tile = narrowed(tile, size, cache.dtype != query.dtype or window > 0)
-            attend[(len(items) * plan.kv_heads,)](
+            attend[(len(items) * kv_heads,)](
                 output,
                 partials,
                 weights,
@@ -353,11 +343,11 @@ def attention(
                 softcap,
                 window,
                 **_constants(
-                    plan.kv_heads,
-                    plan.ratio,
+                    kv_heads,
+                    ratio,
                     values,
                     turned,
-                    cache.shape[3] if latent else 2 * plan.kv_heads * size,
+                    cache.shape[3] if latent else 2 * kv_heads * size,
                     plan.page_size,
                     tile,
                     window,

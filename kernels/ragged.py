@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from . import shared_prefixes, steady
-from .attention import Full, Row
+from .attention import Full, Kind, Row
 from .choose import triton_on
 from .indexed import Choosing
 from .work import ITEMS_PER_PROCESSOR, kind_of
 
-__all__ = ["Full", "Layout", "Plan", "Row", "attention", "capacity", "plan"]
+__all__ = ["Full", "Kind", "Layout", "Plan", "Row", "attention", "capacity", "kind", "plan"]
 
 if TYPE_CHECKING:
     from . import paged_attention as paged
@@ -32,11 +32,8 @@ class Layout:
     """What all steps of a model on one rank have in common."""
 
     page_size: int  # tokens
-    heads: int
-    kv_heads: int
-    size: int  # of a key
+    kinds: tuple[Kind, ...]  # of layers
     latent: int  # features of values, which are the first of the one key that all heads share; 0: values are apart
-    windows: tuple[int, ...]  # the distinct ones of its layers, 0 for none
     softcap: float  # of its logits, 0 for none
     sinks: bool  # logits that no values belong to
     most: int  # tokens that one attends to, chosen by an index; 0: all
@@ -45,16 +42,14 @@ class Layout:
     steady: bool = False  # a token's answer may not depend by a bit on what else is in the step
 
     @property
-    def ratio(self) -> int:
-        """Query heads that read a key together: those of a key head, or of all that share latents as many as have room."""
-        if self.latent:
-            return next(count for count in range(TOGETHER, 0, -1) if self.heads % count == 0)
-        return self.heads // self.kv_heads
+    def elements(self) -> int:
+        """The most that a layer has of keys and values of a token."""
+        return max(kind.size * (1 if self.latent else 2 * kind.kv_heads) for kind in self.kinds)
 
     @property
-    def programs(self) -> int:
-        """That read a key on Triton's route, one for `ratio` heads."""
-        return self.heads // self.ratio
+    def ratio(self) -> int:
+        """The most query heads that share a key."""
+        return max(kind.ratio * (kind.kv_heads if self.latent else 1) for kind in self.kinds)
 
     @property
     def special(self) -> bool:
@@ -63,6 +58,13 @@ class Layout:
 
 
 Plan: TypeAlias = "shared_prefixes.Plan | steady.Plan | paged.Plan"
+
+
+def kind(window: int, heads: int, kv_heads: int, size: int, latent: bool) -> Kind:
+    """Of layers with so many heads, of which as many as have room read a latent together."""
+    if latent:
+        kv_heads = heads // next(count for count in range(TOGETHER, 0, -1) if heads % count == 0)
+    return Kind(window, kv_heads, heads // kv_heads, size)
 
 
 def by_triton(layout: Layout) -> bool:
@@ -74,11 +76,12 @@ def plan(rows: Sequence[Row], layout: Layout, capacity: "paged.Capacity | None" 
     """The order in which rows have to stand in a step, and their attention then. capacity: what a graph has room for. Raises Full
     if that is too little."""
     if not by_triton(layout):
-        elements = (1 if layout.latent else 2) * layout.kv_heads * layout.size
         if layout.steady:
-            return steady.plan(rows, layout.page_size, elements, layout.heads // layout.kv_heads, layout.device)
-        heads = layout.ratio, layout.size
-        return shared_prefixes.plan(rows, layout.page_size, layout.windows, elements, layout.device, *heads, layout.special)
+            return steady.plan(rows, layout.page_size, layout.elements, layout.ratio, layout.device)
+        windows, size = [kind.window for kind in layout.kinds], max(kind.size for kind in layout.kinds)
+        return shared_prefixes.plan(
+            rows, layout.page_size, windows, layout.elements, layout.device, layout.ratio, size, layout.special
+        )
     from . import paged_attention as paged
 
     narrow = layout.most > 0 and any(row.context + row.queries > layout.most for row in rows)
@@ -87,19 +90,16 @@ def plan(rows: Sequence[Row], layout: Layout, capacity: "paged.Capacity | None" 
     attended = paged.plan(
         rows,
         layout.page_size,
-        layout.programs,
-        layout.ratio,
-        layout.size,
+        layout.kinds,
         layout.device,
         dtype=layout.dtype,
-        windows=layout.windows,
         fixed=FIXED if layout.steady else 0,
         capacity=capacity,
     )
     if narrow:
         from . import indexed_attention
 
-        attended = indexed_attention.plan(attended, rows, layout.most, layout.size, layout.dtype)
+        attended = indexed_attention.plan(attended, rows, layout.most, layout.dtype)
     return range(len(rows)), attended
 
 
@@ -110,28 +110,38 @@ def capacity(layout: Layout, tokens: int, rows: int, total: int, pages: int, mix
     """
     from . import paged_attention as paged
 
-    tiles = paged.tiles_of(layout.ratio, layout.size, layout.dtype, paged.generation_of(layout.device), layout.steady)
     count = rows if mixed else tokens
-    # Rows are cut into so many items more, all together, for each processor to have some; prefixes are shared by two rows or more.
-    cuts = -(-paged.processors_of(layout.device) * ITEMS_PER_PROCESSOR // layout.programs) + 1
-    shared = -(-tokens * layout.ratio // tiles[-1].rows) + count // 8
-    if layout.steady:
-        cuts, shared = min(count * -(-total // FIXED), pages * layout.page_size // FIXED + count), 0
-    many = -(-tokens * layout.ratio // tiles[-1].rows) + count if mixed else 0
-    items = count + cuts + shared, (count if mixed else 0) + cuts + shared, many + cuts + shared
-    # A tile that no segment of so few queries takes would be launched in vain, in every layer of every step.
-    most = tokens if mixed or not layout.steady else 1  # queries of a row, or of all that share a prefix
-    kinds = {kind_of(tiles, queries * layout.ratio) for queries in range(1, most + 1)}
-    first, second, third = (room if kind in kinds else 0 for kind, room in enumerate(items))
+    rooms = {kind.window: _room(layout, kind, tokens, count, total, pages, mixed) for kind in layout.kinds}
     return paged.Capacity(
         tokens=tokens,
         listed=3 * tokens,
         pages=min(count * -(-total // layout.page_size), 2 * pages + count),
-        items=(first, second, third),
+        items={window: items for window, (items, _) in rooms.items()},
         entries=tokens,
-        pieces=3 * tokens + cuts * max(tile.rows for tile in tiles) // layout.ratio,
+        pieces=max(pieces for _, pieces in rooms.values()),
         trees=trees,
     )
+
+
+def _room(
+    layout: Layout, kind: Kind, tokens: int, count: int, total: int, pages: int, mixed: bool
+) -> tuple[tuple[int, int, int], int]:
+    """For items of each tile, and partials, in layers of one kind; count: rows."""
+    from . import paged_attention as paged
+
+    tiles = paged.tiles_of(kind.ratio, kind.size, layout.dtype, paged.generation_of(layout.device), layout.steady)
+    # Rows are cut into so many items more, all together, for each processor to have some; prefixes are shared by two rows or more.
+    cuts = -(-paged.processors_of(layout.device) * ITEMS_PER_PROCESSOR // kind.kv_heads) + 1
+    shared = -(-tokens * kind.ratio // tiles[-1].rows) + count // 8
+    if layout.steady:
+        cuts, shared = min(count * -(-total // FIXED), pages * layout.page_size // FIXED + count), 0
+    many = -(-tokens * kind.ratio // tiles[-1].rows) + count if mixed else 0
+    items = count + cuts + shared, (count if mixed else 0) + cuts + shared, many + cuts + shared
+    # A tile that no segment of so few queries takes would be launched in vain, in every layer of every step.
+    most = tokens if mixed or not layout.steady else 1  # queries of a row, or of all that share a prefix
+    taken = {kind_of(tiles, queries * kind.ratio) for queries in range(1, most + 1)}
+    first, second, third = (room if tile in taken else 0 for tile, room in enumerate(items))
+    return (first, second, third), 3 * tokens + cuts * max(tile.rows for tile in tiles) // kind.ratio
 
 
 def narrows(plan: Plan, most: int) -> bool:

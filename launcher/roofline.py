@@ -5,6 +5,7 @@ launches of kernels, sampling, the host. How much of it penstock reaches is not 
 """
 
 from dataclasses import dataclass
+from math import prod
 
 from ..shard.models.shape import Shape
 
@@ -67,8 +68,8 @@ def decode(group: Group, on: Accelerator, streams: int, context: int) -> float:
 def prefill(group: Group, on: Accelerator, tokens: int) -> float:
     """A prompt, while nothing else runs."""
     shape, index = group.shape, group.shape.index
-    pairs = sum(_pairs(tokens, window or (index.most if index else 0)) for window in shape.windows)
-    attention = 4 * pairs * shape.heads * shape.head_size / group.ranks
+    attended = (_pairs(tokens, window or (index.most if index else 0)) * shape.keys(window).size for window in shape.windows)
+    attention = 4 * sum(attended) * shape.heads / group.ranks
     if index and tokens > index.most:  # every rank has all of it
         attention += 2 * shape.layers * _pairs(tokens, 0) * index.heads * index.size
     products = 2 * ((group.parameters() - group.head) * tokens + group.head)
@@ -81,8 +82,8 @@ def context_bytes(group: Group, context: int) -> float:
     shape, index = group.shape, group.shape.index
     if index and context > index.most:
         return group.token_bytes * (index.most * shape.head_size + context * index.size) / (shape.head_size + index.size)
-    seen = sum(min(context, window or context) for window in shape.windows)
-    return group.token_bytes / shape.layers * seen
+    seen = sum(min(context, window or context) * prod(shape.slot(group.ranks, window)) for window in shape.windows)
+    return group.token_bytes / shape.kv_elements(group.ranks) * seen
 
 
 def exchange(group: Group, on: Accelerator, tokens: int, rows: int) -> float:

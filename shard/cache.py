@@ -1,5 +1,6 @@
 """The key/value tensors, nothing else."""
 
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from itertools import accumulate
@@ -18,43 +19,48 @@ class Cache:
     """Keys and values of every layer in pages. Page 0 is padding and stays zero.
 
     A layer is a tensor [slots, 2, kv_heads, size], keys first, or [slots, 1, 1, size], where values are a part of what keys are;
-    slot = page * page_size + place in the page.
+    slot = page * page_size + place in the page. Layers whose slots are alike lie in one tensor.
     """
 
     def __init__(self, shape: Shape, ranks: int, pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        size = (shape.layers, (pages + 1) * page_size, *shape.slot(ranks))
-        whole = _zeros(size, dtype, device)
+        slots = [shape.slot(ranks, window) for window in shape.windows]
+        wholes = {slot: _zeros((count, (pages + 1) * page_size, *slot), dtype, device) for slot, count in Counter(slots).items()}
         self.page_size = page_size
         self.cleared: Callable[[Listing[int]], object] = lambda pages: None  # is told of pages that others get
-        self.layers = list(whole.unbind(0))
+        following = {slot: iter(whole.unbind(0)) for slot, whole in wholes.items()}
+        self.layers = [next(following[slot]) for slot in slots]
         # Copied and zeroed as bytes where torch's operations don't know the type.
-        flat = whole.view(torch.uint8) if dtype.itemsize == 1 else whole
-        self.pages = flat.view(shape.layers, pages + 1, page_size, -1)  # [layers, pages, page_size, width]
-        self._bytes = self.pages.view(torch.uint8).numpy() if device.type == "cpu" else None
+        flat = [whole.view(torch.uint8) if dtype.itemsize == 1 else whole for whole in wholes.values()]
+        self.pages = [whole.view(len(whole), pages + 1, page_size, -1) for whole in flat]  # each [layers, pages, page_size, width]
+        self._device = device
+        self._bytes = [part.view(torch.uint8).numpy() for part in self.pages] if device.type == "cpu" else []
 
     def clear(self, pages: Listing[int]) -> None:
         """Zeroes `pages`: what is masked must still be finite, so numbers that are not must not outlive their request."""
         self.cleared(pages)
-        if self._bytes is not None:  # numpy takes a quarter of torch's time
-            self._bytes[:, pages] = 0
-            return
-        if pages:  # by one launch: `index_fill_` counts bytes in 32 bits, so that of a large pool each layer takes one of its own
+        for part in self._bytes:  # numpy takes a quarter of torch's time
+            part[:, pages] = 0
+        if (
+            pages and not self._bytes
+        ):  # by one launch: `index_fill_` counts bytes in 32 bits, so that of a large pool each layer takes one of its own
             self.copy([(PADDING, page, self.page_size) for page in pages])
 
     def copy(self, copies: Listing[tuple[int, int, int]]) -> None:
         """(source, target, rows): the first `rows` tokens of page `source` to `target`. Targets are distinct and no sources."""
-        self.copy_rows(*to_device(torch.tensor(copies, dtype=torch.int64).t().contiguous(), self.pages.device))
+        self.copy_rows(*to_device(torch.tensor(copies, dtype=torch.int64).t().contiguous(), self._device))
 
     def copy_rows(self, sources: Tensor, targets: Tensor, rows: Tensor) -> None:
         """The same, of what may be known on the device only: [copies] int64 each."""
-        copy_pages(self.pages, sources, targets, rows)
+        for part in self.pages:
+            copy_pages(part, sources, targets, rows)
 
     def move(self, rows: Listing[Listing[tuple[int, int]]]) -> None:
         """(source, target) slots, of each row one after the other; no two rows have a slot in common."""
         moves = torch.tensor([pair for row in rows for pair in row], dtype=torch.int64).t().contiguous()
-        moves = to_device(moves, self.pages.device)
-        starts = to_device(torch.tensor([0, *accumulate(map(len, rows))], dtype=torch.int64), self.pages.device)
-        move_slots(self.pages.flatten(1, 2), moves[0], moves[1], starts)
+        moves = to_device(moves, self._device)
+        starts = to_device(torch.tensor([0, *accumulate(map(len, rows))], dtype=torch.int64), self._device)
+        for part in self.pages:
+            move_slots(part.flatten(1, 2), moves[0], moves[1], starts)
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Listing
 from concurrent.futures import Future
 from functools import partial
+from math import prod
 from typing import Concatenate, ParamSpec
 
 import torch
@@ -105,6 +106,11 @@ class Engine:
         """What keys and values of a token take on this rank, a draft model's included."""
         drafts = self.guesses.drafter.token_bytes if self.guesses.drafter else 0
         return self.decoder.shape.kv_elements(self.decoder.ranks.size) * self._cache_dtype.itemsize + drafts
+
+    @property
+    def layer_bytes(self) -> int:
+        """The most that a layer has of them, the model's."""
+        return max(prod(layer.shape[1:]) for layer in self.cache.layers) * self._cache_dtype.itemsize
 
     def enter(self) -> None:
         """The calling thread is going to use the engine. Which device a thread launches kernels on, and waits for, is its own

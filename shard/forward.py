@@ -118,14 +118,14 @@ def _fitting(graphs: Listing[Graph], tokens: int) -> Graph | None:
 
 def layout_of(decoder: Decoder, page_size: int, device: torch.device) -> Layout:
     """Of what the decoder's attention reads, in pages of that size."""
-    shape, ranks = decoder.shape, decoder.ranks.size
+    shape, ranks, latent = decoder.shape, decoder.ranks.size, decoder.shape.latent is not None
     return Layout(
         page_size=page_size,
-        heads=shape.heads // ranks,
-        kv_heads=shape.slot(ranks)[1],
-        size=shape.head_size,
+        kinds=tuple(
+            ragged.kind(window, shape.heads // ranks, shape.slot(ranks, window)[1], shape.keys(window).size, latent)
+            for window in sorted(set(shape.windows))
+        ),
         latent=shape.latent.size if shape.latent else 0,
-        windows=tuple(sorted(set(shape.windows))),
         softcap=shape.softcap,
         sinks=shape.sinks,
         most=shape.index.most if shape.index else 0,

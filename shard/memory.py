@@ -59,7 +59,7 @@ def size_pool(
     ranks = engine.decoder.ranks.neighbours
     page_bytes = engine.token_bytes * page_size
     # The measured step has no context. On a CPU a long one is gathered, and copied once more by head, one layer at a time.
-    context = 0 if triton_on(engine.device) else 2 * total * engine.token_bytes // engine.decoder.shape.layers
+    context = 0 if triton_on(engine.device) else 2 * total * engine.layer_bytes
     context += _chosen(engine, tokens, total) if engine.decoder.shape.index else 0
     sample = _sample(engine, page_size, tokens, min(rows, tokens))
     # Graphs keep what their steps take, in memory that all of them share.

@@ -91,12 +91,12 @@ class Decoder:
         self.norm = load.gains("norm", shape.hidden)
         head = next((name for name in OUTPUTS if source.has(name)), OUTPUTS[0])
         self.head = Weight(self._tied(load, head) if shape.tied else load.table(head), exact=exact)
-        size, turned, dtype = shape.turning_size, shape.rotary_size, self.embedding.dtype
-        of = partial(table_of, size=size, positions=shape.max_positions, dtype=dtype, device=device, turned=turned)
-        self.rotary = of(shape.rope)
+        size, turned, dtype = shape.turning_size(0), shape.rotary_size, self.embedding.dtype
+        of = partial(table_of, positions=shape.max_positions, dtype=dtype, device=device, turned=turned)
+        self.rotary = of(shape.rope, size)
         self.growth = growth_of(shape.rope, shape.max_positions, dtype, device)
-        self.local_rotary = of(shape.local_rope) if shape.local_rope else None
-        self.unturned = of(Rope(), positions=1) if shape.unturned else None  # at position 0 nothing is turned
+        self.local_rotary = of(shape.local_rope, shape.turning_size(max(shape.windows))) if shape.local_rope else None
+        self.unturned = of(Rope(), size, positions=1) if shape.unturned else None  # at position 0 nothing is turned
         # In the type of the weights, as they were trained.
         self._factor = torch.tensor(shape.embedding_factor, dtype=self.embedding.dtype).item()
 

@@ -19,16 +19,17 @@ class Heads:
         self.shape = shape
         self.window = window
         self.ranks = load.ranks
-        sizes = [n * shape.head_size for n in (shape.heads, shape.kv_heads, shape.kv_heads)]
+        keys = shape.keys(window)
+        sizes = [n * keys.size for n in (shape.heads, keys.heads, keys.heads)]
         names = [f"self_attn.{name}_proj" for name in "qkv"]
         self.inward = load.heads("self_attn.qkv_proj", names, sizes, shape.qkv_bias)
-        self.query_norm = load.ordered(load.gains("self_attn.q_norm", shape.head_size)) if shape.qk_norm else None
-        self.key_norm = load.ordered(load.gains("self_attn.k_norm", shape.head_size)) if shape.qk_norm else None
+        self.query_norm = load.ordered(load.gains("self_attn.q_norm", keys.size)) if shape.qk_norm else None
+        self.key_norm = load.ordered(load.gains("self_attn.k_norm", keys.size)) if shape.qk_norm else None
         joint = shape.joint_qk_norm
         self.queries_norm = load.ordered(load.part_of_gains("self_attn.q_norm", sizes[0])) if joint else None
         self.keys_norm = load.ordered(load.part_of_gains("self_attn.k_norm", sizes[1])) if joint else None
         self.sinks = load.each_head("self_attn.sinks") if shape.sinks else None
-        self.scales = load.cache_scales()
+        self.scales = load.cache_scales(keys.heads)
         self.output = load.rows("self_attn.o_proj", sizes[0], shape.output_bias)
 
     @property

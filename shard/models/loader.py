@@ -178,10 +178,9 @@ class Loader:
         start = self.ranks.rank * size
         return self.source.tensor(name, (self.shape.vocabulary, self.shape.hidden), (0, start, start + size))
 
-    def cache_scales(self) -> Tensor | None:
-        """What cached keys and values of 8 bits are to be multiplied by, as calibrated with the checkpoint: [2, kv heads]
-        float32; None: all are 1."""
-        count = self.shape.kv_heads
+    def cache_scales(self, count: int) -> Tensor | None:
+        """What cached keys and values of 8 bits, of so many heads, are to be multiplied by, as calibrated with the checkpoint:
+        [2, this rank's heads] float32; None: all are 1."""
         found = [self._cache_scale(name, count) for name in "kv"]
         if found[0] is None or found[1] is None:
             return None

@@ -1,5 +1,6 @@
 """Everything that the decoder needs to know about a model. Knows no tensor and imports no torch: the launcher plans with it."""
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from math import gcd, prod
 
@@ -138,6 +139,14 @@ class Latent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Keys:
+    """The key heads of a layer."""
+
+    heads: int
+    size: int  # of a head, as it is cached
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
     """Everything that the decoder needs to know about a model. Sizes are numbers of elements."""
 
@@ -157,6 +166,7 @@ class Shape:
     mixtures: tuple[Mixture | None, ...] = ()  # per layer: its experts instead of one MLP; (): there are none
     windows: tuple[int, ...]  # per layer: positions that a token may look back, itself included; 0: all
     local_rope: Rope | None = None  # of the layers with a window, where it is another
+    far: Keys | None = None  # of the layers without a window, where they are others
     unturned: frozenset[int] = frozenset()  # layers without a rotary embedding
     attention_scale: float  # of the products of queries and keys
     softcap: float = 0.0  # which those come near to at most; 0: none
@@ -187,6 +197,7 @@ class Shape:
         sizes = {"attention heads": self.heads}
         if not self.latent:
             sizes["key/value heads"] = self.kv_heads
+            sizes["key/value heads of layers without a window"] = self.keys(0).heads
         for mixture in self.mixtures or (None,):
             if mixture:
                 sizes["intermediate features of an expert"] = mixture.size
@@ -230,10 +241,15 @@ class Shape:
         """Rows of the embedding table and of the output matrix per rank; the last rank's may be partly padding."""
         return -(-self.vocabulary // ranks)
 
-    def slot(self, ranks: int) -> tuple[int, int, int]:
-        """What a layer caches of a token on one rank: keys and values, or one for both; heads; features."""
+    def keys(self, window: int) -> Keys:
+        """Of the layers with this window."""
+        return self.far if self.far and not window else Keys(heads=self.kv_heads, size=self.head_size)
+
+    def slot(self, ranks: int, window: int) -> tuple[int, int, int]:
+        """What a layer with this window caches of a token on one rank: keys and values, or one for both; heads; features."""
         if self.latent is None:
-            return 2, self.kv_heads // ranks, self.head_size
+            keys = self.keys(window)
+            return 2, keys.heads // ranks, keys.size
         return 1, 1, self.head_size + (self.index.size if self.index else 0)
 
     @property
@@ -243,18 +259,19 @@ class Shape:
 
     def kv_elements(self, ranks: int) -> int:
         """Elements that one token takes in the cache of one rank, all layers."""
-        return self.layers * prod(self.slot(ranks))
+        return sum(prod(self.slot(ranks, window)) for window in self.windows)
 
-    @property
-    def turning_size(self) -> int:
-        """Features of what turns: of whole heads, of which a part may not, or of what heads have apart for that."""
-        return self.latent.turned if self.latent else self.head_size
+    def turning_size(self, window: int) -> int:
+        """Features of what turns in layers with this window: of whole heads, of which a part may not, or of what heads have apart
+        for that."""
+        return self.latent.turned if self.latent else self.keys(window).size
 
     @property
     def order(self) -> tuple[int, ...]:
         """Where a checkpoint's heads have the features of ours, in which those that turn together are half a head apart, and those
         that don't turn stand behind the others in each half; (): where ours have them."""
-        size, turned = self.turning_size, self.rotary_size or self.turning_size
+        size = self.turning_size(max(self.windows))
+        turned = self.rotary_size or size
         if turned == size and not self.rotary_neighbours:
             return ()
         middle, apart = (size + turned) // 2, turned // 2
@@ -267,30 +284,37 @@ class Shape:
     def rotary_elements(self) -> int:
         """Elements of the cosines and sines of all positions, which every rank has; one row is for layers that don't turn. And of
         what queries grow by."""
+        size, local = self.turning_size(0), self.turning_size(max(self.windows)) if self.local_rope else 0
         growth = self.max_positions * (self.rope.growth > 0)
-        return 2 * self.turning_size * (self.max_positions * (2 if self.local_rope else 1) + bool(self.unturned)) + growth
+        return 2 * (self.max_positions * (size + local) + size * bool(self.unturned)) + growth
 
     def parameters(self, ranks: int = 1, tables: int | None = None, tokens: int | None = None) -> int:
         """Elements of all weights on one rank. `tables`: how often the vocabulary's table is held, if not as in the checkpoint;
         `tokens`: of experts those alone that so many tokens can be expected to choose."""
-        heads = self.heads // ranks
-        attention = sum(outputs * inputs for outputs, _, inputs in self._projections(ranks))
-        attention += self._beside(ranks) + self.output_bias * self.hidden
         features, inner = self.intermediate // ranks, (2 - self.ungated) * self.intermediate // ranks
         dense = self.hidden * (inner + features) + self.mlp_bias * (inner + self.hidden)
         mlps = sum(self._sparse(mixture, ranks, tokens) if mixture else dense for mixture in self.mixtures or (None,) * self.layers)
-        norms = sum(map(bool, self.norms)) * self.hidden * (1 + self.norm_bias) + 2 * self.qk_norm * self.head_size
-        norms += self.joint_qk_norm * (heads + self.kv_heads // ranks) * self.head_size + self.sinks * heads
+        norms = self.layers * sum(map(bool, self.norms)) * self.hidden * (1 + self.norm_bias)
         last = self.hidden * (1 + self.norm_bias)
         held = tables or (1 if self.tied else 2)
-        return mlps + self.layers * (attention + norms) + held * self.vocabulary_slice(ranks) * self.hidden + last
+        attention = sum(count * self._attention(ranks, window) for window, count in Counter(self.windows).items())
+        return mlps + norms + attention + held * self.vocabulary_slice(ranks) * self.hidden + last
 
-    def _projections(self, ranks: int) -> list[tuple[int, int, int]]:
-        """A layer's matrices before and behind attention that may have few bits: outputs on a rank, inputs, and those on a rank."""
+    def _attention(self, ranks: int, window: int) -> int:
+        """Elements of what a layer with this window attends by."""
+        heads, keys = self.heads // ranks, self.keys(window)
+        matrices = sum(outputs * inputs for outputs, _, inputs in self._projections(ranks, window))
+        norms = (2 * self.qk_norm + self.joint_qk_norm * (heads + keys.heads // ranks)) * keys.size
+        return matrices + self._beside(ranks, window) + self.output_bias * self.hidden + norms + self.sinks * heads
+
+    def _projections(self, ranks: int, window: int) -> list[tuple[int, int, int]]:
+        """The matrices before and behind attention, of a layer with this window, that may have few bits: outputs on a rank, inputs,
+        and those on a rank."""
         heads, hidden, latent = self.heads // ranks, self.hidden, self.latent
         if latent is None:
-            qkv = (heads + 2 * self.kv_heads // ranks) * self.head_size
-            return [(qkv, hidden, hidden), (hidden, self.heads * self.head_size, heads * self.head_size)]
+            keys = self.keys(window)
+            qkv = (heads + 2 * keys.heads // ranks) * keys.size
+            return [(qkv, hidden, hidden), (hidden, self.heads * keys.size, heads * keys.size)]
         asked, back = heads * (latent.plain + latent.turned), (hidden, self.heads * latent.values, heads * latent.values)
         if not latent.queries:
             return [(asked + self.head_size, hidden, hidden), back]
@@ -298,11 +322,12 @@ class Shape:
         chosen = [(index.heads * index.size, *own), (index.size, hidden, hidden)] if index else []
         return [(latent.queries + self.head_size, hidden, hidden), (asked, *own), back, *chosen]
 
-    def _beside(self, ranks: int) -> int:
-        """Elements of what else a layer has before attention: biases, and what leads from latents to heads."""
+    def _beside(self, ranks: int, window: int) -> int:
+        """Elements of what else such a layer has before attention: biases, and what leads from latents to heads."""
         heads, latent = self.heads // ranks, self.latent
         if latent is None:
-            return self.qkv_bias * (heads + 2 * self.kv_heads // ranks) * self.head_size
+            keys = self.keys(window)
+            return self.qkv_bias * (heads + 2 * keys.heads // ranks) * keys.size
         found = latent.size + latent.queries + (2 * self.index.size + self.index.heads * self.hidden if self.index else 0)
         return heads * (latent.plain + latent.values) * latent.size + found + self.qkv_bias * (latent.queries + self.head_size)
 
@@ -328,7 +353,7 @@ class Shape:
             return less(how, ((2 - self.ungated) * own, self.hidden, self.hidden), (self.hidden, size, own), whole=whole)
 
         how = self.quantization
-        found = self.layers * less(how, *self._projections(ranks))
+        found = sum(count * less(how, *self._projections(ranks, window)) for window, count in Counter(self.windows).items())
         for mixture in self.mixtures or (None,) * self.layers:
             size = mixture.shared if mixture else self.intermediate
             found += mlp(how, size, size // ranks)

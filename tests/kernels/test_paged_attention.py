@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 
 from penstock.kernels import attention as plain
 from penstock.kernels import paged_attention, ragged, work
-from penstock.kernels.attention import Row
+from penstock.kernels.attention import Kind, Row
 from penstock.kernels.paged_attention import Capacity, attention, plan, tiles_of
 from penstock.kernels.ragged import Layout
 from penstock.kernels.work import NODES, SHORTEST_RUN, Item, Segment, Table, Tile, Work
@@ -115,8 +115,9 @@ class World:
         self.sinks = torch.randn(kv_heads * ratio, device=DEVICE) * 2 if sinks else None
 
     def plan(self, window: int = 0, **options: object) -> paged_attention.Plan:
-        defaults: dict[str, object] = {"processors": 3, "dtype": self.dtype, "windows": sorted({0, window})}
-        return plan(self.rows, self.page_size, self.kv_heads, self.ratio, self.size, DEVICE, **{**defaults, **options})  # type: ignore[arg-type]
+        defaults: dict[str, object] = {"processors": 3, "dtype": self.dtype}
+        kinds = [Kind(one, self.kv_heads, self.ratio, self.size) for one in sorted({0, window})]
+        return plan(self.rows, self.page_size, kinds, DEVICE, **{**defaults, **options})  # type: ignore[arg-type]
 
     def found(self, step: paged_attention.Plan, window: int = 0, softcap: float = 0.0) -> Tensor:
         return attention(self.query, self.cache, step, window, self.size**-0.5, softcap, self.scales, self.sinks, self.latent)
@@ -198,7 +199,7 @@ def test_trees(nodes: int, window: int) -> None:
 def test_a_tree_has_at_most_128_nodes() -> None:
     row = Row(129, 0, range(1, 10), list(range(-1, 128)))
     with pytest.raises(ValueError, match="at most 128 nodes, not 129"):
-        plan([row], 16, 1, 1, 64, DEVICE, dtype=torch.float32)
+        plan([row], 16, [Kind(0, 1, 1, 64)], DEVICE, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("window", [0, 60])
@@ -286,7 +287,7 @@ def test_fixed_cuts_make_a_row_independent_of_its_neighbours() -> None:
 
 def test_a_plan_with_room_takes_the_place_of_another() -> None:
     """As captured graphs need it: same grids, same addresses, other contents."""
-    room = Capacity(tokens=20, listed=40, pages=80, items=(8, 4, 0), entries=20, pieces=60, trees=True)
+    room = Capacity(tokens=20, listed=40, pages=80, items={0: (8, 4, 0)}, entries=20, pieces=60, trees=True)
     first = World(rows_of([(1, 300), (3, 20)], 16, random.Random(7)), 16)
     other = World(rows_of([(1, 10), (12, 280), (1, 128), (1, 500)], 16, random.Random(8), trees=0.5, sharing=0.5), 16)
     step = first.check(capacity=room)
@@ -315,16 +316,17 @@ def test_a_plan_with_room_takes_the_place_of_another() -> None:
 )
 def test_graphs_launch_no_tile_that_no_step_of_theirs_takes(tokens: int, mixed: bool, steady: bool, launched: list[bool]) -> None:
     """Even where all rows have a prefix in common: they are one segment then."""
-    layout = Layout(16, 8, 2, 64, 0, (0,), 0.0, False, 0, torch.bfloat16, DEVICE, steady)
+    kinds = (Kind(0, 2, 4, 64),)
+    layout = Layout(16, kinds, 0, 0.0, False, 0, torch.bfloat16, DEVICE, steady)
     room = ragged.capacity(layout, tokens, tokens, 1000, 64 * tokens, mixed)
-    assert [count > 0 for count in room.items] == launched
+    assert [count > 0 for count in room.items[0]] == launched
     fixed = ragged.FIXED if steady else 0
     for seed, sharing in itertools.product(range(6), (0.0, 0.5, 1.0)):
         chance = random.Random(seed)
         single = chance.randint(1, tokens) if mixed else tokens
         shapes = [(1, chance.randint(0, 900)) for _ in range(single)] + [(tokens - single, 0)] * (single < tokens)
         rows = rows_of(shapes, 16, chance, sharing=sharing)
-        plan(rows, 16, 2, 4, 64, DEVICE, dtype=torch.bfloat16, fixed=fixed, capacity=room)  # it has room
+        plan(rows, 16, kinds, DEVICE, dtype=torch.bfloat16, fixed=fixed, capacity=room)  # it has room
 
 
 class TestFaultsAreFound:

@@ -67,7 +67,8 @@ class Model:
         vocabulary=POISON + 1,
         latent=None,
         index=None,
-        slot=lambda ranks: (2, 1, 1),
+        keys=lambda window: SimpleNamespace(heads=1, size=1),
+        slot=lambda ranks, window: (2, 1, 1),
         kv_elements=lambda ranks: 2,
     )
     ranks = SimpleNamespace(size=1, rank=0)

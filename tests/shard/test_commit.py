@@ -53,7 +53,7 @@ def step(engine: Engine, group: Group, drafts: Tree) -> list[int]:
         size = engine.pool.page_size
         slots = [[sequence.pages[(first + i) // size] * size + (first + i) % size for i in pair] for pair in moved]
         sources, targets = torch.tensor(slots).unbind(1)
-        move_slots(engine.cache.pages.flatten(1, 2), sources, targets, torch.tensor([0, len(slots)]))
+        move_slots(engine.cache.pages[0].flatten(1, 2), sources, targets, torch.tensor([0, len(slots)]))
     sequence.tokens.extend(pick.token for pick in accepted.picks if pick)
     sequence.computed = len(sequence.tokens) - 1
     return accepted.path
