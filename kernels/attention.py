@@ -47,6 +47,7 @@ class Kind:
     kv_heads: int  # or parts of the query heads, which share latents
     ratio: int  # query heads of a key head, or part
     size: int  # of a key
+    latent: bool = False  # which its values are a part of
 
 
 @dataclass(frozen=True, slots=True)

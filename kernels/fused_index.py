@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .attention import Kind
 from .compilation import EARLY_TARGETS, EIGHT_BIT_TARGETS, GENERATIONS, Compilation
 from .early import on, options, wait
 from .fused_latents import HEADS, WARPS, angles, constants_of, keep, turn
@@ -237,7 +238,7 @@ def compilations() -> list[Compilation]:
             )
         )
     for generation in TARGETS:
-        widths = sorted({tile.keys for tile in tiles_of(16, 576, torch.bfloat16, generation)})
+        widths = sorted({tile.keys for tile in tiles_of(Kind(0, 1, 16, 576, latent=True), torch.bfloat16, generation)})
         found += [_scores_compilation(64, keys, generation) for keys in widths]
         found.append(_scores_compilation(32, widths[-1], generation, trees=True))
         found.append(_scores_compilation(64, widths[-1], generation, eight_bits=True))

@@ -1,5 +1,5 @@
 """From the joint product of queries, keys and values to what attention reads, by Triton in one pass: norm of the heads of queries
-and keys (where a model has it), rotary embedding, and the write of keys and values to their slots in the cache.
+and keys, or of all (where a model has it), rotary embedding, and the write of keys and values to their slots in the cache.
 
 What it means stands in `operations.rotate_and_write`; rounding to the type happens where it happens there.
 """
@@ -18,14 +18,15 @@ WARPS = 4
 
 
 @triton.jit
-def _normal(low, high, weight, half, inside, SIZE: tl.constexpr, epsilon):  # type: ignore[no-untyped-def]
-    """Both halves of some heads over their root mean square, times the weight. low, high: [heads, half], of the tensors' type."""
+def _normal(low, high, weight, half, gained, SIZE: tl.constexpr, epsilon):  # type: ignore[no-untyped-def]
+    """Both halves of some heads over their root mean square, times the weight where they are `gained`. low, high: [heads, half], of
+    the tensors' type."""
     dtype = low.dtype
     wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
     squares = tl.sum(wide_low * wide_low, 1) + tl.sum(wide_high * wide_high, 1)
     scale = tl.rsqrt(squares / SIZE + epsilon)[:, None]
-    low_weight = tl.load(weight + half, mask=inside, other=0.0).to(tl.float32)
-    high_weight = tl.load(weight + SIZE // 2 + half, mask=inside, other=0.0).to(tl.float32)
+    low_weight = tl.load(weight + half, mask=gained, other=1.0).to(tl.float32)
+    high_weight = tl.load(weight + SIZE // 2 + half, mask=gained, other=1.0).to(tl.float32)
     low = ((wide_low * scale).to(dtype).to(tl.float32) * low_weight).to(dtype)
     high = ((wide_high * scale).to(dtype).to(tl.float32) * high_weight).to(dtype)
     return low, high
@@ -51,7 +52,7 @@ def storable(x, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def rotary_kernel(
-    joint: tl.tensor,  # [tokens, (heads + 2 * kv_heads) * size]
+    joint: tl.tensor,  # [tokens, (heads + 2 * kv_heads) * size]; SHARED: [tokens, (heads + kv_heads) * size]
     table: tl.tensor,  # [tokens, 2, 1, size], dense
     slots: tl.tensor,  # [tokens]
     cache: tl.tensor,  # [slots, 2, kv_heads, size], dense within a slot
@@ -67,6 +68,8 @@ def rotary_kernel(
     HALF: tl.constexpr,  # half a head, up to a power of two
     HEADS: tl.constexpr,
     NORM: tl.constexpr,
+    VALUES: tl.constexpr,  # have a norm, too
+    SHARED: tl.constexpr,  # values are what keys are at first
     SCALED: tl.constexpr,
     MOST: tl.constexpr,  # the largest number of a cache of 8 bits; 0: it has the type of the keys
     EARLY: tl.constexpr,
@@ -78,14 +81,18 @@ def rotary_kernel(
     half = tl.arange(0, HALF)[None, :]
     within = half < SIZE // 2
     inside = (head < heads + 2 * kv_heads) & within
-    place = joint + token * joint_stride + head * SIZE + half
+    is_query, is_value = head < heads, head >= heads + kv_heads
+    source = tl.where(is_value, head - kv_heads, head) if SHARED else head
+    place = joint + token * joint_stride + source * SIZE + half
     low = tl.load(place, mask=inside, other=0.0)
     high = tl.load(place + SIZE // 2, mask=inside, other=0.0)
-    is_query, is_value = head < heads, head >= heads + kv_heads
     turned_low, turned_high = low, high
     if NORM:
         weight = tl.where(is_query, query_weight, key_weight)
-        turned_low, turned_high = _normal(low, high, weight, half, within & (head >= 0), SIZE, epsilon)
+        gained = head < heads + kv_heads if VALUES else head >= 0
+        turned_low, turned_high = _normal(low, high, weight, half, within & gained, SIZE, epsilon)
+    if VALUES:
+        low, high = turned_low, turned_high
     angle = table + token * 2 * SIZE + half
     cosine = tl.load(angle, mask=within, other=0.0).to(tl.float32)
     sine = tl.load(angle + SIZE + SIZE // 2, mask=within, other=0.0).to(tl.float32)
@@ -119,13 +126,16 @@ def rotate_and_write(
     key_weight: Tensor | None,
     epsilon: float,
     scales: Tensor | None = None,
+    normal_values: bool = False,
+    shared: bool = False,
 ) -> Tensor:
     """`operations.rotate_and_write`: the queries are rotated where they stand, the keys and values only in the cache.
 
     joint: its last dimension dense; table: dense; cache: each slot dense.
     """
     tokens, (_, _, kv_heads, size) = len(joint), cache.shape
-    heads = joint.shape[1] // size - 2 * kv_heads
+    heads = joint.shape[1] // size - (1 if shared else 2) * kv_heads
+    assert query_weight is not None or not normal_values
     assert size % 2 == 0
     assert joint.stride(1) == 1
     assert table.is_contiguous()
@@ -150,6 +160,8 @@ def rotate_and_write(
             HALF=half,
             HEADS=at_once,
             NORM=query_weight is not None,
+            VALUES=normal_values,
+            SHARED=shared,
             SCALED=scales is not None,
             MOST=torch.finfo(cache.dtype).max if cache.dtype != joint.dtype else 0.0,
             EARLY=early,
@@ -171,12 +183,14 @@ def compilations() -> list[Compilation]:
     found = []
     plain = [(64, False, "bf16"), (80, False, "fp16"), (96, False, "bf16"), (128, False, "bf16"), (128, False, "fp32")]
     cases = [
-        *((*case, False) for case in plain),
-        (128, True, "bf16", False),
-        (256, True, "bf16", False),
-        (128, False, "bf16", True),
+        *((*case, False, False, False) for case in plain),
+        (128, True, "bf16", False, False, False),
+        (256, True, "bf16", False, False, False),
+        (128, False, "bf16", True, False, False),
+        (128, False, "bf16", False, True, False),
+        (512, True, "bf16", False, False, True),
     ]
-    for size, norm, dtype, small, early in [*((*case, False) for case in cases), (128, False, "bf16", False, True)]:
+    for size, norm, dtype, small, early, values in cases:
         pointers = dict.fromkeys(("joint", "table", "query_weight", "key_weight"), f"*{dtype}")
         pointers |= {"slots": "*i64", "scales": "*fp32", "cache": "*fp8e4nv" if small else f"*{dtype}"}
         numbers = {"heads": "i32", "kv_heads": "i32", "joint_stride": "i32:16", "cache_stride": "i32:16", "epsilon": "fp32"}
@@ -185,13 +199,15 @@ def compilations() -> list[Compilation]:
             "HALF": _tile(size)[0],
             "HEADS": _tile(size)[1],
             "NORM": norm,
+            "VALUES": values,
+            "SHARED": values,
             "SCALED": small,
         }
         constants |= {"MOST": 448.0 if small else 0.0, "EARLY": early}
         found.append(
             Compilation(
                 kernel=rotary_kernel,
-                name=f"rotary and write {'norm ' if norm else ''}{size} {dtype}{' fp8' * small}{' early' * early}",
+                name=f"rotary and write {'norm ' * norm}{'shared ' * values}{size} {dtype}{' fp8' * small}{' early' * early}",
                 signature=pointers | numbers,
                 constants=constants,
                 warps=WARPS,

@@ -55,29 +55,37 @@ def rotate_and_write(
     key_weight: Tensor | None,
     epsilon: float,
     scales: Tensor | None = None,
+    normal_values: bool = False,
+    shared: bool = False,
 ) -> Tensor:
-    """Norm of the heads of queries and keys (with weights), rotation of both, and the write of keys and values to the cache.
+    """Norms of heads, rotation of queries and keys, and the write of keys and values to the cache.
 
     joint: [tokens, (heads + 2 * kv_heads) * size], queries, keys, values side by side; its queries are overwritten, and what its
     keys hold afterwards is not said; table: of `reference.rotary_table`; slots: [tokens], distinct; where negative (padding)
-    nothing is written; cache: a layer [slots, 2, kv_heads, size]; weights: [size], both or neither; scales: [2, kv_heads] float32,
-    what keys and values are divided by before they are written to a cache of 8 bits.
+    nothing is written; cache: a layer [slots, 2, kv_heads, size]; weights: of the norms of queries and keys, [size], both or
+    neither; scales: [2, kv_heads] float32, what keys and values are divided by before they are written to a cache of 8 bits;
+    normal_values: if those have norms, values have one without weights; shared: joint has no values, which are what its keys are
+    before all that.
     Result: [tokens, heads, size], the rotated queries, a view of joint.
     """
     if triton_for(joint):
         from .fused_rotary import rotate_and_write as fused
 
-        return fused(joint, table, slots, cache, query_weight, key_weight, epsilon, scales)
+        return fused(joint, table, slots, cache, query_weight, key_weight, epsilon, scales, normal_values, shared)
     kv_heads, size = cache.shape[2:]
     every = joint.view(len(joint), joint.shape[1] // size, size)
-    heads = every.shape[1] - 2 * kv_heads
-    turned = every[:, : heads + kv_heads]
+    heads = every.shape[1] - (1 if shared else 2) * kv_heads
+    if shared:
+        every = torch.cat((every, every[:, heads:]), 1)
+    queries, keys, values = torch.split(every, [heads, kv_heads, kv_heads], 1)
     if query_weight is not None and key_weight is not None:
-        turned[:, :heads] = reference.rms_norm(turned[:, :heads], query_weight, epsilon)
-        turned[:, heads:] = reference.rms_norm(turned[:, heads:], key_weight, epsilon)
-    reference.rotate(turned, table)
-    write(slots, joint[:, heads * size :], cache, scales)
-    return every[:, :heads]
+        queries[:] = reference.rms_norm(queries, query_weight, epsilon)
+        keys[:] = reference.rms_norm(keys, key_weight, epsilon)
+    if normal_values:
+        values[:] = reference.rms_norm(values, values.new_ones(size), epsilon)
+    reference.rotate(every[:, : heads + kv_heads], table)
+    write(slots, every[:, heads:].flatten(1), cache, scales)
+    return queries
 
 
 def rotate_and_write_latents(

@@ -86,7 +86,7 @@ class Plan:
         return replace(self, pages=pages)
 
 
-def tiles_of(ratio: int, size: int, dtype: torch.dtype, generation: int = 9, steady: bool = False) -> tuple[Tile, Tile, Tile]:
+def tiles_of(kind: Kind, dtype: torch.dtype, generation: int = 9, steady: bool = False) -> tuple[Tile, Tile, Tile]:
     """For one query, for a few (a chain or tree to be verified), for many. generation: of `generation_of`; steady: all are that of
     a few, lest a token's answer depend on how many are computed with it.
 
@@ -95,11 +95,11 @@ def tiles_of(ratio: int, size: int, dtype: torch.dtype, generation: int = 9, ste
     product lie in registers, so tiles are smaller. AMD's processors have 64 KiB of shared memory, and many waves to hide latency.
     """
     if steady:
-        return (tiles_of(ratio, size, dtype, generation)[1],) * 3
-    least = max(16, triton.next_power_of_2(ratio))
+        return (tiles_of(kind, dtype, generation)[1],) * 3
+    size, least = kind.size, max(16, triton.next_power_of_2(kind.ratio))
     few, many = max(64, least), max(128 if size <= 128 else 64, least)
     if size > 256:
-        return _tiles_of_latents(least, dtype, generation)
+        return (_tiles_of_latents if kind.latent else _tiles_of_large_heads)(least, dtype, generation)
     if dtype == torch.float32:
         # Its products are computed in registers. 16 keys are the least of a product; few enough never to spill but in one place.
         keys = 32 if generation == 8 and size <= 64 else 16
@@ -126,6 +126,17 @@ def _tiles_of_latents(least: int, dtype: torch.dtype, generation: int) -> tuple[
         few = Tile(max(32, least), 16, 8, 5)
         return Tile(least, 16, 4, 5), few, few
     return Tile(least, 64, 4, 5), Tile(max(32, least), 64, 8, 5), Tile(max(64, least), 16, 8, 5)
+
+
+def _tiles_of_large_heads(least: int, dtype: torch.dtype, generation: int) -> tuple[Tile, Tile, Tile]:
+    """Of 512 features, as many registers; and values take as much shared memory as keys."""
+    if dtype == torch.float32:
+        tile = Tile(least, 16, 4, 1) if generation == 0 else Tile(least, 16, 8, 2)
+        return tile, tile, tile
+    few = Tile(max(32, least), 32 if generation == 9 else 16, 8, 2 if generation == 0 else 4)
+    if generation == 9:
+        return Tile(least, 32, 8, 4), few, Tile(max(64, least), 16, 8, 5)
+    return Tile(least, 16, 4, 5 if generation == 8 else 2), few, few
 
 
 def narrowed(tile: Tile, size: int, needed: bool) -> Tile:
@@ -163,7 +174,7 @@ def plan(
     """
     if fixed % cutting.ALIGNMENT:
         raise ValueError(f"items of {fixed} keys: not a multiple of {cutting.ALIGNMENT}")
-    tiles = {kind: tiles_of(kind.ratio, kind.size, dtype, generation_of(device), fixed > 0) for kind in kinds}
+    tiles = {kind: tiles_of(kind, dtype, generation_of(device), fixed > 0) for kind in kinds}
     most = min((own[-1].rows - 1) // kind.ratio for kind, own in tiles.items())
     table = cutting.table(rows, page_size, most if share and not fixed else 0)
     return _plan(table, tiles, device, processors, fixed, capacity)
@@ -172,7 +183,7 @@ def plan(
 def plan_singles(seen: "numpy.ndarray[Any, Any]", most: int, kind: Kind, device: torch.device, dtype: torch.dtype) -> Plan:
     """The step of as many rows of one token each, which see so many keys, `most` at most, on pages of one token. Which pages is
     said later, in tables of `most` each (`Plan.chosen`)."""
-    tiles = {kind: tiles_of(kind.ratio, kind.size, dtype, generation_of(device))}
+    tiles = {kind: tiles_of(kind, dtype, generation_of(device))}
     return _plan(cutting.singles(seen, most), tiles, device)
 
 
@@ -449,6 +460,9 @@ def compilations() -> list[Compilation]:
             _compilation(0, 512, generation, turned=64, ratio=16, beside=128, page_size=1, hot=True),
             _compilation(0, 512, generation, turned=64, ratio=16, eight_bits=True, hot=True),
             _compilation(2, 256, generation, turned=64, ratio=8, dtype=torch.float32, hot=True),
+            *(_compilation(kind, 512, generation, ratio=8, hot=True) for kind in range(3)),
+            _compilation(1, 512, generation, ratio=8, trees=True, page_size=64, hot=True),
+            _compilation(0, 512, generation, ratio=8, dtype=torch.float32, hot=True),
             _compilation(0, 64, generation, ratio=1, page_size=1),
             _compilation(0, 8, generation, hot=True),  # models that are made for tests have such heads
             _compilation(0, 128, generation, ratio=7, page_size=256, hot=True),
@@ -493,7 +507,8 @@ def _compilation(
     early: bool = False,
     hot: bool = False,
 ) -> Compilation:
-    tile = narrowed(tiles_of(ratio, size + turned, dtype, generation)[kind], size + turned, eight_bits or window > 0)
+    layers = Kind(window, 8, ratio, size + turned, turned > 0)
+    tile = narrowed(tiles_of(layers, dtype, generation)[kind], layers.size, eight_bits or window > 0)
     width = size + turned + beside if turned else 16 * size
     constants = _constants(8, ratio, size, turned, width, page_size, tile, window, softcap, trees, eight_bits, sinks)
     constants["EARLY"] = early

@@ -64,7 +64,7 @@ def kind(window: int, heads: int, kv_heads: int, size: int, latent: bool) -> Kin
     """Of layers with so many heads, of which as many as have room read a latent together."""
     if latent:
         kv_heads = heads // next(count for count in range(TOGETHER, 0, -1) if heads % count == 0)
-    return Kind(window, kv_heads, heads // kv_heads, size)
+    return Kind(window, kv_heads, heads // kv_heads, size, latent)
 
 
 def by_triton(layout: Layout) -> bool:
@@ -129,7 +129,7 @@ def _room(
     """For items of each tile, and partials, in layers of one kind; count: rows."""
     from . import paged_attention as paged
 
-    tiles = paged.tiles_of(kind.ratio, kind.size, layout.dtype, paged.generation_of(layout.device), layout.steady)
+    tiles = paged.tiles_of(kind, layout.dtype, paged.generation_of(layout.device), layout.steady)
     # Rows are cut into so many items more, all together, for each processor to have some; prefixes are shared by two rows or more.
     cuts = -(-paged.processors_of(layout.device) * ITEMS_PER_PROCESSOR // kind.kv_heads) + 1
     shared = -(-tokens * kind.ratio // tiles[-1].rows) + count // 8

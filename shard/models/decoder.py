@@ -46,6 +46,7 @@ class Layer:
         )
         self.attention = Latents(load, shape.latent, self.window) if shape.latent else Heads(load, self.window)
         mixture = shape.mixtures[index] if shape.mixtures else None
+        self.factor = load.number("layer_scalar") if shape.layer_factors else 1.0
         self.mlp = Sparse(load, mixture) if mixture else Ungated(load) if shape.ungated else Dense(load)
 
     def attend(self, stream: Stream, step: Step, rotary: Tensor, growth: Tensor | None, cache: Cache) -> Tensor:
@@ -53,13 +54,15 @@ class Layer:
         return self.attention(stream, self.input_norm, step, rotary, growth, cache.layers[self.index])
 
     def transform(self, attended: Tensor, stream: Stream) -> None:
-        """Adds to the stream what its tokens attended to, and what the MLP makes of that."""
+        """Adds to the stream what its tokens attended to, and what the MLP makes of that; then multiplies it by the layer's."""
         if self.shape.parallel and isinstance(self.mlp, Dense):
             inner = self.mlp.inner(stream, self.input_norm)
             stream.add_both(attended, self.attention.output, inner, self.mlp.down)
-            return
-        stream.add(attended, self.attention.output, self.attention_norm)
-        self.mlp(stream, self.mlp_norm, self.last_norm)
+        else:
+            stream.add(attended, self.attention.output, self.attention_norm)
+            self.mlp(stream, self.mlp_norm, self.last_norm)
+        if self.factor != 1:
+            stream.scale(self.factor)
 
 
 class Decoder:

@@ -141,7 +141,7 @@ def _glm4(config: Config) -> Shape:
     return replace(_glm(config), norms=AROUND_GLM)
 
 
-def _gemma(config: Config, activation: str = "hidden_act") -> Shape:
+def gemma(config: Config, activation: str = "hidden_act") -> Shape:
     """The first generation, which said "gelu" and meant its approximation, and what all of them have in common."""
     if config.get("use_bidirectional_attention"):
         raise Unsupported("use_bidirectional_attention is not supported: the decoder's tokens see those before them")
@@ -152,7 +152,7 @@ def _gemma(config: Config, activation: str = "hidden_act") -> Shape:
 
 def _gemma2(config: Config) -> Shape:
     """Every other layer slides."""
-    base = _gemma({"num_attention_heads": 8, "num_key_value_heads": 4} | config, "hidden_activation")
+    base = gemma({"num_attention_heads": 8, "num_key_value_heads": 4} | config, "hidden_activation")
     return replace(
         base,
         norms=AROUND,
@@ -214,7 +214,7 @@ def exaone4(config: Config) -> Shape:
 DENSE: dict[str, Callable[[Config], Shape]] = {
     "Ernie4_5ForCausalLM": ernie,
     "Exaone4ForCausalLM": exaone4,
-    "GemmaForCausalLM": _gemma,
+    "GemmaForCausalLM": gemma,
     "Gemma2ForCausalLM": _gemma2,
     "Gemma3ForCausalLM": _gemma3,
     "GlmForCausalLM": _glm,

@@ -7,6 +7,7 @@ from typing import Any
 
 from .dense_families import DENSE
 from .fields import AGAIN, FULL, INDEXED, SLIDING, Config, check, types_of
+from .gemma4_families import GEMMA4
 from .image_families import IMAGES, text_of
 from .latent_families import LATENT
 from .layer_norm_families import LAYER_NORM
@@ -14,7 +15,7 @@ from .quantization import beside as beside  # for who reads a folder
 from .shape import Shape, Unsupported
 from .sparse_families import SPARSE
 
-FAMILIES = DENSE | SPARSE | LATENT | LAYER_NORM
+FAMILIES = DENSE | GEMMA4 | SPARSE | LATENT | LAYER_NORM
 
 
 def shape(config: Config) -> Shape:
@@ -42,11 +43,14 @@ def shape(config: Config) -> Shape:
 
 def _sound(found: Shape, kinds: list[Any] | None) -> Shape:
     """The same. Raises Unsupported if its numbers contradict each other, or the `kinds` of layers that config.json names."""
-    if found.heads % found.kv_heads:
-        raise Unsupported(
-            f"config.json says {found.heads} attention heads and {found.kv_heads} key/value heads, of which the first must be a "
-            f"multiple: {AGAIN}"
-        )
+    for keys in map(found.keys, sorted(set(found.windows))):
+        if found.heads % keys.heads:
+            raise Unsupported(
+                f"config.json says {found.heads} attention heads and {keys.heads} key/value heads, of which the first must be a "
+                f"multiple: {AGAIN}"
+            )
+        if keys.size % 2:
+            raise Unsupported(f"config.json means heads of {keys.size} numbers, an even number is needed: {AGAIN}")
     unknown = set(map(str, kinds or ())) - ({INDEXED} if found.index else {FULL, SLIDING})
     if unknown:
         raise Unsupported(f"layer_types {', '.join(sorted(unknown))} are not supported: the decoder has full and sliding attention")

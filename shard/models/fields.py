@@ -60,6 +60,7 @@ MAY_BE_NULL = (
     *("num_key_value_heads", "head_dim", "sliding_window", "max_window_layers"),
     *("n_shared_experts", "n_group", "topk_group", "first_k_dense_replace", "q_lora_rank"),
 )
+NULL_OF = {"gemma4_text": ("num_experts", "moe_intermediate_size")}  # the same, of a model_type: it may have no experts
 AGAIN = "is it the model's own? Download it again"
 FULL, SLIDING, INDEXED = "full_attention", "sliding_attention", "indexed_attention"  # of `layer_types`
 SWITCHES = (
@@ -73,6 +74,8 @@ MODEL_TYPES = {
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "DeepseekV32ForCausalLM": "deepseek_v32",
     "Gemma3ForCausalLM": "gemma3_text",
+    "Gemma4ForCausalLM": "gemma4_text",
+    "Gemma4UnifiedForCausalLM": "gemma4_unified_text",
     "Glm4MoeForCausalLM": "glm4_moe",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "ExaoneMoeForCausalLM": "exaone_moe",
@@ -106,7 +109,7 @@ def check(config: Config, architecture: str, types: Sequence[str]) -> None:
     for name, most in SIZES.items():
         value = config.get(name, 1)
         least = LEAST.get(name, 1)
-        if value is None and name in MAY_BE_NULL:
+        if value is None and name in (*MAY_BE_NULL, *NULL_OF.get(types[0], ())):
             continue
         if type(value) is not int or not least <= value <= most:
             raise Unsupported(f"config.json says {name} {shown(value)}, an integer from {least} to {most} is needed: {AGAIN}")

@@ -20,8 +20,9 @@ class Heads:
         self.window = window
         self.ranks = load.ranks
         keys = shape.keys(window)
-        sizes = [n * keys.size for n in (shape.heads, keys.heads, keys.heads)]
-        names = [f"self_attn.{name}_proj" for name in "qkv"]
+        self.joint = not keys.values
+        sizes = [n * keys.size for n in (shape.heads, keys.heads, keys.heads)][: 2 + keys.values]
+        names = [f"self_attn.{name}_proj" for name in "qkv"][: 2 + keys.values]
         self.inward = load.heads("self_attn.qkv_proj", names, sizes, shape.qkv_bias)
         self.query_norm = load.ordered(load.gains("self_attn.q_norm", keys.size)) if shape.qk_norm else None
         self.key_norm = load.ordered(load.gains("self_attn.k_norm", keys.size)) if shape.qk_norm else None
@@ -49,7 +50,8 @@ class Heads:
         if self.queries_norm is not None and self.keys_norm is not None:
             normalize_parts(joint, (self.queries_norm, self.keys_norm), epsilon, self.ranks)
         scales = self.scales if layer.dtype != joint.dtype else None
-        query = rotate_and_write(joint, rotary, step.slots, layer, self.query_norm, self.key_norm, epsilon, scales)
+        norms, values = (self.query_norm, self.key_norm), (shape.value_norm, self.joint)
+        query = rotate_and_write(joint, rotary, step.slots, layer, *norms, epsilon, scales, *values)
         if growth is not None:
             query.mul_(growth)
         how = self.window, shape.attention_scale, shape.softcap

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from .dense_families import DENSE
 from .fields import AGAIN, Config, shown
+from .gemma4_families import GEMMA4
 from .latent_families import LATENT
 from .shape import Shape, Unsupported
 from .sparse_families import SPARSE
@@ -58,6 +59,8 @@ KIMI = {"kimi_k2": LATENT["DeepseekV3ForCausalLM"], "deepseek_v3": LATENT["Deeps
 # Of each the families that its text may be, by model_type.
 IMAGES: dict[str, dict[str, Family]] = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": DENSE["Gemma3ForCausalLM"]},
+    "Gemma4ForConditionalGeneration": {"gemma4_text": GEMMA4["Gemma4ForCausalLM"]},
+    "Gemma4UnifiedForConditionalGeneration": {"gemma4_unified_text": GEMMA4["Gemma4UnifiedForCausalLM"]},
     "Glm46VForConditionalGeneration": {"glm4v_text": _glm_4v, "glm4v_moe_text": _glm_4v_moe},
     "Glm4vForConditionalGeneration": {"glm4v_text": _glm_4v},
     "Glm4vMoeForConditionalGeneration": {"glm4v_moe_text": _glm_4v_moe},

@@ -63,6 +63,10 @@ class Loader:
         found = self.source.scale(self.prefix + name, count)
         return found if found is not None else self.source.tensor(self.prefix + name, (count,), dtype=torch.float32)
 
+    def number(self, name: str) -> float:
+        """One, which is the layer's."""
+        return self.source.tensor(self.prefix + name, (1,)).item()
+
     def columns(self, joint: str, names: list[str], sizes: list[int], bias: bool) -> Weight:
         """Matrices [size, hidden] side by side, of each this rank's part of the outputs. joint: what they are in checkpoints that
         have them so."""

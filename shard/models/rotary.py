@@ -47,6 +47,8 @@ def frequencies(rope: Rope, size: int, positions: int = 0) -> Tensor:
         return plain / rope.factor
     if rope.kind == "default":
         return plain
+    if rope.kind == "proportional":
+        return plain / rope.factor * (torch.arange(size // 2) < int(rope.part * size // 2))
     kept = _yarn(rope, size) if rope.kind == "yarn" else _llama3(rope, plain)
     return plain * kept + plain / rope.factor * (1 - kept)
 

@@ -20,7 +20,7 @@ class Rope:
     """Rotary embedding. `kind` "default" uses nothing but theta."""
 
     theta: float = 10000.0
-    kind: str = "default"  # "default", "linear", "llama3", "yarn", "longrope"
+    kind: str = "default"  # "default", "linear", "llama3", "yarn", "longrope", "proportional"
     factor: float = 1.0
     original_positions: int = 8192  # that the model was first trained on: llama3's, yarn's and longrope's
     # Turns over these positions: waves with more stay as they are, with less they are stretched, and those between interpolated.
@@ -31,6 +31,7 @@ class Rope:
     growth: float = 0.0  # of queries, by the logarithm of how many times over they are behind the original positions
     short: tuple[float, ...] = ()  # longrope's: how far each wave is stretched if no more than the original positions are served,
     long: tuple[float, ...] = ()  # and if more are
+    part: float = 1.0  # proportional's: of all pairs of features these turn, the first, and those behind them stand still
 
     @property
     def reach(self) -> int:
@@ -144,6 +145,7 @@ class Keys:
 
     heads: int
     size: int  # of a head, as it is cached
+    values: bool = True  # have a matrix of their own; without, they are what keys are before these are normalized and turned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +175,7 @@ class Shape:
     sinks: bool = False  # each head has a logit more, which no value belongs to
     final_softcap: float = 0.0  # of the model's logits
     embedding_factor: float = 1.0  # what rows of the embedding table are multiplied by
+    layer_factors: bool = False  # behind each layer the stream is multiplied by a number of the layer's
     residual_factor: float = 1.0  # and what attention and MLP come to, before it is added
     logit_divisor: float = 1.0  # what logits are divided by
     qkv_bias: bool = False
@@ -180,6 +183,7 @@ class Shape:
     mlp_bias: bool = False
     qk_norm: bool = False  # RMS norm of every query and key head before rotary
     joint_qk_norm: bool = False  # or one of all queries of a token together, and one of all its keys
+    value_norm: bool = False  # of every value head, without gains
     norms: tuple[str, str, str, str] = PLAIN  # names of those before and behind attention, before and behind the MLP; "": none
     centered_norms: bool = False  # norms' gains are stored less 1
     layer_norms: bool = False  # norms take the mean away, instead of being RMS norms
@@ -313,7 +317,7 @@ class Shape:
         heads, hidden, latent = self.heads // ranks, self.hidden, self.latent
         if latent is None:
             keys = self.keys(window)
-            qkv = (heads + 2 * keys.heads // ranks) * keys.size
+            qkv = (heads + (1 + keys.values) * keys.heads // ranks) * keys.size
             return [(qkv, hidden, hidden), (hidden, self.heads * keys.size, heads * keys.size)]
         asked, back = heads * (latent.plain + latent.turned), (hidden, self.heads * latent.values, heads * latent.values)
         if not latent.queries:
@@ -327,7 +331,7 @@ class Shape:
         heads, latent = self.heads // ranks, self.latent
         if latent is None:
             keys = self.keys(window)
-            return self.qkv_bias * (heads + 2 * keys.heads // ranks) * keys.size
+            return self.qkv_bias * (heads + (1 + keys.values) * keys.heads // ranks) * keys.size
         found = latent.size + latent.queries + (2 * self.index.size + self.index.heads * self.hidden if self.index else 0)
         return heads * (latent.plain + latent.values) * latent.size + found + self.qkv_bias * (latent.queries + self.head_size)
 

@@ -63,6 +63,10 @@ class Stream:
         """Adds two products, of which both are this rank's parts."""
         self.add_part(self.product(x, weight).add_(self.product(other, its_weight)))
 
+    def scale(self, factor: float) -> None:
+        """Multiplies it."""
+        self.normalized(None).mul_(factor)
+
     def select(self, rows: Tensor) -> None:
         """Goes on with these rows alone; nothing is still to be added."""
         assert self._more is None

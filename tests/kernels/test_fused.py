@@ -139,6 +139,29 @@ def test_rotate_and_write(dtype: torch.dtype, norm: bool, chance: random.Random)
         close(found[1][1].nan_to_num(), found[0][1].nan_to_num())
 
 
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_may_be_normalized_and_be_keys(dtype: torch.dtype, shared: bool, chance: random.Random) -> None:
+    """Those that keys are before they are normalized and turned."""
+    for _ in range(3):
+        kv_heads = chance.choice([1, 2, 5])
+        heads, size, tokens = kv_heads * chance.choice([1, 3, 4]), chance.choice([2, 10, 80, 512]), chance.randint(1, 5)
+        joint = randn(tokens, (heads + (1 if shared else 2) * kv_heads) * size, dtype=dtype)
+        table = reference.rotary_table(torch.rand(size // 2), torch.randint(0, 5000, (tokens,)), dtype).to(DEVICE)
+        slots, weights = torch.randperm(20)[:tokens].to(DEVICE), [randn(size, dtype=dtype) for _ in "qk"]
+        found = []
+        for which in ("reference", "triton"):
+            choose.force(which)
+            cache, own = torch.full((20, 2, kv_heads, size), torch.nan, dtype=dtype, device=DEVICE), joint.clone()
+            query = operations.rotate_and_write(own, table, slots, cache, *weights, 1e-5, None, True, shared)
+            assert query.data_ptr() == own.data_ptr() or (shared and which == "reference")
+            found.append((query, cache))
+        values = joint[:, -kv_heads * size :].view(tokens, kv_heads, size)
+        close(found[0][1][slots, 1], reference.rms_norm(values, values.new_ones(size), 1e-5))
+        close(found[1][0], found[0][0])
+        close(found[1][1].nan_to_num(), found[0][1].nan_to_num())
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_latents_are_turned_and_written(dtype: torch.dtype, chance: random.Random) -> None:
     for heads, size, turned in ((1, 8, 2), (chance.randint(2, 40), 24, 6), (17, chance.randint(30, 100), 16)):

@@ -54,7 +54,7 @@ class World:
         self.page_size, self.most = page_size, most
         layout = Layout(
             page_size=page_size,
-            kinds=(Kind(0, 1, 4, LATENT + TURNED),),
+            kinds=(Kind(0, 1, 4, LATENT + TURNED, True),),
             latent=LATENT,
             softcap=0.0,
             sinks=False,
@@ -179,7 +179,7 @@ def test_parts_that_are_alike_are_planned_once(monkeypatch: pytest.MonkeyPatch) 
     assert len(plans) == 7
     assert len({id(plan) for plan in plans}) == 4  # that of the last one, and two with some that see fewer
     rows = [Row(1, keys - 1, range(30)) for keys in [30, *range(16, 25)]]
-    expected = paged_attention.plan(rows, 1, [Kind(0, 1, 4, LATENT + TURNED)], DEVICE, dtype=torch.float32, share=False)
+    expected = paged_attention.plan(rows, 1, [Kind(0, 1, 4, LATENT + TURNED, True)], DEVICE, dtype=torch.float32, share=False)
     for found, items in zip(plans[0].launches[0].items, expected.launches[0].items, strict=True):
         assert found[:, [0, 1, 3, 4, 5, 6, 7]].tolist() == items[:, [0, 1, 3, 4, 5, 6, 7]].tolist()
         assert found[:, 2].tolist() == (found[:, 0] * 30).tolist()
@@ -190,7 +190,7 @@ def test_parts_that_are_alike_are_planned_once(monkeypatch: pytest.MonkeyPatch) 
 def test_graphs_have_no_room_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is known before anything is planned in vain."""
     world = World(rows_of([(1, 30)], 16, random.Random(6)), 16, 31, "triton")
-    layout = Layout(16, (Kind(0, 1, 4, LATENT + TURNED),), LATENT, 0.0, False, 31, torch.float32, DEVICE)
+    layout = Layout(16, (Kind(0, 1, 4, LATENT + TURNED, True),), LATENT, 0.0, False, 31, torch.float32, DEVICE)
     room = ragged.capacity(layout, 4, 4, 100, 32, mixed=False)
     assert ragged.plan(world.rows, layout, room)
     monkeypatch.setattr(paged_attention, "plan", lambda *rows, **options: pytest.fail("planned in vain"))

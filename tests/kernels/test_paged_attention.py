@@ -116,7 +116,7 @@ class World:
 
     def plan(self, window: int = 0, **options: object) -> paged_attention.Plan:
         defaults: dict[str, object] = {"processors": 3, "dtype": self.dtype}
-        kinds = [Kind(one, self.kv_heads, self.ratio, self.size) for one in sorted({0, window})]
+        kinds = [Kind(one, self.kv_heads, self.ratio, self.size, self.latent > 0) for one in sorted({0, window})]
         return plan(self.rows, self.page_size, kinds, DEVICE, **{**defaults, **options})  # type: ignore[arg-type]
 
     def found(self, step: paged_attention.Plan, window: int = 0, softcap: float = 0.0) -> Tensor:
@@ -299,6 +299,25 @@ def test_a_plan_with_room_takes_the_place_of_another() -> None:
         step.become(other.plan())
     with pytest.raises(ValueError, match="room for 20"):
         World(rows_of([(21, 0)], 16, random.Random(7)), 16).plan(capacity=room)
+
+
+def test_layers_of_several_kinds_go_by_one_plan() -> None:
+    """Each with tiles, items and partials of its own, in a plan that takes another's place."""
+    kinds = [Kind(0, 1, 8, 32), Kind(31, 4, 2, 16), Kind(64, 2, 1, 300)]
+    shapes = [(1, 300), (3, 20), (9, 280), (1, 128)]
+    layout = Layout(16, tuple(kinds), 0, 0.0, False, 0, torch.float32, DEVICE)
+    room = ragged.capacity(layout, 14, 4, 400, 400, mixed=True, trees=True)
+    assert set(room.items) == {0, 31, 64}
+    plans = []
+    for seed in range(2):
+        rows = rows_of(shapes, 16, random.Random(seed), trees=0.5, sharing=0.5)
+        plans.append(plan(rows, 16, kinds, DEVICE, dtype=torch.float32, processors=3, capacity=room))
+        if seed:
+            plans[0].become(plans[1])
+        for kind in kinds:
+            world = World(rows, 16, kv_heads=kind.kv_heads, ratio=kind.ratio, size=kind.size)
+            found = world.found(plans[0], kind.window)
+            torch.testing.assert_close(found.double().cpu(), world.expected(kind.window), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -516,7 +535,7 @@ def test_a_long_row_among_short_ones_is_cut_and_they_are_not() -> None:
 
 
 def test_equal_rows_that_fill_the_device_are_not_cut() -> None:
-    tiles = tiles_of(4, 128, torch.bfloat16)
+    tiles = tiles_of(Kind(0, 1, 4, 128), torch.bfloat16)
     table = work.table(rows_of([(1, 4096)] * 64, 16, random.Random(13)), 16, 31)
     parts = work.segments(table, 0, tiles, 4)
     found = work.work(table, parts, tiles, work.longest(parts, 8, 132), False)

@@ -126,7 +126,7 @@ def test_parameters_are_counted_as_transformers_has_them(name: str) -> None:
     assert tiny.decoder(name).shape.parameters() == sum(values.numel() for values in (*theirs.parameters(), *corrections))
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3", "ministral3", "mistral4"])
+@pytest.mark.parametrize("name", ["deepseek-v3", "gemma4", "ministral3", "mistral4"])
 def test_bytes_are_planned_as_they_are_held(name: str) -> None:
     model = tiny.decoder(name)
     assert model.shape.weight_bytes(1, 4, "cpu", "float32", not model.head.shared) == model.weight_bytes

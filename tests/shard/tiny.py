@@ -69,6 +69,14 @@ WINDOW = 8  # less than the context of every test
 # Caps that the logits of these models come near to.
 GEMMA: dict[str, Any] = SMALL | {"head_dim": 16, "query_pre_attn_scalar": 12, "sliding_window": WINDOW}
 GEMMA2 = GEMMA | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 9.0}
+GEMMA4 = SMALL | {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": WINDOW,
+    "hidden_size_per_layer_input": 0,
+}
 PHI4 = SMALL | {"hidden_size": 128, "partial_rotary_factor": 0.75, "pad_token_id": 0, "eos_token_id": 1}
 LONGROPE = {
     "rope_type": "longrope",
@@ -149,6 +157,13 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "gemma2-full": lambda: transformers.Gemma2Config(**GEMMA2, layer_types=["full_attention"] * 2),
     "gemma3": lambda: transformers.Gemma3TextConfig(
         **GEMMA2 | {"num_hidden_layers": 3}, sliding_window_pattern=2, rope_parameters=GEMMA3_ROPES
+    ),
+    "gemma4": lambda: transformers.Gemma4TextConfig(**GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=2),
+    "gemma4-values": lambda: transformers.Gemma4TextConfig(
+        **GEMMA4 | {"global_head_dim": 24}, attention_bias=True, final_logit_softcapping=9.0
+    ),
+    "gemma4-unified": lambda: transformers.Gemma4UnifiedTextConfig(
+        **GEMMA4 | {"head_dim": 32, "global_head_dim": 8}, attention_k_eq_v=True, attention_bias=True, tie_word_embeddings=False
     ),
     "glm": lambda: transformers.GlmConfig(**GLM, partial_rotary_factor=1.0, attention_bias=False),
     "glm4": lambda: transformers.Glm4Config(**GLM, rope_parameters=dict(YARN)),
@@ -270,6 +285,9 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "few-heads-deepseek-v32": lambda: transformers.DeepseekV32Config(**INDEXED | FEW_HEADS, n_group=4, topk_group=2),
     "few-heads-qwen3": lambda: transformers.Qwen3Config(**FEW_HEADS, head_dim=16),
     "few-heads-gemma2": lambda: transformers.Gemma2Config(**GEMMA2 | FEW_HEADS),
+    "few-heads-gemma4": lambda: transformers.Gemma4TextConfig(
+        **GEMMA4 | FEW_HEADS | {"num_hidden_layers": 4}, attention_k_eq_v=True, num_global_key_value_heads=1
+    ),
     "few-heads-gpt-oss": lambda: transformers.GptOssConfig(**GPT_OSS | FEW_HEADS),
     "mixtral-wide": lambda: transformers.MixtralConfig(**FEW_HEADS | {"intermediate_size": 192}, num_local_experts=4),
     "gpt-oss-blocks": lambda: transformers.GptOssConfig(**GPT_OSS | {"intermediate_size": 96}),
@@ -315,6 +333,8 @@ def _made(name: str) -> Path:
         "GemmaConfig": transformers.GemmaForCausalLM,
         "Gemma2Config": transformers.Gemma2ForCausalLM,
         "Gemma3TextConfig": transformers.Gemma3ForCausalLM,
+        "Gemma4TextConfig": transformers.Gemma4ForCausalLM,
+        "Gemma4UnifiedTextConfig": transformers.Gemma4UnifiedForCausalLM,
         "Glm4MoeLiteConfig": transformers.Glm4MoeLiteForCausalLM,
         "Glm4MoeConfig": transformers.Glm4MoeForCausalLM,
         "DeepseekV32Config": transformers.DeepseekV32ForCausalLM,
@@ -344,10 +364,11 @@ def _made(name: str) -> Path:
         "SmolLM3Config": transformers.SmolLM3ForCausalLM,
     }[type(config := (FAMILIES | OTHERS)[name]()).__name__](config)
     with torch.no_grad():
-        corrections = ((key, value) for key, value in model.named_buffers() if "correction" in key)
-        for key, value in (*model.named_parameters(), *corrections):
+        buffers = ((key, value) for key, value in model.named_buffers() if "correction" in key or "layer_scalar" in key)
+        around = ("scalar",) if "gemma" in name and "gemma4" not in name else ("scalar", "norm")
+        for key, value in (*model.named_parameters(), *buffers):
             # Wide, so that logits lie far apart; norms around 1, so that leaving one out shows.
-            value.normal_(1 if "norm" in key and "gemma" not in name else 0, 0.3, generator=generator)
+            value.normal_(1 if any(word in key for word in around) else 0, 0.3, generator=generator)
     model.save_pretrained(_scratch() / name)
     return _scratch() / name
 

@@ -1,0 +1,117 @@
+"""Gemma 4: layers that see all have other heads than those that slide. A new one is a new entry in `GEMMA4`."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from .dense_families import AROUND, gemma
+from .fields import AGAIN, FULL, SIZES, SLIDING, Config, number, shown
+from .parts import cap, kinds_of, windows_of
+from .ropes import ropes_by_kind
+from .shape import Keys, Rope, Shape, Unsupported
+
+# transformers' defaults, which some checkpoints rely on.
+TEXT: Config = {
+    "vocab_size": 262_144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131_072,
+    "sliding_window": 512,
+    "final_logit_softcapping": None,
+}
+UNIFIED: Config = TEXT | {"max_position_embeddings": 262_144, "sliding_window": 1024}
+ROPES: Config = {
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+}
+HEAD_SIZE = 512  # of layers that see all
+
+
+def gemma4(config: Config) -> Shape:
+    """One layer in six sees all; the stream is multiplied by a number of each layer behind it."""
+    config = TEXT | config
+    if config.get("hidden_size_per_layer_input", 256):
+        raise Unsupported("hidden_size_per_layer_input (Gemma 4 E2B and E4B) is not supported: the decoder has one embedding table")
+    if config.get("enable_moe_block"):
+        raise Unsupported("enable_moe_block (Gemma 4 26B-A4B) is not supported: the decoder has no experts beside an MLP")
+    return _text(config)
+
+
+def gemma4_unified(config: Config) -> Shape:
+    """The same without images' or sounds' encoders: the 12B."""
+    return _text(UNIFIED | config)
+
+
+def _text(config: Config) -> Shape:
+    seen = config.get("use_bidirectional_attention")
+    if config.get("num_kv_shared_layers"):
+        raise Unsupported("num_kv_shared_layers (Gemma 4 E2B and E4B) is not supported: in the decoder each layer has its own keys")
+    layers = config["num_hidden_layers"]
+    kinds = kinds_of(config, layers, lambda layer: (layer + 1) % 6 > 0 and layer + 1 < layers)
+    full, local = ropes_by_kind({**config, "rope_parameters": config.get("rope_parameters") or ROPES}, 1e6, 1e4)
+    plain = config | {
+        "use_bidirectional_attention": None if seen == "vision" else seen,  # of images' tokens
+        "rope_parameters": {"rope_theta": 1e4},
+    }
+    base = gemma(plain, "hidden_activation")
+    return replace(
+        base,
+        centered_norms=False,
+        norms=AROUND,
+        windows=windows_of(config, kinds),
+        rope=_rope(full),
+        local_rope=_rope(local),
+        far=_far(config, base, kinds),
+        attention_scale=1.0,
+        qk_norm=True,
+        value_norm=True,
+        layer_factors=True,
+        final_softcap=cap(config, "final_logit_softcapping", 0.0),
+    )
+
+
+def _rope(values: dict[str, Any]) -> Rope:
+    """Of one kind of layers."""
+    kind, theta = values.get("rope_type") or "default", number(values, "rope_theta")
+    if kind == "proportional":
+        part = number(values, "partial_rotary_factor", 1.0, 1.0)
+        return Rope(theta=theta, kind=kind, factor=number(values, "factor", 1.0), part=part)
+    if kind != "default":
+        raise Unsupported(f"rotary scaling {kind!r} is not supported: for this family the decoder has default and proportional")
+    return Rope(theta=theta)
+
+
+def _far(config: Config, base: Shape, kinds: Sequence[Any]) -> Keys:
+    """The key heads of layers that see all: as transformers 5 writes it, layer by layer, or as the models say it."""
+    joint = config.get("attention_k_eq_v", False)
+    if not isinstance(joint, bool):
+        raise Unsupported(f"config.json says attention_k_eq_v {shown(joint)}, true or false is needed: {AGAIN}")
+    given = config.get("per_layer_config")
+    own: Any = {"head_dim": config.get("global_head_dim", HEAD_SIZE)}
+    if joint and config.get("num_global_key_value_heads") is not None:
+        own |= {"num_key_value_heads": config["num_global_key_value_heads"]}
+    if given is not None:
+        full = [str(layer) for layer, kind in enumerate(kinds) if kind == FULL]
+        alike = isinstance(given, dict) and set(given) <= set(full)
+        each = [given.get(layer, {}) for layer in full] if alike else []
+        own = each[0] if each else {}
+        alike = alike and isinstance(own, dict) and all(one == own for one in each)
+        if not alike or set(own) - {"head_dim", "num_key_value_heads"}:
+            raise Unsupported(
+                f"config.json says per_layer_config {shown(given)}: the decoder has one head_dim and num_key_value_heads for all "
+                "layers that see all, and one for all that slide"
+            )
+    own = {"head_dim": base.head_size, "num_key_value_heads": base.kv_heads} | own
+    for name, value in own.items():
+        if type(value) is not int or not 1 <= value <= SIZES[name]:
+            raise Unsupported(f"config.json says {name} {shown(value)} of layers that see all, an integer is needed: {AGAIN}")
+    return Keys(heads=own["num_key_value_heads"], size=own["head_dim"], values=not joint)
+
+
+GEMMA4: dict[str, Callable[[Config], Shape]] = {
+    "Gemma4ForCausalLM": gemma4,
+    "Gemma4UnifiedForCausalLM": gemma4_unified,
+}

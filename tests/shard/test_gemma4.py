@@ -1,0 +1,149 @@
+"""What Gemma 4's config.json files say and leave out is what transformers takes them for; answers are in test_oracle.py."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from penstock.shard.config import ShardConfig
+from penstock.shard.loading import load
+from penstock.shard.models.families import shape
+from penstock.shard.models.shape import Keys, Unsupported
+from penstock.shard.step import Span
+from penstock.tests.shard import tiny
+from penstock.tests.shard.driver import Habits
+from penstock.tests.shard.test_oracle import Bench, check_greedy, close, prompt
+
+# In sizes those of the hub's; what is left out is transformers' default.
+TEXT = {
+    "vocab_size": 262_144,
+    "hidden_size": 5376,
+    "intermediate_size": 21_504,
+    "num_hidden_layers": 60,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 16,
+    "num_global_key_value_heads": 4,
+    "attention_k_eq_v": True,
+    "sliding_window": 1024,
+    "final_logit_softcapping": 30.0,
+    "use_bidirectional_attention": "vision",
+    "hidden_size_per_layer_input": 0,
+    "num_experts": None,
+    "moe_intermediate_size": None,
+}
+ALONE = TEXT | {"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text"}
+WITH_IMAGES = {
+    "architectures": ["Gemma4ForConditionalGeneration"],
+    "model_type": "gemma4",
+    "text_config": TEXT | {"model_type": "gemma4_text"},
+}
+
+
+@pytest.mark.parametrize("config", [ALONE, WITH_IMAGES, ALONE | {"per_layer_config": {}}])
+def test_shapes_are_transformers(config: dict[str, Any]) -> None:
+    said = {name: value for name, value in config.items() if name == "per_layer_config"}
+    expected, found = transformers.Gemma4TextConfig(**TEXT, **said), shape(config)
+    kinds = ["sliding_attention" if window else "full_attention" for window in found.windows]
+    assert kinds == expected.layer_types
+    for layer, window in enumerate(found.windows):
+        own, keys = expected.per_layer_config[layer], found.keys(window)
+        assert (keys.heads, keys.size) == (own.num_key_value_heads, own.head_dim)
+        assert keys.values == (window > 0)
+    assert (found.vocabulary, found.max_positions, found.tied) == (expected.vocab_size, expected.max_position_embeddings, True)
+    assert (found.attention_scale, found.final_softcap) == (1.0, 30.0)
+    assert found.local_rope is not None
+    assert (found.rope.kind, found.rope.theta, found.rope.part) == ("proportional", 1e6, 0.25)
+    assert (found.local_rope.kind, found.local_rope.theta) == ("default", 1e4)
+
+
+def test_defaults_are_transformers() -> None:
+    for architecture, theirs in (
+        ("Gemma4ForCausalLM", transformers.Gemma4TextConfig()),
+        ("Gemma4UnifiedForCausalLM", transformers.Gemma4UnifiedTextConfig()),
+    ):
+        found = shape({"architectures": [architecture], "hidden_size_per_layer_input": 0})
+        sizes = (found.hidden, found.intermediate, found.layers, found.heads, found.kv_heads, found.head_size, found.max_positions)
+        names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+        assert sizes == tuple(theirs.to_dict()[name] for name in (*names, "max_position_embeddings"))
+        assert max(found.windows) == theirs.sliding_window
+        assert found.far == Keys(heads=4, size=512)
+
+
+def test_what_is_cached_of_a_token_goes_by_the_layer() -> None:
+    found = shape(ALONE)
+    assert [found.slot(ranks, window) for ranks in (1, 4) for window in (0, 1024)] == [
+        (2, 4, 512),
+        (2, 16, 256),
+        (2, 1, 512),
+        (2, 4, 256),
+    ]
+    assert found.kv_elements(1) == 50 * 2 * 16 * 256 + 10 * 2 * 4 * 512
+    with pytest.raises(Unsupported, match="4 key/value heads of layers without a window can't be divided by 8 ranks"):
+        found.check_ranks(8)
+    engine = tiny.engine("gemma4", pages=3)
+    assert [tuple(layer.shape) for layer in engine.cache.layers] == [(64, 2, 4, 16), (64, 2, 2, 32)] * 2
+    assert [len(part) for part in engine.cache.pages] == [2, 2]
+    assert engine.layer_bytes == 4 * 2 * 4 * 16
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma4-values"])
+@pytest.mark.parametrize("computed", [0, 6])
+def test_it_is_paused_and_goes_on_with_pages_that_others_had(name: str, computed: int) -> None:
+    """Forgotten and computed anew, and prefixes that are found: tokens stay."""
+    asked = tuple(prompt(seed, length) for seed, length in ((1, 40), (1, 60), (3, 9), (1, 33)))
+    for seed in range(2):
+        check_greedy(name, tiny.engine(name, page_size=4, pages=90), asked, Habits(pause=0.2, chunk=7 + computed), seed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"hidden_size_per_layer_input": 256}, "E2B and E4B"),
+        ({"num_kv_shared_layers": 2}, "E2B and E4B"),
+        ({"enable_moe_block": True}, "26B-A4B"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+        ({"layer_types": ["sliding_attention"] * 60, "sliding_window": 0}, "there are layers that slide"),
+        ({"num_global_key_value_heads": 5}, "32 attention heads and 5 key/value heads"),
+        ({"num_global_key_value_heads": "4"}, "num_key_value_heads '4' of layers that see all"),
+        ({"global_head_dim": 0}, "head_dim 0 of layers that see all"),
+        ({"global_head_dim": 33}, "heads of 33 numbers"),
+        ({"attention_k_eq_v": "yes"}, "attention_k_eq_v 'yes'"),
+        ({"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config"),
+        ({"per_layer_config": {"5": {"head_dim": 8}}}, "per_layer_config"),
+        ({"per_layer_config": {"5": 3}}, "per_layer_config"),
+        ({"per_layer_config": 3}, "per_layer_config 3"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 2.0}}}, "rotary scaling 'yarn'"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 2}}},
+            "partial_rotary_factor",
+        ),
+        ({"num_experts": "4"}, "num_experts '4'"),
+    ],
+)
+def test_what_is_wrong_is_named(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(Unsupported, match=message):
+        shape(ALONE | changed)
+
+
+@pytest.mark.parametrize(
+    ("name", "described", "made"),
+    [
+        ("gemma4", transformers.Gemma4Config, transformers.Gemma4ForConditionalGeneration),
+        ("gemma4-unified", transformers.Gemma4UnifiedConfig, transformers.Gemma4UnifiedForConditionalGeneration),
+    ],
+)
+def test_the_text_of_a_model_with_images(name: str, described: Any, made: Any, tmp_path: Path) -> None:
+    """Whose tensors have other names, and whose text is described by itself."""
+    own = tiny.reference(name)
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
+    vision = {"vision_config": small | {"num_key_value_heads": 2}} if name == "gemma4" else {}
+    both = made(described(text_config=own.config.to_dict(), tie_word_embeddings=own.config.tie_word_embeddings, **vision))
+    both.model.language_model.load_state_dict(own.model.state_dict())
+    both.lm_head.load_state_dict(own.lm_head.state_dict())
+    both.save_pretrained(tmp_path)
+    bench = Bench(name, 16)
+    bench.engine.decoder = load(ShardConfig(folder=str(tmp_path), model="m"), lambda stage: None).decoder
+    bench.engine.resize(64, 16)
+    tokens = prompt(3, 40)
+    close(bench.run([Span(bench.start(()), 0, tokens, wanted=40)]), tiny.expected_logits(name, tokens))
