@@ -90,6 +90,7 @@ def exchange(group: Group, on: Accelerator, tokens: int, rows: int) -> float:
     """All that ranks tell each other in a step of so many tokens, of which so many rows get logits."""
     shape, ranks = group.shape, (group.ranks // group.nodes, group.nodes)
     sums = (1 if shape.parallel else 2) * shape.layers + 1
+    sums += sum(mixture is not None and mixture.beside for mixture in shape.mixtures)
     found = sums * all_reduce(on, *ranks, tokens * shape.hidden * group.item) + gather(group, on, rows)
     if shape.joint_qk_norm:  # a sum of squares of a token's queries, and of its keys, in float32
         found += shape.layers * all_reduce(on, *ranks, 8 * tokens)

@@ -22,7 +22,7 @@ from ..weights import Source
 from .heads import Heads
 from .latents import Latents
 from .loader import Loader
-from .mlp import Dense, Sparse, Ungated
+from .mlp import Beside, Dense, Sparse, Ungated
 from .rotary import growth_of, table_of
 from .shape import Rope, Shape, Unsupported
 from .stream import Stream
@@ -47,7 +47,10 @@ class Layer:
         self.attention = Latents(load, shape.latent, self.window) if shape.latent else Heads(load, self.window)
         mixture = shape.mixtures[index] if shape.mixtures else None
         self.factor = load.number("layer_scalar") if shape.layer_factors else 1.0
-        self.mlp = Sparse(load, mixture) if mixture else Ungated(load) if shape.ungated else Dense(load)
+        if mixture:
+            self.mlp: Dense | Sparse = Beside(load, mixture) if mixture.beside else Sparse(load, mixture)
+        else:
+            self.mlp = Ungated(load) if shape.ungated else Dense(load)
 
     def attend(self, stream: Stream, step: Step, rotary: Tensor, growth: Tensor | None, cache: Cache) -> Tensor:
         """What `transform` goes on with, [tokens, features]. Writes keys and values to the cache."""

@@ -14,7 +14,7 @@ from .codes import stack
 from .loader import Loader
 from .shape import Mixture, Quantization, Unsupported
 
-TOGETHER = "mlp"  # what has the experts that are all in one tensor
+TOGETHER = "mlp"  # what has the experts that are all in one tensor, but where the layer itself has them
 SCALES = ("_scale_inv", "_scale", "_blocks")
 FP4_MIDDLE = 127  # of the exponents of scales
 
@@ -22,7 +22,7 @@ FP4_MIDDLE = 127  # of the exponents of scales
 def as_stored(load: Loader, mixture: Mixture) -> Mixture:
     """The same, with the names of its tensors in this checkpoint: transformers 5 has its own where it was not asked for the
     original ones (`save_original_format=False`)."""
-    if mixture.interleaved or not _is_together(load):
+    if mixture.interleaved or not mixture.name or not _is_together(load, mixture):
         return mixture
     correction = mixture.correction
     if correction and not load.source.has(f"{load.prefix}{TOGETHER}.{correction}"):
@@ -34,20 +34,21 @@ def experts(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]:
     """Of each expert this rank's [2 * size, hidden], gates first, and [hidden, size]; and biases of all, where they have some."""
     if mixture.interleaved:
         return _interleaved(load, mixture)
-    if _is_together(load):
+    if _is_together(load, mixture):
         return _together(load, mixture)
-    gate, up, down = ([f"{mixture.name}.experts.{i}.{name}" for i in range(mixture.experts)] for name in mixture.names)
+    gate, up, down = ([mixture.named(f"experts.{i}.{name}") for i in range(mixture.experts)] for name in mixture.names)
     outwards = [load.outwards(pair, [mixture.size] * 2) for pair in zip(gate, up, strict=True)]
     return outwards, [load.inwards(name, mixture.size) for name in down], None
 
 
-def _is_together(load: Loader) -> bool:
-    return load.source.has(f"{load.prefix}{TOGETHER}.experts.gate_up_proj")
+def _is_together(load: Loader, mixture: Mixture) -> bool:
+    home = replace(mixture, name=TOGETHER if mixture.name else "")
+    return load.source.has(load.prefix + home.named("experts.gate_up_proj"))
 
 
 def _together(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]:
     """All in one tensor, of each expert gates before what they let through."""
-    name, count, size, hidden = f"{load.prefix}{mixture.name}.experts", mixture.experts, mixture.size, load.shape.hidden
+    name, count, size, hidden = load.prefix + mixture.named("experts"), mixture.experts, mixture.size, load.shape.hidden
     part, how = size // load.ranks.size, load.shape.quantization
     start = load.ranks.rank * part
     scales = next((end for end in SCALES if load.source.has(f"{name}.gate_up_proj{end}")), None)

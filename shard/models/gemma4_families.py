@@ -8,7 +8,8 @@ from .dense_families import AROUND, gemma
 from .fields import AGAIN, FULL, SIZES, SLIDING, Config, number, shown
 from .parts import cap, kinds_of, windows_of
 from .ropes import ropes_by_kind
-from .shape import Keys, Rope, Shape, Unsupported
+from .shape import Keys, Mixture, Rope, Shape, Unsupported
+from .sparse_families import chosen
 
 # transformers' defaults, which some checkpoints rely on.
 TEXT: Config = {
@@ -35,9 +36,33 @@ def gemma4(config: Config) -> Shape:
     config = TEXT | config
     if config.get("hidden_size_per_layer_input", 256):
         raise Unsupported("hidden_size_per_layer_input (Gemma 4 E2B and E4B) is not supported: the decoder has one embedding table")
-    if config.get("enable_moe_block"):
-        raise Unsupported("enable_moe_block (Gemma 4 26B-A4B) is not supported: the decoder has no experts beside an MLP")
-    return _text(config)
+    base, sparse = _text(config), config.get("enable_moe_block", False)
+    if not isinstance(sparse, bool):
+        raise Unsupported(f"config.json says enable_moe_block {shown(sparse)}, true or false is needed: {AGAIN}")
+    return replace(base, mixtures=(_mixture(config, base),) * base.layers) if sparse else base
+
+
+def _mixture(config: Config, base: Shape) -> Mixture:
+    """Of the 26B-A4B: experts beside the MLP."""
+    for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+        if type(config[name]) is not int or config[name] < 1:
+            raise Unsupported(
+                f"config.json says {name} {shown(config[name])}, and there are experts: an integer is needed: {AGAIN}"
+            )
+    return chosen(
+        Mixture(
+            experts=config["num_experts"],
+            chosen=config["top_k_experts"],
+            size=config["moe_intermediate_size"],
+            normalized=True,
+            shared=base.intermediate,
+            shared_name="mlp",
+            shared_gate="",
+            beside=True,
+            name="",
+            router="router.proj",
+        )
+    )
 
 
 def gemma4_unified(config: Config) -> Shape:

@@ -56,8 +56,8 @@ class Sparse:
 
     def __init__(self, load: Loader, mixture: Mixture) -> None:
         self.mixture = mixture = as_stored(load, mixture)
-        self.router = load.whole(f"{mixture.name}.{mixture.router}", mixture.experts, mixture.biased, mixture.wide)
-        self.correction = load.each(f"{mixture.name}.{mixture.correction}", mixture.experts) if mixture.correction else None
+        self.router = load.whole(mixture.named(mixture.router), mixture.experts, mixture.biased, mixture.wide)
+        self.correction = load.each(mixture.named(mixture.correction), mixture.experts) if mixture.correction else None
         gate_ups, downs, biases = experts(load, mixture)
         self.experts = lay_out(gate_ups, downs, load.source.dtype, biases, Gates(load.shape.gelu, mixture.limit), load.exact)
         self.shared = Shared(load, mixture) if mixture.shared else None
@@ -90,12 +90,37 @@ class Sparse:
             yield from self.shared.weights()
 
 
+class Beside(Sparse):
+    """Gemma 4's: what all tokens go through is an MLP with norms of its own, and so have those that a router chooses. It looks at
+    the stream itself, and each expert has a factor of its shares."""
+
+    def __init__(self, load: Loader, mixture: Mixture) -> None:
+        super().__init__(load, mixture)
+        hidden = load.shape.hidden
+        self.routing = load.source.tensor(f"{load.prefix}router.scale", (hidden,)).float() * hidden**-0.5
+        self.factors = load.each("router.per_expert_scale", mixture.experts)
+        self.before = load.gains("pre_feedforward_layernorm_2", hidden)
+        self.behind = load.gains("post_feedforward_layernorm_1", hidden), load.gains("post_feedforward_layernorm_2", hidden)
+
+    def __call__(self, stream: Stream, before: Tensor | None, behind: Tensor | None) -> None:
+        """As that of `Dense`."""
+        assert self.shared is not None
+        dense = self.shared(stream.normalized(before), stream)
+        shares, chosen = self.route(stream.normalized(self.routing))
+        made = self.experts(stream.normalized(self.before), shares * self.factors[chosen], chosen)
+        stream.add_each((dense, made), self.behind, behind)
+
+    def weights(self) -> Iterator[Weight | Tensor]:
+        """All of this rank's."""
+        yield from (*super().weights(), self.routing, self.factors, self.before, *self.behind)
+
+
 class Shared:
     """The expert that all tokens go through."""
 
     def __init__(self, load: Loader, mixture: Mixture) -> None:
-        name, self.gelu = f"{mixture.name}.{mixture.shared_name}", load.shape.gelu
-        self.gate = load.whole(f"{mixture.name}.{mixture.shared_gate}", 1) if mixture.shared_gate else None
+        name, self.gelu = mixture.named(mixture.shared_name), load.shape.gelu
+        self.gate = load.whole(mixture.named(mixture.shared_gate), 1) if mixture.shared_gate else None
         self.gate_up = load.columns("", [f"{name}.gate_proj", f"{name}.up_proj"], [mixture.shared] * 2, bias=False)
         self.down = load.rows(f"{name}.down_proj", mixture.shared, bias=False)
 

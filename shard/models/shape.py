@@ -93,9 +93,14 @@ class Mixture:
     limit: float = 0.0  # beyond which gates and what they let through don't go; 0: none
     precise: bool = False  # the router computes in float32 although its scores are a softmax's
     interleaved: bool = False  # all experts are in one tensor, in which gates and what they let through stand by turns
-    name: str = "mlp"
+    beside: bool = False  # the one that all tokens go through is the layer's MLP, and norms of their own are before and behind both
+    name: str = "mlp"  # of what all of it is in; "": of the layer itself
     router: str = "gate"
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+    def named(self, part: str) -> str:
+        """Of what is in it."""
+        return f"{self.name}.{part}" if self.name else part
 
     @property
     def wide(self) -> bool:
@@ -339,6 +344,7 @@ class Shape:
         """What all weights take on one rank, with the rotary tables. packed: matrices are laid out anew, so that a table that is
         also the output matrix is held in both forms."""
         wide = sum(mixture.routing(self.hidden) for mixture in self.mixtures if mixture and mixture.wide)
+        wide += sum(self.hidden + mixture.experts for mixture in self.mixtures if mixture and mixture.beside)
         wide += self.layers * self.index.heads * self.hidden if self.index else 0
         found = (self.parameters(ranks, 2 if packed else None) + self.rotary_elements) * item + wide * (4 - item)
         return found - self.saved(ranks, item, device, dtype)
@@ -372,4 +378,5 @@ class Shape:
         each = 3 * size * self.hidden + mixture.biased * (2 * size + self.hidden)
         routed = mixture.routing(self.hidden) + round(mixture.read(tokens) * each)
         gate = mixture.shared > 0 and mixture.shared_gate != ""
+        routed += mixture.beside * (4 * self.hidden + mixture.experts)  # norms, the router's included, and factors of shares
         return routed + self.hidden * (3 * mixture.shared // ranks + gate)

@@ -1,5 +1,8 @@
 """The residual stream of a step's tokens."""
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from ...kernels.adapters import Chosen
@@ -62,6 +65,13 @@ class Stream:
     def add_both(self, x: Tensor, weight: Weight, other: Tensor, its_weight: Weight) -> None:
         """Adds two products, of which both are this rank's parts."""
         self.add_part(self.product(x, weight).add_(self.product(other, its_weight)))
+
+    def add_each(self, parts: Sequence[Tensor], gains: Sequence[Tensor], last: Tensor | None) -> None:
+        """Adds the norm of the sum of the norms of these, of which all are this rank's parts."""
+        wholes = self._ranks.add(torch.stack([*parts]))
+        found = sum(self._norm(whole, own) for whole, own in zip(wholes, gains, strict=True))
+        assert isinstance(found, Tensor)
+        self._more = found if last is None else self._norm(found, last)
 
     def scale(self, factor: float) -> None:
         """Multiplies it."""

@@ -32,8 +32,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value
 # Triton's interpreter takes milliseconds for every token of every operation, also for those that are padding: so steps are small.
 PAGES = 32
 LLAMA, QWEN3, WINDOW = "few-heads", "few-heads-qwen3", "few-heads-window"
-GEMMA, GEMMA4, GPT_OSS, MIXTRAL, OLMO, MOE, DEEPSEEK, INDEXED = (
-    f"few-heads-{name}" for name in ("gemma2", "gemma4", "gpt-oss", "mixtral", "olmo3", "qwen2-moe", "deepseek", "deepseek-v32")
+GEMMA, GEMMA4, GEMMA4_MOE, GPT_OSS, MIXTRAL, OLMO, MOE, DEEPSEEK, INDEXED = (
+    f"few-heads-{name}"
+    for name in ("gemma2", "gemma4", "gemma4-experts", "gpt-oss", "mixtral", "olmo3", "qwen2-moe", "deepseek", "deepseek-v32")
 )
 
 
@@ -89,7 +90,7 @@ def with_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch, extent: Extent 
     return engine
 
 
-@pytest.mark.parametrize("name", [QWEN3, WINDOW, GEMMA, GEMMA4, GPT_OSS, MIXTRAL, OLMO, MOE, DEEPSEEK, INDEXED])
+@pytest.mark.parametrize("name", [QWEN3, WINDOW, GEMMA, GEMMA4, GEMMA4_MOE, GPT_OSS, MIXTRAL, OLMO, MOE, DEEPSEEK, INDEXED])
 def test_a_shard_by_triton_gives_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = plain(name, filters=True)
     calls = []

@@ -126,10 +126,12 @@ def test_parameters_are_counted_as_transformers_has_them(name: str) -> None:
     assert tiny.decoder(name).shape.parameters() == sum(values.numel() for values in (*theirs.parameters(), *corrections))
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3", "gemma4", "ministral3", "mistral4"])
-def test_bytes_are_planned_as_they_are_held(name: str) -> None:
-    model = tiny.decoder(name)
-    assert model.shape.weight_bytes(1, 4, "cpu", "float32", not model.head.shared) == model.weight_bytes
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["deepseek-v3", "gemma4", "gemma4-experts", "ministral3", "mistral4"])
+def test_bytes_are_planned_as_they_are_held(name: str, dtype: str) -> None:
+    model = load(ShardConfig(folder=str(tiny.folder(name)), model=name, dtype=dtype), lambda stage: None).decoder
+    planned = model.shape.weight_bytes(1, 4 if dtype == "float32" else 2, "cpu", dtype, not model.head.shared)
+    assert planned == model.weight_bytes
 
 
 def test_the_documents_name_every_architecture() -> None:

@@ -40,6 +40,9 @@ WITH_IMAGES = {
 }
 
 
+EXPERTS = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 704}
+
+
 @pytest.mark.parametrize("config", [ALONE, WITH_IMAGES, ALONE | {"per_layer_config": {}}])
 def test_shapes_are_transformers(config: dict[str, Any]) -> None:
     said = {name: value for name, value in config.items() if name == "per_layer_config"}
@@ -87,7 +90,7 @@ def test_what_is_cached_of_a_token_goes_by_the_layer() -> None:
     assert engine.layer_bytes == 4 * 2 * 4 * 16
 
 
-@pytest.mark.parametrize("name", ["gemma4", "gemma4-values"])
+@pytest.mark.parametrize("name", ["gemma4", "gemma4-experts", "gemma4-values"])
 @pytest.mark.parametrize("computed", [0, 6])
 def test_it_is_paused_and_goes_on_with_pages_that_others_had(name: str, computed: int) -> None:
     """Forgotten and computed anew, and prefixes that are found: tokens stay."""
@@ -101,7 +104,11 @@ def test_it_is_paused_and_goes_on_with_pages_that_others_had(name: str, computed
     [
         ({"hidden_size_per_layer_input": 256}, "E2B and E4B"),
         ({"num_kv_shared_layers": 2}, "E2B and E4B"),
-        ({"enable_moe_block": True}, "26B-A4B"),
+        ({"enable_moe_block": 1}, "enable_moe_block 1"),
+        ({"enable_moe_block": True}, "num_experts None, and there are experts"),
+        ({"enable_moe_block": True, "num_experts": 8}, "lacks 'top_k_experts'"),
+        (EXPERTS | {"top_k_experts": 9}, "9, of 8 experts"),
+        (EXPERTS | {"top_k_experts": 0}, "top_k_experts 0"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
         ({"layer_types": ["sliding_attention"] * 60, "sliding_window": 0}, "there are layers that slide"),
         ({"num_global_key_value_heads": 5}, "32 attention heads and 5 key/value heads"),

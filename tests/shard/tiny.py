@@ -77,6 +77,7 @@ GEMMA4 = SMALL | {
     "sliding_window": WINDOW,
     "hidden_size_per_layer_input": 0,
 }
+GEMMA4_MOE = GEMMA4 | {"enable_moe_block": True, "num_experts": 7, "top_k_experts": 3, "moe_intermediate_size": 20}
 PHI4 = SMALL | {"hidden_size": 128, "partial_rotary_factor": 0.75, "pad_token_id": 0, "eos_token_id": 1}
 LONGROPE = {
     "rope_type": "longrope",
@@ -159,6 +160,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **GEMMA2 | {"num_hidden_layers": 3}, sliding_window_pattern=2, rope_parameters=GEMMA3_ROPES
     ),
     "gemma4": lambda: transformers.Gemma4TextConfig(**GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=2),
+    "gemma4-experts": lambda: transformers.Gemma4TextConfig(**GEMMA4_MOE, attention_k_eq_v=True),
     "gemma4-values": lambda: transformers.Gemma4TextConfig(
         **GEMMA4 | {"global_head_dim": 24}, attention_bias=True, final_logit_softcapping=9.0
     ),
@@ -288,6 +290,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "few-heads-gemma4": lambda: transformers.Gemma4TextConfig(
         **GEMMA4 | FEW_HEADS | {"num_hidden_layers": 4}, attention_k_eq_v=True, num_global_key_value_heads=1
     ),
+    "few-heads-gemma4-experts": lambda: transformers.Gemma4TextConfig(**GEMMA4_MOE | FEW_HEADS | {"num_hidden_layers": 4}),
     "few-heads-gpt-oss": lambda: transformers.GptOssConfig(**GPT_OSS | FEW_HEADS),
     "mixtral-wide": lambda: transformers.MixtralConfig(**FEW_HEADS | {"intermediate_size": 192}, num_local_experts=4),
     "gpt-oss-blocks": lambda: transformers.GptOssConfig(**GPT_OSS | {"intermediate_size": 96}),
