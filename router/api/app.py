@@ -1,9 +1,9 @@
 """The HTTP application: routes, who may use them, what a failure becomes. Knows no request's content."""
 
-import asyncio
 import hmac
 import logging
 from collections.abc import Set
+from contextlib import nullcontext
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -20,7 +20,7 @@ from .body import BODY
 from .cors import cors
 from .docs import Docs
 from .either import Either
-from .errors import OPENAI_PATH, Problem, Rejected, as_openai, openai_body, problem_of, tgi_body, unauthorized
+from .errors import OPENAI_PATH, RETRY, Problem, Rejected, as_openai, openai_body, problem_of, tgi_body, unauthorized
 from .openai import OpenAI
 from .openai_chats import Chats
 from .page import FILES, Page
@@ -30,11 +30,11 @@ from .responses import Responses
 from .stream import OUTBOX, PATIENT, Outbox, Patience
 from .tenant import bearer, digest
 from .tgi import Tgi
-from .unanswered import UNANSWERED, Unanswered
+from .unanswered import PATIENCE, UNANSWERED, Unanswered
 
 PROBES = {"/", HEALTH, READY, LIVE, "/ping"}  # to be asked by load balancers, which have no key
 SILENT = {"/metrics", "/stats", "/favicon.ico"}  # beside the open paths: asked again and again, and no line of a log is wanted
-PATIENCE = 60.0  # seconds that a client gets to send a body
+CLOSE = {"Connection": "close"}
 LONG = 1 << 18  # bytes of an answer that does not fit into the buffers on its way
 KINDS = {404: "not_found", 405: "method_not_allowed", 413: "payload_too_large"}
 TURNED_AWAY = ("validation", "overloaded", "unavailable", "timeout")  # kinds of problems that a request may have before it arrives
@@ -227,21 +227,23 @@ def _read(limit: int, together: int, unanswered: Unanswered) -> Middleware:
             raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=length)
         if held > together:
             message = f"the requests that are read or answered have bodies of more than {together} bytes together"
-            raise Rejected(Problem(429, "overloaded", message, headers={"Retry-After": "1", "Connection": "close"}))
+            raise Rejected(Problem(429, "overloaded", message, headers=RETRY | CLOSE))
 
     async def receive(request: web.Request) -> bytes:
         nonlocal held
         body = bytearray()
         try:
-            async with asyncio.timeout(None if request.content.is_eof() else PATIENCE):
+            async with nullcontext() if request.content.is_eof() else unanswered.reading():
                 while chunk := await request.content.readany():
                     body += chunk
                     held += len(chunk)
                     check(len(body))
         except TimeoutError:
             held -= len(body)
+            if unanswered.closed:
+                raise Rejected(Problem(503, "unavailable", "the server is shutting down", headers=RETRY | CLOSE)) from None
             message = f"the body was not complete {PATIENCE:g} s after its headers"
-            raise Rejected(Problem(408, "timeout", message, headers={"Connection": "close"})) from None
+            raise Rejected(Problem(408, "timeout", message, headers=CLOSE)) from None
         except BaseException:  # the client may have left, too
             held -= len(body)
             raise

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from penstock.proto.process import configure_logging
-from penstock.router.api import access, app
+from penstock.router.api import access, app, unanswered
 from penstock.router.api.unanswered import UNANSWERED
 from penstock.router.record import Record, Run, current, request_id
 from penstock.router.request import Broken, Failure, NotReady, Overloaded, Refused, Request
@@ -234,7 +234,7 @@ def test_pages_of_other_origins(tokenizer: Tokenizer, allowed: str, granted: str
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "PATIENCE", 0.2)
+    monkeypatch.setattr(unanswered, "PATIENCE", 0.2)
 
     async def test(server: Server) -> None:
         host, port = str(server.client._base_url.host), int(server.client._base_url.port or 0)
@@ -277,6 +277,27 @@ def test_a_request_has_arrived_when_its_head_has(tokenizer: Tokenizer, path: str
             assert response.status == 200
         [request] = server.batcher.requests
         assert came <= request.arrived < rest
+
+    serve(tokenizer, test)
+
+
+def test_who_shuts_down_does_not_wait_long_for_a_body(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be it one that always goes on, or that comes to a server that stops already."""
+    monkeypatch.setattr(unanswered, "HURRY", 0.2)
+
+    async def test(server: Server) -> None:
+        async def pieces() -> AsyncIterator[bytes]:
+            while True:
+                yield b" "
+                await asyncio.sleep(0.01)
+
+        early = asyncio.create_task(server.client.post("/generate", data=pieces()))
+        await until(lambda: server.app[UNANSWERED]._count == 1)
+        answered = server.app[UNANSWERED].close()
+        for response in (await early, await server.client.post("/generate", data=pieces())):
+            assert (response.status, response.headers["Retry-After"], response.headers["Connection"]) == (503, "1", "close")
+            assert (await response.json())["error_type"] == "unavailable"
+        await answered.wait()
 
     serve(tokenizer, test)
 
@@ -374,7 +395,7 @@ def test_bodies_have_a_limit_together(tokenizer: Tokenizer) -> None:
 
 def test_a_body_counts_until_it_was_answered_or_given_up(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many come, one after the other, of which no two may be there at once."""
-    monkeypatch.setattr(app, "PATIENCE", 0.05)
+    monkeypatch.setattr(unanswered, "PATIENCE", 0.05)
 
     async def pieces() -> AsyncIterator[bytes]:
         yield b" " * 350
