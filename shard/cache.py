@@ -40,9 +40,8 @@ class Cache:
         self.cleared(pages)
         for part in self._bytes:  # numpy takes a quarter of torch's time
             part[:, pages] = 0
-        if (
-            pages and not self._bytes
-        ):  # by one launch: `index_fill_` counts bytes in 32 bits, so that of a large pool each layer takes one of its own
+        # By few launches: `index_fill_` counts bytes in 32 bits, so that of a large pool each layer takes one of its own.
+        if pages and not self._bytes:
             self.copy([(PADDING, page, self.page_size) for page in pages])
 
     def copy(self, copies: Listing[tuple[int, int, int]]) -> None:

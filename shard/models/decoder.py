@@ -57,7 +57,7 @@ class Layer:
         return self.attention(stream, self.input_norm, step, rotary, growth, cache.layers[self.index])
 
     def transform(self, attended: Tensor, stream: Stream) -> None:
-        """Adds to the stream what its tokens attended to, and what the MLP makes of that; then multiplies it by the layer's."""
+        """Adds to the stream what its tokens attended to, and what the MLP makes of that; then the layer's factor goes on it."""
         if self.shape.parallel and isinstance(self.mlp, Dense):
             inner = self.mlp.inner(stream, self.input_norm)
             stream.add_both(attended, self.attention.output, inner, self.mlp.down)

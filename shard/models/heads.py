@@ -20,7 +20,7 @@ class Heads:
         self.window = window
         self.ranks = load.ranks
         keys = shape.keys(window)
-        self.joint = not keys.values
+        self.shared = not keys.values  # they are what keys are at first
         sizes = [n * keys.size for n in (shape.heads, keys.heads, keys.heads)][: 2 + keys.values]
         names = [f"self_attn.{name}_proj" for name in "qkv"][: 2 + keys.values]
         self.inward = load.heads("self_attn.qkv_proj", names, sizes, shape.qkv_bias)
@@ -50,7 +50,7 @@ class Heads:
         if self.queries_norm is not None and self.keys_norm is not None:
             normalize_parts(joint, (self.queries_norm, self.keys_norm), epsilon, self.ranks)
         scales = self.scales if layer.dtype != joint.dtype else None
-        norms, values = (self.query_norm, self.key_norm), (shape.value_norm, self.joint)
+        norms, values = (self.query_norm, self.key_norm), (shape.value_norm, self.shared)
         query = rotate_and_write(joint, rotary, step.slots, layer, *norms, epsilon, scales, *values)
         if growth is not None:
             query.mul_(growth)
