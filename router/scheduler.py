@@ -72,6 +72,7 @@ class Job:
     lacking: int = 0  # tokens to be computed before it decodes, by the last report
     held: int = 0  # pages, by the last report
     grow: int = 0  # pages that it may still take, by the last report
+    shared: int = 0  # pages that `grow` leaves out, since others held them, until the shards say themselves what it may take
     fresh: bool = True  # `lacking` knows nothing of caches yet
     paused: bool = False  # it waits for the second time
 
@@ -168,6 +169,7 @@ class Scheduler:
         self._lines: dict[str, list[Job]] = {}  # the same by tenant, in order
         self._running: dict[int, Job] = {}  # admitted
         self._prompts: dict[int, Job] = {}  # those of them that do not decode yet
+        self._sharers: dict[int, Job] = {}  # those of them that have `shared`
         self._pausing: dict[int, Job] = {}  # a Filter that pauses them is under way
         self._paused = 0  # of those that wait
         self._dropped: list[int] = []
@@ -273,10 +275,14 @@ class Scheduler:
         for uid, held, grow, lacking in zip(told.uids, told.held, told.grow, told.lacking, strict=True):
             job = self._running.get(uid)
             if job is not None:
+                self._sharers.pop(uid, None)
                 self._grow += grow - job.grow
                 job.held, job.grow, job.fresh = held, grow, False
                 if lacking != job.lacking:
                     self._progress(job, lacking)
+        for job in self._sharers.values():  # what none of the others holds any more is among the free pages
+            more = max(0, job.shared - self._sharing.pages(job.beginnings))
+            job.shared, job.grow, self._grow = job.shared - more, job.grow + more, self._grow + more
         self._learn(told)
 
     def paused(self, free: int, cached: int, groups: Iterable[tuple[int, int, int]]) -> None:
@@ -452,7 +458,10 @@ class Scheduler:
 
     def _enter(self, job: Job) -> None:
         self._running[job.uid] = job
-        job.grow = self._taken(job)
+        job.shared = self._sharing.pages(job.beginnings)
+        job.grow -= job.shared
+        if job.shared:
+            self._sharers[job.uid] = job
         self._grow += job.grow
         self._sequences += job.running
         self._drafters += job.drafts > 0
@@ -525,6 +534,7 @@ class Scheduler:
         if self._prompts.pop(uid, None) is None:
             self._decodes -= job.running
         self._sharing.release(uid)
+        self._sharers.pop(uid, None)
         self._sequences -= job.running
         self._drafters -= job.drafts > 0
         self._grow -= job.grow

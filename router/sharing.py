@@ -1,7 +1,8 @@
 """Which beginnings of prompts running jobs hold: pages of these another job gets without taking any that are free. Pure.
 
 Shards keep pages of equal content once, whoever computed them (shard/prefix.py), so while one job has a prompt's beginning every
-other one finds it. When the last holder goes, its pages are free, and as many as were not counted can be taken.
+other one finds it. When the last holder goes, its pages are free: a job that was admitted meanwhile, and of which shards have
+not said yet what it holds, needs as many of them as were not counted.
 """
 
 from bisect import bisect_left

@@ -109,6 +109,19 @@ def test_choices_share_the_pages_of_their_prompt() -> None:
     assert most_pages(8, 1, 4, 4) == 2, "the only token is never computed"
 
 
+def test_pages_of_one_that_has_ended_are_not_promised_twice() -> None:
+    it, same = scheduler(pages=8, headroom=1), [(4, 1), (8, 2)]
+    it.arrive(Job(1, 12, 8, beginnings=same))
+    assert uids(it.next()) == (1,)
+    told(it, (1, 0, 0), free=4)
+    assert it.next() == Decode()
+    it.arrive(Job(2, 12, 8, beginnings=same))
+    assert uids(it.next()) == (2,), "two of its four pages are the first one's"
+    it.arrive(Job(3, 16, 2))
+    told(it, free=8, finished=[1])  # the two are free now, until the second one takes them
+    assert it.next() == Decode()
+
+
 def test_a_small_job_passes_a_big_one_only_so_often() -> None:
     it = scheduler(pages=10, overtakes=2)
     it.arrive(Job(1, 20, 20))
