@@ -73,19 +73,20 @@ def rotate_and_write(
 
         return fused(joint, table, slots, cache, query_weight, key_weight, epsilon, scales, normal_values, shared)
     kv_heads, size = cache.shape[2:]
-    every = joint.view(len(joint), joint.shape[1] // size, size)
-    heads = every.shape[1] - (1 if shared else 2) * kv_heads
     if shared:
-        every = torch.cat((every, every[:, heads:]), 1)
-    queries, keys, values = torch.split(every, [heads, kv_heads, kv_heads], 1)
+        joint = torch.cat((joint, joint[:, -kv_heads * size :]), 1)
+    every = joint.view(len(joint), joint.shape[1] // size, size)
+    heads = every.shape[1] - 2 * kv_heads
+    turned = every[:, : heads + kv_heads]
     if query_weight is not None and key_weight is not None:
-        queries[:] = reference.rms_norm(queries, query_weight, epsilon)
-        keys[:] = reference.rms_norm(keys, key_weight, epsilon)
+        turned[:, :heads] = reference.rms_norm(turned[:, :heads], query_weight, epsilon)
+        turned[:, heads:] = reference.rms_norm(turned[:, heads:], key_weight, epsilon)
     if normal_values:
+        values = every[:, heads + kv_heads :]
         values[:] = reference.rms_norm(values, values.new_ones(size), epsilon)
-    reference.rotate(every[:, : heads + kv_heads], table)
-    write(slots, every[:, heads:].flatten(1), cache, scales)
-    return queries
+    reference.rotate(turned, table)
+    write(slots, joint[:, heads * size :], cache, scales)
+    return every[:, :heads]
 
 
 def rotate_and_write_latents(
