@@ -272,8 +272,8 @@ class Scheduler:
             self.forget(uid)
         if told.failed:  # nobody finds what they had, nor what others have computed, or still compute, on top of it
             self._sharing.clear()
-            for job in self._running.values():
-                job.beginnings = ()
+            for one in self._running.values():
+                one.beginnings = ()
         for uid, held, grow, lacking in zip(told.uids, told.held, told.grow, told.lacking, strict=True):
             job = self._running.get(uid)
             if job is not None:
