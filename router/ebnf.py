@@ -251,10 +251,12 @@ class _Rules:
             for name in [name for name in self.bodies if name not in self.patterns]:
                 self._take_apart(name)
             self._settle()
-            while greedy := [
-                name for name, follow in self._follows().items() if name in self.patterns and self._tail[name] & follow
+            while none := [
+                name
+                for name, follow in self._follows().items()
+                if name in self.patterns and (self._tail[name] & follow or not self._made_of_patterns(self.bodies[name]))
             ]:
-                for name in greedy:
+                for name in none:
                     self.patterns.discard(name)
                     self._take_apart(name)
                 self._settle()
@@ -294,7 +296,7 @@ class _Rules:
             return part
 
         def alone(part: Part) -> Part:
-            if part.kind not in ("any", "times") or any(one.lark not in self.patterns for one in part.names()):
+            if part.kind not in ("any", "times") or not self._made_of_patterns(part):
                 return within(part)
             made = f" {len(self.bodies)}"  # no name that a client can give
             self.bodies[made] = part
@@ -303,6 +305,9 @@ class _Rules:
             return Part("name", made)
 
         self.bodies[name] = within(self.bodies[name])
+
+    def _made_of_patterns(self, part: Part) -> bool:
+        return all(name.lark in self.patterns for name in part.names())
 
     def _settle(self) -> None:
         """What is known of rules, by what is known of those that they use, until no more is found."""

@@ -119,6 +119,8 @@ def allows(grammar: str, text: str) -> bool:
         ('root ::= "%json {}" | "/" "//" "#"', ["%json {}", "///#"], ["{}"]),
         ('root ::= x "."\nx ::= [a-z.]+', ["a.", "a.b.c..", ".."], [".", "a"]),  # no word takes what the others need
         ('root ::= "true" | [a-z]+', ["true", "tr", "trx", "truex"], ["", "t1"]),
+        # `ws` can be no word where another one follows, so what has it within is none either
+        ('root ::= "(" ws ws root ")" | end\nend ::= "." ws ";"\nws ::= " "*', [".;", "(  .  ;)", "((. ;))"], ["(.)", ". "]),
         ('unused ::= unused "x"\nroot ::= "a"', ["a"], ["x"]),
     ],
 )
