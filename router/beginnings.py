@@ -4,6 +4,8 @@ Beginnings end at page boundaries, at each one at first, then in strides that gr
 O(log n) of them. Each key includes the one before: who has one has all shorter ones.
 """
 
+from array import array
+
 FINE = 8  # beginnings until strides grow
 LONGEST = 1 << 24  # tokens: longer prompts are looked at up to there
 
@@ -14,6 +16,7 @@ class Beginnings:
     def __init__(self, unit: int, growth: int, sampled: bool = False) -> None:
         """unit: tokens of a page; a stride is the `growth`th part of the length so far. sampled: of a long stride a few tokens are
         looked at instead of all."""
+        self._sampled = sampled
         self._cuts: list[tuple[int, slice]] = []
         place = 0
         while place < LONGEST:
@@ -26,10 +29,13 @@ class Beginnings:
         """(length, key) of each, the shortest first. The last token is never one's end: it is computed in any case. key: prompts
         with different ones share nothing."""
         length, chain = len(prompt), hash(key)
+        tokens = prompt if self._sampled else array("I", prompt)
         found = []
         for end, part in self._cuts:
             if end >= length:
                 break
-            chain = hash((chain, prompt[part]))
+            looked_at = tokens[part]
+            # Of bytes nobody outside knows the hash, which has a secret; of numbers anybody could make two that are alike.
+            chain = hash((chain, looked_at.tobytes() if isinstance(looked_at, array) else looked_at))
             found.append((end, chain))
         return found
