@@ -25,14 +25,14 @@ import pytest
 import torch
 import transformers
 
-from penstock.demo import grammar
+from penstock.demo import lessons
 from penstock.tests import serving
 from penstock.tests.serving import Server, serve
 
 Result = TypeVar("Result")
 Json = dict[str, Any]
 
-DEMO = Path(grammar.__file__).parent / "model"
+DEMO = Path(lessons.__file__).parent / "model"
 TOKENS = 24  # of a reference
 TOLERANCE = 1e-3  # of log-probabilities
 SMALL_POOL = 200  # pages of 4 tokens
@@ -94,11 +94,11 @@ class Reference:
     def ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text).input_ids)
 
-    def text(self, messages: list[grammar.Message]) -> str:
+    def text(self, messages: list[lessons.Message]) -> str:
         """A conversation as the prompt that a client of /generate sends: the tokenizer adds the begin token."""
         return self.rendered(messages).removeprefix(self.tokenizer.bos_token)
 
-    def rendered(self, messages: list[grammar.Message]) -> str:
+    def rendered(self, messages: list[lessons.Message]) -> str:
         return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
     def greedy(self, prompts: Sequence[str]) -> list[list[int]]:
@@ -128,16 +128,16 @@ def reference(model: Path) -> Reference:
     return Reference(model)
 
 
-def questions() -> Iterator[list[grammar.Message]]:
+def questions() -> Iterator[list[lessons.Message]]:
     """Conversations that wait for an answer."""
-    kinds = [grammar.questions(5, kind) for kind in grammar.KINDS]
+    kinds = [lessons.questions(5, kind) for kind in lessons.KINDS]
     while True:
         yield from (list(next(kind).messages) for kind in kinds)
 
 
 def stories(count: int) -> list[str]:
     """Plain texts."""
-    plain = (messages[0]["content"] for messages in grammar.conversations(5) if messages[0]["role"] == "text")
+    plain = (messages[0]["content"] for messages in lessons.conversations(5) if messages[0]["role"] == "text")
     return list(islice(plain, count))
 
 
