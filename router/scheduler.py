@@ -391,9 +391,9 @@ class Scheduler:
             if used >= room:
                 break
             if self._fits(job):
+                self._enter(job)
                 lacking = self._uncomputed(job)
                 used += lacking if prompts or admitted else min(lacking, half)
-                self._enter(job)
                 admitted.append(job)
                 for earlier in overtaken:
                     earlier.overtaken += 1
@@ -447,11 +447,10 @@ class Scheduler:
         return job.grow - self._sharing.pages(job.beginnings)
 
     def _uncomputed(self, job: Job) -> int:
-        """Tokens that a job which waits probably has to be computed before it decodes."""
+        """Tokens that a job which was just admitted probably has to be computed before it decodes."""
         if not job.fresh:
             return job.lacking
-        shared = self._sharing.pages(job.beginnings) * self._bounds.page_size
-        return max(1, min(round(job.lacking * self._uncached), job.lacking - shared))
+        return max(1, min(round(job.lacking * self._uncached), job.lacking - job.shared * self._bounds.page_size))
 
     def _headroom(self, sequences: int) -> int:
         """Pages that shall stay free for so many that run when another is admitted."""
