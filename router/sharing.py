@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 
-Beginnings = Sequence[tuple[int, int]]  # (tokens, key), ascending: who holds one holds those before it
+Keys = Sequence[tuple[int, int]]  # (tokens, key), ascending: who holds one holds those before it
 
 
 class Sharing:
@@ -18,9 +18,9 @@ class Sharing:
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
         self._held: Counter[int] = Counter()  # holders, by key
-        self._holders: dict[int, Beginnings] = {}
+        self._holders: dict[int, Keys] = {}
 
-    def hold(self, uid: int, beginnings: Beginnings) -> None:
+    def hold(self, uid: int, beginnings: Keys) -> None:
         """A job's prompt is computed."""
         self._holders[uid] = beginnings
         self._held.update(key for _, key in beginnings)
@@ -37,7 +37,7 @@ class Sharing:
         self._held.clear()
         self._holders.clear()
 
-    def pages(self, beginnings: Beginnings, holders: int = 1) -> int:
+    def pages(self, beginnings: Keys, holders: int = 1) -> int:
         """How many pages of a prompt are held by at least so many jobs."""
         if not self._held:
             return 0
