@@ -145,6 +145,27 @@ class Latent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Linear:
+    """Linear attention by the gated delta rule (Yang et al. 2024, arXiv:2412.06464): what a token finds in those before it is in a
+    memory of fixed size for each head, and a convolution sees the last few tokens."""
+
+    layers: frozenset[int]  # that have it, instead of attention to keys that are cached
+    key_heads: int  # and as many of queries
+    value_heads: int  # several of them, one after the other, for each key head
+    key_size: int
+    value_size: int
+    width: int  # tokens that the convolution sees, the last one included
+
+    def channels(self, ranks: int) -> int:
+        """Of the convolution on a rank: queries, keys and values, heads one after the other."""
+        return (2 * self.key_heads * self.key_size + self.value_heads * self.value_size) // ranks
+
+    def memory(self, ranks: int) -> tuple[int, int, int]:
+        """What a layer remembers of a sequence on a rank: heads, features of keys, features of values. In float32."""
+        return self.value_heads // ranks, self.key_size, self.value_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Keys:
     """The key heads of a layer."""
 
@@ -174,6 +195,8 @@ class Shape:
     windows: tuple[int, ...]  # per layer: positions that a token may look back, itself included; 0: all
     local_rope: Rope | None = None  # of the layers with a window, where it is another
     far: Keys | None = None  # of the layers without a window, where they are others
+    linear: Linear | None = None  # layers that remember what they saw, instead of attending to it; the cache has no keys of theirs
+    attention_gates: bool = False  # of all that heads attend to, beside each head's queries in the checkpoint
     unturned: frozenset[int] = frozenset()  # layers without a rotary embedding
     attention_scale: float  # of the products of queries and keys
     softcap: float = 0.0  # which those come near to at most; 0: none
@@ -268,7 +291,19 @@ class Shape:
 
     def kv_elements(self, ranks: int) -> int:
         """Elements that one token takes in the cache of one rank, all layers."""
-        return sum(prod(self.slot(ranks, window)) for window in self.windows)
+        return sum(prod(self.slot(ranks, self.windows[layer])) for layer in self.attending)
+
+    @property
+    def attending(self) -> list[int]:
+        """Layers whose keys are cached."""
+        return [layer for layer in range(self.layers) if self.linear is None or layer not in self.linear.layers]
+
+    def state_bytes(self, ranks: int, item: int) -> int:
+        """What a sequence takes on one rank beside the cache, however long it is, all layers; item: bytes of an element of it."""
+        if self.linear is None:
+            return 0
+        window = (self.linear.width - 1) * self.linear.channels(ranks) * item
+        return len(self.linear.layers) * (4 * prod(self.linear.memory(ranks)) + window)
 
     def turning_size(self, window: int) -> int:
         """Features of what turns in layers with this window: of whole heads, of which a part may not, or of what heads have apart
