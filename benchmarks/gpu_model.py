@@ -140,7 +140,7 @@ def _begin(engine: Engine, rows: int, context: int) -> None:
         sequence.computed, group.decodes = context, True
     engine.decode([0])  # clears the pages that were taken
     with torch.inference_mode():
-        for layer in engine.cache.layers:
+        for layer in engine.cache.layers.values():
             layer.normal_()
             layer[:PAGE] = 0  # padding
 

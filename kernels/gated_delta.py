@@ -7,8 +7,8 @@ out what it holds under the token's key, and puts the token's value there instea
     memory = memory + key^T * sigmoid(strength) * (value - key * memory)
     output = query * memory
 
-Queries, keys and values come out of a convolution over the last few tokens, each channel by itself, through silu; queries and keys are
-divided by their lengths, queries by the root of their number of features as well.
+Queries, keys and values come out of a convolution over the last few tokens, each channel by itself, through silu; queries and keys
+are divided by their lengths, queries by the root of their number of features as well.
 """
 
 from dataclasses import dataclass

@@ -41,6 +41,7 @@ class Plan:
     weight_bytes: int
     adapter_bytes: int
     token_bytes: int  # of one token's keys and values
+    state_bytes: int = 0  # of all sequences that run at once, beside that
     draft: Shape | None = None  # the draft model, which is whole on rank 0
     draft_bytes: int = 0  # its weights
     draft_token_bytes: int = 0
@@ -86,14 +87,15 @@ def divide(
     draft_token = small.kv_elements(1) * item if small else 0
     total = min(machine.gpu_memory[:local]) if device == "cuda" else machine.memory // local
     usable = int(total * options.cuda_memory_fraction)
-    graphs = _graphs(options) if device == "cuda" else 0
+    graphs = _graphs(options, form) if device == "cuda" else 0
     left = usable - graphs * rooms.GRAPH_BYTES
-    fixed, page = weights + adapted + draft_bytes, (token + draft_token) * options.page_size
+    states = options.sequences * form.state_bytes(ranks, item)
+    fixed, page = weights + adapted + draft_bytes + states, (token + draft_token) * options.page_size
     longest = options.max_total_tokens or form.max_positions
     # More pages than all requests together can fill would only keep prefixes.
     pages = options.pool_pages or min(options.sequences * -(-longest // options.page_size), (left - fixed) // page)
     if pages < 1 or fixed + pages * page > left:
-        raise _refusal(options, total, left, fixed, page, _remedy(options, form, ranks, dtype))
+        raise _refusal(options, total, left, fixed, states, page, _remedy(options, form, ranks, dtype))
     return Plan(
         shape=form,
         checkpoint=model,
@@ -107,6 +109,7 @@ def divide(
         weight_bytes=weights,
         adapter_bytes=adapted,
         token_bytes=token,
+        state_bytes=states,
         draft=small,
         draft_bytes=draft_bytes,
         draft_token_bytes=draft_token,
@@ -134,14 +137,19 @@ def _form(options: Options, model: Checkpoint, ranks: int) -> Shape:
     return form
 
 
-def _refusal(options: Options, total: int, left: int, fixed: int, page: int, remedy: str) -> Mistake:
-    """Of a rank's memory, `left` is too little for `fixed` and pages. remedy: where the usual share of it would be, too."""
+def _refusal(options: Options, total: int, left: int, fixed: int, states: int, page: int, remedy: str) -> Mistake:
+    """Of a rank's memory, `left` is too little for `fixed`, `states` included, and pages. remedy: where the usual share of it would
+    be, too."""
     asked = f"{options.pool_pages} pages" if options.pool_pages else "one page"
     pool = page * max(1, options.pool_pages)
     allowed = f"{size(max(0, left))} may be used ({100 * options.cuda_memory_fraction:.4g}% of {size(total)})"
     more = int(total * SHARD.memory_fraction) - int(total * options.cuda_memory_fraction)
     remedy = "raise --cuda-memory-fraction" if fixed + pool <= left + more else remedy
-    return Mistake(f"weights take {size(fixed)} and {asked} {size(pool)} per rank, but {allowed}: {remedy}")
+    remembered = ""
+    if states:
+        remembered = f", what {options.sequences} sequences remember {size(states)}"
+        remedy = "lower --max-batch-size" if fixed - states + pool + states // options.sequences <= left else remedy
+    return Mistake(f"weights take {size(fixed - states)}{remembered} and {asked} {size(pool)} per rank, but {allowed}: {remedy}")
 
 
 def _threads(options: Options, device: str, parameters: int, cores: int) -> int:
@@ -151,12 +159,13 @@ def _threads(options: Options, device: str, parameters: int, cores: int) -> int:
     return options.threads or max(1, cores if device == "cuda" else min(cores, parameters // PER_THREAD))
 
 
-def _graphs(options: Options) -> int:
+def _graphs(options: Options, form: Shape) -> int:
     """How many steps will be recorded."""
     chosen = rooms.parse(options.cuda_graphs)
     speculation = options.speculation
     tokens = options.max_batch_prefill_tokens or rooms.MIXED[-1]
-    steps = len(rooms.decodes(chosen, options.sequences)) + len(rooms.mixed(chosen, tokens, speculation.most > 0))
+    mixed = rooms.mixed(chosen, tokens, speculation.most > 0, form.linear is not None)
+    steps = len(rooms.decodes(chosen, options.sequences)) + len(mixed)
     return steps * (2 if speculation.draft else 1)  # the draft model's own
 
 
@@ -228,6 +237,11 @@ def table(plan: Plan, name: str) -> str:
         *([("  adapters", f"{size(plan.adapter_bytes):>10}  at most")] if plan.adapter_bytes else []),
         *([("  graphs", f"{size(plan.graphs * rooms.GRAPH_BYTES):>10}  {plan.graphs} recorded steps")] if plan.graphs else []),
         ("  keys/values", f"{size(plan.pages * plan.page_size * plan.token_bytes):>10}  {size(plan.token_bytes)} per token"),
+        *(
+            [("  states", f"{size(plan.state_bytes):>10}  of {plan.sequences} sequences (--max-batch-size)")]
+            if plan.state_bytes
+            else []
+        ),
         *_draft(plan),
         ("", ""),
         ("pages", f"{plan.pages:,} of {plan.page_size} token{'' if plan.page_size == 1 else 's'}"),

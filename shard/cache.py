@@ -1,4 +1,4 @@
-"""The key/value tensors, nothing else."""
+"""The key/value tensors, and what layers with linear attention remember. Nothing else."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -9,6 +9,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from ..kernels.gated_delta import States
 from ..kernels.paging import copy_pages, move_slots
 from ..kernels.transfer import to_device
 from .models.shape import Shape
@@ -16,19 +17,34 @@ from .pages import PADDING
 
 
 class Cache:
-    """Keys and values of every layer in pages. Page 0 is padding and stays zero.
+    """Keys and values of every layer in pages. Page 0 is padding and stays zero. What a layer with linear attention remembers is in
+    slots of its own, one for each sequence.
 
-    A layer is a tensor [slots, 2, kv_heads, size], keys first, or [slots, 1, 1, size], where values are a part of what keys are;
-    slot = page * page_size + place in the page. Layers whose slots are alike lie in one tensor.
+    A layer of keys is a tensor [slots, 2, kv_heads, size], keys first, or [slots, 1, 1, size], where values are a part of what keys
+    are; slot = page * page_size + place in the page. Layers whose slots are alike lie in one tensor.
     """
 
-    def __init__(self, shape: Shape, ranks: int, pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        slots = [shape.slot(ranks, window) for window in shape.windows]
+    def __init__(
+        self,
+        shape: Shape,
+        ranks: int,
+        pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        sequences: int = 0,
+        convolved: torch.dtype | None = None,
+    ) -> None:
+        """dtype: of keys and values; sequences: that there are at once; convolved: of what convolutions see, if another."""
+        attending = shape.attending
+        slots = [shape.slot(ranks, shape.windows[layer]) for layer in attending]
         wholes = {slot: _zeros((count, (pages + 1) * page_size, *slot), dtype, device) for slot, count in Counter(slots).items()}
         self.page_size = page_size
         self.cleared: Callable[[Listing[int]], object] = lambda pages: None  # is told of pages that others get
         following = {slot: iter(whole.unbind(0)) for slot, whole in wholes.items()}
-        self.layers = [next(following[slot]) for slot in slots]
+        self.layers: dict[int, Tensor] = {layer: next(following[slot]) for layer, slot in zip(attending, slots, strict=True)}
+        self.states: dict[int, States] = _states(shape, ranks, sequences, convolved or dtype, device)
+        self.slots = sequences if self.states else 0
         # Copied and zeroed as bytes where torch's operations don't know the type.
         flat = [whole.view(torch.uint8) if dtype.itemsize == 1 else whole for whole in wholes.values()]
         self.pages = [whole.view(len(whole), pages + 1, page_size, -1) for whole in flat]  # each [layers, pages, page_size, width]
@@ -53,6 +69,13 @@ class Cache:
         for part in self.pages:
             copy_pages(part, sources, targets, rows)
 
+    def copy_states(self, copies: Listing[tuple[int, int]]) -> None:
+        """(source, target) slots. Targets are distinct and no sources."""
+        sources, targets = to_device(torch.tensor(copies, dtype=torch.int64).t().contiguous(), self._device).unbind()
+        for state in self.states.values():
+            for part in (state.windows, state.memories):
+                part.index_copy_(0, targets, part.index_select(0, sources))
+
     def move(self, rows: Listing[Listing[tuple[int, int]]]) -> None:
         """(source, target) slots, of each row one after the other; no two rows have a slot in common."""
         moves = torch.tensor([pair for row in rows for pair in row], dtype=torch.int64).t().contiguous()
@@ -60,6 +83,17 @@ class Cache:
         starts = to_device(torch.tensor([0, *accumulate(map(len, rows))], dtype=torch.int64), self._device)
         for part in self.pages:
             move_slots(part.flatten(1, 2), moves[0], moves[1], starts)
+
+
+def _states(shape: Shape, ranks: int, sequences: int, dtype: torch.dtype, device: torch.device) -> dict[int, States]:
+    """By layer. Slot 0 is for padding."""
+    linear = shape.linear
+    if linear is None:
+        return {}
+    layers, slots = sorted(linear.layers), 1 + sequences
+    windows = _zeros((len(layers), slots, linear.width - 1, linear.channels(ranks)), dtype, device)
+    memories = _zeros((len(layers), slots, *linear.memory(ranks)), torch.float32, device)
+    return {layer: States(*parts) for layer, *parts in zip(layers, windows, memories, strict=True)}
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -37,6 +37,7 @@ from .pages import OutOfPages, PagePool
 from .scores import score_prompts
 from .sequence import Group
 from .shrink import ALONE, Shrink
+from .states import settle
 from .step import Run
 
 Arguments = ParamSpec("Arguments")
@@ -79,7 +80,7 @@ class Engine:
         last one are known."""
         self.decoder = decoder
         self.device = device
-        self._prefix_caching = prefix_caching
+        self._prefix_caching = prefix_caching and decoder.shape.linear is None  # what is remembered is in no page
         self._cache_dtype = cache_dtype or decoder.embedding.dtype
         self._masks = masks
         self._stops = stops
@@ -89,17 +90,17 @@ class Engine:
         self._free = 0.0  # since when the device has nothing of the last one to do
         self.resize(0, page_size)
 
-    def resize(self, pages: int, page_size: int) -> None:
-        """Starts anew with an empty pool of that size."""
-        shape, ranks = self.decoder.shape, self.decoder.ranks.size
-        self.cache = Cache(shape, ranks, pages, page_size, self._cache_dtype, self.device)
+    def resize(self, pages: int, page_size: int, sequences: int = 64) -> None:
+        """Starts anew with an empty pool of that size; sequences: that run at once, of models that remember something of each."""
+        shape, ranks, dtype = self.decoder.shape, self.decoder.ranks.size, self.decoder.embedding.dtype
+        self.cache = Cache(shape, ranks, pages, page_size, self._cache_dtype, self.device, sequences, dtype)
         self.forward = Forward(self.decoder, self.cache, layout_of(self.decoder, page_size, self.device))
         if self.guesses.drafter:
             self.guesses.drafter.resize(pages, page_size)
             self.cache.cleared = self.guesses.drafter.forget
         self.pool = PagePool(pages, page_size)
         self.books = Books(self.pool, self.cache, self._prefix_caching)
-        self.shrink = Shrink(able=ranks == 1)
+        self.shrink = Shrink(able=ranks == 1 and not self.cache.states)  # what is remembered can't be computed once more
 
     @property
     def token_bytes(self) -> int:
@@ -110,7 +111,12 @@ class Engine:
     @property
     def layer_bytes(self) -> int:
         """The most that a layer has of them, the model's."""
-        return max(prod(layer.shape[1:]) for layer in self.cache.layers) * self._cache_dtype.itemsize
+        return max(prod(layer.shape[1:]) for layer in self.cache.layers.values()) * self._cache_dtype.itemsize
+
+    @property
+    def state_bytes(self) -> int:
+        """What each sequence that runs takes beside its tokens' keys and values on this rank."""
+        return self.decoder.shape.state_bytes(self.decoder.ranks.size, self.decoder.embedding.dtype.itemsize)
 
     def enter(self) -> None:
         """The calling thread is going to use the engine. Which device a thread launches kernels on, and waits for, is its own
@@ -221,7 +227,7 @@ class Engine:
         return "" if len(set(choices)) == len(choices) else f"a choice comes twice among {choices}"
 
     def _join(self, batch: int, group: Group) -> None:
-        if self.overlaps and group.search is not None:
+        if self.overlaps and group.search is not None and not self.cache.states:
             group.may_inherit(self.pool.pages, self.pool.page_size)
         if group.adapter:
             for sequence in group.sequences:
@@ -294,6 +300,8 @@ class Engine:
         for run in prompts:
             outcome.count_prompt(run)
         outcome.decode_tokens, outcome.decode_keys = sum(run.tokens for run in decodes), sum(run.keys for run in decodes)
+        if self.cache.states:
+            runs = self._remember(runs, outcome)
         spans = [span for run in runs for span in run.spans]
         masks = self._masks.begin(runs) if self._masks and before is None and spans else None
         hidden = self._forward(runs, spans) if spans else None
@@ -373,6 +381,16 @@ class Engine:
             if any(not pages.isdisjoint(sequence.pages) for sequence in (*run.group.sequences, *run.group.heirs)):
                 run.problem = ALONE
                 self.books.withdraw(run.group)
+
+    def _remember(self, runs: Listing[Run], outcome: Outcome) -> list[Run]:
+        """Each sequence gets what it remembers for itself. Returns the runs of groups for which there is room: of all, if the
+        router keeps to what it has asked for."""
+        copies, failed = settle(self.books.groups.values(), self.cache.slots)
+        if copies:
+            self.cache.copy_states(copies)
+        for group in failed:
+            self.books.fail(group, f"what {self.cache.slots} sequences remember has room, and there are more", outcome)
+        return [run for run in runs if self.books.has(run.group)]
 
     def _clear_taken(self) -> None:
         pages = self.pool.taken()

@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -59,7 +60,7 @@ class Forward:
         self._decoder = decoder
         self._cache = cache
         self._layout = layout
-        self._adapted = bool(decoder.adapters)
+        self._plan = partial(step.plan, layout=layout, adapted=bool(decoder.adapters), linear=decoder.shape.linear is not None)
         self._decodes: list[Graph] = []  # of spans of one token; by size
         self._mixed: list[Graph] = []  # of any spans; by size
         self._last: Step | None = None  # that ran without a graph, if the last one did
@@ -71,7 +72,7 @@ class Forward:
         graph = _fitting(self._decodes if tokens == len(spans) else self._mixed, tokens)
         own = self._padded(spans, graph.room, picked) if graph else None
         if graph is None or own is None:
-            return self._compute(step.plan(spans, self._layout, picked=picked, adapted=self._adapted))
+            return self._compute(self._plan(spans, picked=picked))
         self.replayed += 1
         self._last = None
         graph.input.become(own)
@@ -91,7 +92,8 @@ class Forward:
     def record(self, record: Record, extent: Extent, progress: Callable[[str], None]) -> None:
         """Makes the graphs, the largest first: the others find room in the memory that it takes."""
         began = time.perf_counter()
-        sizes = [(size, True) for size in rooms.mixed(extent.chosen, extent.tokens, extent.drafts)]
+        linear = self._decoder.shape.linear is not None
+        sizes = [(size, True) for size in rooms.mixed(extent.chosen, extent.tokens, extent.drafts, linear)]
         sizes += [(size, False) for size in rooms.decodes(extent.chosen, extent.rows)]
         for count, (size, mixed) in enumerate(sorted(sizes, reverse=True)):
             progress(f"recording graphs: {count} of {len(sizes)}")
@@ -99,14 +101,14 @@ class Forward:
             trees = mixed and extent.trees
             room = Room(size, rows, ragged.capacity(self._layout, size, rows, extent.total, extent.pages, mixed, trees))
             # Nothing but padding, which is computed and written nowhere.
-            own = step.plan([], self._layout, room, adapted=self._adapted)
+            own = self._plan([], room=room)
             replay = record(lambda own=own: self._decoder(own, self._cache))  # type: ignore[misc]
             (self._mixed if mixed else self._decodes).insert(0, Graph(room, own, replay))
         log.info(f"recorded {len(sizes)} graphs in {time.perf_counter() - began:.1f} s")
 
     def _padded(self, spans: Listing[Span], room: Room, picked: Picked | None) -> Step | None:
         try:
-            return step.plan(spans, self._layout, room, picked, self._adapted)
+            return self._plan(spans, room=room, picked=picked)
         except ragged.Full:  # it shares more prefixes, or wants more rows, than steps usually do
             return None
 

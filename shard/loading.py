@@ -59,6 +59,8 @@ def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
     folder = Path(config.folder)
     model = _shape(folder).within(config.longest).quantized(config.quantize)
     model.check_ranks(config.ranks)
+    if model.linear is not None and config.speculate:
+        raise Unsupported(f"--speculate {config.speculate}: with linear attention guesses can't be taken back: leave it out")
     device = _device(config)
     if triton_on(device) and find_spec("triton") is None:
         raise Unsupported(
@@ -143,6 +145,8 @@ def _check_steady(model: Shape, by_triton: bool) -> None:
         what = "attention with sinks on an accelerator"
     if model.index is not None:
         what = "sparse attention, whose scores are made in parts"
+    if model.linear is not None:
+        what = "linear attention, which goes by how a prompt is divided"
     if what:
         raise Unsupported(f"--batch-invariant is not there for {what}: leave it out")
 
@@ -172,6 +176,8 @@ def _drafter(
     stage("loading the draft model")
     folder = Path(speculation.draft)
     model = _shape(folder).within(config.longest)
+    if model.linear is not None:
+        raise Unsupported(f"--speculate draft={speculation.draft}: with linear attention it can't take guesses back: take another")
     progress = Progress(model.parameters(), stage)
     small = device.type == "cpu" and model.parameters() <= SMALL_DRAFT
     source = _source(config.load_format, folder, torch.float32 if small else DTYPES[config.dtype], device, progress)

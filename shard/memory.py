@@ -64,7 +64,8 @@ def size_pool(
     sample = _sample(engine, page_size, tokens, min(rows, tokens))
     # Graphs keep what their steps take, in memory that all of them share.
     recorded = len(graphs) * GRAPH_BYTES + sample.bytes * max(graphs, default=0) // sample.tokens
-    needed = sample.bytes * -(-tokens // sample.tokens) + context + recorded
+    states = (1 + sequences) * engine.state_bytes
+    needed = sample.bytes * -(-tokens // sample.tokens) + context + recorded + states
     available = int(_available(engine.device) * fraction) // (ranks if engine.device.type == "cpu" else 1)
     room = (available - needed) // page_bytes
     useful = sequences * -(-total // page_size)  # each as long as can be: more pages would only keep prefixes
@@ -78,7 +79,8 @@ def size_pool(
     why = f", all that {sequences} sequences of {total} can fill" if chosen == useful else ""
     log.info(
         f"pool: {chosen} pages of {page_size} tokens ({chosen * page_size} tokens{why}, {chosen * page_bytes / 1e9:.2f} GB); "
-        f"a step takes up to {needed / 1e9:.2f} GB{_of_graphs(recorded)}, room for {room} pages"
+        f"a step takes up to {needed / 1e9:.2f} GB{_part(recorded, 'graphs')}{_part(states, 'what sequences remember')}, "
+        f"room for {room} pages"
     )
     return int(chosen), sample
 
@@ -92,8 +94,8 @@ def _chosen(engine: Engine, tokens: int, total: int) -> int:
     return indexed_attention.SCORE_BYTES * min(tokens * total, indexed_attention.SCORES)
 
 
-def _of_graphs(recorded: int) -> str:
-    return f", {recorded / 1e9:.2f} of it for graphs" if recorded else ""
+def _part(count: int, what: str) -> str:
+    return f", {count / 1e9:.2f} of it for {what}" if count else ""
 
 
 def _sample(engine: Engine, page_size: int, tokens: int, rows: int) -> Measured:
@@ -117,7 +119,7 @@ def _sample(engine: Engine, page_size: int, tokens: int, rows: int) -> Measured:
 
 def _run(engine: Engine, page_size: int, lengths: list[int]) -> Outcome:
     """The step of prompts of these lengths in a pool that they fill."""
-    engine.resize(sum(-(-length // page_size) for length in lengths), page_size)
+    engine.resize(sum(-(-length // page_size) for length in lengths), page_size, len(lengths))
     groups = []
     for uid, length in enumerate(lengths):
         begun, waiting = sequences([0] * length, 1, cache_key=str(uid))  # none finds what another has computed

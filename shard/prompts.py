@@ -52,7 +52,7 @@ class Prompts:
         group.counted = -1
         heir = next((other for other in group.sequences if other is not sequence), None)
         if heir and sequence is group.sequences[0] and not heir.computed:
-            heir.pages, heir.computed, heir.node = sequence.pages, sequence.computed, sequence.node
+            heir.pages, heir.computed, heir.node, heir.state = sequence.pages, sequence.computed, sequence.node, sequence.state
         else:
             self._pool.release(sequence.pages)
         sequence.clear()
@@ -66,7 +66,7 @@ class Prompts:
             if group.decodes or run.problem or (sequence is not group.sequences[0] and not sequence.computed):
                 break
             self._find(group, sequence, run.spans)
-            lacking = group.goal(sequence) - sequence.computed
+            lacking = self._goal(group, sequence) - sequence.computed
             count = min(most - used, lacking)
             if whole and count < lacking:
                 end = (sequence.computed + count) // self._pool.page_size * self._pool.page_size
@@ -74,6 +74,13 @@ class Prompts:
             if count:
                 used += self._plan(run, sequence, count)
         return used
+
+    def _goal(self, group: Group, sequence: Sequence) -> int:
+        """How far the sequence is computed in this step at most. Who begins where a prompt ends takes along what is remembered
+        there, which is in no page: so the step ends there, too."""
+        goal, others = group.goal(sequence), group.sequences[1:]
+        waited_for = self._cache.states and sequence is group.sequences[0] and not all(other.computed for other in others)
+        return min(goal, sequence.prompt_length) if waited_for else goal
 
     def _find(self, group: Group, sequence: Sequence, spans: Listing[Span]) -> None:
         """Takes what is cached. Of a fresh prompt one token stays to be computed: its logits are wanted; or all: all are.
@@ -117,7 +124,7 @@ class Prompts:
         full = first.prompt_length // self._pool.page_size
         copies = []
         for sequence in others:
-            sequence.pages, sequence.node = first.pages[:full], _ancestor(first.node, full)
+            sequence.pages, sequence.node, sequence.state = first.pages[:full], _ancestor(first.node, full), first.state
             sequence.computed = first.prompt_length - rows
             self._pool.share(sequence.pages)
             if self._prefixes is not None:

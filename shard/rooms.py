@@ -36,6 +36,7 @@ def decodes(chosen: tuple[int, ...] | None, rows: int) -> list[int]:
     return [*below, min(rows, DECODES[-1])] if below or rows else below
 
 
-def mixed(chosen: tuple[int, ...] | None, tokens: int, drafts: bool = False) -> list[int]:
-    """Sizes of mixed steps, ascending. tokens: the most that a step has; drafts: whether there are any."""
-    return [] if chosen is not None else [size for size in (*(VERIFIED if drafts else ()), *MIXED) if size <= tokens]
+def mixed(chosen: tuple[int, ...] | None, tokens: int, drafts: bool = False, linear: bool = False) -> list[int]:
+    """Sizes of mixed steps, ascending. tokens: the most that a step has; drafts: whether there are any; linear: the model has
+    linear attention, whose launches go by how many spans there are."""
+    return [] if chosen is not None or linear else [size for size in (*(VERIFIED if drafts else ()), *MIXED) if size <= tokens]

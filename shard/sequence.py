@@ -60,6 +60,7 @@ class Sequence:
     adapter: int = -1  # of the decoder's, by which its tokens go; -1: none
     computed: int = 0  # tokens whose keys and values are in `pages`; while a step is planned, those of that step included
     pages: list[int] = field(default_factory=list)
+    state: int = 0  # slot of what it remembers, of models that do; it may be a parent's until the next step: see `states`
     node: Node | None = None  # of its last full page that others can find; None: there is none
     guide: Guide | None = None  # its place in the group's grammar, once it was asked for; on rank 0 only
     path: Path | None = None  # of a beam
@@ -86,6 +87,7 @@ class Sequence:
             self.adapter,
             self.computed,
             self.pages[:pages],
+            self.state,
             self.node,
             guide,
             path,
@@ -93,7 +95,7 @@ class Sequence:
 
     def clear(self) -> None:
         """Nothing is computed; its pages are somebody else's."""
-        self.pages, self.computed, self.node, self.sketch = [], 0, None, None
+        self.pages, self.state, self.computed, self.node, self.sketch = [], 0, 0, None, None
 
 
 @dataclass(slots=True)

@@ -69,10 +69,9 @@ class Service:
         reply.page_size, reply.loaded, reply.device = config.page_size, self._loaded.is_set(), config.device
         reply.adapters.extend(name for name, _ in config.adapters)
         reply.quantize, reply.kv_cache_dtype, reply.batch_invariant = config.quantize, config.kv_cache_dtype, config.batch_invariant
-        reply.prefix_caching = config.prefix_caching
         if self._engine is not None:
             shape = self._engine.decoder.shape
-            reply.overlaps = self._engine.overlaps
+            reply.overlaps, reply.prefix_caching = self._engine.overlaps, self._engine.books.prefixes is not None
             reply.vocabulary, reply.max_positions, reply.device = shape.vocabulary, shape.max_positions, str(self._engine.device)
         return reply
 
@@ -115,7 +114,7 @@ class Service:
         graphs = engine.device.type == "cuda" and triton_on(engine.device)  # the plain operations wait for the device on the way
         chosen = parse(config.cuda_graphs) if graphs else ()
         drafts = engine.guesses.most > 0
-        sizes = [*decodes(chosen, rows), *mixed(chosen, tokens, drafts)]
+        sizes = [*decodes(chosen, rows), *mixed(chosen, tokens, drafts, shape.linear is not None)]
         recorded = sizes * 2 if engine.guesses.drafter else sizes  # the draft model's own
         self.stage = "compiling products"
         engine.compile(min(tokens, COMPILED))
@@ -126,7 +125,7 @@ class Service:
         pages, sample = size_pool(
             engine, config.page_size, config.kv_pages, config.memory_fraction, tokens, rows, sequences, total, recorded
         )
-        engine.resize(ranks.least(pages), config.page_size)
+        engine.resize(ranks.least(pages), config.page_size, sequences)
         if sizes:
             extent = Extent(tokens, rows, total, engine.pool.pages, chosen, drafts, engine.guesses.trees)
             engine.record(Recorder(), extent, lambda stage: setattr(self, "stage", stage))

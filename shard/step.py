@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import attention, ragged, shared_prefixes, steady, work
+from ..kernels.gated_delta import Spans
 from ..kernels.ragged import Layout
 from ..kernels.transfer import lists_to_device, to_device
 from .sequence import Group, Sequence
@@ -99,6 +100,7 @@ class Step:
     rows: Tensor  # [rows]: the tokens whose logits are wanted, in the order of the spans
     attention: ragged.Plan
     adapters: Tensor | None = None  # [tokens], for `adapters.choose`; None: no token goes by one
+    spans: Spans | None = None  # for layers with linear attention; None: there are none
 
     def become(self, other: "Step") -> None:
         """Takes the contents of a step for the same room, in place."""
@@ -109,10 +111,15 @@ class Step:
 
 
 def plan(
-    spans: Listing[Span], layout: Layout, room: Room | None = None, picked: Picked | None = None, adapted: bool = False
+    spans: Listing[Span],
+    layout: Layout,
+    room: Room | None = None,
+    picked: Picked | None = None,
+    adapted: bool = False,
+    linear: bool = False,
 ) -> Step:
-    """The step that computes `spans`. picked: by the step before; adapted: the decoder has adapters. Raises ragged.Full if there
-    is too little room."""
+    """The step that computes `spans`. picked: by the step before; adapted: the decoder has adapters; linear: and linear attention,
+    so a room is for spans of one token. Raises ragged.Full if there is too little room."""
     fronts = picked is not None and any(span.front for span in spans)
     later = fronts and ragged.by_triton(layout)  # only the device is told who continues whom
     rows = [
@@ -144,7 +151,8 @@ def plan(
         numbers += [-1] * lacking if adapted else ()
     elif not any(number >= 0 for number in numbers):
         numbers = []
-    step = _step(tokens, positions, slots, wanted, numbers, attended, layout)
+    lengths, states = _states(spans, order, room) if linear else ((), [])
+    step = _step(tokens, positions, slots, wanted, numbers, attended, layout, lengths, states)
     if picked is not None:
         _fill_in(step, spans, starts, picked)
         if later:
@@ -217,10 +225,24 @@ def _step(
     numbers: list[int],
     attended: ragged.Plan,
     layout: Layout,
+    lengths: tuple[int, ...] = (),
+    states: Listing[int] = (),
 ) -> Step:
-    buffer = to_device(torch.tensor(tokens + positions + slots + wanted + numbers, dtype=torch.int64), layout.device)
-    tokens_of, positions_of, slots_of, rows_of, adapters = torch.split(buffer, [len(tokens)] * 3 + [len(wanted), len(numbers)])
-    return Step(buffer, tokens_of, positions_of, slots_of, rows_of, attended, adapters if numbers else None)
+    """lengths: of spans, with `states`: see `_states`; (): nobody asks for them."""
+    parts = (tokens, positions, slots, wanted, numbers, states)
+    buffer = to_device(torch.tensor(list(chain(*parts)), dtype=torch.int64), layout.device)
+    tokens_of, positions_of, slots_of, rows_of, adapters, own = torch.split(buffer, [*map(len, parts)])
+    found = Spans(lengths, *torch.split(own, [len(lengths) + 1, len(lengths), len(lengths)])) if lengths else None
+    return Step(buffer, tokens_of, positions_of, slots_of, rows_of, attended, adapters if numbers else None, found)
+
+
+def _states(spans: Listing[Span], order: Listing[int], room: Room | None) -> tuple[tuple[int, ...], list[int]]:
+    """What `gated_delta.Spans` has: lengths of spans, in that order; where they begin, their slots, whether they are fresh."""
+    own = [spans[i] for i in order]
+    unused = room.tokens - len(own) if room is not None else 0
+    lengths = (*(len(span.tokens) for span in own), *[1] * unused)
+    slots, fresh = [span.sequence.state for span in own], [int(not span.start) for span in own]
+    return lengths, [*accumulate(lengths, initial=0), *slots, *[0] * unused, *fresh, *[1] * unused]
 
 
 def _wanted(spans: Listing[Span], starts: Listing[int]) -> list[int]:

@@ -85,7 +85,7 @@ def test_what_is_cached_of_a_token_goes_by_the_layer() -> None:
     with pytest.raises(Unsupported, match="4 key/value heads of layers without a window can't be divided by 8 ranks"):
         found.check_ranks(8)
     engine = tiny.engine("gemma4", pages=3)
-    assert [tuple(layer.shape) for layer in engine.cache.layers] == [(64, 2, 4, 16), (64, 2, 2, 32)] * 2
+    assert [tuple(layer.shape) for layer in engine.cache.layers.values()] == [(64, 2, 4, 16), (64, 2, 2, 32)] * 2
     assert [len(part) for part in engine.cache.pages] == [2, 2]
     assert engine.layer_bytes == 4 * 2 * 4 * 16
 

@@ -1,0 +1,37 @@
+"""Which slot has what a sequence remembers, of models with linear attention (`gated_delta.States`). All ranks come to the same.
+
+What a sequence remembers follows from all of its computed tokens, and each step changes it in place. So each has a slot of its own,
+`Sequence.state`, 0 for none. Who parts from another takes that one's number along, and gets a copy before the next step. Nothing is
+given back: what no sequence has is free.
+"""
+
+from collections.abc import Iterable
+
+from .sequence import Group, Sequence
+
+
+def settle(groups: Iterable[Group], slots: int) -> tuple[list[tuple[int, int]], list[Group]]:
+    """Gives each sequence that has begun a slot of its own, from 1 to `slots`. groups: all that there are.
+
+    Returns what is to be copied for that, as (source, target), of which no target is a source; and the groups for which there are
+    too few: these can only be dropped.
+    """
+    taken, lacking = set[int](), list[tuple[Group, Sequence]]()
+    for group in groups:
+        for sequence in group.sequences:
+            if sequence.state and sequence.state not in taken:
+                taken.add(sequence.state)
+            elif sequence.computed:
+                lacking.append((group, sequence))
+    if not lacking:
+        return [], []
+    copies, failed = list[tuple[int, int]](), dict[int, Group]()
+    free = (slot for slot in range(1, slots + 1) if slot not in taken)
+    for group, sequence in lacking:
+        slot = next(free, 0)
+        if not slot:
+            failed[group.uid] = group
+        elif sequence.state:
+            copies.append((sequence.state, slot))
+        sequence.state = slot
+    return copies, list(failed.values())
