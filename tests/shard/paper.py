@@ -33,10 +33,12 @@ Content = tuple[str, tuple[int, ...]] | None  # cache key and all tokens up to a
 class Slots:
     """Stands for the cache."""
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, states: int = 0) -> None:
         self.page_size = page_size
         self.content: dict[int, Content] = {}
         self.evicted = 0
+        self.slots = states
+        self.states: dict[int, Content] = {slot: None for slot in range(1, states + 1)}  # what the sequences there have seen
 
     def clear(self, pages: Sequence[int]) -> None:
         for page in pages:
@@ -47,6 +49,11 @@ class Slots:
         for source, page, rows in copies:
             for place in range(rows):
                 self.content[page * self.page_size + place] = self.content[source * self.page_size + place]
+
+    def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        assert not {source for source, _ in copies} & {target for _, target in copies}
+        for source, target in copies:
+            self.states[target] = self.states[source]
 
     def copy_rows(self, sources: torch.Tensor, targets: torch.Tensor, rows: torch.Tensor) -> None:
         self.copy(list(zip(sources.tolist(), targets.tolist(), rows.tolist(), strict=True)))
@@ -66,6 +73,8 @@ class Model:
         head_size=1,
         vocabulary=POISON + 1,
         latent=None,
+        linear=None,
+        attending=[0],
         index=None,
         keys=lambda window: SimpleNamespace(heads=1, size=1),
         slot=lambda ranks, window: (2, 1, 1),
@@ -90,11 +99,22 @@ class Model:
                 assert cache.content[slot] is None, "a token is written where another one is"
                 written.add(slot)
                 cache.content[slot] = span.sequence.cache_key, tokens[: place + 1]
+        if cache.states:
+            self.remember([(span, tokens) for span, tokens, _ in named], cache)
         for span, tokens, pages in named:
             for place in range(span.start + len(span.tokens)):
                 slot = pages[place // size] * size + place % size
                 assert cache.content[slot] == (span.sequence.cache_key, tokens[: place + 1]), "a token sees what is not before it"
         return torch.zeros(sum(span.wanted for span in spans), 1)
+
+    @staticmethod
+    def remember(spans: Sequence[tuple[Span, tuple[int, ...]]], cache: Slots) -> None:
+        """What sequences have seen before is in their slots, and then what they see now as well."""
+        assert len({span.sequence.state for span, _ in spans}) == len(spans), "two sequences have one state"
+        for span, tokens in spans:
+            slot, end = span.sequence.state, span.start + len(span.tokens)
+            assert not span.start or cache.states[slot] == (span.sequence.cache_key, tokens[: span.start])
+            cache.states[slot] = span.sequence.cache_key, tokens[:end]
 
     @staticmethod
     def known(span: Span, picked: Picked | None) -> tuple[tuple[int, ...], Sequence[int]]:
@@ -155,14 +175,16 @@ def heirs(group: Group, found: Sequence[Pick | None]) -> list[tuple[int, int]]:
 class Paper(Engine):
     """Checks its own books after every step."""
 
-    def __init__(self, pages: int, page_size: int, prefix_caching: bool = True, ahead: bool = False) -> None:
+    def __init__(self, pages: int, page_size: int, prefix_caching: bool = True, ahead: bool = False, states: int = 0) -> None:
+        """states: the model remembers something of so many sequences."""
+        self._states = states
         super().__init__(Model(), CPU, page_size, prefix_caching, ahead=ahead)  # type: ignore[arg-type]
         self.resize(pages, page_size)
         self.evictions = self.computed = 0
 
-    def resize(self, pages: int, page_size: int) -> None:
-        super().resize(pages, page_size)
-        self.cache: Any = Slots(page_size)
+    def resize(self, pages: int, page_size: int, sequences: int = 0) -> None:
+        super().resize(pages, page_size, sequences)
+        self.cache: Any = Slots(page_size, self._states)
         self.books.prompts._cache = self.books.forks._cache = self.cache
         self.forward: Any = lambda spans, picked=None: self.decoder(spans, self.cache, picked)
         evicted = self.pool.evicted

@@ -1,0 +1,100 @@
+"""What sequences remember, of models with linear attention: by an engine without a model, whose every slot says what was seen."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from penstock.shard import states
+from penstock.shard.prompts import Prompts
+from penstock.shard.sequence import Group, Sequence
+from penstock.tests.shard import tiny
+from penstock.tests.shard.driver import UNLIMITED, Habits, drive
+from penstock.tests.shard.paper import Paper, Slots
+from penstock.tests.shard.paper import paper as paper  # a fixture
+from penstock.tests.shard.test_flight import fly, room_of, with_beams
+
+SEQUENCES = 96  # of a crowd, at most
+
+
+def check(paper: type[Paper], seeds: range, ahead: bool) -> tuple[int, int]:
+    """Answers are those of a model that remembers nothing. How often some were paused, and how many steps were begun ahead."""
+    pauses = overlaps = 0
+    for seed in seeds:
+        chance, groups = random.Random(seed), with_beams(seed)
+        size = chance.choice([1, 2, 3, 4])
+        expected = drive(paper(5000, size, prefix_caching=False), with_beams(seed), Habits(), seed)
+        engine = paper(room_of(groups, size) + chance.randint(2, 14), size, False, ahead, SEQUENCES)
+        habits = Habits(chance.choice([1, 3, 8, UNLIMITED]), pause=0.05, pauses=seed % 2, join=0.1)
+        world, count = fly(engine, groups, habits, seed) if ahead else (drive(engine, groups, habits, seed), 0)
+        assert (world.failed, world.tokens) == ({}, expected.tokens)
+        assert engine.pool.free == engine.pool.pages
+        pauses, overlaps = pauses + world.pauses.total(), overlaps + count
+    return pauses, overlaps
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_every_sequence_remembers_what_is_before_it(paper: type[Paper], ahead: bool) -> None:
+    pauses, overlaps = check(paper, range(16), ahead)
+    assert pauses > 100
+    assert overlaps > 100 or not ahead
+
+
+def all_of(right: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, group, sequence: group.goal(sequence)
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "fault"),
+    [
+        (Slots, "copy_states", lambda right: lambda self, copies: None),
+        (Prompts, "_goal", all_of),  # goes beyond what others want to be remembered
+        (Sequence, "twin", lambda right: lambda self, pages: forgetful(right(self, pages))),
+    ],
+)
+def test_the_check_finds_faults(paper: type[Paper], monkeypatch: pytest.MonkeyPatch, place: Any, name: str, fault: Any) -> None:
+    monkeypatch.setattr(place, name, fault(getattr(place, name)))
+    with pytest.raises(AssertionError):
+        check(paper, range(10), ahead=False)
+
+
+def forgetful(sequence: Sequence) -> Sequence:
+    sequence.state = 0
+    return sequence
+
+
+def test_what_ends_leaves_its_slot_to_others(paper: type[Paper]) -> None:
+    engine = paper(200, 4, prefix_caching=False, states=4)
+    for round_ in range(3):
+        groups = [tiny.group(4 * round_ + number, (1, 2, number % 4), 3) for number in range(4)]
+        assert not drive(engine, groups, Habits()).failed
+
+
+def test_who_finds_no_slot_fails_alone(paper: type[Paper]) -> None:
+    """The router asks for no more than there are; if one came all the same, the others would go on."""
+    engine = paper(200, 4, prefix_caching=False, states=3)
+
+    def groups() -> list[Group]:
+        return [tiny.group(uid, (1, 2, uid), 6, choices=1 + uid % 2) for uid in range(3)]
+
+    expected = drive(paper(200, 4), groups(), Habits()).tokens
+    world = drive(engine, groups(), Habits(arrivals=9))
+    [failed] = world.failed
+    assert world.failed[failed] == "what 3 sequences remember has room, and there are more"
+    assert all(tokens == expected[key] for key, tokens in world.tokens.items() if key[0] != failed)
+    assert engine.pool.free == engine.pool.pages
+
+
+def test_slots_are_given_and_copied() -> None:
+    def of(*numbers: int) -> Group:
+        made = tiny.group(1, (1, 2), 3)
+        made.sequences = [Sequence(made.sequences[0].tokens, 2, computed=2, state=number) for number in numbers]
+        return made
+
+    first, second = of(2, 2, 0), of(5)
+    assert states.settle([first, second], 6) == ([(2, 1)], [])
+    assert [sequence.state for sequence in (*first.sequences, *second.sequences)] == [2, 1, 3, 5]
+    assert states.settle([first, second], 6) == ([], [])
+    third = of(0, 5)
+    assert states.settle([first, second, third], 5) == ([], [third])
