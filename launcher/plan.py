@@ -89,7 +89,8 @@ def divide(
     usable = int(total * options.cuda_memory_fraction)
     graphs = _graphs(options, form) if device == "cuda" else 0
     left = usable - graphs * rooms.GRAPH_BYTES
-    states = options.sequences * form.state_bytes(ranks, item)
+    remembered = options.sequences + form.kept_states(options.sequences, options.prefix_caching == "on")
+    states = remembered * form.state_bytes(ranks, item)
     fixed, page = weights + adapted + draft_bytes + states, (token + draft_token) * options.page_size
     longest = options.max_total_tokens or form.max_positions
     # More pages than all requests together can fill would only keep prefixes.
@@ -238,7 +239,12 @@ def table(plan: Plan, name: str) -> str:
         *([("  graphs", f"{size(plan.graphs * rooms.GRAPH_BYTES):>10}  {plan.graphs} recorded steps")] if plan.graphs else []),
         ("  keys/values", f"{size(plan.pages * plan.page_size * plan.token_bytes):>10}  {size(plan.token_bytes)} per token"),
         *(
-            [("  states", f"{size(plan.state_bytes):>10}  of {plan.sequences} sequences (--max-batch-size)")]
+            [
+                (
+                    "  states",
+                    f"{size(plan.state_bytes):>10}  of {plan.sequences} sequences (--max-batch-size), and for others to go on from",
+                )
+            ]
             if plan.state_bytes
             else []
         ),

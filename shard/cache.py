@@ -32,19 +32,19 @@ class Cache:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        sequences: int = 0,
+        slots: int = 0,
         convolved: torch.dtype | None = None,
     ) -> None:
-        """dtype: of keys and values; sequences: that there are at once; convolved: of what convolutions see, if another."""
+        """dtype: of keys and values; slots: for what is remembered; convolved: type of what convolutions see, if another."""
         attending = shape.attending
-        slots = [shape.slot(ranks, shape.windows[layer]) for layer in attending]
-        wholes = {slot: _zeros((count, (pages + 1) * page_size, *slot), dtype, device) for slot, count in Counter(slots).items()}
+        each = [shape.slot(ranks, shape.windows[layer]) for layer in attending]
+        wholes = {slot: _zeros((count, (pages + 1) * page_size, *slot), dtype, device) for slot, count in Counter(each).items()}
         self.page_size = page_size
         self.cleared: Callable[[Listing[int]], object] = lambda pages: None  # is told of pages that others get
         following = {slot: iter(whole.unbind(0)) for slot, whole in wholes.items()}
-        self.layers: dict[int, Tensor] = {layer: next(following[slot]) for layer, slot in zip(attending, slots, strict=True)}
-        self.states: dict[int, States] = _states(shape, ranks, sequences, convolved or dtype, device)
-        self.slots = sequences if self.states else 0
+        self.layers: dict[int, Tensor] = {layer: next(following[slot]) for layer, slot in zip(attending, each, strict=True)}
+        self.states: dict[int, States] = _states(shape, ranks, slots, convolved or dtype, device)
+        self.slots = slots
         # Copied and zeroed as bytes where torch's operations don't know the type.
         flat = [whole.view(torch.uint8) if dtype.itemsize == 1 else whole for whole in wholes.values()]
         self.pages = [whole.view(len(whole), pages + 1, page_size, -1) for whole in flat]  # each [layers, pages, page_size, width]
@@ -85,15 +85,15 @@ class Cache:
             move_slots(part.flatten(1, 2), moves[0], moves[1], starts)
 
 
-def _states(shape: Shape, ranks: int, sequences: int, dtype: torch.dtype, device: torch.device) -> dict[int, States]:
+def _states(shape: Shape, ranks: int, slots: int, dtype: torch.dtype, device: torch.device) -> dict[int, States]:
     """By layer. Slot 0 is for padding."""
     linear = shape.linear
     if linear is None:
         return {}
-    layers, slots = sorted(linear.layers), 1 + sequences
-    windows = _zeros((len(layers), slots, linear.width - 1, linear.channels(ranks)), dtype, device)
-    memories = _zeros((len(layers), slots, *linear.memory(ranks)), torch.float32, device)
-    return {layer: States(*parts) for layer, *parts in zip(layers, windows, memories, strict=True)}
+    layers = sorted(linear.layers)
+    windows = _zeros((len(layers), 1 + slots, linear.width - 1, linear.channels(ranks)), dtype, device)
+    memories = _zeros((len(layers), 1 + slots, *linear.memory(ranks)), torch.float32, device)
+    return {layer: States(windows[i], memories[i]) for i, layer in enumerate(layers)}
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

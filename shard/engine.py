@@ -80,7 +80,7 @@ class Engine:
         last one are known."""
         self.decoder = decoder
         self.device = device
-        self._prefix_caching = prefix_caching and decoder.shape.linear is None  # what is remembered is in no page
+        self._prefix_caching = prefix_caching
         self._cache_dtype = cache_dtype or decoder.embedding.dtype
         self._masks = masks
         self._stops = stops
@@ -93,13 +93,14 @@ class Engine:
     def resize(self, pages: int, page_size: int, sequences: int = 64) -> None:
         """Starts anew with an empty pool of that size; sequences: that run at once, of models that remember something of each."""
         shape, ranks, dtype = self.decoder.shape, self.decoder.ranks.size, self.decoder.embedding.dtype
-        self.cache = Cache(shape, ranks, pages, page_size, self._cache_dtype, self.device, sequences, dtype)
+        kept = shape.kept_states(sequences, self._prefix_caching)
+        self.cache = Cache(shape, ranks, pages, page_size, self._cache_dtype, self.device, sequences + kept, dtype)
         self.forward = Forward(self.decoder, self.cache, layout_of(self.decoder, page_size, self.device))
         if self.guesses.drafter:
             self.guesses.drafter.resize(pages, page_size)
             self.cache.cleared = self.guesses.drafter.forget
         self.pool = PagePool(pages, page_size)
-        self.books = Books(self.pool, self.cache, self._prefix_caching)
+        self.books = Books(self.pool, self.cache, self._prefix_caching, kept if self.cache.states else None)
         self.shrink = Shrink(able=ranks == 1 and not self.cache.states)  # what is remembered can't be computed once more
 
     @property
@@ -113,10 +114,11 @@ class Engine:
         """The most that a layer has of them, the model's."""
         return max(prod(layer.shape[1:]) for layer in self.cache.layers.values()) * self._cache_dtype.itemsize
 
-    @property
-    def state_bytes(self) -> int:
-        """What each sequence that runs takes beside its tokens' keys and values on this rank."""
-        return self.decoder.shape.state_bytes(self.decoder.ranks.size, self.decoder.embedding.dtype.itemsize)
+    def states_bytes(self, sequences: int) -> int:
+        """What linear attention remembers on this rank, where so many sequences run at once."""
+        shape = self.decoder.shape
+        slots = 1 + sequences + shape.kept_states(sequences, self._prefix_caching)
+        return slots * shape.state_bytes(self.decoder.ranks.size, self.decoder.embedding.dtype.itemsize)
 
     def enter(self) -> None:
         """The calling thread is going to use the engine. Which device a thread launches kernels on, and waits for, is its own
@@ -159,6 +161,8 @@ class Engine:
         together with a decode step of the batches `decode`. Unknown groups are ignored: they may just have ended. The result is
         there when the step is over."""
         outcome, books = Outcome(), self.books
+        if self._flight is not None and books.prompts.halted(books.groups[uid] for uid, _ in chunks if uid in books.groups):
+            self.land()  # what was remembered there is told of by then
         for group in groups:
             problem = self._problem(group)
             if problem:
@@ -385,7 +389,8 @@ class Engine:
     def _remember(self, runs: Listing[Run], outcome: Outcome) -> list[Run]:
         """Each sequence gets what it remembers for itself. Returns the runs of groups for which there is room: of all, if the
         router keeps to what it has asked for."""
-        copies, failed = settle(self.books.groups.values(), self.cache.slots)
+        kept = self.books.prefixes.states if self.books.prefixes is not None else ()
+        copies, failed = settle(self.books.groups.values(), self.cache.slots, kept)
         if copies:
             self.cache.copy_states(copies)
         for group in failed:

@@ -64,7 +64,7 @@ def size_pool(
     sample = _sample(engine, page_size, tokens, min(rows, tokens))
     # Graphs keep what their steps take, in memory that all of them share.
     recorded = len(graphs) * GRAPH_BYTES + sample.bytes * max(graphs, default=0) // sample.tokens
-    states = (1 + sequences) * engine.state_bytes
+    states = engine.states_bytes(sequences)
     needed = sample.bytes * -(-tokens // sample.tokens) + context + recorded + states
     available = int(_available(engine.device) * fraction) // (ranks if engine.device.type == "cpu" else 1)
     room = (available - needed) // page_bytes

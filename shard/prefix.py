@@ -6,6 +6,9 @@ page exactly; nothing is hashed down. Paths with different cache keys have diffe
 Whoever holds a page of the trie holds those on the way to it: what a sequence computes is put below the node of its page before,
 and where the trie has a page of the same content already the sequence takes that one for its own. So a page that nobody holds
 has nothing below it that anybody holds, and pages, which are let go last first, are taken leaf first.
+
+Of models with linear attention a page is of no use without what was remembered behind it. A few nodes have a state (`states`), and
+only these are found.
 """
 
 from array import array
@@ -17,7 +20,7 @@ from .pages import PagePool
 class Node:
     """A full page, named by its tokens and its parent; a root is named by its cache key and has no page."""
 
-    __slots__ = ("attached", "children", "depth", "key", "page", "parent")
+    __slots__ = ("attached", "children", "depth", "key", "page", "parent", "state")
 
     def __init__(self, key: bytes, page: int, parent: "Node | None") -> None:
         self.key = key
@@ -26,6 +29,7 @@ class Node:
         self.depth: int = parent.depth + 1 if parent else 0  # pages on the way here, this one included
         self.children: dict[bytes, Node] = {}
         self.attached = True  # can be found
+        self.state = 0  # slot of what is remembered behind its page; 0: nothing
 
 
 class Holder(Protocol):
@@ -35,13 +39,17 @@ class Holder(Protocol):
     cache_key: str
     computed: int  # tokens whose keys and values are in `pages`, or will be when this step is over
     pages: list[int]
+    state: int
     node: Node | None  # of its last full page; None: it has none that the trie knows
 
 
 class Prefixes:
     """The full pages of one pool that can be found again."""
 
-    def __init__(self, pool: PagePool) -> None:
+    def __init__(self, pool: PagePool, states: int | None = None) -> None:
+        """states: that are kept at most, of models of which a page is of no use without one."""
+        self.states: dict[int, Node] = {}  # by slot, the one that was found least recently first
+        self._most = states
         self._pool = pool
         self._roots: dict[bytes, Node] = {}
         self._nodes: dict[int, Node] = {}  # by page
@@ -55,6 +63,8 @@ class Prefixes:
             return 0
         first, size = node.depth, self._pool.page_size
         found = self._walk(node, holder.tokens[first * size : limit // size * size].tobytes(), size * holder.tokens.itemsize)
+        while self._most is not None and found and not found[-1].state:
+            found.pop()
         gained = (first + len(found)) * size - holder.computed
         if gained <= 0:
             return 0
@@ -64,7 +74,37 @@ class Prefixes:
         holder.pages[first:] = pages
         holder.computed += gained
         holder.node = found[-1]
+        if holder.node.state:
+            holder.state = holder.node.state
+            self.states[holder.state] = self.states.pop(holder.state)
         return gained
+
+    def known(self, holder: Holder, limit: int) -> int:
+        """How many of its first `limit` tokens are in pages that are known, whatever is remembered behind them."""
+        root, size = self._roots.get(holder.cache_key.encode()), self._pool.page_size
+        tokens = holder.tokens[: limit // size * size].tobytes()
+        return size * len(self._walk(root, tokens, size * holder.tokens.itemsize)) if root is not None else 0
+
+    def remember(self, holder: Holder) -> None:
+        """All of its tokens so far, which are full pages, can be found, with what it remembers now. It gets a copy of that for
+        itself before it goes on."""
+        node = holder.node
+        if (
+            node is None
+            or not node.attached
+            or node.state
+            or node.depth * self._pool.page_size != holder.computed
+            or not self._most
+        ):
+            return
+        if len(self.states) == self._most:
+            self._lose(next(iter(self.states.values())))
+        node.state, self.states[holder.state] = holder.state, node
+
+    def _lose(self, node: Node) -> None:
+        if node.state:
+            del self.states[node.state]
+            node.state = 0
 
     def publish(self, holder: Holder) -> None:
         """Makes all full pages of `holder` known; of those that others have made known it takes theirs for its own."""
@@ -96,6 +136,7 @@ class Prefixes:
             node = below.pop()
             below += node.children.values()
             node.attached = False
+            self._lose(node)
             del self._nodes[node.page]
             self._pool.forget(node.page)
 
@@ -152,4 +193,5 @@ class Prefixes:
         node = self._nodes.pop(page)
         assert not node.children, f"page {page} is taken before those that follow it"
         node.attached = False
+        self._lose(node)
         self._cut(node)

@@ -2,6 +2,7 @@
 among the groups, finds what is cached, and lets choices part where the prompt ends. Knows no model and no logits.
 """
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Listing
 from dataclasses import replace
 
@@ -10,6 +11,9 @@ from .pages import OutOfPages, PagePool
 from .prefix import Node, Prefixes
 from .sequence import Group, Sequence
 from .step import Run, Span
+
+# Tokens that are worth a step's end, so that others need not compute them again: of models that remember.
+WORTH = 128
 
 
 class Prompts:
@@ -34,7 +38,16 @@ class Prompts:
 
     def claim(self, group: Group) -> None:
         """Gives a new group what is cached of it. The router counts on that, and the group may have to wait for its grammar."""
-        self._find(group, group.sequences[0], ())
+        first = group.sequences[0]
+        self._find(group, first, ())
+        if self._prefixes is not None and self._cache.states and not group.prompt_logprobs:
+            goal, size = self._goal(group, first) - 1, self._pool.page_size
+            first.halts = halts(first.computed, self._prefixes.known(first, goal), goal // size * size)
+
+    @staticmethod
+    def halted(groups: Iterable[Group]) -> bool:
+        """Whether any of these goes on where others are to find what it remembers."""
+        return any(group.sequences[0].computed in group.sequences[0].halts for group in groups)
 
     def settle(self, group: Group) -> None:
         """To be called when the planned step is over: choices part if the prompt is computed, and the group decodes if all is.
@@ -66,7 +79,7 @@ class Prompts:
             if group.decodes or run.problem or (sequence is not group.sequences[0] and not sequence.computed):
                 break
             self._find(group, sequence, run.spans)
-            lacking = self._goal(group, sequence) - sequence.computed
+            lacking = self._end(run, sequence) - sequence.computed
             count = min(most - used, lacking)
             if whole and count < lacking:
                 end = (sequence.computed + count) // self._pool.page_size * self._pool.page_size
@@ -76,20 +89,26 @@ class Prompts:
         return used
 
     def _goal(self, group: Group, sequence: Sequence) -> int:
-        """How far the sequence is computed in this step at most. Who begins where a prompt ends takes along what is remembered
-        there, which is in no page: so the step ends there, too."""
-        goal, others = group.goal(sequence), group.sequences[1:]
-        waited_for = self._cache.states and sequence is group.sequences[0] and not all(other.computed for other in others)
-        return min(goal, sequence.prompt_length) if waited_for else goal
+        """How far the sequence is computed before the group decodes, or before others part from it: what is remembered is in no
+        page, so they begin with what that is then."""
+        goal, [first, *others] = group.goal(sequence), group.sequences
+        parting = self._cache.states and sequence is first and not all(other.computed for other in others)
+        return min(goal, sequence.prompt_length) if parting else goal
+
+    def _end(self, run: Run, sequence: Sequence) -> int:
+        """How far it is computed in this step at most."""
+        begun = next((span.start for span in run.spans if span.sequence is sequence), sequence.computed)
+        return min([self._goal(run.group, sequence), *(halt for halt in sequence.halts if halt > begun)])
 
     def _find(self, group: Group, sequence: Sequence, spans: Listing[Span]) -> None:
         """Takes what is cached. Of a fresh prompt one token stays to be computed: its logits are wanted; or all: all are.
         spans: what is computed of the group in this step."""
         if self._prefixes is None or group.prompt_logprobs:
             return
-        if sequence.computed % self._pool.page_size and any(span.sequence is sequence for span in spans):
-            return  # this step writes to the page that would be given up
-        goal = group.goal(sequence)
+        writing = sequence.computed % self._pool.page_size > 0 or bool(self._cache.states)
+        if writing and any(span.sequence is sequence for span in spans):
+            return  # this step writes to the page that would be given up, or to what is remembered
+        goal = self._goal(group, sequence)
         group.found += self._prefixes.adopt(sequence, goal - 1 if group.waiting else goal)
 
     def _plan(self, run: Run, sequence: Sequence, count: int) -> int:
@@ -99,10 +118,12 @@ class Prompts:
         except OutOfPages as error:
             run.problem = f"the pool is full: {error}"
             return 0
-        last = run.spans[-1] if run.spans else None
-        if last and last.sequence is sequence and last.start + len(last.tokens) == start:
-            run.spans.pop()
-            start = last.start
+        if start in sequence.halts and self._prefixes is not None:
+            self._prefixes.remember(sequence)
+        for i, span in enumerate(run.spans):
+            if span.sequence is sequence and span.start + len(span.tokens) == start:
+                start = run.spans.pop(i).start
+                break
         sequence.computed += count
         run.spans.append(Span(sequence, start, sequence.tokens[start : sequence.computed], wanted=0))
         if self._prefixes is not None:
@@ -136,6 +157,17 @@ class Prompts:
         if copies:
             self._cache.clear(self._pool.taken())
             self._cache.copy([(first.pages[full], page, rows) for page in copies])
+
+
+def halts(computed: int, *places: int) -> tuple[int, ...]:
+    """Of these numbers of tokens, ascending: those that save others enough, of which so many have no need. The first is where a
+    sequence parts from what others have begun with, the last where its own full pages end."""
+    found = []
+    for place in places:
+        if place - computed >= WORTH:
+            found.append(place)
+            computed = place
+    return tuple(found)
 
 
 def _ancestor(node: Node | None, depth: int) -> Node | None:

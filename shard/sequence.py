@@ -61,6 +61,7 @@ class Sequence:
     computed: int = 0  # tokens whose keys and values are in `pages`; while a step is planned, those of that step included
     pages: list[int] = field(default_factory=list)
     state: int = 0  # slot of what it remembers, of models that do; it may be a parent's until the next step: see `states`
+    halts: tuple[int, ...] = ()  # tokens behind which a step ends, so that others can find what is remembered there; ascending
     node: Node | None = None  # of its last full page that others can find; None: there is none
     guide: Guide | None = None  # its place in the group's grammar, once it was asked for; on rank 0 only
     path: Path | None = None  # of a beam
@@ -88,6 +89,7 @@ class Sequence:
             self.computed,
             self.pages[:pages],
             self.state,
+            (),
             self.node,
             guide,
             path,

@@ -71,7 +71,8 @@ class Service:
         reply.quantize, reply.kv_cache_dtype, reply.batch_invariant = config.quantize, config.kv_cache_dtype, config.batch_invariant
         if self._engine is not None:
             shape = self._engine.decoder.shape
-            reply.overlaps, reply.prefix_caching = self._engine.overlaps, self._engine.books.prefixes is not None
+            reply.overlaps = self._engine.overlaps
+            reply.prefix_caching = config.prefix_caching and shape.linear is None  # else only some beginnings are found
             reply.vocabulary, reply.max_positions, reply.device = shape.vocabulary, shape.max_positions, str(self._engine.device)
         return reply
 

@@ -10,13 +10,14 @@ from collections.abc import Iterable
 from .sequence import Group, Sequence
 
 
-def settle(groups: Iterable[Group], slots: int) -> tuple[list[tuple[int, int]], list[Group]]:
-    """Gives each sequence that has begun a slot of its own, from 1 to `slots`. groups: all that there are.
+def settle(groups: Iterable[Group], slots: int, kept: Iterable[int] = ()) -> tuple[list[tuple[int, int]], list[Group]]:
+    """Gives each sequence that has begun a slot of its own, from 1 to `slots`. groups: all that there are; kept: slots that stay as
+    they are.
 
     Returns what is to be copied for that, as (source, target), of which no target is a source; and the groups for which there are
     too few: these can only be dropped.
     """
-    taken, lacking = set[int](), list[tuple[Group, Sequence]]()
+    taken, lacking = set(kept), list[tuple[Group, Sequence]]()
     for group in groups:
         for sequence in group.sequences:
             if sequence.state and sequence.state not in taken:

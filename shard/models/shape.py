@@ -12,6 +12,7 @@ class Unsupported(ValueError):
 KINDS = {"int4": 64, "int8": 0, "fp8": 0}  # of weights that are rounded when they are loaded: inputs that share a scale, 0: all
 LEAST_GROUP = 32  # products with few bits are of groups that are a multiple of it; all else is unpacked
 MOST_ON_CPU = 256  # inputs that share a scale there
+KEPT = 4  # sequences that run at once for each state that is kept for others to go on from
 PLAIN = ("input_layernorm", "", "post_attention_layernorm", "")  # norms of most families
 
 
@@ -299,11 +300,15 @@ class Shape:
         return [layer for layer in range(self.layers) if self.linear is None or layer not in self.linear.layers]
 
     def state_bytes(self, ranks: int, item: int) -> int:
-        """What a sequence takes on one rank beside the cache, however long it is, all layers; item: bytes of an element of it."""
+        """What linear attention remembers of a sequence on one rank, however long that is; item: bytes of an element."""
         if self.linear is None:
             return 0
         window = (self.linear.width - 1) * self.linear.channels(ranks) * item
         return len(self.linear.layers) * (4 * prod(self.linear.memory(ranks)) + window)
+
+    def kept_states(self, sequences: int, prefix_caching: bool) -> int:
+        """How many such states are kept for others, where so many sequences run at once."""
+        return -(-sequences // KEPT) if self.linear and prefix_caching else 0
 
     def turning_size(self, window: int) -> int:
         """Features of what turns in layers with this window: of whole heads, of which a part may not, or of what heads have apart

@@ -25,6 +25,7 @@ from penstock.shard.step import Picked, Run, Span
 
 CPU = torch.device("cpu")
 WORDS = 4  # tokens that are drawn
+KEPT = 3  # states, of models that remember, for others to go on from
 POISON = 9  # a token whose logits are not finite, and those of all that comes after it
 
 Content = tuple[str, tuple[int, ...]] | None  # cache key and all tokens up to and including this one; None: zeros
@@ -38,7 +39,7 @@ class Slots:
         self.content: dict[int, Content] = {}
         self.evicted = 0
         self.slots = states
-        self.states: dict[int, Content] = {slot: None for slot in range(1, states + 1)}  # what the sequences there have seen
+        self.states: dict[int, Content] = dict.fromkeys(range(1, states + 1))  # what the sequences there have seen
 
     def clear(self, pages: Sequence[int]) -> None:
         for page in pages:
@@ -74,6 +75,7 @@ class Model:
         vocabulary=POISON + 1,
         latent=None,
         linear=None,
+        kept_states=lambda sequences, caching: 0,
         attending=[0],
         index=None,
         keys=lambda window: SimpleNamespace(heads=1, size=1),
@@ -186,6 +188,8 @@ class Paper(Engine):
         super().resize(pages, page_size, sequences)
         self.cache: Any = Slots(page_size, self._states)
         self.books.prompts._cache = self.books.forks._cache = self.cache
+        if self._states and self.books.prefixes is not None:
+            self.books.prefixes._most = KEPT
         self.forward: Any = lambda spans, picked=None: self.decoder(spans, self.cache, picked)
         evicted = self.pool.evicted
 
@@ -220,6 +224,9 @@ class Paper(Engine):
                 assert all(self.cache.content[page * size + place] is not None for place in range(size)), "not computed"
                 assert node.parent is not None
                 assert held[node.parent.page] >= held[page] or not node.parent.depth, "held without the page before it"
+            assert {node.state: node for node in self.books.prefixes._nodes.values() if node.state} == self.books.prefixes.states
+            for slot, node in self.books.prefixes.states.items():
+                assert self.cache.states[slot] == self.cache.content[(node.page + 1) * size - 1], "something else is remembered"
 
     def most(self, group: Any) -> int:
         """Pages with which the group gets through the next two steps in which it decodes, and what is shared counts once."""

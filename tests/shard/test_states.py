@@ -6,43 +6,64 @@ from typing import Any
 
 import pytest
 
-from penstock.shard import states
+from penstock.shard import prompts, states
+from penstock.shard.prefix import Prefixes
 from penstock.shard.prompts import Prompts
 from penstock.shard.sequence import Group, Sequence
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import UNLIMITED, Habits, drive
-from penstock.tests.shard.paper import Paper, Slots
+from penstock.tests.shard.paper import KEPT, WORDS, Paper, Slots
 from penstock.tests.shard.paper import paper as paper  # a fixture
 from penstock.tests.shard.test_flight import fly, room_of, with_beams
 
 SEQUENCES = 96  # of a crowd, at most
 
 
-def check(paper: type[Paper], seeds: range, ahead: bool) -> tuple[int, int]:
-    """Answers are those of a model that remembers nothing. How often some were paused, and how many steps were begun ahead."""
-    pauses = overlaps = 0
+@pytest.fixture(autouse=True)
+def worth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts, "WORTH", 2)
+
+
+def check(paper: type[Paper], seeds: range, ahead: bool) -> tuple[int, int, int]:
+    """Answers are those of a model that remembers nothing. How often some were paused, how many steps were begun ahead, and how
+    many tokens were found."""
+    pauses = overlaps = cached = 0
     for seed in seeds:
         chance, groups = random.Random(seed), with_beams(seed)
         size = chance.choice([1, 2, 3, 4])
         expected = drive(paper(5000, size, prefix_caching=False), with_beams(seed), Habits(), seed)
-        engine = paper(room_of(groups, size) + chance.randint(2, 14), size, False, ahead, SEQUENCES)
+        engine = paper(room_of(groups, size) + chance.randint(2, 14), size, seed % 4 > 0, ahead, SEQUENCES + KEPT)
         habits = Habits(chance.choice([1, 3, 8, UNLIMITED]), pause=0.05, pauses=seed % 2, join=0.1)
         world, count = fly(engine, groups, habits, seed) if ahead else (drive(engine, groups, habits, seed), 0)
         assert (world.failed, world.tokens) == ({}, expected.tokens)
         assert engine.pool.free == engine.pool.pages
-        pauses, overlaps = pauses + world.pauses.total(), overlaps + count
-    return pauses, overlaps
+        pauses, overlaps, cached = pauses + world.pauses.total(), overlaps + count, cached + world.cached
+    return pauses, overlaps, cached
 
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_every_sequence_remembers_what_is_before_it(paper: type[Paper], ahead: bool) -> None:
-    pauses, overlaps = check(paper, range(16), ahead)
+    pauses, overlaps, cached = check(paper, range(16), ahead)
     assert pauses > 100
     assert overlaps > 100 or not ahead
+    assert cached > 100
 
 
 def all_of(right: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, group, sequence: group.goal(sequence)
+
+
+def regardless(right: Callable[..., Any]) -> Callable[..., Any]:
+    """Finds pages, whether or not anybody remembers what is behind them."""
+
+    def adopt(self: Prefixes, holder: Sequence, limit: int) -> Any:
+        most, self._most = self._most, None
+        try:
+            return right(self, holder, limit)
+        finally:
+            self._most = most
+
+    return adopt
 
 
 @pytest.mark.parametrize(
@@ -50,6 +71,7 @@ def all_of(right: Callable[..., Any]) -> Callable[..., Any]:
     [
         (Slots, "copy_states", lambda right: lambda self, copies: None),
         (Prompts, "_goal", all_of),  # goes beyond what others want to be remembered
+        (Prefixes, "adopt", regardless),
         (Sequence, "twin", lambda right: lambda self, pages: forgetful(right(self, pages))),
     ],
 )
@@ -98,3 +120,38 @@ def test_slots_are_given_and_copied() -> None:
     assert states.settle([first, second], 6) == ([], [])
     third = of(0, 5)
     assert states.settle([first, second, third], 5) == ([], [third])
+
+
+def test_a_prompt_is_found_where_others_ended_and_where_they_parted(paper: type[Paper], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts, "WORTH", 8)
+    engine = paper(400, 4, states=9)
+    common = [number % WORDS for number in range(41)]
+
+    def cached(uid: int, *more: int) -> int:
+        return drive(engine, [tiny.group(uid, (*common, *more), 3)], Habits()).cached
+
+    assert cached(1, *[1] * 20) == 0
+    assert cached(2, *[1] * 20) == 60, "the same prompt, but for its last token, which is wanted"
+    assert cached(3, *[1] * 20, *[3] * 9) == 60, "a second turn"
+    assert cached(4, *[2] * 20) == 0, "nobody has remembered what is where it parts"
+    assert cached(5, *[3] * 20) == 40
+
+
+def test_what_is_found_most_seldom_gives_way(paper: type[Paper], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts, "WORTH", 8)
+    engine = paper(400, 4, states=9)
+
+    def cached(number: int) -> int:
+        return drive(engine, [tiny.group(1, [number % WORDS] * (20 + number), 1)], Habits()).cached
+
+    assert [cached(number) for number in (0, 1, 2, 0, 3)] == [0, 0, 0, 16, 0]  # one more than can be kept
+    assert [cached(number) for number in (0, 2, 3, 1)] == [16, 20, 20, 0]
+
+
+def test_halts_are_where_others_are_saved_enough() -> None:
+    few, many = prompts.WORTH - 2, prompts.WORTH
+    assert prompts.halts(0, 0, few) == ()
+    assert prompts.halts(0, 0, many) == (many,)
+    assert prompts.halts(0, many, many + few) == (many,)
+    assert prompts.halts(0, many, 2 * many) == (many, 2 * many)
+    assert prompts.halts(many, many, many + few) == ()
