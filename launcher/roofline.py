@@ -11,7 +11,9 @@ from ..shard.models.shape import Shape
 
 FORMULA = """\
 decode      max(weights / bandwidth, 2 x parameters x streams / FLOP/s) + streams x keys and values / bandwidth + exchange
+            + where attention is linear 2 x streams x what a sequence remembers / bandwidth
 prefill     max(weights / bandwidth, (2 x parameters x tokens + 4 x layers x heads x head size x pairs) / FLOP/s) + exchange
+            where attention is linear, instead of pairs: 6 x tokens x numbers of a memory
 exchange    (2 x layers + 1) all-reduces of tokens x hidden, (layers + 1) where MLPs stand beside attention + the logits, to rank 0
             + where norms go over all heads, of each layer one more, of tokens x 8 bytes
 all-reduce  of S bytes over n nodes of g ranks: latency + 2 (g-1)/g x S / link + network-latency + 2 (n-1)/n x S/g / network
@@ -62,16 +64,20 @@ class Group:
 def decode(group: Group, on: Accelerator, streams: int, context: int) -> float:
     """Each of so many sequences gets a token; all have a context of that length."""
     weights = max(group.read(streams) / on.bandwidth, 2 * group.parameters() * streams / on.flops)
-    return weights + streams * context_bytes(group, context) / on.bandwidth + exchange(group, on, streams, streams)
+    each = context_bytes(group, context) + 2 * group.shape.state_bytes(group.ranks, group.item)  # which is read and written
+    return weights + streams * each / on.bandwidth + exchange(group, on, streams, streams)
 
 
 def prefill(group: Group, on: Accelerator, tokens: int) -> float:
     """A prompt, while nothing else runs."""
     shape, index = group.shape, group.shape.index
-    attended = (_pairs(tokens, window or (index.most if index else 0)) * shape.keys(window).size for window in shape.windows)
+    windows, linear = (shape.windows[layer] for layer in shape.attending), shape.linear
+    attended = (_pairs(tokens, window or (index.most if index else 0)) * shape.keys(window).size for window in windows)
     attention = 4 * sum(attended) * shape.heads / group.ranks
     if index and tokens > index.most:  # every rank has all of it
         attention += 2 * shape.layers * _pairs(tokens, 0) * index.heads * index.size
+    if linear:  # a token asks its memory twice, and puts something in
+        attention += 6 * len(linear.layers) * tokens * prod(linear.memory(group.ranks))
     products = 2 * ((group.parameters() - group.head) * tokens + group.head)
     weights = group.read(tokens) / on.bandwidth
     return max(weights, (products + attention) / on.flops) + exchange(group, on, tokens, 1)
@@ -82,7 +88,8 @@ def context_bytes(group: Group, context: int) -> float:
     shape, index = group.shape, group.shape.index
     if index and context > index.most:
         return group.token_bytes * (index.most * shape.head_size + context * index.size) / (shape.head_size + index.size)
-    seen = sum(min(context, window or context) * prod(shape.slot(group.ranks, window)) for window in shape.windows)
+    windows = (shape.windows[layer] for layer in shape.attending)
+    seen = sum(min(context, window or context) * prod(shape.slot(group.ranks, window)) for window in windows)
     return group.token_bytes / shape.kv_elements(group.ranks) * seen
 
 

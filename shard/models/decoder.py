@@ -22,6 +22,7 @@ from ..weights import Source
 from .heads import Heads
 from .latents import Latents
 from .loader import Loader
+from .memories import Memories
 from .mlp import Beside, Dense, Sparse, Ungated
 from .rotary import growth_of, table_of
 from .shape import Rope, Shape, Unsupported
@@ -44,7 +45,7 @@ class Layer:
         self.input_norm, self.attention_norm, self.mlp_norm, self.last_norm = (
             load.gains(name, shape.hidden) if name else None for name in shape.norms
         )
-        self.attention = Latents(load, shape.latent, self.window) if shape.latent else Heads(load, self.window)
+        self.attention = self._attention(load)
         mixture = shape.mixtures[index] if shape.mixtures else None
         self.factor = load.number("layer_scalar") if shape.layer_factors else 1.0
         if mixture:
@@ -52,8 +53,16 @@ class Layer:
         else:
             self.mlp = Ungated(load) if shape.ungated else Dense(load)
 
+    def _attention(self, load: Loader) -> Heads | Latents | Memories:
+        linear, latent = self.shape.linear, self.shape.latent
+        if linear and self.index in linear.layers:
+            return Memories(load, linear)
+        return Latents(load, latent, self.window) if latent else Heads(load, self.window)
+
     def attend(self, stream: Stream, step: Step, rotary: Tensor, growth: Tensor | None, cache: Cache) -> Tensor:
-        """What `transform` goes on with, [tokens, features]. Writes keys and values to the cache."""
+        """What `transform` goes on with, [tokens, features]. Writes keys and values to the cache, or goes on with its states."""
+        if isinstance(self.attention, Memories):
+            return self.attention(stream, self.input_norm, step, cache.states[self.index])
         return self.attention(stream, self.input_norm, step, rotary, growth, cache.layers[self.index])
 
     def transform(self, attended: Tensor, stream: Stream) -> None:

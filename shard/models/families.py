@@ -6,8 +6,9 @@ Knows no tensor and imports no torch, so that the launcher can plan with it.
 from typing import Any
 
 from .dense_families import DENSE
-from .fields import AGAIN, FULL, INDEXED, SLIDING, Config, check, types_of
+from .fields import AGAIN, FULL, INDEXED, LINEAR, SLIDING, Config, check, types_of
 from .gemma4_families import GEMMA4
+from .hybrid_families import HYBRID
 from .image_families import IMAGES, text_of
 from .latent_families import LATENT
 from .layer_norm_families import LAYER_NORM
@@ -15,7 +16,7 @@ from .quantization import beside as beside  # for who reads a folder
 from .shape import Shape, Unsupported
 from .sparse_families import SPARSE
 
-FAMILIES = DENSE | GEMMA4 | SPARSE | LATENT | LAYER_NORM
+FAMILIES = DENSE | GEMMA4 | SPARSE | LATENT | LAYER_NORM | HYBRID
 
 
 def shape(config: Config) -> Shape:
@@ -51,9 +52,10 @@ def _sound(found: Shape, kinds: list[Any] | None) -> Shape:
             )
         if keys.size % 2:
             raise Unsupported(f"config.json means heads of {keys.size} numbers, an even number is needed: {AGAIN}")
-    unknown = set(map(str, kinds or ())) - ({INDEXED} if found.index else {FULL, SLIDING})
+    unknown = set(map(str, kinds or ())) - ({INDEXED} if found.index else {FULL, LINEAR if found.linear else SLIDING})
     if unknown:
-        raise Unsupported(f"layer_types {', '.join(sorted(unknown))} are not supported: the decoder has full and sliding attention")
+        has = f"full and {'linear' if found.linear else 'sliding'} attention"
+        raise Unsupported(f"layer_types {', '.join(sorted(unknown))} are not supported: for this family the decoder has {has}")
     for layer, (kind, window) in enumerate(zip(kinds or (), found.windows, strict=False)):
         if (kind == SLIDING) != (window > 0):
             raise Unsupported(

@@ -49,6 +49,12 @@ SIZES = {
     "moe_layer_start_index": 1 << 12,
     "moe_layer_end_index": 1 << 12,
     "moe_layer_interval": 1 << 12,
+    "full_attention_interval": 1 << 12,
+    "linear_conv_kernel_dim": 1 << 6,
+    "linear_key_head_dim": 1 << 10,
+    "linear_num_key_heads": 1 << 12,
+    "linear_num_value_heads": 1 << 12,
+    "linear_value_head_dim": 1 << 10,
 }
 LEAST = {
     **dict.fromkeys(("sliding_window", "max_window_layers", "n_shared_experts", "first_k_dense_replace"), 0),
@@ -62,7 +68,8 @@ MAY_BE_NULL = (
 )
 NULL_OF = {"gemma4_text": ("num_experts", "moe_intermediate_size")}  # the same, of a model_type: it may have no experts
 AGAIN = "is it the model's own? Download it again"
-FULL, SLIDING, INDEXED = "full_attention", "sliding_attention", "indexed_attention"  # of `layer_types`
+# Of `layer_types`.
+FULL, SLIDING, INDEXED, LINEAR = "full_attention", "sliding_attention", "indexed_attention", "linear_attention"
 SWITCHES = (
     *("tie_word_embeddings", "attention_bias", "attention_out_bias", "mlp_bias", "qkv_bias", "use_bias"),
     *("use_sliding_window", "use_qk_norm", "qk_layernorm", "norm_topk_prob", "use_qkv_bias", "use_parallel_residual"),
@@ -85,6 +92,9 @@ MODEL_TYPES = {
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Qwen3NextForCausalLM": "qwen3_next",
+    "Qwen3_5ForCausalLM": "qwen3_5_text",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
     "SeedOssForCausalLM": "seed_oss",
     "SolarOpenForCausalLM": "solar_open",
 }

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ...kernels.operations import rotate_and_write
 from ...kernels.ragged import attention
+from ...kernels.reference import by_lanes
 from ..parallel import Ranks
 from ..step import Step
 from .loader import Loader
@@ -29,8 +30,9 @@ class Heads:
         joint = shape.joint_qk_norm
         self.queries_norm = load.ordered(load.part_of_gains("self_attn.q_norm", sizes[0])) if joint else None
         self.keys_norm = load.ordered(load.part_of_gains("self_attn.k_norm", sizes[1])) if joint else None
-        self.sinks = load.each_head("self_attn.sinks") if shape.sinks else None
+        self.sinks = load.each_head("self_attn.sinks", shape.heads) if shape.sinks else None
         self.scales = load.cache_scales(keys.heads)
+        self.gates = sizes[0] // load.ranks.size if shape.attention_gates else 0  # columns of `inward`, the last
         self.output = load.rows("self_attn.o_proj", sizes[0], shape.output_bias)
 
     @property
@@ -47,6 +49,7 @@ class Heads:
         """
         shape = self.shape
         joint, epsilon = stream.through(norm, self.inward), shape.norm_epsilon
+        joint, gates = joint[:, : joint.shape[1] - self.gates], joint[:, joint.shape[1] - self.gates :]
         if self.queries_norm is not None and self.keys_norm is not None:
             normalize_parts(joint, (self.queries_norm, self.keys_norm), epsilon, self.ranks)
         scales = self.scales if layer.dtype != joint.dtype else None
@@ -55,7 +58,8 @@ class Heads:
         if growth is not None:
             query.mul_(growth)
         how = self.window, shape.attention_scale, shape.softcap
-        return attention(query, layer, step.attention, *how, scales, self.sinks).flatten(1)
+        found = attention(query, layer, step.attention, *how, scales, self.sinks).flatten(1)
+        return found.mul_(by_lanes(torch.sigmoid, gates)) if self.gates else found
 
 
 def normalize_parts(joint: Tensor, gains: tuple[Tensor, Tensor], epsilon: float, ranks: Ranks) -> None:

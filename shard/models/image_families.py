@@ -9,6 +9,7 @@ from collections.abc import Callable
 from .dense_families import DENSE
 from .fields import AGAIN, Config, shown
 from .gemma4_families import GEMMA4
+from .hybrid_families import HYBRID
 from .latent_families import LATENT
 from .shape import Shape, Unsupported
 from .sparse_families import SPARSE
@@ -75,6 +76,8 @@ IMAGES: dict[str, dict[str, Family]] = {
     "Qwen2_5_VLForConditionalGeneration": {"qwen2_5_vl_text": _qwen2_vl, "qwen2_5_vl": _qwen2_vl},
     "Qwen3VLForConditionalGeneration": {"qwen3_vl_text": _qwen3_vl},
     "Qwen3VLMoeForConditionalGeneration": {"qwen3_vl_moe_text": _qwen3_vl_moe},
+    "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": HYBRID["Qwen3_5ForCausalLM"]},
+    "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": HYBRID["Qwen3_5MoeForCausalLM"]},
 }
 
 

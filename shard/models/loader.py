@@ -47,9 +47,14 @@ class Loader:
         """This rank's part of the gains of a norm that goes over the heads of all ranks."""
         return self._part(f"{name}.weight", (size,), 0)
 
-    def each_head(self, name: str) -> Tensor:
-        """A number for each of this rank's query heads: float32."""
-        return self._part(name, (self.shape.heads,), 0).float()
+    def parts(self, name: str, sizes: list[int], more: tuple[int, ...] = ()) -> Tensor:
+        """Of a tensor [sum of sizes, *more] this rank's part of each."""
+        full, firsts = (sum(sizes), *more), accumulate(sizes, initial=0)
+        return torch.cat([self._part(name, full, 0, first, size) for first, size in zip(firsts, sizes, strict=False)])
+
+    def each_head(self, name: str, heads: int) -> Tensor:
+        """A number for each of this rank's part of so many heads: float32."""
+        return self.source.tensor(self.prefix + name, (heads,), self._cut((heads,), 0, 0, heads), torch.float32)
 
     def whole(self, name: str, outputs: int, bias: bool = False, wide: bool = False) -> Weight:
         """A matrix [outputs, hidden] that every rank has whole; wide: in float32."""
@@ -74,13 +79,20 @@ class Loader:
         return self.laid_out(self.outwards(names, sizes, joint), added, self._added_outwards(names, sizes, joint))
 
     def heads(self, joint: str, names: list[str], sizes: list[int], bias: bool) -> Weight:
-        """As `columns`, of queries, keys and values, of which the first two are `ordered`."""
+        """As `columns`, of queries, keys and values, of which the first two are `ordered`. Where queries have gates beside them,
+        these come behind all."""
+        gated = self.shape.attention_gates
+        if gated:
+            sizes = [2 * sizes[0], *sizes[1:]]
         found, added = self.outwards(names, sizes, joint), self.biases(names, sizes, joint) if bias else None
         pairs = self._added_outwards(names, sizes, joint)
-        if self.shape.order:
-            queries, keys, values = (size // self.ranks.size for size in sizes)
-            order = torch.arange(queries + keys + values, device=self.source.device)
-            order = torch.cat((self.ordered(order[:-values]), order[-values:]))
+        if self.shape.order or gated:
+            own = [size // self.ranks.size for size in sizes]
+            queries, keys, values = torch.split(torch.arange(sum(own), device=self.source.device), own)
+            gates = queries[:0]
+            if gated:
+                queries, gates = queries.view(-1, 2, self.shape.head_size).transpose(0, 1).flatten(1)
+            order = torch.cat((self.ordered(torch.cat((queries, keys))), values, gates))
             found, added = found[order], added[order] if added is not None else None
             pairs = [pair and (pair[0], pair[1][order]) for pair in pairs]
         return self.laid_out(found, added, pairs)
@@ -103,6 +115,14 @@ class Loader:
         return self.joined(
             [self._matrix(name, (full, hidden), 0, first, size) for name, full, first, size in self._places(names, sizes, joint)]
         )
+
+    def unrounded(self, names: Sequence[str], sizes: Sequence[int]) -> Tensor:
+        """As `outwards`, with all bits that the checkpoint has, of so few outputs that rounding them would save nothing."""
+        how, hidden = self.shape.quantization, self.shape.hidden
+        stored = None if how and how.at_load else how
+        cuts = (self._cut((size, hidden), 0, 0, size) for size in sizes)
+        parts = zip(names, sizes, cuts, strict=True)
+        return torch.cat([self.dense(matrix(self.source, self.prefix + n, (size, hidden), stored, cut)) for n, size, cut in parts])
 
     def matrix(self, name: str, outputs: int, inputs: int, whole: bool = False) -> Tensor | Codes:
         """All of a matrix, or this rank's part of its outputs."""

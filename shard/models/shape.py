@@ -165,6 +165,17 @@ class Linear:
         """What a layer remembers of a sequence on a rank: heads, features of keys, features of values. In float32."""
         return self.value_heads // ranks, self.key_size, self.value_size
 
+    def matrices(self, ranks: int, hidden: int) -> list[tuple[int, int, int]]:
+        """Those of a layer that may have few bits, as `Shape._projections` has them: to the convolution's channels and what gates
+        the result, and back."""
+        own, values = (self.value_heads * self.value_size // part for part in (ranks, 1))
+        return [(self.channels(ranks) + own, hidden, hidden), (hidden, values, own)]
+
+    def beside(self, ranks: int, hidden: int) -> int:
+        """Elements of what else a layer has on a rank: strengths and fades, the convolution, the norm, rates and offsets."""
+        heads = self.value_heads // ranks
+        return 2 * heads * hidden + self.width * self.channels(ranks) + self.value_size + 2 * heads
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keys:
@@ -231,6 +242,8 @@ class Shape:
         if not self.latent:
             sizes["key/value heads"] = self.kv_heads
             sizes["key/value heads of layers without a window"] = self.keys(0).heads
+        if self.linear:
+            sizes["key heads of linear attention"] = self.linear.key_heads
         for mixture in self.mixtures or (None,):
             if mixture:
                 sizes["intermediate features of an expert"] = mixture.size
@@ -346,8 +359,16 @@ class Shape:
         norms = self.layers * sum(map(bool, self.norms)) * self.hidden * (1 + self.norm_bias)
         last = self.hidden * (1 + self.norm_bias)
         held = tables or (1 if self.tied else 2)
-        attention = sum(count * self._attention(ranks, window) for window, count in Counter(self.windows).items())
+        attention = sum(count * self._attention(ranks, window) for window, count in self._alike.items())
+        if self.linear:
+            own = sum(outputs * inputs for outputs, _, inputs in self.linear.matrices(ranks, self.hidden))
+            attention += len(self.linear.layers) * (own + self.linear.beside(ranks, self.hidden))
         return mlps + norms + attention + held * self.vocabulary_slice(ranks) * self.hidden + last
+
+    @property
+    def _alike(self) -> Counter[int]:
+        """How many of the layers that attend have each window."""
+        return Counter(self.windows[layer] for layer in self.attending)
 
     def _attention(self, ranks: int, window: int) -> int:
         """Elements of what a layer with this window attends by."""
@@ -362,7 +383,7 @@ class Shape:
         heads, hidden, latent = self.heads // ranks, self.hidden, self.latent
         if latent is None:
             keys = self.keys(window)
-            qkv = (heads + (1 + keys.values) * keys.heads // ranks) * keys.size
+            qkv = ((1 + self.attention_gates) * heads + (1 + keys.values) * keys.heads // ranks) * keys.size
             return [(qkv, hidden, hidden), (hidden, self.heads * keys.size, heads * keys.size)]
         asked, back = heads * (latent.plain + latent.turned), (hidden, self.heads * latent.values, heads * latent.values)
         if not latent.queries:
@@ -376,7 +397,7 @@ class Shape:
         heads, latent = self.heads // ranks, self.latent
         if latent is None:
             keys = self.keys(window)
-            return self.qkv_bias * (heads + (1 + keys.values) * keys.heads // ranks) * keys.size
+            return self.qkv_bias * ((1 + self.attention_gates) * heads + (1 + keys.values) * keys.heads // ranks) * keys.size
         found = latent.size + latent.queries + (2 * self.index.size + self.index.heads * self.hidden if self.index else 0)
         return heads * (latent.plain + latent.values) * latent.size + found + self.qkv_bias * (latent.queries + self.head_size)
 
@@ -386,6 +407,11 @@ class Shape:
         wide = sum(mixture.routing(self.hidden) for mixture in self.mixtures if mixture and mixture.wide)
         wide += sum(self.hidden + mixture.experts for mixture in self.mixtures if mixture and mixture.beside)
         wide += self.layers * self.index.heads * self.hidden if self.index else 0
+        if self.centered_norms:
+            wide += (self.layers * sum(map(bool, self.norms)) + 1) * self.hidden
+            wide += 2 * self.qk_norm * sum(self.keys(self.windows[layer]).size for layer in self.attending)
+        if self.linear:
+            wide += len(self.linear.layers) * 2 * self.linear.value_heads // ranks
         found = (self.parameters(ranks, 2 if packed else None) + self.rotary_elements) * item + wide * (4 - item)
         return found - self.saved(ranks, item, device, dtype)
 
@@ -403,7 +429,9 @@ class Shape:
             return less(how, ((2 - self.ungated) * own, self.hidden, self.hidden), (self.hidden, size, own), whole=whole)
 
         how = self.quantization
-        found = sum(count * less(how, *self._projections(ranks, window)) for window, count in Counter(self.windows).items())
+        found = sum(count * less(how, *self._projections(ranks, window)) for window, count in self._alike.items())
+        if self.linear:
+            found += len(self.linear.layers) * less(how, *self.linear.matrices(ranks, self.hidden))
         for mixture in self.mixtures or (None,) * self.layers:
             size = mixture.shared if mixture else self.intermediate
             found += mlp(how, size, size // ranks)

@@ -93,7 +93,7 @@ def _qwen3_moe(config: Config) -> Shape:
             normalized=config.get("norm_topk_prob", False),
         )
     )
-    return _mixed(base, config, mixture)
+    return mixed(base, config, mixture)
 
 
 def _olmoe(config: Config) -> Shape:
@@ -281,10 +281,10 @@ def _qwen2_moe(config: Config) -> Shape:
     slides = bool(config.get("use_sliding_window"))
     kinds = kinds_of(config, base.layers, lambda layer: slides and layer < last and layer % 2 == 0)
     windows = windows_of(config if slides else {"sliding_window": 0}, kinds)
-    return replace(_mixed(base, config, mixture), qkv_bias=config.get("qkv_bias", True), windows=windows)
+    return replace(mixed(base, config, mixture), qkv_bias=config.get("qkv_bias", True), windows=windows)
 
 
-def _mixed(base: Shape, config: Config, mixture: Mixture) -> Shape:
+def mixed(base: Shape, config: Config, mixture: Mixture) -> Shape:
     """The same, with experts in every layer, or in some."""
     dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):

@@ -322,3 +322,18 @@ def test_only_a_plan_is_for_machines_elsewhere() -> None:
     answer = subprocess.run([*command, "plan", "--cluster", "2 x H200"], capture_output=True, text=True, timeout=60)
     assert answer.returncode == 0
     assert "cluster       1 x 2 x H200" in answer.stdout
+
+
+def test_memories_are_read_and_written_whatever_the_context() -> None:
+    """Of Qwen3-Next 36 layers of 48 have them: 32 heads of 128 x 128 in float32, and 3 tokens of 8,192 channels in 16 bits."""
+    found = group(SMALL | {"architectures": ["Qwen3NextForCausalLM"], "num_hidden_layers": 48, "num_key_value_heads": 2})
+    on = cluster.parse("H200").accelerator
+    assert roofline.context_bytes(found, 1000) == 12 * 1000 * 2 * 2 * 256 * 2
+    memories = 36 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
+    decode = found.read(8) + 8 * (12 * 1000 * 2048 + 2 * memories)
+    assert roofline.decode(found, on, 8, 1000) == pytest.approx(decode / on.bandwidth, rel=1e-6)
+    tokens = 16384
+    pairs = 12 * tokens * (tokens + 1) // 2 * 32 * 256
+    products = 2 * ((found.parameters() - found.head) * tokens + found.head)
+    expected = products + 4 * pairs + 36 * 6 * tokens * 32 * 128 * 128
+    assert roofline.prefill(found, on, tokens) == pytest.approx(expected / on.flops, rel=1e-6)

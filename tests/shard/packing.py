@@ -26,6 +26,9 @@ PROJECTIONS = (
     ".w3.weight",
     ".wk.weight",
     ".wq_b.weight",
+    ".in_proj_qkvz.weight",
+    ".in_proj_qkv.weight",
+    ".in_proj_z.weight",
 )  # the ends of the names of what is packed
 
 

@@ -28,7 +28,7 @@ from penstock.tests.shard.driver import Habits, World, drive
 from penstock.tests.shard.test_oracle import COUNT, at_rest, prompts
 
 # With joint matrices, biases, rotary features in another order, factors, experts beside attention.
-FAMILIES = ["llama", "qwen2", "phi3", "glm4", "granite", "gemma2", "olmo2", "mixtral", "qwen2-moe", "deepseek-v3"]
+FAMILIES = ["llama", "qwen2", "phi3", "glm4", "granite", "gemma2", "olmo2", "mixtral", "qwen2-moe", "qwen3.5", "deepseek-v3"]
 Asked = Sequence[tuple[tuple[int, ...], str]]
 
 

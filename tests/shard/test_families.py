@@ -283,6 +283,25 @@ OLMOE = {
 }
 
 
+QWEN3_NEXT = {
+    "vocab_size": 151_936,
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+}
+QWEN3_5 = {
+    "vocab_size": 248_320,
+    "hidden_size": 5120,
+    "intermediate_size": 17_408,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 24,
+    "linear_num_value_heads": 48,
+}
+QWEN3_5_MOE = {"vocab_size": 248_320, "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16}
+
+
 @pytest.mark.parametrize(
     ("architecture", "sizes", "billions", "active"),
     [
@@ -291,6 +310,9 @@ OLMOE = {
         ("MiniMaxM2ForCausalLM", MINIMAX, 229, 10),
         ("Ernie4_5_MoeForCausalLM", ERNIE, 21, 3),
         ("OlmoeForCausalLM", OLMOE, 7, 1),
+        ("Qwen3NextForCausalLM", QWEN3_NEXT, 80, 3),
+        ("Qwen3_5ForCausalLM", QWEN3_5, 27, 25),
+        ("Qwen3_5MoeForCausalLM", QWEN3_5_MOE, 35, 3),
     ],
 )
 def test_sizes_are_those_in_the_models_names(architecture: str, sizes: dict[str, Any], billions: int, active: int) -> None:

@@ -16,12 +16,13 @@ from penstock.shard.models.shape import Unsupported
 from penstock.shard.step import Span
 
 from .test_oracle import Bench, close, prompt
-from .tiny import GLM_MOE, LATENT, SMALL
+from .tiny import GLM_MOE, HYBRID, HYBRID_MOE, LATENT, SMALL
 
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
 SECTIONS = {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [2, 1, 1]}
 MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
 GLM_SECTIONS = SECTIONS | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}
+QUARTER = SECTIONS | {"mrope_interleaved": True}
 TEXTS: dict[str, dict[str, Any]] = {
     "Qwen2VL": SMALL | {"rope_parameters": SECTIONS},
     "Qwen2_5_VL": SMALL | {"rope_parameters": SECTIONS},
@@ -29,6 +30,8 @@ TEXTS: dict[str, dict[str, Any]] = {
     "Qwen3VLMoe": SMALL
     | MOE
     | {"rope_parameters": SECTIONS | {"mrope_interleaved": True}, "num_hidden_layers": 3, "mlp_only_layers": [1]},
+    "Qwen3_5": HYBRID | {"rope_parameters": QUARTER},
+    "Qwen3_5Moe": HYBRID_MOE | {"rope_parameters": QUARTER | {"partial_rotary_factor": 0.5}},
     "Glm4v": SMALL | {"rope_parameters": GLM_SECTIONS},
     "Glm4vMoe": {name: value for name, value in GLM_MOE.items() if name != "head_dim"} | {"rope_parameters": GLM_SECTIONS},
     "Kimi_K25": LATENT | {"model_type": "deepseek_v3", "n_group": 1, "topk_group": 1},

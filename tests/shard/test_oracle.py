@@ -55,6 +55,7 @@ class Bench:
 
     def __init__(self, name: str, page_size: int) -> None:
         self.engine = tiny.engine(name, page_size, 1024)
+        self.states = 0  # slots that sequences have
 
     @torch.inference_mode()
     def run(self, spans: Sequence[step.Span]) -> Tensor:
@@ -62,6 +63,9 @@ class Bench:
         engine = self.engine
         for span in spans:
             engine.pool.extend(span.sequence.pages, span.start + len(span.tokens))
+            if not span.sequence.state:
+                self.states += 1
+                span.sequence.state = self.states
         logits = engine.decoder.logits(engine.forward(spans))
         for span in spans:
             span.sequence.computed += len(span.tokens) if span.parents is None else 0

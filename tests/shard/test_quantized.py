@@ -52,7 +52,13 @@ NAMES = ["phi3", "glm4", "granite", "gemma2", "olmo2", "mixtral", "deepseek-v3",
 
 @pytest.mark.parametrize(
     ("name", "form"),
-    [*itertools.product(NAMES, ["gptq", "packed-zeros", "float8"]), ("qwen3-moe", "float8"), ("qwen2-moe", "packed-zeros")],
+    [
+        *itertools.product(NAMES, ["gptq", "packed-zeros", "float8"]),
+        ("qwen3-moe", "float8"),
+        ("qwen2-moe", "packed-zeros"),
+        ("qwen3-next", "fp8-blocks"),
+        ("qwen3.5", "packed-zeros"),
+    ],
 )
 def test_every_family_is_the_same_model(name: str, form: str, tmp_path: Path) -> None:
     few, plain = packing.checkpoints(name, form, tmp_path)
@@ -333,6 +339,7 @@ def test_4_bits_are_kept_beside_bfloat16(form: str, tmp_path: Path, monkeypatch:
         ("llama-tied", ""),
         ("gpt-oss-blocks", "int4"),
         *itertools.product(["deepseek-v2", "deepseek-v2-sets"], ["", "int8"]),
+        ("qwen3.5-wide", "int4"),
     ],
 )
 def test_the_plan_knows_the_bytes(name: str, quantize: str, dtype: str) -> None:
@@ -351,6 +358,8 @@ def test_the_plan_knows_the_bytes(name: str, quantize: str, dtype: str) -> None:
         ("mixtral-wide", "packed-zeros", 64),
         ("mixtral-wide", "", 0),
         ("llama", "gptq", 4),
+        ("qwen3.5-wide", "", 0),
+        ("qwen3.5-wide", "packed-zeros", 64),
     ],
 )
 def test_the_plan_knows_what_ranks_hold(name: str, form: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -538,7 +547,19 @@ def test_a_config_as_it_is_written_today(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "name", ["llama", "ernie-moe", "glm4-moe", "minimax-m2", "deepseek-v2", "deepseek-v3", "deepseek-v32", "stablelm"]
+    "name",
+    [
+        "llama",
+        "ernie-moe",
+        "glm4-moe",
+        "minimax-m2",
+        "deepseek-v2",
+        "deepseek-v3",
+        "deepseek-v32",
+        "stablelm",
+        "gemma",
+        *tiny.HYBRIDS,
+    ],
 )
 def test_the_plan_knows_each_byte(name: str, dtype: str) -> None:
     """Routers with scores of their own are held in float32."""

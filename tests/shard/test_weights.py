@@ -42,6 +42,8 @@ def tensors(model: Decoder) -> dict[str, Tensor]:
                 found[f"{prefix}{name}"] = value(rows.to(model.embedding.dtype))
             elif isinstance(value, Tensor):
                 found[f"{prefix}{name}"] = value
+        if f"{prefix}gating" in found:  # which is a part of it elsewhere
+            found[f"{prefix}inward"] = torch.cat((found[f"{prefix}inward"], found.pop(f"{prefix}gating")), 1)
     return found
 
 

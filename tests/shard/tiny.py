@@ -120,6 +120,21 @@ EXAONE_MOE = SMALL | {
     "n_group": 2,
     "topk_group": 1,
 }
+HYBRID = SMALL | {
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "full_attention_interval": 2,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+}
+HYBRID_MOE = HYBRID | {
+    "num_experts": 7,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 36,
+}
 ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 GLM = SMALL | {"head_dim": 16, "pad_token_id": 0, "eos_token_id": 1}
 GEMMA3_ROPES = {
@@ -235,6 +250,15 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen3-moe-step": lambda: transformers.Qwen3MoeConfig(
         **QWEN3_MOE, decoder_sparse_step=2, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2
     ),
+    "qwen3-next": lambda: transformers.Qwen3NextConfig(**HYBRID_MOE, mlp_only_layers=[1], norm_topk_prob=False),
+    "qwen3.5": lambda: transformers.Qwen3_5TextConfig(
+        **HYBRID | {"linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 3},
+        partial_rotary_factor=0.5,
+        attention_bias=True,
+    ),
+    "qwen3.5-moe": lambda: transformers.Qwen3_5MoeTextConfig(
+        **{name: value for name, value in HYBRID_MOE.items() if name != "intermediate_size"}, tie_word_embeddings=True
+    ),
     "seed-oss": lambda: transformers.SeedOssConfig(**SMALL, head_dim=16, attention_out_bias=True),
     "solar-open": lambda: transformers.SolarOpenConfig(
         **{name: value for name, value in GLM_MOE.items() if name != "intermediate_size"},
@@ -260,6 +284,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **{name: value for name, value in LATENT.items() if name in SMALL or "_dim" in name or "_rank" in name}
     ),
 }
+HYBRIDS = [name for name in FAMILIES if name.startswith(("qwen3-next", "qwen3.5"))]
 TINIEST: dict[str, Any] = {
     "vocab_size": 4,
     "hidden_size": 16,
@@ -285,6 +310,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "few-heads": lambda: transformers.LlamaConfig(**FEW_HEADS),
     "few-heads-deepseek": lambda: transformers.DeepseekV3Config(**LATENT | FEW_HEADS, n_group=4, topk_group=2),
     "few-heads-deepseek-v32": lambda: transformers.DeepseekV32Config(**INDEXED | FEW_HEADS, n_group=4, topk_group=2),
+    "few-heads-qwen3.5": lambda: transformers.Qwen3_5TextConfig(**HYBRID | FEW_HEADS, linear_conv_kernel_dim=3),
     "few-heads-qwen3": lambda: transformers.Qwen3Config(**FEW_HEADS, head_dim=16),
     "few-heads-gemma2": lambda: transformers.Gemma2Config(**GEMMA2 | FEW_HEADS),
     "few-heads-gemma4": lambda: transformers.Gemma4TextConfig(
@@ -292,6 +318,9 @@ OTHERS: dict[str, Callable[[], Any]] = {
     ),
     "few-heads-gemma4-experts": lambda: transformers.Gemma4TextConfig(**GEMMA4_MOE | FEW_HEADS | {"num_hidden_layers": 4}),
     "few-heads-gpt-oss": lambda: transformers.GptOssConfig(**GPT_OSS | FEW_HEADS),
+    "qwen3.5-wide": lambda: transformers.Qwen3_5TextConfig(
+        **HYBRID | {"intermediate_size": 192, "linear_key_head_dim": 16, "linear_num_value_heads": 4, "linear_value_head_dim": 32}
+    ),
     "mixtral-wide": lambda: transformers.MixtralConfig(**FEW_HEADS | {"intermediate_size": 192}, num_local_experts=4),
     "gpt-oss-blocks": lambda: transformers.GptOssConfig(**GPT_OSS | {"intermediate_size": 96}),
     "few-heads-mixtral": lambda: transformers.MixtralConfig(**FEW_HEADS, num_local_experts=5, num_experts_per_tok=2),
@@ -353,6 +382,9 @@ def _made(name: str) -> Path:
         "MiniMaxM2Config": transformers.MiniMaxM2ForCausalLM,
         "MixtralConfig": transformers.MixtralForCausalLM,
         "Qwen3MoeConfig": transformers.Qwen3MoeForCausalLM,
+        "Qwen3NextConfig": transformers.Qwen3NextForCausalLM,
+        "Qwen3_5TextConfig": transformers.Qwen3_5ForCausalLM,
+        "Qwen3_5MoeTextConfig": transformers.Qwen3_5MoeForCausalLM,
         "Olmo2Config": transformers.Olmo2ForCausalLM,
         "Olmo3Config": transformers.Olmo3ForCausalLM,
         "OlmoeConfig": transformers.OlmoeForCausalLM,
@@ -368,10 +400,12 @@ def _made(name: str) -> Path:
     }[type(config := (FAMILIES | OTHERS)[name]()).__name__](config)
     with torch.no_grad():
         buffers = ((key, value) for key, value in model.named_buffers() if "correction" in key or "layer_scalar" in key)
-        around = ("scalar",) if "gemma" in name and "gemma4" not in name else ("scalar", "norm")
+        centered = "qwen3-next" in name or "qwen3.5" in name or ("gemma" in name and "gemma4" not in name)
+        around = ("scalar", "linear_attn.norm") if centered else ("scalar", "norm")
         for key, value in (*model.named_parameters(), *buffers):
-            # Wide, so that logits lie far apart; norms around 1, so that leaving one out shows.
-            value.normal_(1 if any(word in key for word in around) else 0, 0.3, generator=generator)
+            # Wide, so that logits lie far apart; norms around 1, so that leaving one out shows; memories fade slowly.
+            middle = -3 if "A_log" in key else 1 if any(word in key for word in around) else 0
+            value.normal_(middle, 0.3, generator=generator)
     model.save_pretrained(_scratch() / name)
     return _scratch() / name
 

@@ -1,0 +1,79 @@
+"""The same by memories of fixed size, in which each token puts its value under its key: linear attention (Yang et al. 2024,
+arXiv:2412.06464): see `kernels.gated_delta`. Knows where checkpoints have its tensors."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...kernels.codes import Codes
+from ...kernels.gated_delta import States, gated_delta, gated_norm
+from ..step import Step
+from .loader import Loader
+from .shape import Linear
+from .stream import Stream
+
+NAME = "linear_attn"
+
+
+class Memories:
+    """In the place of `Heads`."""
+
+    def __init__(self, load: Loader, linear: Linear) -> None:
+        self.epsilon = load.shape.norm_epsilon
+        keys, values = linear.key_heads * linear.key_size, linear.value_heads * linear.value_size
+        self.channels, self.size = linear.channels(load.ranks.size), values // load.ranks.size
+        inward, gating = _by_heads(load, linear) if "in_proj_qkvz" in load.shape.joined else _by_parts(load, linear)
+        self.gating = None if isinstance(inward, Tensor) else load.laid_out(gating, None)  # apart where the others have few bits
+        self.inward = load.laid_out(torch.cat((inward, gating)) if isinstance(inward, Tensor) else inward, None)
+        self.taps = load.parts(f"{NAME}.conv1d.weight", [keys, keys, values], (1, linear.width)).squeeze(1)
+        self.rates = -load.each_head(f"{NAME}.A_log", linear.value_heads).exp()
+        self.offsets = load.each_head(f"{NAME}.dt_bias", linear.value_heads)
+        self.gains = load.source.tensor(f"{load.prefix}{NAME}.norm.weight", (linear.value_size,))  # which are not less 1
+        self.output = load.rows(f"{NAME}.out_proj", values, bias=False)
+
+    @property
+    def parts(self) -> tuple[object, ...]:
+        """What has weights."""
+        return (self,)
+
+    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, states: States) -> Tensor:
+        """What `output` is to be multiplied with, [tokens, this rank's value heads * value size]. Sequences' states go on.
+
+        norm: gains of the one before.
+        """
+        assert step.spans is not None
+        if self.gating is None:
+            joint = stream.through(norm, self.inward)
+            gating = joint[:, self.channels + self.size :]
+        else:
+            x = stream.normalized(norm)
+            joint, gating = stream.product(x, self.inward), stream.product(x, self.gating)
+        mixed, gates = joint[:, : self.channels], joint[:, self.channels : self.channels + self.size]
+        strengths, fades = gating.chunk(2, 1)
+        found = gated_delta(mixed, strengths, fades, self.taps, self.rates, self.offsets, step.spans, states)
+        return gated_norm(found, gates.view(found.shape), self.gains, self.epsilon).flatten(1)
+
+
+def _by_parts(load: Loader, linear: Linear) -> tuple[Tensor | Codes, Tensor]:
+    """As Qwen 3.5 has them: to queries, keys, values and what gates the result, and to strengths and fades."""
+    keys, values, heads = linear.key_heads * linear.key_size, linear.value_heads * linear.value_size, linear.value_heads
+    mixed = load.outwards(("", "", ""), (keys, keys, values), f"{NAME}.in_proj_qkv")
+    gates = load.outwards((f"{NAME}.in_proj_z",), (values,))
+    return load.joined((mixed, gates)), load.unrounded((f"{NAME}.in_proj_b", f"{NAME}.in_proj_a"), (heads, heads))
+
+
+def _by_heads(load: Loader, linear: Linear) -> tuple[Tensor | Codes, Tensor]:
+    """The same as Qwen3-Next has them: in one tensor, each key head's one after the other, and in another."""
+    heads, times = linear.key_heads, linear.value_heads // linear.key_heads
+    each = [linear.key_size] * 2 + [times * linear.value_size] * 2
+    inward = load.outwards((f"{NAME}.in_proj_qkvz",), (heads * sum(each),))
+    gating = load.unrounded((f"{NAME}.in_proj_ba",), (2 * times * heads,))
+    own = heads // load.ranks.size
+    return inward[_apart(own, each)], gating[_apart(own, [times] * 2)]
+
+
+def _apart(heads: int, sizes: Sequence[int]) -> Tensor:
+    """Where rows are, part by part, that stand head by head, of each head so many of every part."""
+    places = torch.arange(heads * sum(sizes)).view(heads, -1)
+    return torch.cat([part.flatten() for part in torch.split(places, list(sizes), 1)])

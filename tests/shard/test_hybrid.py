@@ -1,0 +1,189 @@
+"""Models with linear attention: what their config.json files say and leave out is what transformers takes them for, and checkpoints
+are read as they are. Answers are in test_oracle.py."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+
+from penstock.kernels.quantized import Quantized
+from penstock.shard.models.decoder import Decoder
+from penstock.shard.models.families import shape
+from penstock.shard.models.memories import Memories
+from penstock.shard.models.shape import Linear, Unsupported
+from penstock.shard.weights import DummyWeights
+from penstock.tests.shard import lora, packing, tiny
+from penstock.tests.shard.test_oracle import prompt
+from penstock.tests.shard.test_quantized import WHOLE, logits, made
+from penstock.tests.shard.test_weights import WEIGHTS, Alone, decoder, same
+
+ARCHITECTURES = {
+    "Qwen3NextForCausalLM": transformers.Qwen3NextConfig,
+    "Qwen3_5ForCausalLM": transformers.Qwen3_5TextConfig,
+    "Qwen3_5MoeForCausalLM": transformers.Qwen3_5MoeTextConfig,
+}
+SAID = {"vocab_size": 1000, "hidden_size": 4096, "num_hidden_layers": 9, "num_attention_heads": 32}
+
+
+def config(architecture: str = "Qwen3NextForCausalLM", **more: Any) -> dict[str, Any]:
+    return SAID | {"intermediate_size": 512, "architectures": [architecture]} | more
+
+
+@pytest.mark.parametrize("more", [{}, {"full_attention_interval": 2}, {"layer_types": ["full_attention", "linear_attention"] * 4}])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_shapes_are_transformers(architecture: str, more: dict[str, Any]) -> None:
+    more |= {"num_hidden_layers": len(more.get("layer_types", "123456789"))}
+    found, expected = shape(config(architecture, **more)), ARCHITECTURES[architecture](**SAID | more)
+    layers = [layer for layer, kind in enumerate(expected.layer_types) if kind == "linear_attention"]
+    assert found.linear == Linear(
+        layers=frozenset(layers),
+        key_heads=expected.linear_num_key_heads,
+        value_heads=expected.linear_num_value_heads,
+        key_size=expected.linear_key_head_dim,
+        value_size=expected.linear_value_head_dim,
+        width=expected.linear_conv_kernel_dim,
+    )
+    assert sorted([*found.attending, *layers]) == list(range(expected.num_hidden_layers))
+    assert (found.kv_heads, found.head_size) == (expected.num_key_value_heads, expected.head_dim)
+    assert (found.norm_epsilon, found.max_positions) == (expected.rms_norm_eps, expected.max_position_embeddings)
+    rope = expected.rope_parameters
+    assert (found.rope.theta, found.rotary_size) == (rope["rope_theta"], expected.head_dim * rope["partial_rotary_factor"])
+    assert found.tied == expected.tie_word_embeddings
+    for mixture in found.mixtures:
+        assert mixture is not None
+        assert (mixture.experts, mixture.chosen) == (expected.num_experts, expected.num_experts_per_tok)
+        assert (mixture.size, mixture.shared) == (expected.moe_intermediate_size, expected.shared_expert_intermediate_size)
+        assert mixture.normalized == getattr(expected, "norm_topk_prob", True)
+    assert bool(found.mixtures) == hasattr(expected, "num_experts")
+
+
+def test_models_without_linear_attention_have_the_gates() -> None:
+    found = shape(config(layer_types=["full_attention"] * 9))
+    assert found.linear is None
+    assert found.attention_gates
+    assert found.state_bytes(1, 2) == 0
+
+
+def test_what_is_kept_of_a_sequence_and_of_a_token() -> None:
+    """Of Qwen3-Next, by hand."""
+    found = shape(config(hidden_size=2048, num_hidden_layers=48, num_attention_heads=16))
+    assert found.kv_elements(2) == 12 * 2 * 256
+    assert found.state_bytes(1, 2) == 36 * (32 * 128 * 128 * 4 + 3 * (2 * 16 + 32) * 128 * 2)
+    assert found.state_bytes(2, 2) * 2 == found.state_bytes(1, 2)
+    found.check_ranks(2)
+    with pytest.raises(Unsupported, match=r"2 key/value heads can't be divided by 4 ranks: use --num-shard 1, 2$"):
+        found.check_ranks(4)
+    with pytest.raises(Unsupported, match=r"3 key heads of linear attention can't be divided by 2 ranks: use --num-shard 1$"):
+        shape(config(linear_num_key_heads=3, linear_num_value_heads=6)).check_ranks(2)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (config(linear_num_key_heads=5), "linear_num_value_heads 32 and linear_num_key_heads 5, of which the first must be"),
+        (config(linear_conv_kernel_dim=0), "linear_conv_kernel_dim 0, an integer from 1"),
+        (config(linear_key_head_dim="128"), "linear_key_head_dim '128', an integer"),
+        (config(full_attention_interval=None), "full_attention_interval None, an integer"),
+        (config(full_attention_interval=10), "layers of linear attention alone"),
+        (config(layer_types=["linear_attention"] * 9), "layers of linear attention alone"),
+        (
+            config(layer_types=["linear_attention", "full_attention", "sliding_attention"] * 3),
+            "sliding_attention are not supported",
+        ),
+        (config(partial_rotary_factor=0.02), "partial_rotary_factor 0.02, 5 of 256"),
+        (config(num_experts=8, num_experts_per_tok=9), "num_experts_per_tok 9, of 8 experts"),
+        (config("Qwen3_5MoeForCausalLM", norm_topk_prob=False), "norm_topk_prob False is not supported"),
+        (config("Qwen3_5ForCausalLM", attn_output_gate=False), "attn_output_gate False is not supported"),
+        (config("Qwen3_5ForCausalLM", model_type="qwen3_next"), "which is 'qwen3_5_text'"),
+        (
+            config("LlamaForCausalLM", layer_types=["linear_attention"] * 9),
+            "linear_attention are not supported.* full and sliding attention",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(Unsupported, match=message):
+        shape(given)
+
+
+def memories(model: Decoder) -> Memories:
+    found = model.layers[0].attention
+    assert isinstance(found, Memories)
+    return found
+
+
+def test_rates_are_not_rounded(tmp_path: Path) -> None:
+    """Nor offsets: small errors of the rate at which something fades add up. Other numbers are of the model's type."""
+    folder = Path(shutil.copytree(tiny.folder("qwen3.5"), tmp_path / "model"))
+    stored = safetensors.torch.load_file(folder / WEIGHTS)
+    exact = decoder(folder)
+    few = {key: value if key.endswith(("A_log", "dt_bias")) else value.bfloat16() for key, value in stored.items()}
+    safetensors.torch.save_file(few, folder / WEIGHTS, metadata={"format": "pt"})
+    found, expected = memories(decoder(folder, dtype="bfloat16")), memories(exact)
+    assert found.rates.equal(expected.rates)
+    assert found.rates.equal(-stored["model.layers.0.linear_attn.A_log"].exp())
+    assert found.offsets.equal(expected.offsets)
+    assert found.taps.dtype == found.gains.dtype == torch.bfloat16
+
+
+def test_layers_that_predict_more_are_left_out(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny.folder("qwen3-next"), tmp_path / "model"))
+    stored = safetensors.torch.load_file(folder / WEIGHTS)
+    more = {f"mtp.{key.removeprefix('model.')}": value + 1 for key, value in stored.items() if "layers.1." in key}
+    safetensors.torch.save_file(stored | more | {"mtp.fc.weight": torch.ones(64, 128)}, folder / WEIGHTS, metadata={"format": "pt"})
+    same(decoder(folder), tiny.decoder("qwen3-next"))
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "qwen3.5"])
+def test_strengths_and_fades_may_have_few_bits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = ("in_proj_ba.weight", "in_proj_b.weight", "in_proj_a.weight")
+    monkeypatch.setattr(packing, "PROJECTIONS", (*packing.PROJECTIONS, *ends))
+    few, plain = packing.checkpoints(name, "float8", tmp_path)
+    same(decoder(few), decoder(plain))
+    same(made(few, Alone(1)), made(plain, Alone(1)))
+
+
+@pytest.mark.parametrize("form", ["", "packed-zeros"])
+def test_others_are_kept_in_few_bits(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounded when they are loaded, or stored so. Strengths and fades stay as they are."""
+    monkeypatch.setattr(packing.FORMATS["packed-zeros"], "size", 32)
+    name, tokens = "qwen3.5-wide", prompt(2, 50)
+    few, plain = packing.checkpoints(name, form, tmp_path) if form else (tiny.folder(name), tiny.folder(name))
+    for rank in (WHOLE, Alone(1)):
+        found, expected = (
+            memories(made(folder, rank, torch.bfloat16, few)) for folder, few in ((few, "" if form else "int4"), (plain, ""))
+        )
+        assert isinstance(found.inward, Quantized)
+        assert isinstance(found.output, Quantized)
+        assert found.gating is not None
+        rows = torch.eye(64, dtype=torch.bfloat16)
+        assert found.gating(rows).equal(expected.inward(rows)[:, -found.gating.shape[0] :])
+    if form:
+        exact = logits(decoder(plain), tokens)
+        errors = [(logits(decoder(folder, dtype="bfloat16"), tokens) - exact).norm() for folder in (few, plain)]
+        assert errors[0] < 1.5 * errors[1]
+
+
+def test_random_weights_need_a_config_alone(tmp_path: Path) -> None:
+    for name in tiny.HYBRIDS:
+        said = json.loads((tiny.folder(name) / "config.json").read_text())
+        model = shape(said)
+        source = DummyWeights(torch.float32, tiny.CPU, lambda read: None)
+        halves = [Decoder(model, source, Alone(rank), tiny.CPU) for rank in range(2)]
+        found = torch.cat([memories(half).rates for half in halves])
+        assert found.equal(memories(Decoder(model, source, WHOLE, tiny.CPU)).rates)
+
+
+@pytest.mark.parametrize("matrix", ["in_proj_qkv", "in_proj_z", "conv1d"])
+def test_adapters_that_change_what_leads_into_memories(matrix: str, tmp_path: Path) -> None:
+    place = lora.adapter(tiny.folder("qwen3.5"), tmp_path / "adapter", 1)
+    stored = safetensors.torch.load_file(place / lora.WEIGHTS)
+    more = {f"base_model.model.model.layers.0.linear_attn.{matrix}.lora_{factor}.weight": torch.ones(4, 4) for factor in "AB"}
+    safetensors.torch.save_file(stored | more, place / lora.WEIGHTS)
+    with pytest.raises(Unsupported, match=rf"adapter a changes layers.0.linear_attn.{matrix}, which is not supported.*merge it"):
+        decoder(tiny.folder("qwen3.5"), adapters=(("a", str(place)),))
