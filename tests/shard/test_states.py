@@ -7,14 +7,16 @@ from typing import Any
 import pytest
 
 from penstock.shard import prompts, states
+from penstock.shard.decoding.hypotheses import Search
 from penstock.shard.prefix import Prefixes
 from penstock.shard.prompts import Prompts
-from penstock.shard.sequence import Group, Sequence
+from penstock.shard.sequence import Group, Sampling, Sequence
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import UNLIMITED, Habits, drive
 from penstock.tests.shard.paper import KEPT, WORDS, Paper, Slots
 from penstock.tests.shard.paper import paper as paper  # a fixture
 from penstock.tests.shard.test_flight import fly, room_of, with_beams
+from penstock.tests.shard.test_oracle import COUNT, at_rest, prompt
 
 SEQUENCES = 96  # of a crowd, at most
 
@@ -155,3 +157,30 @@ def test_halts_are_where_others_are_saved_enough() -> None:
     assert prompts.halts(0, many, many + few) == (many,)
     assert prompts.halts(0, many, 2 * many) == (many, 2 * many)
     assert prompts.halts(many, many, many + few) == ()
+
+
+def asked() -> list[Group]:
+    """Prompts that begin alike in part: for one answer, several, and beams."""
+    made, stem = [], prompt(3, 40)
+    for uid in range(12):
+        tokens = (*stem[: (0, 17, 33, 40)[uid % 4]], *prompt(uid, 5 + uid * 3))
+        if uid % 5 == 0:
+            made.append(tiny.group(uid, tokens, COUNT, search=Search(3, 2)))
+        elif uid % 5 == 1:
+            made.append(tiny.group(uid, tokens, COUNT, Sampling(temperature=0.8, seed=uid), choices=3))
+        else:
+            made.append(tiny.group(uid, tokens, COUNT))
+    return made
+
+
+@pytest.mark.parametrize(("name", "size", "habits"), [("qwen3-next", 4, Habits(7, pauses=1)), ("qwen3.5", 16, Habits(pauses=1))])
+def test_answers_are_the_same_whoever_remembers(name: str, size: int, habits: Habits, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts, "WORTH", 8)
+    expected = drive(tiny.engine(name, 16, 2000, prefix_caching=False), asked(), Habits(arrivals=1)).tokens
+    for group in asked()[2:5]:
+        assert [expected[group.uid, 0]] == tiny.greedy(name, (tuple(group.sequences[0].tokens),), COUNT)
+    engine = tiny.engine(name, size, 1200 // size, ahead=True)
+    world, _ = fly(engine, asked(), habits, seed=size)
+    assert (world.failed, world.tokens) == ({}, expected)
+    assert world.cached > 0
+    assert at_rest(engine)
