@@ -130,6 +130,7 @@ HYBRID = SMALL | {
     "linear_num_value_heads": 6,
 }
 HYBRID_MOE = HYBRID | {
+    "num_hidden_layers": 3,
     "num_experts": 7,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 20,
@@ -310,7 +311,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "few-heads": lambda: transformers.LlamaConfig(**FEW_HEADS),
     "few-heads-deepseek": lambda: transformers.DeepseekV3Config(**LATENT | FEW_HEADS, n_group=4, topk_group=2),
     "few-heads-deepseek-v32": lambda: transformers.DeepseekV32Config(**INDEXED | FEW_HEADS, n_group=4, topk_group=2),
-    "few-heads-qwen3.5": lambda: transformers.Qwen3_5TextConfig(**HYBRID | FEW_HEADS, linear_conv_kernel_dim=3),
+    "few-heads-qwen3.5": lambda: transformers.Qwen3_5TextConfig(**HYBRID | FEW_HEADS),
     "few-heads-qwen3": lambda: transformers.Qwen3Config(**FEW_HEADS, head_dim=16),
     "few-heads-gemma2": lambda: transformers.Gemma2Config(**GEMMA2 | FEW_HEADS),
     "few-heads-gemma4": lambda: transformers.Gemma4TextConfig(
