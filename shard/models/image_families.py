@@ -27,7 +27,10 @@ QWEN3_VL_MOE: Config = QWEN3_VL | {
 GLM_4V: Config = {"max_position_embeddings": 32_768, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0}
 GLM_4V_MOE: Config = {"max_position_embeddings": 65_536, "attention_bias": True}
 BESIDE_TEXT = ("tie_word_embeddings", "quantization_config")  # fields that stand beside the text's
-BESIDE_COUNTS = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")  # whose text may say the first one wrong
+BESIDE_COUNTS = (  # whose text may say the first one wrong
+    *("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
+    *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
+)
 
 Family = Callable[[Config], Shape]
 

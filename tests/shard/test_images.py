@@ -125,6 +125,15 @@ def test_which_says_that_tables_are_tied() -> None:
     assert shape(said | {"tie_word_embeddings": True}).tied
 
 
+@pytest.mark.parametrize("name", ["Qwen3_5", "Qwen3_5Moe"])
+def test_whose_text_says_nothing_of_it(name: str, tmp_path: Path) -> None:
+    """But transformers writes its default there."""
+    made = model(name, tie_word_embeddings=True)
+    made.save_pretrained(tmp_path)
+    assert not json.loads((tmp_path / "config.json").read_text())["text_config"]["tie_word_embeddings"]
+    check(made, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("said", "words"),
     [
