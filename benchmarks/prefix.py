@@ -44,6 +44,7 @@ class Holder:
     cache_key: str = ""
     computed: int = 0
     pages: list[int] = field(default_factory=list)
+    state: int = 0
     node: Node | None = None
 
 
