@@ -89,14 +89,16 @@ def divide(
     usable = int(total * options.cuda_memory_fraction)
     graphs = _graphs(options, form) if device == "cuda" else 0
     left = usable - graphs * rooms.GRAPH_BYTES
-    remembered = options.sequences + form.kept_states(options.sequences, options.prefix_caching == "on")
-    states = remembered * form.state_bytes(ranks, item)
-    fixed, page = weights + adapted + draft_bytes + states, (token + draft_token) * options.page_size
+    fixed, page = weights + adapted + draft_bytes, (token + draft_token) * options.page_size
+    state, caching = form.state_bytes(ranks, item), options.prefix_caching == "on"
+    sequences = form.sequences(options.sequences, left - fixed, state, caching)
+    states = state * (1 + sequences + form.kept_states(sequences, caching))
+    fixed += states
     longest = options.max_total_tokens or form.max_positions
     # More pages than all requests together can fill would only keep prefixes.
-    pages = options.pool_pages or min(options.sequences * -(-longest // options.page_size), (left - fixed) // page)
+    pages = options.pool_pages or min(sequences * -(-longest // options.page_size), (left - fixed) // page)
     if pages < 1 or fixed + pages * page > left:
-        raise _refusal(options, total, left, fixed, states, page, _remedy(options, form, ranks, dtype))
+        raise _refusal(options, total, left, fixed, page, _remedy(options, form, ranks, dtype))
     return Plan(
         shape=form,
         checkpoint=model,
@@ -118,7 +120,7 @@ def divide(
         page_size=options.page_size,
         pages=pages,
         graphs=graphs,
-        sequences=options.sequences,
+        sequences=sequences,
         longest=longest,
     )
 
@@ -138,19 +140,14 @@ def _form(options: Options, model: Checkpoint, ranks: int) -> Shape:
     return form
 
 
-def _refusal(options: Options, total: int, left: int, fixed: int, states: int, page: int, remedy: str) -> Mistake:
-    """Of a rank's memory, `left` is too little for `fixed`, `states` included, and pages. remedy: where the usual share of it would
-    be, too."""
+def _refusal(options: Options, total: int, left: int, fixed: int, page: int, remedy: str) -> Mistake:
+    """Of a rank's memory, `left` is too little for `fixed` and pages. remedy: where the usual share of it would be, too."""
     asked = f"{options.pool_pages} pages" if options.pool_pages else "one page"
     pool = page * max(1, options.pool_pages)
     allowed = f"{size(max(0, left))} may be used ({100 * options.cuda_memory_fraction:.4g}% of {size(total)})"
     more = int(total * SHARD.memory_fraction) - int(total * options.cuda_memory_fraction)
     remedy = "raise --cuda-memory-fraction" if fixed + pool <= left + more else remedy
-    remembered = ""
-    if states:
-        remembered = f", what {options.sequences} sequences remember {size(states)}"
-        remedy = "lower --max-batch-size" if fixed - states + pool + states // options.sequences <= left else remedy
-    return Mistake(f"weights take {size(fixed - states)}{remembered} and {asked} {size(pool)} per rank, but {allowed}: {remedy}")
+    return Mistake(f"weights take {size(fixed)} and {asked} {size(pool)} per rank, but {allowed}: {remedy}")
 
 
 def _threads(options: Options, device: str, parameters: int, cores: int) -> int:

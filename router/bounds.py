@@ -37,7 +37,8 @@ def bounds_of(config: RouterConfig, info: shard_pb2.InfoReply, warm: shard_pb2.W
     limits = Limits(
         max_input_tokens=prompt, max_total_tokens=total, vocabulary=info.vocabulary, pages=warm.pages, page_size=warm.page_size
     )
-    bounds = Bounds(pages=warm.pages, page_size=warm.page_size, step_tokens=step_tokens(config, info), sequences=config.sequences)
+    sequences = min(config.sequences, warm.sequences or config.sequences)
+    bounds = Bounds(pages=warm.pages, page_size=warm.page_size, step_tokens=step_tokens(config, info), sequences=sequences)
     return limits, bounds
 
 

@@ -114,11 +114,13 @@ class Engine:
         """The most that a layer has of them, the model's."""
         return max(prod(layer.shape[1:]) for layer in self.cache.layers.values()) * self._cache_dtype.itemsize
 
-    def states_bytes(self, sequences: int) -> int:
-        """What linear attention remembers on this rank, where so many sequences run at once."""
-        shape = self.decoder.shape
-        slots = 1 + sequences + shape.kept_states(sequences, self._prefix_caching)
-        return slots * shape.state_bytes(self.decoder.ranks.size, self.decoder.embedding.dtype.itemsize)
+    def sequences(self, asked: int, room: int) -> tuple[int, int]:
+        """How many may run at once, and what linear attention then remembers on this rank; room: for that, and for keys and values.
+        Bytes."""
+        shape, caching = self.decoder.shape, self._prefix_caching
+        state = shape.state_bytes(self.decoder.ranks.size, self.decoder.embedding.dtype.itemsize)
+        count = shape.sequences(asked, room, state, caching)
+        return count, state * (1 + count + shape.kept_states(count, caching))
 
     def enter(self) -> None:
         """The calling thread is going to use the engine. Which device a thread launches kernels on, and waits for, is its own

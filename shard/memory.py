@@ -49,8 +49,9 @@ def size_pool(
     sequences: int,
     total: int,
     graphs: Listing[int] = (),
-) -> tuple[int, Measured]:
-    """The number of pages that this rank's pool should have, and the step that it was derived from.
+) -> tuple[int, int, Measured]:
+    """The number of pages that this rank's pool should have, how many sequences may run at once, and the step that both were derived
+    from.
 
     pages: what the operator asked for, 0 to decide here; fraction: of the memory that may be used; tokens, rows: of the largest
     step; sequences: that run at once; total: tokens of the longest; graphs: tokens of the steps that will be recorded. Raises
@@ -64,9 +65,10 @@ def size_pool(
     sample = _sample(engine, page_size, tokens, min(rows, tokens))
     # Graphs keep what their steps take, in memory that all of them share.
     recorded = len(graphs) * GRAPH_BYTES + sample.bytes * max(graphs, default=0) // sample.tokens
-    states = engine.states_bytes(sequences)
-    needed = sample.bytes * -(-tokens // sample.tokens) + context + recorded + states
+    needed = sample.bytes * -(-tokens // sample.tokens) + context + recorded
     available = int(_available(engine.device) * fraction) // (ranks if engine.device.type == "cpu" else 1)
+    sequences, states = engine.sequences(sequences, available - needed)
+    needed += states
     room = (available - needed) // page_bytes
     useful = sequences * -(-total // page_size)  # each as long as can be: more pages would only keep prefixes
     if pages > room or room < 1:
@@ -79,10 +81,10 @@ def size_pool(
     why = f", all that {sequences} sequences of {total} can fill" if chosen == useful else ""
     log.info(
         f"pool: {chosen} pages of {page_size} tokens ({chosen * page_size} tokens{why}, {chosen * page_bytes / 1e9:.2f} GB); "
-        f"a step takes up to {needed / 1e9:.2f} GB{_part(recorded, 'graphs')}{_part(states, 'what sequences remember')}, "
+        f"a step takes up to {needed / 1e9:.2f} GB{_part(recorded, 'graphs')}{_part(states, f'what {sequences} sequences remember')}, "
         f"room for {room} pages"
     )
-    return int(chosen), sample
+    return int(chosen), sequences, sample
 
 
 def _chosen(engine: Engine, tokens: int, total: int) -> int:

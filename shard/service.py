@@ -123,9 +123,10 @@ class Service:
             self.stage = "checking that answers don't depend on batches"
             invariance.check(engine, config.page_size)
         self.stage = "measuring memory"
-        pages, sample = size_pool(
+        pages, sequences, sample = size_pool(
             engine, config.page_size, config.kv_pages, config.memory_fraction, tokens, rows, sequences, total, recorded
         )
+        sequences = ranks.least(sequences)
         engine.resize(ranks.least(pages), config.page_size, sequences)
         if sizes:
             extent = Extent(tokens, rows, total, engine.pool.pages, chosen, drafts, engine.guesses.trees)
@@ -137,6 +138,7 @@ class Service:
             weight_bytes=engine.decoder.weight_bytes,
             sample_tokens=sample.tokens,
             sample_seconds=sample.seconds,
+            sequences=sequences,
         )
 
     def Prefill(self, request: wire.PrefillRequest, context: grpc.ServicerContext) -> wire.StepReply:  # noqa: N802

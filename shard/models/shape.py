@@ -323,6 +323,14 @@ class Shape:
         """How many such states are kept for others, where so many sequences run at once."""
         return -(-sequences // KEPT) if self.linear and prefix_caching else 0
 
+    def sequences(self, asked: int, room: int, state: int, prefix_caching: bool) -> int:
+        """How many may run at once of those that are asked for. What is remembered, `state` bytes for each, takes no more than half of
+        so many bytes: the rest is for keys and values."""
+        if not self.linear:
+            return asked
+        fitting = room // 2 // state
+        return max(1, min(asked, fitting * KEPT // (KEPT + 1) - 1 if prefix_caching else fitting - 1))
+
     def turning_size(self, window: int) -> int:
         """Features of what turns in layers with this window: of whole heads, of which a part may not, or of what heads have apart
         for that."""
