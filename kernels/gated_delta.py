@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from . import reference
+from .choose import triton_for
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,6 +62,13 @@ def gated_delta(
     What comes out of the convolution is rounded to mixed's type; all behind it is float32. Of tokens behind the last span the
     result is 0, and what slot 0 holds is never looked at.
     """
+    if triton_for(mixed):
+        from .fused_gated_delta import gated_delta as fused
+
+        inputs = mixed, strengths, fades, taps, rates, offsets
+        out = torch.empty(len(mixed), *states.memories.shape[1::2], dtype=mixed.dtype, device=mixed.device)
+        known = spans.starts, spans.slots, spans.fresh, states.windows, states.memories
+        return fused(*inputs, *known, LENGTH_EPSILON, out)
     forgotten = spans.slots[(spans.fresh != 0) | (spans.slots == 0)]
     states.windows.index_fill_(0, forgotten, 0.0)
     states.memories.index_fill_(0, forgotten, 0.0)
@@ -138,5 +146,9 @@ def _kept(fading: Tensor) -> Tensor:
 def gated_norm(x: Tensor, gates: Tensor, gains: Tensor, epsilon: float) -> Tensor:
     """`reference.rms_norm` of x times silu(gates), which is computed in float32. x, gates: [rows, size] or [tokens, heads, size];
     gains: [size]; all of one type, the result's."""
+    if triton_for(x):
+        from .fused_gated_delta import gated_norm as fused
+
+        return fused(x, gates, gains, epsilon, torch.empty(x.shape, dtype=x.dtype, device=x.device))
     factors: Tensor = functional.silu(gates.float())
     return factors.mul_(reference.rms_norm(x, gains, epsilon)).to(x.dtype)

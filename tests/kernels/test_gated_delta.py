@@ -4,6 +4,7 @@ import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.nn import functional
 from transformers.models.qwen3_5 import modeling_qwen3_5 as oracle
 
 from penstock.kernels import choose
+from penstock.kernels import gated_delta as module
 from penstock.kernels.gated_delta import Spans, States, gated_delta, gated_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -19,7 +21,14 @@ TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
 @pytest.fixture(autouse=True)
-def by_reference() -> Iterator[None]:
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What kernels write to holds no numbers before."""
+
+    def empty(*arguments: Any, **options: Any) -> Tensor:
+        return honest(*arguments, **options).fill_(torch.nan)
+
+    honest = torch.empty
+    monkeypatch.setattr(module.torch, "empty", empty)
     choose.force("reference")
     yield
     choose.force("")
@@ -51,9 +60,9 @@ class Layer:
         return whole[:, 2 : channels + 2], *whole[:, channels + 5 : channels + 5 + 2 * heads].chunk(2, 1)
 
 
-def layer_of(chance: random.Random, dtype: torch.dtype, most: int = 64) -> Layer:
-    key_heads = chance.randint(1, 4)
-    value_heads = key_heads * chance.randint(1, 4)
+def layer_of(chance: random.Random, dtype: torch.dtype, most: int = 64, heads: int = 4) -> Layer:
+    key_heads = chance.randint(1, heads)
+    value_heads = key_heads * chance.randint(1, heads)
     key_size, value_size = chance.randint(8, most), chance.randint(8, most)
     taps = torch.randn(2 * key_heads * key_size + value_heads * value_size, chance.randint(2, 5)).to(DEVICE, dtype)
     rates, offsets = -16 * torch.rand(value_heads) ** 4, torch.randn(value_heads)
@@ -127,6 +136,14 @@ def test_it_is_transformers(dtype: torch.dtype, chance: random.Random) -> None:
         check(layer_of(chance, dtype), lengths, chance, chance.randint(0, 3))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_it_is_transformers_by_triton(dtype: torch.dtype, chance: random.Random) -> None:
+    """The interpreter cuts bfloat16 off instead of rounding."""
+    pytest.importorskip("triton")
+    choose.force("triton")
+    check(layer_of(chance, dtype, 40, 2), [1, chance.randint(2, 7), chance.randint(1, 3)], chance, 2)
+
+
 def test_cutting_a_sequence_changes_nothing(chance: random.Random) -> None:
     """Nor do its neighbours, and tokens that let all fade: chunks add up how much."""
     layer = layer_of(chance, torch.float32)
@@ -147,9 +164,11 @@ def test_cutting_a_sequence_changes_nothing(chance: random.Random) -> None:
     assert cut.windows[[3, 2]].equal(states.windows[[1, 2]])
 
 
-def test_padding_has_a_slot_of_its_own(chance: random.Random) -> None:
+@pytest.mark.parametrize("route", ["reference", "triton"])
+def test_padding_has_a_slot_of_its_own(route: str, chance: random.Random) -> None:
     """Which may hold anything, before and after; what it finds is a number all the same."""
-    layer = layer_of(chance, torch.float32)
+    choose.force(route)
+    layer = layer_of(chance, torch.float32, 20, 2)
     states = layer.states(3)
     states.memories[0] = states.windows[0] = torch.nan
     states.memories[2] = states.windows[2] = torch.nan
@@ -161,8 +180,9 @@ def test_padding_has_a_slot_of_its_own(chance: random.Random) -> None:
     assert states.memories[2].isnan().all()
 
 
-@pytest.mark.parametrize("route", ["reference"])
-@pytest.mark.parametrize("dtype", list(TOLERANCES))
+@pytest.mark.parametrize(
+    ("dtype", "route"), [*((dtype, "reference") for dtype in TOLERANCES), (torch.float32, "triton"), (torch.float16, "triton")]
+)
 def test_gated_norm(dtype: torch.dtype, route: str, chance: random.Random) -> None:
     choose.force(route)
     size, heads = chance.randint(8, 70), chance.randint(1, 5)

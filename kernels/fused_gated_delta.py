@@ -1,0 +1,321 @@
+"""Linear attention by the gated delta rule, and the norm behind it, by Triton. What they mean stands in `gated_delta`. Knows
+tensors only.
+
+One program walks through all tokens of a span with a part of one head's memory in registers, where each token finds what the one
+before it has left. That is all a decode step needs: it reads every memory once and writes it once. The tokens of a long prompt wait
+for each other, though, each for a microsecond in every layer (reckoned, not measured), where products of chunks, as `gated_delta`
+has them, would keep a device's matrix units busy.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .compilation import Compilation
+
+# Features of values in a program of one warp. With 16, and keys of 128 features, a thread holds 64 numbers of the memory and adds
+# up most of what a token finds by itself; and one sequence's 32 heads of 128 make 256 programs.
+BLOCK = 16
+COPIED = 512  # channels of a program that writes windows
+TILE = 2048  # elements of a program of the norm: 16 a thread
+
+
+@triton.jit
+def _silu(x: tl.tensor) -> tl.tensor:
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _factors(taps, channel, within, WIDTH: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[ROWS, channels], 0 beyond the convolution's width."""
+    row = tl.arange(0, ROWS)[:, None]
+    return tl.load(taps + channel[None, :] * WIDTH + row, mask=(row < WIDTH) & within[None, :], other=0.0)
+
+
+@triton.jit
+def _convolved(own, stride, window, channels, i, first, channel, within, factors, WIDTH: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of a span's token i, some channels behind convolution and silu, float32. own: what goes in of the token; window: what went in
+    before the span, WIDTH - 1 rows; first: of these, the first that is looked at."""
+    row = tl.arange(0, ROWS)[:, None]
+    column, inside = channel[None, :], (i + row >= WIDTH - 1) & (row < WIDTH) & within[None, :]
+    outside = (i + row >= first) & (i + row < WIDTH - 1) & within[None, :]
+    values = tl.load(window + (i + row) * channels + column, mask=outside, other=0.0)
+    values = tl.load(own + (row - (WIDTH - 1)) * stride + column, mask=inside, other=values)
+    total = tl.sum(values.to(tl.float32) * factors.to(tl.float32), 0)
+    return _silu(total).to(own.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["starts", "slots", "fresh"])
+def delta_kernel(
+    out: tl.tensor,  # [tokens, heads, VALUE], dense
+    mixed: tl.tensor,  # [tokens, channels]
+    strengths: tl.tensor,  # [tokens, heads]
+    fades: tl.tensor,
+    taps: tl.tensor,  # [channels, WIDTH], dense
+    rates: tl.tensor,  # [heads] float32
+    offsets: tl.tensor,
+    starts: tl.tensor,  # [spans + 1]
+    slots: tl.tensor,  # [spans]; 0: of padding, nothing is read or written there
+    fresh: tl.tensor,
+    windows: tl.tensor,  # [slots, WIDTH - 1, channels], each slot dense
+    memories: tl.tensor,  # [slots, heads, KEY, VALUE] float32, each slot dense
+    tokens: tl.tensor,
+    ratio: tl.tensor,  # value heads of a key head
+    channels: tl.tensor,
+    mixed_stride: tl.tensor,
+    strengths_stride: tl.tensor,
+    fades_stride: tl.tensor,
+    windows_stride: tl.tensor,
+    memories_stride: tl.tensor,
+    epsilon: tl.tensor,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    KEYS: tl.constexpr,  # KEY up to a power of two
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,  # WIDTH up to a power of two
+) -> None:
+    """One program: BLOCK features of a value head, of all tokens of a span; of the last span, also of those behind it."""
+    span, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    start, end, slot = tl.load(starts + span), tl.load(starts + span + 1), tl.load(slots + span)
+    known = (slot > 0) & (tl.load(fresh + span) == 0)
+    first, depth = tl.where(known, 0, WIDTH - 1), tl.where(known, KEY, 0)
+    deep, feature = tl.arange(0, KEYS), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    within, wanted = deep < KEY, feature < VALUE
+    query_channel, value_channel = head // ratio * KEY + deep, channels - heads * VALUE + head * VALUE + feature
+    key_channel = query_channel + (channels - heads * VALUE) // 2
+    query_factors = _factors(taps, query_channel, within, WIDTH, ROWS)
+    key_factors = _factors(taps, key_channel, within, WIDTH, ROWS)
+    value_factors = _factors(taps, value_channel, wanted, WIDTH, ROWS)
+    rate, offset = tl.load(rates + head), tl.load(offsets + head)
+    window = windows + slot * windows_stride
+    place = memories + slot * memories_stride + (head * KEY + deep[:, None]) * VALUE + feature[None, :]
+    memory = tl.load(place, mask=(deep[:, None] < depth) & wanted[None, :], other=0.0)
+    for i in range((end - start).to(tl.int32)):
+        token = start + i
+        own = mixed + token * mixed_stride
+        query = _convolved(own, mixed_stride, window, channels, i, first, query_channel, within, query_factors, WIDTH, ROWS)
+        key = _convolved(own, mixed_stride, window, channels, i, first, key_channel, within, key_factors, WIDTH, ROWS)
+        value = _convolved(own, mixed_stride, window, channels, i, first, value_channel, wanted, value_factors, WIDTH, ROWS)
+        query *= tl.rsqrt(tl.sum(query * query, 0) + epsilon) * (KEY**-0.5)
+        key *= tl.rsqrt(tl.sum(key * key, 0) + epsilon)
+        strength = tl.load(strengths + token * strengths_stride + head).to(tl.float32)
+        fade = tl.load(fades + token * fades_stride + head).to(tl.float32) + offset
+        fade = tl.where(fade > 20.0, fade, tl.log(1.0 + tl.exp(tl.minimum(fade, 20.0))))
+        memory *= tl.exp(rate * fade)
+        change = (value - tl.sum(memory * key[:, None], 0)) / (1.0 + tl.exp(-strength))
+        memory += key[:, None] * change[None, :]
+        found = tl.sum(memory * query[:, None], 0)
+        tl.store(out + (token * heads + head) * VALUE + feature, found.to(out.dtype.element_ty), mask=wanted)
+    if slot > 0:
+        tl.store(place, memory, mask=within[:, None] & wanted[None, :])
+    if span == tl.num_programs(0) - 1:
+        for i in range((tokens - end).to(tl.int32)):
+            nothing = tl.zeros([BLOCK], out.dtype.element_ty)
+            tl.store(out + ((end + i) * heads + head) * VALUE + feature, nothing, mask=wanted)
+
+
+@triton.jit(do_not_specialize_on_alignment=["starts", "slots", "fresh"])
+def window_kernel(
+    mixed: tl.tensor,  # [tokens, channels]
+    starts: tl.tensor,  # as above
+    slots: tl.tensor,
+    fresh: tl.tensor,
+    windows: tl.tensor,
+    channels: tl.tensor,
+    mixed_stride: tl.tensor,
+    windows_stride: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    """One program: BLOCK channels of a span's window, when all that read it are done."""
+    span = tl.program_id(0)
+    start, end, slot = tl.load(starts + span), tl.load(starts + span + 1), tl.load(slots + span)
+    if slot > 0:
+        first = start - tl.where(tl.load(fresh + span) == 0, WIDTH - 1, 0)
+        channel = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
+        row = tl.arange(0, ROWS)[:, None]
+        wanted = (row < WIDTH - 1) & (channel < channels)
+        token = end - (WIDTH - 1) + row
+        window = windows + slot * windows_stride + channel
+        source = tl.where(token >= start, mixed + token * mixed_stride + channel, window + (end - start + row) * channels)
+        values = tl.load(source, mask=wanted & (token >= first), other=0.0)
+        tl.debug_barrier()  # rows move up: no thread writes before all have read
+        tl.store(window + row * channels, values, mask=wanted)
+
+
+def gated_delta(
+    mixed: Tensor,
+    strengths: Tensor,
+    fades: Tensor,
+    taps: Tensor,
+    rates: Tensor,
+    offsets: Tensor,
+    starts: Tensor,
+    slots: Tensor,
+    fresh: Tensor,
+    windows: Tensor,
+    memories: Tensor,
+    epsilon: float,
+    out: Tensor,
+) -> Tensor:
+    """`gated_delta.gated_delta` into `out`, which is dense; mixed, strengths and fades: their last dimension dense; windows,
+    memories: each slot dense; the rest: dense. There is a span."""
+    (tokens, channels), (_, heads, key_size, value_size), width = mixed.shape, memories.shape, taps.shape[1]
+    ratio = heads * 2 * key_size // (channels - heads * value_size)
+    assert mixed.stride(1) == strengths.stride(1) == fades.stride(1) == 1
+    assert out.is_contiguous()
+    assert taps.is_contiguous()
+    assert windows.stride()[1:] == (channels, 1)
+    assert memories.stride()[1:] == (key_size * value_size, value_size, 1)
+    assert mixed.dtype == windows.dtype == out.dtype
+    spans = len(slots)
+    delta_kernel[(spans, heads, triton.cdiv(value_size, BLOCK))](
+        out,
+        mixed,
+        strengths,
+        fades,
+        taps,
+        rates,
+        offsets,
+        starts,
+        slots,
+        fresh,
+        windows,
+        memories,
+        tokens,
+        ratio,
+        channels,
+        mixed.stride(0),
+        strengths.stride(0),
+        fades.stride(0),
+        windows.stride(0),
+        memories.stride(0),
+        epsilon,
+        KEY=key_size,
+        VALUE=value_size,
+        WIDTH=width,
+        KEYS=triton.next_power_of_2(key_size),
+        BLOCK=BLOCK,
+        ROWS=triton.next_power_of_2(width),
+        num_warps=1,
+        enable_fp_fusion=True,
+    )
+    window_kernel[(spans, triton.cdiv(channels, COPIED))](
+        mixed,
+        starts,
+        slots,
+        fresh,
+        windows,
+        channels,
+        mixed.stride(0),
+        windows.stride(0),
+        WIDTH=width,
+        BLOCK=COPIED,
+        ROWS=triton.next_power_of_2(width - 1),
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["rows"])
+def gated_norm_kernel(
+    x: tl.tensor,  # [outer, inner, size], the last side by side
+    gates: tl.tensor,
+    gains: tl.tensor,  # [size]
+    out: tl.tensor,  # [outer, inner, size], dense
+    rows: tl.tensor,  # outer * inner
+    inner: tl.tensor,
+    x_outer: tl.tensor,  # strides
+    x_inner: tl.tensor,
+    gates_outer: tl.tensor,
+    gates_inner: tl.tensor,
+    epsilon: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    """One program: ROWS rows."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
+    column = tl.arange(0, BLOCK)[None, :]
+    outer, place = row // inner, row % inner
+    inside = (row < rows) & (column < SIZE)
+    wide = tl.load(x + outer * x_outer + place * x_inner + column, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gates + outer * gates_outer + place * gates_inner + column, mask=inside, other=0.0).to(tl.float32)
+    gain = tl.load(gains + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 1) / SIZE + epsilon)[:, None]
+    normal = ((wide * scale).to(x.dtype.element_ty).to(tl.float32) * gain).to(x.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * SIZE + column, (normal * _silu(gate)).to(out.dtype.element_ty), mask=inside)
+
+
+def gated_norm(x: Tensor, gates: Tensor, gains: Tensor, epsilon: float, out: Tensor) -> Tensor:
+    """`gated_delta.gated_norm` into `out`, which is dense. x, gates: views whose last dimension is dense."""
+    assert x.stride(-1) == gates.stride(-1) == gains.stride(0) == 1
+    assert out.is_contiguous()
+    size, inner = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
+    rows = x.shape[0] * inner
+    if rows:
+        block, height = _tile(size)
+        gated_norm_kernel[(triton.cdiv(rows, height),)](
+            x,
+            gates,
+            gains,
+            out,
+            rows,
+            inner,
+            x.stride(0),
+            x.stride(1) if inner > 1 else 0,
+            gates.stride(0),
+            gates.stride(1) if inner > 1 else 0,
+            epsilon,
+            SIZE=size,
+            BLOCK=block,
+            ROWS=height,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+    return out
+
+
+def _tile(size: int) -> tuple[int, int]:
+    """A row, up to a power of two, and how many rows a program has."""
+    block = triton.next_power_of_2(size)
+    return block, max(1, TILE // block)
+
+
+def compilations() -> list[Compilation]:
+    """Of Qwen3-Next's and Qwen 3.5's heads, 16 of keys and 32 of values with 128 features each, as a part of one product."""
+    found = []
+    of_spans = dict.fromkeys(("starts", "slots", "fresh"), "*i64")
+    for dtype in ("bf16", "fp32"):
+        of_tokens = dict.fromkeys(("out", "mixed", "strengths", "fades", "taps", "windows"), f"*{dtype}")
+        numbers = dict.fromkeys(("tokens", "ratio"), "i32") | dict.fromkeys(
+            ("channels", "mixed_stride", "strengths_stride", "fades_stride", "windows_stride", "memories_stride"), "i32:16"
+        )
+        signature = of_tokens | of_spans | dict.fromkeys(("rates", "offsets", "memories"), "*fp32") | numbers | {"epsilon": "fp32"}
+        sizes: dict[str, object] = {"KEY": 128, "VALUE": 128, "WIDTH": 4, "KEYS": 128, "BLOCK": BLOCK, "ROWS": 4}
+        copied: dict[str, object] = {"WIDTH": 4, "BLOCK": COPIED, "ROWS": 4}
+        block, height = _tile(128)
+        strides = dict.fromkeys(("x_outer", "x_inner", "gates_outer", "gates_inner"), "i32:16")
+        norm = dict.fromkeys(("x", "gates", "gains", "out"), f"*{dtype}") | {"rows": "i32", "inner": "i32:16"} | strides
+        of_norm: dict[str, object] = {"SIZE": 128, "BLOCK": block, "ROWS": height}
+        window = {name: signature[name] for name in window_kernel.arg_names if name in signature}
+        for kernel, name, types, constants, warps in (
+            (delta_kernel, "gated delta", signature, sizes, 1),
+            (window_kernel, "gated delta windows", window, copied, 4),
+            (gated_norm_kernel, "gated norm", norm | {"epsilon": "fp32"}, of_norm, 4),
+        ):
+            found.append(
+                Compilation(
+                    kernel=kernel,
+                    name=f"{name} {dtype}",
+                    signature=types,
+                    constants=constants,
+                    warps=warps,
+                    fuse=kernel is delta_kernel,
+                    hot=True,
+                )
+            )
+    return found
