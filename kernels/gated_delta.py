@@ -11,6 +11,8 @@ Queries, keys and values come out of a convolution over the last few tokens, eac
 are divided by their lengths, queries by the root of their number of features as well.
 """
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -69,48 +71,66 @@ def gated_delta(
         out = torch.empty(len(mixed), *states.memories.shape[1::2], dtype=mixed.dtype, device=mixed.device)
         known = spans.starts, spans.slots, spans.fresh, states.windows, states.memories
         return fused(*inputs, *known, LENGTH_EPSILON, out)
-    forgotten = spans.slots[(spans.fresh != 0) | (spans.slots == 0)]
-    states.windows.index_fill_(0, forgotten, 0.0)
-    states.memories.index_fill_(0, forgotten, 0.0)
     heads, key_size, value_size = states.memories.shape[1:]
-    features = _convolved(mixed, taps, spans, states.windows).float()
-    both, values = features[:, : -heads * value_size], features[:, -heads * value_size :]
-    both = both.view(len(mixed), 2, -1, key_size)
-    both = both * both.square().sum(-1, keepdim=True).add_(LENGTH_EPSILON).rsqrt_()
-    queries, keys = both.repeat_interleave(heads // both.shape[2], 2).transpose(0, 2).unbind(1)  # [heads, tokens, key size]
-    queries = queries * key_size**-0.5
-    values = values.view(-1, heads, value_size).transpose(0, 1)
+    factors = taps.t().contiguous().float()
     strong = strengths.float().sigmoid().t().unsqueeze(2)  # [heads, tokens, 1]
     fading = (rates * functional.softplus(fades.float() + offsets)).t().unsqueeze(2)
     result = mixed.new_zeros(len(mixed), heads, value_size)
-    start = 0
-    for slot, length in zip(spans.slots.tolist(), spans.lengths, strict=True):
-        memory = states.memories[slot]  # a view: to gather and scatter those of all spans takes longer than what is done with them
-        for first in range(start, start + length, CHUNK):
-            own = slice(first, min(first + CHUNK, start + length))
-            found = _advanced(memory, queries[:, own], keys[:, own], values[:, own], strong[:, own], fading[:, own])
-            result[own] = found.transpose(0, 1)
-        start += length
+    slots = spans.slots.tolist()
+    for slot, fresh in zip(slots, spans.fresh.tolist(), strict=True):
+        if fresh or not slot:
+            states.windows[slot] = 0.0
+            states.memories[slot] = 0.0
+    for first, count, start, length in _pieces(spans.lengths):
+        rows = mixed[start : start + count * length].view(count, length, -1)
+        features = _convolved(rows, factors, states.windows, spans.slots[first : first + count])
+        queries, keys, values = _parts(features, heads, key_size, value_size)
+        for place, slot in enumerate(slots[first : first + count]):
+            own = slice(start + place * length, start + (place + 1) * length)
+            # A view of the memory: to gather and scatter all takes longer than what is done with them.
+            parts = states.memories[slot], queries[place], keys[place], values[place], strong[:, own], fading[:, own]
+            result[own] = _advanced(*parts).transpose(0, 1)
     return result
 
 
-def _convolved(mixed: Tensor, taps: Tensor, spans: Spans, windows: Tensor) -> Tensor:
-    """[tokens, channels] in mixed's type, undefined behind the last span. Spans of equal lengths go together."""
-    width, result = taps.shape[1], torch.zeros_like(mixed)
-    factors = taps.t().float()
-    lengths = torch.tensor(spans.lengths, device=mixed.device)
-    for length in sorted(set(spans.lengths)):
-        [which] = torch.where(lengths == length)
-        slots = spans.slots[which]
-        rows = spans.starts[which, None] + torch.arange(length, device=mixed.device)
-        seen = torch.cat((windows[slots], mixed[rows]), 1)
-        windows.index_copy_(0, slots, seen[:, length:])
-        seen = seen.float()
-        total = seen[:, :length] * factors[0]
-        for place in range(1, width):
-            total.addcmul_(seen[:, place : place + length], factors[place])
-        result[rows] = functional.silu(total).to(mixed.dtype)
-    return result
+def _pieces(lengths: tuple[int, ...]) -> Iterator[tuple[int, int, int, int]]:
+    """What goes together: a span and how many from there on, their first token, and how many tokens each has: neighbours of equal
+    lengths, or a part of a longer span."""
+    first = start = 0
+    for length, run in itertools.groupby(lengths):
+        count = len(list(run))
+        if length <= CHUNK:
+            yield first, count, start, length
+        else:
+            for span in range(count):
+                for cut in range(0, length, CHUNK):
+                    yield first + span, 1, start + span * length + cut, min(CHUNK, length - cut)
+        first, start = first + count, start + count * length
+
+
+def _convolved(rows: Tensor, factors: Tensor, windows: Tensor, slots: Tensor) -> Tensor:
+    """Of rows [spans, tokens, channels], rounded to their type, in float32; the windows in `slots` become those behind them.
+    factors: [width, channels] float32."""
+    length = rows.shape[1]
+    seen = torch.cat((windows[slots], rows), 1)
+    windows.index_copy_(0, slots, seen[:, length:])
+    seen = seen.float()
+    total = seen[:, :length] * factors[0]
+    for place in range(1, len(factors)):
+        total.addcmul_(seen[:, place : place + length], factors[place])
+    return functional.silu(total, inplace=True).to(rows.dtype).float()
+
+
+def _parts(features: Tensor, heads: int, key_size: int, value_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of all value heads, [spans, heads, tokens, size] each."""
+    spans, tokens, channels = features.shape
+    both, values = features.split_with_sizes((channels - heads * value_size, heads * value_size), 2)
+    both = both.view(spans, tokens, 2, -1, 1, key_size)
+    scale = both.square().sum(-1, keepdim=True).add_(LENGTH_EPSILON).rsqrt_()
+    scale[:, :, 0] *= key_size**-0.5
+    both = (both * scale).expand(-1, -1, -1, -1, heads // both.shape[3], -1).reshape(spans, tokens, 2, heads, key_size)
+    queries, keys = both.transpose(1, 3).unbind(2)
+    return queries, keys, values.view(spans, tokens, heads, value_size).transpose(1, 2)
 
 
 def _advanced(memory: Tensor, queries: Tensor, keys: Tensor, values: Tensor, strong: Tensor, fading: Tensor) -> Tensor:

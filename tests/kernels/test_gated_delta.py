@@ -149,13 +149,13 @@ def test_cutting_a_sequence_changes_nothing(chance: random.Random) -> None:
     layer = layer_of(chance, torch.float32)
     inputs, states = layer.inputs(230), layer.states(4)
     inputs[2][::9] = 2000.0
-    whole = run(layer, inputs, spans_of([100, 130], [1, 2], [1, 1]), states)
+    whole = run(layer, inputs, spans_of([115, 115], [1, 2], [1, 1]), states)
     cut, done = layer.states(4), [0, 0]
-    limits = [100, 130]
+    limits = [115, 115]
     while done != limits:
         lengths = [min(chance.choice([1, 2, 3, 64, 70]), limit - had) for had, limit in zip(done, limits, strict=True)]
         which = [i for i in (0, 1) if lengths[i]]
-        rows = [row for i in which for row in range(100 * i + done[i], 100 * i + done[i] + lengths[i])]
+        rows = [row for i in which for row in range(115 * i + done[i], 115 * i + done[i] + lengths[i])]
         spans = spans_of([lengths[i] for i in which], [3 - i for i in which], [int(not done[i]) for i in which])
         found = run(layer, tuple(each[rows] for each in inputs), spans, cut)
         torch.testing.assert_close(found, whole[rows], rtol=1e-5, atol=1e-5)
