@@ -188,11 +188,12 @@ def _layout(
     machine = Machine(cores=ranks, memory=free, fast_bfloat16=True, gpu_memory=(free,) * ranks)
     asked = dataclasses.replace(options, device="cuda", num_shard=ranks, sharded=None, nnodes=1)
     nodes = max(1, ranks // cluster.gpus)
+    own = plan.divide(asked, model, machine, draft, loras)
     return Layout(
-        plan=plan.divide(asked, model, machine, draft, loras),
+        plan=own,
         nodes=nodes,
         replicas=cluster.nodes // nodes * (cluster.gpus // ranks or 1),
-        most=options.sequences,
+        most=own.sequences,
     )
 
 

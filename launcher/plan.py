@@ -236,16 +236,7 @@ def table(plan: Plan, name: str) -> str:
         *([("  adapters", f"{size(plan.adapter_bytes):>10}  at most")] if plan.adapter_bytes else []),
         *([("  graphs", f"{size(plan.graphs * rooms.GRAPH_BYTES):>10}  {plan.graphs} recorded steps")] if plan.graphs else []),
         ("  keys/values", f"{size(plan.pages * plan.page_size * plan.token_bytes):>10}  {size(plan.token_bytes)} per token"),
-        *(
-            [
-                (
-                    "  states",
-                    f"{size(plan.state_bytes):>10}  of {plan.sequences} sequences (--max-batch-size), and for others to go on from",
-                )
-            ]
-            if plan.state_bytes
-            else []
-        ),
+        *_states(plan),
         *_draft(plan),
         ("", ""),
         ("pages", f"{plan.pages:,} of {plan.page_size} token{'' if plan.page_size == 1 else 's'}"),
@@ -261,6 +252,15 @@ def _ample(plan: Plan) -> list[tuple[str, str]]:
         return []
     room = f"all sequences that run at once fit, {plan.sequences:,} (--max-batch-size) of {plan.longest:,} tokens"
     return [("", f"{room} (--max-total-tokens): more would only keep prefixes, see --kv-pages")]
+
+
+def _states(plan: Plan) -> list[tuple[str, str]]:
+    """What linear attention remembers."""
+    if not plan.state_bytes:
+        return []
+    return [
+        ("  states", f"{size(plan.state_bytes):>10}  of {plan.sequences} sequences at once (--max-batch-size), and of prefixes")
+    ]
 
 
 def _draft(plan: Plan) -> list[tuple[str, str]]:

@@ -34,10 +34,15 @@ def bounds_of(config: RouterConfig, info: shard_pb2.InfoReply, warm: shard_pb2.W
             f"--max-input-tokens {prompt} leaves no room for an answer within {total} tokens in total: lower it to at most "
             f"{total - 1}, or raise --max-total-tokens"
         )
-    limits = Limits(
-        max_input_tokens=prompt, max_total_tokens=total, vocabulary=info.vocabulary, pages=warm.pages, page_size=warm.page_size
-    )
     sequences = min(config.sequences, warm.sequences or config.sequences)
+    limits = Limits(
+        max_input_tokens=prompt,
+        max_total_tokens=total,
+        vocabulary=info.vocabulary,
+        pages=warm.pages,
+        page_size=warm.page_size,
+        sequences=sequences,
+    )
     bounds = Bounds(pages=warm.pages, page_size=warm.page_size, step_tokens=step_tokens(config, info), sequences=sequences)
     return limits, bounds
 

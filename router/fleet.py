@@ -422,6 +422,7 @@ def _least(told: Sequence[Limits]) -> Limits:
     """What may be asked wherever a request goes."""
     return replace(
         min(told, key=lambda limits: limits.pages * limits.page_size),
+        sequences=min(limits.sequences for limits in told),
         max_input_tokens=min(limits.max_input_tokens for limits in told),
         max_total_tokens=min(limits.max_total_tokens for limits in told),
     )

@@ -100,6 +100,7 @@ class Limits:
     vocabulary: int  # ids that the model knows: 0 to this, exclusive
     pages: int = 1 << 30  # in the pool: what one request, with all its choices, may take at most
     page_size: int = 1  # tokens
+    sequences: int = 1 << 30  # that run at once
 
 
 # Of what follows there is one for each token: a frozen dataclass takes ten times as long to make (1.5 us, x86, one core).

@@ -422,6 +422,9 @@ def _max_new_tokens(length: int, given: int | None, choices: int, beams: Beams |
     """How many tokens may follow a prompt of this length, for each choice: exactly what was asked, or all that fit."""
     rows, noun, onto = (choices, "answers", "to") if beams is None else (beams.width, "beams", "over")
     total = limits.max_total_tokens
+    if rows > limits.sequences:
+        name = "num_beams" if beams else "best_of"
+        raise Refused(f"`{name}` must be <= {limits.sequences}, the sequences that run at once. Given: {rows} {noun}", name)
     if given is not None and length + given > total:
         raise Refused(
             f"`inputs` tokens + `max_new_tokens` must be <= {total}. Given: {length} `inputs` tokens and {given} `max_new_tokens`",

@@ -50,8 +50,8 @@ def size_pool(
     total: int,
     graphs: Listing[int] = (),
 ) -> tuple[int, int, Measured]:
-    """The number of pages that this rank's pool should have, how many sequences may run at once, and the step that both were derived
-    from.
+    """The number of pages that this rank's pool should have, how many sequences may run at once, and the step that both were
+    derived from.
 
     pages: what the operator asked for, 0 to decide here; fraction: of the memory that may be used; tokens, rows: of the largest
     step; sequences: that run at once; total: tokens of the longest; graphs: tokens of the steps that will be recorded. Raises
@@ -81,8 +81,8 @@ def size_pool(
     why = f", all that {sequences} sequences of {total} can fill" if chosen == useful else ""
     log.info(
         f"pool: {chosen} pages of {page_size} tokens ({chosen * page_size} tokens{why}, {chosen * page_bytes / 1e9:.2f} GB); "
-        f"a step takes up to {needed / 1e9:.2f} GB{_part(recorded, 'graphs')}{_part(states, f'what {sequences} sequences remember')}, "
-        f"room for {room} pages"
+        f"a step takes up to {needed / 1e9:.2f} GB{_part(recorded, 'graphs')}"
+        f"{_part(states, f'what {sequences} sequences remember')}, room for {room} pages"
     )
     return int(chosen), sequences, sample
 

@@ -324,8 +324,8 @@ class Shape:
         return -(-sequences // KEPT) if self.linear and prefix_caching else 0
 
     def sequences(self, asked: int, room: int, state: int, prefix_caching: bool) -> int:
-        """How many may run at once of those that are asked for. What is remembered, `state` bytes for each, takes no more than half of
-        so many bytes: the rest is for keys and values."""
+        """How many may run at once of those that are asked for. What is remembered, `state` bytes for each, takes no more than
+        half of so many bytes: the rest is for keys and values."""
         if not self.linear:
             return asked
         fitting = room // 2 // state

@@ -370,3 +370,17 @@ def test_the_table_is_aligned(tmp_path: Path) -> None:
 )
 def test_sizes(count: int, text: str) -> None:
     assert plan.size(count) == text
+
+
+def test_what_sequences_remember_takes_half_of_what_weights_leave(tmp_path: Path) -> None:
+    linear = {"architectures": ["Qwen3_5ForCausalLM"], "num_hidden_layers": 4, "head_dim": 32}
+    model = whole(tmp_path, **linear, max_position_embeddings=4096)
+    found = plan.divide(Options(max_batch_size=200), model, replace(MACHINE, memory=1 << 29))
+    state = found.shape.state_bytes(1, 4)
+    assert found.state_bytes == state * (1 + found.sequences + -(-found.sequences // 4))
+    assert 1 < found.sequences < 200
+    left = found.memory - found.weight_bytes
+    assert left / 2 - 3 * state < found.state_bytes <= left / 2
+    assert found.pages * found.page_size * found.token_bytes <= left - found.state_bytes
+    assert f"of {found.sequences} sequences at once (--max-batch-size)" in plan.table(found, "m")
+    assert plan.divide(Options(max_batch_size=9), model, replace(MACHINE, memory=1 << 29)).sequences == 9

@@ -985,7 +985,8 @@ def test_nothing_is_taken_before_the_start() -> None:
             batcher.submit(ask("a"))
         await batcher.start()
         assert (batcher.ready, batcher.stage) == (True, "ready")
-        assert batcher.limits == Limits(max_input_tokens=255, max_total_tokens=256, vocabulary=256, pages=64, page_size=4)
+        most = config().sequences
+        assert batcher.limits == Limits(255, 256, vocabulary=256, pages=64, page_size=4, sequences=most)
         assert batcher.info is not None
         assert batcher.info.dtype == "float32"
         await batcher.close()
@@ -1175,6 +1176,14 @@ def test_how_many_full_requests_fit_at_once() -> None:
     bounds = Bounds(pages=100, page_size=16, step_tokens=16, sequences=20)
     assert [bounds.together(tokens) for tokens in (17, 100, 33, 1000)] == [20, 14, 20, 1]
     assert replace(bounds, pages=10).together(33) == 3
+
+
+def test_shards_may_have_room_for_fewer_sequences() -> None:
+    info = shard_pb2.InfoReply(max_positions=1024)
+    for told, expected in ((0, 20), (7, 7), (30, 20)):
+        warm = shard_pb2.WarmupReply(pages=100, page_size=16, sequences=told)
+        limits, bounds = bounds_of(config(max_batch_size=20), info, warm)
+        assert limits.sequences == bounds.sequences == expected
 
 
 def test_a_small_pool_bounds_what_a_request_may_ask() -> None:

@@ -335,6 +335,20 @@ def test_beams_are_as_many_as_run_at_once(tokenizer: Tokenizer, settings: dict[s
     assert str(refused.value) == f"`num_beams` must be > 0 and <= {most} ({flag}). Given: {most + 1}"
 
 
+def test_all_must_run_at_once(tokenizer: Tokenizer) -> None:
+    """Shards may have room for fewer than the operator allows."""
+
+    def ask(**given: Any) -> Request:
+        return asyncio.run(Validator(CONFIG, tokenizer).request([5] * 9, Parameters(**given), replace(LIMITS, sequences=2)))
+
+    assert ask(num_beams=2).beams == Beams(width=2)
+    assert ask(choices=2).choices == 2
+    with pytest.raises(Refused, match=r"^`num_beams` must be <= 2, the sequences that run at once. Given: 3 beams$"):
+        ask(num_beams=3)
+    with pytest.raises(Refused, match=r"^`best_of` must be <= 2, the sequences that run at once. Given: 4 answers$"):
+        ask(choices=4)
+
+
 def test_beams_are_answers_as_others_are(tokenizer: Tokenizer) -> None:
     with pytest.raises(Refused, match=r"^`num_return_sequences` must be > 0 and <= 2 \(--max-best-of\). Given: 3$"):
         validate(tokenizer, config=replace(CONFIG, max_best_of=2), num_beams=4, num_return_sequences=3)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.shard import prompts, states
+from penstock.shard import memory, prompts, states
 from penstock.shard.decoding.hypotheses import Search
 from penstock.shard.prefix import Prefixes
 from penstock.shard.prompts import Prompts
@@ -184,3 +184,21 @@ def test_answers_are_the_same_whoever_remembers(name: str, size: int, habits: Ha
     assert (world.failed, world.tokens) == ({}, expected)
     assert world.cached > 0
     assert at_rest(engine)
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_what_is_remembered_takes_half_of_the_memory_at_most(prefix_caching: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny.engine("qwen3.5", prefix_caching=prefix_caching)
+    state = engine.decoder.shape.state_bytes(1, 4)
+    for room in (0, state, 5 * state, 40 * state, 101 * state, 10_000 * state):
+        count, taken = engine.sequences(100, room)
+        assert taken == state * (1 + count + -(-count // 4) * prefix_caching)
+        assert count == 1 or taken <= room / 2
+        assert count == 100 or engine.sequences(101 + count, room)[0] <= count + 1
+    monkeypatch.setattr(memory, "_available", lambda device: 1000 * state)
+    pages, count, _ = memory.size_pool(engine, 16, 0, 1.0, 64, 4, 1_000_000, 100)
+    engine.resize(pages, 16, count)
+    taken = sum(part.nbytes for own in engine.cache.states.values() for part in (own.windows, own.memories))
+    assert taken == engine.sequences(count, 1 << 60)[1]
+    keys = sum(layer.nbytes for layer in engine.cache.layers.values())
+    assert 0.9 < taken / keys <= 1.1, "the other half is for keys and values"
