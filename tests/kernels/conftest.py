@@ -1,5 +1,6 @@
 """Without a GPU the Triton kernels run in Triton's interpreter. That is decided when a kernel is defined, so before any import."""
 
+import dataclasses
 import importlib
 import os
 import random
@@ -31,19 +32,32 @@ def quick() -> None:
     if hasattr(interpreter, "_LangPatchScope"):
         patch_once(interpreter)
         remember_types(interpreter, interpreter.tl.core)
+        remember_operands(interpreter, interpreter.tl.core)
 
 
 def patch_once(interpreter: Any) -> None:
-    """Whenever a kernel calls a function, the interpreter puts its operations in the place of Triton's, also where they are there
-    already."""
-    patch, language = interpreter._patch_lang, interpreter.tl
+    """With every launch the interpreter puts its operations in the place of Triton's and takes them away again, and looks for what
+    to put with every function that a kernel calls. They may stay: in a process that interprets nothing is compiled."""
+    patch, semantic = interpreter._patch_lang, interpreter.interpreter_semantic
 
     def patch_new(function: Any) -> Any:
-        seen = [value for value in function.__globals__.values() if value is language or value is language.core]
-        there = seen and not any(language.core.is_builtin(each.load) for each in seen)
-        return interpreter._LangPatchScope() if there else patch(function)
+        module = function.__module__
+        if module not in patched:
+            patch(function)
+            patched.add(module)
+        return interpreter._LangPatchScope()
 
-    interpreter._patch_lang = patch_new
+    def patch_attribute(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        operation = getattr(member, "__wrapped__", member)  # without a check that `_semantic` is given
+
+        def call(*given: Any, **named: Any) -> Any:
+            named["_semantic"] = semantic
+            return operation(*given, **named)
+
+        scope.set_attr(owner, name, call)
+
+    patched: set[str] = set()
+    interpreter._patch_lang, interpreter._patch_attr = patch_new, patch_attribute
 
 
 def remember_types(interpreter: Any, core: Any) -> None:
@@ -63,6 +77,46 @@ def remember_types(interpreter: Any, core: Any) -> None:
     core.tensor.__init__ = begin_quickly
     core.block_type.with_element_ty = remembered(core.block_type.with_element_ty, lambda block, kind: (block.name, kind.name))
     interpreter._get_np_dtype = remembered(interpreter._get_np_dtype, lambda kind: kind.scalar.name)
+
+
+def remember_operands(interpreter: Any, core: Any) -> None:
+    """What the operands of an operation become follows from their types, and of numbers from their values. Blocks are not made
+    as large as each other: numpy does that by itself. Overflows are looked for, with operations of their own, and told nobody."""
+    semantic, builder = interpreter.interpreter_semantic, interpreter.interpreter_builder
+    match, spread, make = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value, semantic.make_tensor
+    known: dict[Any, Any] = {}
+
+    def name(operand: Any) -> Any:
+        return operand.type.name if isinstance(operand, core.tensor) else (type(operand), repr(operand))
+
+    def becoming(given: Any, found: Any) -> Callable[[Any], Any]:
+        kind = found.type
+        if not isinstance(given, core.tensor):
+            number = make(interpreter.TensorHandle(found.handle.data.reshape(-1)[:1], kind.scalar), kind)
+            return lambda operand: number
+        if given.type == kind:
+            return lambda operand: operand
+        return lambda operand: make(semantic.cast(operand, kind.scalar).handle, kind)
+
+    def match_quickly(left: Any, right: Any, *how: Any, **named: Any) -> Any:
+        key = (name(left), name(right), how, *named.items())
+        if key not in known:
+            found = match(left, right, *how, **named)
+            known[key] = becoming(left, found[0]), becoming(right, found[1])
+        first, second = known[key]
+        return first(left), second(right)
+
+    def spread_quickly(left: Any, right: Any) -> Any:
+        key = left.type.name, right.type.name
+        if known.get(key):
+            return left, right
+        found = spread(left, right)
+        known[key] = found[0] is left and found[1] is right
+        return found
+
+    semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value = match_quickly, spread_quickly
+    builder.get_block_ty = remembered(builder.get_block_ty, lambda kind, shape: (kind.name, *shape))
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
 def remembered(function: Callable[..., Any], name: Callable[..., Any]) -> Callable[..., Any]:
