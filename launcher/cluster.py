@@ -170,15 +170,7 @@ def layouts(
 def _sizes(form: Shape, cluster: Cluster) -> list[int]:
     """Numbers of ranks that divide the model, and of which several replicas fill a node, or one fills several nodes."""
     whole = range(cluster.gpus, cluster.gpus * cluster.nodes + 1, cluster.gpus)
-    return [ranks for ranks in sorted({*range(1, cluster.gpus + 1), *whole}) if _divides(form, ranks)]
-
-
-def _divides(form: Shape, ranks: int) -> bool:
-    try:
-        form.check_ranks(ranks)
-    except ValueError:
-        return False
-    return True
+    return sorted({*range(1, cluster.gpus + 1), *whole}.intersection(form.fitting))
 
 
 def _layout(

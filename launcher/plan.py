@@ -207,9 +207,7 @@ def _remedy(options: Options, form: Shape, ranks: int, dtype: str) -> str:
     if ITEM_BYTES[dtype] > 2:
         return "free memory, or halve the weights with --dtype bfloat16"
     rounding = "" if form.quantization else ", round the weights with --quantize int4"
-    most = form.heads if form.latent else min(form.keys(window).heads for window in form.windows)
-    most = min(most, form.linear.key_heads) if form.linear else most
-    other = "take more ranks with --num-shard" if most > ranks else "take a smaller model"
+    other = "take more ranks with --num-shard" if form.fitting[-1] > ranks else "take a smaller model"
     return f"free memory{rounding}, or {other}"
 
 

@@ -24,12 +24,12 @@ class Heads:
         self.shared = not keys.values  # they are what keys are at first
         sizes = [n * keys.size for n in (shape.heads, keys.heads, keys.heads)][: 2 + keys.values]
         names = [f"self_attn.{name}_proj" for name in "qkv"][: 2 + keys.values]
-        self.inward = load.heads("self_attn.qkv_proj", names, sizes, shape.qkv_bias)
+        self.inward = load.heads("self_attn.qkv_proj", names, sizes, shape.qkv_bias, keys.size)
         self.query_norm = load.ordered(load.gains("self_attn.q_norm", keys.size)) if shape.qk_norm else None
         self.key_norm = load.ordered(load.gains("self_attn.k_norm", keys.size)) if shape.qk_norm else None
         joint = shape.joint_qk_norm
-        self.queries_norm = load.ordered(load.part_of_gains("self_attn.q_norm", sizes[0])) if joint else None
-        self.keys_norm = load.ordered(load.part_of_gains("self_attn.k_norm", sizes[1])) if joint else None
+        self.queries_norm = load.ordered(load.part_of_gains("self_attn.q_norm", sizes[0], keys.size)) if joint else None
+        self.keys_norm = load.ordered(load.part_of_gains("self_attn.k_norm", sizes[1], keys.size)) if joint else None
         self.sinks = load.each_head("self_attn.sinks", shape.heads) if shape.sinks else None
         self.scales = load.cache_scales(keys.heads)
         self.gates = sizes[0] // load.ranks.size if shape.attention_gates else 0  # columns of `inward`, the last
@@ -63,7 +63,8 @@ class Heads:
 
 
 def normalize_parts(joint: Tensor, gains: tuple[Tensor, Tensor], epsilon: float, ranks: Ranks) -> None:
-    """RMS norms of the first columns of `joint`, in place, each over as many as its gains are on all ranks together."""
+    """RMS norms of the first columns of `joint`, in place, each over as many as its gains are on all ranks together. Keys that
+    several ranks have are counted as often as they are added up."""
     queries, keys = map(len, gains)
     parts = joint[:, :queries], joint[:, queries : queries + keys]
     squares = ranks.add(torch.stack([part.float().square().sum(1, keepdim=True) for part in parts]))

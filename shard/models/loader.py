@@ -19,6 +19,8 @@ from ..weights import Source
 from .codes import matrix
 from .shape import Shape
 
+Cut = tuple[int, int, int] | None  # a dimension, and from where to where along it; None: all
+
 
 class Loader:
     """Cuts this rank's part out of the named tensors of one layer (or of the model, with an empty prefix)."""
@@ -43,14 +45,15 @@ class Loader:
             return torch.stack((gains, self.source.tensor(f"{self.prefix}{name}.bias", (size,)) if biased else gains * 0))
         return gains.float() + 1 if self.shape.centered_norms else gains
 
-    def part_of_gains(self, name: str, size: int) -> Tensor:
-        """This rank's part of the gains of a norm that goes over the heads of all ranks."""
-        return self._part(f"{name}.weight", (size,), 0)
+    def part_of_gains(self, name: str, size: int, whole: int) -> Tensor:
+        """This rank's part of the gains of a norm that goes over the heads of all ranks; whole: the size of one."""
+        return self.source.tensor(f"{self.prefix}{name}.weight", (size,), self._cut((size,), 0, 0, size, whole))
 
     def parts(self, name: str, sizes: list[int], more: tuple[int, ...] = ()) -> Tensor:
         """Of a tensor [sum of sizes, *more] this rank's part of each."""
         full, firsts = (sum(sizes), *more), accumulate(sizes, initial=0)
-        return torch.cat([self._part(name, full, 0, first, size) for first, size in zip(firsts, sizes, strict=False)])
+        cuts = [self._cut(full, 0, first, size) for first, size in zip(firsts, sizes, strict=False)]
+        return torch.cat([self.source.tensor(self.prefix + name, full, cut) for cut in cuts])
 
     def each_head(self, name: str, heads: int) -> Tensor:
         """A number for each of this rank's part of so many heads: float32."""
@@ -78,20 +81,21 @@ class Loader:
         added = self.biases(names, sizes, joint) if bias else None
         return self.laid_out(self.outwards(names, sizes, joint), added, self._added_outwards(names, sizes, joint))
 
-    def heads(self, joint: str, names: list[str], sizes: list[int], bias: bool) -> Weight:
+    def heads(self, joint: str, names: list[str], sizes: list[int], bias: bool, whole: int) -> Weight:
         """As `columns`, of queries, keys and values, of which the first two are `ordered`. Where queries have gates beside them,
-        these come behind all."""
+        these come behind all. whole: the size of a head."""
         gated = self.shape.attention_gates
         if gated:
             sizes = [2 * sizes[0], *sizes[1:]]
-        found, added = self.outwards(names, sizes, joint), self.biases(names, sizes, joint) if bias else None
-        pairs = self._added_outwards(names, sizes, joint)
+        where = names, sizes, joint, whole
+        found, added = self.outwards(*where), self.biases(*where) if bias else None
+        pairs = self._added_outwards(*where)
         if self.shape.order or gated:
-            own = [size // self.ranks.size for size in sizes]
+            own = [self._own(size, whole)[1] for size in sizes]
             queries, keys, values = torch.split(torch.arange(sum(own), device=self.source.device), own)
             gates = queries[:0]
             if gated:
-                queries, gates = queries.view(-1, 2, self.shape.head_size).transpose(0, 1).flatten(1)
+                queries, gates = queries.view(-1, 2, whole).transpose(0, 1).flatten(1)
             order = torch.cat((self.ordered(torch.cat((queries, keys))), values, gates))
             found, added = found[order], added[order] if added is not None else None
             pairs = [pair and (pair[0], pair[1][order]) for pair in pairs]
@@ -109,12 +113,10 @@ class Loader:
             added = self._scaled(self.source.tensor(f"{self.prefix}{name}.bias", (self.shape.hidden,)))
         return self.laid_out(self.inwards(name, size), added, self._added_inwards(name, size))
 
-    def outwards(self, names: Sequence[str], sizes: Sequence[int], joint: str = "") -> Tensor | Codes:
-        """What leads away from the residual stream: as `columns`."""
-        hidden = self.shape.hidden
-        return self.joined(
-            [self._matrix(name, (full, hidden), 0, first, size) for name, full, first, size in self._places(names, sizes, joint)]
-        )
+    def outwards(self, names: Sequence[str], sizes: Sequence[int], joint: str = "", whole: int = 1) -> Tensor | Codes:
+        """What leads away from the residual stream: as `columns`; whole: see `_own`."""
+        places, hidden = self._places(names, sizes, joint, whole), self.shape.hidden
+        return self.joined([self._matrix(name, (full, hidden), cut) for name, full, cut in places])
 
     def unrounded(self, names: Sequence[str], sizes: Sequence[int]) -> Tensor:
         """As `outwards`, with all bits that the checkpoint has, of so few outputs that rounding them would save nothing."""
@@ -127,8 +129,7 @@ class Loader:
     def matrix(self, name: str, outputs: int, inputs: int, whole: bool = False) -> Tensor | Codes:
         """All of a matrix, or this rank's part of its outputs."""
         full = outputs, inputs
-        cut = None if whole else self._cut(full, 0, 0, outputs)
-        return matrix(self.source, self.prefix + name, full, self.shape.quantization, cut)
+        return self._matrix(name, full, None if whole else self._cut(full, 0, 0, outputs))
 
     def joined(self, parts: Sequence[Tensor | Codes]) -> Tensor | Codes:
         """Matrices with the same inputs, side by side."""
@@ -136,14 +137,15 @@ class Loader:
             return joined([part for part in parts if isinstance(part, Codes)])
         return torch.cat([self.dense(part) for part in parts])
 
-    def biases(self, names: Sequence[str], sizes: Sequence[int], joint: str = "") -> Tensor:
+    def biases(self, names: Sequence[str], sizes: Sequence[int], joint: str = "", whole: int = 1) -> Tensor:
         """Of the same."""
-        places = self._places(names, sizes, joint)
-        return torch.cat([self._part(f"{name}.bias", (full,), 0, first, size) for name, full, first, size in places])
+        places = self._places(names, sizes, joint, whole)
+        return torch.cat([self.source.tensor(f"{self.prefix}{name}.bias", (full,), cut) for name, full, cut in places])
 
     def inwards(self, name: str, size: int) -> Tensor | Codes:
         """What leads back to it: as `rows`."""
-        return self.residual(self._matrix(name, (self.shape.hidden, size), 1, 0, size))
+        full = self.shape.hidden, size
+        return self.residual(self._matrix(name, full, self._cut(full, 1, 0, size)))
 
     def residual(self, weight: Tensor | Codes) -> Tensor | Codes:
         """Times what is added to the stream is multiplied by."""
@@ -159,20 +161,19 @@ class Loader:
         found.additions = low_rank.lay_out(pairs, self.exact)
         return found
 
-    def _added_outwards(self, names: Sequence[str], sizes: Sequence[int], joint: str) -> list[Pair | None]:
+    def _added_outwards(self, names: Sequence[str], sizes: Sequence[int], joint: str, whole: int = 1) -> list[Pair | None]:
         """What adapters add to the products of `columns`: those of each part, on its own outputs."""
-        return [self._side_by_side(change, [*self._places(names, sizes, joint)]) for change in self.changes]
+        return [self._side_by_side(change, [*self._places(names, sizes, joint, whole)]) for change in self.changes]
 
-    def _side_by_side(self, change: Adapter, places: Sequence[tuple[str, int, int, int]]) -> Pair | None:
-        pairs = [change.pair(self._matrix_name(name), full, self.shape.hidden) for name, full, _, _ in places]
+    def _side_by_side(self, change: Adapter, places: Sequence[tuple[str, int, Cut]]) -> Pair | None:
+        pairs = [change.pair(self._matrix_name(name), full, self.shape.hidden) for name, full, _ in places]
         there = [pair for pair in pairs if pair]
         if not there:
             return None
         ranks, before, ups = sum(len(pair[0]) for pair in there), 0, []
-        for pair, (_, _, first, full) in zip(pairs, places, strict=True):
-            size = full // self.ranks.size
-            start = first + self.ranks.rank * size
-            up, rank = (pair[1][start : start + size], len(pair[0])) if pair else (there[0][1].new_zeros(size, 0), 0)
+        for pair, (_, full, cut) in zip(pairs, places, strict=True):
+            _, start, stop = cut or (0, 0, full)
+            up, rank = (pair[1][start:stop], len(pair[0])) if pair else (there[0][1].new_zeros(stop - start, 0), 0)
             ups.append(pad(up, (before, ranks - before - rank)))
             before += rank
         return torch.cat([pair[0] for pair in there]), torch.cat(ups)
@@ -187,11 +188,13 @@ class Loader:
         """Within the model, whatever that is called."""
         return self.prefix[self.prefix.index("layers.") :] + name
 
-    def _places(self, names: Sequence[str], sizes: Sequence[int], joint: str) -> Iterator[tuple[str, int, int, int]]:
-        """Of each of several tensors side by side: a name, how long that tensor is, where this one begins there, and its size."""
+    def _places(self, names: Sequence[str], sizes: Sequence[int], joint: str, whole: int) -> Iterator[tuple[str, int, Cut]]:
+        """Of each of several tensors side by side: a name, how long that tensor is, and this rank's part of this one there."""
         if joint.rpartition(".")[2] in self.shape.joined:
-            return zip(repeat(joint), repeat(sum(sizes)), accumulate(sizes, initial=0), sizes, strict=False)
-        return zip(names, sizes, repeat(0), sizes, strict=False)
+            found = zip(repeat(joint), repeat(sum(sizes)), accumulate(sizes, initial=0), sizes, strict=False)
+        else:
+            found = zip(names, sizes, repeat(0), sizes, strict=False)
+        return ((name, full, self._cut((full,), 0, first, size, whole)) for name, full, first, size in found)
 
     def _scaled(self, tensor: Tensor) -> Tensor:
         return tensor if self.shape.residual_factor == 1 else tensor * self.shape.residual_factor
@@ -208,24 +211,24 @@ class Loader:
         found = [self._cache_scale(name, count) for name in "kv"]
         if found[0] is None or found[1] is None:
             return None
-        own = count // self.ranks.size
-        part = slice(self.ranks.rank * own, (self.ranks.rank + 1) * own)
-        return torch.stack((found[0][part], found[1][part]))
+        start, size = self._own(count)
+        return torch.stack((found[0][start : start + size], found[1][start : start + size]))
 
     def _cache_scale(self, name: str, count: int) -> Tensor | None:
         """By its usual name, or ModelOpt's."""
         found = self.source.scale(f"{self.prefix}self_attn.{name}_scale", count)
         return found if found is not None else self.source.scale(f"{self.prefix}self_attn.{name}_proj.{name}_scale", count)
 
-    def _matrix(self, name: str, full: tuple[int, int], dimension: int, first: int, count: int) -> Tensor | Codes:
-        """As `_part`, of a matrix."""
-        return matrix(self.source, self.prefix + name, full, self.shape.quantization, self._cut(full, dimension, first, count))
+    def _matrix(self, name: str, full: tuple[int, int], cut: Cut) -> Tensor | Codes:
+        return matrix(self.source, self.prefix + name, full, self.shape.quantization, cut)
 
-    def _part(self, name: str, full: tuple[int, ...], dimension: int, first: int = 0, count: int = 0) -> Tensor:
-        """This rank's part of all along a dimension, or of `count` from `first` on."""
-        return self.source.tensor(self.prefix + name, full, self._cut(full, dimension, first, count or full[dimension]))
+    def _cut(self, full: tuple[int, ...], dimension: int, first: int, count: int, whole: int = 1) -> Cut:
+        """This rank's part of `count` from `first` on."""
+        start, size = self._own(count, whole)
+        return None if size == full[dimension] else (dimension, first + start, first + start + size)
 
-    def _cut(self, full: tuple[int, ...], dimension: int, first: int, count: int) -> tuple[int, int, int] | None:
-        size = count // self.ranks.size
-        start = first + self.ranks.rank * size
-        return None if size == full[dimension] else (dimension, start, start + size)
+    def _own(self, count: int, whole: int = 1) -> tuple[int, int]:
+        """Where this rank's part of `count` begins, and its size. No less than `whole` is a part: of fewer of these than ranks,
+        several ranks in a row have the same one."""
+        size = max(count // self.ranks.size, whole)
+        return self.ranks.rank * count // self.ranks.size // size * size, size

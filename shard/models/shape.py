@@ -185,6 +185,10 @@ class Keys:
     size: int  # of a head, as it is cached
     values: bool = True  # have a matrix of their own; without, they are what keys are before these are normalized and turned
 
+    def own(self, ranks: int) -> int:
+        """How many a rank has. Of fewer heads than ranks, several ranks in a row have the same one."""
+        return max(1, self.heads // ranks)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
@@ -238,10 +242,20 @@ class Shape:
 
     def check_ranks(self, ranks: int) -> None:
         """Raises Unsupported unless the model can be divided into `ranks` equal slices."""
-        sizes = {"attention heads": self.heads}
+        if found := self._undivided(ranks):
+            fitting = ", ".join(map(str, self.fitting))
+            raise Unsupported(f"{found} can't be divided by {ranks} ranks: use --num-shard {fitting}")
+
+    @property
+    def fitting(self) -> list[int]:
+        """The numbers of ranks that the model can be divided into."""
+        return [ranks for ranks in range(1, self.heads + 1) if not self._undivided(ranks)]
+
+    def _undivided(self, ranks: int) -> str:
+        """What so many ranks can't have equal parts of; "": they can."""
+        sizes, keys = {"attention heads": self.heads}, {}
         if not self.latent:
-            sizes["key/value heads"] = self.kv_heads
-            sizes["key/value heads of layers without a window"] = self.keys(0).heads
+            keys = {"key/value heads": self.kv_heads, "key/value heads of layers without a window": self.keys(0).heads}
         if self.linear:
             sizes["key heads of linear attention"] = self.linear.key_heads
         for mixture in self.mixtures or (None,):
@@ -250,10 +264,9 @@ class Shape:
                 sizes["intermediate features of the shared expert"] = mixture.shared
             else:
                 sizes["intermediate features"] = self.intermediate
-        for name, size in sizes.items():
-            if size % ranks:
-                fitting = [str(n) for n in range(1, size + 1) if not any(size % n for size in sizes.values())]
-                raise Unsupported(f"{size} {name} can't be divided by {ranks} ranks: use --num-shard {', '.join(fitting)}")
+        found = [f"{size} {name}" for name, size in sizes.items() if size % ranks]
+        found += [f"{heads} {name}" for name, heads in keys.items() if heads % ranks and ranks % heads]
+        return found[0] if found else ""
 
     def within(self, longest: int) -> "Shape":
         """The same, for contexts of up to so many tokens; 0: all that it can. Of most models that is nothing that they go by."""
@@ -295,7 +308,7 @@ class Shape:
         """What a layer with this window caches of a token on one rank: keys and values, or one for both; heads; features."""
         if self.latent is None:
             keys = self.keys(window)
-            return 2, keys.heads // ranks, keys.size
+            return 2, keys.own(ranks), keys.size
         return 1, 1, self.head_size + (self.index.size if self.index else 0)
 
     @property
@@ -382,7 +395,7 @@ class Shape:
         """Elements of what a layer with this window attends by."""
         heads, keys = self.heads // ranks, self.keys(window)
         matrices = sum(outputs * inputs for outputs, _, inputs in self._projections(ranks, window))
-        norms = (2 * self.qk_norm + self.joint_qk_norm * (heads + keys.heads // ranks)) * keys.size
+        norms = (2 * self.qk_norm + self.joint_qk_norm * (heads + keys.own(ranks))) * keys.size
         return matrices + self._beside(ranks, window) + self.output_bias * self.hidden + norms + self.sinks * heads
 
     def _projections(self, ranks: int, window: int) -> list[tuple[int, int, int]]:
@@ -391,7 +404,7 @@ class Shape:
         heads, hidden, latent = self.heads // ranks, self.hidden, self.latent
         if latent is None:
             keys = self.keys(window)
-            qkv = ((1 + self.attention_gates) * heads + (1 + keys.values) * keys.heads // ranks) * keys.size
+            qkv = ((1 + self.attention_gates) * heads + (1 + keys.values) * keys.own(ranks)) * keys.size
             return [(qkv, hidden, hidden), (hidden, self.heads * keys.size, heads * keys.size)]
         asked, back = heads * (latent.plain + latent.turned), (hidden, self.heads * latent.values, heads * latent.values)
         if not latent.queries:
@@ -405,7 +418,7 @@ class Shape:
         heads, latent = self.heads // ranks, self.latent
         if latent is None:
             keys = self.keys(window)
-            return self.qkv_bias * ((1 + self.attention_gates) * heads + (1 + keys.values) * keys.heads // ranks) * keys.size
+            return self.qkv_bias * ((1 + self.attention_gates) * heads + (1 + keys.values) * keys.own(ranks)) * keys.size
         found = latent.size + latent.queries + (2 * self.index.size + self.index.heads * self.hidden if self.index else 0)
         return heads * (latent.plain + latent.values) * latent.size + found + self.qkv_bias * (latent.queries + self.head_size)
 

@@ -305,7 +305,7 @@ def test_the_table_marks_the_best() -> None:
     assert "best for latency     --num-shard 8, 2 replicas: 5.58 ms" in text
     assert "best for throughput  --num-shard 2, 8 replicas:" in text
     [first] = [line for line in text.splitlines() if line.split()[:2] == ["1", "16.47"]][:1]
-    assert first.split() == ["1", "16.47", "9.21", "*5.58"]
+    assert first.split() == ["1", "16.47", "9.21", "*5.58", "8.68"]
     assert roofline.FORMULA in text
     assert max(map(len, text.splitlines())) <= 140
     assert "*" not in table("H200", SMALL).partition("how\n")[0]  # nothing to choose from

@@ -104,7 +104,7 @@ def test_two_ranks_divide_them(name: str, tmp_path: Path) -> None:
         check(found, asked, models, Habits(chunk=9)) if rank.rank == 0 else drive(found, requests(asked), Habits(chunk=9))
 
     [[greedy(models[adapter], tokens)] for tokens, adapter in asked]  # the ranks' threads would wait for each other
-    tiny.Pair().run(work)
+    tiny.Threads().run(work)
 
 
 def test_company_changes_nothing(tmp_path: Path) -> None:

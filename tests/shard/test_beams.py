@@ -234,7 +234,7 @@ def test_two_ranks_agree() -> None:
         engine = tiny.engine_of(NAME, ranks, 4, pages)
         return drive(engine, groups, Habits(16, pause=0.02), seed=5), at_rest(engine)
 
-    (world, first), (twin, second) = tiny.Pair().run(work)
+    (world, first), (twin, second) = tiny.Threads().run(work)
     check(world, asked)
     check_beside(world, beside[0].uid)
     assert twin.tokens == world.tokens

@@ -243,7 +243,7 @@ def test_two_ranks_draft_the_same() -> None:
         half.resize(300, 4)
         return drive(free(half), asked(10), Habits(16, pause=0.03), seed=5)
 
-    world, twin = tiny.Pair().run(work)
+    world, twin = tiny.Threads().run(work)
     assert world.tokens == twin.tokens == plain.tokens
     assert (world.drafted, world.accepted) == (twin.drafted, twin.accepted)
     assert world.accepted > 200
@@ -262,7 +262,7 @@ def test_other_rules_are_greedy_without_a_temperature_and_alike_on_all_ranks(sai
         half.resize(300, 4)
         return drive(free(half), [*groups, *drawn], Habits(16), seed=5)
 
-    world, twin = tiny.Pair().run(work)
+    world, twin = tiny.Threads().run(work)
     assert world.tokens == twin.tokens
     assert {key: world.tokens[key] for key in plain.tokens} == plain.tokens
     assert not world.failed

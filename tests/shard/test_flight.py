@@ -473,7 +473,7 @@ def test_two_ranks_agree_on_beams_in_flight() -> None:
         engine = tiny.engine_of(NAME, ranks, 4, pages, ahead=True)
         return *fly(engine, groups, Habits(16, pause=0.02), seed=6), at_rest(engine)
 
-    (world, ahead, first), (twin, _, second) = tiny.Pair().run(work)
+    (world, ahead, first), (twin, _, second) = tiny.Threads().run(work)
     check_beams(world, asked)
     check_beside(world, beside[0].uid)
     assert twin.tokens == world.tokens
@@ -494,6 +494,6 @@ def test_two_ranks_agree_in_flight(masks: bool) -> None:
             with_masks(engine)
         return fly(engine, groups(), Habits(9, pauses=1), seed=5)
 
-    (first, ahead), (second, _) = tiny.Pair().run(work)
+    (first, ahead), (second, _) = tiny.Threads().run(work)
     assert first.tokens == second.tokens == expected
     assert ahead > 3

@@ -82,8 +82,8 @@ def test_what_is_cached_of_a_token_goes_by_the_layer() -> None:
         (2, 4, 256),
     ]
     assert found.kv_elements(1) == 50 * 2 * 16 * 256 + 10 * 2 * 4 * 512
-    with pytest.raises(Unsupported, match="4 key/value heads of layers without a window can't be divided by 8 ranks"):
-        found.check_ranks(8)
+    assert found.fitting == [1, 2, 4, 8, 16, 32]
+    assert [found.slot(32, window) for window in (0, 1024)] == [(2, 1, 512), (2, 1, 256)]
     engine = tiny.engine("gemma4", pages=3)
     assert [tuple(layer.shape) for layer in engine.cache.layers.values()] == [(64, 2, 4, 16), (64, 2, 2, 32)] * 2
     assert [len(part) for part in engine.cache.pages] == [2, 2]

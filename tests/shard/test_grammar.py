@@ -333,7 +333,7 @@ def test_ranks_that_see_no_masks_keep_the_same_books(habits: Habits) -> None:
         assert engine.pool.free == engine.pool.pages
         return world.tokens, world.finishes, list(world.failed)
 
-    first, second = tiny.Pair().run(work)
+    first, second = tiny.Threads().run(work)
     assert first == second
     found, finishes, failed = first
     assert failed == [4]
@@ -410,7 +410,7 @@ def test_ranks_find_the_same_prefixes_after_a_grammar_that_leads_nowhere() -> No
         assert engine.books.prefixes is not None
         return found, ask(4, full), sorted(engine.books.prefixes._nodes), engine.pool._unused
 
-    first, second = tiny.Pair().run(work)
+    first, second = tiny.Threads().run(work)
     assert first == second
 
 
@@ -531,7 +531,7 @@ def test_a_group_that_can_not_go_on_takes_no_prefix_from_others(why: str, severa
         assert engine.books.prefixes is not None
         return found, sorted(engine.books.prefixes._nodes)
 
-    both = tiny.Pair().run(work) if several else [work(Ranks(0, 1, tiny.CPU))]
+    both = tiny.Threads().run(work) if several else [work(Ranks(0, 1, tiny.CPU))]
     assert both[0] == both[-1]
     assert both[0][0] == len(prefix)
 

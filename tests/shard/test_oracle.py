@@ -221,7 +221,7 @@ def test_every_family_on_two_ranks(name: str) -> None:
         assert at_rest(engine)
         return answers
 
-    first, second = tiny.Pair().run(work)
+    first, second = tiny.Threads().run(work)
     assert first == second == dict(enumerate(tiny.greedy(name, asked, COUNT)))
 
 
@@ -237,7 +237,7 @@ def test_two_ranks_have_the_logits_of_one() -> None:
         scores = [score for _, values in outcome.prompts for score in values]
         return scores + [value for _, emitted in outcome.emitted for _, value in emitted.pick.top]
 
-    first, _ = tiny.Pair().run(work)
+    first, _ = tiny.Threads().run(work)
     [alone] = [work(Ranks(0, 1, tiny.CPU))]
     assert first == pytest.approx(alone, abs=TOLERANCE)
     assert len(first) == sum(map(len, asked)) - 3 + 9
@@ -460,7 +460,7 @@ def test_both_ranks_fail_what_has_no_token() -> None:
         assert at_rest(engine)
         return world.answers, list(world.failed)
 
-    first, second = tiny.Pair().run(work)
+    first, second = tiny.Threads().run(work)
     assert first == second == ({9: [], 1: tiny.greedy("llama", ((1, 2, 3),), 2)[0]}, [9])
 
 

@@ -188,14 +188,14 @@ def test_sigterm_is_heard_whichever_thread_takes_it(ranks: Ranks) -> None:
     assert ranks.codes(10) == [0, 1]  # the other has lost rank 0
 
 
-@pytest.mark.parametrize("ranks", ["qwen3"], indirect=True)
+@pytest.mark.parametrize("ranks", ["one-key-llama"], indirect=True)
 def test_a_rank_that_dies_ends_the_other(ranks: Ranks) -> None:
     ranks.warm()
     asked = prompts(10)
     shard = Remote(ranks.channels[0], stream=False, pages=1024, page_size=4)
     sampling = Sampling(temperature=0.8, top_p=0.9, seed=11)
     world = drive(shard, requests(asked, sampling), Habits(chunk=7, pause=0.1, cancel=0.05), seed=3)
-    alone = drive(tiny.engine("qwen3"), requests(asked, sampling), Habits()).answers
+    alone = drive(tiny.engine("one-key-llama"), requests(asked, sampling), Habits()).answers
     assert all(tokens == alone[uid][: len(tokens)] for uid, tokens in world.answers.items())
     assert {uid for uid in alone if world.answers[uid] == alone[uid]} >= set(alone) - world.cancelled
     assert shard.clear() == 1024

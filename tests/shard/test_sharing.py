@@ -122,7 +122,7 @@ def test_two_ranks_agree_on_every_page(prefix_caching: bool) -> None:
         evicted = watch(engine)
         return drive(engine, groups, Habits(chunk=9, pauses=2), seed=5), evicted
 
-    (first, evicted), (second, others) = tiny.Pair().run(work)
+    (first, evicted), (second, others) = tiny.Threads().run(work)
     assert first.tokens == second.tokens == expected
     assert evicted == others
     assert bool(evicted) == prefix_caching

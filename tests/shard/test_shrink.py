@@ -249,7 +249,7 @@ def test_of_several_ranks_none_tries_again() -> None:
         engine.prefill(1, [tiny.group(1, prompt(1, 9), COUNT)], [(1, 9)], 9, [])
 
     with pytest.raises(torch.OutOfMemoryError):
-        tiny.Pair().run(work)
+        tiny.Threads().run(work)
 
 
 def test_a_limit_is_lifted_when_all_goes_well() -> None:

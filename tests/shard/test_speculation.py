@@ -136,7 +136,7 @@ def test_two_ranks_guess_the_same() -> None:
     def work(ranks: Ranks) -> World:
         return drive(tiny.engine_of("llama", ranks, 4, 200), asked(4), Habits(16, pause=0.03), seed=5)
 
-    world, twin = tiny.Pair().run(work)
+    world, twin = tiny.Threads().run(work)
     assert world.tokens == twin.tokens == plain.tokens
     assert world.accepted == twin.accepted
     assert world.drafted == twin.drafted > 0

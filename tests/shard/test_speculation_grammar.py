@@ -199,7 +199,7 @@ def test_two_ranks_keep_the_same_books() -> None:
         engine.guesses.proposer = Oracle(expected().tokens, 0.8, 4)
         return drive(engine, asked(9), Habits(16, pause=0.03), seed=5)
 
-    world, twin = tiny.Pair().run(work)
+    world, twin = tiny.Threads().run(work)
     check(world, expected())
     assert (world.tokens, world.finishes, list(world.failed)) == (twin.tokens, twin.finishes, list(twin.failed))
     assert world.accepted == twin.accepted > 100

@@ -123,9 +123,9 @@ class Counting(Weights):
 class Alone(Ranks):
     """A rank that only loads."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, size: int = 2) -> None:
         self.rank = rank
-        self.size = 2
+        self.size = size
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -389,8 +389,8 @@ def test_what_the_decoder_does_not_have(copy: Path, fields: dict[str, Any], word
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [
-        (3, ["8 attention heads can't be divided by 3 ranks", "--num-shard 1, 2, 4"]),
-        (8, ["4 key/value heads can't be divided by 8 ranks", "--num-shard 1, 2, 4"]),
+        (3, ["8 attention heads can't be divided by 3 ranks", "--num-shard 1, 2, 4, 8"]),
+        (16, ["8 attention heads can't be divided by 16 ranks", "--num-shard 1, 2, 4, 8"]),
     ],
 )
 def test_heads_that_the_ranks_do_not_divide(ranks: int, words: list[str]) -> None:

@@ -295,9 +295,10 @@ TINIEST: dict[str, Any] = {
     "num_key_value_heads": 1,
     "max_position_embeddings": 64,
 }
+ONE_KEY, TWO_KEYS = {"num_key_value_heads": 1}, {"num_key_value_heads": 2}
 FEW_HEADS: dict[str, Any] = SMALL | {"num_attention_heads": 4, "num_key_value_heads": 2}
 # Not of interest as families: as many tokens as the demo model's tokenizer has, so few that answers can be enumerated, so few
-# positions that sequences go beyond them, and so few heads that an interpreter computes them in time.
+# positions that sequences go beyond them, so few heads that an interpreter computes them in time, and fewer key heads than ranks.
 OTHERS: dict[str, Callable[[], Any]] = {
     "words": lambda: transformers.LlamaConfig(**SMALL | {"vocab_size": 2048, "num_hidden_layers": 1}),
     "words-wide": lambda: transformers.LlamaConfig(**SMALL | {"vocab_size": 2048, "intermediate_size": 192}),
@@ -319,6 +320,17 @@ OTHERS: dict[str, Callable[[], Any]] = {
     ),
     "few-heads-gemma4-experts": lambda: transformers.Gemma4TextConfig(**GEMMA4_MOE | FEW_HEADS | {"num_hidden_layers": 4}),
     "few-heads-gpt-oss": lambda: transformers.GptOssConfig(**GPT_OSS | FEW_HEADS),
+    "one-key-llama": lambda: transformers.LlamaConfig(**SMALL | ONE_KEY),
+    "one-key-gpt-oss": lambda: transformers.GptOssConfig(**GPT_OSS | ONE_KEY),
+    "two-keys-minimax-m2": lambda: transformers.MiniMaxM2Config(
+        **SMALL | TWO_KEYS, head_dim=16, num_local_experts=9, num_experts_per_tok=3, rotary_dim=8
+    ),
+    "two-keys-olmo2": lambda: transformers.Olmo2Config(**SMALL | TWO_KEYS, attention_bias=True, rope_parameters=LLAMA3),
+    "two-keys-phi3": lambda: transformers.Phi3Config(**SMALL | TWO_KEYS, pad_token_id=0, eos_token_id=1),
+    "two-keys-qwen2": lambda: transformers.Qwen2Config(**SMALL | TWO_KEYS),
+    "two-keys-qwen3-next": lambda: transformers.Qwen3NextConfig(
+        **HYBRID_MOE | TWO_KEYS | {"linear_num_key_heads": 4, "linear_num_value_heads": 4}, attention_bias=True
+    ),
     "qwen3.5-wide": lambda: transformers.Qwen3_5TextConfig(
         **HYBRID | {"intermediate_size": 192, "linear_key_head_dim": 16, "linear_num_value_heads": 4, "linear_value_head_dim": 32}
     ),
@@ -452,25 +464,26 @@ def engine(name: str, page_size: int = 16, pages: int = 1024, prefix_caching: bo
     return result
 
 
-class Pair:
-    """Ranks as two threads of one process, with the methods of `parallel.Ranks`."""
+class Threads:
+    """Ranks as threads of one process, with the methods of `parallel.Ranks`."""
 
-    def __init__(self) -> None:
-        self._barrier = threading.Barrier(2, timeout=60)
-        self._shown: list[Any] = [None, None]
+    def __init__(self, size: int = 2) -> None:
+        self.size = size
+        self._barrier = threading.Barrier(size, timeout=60)
+        self._shown: list[Any] = [None] * size
 
     def show(self, rank: int, value: Any) -> list[Any]:
-        """Both ranks' values, once both are there."""
+        """All ranks' values, once all are there."""
         self._shown[rank] = value
         self._barrier.wait()
-        both = list(self._shown)
+        every = list(self._shown)
         self._barrier.wait()
-        return both
+        return every
 
     def run(self, work: Callable[[Ranks], Result]) -> list[Result]:
-        """What `work` returns on each of the two ranks."""
-        with ThreadPoolExecutor(2) as threads:
-            futures = [threads.submit(self._guarded, work, HalfOfPair(self, rank)) for rank in range(2)]
+        """What `work` returns on each of the ranks."""
+        with ThreadPoolExecutor(self.size) as threads:
+            futures = [threads.submit(self._guarded, work, Threaded(self, rank)) for rank in range(self.size)]
             return [future.result() for future in futures]
 
     def _guarded(self, work: Callable[[Ranks], Result], rank: Ranks) -> Result:
@@ -481,27 +494,27 @@ class Pair:
             raise
 
 
-class HalfOfPair(Ranks):
+class Threaded(Ranks):
     """One of them."""
 
-    def __init__(self, pair: Pair, rank: int) -> None:
+    def __init__(self, threads: Threads, rank: int) -> None:
         self.rank = rank
-        self.size = 2
-        self._pair = pair
+        self.size = threads.size
+        self._threads = threads
 
     def add(self, x: Tensor) -> Tensor:
-        first, second = self._pair.show(self.rank, x.clone())
-        return x.copy_(first + second)
+        first, *others = self._threads.show(self.rank, x.clone())
+        return x.copy_(sum(others, first))
 
     def join(self, x: Tensor) -> Tensor | None:
-        both = self._pair.show(self.rank, x)
-        return torch.cat(both, -1) if self.rank == 0 else None
+        every = self._threads.show(self.rank, x)
+        return torch.cat(every, -1) if self.rank == 0 else None
 
     def tell(self, x: Tensor) -> Tensor:
-        return x.copy_(self._pair.show(self.rank, x.clone())[0])
+        return x.copy_(self._threads.show(self.rank, x.clone())[0])
 
     def least(self, value: int) -> int:
-        return min(self._pair.show(self.rank, value))
+        return min(self._threads.show(self.rank, value))
 
 
 def engine_of(

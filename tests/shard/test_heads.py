@@ -1,0 +1,115 @@
+"""More ranks than key heads: several have the same one, and together they are transformers' model."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from penstock.shard.adapters import Adapter
+from penstock.shard.engine import Engine
+from penstock.shard.models.decoder import Decoder
+from penstock.shard.models.families import shape
+from penstock.shard.models.shape import Keys, Unsupported
+from penstock.shard.parallel import Ranks
+from penstock.shard.sequence import sequences
+from penstock.shard.step import Span
+from penstock.shard.weights import Weights
+from penstock.tests.shard import lora, packing, tiny
+from penstock.tests.shard.test_adapters import generator
+from penstock.tests.shard.test_oracle import close, prompt
+from penstock.tests.shard.test_quantized import made
+from penstock.tests.shard.test_weights import WEIGHTS, Alone, same
+
+# With biases, joint matrices, norms over all heads, gates, sinks, rotary features in another order, heads of another size in some
+# layers.
+FAMILIES = [
+    ("gemma4", 4),
+    ("gemma4", 8),
+    ("one-key-gpt-oss", 4),
+    ("one-key-llama", 2),
+    ("two-keys-minimax-m2", 8),
+    ("two-keys-olmo2", 4),
+    ("two-keys-phi3", 4),
+    ("two-keys-qwen2", 4),
+    ("two-keys-qwen3-next", 4),
+]
+TOKENS = prompt(3, 40)
+
+
+def logits(folder: Path, size: int, adapter: Path | None = None) -> Tensor:
+    """[TOKENS, vocabulary] of so many ranks: two chunks and a token by itself, with keys and values from the cache."""
+
+    @torch.inference_mode()
+    def work(ranks: Ranks) -> list[Tensor | None]:
+        model = shape(json.loads((folder / "config.json").read_text()))
+        changes = [Adapter("a", adapter, torch.float32, tiny.CPU)] if adapter else []
+        weights = Weights(folder, torch.float32, tiny.CPU, lambda read: None)
+        engine = Engine(Decoder(model, weights, ranks, tiny.CPU, changes=changes), tiny.CPU, 16)
+        engine.resize(4, 16)
+        [sequence], _ = sequences(TOKENS, 1)
+        sequence.state, sequence.adapter, found = 1, len(changes) - 1, []
+        engine.pool.extend(sequence.pages, len(TOKENS))
+        for start, stop in ((0, 17), (17, 39), (39, 40)):
+            span = Span(sequence, start, TOKENS[start:stop], wanted=stop - start)
+            found.append(engine.decoder.logits(engine.forward([span])))
+            sequence.computed = stop
+        return found
+
+    return torch.cat([part for part in tiny.Threads(size).run(work)[0] if part is not None])
+
+
+@pytest.mark.parametrize(("name", "ranks"), FAMILIES)
+def test_logits_equal_transformers(name: str, ranks: int) -> None:
+    close(logits(tiny.folder(name), ranks), tiny.expected_logits(name, TOKENS))
+
+
+def test_adapters(tmp_path: Path) -> None:
+    """Of matrices side by side, and of one that three are stored as."""
+    for name in ("two-keys-qwen2", "two-keys-phi3"):
+        place = lora.adapter(tiny.folder(name), tmp_path / name, 1)
+        merged = lora.merged(tiny.folder(name), place, tmp_path / f"{name}-merged")
+        with torch.inference_mode():
+            expected = generator(merged)(torch.tensor([TOKENS])).logits[0]
+        torch.testing.assert_close(logits(tiny.folder(name), 4, place), expected, rtol=0, atol=1e-3)
+        assert (expected - tiny.expected_logits(name, TOKENS)).abs().max() > 1
+
+
+@pytest.mark.parametrize("form", ["awq", "fp8-blocks", "packed-zeros"])
+def test_few_bits(form: str, tmp_path: Path) -> None:
+    few, plain = packing.checkpoints("two-keys-qwen2", form, tmp_path)
+    for rank in range(4):
+        same(made(few, Alone(rank, 4)), made(plain, Alone(rank, 4)))
+
+
+@pytest.mark.parametrize(("name", "ranks"), FAMILIES)
+def test_the_plan_knows_what_ranks_hold(name: str, ranks: int) -> None:
+    model = made(tiny.folder(name), Alone(0, ranks))
+    assert model.shape.weight_bytes(ranks, 4, "cpu", "float32", not model.head.shared) == model.weight_bytes
+
+
+def test_scales_of_keys_and_values(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny.folder("two-keys-qwen2"), tmp_path / "model"))
+    stored = safetensors.torch.load_file(folder / WEIGHTS)
+    for layer in range(2):
+        stored |= {f"model.layers.{layer}.self_attn.{name}_scale": torch.tensor([1.0, 2.0]) + layer for name in "kv"}
+    safetensors.torch.save_file(stored, folder / WEIGHTS)
+    for rank, expected in enumerate((1.0, 1.0, 2.0, 2.0)):
+        found = [layer.attention.scales for layer in made(folder, Alone(rank, 4)).layers]
+        assert all(own is not None and own.equal(torch.full((2, 1), expected + i)) for i, own in enumerate(found))
+
+
+def test_how_many_ranks_fit() -> None:
+    """All query heads are divided, and linear attention's; key heads may also be repeated, as often each."""
+    model = shape(json.loads((tiny.folder("gemma4") / "config.json").read_text()))
+    wide = replace(model, heads=24, kv_heads=6, intermediate=240)
+    assert replace(wide, far=None).fitting == [1, 2, 3, 6, 12, 24]
+    assert replace(wide, far=Keys(heads=4, size=32)).fitting == [1, 2, 12, 24]
+    with pytest.raises(Unsupported, match=r"^6 key/value heads can't be divided by 4 ranks: use --num-shard 1, 2, 6, 12, 24$"):
+        wide.check_ranks(4)
+    with pytest.raises(Unsupported, match=r"^4 key/value heads of layers without a window can't be divided by 6 ranks"):
+        replace(wide, far=Keys(heads=4, size=32)).check_ranks(6)
