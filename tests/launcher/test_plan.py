@@ -320,7 +320,7 @@ def test_gpus(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "config", "machine", "words"),
     [
-        (Options(num_shard=3), {}, MACHINE, "4 attention heads can't be divided by 3 ranks: use --num-shard 1, 2"),
+        (Options(num_shard=3), {}, MACHINE, "4 attention heads can't be divided by 3 ranks: use --num-shard 1, 2, 4"),
         (Options(), {"architectures": ["GPT2LMHeadModel"]}, MACHINE, "architecture GPT2LMHeadModel is not supported"),
         (Options(), {"hidden_act": "gelu"}, MACHINE, "hidden_act 'gelu' is not supported"),
         (Options(max_total_tokens=257), {}, MACHINE, "--max-total-tokens 257 is more than the model's 256 positions"),
@@ -339,7 +339,8 @@ def test_gpus(tmp_path: Path) -> None:
         (Options(), {}, replace(MACHINE, memory=300_000), "or halve the weights with --dtype bfloat16"),
         (Options(cuda_memory_fraction=0.0001), {}, MACHINE, "(0.01% of 8.0 MiB): raise --cuda-memory-fraction"),
         (Options(kv_pages=800, cuda_memory_fraction=0.5), {}, MACHINE, "(50% of 8.0 MiB): raise --cuda-memory-fraction"),
-        (Options(dtype="bfloat16"), {}, replace(MACHINE, memory=150_000), "or take more ranks with --num-shard"),
+        (Options(dtype="bfloat16", num_shard=2), {}, replace(MACHINE, memory=150_000), "or take more ranks with --num-shard"),
+        (Options(dtype="bfloat16", num_shard=4), {}, replace(MACHINE, memory=150_000), "or take a smaller model"),
         (
             Options(dtype="bfloat16"),
             {},
