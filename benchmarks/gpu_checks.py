@@ -313,7 +313,7 @@ def replayed(bench: Bench, chance: random.Random) -> float:
 
 
 def _wide(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return (torch.randn(*shape) * 2).to(dtype).to(device)
+    return (torch.randn(*shape, device=device) * 2).to(dtype)
 
 
 def _norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
