@@ -13,8 +13,9 @@ import mmap
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 from penstock.kernels import reference
 from penstock.kernels.sampling import allow
@@ -191,15 +191,14 @@ def _place() -> tuple[str, int]:
 
 def wrapped(inner: Tensor) -> OnDevice:
     """As made by the engine: an inference tensor."""
-    with torch.inference_mode():
+    with nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode():  # to enter it once more takes its time
         return OnDevice(inner)
 
 
 def compute(function: Any, args: Any, kwargs: Any) -> Any:
     """What any operation of torch does, on whichever device."""
     name = function.overloadpacket.__name__
-    flat, _ = tree_flatten((args, kwargs))
-    tensors = [one for one in flat if isinstance(one, Tensor)]
+    tensors = _tensors((args, kwargs))
     ours = [one for one in tensors if isinstance(one, OnDevice)]
     named = next((one for one in (kwargs.get("device"), *args) if isinstance(one, torch.device)), None)
     if name in ("pin_memory", "_pin_memory", "is_pinned"):
@@ -219,7 +218,7 @@ def compute(function: Any, args: Any, kwargs: Any) -> Any:
         wait("repeat_interleave of counts")
     if not (_views(function) or "empty" in name):
         _work()
-    given = tree_map(_inner, args), {key: tree_map(_inner, value) for key, value in kwargs.items()}
+    given = _changed(_inner, args), _changed(_inner, kwargs)
     if large is not None:
         if any(one.numel() > large for one in ours) and _in_place(function):
             return args[0]
@@ -233,14 +232,16 @@ def compute(function: Any, args: Any, kwargs: Any) -> Any:
         _tape.append(lambda: _again(result, function(*given[0], **given[1])))
     if _in_place(function):
         return args[0]
-    return tree_map(lambda one: wrapped(one) if isinstance(one, Tensor) else one, result)
+    return _changed(lambda one: wrapped(one) if isinstance(one, Tensor) else one, result)
 
 
+@cache
 def _in_place(function: Any) -> bool:
     first = next(iter(function._schema.arguments), None)
     return first is not None and first.alias_info is not None and first.alias_info.is_write
 
 
+@cache
 def _views(function: Any) -> bool:
     """The result is the memory of an argument, which is not written."""
     return any(one.alias_info is not None and not one.alias_info.is_write for one in function._schema.arguments)
@@ -280,17 +281,34 @@ def _shaped(function: Any, args: Any, kwargs: Any) -> Any:
 
     if isinstance(kwargs.get("generator"), torch.Generator):
         kwargs = {**kwargs, "generator": None}
-    given = tree_map(abstract, args), tree_map(abstract, kwargs)
+    given = _changed(abstract, args), _changed(abstract, kwargs)
     try:
         found = function(*given[0], **given[1])
     except (NotImplementedError, RuntimeError):
         return None
-    told = [one for one in tree_flatten(given)[0] if isinstance(one, Tensor)]
-    made = [one for one in tree_flatten(found)[0] if isinstance(one, Tensor)]
+    told, made = _tensors(given), _tensors(found)
     held = {one.untyped_storage()._cdata for one in told}
     if not any(one.numel() > (large or 0) for one in told + made) or any(one.untyped_storage()._cdata in held for one in made):
         return None  # what lies in the memory of an argument costs nothing
-    return tree_map(lambda one: wrapped(_untouched(one.shape, one.stride(), one.dtype)) if isinstance(one, Tensor) else one, found)
+    return _changed(lambda one: wrapped(_untouched(one.shape, one.stride(), one.dtype)) if isinstance(one, Tensor) else one, found)
+
+
+def _changed(change: Callable[[Any], Any], value: Any) -> Any:
+    """As torch's `tree_map`, which takes most of the time of such small operations."""
+    if isinstance(value, (tuple, list)):
+        return type(value)([_changed(change, one) for one in value])
+    return {key: _changed(change, one) for key, one in value.items()} if isinstance(value, dict) else change(value)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """All that are in it."""
+    found = []
+    for one in value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else [value]:
+        if isinstance(one, Tensor):
+            found.append(one)
+        elif isinstance(one, (tuple, list, dict)):
+            found += _tensors(one)
+    return found
 
 
 def _inner(value: Any) -> Any:
@@ -301,8 +319,8 @@ def _inner(value: Any) -> Any:
 
 def _again(before: Any, now: Any) -> None:
     """A replayed operation writes where it wrote when it was recorded."""
-    for old, new in zip(tree_flatten(before)[0], tree_flatten(now)[0], strict=True):
-        if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+    for old, new in zip(_tensors(before), _tensors(now), strict=True):
+        if old.data_ptr() != new.data_ptr():
             old.copy_(new)
 
 
@@ -340,7 +358,7 @@ def _carry(function: Any, name: str, args: Any, kwargs: Any) -> Any:
         wait("blocking copy of pinned memory")
     else:
         noted.copies += 1
-    result = function(*tree_map(_inner, args), **tree_map(_inner, kwargs))
+    result = function(*_changed(_inner, args), **_changed(_inner, kwargs))
     if target is not None:
         return target
     to_host = isinstance(source, OnDevice)
@@ -376,6 +394,11 @@ def _harmless(name: str, others: Sequence[Tensor]) -> bool:
 
 class Device(TorchDispatchMode):
     """Under this, what is made on a CUDA device is made: in the thread that enters it."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """It costs every operation something, and nothing is compiled here."""
+        return False
 
     def __enter__(self) -> "Device":
         self._before = torch._C._only_lift_cpu_tensors()  # a thread's own, too: `torch.tensor` brings its data to the device later
@@ -419,8 +442,9 @@ def launch(kernel: Any, grid: Any, args: Any, kwargs: Any) -> None:
     if large is not None and any(isinstance(value, Tensor) and value.numel() > large for value in given.values()):
         effect = SHAPED.get(name)
     if effect is not None:
-        inner = SimpleNamespace(**tree_map(_inner, given))
-        effect(inner)
+        inner = SimpleNamespace(**_changed(_inner, given))
+        with torch._C._DisableTorchDispatch():
+            effect(inner)
         if _tape is not None:
             _tape.append(lambda: effect(inner))
     if watching is not None:

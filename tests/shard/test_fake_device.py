@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -109,6 +110,19 @@ def engine_of(speculate: str = "", graphs: bool = True, **more: Any) -> Engine:
     return engine
 
 
+@pytest.fixture(scope="module")
+def resting() -> Callable[[bool], Engine]:
+    """An engine with graphs or without that several tests run, one after the other: it has no groups and knows no prefixes."""
+    made = cache(lambda graphs: engine_of(graphs=graphs))
+
+    def cleared(graphs: bool) -> Engine:
+        engine = made(graphs)
+        engine.clear()
+        return engine
+
+    return cleared
+
+
 def prefill(engine: Engine, groups: Sequence[Group], count: int, decode: Sequence[int]) -> Outcome:
     return checked(
         engine.prefill(0, groups, [(uid, count) for uid in engine.books.groups | {g.uid: g for g in groups}], 1000, decode)
@@ -205,17 +219,17 @@ def test_graphs_replay_what_was_planned(noted: Noted) -> None:
     assert eager.forward.replayed == replaying.forward.eager == 0
 
 
-def test_steps_overlap(noted: Noted) -> None:
+def test_steps_overlap(noted: Noted, resting: Callable[[bool], Engine]) -> None:
     """With the tokens that they have without. What is read on the host before it is there is a WrongDevice."""
-    engine = engine_of()
+    engine = resting(True)
     for make in [*PLAIN.values(), SCENARIOS["tops"], SCENARIOS["grammar"], SCENARIOS["beams"]]:
         assert sorted(overlapped(engine, make())) == sorted(run(engine, make()))
 
 
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("name", [*PLAIN, "beams alone", "beams with penalties"])
-def test_an_overlapped_decode_step_waits_once(noted: Noted, name: str, graphs: bool) -> None:
-    engine = engine_of(graphs=graphs)
+def test_an_overlapped_decode_step_waits_once(noted: Noted, resting: Callable[[bool], Engine], name: str, graphs: bool) -> None:
+    engine = resting(graphs)
     counts: list[list[fake_cuda.Wait]] = []
 
     def note() -> None:
@@ -229,8 +243,10 @@ def test_an_overlapped_decode_step_waits_once(noted: Noted, name: str, graphs: b
 
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("name", PLAIN)
-def test_a_plain_decode_step_waits_for_its_tokens_only(noted: Noted, name: str, graphs: bool) -> None:
-    engine = engine_of(graphs=graphs)
+def test_a_plain_decode_step_waits_for_its_tokens_only(
+    noted: Noted, resting: Callable[[bool], Engine], name: str, graphs: bool
+) -> None:
+    engine = resting(graphs)
     found = set()
     counts = []
 
