@@ -1,6 +1,6 @@
 """The ahead-of-time gate compiles what we have, and finds a kernel that spills or wants more shared memory than there is.
 
-Each test is a process of its own: in this one kernels are interpreted."""
+They are compiled by other processes: in this one they are interpreted."""
 
 import os
 import shutil
@@ -74,25 +74,55 @@ def test_some_of_ours_compile() -> None:
     assert len(answer.stdout.splitlines()) == 2 + 4 * 5 + 3 + 2 + 5  # these have fewer targets
 
 
-EARLY = """
+CODE = """
+import re
+import subprocess
+import tempfile
+from dataclasses import replace
+import triton
 from penstock.kernels import compile
 
-[target] = [target for target in compile.TARGETS if target.name == "sm_90"]
-for one in compile.gather():
+kernels = compile.gather()
+[hopper] = [target for target in compile.TARGETS if target.name == "sm_90"]
+for one in kernels:
     if one.early and one.name.startswith(("product output", "rotary", "merge", "attend one")):
-        code = compile._compiled(one, target).asm["ptx"]
+        code = compile._compiled(one, hopper).asm["ptx"]
         before, after = code.split("griddepcontrol.wait")
         touches = [word for word in ("ld.global", "st.global", "cp.async", "atom", "red.global") if word in before]
-        print(one.name, "griddepcontrol.launch_dependents" in before, "prefetch.global.L2" in before, "st.global" in after, touches)
+        launches, fetches = "griddepcontrol.launch_dependents" in before, "prefetch.global.L2" in before
+        print("early:", one.name, launches, fetches, "st.global" in after, touches)
+    if one.name in ("sampling draw", "sampling weigh"):
+        print("wide:", one.constants["MASKED"], compile._compiled(one, hopper).asm["ptx"].count("ld.global.v4.b32"))
+
+[one] = [one for one in kernels if one.name == "sampling draw"]
+for fuse in (one.fuse, True):
+    for target in compile.TARGETS:
+        if target.gpu.backend == "cuda":
+            made = compile._compiled(replace(one, fuse=fuse), target)
+            with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+                file.write(made.asm["cubin"])
+                file.flush()
+                code = subprocess.run([triton.knobs.nvidia.nvdisasm.path, "-c", file.name], capture_output=True, text=True).stdout
+            told = made.asm["ptx"]
+            products = len(re.findall(r"\\bmul(?:\\.rn)?\\.f32", told)), len(re.findall(r"\\bFMUL2?\\b", code))
+            divides = bool(re.search("div.(full|approx)", told))
+            print("exact:", target.name, fuse, "fma" in told, divides, products[1] >= products[0] > 0)
 """
 
 
+@pytest.fixture(scope="module")
+def told() -> dict[str, list[str]]:
+    """What is looked for in compiled code, in lines by their first word. One process finds all: starting it takes seconds."""
+    answer = run("-c", CODE)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    found = [line.split(": ", 1) for line in answer.stdout.splitlines()]
+    return {word: [line for first, line in found if first == word] for word in ("early", "wide", "exact")}
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")
-def test_kernels_that_begin_early_touch_nothing_before_the_others_are_over() -> None:
-    answer = run("-c", EARLY)
-    lines = answer.stdout.splitlines()
-    assert len(lines) == 4, answer.stdout + answer.stderr
-    for line in lines:
+def test_kernels_that_begin_early_touch_nothing_before_the_others_are_over(told: dict[str, list[str]]) -> None:
+    assert len(told["early"]) == 4, told
+    for line in told["early"]:
         assert line.endswith(f"True {line.startswith('product')} True []"), line
 
 
@@ -125,51 +155,14 @@ def test_make_knows_it() -> None:
     assert "-m penstock.kernels.compile" in answer.stdout
 
 
-EXACT = """
-import re
-import subprocess
-import tempfile
-from dataclasses import replace
-import triton
-from penstock.kernels import compile
-
-[one] = [one for one in compile.gather() if one.name == "sampling draw"]
-for fuse in (one.fuse, True):
-    for target in compile.TARGETS:
-        if target.gpu.backend == "cuda":
-            made = compile._compiled(replace(one, fuse=fuse), target)
-            with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-                file.write(made.asm["cubin"])
-                file.flush()
-                code = subprocess.run([triton.knobs.nvidia.nvdisasm.path, "-c", file.name], capture_output=True, text=True).stdout
-            told = made.asm["ptx"]
-            products = len(re.findall(r"\\bmul(?:\\.rn)?\\.f32", told)), len(re.findall(r"\\bFMUL2?\\b", code))
-            print(target.name, fuse, "fma" in told, bool(re.search("div.(full|approx)", told)), products[1] >= products[0] > 0)
-"""
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")
-def test_noise_is_rounded_as_it_is_written() -> None:
+def test_noise_is_rounded_as_it_is_written(told: dict[str, list[str]]) -> None:
     """That is what makes it the same on every device: no product is contracted with a sum, neither by Triton nor by ptxas, not even
     where they may: there are versions of ptxas that don't ask."""
-    answer = run("-c", EXACT)
-    lines = answer.stdout.splitlines()
-    assert len(lines) == 8, answer.stdout + answer.stderr
-    assert [line.split(" ", 2)[2] for line in lines] == ["False False True"] * 8, lines
-
-
-WIDE = """
-from penstock.kernels import compile
-
-[target] = [target for target in compile.TARGETS if target.name == "sm_90"]
-for one in compile.gather():
-    if one.name in ("sampling draw", "sampling weigh"):
-        print(one.constants["MASKED"], compile._compiled(one, target).asm["ptx"].count("ld.global.v4.b32"))
-"""
+    assert [line.split(" ", 2)[2] for line in told["exact"]] == ["False False True"] * 8, told
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")
-def test_logits_are_loaded_four_at_a_time_behind_a_grammar_too() -> None:
+def test_logits_are_loaded_four_at_a_time_behind_a_grammar_too(told: dict[str, list[str]]) -> None:
     """A program's 4,096, by 256 threads."""
-    answer = run("-c", WIDE)
-    assert answer.stdout.splitlines() == ["True 4"] * 2, answer.stdout + answer.stderr
+    assert told["wide"] == ["True 4"] * 2
