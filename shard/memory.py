@@ -107,21 +107,33 @@ def _sample(engine: Engine, page_size: int, tokens: int, rows: int) -> Measured:
     longest = engine.decoder.shape.max_positions
     prompts = max(-(-sample // longest), min(rows, rows * sample // tokens))  # as many rows a token as the largest step has
     lengths = [sample // prompts + (i < sample % prompts) for i in range(prompts)]
-    _run(engine, page_size, [1])
+    first = [[1]]
     if engine.device.type == "cuda":
-        for power in range(1, min(tokens, longest).bit_length()):
-            _run(engine, page_size, [1 << power])
-        _run(engine, page_size, lengths)
+        first += [[1 << power] for power in range(1, min(tokens, longest).bit_length())] + [lengths]
+    for few in first:
+        _make_room(engine, page_size, few)
+        _run(engine, few)
+    _make_room(engine, page_size, lengths)
     before = _peak(engine.device, reset=True)
-    outcome = _run(engine, page_size, lengths)
+    outcome = _run(engine, lengths)
     measured = max(0, _peak(engine.device) - before)
-    engine.clear()
+    engine.resize(0, page_size, sequences=0)
     return Measured(outcome.prompt_tokens, measured, outcome.seconds)
 
 
-def _run(engine: Engine, page_size: int, lengths: list[int]) -> Outcome:
-    """The step of prompts of these lengths in a pool that they fill."""
-    engine.resize(sum(-(-length // page_size) for length in lengths), page_size, len(lengths))
+@torch.inference_mode()
+def _make_room(engine: Engine, page_size: int, lengths: list[int]) -> None:
+    """A pool that prompts of these lengths fill, in which nothing makes a step end early. What they remember takes its memory now,
+    on a CPU too: it doesn't grow with a step's tokens, and is counted by itself."""
+    engine.resize(0, page_size, sequences=0)  # there are never two at once
+    engine.resize(sum(-(-length // page_size) for length in lengths), page_size, len(lengths), keeps=False)
+    for state in engine.cache.states.values():
+        state.windows.zero_()
+        state.memories.zero_()
+
+
+def _run(engine: Engine, lengths: list[int]) -> Outcome:
+    """The step of prompts of these lengths."""
     groups = []
     for uid, length in enumerate(lengths):
         begun, waiting = sequences([0] * length, 1, cache_key=str(uid))  # none finds what another has computed

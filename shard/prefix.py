@@ -49,7 +49,7 @@ class Prefixes:
     def __init__(self, pool: PagePool, states: int | None = None) -> None:
         """states: that are kept at most, of models of which a page is of no use without one."""
         self.states: dict[int, Node] = {}  # by slot, the one that was found least recently first
-        self._most = states
+        self.most = states
         self._pool = pool
         self._roots: dict[bytes, Node] = {}
         self._nodes: dict[int, Node] = {}  # by page
@@ -63,7 +63,7 @@ class Prefixes:
             return 0
         first, size = node.depth, self._pool.page_size
         found = self._walk(node, holder.tokens[first * size : limit // size * size].tobytes(), size * holder.tokens.itemsize)
-        while self._most is not None and found and not found[-1].state:
+        while self.most is not None and found and not found[-1].state:
             found.pop()
         gained = (first + len(found)) * size - holder.computed
         if gained <= 0:
@@ -89,15 +89,9 @@ class Prefixes:
         """All of its tokens so far, which are full pages, can be found, with what it remembers now. It gets a copy of that for
         itself before it goes on."""
         node = holder.node
-        if (
-            node is None
-            or not node.attached
-            or node.state
-            or node.depth * self._pool.page_size != holder.computed
-            or not self._most
-        ):
+        if node is None or not node.attached or node.state or node.depth * self._pool.page_size != holder.computed:
             return
-        if len(self.states) == self._most:
+        if len(self.states) == self.most:
             self._lose(next(iter(self.states.values())))
         node.state, self.states[holder.state] = holder.state, node
 

@@ -40,7 +40,7 @@ class Prompts:
         """Gives a new group what is cached of it. The router counts on that, and the group may have to wait for its grammar."""
         first = group.sequences[0]
         self._find(group, first, ())
-        if self._prefixes is not None and self._cache.states and not group.prompt_logprobs:
+        if self._prefixes is not None and self._prefixes.most and not group.prompt_logprobs:
             goal, size = self._goal(group, first) - 1, self._pool.page_size
             first.halts = halts(first.computed, self._prefixes.known(first, goal), goal // size * size)
 

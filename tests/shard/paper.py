@@ -189,7 +189,7 @@ class Paper(Engine):
         self.cache: Any = Slots(page_size, self._states)
         self.books.prompts._cache = self.books.forks._cache = self.cache
         if self._states and self.books.prefixes is not None:
-            self.books.prefixes._most = KEPT
+            self.books.prefixes.most = KEPT
         self.forward: Any = lambda spans, picked=None: self.decoder(spans, self.cache, picked)
         evicted = self.pool.evicted
 

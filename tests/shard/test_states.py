@@ -59,11 +59,11 @@ def regardless(right: Callable[..., Any]) -> Callable[..., Any]:
     """Finds pages, whether or not anybody remembers what is behind them."""
 
     def adopt(self: Prefixes, holder: Sequence, limit: int) -> Any:
-        most, self._most = self._most, None
+        most, self.most = self.most, None
         try:
             return right(self, holder, limit)
         finally:
-            self._most = most
+            self.most = most
 
     return adopt
 
