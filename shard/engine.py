@@ -396,6 +396,7 @@ class Engine:
         if copies:
             self.cache.copy_states(copies)
         for group in failed:
+            self.books.withdraw(group)  # of what is known of it some would have been computed now
             self.books.fail(group, f"what {self.cache.slots} sequences remember has room, and there are more", outcome)
         return [run for run in runs if self.books.has(run.group)]
 

@@ -96,17 +96,21 @@ def test_what_ends_leaves_its_slot_to_others(paper: type[Paper]) -> None:
 
 
 def test_who_finds_no_slot_fails_alone(paper: type[Paper]) -> None:
-    """The router asks for no more than there are; if one came all the same, the others would go on."""
-    engine = paper(200, 4, prefix_caching=False, states=3)
+    """The router asks for no more than there are; if one came all the same, the others would go on. Nobody finds what it would have
+    computed."""
+    engine = paper(200, 4, states=3)
+    assert engine.books.prefixes is not None
+    engine.books.prefixes.most = 0  # all slots are for sequences
 
     def groups() -> list[Group]:
-        return [tiny.group(uid, (1, 2, uid), 6, choices=1 + uid % 2) for uid in range(3)]
+        return [tiny.group(uid, (uid, 1, 2, 3, 1, 2), 6, choices=1 + uid % 2) for uid in range(3)]
 
     expected = drive(paper(200, 4), groups(), Habits()).tokens
     world = drive(engine, groups(), Habits(arrivals=9))
     [failed] = world.failed
     assert world.failed[failed] == "what 3 sequences remember has room, and there are more"
     assert all(tokens == expected[key] for key, tokens in world.tokens.items() if key[0] != failed)
+    assert drive(engine, groups()[failed : failed + 1], Habits()).tokens == {(failed, 0): expected[failed, 0]}
     assert engine.pool.free == engine.pool.pages
 
 
