@@ -43,7 +43,9 @@ class Cache:
         self.cleared: Callable[[Listing[int]], object] = lambda pages: None  # is told of pages that others get
         following = {slot: iter(whole.unbind(0)) for slot, whole in wholes.items()}
         self.layers: dict[int, Tensor] = {layer: next(following[slot]) for layer, slot in zip(attending, each, strict=True)}
-        self.states: dict[int, States] = _states(shape, ranks, slots, convolved or dtype, device)
+        self._remembered = _remembered(shape, ranks, slots, convolved or dtype, device)
+        linear = sorted(shape.linear.layers) if shape.linear else []
+        self.states = {layer: States(*(whole[i] for whole in self._remembered)) for i, layer in enumerate(linear)}
         self.slots = slots
         # Copied and zeroed as bytes where torch's operations don't know the type.
         flat = [whole.view(torch.uint8) if dtype.itemsize == 1 else whole for whole in wholes.values()]
@@ -70,11 +72,11 @@ class Cache:
             copy_pages(part, sources, targets, rows)
 
     def copy_states(self, copies: Listing[tuple[int, int]]) -> None:
-        """(source, target) slots. Targets are distinct and no sources."""
-        sources, targets = to_device(torch.tensor(copies, dtype=torch.int64).t().contiguous(), self._device).unbind()
-        for state in self.states.values():
-            for part in (state.windows, state.memories):
-                part.index_copy_(0, targets, part.index_select(0, sources))
+        """(source, target) slots. Targets are distinct and no sources. One after the other, so that none lies anywhere in between:
+        they are large."""
+        for source, target in copies:
+            for whole in self._remembered:
+                whole[:, target].copy_(whole[:, source])
 
     def move(self, rows: Listing[Listing[tuple[int, int]]]) -> None:
         """(source, target) slots, of each row one after the other; no two rows have a slot in common."""
@@ -85,15 +87,15 @@ class Cache:
             move_slots(part.flatten(1, 2), moves[0], moves[1], starts)
 
 
-def _states(shape: Shape, ranks: int, slots: int, dtype: torch.dtype, device: torch.device) -> dict[int, States]:
-    """By layer. Slot 0 is for padding."""
+def _remembered(shape: Shape, ranks: int, slots: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """What layers with linear attention remember, their windows and memories, [layers, 1 + slots, ...] each; (): there are none.
+    Slot 0 is for padding."""
     linear = shape.linear
     if linear is None:
-        return {}
-    layers = sorted(linear.layers)
-    windows = _zeros((len(layers), 1 + slots, linear.width - 1, linear.channels(ranks)), dtype, device)
-    memories = _zeros((len(layers), 1 + slots, *linear.memory(ranks)), torch.float32, device)
-    return {layer: States(windows[i], memories[i]) for i, layer in enumerate(layers)}
+        return ()
+    count = len(linear.layers)
+    windows = _zeros((count, 1 + slots, linear.width - 1, linear.channels(ranks)), dtype, device)
+    return windows, _zeros((count, 1 + slots, *linear.memory(ranks)), torch.float32, device)
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -13,6 +13,7 @@ import transformers
 
 from penstock.kernels.quantized import Quantized
 from penstock.shard import memory
+from penstock.shard.cache import Cache
 from penstock.shard.config import ShardConfig
 from penstock.shard.engine import Engine
 from penstock.shard.loading import load
@@ -21,7 +22,7 @@ from penstock.shard.models.families import shape
 from penstock.shard.models.memories import Memories
 from penstock.shard.models.shape import Linear, Unsupported
 from penstock.shard.weights import DummyWeights
-from penstock.tests.shard import lora, packing, tiny
+from penstock.tests.shard import fake_cuda, lora, packing, tiny
 from penstock.tests.shard.test_oracle import prompt
 from penstock.tests.shard.test_quantized import WHOLE, logits, made
 from penstock.tests.shard.test_weights import WEIGHTS, Alone, decoder, same
@@ -221,3 +222,12 @@ def test_prompts_in_the_step_that_is_measured_come_to_their_ends(monkeypatch: py
     monkeypatch.setattr(memory, "SAMPLE_TOKENS", 500)
     _, sample = memory.size_pool(tiny.engine("qwen3.5"), 16, 4, 0.9, 500, 1, 1, 500)
     assert sample.tokens == 500
+
+
+def test_copies_lie_nowhere_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step is measured in which sequences part."""
+    with fake_cuda.device(monkeypatch, shapes=1000) as noted, torch.inference_mode():
+        cache = Cache(shape(config()), 1, 1, 16, torch.bfloat16, torch.device("cuda"), 16)
+        held = noted.most
+        cache.copy_states([(1 + number, 9 + number) for number in range(8)])
+        assert noted.most == held > 16 * 7 * 32 * 128 * 128 * 4
