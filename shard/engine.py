@@ -101,7 +101,7 @@ class Engine:
             self.cache.cleared = self.guesses.drafter.forget
         self.pool = PagePool(pages, page_size)
         self.books = Books(self.pool, self.cache, self._prefix_caching, kept if self.cache.states else None)
-        self.shrink = Shrink(able=ranks == 1 and not self.cache.states)  # what is remembered can't be computed once more
+        self.shrink = Shrink(able=ranks == 1 and not self.cache.states)
 
     @property
     def token_bytes(self) -> int:

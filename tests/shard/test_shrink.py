@@ -15,7 +15,7 @@ from penstock.shard.engine import Engine
 from penstock.shard.messages import step_reply
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling, sequences
-from penstock.shard.shrink import ALONE, PATIENCE, Limit, divide, pieces_of, ran_out
+from penstock.shard.shrink import ALONE, PATIENCE, REMEDY, Limit, divide, pieces_of, ran_out
 from penstock.shard.step import Span
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import Habits, World, drive
@@ -289,3 +289,10 @@ def test_pieces_are_in_an_order_in_which_none_lacks_another() -> None:
                     found[piece.row + i] = number, span.start + piece.tokens - span.wanted + i
         assert computed == {number: len(span.tokens) for number, span in enumerate(spans)}
         assert [found[row] for row in range(len(rows))] == rows
+
+
+def test_who_can_not_try_again_says_what_helps(caplog: pytest.LogCaptureFixture) -> None:
+    """Of several ranks, and of models that remember, the shards end."""
+    with pytest.raises(MemoryError):
+        tiny.engine("qwen3.5").shrink.attempt(lambda: (_ for _ in ()).throw(MemoryError()))
+    assert caplog.messages == [f"memory ran out. {REMEDY}"]
