@@ -60,6 +60,7 @@ LEAST = {
     **dict.fromkeys(("sliding_window", "max_window_layers", "n_shared_experts", "first_k_dense_replace"), 0),
     **dict.fromkeys(("moe_num_shared_experts", "moe_layer_start_index"), 0),
     "moe_layer_end_index": -1,  # the last
+    "linear_conv_kernel_dim": 2,  # of one there would be nothing to remember
 }
 # And means that there is none.
 MAY_BE_NULL = (
@@ -117,8 +118,8 @@ def check(config: Config, architecture: str, types: Sequence[str]) -> None:
             f"by the first, penstock by the second; {AGAIN}"
         )
     for name, most in SIZES.items():
-        value = config.get(name, 1)
         least = LEAST.get(name, 1)
+        value = config.get(name, least)
         if value is None and name in (*MAY_BE_NULL, *NULL_OF.get(types[0], ())):
             continue
         if type(value) is not int or not least <= value <= most:

@@ -90,7 +90,7 @@ def test_what_is_kept_of_a_sequence_and_of_a_token() -> None:
     ("given", "message"),
     [
         (config(linear_num_key_heads=5), "linear_num_value_heads 32 and linear_num_key_heads 5, of which the first must be"),
-        (config(linear_conv_kernel_dim=0), "linear_conv_kernel_dim 0, an integer from 1"),
+        (config(linear_conv_kernel_dim=1), "linear_conv_kernel_dim 1, an integer from 2"),
         (config(linear_key_head_dim="128"), "linear_key_head_dim '128', an integer"),
         (config(full_attention_interval=None), "full_attention_interval None, an integer"),
         (config(full_attention_interval=10), "layers of linear attention alone"),
