@@ -90,9 +90,9 @@ def divide(
     graphs = _graphs(options, form) if device == "cuda" else 0
     left = usable - graphs * rooms.GRAPH_BYTES
     fixed, page = weights + adapted + draft_bytes, (token + draft_token) * options.page_size
-    state, caching = form.state_bytes(ranks, item), options.prefix_caching == "on"
-    sequences = form.sequences(options.sequences, left - fixed, state, caching)
-    states = state * (1 + sequences + form.kept_states(sequences, caching))
+    caching = options.prefix_caching == "on"
+    sequences = form.sequences(options.sequences, left - fixed, ranks, item, caching)
+    states = form.states_bytes(ranks, item, sequences, caching)
     fixed += states
     longest = options.max_total_tokens or form.max_positions
     # More pages than all requests together can fill would only keep prefixes.
@@ -256,9 +256,7 @@ def _states(plan: Plan) -> list[tuple[str, str]]:
     """What linear attention remembers."""
     if not plan.state_bytes:
         return []
-    return [
-        ("  states", f"{size(plan.state_bytes):>10}  of {plan.sequences} sequences at once (--max-batch-size), and of prefixes")
-    ]
+    return [("  states", f"{size(plan.state_bytes):>10}  of {plan.sequences:,} sequences at once (--max-batch-size)")]
 
 
 def _draft(plan: Plan) -> list[tuple[str, str]]:

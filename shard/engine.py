@@ -88,12 +88,13 @@ class Engine:
         self.overlaps = ahead
         self._flight: Flight | None = None  # the step that is under way
         self._free = 0.0  # since when the device has nothing of the last one to do
-        self.resize(0, page_size)
+        self.resize(0, page_size, sequences=0)
 
-    def resize(self, pages: int, page_size: int, sequences: int = 64) -> None:
-        """Starts anew with an empty pool of that size; sequences: that run at once, of models that remember something of each."""
+    def resize(self, pages: int, page_size: int, sequences: int = 64, keeps: bool = True) -> None:
+        """Starts anew with an empty pool of that size. sequences: that run at once, of models that remember something of each;
+        keeps: and keep some of it for others."""
         shape, ranks, dtype = self.decoder.shape, self.decoder.ranks.size, self.decoder.embedding.dtype
-        kept = shape.kept_states(sequences, self._prefix_caching)
+        kept = shape.kept_states(sequences, self._prefix_caching) if keeps else 0
         self.cache = Cache(shape, ranks, pages, page_size, self._cache_dtype, self.device, sequences + kept, dtype)
         self.forward = Forward(self.decoder, self.cache, layout_of(self.decoder, page_size, self.device))
         if self.guesses.drafter:
@@ -118,9 +119,9 @@ class Engine:
         """How many may run at once, and what linear attention then remembers on this rank; room: for that, and for keys and values.
         Bytes."""
         shape, caching = self.decoder.shape, self._prefix_caching
-        state = shape.state_bytes(self.decoder.ranks.size, self.decoder.embedding.dtype.itemsize)
-        count = shape.sequences(asked, room, state, caching)
-        return count, state * (1 + count + shape.kept_states(count, caching))
+        where = self.decoder.ranks.size, self.decoder.embedding.dtype.itemsize
+        count = shape.sequences(asked, room, *where, caching)
+        return count, shape.states_bytes(*where, count, caching)
 
     def enter(self) -> None:
         """The calling thread is going to use the engine. Which device a thread launches kernels on, and waits for, is its own

@@ -336,12 +336,16 @@ class Shape:
         """How many such states are kept for others, where so many sequences run at once."""
         return -(-sequences // KEPT) if self.linear and prefix_caching else 0
 
-    def sequences(self, asked: int, room: int, state: int, prefix_caching: bool) -> int:
-        """How many may run at once of those that are asked for. What is remembered, `state` bytes for each, takes no more than
-        half of so many bytes: the rest is for keys and values."""
+    def states_bytes(self, ranks: int, item: int, sequences: int, prefix_caching: bool) -> int:
+        """What that is of all of them, with what is kept, and with one for padding."""
+        return (1 + sequences + self.kept_states(sequences, prefix_caching)) * self.state_bytes(ranks, item)
+
+    def sequences(self, asked: int, room: int, ranks: int, item: int, prefix_caching: bool) -> int:
+        """How many may run at once of those that are asked for. What is remembered takes no more than half of so many bytes: the
+        rest is for keys and values."""
         if not self.linear:
             return asked
-        fitting = room // 2 // state
+        fitting = room // 2 // self.state_bytes(ranks, item)
         return max(1, min(asked, fitting * KEPT // (KEPT + 1) - 1 if prefix_caching else fitting - 1))
 
     def turning_size(self, window: int) -> int:
