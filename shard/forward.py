@@ -10,7 +10,6 @@ from bisect import bisect_left
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -60,7 +59,8 @@ class Forward:
         self._decoder = decoder
         self._cache = cache
         self._layout = layout
-        self._plan = partial(step.plan, layout=layout, adapted=bool(decoder.adapters), linear=decoder.shape.linear is not None)
+        self._adapted = bool(decoder.adapters)
+        self._linear = decoder.shape.linear is not None
         self._decodes: list[Graph] = []  # of spans of one token; by size
         self._mixed: list[Graph] = []  # of any spans; by size
         self._last: Step | None = None  # that ran without a graph, if the last one did
@@ -92,8 +92,7 @@ class Forward:
     def record(self, record: Record, extent: Extent, progress: Callable[[str], None]) -> None:
         """Makes the graphs, the largest first: the others find room in the memory that it takes."""
         began = time.perf_counter()
-        linear = self._decoder.shape.linear is not None
-        sizes = [(size, True) for size in rooms.mixed(extent.chosen, extent.tokens, extent.drafts, linear)]
+        sizes = [(size, True) for size in rooms.mixed(extent.chosen, extent.tokens, extent.drafts, self._linear)]
         sizes += [(size, False) for size in rooms.decodes(extent.chosen, extent.rows)]
         for count, (size, mixed) in enumerate(sorted(sizes, reverse=True)):
             progress(f"recording graphs: {count} of {len(sizes)}")
@@ -105,6 +104,9 @@ class Forward:
             replay = record(lambda own=own: self._decoder(own, self._cache))  # type: ignore[misc]
             (self._mixed if mixed else self._decodes).insert(0, Graph(room, own, replay))
         log.info(f"recorded {len(sizes)} graphs in {time.perf_counter() - began:.1f} s")
+
+    def _plan(self, spans: Listing[Span], room: Room | None = None, picked: Picked | None = None) -> Step:
+        return step.plan(spans, self._layout, room, picked, self._adapted, self._linear)
 
     def _padded(self, spans: Listing[Span], room: Room, picked: Picked | None) -> Step | None:
         try:
