@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from .fields import AGAIN, FULL, LINEAR, Config, shown
-from .parts import biased, common
+from .fields import AGAIN, LINEAR, Config, shown
+from .parts import biased, common, kinds_of
 from .ropes import rotary_size
-from .shape import Linear, Mixture, Shape, Unsupported
-from .sparse_families import chosen, mixed
+from .shape import Linear, Shape, Unsupported
+from .sparse_families import mixed, one_for_all
 
 # transformers' defaults, which some checkpoints rely on.
 QWEN: Config = {
@@ -31,7 +31,7 @@ def _qwen3_next(config: Config) -> Shape:
     """Experts in every layer, or in some, of which one is for all tokens."""
     given = QWEN3_NEXT | config
     base = replace(_hybrid(given), joined=("in_proj_qkvz", "in_proj_ba"))
-    return mixed(base, given, _mixture(given, given["norm_topk_prob"]))
+    return mixed(base, given, one_for_all(given, given["norm_topk_prob"]))
 
 
 def _qwen3_5(config: Config) -> Shape:
@@ -44,7 +44,7 @@ def _qwen3_5_moe(config: Config) -> Shape:
     _check(config)
     given = QWEN3_5_MOE | config
     base = _hybrid(given | {"intermediate_size": given["moe_intermediate_size"]})
-    return replace(base, joined=("in_proj_qkv",), mixtures=(_mixture(given, normalized=True),) * base.layers)
+    return replace(base, joined=("in_proj_qkv",), mixtures=(one_for_all(given, normalized=True),) * base.layers)
 
 
 def _check(config: Config) -> None:
@@ -53,24 +53,10 @@ def _check(config: Config) -> None:
             raise Unsupported(f"{name} {shown(config[name])} is not supported: for this family the decoder has true")
 
 
-def _mixture(config: Config, normalized: bool) -> Mixture:
-    return chosen(
-        Mixture(
-            experts=config["num_experts"],
-            chosen=config["num_experts_per_tok"],
-            size=config["moe_intermediate_size"],
-            normalized=normalized,
-            shared=config["shared_expert_intermediate_size"],
-        )
-    )
-
-
 def _hybrid(config: Config) -> Shape:
     """Qwen's: one layer of so many attends to all, through gates, and a part of its heads turns."""
     base = biased(common(config), config)
-    kinds = config.get("layer_types") or [
-        FULL if (layer + 1) % config["full_attention_interval"] == 0 else LINEAR for layer in range(base.layers)
-    ]
+    kinds = kinds_of(config, base.layers, lambda layer: (layer + 1) % config["full_attention_interval"] > 0, LINEAR)
     layers = frozenset(layer for layer, kind in enumerate(kinds) if kind == LINEAR)
     if len(layers) == base.layers:
         raise Unsupported(f"config.json means layers of linear attention alone, the decoder needs one that attends to all: {AGAIN}")

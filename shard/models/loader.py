@@ -49,7 +49,7 @@ class Loader:
         """This rank's part of the gains of a norm that goes over the heads of all ranks; whole: the size of one."""
         return self.source.tensor(f"{self.prefix}{name}.weight", (size,), self._cut((size,), 0, 0, size, whole))
 
-    def parts(self, name: str, sizes: list[int], more: tuple[int, ...] = ()) -> Tensor:
+    def parts(self, name: str, sizes: Sequence[int], more: tuple[int, ...] = ()) -> Tensor:
         """Of a tensor [sum of sizes, *more] this rank's part of each."""
         full, firsts = (sum(sizes), *more), accumulate(sizes, initial=0)
         cuts = [self._cut(full, 0, first, size) for first, size in zip(firsts, sizes, strict=False)]

@@ -21,12 +21,12 @@ class Memories:
 
     def __init__(self, load: Loader, linear: Linear) -> None:
         self.epsilon = load.shape.norm_epsilon
-        keys, values = linear.key_heads * linear.key_size, linear.value_heads * linear.value_size
+        *_, values = linear.sizes
         self.channels, self.size = linear.channels(load.ranks.size), values // load.ranks.size
         inward, gating = _by_heads(load, linear) if "in_proj_qkvz" in load.shape.joined else _by_parts(load, linear)
         self.gating = None if isinstance(inward, Tensor) else load.laid_out(gating, None)  # apart where the others have few bits
         self.inward = load.laid_out(torch.cat((inward, gating)) if isinstance(inward, Tensor) else inward, None)
-        self.taps = load.parts(f"{NAME}.conv1d.weight", [keys, keys, values], (1, linear.width)).squeeze(1)
+        self.taps = load.parts(f"{NAME}.conv1d.weight", linear.sizes, (1, linear.width)).squeeze(1)
         self.rates = -load.each_head(f"{NAME}.A_log", linear.value_heads).exp()
         self.offsets = load.each_head(f"{NAME}.dt_bias", linear.value_heads)
         self.gains = load.source.tensor(f"{load.prefix}{NAME}.norm.weight", (linear.value_size,))  # which are not less 1
@@ -57,9 +57,9 @@ class Memories:
 
 def _by_parts(load: Loader, linear: Linear) -> tuple[Tensor | Codes, Tensor]:
     """As Qwen 3.5 has them: to queries, keys, values and what gates the result, and to strengths and fades."""
-    keys, values, heads = linear.key_heads * linear.key_size, linear.value_heads * linear.value_size, linear.value_heads
-    mixed = load.outwards(("", "", ""), (keys, keys, values), f"{NAME}.in_proj_qkv")
-    gates = load.outwards((f"{NAME}.in_proj_z",), (values,))
+    heads = linear.value_heads
+    mixed = load.outwards(("", "", ""), linear.sizes, f"{NAME}.in_proj_qkv")
+    gates = load.outwards((f"{NAME}.in_proj_z",), linear.sizes[-1:])
     return load.joined((mixed, gates)), load.unrounded((f"{NAME}.in_proj_b", f"{NAME}.in_proj_a"), (heads, heads))
 
 

@@ -45,9 +45,9 @@ def biased(base: Shape, config: Config) -> Shape:
     return replace(base, qkv_bias=bias, output_bias=bias)
 
 
-def kinds_of(config: Config, layers: int, slides: Callable[[int], bool]) -> list[Any]:
-    """Of so many layers. slides: whether one does, where config.json doesn't say."""
-    return config.get("layer_types") or [SLIDING if slides(layer) else FULL for layer in range(layers)]
+def kinds_of(config: Config, layers: int, slides: Callable[[int], bool], kind: str = SLIDING) -> list[Any]:
+    """Of so many layers. slides: whether one does, or is of another `kind`, where config.json doesn't say."""
+    return config.get("layer_types") or [kind if slides(layer) else FULL for layer in range(layers)]
 
 
 def windows_of(config: Config, kinds: list[Any]) -> tuple[int, ...]:

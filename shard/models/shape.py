@@ -157,9 +157,15 @@ class Linear:
     value_size: int
     width: int  # tokens that the convolution sees, the last one included
 
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Features of queries, keys and values, of all heads together."""
+        keys = self.key_heads * self.key_size
+        return keys, keys, self.value_heads * self.value_size
+
     def channels(self, ranks: int) -> int:
         """Of the convolution on a rank: queries, keys and values, heads one after the other."""
-        return (2 * self.key_heads * self.key_size + self.value_heads * self.value_size) // ranks
+        return sum(self.sizes) // ranks
 
     def memory(self, ranks: int) -> tuple[int, int, int]:
         """What a layer remembers of a sequence on a rank: heads, features of keys, features of values. In float32."""
@@ -168,7 +174,8 @@ class Linear:
     def matrices(self, ranks: int, hidden: int) -> list[tuple[int, int, int]]:
         """Those of a layer that may have few bits, as `Shape._projections` has them: to the convolution's channels and what gates
         the result, and back."""
-        own, values = (self.value_heads * self.value_size // part for part in (ranks, 1))
+        values = self.sizes[-1]
+        own = values // ranks
         return [(self.channels(ranks) + own, hidden, hidden), (hidden, values, own)]
 
     def beside(self, ranks: int, hidden: int) -> int:

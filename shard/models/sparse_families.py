@@ -263,18 +263,19 @@ def _ernie_moe(config: Config) -> Shape:
     return replace(base, mixtures=tuple(mixture if each else None for each in sparse))
 
 
+# transformers' defaults.
+QWEN2_EXPERTS: Config = {
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+}
+
+
 def _qwen2_moe(config: Config) -> Shape:
     """One expert of each layer is for all tokens. Every other one of the first layers slides, if any."""
     base = common({"num_key_value_heads": 16, "max_position_embeddings": 32_768} | config)
-    mixture = chosen(
-        Mixture(
-            experts=config.get("num_experts", 60),
-            chosen=config.get("num_experts_per_tok", 4),
-            size=config.get("moe_intermediate_size", 1408),
-            normalized=config.get("norm_topk_prob", False),
-            shared=config.get("shared_expert_intermediate_size", 5632),
-        )
-    )
+    mixture = one_for_all(QWEN2_EXPERTS | config, config.get("norm_topk_prob", False))
     last = config.get("max_window_layers", 28)
     if last is None:
         raise Unsupported(f"config.json says max_window_layers null, a number of layers is needed: {AGAIN}")
@@ -282,6 +283,19 @@ def _qwen2_moe(config: Config) -> Shape:
     kinds = kinds_of(config, base.layers, lambda layer: slides and layer < last and layer % 2 == 0)
     windows = windows_of(config if slides else {"sliding_window": 0}, kinds)
     return replace(mixed(base, config, mixture), qkv_bias=config.get("qkv_bias", True), windows=windows)
+
+
+def one_for_all(config: Config, normalized: bool) -> Mixture:
+    """Qwen's experts, of which one is for all tokens, through a gate of its own."""
+    return chosen(
+        Mixture(
+            experts=config["num_experts"],
+            chosen=config["num_experts_per_tok"],
+            size=config["moe_intermediate_size"],
+            normalized=normalized,
+            shared=config["shared_expert_intermediate_size"],
+        )
+    )
 
 
 def mixed(base: Shape, config: Config, mixture: Mixture) -> Shape:
