@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.codes import Codes
+from ...kernels.linear import Exact, Weight
 from ...kernels.operations import rms_norm, rotate_and_write_latents
 from ...kernels.ragged import attention
 from ..step import Step
@@ -21,6 +22,25 @@ EPSILON = 1e-6  # of the norms of latents, whatever config.json says of the othe
 # Multiplications of a head's product that `torch.bmm` leaves to MKL on a CPU, if there are as many: fewer it does itself, in
 # another order. Only models smaller than any that is served have so few in more than one row.
 SHORT = 400
+
+
+class ByHeads:
+    """Products with a weight of each head's own."""
+
+    def __init__(self, weights: Tensor, exact: Exact) -> None:
+        """weights: [heads, in, out]. On a CPU, many heads' sums at once are made in ways that depend on the number of rows."""
+        apart = exact is Exact.STEADY and weights.device.type == "cpu" and weights.dtype == torch.float32
+        self._apart = [Weight(own.t().contiguous(), exact=exact) for own in weights] if apart else []
+        self._weights = weights if not apart else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [tokens, heads, in]; [tokens, heads, out]."""
+        if self._weights is None:
+            return torch.stack([weight(x[:, head].contiguous()) for head, weight in enumerate(self._apart)], 1)
+        tokens, least = len(x), max(2, -(-SHORT // self._weights[0].numel()))
+        if 0 < tokens < least and x.device.type == "cpu":  # which a CPU would add up in another way
+            x = torch.cat((x, x[-1:].expand(least - tokens, -1, -1)))
+        return torch.bmm(x.transpose(0, 1), self._weights).transpose(0, 1)[:tokens]
 
 
 class Latents:
@@ -44,15 +64,15 @@ class Latents:
         self.latent_norm = load.gains("self_attn.kv_a_layernorm", latent.size)
         each = latent.plain + latent.values
         both = load.dense(load.matrix("self_attn.kv_b_proj", shape.heads * each, latent.size)).view(-1, each, latent.size)
-        self.to_keys = both[:, : latent.plain].contiguous()  # [heads, plain, size]
-        self.to_values = both[:, latent.plain :].transpose(1, 2).contiguous()  # [heads, size, values]
+        self.to_keys = ByHeads(both[:, : latent.plain].contiguous(), load.exact)  # [heads, plain, size]
+        self.to_values = ByHeads(both[:, latent.plain :].transpose(1, 2).contiguous(), load.exact)  # [heads, size, values]
         self.chooser = Chooser(load, latent, latent.index) if latent.index else None
         self.output = load.rows("self_attn.o_proj", shape.heads * latent.values, shape.output_bias)
 
     @property
     def parts(self) -> tuple[object, ...]:
         """What has weights."""
-        return (self, self.chooser) if self.chooser else (self,)
+        return (self, self.to_keys, self.to_values, *[self.chooser] * (self.chooser is not None))
 
     def __call__(
         self, stream: Stream, norm: Tensor | None, step: Step, rotary: Tensor, growth: Tensor | None, layer: Tensor
@@ -67,14 +87,14 @@ class Latents:
             asked = stream.product(made, self.query)
             if self.chooser is not None and x is not None:
                 chosen = self.chooser(x, made, rotary, step, layer[..., width:])
-        heads = asked.view(len(asked), len(self.to_keys), latent.plain + latent.turned)
-        query = torch.cat((_by_heads(heads[..., : latent.plain], self.to_keys), heads[..., latent.plain :]), 2)
+        heads = asked.view(len(asked), -1, latent.plain + latent.turned)
+        query = torch.cat((self.to_keys(heads[..., : latent.plain]), heads[..., latent.plain :]), 2)
         rotate_and_write_latents(query, latents, self.latent_norm, rotary, step.slots, layer[..., :width], EPSILON)
         if growth is not None:
             query.mul_(growth)
         scale = self.shape.attention_scale
         found = attention(query, layer, step.attention, self.window, scale, latent=latent.size, asked=chosen)
-        return _by_heads(found, self.to_values).flatten(1)
+        return self.to_values(found).flatten(1)
 
     def _ordered(self, weight: Tensor | Codes, plain: int) -> Tensor | Codes:
         """Of each head's outputs the first, `plain`, as they are, and those that turn in our order: see `Shape.order`."""
@@ -96,11 +116,3 @@ class Latents:
         if not self.latent.queries:
             return torch.cat((latents.new_zeros(asked), ordered))
         return torch.cat((load.source.tensor(f"{load.prefix}self_attn.q_a_proj.bias", (self.latent.queries,)), ordered))
-
-
-def _by_heads(x: Tensor, weights: Tensor) -> Tensor:
-    """[tokens, heads, out]: products of x [tokens, heads, in] with each head's weight, [heads, in, out]."""
-    tokens, least = len(x), max(2, -(-SHORT // weights[0].numel()))
-    if 0 < tokens < least and x.device.type == "cpu":  # which a CPU would add up in another way
-        x = torch.cat((x, x[-1:].expand(least - tokens, -1, -1)))
-    return torch.bmm(x.transpose(0, 1), weights).transpose(0, 1)[:tokens]

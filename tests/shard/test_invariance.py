@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from penstock.kernels import choose, steady
+from penstock.kernels.linear import Exact
 from penstock.shard import invariance
 from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.hypotheses import Search
 from penstock.shard.engine import Engine
 from penstock.shard.loading import load
-from penstock.shard.models.latents import _by_heads
+from penstock.shard.models.latents import ByHeads
 from penstock.shard.models.shape import Unsupported
 from penstock.shard.sequence import Group, Sampling
 from penstock.tests.shard import test_speculation, tiny
@@ -125,14 +126,17 @@ def test_guesses_are_judged_by_the_same_numbers() -> None:
     assert world.drafted > world.accepted + 5
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("sizes", [(1, 3, 2), (3, 31, 5), (6, 3, 40), (2, 24, 16), (2, 64, 128)])
-def test_what_leads_from_latents_to_heads_depends_on_no_other_row(sizes: tuple[int, int, int]) -> None:
+def test_what_leads_from_latents_to_heads_depends_on_no_other_row(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
     """Of few features, too, which torch multiplies in another way."""
     heads, features, _ = sizes
     torch.manual_seed(0)
-    x, weights = torch.randn(200, heads, features), torch.randn(sizes)
-    alone = torch.cat([_by_heads(row.unsqueeze(0), weights) for row in x])
-    assert all(_by_heads(x[:count], weights).equal(alone[:count]) for count in range(1, 201))
+    x, weights = torch.randn(200, heads, features).to(dtype), torch.randn(sizes).to(dtype)
+    product = ByHeads(weights, Exact.STEADY)
+    alone = torch.cat([product(row.unsqueeze(0)) for row in x])
+    assert all(product(x[:count]).equal(alone[:count]) for count in range(1, 201))
+    torch.testing.assert_close(alone, torch.einsum("thi,hio->tho", x, weights), atol=0.05, rtol=0.02)
 
 
 def test_nodes_of_trees_are_refused() -> None:
