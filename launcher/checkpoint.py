@@ -38,15 +38,15 @@ class Checkpoint:
     here: bool = True  # the weights are in the folder
 
 
-def read(folder: Path, load_format: str, ask: Callable[[], Remote] | None = None) -> Checkpoint:
+def read(folder: Path, load_format: str, ask: Callable[[], Remote] | None = None, text: bool = True) -> Checkpoint:
     """The checkpoint in `folder`. Raises Mistake.
 
-    The weights need not be there with `load_format` "dummy", nor if there is somebody to `ask` about them.
+    The weights need not be there with `load_format` "dummy", nor if there is somebody to `ask` about them. text: a tokenizer must.
     """
     config = _config(folder)
     if load_format == "dummy":
         return Checkpoint(folder=folder, config=config, dtype=_named_dtype(config), bytes=0, files=0, random=True)
-    if not has_tokenizer(folder):
+    if text and not has_tokenizer(folder):
         if (folder / "tekken.json").is_file():
             raise Mistake(f"{folder} has Mistral's tekken.json, and lacks tokenizer.json: take a copy of the model that has one")
         raise Mistake(f"{folder} lacks tokenizer.json: save its tokenizer with transformers' AutoTokenizer, which writes one")

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from ..proto.speculation import Speculation
+from ..shard.models.draft_families import draft_shape, is_head
 from ..shard.models.families import shape
 from . import checkpoint, hub
 from .checkpoint import Checkpoint
 from .mistake import Mistake
 from .options import Options
 
+OWN = "mtp"  # the model's own layer for predicting several tokens guesses
 TOKENIZER = "tokenizer.json"
 REMEDY = "take a draft model of the same family, made with the same tokenizer"
 
@@ -26,14 +28,21 @@ def resolve(asked: Options, model: Checkpoint, weights: bool = True) -> tuple[Sp
     if not said.draft:
         return said, None
     try:
-        _, folder = hub.locate(said.draft, "", asked.huggingface_hub_cache, not asked.json_output, weights)
-        ask = functools.partial(hub.remote, said.draft, "") if hub.on_hub(said.draft) and not weights else None
-        draft = checkpoint.read(folder, asked.load_format, ask)
-        shape(draft.config)
-        check_vocabulary(folder, model.folder)
+        draft = model if said.draft == OWN else _located(said.draft, asked, model, weights)
+        draft_shape(draft.config, shape(model.config), own=draft is model)
     except (Mistake, ValueError) as error:
         raise Mistake(f"--speculate draft={said.draft}: {error}") from None
-    return dataclasses.replace(said, draft=str(folder)), draft
+    return dataclasses.replace(said, draft=str(draft.folder)), draft
+
+
+def _located(name: str, asked: Options, model: Checkpoint, weights: bool) -> Checkpoint:
+    _, folder = hub.locate(name, "", asked.huggingface_hub_cache, not asked.json_output, weights)
+    ask = functools.partial(hub.remote, name, "") if hub.on_hub(name) and not weights else None
+    draft = checkpoint.read(folder, asked.load_format, ask, text=False)
+    if not is_head(draft.config):  # which is made for its model's tokens
+        checkpoint.read(folder, asked.load_format, ask)
+        check_vocabulary(folder, model.folder)
+    return draft
 
 
 def check_vocabulary(draft: Path, model: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..shard import rooms
+from ..shard.models.draft_families import draft_shape
 from ..shard.models.families import shape
 from ..shard.models.shape import Shape
 from . import machine, replicas
@@ -82,9 +83,11 @@ def divide(
     # Each is laid out as the largest, and what it does to matrices that are stored as one has zeros beside it.
     adapted = 2 * len(changes) * max((change.elements for change in changes), default=0) * item
     token = form.kv_elements(ranks) * (item if options.kv_cache_dtype == "auto" else 1)
-    small = shape(draft.config) if draft else None
+    small = draft_shape(draft.config, form, own=draft is model) if draft else None
     draft_bytes = small.weight_bytes(1, item, device, dtype, packed) if small else 0
-    draft_token = small.kv_elements(1) * item if small else 0
+    if small and small.features and ranks > 1:  # of its model's table a rank has a part
+        draft_bytes += form.vocabulary * form.hidden * item
+    draft_token = (small.kv_elements(1) + small.feature_elements) * item if small else 0
     total = min(machine.gpu_memory[:local]) if device == "cuda" else machine.memory // local
     usable = int(total * options.cuda_memory_fraction)
     graphs = _graphs(options, form) if device == "cuda" else 0
@@ -264,11 +267,12 @@ def _draft(plan: Plan) -> list[tuple[str, str]]:
     if plan.draft is None:
         return []
     cache = plan.pages * plan.page_size * plan.draft_token_bytes
+    what = "  keys, features" if plan.draft.features else "  keys/values"  # the model's
     return [
         ("", ""),
         ("draft model", plan.draft.described),
         ("  weights", f"{size(plan.draft_bytes):>10}  on rank 0 alone"),
-        ("  keys/values", f"{size(cache):>10}  {size(plan.draft_token_bytes)} per token, in pages of the same numbers"),
+        (what, f"{size(cache):>10}  {size(plan.draft_token_bytes)} per token, in pages of the same numbers"),
     ]
 
 

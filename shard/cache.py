@@ -33,9 +33,11 @@ class Cache:
         dtype: torch.dtype,
         device: torch.device,
         slots: int = 0,
-        convolved: torch.dtype | None = None,
+        computed: torch.dtype | None = None,
+        features: int = 0,
     ) -> None:
-        """dtype: of keys and values; slots: for what is remembered; convolved: type of what convolutions see, if another."""
+        """dtype: of keys and values; slots: for what is remembered; computed: type of what convolutions see and of features, if
+        another; features: that are kept of each token, for a draft model."""
         attending = shape.attending
         each = [shape.slot(ranks, shape.windows[layer]) for layer in attending]
         wholes = {slot: _zeros((count, (pages + 1) * page_size, *slot), dtype, device) for slot, count in Counter(each).items()}
@@ -43,12 +45,17 @@ class Cache:
         self.cleared: Callable[[Listing[int]], object] = lambda pages: None  # is told of pages that others get
         following = {slot: iter(whole.unbind(0)) for slot, whole in wholes.items()}
         self.layers: dict[int, Tensor] = {layer: next(following[slot]) for layer, slot in zip(attending, each, strict=True)}
-        self._remembered = _remembered(shape, ranks, slots, convolved or dtype, device)
+        self._remembered = _remembered(shape, ranks, slots, computed or dtype, device)
         linear = sorted(shape.linear.layers) if shape.linear else []
         self.states = {layer: States(*(whole[i] for whole in self._remembered)) for i, layer in enumerate(linear)}
         self.slots = slots
         # Copied and zeroed as bytes where torch's operations don't know the type.
         flat = [whole.view(torch.uint8) if dtype.itemsize == 1 else whole for whole in wholes.values()]
+        # [slots, features], of each token, as copied and moved as its keys; a draft model's cache has those of its model.
+        self.features: Tensor | None = None
+        if features:
+            flat.append(_zeros((1, (pages + 1) * page_size, features), computed or dtype, device))
+            self.features = flat[-1][0]
         self.pages = [whole.view(len(whole), pages + 1, page_size, -1) for whole in flat]  # each [layers, pages, page_size, width]
         self._device = device
         self._bytes = [part.view(torch.uint8).numpy() for part in self.pages] if device.type == "cpu" else []

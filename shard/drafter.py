@@ -4,6 +4,12 @@ It has keys and values of its own, in a second cache with the same page numbers:
 target's cache, there the draft model's are in its own. What is in its pages is not always there, since prompts are computed, found
 and restored without it: every sequence has a sketch of how far the draft model has come, and a round begins with what it lacks.
 Nothing here can change a token, only how good guesses are.
+
+A draft model that was made for its target goes by tokens and by what the target made of the one before each (`Features`). What it
+computes of a token is where the target's features of the one before are: all that is here is one place further to the front, and
+the first token has none. It reads features there, where the target has written them; below drafts, which the target has not
+computed, what it made of their parents itself is put there until the target computes them. Of what is computed for a page's last
+place the token behind it is part, which others that share the page may not have: they take what is there.
 """
 
 import time
@@ -17,6 +23,7 @@ from .cache import Cache
 from .decoding.growth import Frontier
 from .decoding.tree import ROOT
 from .forward import Forward, layout_of
+from .made import Made, with_ancestors
 from .models.decoder import Decoder
 from .sequence import Sequence
 from .sketch import Sketch
@@ -39,19 +46,28 @@ class Drafter:
         self._ended = 0.0
         self._vocabulary = vocabulary
         self._longest = decoder.shape.max_positions - reach + 1  # sequence with drafts; the last of these it does not compute
+        self._skipped = int(decoder.shape.features is not None)  # tokens of each sequence that it knows nothing of
         self.resize(0, 1)
 
-    def resize(self, pages: int, page_size: int) -> None:
-        """Starts anew with an empty cache of that size."""
+    def resize(self, pages: int, page_size: int, features: Tensor | None = None) -> None:
+        """Starts anew with an empty cache of that size. features: where the target's are, if the draft model goes by them."""
         self.cache = Cache(self.decoder.shape, 1, pages, page_size, self.decoder.embedding.dtype, self.device)
+        self.cache.features = features
+        self._made = Made(features, page_size) if features is not None else None
         self.forward = Forward(self.decoder, self.cache, layout_of(self.decoder, page_size, self.device))
         self._full: set[int] = set()  # pages in which all keys and values are there
         self._before = 0  # spans of the last round
 
     @property
     def token_bytes(self) -> int:
-        """What keys and values of a token take."""
-        return self.decoder.shape.kv_elements(1) * self.decoder.embedding.dtype.itemsize
+        """What keys and values of a token take, and its features."""
+        shape = self.decoder.shape
+        return (shape.kv_elements(1) + shape.feature_elements) * self.decoder.embedding.dtype.itemsize
+
+    @property
+    def features(self) -> int:
+        """How many the target has to keep of each token."""
+        return self.decoder.shape.feature_elements
 
     def forget(self, pages: Listing[int]) -> None:
         """What is in these pages is nobody's any more."""
@@ -63,7 +79,7 @@ class Drafter:
         spans, left = [], CATCH_UP
         for sequence in sequences:
             sketch = self._follow(sequence)
-            lacking = len(sequence.tokens) - sketch.computed
+            lacking = len(self._own(sequence)) - sketch.computed
             if lacking > SHORT and left and len(sequence.tokens) <= self._longest:
                 spans.append(self._advance(sequence, sketch, min(left, lacking - 1), wanted=0))
                 left -= len(spans[-1].tokens)
@@ -73,14 +89,19 @@ class Drafter:
 
     def _able(self, sequence: Sequence) -> bool:
         assert sequence.sketch is not None
-        return len(sequence.tokens) - sequence.sketch.computed <= SHORT and len(sequence.tokens) <= self._longest
+        return len(self._own(sequence)) - sequence.sketch.computed <= SHORT and len(sequence.tokens) <= self._longest
+
+    def _own(self, sequence: Sequence) -> memoryview:
+        """Its tokens, as far as there is something to be computed of them."""
+        return memoryview(sequence.tokens)[self._skipped :]
 
     def _follow(self, sequence: Sequence) -> Sketch:
         sketch = sequence.sketch = sequence.sketch or Sketch()
         size, final = self.cache.page_size, sequence.node.depth if sequence.node else 0
-        filled = sketch.accept(sequence.tokens, size)
+        tokens = self._own(sequence)
+        filled = sketch.accept(tokens, size)
         self._full.update(page for page in filled if page in sequence.pages)  # else another's took its place meanwhile
-        sketch.look(len(sequence.tokens) - 1, sequence.pages, size, self._full, final)
+        sketch.look(len(tokens) - 1, sequence.pages, size, self._full, final)
         return sketch
 
     def logits(self, wanted: Listing[Frontier]) -> Tensor:
@@ -94,8 +115,13 @@ class Drafter:
             spans.append(span)
             rows += [first + place for place in places]
             first += span.wanted
+        if self._made:
+            self._made.put(wanted, spans)
         hidden = self.forward.follow(spans) if self._go_on(wanted, spans) else self.forward(spans)
-        found = self.decoder.logits(hidden if len(rows) == len(hidden) else hidden[rows])
+        hidden = hidden if len(rows) == len(hidden) else hidden[rows]
+        if self._made:
+            self._made.keep(wanted, hidden)
+        found = self.decoder.logits(hidden)
         assert found is not None
         now = time.perf_counter()
         self.later += now - self._ended if wanted[0].nodes[0] != ROOT else 0.0
@@ -113,7 +139,7 @@ class Drafter:
     def _span(self, one: Frontier) -> tuple[Span, list[int]]:
         """What has to be computed, and which of its wanted rows are asked for. A chain goes on from what is computed; of a tree all
         that leads to the nodes is computed anew, so that each sees its ancestors alone."""
-        sequence, end = one.sequence, len(one.sequence.tokens)
+        sequence, end = one.sequence, len(self._own(one.sequence))
         sketch, [last, *others] = sequence.sketch, one.nodes
         assert sketch is not None
         if last == ROOT:
@@ -124,7 +150,7 @@ class Drafter:
             sketch.ahead.append(one.tokens[last])
             return Span(sequence, end + last, self._known(one.tokens[last : last + 1])), [0]
         sketch.ahead = []
-        needed = sorted(_with_ancestors(one))
+        needed = with_ancestors(one)
         place = {ROOT: ROOT} | {node: i for i, node in enumerate(needed)}
         parents = [place[one.parents[node]] for node in needed]
         tokens = self._known([one.tokens[node] for node in needed])
@@ -135,18 +161,9 @@ class Drafter:
         start, size = sketch.computed, self.cache.page_size
         sketch.computed += count
         self._full.update(sequence.pages[start // size : sketch.computed // size])
-        return Span(sequence, start, self._known(sequence.tokens[start : sketch.computed]), wanted=wanted)
+        return Span(sequence, start, self._known(self._own(sequence)[start : sketch.computed]), wanted=wanted)
 
     def _known(self, tokens: Listing[int]) -> list[int]:
         """A table that the draft model's maker did not pad as the target's is too short for ids that no text has."""
-        most = self.decoder.shape.vocabulary - 1
+        most = len(self.decoder.embedding) - 1
         return [min(token, most) for token in tokens]
-
-
-def _with_ancestors(one: Frontier) -> set[int]:
-    found: set[int] = set()
-    for node in one.nodes:
-        while node != ROOT and node not in found:
-            found.add(node)
-            node = one.parents[node]
-    return found

@@ -95,11 +95,13 @@ class Engine:
         keeps: and keep some of it for others."""
         shape, ranks, dtype = self.decoder.shape, self.decoder.ranks.size, self.decoder.embedding.dtype
         kept = shape.kept_states(sequences, self._prefix_caching) if keeps else 0
-        self.cache = Cache(shape, ranks, pages, page_size, self._cache_dtype, self.device, sequences + kept, dtype)
+        drafter = self.guesses.drafter
+        features = drafter.features if drafter else 0
+        self.cache = Cache(shape, ranks, pages, page_size, self._cache_dtype, self.device, sequences + kept, dtype, features)
         self.forward = Forward(self.decoder, self.cache, layout_of(self.decoder, page_size, self.device))
-        if self.guesses.drafter:
-            self.guesses.drafter.resize(pages, page_size)
-            self.cache.cleared = self.guesses.drafter.forget
+        if drafter:
+            drafter.resize(pages, page_size, self.cache.features)
+            self.cache.cleared = drafter.forget
         self.pool = PagePool(pages, page_size)
         self.books = Books(self.pool, self.cache, self._prefix_caching, kept if self.cache.states else None)
         self.shrink = Shrink(able=ranks == 1 and not self.cache.states)

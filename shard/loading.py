@@ -22,8 +22,12 @@ from .engine import Engine
 from .guesses import Guesses
 from .masks import Masks
 from .models.decoder import Decoder
+from .models.draft_families import draft_shape
+from .models.draft_head import Eagle3, NextTokens
 from .models.families import beside, shape
+from .models.fields import Config
 from .models.shape import Shape, Unsupported
+from .models.taps import Taps
 from .parallel import Ranks
 from .weights import DummyWeights, Source, Weights
 
@@ -57,7 +61,7 @@ class Progress:
 def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
     """The engine of this rank, its pool still empty. `stage` is told what is going on. Raises Unsupported."""
     folder = Path(config.folder)
-    model = _shape(folder).within(config.longest).quantized(config.quantize)
+    model = shape(_config(folder)).within(config.longest).quantized(config.quantize)
     model.check_ranks(config.ranks)
     if model.linear is not None and config.speculate:
         raise Unsupported(f"--speculate {config.speculate}: with linear attention guesses can't be taken back: leave it out")
@@ -84,7 +88,7 @@ def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
     decoder = Decoder(model, source, ranks, device, exact, changes)
     stops = Stops(grammars) if grammars else None
     speculation = parse(config.speculate) if config.speculate else Speculation()
-    drafter = _drafter(config, speculation, model, device, stage) if speculation.draft and config.rank == 0 else None
+    drafter = _drafter(config, speculation, decoder, source, stage) if speculation.draft else None
     guesses = Guesses(ranks, device, speculation, drafter, masks)
     ahead = config.overlap == "on" or (config.overlap == "auto" and device.type == "cuda")
     return Engine(decoder, device, config.page_size, config.prefix_caching, cache_dtype, masks, stops, guesses, ahead)
@@ -151,7 +155,7 @@ def _check_steady(model: Shape, by_triton: bool) -> None:
         raise Unsupported(f"--batch-invariant is not there for {what}: leave it out")
 
 
-def _shape(folder: Path) -> Shape:
+def _config(folder: Path) -> Config:
     """Of the model in a folder. Raises Unsupported."""
     path = folder / "config.json"
     try:
@@ -166,24 +170,34 @@ def _shape(folder: Path) -> Shape:
         raise Unsupported(f"{path} is not JSON ({error}): download it again") from None
     if not isinstance(config, dict):
         raise Unsupported(f"{path} holds {config!r:.40}, an object is needed: download it again")
-    return shape(beside(config, folder))
+    return beside(config, folder)
 
 
 def _drafter(
-    config: ShardConfig, speculation: Speculation, target: Shape, device: torch.device, stage: Callable[[str], None]
-) -> Drafter:
-    """The draft model, whole: it is small, and other ranks would have to wait for each other in each of its rounds."""
-    stage("loading the draft model")
+    config: ShardConfig, speculation: Speculation, target: Decoder, whole: Source, stage: Callable[[str], None]
+) -> Drafter | None:
+    """The draft model, whole, on rank 0: it is small, and other ranks would have to wait for each other in each of its rounds. They
+    only learn what it goes by. whole: all of the target's weights."""
     folder = Path(speculation.draft)
-    model = _shape(folder).within(config.longest)
+    own = folder == Path(config.folder)  # then its own layer guesses
+    model = draft_shape(_config(folder), target.shape, own).within(config.longest)
+    if model.features:
+        target.kept = Taps(model.features.layers)
+    if config.rank:
+        return None
+    stage("loading the draft model")
     if model.linear is not None:
         raise Unsupported(f"--speculate draft={speculation.draft}: with linear attention it can't take guesses back: take another")
-    progress = Progress(model.parameters(), stage)
-    small = device.type == "cpu" and model.parameters() <= SMALL_DRAFT
-    source = _source(config.load_format, folder, torch.float32 if small else DTYPES[config.dtype], device, progress)
+    device, progress = whole.device, Progress(model.parameters(), stage)
+    small = device.type == "cpu" and model.parameters() <= SMALL_DRAFT and not model.features
+    source = _source(config.load_format, folder, torch.float32 if small else whole.dtype, device, progress)
+    if model.features:
+        head = NextTokens(model, target, source) if own else Eagle3(model, source, target, whole)
+        target.kept = head.taps
+        return Drafter(head, target.shape.vocabulary, device, speculation.most)
     # Guesses may round as they like.
     decoder = Decoder(model, source, Ranks(0, 1, device), device, exact=Exact.GUESS)
-    return Drafter(decoder, target.vocabulary, device, speculation.most)
+    return Drafter(decoder, target.shape.vocabulary, device, speculation.most)
 
 
 def _source(load_format: str, folder: Path, dtype: torch.dtype, device: torch.device, progress: Progress) -> Source:

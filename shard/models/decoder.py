@@ -27,6 +27,7 @@ from .mlp import Beside, Dense, Sparse, Ungated
 from .rotary import growth_of, table_of
 from .shape import Rope, Shape, Unsupported
 from .stream import Stream
+from .taps import Taps
 
 OUTPUTS = ("lm_head.weight", "language_model.lm_head.weight")
 TABLE = "embed_tokens.weight"
@@ -80,6 +81,8 @@ class Layer:
 class Decoder:
     """The model: tokens to hidden states, hidden states to logits."""
 
+    LAYER = Layer
+
     def __init__(
         self,
         shape: Shape,
@@ -93,19 +96,19 @@ class Decoder:
         self.shape = shape
         self.ranks = ranks
         self.steady = exact is Exact.STEADY
-        root = next((root for root in ROOTS if source.has(root + TABLE)), ROOTS[0])
+        self.kept: Taps | None = None  # for a draft model that goes by what this one makes of tokens
+        root = self._root(source)
         load = Loader(source, shape, ranks, root, exact)
-        self.embedding = load.table(root + TABLE)
+        self.embedding = self._table(load)
         self.layers = [
-            Layer(index, shape, Loader(source, shape, ranks, f"{root}layers.{index}.", exact, changes))
+            self.LAYER(index, shape, Loader(source, shape, ranks, f"{root}layers.{index}.", exact, changes))
             for index in range(shape.layers)
         ]
         for change in changes:
             change.check()
         self.adapters = tuple(change.name for change in changes)
         self.norm = load.gains("norm", shape.hidden)
-        head = next((name for name in OUTPUTS if source.has(name)), OUTPUTS[0])
-        self.head = Weight(self._tied(load, head) if shape.tied else load.table(head), exact=exact)
+        self.head = self._output(load)
         size, turned, dtype = shape.turning_size(0), shape.rotary_size, self.embedding.dtype
         of = partial(table_of, positions=shape.max_positions, dtype=dtype, device=device, turned=turned)
         self.rotary = of(shape.rope, size)
@@ -117,22 +120,41 @@ class Decoder:
 
     def __call__(self, step: Step, cache: Cache) -> Tensor:
         """Computes the step's tokens, writes their keys and values, and returns the wanted rows' states: [rows, hidden]."""
-        chosen = choose(step.adapters, len(self.adapters)) if step.adapters is not None else None
-        stream = self._stream(self.embed(step.tokens), chosen)
-        rotary = self.rotary.index_select(0, step.positions)
-        local = self.local_rotary.index_select(0, step.positions) if self.local_rotary is not None else rotary
+        stream = self._begin(step, cache)
+        turnings, seen, last = self._turnings(step), list[Tensor](), self.layers[-1]
         growth = self.growth.index_select(0, step.positions) if self.growth is not None else None
-        still = self.unturned.expand_as(rotary).contiguous() if self.unturned is not None else rotary
         for layer in self.layers:
-            turning = still if layer.index in self.shape.unturned else local if layer.window else rotary
-            attended = layer.attend(stream, step, turning, growth, cache)
-            if layer is self.layers[-1]:  # whose keys and values are written: nothing more is wanted of other rows
+            if self.kept and layer.index in self.kept.layers:
+                seen.append(stream.normalized(None).clone())
+            attended = layer.attend(stream, step, turnings[layer.index], growth, cache)
+            if layer is last and self.kept and seen:
+                self.kept.keep(torch.cat(seen, 1), step, cache)
+            if layer is last and not (self.kept and self.kept.last):
+                # Its keys and values are written: nothing more is wanted of other rows.
                 stream.select(step.rows)
                 attended = attended.index_select(0, step.rows)
                 if not len(attended):
                     return attended.new_empty(0, self.shape.hidden)
             layer.transform(attended, stream)
+        found = self._outcome(stream)
+        if self.kept and self.kept.last:
+            self.kept.keep(found, step, cache)
+            return found.index_select(0, step.rows)
+        return found
+
+    def _begin(self, step: Step, cache: Cache) -> Stream:
+        chosen = choose(step.adapters, len(self.adapters)) if step.adapters is not None else None
+        return self._stream(self.embed(step.tokens), chosen)
+
+    def _outcome(self, stream: Stream) -> Tensor:
         return stream.normalized(self.norm)
+
+    def _turnings(self, step: Step) -> list[Tensor]:
+        """Cosines and sines of the step's tokens, for each layer."""
+        rotary = self.rotary.index_select(0, step.positions)
+        local = self.local_rotary.index_select(0, step.positions) if self.local_rotary is not None else rotary
+        still = self.unturned.expand_as(rotary).contiguous() if self.unturned is not None else rotary
+        return [still if layer.index in self.shape.unturned else local if layer.window else rotary for layer in self.layers]
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[tokens, hidden]."""
@@ -150,14 +172,24 @@ class Decoder:
     def _stream(self, sums: Tensor, chosen: Chosen | None = None) -> Stream:
         return Stream(sums, self.ranks, self.shape.norm_epsilon, self.shape.gelu, chosen)
 
-    def _tied(self, load: Loader, head: str) -> Tensor:
-        """The embedding table. Raises Unsupported if the checkpoint has another output matrix all the same."""
-        if load.source.has(head) and not load.table(head).equal(self.embedding):
+    def _root(self, source: Source) -> str:
+        return root_of(source)
+
+    def _table(self, load: Loader) -> Tensor:
+        """The embedding table."""
+        return load.table(load.prefix + TABLE)
+
+    def _output(self, load: Loader) -> Weight:
+        """The output matrix. Raises Unsupported if it is to be the embedding table, and the checkpoint has another all the same."""
+        name = next((name for name in OUTPUTS if load.source.has(name)), OUTPUTS[0])
+        if not self.shape.tied:
+            return Weight(load.table(name), exact=load.exact)
+        if load.source.has(name) and not load.table(name).equal(self.embedding):
             raise Unsupported(
-                f"config.json says tie_word_embeddings, and there is a {head} that differs from {load.prefix}{TABLE}: "
+                f"config.json says tie_word_embeddings, and there is a {name} that differs from {load.prefix}{TABLE}: "
                 "say false there if it is the model's own, or leave the tensor out"
             )
-        return self.embedding
+        return Weight(self.embedding, exact=load.exact)
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """hidden: [rows, hidden]; on rank 0 [rows, vocabulary] in float32, elsewhere None."""
@@ -177,12 +209,18 @@ class Decoder:
             for count in (1, rows):
                 x, out = (self.embedding.new_zeros(count, size) for size in reversed(shape))
                 additions.add(x, out, choose(torch.zeros(count, dtype=torch.int64, device=x.device), len(self.adapters)))
-        layer, row = self.layers[0], self.embedding.new_zeros(1, self.shape.hidden)
-        if self.head.streams(row):  # all that few rows of a layer go by besides attention, and logits
-            stream = self._stream(row)
-            stream.through(layer.input_norm, layer.attention.inward)
+        if self.head.streams(self.embedding.new_zeros(1, self.shape.hidden)):
+            # All that few rows of a layer go by besides attention, and logits.
+            layer = self.layers[0]
+            stream = self._warm(layer)
             layer.transform(self.embedding.new_zeros(1, layer.attention.output.shape[1]), stream)
             self.head(stream.normalized(self.norm))
+
+    def _warm(self, layer: Layer) -> Stream:
+        """Of one row, which has gone by what is before attention."""
+        stream = self._stream(self.embedding.new_zeros(1, self.shape.hidden))
+        stream.through(layer.input_norm, layer.attention.inward)
+        return stream
 
     @property
     def weight_bytes(self) -> int:
@@ -192,8 +230,15 @@ class Decoder:
 
     def _weights(self) -> Iterator[Weight | Tensor]:
         parts = (self, *self.layers, *(part for layer in self.layers for part in layer.attention.parts))
-        found = [value for part in parts for value in vars(part).values() if isinstance(value, (Weight, Tensor))]
+        held = [value for part in parts for value in vars(part).values()]
+        held += [own for value in held if isinstance(value, list) for own in value]
+        found = [value for value in held if isinstance(value, (Weight, Tensor))]
         for value in (*found, *(weight for layer in self.layers for weight in layer.mlp.weights())):
             yield value
             if isinstance(value, Weight) and value.additions is not None:
                 yield from value.additions.weights
+
+
+def root_of(source: Source) -> str:
+    """What names of its tensors begin with."""
+    return next((root for root in ROOTS if source.has(root + TABLE)), ROOTS[0])

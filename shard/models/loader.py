@@ -88,7 +88,7 @@ class Loader:
         if gated:
             sizes = [2 * sizes[0], *sizes[1:]]
         where = names, sizes, joint, whole
-        found, added = self.outwards(*where), self.biases(*where) if bias else None
+        found, added = self.outwards(*where, self.shape.attention_inputs), self.biases(*where) if bias else None
         pairs = self._added_outwards(*where)
         if self.shape.order or gated:
             own = [self._own(size, whole)[1] for size in sizes]
@@ -113,10 +113,12 @@ class Loader:
             added = self._scaled(self.source.tensor(f"{self.prefix}{name}.bias", (self.shape.hidden,)))
         return self.laid_out(self.inwards(name, size), added, self._added_inwards(name, size))
 
-    def outwards(self, names: Sequence[str], sizes: Sequence[int], joint: str = "", whole: int = 1) -> Tensor | Codes:
-        """What leads away from the residual stream: as `columns`; whole: see `_own`."""
-        places, hidden = self._places(names, sizes, joint, whole), self.shape.hidden
-        return self.joined([self._matrix(name, (full, hidden), cut) for name, full, cut in places])
+    def outwards(
+        self, names: Sequence[str], sizes: Sequence[int], joint: str = "", whole: int = 1, inputs: int = 0
+    ) -> Tensor | Codes:
+        """What leads away from the residual stream: as `columns`; whole: see `_own`; inputs: if they are not the stream's."""
+        places, inputs = self._places(names, sizes, joint, whole), inputs or self.shape.hidden
+        return self.joined([self._matrix(name, (full, inputs), cut) for name, full, cut in places])
 
     def unrounded(self, names: Sequence[str], sizes: Sequence[int]) -> Tensor:
         """As `outwards`, with all bits that the checkpoint has, of so few outputs that rounding them would save nothing."""

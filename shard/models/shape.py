@@ -185,6 +185,20 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Features:
+    """What a draft model that is made for one other model goes by, beside tokens: what that made of the token before each."""
+
+    layers: tuple[int, ...]  # of that model: what enters these, side by side; (): what its last norm gives
+    widened: bool  # attention sees a token and what was made of the one before it side by side; else a matrix makes one of both
+    normalized: bool = False  # what attention sees of the latter is also what the stream begins with, instead of what its norm sees
+    table: bool = True  # it has an output matrix of its own
+
+    def elements(self, hidden: int) -> int:
+        """Of the matrix that makes one of several, and of norms before it."""
+        return len(self.layers) * hidden**2 + hidden if self.widened else 2 * hidden**2 + 2 * hidden
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Keys:
     """The key heads of a layer."""
 
@@ -246,6 +260,7 @@ class Shape:
     rotary_neighbours: bool = False  # of them the checkpoint has those side by side that turn together, not half of them apart
     gelu: bool = False  # of the MLP's gates, approximated by tanh, instead of silu
     quantization: Quantization | None = None
+    features: Features | None = None  # of another model, for which this one guesses, and whose embedding table it takes
 
     def check_ranks(self, ranks: int) -> None:
         """Raises Unsupported unless the model can be divided into `ranks` equal slices."""
@@ -328,6 +343,16 @@ class Shape:
         return sum(prod(self.slot(ranks, self.windows[layer])) for layer in self.attending)
 
     @property
+    def feature_elements(self) -> int:
+        """Elements that are kept of a token beside that, of what another model made of it."""
+        return self.hidden if self.features else 0
+
+    @property
+    def attention_inputs(self) -> int:
+        """Features that queries, keys and values are made of."""
+        return 2 * self.hidden if self.features and self.features.widened else self.hidden
+
+    @property
     def attending(self) -> list[int]:
         """Layers whose keys are cached."""
         return [layer for layer in range(self.layers) if self.linear is None or layer not in self.linear.layers]
@@ -391,6 +416,9 @@ class Shape:
         norms = self.layers * sum(map(bool, self.norms)) * self.hidden * (1 + self.norm_bias)
         last = self.hidden * (1 + self.norm_bias)
         held = tables or (1 if self.tied else 2)
+        if self.features:
+            held = int(self.features.table)
+            norms += self.features.elements(self.hidden)
         attention = sum(count * self._attention(ranks, window) for window, count in self._alike.items())
         if self.linear:
             own = sum(outputs * inputs for outputs, _, inputs in self.linear.matrices(ranks, self.hidden))
@@ -416,7 +444,8 @@ class Shape:
         if latent is None:
             keys = self.keys(window)
             qkv = ((1 + self.attention_gates) * heads + (1 + keys.values) * keys.own(ranks)) * keys.size
-            return [(qkv, hidden, hidden), (hidden, self.heads * keys.size, heads * keys.size)]
+            inputs = self.attention_inputs
+            return [(qkv, inputs, inputs), (hidden, self.heads * keys.size, heads * keys.size)]
         asked, back = heads * (latent.plain + latent.turned), (hidden, self.heads * latent.values, heads * latent.values)
         if not latent.queries:
             return [(asked + self.head_size, hidden, hidden), back]

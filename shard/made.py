@@ -1,0 +1,55 @@
+"""What a draft model made of the drafts of a step, for drafts on top of those: see `drafter`."""
+
+from collections.abc import Sequence as Listing
+
+import torch
+from torch import Tensor
+
+from ..kernels.transfer import to_device
+from .decoding.growth import Frontier
+from .decoding.tree import ROOT
+from .step import Span
+
+
+class Made:
+    """Of all nodes of a step, and of the tokens that they are on top of."""
+
+    def __init__(self, features: Tensor, page_size: int) -> None:
+        """features: [slots, features], the target's, where a token's are those of the one before it."""
+        self._features = features
+        self._page_size = page_size
+        self._found: Tensor | None = None  # [nodes so far, features]
+        self._rows: dict[tuple[int, int], int] = {}  # of these, by sequence and node
+
+    def put(self, wanted: Listing[Frontier], spans: Listing[Span]) -> None:
+        """Gives the nodes that are computed next the features of their parents."""
+        if wanted[0].nodes[0] == ROOT:  # then it is of all
+            return
+        size, pairs = self._page_size, list[tuple[int, int]]()
+        for one, span in zip(wanted, spans, strict=True):
+            pages = span.sequence.pages
+            for place, node in enumerate(one.nodes if span.parents is None else with_ancestors(one), span.start):
+                row = self._rows[id(one.sequence), one.parents[node]]
+                pairs.append((pages[place // size] * size + place % size, row))
+        slots, rows = to_device(torch.tensor(pairs).t().contiguous(), self._features.device).unbind()
+        assert self._found is not None
+        self._features.index_copy_(0, slots, self._found.index_select(0, rows))
+
+    def keep(self, wanted: Listing[Frontier], hidden: Tensor) -> None:
+        """hidden: of the wanted nodes, [nodes, features], good until the next call of the model."""
+        if wanted[0].nodes[0] == ROOT:
+            self._found, self._rows = None, {}
+        first = len(self._rows)
+        keys = [(id(one.sequence), node) for one in wanted for node in one.nodes]
+        self._rows |= {key: row for row, key in enumerate(keys, first)}
+        self._found = hidden.clone() if self._found is None else torch.cat((self._found, hidden))
+
+
+def with_ancestors(one: Frontier) -> list[int]:
+    """The nodes that are wanted, and all above them, in the order in which they came."""
+    found: set[int] = set()
+    for node in one.nodes:
+        while node != ROOT and node not in found:
+            found.add(node)
+            node = one.parents[node]
+    return sorted(found)

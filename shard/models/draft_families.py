@@ -1,0 +1,111 @@
+"""Draft models: of their own, or made for one model, by what that makes of tokens. Imports no torch: the launcher plans with it."""
+
+from dataclasses import replace
+from typing import Any
+
+from .dense_families import llama
+from .families import shape
+from .fields import AGAIN, Config, check, shown
+from .shape import Features, Shape, Unsupported
+
+EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
+LAYERS = "eagle_aux_hidden_state_layer_ids"
+MOST_LAYERS = 16
+ELSE = "take a draft model that was made for this one, or a small model of the same family"
+
+
+def draft_shape(config: Config, target: Shape, own: bool = False) -> Shape:
+    """Of the draft model that `config` (a parsed config.json) describes, to guess for `target`. own: it is that model's own, whose
+    layer for predicting several tokens guesses. Raises Unsupported."""
+    if own:
+        return _next(config, target)
+    return _eagle3(_flat(config), target) if is_head(config) else shape(config)
+
+
+def is_head(config: Config) -> bool:
+    """Whether it is EAGLE's, made for one model, whose tokens it has."""
+    names = config.get("architectures")
+    return isinstance(names, list) and any(name in EAGLE3 for name in names)
+
+
+def _next(config: Config, target: Shape) -> Shape:
+    """As DeepSeek V3 has it. There may be more than one such layer; the first guesses all tokens."""
+    count = config.get("num_nextn_predict_layers") or 0
+    if type(count) is not int or count < 1:
+        raise Unsupported(
+            f"config.json says num_nextn_predict_layers {shown(config.get('num_nextn_predict_layers'))}: the model has no layer "
+            "for predicting several tokens that is known here; leave draft=mtp out, or take a draft model"
+        )
+    if target.linear is not None:
+        raise Unsupported("guesses are not there for models with linear attention: leave --speculate out")
+    return replace(
+        target,
+        architecture=f"{target.architecture}'s layer for predicting several tokens",
+        layers=1,
+        windows=target.windows[-1:],
+        mixtures=target.mixtures[-1:],
+        unturned=frozenset({0} if target.layers - 1 in target.unturned else ()),
+        layer_factors=False,
+        tied=False,
+        features=Features(layers=(), widened=False),
+    )
+
+
+def _flat(config: Config) -> Config:
+    """As EAGLE's authors write it. The library `speculators` has the layer's fields in an object of their own."""
+    inner = config.get("transformer_layer_config")
+    if inner is None:
+        return config
+    if not isinstance(inner, dict):
+        raise Unsupported(f"config.json says transformer_layer_config {shown(inner)}, an object is needed: {AGAIN}")
+    own = {name: value for name, value in config.items() if value is not None}
+    return {"norm_before_residual": True, **inner, **own, "model_type": inner.get("model_type")}
+
+
+def _eagle3(config: Config, target: Shape) -> Shape:
+    """EAGLE-3 (Li et al. 2025, arXiv:2503.01840), as vLLM, SGLang and SpecForge read it."""
+    try:
+        check(config, "Llama", ["llama"])
+        config = config | {"draft_vocab_size": config.get("draft_vocab_size") or config["vocab_size"]}
+        base = llama(config)
+    except KeyError as error:
+        raise Unsupported(f"config.json of an EAGLE-3 head lacks {error}: is it complete?") from None
+    for name, own, wanted in (
+        ("hidden_size", base.hidden, target.hidden),
+        ("target_hidden_size", config.get("target_hidden_size") or base.hidden, target.hidden),
+        ("vocab_size", base.vocabulary, target.vocabulary),
+        ("num_hidden_layers", base.layers, 1),
+    ):
+        if own != wanted:
+            raise Unsupported(f"config.json of the EAGLE-3 head says {name} {own}, and for this model it must be {wanted}: {ELSE}")
+    if target.linear is not None:
+        raise Unsupported("EAGLE-3 is not there for models with linear attention: leave --speculate out")
+    most = config["draft_vocab_size"]
+    if type(most) is not int or not 0 < most <= base.vocabulary:
+        raise Unsupported(f"config.json says draft_vocab_size {shown(most)}, an integer from 1 to vocab_size is needed: {AGAIN}")
+    layers, first = _layers(config, target.layers), config.get("norm_before_residual", False) is True
+    return replace(
+        base,
+        architecture=f"EAGLE-3 for {target.architecture}",
+        vocabulary=most,
+        # Its own number is what it was trained on, which is often less. Behind that its guesses may be worse.
+        max_positions=target.max_positions,
+        norms=("input_layernorm", "", "post_attention_layernorm", ""),
+        features=Features(layers=layers, widened=True, normalized=first),
+    )
+
+
+def _layers(config: Config, count: int) -> tuple[int, ...]:
+    """What enters these it goes by, of so many."""
+    own: Any = config.get("eagle_config")
+    found = (own.get(LAYERS) if isinstance(own, dict) else None) or config.get(LAYERS) or [2, count // 2, count - 3]
+    if (
+        not isinstance(found, list)
+        or not all(type(layer) is int and 0 <= layer < count for layer in found)
+        or not 0 < len(found) == len(set(found)) <= MOST_LAYERS
+    ):
+        raise Unsupported(
+            f"config.json says {LAYERS} {shown(found)} (nothing means 2, half of all and all but 3), and numbers of different "
+            f"layers from 0 to {count - 1} are needed: {ELSE}"
+        )
+    return tuple(sorted(found))

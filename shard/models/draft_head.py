@@ -1,0 +1,222 @@
+"""Draft models that are made for one other model: they go by tokens, and by what that model made of the token before each.
+
+EAGLE-3 (Li et al. 2025, arXiv:2503.01840) has its own layer and output matrix. Layers for predicting several tokens (DeepSeek-AI
+2024, arXiv:2412.19437) come with the model. Both begin with the features of the token before, which they read where the target's
+`Taps` have put them. Where more tokens are guessed, what comes out for a token stands for its own features, which the target has
+not computed yet.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...kernels.linear import Exact, Weight
+from ...kernels.operations import rms_norm
+from ..cache import Cache
+from ..parallel import Ranks
+from ..step import Step
+from ..weights import Source
+from .decoder import OUTPUTS, ROOTS, TABLE, Decoder, Layer, root_of
+from .heads import Heads
+from .loader import Loader
+from .shape import Shape, Unsupported
+from .stream import Stream
+from .taps import Taps
+
+INTEGERS = ("I64", "I32")
+
+
+class Renamed:
+    """A checkpoint whose tensors have other names than a decoder's."""
+
+    def __init__(self, source: Source, names: Sequence[tuple[str, str]]) -> None:
+        """names: what ours begin with, and theirs instead; the first that fits."""
+        self.dtype = source.dtype
+        self.device = source.device
+        self.progress = source.progress
+        self._source = source
+        self._names = names
+
+    def tensor(
+        self, name: str, shape: tuple[int, ...], cut: tuple[int, int, int] | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """See Source."""
+        return self._source.tensor(self._name(name), shape, cut, dtype)
+
+    def stored(self, name: str, kinds: tuple[str, ...]) -> Tensor:
+        """See Source."""
+        return self._source.stored(self._name(name), kinds)
+
+    def has(self, name: str, shape: tuple[int, ...] | None = None) -> bool:
+        """See Source."""
+        return self._source.has(self._name(name), shape)
+
+    def scale(self, name: str, size: int) -> Tensor | None:
+        """See Source."""
+        return self._source.scale(self._name(name), size)
+
+    def _name(self, name: str) -> str:
+        for ours, theirs in self._names:
+            if name.startswith(ours):
+                return theirs + name.removeprefix(ours)
+        return name
+
+
+class Paired(Stream):
+    """The stream of some tokens, which begins with the features of those before."""
+
+    both: Tensor  # [tokens, 2 * hidden]: tokens and features, each behind a norm
+
+
+class Widened(Layer):
+    """A layer whose attention sees tokens and features side by side."""
+
+    def __init__(self, index: int, shape: Shape, load: Loader) -> None:
+        super().__init__(index, shape, load)
+        self.feature_norm = load.gains("hidden_norm", shape.hidden)
+
+    def attend(self, stream: Stream, step: Step, rotary: Tensor, growth: Tensor | None, cache: Cache) -> Tensor:
+        """See Layer."""
+        assert isinstance(stream, Paired)
+        assert isinstance(self.attention, Heads)
+        seen = Stream(stream.both, self.ranks, self.shape.norm_epsilon)
+        return self.attention(seen, None, step, rotary, growth, cache.layers[self.index])
+
+
+class DraftHead(Decoder):
+    """What comes out of it for a token is what stands for its features: `logits` has the last norm. It takes the target's tables
+    where it has none of its own."""
+
+    def __init__(self, shape: Shape, source: Source, target: Decoder, whole: Source) -> None:
+        """source: of its own weights, by a decoder's names; whole: the target's, of whose tables several ranks have parts."""
+        assert shape.features is not None
+        self.features = shape.features
+        self.known: Tensor | None = None  # the target's number of each token that it can guess, [tokens]; None: the same
+        self._target = target
+        self._whole = whole
+        # Guesses may round as they like.
+        super().__init__(shape, source, Ranks(0, 1, source.device), source.device, exact=Exact.GUESS)
+
+    @property
+    def taps(self) -> Taps:
+        """What the target is to keep for it."""
+        raise NotImplementedError
+
+    def _root(self, source: Source) -> str:
+        return ROOTS[0]
+
+    def _table(self, load: Loader) -> Tensor:
+        name, size = load.prefix + TABLE, self._target.shape.vocabulary
+        return self._own(load.source, name, size, [root_of(self._whole) + TABLE], self._target.embedding)
+
+    def _own(self, source: Source, name: str, rows: int, names: Sequence[str], target: Tensor) -> Tensor:
+        """A table: its own, or what the target calls one of these."""
+        shared = target if self._target.ranks.size == 1 else None
+        if source.has(name):
+            found = source.tensor(name, (rows, self.shape.hidden))
+            return shared if shared is not None and found.equal(shared) else found
+        if shared is not None:
+            return shared
+        return self._whole.tensor(next(filter(self._whole.has, names), names[0]), (rows, self.shape.hidden))
+
+    def _begin(self, step: Step, cache: Cache) -> Stream:
+        assert cache.features is not None
+        return self._joined(self.embed(step.tokens), cache.features.index_select(0, step.slots.clamp(min=0)))
+
+    def _joined(self, embedded: Tensor, features: Tensor) -> Stream:
+        """[tokens, hidden] each, of a token and of the one before it."""
+        raise NotImplementedError
+
+    def _outcome(self, stream: Stream) -> Tensor:
+        return stream.normalized(None)
+
+    def logits(self, hidden: Tensor) -> Tensor | None:
+        """As of the target's vocabulary, [rows, that]; -inf for what it can't guess."""
+        found = super().logits(self._stream(hidden.clone()).normalized(self.norm))
+        if found is None or self.known is None:
+            return found
+        whole = found.new_full((len(found), self._target.shape.vocabulary), -torch.inf)
+        return whole.index_copy_(1, self.known, found)
+
+
+class Eagle3(DraftHead):
+    """Of one layer, whose attention sees both side by side."""
+
+    LAYER = Widened
+
+    def __init__(self, shape: Shape, source: Source, target: Decoder, whole: Source) -> None:
+        layer = "layers.0." if source.has("layers.0.hidden_norm.weight") else "midlayer."  # as speculators says, and EAGLE
+        super().__init__(shape, Renamed(source, [("model.layers.0.", layer), ("model.", "")]), target, whole)
+        inputs = len(self.features.layers) * shape.hidden
+        self.fuse = Weight(source.tensor("fc.weight", (shape.hidden, inputs)), exact=Exact.GUESS)
+        if source.has("d2t"):
+            self.known = self._known(source)
+
+    @property
+    def taps(self) -> Taps:
+        """See DraftHead."""
+        return Taps(self.features.layers, self.fuse)
+
+    def _output(self, load: Loader) -> Weight:
+        return Weight(load.table(OUTPUTS[0]), exact=load.exact)
+
+    def _known(self, source: Source) -> Tensor:
+        count, most = self.shape.vocabulary, self._target.shape.vocabulary
+        further = source.stored("d2t", INTEGERS).long()
+        found = further + torch.arange(count, device=source.device) if further.shape == (count,) else further[:0]
+        if not len(found) or not bool(((found >= 0) & (found < most)).all()) or len(set(found.tolist())) < count:
+            raise Unsupported(f"tensor d2t does not lead {count} tokens to as many of {most}: it belongs to another model")
+        return found
+
+    def _joined(self, embedded: Tensor, features: Tensor) -> Stream:
+        layer, epsilon = self.layers[0], self.shape.norm_epsilon
+        assert isinstance(layer, Widened)
+        assert layer.input_norm is not None
+        found = rms_norm(features, layer.feature_norm, epsilon)
+        stream = Paired(found if self.features.normalized else features, self.ranks, epsilon)
+        stream.both = torch.cat((rms_norm(embedded, layer.input_norm, epsilon), found), 1)
+        return stream
+
+    def _warm(self, layer: Layer) -> Stream:
+        row = self.embedding.new_zeros(1, self.shape.hidden)
+        stream = self._joined(row, row.clone())
+        assert isinstance(stream, Paired)
+        Stream(stream.both, self.ranks, self.shape.norm_epsilon).through(None, layer.attention.inward)
+        return stream
+
+
+class NextTokens(DraftHead):
+    """The target's own layer for predicting several tokens, behind its last one, of the target's kind."""
+
+    def __init__(self, shape: Shape, target: Decoder, whole: Source) -> None:
+        layer = f"{root_of(whole)}layers.{target.shape.layers}."
+        own = [("layers.0.", ""), ("norm.", "shared_head.norm."), (TABLE, TABLE)]
+        names = [(ROOTS[0] + ours, layer + theirs) for ours, theirs in own] + [("lm_head.", f"{layer}shared_head.head.")]
+        source = Renamed(whole, names)
+        super().__init__(shape, source, target, whole)
+        load = Loader(source, shape, self.ranks, f"{ROOTS[0]}layers.0.", Exact.GUESS)
+        self.token_norm = load.gains("enorm", shape.hidden)
+        self.feature_norm = load.gains("hnorm", shape.hidden)
+        self.join = load.laid_out(load.matrix("eh_proj", shape.hidden, 2 * shape.hidden, whole=True), None)
+
+    @property
+    def taps(self) -> Taps:
+        """See DraftHead."""
+        return Taps(())
+
+    def _output(self, load: Loader) -> Weight:
+        if self._target.ranks.size == 1 and not load.source.has(OUTPUTS[0]):
+            return self._target.head
+        names = [root_of(self._whole) + TABLE] if self._target.shape.tied else OUTPUTS
+        return Weight(self._own(load.source, OUTPUTS[0], self.shape.vocabulary, names, self._target.embedding), exact=load.exact)
+
+    def _joined(self, embedded: Tensor, features: Tensor) -> Stream:
+        norms = (embedded, self.token_norm), (features, self.feature_norm)
+        return self._stream(self.join(torch.cat([self._stream(x).normalized(gains) for x, gains in norms], 1)))
+
+    def _warm(self, layer: Layer) -> Stream:
+        row = self.embedding.new_zeros(1, self.shape.hidden)
+        stream = self._joined(row, row.clone())
+        stream.through(layer.input_norm, layer.attention.inward)
+        return stream

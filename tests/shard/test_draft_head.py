@@ -1,0 +1,268 @@
+"""EAGLE-3: heads that guess by what their target makes of tokens, against a computation of their own from the beginning."""
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from penstock.shard.config import ShardConfig
+from penstock.shard.decoding.growth import Frontier
+from penstock.shard.engine import Engine
+from penstock.shard.loading import load
+from penstock.tests.shard import tiny
+from penstock.tests.shard.driver import UNLIMITED, Habits, drive
+from penstock.tests.shard.test_drafter import all_of, free
+from penstock.tests.shard.test_oracle import at_rest
+from penstock.tests.shard.test_sharing import room
+from penstock.tests.shard.test_speculation import asked, expected
+
+KNOWN = 100  # tokens that the head can guess
+LAYERS = [0, 1]
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "vocab_size": tiny.VOCABULARY,
+    "draft_vocab_size": KNOWN,
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rope_theta": 500.0,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 48,  # fewer than are used
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": LAYERS},
+}
+SHAPES = {
+    "fc.weight": (64, 128),
+    "midlayer.input_layernorm.weight": (64,),
+    "midlayer.hidden_norm.weight": (64,),
+    "midlayer.post_attention_layernorm.weight": (64,),
+    "midlayer.self_attn.q_proj.weight": (64, 128),
+    "midlayer.self_attn.k_proj.weight": (32, 128),
+    "midlayer.self_attn.v_proj.weight": (32, 128),
+    "midlayer.self_attn.o_proj.weight": (64, 64),
+    "midlayer.mlp.gate_proj.weight": (80, 64),
+    "midlayer.mlp.up_proj.weight": (80, 64),
+    "midlayer.mlp.down_proj.weight": (64, 80),
+    "norm.weight": (64,),
+    "lm_head.weight": (KNOWN, 64),
+}
+
+
+def weights() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    found = {name: torch.randn(size, generator=generator) * 0.3 + ("norm" in name) for name, size in SHAPES.items()}
+    targets = torch.randperm(tiny.VOCABULARY, generator=generator)[:KNOWN].sort().values
+    return found | {"d2t": targets - torch.arange(KNOWN), "t2d": torch.isin(torch.arange(tiny.VOCABULARY), targets)}
+
+
+def written(folder: Path, config: dict[str, Any] = CONFIG, tensors: dict[str, Tensor] | None = None) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    safetensors.torch.save_file(tensors or weights(), folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("eagle") / "head")
+
+
+def engine(
+    folder: Path, said: str, page_size: int = 16, pages: int = 2000, prefix_caching: bool = True, name: str = "llama"
+) -> Engine:
+    asked = f"draft={folder},{said}"
+    config = ShardConfig(folder=str(tiny.folder(name)), model=name, speculate=asked, prefix_caching=prefix_caching)
+    found = load(config, lambda stage: None)
+    found.resize(pages, page_size)
+    return found
+
+
+class Oracle:
+    """Logits after a text and drafts, of a head as its authors have it: pair i is of token i + 1 and the features of token i."""
+
+    def __init__(self, name: str, normalized: bool = False) -> None:
+        self.name = name
+        self.normalized = normalized
+        self.own = weights()
+        self.features = functools.cache(self._features)
+
+    def __call__(self, text: Sequence[int], drafts: Sequence[int]) -> Tensor:
+        tokens, features = [*text, *drafts], self.features(tuple(text))[: len(text) - 1]
+        hidden = self._hidden(tokens[1 : len(text)], features)
+        for _ in drafts:
+            features = torch.cat((features, hidden[-1:]))
+            hidden = self._hidden(tokens[1 : len(features) + 1], features)
+        return self._logits(hidden[-1])
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        whole = torch.full((tiny.VOCABULARY,), -torch.inf)
+        whole[self.own["d2t"] + torch.arange(KNOWN)] = self.own["lm_head.weight"] @ self._norm(hidden, "norm")
+        return whole
+
+    @torch.inference_mode()
+    def _features(self, text: tuple[int, ...]) -> Tensor:
+        states = tiny.reference(self.name)(torch.tensor([text]), output_hidden_states=True).hidden_states
+        return torch.cat([states[layer][0] for layer in LAYERS], 1) @ self.own["fc.weight"].t()
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        return functional.rms_norm(x, (64,), self.own[f"{name}.weight"], 1e-5)
+
+    def _linear(self, x: Tensor, name: str) -> Tensor:
+        return x @ self.own[f"midlayer.{name}_proj.weight"].t()
+
+    def _hidden(self, tokens: Sequence[int], features: Tensor) -> Tensor:
+        embedded = tiny.reference(self.name).get_input_embeddings().weight.detach()[list(tokens)]
+        seen = self._norm(features, "midlayer.hidden_norm")
+        both = torch.cat((self._norm(embedded, "midlayer.input_layernorm"), seen), 1)
+        query, key, value = (self._linear(both, f"self_attn.{name}").view(len(both), -1, 16).transpose(0, 1) for name in "qkv")
+        found = functional.scaled_dot_product_attention(turned(query), turned(key), value, is_causal=True, enable_gqa=True)
+        hidden = (seen if self.normalized else features) + self._linear(found.transpose(0, 1).flatten(1), "self_attn.o")
+        x = self._norm(hidden, "midlayer.post_attention_layernorm")
+        return hidden + self._linear(functional.silu(self._linear(x, "mlp.gate")) * self._linear(x, "mlp.up"), "mlp.down")
+
+
+def turned(x: Tensor) -> Tensor:
+    """[heads, positions, 16]."""
+    angles = torch.arange(x.shape[1]).unsqueeze(1) * 500.0 ** (-torch.arange(8) / 8)
+    cosines, sines = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
+    return x * cosines + torch.cat((-x[..., 8:], x[..., :8]), 2) * sines
+
+
+def watched(own: Engine, oracle: Callable[[Sequence[int], Sequence[int]], Tensor]) -> list[float]:
+    """How far its draft model's logits are from those of the oracle, of all nodes that are asked for from now on."""
+    drafter, off = own.guesses.drafter, list[float]()
+    assert drafter is not None
+    logits = drafter.logits
+
+    def seen(wanted: Sequence[Frontier]) -> Tensor:
+        found = logits(wanted)
+        nodes = [(one, node) for one in wanted for node in one.nodes]
+        for row, (one, node) in zip(found, nodes, strict=True):
+            path = list[int]()
+            while node >= 0:
+                path.insert(0, one.tokens[node])
+                node = one.parents[node]
+            truth = oracle(list(one.sequence.tokens), path)
+            assert row.isinf().equal(truth.isinf())
+            off.append((row - truth)[~truth.isinf()].abs().max().item())
+        return found
+
+    drafter.logits = seen  # type: ignore[method-assign]
+    return off
+
+
+@pytest.mark.parametrize(
+    ("said", "page_size", "chunk"),
+    [("tokens=4", 16, 7), ("tokens=3", 1, UNLIMITED), ("tree=3x2x1", 4, 7), ("nodes=12", 16, 9), ("nodes=12", 1, 5)],
+)
+def test_what_it_computes_is_what_its_authors_mean(head: Path, said: str, page_size: int, chunk: int) -> None:
+    """In chunks, after pauses, beside others. No token changes."""
+    groups = [group for group in asked(all_of(said)) if len(group.waiting) == 1]
+    own = free(engine(head, said, page_size, room(groups, page_size) + 300 // page_size, prefix_caching=False))
+    off = watched(own, Oracle("llama"))
+    world = drive(own, groups, Habits(chunk, pause=0.05), seed=page_size)
+    assert max(off) < 1e-3
+    assert len(off) > 100
+    assert world.tokens == {one: expected().tokens[one] for one in world.tokens}
+    assert world.pauses
+    assert world.drafted > 50
+    assert at_rest(own)
+
+
+@pytest.mark.parametrize(("page_size", "exact"), [(16, 0.95), (4, 0.9), (1, 0.5)])
+def test_a_page_that_is_shared_knows_one_token_of_its_first(head: Path, page_size: int, exact: float) -> None:
+    """That behind its last one. All else is exact, and tokens do not change."""
+    own = free(engine(head, "tree=2x2x1", page_size))
+    off = watched(own, Oracle("llama"))
+    world = drive(own, asked(10), Habits(7, pause=0.05), seed=3)
+    assert world.tokens == expected().tokens
+    assert world.finishes == expected().finishes
+    assert world.cached > 50
+    assert sum(value < 1e-3 for value in off) > exact * len(off)
+
+
+class NextOracle(Oracle):
+    """The same of a model's own layer for predicting several tokens, by transformers' layer of that kind."""
+
+    def __init__(self, name: str, own: dict[str, Tensor], larger: Any) -> None:
+        super().__init__(name)
+        self.own = own
+        self.larger = larger
+
+    @torch.inference_mode()
+    def _features(self, text: tuple[int, ...]) -> Tensor:
+        return tiny.reference(self.name)(torch.tensor([text]), output_hidden_states=True).hidden_states[-1][0]  # type: ignore[no-any-return]
+
+    @torch.inference_mode()
+    def _hidden(self, tokens: Sequence[int], features: Tensor) -> Tensor:
+        embedded = self.own.get("embed_tokens.weight", tiny.reference(self.name).get_input_embeddings().weight)[list(tokens)]
+        both = torch.cat((self._norm(embedded, "enorm"), self._norm(features, "hnorm")), 1).unsqueeze(0)
+        x, positions = both @ self.own["eh_proj.weight"].t(), torch.arange(len(tokens)).unsqueeze(0)
+        turning = self.larger.model.rotary_emb(x, positions)
+        return self.larger.model.layers[-1](x, attention_mask=None, position_embeddings=turning)[0]  # type: ignore[no-any-return]
+
+    @torch.inference_mode()
+    def _logits(self, hidden: Tensor) -> Tensor:
+        output = self.own.get("shared_head.head.weight", tiny.reference(self.name).get_output_embeddings().weight)
+        return self._norm(hidden, "shared_head.norm") @ output.t()
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        return functional.rms_norm(x, (64,), self.own[f"{name}.weight"], tiny.reference(self.name).config.rms_norm_eps)
+
+
+def predicting(name: str, folder: Path, tables: bool) -> NextOracle:
+    """Writes a model with such a layer, with tables of its own or without."""
+    config = tiny.reference(name).config
+    count = config.num_hidden_layers
+    fields = config.to_dict() | {"num_hidden_layers": count + 1}
+    larger = type(tiny.reference(name))(
+        type(config)(**{key: value for key, value in fields.items() if key != "layer_types"})
+    ).eval()
+    generator = torch.Generator().manual_seed(3)
+    for key, value in larger.state_dict().items():
+        value.normal_("norm" in key, 0.3, generator=generator)
+    prefix = f"model.layers.{count}."
+    layer = {key: value for key, value in larger.state_dict().items() if key.startswith(prefix)}
+    sizes = {"enorm": (64,), "hnorm": (64,), "eh_proj": (64, 128), "shared_head.norm": (64,)}
+    sizes |= {"shared_head.head": (tiny.VOCABULARY, 64), "embed_tokens": (tiny.VOCABULARY, 64)} if tables else {}
+    own = {f"{key}.weight": torch.randn(size, generator=generator) * 0.3 + ("norm" in key) for key, size in sizes.items()}
+    stored = safetensors.torch.load_file(tiny.folder(name) / "model.safetensors")
+    # As the checkpoint has experts, which transformers joins when it reads them.
+    larger.save_pretrained(folder / "larger")
+    layer = {
+        key: value for key, value in safetensors.torch.load_file(folder / "larger" / "model.safetensors").items() if prefix in key
+    }
+    whole = stored | layer | {prefix + key: value for key, value in own.items()}
+    fields = json.loads((tiny.folder(name) / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    written(folder, fields, {key: value.contiguous() for key, value in whole.items()})
+    return NextOracle(name, own, larger)
+
+
+@pytest.mark.parametrize(("name", "tables", "said"), [("deepseek-v3", True, "tokens=3"), ("glm4-moe", False, "tree=2x2x1")])
+def test_a_layer_for_predicting_several_tokens(name: str, tables: bool, said: str, tmp_path: Path) -> None:
+    oracle = predicting(name, tmp_path, tables)
+    groups = [group for group in asked(all_of(said)) if len(group.waiting) == 1][:8]
+    config = ShardConfig(folder=str(tmp_path), model=name, speculate=f"draft={tmp_path},{said}", prefix_caching=False)
+    own = free(load(config, lambda stage: None))
+    own.resize(500, 4)
+    off = watched(own, oracle)
+    world = drive(own, groups, Habits(7, pause=0.05), seed=3)
+    plain = drive(
+        tiny.engine(name, 16, 2000, prefix_caching=False),
+        [group for group in asked(0) if group.uid in {group.uid for group in groups}],
+        Habits(),
+    )
+    assert max(off) < 1e-3
+    assert len(off) > 50
+    assert world.tokens == plain.tokens
+    assert at_rest(own)
