@@ -45,7 +45,7 @@ def _convolved(own, stride, window, channels, i, first, channel, within, factors
     return _silu(total).to(own.dtype.element_ty).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["starts", "slots", "fresh"])
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["starts", "slots", "fresh", "sure"])
 def delta_kernel(
     out: tl.tensor,  # [tokens, heads, VALUE], dense
     mixed: tl.tensor,  # [tokens, channels]
@@ -57,6 +57,7 @@ def delta_kernel(
     starts: tl.tensor,  # [spans + 1]
     slots: tl.tensor,  # [spans]; 0: of padding, nothing is read or written there
     fresh: tl.tensor,
+    sure: tl.tensor,
     windows: tl.tensor,  # [slots, WIDTH - 1, channels], each slot dense
     memories: tl.tensor,  # [slots, heads, KEY, VALUE] float32, each slot dense
     tokens: tl.tensor,
@@ -91,6 +92,7 @@ def delta_kernel(
     window = windows + slot * windows_stride
     place = memories + slot * memories_stride + (head * KEY + deep[:, None]) * VALUE + feature[None, :]
     memory = tl.load(place, mask=(deep[:, None] < depth) & wanted[None, :], other=0.0)
+    last = tl.where(slot > 0, tl.load(sure + span) - 1, -1)  # token behind which the memory is kept
     for i in range((end - start).to(tl.int32)):
         token = start + i
         own = mixed + token * mixed_stride
@@ -107,20 +109,21 @@ def delta_kernel(
         memory += key[:, None] * change[None, :]
         found = tl.sum(memory * query[:, None], 0)
         tl.store(out + (token * heads + head) * VALUE + feature, found.to(out.dtype.element_ty), mask=wanted)
-    if slot > 0:
-        tl.store(place, memory, mask=within[:, None] & wanted[None, :])
+        if i == last:
+            tl.store(place, memory, mask=within[:, None] & wanted[None, :])
     if span == tl.num_programs(0) - 1:
         for i in range((tokens - end).to(tl.int32)):
             nothing = tl.zeros([BLOCK], out.dtype.element_ty)
             tl.store(out + ((end + i) * heads + head) * VALUE + feature, nothing, mask=wanted)
 
 
-@triton.jit(do_not_specialize_on_alignment=["starts", "slots", "fresh"])
+@triton.jit(do_not_specialize_on_alignment=["starts", "slots", "fresh", "sure"])
 def window_kernel(
     mixed: tl.tensor,  # [tokens, channels]
     starts: tl.tensor,  # as above
     slots: tl.tensor,
     fresh: tl.tensor,
+    sure: tl.tensor,
     windows: tl.tensor,
     channels: tl.tensor,
     mixed_stride: tl.tensor,
@@ -131,7 +134,8 @@ def window_kernel(
 ) -> None:
     """One program: BLOCK channels of a span's window, when all that read it are done."""
     span = tl.program_id(0)
-    start, end, slot = tl.load(starts + span), tl.load(starts + span + 1), tl.load(slots + span)
+    start, slot = tl.load(starts + span), tl.load(slots + span)
+    end = start + tl.load(sure + span)
     if slot > 0:
         first = start - tl.where(tl.load(fresh + span) == 0, WIDTH - 1, 0)
         channel = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
@@ -155,6 +159,7 @@ def gated_delta(
     starts: Tensor,
     slots: Tensor,
     fresh: Tensor,
+    sure: Tensor,
     windows: Tensor,
     memories: Tensor,
     epsilon: float,
@@ -182,6 +187,7 @@ def gated_delta(
         starts,
         slots,
         fresh,
+        sure,
         windows,
         memories,
         tokens,
@@ -207,6 +213,7 @@ def gated_delta(
         starts,
         slots,
         fresh,
+        sure,
         windows,
         channels,
         mixed.stride(0),
@@ -288,7 +295,7 @@ def _tile(size: int) -> tuple[int, int]:
 def compilations() -> list[Compilation]:
     """Of Qwen3-Next's and Qwen 3.5's heads, 16 of keys and 32 of values with 128 features each, as a part of one product."""
     found = []
-    of_spans = dict.fromkeys(("starts", "slots", "fresh"), "*i64")
+    of_spans = dict.fromkeys(("starts", "slots", "fresh", "sure"), "*i64")
     for dtype in ("bf16", "fp32"):
         of_tokens = dict.fromkeys(("out", "mixed", "strengths", "fades", "taps", "windows"), f"*{dtype}")
         numbers = dict.fromkeys(("tokens", "ratio"), "i32") | dict.fromkeys(

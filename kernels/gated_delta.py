@@ -39,6 +39,7 @@ class Spans:
     starts: Tensor  # [spans + 1] int64: where each begins, and where the last ends
     slots: Tensor  # [spans] int64: of their sequences' states; no two have the same, but those of padding have 0
     fresh: Tensor  # [spans] int64: 1: begins its sequence, so whatever is in the slot is no state of it
+    sure: Tensor  # [spans] int64: how many of its tokens states go on by, 1 or more; those behind are guesses, which states forget
 
 
 LENGTH_EPSILON = 1e-6  # added to squared lengths of queries and keys
@@ -69,7 +70,7 @@ def gated_delta(
 
         inputs = mixed, strengths, fades, taps, rates, offsets
         out = torch.empty(len(mixed), *states.memories.shape[1::2], dtype=mixed.dtype, device=mixed.device)
-        known = spans.starts, spans.slots, spans.fresh, states.windows, states.memories
+        known = spans.starts, spans.slots, spans.fresh, spans.sure, states.windows, states.memories
         return fused(*inputs, *known, LENGTH_EPSILON, out)
     heads, key_size, value_size = states.memories.shape[1:]
     factors = taps.t().contiguous().float()
@@ -81,39 +82,55 @@ def gated_delta(
         if fresh or not slot:
             states.windows[slot] = 0.0
             states.memories[slot] = 0.0
-    for first, count, start, length in _pieces(spans.lengths):
-        rows = mixed[start : start + count * length].view(count, length, -1)
-        features = _convolved(rows, factors, states.windows, spans.slots[first : first + count])
+    for piece in _pieces(spans.lengths, spans.sure.tolist()):
+        which, cut = slice(piece.first, piece.first + piece.count), slice(piece.begin, piece.end)
+        rows = mixed[piece.start : piece.start + piece.count * piece.length].view(piece.count, piece.length, -1)[:, cut]
+        features = _convolved(rows, factors, states.windows, spans.slots[which], piece.sure)
         queries, keys, values = _parts(features, heads, key_size, value_size)
-        for place, slot in enumerate(slots[first : first + count]):
-            own = slice(start + place * length, start + (place + 1) * length)
+        for place, slot in enumerate(slots[which]):
+            start = piece.start + place * piece.length
+            own = slice(start + piece.begin, start + piece.end)
             # A view of the memory: to gather and scatter all takes longer than what is done with them.
-            parts = states.memories[slot], queries[place], keys[place], values[place], strong[:, own], fading[:, own]
+            memory = states.memories[slot] if piece.sure else states.memories[slot].clone()
+            parts = memory, queries[place], keys[place], values[place], strong[:, own], fading[:, own]
             result[own] = _advanced(*parts).transpose(0, 1)
     return result
 
 
-def _pieces(lengths: tuple[int, ...]) -> Iterator[tuple[int, int, int, int]]:
-    """What goes together: a span and how many from there on, their first token, and how many tokens each has: neighbours of equal
-    lengths, or a part of a longer span."""
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens of neighbouring spans of the same length that go together."""
+
+    first: int  # span
+    count: int  # spans
+    start: int  # the first one's first token
+    length: int  # of each span
+    begin: int  # of each span from this token ...
+    end: int  # ... to that
+    sure: bool  # their states go on; guesses, which all of a span are in one piece, leave them as they are
+
+
+def _pieces(lengths: tuple[int, ...], sure: list[int]) -> Iterator[Piece]:
     first = start = 0
-    for length, run in itertools.groupby(lengths):
+    for (length, kept), run in itertools.groupby(zip(lengths, sure, strict=True)):
         count = len(list(run))
-        if length <= CHUNK:
-            yield first, count, start, length
-        else:
-            for span in range(count):
-                for cut in range(0, length, CHUNK):
-                    yield first + span, 1, start + span * length + cut, min(CHUNK, length - cut)
+        together = count if kept <= CHUNK else 1
+        for span in range(0, count, together):
+            own = first + span, together, start + span * length, length
+            for cut in range(0, kept, CHUNK):
+                yield Piece(*own, cut, min(cut + CHUNK, kept), sure=True)
+            if kept < length:
+                yield Piece(*own, kept, length, sure=False)
         first, start = first + count, start + count * length
 
 
-def _convolved(rows: Tensor, factors: Tensor, windows: Tensor, slots: Tensor) -> Tensor:
-    """Of rows [spans, tokens, channels], rounded to their type, in float32; the windows in `slots` become those behind them.
-    factors: [width, channels] float32."""
+def _convolved(rows: Tensor, factors: Tensor, windows: Tensor, slots: Tensor, sure: bool) -> Tensor:
+    """Of rows [spans, tokens, channels], rounded to their type, in float32; the windows in `slots` become those behind them, if
+    they are sure. factors: [width, channels] float32."""
     length = rows.shape[1]
     seen = torch.cat((windows[slots], rows), 1)
-    windows.index_copy_(0, slots, seen[:, length:])
+    if sure:
+        windows.index_copy_(0, slots, seen[:, length:])
     seen = seen.float()
     total = seen[:, :length] * factors[0]
     for place in range(1, len(factors)):

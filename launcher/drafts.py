@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..proto.speculation import Speculation
-from ..shard.models.draft_families import draft_shape, is_head
+from ..shard.models.draft_families import check_guesses, draft_shape, is_head
 from ..shard.models.families import shape
 from . import checkpoint, hub
 from .checkpoint import Checkpoint
@@ -25,6 +25,10 @@ def resolve(asked: Options, model: Checkpoint, weights: bool = True) -> tuple[Sp
     weights: whether they are needed; without, a download takes the small files only.
     """
     said = asked.speculation
+    try:
+        check_guesses(shape(model.config), said)
+    except ValueError as error:
+        raise Mistake(str(error)) from None
     if not said.draft:
         return said, None
     try:

@@ -99,6 +99,8 @@ class Drafter:
         sketch = sequence.sketch = sequence.sketch or Sketch()
         size, final = self.cache.page_size, sequence.node.depth if sequence.node else 0
         tokens = self._own(sequence)
+        if self._made:
+            sketch.ahead = []  # which it has computed by what it made of drafts, and now there is what the target made of them
         filled = sketch.accept(tokens, size)
         self._full.update(page for page in filled if page in sequence.pages)  # else another's took its place meanwhile
         sketch.look(len(tokens) - 1, sequence.pages, size, self._full, final)

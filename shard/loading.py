@@ -22,7 +22,7 @@ from .engine import Engine
 from .guesses import Guesses
 from .masks import Masks
 from .models.decoder import Decoder
-from .models.draft_families import draft_shape
+from .models.draft_families import check_guesses, draft_shape
 from .models.draft_head import Eagle3, NextTokens
 from .models.families import beside, shape
 from .models.fields import Config
@@ -63,8 +63,8 @@ def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
     folder = Path(config.folder)
     model = shape(_config(folder)).within(config.longest).quantized(config.quantize)
     model.check_ranks(config.ranks)
-    if model.linear is not None and config.speculate:
-        raise Unsupported(f"--speculate {config.speculate}: with linear attention guesses can't be taken back: leave it out")
+    speculation = parse(config.speculate) if config.speculate else Speculation()
+    check_guesses(model, speculation)
     device = _device(config)
     if triton_on(device) and find_spec("triton") is None:
         raise Unsupported(
@@ -87,7 +87,6 @@ def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
     changes = [Adapter(name, Path(place), source.dtype, device) for name, place in config.adapters]
     decoder = Decoder(model, source, ranks, device, exact, changes)
     stops = Stops(grammars) if grammars else None
-    speculation = parse(config.speculate) if config.speculate else Speculation()
     drafter = _drafter(config, speculation, decoder, source, stage) if speculation.draft else None
     guesses = Guesses(ranks, device, speculation, drafter, masks)
     ahead = config.overlap == "on" or (config.overlap == "auto" and device.type == "cuda")

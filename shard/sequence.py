@@ -76,6 +76,11 @@ class Sequence:
         """Tokens after the prompt; also the output position of the next one."""
         return len(self.tokens) - self.prompt_length
 
+    @property
+    def reached(self) -> int:
+        """Tokens whose pages it has, of one that decodes: of what remembers, right guesses are computed once more."""
+        return max(self.computed, len(self.tokens) - 1)
+
     def twin(self, pages: int) -> "Sequence":
         """One that goes on by itself, with the same first pages, which are full; they are to be shared."""
         guide = self.guide.copy() if self.guide else None
@@ -183,11 +188,11 @@ class Group:
         if len(self.sequences) == 1:
             [sequence] = self.sequences
             held = len(sequence.pages)
-            return held, max(0, -(-min(sequence.computed + self.ahead, self.last) // page_size) - held), 0
+            return held, max(0, -(-min(sequence.reached + self.ahead, self.last) // page_size) - held), 0
         if self.counted < 0:
             self.counted = self._count(page_size)
         last = self.last
-        grow = sum(max(0, -(-min(s.computed + self.ahead, last) // page_size) - len(s.pages)) for s in self.sequences)
+        grow = sum(max(0, -(-min(s.reached + self.ahead, last) // page_size) - len(s.pages)) for s in self.sequences)
         return self.counted, grow, 0
 
     def _beams_grow(self, page_size: int, last: int, width: int) -> int:

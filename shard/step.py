@@ -232,17 +232,20 @@ def _step(
     parts = (tokens, positions, slots, wanted, numbers, states)
     buffer = to_device(torch.tensor(list(chain(*parts)), dtype=torch.int64), layout.device)
     tokens_of, positions_of, slots_of, rows_of, adapters, own = torch.split(buffer, [*map(len, parts)])
-    found = Spans(lengths, *torch.split(own, [len(lengths) + 1, len(lengths), len(lengths)])) if lengths else None
+    found = Spans(lengths, *torch.split(own, [len(lengths) + 1, *[len(lengths)] * 3])) if lengths else None
     return Step(buffer, tokens_of, positions_of, slots_of, rows_of, attended, adapters if numbers else None, found)
 
 
 def _states(spans: Listing[Span], order: Listing[int], room: Room | None) -> tuple[tuple[int, ...], list[int]]:
-    """What `gated_delta.Spans` has: lengths of spans, in that order; where they begin, their slots, whether they are fresh."""
+    """What `gated_delta.Spans` has: lengths of spans, in that order; where they begin, their slots, whether they are fresh, and how
+    many tokens of each are no guesses."""
     own = [spans[i] for i in order]
     unused = room.tokens - len(own) if room is not None else 0
     lengths = (*(len(span.tokens) for span in own), *[1] * unused)
     slots, fresh = [span.sequence.state for span in own], [int(not span.start) for span in own]
-    return lengths, [*accumulate(lengths, initial=0), *slots, *[0] * unused, *fresh, *[1] * unused]
+    sure = [len(span.tokens) - span.drafts for span in own]
+    more = [1] * unused
+    return lengths, [*accumulate(lengths, initial=0), *slots, *[0] * unused, *fresh, *more, *sure, *more]
 
 
 def _wanted(spans: Listing[Span], starts: Listing[int]) -> list[int]:

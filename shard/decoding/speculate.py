@@ -44,7 +44,8 @@ class Speculate:
                 sequence.tokens.append(pick.token)
                 finish = accepted.finish if place == len(accepted.picks) else Finish.NOT
                 verdict.emitted.append(Emitted(sequence.choice, pick, finish))
-            sequence.computed -= len(tree) - len(accepted.path)
+            # What a sequence remembers goes on by no guess, so of such a one those that are right are computed once more.
+            sequence.computed -= len(tree) - (0 if sequence.state else len(accepted.path))
             verdict.moves += [(sequence, start + source, start + target) for source, target in moves(accepted.path)]
             if accepted.finish:
                 verdict.ended.append(sequence)

@@ -3,14 +3,34 @@
 from dataclasses import replace
 from typing import Any
 
+from ...proto.speculation import Speculation, written
 from .dense_families import llama
 from .families import shape
 from .fields import AGAIN, Config, check, shown
+from .hybrid_families import HYBRID
 from .shape import Features, Shape, Unsupported
 
 EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 MOST_LAYERS = 16
+# Of how many layers there are, what config.json means where it does not say, and how they are read.
+QWEN = (
+    "mtp_num_hidden_layers",
+    1,
+    Features(
+        layers=(),
+        widened=False,
+        behind=True,
+        table=False,
+        names=(
+            ("model.layers.0.enorm.", "mtp.pre_fc_norm_embedding."),
+            ("model.layers.0.hnorm.", "mtp.pre_fc_norm_hidden."),
+            ("model.layers.0.eh_proj.", "mtp.fc."),
+            ("model.", "mtp."),
+            ("lm_head.", "mtp.lm_head."),
+        ),
+    ),
+)
 ELSE = "take a draft model that was made for this one, or a small model of the same family"
 
 
@@ -22,6 +42,15 @@ def draft_shape(config: Config, target: Shape, own: bool = False) -> Shape:
     return _eagle3(_flat(config), target) if is_head(config) else shape(config)
 
 
+def check_guesses(target: Shape, speculation: Speculation) -> None:
+    """Raises Unsupported for guesses that the model can't judge."""
+    if target.linear is not None and not speculation.chain:
+        raise Unsupported(
+            f"--speculate {written(speculation)}: with linear attention guesses must follow each other: take a draft model's "
+            "tokens=K, or ngram=K, and not both"
+        )
+
+
 def is_head(config: Config) -> bool:
     """Whether it is EAGLE's, made for one model, whose tokens it has."""
     names = config.get("architectures")
@@ -29,15 +58,15 @@ def is_head(config: Config) -> bool:
 
 
 def _next(config: Config, target: Shape) -> Shape:
-    """As DeepSeek V3 has it. There may be more than one such layer; the first guesses all tokens."""
-    count = config.get("num_nextn_predict_layers") or 0
+    """As DeepSeek V3 has it, and Qwen. There may be more than one such layer; the first guesses all tokens."""
+    fields = config.get("text_config") or config
+    counted, usual, features = QWEN if target.architecture in HYBRID else ("num_nextn_predict_layers", 0, _deepseek(target.layers))
+    count = fields.get(counted, usual)
     if type(count) is not int or count < 1:
         raise Unsupported(
-            f"config.json says num_nextn_predict_layers {shown(config.get('num_nextn_predict_layers'))}: the model has no layer "
-            "for predicting several tokens that is known here; leave draft=mtp out, or take a draft model"
+            f"config.json says {counted} {shown(count)}: the model has no layer for predicting several tokens that is known here; "
+            "leave draft=mtp out, or take a draft model"
         )
-    if target.linear is not None:
-        raise Unsupported("guesses are not there for models with linear attention: leave --speculate out")
     return replace(
         target,
         architecture=f"{target.architecture}'s layer for predicting several tokens",
@@ -45,10 +74,23 @@ def _next(config: Config, target: Shape) -> Shape:
         windows=target.windows[-1:],
         mixtures=target.mixtures[-1:],
         unturned=frozenset({0} if target.layers - 1 in target.unturned else ()),
+        linear=None,
         layer_factors=False,
         tied=False,
-        features=Features(layers=(), widened=False),
+        features=features,
     )
+
+
+def _deepseek(layers: int) -> Features:
+    """The layer is behind the last one, of so many."""
+    own = f"{{root}}layers.{layers}."
+    names = (
+        ("model.layers.0.", own),
+        ("model.norm.", f"{own}shared_head.norm."),
+        ("model.embed_tokens.", f"{own}embed_tokens."),
+        ("lm_head.", f"{own}shared_head.head."),
+    )
+    return Features(layers=(), widened=False, names=names)
 
 
 def _flat(config: Config) -> Config:
@@ -78,8 +120,6 @@ def _eagle3(config: Config, target: Shape) -> Shape:
     ):
         if own != wanted:
             raise Unsupported(f"config.json of the EAGLE-3 head says {name} {own}, and for this model it must be {wanted}: {ELSE}")
-    if target.linear is not None:
-        raise Unsupported("EAGLE-3 is not there for models with linear attention: leave --speculate out")
     most = config["draft_vocab_size"]
     if type(most) is not int or not 0 < most <= base.vocabulary:
         raise Unsupported(f"config.json says draft_vocab_size {shown(most)}, an integer from 1 to vocab_size is needed: {AGAIN}")

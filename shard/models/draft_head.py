@@ -129,11 +129,12 @@ class DraftHead(Decoder):
         raise NotImplementedError
 
     def _outcome(self, stream: Stream) -> Tensor:
-        return stream.normalized(None)
+        return stream.normalized(self.norm if self.features.behind else None)
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """As of the target's vocabulary, [rows, that]; -inf for what it can't guess."""
-        found = super().logits(self._stream(hidden.clone()).normalized(self.norm))
+        hidden = hidden if self.features.behind else self._stream(hidden.clone()).normalized(self.norm)
+        found = super().logits(hidden)
         if found is None or self.known is None:
             return found
         whole = found.new_full((len(found), self._target.shape.vocabulary), -torch.inf)
@@ -187,13 +188,12 @@ class Eagle3(DraftHead):
 
 
 class NextTokens(DraftHead):
-    """The target's own layer for predicting several tokens, behind its last one, of the target's kind."""
+    """The target's own layer for predicting several tokens, of the target's kind, which sees one that is made of both."""
 
     def __init__(self, shape: Shape, target: Decoder, whole: Source) -> None:
-        layer = f"{root_of(whole)}layers.{target.shape.layers}."
-        own = [("layers.0.", ""), ("norm.", "shared_head.norm."), (TABLE, TABLE)]
-        names = [(ROOTS[0] + ours, layer + theirs) for ours, theirs in own] + [("lm_head.", f"{layer}shared_head.head.")]
-        source = Renamed(whole, names)
+        assert shape.features is not None
+        root = root_of(whole)
+        source = Renamed(whole, [(ours, theirs.format(root=root)) for ours, theirs in shape.features.names])
         super().__init__(shape, source, target, whole)
         load = Loader(source, shape, self.ranks, f"{ROOTS[0]}layers.0.", Exact.GUESS)
         self.token_norm = load.gains("enorm", shape.hidden)

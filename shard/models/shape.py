@@ -191,7 +191,9 @@ class Features:
     layers: tuple[int, ...]  # of that model: what enters these, side by side; (): what its last norm gives
     widened: bool  # attention sees a token and what was made of the one before it side by side; else a matrix makes one of both
     normalized: bool = False  # what attention sees of the latter is also what the stream begins with, instead of what its norm sees
+    behind: bool = False  # for what the model would make of a draft stands what the last norm gives, instead of what it sees
     table: bool = True  # it has an output matrix of its own
+    names: tuple[tuple[str, str], ...] = ()  # what names of a decoder's tensors begin with, and those of the checkpoint instead
 
     def elements(self, hidden: int) -> int:
         """Of the matrix that makes one of several, and of norms before it."""

@@ -69,9 +69,9 @@ def layer_of(chance: random.Random, dtype: torch.dtype, most: int = 64, heads: i
     return Layer(key_heads, value_heads, key_size, value_size, taps, rates.to(DEVICE), offsets.to(DEVICE))
 
 
-def spans_of(lengths: list[int], slots: list[int], fresh: list[int]) -> Spans:
+def spans_of(lengths: list[int], slots: list[int], fresh: list[int], sure: list[int] | None = None) -> Spans:
     starts = [0, *itertools.accumulate(lengths)]
-    return Spans(tuple(lengths), *(torch.tensor(numbers, device=DEVICE) for numbers in (starts, slots, fresh)))
+    return Spans(tuple(lengths), *(torch.tensor(numbers, device=DEVICE) for numbers in (starts, slots, fresh, sure or lengths)))
 
 
 def run(layer: Layer, inputs: tuple[Tensor, Tensor, Tensor], spans: Spans, states: States) -> Tensor:
@@ -197,3 +197,28 @@ def test_gated_norm(dtype: torch.dtype, route: str, chance: random.Random) -> No
     tolerance = TOLERANCES[dtype]
     torch.testing.assert_close(found[0], wanted, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(found[1], wanted[:, 0], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("way", ["reference", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_states_forget_guesses(way: str, dtype: torch.dtype, chance: random.Random) -> None:
+    """What tokens find is what they find where none is a guess, and states are those behind the last that is none."""
+    choose.force(way)
+    layer = layer_of(chance, dtype, most=24)
+    lengths = [chance.choice((1, 2, 5, 5, 5, 70, 130)) for _ in range(6)]
+    sure = [chance.randint(1, length) for length in lengths]
+    lengths, sure = [*lengths, 7, 7, 7], [*sure, 3, 3, 3]
+    slots, fresh = chance.sample(range(1, 12), len(lengths)), [chance.randint(0, 1) for _ in lengths]
+    states, inputs = layer.states(12), layer.inputs(sum(lengths))
+    whole = States(states.windows.clone(), states.memories.clone())
+    first = States(states.windows.clone(), states.memories.clone())
+    found = run(layer, inputs, spans_of(lengths, slots, fresh, sure), states)
+    expected = run(layer, inputs, spans_of(lengths, slots, fresh), whole)
+    starts = [0, *itertools.accumulate(lengths)]
+    kept = torch.cat([torch.arange(start, start + count) for start, count in zip(starts, sure, strict=False)])
+    run(layer, tuple(part[kept] for part in inputs), spans_of(sure, slots, fresh), first)  # type: ignore[arg-type]
+    tolerance = 10 * TOLERANCES[dtype]
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(states.windows, first.windows, atol=0, rtol=0)
+    torch.testing.assert_close(states.memories, first.memories, atol=tolerance, rtol=tolerance)
+    assert not torch.allclose(whole.memories, first.memories, atol=0.1)

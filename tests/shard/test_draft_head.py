@@ -209,60 +209,79 @@ class NextOracle(Oracle):
         both = torch.cat((self._norm(embedded, "enorm"), self._norm(features, "hnorm")), 1).unsqueeze(0)
         x, positions = both @ self.own["eh_proj.weight"].t(), torch.arange(len(tokens)).unsqueeze(0)
         turning = self.larger.model.rotary_emb(x, positions)
-        return self.larger.model.layers[-1](x, attention_mask=None, position_embeddings=turning)[0]  # type: ignore[no-any-return]
+        found = self.larger.model.layers[-1](x, attention_mask=None, position_embeddings=turning)[0]
+        return self._norm(found, "shared_head.norm") if self.name in tiny.HYBRIDS else found
 
     @torch.inference_mode()
     def _logits(self, hidden: Tensor) -> Tensor:
         output = self.own.get("shared_head.head.weight", tiny.reference(self.name).get_output_embeddings().weight)
-        return self._norm(hidden, "shared_head.norm") @ output.t()
+        return (hidden if self.name in tiny.HYBRIDS else self._norm(hidden, "shared_head.norm")) @ output.t()
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        return functional.rms_norm(x, (64,), self.own[f"{name}.weight"], tiny.reference(self.name).config.rms_norm_eps)
+        gains = self.own[f"{name}.weight"] + (self.name in tiny.HYBRIDS)  # Qwen's are stored less 1
+        return functional.rms_norm(x, (64,), gains, tiny.reference(self.name).config.rms_norm_eps)
 
 
 def predicting(name: str, folder: Path, tables: bool) -> NextOracle:
     """Writes a model with such a layer, with tables of its own or without."""
     config = tiny.reference(name).config
     count = config.num_hidden_layers
+    prefix = f"model.layers.{count}."
+    kinds = [one for one in ("layer_types", "mlp_layer_types", "indexer_types") if getattr(config, one, None)]
     fields = config.to_dict() | {"num_hidden_layers": count + 1}
-    larger = type(tiny.reference(name))(
-        type(config)(**{key: value for key, value in fields.items() if key != "layer_types"})
-    ).eval()
+    for one in kinds:
+        fields[one] = [*getattr(config, one), "full_attention" if name in tiny.HYBRIDS else getattr(config, one)[-1]]
+    larger = type(tiny.reference(name))(type(config)(**fields)).eval()
     generator = torch.Generator().manual_seed(3)
     for key, value in larger.state_dict().items():
         value.normal_("norm" in key, 0.3, generator=generator)
-    prefix = f"model.layers.{count}."
-    layer = {key: value for key, value in larger.state_dict().items() if key.startswith(prefix)}
     sizes = {"enorm": (64,), "hnorm": (64,), "eh_proj": (64, 128), "shared_head.norm": (64,)}
     sizes |= {"shared_head.head": (tiny.VOCABULARY, 64), "embed_tokens": (tiny.VOCABULARY, 64)} if tables else {}
     own = {f"{key}.weight": torch.randn(size, generator=generator) * 0.3 + ("norm" in key) for key, size in sizes.items()}
     stored = safetensors.torch.load_file(tiny.folder(name) / "model.safetensors")
-    # As the checkpoint has experts, which transformers joins when it reads them.
-    larger.save_pretrained(folder / "larger")
-    layer = {
-        key: value for key, value in safetensors.torch.load_file(folder / "larger" / "model.safetensors").items() if prefix in key
-    }
-    whole = stored | layer | {prefix + key: value for key, value in own.items()}
+    larger.save_pretrained(folder / "larger")  # experts as checkpoints have them
+    saved = safetensors.torch.load_file(folder / "larger" / "model.safetensors")
+    layer = {key: value for key, value in saved.items() if key.startswith(prefix)}
+    added = layer | {prefix + key: value for key, value in own.items()}
+    whole = stored | ({in_qwen(key.removeprefix(prefix)): value for key, value in added.items()} if name in tiny.HYBRIDS else added)
     fields = json.loads((tiny.folder(name) / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
     written(folder, fields, {key: value.contiguous() for key, value in whole.items()})
     return NextOracle(name, own, larger)
 
 
-@pytest.mark.parametrize(("name", "tables", "said"), [("deepseek-v3", True, "tokens=3"), ("glm4-moe", False, "tree=2x2x1")])
+def in_qwen(name: str) -> str:
+    """What Qwen calls a tensor of such a layer."""
+    names = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "shared_head.norm": "norm"}
+    own = names.get(name.removesuffix(".weight"))
+    return f"mtp.{own}.weight" if own else f"mtp.layers.0.{name}"
+
+
+@pytest.mark.parametrize(
+    ("name", "tables", "said"),
+    [
+        ("deepseek-v3", True, "tokens=3"),
+        ("glm4-moe", False, "tree=2x2x1"),
+        ("glm4-moe-lite", False, "nodes=6"),
+        ("glm-5", True, "tokens=2"),
+        ("qwen3-next", False, "tokens=3"),
+        ("qwen3.5", False, "tokens=3"),
+        ("qwen3.5-moe", False, "tokens=2"),
+    ],
+)
 def test_a_layer_for_predicting_several_tokens(name: str, tables: bool, said: str, tmp_path: Path) -> None:
     oracle = predicting(name, tmp_path, tables)
     groups = [group for group in asked(all_of(said)) if len(group.waiting) == 1][:8]
     config = ShardConfig(folder=str(tmp_path), model=name, speculate=f"draft={tmp_path},{said}", prefix_caching=False)
     own = free(load(config, lambda stage: None))
     own.resize(500, 4)
-    off = watched(own, oracle)
+    off, most = watched(own, oracle), 5e-3 if name in tiny.HYBRIDS else 1e-3
     world = drive(own, groups, Habits(7, pause=0.05), seed=3)
     plain = drive(
         tiny.engine(name, 16, 2000, prefix_caching=False),
         [group for group in asked(0) if group.uid in {group.uid for group in groups}],
         Habits(),
     )
-    assert max(off) < 1e-3
+    assert max(off) < most
     assert len(off) > 50
     assert world.tokens == plain.tokens
     assert at_rest(own)

@@ -1,6 +1,7 @@
 """Models with linear attention: what their config.json files say and leave out is what transformers takes them for, and checkpoints
 are read as they are. Answers are in test_oracle.py."""
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -22,9 +23,12 @@ from penstock.shard.models.families import shape
 from penstock.shard.models.memories import Memories
 from penstock.shard.models.shape import Linear, Unsupported
 from penstock.shard.weights import DummyWeights
-from penstock.tests.shard import fake_cuda, lora, packing, tiny
-from penstock.tests.shard.test_oracle import prompt
+from penstock.tests.shard import fake_cuda, lora, packing, test_speculation, tiny
+from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
+from penstock.tests.shard.test_oracle import at_rest, prompt
 from penstock.tests.shard.test_quantized import WHOLE, logits, made
+from penstock.tests.shard.test_sharing import room
+from penstock.tests.shard.test_speculation import asked
 from penstock.tests.shard.test_weights import WEIGHTS, Alone, decoder, same
 
 ARCHITECTURES = {
@@ -231,3 +235,42 @@ def test_copies_lie_nowhere_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
         held = noted.most
         cache.copy_states([(1 + number, 9 + number) for number in range(8)])
         assert noted.most == held > 16 * 7 * 32 * 128 * 128 * 4
+
+
+@functools.cache
+def calm(name: str) -> World:
+    return drive(tiny.engine(name, 16, 2000, prefix_caching=False), asked(0), Habits())
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "qwen3.5"])
+@pytest.mark.parametrize(
+    ("proposer", "drafts", "page_size", "chunk", "prefix_caching"),
+    [
+        ("lookup", 4, 4, UNLIMITED, False),
+        ("right", 4, 16, 7, True),
+        ("right", 8, 1, UNLIMITED, True),
+        ("chains", 1, 16, UNLIMITED, True),
+        ("chains", 8, 4, 7, False),
+        ("chains", 4, 1, 7, True),
+    ],
+)
+def test_guesses_are_remembered_once_they_are_right(
+    name: str, proposer: str, drafts: int, page_size: int, chunk: int, prefix_caching: bool
+) -> None:
+    plain, groups = calm(name), asked(drafts)
+    own = tiny.engine(name, page_size, room(groups, page_size) + 40 // page_size, prefix_caching)
+    test_speculation.choose(own, proposer, plain)
+    world = drive(own, groups, Habits(chunk, pause=0.05), seed=drafts)
+    assert world.tokens == plain.tokens
+    assert world.finishes == plain.finishes
+    assert world.drafted > 0
+    assert world.accepted > 100 or proposer == "lookup" or drafts == 1
+    assert world.pauses
+    assert at_rest(own)
+
+
+def test_a_perfect_guesser_takes_few_steps() -> None:
+    own = tiny.engine("qwen3.5")
+    test_speculation.choose(own, "right", calm("qwen3.5"))
+    world = drive(own, asked(6), Habits())
+    assert world.accepted == world.drafted > 200
