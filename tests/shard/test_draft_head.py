@@ -209,7 +209,9 @@ class NextOracle(Oracle):
         both = torch.cat((self._norm(embedded, "enorm"), self._norm(features, "hnorm")), 1).unsqueeze(0)
         x, positions = both @ self.own["eh_proj.weight"].t(), torch.arange(len(tokens)).unsqueeze(0)
         turning = self.larger.model.rotary_emb(x, positions)
-        found = self.larger.model.layers[-1](x, attention_mask=None, position_embeddings=turning)[0]
+        mask = torch.full((1, 1, len(tokens), len(tokens)), -torch.inf).triu(1) if self.name == "glm-5" else None  # it needs one
+        found = self.larger.model.layers[-1](x, attention_mask=mask, position_embeddings=turning)
+        found = found[0][0] if isinstance(found, tuple) else found[0]
         return self._norm(found, "shared_head.norm") if self.name in tiny.HYBRIDS else found
 
     @torch.inference_mode()
