@@ -13,8 +13,9 @@ from .mistake import Mistake
 
 DEMO = "penstock-demo"  # the name under which clients see the embedded model
 DEMO_FOLDER = Path(__file__).resolve().parents[1] / "demo" / "model"
-DRAFT = "demo-draft"  # the name under which operators know the small one that guesses for it
 DRAFT_FOLDER = DEMO_FOLDER.with_name("draft")
+# The names under which operators know what guesses for it: a small model, and a head that goes by what it makes of tokens.
+DRAFTS = {"demo-draft": DRAFT_FOLDER, "demo-eagle": DEMO_FOLDER.with_name("eagle")}
 
 SMALL = ["*.json", "*.jinja", "tokenizer*"]
 # Weights only as safetensors: other formats are pickles, which run code when they are loaded.
@@ -45,10 +46,10 @@ def locate(
         if not DEMO_FOLDER.is_dir():
             raise Mistake("this installation lacks the embedded demo model: name a model (penstock serve MODEL), or install again")
         return DEMO, DEMO_FOLDER
-    if model == DRAFT:
-        if not DRAFT_FOLDER.is_dir():
-            raise Mistake(f"this installation lacks the embedded {DRAFT}: install it again")
-        return DRAFT, DRAFT_FOLDER
+    if model in DRAFTS:
+        if not DRAFTS[model].is_dir():
+            raise Mistake(f"this installation lacks the embedded {model}: install it again")
+        return model, DRAFTS[model]
     folder = Path(model).expanduser()
     if folder.is_dir():
         return model, folder.resolve()
@@ -61,7 +62,7 @@ def locate(
 
 def on_hub(model: str) -> bool:
     """Whether `model`, if there is one, is a model of the hub."""
-    return model not in ("", DRAFT) and not Path(model).expanduser().is_dir()
+    return model not in ("", *DRAFTS) and not Path(model).expanduser().is_dir()
 
 
 def remote(model: str, revision: str) -> Remote:

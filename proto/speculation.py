@@ -2,7 +2,8 @@
 
     3                                       look-up, 3 drafts: as TGI's integer
     ngram=8                                 the same, 8 drafts
-    draft=PATH,tokens=4                     a draft model, a chain of 4
+    draft=PATH,tokens=4                     a draft model, or an EAGLE-3 head; a chain of 4
+    draft=mtp,tokens=2                      the model's own layer for predicting several tokens
     draft=PATH,tree=4x2x2x1                 a tree: 4 children of the last token, 2 of each of these, ...
     draft=PATH,nodes=16,ngram=8             the 16 most probable nodes, one tree with what was looked up
     draft=PATH,tokens=4,verify=rejection    by another rule than `gumbel`

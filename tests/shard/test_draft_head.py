@@ -12,12 +12,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from penstock.proto.speculation import parse
 from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.growth import Frontier
 from penstock.shard.engine import Engine
-from penstock.shard.loading import load
+from penstock.shard.guesses import Guesses
+from penstock.shard.loading import _drafter, load
+from penstock.shard.models.draft_families import draft_shape
+from penstock.shard.models.families import shape
+from penstock.shard.models.shape import Unsupported
+from penstock.shard.parallel import Ranks
+from penstock.shard.weights import Weights
 from penstock.tests.shard import tiny
-from penstock.tests.shard.driver import UNLIMITED, Habits, drive
+from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
 from penstock.tests.shard.test_drafter import all_of, free
 from penstock.tests.shard.test_oracle import at_rest
 from penstock.tests.shard.test_sharing import room
@@ -287,3 +294,117 @@ def test_a_layer_for_predicting_several_tokens(name: str, tables: bool, said: st
     assert len(off) > 50
     assert world.tokens == plain.tokens
     assert at_rest(own)
+
+
+def test_as_speculators_writes_it(head: Path, tmp_path: Path) -> None:
+    """Fields of the layer apart, other names, a norm before the stream, and the target's table once more."""
+    inner = {key: value for key, value in CONFIG.items() if key not in ("architectures", "draft_vocab_size", "eagle_config")}
+    config = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": KNOWN,
+        "target_hidden_size": None,
+        "eagle_aux_hidden_state_layer_ids": LAYERS[::-1],
+        "transformer_layer_config": inner,
+    }
+    tensors = {name.replace("midlayer.", "layers.0."): value for name, value in weights().items()}
+    tensors["embed_tokens.weight"] = tiny.reference("llama").get_input_embeddings().weight.detach().clone()
+    own = free(engine(written(tmp_path, config, tensors), "tokens=2", prefix_caching=False))
+    drafter = own.guesses.drafter
+    assert drafter is not None
+    assert drafter.decoder.embedding is own.decoder.embedding
+    off = watched(own, Oracle("llama", normalized=True))
+    world = drive(own, [group for group in asked(2) if len(group.waiting) == 1][:6], Habits(), seed=1)
+    assert max(off) < 1e-3
+    assert world.drafted > 20
+
+
+def test_a_table_of_its_own_is_kept(head: Path, tmp_path: Path) -> None:
+    table = torch.randn(tiny.VOCABULARY, 64)
+    own = engine(written(tmp_path, CONFIG, weights() | {"embed_tokens.weight": table}), "tokens=2")
+    assert own.guesses.drafter is not None
+    assert own.guesses.drafter.decoder.embedding.equal(table)
+
+
+def test_two_ranks_guess_what_one_does(head: Path) -> None:
+    said = "tree=2x2x1"
+
+    def work(ranks: Ranks) -> World:
+        half = tiny.engine_of("llama", ranks, 4, 300)
+        config = ShardConfig(folder=str(tiny.folder("llama")), model="llama", rank=ranks.rank, ranks=2)
+        whole = Weights(tiny.folder("llama"), torch.float32, tiny.CPU, lambda read: None)
+        speculation = parse(f"draft={head},{said}")
+        drafter = _drafter(config, speculation, half.decoder, whole, lambda stage: None)
+        assert (drafter is None) == (ranks.rank == 1)
+        half.guesses = Guesses(ranks, tiny.CPU, speculation, drafter)
+        half.resize(300, 4)
+        return drive(free(half), asked(8), Habits(16, pause=0.03), seed=5)
+
+    world, twin = tiny.Threads().run(work)
+    alone = drive(free(engine(head, said, 4, 300)), asked(8), Habits(16, pause=0.03), seed=5)
+    assert world.tokens == twin.tokens == alone.tokens == expected().tokens
+    assert world.drafted == twin.drafted
+    assert world.accepted == twin.accepted > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_size": 128}, "hidden_size 128, and for this model it must be 64"),
+        ({"target_hidden_size": 128}, "target_hidden_size 128, and"),
+        ({"vocab_size": 130}, "vocab_size 130, and for this model it must be 131"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers 2, and for this model it must be 1"),
+        ({"draft_vocab_size": 132}, "draft_vocab_size 132, an integer from 1 to vocab_size"),
+        ({"draft_vocab_size": "many"}, "draft_vocab_size 'many'"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2]}}, r"\[0, 2\] .* from 0 to 1 are needed"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 1]}}, "numbers of different layers"),
+        ({"eagle_config": None}, r"\[2, 1, -1\] \(nothing means 2, half of all and all but 3\)"),
+        ({"transformer_layer_config": 3}, "transformer_layer_config 3, an object is needed"),
+        ({"rms_norm_eps": "little"}, "rms_norm_eps 'little'"),
+        ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
+    ],
+)
+def test_heads_that_do_not_fit(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(Unsupported, match=words):
+        draft_shape(CONFIG | changes, shape(tiny.reference("llama").config.to_dict() | {"architectures": ["LlamaForCausalLM"]}))
+
+
+def test_a_field_that_is_missing() -> None:
+    target = tiny.decoder("llama").shape
+    with pytest.raises(Unsupported, match=r"config.json of an EAGLE-3 head lacks 'intermediate_size': is it complete"):
+        draft_shape({key: value for key, value in CONFIG.items() if key != "intermediate_size"}, target)
+    with pytest.raises(Unsupported, match="architecture LlamaForCausalLMEagle3 is not supported"):
+        shape(CONFIG)  # as a model of its own
+    with pytest.raises(Unsupported, match="num_nextn_predict_layers 0: the model has no layer for predicting"):
+        draft_shape({}, target, own=True)
+
+
+def test_tokens_that_lead_nowhere(tmp_path: Path) -> None:
+    for wrong in (torch.arange(KNOWN), torch.zeros(KNOWN - 1, dtype=torch.int64), -torch.arange(KNOWN)):
+        with pytest.raises(Unsupported, match="d2t does not lead 100 tokens to as many of 131"):
+            engine(written(tmp_path, CONFIG, weights() | {"d2t": wrong}), "tokens=2")
+
+
+def test_numbers_of_weights_are_as_planned(head: Path) -> None:
+    """Of a head's own, without the table that it shares."""
+    own = engine(head, "tokens=2")
+    assert own.guesses.drafter is not None
+    decoder = own.guesses.drafter.decoder
+    assert decoder.shape.parameters() == sum(value.numel() for name, value in weights().items() if "2" not in name)
+    assert own.guesses.drafter.token_bytes == 4 * (2 * 2 * 16 + 64)
+    assert own.cache.features is not None
+    assert own.cache.features.shape == (2001 * 16, 64)
+
+
+def test_trees_are_not_for_linear_attention(head: Path) -> None:
+    for said in ("tree=2x1", "nodes=4", "tokens=3,ngram=2"):
+        with pytest.raises(Unsupported, match="with linear attention guesses must follow each other"):
+            engine(head, said, name="qwen3.5")
+
+
+def test_eagle_beside_linear_attention(tmp_path: Path) -> None:
+    config = CONFIG | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}}
+    own = free(engine(written(tmp_path, config), "tokens=3", 4, name="qwen3.5"))
+    world = drive(own, asked(3), Habits(7, pause=0.05), seed=2)
+    assert world.tokens == drive(tiny.engine("qwen3.5", 16, 2000, prefix_caching=False), asked(0), Habits()).tokens
+    assert world.drafted > 50
