@@ -267,12 +267,15 @@ def _draft(plan: Plan) -> list[tuple[str, str]]:
     if plan.draft is None:
         return []
     cache = plan.pages * plan.page_size * plan.draft_token_bytes
-    what = "  keys, features" if plan.draft.features else "  keys/values"  # the model's
+    with_features = " with the model's features" if plan.draft.features else ""
     return [
         ("", ""),
         ("draft model", plan.draft.described),
         ("  weights", f"{size(plan.draft_bytes):>10}  on rank 0 alone"),
-        (what, f"{size(cache):>10}  {size(plan.draft_token_bytes)} per token, in pages of the same numbers"),
+        (
+            "  keys/values",
+            f"{size(cache):>10}  {size(plan.draft_token_bytes)} per token{with_features}, in pages of the same numbers",
+        ),
     ]
 
 

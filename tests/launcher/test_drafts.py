@@ -1,6 +1,7 @@
 """Draft models: found, and compared with the model that they guess for."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from penstock.launcher.mistake import Mistake
 from penstock.launcher.options import Options
 from penstock.launcher.replicas import Place
 from penstock.proto.speculation import Speculation, parse
+from penstock.tests.shard import tiny
 
 DEMO = checkpoint.read(hub.DEMO_FOLDER, "auto")
 VOCABULARY = {"a": 0, "b": 1, "c": 2}
@@ -40,6 +42,45 @@ def test_the_embedded_draft_model() -> None:
     [shard] = children.shard_configs(asked, "name", planned, Place(0, True, ["a"], "r", "m", (), {}), said)
     assert parse(shard.speculate) == said
     assert children.router_config(asked, "name", hub.DEMO_FOLDER, []).speculate == 6
+
+
+def test_the_embedded_head() -> None:
+    """Which has no tokenizer. A token takes a key and a value of each of its two heads, and the features."""
+    asked = Options(speculate="draft=demo-eagle,nodes=8")
+    said, draft = resolve(asked, DEMO)
+    assert draft is not None
+    assert (said.draft, said.most, draft.folder) == (str(hub.DRAFTS["demo-eagle"]), 8, hub.DRAFTS["demo-eagle"])
+    machine = Machine(cores=2, memory=1 << 32, fast_bfloat16=False)
+    one, two = (plan.divide(replace(asked, num_shard=ranks), DEMO, machine, draft) for ranks in (1, 2))
+    assert one.draft_token_bytes == two.draft_token_bytes == 4 * (2 * 2 * 32 + 256)
+    assert two.draft_bytes - one.draft_bytes == 4 * 2048 * 256  # of the table it shares, a rank has a part
+    assert "with the model's features" in plan.table(one, "demo")
+
+
+def test_a_layer_for_predicting_several_tokens(tmp_path: Path) -> None:
+    with pytest.raises(
+        Mistake, match=r"^--speculate draft=mtp: config.json says num_nextn_predict_layers 0: the model has no layer"
+    ):
+        resolve(Options(speculate="draft=mtp"), DEMO)
+    fields = DEMO.config | {"num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    model = checkpoint.read(tmp_path, "dummy")
+    asked = Options(speculate="draft=mtp,tokens=2", load_format="dummy")
+    said, draft = resolve(asked, model)
+    assert (said.draft, draft) == (str(tmp_path), model)
+    planned = plan.divide(asked, model, Machine(cores=2, memory=1 << 32, fast_bfloat16=False), draft)
+    assert planned.draft is not None
+    assert planned.draft.described.startswith("LlamaForCausalLM's layer for predicting several tokens, 1.4 M")
+
+
+def test_guesses_that_the_model_can_not_judge(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((tiny.folder("qwen3.5") / "config.json").read_text())
+    model = checkpoint.read(tmp_path, "dummy")
+    assert resolve(Options(speculate="3"), model) == (Speculation(ngram=3), None)
+    with pytest.raises(
+        Mistake, match=r"^--speculate draft=demo-draft,tree=2x1,verify=gumbel: with linear attention guesses must follow"
+    ):
+        resolve(Options(speculate="draft=demo-draft,tree=2x1"), model)
 
 
 def test_a_folder_wherever_the_server_is_started_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,7 +94,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
 
 
 def config(speculate: str = "", **more: Any) -> ShardConfig:
-    said = speculate.replace("DRAFT", f"{FOLDER}/draft")
+    said = speculate.replace("DRAFT", f"{FOLDER}/draft").replace("EAGLE", f"{FOLDER}/eagle")
     return ShardConfig(folder=str(FOLDER / "model"), model="demo", device="cuda", dtype="bfloat16", speculate=said, **more)
 
 
@@ -171,6 +171,7 @@ def overlapped(engine: Engine, groups: Sequence[Group], step: Callable[[], objec
         ("ngram=4", {}),
         ("draft=DRAFT,tree=2x2,ngram=3", {}),
         ("draft=DRAFT,tokens=2,verify=rejection", {}),
+        ("draft=EAGLE,tree=2x2", {}),
     ],
 )
 def test_nothing_is_on_the_wrong_device(noted: Noted, speculate: str, more: dict[str, Any]) -> None:
@@ -294,7 +295,9 @@ def test_noise_takes_one_launch(noted: Noted) -> None:
         assert noted.operations - before < 10
 
 
-@pytest.mark.parametrize(("speculate", "graphs"), [("", True), ("", False), ("draft=DRAFT,tokens=2", True)])
+@pytest.mark.parametrize(
+    ("speculate", "graphs"), [("", True), ("", False), ("draft=DRAFT,tokens=2", True), ("draft=EAGLE,tokens=2", True)]
+)
 def test_kernels_are_compiled_before_the_first_request(noted: Noted, speculate: str, graphs: bool) -> None:
     """Whatever the number of rows. Those that copy and move keys and values take no time worth mentioning."""
     engine = engine_of(speculate, graphs)
