@@ -4,13 +4,14 @@
 
 loads `model/` and `draft/` beside this file with transformers, in fp32, and answers greedily. It asks as many questions of
 each kind, prints how each kind fares, and exits with 1 when less than 9 in 10 of all answers are right, or the draft
-agrees on less than 90 % of all tokens.
+agrees on less than 90 % of all tokens. The head in `eagle/` drafts a chain after every token of these answers.
 """
 
 import argparse
 import sys
 import time
 from collections.abc import Sequence
+from functools import reduce
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
+from . import eagle
 from .lessons import KINDS, Question, questions
 
 HERE = Path(__file__).parent
@@ -88,13 +90,25 @@ def agreed(draft: LlamaForCausalLM, given: Answer) -> int:
 
 
 class Score(NamedTuple):
-    """Right answers of all answers, agreed tokens of all tokens, and some wrong answers."""
+    """Answers, and how many of their tokens the draft agrees on."""
 
-    right: int
-    answers: int
+    given: list[Answer]
     agreed: int
-    tokens: int
-    wrong: list[Answer]
+
+    @property
+    def right(self) -> int:
+        """How many answers are right."""
+        return sum(each.right for each in self.given)
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens all answers have."""
+        return sum(len(each.reply) for each in self.given)
+
+    @property
+    def wrong(self) -> list[Answer]:
+        """Those that are not right."""
+        return [each for each in self.given if not each.right]
 
 
 def score(
@@ -108,19 +122,13 @@ def score(
     given: list[Answer] = []
     for start in range(0, len(asked), batch):
         given += answer(target, tokenizer, asked[start : start + batch])
-    return Score(
-        right=sum(each.right for each in given),
-        answers=len(given),
-        agreed=sum(agreed(draft, each) for each in given),
-        tokens=sum(len(each.reply) for each in given),
-        wrong=[each for each in given if not each.right],
-    )
+    return Score(given, sum(agreed(draft, each) for each in given))
 
 
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Measure the demo model on held-out questions.")
-    parser.add_argument("--folder", type=Path, default=HERE, help="folder with model/ and draft/")
+    parser.add_argument("--folder", type=Path, default=HERE, help="folder with model/, draft/ and eagle/")
     parser.add_argument("--questions", type=int, default=200, help="questions of each kind")
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
     parser.add_argument("--show", type=int, default=0, help="wrong answers to show of each kind")
@@ -134,21 +142,24 @@ def main() -> int:
     options = arguments()
     torch.set_num_threads(options.threads)
     target, draft = load_model(options.folder / "model"), load_model(options.folder / "draft")
+    plain, head = eagle.load_target(options.folder / "model"), eagle.load(options.folder / "eagle")
     tokenizer = load_tokenizer(options.folder / "model")
     right = answers = agreed_tokens = tokens = 0
+    drafted = eagle.Tally()
     for kind in options.kinds:
         started = time.monotonic()
         result = score(target, draft, tokenizer, list(islice(questions(options.seed, kind), options.questions)))
-        right, answers = right + result.right, answers + result.answers
+        tally = reduce(eagle.Tally.plus, (eagle.tally(plain, head, each.prompt, each.reply) for each in result.given))
+        right, answers, drafted = right + result.right, answers + len(result.given), drafted.plus(tally)
         agreed_tokens, tokens = agreed_tokens + result.agreed, tokens + result.tokens
         print(
-            f"{kind:>13}: {result.right / result.answers:6.1%} right, draft agrees on "
-            f"{result.agreed / result.tokens:6.1%} of {result.tokens} tokens, {time.monotonic() - started:.0f} s",
+            f"{kind:>13}: {result.right / len(result.given):6.1%} right, draft agrees on "
+            f"{result.agreed / result.tokens:6.1%} of {result.tokens} tokens, {time.monotonic() - started:.0f} s; head: {tally}",
             flush=True,
         )
         for each in result.wrong[: options.show]:
             print(f"    {each.question.messages[-1]['content'][-100:]!r} -> {each.text!r}, not {each.question.answer!r}")
-    print(f"all: {right / answers:.1%} right, draft agrees on {agreed_tokens / tokens:.1%} of {tokens} tokens")
+    print(f"all: {right / answers:.1%} right, draft agrees on {agreed_tokens / tokens:.1%} of {tokens} tokens; head: {drafted}")
     return 0 if right / answers >= LEAST_RIGHT and agreed_tokens / tokens >= LEAST_AGREEMENT else 1
 
 

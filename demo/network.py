@@ -160,10 +160,18 @@ class Llama(nn.Module):
         second.v_proj.weight[:head] = copied.T
         second.o_proj.weight[:, :head] = 2.0 * copied
 
+    def streams(self, tokens: Tensor, mask: Tensor | None = None) -> list[Tensor]:
+        """The residual stream as it enters each layer, and as it leaves the last: (rows, length, hidden) each."""
+        cosine, sine = rotary_tables(self.dimensions, tokens.shape[1])
+        streams: list[Tensor] = [self.embed_tokens(tokens)]
+        for layer in self.layers:
+            streams.append(layer(streams[-1], cosine, sine, mask))
+        return streams
+
+    def logits(self, states: Tensor) -> Tensor:
+        """What follows the states that leave the last layer."""
+        return functional.linear(self.norm(states), self.embed_tokens.weight)
+
     def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
         """Logits of every position, of shape (rows, length, vocabulary)."""
-        cosine, sine = rotary_tables(self.dimensions, tokens.shape[1])
-        states = self.embed_tokens(tokens)
-        for layer in self.layers:
-            states = layer(states, cosine, sine, mask)
-        return functional.linear(self.norm(states), self.embed_tokens.weight)
+        return self.logits(self.streams(tokens, mask)[-1])

@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional
 
+from penstock.demo import eagle
+from penstock.launcher import hub
 from penstock.proto.speculation import parse
 from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.growth import Frontier
+from penstock.shard.decoding.proposers import Asked, Proposed
 from penstock.shard.engine import Engine
 from penstock.shard.guesses import Guesses
 from penstock.shard.loading import _drafter, load
@@ -408,3 +412,29 @@ def test_eagle_beside_linear_attention(tmp_path: Path) -> None:
     world = drive(own, asked(3), Habits(7, pause=0.05), seed=2)
     assert world.tokens == drive(tiny.engine("qwen3.5", 16, 2000, prefix_caching=False), asked(0), Habits()).tokens
     assert world.drafted > 50
+
+
+def test_the_demos_head_guesses_what_its_trainer_does() -> None:
+    """Another program, which computes everything from the beginning: the same guesses, but for near ties, and most are right."""
+    target, trained = eagle.load_target(tiny.DEMO), eagle.load(hub.DRAFTS["demo-eagle"])
+    config = ShardConfig(folder=str(tiny.DEMO), model="demo", speculate=f"draft={hub.DRAFTS['demo-eagle']},tokens=4")
+    own = free(load(config, lambda stage: None))
+    own.resize(500, 16)
+    tokenizer = Tokenizer.from_file(str(tiny.DEMO / "tokenizer.json"))
+    chats = [
+        f"<|begin|><|user|>{text}<|end|><|assistant|>" for text in ("Tell me a story.", "What is 3 + 4?", "Count from 3 to 9.")
+    ]
+    prompts = [tokenizer.encode(text, add_special_tokens=False).ids for text in chats]
+    asked = list[tuple[list[int], list[int]]]()
+    propose = own.guesses.proposer.propose
+
+    def noted(wanted: Sequence[Asked]) -> Proposed:
+        found = propose(wanted)
+        asked.extend((list(one.sequence.tokens), list(draft.tree.tokens)) for one, draft in zip(wanted, found.drafts, strict=True))
+        return found
+
+    own.guesses.proposer.propose = noted  # type: ignore[method-assign]
+    world = drive(own, [tiny.group(uid, prompt, 90, end_ids=[2], drafts=4) for uid, prompt in enumerate(prompts)], Habits(7))
+    same = sum(drafts == eagle.drafts(target, trained, text, len(drafts)) for text, drafts in asked)
+    assert same >= len(asked) - 1 > 20
+    assert world.accepted > 0.6 * world.drafted

@@ -1,0 +1,393 @@
+"""Knows how the demo model's EAGLE-3 head is made, and what it drafts (Li et al. 2025, arXiv:2503.01840).
+
+    python -m penstock.demo.eagle --out demo
+
+trains a head for the target in `model/` under the output folder and writes it to `eagle/` there, in the public format.
+
+The head is one layer over pairs. Pair i is the embedding of token i + 1 and the feature of position i: three of the
+target's hidden states there, made one by `fc`. It predicts token i + 2, out of a draft vocabulary smaller than the target's. What
+leaves its layer is the feature of position i + 1, as long as the target has not computed that one. So in training as well
+the head goes on from its own features for some steps, else it would only ever have seen the target's.
+"""
+
+import argparse
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from operator import add
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from .lessons import conversations
+from .network import Dimensions, FeedForward, Llama, rotary_tables, rotate
+from .train import BATCH_TOKENS, batches, encoded, generation_config, learning_rate, load_model, target_dimensions, weighted_loss
+
+LAYERS = (1, 2, 3)
+"""The head sees the target's residual stream as it enters these layers, the first of which is 0."""
+
+DRAFT_VOCABULARY = 1024
+STEPS = 4
+"""So many tokens in a row are drafted in training."""
+
+DECAY = 0.8
+"""How much each step counts in training, of what the step before it counts: it matters only if that one was right."""
+
+Chain = list[tuple[Tensor, Tensor]]
+"""The keys and values of a chain's steps so far: those of the first step, which all chains share, then each chain's own."""
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over pairs with rotary positions."""
+
+    def __init__(self, dimensions: Dimensions) -> None:
+        super().__init__()
+        self.dimensions = dimensions
+        width = dimensions.kv_heads * dimensions.head
+        self.q_proj = nn.Linear(2 * dimensions.hidden, dimensions.hidden, bias=False)
+        self.k_proj = nn.Linear(2 * dimensions.hidden, width, bias=False)
+        self.v_proj = nn.Linear(2 * dimensions.hidden, width, bias=False)
+        self.o_proj = nn.Linear(dimensions.hidden, dimensions.hidden, bias=False)
+
+    def forward(self, pairs: Tensor, mask: Tensor, chain: Chain) -> Tensor:
+        """Attend to the first step's pairs as `mask` says, and to the later pairs of the own chain; `chain` grows by this step."""
+        rows, starts, _ = pairs.shape
+        shape = (rows, starts, -1, self.dimensions.head)
+        cosine, sine = (table[len(chain) :] for table in rotary_tables(self.dimensions, starts + len(chain)))
+        groups = self.dimensions.heads // self.dimensions.kv_heads
+        query = rotate(self.q_proj(pairs).view(shape).transpose(1, 2), cosine, sine) * self.dimensions.head**-0.5
+        key = rotate(self.k_proj(pairs).view(shape).transpose(1, 2), cosine, sine).repeat_interleave(groups, dim=1)
+        value = self.v_proj(pairs).view(shape).transpose(1, 2).repeat_interleave(groups, dim=1)
+        chain.append((key, value))
+        (first_keys, first_values), *own = chain
+        scores = (query @ first_keys.transpose(-1, -2)).masked_fill(~mask, -torch.inf)  # [rows, heads, starts, starts]
+        own_scores = [(query * keys).sum(-1, keepdim=True) for keys, _ in own]  # [rows, heads, starts, 1] each
+        shares = torch.cat((scores, *own_scores), dim=-1).softmax(-1)
+        mixed = shares[..., :starts] @ first_values
+        for place, (_, values) in enumerate(own, starts):
+            mixed = mixed + shares[..., place : place + 1] * values
+        result: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(rows, starts, -1))
+        return result
+
+
+class Layer(nn.Module):
+    """A layer whose attention sees the pair, each half normed by itself, and whose stream is the feature."""
+
+    def __init__(self, dimensions: Dimensions) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(dimensions.hidden, eps=dimensions.epsilon)
+        self.hidden_norm = nn.RMSNorm(dimensions.hidden, eps=dimensions.epsilon)
+        self.self_attn = Attention(dimensions)
+        self.post_attention_layernorm = nn.RMSNorm(dimensions.hidden, eps=dimensions.epsilon)
+        self.mlp = FeedForward(dimensions)
+
+    def forward(self, embedded: Tensor, features: Tensor, mask: Tensor, chain: Chain) -> Tensor:
+        """The features of the next positions."""
+        pairs = torch.cat((self.input_layernorm(embedded), self.hidden_norm(features)), dim=-1)
+        states = features + self.self_attn(pairs, mask, chain)
+        result: Tensor = states + self.mlp(self.post_attention_layernorm(states))
+        return result
+
+
+class Head(nn.Module):
+    """The whole head, with the format's names. `chosen`: the target's tokens that the draft vocabulary has, ascending."""
+
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(self, dimensions: Dimensions, chosen: Tensor) -> None:
+        super().__init__()
+        self.dimensions = dimensions
+        self.fc = nn.Linear(len(LAYERS) * dimensions.hidden, dimensions.hidden, bias=False)
+        self.midlayer = Layer(dimensions)
+        self.norm = nn.RMSNorm(dimensions.hidden, eps=dimensions.epsilon)
+        self.lm_head = nn.Linear(dimensions.hidden, len(chosen), bias=False)
+        # The format gives how far a token's number in the target lies above its number in the draft vocabulary.
+        self.register_buffer("d2t", chosen - torch.arange(len(chosen)))
+        self.register_buffer("t2d", torch.isin(torch.arange(dimensions.vocabulary), chosen))
+
+    @property
+    def chosen(self) -> Tensor:
+        """The target's token for each token of the draft vocabulary."""
+        return self.d2t + torch.arange(len(self.d2t))
+
+    def features(self, streams: list[Tensor]) -> Tensor:
+        """The feature of every position, by the streams of the target."""
+        result: Tensor = self.fc(torch.cat([streams[layer] for layer in LAYERS], dim=-1))
+        return result
+
+    def forward(self, embedded: Tensor, features: Tensor, mask: Tensor, chain: Chain) -> Tensor:
+        """One step of the chains that start at each pair: the features of the next positions. `chain` grows by this step."""
+        result: Tensor = self.midlayer(embedded, features, mask, chain)
+        return result
+
+    def logits(self, features: Tensor) -> Tensor:
+        """What comes after the position of these features' next token, over the draft vocabulary."""
+        result: Tensor = self.lm_head(self.norm(features))
+        return result
+
+    def best(self, features: Tensor) -> Tensor:
+        """The most probable token, in the target's numbers."""
+        return self.chosen[self.logits(features).argmax(-1)]
+
+    @torch.no_grad()
+    def start_from(self, target: Llama) -> None:
+        """Before training: the feature is nearly what enters the target's last layer, and is read as the target's output is.
+
+        Only less surely: most of it says which token comes first, and the head is to tell the second.
+        """
+        hidden = self.dimensions.hidden
+        for name, parameter in self.midlayer.named_parameters():
+            if parameter.dim() == 2:
+                adds = name.endswith(("o_proj.weight", "down_proj.weight"))
+                nn.init.normal_(parameter, std=(8 * hidden if adds else 2 * hidden) ** -0.5)
+        nn.init.normal_(self.fc.weight, std=0.1 * hidden**-0.5)
+        self.fc.weight[:, -hidden:] += torch.eye(hidden)
+        self.norm.weight.copy_(0.3 * target.norm.weight)
+        self.lm_head.weight.copy_(target.embed_tokens.weight[self.chosen])
+
+
+def head_dimensions(vocabulary: int) -> Dimensions:
+    """The size of the head. `fc` and `lm_head` leave little to the layer if the file is to stay below 1.6 MB."""
+    return Dimensions(vocabulary, hidden=256, layers=1, heads=8, kv_heads=2, intermediate=80)
+
+
+def draft_vocabulary(tokenizer: Tokenizer, seed: int, size: int, lessons: int = 20_000) -> Tensor:
+    """The tokens that the target is to say most often in the lessons, then those that it hears most often, then any; ascending."""
+    said: Counter[int] = Counter()
+    seen: Counter[int] = Counter()
+    for piece in islice(encoded(tokenizer, conversations(seed), distilled=True), lessons):
+        seen.update(piece.tokens)
+        said.update(token for token, weight in zip(piece.tokens, piece.weights, strict=True) if weight == 1.0)
+    often = sorted(range(tokenizer.get_vocab_size()), key=lambda token: (-said[token], -seen[token]))
+    return torch.tensor(sorted(often[:size]))
+
+
+def unrolled_loss(target: Llama, head: Head, tokens: Tensor, weights: Tensor, mask: Tensor | None) -> Tensor:
+    """How far the head is from the target's view, for chains from every position. Arguments as `batches` gives them.
+
+    Step k of the chain that starts at pair s is at pair s + k - 1. It knows the tokens up to s + k, but the target's features
+    only up to s, and is to tell what the target thinks at s + k.
+    """
+    length = tokens.shape[1] - 1
+    starts = length - STEPS
+    sees = torch.ones(1, 1, length, length, dtype=torch.bool).tril() if mask is None else mask
+    with torch.no_grad():
+        streams = target.streams(tokens[:, :-1], mask)
+        views = target.logits(streams[-1])[..., head.chosen].softmax(-1)
+        embedded = target.embed_tokens(tokens)
+    features = head.features([stream[:, :starts] for stream in streams])
+    chain: Chain = []
+    total = torch.zeros(())
+    for step in range(1, STEPS + 1):
+        features = head(embedded[:, step : step + starts], features, sees[..., :starts, :starts], chain)
+        within = sees.diagonal(-step, -2, -1)[:, 0, :starts]  # a chain ends with the conversation it is in
+        counted = weights[:, step + 1 : step + 1 + starts] * within
+        total = total + DECAY ** (step - 1) * weighted_loss(head.logits(features), views[:, step : step + starts], counted)
+    return total / sum(DECAY**step for step in range(STEPS))
+
+
+def train(target: Llama, head: Head, tokenizer: Tokenizer, tokens: int, minutes: float, rate: float, seed: int) -> Iterator[str]:
+    """Train the head; yields what to report, some twenty seconds apart, and once at the end."""
+    matrices = [parameter for parameter in head.parameters() if parameter.dim() == 2]
+    others = [parameter for parameter in head.parameters() if parameter.dim() != 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], betas=(0.9, 0.99), fused=True
+    )
+    started = told = time.monotonic()
+    average = 0.0
+    for step, batch in enumerate(batches(tokenizer, conversations(seed), distilled=True)):
+        now = time.monotonic()
+        seen = step * BATCH_TOKENS
+        done = max(seen / tokens, (now - started) / 60 / minutes)
+        if now - told > 20 or done >= 1:
+            told = now
+            yield f"{min(1, done):.1%} loss {average:.4f}, {seen} tokens in {(now - started) / 60:.1f} minutes"
+        if done >= 1:
+            break
+        for group in optimizer.param_groups:
+            group["lr"] = rate * learning_rate(step, done)
+        loss = unrolled_loss(target, head, *batch)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+        optimizer.step()
+        average = loss.item() if step == 0 else 0.98 * average + 0.02 * loss.item()
+
+
+def causal(length: int) -> Tensor:
+    """The mask with which each pair sees those before it, and itself."""
+    return torch.ones(length, length, dtype=torch.bool).tril()
+
+
+@torch.no_grad()
+def drafts(target: Llama, head: Head, tokens: list[int], count: int) -> list[int]:
+    """The head's greedy chain after these tokens, two or more, of which the target has computed all but the last.
+
+    Every step computes all pairs anew, each of which sees all before it; nothing is kept from one step to the next.
+    """
+    features = head.features(target.streams(torch.tensor([tokens[:-1]])))
+    drafted: list[int] = []
+    for _ in range(count):
+        embedded = target.embed_tokens(torch.tensor([[*tokens[1:], *drafted]]))
+        following = head(embedded, features, causal(features.shape[1]), [])
+        drafted.append(int(head.best(following[0, -1])))
+        features = torch.cat((features, following[:, -1:]), dim=1)
+    return drafted
+
+
+@torch.no_grad()
+def all_drafts(target: Llama, head: Head, tokens: list[int], count: int) -> Tensor:
+    """Row i is what `drafts` gives after tokens[: i + 2], all of them at once: [len(tokens) - 1, count]."""
+    features = head.features(target.streams(torch.tensor([tokens[:-1]])))
+    following = torch.tensor([tokens[1:]])
+    chain: Chain = []
+    drafted: list[Tensor] = []
+    for _ in range(count):
+        features = head(target.embed_tokens(following), features, causal(len(tokens) - 1), chain)
+        following = head.best(features)
+        drafted.append(following[0])
+    return torch.stack(drafted, dim=-1)
+
+
+class Tally(NamedTuple):
+    """How the head did. By depth: chains in which all before was right and the reply went on, and those right there too."""
+
+    reached: tuple[int, ...] = (0,) * STEPS
+    right: tuple[int, ...] = (0,) * STEPS
+    rounds: int = 0
+    accepted: int = 0
+
+    def plus(self, other: "Tally") -> "Tally":
+        """Both together."""
+        reached = tuple(map(add, self.reached, other.reached))
+        right = tuple(map(add, self.right, other.right))
+        return Tally(reached, right, self.rounds + other.rounds, self.accepted + other.accepted)
+
+    @property
+    def shares(self) -> list[float]:
+        """How often a draft is right when all before it in its chain are, by depth."""
+        return [right / max(1, reached) for right, reached in zip(self.right, self.reached, strict=True)]
+
+    def __str__(self) -> str:
+        shares = ", ".join(f"{share:.1%}" for share in self.shares)
+        return f"{shares} right at depths 1 to {STEPS}, {self.accepted / max(1, self.rounds):.2f} accepted a round"
+
+
+def tally(target: Llama, head: Head, prompt: list[int], reply: list[int]) -> Tally:
+    """Draft a chain after each token of the target's greedy reply, and count what it would have accepted."""
+    drafted = all_drafts(target, head, prompt + reply, STEPS)[len(prompt) - 1 :].tolist()
+    rests = [reply[start : start + STEPS] for start in range(1, len(reply) + 1)]
+    lengths = [_agreed(row, rest) for row, rest in zip(drafted, rests, strict=True)]
+    chains = list(zip(lengths, rests, strict=True))
+    reached = tuple(sum(length >= depth < len(rest) for length, rest in chains) for depth in range(STEPS))
+    right = tuple(sum(length > depth for length in lengths) for depth in range(STEPS))
+    # A server goes on after what it accepts and the token that the target adds to it.
+    place = rounds = accepted = 0
+    while place < len(reply) - 1:
+        rounds, accepted, place = rounds + 1, accepted + lengths[place], place + lengths[place] + 1
+    return Tally(reached, right, rounds, accepted)
+
+
+def _agreed(drafted: list[int], said: list[int]) -> int:
+    return next((place for place, token in enumerate(said) if drafted[place] != token), len(said))
+
+
+def save(head: Head, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write the head in the public format, weights in bf16. The embedding is not in it: it is the target's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {name: value.detach().contiguous() for name, value in head.state_dict().items()}
+    state = {name: value.bfloat16() if value.is_floating_point() else value for name, value in state.items()}
+    part = folder / "model.safetensors.part"
+    save_file(state, part, metadata={"format": "pt"})
+    part.chmod(0o644)
+    part.replace(folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(head_config(head, tokenizer), indent=2) + "\n")
+
+
+def load(folder: Path) -> Head:
+    """Read back what `save` wrote, in fp32."""
+    config = json.loads((folder / "config.json").read_text())
+    state = load_file(folder / "model.safetensors")
+    dimensions = Dimensions(
+        vocabulary=config["vocab_size"],
+        hidden=config["hidden_size"],
+        layers=config["num_hidden_layers"],
+        heads=config["num_attention_heads"],
+        kv_heads=config["num_key_value_heads"],
+        intermediate=config["intermediate_size"],
+    )
+    head = Head(dimensions, state["d2t"] + torch.arange(config["draft_vocab_size"]))
+    head.load_state_dict(state)  # copies into what is fp32
+    return head.requires_grad_(False)
+
+
+def load_target(folder: Path) -> Llama:
+    """The target that the head is for, in fp32."""
+    target = Llama(target_dimensions(json.loads((folder / "config.json").read_text())["vocab_size"]))
+    load_model(target, folder)
+    return target.requires_grad_(False)
+
+
+def head_config(head: Head, tokenizer: Tokenizer) -> dict[str, object]:
+    """What `config.json` says."""
+    dimensions = head.dimensions
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "vocab_size": dimensions.vocabulary,
+        "draft_vocab_size": len(head.d2t),
+        "hidden_size": dimensions.hidden,
+        "intermediate_size": dimensions.intermediate,
+        "num_hidden_layers": dimensions.layers,
+        "num_attention_heads": dimensions.heads,
+        "num_key_value_heads": dimensions.kv_heads,
+        "head_dim": dimensions.head,
+        "hidden_act": "silu",
+        "max_position_embeddings": dimensions.positions,
+        "rope_theta": dimensions.rope_theta,
+        "rms_norm_eps": dimensions.epsilon,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        **generation_config(tokenizer),
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(LAYERS), "use_aux_hidden_state": True},
+    }
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Train the EAGLE-3 head of the demo model.")
+    parser.add_argument("--out", type=Path, required=True, help="folder that has model/ and gets eagle/")
+    parser.add_argument("--tokens", type=int, default=4_000_000, help="tokens to train on")
+    parser.add_argument("--minutes", type=float, default=40, help="the most time")
+    parser.add_argument("--rate", type=float, default=4e-3, help="peak learning rate")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=3)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Train what the command line asks for."""
+    options = arguments()
+    torch.set_num_threads(options.threads)
+    tokenizer = Tokenizer.from_file(str(options.out / "model" / "tokenizer.json"))
+    target = load_target(options.out / "model")
+    torch.manual_seed(options.seed)
+    vocabulary = target.dimensions.vocabulary
+    head = Head(head_dimensions(vocabulary), draft_vocabulary(tokenizer, options.seed, DRAFT_VOCABULARY))
+    head.start_from(target)
+    for report in train(target, head, tokenizer, options.tokens, options.minutes, options.rate, options.seed):
+        print(report, flush=True)
+        save(head, tokenizer, options.out / "eagle")
+
+
+if __name__ == "__main__":
+    main()
