@@ -92,24 +92,27 @@ def delta_kernel(
     window = windows + slot * windows_stride
     place = memories + slot * memories_stride + (head * KEY + deep[:, None]) * VALUE + feature[None, :]
     memory = tl.load(place, mask=(deep[:, None] < depth) & wanted[None, :], other=0.0)
-    last = tl.where(slot > 0, tl.load(sure + span) - 1, -1)  # token behind which the memory is kept
-    for i in range((end - start).to(tl.int32)):
-        token = start + i
-        own = mixed + token * mixed_stride
-        query = _convolved(own, mixed_stride, window, channels, i, first, query_channel, within, query_factors, WIDTH, ROWS)
-        key = _convolved(own, mixed_stride, window, channels, i, first, key_channel, within, key_factors, WIDTH, ROWS)
-        value = _convolved(own, mixed_stride, window, channels, i, first, value_channel, wanted, value_factors, WIDTH, ROWS)
-        query *= tl.rsqrt(tl.sum(query * query, 0) + epsilon) * (KEY**-0.5)
-        key *= tl.rsqrt(tl.sum(key * key, 0) + epsilon)
-        strength = tl.load(strengths + token * strengths_stride + head).to(tl.float32)
-        fade = tl.load(fades + token * fades_stride + head).to(tl.float32) + offset
-        fade = tl.where(fade > 20.0, fade, tl.log(1.0 + tl.exp(tl.minimum(fade, 20.0))))
-        memory *= tl.exp(rate * fade)
-        change = (value - tl.sum(memory * key[:, None], 0)) / (1.0 + tl.exp(-strength))
-        memory += key[:, None] * change[None, :]
-        found = tl.sum(memory * query[:, None], 0)
-        tl.store(out + (token * heads + head) * VALUE + feature, found.to(out.dtype.element_ty), mask=wanted)
-        if i == last:
+    length = (end - start).to(tl.int32)
+    kept = tl.load(sure + span).to(tl.int32)
+    # Twice around, what is sure and what is guessed: written within one walk the memory's addresses would have no registers left.
+    for guesses in range(2):
+        for i in range(tl.where(guesses == 0, 0, kept), tl.where(guesses == 0, kept, length)):
+            token = start + i
+            own = mixed + token * mixed_stride
+            query = _convolved(own, mixed_stride, window, channels, i, first, query_channel, within, query_factors, WIDTH, ROWS)
+            key = _convolved(own, mixed_stride, window, channels, i, first, key_channel, within, key_factors, WIDTH, ROWS)
+            value = _convolved(own, mixed_stride, window, channels, i, first, value_channel, wanted, value_factors, WIDTH, ROWS)
+            query *= tl.rsqrt(tl.sum(query * query, 0) + epsilon) * (KEY**-0.5)
+            key *= tl.rsqrt(tl.sum(key * key, 0) + epsilon)
+            strength = tl.load(strengths + token * strengths_stride + head).to(tl.float32)
+            fade = tl.load(fades + token * fades_stride + head).to(tl.float32) + offset
+            fade = tl.where(fade > 20.0, fade, tl.log(1.0 + tl.exp(tl.minimum(fade, 20.0))))
+            memory *= tl.exp(rate * fade)
+            change = (value - tl.sum(memory * key[:, None], 0)) / (1.0 + tl.exp(-strength))
+            memory += key[:, None] * change[None, :]
+            found = tl.sum(memory * query[:, None], 0)
+            tl.store(out + (token * heads + head) * VALUE + feature, found.to(out.dtype.element_ty), mask=wanted)
+        if (guesses == 0) & (slot > 0):
             tl.store(place, memory, mask=within[:, None] & wanted[None, :])
     if span == tl.num_programs(0) - 1:
         for i in range((tokens - end).to(tl.int32)):
