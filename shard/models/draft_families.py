@@ -13,6 +13,7 @@ from .shape import Features, Shape, Unsupported
 EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 MOST_LAYERS = 16
+NORMS = ("norm_before_fc", "fc_norm", "norm_output")  # that some newer heads have besides
 # Of how many layers there are, what config.json means where it does not say, and how they are read.
 QWEN = (
     "mtp_num_hidden_layers",
@@ -123,7 +124,7 @@ def _eagle3(config: Config, target: Shape) -> Shape:
     most = config["draft_vocab_size"]
     if type(most) is not int or not 0 < most <= base.vocabulary:
         raise Unsupported(f"config.json says draft_vocab_size {shown(most)}, an integer from 1 to vocab_size is needed: {AGAIN}")
-    layers, first = _layers(config, target.layers), config.get("norm_before_residual", False) is True
+    layers, first = _layers(config, _inner(config), target.layers), config.get("norm_before_residual", False) is True
     return replace(
         base,
         architecture=f"EAGLE-3 for {target.architecture}",
@@ -135,17 +136,31 @@ def _eagle3(config: Config, target: Shape) -> Shape:
     )
 
 
-def _layers(config: Config, count: int) -> tuple[int, ...]:
-    """What enters these it goes by, of so many."""
-    own: Any = config.get("eagle_config")
-    found = (own.get(LAYERS) if isinstance(own, dict) else None) or config.get(LAYERS) or [2, count // 2, count - 3]
+def _inner(config: Config) -> Config:
+    """EAGLE's part of config.json. Raises Unsupported if a field there or beside it means what the decoder doesn't have."""
+    own = config.get("eagle_config") or {}
+    if not isinstance(own, dict):
+        raise Unsupported(f"config.json says eagle_config {shown(own)}, an object is needed: {AGAIN}")
+    for name in NORMS:
+        if config.get(name) or own.get(name):
+            raise Unsupported(f"config.json of the EAGLE-3 head says {name} true, and the decoder has no such norm: {ELSE}")
+    if own.get("use_aux_hidden_state", True) is not True:
+        raise Unsupported(f"config.json of the EAGLE-3 head says use_aux_hidden_state false, and the decoder has true: {ELSE}")
+    return own
+
+
+def _layers(config: Config, own: Config, count: int) -> tuple[int, ...]:
+    """What enters these it goes by, of so many. In `own`, EAGLE's part of config.json, SpecForge and SGLang name the layers that it
+    comes out of; vLLM and speculators, who have no such part, those that it enters."""
+    found: Any = own.get(LAYERS) or config.get(LAYERS) or [2, count // 2, count - 3]
+    further = int(bool(own.get(LAYERS)))
     if (
         not isinstance(found, list)
-        or not all(type(layer) is int and 0 <= layer < count for layer in found)
+        or not all(type(layer) is int and 0 <= layer < count - further for layer in found)
         or not 0 < len(found) == len(set(found)) <= MOST_LAYERS
     ):
         raise Unsupported(
-            f"config.json says {LAYERS} {shown(found)} (nothing means 2, half of all and all but 3), and numbers of different "
-            f"layers from 0 to {count - 1} are needed: {ELSE}"
+            f"config.json says {LAYERS} {shown(found)} (nothing means what enters layer 2, the middle one and the last but 2), and "
+            f"numbers of different layers from 0 to {count - 1 - further} are needed: {ELSE}"
         )
-    return tuple(sorted(found))
+    return tuple(sorted(layer + further for layer in found))

@@ -27,6 +27,10 @@ from penstock.shard.models.families import shape
 from penstock.shard.models.shape import Unsupported
 from penstock.shard.parallel import Ranks
 from penstock.shard.weights import Weights
+from penstock.shard.loading import load
+from penstock.shard.models.draft_families import draft_shape
+from penstock.shard.models.families import shape
+from penstock.shard.models.shape import Features, Shape, Unsupported
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
 from penstock.tests.shard.test_drafter import all_of, free
@@ -50,7 +54,7 @@ CONFIG: dict[str, Any] = {
     "rope_theta": 500.0,
     "rms_norm_eps": 1e-5,
     "max_position_embeddings": 48,  # fewer than are used
-    "eagle_config": {"eagle_aux_hidden_state_layer_ids": LAYERS},
+    "eagle_aux_hidden_state_layer_ids": LAYERS,
 }
 SHAPES = {
     "fc.weight": (64, 128),
@@ -438,3 +442,46 @@ def test_the_demos_head_guesses_what_its_trainer_does() -> None:
     same = sum(drafts == eagle.drafts(target, trained, text, len(drafts)) for text, drafts in asked)
     assert same >= len(asked) - 1 > 20
     assert world.accepted > 0.6 * world.drafted
+def deep(name: str, **more: Any) -> Shape:
+    """Of a tiny model's family, with 48 layers."""
+    config = json.loads((tiny.folder(name) / "config.json").read_text())
+    return shape(config | {"num_hidden_layers": 48, "layer_types": None} | more)
+
+
+def features(found: Shape) -> Features:
+    assert found.features is not None
+    return found.features
+
+
+@pytest.mark.parametrize(
+    ("said", "enters"),
+    [
+        ({}, (2, 24, 45)),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 24, 47]}, (0, 24, 47)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 23, 44]}}, (2, 24, 45)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [46, 0]}, "eagle_aux_hidden_state_layer_ids": [5]}, (1, 47)),
+        ({"eagle_config": {"use_aux_hidden_state": True}}, (2, 24, 45)),
+    ],
+)
+def test_layers_are_told_by_what_they_make_or_by_what_enters_them(said: dict[str, Any], enters: tuple[int, ...]) -> None:
+    """SpecForge's and SGLang's part of config.json means what comes out of layers, vLLM's field what enters them."""
+    config = {name: value for name, value in CONFIG.items() if "eagle" not in name}
+    assert features(draft_shape(config | said, deep("llama"))).layers == enters
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 23, 47]}}, r"\[1, 23, 47\].* from 0 to 46 are needed"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 48]}, "from 0 to 47 are needed"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 1]}, "numbers of different layers"),
+        ({"eagle_config": [1]}, r"eagle_config \[1\], an object is needed"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state false"),
+        ({"eagle_config": {"norm_before_fc": True}}, "norm_before_fc true"),
+        ({"fc_norm": True}, "fc_norm true"),
+        ({"norm_output": True}, "norm_output true"),
+    ],
+)
+def test_what_a_head_means_that_the_decoder_does_not_have_is_refused(said: dict[str, Any], words: str) -> None:
+    with pytest.raises(Unsupported, match=words):
+        draft_shape(CONFIG | said, deep("llama"))
