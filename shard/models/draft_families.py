@@ -7,7 +7,6 @@ from ...proto.speculation import Speculation, written
 from .dense_families import llama
 from .families import shape
 from .fields import AGAIN, Config, check, shown
-from .hybrid_families import HYBRID
 from .shape import Features, Shape, Unsupported
 
 EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
@@ -31,6 +30,12 @@ QWEN = (
             ("lm_head.", "mtp.lm_head."),
         ),
     ),
+)
+# Whose layers are as DeepSeek V3's. The field is in other config.json files, too, and there it means layers of another kind.
+DEEPSEEK = (
+    *("DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),
+    *("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM"),
+    *("Glm4vMoeForConditionalGeneration", "Glm46VForConditionalGeneration"),
 )
 ELSE = "take a draft model that was made for this one, or a small model of the same family"
 
@@ -61,9 +66,10 @@ def is_head(config: Config) -> bool:
 def _next(config: Config, target: Shape) -> Shape:
     """As DeepSeek V3 has it, and Qwen. There may be more than one such layer; the first guesses all tokens."""
     fields = config.get("text_config") or config
-    counted, usual, features = QWEN if target.architecture in HYBRID else ("num_nextn_predict_layers", 0, _deepseek(target.layers))
+    qwen = target.linear is not None
+    counted, usual, features = QWEN if qwen else ("num_nextn_predict_layers", 0, _deepseek(target.layers))
     count = fields.get(counted, usual)
-    if type(count) is not int or count < 1:
+    if type(count) is not int or count < 1 or not (qwen or target.architecture in DEEPSEEK):
         raise Unsupported(
             f"config.json says {counted} {shown(count)}: the model has no layer for predicting several tokens that is known here; "
             "leave draft=mtp out, or take a draft model"

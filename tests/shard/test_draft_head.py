@@ -485,3 +485,21 @@ def test_layers_are_told_by_what_they_make_or_by_what_enters_them(said: dict[str
 def test_what_a_head_means_that_the_decoder_does_not_have_is_refused(said: dict[str, Any], words: str) -> None:
     with pytest.raises(Unsupported, match=words):
         draft_shape(CONFIG | said, deep("llama"))
+
+
+def test_the_own_layer_of_a_model_with_images() -> None:
+    """Whose text has another name than by itself."""
+    text = json.loads((tiny.folder("qwen3.5") / "config.json").read_text())
+    config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text}
+    assert features(draft_shape(config, shape(config), own=True)).behind
+    text["mtp_num_hidden_layers"] = 0
+    with pytest.raises(Unsupported, match="mtp_num_hidden_layers 0: the model has no layer"):
+        draft_shape(config, shape(config), own=True)
+
+
+@pytest.mark.parametrize("name", ["ernie-moe", "exaone-moe", "llama"])
+def test_own_layers_of_another_kind_are_refused_before_weights_are_read(name: str) -> None:
+    """Of models whose config.json has the field, and whose layers have neither DeepSeek's names nor their tables."""
+    config = json.loads((tiny.folder(name) / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    with pytest.raises(Unsupported, match="no layer for predicting several tokens that is known here"):
+        draft_shape(config, shape(config), own=True)
