@@ -22,8 +22,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "shard": ("proto", "kernels"),
     "router": ("proto",),
     "launcher": (
-        *("proto", "router.config", "shard.config", "shard.models.families", "shard.models.shape", "shard.rooms"),
-        "bench.command",
+        *("proto", "router.config", "shard.config", "shard.rooms"),
+        *("shard.models.families", "shard.models.draft_families", "shard.models.shape", "bench.command"),
     ),
     "demo": (),
     "bench": (),
