@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..proto.speculation import Speculation
+from ..proto.speculation import OWN, Speculation
 from ..shard.models.draft_families import check_guesses, draft_shape, is_head
 from ..shard.models.families import shape
 from . import checkpoint, hub
@@ -14,7 +14,6 @@ from .checkpoint import Checkpoint
 from .mistake import Mistake
 from .options import Options
 
-OWN = "mtp"  # the model's own layer for predicting several tokens guesses
 TOKENIZER = "tokenizer.json"
 REMEDY = "take a draft model of the same family, made with the same tokenizer"
 
@@ -36,7 +35,7 @@ def resolve(asked: Options, model: Checkpoint, weights: bool = True) -> tuple[Sp
         draft_shape(draft.config, shape(model.config), own=draft is model)
     except (Mistake, ValueError) as error:
         raise Mistake(f"--speculate draft={said.draft}: {error}") from None
-    return dataclasses.replace(said, draft=str(draft.folder)), draft
+    return said if draft is model else dataclasses.replace(said, draft=str(draft.folder)), draft
 
 
 def _located(name: str, asked: Options, model: Checkpoint, weights: bool) -> Checkpoint:

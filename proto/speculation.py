@@ -6,6 +6,7 @@
     draft=mtp,tokens=2                      the model's own layer for predicting several tokens
     draft=PATH,tree=4x2x2x1                 a tree: 4 children of the last token, 2 of each of these, ...
     draft=PATH,nodes=16,ngram=8             the 16 most probable nodes, one tree with what was looked up
+    draft=mtp,tokens=3                      the model's own layer for predicting several tokens
     draft=PATH,tokens=4,verify=rejection    by another rule than `gumbel`
 
 A path has no commas.
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 MOST_DRAFTS = 127  # of a sequence in a step: with its last token they are the 128 nodes that attention has bits for
+OWN = "mtp"  # in the place of a draft model: the model's own layer for predicting several tokens
 RULES = ("gumbel", "rejection", "typical")
 LOSSY = ("typical",)  # those of them that change what is said
 DRAFT_TOKENS = 4  # of a draft model's chain, where no shape is said
@@ -24,7 +26,7 @@ DRAFT_TOKENS = 4  # of a draft model's chain, where no shape is said
 class Speculation:
     """What is drafted for each sequence in a step, at most, and the rule that accepts it."""
 
-    draft: str = ""  # of a draft model: the launcher gets a name or a path, the shards a folder; "": there is none
+    draft: str = ""  # of a draft model: the launcher gets a name or a path, the shards a folder, or both `OWN`; "": there is none
     widths: tuple[int, ...] = ()  # of the draft model's tree, layer by layer; a chain of k is k times 1
     nodes: int = 0  # of its tree, if the most probable ones grow first
     ngram: int = 0  # drafts that are looked up

@@ -12,7 +12,7 @@ import torch
 
 from ..kernels.choose import triton_on
 from ..kernels.linear import Exact
-from ..proto.speculation import Speculation, parse
+from ..proto.speculation import OWN, Speculation, parse
 from .adapters import Adapter
 from .config import ShardConfig
 from .decoding.grammar import Grammars
@@ -177,8 +177,8 @@ def _drafter(
 ) -> Drafter | None:
     """The draft model, whole, on rank 0: it is small, and other ranks would have to wait for each other in each of its rounds. They
     only learn what it goes by. whole: all of the target's weights."""
-    folder = Path(speculation.draft)
-    own = folder == Path(config.folder)  # then its own layer guesses
+    own = speculation.draft == OWN
+    folder = Path(config.folder if own else speculation.draft)
     model = draft_shape(_config(folder), target.shape, own).within(config.longest)
     if model.features:
         target.kept = Taps(model.features.layers)

@@ -18,6 +18,21 @@ from penstock.tests.shard import tiny
 
 DEMO = checkpoint.read(hub.DEMO_FOLDER, "auto")
 VOCABULARY = {"a": 0, "b": 1, "c": 2}
+# Of a config.json, for a model that has a layer for predicting several tokens.
+LAYERED = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "num_nextn_predict_layers": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+}
 
 
 def folder(path: Path, vocabulary: Any, added: dict[str, int] | None = None) -> Path:
@@ -146,3 +161,21 @@ def test_errors_are_told_before_anything_starts(capfd: pytest.CaptureFixture[str
         assert cli.main(["serve", "--speculate", text]) == 2
         [line] = capfd.readouterr().err.splitlines()
         assert line.startswith("penstock: error: --speculate")
+
+
+def test_the_own_layer_of_a_model_wherever_that_is(tmp_path: Path) -> None:
+    """Shards are told that it is its own; the name of its folder, which may have commas, tells them nothing."""
+    place = tmp_path / "a,b"
+    place.mkdir()
+    fields = json.loads((hub.DEMO_FOLDER / "config.json").read_text()) | LAYERED
+    (place / "config.json").write_text(json.dumps(fields))
+    model = checkpoint.read(place, "dummy")
+    asked = Options(speculate="draft=mtp,tokens=2", load_format="dummy")
+    said, draft = resolve(asked, model)
+    assert draft is model
+    planned = plan.divide(asked, model, Machine(cores=2, memory=1 << 36, fast_bfloat16=False), draft)
+    [shard] = children.shard_configs(asked, "name", planned, Place(0, True, ["a"], "r", "m", (), {}), said)
+    assert parse(shard.speculate) == said
+    assert said.draft == "mtp"
+    with pytest.raises(Mistake, match=r"^--speculate draft=mtp: config.json says num_nextn_predict_layers 0"):
+        resolve(Options(speculate="draft=mtp"), DEMO)

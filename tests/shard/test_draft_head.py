@@ -288,7 +288,7 @@ def in_qwen(name: str) -> str:
 def test_a_layer_for_predicting_several_tokens(name: str, tables: bool, said: str, tmp_path: Path) -> None:
     oracle = predicting(name, tmp_path, tables)
     groups = [group for group in asked(all_of(said)) if len(group.waiting) == 1][:8]
-    config = ShardConfig(folder=str(tmp_path), model=name, speculate=f"draft={tmp_path},{said}", prefix_caching=False)
+    config = ShardConfig(folder=str(tmp_path), model=name, speculate=f"draft=mtp,{said}", prefix_caching=False)
     own = free(load(config, lambda stage: None))
     own.resize(500, 4)
     off, most = watched(own, oracle), 5e-3 if name in tiny.HYBRIDS else 1e-3
@@ -442,6 +442,15 @@ def test_the_demos_head_guesses_what_its_trainer_does() -> None:
     same = sum(drafts == eagle.drafts(target, trained, text, len(drafts)) for text, drafts in asked)
     assert same >= len(asked) - 1 > 20
     assert world.accepted > 0.6 * world.drafted
+def test_a_model_that_is_its_own_draft_model_guesses_as_a_whole() -> None:
+    """Its folder is named, and not its own layer, which it may lack."""
+    own = free(engine(tiny.folder("llama"), "tokens=4"))
+    assert own.guesses.drafter is not None
+    assert own.guesses.drafter.decoder.shape.features is None
+    world = drive(own, asked(4)[:6], Habits())
+    assert world.accepted > 20
+
+
 def deep(name: str, **more: Any) -> Shape:
     """Of a tiny model's family, with 48 layers."""
     config = json.loads((tiny.folder(name) / "config.json").read_text())
