@@ -123,8 +123,10 @@ class Service:
             self.stage = "checking that answers don't depend on batches"
             invariance.check(engine, config.page_size)
         self.stage = "measuring memory"
+        # What remembers computes right guesses once more, which nobody counts who fills a step.
+        most = tokens + (sequences * engine.guesses.most if shape.linear is not None else 0)
         pages, sequences, sample = size_pool(
-            engine, config.page_size, config.kv_pages, config.memory_fraction, tokens, rows, sequences, total, recorded
+            engine, config.page_size, config.kv_pages, config.memory_fraction, most, rows, sequences, total, recorded
         )
         sequences = ranks.least(sequences)
         engine.resize(ranks.least(pages), config.page_size, sequences)

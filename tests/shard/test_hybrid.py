@@ -13,15 +13,18 @@ import torch
 import transformers
 
 from penstock.kernels.quantized import Quantized
+from penstock.proto.shard_pb2 import WarmupRequest
 from penstock.shard import memory
 from penstock.shard.cache import Cache
 from penstock.shard.config import ShardConfig
 from penstock.shard.engine import Engine
 from penstock.shard.loading import load
+from penstock.shard.memory import Measured
 from penstock.shard.models.decoder import Decoder
 from penstock.shard.models.families import shape
 from penstock.shard.models.memories import Memories
 from penstock.shard.models.shape import Linear, Unsupported
+from penstock.shard.service import Service
 from penstock.shard.weights import DummyWeights
 from penstock.tests.shard import fake_cuda, lora, packing, test_speculation, tiny
 from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
@@ -274,3 +277,22 @@ def test_a_perfect_guesser_takes_few_steps() -> None:
     test_speculation.choose(own, "right", calm("qwen3.5"))
     world = drive(own, asked(6), Habits())
     assert world.accepted == world.drafted > 200
+
+
+@pytest.mark.parametrize(("name", "more"), [("qwen3.5", 8 * 4), ("llama", 0)])
+def test_memory_is_measured_for_right_guesses_that_are_computed_once_more(
+    name: str, more: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a step that prompts fill: its tokens without them are as many as may be."""
+    told: list[int] = []
+
+    def size(engine: Engine, page: int, pages: int, fraction: float, tokens: int, *rest: object) -> tuple[int, int, Measured]:
+        told.append(tokens)
+        return 100, 8, Measured(1, 0, 1.0)
+
+    monkeypatch.setattr("penstock.shard.service.size_pool", size)
+    config = ShardConfig(folder=str(tiny.folder(name)), model=name, speculate="ngram=4")
+    service = Service(config, lambda code: None)
+    service._engine = load(config, lambda stage: None)
+    service._measure(WarmupRequest(max_step_tokens=48, max_step_rows=40, max_total_tokens=256, max_sequences=8))
+    assert told == [48 + more]
