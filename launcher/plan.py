@@ -85,8 +85,9 @@ def divide(
     token = form.kv_elements(ranks) * (item if options.kv_cache_dtype == "auto" else 1)
     small = draft_shape(draft.config, form, own=draft is model) if draft else None
     draft_bytes = small.weight_bytes(1, item, device, dtype, packed) if small else 0
-    if small and small.features and ranks > 1:  # of its model's table a rank has a part
-        draft_bytes += form.vocabulary * form.hidden * item
+    if small and small.features and ranks > 1:  # of its model's tables a rank has a part
+        tables = 1 if small.features.table or form.tied else 2
+        draft_bytes += tables * form.vocabulary * form.hidden * item
     draft_token = (small.kv_elements(1) + small.feature_elements) * item if small else 0
     total = min(machine.gpu_memory[:local]) if device == "cuda" else machine.memory // local
     usable = int(total * options.cuda_memory_fraction)

@@ -107,18 +107,12 @@ class DraftHead(Decoder):
         return ROOTS[0]
 
     def _table(self, load: Loader) -> Tensor:
-        name, size = load.prefix + TABLE, self._target.shape.vocabulary
-        return self._own(load.source, name, size, [root_of(self._whole) + TABLE], self._target.embedding)
-
-    def _own(self, source: Source, name: str, rows: int, names: Sequence[str], target: Tensor) -> Tensor:
-        """A table: its own, or what the target calls one of these."""
-        shared = target if self._target.ranks.size == 1 else None
-        if source.has(name):
-            found = source.tensor(name, (rows, self.shape.hidden))
+        name, size = load.prefix + TABLE, (self._target.shape.vocabulary, self.shape.hidden)
+        shared = self._target.embedding if self._target.ranks.size == 1 else None
+        if load.source.has(name):
+            found = load.source.tensor(name, size)
             return shared if shared is not None and found.equal(shared) else found
-        if shared is not None:
-            return shared
-        return self._whole.tensor(next(filter(self._whole.has, names), names[0]), (rows, self.shape.hidden))
+        return shared if shared is not None else self._whole.tensor(root_of(self._whole) + TABLE, size)
 
     def _begin(self, step: Step, cache: Cache) -> Stream:
         assert cache.features is not None
@@ -206,10 +200,15 @@ class NextTokens(DraftHead):
         return Taps(())
 
     def _output(self, load: Loader) -> Weight:
-        if self._target.ranks.size == 1 and not load.source.has(OUTPUTS[0]):
-            return self._target.head
+        """The target's, if it has no other: checkpoints may have that once more."""
+        size = self.shape.vocabulary, self.shape.hidden
         names = [root_of(self._whole) + TABLE] if self._target.shape.tied else OUTPUTS
-        return Weight(self._own(load.source, OUTPUTS[0], self.shape.vocabulary, names, self._target.embedding), exact=load.exact)
+        name = next(filter(self._whole.has, names), names[0])
+        found = load.source.tensor(OUTPUTS[0], size) if load.source.has(OUTPUTS[0]) else None
+        if self._target.ranks.size == 1 and (found is None or found.equal(self._whole.tensor(name, size))):
+            return self._target.head
+        found = found if found is not None else self._whole.tensor(name, size)
+        return Weight(self.embedding if found.equal(self.embedding) else found, exact=load.exact)
 
     def _joined(self, embedded: Tensor, features: Tensor) -> Stream:
         norms = (embedded, self.token_norm), (features, self.feature_norm)

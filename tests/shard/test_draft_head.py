@@ -16,6 +16,9 @@ from torch.nn import functional
 from penstock.demo import eagle
 from penstock.launcher import hub
 from penstock.proto.speculation import parse
+from penstock.launcher import checkpoint, plan
+from penstock.launcher.machine import Machine
+from penstock.launcher.options import Options
 from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.growth import Frontier
 from penstock.shard.decoding.proposers import Asked, Proposed
@@ -28,9 +31,13 @@ from penstock.shard.models.shape import Unsupported
 from penstock.shard.parallel import Ranks
 from penstock.shard.weights import Weights
 from penstock.shard.loading import load
+from penstock.shard.models.decoder import Decoder
 from penstock.shard.models.draft_families import draft_shape
+from penstock.shard.models.draft_head import Eagle3, NextTokens
 from penstock.shard.models.families import shape
 from penstock.shard.models.shape import Features, Shape, Unsupported
+from penstock.shard.parallel import Ranks
+from penstock.shard.weights import Weights
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
 from penstock.tests.shard.test_drafter import all_of, free
@@ -449,6 +456,49 @@ def test_a_model_that_is_its_own_draft_model_guesses_as_a_whole() -> None:
     assert own.guesses.drafter.decoder.shape.features is None
     world = drive(own, asked(4)[:6], Habits())
     assert world.accepted > 20
+
+
+@pytest.mark.parametrize("name", ["glm4-moe", "qwen3.5-moe"])
+def test_tables_that_a_model_has_too_are_held_once(name: str, tmp_path: Path) -> None:
+    """Checkpoints may have them once more, for the layer."""
+    predicting(name, tmp_path, tables=name == "glm4-moe")
+    stored = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    layer = f"model.layers.{tiny.reference(name).config.num_hidden_layers}."
+    if name == "glm4-moe":
+        stored |= {f"{layer}shared_head.head.weight": stored["lm_head.weight"].clone()}
+        stored |= {f"{layer}embed_tokens.weight": stored["model.embed_tokens.weight"].clone()}
+        safetensors.torch.save_file(stored, tmp_path / "model.safetensors")
+    own = load(ShardConfig(folder=str(tmp_path), model=name, speculate="draft=mtp,tokens=3"), lambda stage: None)
+    assert own.guesses.drafter is not None
+    assert own.guesses.drafter.decoder.head is own.decoder.head
+    assert own.guesses.drafter.decoder.embedding is own.decoder.embedding
+
+
+@pytest.mark.parametrize("name", ["llama", "glm4-moe", "qwen3.5"])
+def test_what_a_head_takes_beside_two_ranks_is_planned(name: str, head: Path, tmp_path: Path) -> None:
+    """Which have parts of the tables that it needs whole."""
+    folder, own = (tiny.folder(name), head) if name == "llama" else (tmp_path, tmp_path)
+    if name != "llama":
+        predicting(name, tmp_path, tables=False)
+    target, config = (json.loads((place / "config.json").read_text()) for place in (folder, own))
+
+    def work(ranks: Ranks) -> int:
+        source = Weights(folder, torch.bfloat16, tiny.CPU, lambda read: None)
+        decoder = Decoder(shape(target), source, ranks, tiny.CPU)
+        if ranks.rank:
+            return 0
+        form = draft_shape(config, decoder.shape, own=name != "llama")
+        if name != "llama":
+            return NextTokens(form, decoder, source).weight_bytes
+        return Eagle3(form, Weights(own, torch.bfloat16, tiny.CPU, lambda read: None), decoder, source).weight_bytes
+
+    bytes, _ = tiny.Threads().run(work)
+    model = checkpoint.read(folder, "dummy")
+    draft = model if name != "llama" else checkpoint.read(own, "dummy")
+    planned = plan.divide(
+        Options(num_shard=2, dtype="bfloat16"), model, Machine(cores=2, memory=1 << 32, fast_bfloat16=False), draft
+    )
+    assert planned.draft_bytes == pytest.approx(bytes, rel=0.02)
 
 
 def deep(name: str, **more: Any) -> Shape:
