@@ -91,7 +91,7 @@ def divide(
     draft_token = (small.kv_elements(1) + small.feature_elements) * item if small else 0
     total = min(machine.gpu_memory[:local]) if device == "cuda" else machine.memory // local
     usable = int(total * options.cuda_memory_fraction)
-    graphs = _graphs(options, form) if device == "cuda" else 0
+    graphs = _graphs(options, form, small) if device == "cuda" else 0
     left = usable - graphs * rooms.GRAPH_BYTES
     fixed, page = weights + adapted + draft_bytes, (token + draft_token) * options.page_size
     caching = options.prefix_caching == "on"
@@ -161,14 +161,13 @@ def _threads(options: Options, device: str, parameters: int, cores: int) -> int:
     return options.threads or max(1, cores if device == "cuda" else min(cores, parameters // PER_THREAD))
 
 
-def _graphs(options: Options, form: Shape) -> int:
+def _graphs(options: Options, form: Shape, draft: Shape | None) -> int:
     """How many steps will be recorded."""
     chosen = rooms.parse(options.cuda_graphs)
     speculation = options.speculation
     tokens = options.max_batch_prefill_tokens or rooms.MIXED[-1]
-    mixed = rooms.mixed(chosen, tokens, speculation.most > 0, form.linear is not None)
-    steps = len(rooms.decodes(chosen, options.sequences)) + len(mixed)
-    return steps * (2 if speculation.draft else 1)  # the draft model's own
+    linear = [one.linear is not None for one in (form, draft) if one]
+    return len(rooms.recorded(chosen, options.sequences, tokens, speculation.most > 0, linear))
 
 
 def _device(options: Options, machine: Machine) -> str:

@@ -3,6 +3,8 @@
 A step is padded to the next size. Steps of decodes alone have as many rows as tokens; mixed ones carry chunks of prompts, too.
 """
 
+from collections.abc import Sequence
+
 # Tokens. The steps between two sizes are at most a fourth of the larger one: so much of a step may be padding.
 DECODES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 MIXED = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -40,3 +42,8 @@ def mixed(chosen: tuple[int, ...] | None, tokens: int, drafts: bool = False, lin
     """Sizes of mixed steps, ascending. tokens: the most that a step has; drafts: whether there are any; linear: the model has
     linear attention, whose launches go by how many spans there are."""
     return [] if chosen is not None or linear else [size for size in (*(VERIFIED if drafts else ()), *MIXED) if size <= tokens]
+
+
+def recorded(chosen: tuple[int, ...] | None, rows: int, tokens: int, drafts: bool, linear: Sequence[bool]) -> list[int]:
+    """Tokens of all steps that are recorded. linear: of the model, and of a draft model, which has graphs of its own."""
+    return [size for own in linear for size in (*decodes(chosen, rows), *mixed(chosen, tokens, drafts, own))]

@@ -27,7 +27,7 @@ from .messages import allowance_from, group_from, paused_to, step_reply
 from .models.shape import Unsupported
 from .outcome import Outcome
 from .relay import Sender
-from .rooms import decodes, mixed, parse
+from .rooms import parse, recorded
 
 log = logging.getLogger(__name__)
 
@@ -115,8 +115,8 @@ class Service:
         graphs = engine.device.type == "cuda" and triton_on(engine.device)  # the plain operations wait for the device on the way
         chosen = parse(config.cuda_graphs) if graphs else ()
         drafts = engine.guesses.most > 0
-        sizes = [*decodes(chosen, rows), *mixed(chosen, tokens, drafts, shape.linear is not None)]
-        recorded = sizes * 2 if engine.guesses.drafter else sizes  # the draft model's own
+        shapes = [shape, engine.guesses.drafter.decoder.shape] if engine.guesses.drafter else [shape]
+        sizes = recorded(chosen, rows, tokens, drafts, [one.linear is not None for one in shapes])
         self.stage = "compiling products"
         engine.compile(min(tokens, COMPILED))
         if config.batch_invariant:
@@ -126,7 +126,7 @@ class Service:
         # What remembers computes right guesses once more, which nobody counts who fills a step.
         most = tokens + (sequences * engine.guesses.most if shape.linear is not None else 0)
         pages, sequences, sample = size_pool(
-            engine, config.page_size, config.kv_pages, config.memory_fraction, most, rows, sequences, total, recorded
+            engine, config.page_size, config.kv_pages, config.memory_fraction, most, rows, sequences, total, sizes
         )
         sequences = ranks.least(sequences)
         engine.resize(ranks.least(pages), config.page_size, sequences)

@@ -19,6 +19,7 @@ from penstock.proto.speculation import parse
 from penstock.launcher import checkpoint, plan
 from penstock.launcher.machine import Machine
 from penstock.launcher.options import Options
+from penstock.shard import rooms
 from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.growth import Frontier
 from penstock.shard.decoding.proposers import Asked, Proposed
@@ -499,6 +500,14 @@ def test_what_a_head_takes_beside_two_ranks_is_planned(name: str, head: Path, tm
         Options(num_shard=2, dtype="bfloat16"), model, Machine(cores=2, memory=1 << 32, fast_bfloat16=False), draft
     )
     assert planned.draft_bytes == pytest.approx(bytes, rel=0.02)
+
+
+def test_graphs_of_a_head_are_planned_though_its_model_has_fewer() -> None:
+    """Steps of linear attention that carry prompts have none."""
+    model = checkpoint.read(tiny.folder("qwen3.5"), "dummy")
+    asked = Options(device="cuda", speculate="draft=mtp,tokens=3", max_batch_prefill_tokens=512)
+    planned = plan.divide(asked, model, Machine(cores=2, memory=1 << 32, fast_bfloat16=False, gpu_memory=(1 << 36,)), model)
+    assert planned.graphs == 2 * len(rooms.decodes(None, planned.sequences)) + len(rooms.mixed(None, 512, drafts=True))
 
 
 def deep(name: str, **more: Any) -> Shape:

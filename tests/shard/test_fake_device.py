@@ -32,7 +32,7 @@ from penstock.shard.models.families import Unsupported, shape
 from penstock.shard.sequence import Group, Sampling, sequences
 from penstock.shard.service import Service
 from penstock.shard.weights import Weights
-from penstock.tests.shard import fake_cuda, lora, tiny
+from penstock.tests.shard import fake_cuda, lora, test_draft_head, tiny
 from penstock.tests.shard.fake_cuda import Noted
 from penstock.tests.shard.test_weights import Alone
 
@@ -464,3 +464,42 @@ def test_the_plan_knows_what_a_rank_holds(name: str) -> None:
     model = shape(json.loads((path / "config.json").read_text())).quantized("int4")
     decoder = Decoder(model, Weights(path, torch.bfloat16, device, lambda read: None), Alone(1), device)
     assert model.weight_bytes(2, 2, "cuda", "bfloat16", False) == pytest.approx(decoder.weight_bytes, rel=0.003)
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
+    """By name a model, and the draft model that goes by what it makes of tokens. Made where there is no device."""
+    made = {"llama": (tiny.folder("llama"), str(test_draft_head.written(tmp_path_factory.mktemp("eagle") / "head")))}
+    for name in ("deepseek-v3", "qwen3.5"):
+        folder = tmp_path_factory.mktemp(name)
+        test_draft_head.predicting(name, folder, tables=False)
+        made[name] = folder, "mtp"
+    return made
+
+
+@pytest.mark.parametrize(("name", "shape"), [("llama", "tree=2x2"), ("deepseek-v3", "tokens=2"), ("qwen3.5", "tokens=2")])
+def test_heads_read_what_the_model_has_put_on_the_device(
+    heads: dict[str, tuple[Path, str]], noted: Noted, name: str, shape: str
+) -> None:
+    """From graphs, of which there are as many as are planned, and without a look at it."""
+    folder, draft = heads[name]
+    said = ShardConfig(folder=str(folder), model=name, device="cuda", dtype="bfloat16", speculate=f"draft={draft},{shape}")
+    service = Service(said, lambda code: None)
+    service._engine = engine = load(said, lambda stage: None)
+    told: list[Any] = []
+
+    def size(engine: Engine, *rest: Any) -> tuple[int, int, memory.Measured]:
+        told.extend(rest)
+        return PAGES, ROWS, memory.Measured(TOKENS, 0, 1.0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("penstock.shard.service.size_pool", size)
+        service._measure(wire.WarmupRequest(max_step_tokens=TOKENS, max_step_rows=ROWS, max_total_tokens=TOTAL - 2))
+    *_, recorded = told
+    drafter = engine.guesses.drafter
+    assert drafter is not None
+    assert len(recorded) == sum(len(own._decodes) + len(own._mixed) for own in (engine.forward, drafter.forward))
+    for scenario in ("greedy", "sampled"):
+        run(engine, SCENARIOS[scenario]())
+    assert drafter.forward.replayed > 10
+    assert not drafter.forward.eager
