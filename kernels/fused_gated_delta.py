@@ -1,5 +1,5 @@
-"""Linear attention by the gated delta rule, and the norm behind it, by Triton. What they mean stands in `gated_delta`. Knows
-tensors only.
+"""Linear attention by the gated delta rule and by state spaces, and the norm behind it, by Triton. What they mean stands in
+`gated_delta` and `state_space`. Knows tensors only.
 
 One program walks through all tokens of a span with a part of one head's memory in registers, where each token finds what the one
 before it has left. That is all a decode step needs: it reads every memory once and writes it once. The tokens of a long prompt wait
@@ -7,9 +7,12 @@ for each other, though, each for a microsecond in every layer (reckoned, not mea
 has them, would keep a device's matrix units busy.
 """
 
+import itertools
+
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import JITFunction
 
 from .compilation import Compilation
 
@@ -33,7 +36,16 @@ def _factors(taps, channel, within, WIDTH: tl.constexpr, ROWS: tl.constexpr):  #
 
 
 @triton.jit
-def _convolved(own, stride, window, channels, i, first, channel, within, factors, WIDTH: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _biases(biases, channel, within, DELTA: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[channels]; without any: 0."""
+    found = 0.0
+    if not DELTA:
+        found = tl.load(biases + channel, mask=within, other=0.0).to(tl.float32)
+    return found
+
+
+@triton.jit
+def _convolved(own, stride, window, channels, i, first, channel, within, factors, bias, WIDTH: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Of a span's token i, some channels behind convolution and silu, float32. own: what goes in of the token; window: what went in
     before the span, WIDTH - 1 rows; first: of these, the first that is looked at."""
     row = tl.arange(0, ROWS)[:, None]
@@ -42,18 +54,20 @@ def _convolved(own, stride, window, channels, i, first, channel, within, factors
     values = tl.load(window + (i + row) * channels + column, mask=outside, other=0.0)
     values = tl.load(own + (row - (WIDTH - 1)) * stride + column, mask=inside, other=values)
     total = tl.sum(values.to(tl.float32) * factors.to(tl.float32), 0)
-    return _silu(total).to(own.dtype.element_ty).to(tl.float32)
+    return _silu(total + bias).to(own.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["starts", "slots", "fresh", "sure"])
-def delta_kernel(
+def memory_kernel(
     out: tl.tensor,  # [tokens, heads, VALUE], dense
     mixed: tl.tensor,  # [tokens, channels]
     strengths: tl.tensor,  # [tokens, heads]
     fades: tl.tensor,
     taps: tl.tensor,  # [channels, WIDTH], dense
+    biases: tl.tensor,  # [channels], dense
     rates: tl.tensor,  # [heads] float32
     offsets: tl.tensor,
+    skips: tl.tensor,
     starts: tl.tensor,  # [spans + 1]
     slots: tl.tensor,  # [spans]; 0: of padding, nothing is read or written there
     fresh: tl.tensor,
@@ -69,9 +83,12 @@ def delta_kernel(
     windows_stride: tl.tensor,
     memories_stride: tl.tensor,
     epsilon: tl.tensor,
+    least: tl.tensor,  # steps are no smaller
+    most: tl.tensor,  # and no larger
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
     WIDTH: tl.constexpr,
+    DELTA: tl.constexpr,  # by this rule, which has no biases, skips, least and most; else by the other, which has no strengths
     KEYS: tl.constexpr,  # KEY up to a power of two
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,  # WIDTH up to a power of two
@@ -88,6 +105,8 @@ def delta_kernel(
     query_factors = _factors(taps, query_channel, within, WIDTH, ROWS)
     key_factors = _factors(taps, key_channel, within, WIDTH, ROWS)
     value_factors = _factors(taps, value_channel, wanted, WIDTH, ROWS)
+    query_bias, key_bias = _biases(biases, query_channel, within, DELTA), _biases(biases, key_channel, within, DELTA)
+    value_bias = _biases(biases, value_channel, wanted, DELTA)
     rate, offset = tl.load(rates + head), tl.load(offsets + head)
     window = windows + slot * windows_stride
     place = memories + slot * memories_stride + (head * KEY + deep[:, None]) * VALUE + feature[None, :]
@@ -99,18 +118,30 @@ def delta_kernel(
         for i in range(tl.where(guesses == 0, 0, kept), tl.where(guesses == 0, kept, length)):
             token = start + i
             own = mixed + token * mixed_stride
-            query = _convolved(own, mixed_stride, window, channels, i, first, query_channel, within, query_factors, WIDTH, ROWS)
-            key = _convolved(own, mixed_stride, window, channels, i, first, key_channel, within, key_factors, WIDTH, ROWS)
-            value = _convolved(own, mixed_stride, window, channels, i, first, value_channel, wanted, value_factors, WIDTH, ROWS)
-            query *= tl.rsqrt(tl.sum(query * query, 0) + epsilon) * (KEY**-0.5)
-            key *= tl.rsqrt(tl.sum(key * key, 0) + epsilon)
-            strength = tl.load(strengths + token * strengths_stride + head).to(tl.float32)
+            query = _convolved(
+                own, mixed_stride, window, channels, i, first, query_channel, within, query_factors, query_bias, WIDTH, ROWS
+            )
+            key = _convolved(own, mixed_stride, window, channels, i, first, key_channel, within, key_factors, key_bias, WIDTH, ROWS)
+            value = _convolved(
+                own, mixed_stride, window, channels, i, first, value_channel, wanted, value_factors, value_bias, WIDTH, ROWS
+            )
+            if DELTA:
+                query *= tl.rsqrt(tl.sum(query * query, 0) + epsilon) * (KEY**-0.5)
+                key *= tl.rsqrt(tl.sum(key * key, 0) + epsilon)
+                strength = tl.load(strengths + token * strengths_stride + head).to(tl.float32)
             fade = tl.load(fades + token * fades_stride + head).to(tl.float32) + offset
             fade = tl.where(fade > 20.0, fade, tl.log(1.0 + tl.exp(tl.minimum(fade, 20.0))))
-            memory *= tl.exp(rate * fade)
-            change = (value - tl.sum(memory * key[:, None], 0)) / (1.0 + tl.exp(-strength))
+            if DELTA:
+                memory *= tl.exp(rate * fade)
+                change = (value - tl.sum(memory * key[:, None], 0)) / (1.0 + tl.exp(-strength))
+            else:
+                fade = tl.minimum(tl.maximum(fade, least), most)
+                memory *= tl.exp(rate * fade)
+                change = fade * value
             memory += key[:, None] * change[None, :]
             found = tl.sum(memory * query[:, None], 0)
+            if not DELTA:
+                found += tl.load(skips + head) * value
             tl.store(out + (token * heads + head) * VALUE + feature, found.to(out.dtype.element_ty), mask=wanted)
         if (guesses == 0) & (slot > 0):
             tl.store(place, memory, mask=within[:, None] & wanted[None, :])
@@ -152,13 +183,15 @@ def window_kernel(
         tl.store(window + row * channels, values, mask=wanted)
 
 
-def gated_delta(
+def memorize(
     mixed: Tensor,
-    strengths: Tensor,
+    strengths: Tensor | None,
     fades: Tensor,
     taps: Tensor,
+    biases: Tensor | None,
     rates: Tensor,
     offsets: Tensor,
+    skips: Tensor | None,
     starts: Tensor,
     slots: Tensor,
     fresh: Tensor,
@@ -166,27 +199,31 @@ def gated_delta(
     windows: Tensor,
     memories: Tensor,
     epsilon: float,
+    limits: tuple[float, float],
     out: Tensor,
 ) -> Tensor:
-    """`gated_delta.gated_delta` into `out`, which is dense; mixed, strengths and fades: their last dimension dense; windows,
-    memories: each slot dense; the rest: dense. There is a span."""
+    """`gated_delta.gated_delta` into `out`, or without strengths `state_space.state_space`; out: dense; mixed, strengths and fades:
+    their last dimension dense; windows, memories: each slot dense; the rest: dense. There is a span."""
     (tokens, channels), (_, heads, key_size, value_size), width = mixed.shape, memories.shape, taps.shape[1]
     ratio = heads * 2 * key_size // (channels - heads * value_size)
-    assert mixed.stride(1) == strengths.stride(1) == fades.stride(1) == 1
+    assert mixed.stride(1) == fades.stride(1) == 1
+    assert strengths is None or strengths.stride(1) == 1
     assert out.is_contiguous()
     assert taps.is_contiguous()
     assert windows.stride()[1:] == (channels, 1)
     assert memories.stride()[1:] == (key_size * value_size, value_size, 1)
     assert mixed.dtype == windows.dtype == out.dtype
     spans = len(slots)
-    delta_kernel[(spans, heads, triton.cdiv(value_size, BLOCK))](
+    memory_kernel[(spans, heads, triton.cdiv(value_size, BLOCK))](
         out,
         mixed,
         strengths,
         fades,
         taps,
+        biases,
         rates,
         offsets,
+        skips,
         starts,
         slots,
         fresh,
@@ -197,14 +234,16 @@ def gated_delta(
         ratio,
         channels,
         mixed.stride(0),
-        strengths.stride(0),
+        strengths.stride(0) if strengths is not None else 0,
         fades.stride(0),
         windows.stride(0),
         memories.stride(0),
         epsilon,
+        *limits,
         KEY=key_size,
         VALUE=value_size,
         WIDTH=width,
+        DELTA=strengths is not None,
         KEYS=triton.next_power_of_2(key_size),
         BLOCK=BLOCK,
         ROWS=triton.next_power_of_2(width),
@@ -234,7 +273,7 @@ def gated_delta(
 def gated_norm_kernel(
     x: tl.tensor,  # [outer, inner, size], the last side by side
     gates: tl.tensor,
-    gains: tl.tensor,  # [size]
+    gains: tl.tensor,  # [inner, size]
     out: tl.tensor,  # [outer, inner, size], dense
     rows: tl.tensor,  # outer * inner
     inner: tl.tensor,
@@ -242,8 +281,10 @@ def gated_norm_kernel(
     x_inner: tl.tensor,
     gates_outer: tl.tensor,
     gates_inner: tl.tensor,
+    gains_inner: tl.tensor,  # 0: all of `inner` have the same
     epsilon: tl.tensor,
     SIZE: tl.constexpr,
+    BEFORE: tl.constexpr,  # gates go before the norm
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
@@ -254,20 +295,24 @@ def gated_norm_kernel(
     inside = (row < rows) & (column < SIZE)
     wide = tl.load(x + outer * x_outer + place * x_inner + column, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(gates + outer * gates_outer + place * gates_inner + column, mask=inside, other=0.0).to(tl.float32)
-    gain = tl.load(gains + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    gain = tl.load(gains + place * gains_inner + column, mask=inside, other=0.0).to(tl.float32)
+    if BEFORE:
+        wide *= _silu(gate)
     scale = tl.rsqrt(tl.sum(wide * wide, 1) / SIZE + epsilon)[:, None]
     normal = ((wide * scale).to(x.dtype.element_ty).to(tl.float32) * gain).to(x.dtype.element_ty).to(tl.float32)
-    tl.store(out + row * SIZE + column, (normal * _silu(gate)).to(out.dtype.element_ty), mask=inside)
+    if not BEFORE:
+        normal *= _silu(gate)
+    tl.store(out + row * SIZE + column, normal.to(out.dtype.element_ty), mask=inside)
 
 
-def gated_norm(x: Tensor, gates: Tensor, gains: Tensor, epsilon: float, out: Tensor) -> Tensor:
-    """`gated_delta.gated_norm` into `out`, which is dense. x, gates: views whose last dimension is dense."""
-    assert x.stride(-1) == gates.stride(-1) == gains.stride(0) == 1
+def gated_norm(x: Tensor, gates: Tensor, gains: Tensor, epsilon: float, before: bool, out: Tensor) -> Tensor:
+    """`gated_delta.gated_norm` into `out`, which is dense. x, gates, gains: views whose last dimension is dense."""
+    assert x.stride(-1) == gates.stride(-1) == gains.stride(-1) == 1
     assert out.is_contiguous()
     size, inner = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
     rows = x.shape[0] * inner
     if rows:
-        block, height = _tile(size)
+        block, height, warps = _tile(size)
         gated_norm_kernel[(triton.cdiv(rows, height),)](
             x,
             gates,
@@ -279,53 +324,61 @@ def gated_norm(x: Tensor, gates: Tensor, gains: Tensor, epsilon: float, out: Ten
             x.stride(1) if inner > 1 else 0,
             gates.stride(0),
             gates.stride(1) if inner > 1 else 0,
+            gains.stride(0) if gains.dim() == 2 and inner > 1 else 0,
             epsilon,
             SIZE=size,
+            BEFORE=before,
             BLOCK=block,
             ROWS=height,
-            num_warps=4,
+            num_warps=warps,
             enable_fp_fusion=False,
         )
     return out
 
 
-def _tile(size: int) -> tuple[int, int]:
-    """A row, up to a power of two, and how many rows a program has."""
+def _tile(size: int) -> tuple[int, int, int]:
+    """A row, up to a power of two; how many rows a program has; and how many warps."""
     block = triton.next_power_of_2(size)
-    return block, max(1, TILE // block)
+    return block, max(1, TILE // block), max(4, min(16, block * 4 // TILE))
 
 
 def compilations() -> list[Compilation]:
-    """Of Qwen3-Next's and Qwen 3.5's heads, 16 of keys and 32 of values with 128 features each, as a part of one product."""
+    """Of Qwen3-Next's and Qwen 3.5's heads, 16 of keys and 32 of values with 128 features each, as a part of one product; and of
+    Granite 4 H Tiny's and Small's, 48 and 128 of 64 features, which share keys of 128."""
     found = []
     of_spans = dict.fromkeys(("starts", "slots", "fresh", "sure"), "*i64")
-    for dtype in ("bf16", "fp32"):
-        of_tokens = dict.fromkeys(("out", "mixed", "strengths", "fades", "taps", "windows"), f"*{dtype}")
-        numbers = dict.fromkeys(("tokens", "ratio"), "i32") | dict.fromkeys(
-            ("channels", "mixed_stride", "strengths_stride", "fades_stride", "windows_stride", "memories_stride"), "i32:16"
+    for dtype, delta in itertools.product(("bf16", "fp32"), (True, False)):
+        tensors = (
+            ("out", "mixed", "strengths", "fades", "taps", "windows") if delta else ("out", "mixed", "fades", "taps", "windows")
         )
-        signature = of_tokens | of_spans | dict.fromkeys(("rates", "offsets", "memories"), "*fp32") | numbers | {"epsilon": "fp32"}
-        sizes: dict[str, object] = {"KEY": 128, "VALUE": 128, "WIDTH": 4, "KEYS": 128, "BLOCK": BLOCK, "ROWS": 4}
-        copied: dict[str, object] = {"WIDTH": 4, "BLOCK": COPIED, "ROWS": 4}
-        block, height = _tile(128)
-        strides = dict.fromkeys(("x_outer", "x_inner", "gates_outer", "gates_inner"), "i32:16")
-        norm = dict.fromkeys(("x", "gates", "gains", "out"), f"*{dtype}") | {"rows": "i32", "inner": "i32:16"} | strides
-        of_norm: dict[str, object] = {"SIZE": 128, "BLOCK": block, "ROWS": height}
-        window = {name: signature[name] for name in window_kernel.arg_names if name in signature}
-        for kernel, name, types, constants, warps in (
-            (delta_kernel, "gated delta", signature, sizes, 1),
-            (window_kernel, "gated delta windows", window, copied, 4),
-            (gated_norm_kernel, "gated norm", norm | {"epsilon": "fp32"}, of_norm, 4),
-        ):
-            found.append(
-                Compilation(
-                    kernel=kernel,
-                    name=f"{name} {dtype}",
-                    signature=types,
-                    constants=constants,
-                    warps=warps,
-                    fuse=kernel is delta_kernel,
-                    hot=True,
-                )
-            )
+        of_tokens = dict.fromkeys(tensors if delta else (*tensors, "biases"), f"*{dtype}")
+        of_heads = dict.fromkeys(("rates", "offsets", "memories") if delta else ("rates", "offsets", "memories", "skips"), "*fp32")
+        strides = ("channels", "mixed_stride", "strengths_stride", "fades_stride", "windows_stride", "memories_stride")
+        numbers = dict.fromkeys(("tokens", "ratio"), "i32") | dict.fromkeys(strides, "i32:16")
+        signature = of_tokens | of_spans | of_heads | numbers | dict.fromkeys(("epsilon", "least", "most"), "fp32")
+        nothing: dict[str, object] = dict.fromkeys(("biases", "skips") if delta else ("strengths",))
+        sizes: dict[str, object] = {"KEY": 128, "VALUE": 128 if delta else 64, "WIDTH": 4, "DELTA": delta}
+        blocks: dict[str, object] = {"KEYS": 128, "BLOCK": BLOCK, "ROWS": 4}
+        rule = "gated delta" if delta else "state space"
+        found.append(_hot(memory_kernel, f"{rule} {dtype}", signature, nothing | sizes | blocks, 1))
+        if delta:
+            window = {name: signature[name] for name in window_kernel.arg_names if name in signature}
+            copied: dict[str, object] = {"WIDTH": 4, "BLOCK": COPIED, "ROWS": 4}
+            found.append(_hot(window_kernel, f"{rule} windows {dtype}", window, copied, 4))
+        for size in (128,) if delta else (3072, 8192):
+            block, height, warps = _tile(size)
+            apart = ("x_outer", "x_inner", "gates_outer", "gates_inner", "gains_inner")
+            norm = dict.fromkeys(("x", "gates", "gains", "out"), f"*{dtype}") | {
+                "rows": "i32",
+                "inner": "i32:16",
+                "epsilon": "fp32",
+            }
+            of_norm: dict[str, object] = {"SIZE": size, "BEFORE": not delta, "BLOCK": block, "ROWS": height}
+            name = f"gated norm {dtype}" if delta else f"gated norm {size} {dtype}"
+            found.append(_hot(gated_norm_kernel, name, norm | dict.fromkeys(apart, "i32:16"), of_norm, warps))
     return found
+
+
+def _hot(kernel: JITFunction, name: str, signature: dict[str, str], constants: dict[str, object], warps: int) -> Compilation:
+    fuse = kernel is memory_kernel
+    return Compilation(kernel=kernel, name=name, signature=signature, constants=constants, warps=warps, fuse=fuse, hot=True)

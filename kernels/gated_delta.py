@@ -12,7 +12,7 @@ are divided by their lengths, queries by the root of their number of features as
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -66,16 +66,37 @@ def gated_delta(
     result is 0, and what slot 0 holds is never looked at.
     """
     if triton_for(mixed):
-        from .fused_gated_delta import gated_delta as fused
+        from .fused_gated_delta import memorize
 
-        inputs = mixed, strengths, fades, taps, rates, offsets
+        inputs = mixed, strengths, fades, taps, None, rates, offsets, None
         out = torch.empty(len(mixed), *states.memories.shape[1::2], dtype=mixed.dtype, device=mixed.device)
         known = spans.starts, spans.slots, spans.fresh, spans.sure, states.windows, states.memories
-        return fused(*inputs, *known, LENGTH_EPSILON, out)
-    heads, key_size, value_size = states.memories.shape[1:]
-    factors = taps.t().contiguous().float()
+        return memorize(*inputs, *known, LENGTH_EPSILON, (0.0, 0.0), out)
     strong = strengths.float().sigmoid().t().unsqueeze(2)  # [heads, tokens, 1]
     fading = (rates * functional.softplus(fades.float() + offsets)).t().unsqueeze(2)
+
+    def advance(memory: Tensor, features: tuple[Tensor, Tensor, Tensor], own: slice) -> Tensor:
+        return advanced(memory, *features, fading[:, own], strong[:, own])
+
+    return walk(mixed, taps, None, spans, states, _parts, advance)
+
+
+def walk(
+    mixed: Tensor,
+    taps: Tensor,
+    biases: Tensor | None,
+    spans: Spans,
+    states: States,
+    parts: Callable[[Tensor, int, int, int], tuple[Tensor, Tensor, Tensor]],
+    advance: Callable[[Tensor, tuple[Tensor, Tensor, Tensor], slice], Tensor],
+) -> Tensor:
+    """What all tokens of `spans` find, as `gated_delta` says, by some rule.
+
+    biases: [channels], of the convolution; parts: queries, keys and values of what comes out of that, as `split` has them; advance:
+    what some tokens of a sequence find, by its memory, which becomes that behind them; by their parts; and by where they are.
+    """
+    heads, key_size, value_size = states.memories.shape[1:]
+    factors = taps.t().contiguous().float()
     result = mixed.new_zeros(len(mixed), heads, value_size)
     slots = spans.slots.tolist()
     for slot, fresh in zip(slots, spans.fresh.tolist(), strict=True):
@@ -85,15 +106,14 @@ def gated_delta(
     for piece in _pieces(spans.lengths, spans.sure.tolist()):
         which, cut = slice(piece.first, piece.first + piece.count), slice(piece.begin, piece.end)
         rows = mixed[piece.start : piece.start + piece.count * piece.length].view(piece.count, piece.length, -1)[:, cut]
-        features = _convolved(rows, factors, states.windows, spans.slots[which], piece.sure)
-        queries, keys, values = _parts(features, heads, key_size, value_size)
+        features = _convolved(rows, factors, biases, states.windows, spans.slots[which], piece.sure)
+        queries, keys, values = parts(features, heads, key_size, value_size)
         for place, slot in enumerate(slots[which]):
             start = piece.start + place * piece.length
             own = slice(start + piece.begin, start + piece.end)
             # A view of the memory: to gather and scatter all takes longer than what is done with them.
             memory = states.memories[slot] if piece.sure else states.memories[slot].clone()
-            parts = memory, queries[place], keys[place], values[place], strong[:, own], fading[:, own]
-            result[own] = _advanced(*parts).transpose(0, 1)
+            result[own] = advance(memory, (queries[place], keys[place], values[place]), own).transpose(0, 1)
     return result
 
 
@@ -124,7 +144,7 @@ def _pieces(lengths: tuple[int, ...], sure: list[int]) -> Iterator[Piece]:
         first, start = first + count, start + count * length
 
 
-def _convolved(rows: Tensor, factors: Tensor, windows: Tensor, slots: Tensor, sure: bool) -> Tensor:
+def _convolved(rows: Tensor, factors: Tensor, biases: Tensor | None, windows: Tensor, slots: Tensor, sure: bool) -> Tensor:
     """Of rows [spans, tokens, channels], rounded to their type, in float32; the windows in `slots` become those behind them, if
     they are sure. factors: [width, channels] float32."""
     length = rows.shape[1]
@@ -135,39 +155,56 @@ def _convolved(rows: Tensor, factors: Tensor, windows: Tensor, slots: Tensor, su
     total = seen[:, :length] * factors[0]
     for place in range(1, len(factors)):
         total.addcmul_(seen[:, place : place + length], factors[place])
+    if biases is not None:
+        total.add_(biases)
     return functional.silu(total, inplace=True).to(rows.dtype).float()
 
 
 def _parts(features: Tensor, heads: int, key_size: int, value_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of all value heads, [spans, heads, tokens, size] each."""
-    spans, tokens, channels = features.shape
-    both, values = features.split_with_sizes((channels - heads * value_size, heads * value_size), 2)
-    both = both.view(spans, tokens, 2, -1, 1, key_size)
+    """As `split` has them, queries and keys by their lengths."""
+    both, values = split(features, heads, key_size, value_size)
     scale = both.square().sum(-1, keepdim=True).add_(LENGTH_EPSILON).rsqrt_()
     scale[:, :, 0] *= key_size**-0.5
-    both = (both * scale).expand(-1, -1, -1, -1, heads // both.shape[3], -1).reshape(spans, tokens, 2, heads, key_size)
-    queries, keys = both.transpose(1, 3).unbind(2)
-    return queries, keys, values.view(spans, tokens, heads, value_size).transpose(1, 2)
+    return *each_head(both * scale, heads), values
 
 
-def _advanced(memory: Tensor, queries: Tensor, keys: Tensor, values: Tensor, strong: Tensor, fading: Tensor) -> Tensor:
+def split(features: Tensor, heads: int, key_size: int, value_size: int) -> tuple[Tensor, Tensor]:
+    """Of [spans, tokens, channels]: [spans, tokens, queries and keys, key heads, key size], [spans, value heads, tokens, size]."""
+    spans, tokens, channels = features.shape
+    both, values = features.split_with_sizes((channels - heads * value_size, heads * value_size), 2)
+    return both.view(spans, tokens, 2, -1, key_size), values.view(spans, tokens, heads, value_size).transpose(1, 2)
+
+
+def each_head(both: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """Queries and keys of all value heads, [spans, heads, tokens, size] each."""
+    queries, keys = both.repeat_interleave(heads // both.shape[3], 3).transpose(1, 3).unbind(2)
+    return queries, keys
+
+
+def advanced(memory: Tensor, queries: Tensor, keys: Tensor, values: Tensor, fading: Tensor, strong: Tensor | None = None) -> Tensor:
     """What some tokens of a sequence find, [heads, tokens, value size]; `memory` becomes that behind them.
 
-    Token by token is how the rule is written, but it reads and writes the memory for each. What tokens put into the memory
-    depends on what those before them of the same chunk have put there, by a triangular matrix: solving it gives all at once (Yang
-    et al. 2024, arXiv:2406.06484).
+    strong, fading: [heads, tokens, 1], how far values take the place of what is under their keys, and by which power of e all
+    fades before that; without `strong` they are added to it.
+
+    Token by token is how rules are written, but it reads and writes the memory for each. What tokens put into the memory in the
+    place of something depends on what those before them of the same chunk have put there, by a triangular matrix: solving it gives
+    all at once (Yang et al. 2024, arXiv:2406.06484). What is added depends on nothing (Dao and Gu 2024, arXiv:2405.21060).
     """
     if keys.shape[1] == 1:
         memory *= _kept(fading)
-        memory.baddbmm_(keys.transpose(1, 2), strong * (values - keys @ memory))
+        changes = values if strong is None else strong * (values - keys @ memory)
+        memory.baddbmm_(keys.transpose(1, 2), changes)
         return queries @ memory
     # Whole fading in 64 bits: of two large sums a small difference may be wanted.
     faded = fading.double().cumsum(1)  # [heads, tokens, 1], of what was there before the chunk
     between = _kept((faded - faded.transpose(1, 2)).clamp_(max=0.0))  # [heads, tokens, earlier tokens]
     left = _kept(faded)
-    changes = strong * (values - left * (keys @ memory))
-    among = (keys @ keys.transpose(1, 2)).mul_(between).mul_(strong)
-    changes = torch.linalg.solve_triangular(among, changes, upper=False, unitriangular=True)
+    changes = values
+    if strong is not None:
+        changes = strong * (values - left * (keys @ memory))
+        among = (keys @ keys.transpose(1, 2)).mul_(between).mul_(strong)
+        changes = torch.linalg.solve_triangular(among, changes, upper=False, unitriangular=True)
     found = (queries @ memory).mul_(left)
     found.baddbmm_((queries @ keys.transpose(1, 2)).mul_(between).tril_(), changes)
     memory *= left[:, -1:]
@@ -180,12 +217,20 @@ def _kept(fading: Tensor) -> Tensor:
     return torch.threshold_(fading.exp().float(), 1e-20, 0.0)
 
 
-def gated_norm(x: Tensor, gates: Tensor, gains: Tensor, epsilon: float) -> Tensor:
-    """`reference.rms_norm` of x times silu(gates), which is computed in float32. x, gates: [rows, size] or [tokens, heads, size];
-    gains: [size]; all of one type, the result's."""
+def gated_norm(x: Tensor, gates: Tensor, gains: Tensor, epsilon: float, before: bool = False) -> Tensor:
+    """`reference.rms_norm` of x times silu(gates), which is computed in float32. before: of that product the norm, instead. x,
+    gates: [rows, size] or [tokens, heads, size]; gains: [size], or [heads, size]; all of one type, the result's."""
     if triton_for(x):
         from .fused_gated_delta import gated_norm as fused
 
-        return fused(x, gates, gains, epsilon, torch.empty(x.shape, dtype=x.dtype, device=x.device))
+        return fused(x, gates, gains, epsilon, before, torch.empty(x.shape, dtype=x.dtype, device=x.device))
     factors: Tensor = functional.silu(gates.float())
+    if before:
+        gated = factors.mul_(x)
+        return scaled(gated, gated.square().mean(-1, keepdim=True), gains, epsilon)
     return factors.mul_(reference.rms_norm(x, gains, epsilon)).to(x.dtype)
+
+
+def scaled(x: Tensor, squares: Tensor, gains: Tensor, epsilon: float) -> Tensor:
+    """The norm of x [..., size] in float32, which is overwritten, by the mean of its squares; in the type of gains."""
+    return x.mul_(squares.add_(epsilon).rsqrt_()).to(gains.dtype).mul_(gains)

@@ -1,0 +1,57 @@
+"""Linear attention by state spaces, over ragged spans of tokens: Mamba-2 (Dao and Gu 2024, arXiv:2405.21060).
+
+As in `gated_delta` a head has a memory, a matrix [key size, value size], which is zero before a sequence's first token. Each token
+lets it fade, and adds the token's value under its key, by a step that also says how far all fades:
+
+    step = softplus(step + offset), within limits
+    memory = exp(rate * step) * memory + key^T * step * value
+    output = query * memory + skip * value
+
+In the paper queries are called C, keys B, values x and steps dt; groups are key heads. They come out of a convolution with biases
+over the last few tokens, each channel by itself, through silu.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .choose import triton_for
+from .gated_delta import Spans, States, advanced, each_head, split, walk
+
+UNLIMITED = (0.0, float("inf"))  # steps
+
+
+def state_space(
+    mixed: Tensor,
+    steps: Tensor,
+    taps: Tensor,
+    biases: Tensor,
+    rates: Tensor,
+    offsets: Tensor,
+    skips: Tensor,
+    limits: tuple[float, float],
+    spans: Spans,
+    states: States,
+) -> Tensor:
+    """As `gated_delta.gated_delta`, with steps [tokens, value heads], biases [channels] of the convolution, skips [value heads]
+    float32, and the least and the most that a step may be."""
+    if triton_for(mixed):
+        from .fused_gated_delta import memorize
+
+        out = torch.empty(len(mixed), *states.memories.shape[1::2], dtype=mixed.dtype, device=mixed.device)
+        inputs = mixed, None, steps, taps, biases, rates, offsets, skips
+        known = spans.starts, spans.slots, spans.fresh, spans.sure, states.windows, states.memories
+        return memorize(*inputs, *known, 0.0, limits, out)
+    far = functional.softplus(steps.float() + offsets).clamp_(*limits).t().unsqueeze(2)  # [heads, tokens, 1]
+    fading, skipping = rates[:, None, None] * far, skips[:, None, None]
+
+    def advance(memory: Tensor, features: tuple[Tensor, Tensor, Tensor], own: slice) -> Tensor:
+        queries, keys, values = features
+        return advanced(memory, queries, keys, far[:, own] * values, fading[:, own]).addcmul_(skipping, values)
+
+    return walk(mixed, taps, biases, spans, states, _parts, advance)
+
+
+def _parts(features: Tensor, heads: int, key_size: int, value_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    both, values = split(features, heads, key_size, value_size)
+    return *each_head(both, heads), values
