@@ -13,9 +13,10 @@ FORMULA = """\
 decode      max(weights / bandwidth, 2 x parameters x streams / FLOP/s) + streams x keys and values / bandwidth + exchange
             + where attention is linear 2 x streams x what a sequence remembers / bandwidth
 prefill     max(weights / bandwidth, (2 x parameters x tokens + 4 x layers x heads x head size x pairs) / FLOP/s) + exchange
-            where attention is linear, instead of pairs: 6 x tokens x numbers of a memory
+            where attention is linear, instead of pairs: 6 x tokens x numbers of a memory, of state spaces 4
 exchange    (2 x layers + 1) all-reduces of tokens x hidden, (layers + 1) where MLPs stand beside attention + the logits, to rank 0
-            + where norms go over all heads, of each layer one more, of tokens x 8 bytes
+            + where norms go over all heads, of each layer one more, of tokens x 8 bytes, or over those of a group of state
+            spaces, of tokens x groups x 4 bytes
 all-reduce  of S bytes over n nodes of g ranks: latency + 2 (g-1)/g x S / link + network-latency + 2 (n-1)/n x S/g / network
 Of tokens that an index chooses, their latents, and what the index has of all.
 All of a rank. Weights: without the embedding table, of which rows are read, and without experts that nobody chooses; parameters:
@@ -76,8 +77,8 @@ def prefill(group: Group, on: Accelerator, tokens: int) -> float:
     attention = 4 * sum(attended) * shape.heads / group.ranks
     if index and tokens > index.most:  # every rank has all of it
         attention += 2 * shape.layers * _pairs(tokens, 0) * index.heads * index.size
-    if linear:  # a token asks its memory twice, and puts something in
-        attention += 6 * len(linear.layers) * tokens * prod(linear.memory(group.ranks))
+    if linear:  # a token asks its memory once, or twice, and puts something in
+        attention += (4 if linear.limits else 6) * len(linear.layers) * tokens * prod(linear.memory(group.ranks))
     products = 2 * ((group.parameters() - group.head) * tokens + group.head)
     weights = group.read(tokens) / on.bandwidth
     return max(weights, (products + attention) / on.flops) + exchange(group, on, tokens, 1)
@@ -101,6 +102,8 @@ def exchange(group: Group, on: Accelerator, tokens: int, rows: int) -> float:
     found = sums * all_reduce(on, *ranks, tokens * shape.hidden * group.item) + gather(group, on, rows)
     if shape.joint_qk_norm:  # a sum of squares of a token's queries, and of its keys, in float32
         found += shape.layers * all_reduce(on, *ranks, 8 * tokens)
+    if shape.linear and shape.linear.key_heads < group.ranks:
+        found += len(shape.linear.layers) * all_reduce(on, *ranks, 4 * tokens * shape.linear.key_heads)
     return found
 
 

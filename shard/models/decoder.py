@@ -22,10 +22,11 @@ from ..weights import Source
 from .heads import Heads
 from .latents import Latents
 from .loader import Loader
-from .memories import Memories
+from .memories import DeltaRule, Memories
 from .mlp import Beside, Dense, Sparse, Ungated
 from .rotary import growth_of, table_of
 from .shape import Rope, Shape, Unsupported
+from .state_spaces import StateSpaces
 from .stream import Stream
 from .taps import Taps
 
@@ -57,7 +58,7 @@ class Layer:
     def _attention(self, load: Loader) -> Heads | Latents | Memories:
         linear, latent = self.shape.linear, self.shape.latent
         if linear and self.index in linear.layers:
-            return Memories(load, linear)
+            return StateSpaces(load, linear) if linear.limits else DeltaRule(load, linear)
         return Latents(load, latent, self.window) if latent else Heads(load, self.window)
 
     def attend(self, stream: Stream, step: Step, rotary: Tensor, growth: Tensor | None, cache: Cache) -> Tensor:

@@ -100,7 +100,7 @@ def _smollm3(config: Config) -> Shape:
     return replace(base, unturned=still, windows=tuple(window if kind == SLIDING else 0 for kind in kinds))
 
 
-def _granite(config: Config) -> Shape:
+def granite(config: Config) -> Shape:
     """Llama, scaled (Yang et al. 2022, arXiv:2203.03466)."""
     names = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
     attention, embedding, residual, logits = (number(config, name, 1.0) for name in names)
@@ -219,7 +219,7 @@ DENSE: dict[str, Callable[[Config], Shape]] = {
     "Gemma3ForCausalLM": _gemma3,
     "GlmForCausalLM": _glm,
     "Glm4ForCausalLM": _glm4,
-    "GraniteForCausalLM": _granite,
+    "GraniteForCausalLM": granite,
     "LlamaForCausalLM": llama,
     "Ministral3ForCausalLM": _ministral_3,
     "MistralForCausalLM": _mistral,

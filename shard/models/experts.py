@@ -43,38 +43,40 @@ def experts(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]:
 
 def _is_together(load: Loader, mixture: Mixture) -> bool:
     home = replace(mixture, name=TOGETHER if mixture.name else "")
-    return load.source.has(load.prefix + home.named("experts.gate_up_proj"))
+    return mixture.stacked != () or load.source.has(load.prefix + home.named("experts.gate_up_proj"))
 
 
 def _together(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]:
     """All in one tensor, of each expert gates before what they let through."""
-    name, count, size, hidden = load.prefix + mixture.named("experts"), mixture.experts, mixture.size, load.shape.hidden
+    count, size, hidden = mixture.experts, mixture.size, load.shape.hidden
+    names = mixture.stacked or (mixture.named("experts.gate_up_proj"), mixture.named("experts.down_proj"))
+    first_name, second_name = (load.prefix + name for name in names)
     part, how = size // load.ranks.size, load.shape.quantization
     start = load.ranks.rank * part
-    scales = next((end for end in SCALES if load.source.has(f"{name}.gate_up_proj{end}")), None)
+    scales = next((end for end in SCALES if load.source.has(f"{first_name}{end}")), None)
     if scales == "_scale_inv" and how and how.method == "fp8":
-        both = stack(load.source, f"{name}.gate_up_proj", (count, 2 * size, hidden), how)
+        both = stack(load.source, first_name, (count, 2 * size, hidden), how)
         gate_ups = [joined([one.part(0, first, first + part) for first in (start, size + start)]) for one in both]
-        downs = stack(load.source, f"{name}.down_proj", (count, hidden, size), how)
+        downs = stack(load.source, second_name, (count, hidden, size), how)
         return gate_ups, [load.residual(one.part(1, start, start + part)) for one in downs], None
     if scales:
         raise Unsupported(
-            f"{name}.gate_up_proj{scales} says that experts that are all in one tensor have few bits, which is not supported: save "
+            f"{first_name}{scales} says that experts that are all in one tensor have few bits, which is not supported: save "
             "the model with save_original_format=True, or use its unquantized weights"
         )
 
-    def read(end: str, shape: tuple[int, ...], dimension: int, first: int) -> Tensor:
+    def read(name: str, shape: tuple[int, ...], dimension: int, first: int) -> Tensor:
         turned = (shape[0], shape[2], shape[1])
-        if shape != turned and load.source.has(f"{name}.{end}", turned):  # as the hub has Qwen 3 VL's
-            return load.source.tensor(f"{name}.{end}", turned, (3 - dimension, first, first + part)).transpose(1, 2).contiguous()
-        return load.source.tensor(f"{name}.{end}", shape, (dimension, first, first + part))
+        if shape != turned and load.source.has(name, turned):  # as the hub has Qwen 3 VL's
+            return load.source.tensor(name, turned, (3 - dimension, first, first + part)).transpose(1, 2).contiguous()
+        return load.source.tensor(name, shape, (dimension, first, first + part))
 
     def kept(weight: Tensor) -> Tensor | Codes:
         return quantize(weight, how.kind) if how and how.at_load else weight
 
-    gates, ups = (read("gate_up_proj", (count, 2 * size, hidden), 1, first) for first in (start, size + start))
+    gates, ups = (read(first_name, (count, 2 * size, hidden), 1, first) for first in (start, size + start))
     plain = [kept(torch.cat(pair)) for pair in zip(gates, ups, strict=True)]
-    return plain, [load.residual(kept(down)) for down in read("down_proj", (count, hidden, size), 2, start)], None
+    return plain, [load.residual(kept(down)) for down in read(second_name, (count, hidden, size), 2, start)], None
 
 
 def _interleaved(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]:

@@ -6,7 +6,7 @@ Knows no tensor and imports no torch, so that the launcher can plan with it.
 from typing import Any
 
 from .dense_families import DENSE
-from .fields import AGAIN, FULL, INDEXED, LINEAR, SLIDING, Config, check, types_of
+from .fields import AGAIN, FULL, INDEXED, LINEAR, SLIDING, Config, check, renamed, types_of
 from .gemma4_families import GEMMA4
 from .hybrid_families import HYBRID
 from .image_families import IMAGES, text_of
@@ -31,7 +31,7 @@ def shape(config: Config) -> Shape:
     for name in map(str, names):
         if name in FAMILIES or name in IMAGES:
             try:
-                own = text_of(config, name) if name in IMAGES else config
+                own = renamed(text_of(config, name) if name in IMAGES else config)
                 kinds = IMAGES[name] if name in IMAGES else dict.fromkeys(types_of(name), FAMILIES[name])
                 check(own, name, [*kinds])
                 family = kinds.get(str(own.get("model_type")), next(iter(kinds.values())))

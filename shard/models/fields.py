@@ -55,13 +55,20 @@ SIZES = {
     "linear_num_key_heads": 1 << 12,
     "linear_num_value_heads": 1 << 12,
     "linear_value_head_dim": 1 << 10,
+    "mamba_n_heads": 1 << 12,
+    "mamba_n_groups": 1 << 12,
+    "mamba_d_state": 1 << 10,
+    "mamba_d_conv": 1 << 6,
+    "mamba_expand": 1 << 6,
+    "shared_intermediate_size": 1 << 22,
 }
 LEAST = {
     **dict.fromkeys(("sliding_window", "max_window_layers", "n_shared_experts", "first_k_dense_replace"), 0),
     **dict.fromkeys(("moe_num_shared_experts", "moe_layer_start_index"), 0),
     "moe_layer_end_index": -1,  # the last
-    "linear_conv_kernel_dim": 2,  # of one there would be nothing to remember
+    **dict.fromkeys(("linear_conv_kernel_dim", "mamba_d_conv"), 2),  # of one there would be nothing to remember
 }
+LEAST_OF = {"granitemoehybrid": {"num_local_experts": 0, "num_experts_per_tok": 0}}  # the same, of a model_type
 # And means that there is none.
 MAY_BE_NULL = (
     *("num_key_value_heads", "head_dim", "sliding_window", "max_window_layers"),
@@ -71,10 +78,11 @@ NULL_OF = {"gemma4_text": ("num_experts", "moe_intermediate_size")}  # the same,
 AGAIN = "is it the model's own? Download it again"
 # Of `layer_types`.
 FULL, SLIDING, INDEXED, LINEAR = "full_attention", "sliding_attention", "indexed_attention", "linear_attention"
+FORMERLY = {"attention": FULL, "mamba": LINEAR}  # as transformers 4 has them
 SWITCHES = (
     *("tie_word_embeddings", "attention_bias", "attention_out_bias", "mlp_bias", "qkv_bias", "use_bias"),
     *("use_sliding_window", "use_qk_norm", "qk_layernorm", "norm_topk_prob", "use_qkv_bias", "use_parallel_residual"),
-    "rope_interleave",
+    *("rope_interleave", "mamba_conv_bias", "mamba_proj_bias"),
 )
 # What transformers calls a model where its architecture's name doesn't say so.
 MODEL_TYPES = {
@@ -109,6 +117,12 @@ def types_of(architecture: str) -> list[str]:
     return [own, *(alias for alias, kind in ALIASES.items() if kind == own)]
 
 
+def renamed(config: Config) -> Config:
+    """The same, with kinds of layers as they are called today."""
+    kinds = config.get("layer_types")
+    return config | {"layer_types": [FORMERLY.get(str(kind), kind) for kind in kinds]} if isinstance(kinds, list) else config
+
+
 def check(config: Config, architecture: str, types: Sequence[str]) -> None:
     """Raises Unsupported if a field that we read can't be what it says. types: what model_type may be."""
     kind = config.get("model_type")
@@ -118,7 +132,7 @@ def check(config: Config, architecture: str, types: Sequence[str]) -> None:
             f"by the first, penstock by the second; {AGAIN}"
         )
     for name, most in SIZES.items():
-        least = LEAST.get(name, 1)
+        least = LEAST_OF.get(types[0], LEAST).get(name, LEAST.get(name, 1))
         value = config.get(name, least)
         if value is None and name in (*MAY_BE_NULL, *NULL_OF.get(types[0], ())):
             continue

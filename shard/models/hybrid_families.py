@@ -2,12 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
+from typing import Any
 
-from .fields import AGAIN, LINEAR, Config, shown
+from .dense_families import granite
+from .fields import AGAIN, LINEAR, Config, number, shown
 from .parts import biased, common, kinds_of
 from .ropes import rotary_size
-from .shape import Linear, Shape, Unsupported
-from .sparse_families import mixed, one_for_all
+from .shape import Linear, Mixture, Shape, Unsupported
+from .sparse_families import chosen, mixed, one_for_all
 
 # transformers' defaults, which some checkpoints rely on.
 QWEN: Config = {
@@ -24,6 +27,8 @@ EXPERTS: Config = {"num_key_value_heads": 2, "moe_intermediate_size": 512, "shar
 QWEN3_NEXT: Config = QWEN | EXPERTS | {"num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True}
 QWEN3_5: Config = QWEN | {"num_key_value_heads": 4}
 QWEN3_5_MOE: Config = QWEN | EXPERTS | {"num_experts": 256, "num_experts_per_tok": 8}
+MAMBA: Config = {"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2}
+GRANITE: Config = MAMBA | {"shared_intermediate_size": 1024, "num_local_experts": 8, "num_experts_per_tok": 2}
 ALWAYS = ("attn_output_gate", "norm_topk_prob")  # what Qwen 3.5 may say of itself, and transformers doesn't read
 
 
@@ -56,10 +61,9 @@ def _check(config: Config) -> None:
 def _hybrid(config: Config) -> Shape:
     """Qwen's: one layer of so many attends to all, through gates, and a part of its heads turns."""
     base = biased(common(config), config)
-    kinds = kinds_of(config, base.layers, lambda layer: (layer + 1) % config["full_attention_interval"] > 0, LINEAR)
-    layers = frozenset(layer for layer, kind in enumerate(kinds) if kind == LINEAR)
-    if len(layers) == base.layers:
-        raise Unsupported(f"config.json means layers of linear attention alone, the decoder needs one that attends to all: {AGAIN}")
+    layers = _linear_layers(
+        kinds_of(config, base.layers, lambda layer: (layer + 1) % config["full_attention_interval"] > 0, LINEAR)
+    )
     return replace(
         base,
         linear=_linear(config, layers) if layers else None,
@@ -68,6 +72,13 @@ def _hybrid(config: Config) -> Shape:
         centered_norms=True,
         rotary_size=rotary_size(config, base.head_size, 0.25),
     )
+
+
+def _linear_layers(kinds: list[Any]) -> frozenset[int]:
+    layers = frozenset(layer for layer, kind in enumerate(kinds) if kind == LINEAR)
+    if len(layers) == len(kinds):
+        raise Unsupported(f"config.json means layers of linear attention alone, the decoder needs one that attends to all: {AGAIN}")
+    return layers
 
 
 def _linear(config: Config, layers: frozenset[int]) -> Linear:
@@ -87,7 +98,85 @@ def _linear(config: Config, layers: frozenset[int]) -> Linear:
     return found
 
 
+def _granite_hybrid(config: Config) -> Shape:
+    """Granite 4: state spaces in most layers, or in none, and one expert for all tokens, with others beside it or alone."""
+    given, turning = GRANITE | config, config.get("position_embedding_type")
+    if turning not in (None, "nope", "rope"):
+        raise Unsupported(
+            f"position_embedding_type {shown(turning)} is not supported: for this family the decoder has nope and rope"
+        )
+    base = granite(given | {"intermediate_size": given["shared_intermediate_size"]})
+    layers = _linear_layers(kinds_of(config, base.layers, lambda layer: True, LINEAR))
+    mixture = Mixture(
+        experts=given["num_local_experts"],
+        chosen=given["num_experts_per_tok"],
+        size=config["intermediate_size"],
+        normalized=True,
+        shared=base.intermediate,
+        shared_name="shared_mlp",
+        shared_gate="",
+        stacked=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
+        name="",
+        router="block_sparse_moe.router.layer",
+    )
+    if mixture.experts and not mixture.chosen:
+        raise Unsupported(f"config.json says num_experts_per_tok 0, of {mixture.experts} experts: {AGAIN}")
+    return replace(
+        base,
+        linear=_state_spaces(given, layers) if layers else None,
+        unturned=frozenset(range(0 if turning == "rope" else base.layers)),
+        mixtures=(chosen(mixture),) * base.layers if mixture.experts else (),
+        mlp_name="shared_mlp",
+        mlp_parts=("input_linear", "", "", "output_linear"),
+        joined=("input_linear",),
+    )
+
+
+def _state_spaces(config: Config, layers: frozenset[int]) -> Linear:
+    """Mamba-2's (Dao and Gu 2024, arXiv:2405.21060)."""
+    heads, groups, features = config["mamba_n_heads"], config["mamba_n_groups"], config["mamba_expand"] * config["hidden_size"]
+    size = config.get("mamba_d_head", "auto")
+    if features % heads or size not in ("auto", features // heads):
+        raise Unsupported(
+            f"config.json says mamba_n_heads {heads} and mamba_d_head {shown(size)}, and by mamba_expand and hidden_size there "
+            f"are {features} features: {AGAIN}"
+        )
+    if heads % groups:
+        raise Unsupported(
+            f"config.json says mamba_n_heads {heads} and mamba_n_groups {groups}, of which the first must be a multiple: {AGAIN}"
+        )
+    for name, usual in (("mamba_conv_bias", True), ("mamba_proj_bias", False)):
+        if config.get(name, usual) is not usual:
+            raise Unsupported(f"{name} {shown(config[name])} is not supported: the decoder has {str(usual).lower()}")
+    return Linear(
+        layers=layers,
+        key_heads=groups,
+        value_heads=heads,
+        key_size=config["mamba_d_state"],
+        value_size=features // heads,
+        width=config["mamba_d_conv"],
+        limits=_limits(config.get("time_step_limit")),
+    )
+
+
+def _limits(given: Any) -> tuple[float, float]:
+    """null: there are none. transformers 5 writes what is infinite as an object."""
+    ends = [0.0, inf] if given is None else given
+    if isinstance(ends, list) and len(ends) == 2:
+        least, most = (end.get("__float__") if isinstance(end, dict) else end for end in ends)
+        endless = most in (inf, "Infinity")
+        if least == 0 and endless:
+            return 0.0, inf
+        name = "time_step_limit"
+        low = number({name: least}, name) if least else 0.0
+        high = inf if endless else number({name: most}, name)
+        if low < high:
+            return low, high
+    raise Unsupported(f"config.json says time_step_limit {shown(given)}, two numbers are needed, the least and the most: {AGAIN}")
+
+
 HYBRID: dict[str, Callable[[Config], Shape]] = {
+    "GraniteMoeHybridForCausalLM": _granite_hybrid,
     "Qwen3NextForCausalLM": _qwen3_next,
     "Qwen3_5ForCausalLM": _qwen3_5,
     "Qwen3_5MoeForCausalLM": _qwen3_5_moe,

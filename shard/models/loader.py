@@ -2,7 +2,7 @@
 arXiv:1909.08053): heads and intermediate features by columns, what follows them by rows, tables by vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, repeat
 
 import torch
@@ -49,11 +49,22 @@ class Loader:
         """This rank's part of the gains of a norm that goes over the heads of all ranks; whole: the size of one."""
         return self.source.tensor(f"{self.prefix}{name}.weight", (size,), self._cut((size,), 0, 0, size, whole))
 
-    def parts(self, name: str, sizes: Sequence[int], more: tuple[int, ...] = ()) -> Tensor:
-        """Of a tensor [sum of sizes, *more] this rank's part of each."""
-        full, firsts = (sum(sizes), *more), accumulate(sizes, initial=0)
-        cuts = [self._cut(full, 0, first, size) for first, size in zip(firsts, sizes, strict=False)]
-        return torch.cat([self.source.tensor(self.prefix + name, full, cut) for cut in cuts])
+    def parts(self, name: str, sizes: Sequence[int], more: tuple[int, ...] = (), wholes: Iterable[int] = repeat(1)) -> list[Tensor]:
+        """Of a tensor [sum of sizes, *more] this rank's part of each; wholes: of each, see `_own`."""
+        full = (sum(sizes), *more)
+        return [self.source.tensor(self.prefix + name, full, cut) for cut in self._cuts(full, sizes, wholes)]
+
+    def matrices(self, name: str, sizes: Sequence[int], wholes: Iterable[int]) -> list[Tensor | Codes]:
+        """The same of a matrix [sum of sizes, hidden], which may have few bits. Its last part has all that the checkpoint has, as
+        `unrounded`."""
+        full, how = (sum(sizes), self.shape.hidden), self.shape.quantization
+        *cuts, last = self._cuts(full, sizes, wholes)
+        stored = None if how and how.at_load else how
+        return [*(self._matrix(name, full, cut) for cut in cuts), matrix(self.source, self.prefix + name, full, stored, last)]
+
+    def _cuts(self, full: tuple[int, ...], sizes: Sequence[int], wholes: Iterable[int]) -> list[Cut]:
+        firsts = accumulate(sizes, initial=0)
+        return [self._cut(full, 0, *each) for each in zip(firsts, sizes, wholes, strict=False)]
 
     def each_head(self, name: str, heads: int) -> Tensor:
         """A number for each of this rank's part of so many heads: float32."""

@@ -1,5 +1,5 @@
-"""The same by memories of fixed size, in which each token puts its value under its key: linear attention (Yang et al. 2024,
-arXiv:2412.06464): see `kernels.gated_delta`. Knows where checkpoints have its tensors."""
+"""The same by memories of fixed size, in which each token puts its value under its key: linear attention by the gated delta rule
+(Yang et al. 2024, arXiv:2412.06464): see `kernels.gated_delta`. Knows where checkpoints have its tensors."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.codes import Codes
-from ...kernels.gated_delta import States, gated_delta, gated_norm
+from ...kernels.gated_delta import Spans, States, gated_delta, gated_norm
 from ..step import Step
 from .loader import Loader
 from .shape import Linear
@@ -17,20 +17,19 @@ NAME = "linear_attn"
 
 
 class Memories:
-    """In the place of `Heads`."""
+    """In the place of `Heads`; by what rule, its kinds say."""
 
-    def __init__(self, load: Loader, linear: Linear) -> None:
+    def __init__(self, load: Loader, linear: Linear, name: str, inward: Tensor | Codes, gating: Tensor) -> None:
+        """name: of what has its tensors; inward: to the convolution's channels, queries, keys and values, and to what gates the
+        result; gating: to what else heads go by."""
         self.epsilon = load.shape.norm_epsilon
         *_, values = linear.sizes
         self.channels, self.size = linear.channels(load.ranks.size), values // load.ranks.size
-        inward, gating = _by_heads(load, linear) if "in_proj_qkvz" in load.shape.joined else _by_parts(load, linear)
         self.gating = None if isinstance(inward, Tensor) else load.laid_out(gating, None)  # apart where the others have few bits
         self.inward = load.laid_out(torch.cat((inward, gating)) if isinstance(inward, Tensor) else inward, None)
-        self.taps = load.parts(f"{NAME}.conv1d.weight", linear.sizes, (1, linear.width)).squeeze(1)
-        self.rates = -load.each_head(f"{NAME}.A_log", linear.value_heads).exp()
-        self.offsets = load.each_head(f"{NAME}.dt_bias", linear.value_heads)
-        self.gains = load.source.tensor(f"{load.prefix}{NAME}.norm.weight", (linear.value_size,))  # which are not less 1
-        self.output = load.rows(f"{NAME}.out_proj", values, bias=False)
+        self.rates = -load.each_head(f"{name}.A_log", linear.value_heads).exp()
+        self.offsets = load.each_head(f"{name}.dt_bias", linear.value_heads)
+        self.output = load.rows(f"{name}.out_proj", values, bias=False)
 
     @property
     def parts(self) -> tuple[object, ...]:
@@ -50,8 +49,27 @@ class Memories:
             x = stream.normalized(norm)
             joint, gating = stream.product(x, self.inward), stream.product(x, self.gating)
         mixed, gates = joint[:, : self.channels], joint[:, self.channels : self.channels + self.size]
+        return self.found(mixed, gates, gating, step.spans, states)
+
+    def found(self, mixed: Tensor, gates: Tensor, gating: Tensor, spans: Spans, states: States) -> Tensor:
+        """The same. mixed: [tokens, channels], gates: [tokens, value heads * value size], of which the result is to go through
+        silu; gating: [tokens, value heads], or twice as many. All are columns of something wider."""
+        raise NotImplementedError
+
+
+class DeltaRule(Memories):
+    """The gated delta rule."""
+
+    def __init__(self, load: Loader, linear: Linear) -> None:
+        inward, gating = _by_heads(load, linear) if "in_proj_qkvz" in load.shape.joined else _by_parts(load, linear)
+        super().__init__(load, linear, NAME, inward, gating)
+        self.taps = torch.cat(load.parts(f"{NAME}.conv1d.weight", linear.sizes, (1, linear.width))).squeeze(1)
+        self.gains = load.source.tensor(f"{load.prefix}{NAME}.norm.weight", (linear.value_size,))  # which are not less 1
+
+    def found(self, mixed: Tensor, gates: Tensor, gating: Tensor, spans: Spans, states: States) -> Tensor:
+        """As that of `Memories`."""
         strengths, fades = gating.chunk(2, 1)
-        found = gated_delta(mixed, strengths, fades, self.taps, self.rates, self.offsets, step.spans, states)
+        found = gated_delta(mixed, strengths, fades, self.taps, self.rates, self.offsets, spans, states)
         return gated_norm(found, gates.view(found.shape), self.gains, self.epsilon).flatten(1)
 
 

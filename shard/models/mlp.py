@@ -22,8 +22,9 @@ class Dense:
 
     def __init__(self, load: Loader) -> None:
         size, bias = load.shape.intermediate, load.shape.mlp_bias
-        self.gate_up = load.columns("mlp.gate_up_proj", ["mlp.gate_proj", "mlp.up_proj"], [size] * 2, bias)
-        self.down = load.rows("mlp.down_proj", size, bias)
+        both, gate, up, down = (f"{load.shape.mlp_name}.{part}" for part in load.shape.mlp_parts)
+        self.gate_up = load.columns(both, [gate, up], [size] * 2, bias)
+        self.down = load.rows(down, size, bias)
 
     def __call__(self, stream: Stream, before: Tensor | None, behind: Tensor | None) -> None:
         """Adds to the stream what it makes of it. before, behind: gains of norms, where there are any."""
@@ -120,9 +121,10 @@ class Shared:
 
     def __init__(self, load: Loader, mixture: Mixture) -> None:
         name, self.gelu = mixture.named(mixture.shared_name), load.shape.gelu
+        both, gate, up, down = (f"{name}.{part}" for part in load.shape.mlp_parts)
         self.gate = load.whole(mixture.named(mixture.shared_gate), 1) if mixture.shared_gate else None
-        self.gate_up = load.columns("", [f"{name}.gate_proj", f"{name}.up_proj"], [mixture.shared] * 2, bias=False)
-        self.down = load.rows(f"{name}.down_proj", mixture.shared, bias=False)
+        self.gate_up = load.columns(both, [gate, up], [mixture.shared] * 2, bias=False)
+        self.down = load.rows(down, mixture.shared, bias=False)
 
     def __call__(self, x: Tensor, stream: Stream) -> Tensor:
         """This rank's part of what it makes of x, the stream's tokens, by its gate."""

@@ -93,6 +93,7 @@ class Mixture:
     biased: bool = False  # experts and their router have biases
     limit: float = 0.0  # beyond which gates and what they let through don't go; 0: none
     precise: bool = False  # the router computes in float32 although its scores are a softmax's
+    stacked: tuple[str, ...] = ()  # names of the two tensors that have all experts', gates first; (): as checkpoints have them
     interleaved: bool = False  # all experts are in one tensor, in which gates and what they let through stand by turns
     beside: bool = False  # the one that all tokens go through is the layer's MLP, and norms of their own are before and behind both
     name: str = "mlp"  # of what all of it is in; "": of the layer itself
@@ -147,8 +148,9 @@ class Latent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
-    """Linear attention by the gated delta rule (Yang et al. 2024, arXiv:2412.06464): what a token finds in those before it is in a
-    memory of fixed size for each head, and a convolution sees the last few tokens."""
+    """Linear attention: what a token finds in those before it is in a memory of fixed size for each head, and a convolution sees
+    the last few tokens. By the gated delta rule (Yang et al. 2024, arXiv:2412.06464), or with limits by state spaces (Dao and Gu
+    2024, arXiv:2405.21060), whose key heads are called groups."""
 
     layers: frozenset[int]  # that have it, instead of attention to keys that are cached
     key_heads: int  # and as many of queries
@@ -156,6 +158,7 @@ class Linear:
     key_size: int
     value_size: int
     width: int  # tokens that the convolution sees, the last one included
+    limits: tuple[float, float] | None = None  # of the steps of state spaces
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -163,9 +166,13 @@ class Linear:
         keys = self.key_heads * self.key_size
         return keys, keys, self.value_heads * self.value_size
 
+    def keys(self, ranks: int) -> int:
+        """Key heads of a rank. Of fewer groups than ranks, several ranks in a row have the same one."""
+        return max(1, self.key_heads // ranks)
+
     def channels(self, ranks: int) -> int:
         """Of the convolution on a rank: queries, keys and values, heads one after the other."""
-        return sum(self.sizes) // ranks
+        return 2 * self.keys(ranks) * self.key_size + self.sizes[-1] // ranks
 
     def memory(self, ranks: int) -> tuple[int, int, int]:
         """What a layer remembers of a sequence on a rank: heads, features of keys, features of values. In float32."""
@@ -179,9 +186,16 @@ class Linear:
         return [(self.channels(ranks) + own, hidden, hidden), (hidden, values, own)]
 
     def beside(self, ranks: int, hidden: int) -> int:
-        """Elements of what else a layer has on a rank: strengths and fades, the convolution, the norm, rates and offsets."""
-        heads = self.value_heads // ranks
-        return 2 * heads * hidden + self.width * self.channels(ranks) + self.value_size + 2 * heads
+        """Elements of what else a layer has on a rank: strengths and fades, or steps, the convolution, the norm, and what is
+        `wide`."""
+        heads, channels = self.value_heads // ranks, self.channels(ranks)
+        if self.limits:
+            return heads * hidden + (self.width + 1) * channels + heads * self.value_size + self.wide(ranks)
+        return 2 * heads * hidden + self.width * channels + self.value_size + self.wide(ranks)
+
+    def wide(self, ranks: int) -> int:
+        """Elements that are in float32: rates, offsets, and skips of state spaces."""
+        return (3 if self.limits else 2) * self.value_heads // ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,6 +271,13 @@ class Shape:
     norm_bias: bool = False
     parallel: bool = False  # the MLP goes by what attention goes by, behind the same norm
     ungated: bool = False  # the MLP has no gates
+    mlp_name: str = "mlp"
+    mlp_parts: tuple[str, str, str, str] = (
+        "gate_up_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )  # the first: of two that are joined
     joined: tuple[str, ...] = ()  # names of tensors that are several in other checkpoints: "qkv_proj", "gate_up_proj"
     rotary_size: int = 0  # features of a head that rotary embeddings turn, its first; 0: all
     rotary_neighbours: bool = False  # of them the checkpoint has those side by side that turn together, not half of them apart
@@ -277,11 +298,12 @@ class Shape:
 
     def _undivided(self, ranks: int) -> str:
         """What so many ranks can't have equal parts of; "": they can."""
-        sizes, keys = {"attention heads": self.heads}, {}
+        sizes, keys = {"attention heads": self.heads}, dict[str, int]()
         if not self.latent:
-            keys = {"key/value heads": self.kv_heads, "key/value heads of layers without a window": self.keys(0).heads}
+            keys |= {"key/value heads": self.kv_heads, "key/value heads of layers without a window": self.keys(0).heads}
         if self.linear:
-            sizes["key heads of linear attention"] = self.linear.key_heads
+            (keys if self.linear.limits else sizes)["key heads of linear attention"] = self.linear.key_heads
+            sizes["heads of linear attention"] = self.linear.value_heads
         for mixture in self.mixtures or (None,):
             if mixture:
                 sizes["intermediate features of an expert"] = mixture.size
@@ -474,7 +496,7 @@ class Shape:
             wide += (self.layers * sum(map(bool, self.norms)) + 1) * self.hidden
             wide += 2 * self.qk_norm * sum(self.keys(self.windows[layer]).size for layer in self.attending)
         if self.linear:
-            wide += len(self.linear.layers) * 2 * self.linear.value_heads // ranks
+            wide += len(self.linear.layers) * self.linear.wide(ranks)
         found = (self.parameters(ranks, 2 if packed else None) + self.rotary_elements) * item + wide * (4 - item)
         return found - self.saved(ranks, item, device, dtype)
 

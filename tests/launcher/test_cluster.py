@@ -337,3 +337,23 @@ def test_memories_are_read_and_written_whatever_the_context() -> None:
     products = 2 * ((found.parameters() - found.head) * tokens + found.head)
     expected = products + 4 * pairs + 36 * 6 * tokens * 32 * 128 * 128
     assert roofline.prefill(found, on, tokens) == pytest.approx(expected / on.flops, rel=1e-6)
+
+
+def test_ranks_tell_each_other_squares_of_a_group() -> None:
+    """Where none has all of its heads; a state space's memory is asked once."""
+    kinds = {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "num_hidden_layers": 10,
+        "layer_types": ["mamba"] * 9 + ["attention"],
+    }
+    on = cluster.parse("2 x H200").accelerator
+    one, two = (group(SMALL | kinds | {"mamba_n_groups": groups}, ranks=2) for groups in (1, 2))
+    sums = [roofline.exchange(found, on, 1000, 1) for found in (one, two)]
+    assert sums[0] - sums[1] == pytest.approx(9 * roofline.all_reduce(on, 2, 1, 4000), rel=1e-6)
+    tokens = 1 << 20
+    products = 2 * ((one.parameters() - one.head) * tokens + one.head)
+    pairs = tokens * (tokens + 1) // 2 * one.shape.heads // 2 * one.shape.head_size
+    expected = (
+        products + 4 * pairs + 9 * 4 * tokens * one.shape.linear.value_heads // 2 * 256 * one.shape.linear.value_size
+    ) / on.flops
+    assert roofline.prefill(one, on, tokens) == pytest.approx(expected + roofline.exchange(one, on, tokens, 1), rel=1e-6)

@@ -29,6 +29,8 @@ PROJECTIONS = (
     ".in_proj_qkvz.weight",
     ".in_proj_qkv.weight",
     ".in_proj_z.weight",
+    "shared_mlp.input_linear.weight",
+    "shared_mlp.output_linear.weight",
 )  # the ends of the names of what is packed
 
 

@@ -299,6 +299,20 @@ QWEN3_5 = {
     "num_attention_heads": 24,
     "linear_num_value_heads": 48,
 }
+GRANITE_4_H = {
+    "vocab_size": 100_352,
+    "hidden_size": 4096,
+    "intermediate_size": 768,
+    "shared_intermediate_size": 1536,
+    "num_hidden_layers": 40,
+    "layer_types": ["attention" if layer % 10 == 5 else "mamba" for layer in range(40)],
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "mamba_d_state": 128,
+    "num_local_experts": 72,
+    "num_experts_per_tok": 10,
+    "tie_word_embeddings": True,
+}
 QWEN3_5_MOE = {"vocab_size": 248_320, "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16}
 
 
@@ -310,6 +324,7 @@ QWEN3_5_MOE = {"vocab_size": 248_320, "hidden_size": 2048, "num_hidden_layers": 
         ("MiniMaxM2ForCausalLM", MINIMAX, 229, 10),
         ("Ernie4_5_MoeForCausalLM", ERNIE, 21, 3),
         ("OlmoeForCausalLM", OLMOE, 7, 1),
+        ("GraniteMoeHybridForCausalLM", GRANITE_4_H, 32, 9),
         ("Qwen3NextForCausalLM", QWEN3_NEXT, 80, 3),
         ("Qwen3_5ForCausalLM", QWEN3_5, 27, 25),
         ("Qwen3_5MoeForCausalLM", QWEN3_5_MOE, 35, 3),

@@ -30,6 +30,8 @@ from penstock.tests.shard.test_weights import WEIGHTS, Alone, same
 FAMILIES = [
     ("gemma4", 4),
     ("gemma4", 8),
+    ("granite-4-h", 4),  # groups of state spaces are its key heads
+    ("granite-4-h-moe", 4),
     ("one-key-gpt-oss", 4),
     ("one-key-llama", 2),
     ("two-keys-minimax-m2", 8),

@@ -4,6 +4,7 @@ are read as they are. Answers are in test_oracle.py."""
 import functools
 import json
 import shutil
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from penstock.shard.loading import load
 from penstock.shard.memory import Measured
 from penstock.shard.models.decoder import Decoder
 from penstock.shard.models.families import shape
-from penstock.shard.models.memories import Memories
+from penstock.shard.models.memories import DeltaRule, Memories
 from penstock.shard.models.shape import Linear, Unsupported
 from penstock.shard.service import Service
 from penstock.shard.weights import DummyWeights
@@ -74,6 +75,75 @@ def test_shapes_are_transformers(architecture: str, more: dict[str, Any]) -> Non
     assert bool(found.mixtures) == hasattr(expected, "num_experts")
 
 
+def granite(**more: Any) -> dict[str, Any]:
+    return config("GraniteMoeHybridForCausalLM", layer_types=["mamba", "attention", "mamba"] * 3) | more
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"hidden_size": 8192},
+        {
+            "mamba_n_heads": 64,
+            "mamba_d_head": 128,
+            "mamba_n_groups": 4,
+            "mamba_d_state": 16,
+            "mamba_d_conv": 3,
+            "shared_intermediate_size": 96,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 5,
+            "position_embedding_type": "rope",
+            "num_key_value_heads": 8,
+        },
+        {
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "position_embedding_type": "nope",
+            "logits_scaling": 3,
+            "mamba_expand": 4,
+        },
+    ],
+)
+def test_shapes_of_state_spaces_are_transformers(more: dict[str, Any]) -> None:
+    given = granite(**more)
+    found = shape(given)
+    expected = transformers.GraniteMoeHybridConfig(**{name: value for name, value in given.items() if name != "architectures"})
+    assert found.linear == Linear(
+        layers=frozenset({0, 2, 3, 5, 6, 8}),
+        key_heads=expected.mamba_n_groups,
+        value_heads=expected.mamba_n_heads,
+        key_size=expected.mamba_d_state,
+        value_size=expected.mamba_d_head,
+        width=expected.mamba_d_conv,
+        limits=expected.time_step_limit,
+    )
+    assert found == shape(given | {"layer_types": expected.layer_types})  # as they are called today
+    assert found.unturned == (set() if expected.position_embedding_type == "rope" else set(range(9)))
+    assert (found.kv_heads, found.max_positions, found.norm_epsilon) == (expected.num_key_value_heads, 2048, expected.rms_norm_eps)
+    assert (found.intermediate, found.logit_divisor) == (expected.shared_intermediate_size, expected.logits_scaling)
+    assert len(found.mixtures) == (9 if expected.num_local_experts else 0)
+    for mixture in found.mixtures:
+        assert mixture is not None
+        assert (mixture.experts, mixture.chosen) == (expected.num_local_experts, expected.num_experts_per_tok)
+        assert (mixture.size, mixture.shared) == (expected.intermediate_size, expected.shared_intermediate_size)
+
+
+@pytest.mark.parametrize(
+    ("said", "limits"),
+    [
+        (None, (0, inf)),
+        ([0, inf], (0, inf)),
+        ([0.0, {"__float__": "Infinity"}], (0, inf)),
+        ([0.1, {"__float__": "Infinity"}], (0.1, inf)),
+        ([0.0, 2], (0, 2)),
+    ],
+)
+def test_limits_of_steps(said: Any, limits: tuple[float, float]) -> None:
+    linear = shape(granite(time_step_limit=said)).linear
+    assert linear is not None
+    assert linear.limits == limits
+
+
 def test_models_without_linear_attention_have_the_gates() -> None:
     found = shape(config(layer_types=["full_attention"] * 9))
     assert found.linear is None
@@ -93,9 +163,44 @@ def test_what_is_kept_of_a_sequence_and_of_a_token() -> None:
         shape(config(linear_num_key_heads=3, linear_num_value_heads=6)).check_ranks(2)
 
 
+def test_what_is_kept_of_a_sequence_by_state_spaces() -> None:
+    """Of Granite 4 H Small, by hand: a group that all ranks have."""
+    kinds = [kind for place in range(4) for kind in ["mamba"] * (9 if place else 5) + ["attention"]] + ["mamba"] * 4
+    found = shape(granite(num_hidden_layers=40, layer_types=kinds, num_key_value_heads=8, mamba_d_state=128))
+    assert found.kv_elements(1) == 4 * 2 * 8 * 128
+    assert found.state_bytes(1, 2) == 36 * (128 * 128 * 64 * 4 + 3 * (128 * 64 + 2 * 128) * 2)
+    assert found.state_bytes(4, 2) == 36 * (32 * 128 * 64 * 4 + 3 * (32 * 64 + 2 * 128) * 2)
+    assert found.fitting == [1, 2, 4, 8, 16, 32]
+    for heads, groups, message in ((16, 1, "16 heads of"), (96, 6, "6 key heads of")):
+        odd = granite(hidden_size=96 * 32, mamba_n_heads=heads, mamba_n_groups=groups)
+        with pytest.raises(Unsupported, match=f"{message} linear attention can't be divided by 32 ranks"):
+            shape(odd).check_ranks(32)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        (granite(position_embedding_type="alibi"), "position_embedding_type 'alibi' is not supported.* nope and rope"),
+        (granite(layer_types=["mamba"] * 9), "layers of linear attention alone"),
+        (granite(layer_types=None), "layers of linear attention alone"),
+        (granite(layer_types=["mamba", "attention", "sliding_attention"] * 3), "sliding_attention are not supported"),
+        (granite(layer_types=["mamba", ["attention"], "attention"] * 3), "are not supported"),
+        (granite(mamba_n_heads=120), "mamba_n_heads 120 and mamba_d_head 'auto', and by .* are 8192 features"),
+        (granite(mamba_d_head=32), "mamba_n_heads 128 and mamba_d_head 32"),
+        (granite(mamba_n_groups=3), "mamba_n_heads 128 and mamba_n_groups 3, of which the first must be"),
+        (granite(mamba_d_conv=1), "mamba_d_conv 1, an integer from 2"),
+        (granite(mamba_expand=2.5), "mamba_expand 2.5, an integer"),
+        (granite(mamba_conv_bias=False), "mamba_conv_bias False is not supported: the decoder has true"),
+        (granite(mamba_proj_bias=True), "mamba_proj_bias True is not supported: the decoder has false"),
+        (granite(mamba_proj_bias="no"), "mamba_proj_bias 'no', true or false"),
+        (granite(time_step_limit=[0.0]), "time_step_limit .0.0., two numbers are needed"),
+        (granite(time_step_limit=[2, 1]), "time_step_limit .2, 1., two numbers are needed"),
+        (granite(time_step_limit=[0, "x"]), "time_step_limit 'x', a number"),
+        (granite(time_step_limit=0.1), "time_step_limit 0.1, two numbers"),
+        (granite(num_local_experts=4, num_experts_per_tok=5), "num_experts_per_tok 5, of 4 experts"),
+        (granite(num_experts_per_tok=0), "num_experts_per_tok 0, of 8 experts"),
+        (granite(shared_intermediate_size=0), "shared_intermediate_size 0, an integer from 1"),
+        (granite(model_type="granite"), "which is 'granitemoehybrid'"),
         (config(linear_num_key_heads=5), "linear_num_value_heads 32 and linear_num_key_heads 5, of which the first must be"),
         (config(linear_conv_kernel_dim=1), "linear_conv_kernel_dim 1, an integer from 2"),
         (config(linear_key_head_dim="128"), "linear_key_head_dim '128', an integer"),
@@ -136,6 +241,7 @@ def test_rates_are_not_rounded(tmp_path: Path) -> None:
     few = {key: value if key.endswith(("A_log", "dt_bias")) else value.bfloat16() for key, value in stored.items()}
     safetensors.torch.save_file(few, folder / WEIGHTS, metadata={"format": "pt"})
     found, expected = memories(decoder(folder, dtype="bfloat16")), memories(exact)
+    assert isinstance(found, DeltaRule)
     assert found.rates.equal(expected.rates)
     assert found.rates.equal(-stored["model.layers.0.linear_attn.A_log"].exp())
     assert found.offsets.equal(expected.offsets)
@@ -159,11 +265,12 @@ def test_strengths_and_fades_may_have_few_bits(name: str, tmp_path: Path, monkey
     same(made(few, Alone(1)), made(plain, Alone(1)))
 
 
+@pytest.mark.parametrize("name", ["granite-4-h-wide", "qwen3.5-wide"])
 @pytest.mark.parametrize("form", ["", "packed-zeros"])
-def test_others_are_kept_in_few_bits(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounded when they are loaded, or stored so. Strengths and fades stay as they are."""
+def test_others_are_kept_in_few_bits(form: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounded when they are loaded, or stored so. Strengths and fades, and steps, stay as they are."""
     monkeypatch.setattr(packing.FORMATS["packed-zeros"], "size", 32)
-    name, tokens = "qwen3.5-wide", prompt(2, 50)
+    tokens = prompt(2, 50)
     few, plain = packing.checkpoints(name, form, tmp_path) if form else (tiny.folder(name), tiny.folder(name))
     for rank in (WHOLE, Alone(1)):
         found, expected = (
@@ -245,7 +352,7 @@ def calm(name: str) -> World:
     return drive(tiny.engine(name, 16, 2000, prefix_caching=False), asked(0), Habits())
 
 
-@pytest.mark.parametrize("name", ["qwen3-next", "qwen3.5"])
+@pytest.mark.parametrize("name", ["granite-4-h-moe", "qwen3-next", "qwen3.5"])
 @pytest.mark.parametrize(
     ("proposer", "drafts", "page_size", "chunk", "prefix_caching"),
     [

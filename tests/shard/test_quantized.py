@@ -56,13 +56,15 @@ NAMES = ["phi3", "glm4", "granite", "gemma2", "olmo2", "mixtral", "deepseek-v3",
         *itertools.product(NAMES, ["gptq", "packed-zeros", "float8"]),
         ("qwen3-moe", "float8"),
         ("qwen2-moe", "packed-zeros"),
+        ("granite-4-h", "packed-zeros"),
+        ("granite-4-h-moe", "fp8-blocks"),
         ("qwen3-next", "fp8-blocks"),
         ("qwen3.5", "packed-zeros"),
     ],
 )
 def test_every_family_is_the_same_model(name: str, form: str, tmp_path: Path) -> None:
     few, plain = packing.checkpoints(name, form, tmp_path)
-    tolerance = 1e-6 if name == "granite" else 0.0  # whose factor goes to the scales
+    tolerance = 1e-6 if "granite" in name else 0.0  # whose factor goes to the scales
     same(decoder(few), decoder(plain), tolerance)
     same(made(few, Alone(1)), made(plain, Alone(1)), tolerance)
 
@@ -339,6 +341,7 @@ def test_4_bits_are_kept_beside_bfloat16(form: str, tmp_path: Path, monkeypatch:
         ("llama-tied", ""),
         ("gpt-oss-blocks", "int4"),
         *itertools.product(["deepseek-v2", "deepseek-v2-sets"], ["", "int8"]),
+        ("granite-4-h-wide", "int4"),
         ("qwen3.5-wide", "int4"),
     ],
 )
@@ -358,6 +361,8 @@ def test_the_plan_knows_the_bytes(name: str, quantize: str, dtype: str) -> None:
         ("mixtral-wide", "packed-zeros", 64),
         ("mixtral-wide", "", 0),
         ("llama", "gptq", 4),
+        ("granite-4-h-wide", "", 0),
+        ("granite-4-h-wide", "packed-zeros", 64),
         ("qwen3.5-wide", "", 0),
         ("qwen3.5-wide", "packed-zeros", 64),
     ],

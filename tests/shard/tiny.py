@@ -136,6 +136,17 @@ HYBRID_MOE = HYBRID | {
     "moe_intermediate_size": 20,
     "shared_expert_intermediate_size": 36,
 }
+GRANITE4: dict[str, Any] = SMALL | {
+    "num_hidden_layers": 3,
+    "layer_types": ["mamba", "attention", "mamba"],
+    "mamba_n_heads": 8,
+    "mamba_d_state": 12,
+    "shared_intermediate_size": 36,
+    "attention_multiplier": 0.3,
+    "embedding_multiplier": 2.5,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 1.7,
+}
 ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 GLM = SMALL | {"head_dim": 16, "pad_token_id": 0, "eos_token_id": 1}
 GEMMA3_ROPES = {
@@ -203,6 +214,18 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         residual_multiplier=0.4,
         logits_scaling=1.7,
         attention_bias=True,
+    ),
+    "granite-4": lambda: transformers.GraniteMoeHybridConfig(
+        **GRANITE4 | {"layer_types": ["attention"] * 3}, num_local_experts=0, position_embedding_type="rope", attention_bias=True
+    ),
+    "granite-4-h": lambda: transformers.GraniteMoeHybridConfig(**GRANITE4, num_local_experts=0, num_experts_per_tok=0),
+    "granite-4-h-moe": lambda: transformers.GraniteMoeHybridConfig(
+        **GRANITE4 | {"intermediate_size": 20, "mamba_d_conv": 3},
+        mamba_n_groups=2,
+        num_local_experts=7,
+        num_experts_per_tok=3,
+        position_embedding_type="rope",
+        tie_word_embeddings=True,
     ),
     "llama": lambda: transformers.LlamaConfig(**SMALL),
     "llama-3.1": lambda: transformers.LlamaConfig(**SMALL, rope_parameters=LLAMA3),
@@ -285,7 +308,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **{name: value for name, value in LATENT.items() if name in SMALL or "_dim" in name or "_rank" in name}
     ),
 }
-HYBRIDS = [name for name in FAMILIES if name.startswith(("qwen3-next", "qwen3.5"))]
+HYBRIDS = [name for name in FAMILIES if name.startswith(("granite-4-h", "qwen3-next", "qwen3.5"))]
 TINIEST: dict[str, Any] = {
     "vocab_size": 4,
     "hidden_size": 16,
@@ -333,6 +356,9 @@ OTHERS: dict[str, Callable[[], Any]] = {
     ),
     "qwen3.5-wide": lambda: transformers.Qwen3_5TextConfig(
         **HYBRID | {"intermediate_size": 192, "linear_key_head_dim": 16, "linear_num_value_heads": 4, "linear_value_head_dim": 32}
+    ),
+    "granite-4-h-wide": lambda: transformers.GraniteMoeHybridConfig(
+        **GRANITE4 | {"mamba_d_state": 16, "shared_intermediate_size": 192}, num_local_experts=0
     ),
     "mixtral-wide": lambda: transformers.MixtralConfig(**FEW_HEADS | {"intermediate_size": 192}, num_local_experts=4),
     "gpt-oss-blocks": lambda: transformers.GptOssConfig(**GPT_OSS | {"intermediate_size": 96}),
@@ -388,6 +414,7 @@ def _made(name: str) -> Path:
         "Glm4Config": transformers.Glm4ForCausalLM,
         "GptOssConfig": transformers.GptOssForCausalLM,
         "GraniteConfig": transformers.GraniteForCausalLM,
+        "GraniteMoeHybridConfig": transformers.GraniteMoeHybridForCausalLM,
         "LlamaConfig": transformers.LlamaForCausalLM,
         "Ministral3Config": transformers.Ministral3ForCausalLM,
         "Mistral4Config": transformers.Mistral4ForCausalLM,

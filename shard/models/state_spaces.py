@@ -1,0 +1,50 @@
+"""The same by state spaces, Mamba-2 (Dao and Gu 2024, arXiv:2405.21060): see `kernels.state_space`. Knows where checkpoints have
+its tensors."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ...kernels.gated_delta import Spans, States, gated_norm, scaled
+from ...kernels.state_space import state_space
+from .loader import Loader
+from .memories import Memories
+from .shape import Linear
+
+NAME = "mamba"
+
+
+class StateSpaces(Memories):
+    """Groups of heads, of which each has queries and keys that its heads share. The norm goes over all values of a group."""
+
+    def __init__(self, load: Loader, linear: Linear) -> None:
+        assert linear.limits is not None
+        keys, _, values = linear.sizes
+        sizes, wholes = (values, keys, keys), (1, linear.key_size, linear.key_size)
+        every = (values, *sizes, linear.value_heads), (1, *wholes, 1)
+        gates, *features, steps = load.matrices(f"{NAME}.in_proj", *every)
+        inward = load.joined((*features[::-1], gates))  # queries are last in the checkpoint
+        super().__init__(load, linear, NAME, inward, load.dense(steps))
+        self.ranks, self.limits = load.ranks, linear.limits
+        self.taps = torch.cat(load.parts(f"{NAME}.conv1d.weight", sizes, (1, linear.width), wholes)[::-1]).squeeze(1)
+        self.biases = torch.cat(load.parts(f"{NAME}.conv1d.bias", sizes, (), wholes)[::-1])
+        self.skips = load.each_head(f"{NAME}.D", linear.value_heads)
+        self.gains = load.part_of_gains(f"{NAME}.norm", values, 1).view(linear.keys(load.ranks.size), -1)
+        self.groups, self.features = linear.key_heads, values // linear.key_heads  # of all ranks, and of each
+
+    def found(self, mixed: Tensor, gates: Tensor, gating: Tensor, spans: Spans, states: States) -> Tensor:
+        """As that of `Memories`."""
+        own = self.taps, self.biases, self.rates, self.offsets, self.skips, self.limits
+        found = state_space(mixed, gating, *own, spans, states).view(len(mixed), *self.gains.shape)
+        gates = gates.view(found.shape)
+        return (self._normal(found, gates) if self.groups < self.ranks.size else self._whole(found, gates)).flatten(1)
+
+    def _whole(self, found: Tensor, gates: Tensor) -> Tensor:
+        return gated_norm(found, gates, self.gains, self.epsilon, before=True)
+
+    def _normal(self, found: Tensor, gates: Tensor) -> Tensor:
+        """The same where several ranks have parts of one group: squares of all of them are added up."""
+        gated = functional.silu(gates.float()).mul_(found)
+        squares, group = gated.new_zeros(len(gated), self.groups, 1), self.ranks.rank * self.groups // self.ranks.size
+        squares[:, group] = gated.square().sum(2)
+        return scaled(gated, self.ranks.add(squares)[:, group : group + 1] / self.features, self.gains, self.epsilon)
