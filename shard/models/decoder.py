@@ -108,7 +108,7 @@ class Decoder:
         for change in changes:
             change.check()
         self.adapters = tuple(change.name for change in changes)
-        self.norm = load.gains("norm", shape.hidden)
+        self.norm = load.gains(shape.last_norm, shape.hidden)
         self.head = self._output(load)
         size, turned, dtype = shape.turning_size(0), shape.rotary_size, self.embedding.dtype
         of = partial(table_of, positions=shape.max_positions, dtype=dtype, device=device, turned=turned)

@@ -5,8 +5,8 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
-from .dense_families import granite
-from .fields import AGAIN, LINEAR, Config, number, shown
+from .dense_families import granite, llama
+from .fields import AGAIN, FULL, LINEAR, Config, number, shown
 from .parts import biased, common, kinds_of
 from .ropes import rotary_size
 from .shape import Linear, Mixture, Shape, Unsupported
@@ -29,6 +29,7 @@ QWEN3_5: Config = QWEN | {"num_key_value_heads": 4}
 QWEN3_5_MOE: Config = QWEN | EXPERTS | {"num_experts": 256, "num_experts_per_tok": 8}
 MAMBA: Config = {"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2}
 GRANITE: Config = MAMBA | {"shared_intermediate_size": 1024, "num_local_experts": 8, "num_experts_per_tok": 2}
+BAMBA: Config = MAMBA | {"num_key_value_heads": 8, "max_position_embeddings": 262_144, "rms_norm_eps": 1e-5}
 ALWAYS = ("attn_output_gate", "norm_topk_prob")  # what Qwen 3.5 may say of itself, and transformers doesn't read
 
 
@@ -132,6 +133,25 @@ def _granite_hybrid(config: Config) -> Shape:
     )
 
 
+def _bamba(config: Config) -> Shape:
+    """State spaces, but in the layers that config.json counts, and MLPs. Half of each head turns: transformers reads of that what
+    stands in rope_parameters, and no other field."""
+    given = BAMBA | config | {"partial_rotary_factor": 0.5}
+    base = llama(given)
+    attending = config.get("attn_layer_indices") or []
+    if not isinstance(attending, list) or not all(type(layer) is int for layer in attending):
+        raise Unsupported(f"config.json says attn_layer_indices {shown(attending)}, a list of numbers is needed: {AGAIN}")
+    layers = _linear_layers([FULL if layer in attending else LINEAR for layer in range(base.layers)])
+    return replace(
+        base,
+        linear=_state_spaces(given, layers) if layers else None,
+        rotary_size=rotary_size(given, base.head_size),
+        norms=("input_layernorm", "", "pre_ff_layernorm", ""),
+        last_norm="final_layernorm",
+        mlp_name="feed_forward",
+    )
+
+
 def _state_spaces(config: Config, layers: frozenset[int]) -> Linear:
     """Mamba-2's (Dao and Gu 2024, arXiv:2405.21060)."""
     heads, groups, features = config["mamba_n_heads"], config["mamba_n_groups"], config["mamba_expand"] * config["hidden_size"]
@@ -176,6 +196,7 @@ def _limits(given: Any) -> tuple[float, float]:
 
 
 HYBRID: dict[str, Callable[[Config], Shape]] = {
+    "BambaForCausalLM": _bamba,
     "GraniteMoeHybridForCausalLM": _granite_hybrid,
     "Qwen3NextForCausalLM": _qwen3_next,
     "Qwen3_5ForCausalLM": _qwen3_5,

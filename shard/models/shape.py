@@ -266,6 +266,7 @@ class Shape:
     joint_qk_norm: bool = False  # or one of all queries of a token together, and one of all its keys
     value_norm: bool = False  # of every value head, without gains
     norms: tuple[str, str, str, str] = PLAIN  # names of those before and behind attention, before and behind the MLP; "": none
+    last_norm: str = "norm"  # behind all layers
     centered_norms: bool = False  # norms' gains are stored less 1
     layer_norms: bool = False  # norms take the mean away, instead of being RMS norms
     norm_bias: bool = False

@@ -36,6 +36,7 @@ GEMMA, GEMMA4, GEMMA4_MOE, GPT_OSS, MIXTRAL, OLMO, MOE, DEEPSEEK, INDEXED = (
     f"few-heads-{name}"
     for name in ("gemma2", "gemma4", "gemma4-experts", "gpt-oss", "mixtral", "olmo3", "qwen2-moe", "deepseek", "deepseek-v32")
 )
+DELTA, SPACES = "few-heads-qwen3.5", "few-heads-granite-4-h"
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +91,9 @@ def with_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch, extent: Extent 
     return engine
 
 
-@pytest.mark.parametrize("name", [QWEN3, WINDOW, GEMMA, GEMMA4, GEMMA4_MOE, GPT_OSS, MIXTRAL, OLMO, MOE, DEEPSEEK, INDEXED])
+@pytest.mark.parametrize(
+    "name", [QWEN3, WINDOW, GEMMA, GEMMA4, GEMMA4_MOE, GPT_OSS, MIXTRAL, OLMO, MOE, DEEPSEEK, INDEXED, DELTA, SPACES]
+)
 def test_a_shard_by_triton_gives_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = plain(name, filters=True)
     calls = []
@@ -103,7 +106,7 @@ def test_a_shard_by_triton_gives_the_same_tokens(name: str, monkeypatch: pytest.
     assert calls
 
 
-@pytest.mark.parametrize("name", [QWEN3, WINDOW, GEMMA, GEMMA4, OLMO, MOE, DEEPSEEK])
+@pytest.mark.parametrize("name", [QWEN3, WINDOW, GEMMA, GEMMA4, OLMO, MOE, DEEPSEEK, SPACES])
 def test_products_of_few_rows_give_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As for models in bfloat16: norms, SwiGLU and sums go with the products."""
     expected = plain(name)

@@ -28,9 +28,10 @@ from penstock.tests.shard.test_weights import WEIGHTS, Alone, same
 # With biases, joint matrices, norms over all heads, gates, sinks, rotary features in another order, heads of another size in some
 # layers.
 FAMILIES = [
+    ("bamba", 8),  # groups of state spaces are its key heads
     ("gemma4", 4),
     ("gemma4", 8),
-    ("granite-4-h", 4),  # groups of state spaces are its key heads
+    ("granite-4-h", 4),
     ("granite-4-h-moe", 4),
     ("one-key-gpt-oss", 4),
     ("one-key-llama", 2),

@@ -129,6 +129,28 @@ def test_shapes_of_state_spaces_are_transformers(more: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"num_key_value_heads": None, "partial_rotary_factor": 0.25, "mlp_bias": True},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0, "partial_rotary_factor": 0.75}, "mamba_n_groups": 8},
+    ],
+)
+def test_shapes_of_bamba_are_transformers(more: dict[str, Any]) -> None:
+    found = shape(config("BambaForCausalLM", attn_layer_indices=[3, 7], **more))
+    expected = transformers.BambaConfig(**SAID, attn_layer_indices=[3, 7], **more)
+    assert found.attending == [3, 7]
+    assert found.linear is not None
+    assert (found.linear.value_heads, found.linear.key_heads) == (expected.mamba_n_heads, expected.mamba_n_groups)
+    assert (found.linear.value_size, found.linear.key_size) == (expected.mamba_d_head, expected.mamba_d_state)
+    assert found.linear.limits == expected.time_step_limit
+    assert (found.kv_heads, found.max_positions) == (expected.num_key_value_heads, expected.max_position_embeddings)
+    assert (found.norm_epsilon, found.mlp_bias) == (expected.rms_norm_eps, expected.mlp_bias)
+    rope = expected.rope_parameters
+    assert (found.rope.theta, found.rotary_size) == (rope["rope_theta"], 128 * rope["partial_rotary_factor"])
+
+
+@pytest.mark.parametrize(
     ("said", "limits"),
     [
         (None, (0, inf)),
@@ -200,6 +222,9 @@ def test_what_is_kept_of_a_sequence_by_state_spaces() -> None:
         (granite(num_local_experts=4, num_experts_per_tok=5), "num_experts_per_tok 5, of 4 experts"),
         (granite(num_experts_per_tok=0), "num_experts_per_tok 0, of 8 experts"),
         (granite(shared_intermediate_size=0), "shared_intermediate_size 0, an integer from 1"),
+        (config("BambaForCausalLM"), "layers of linear attention alone"),
+        (config("BambaForCausalLM", attn_layer_indices=[1, "2"]), "attn_layer_indices .1, '2'., a list of numbers"),
+        (config("BambaForCausalLM", attn_layer_indices=3), "attn_layer_indices 3, a list of numbers"),
         (granite(model_type="granite"), "which is 'granitemoehybrid'"),
         (config(linear_num_key_heads=5), "linear_num_value_heads 32 and linear_num_key_heads 5, of which the first must be"),
         (config(linear_conv_kernel_dim=1), "linear_conv_kernel_dim 1, an integer from 2"),

@@ -155,6 +155,9 @@ GEMMA3_ROPES = {
 }
 
 FAMILIES: dict[str, Callable[[], Any]] = {
+    "bamba": lambda: transformers.BambaConfig(
+        **SMALL | {"num_hidden_layers": 3}, attn_layer_indices=[1], mamba_n_heads=8, mamba_n_groups=4, mamba_d_state=12
+    ),
     "cohere": lambda: transformers.CohereConfig(**SMALL, logit_scale=0.3, attention_bias=True, pad_token_id=0, **ENDS),
     "cohere2": lambda: transformers.Cohere2Config(**SMALL | {"num_hidden_layers": 4}, sliding_window=WINDOW, **ENDS),
     "deepseek-v2": lambda: transformers.DeepseekV2Config(**LATENT, attention_bias=True, rope_parameters=dict(DEEP_YARN)),
@@ -308,7 +311,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **{name: value for name, value in LATENT.items() if name in SMALL or "_dim" in name or "_rank" in name}
     ),
 }
-HYBRIDS = [name for name in FAMILIES if name.startswith(("granite-4-h", "qwen3-next", "qwen3.5"))]
+HYBRIDS = [name for name in FAMILIES if name.startswith(("bamba", "granite-4-h", "qwen3-next", "qwen3.5"))]
 TINIEST: dict[str, Any] = {
     "vocab_size": 4,
     "hidden_size": 16,
@@ -335,6 +338,9 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "few-heads": lambda: transformers.LlamaConfig(**FEW_HEADS),
     "few-heads-deepseek": lambda: transformers.DeepseekV3Config(**LATENT | FEW_HEADS, n_group=4, topk_group=2),
     "few-heads-deepseek-v32": lambda: transformers.DeepseekV32Config(**INDEXED | FEW_HEADS, n_group=4, topk_group=2),
+    "few-heads-granite-4-h": lambda: transformers.GraniteMoeHybridConfig(
+        **GRANITE4 | FEW_HEADS | {"num_hidden_layers": 3, "mamba_n_heads": 4}, num_local_experts=5, num_experts_per_tok=2
+    ),
     "few-heads-qwen3.5": lambda: transformers.Qwen3_5TextConfig(**HYBRID | FEW_HEADS),
     "few-heads-qwen3": lambda: transformers.Qwen3Config(**FEW_HEADS, head_dim=16),
     "few-heads-gemma2": lambda: transformers.Gemma2Config(**GEMMA2 | FEW_HEADS),
@@ -389,6 +395,7 @@ def _made(name: str) -> Path:
     transformers.utils.logging.disable_progress_bar()
     generator = torch.Generator().manual_seed(len(name))
     model = {
+        "BambaConfig": transformers.BambaForCausalLM,
         "CohereConfig": transformers.CohereForCausalLM,
         "Cohere2Config": transformers.Cohere2ForCausalLM,
         "DeepseekV2Config": transformers.DeepseekV2ForCausalLM,
