@@ -346,36 +346,26 @@ def compilations() -> list[Compilation]:
     """Of Qwen3-Next's and Qwen 3.5's heads, 16 of keys and 32 of values with 128 features each, as a part of one product; and of
     Granite 4 H Tiny's and Small's, 48 and 128 of 64 features, which share keys of 128."""
     found = []
-    of_spans = dict.fromkeys(("starts", "slots", "fresh", "sure"), "*i64")
     for dtype, delta in itertools.product(("bf16", "fp32"), (True, False)):
-        tensors = (
-            ("out", "mixed", "strengths", "fades", "taps", "windows") if delta else ("out", "mixed", "fades", "taps", "windows")
-        )
-        of_tokens = dict.fromkeys(tensors if delta else (*tensors, "biases"), f"*{dtype}")
-        of_heads = dict.fromkeys(("rates", "offsets", "memories") if delta else ("rates", "offsets", "memories", "skips"), "*fp32")
-        strides = ("channels", "mixed_stride", "strengths_stride", "fades_stride", "windows_stride", "memories_stride")
-        numbers = dict.fromkeys(("tokens", "ratio"), "i32") | dict.fromkeys(strides, "i32:16")
-        signature = of_tokens | of_spans | of_heads | numbers | dict.fromkeys(("epsilon", "least", "most"), "fp32")
-        nothing: dict[str, object] = dict.fromkeys(("biases", "skips") if delta else ("strengths",))
-        sizes: dict[str, object] = {"KEY": 128, "VALUE": 128 if delta else 64, "WIDTH": 4, "DELTA": delta}
-        blocks: dict[str, object] = {"KEYS": 128, "BLOCK": BLOCK, "ROWS": 4}
-        rule = "gated delta" if delta else "state space"
-        found.append(_hot(memory_kernel, f"{rule} {dtype}", signature, nothing | sizes | blocks, 1))
+        rule, nothing = ("gated delta", ("biases", "skips")) if delta else ("state space", ("strengths",))
+        types = dict.fromkeys(("out", "mixed", "strengths", "fades", "taps", "biases", "windows"), f"*{dtype}")
+        types |= dict.fromkeys(("rates", "offsets", "skips", "memories"), "*fp32")
+        types |= dict.fromkeys(("starts", "slots", "fresh", "sure"), "*i64") | dict.fromkeys(("tokens", "ratio"), "i32")
+        strides = ("mixed_stride", "strengths_stride", "fades_stride", "windows_stride", "memories_stride")
+        types |= dict.fromkeys(("channels", *strides), "i32:16") | dict.fromkeys(("epsilon", "least", "most"), "fp32")
+        signature = {name: kind for name, kind in types.items() if name not in nothing}
+        sizes = {"KEY": 128, "VALUE": 128 if delta else 64, "WIDTH": 4, "KEYS": 128, "BLOCK": BLOCK, "ROWS": 4}
+        found.append(_hot(memory_kernel, f"{rule} {dtype}", signature, {"DELTA": delta, **dict.fromkeys(nothing), **sizes}, 1))
         if delta:
-            window = {name: signature[name] for name in window_kernel.arg_names if name in signature}
-            copied: dict[str, object] = {"WIDTH": 4, "BLOCK": COPIED, "ROWS": 4}
-            found.append(_hot(window_kernel, f"{rule} windows {dtype}", window, copied, 4))
+            window = {name: types[name] for name in window_kernel.arg_names if name in types}
+            found.append(_hot(window_kernel, f"{rule} windows {dtype}", window, {"WIDTH": 4, "BLOCK": COPIED, "ROWS": 4}, 4))
         for size in (128,) if delta else (3072, 8192):
             block, height, warps = _tile(size)
-            apart = ("x_outer", "x_inner", "gates_outer", "gates_inner", "gains_inner")
-            norm = dict.fromkeys(("x", "gates", "gains", "out"), f"*{dtype}") | {
-                "rows": "i32",
-                "inner": "i32:16",
-                "epsilon": "fp32",
-            }
-            of_norm: dict[str, object] = {"SIZE": size, "BEFORE": not delta, "BLOCK": block, "ROWS": height}
-            name = f"gated norm {dtype}" if delta else f"gated norm {size} {dtype}"
-            found.append(_hot(gated_norm_kernel, name, norm | dict.fromkeys(apart, "i32:16"), of_norm, warps))
+            apart = ("inner", "x_outer", "x_inner", "gates_outer", "gates_inner", "gains_inner")
+            norm = dict.fromkeys(("x", "gates", "gains", "out"), f"*{dtype}") | dict.fromkeys(apart, "i32:16")
+            constants: dict[str, object] = {"SIZE": size, "BEFORE": not delta, "BLOCK": block, "ROWS": height}
+            signature = norm | {"rows": "i32", "epsilon": "fp32"}
+            found.append(_hot(gated_norm_kernel, f"gated norm {size} {dtype}", signature, constants, warps))
     return found
 
 
