@@ -358,7 +358,7 @@ def head_config(head: Head, tokenizer: Tokenizer) -> dict[str, object]:
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
         **generation_config(tokenizer),
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(LAYERS), "use_aux_hidden_state": True},
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in LAYERS], "use_aux_hidden_state": True},
     }
 
 

@@ -77,7 +77,7 @@ def test_a_layer_for_predicting_several_tokens(tmp_path: Path) -> None:
         Mistake, match=r"^--speculate draft=mtp: config.json says num_nextn_predict_layers 0: the model has no layer"
     ):
         resolve(Options(speculate="draft=mtp"), DEMO)
-    fields = DEMO.config | {"num_nextn_predict_layers": 1}
+    fields = json.loads((tiny.folder("glm4-moe") / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     model = checkpoint.read(tmp_path, "dummy")
     asked = Options(speculate="draft=mtp,tokens=2", load_format="dummy")
@@ -85,7 +85,7 @@ def test_a_layer_for_predicting_several_tokens(tmp_path: Path) -> None:
     assert (said.draft, draft) == (str(tmp_path), model)
     planned = plan.divide(asked, model, Machine(cores=2, memory=1 << 32, fast_bfloat16=False), draft)
     assert planned.draft is not None
-    assert planned.draft.described.startswith("LlamaForCausalLM's layer for predicting several tokens, 1.4 M")
+    assert planned.draft.described.startswith("Glm4MoeForCausalLM's layer for predicting several tokens, 0.1 M")
 
 
 def test_guesses_that_the_model_can_not_judge(tmp_path: Path) -> None:
