@@ -31,6 +31,10 @@ QWEN = (
         ),
     ),
 )
+QWENS = (
+    *("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
+    *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
+)
 # Whose layers are as DeepSeek V3's. The field is in other config.json files, too, and there it means layers of another kind.
 DEEPSEEK = (
     *("DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),
@@ -66,7 +70,7 @@ def is_head(config: Config) -> bool:
 def _next(config: Config, target: Shape) -> Shape:
     """As DeepSeek V3 has it, and Qwen. There may be more than one such layer; the first guesses all tokens."""
     fields = config.get("text_config") or config
-    qwen = target.linear is not None
+    qwen = target.architecture in QWENS
     counted, usual, features = QWEN if qwen else ("num_nextn_predict_layers", 0, _deepseek(target.layers))
     count = fields.get(counted, usual)
     if type(count) is not int or count < 1 or not (qwen or target.architecture in DEEPSEEK):

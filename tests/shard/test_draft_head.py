@@ -558,7 +558,7 @@ def test_the_own_layer_of_a_model_with_images() -> None:
         draft_shape(config, shape(config), own=True)
 
 
-@pytest.mark.parametrize("name", ["ernie-moe", "exaone-moe", "llama"])
+@pytest.mark.parametrize("name", ["ernie-moe", "exaone-moe", "llama", "granite-4-h"])
 def test_own_layers_of_another_kind_are_refused_before_weights_are_read(name: str) -> None:
     """Of models whose config.json has the field, and whose layers have neither DeepSeek's names nor their tables."""
     config = json.loads((tiny.folder(name) / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
