@@ -5,7 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
+from safetensors.numpy import save_file
 
 from penstock.launcher import checkpoint, children, cli, hub, machine, plan, serve
 from penstock.launcher.drafts import check_vocabulary, resolve
@@ -14,6 +16,7 @@ from penstock.launcher.mistake import Mistake
 from penstock.launcher.options import Options
 from penstock.launcher.replicas import Place
 from penstock.proto.speculation import Speculation, parse
+from penstock.shard.models.draft_families import LAYERS
 from penstock.tests.shard import tiny
 
 DEMO = checkpoint.read(hub.DEMO_FOLDER, "auto")
@@ -179,3 +182,17 @@ def test_the_own_layer_of_a_model_wherever_that_is(tmp_path: Path) -> None:
     assert said.draft == "mtp"
     with pytest.raises(Mistake, match=r"^--speculate draft=mtp: config.json says num_nextn_predict_layers 0"):
         resolve(Options(speculate="draft=mtp"), DEMO)
+
+
+def test_a_head_has_its_models_tokens(tmp_path: Path) -> None:
+    """And so none of its own, which nobody looks for."""
+    fields = json.loads((hub.DEMO_FOLDER / "config.json").read_text())
+    head = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 300, LAYERS: [0, 3]}
+    (tmp_path / "config.json").write_text(json.dumps(fields | head))
+    save_file({"norm.weight": numpy.ones(4, numpy.float32)}, tmp_path / "model.safetensors")
+    said, draft = resolve(Options(speculate=f"draft={tmp_path}"), DEMO)
+    assert draft is not None
+    assert said.draft == str(draft.folder) == str(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(Mistake, match=r"lacks tokenizer.json"):
+        resolve(Options(speculate=f"draft={tmp_path}"), DEMO)

@@ -4,6 +4,7 @@ import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -193,6 +194,48 @@ def test_what_it_computes_is_what_its_authors_mean(head: Path, said: str, page_s
     assert world.pauses
     assert world.drafted > 50
     assert at_rest(own)
+
+
+def in_speculators(name: str) -> str:
+    """What that library calls a tensor."""
+    return name.replace("midlayer.", "layers.0.")
+
+
+def test_heads_as_speculators_has_them(tmp_path: Path) -> None:
+    """With the layer's fields in an object of their own, another name of the layer, and features that begin behind their norm."""
+    outer = ("architectures", "draft_vocab_size", "eagle_aux_hidden_state_layer_ids")
+    config: dict[str, Any] = {name: CONFIG[name] for name in outer} | {"architectures": ["Eagle3Speculator"]}
+    config |= {"transformer_layer_config": {name: value for name, value in CONFIG.items() if name not in outer}}
+    config |= {"model_type": None, "target_hidden_size": None, "norm_before_residual": True}
+    written(tmp_path, config, {in_speculators(name): tensor for name, tensor in weights().items()})
+    own = free(engine(tmp_path, "tree=2x2x1", 4, prefix_caching=False))
+    off = watched(own, Oracle("llama", normalized=True))
+    world = drive(own, [group for group in asked(10) if len(group.waiting) == 1], Habits(7), seed=4)
+    assert max(off) < 1e-3
+    assert len(off) > 100
+    assert world.tokens == {one: expected().tokens[one] for one in world.tokens}
+
+
+def test_what_a_token_takes_is_what_is_set_aside_for_it(head: Path) -> None:
+    own = engine(head, "tokens=3", page_size=4, pages=9)
+    drafter = own.guesses.drafter
+    assert drafter is not None
+    held = sum(part.nbytes for cache in (own.cache, drafter.cache) for part in cache.pages)
+    assert held == 10 * 4 * own.token_bytes
+    model, draft = (checkpoint.read(folder, "dummy") for folder in (tiny.folder("llama"), head))
+    planned = plan.divide(Options(dtype="float32"), model, Machine(cores=2, memory=1 << 32, fast_bfloat16=False), draft)
+    assert planned.draft_token_bytes == drafter.token_bytes
+
+
+@torch.inference_mode()
+def test_padding_has_no_features(head: Path) -> None:
+    """Pages are cleared by what is in the first one, where all that has no slot is written."""
+    own = engine(head, "tokens=3", page_size=4, pages=9)
+    assert own.decoder.kept is not None
+    assert own.cache.features is not None
+    places: Any = SimpleNamespace(slots=torch.tensor([-1, 13, -1, 6]))
+    own.decoder.kept.keep(torch.randn(4, 128).index_fill(0, torch.tensor([2]), torch.nan), places, own.cache)
+    assert own.cache.features.any(1).nonzero().flatten().tolist() == [6, 13]
 
 
 @pytest.mark.parametrize(("page_size", "exact"), [(16, 0.95), (4, 0.9), (1, 0.5)])

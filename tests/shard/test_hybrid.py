@@ -428,3 +428,18 @@ def test_memory_is_measured_for_right_guesses_that_are_computed_once_more(
     service._engine = load(config, lambda stage: None)
     service._measure(WarmupRequest(max_step_tokens=48, max_step_rows=40, max_total_tokens=256, max_sequences=8))
     assert told == [48 + more]
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+def test_pages_are_asked_for_as_if_right_guesses_were_not_computed_once_more(choices: int) -> None:
+    """The next steps go on from all tokens: so many pages more, though less is computed."""
+    group = tiny.group(0, prompt(1, 9), 40, drafts=4, continuations=[(choice, prompt(2, 8)) for choice in range(choices)])
+    for sequence in group.sequences:
+        sequence.pages = list(range(1, 6))
+    group.decodes, standing = True, set()
+    for computed in (16, 13, 11):
+        for sequence in group.sequences:
+            sequence.computed = computed
+        standing.add(group.standing(4))
+    [(_, grow, _)] = standing
+    assert grow == choices * 2  # for two steps of 5 tokens each, beyond 16 that are there or will be
