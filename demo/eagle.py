@@ -358,6 +358,7 @@ def head_config(head: Head, tokenizer: Tokenizer) -> dict[str, object]:
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
         **generation_config(tokenizer),
+        # There a number means what comes out of a layer.
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in LAYERS], "use_aux_hidden_state": True},
     }
 
@@ -367,7 +368,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train the EAGLE-3 head of the demo model.")
     parser.add_argument("--out", type=Path, required=True, help="folder that has model/ and gets eagle/")
     parser.add_argument("--tokens", type=int, default=4_000_000, help="tokens to train on")
-    parser.add_argument("--minutes", type=float, default=40, help="the most time")
+    parser.add_argument("--minutes", type=float, default=60, help="the most time")
     parser.add_argument("--rate", type=float, default=4e-3, help="peak learning rate")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=3)
