@@ -46,10 +46,8 @@ def read(folder: Path, load_format: str, ask: Callable[[], Remote] | None = None
     config = _config(folder)
     if load_format == "dummy":
         return Checkpoint(folder=folder, config=config, dtype=_named_dtype(config), bytes=0, files=0, random=True)
-    if text and not has_tokenizer(folder):
-        if (folder / "tekken.json").is_file():
-            raise Mistake(f"{folder} has Mistral's tekken.json, and lacks tokenizer.json: take a copy of the model that has one")
-        raise Mistake(f"{folder} lacks tokenizer.json: save its tokenizer with transformers' AutoTokenizer, which writes one")
+    if text:
+        check_tokenizer(folder)
     if ask is not None and not _has_weights(folder):
         return _absent(folder, config, ask)
     sizes: Counter[str] = Counter()
@@ -76,6 +74,15 @@ def digest(model: Checkpoint) -> str:
     """Tells a model from others: by its config.json, and names and sizes of its weights' files."""
     files = {} if model.random or not model.files else {path.name: path.stat().st_size for path in _weight_files(model.folder)}
     return hashlib.sha256(json.dumps([model.config, files], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Raises Mistake unless it has one."""
+    if has_tokenizer(folder):
+        return
+    if (folder / "tekken.json").is_file():
+        raise Mistake(f"{folder} has Mistral's tekken.json, and lacks tokenizer.json: take a copy of the model that has one")
+    raise Mistake(f"{folder} lacks tokenizer.json: save its tokenizer with transformers' AutoTokenizer, which writes one")
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -43,7 +43,8 @@ def _located(name: str, asked: Options, model: Checkpoint, weights: bool) -> Che
     ask = functools.partial(hub.remote, name, "") if hub.on_hub(name) and not weights else None
     draft = checkpoint.read(folder, asked.load_format, ask, text=False)
     if not is_head(draft.config):  # which is made for its model's tokens
-        checkpoint.read(folder, asked.load_format, ask)
+        if not draft.random:
+            checkpoint.check_tokenizer(folder)
         check_vocabulary(folder, model.folder)
     return draft
 

@@ -1,6 +1,7 @@
 """Draft models: found, and compared with the model that they guess for."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -196,3 +197,20 @@ def test_a_head_has_its_models_tokens(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(Mistake, match=r"lacks tokenizer.json"):
         resolve(Options(speculate=f"draft={tmp_path}"), DEMO)
+
+
+def test_the_hub_is_asked_once_for_what_a_draft_model_weighs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It reads the headers of all files for that."""
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).symlink_to(hub.DRAFT_FOLDER / name)
+    asked: list[str] = []
+
+    def remote(name: str, revision: str) -> hub.Remote:
+        asked.append(name)
+        return hub.Remote(Counter(BF16=100), 1)
+
+    monkeypatch.setattr(hub, "locate", lambda name, *rest: (name, tmp_path))
+    monkeypatch.setattr(hub, "remote", remote)
+    _, draft = resolve(Options(speculate="draft=owner/name"), DEMO, weights=False)
+    assert draft is not None
+    assert asked == ["owner/name"]
