@@ -1,7 +1,9 @@
 """EAGLE-3: heads that guess by what their target makes of tokens, against a computation of their own from the beginning."""
 
+import dataclasses
 import functools
 import json
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -194,6 +196,35 @@ def test_what_it_computes_is_what_its_authors_mean(head: Path, said: str, page_s
     assert world.pauses
     assert world.drafted > 50
     assert at_rest(own)
+
+
+@pytest.mark.parametrize(("name", "said"), [("llama", "tree=2x2x1"), ("glm4-moe", "tokens=3"), ("qwen3.5", "tokens=3")])
+def test_two_ranks_keep_what_one_of_them_guesses_by(
+    name: str, said: str, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both compute the same rows of the last layer, though only rank 0 has a draft model."""
+    if name != "llama":
+        predicting(name, tmp_path, tables=False)
+    folder, draft = (tiny.folder(name), str(head)) if name == "llama" else (tmp_path, "mtp")
+    own = threading.local()
+    monkeypatch.setattr(
+        "penstock.shard.loading.Ranks", lambda rank, size, *rest: own.ranks if size > 1 else Ranks(rank, size, *rest)
+    )
+
+    def work(ranks: Ranks) -> tuple[World, list[float]]:
+        own.ranks = ranks
+        config = ShardConfig(folder=str(folder), model=name, speculate=f"draft={draft},{said}", prefix_caching=False)
+        half = load(dataclasses.replace(config, rank=ranks.rank, ranks=2, meeting="here"), lambda stage: None)
+        half.resize(300, 4)
+        free(half)
+        off = watched(half, Oracle("llama")) if name == "llama" and not ranks.rank else []
+        return drive(half, [group for group in asked(all_of(said)) if len(group.waiting) == 1][:8], Habits(16), seed=5), off
+
+    (world, off), (twin, _) = tiny.Threads().run(work)
+    plain = drive(tiny.engine(name, prefix_caching=False), [group for group in asked(0) if group.uid in world.answers], Habits())
+    assert world.tokens == twin.tokens == plain.tokens
+    assert world.drafted == twin.drafted > 50
+    assert max(off, default=0.0) < 1e-3
 
 
 def in_speculators(name: str) -> str:
