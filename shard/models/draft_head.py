@@ -66,7 +66,10 @@ class Renamed:
 class Paired(Stream):
     """The stream of some tokens, which begins with the features of those before."""
 
-    both: Tensor  # [tokens, 2 * hidden]: tokens and features, each behind a norm
+    def __init__(self, sums: Tensor, both: Tensor, ranks: Ranks, epsilon: float) -> None:
+        """both: [tokens, 2 * hidden], tokens and features, each behind a norm."""
+        super().__init__(sums, ranks, epsilon)
+        self.both = both
 
 
 class Widened(Layer):
@@ -169,9 +172,8 @@ class Eagle3(DraftHead):
         assert isinstance(layer, Widened)
         assert layer.input_norm is not None
         found = rms_norm(features, layer.feature_norm, epsilon)
-        stream = Paired(found if self.features.normalized else features, self.ranks, epsilon)
-        stream.both = torch.cat((rms_norm(embedded, layer.input_norm, epsilon), found), 1)
-        return stream
+        both = torch.cat((rms_norm(embedded, layer.input_norm, epsilon), found), 1)
+        return Paired(found if self.features.normalized else features, both, self.ranks, epsilon)
 
     def _warm(self, layer: Layer) -> Stream:
         row = self.embedding.new_zeros(1, self.shape.hidden)
