@@ -308,7 +308,8 @@ class Engine:
         runs = prompts + decodes
         for run in prompts:
             outcome.count_prompt(run)
-        outcome.decode_tokens, outcome.decode_keys = sum(run.tokens for run in decodes), sum(run.keys for run in decodes)
+        # Without what is computed once more, which is a part of what guesses cost: the router takes all others for sequences.
+        outcome.decode_tokens, outcome.decode_keys = sum(run.wanted for run in decodes), sum(run.wanted_keys for run in decodes)
         if self.cache.states:
             runs = self._remember(runs, outcome)
         spans = [span for run in runs for span in run.spans]

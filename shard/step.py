@@ -79,6 +79,11 @@ class Run:
         """Rows whose logits it wants."""
         return sum(span.wanted for span in self.spans)
 
+    @property
+    def wanted_keys(self) -> int:
+        """Keys that these see, as `keys`."""
+        return sum(span.wanted * (2 * (span.start + len(span.tokens)) - span.wanted + 1) // 2 for span in self.spans)
+
 
 @dataclass(frozen=True, slots=True)
 class Room:

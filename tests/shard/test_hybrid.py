@@ -443,3 +443,18 @@ def test_pages_are_asked_for_as_if_right_guesses_were_not_computed_once_more(cho
         standing.add(group.standing(4))
     [(_, grow, _)] = standing
     assert grow == choices * 2  # for two steps of 5 tokens each, beyond 16 that are there or will be
+
+
+def test_what_is_computed_once_more_counts_for_no_sequence() -> None:
+    """The router takes all tokens of decodes but guesses for sequences, by whose number it learns what guesses bring."""
+    own, [group] = tiny.engine("qwen3.5"), [one for one in asked(4) if one.uid == 3]
+    test_speculation.choose(own, "right", calm("qwen3.5"))
+    own.prefill(0, [group], [(3, UNLIMITED)], UNLIMITED, [])
+    [sequence], most = group.sequences, 0
+    while group.uid in own.books.groups:
+        length, lacking = len(sequence.tokens), len(sequence.tokens) - sequence.computed
+        step = own.decode([0])
+        assert step.decode_tokens == 1 + step.drafted
+        assert step.decode_keys == sum(range(length, length + 1 + step.drafted))
+        most = max(most, lacking)
+    assert most > 2
