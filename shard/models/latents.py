@@ -64,6 +64,7 @@ class Latents:
         self.latent_norm = load.gains("self_attn.kv_a_layernorm", latent.size)
         each = latent.plain + latent.values
         both = load.dense(load.matrix("self_attn.kv_b_proj", shape.heads * each, latent.size)).view(-1, each, latent.size)
+        self.heads = len(both)
         self.to_keys = ByHeads(both[:, : latent.plain].contiguous(), load.exact)  # [heads, plain, size]
         self.to_values = ByHeads(both[:, latent.plain :].transpose(1, 2).contiguous(), load.exact)  # [heads, size, values]
         self.chooser = Chooser(load, latent, latent.index) if latent.index else None
@@ -87,7 +88,7 @@ class Latents:
             asked = stream.product(made, self.query)
             if self.chooser is not None and x is not None:
                 chosen = self.chooser(x, made, rotary, step, layer[..., width:])
-        heads = asked.view(len(asked), -1, latent.plain + latent.turned)
+        heads = asked.view(len(asked), self.heads, latent.plain + latent.turned)
         query = torch.cat((self.to_keys(heads[..., : latent.plain]), heads[..., latent.plain :]), 2)
         rotate_and_write_latents(query, latents, self.latent_norm, rotary, step.slots, layer[..., :width], EPSILON)
         if growth is not None:
