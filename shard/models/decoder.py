@@ -112,10 +112,11 @@ class Decoder:
         self.head = self._output(load)
         size, turned, dtype = shape.turning_size(0), shape.rotary_size, self.embedding.dtype
         of = partial(table_of, positions=shape.max_positions, dtype=dtype, device=device, turned=turned)
-        self.rotary = of(shape.rope, size)
+        still = partial(of, Rope(), size, positions=1)  # at position 0 nothing is turned
+        self.rotary = of(shape.rope, size) if shape.turns else still()
         self.growth = growth_of(shape.rope, shape.max_positions, dtype, device)
         self.local_rotary = of(shape.local_rope, shape.turning_size(max(shape.windows))) if shape.local_rope else None
-        self.unturned = of(Rope(), size, positions=1) if shape.unturned else None  # at position 0 nothing is turned
+        self.unturned = still() if shape.unturned and shape.turns else None
         # In the type of the weights, as they were trained.
         self._factor = torch.tensor(shape.embedding_factor, dtype=self.embedding.dtype).item()
 
@@ -152,7 +153,7 @@ class Decoder:
 
     def _turnings(self, step: Step) -> list[Tensor]:
         """Cosines and sines of the step's tokens, for each layer."""
-        rotary = self.rotary.index_select(0, step.positions)
+        rotary = self.rotary.index_select(0, step.positions if self.shape.turns else torch.zeros_like(step.positions))
         local = self.local_rotary.index_select(0, step.positions) if self.local_rotary is not None else rotary
         still = self.unturned.expand_as(rotary).contiguous() if self.unturned is not None else rotary
         return [still if layer.index in self.shape.unturned else local if layer.window else rotary for layer in self.layers]

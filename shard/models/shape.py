@@ -425,12 +425,17 @@ class Shape:
         return (*first, *range(turned, middle), *second, *range(middle, size))
 
     @property
+    def turns(self) -> bool:
+        """Some layers have a rotary embedding."""
+        return len(self.unturned) < self.layers
+
+    @property
     def rotary_elements(self) -> int:
         """Elements of the cosines and sines of all positions, which every rank has; one row is for layers that don't turn. And of
         what queries grow by."""
         size, local = self.turning_size(0), self.turning_size(max(self.windows)) if self.local_rope else 0
         growth = self.max_positions * (self.rope.growth > 0)
-        return 2 * (self.max_positions * (size + local) + size * bool(self.unturned)) + growth
+        return 2 * (self.max_positions * (size * self.turns + local) + size * bool(self.unturned)) + growth
 
     def parameters(self, ranks: int = 1, tables: int | None = None, tokens: int | None = None) -> int:
         """Elements of all weights on one rank. `tables`: how often the vocabulary's table is held, if not as in the checkpoint;
