@@ -22,6 +22,11 @@ FP4_MIDDLE = 127  # of the exponents of scales
 def as_stored(load: Loader, mixture: Mixture) -> Mixture:
     """The same, with the names of its tensors in this checkpoint: transformers 5 has its own where it was not asked for the
     original ones (`save_original_format=False`)."""
+    if mixture.stacked:
+        home = mixture.stacked[0].partition(".")[0]
+        own = f"{home}.experts.gate_up_proj", f"{home}.experts.down_proj"
+        there = load.source.has(load.prefix + own[0])
+        return replace(mixture, stacked=own, router=f"{home}.router") if there else mixture
     if mixture.interleaved or not mixture.name or not _is_together(load, mixture):
         return mixture
     correction = mixture.correction
