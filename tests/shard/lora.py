@@ -11,7 +11,10 @@ import torch
 
 from penstock.tests.shard import tiny
 
-MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj")
+MATRICES = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj"),
+    *("out_proj", "input_linear", "output_linear"),
+)
 WEIGHTS = "adapter_model.safetensors"
 
 
