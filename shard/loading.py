@@ -191,7 +191,8 @@ def _drafter(
     small = device.type == "cpu" and model.parameters() <= SMALL_DRAFT and not model.features
     source = _source(config.load_format, folder, torch.float32 if small else whole.dtype, device, progress)
     if model.features:
-        head = NextTokens(model, target, source) if own else Eagle3(model, source, target, whole)
+        made_up = config.load_format == "dummy"
+        head = NextTokens(model, target, source, made_up) if own else Eagle3(model, source, target, whole)
         target.kept = head.taps
         return Drafter(head, target.shape.vocabulary, device, speculation.most)
     # Guesses may round as they like.

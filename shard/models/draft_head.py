@@ -42,21 +42,22 @@ class Renamed:
         self, name: str, shape: tuple[int, ...], cut: tuple[int, int, int] | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
         """See Source."""
-        return self._source.tensor(self._name(name), shape, cut, dtype)
+        return self._source.tensor(self.name(name), shape, cut, dtype)
 
     def stored(self, name: str, kinds: tuple[str, ...]) -> Tensor:
         """See Source."""
-        return self._source.stored(self._name(name), kinds)
+        return self._source.stored(self.name(name), kinds)
 
     def has(self, name: str, shape: tuple[int, ...] | None = None) -> bool:
         """See Source."""
-        return self._source.has(self._name(name), shape)
+        return self._source.has(self.name(name), shape)
 
     def scale(self, name: str, size: int) -> Tensor | None:
         """See Source."""
-        return self._source.scale(self._name(name), size)
+        return self._source.scale(self.name(name), size)
 
-    def _name(self, name: str) -> str:
+    def name(self, name: str) -> str:
+        """What ours is called there."""
         for ours, theirs in self._names:
             if name.startswith(ours):
                 return theirs + name.removeprefix(ours)
@@ -186,12 +187,18 @@ class Eagle3(DraftHead):
 class NextTokens(DraftHead):
     """The target's own layer for predicting several tokens, of the target's kind, which sees one that is made of both."""
 
-    def __init__(self, shape: Shape, target: Decoder, whole: Source) -> None:
+    def __init__(self, shape: Shape, target: Decoder, whole: Source, made_up: bool = False) -> None:
+        """made_up: nobody knows what there is in the checkpoint. Raises Unsupported if it lacks the layer."""
         assert shape.features is not None
-        root = root_of(whole)
+        root, layer = root_of(whole), f"{ROOTS[0]}layers.0."
         source = Renamed(whole, [(ours, theirs.format(root=root)) for ours, theirs in shape.features.names])
+        if not made_up and not source.has(f"{layer}enorm.weight"):
+            raise Unsupported(
+                f"the checkpoint has no {source.name(f'{layer}enorm.weight')}: its layer for predicting several tokens was left "
+                "out, as in many quantized copies; leave draft=mtp out, or take another copy"
+            )
         super().__init__(shape, source, target, whole)
-        load = Loader(source, shape, self.ranks, f"{ROOTS[0]}layers.0.", Exact.GUESS)
+        load = Loader(source, shape, self.ranks, layer, Exact.GUESS)
         self.token_norm = load.gains("enorm", shape.hidden)
         self.feature_norm = load.gains("hnorm", shape.hidden)
         self.join = load.laid_out(load.matrix("eh_proj", shape.hidden, 2 * shape.hidden, whole=True), None)

@@ -3,8 +3,10 @@
 import dataclasses
 import functools
 import json
+import shutil
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -638,3 +640,17 @@ def test_own_layers_of_another_kind_are_refused_before_weights_are_read(name: st
     config = json.loads((tiny.folder(name) / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
     with pytest.raises(Unsupported, match="no layer for predicting several tokens that is known here"):
         draft_shape(config, shape(config), own=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "lacking"), [("glm4-moe", r"model.layers.\d.enorm.weight"), ("qwen3.5", "mtp.pre_fc_norm_embedding.weight")]
+)
+def test_a_checkpoint_without_its_layer(name: str, lacking: str, tmp_path: Path) -> None:
+    """As quantized copies often are; random weights have whatever is asked for."""
+    folder = Path(shutil.copytree(tiny.folder(name), tmp_path / "model"))
+    fields = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(fields))
+    config = ShardConfig(folder=str(folder), model=name, speculate="draft=mtp,tokens=2")
+    with pytest.raises(Unsupported, match=f"the checkpoint has no {lacking}: its layer for predicting several tokens was left out"):
+        load(config, lambda stage: None)
+    assert load(replace(config, load_format="dummy"), lambda stage: None).guesses.drafter is not None
