@@ -9,6 +9,7 @@ from typing import Any
 from ..proto.speculation import OWN, Speculation
 from ..shard.models.draft_families import check_guesses, draft_shape, is_head
 from ..shard.models.families import shape
+from ..shard.models.shape import Shape
 from . import checkpoint, hub
 from .checkpoint import Checkpoint
 from .mistake import Mistake
@@ -24,18 +25,30 @@ def resolve(asked: Options, model: Checkpoint, weights: bool = True) -> tuple[Sp
     weights: whether they are needed; without, a download takes the small files only.
     """
     said = asked.speculation
-    try:
-        check_guesses(shape(model.config), said)
-    except ValueError as error:
-        raise Mistake(str(error)) from None
+    if not said.most:
+        return said, None
+    target = _target(model, said)
     if not said.draft:
         return said, None
     try:
         draft = model if said.draft == OWN else _located(said.draft, asked, model, weights)
-        draft_shape(draft.config, shape(model.config), own=draft is model)
+        draft_shape(draft.config, target, own=draft is model)
     except (Mistake, ValueError) as error:
         raise Mistake(f"--speculate draft={said.draft}: {error}") from None
     return said if draft is model else dataclasses.replace(said, draft=str(draft.folder)), draft
+
+
+def _target(model: Checkpoint, said: Speculation) -> Shape:
+    """The model's, if it can judge what is guessed."""
+    try:
+        found = shape(model.config)
+    except ValueError as error:
+        raise Mistake(f"{model.folder}: {error}") from None
+    try:
+        check_guesses(found, said)
+    except ValueError as error:
+        raise Mistake(str(error)) from None
+    return found
 
 
 def _located(name: str, asked: Options, model: Checkpoint, weights: bool) -> Checkpoint:

@@ -92,6 +92,14 @@ def test_a_layer_for_predicting_several_tokens(tmp_path: Path) -> None:
     assert planned.draft.described.startswith("Glm4MoeForCausalLM's layer for predicting several tokens, 0.1 M")
 
 
+@pytest.mark.parametrize("speculate", ["", "3", "draft=demo-eagle"])
+def test_a_model_that_is_not_supported_is_named_by_its_folder(speculate: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["StrangeForCausalLM"]}')
+    model, asked = checkpoint.read(tmp_path, "dummy"), Options(speculate=speculate)
+    with pytest.raises(Mistake, match=f"^{tmp_path}: architecture StrangeForCausalLM is not supported"):
+        plan.divide(asked, model, Machine(cores=2, memory=1 << 32, fast_bfloat16=False), resolve(asked, model)[1])
+
+
 def test_guesses_that_the_model_can_not_judge(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((tiny.folder("qwen3.5") / "config.json").read_text())
     model = checkpoint.read(tmp_path, "dummy")
