@@ -12,7 +12,6 @@ the head goes on from its own features for some steps, else it would only ever h
 
 import argparse
 import json
-import time
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
@@ -21,13 +20,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from .lessons import conversations
 from .network import Dimensions, FeedForward, Llama, rotary_tables, rotate
-from .train import BATCH_TOKENS, batches, encoded, generation_config, learning_rate, load_model, target_dimensions, weighted_loss
+from .train import batches, descend, encoded, load_model, model_config, save_tensors, target_dimensions, weighted_loss, write_json
 
 LAYERS = (1, 2, 3)
 """The head sees the target's residual stream as it enters these layers, the first of which is 0."""
@@ -195,30 +194,12 @@ def unrolled_loss(target: Llama, head: Head, tokens: Tensor, weights: Tensor, ma
 
 def train(target: Llama, head: Head, tokenizer: Tokenizer, tokens: int, minutes: float, rate: float, seed: int) -> Iterator[str]:
     """Train the head; yields what to report, some twenty seconds apart, and once at the end."""
-    matrices = [parameter for parameter in head.parameters() if parameter.dim() == 2]
-    others = [parameter for parameter in head.parameters() if parameter.dim() != 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], betas=(0.9, 0.99), fused=True
-    )
-    started = told = time.monotonic()
-    average = 0.0
-    for step, batch in enumerate(batches(tokenizer, conversations(seed), distilled=True)):
-        now = time.monotonic()
-        seen = step * BATCH_TOKENS
-        done = max(seen / tokens, (now - started) / 60 / minutes)
-        if now - told > 20 or done >= 1:
-            told = now
-            yield f"{min(1, done):.1%} loss {average:.4f}, {seen} tokens in {(now - started) / 60:.1f} minutes"
-        if done >= 1:
-            break
-        for group in optimizer.param_groups:
-            group["lr"] = rate * learning_rate(step, done)
-        loss = unrolled_loss(target, head, *batch)
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
-        optimizer.step()
-        average = loss.item() if step == 0 else 0.98 * average + 0.02 * loss.item()
+    source = batches(tokenizer, conversations(seed), distilled=True)
+    told = 0.0
+    for now in descend(head, source, lambda batch: unrolled_loss(target, head, *batch), tokens, minutes, rate):
+        if now.seconds - told > 20 or now.done >= 1:
+            told = now.seconds
+            yield f"{min(1, now.done):.1%} loss {now.average:.4f}, {now.seen} tokens in {now.seconds / 60:.1f} minutes"
 
 
 def causal(length: int) -> Tensor:
@@ -304,11 +285,8 @@ def save(head: Head, tokenizer: Tokenizer, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     state = {name: value.detach().contiguous() for name, value in head.state_dict().items()}
     state = {name: value.bfloat16() if value.is_floating_point() else value for name, value in state.items()}
-    part = folder / "model.safetensors.part"
-    save_file(state, part, metadata={"format": "pt"})
-    part.chmod(0o644)
-    part.replace(folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(head_config(head, tokenizer), indent=2) + "\n")
+    save_tensors(state, folder / "model.safetensors")
+    write_json(folder / "config.json", head_config(head, tokenizer))
 
 
 def load(folder: Path) -> Head:
@@ -337,27 +315,10 @@ def load_target(folder: Path) -> Llama:
 
 def head_config(head: Head, tokenizer: Tokenizer) -> dict[str, object]:
     """What `config.json` says."""
-    dimensions = head.dimensions
-    return {
+    return model_config(head.dimensions, tokenizer) | {
         "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "vocab_size": dimensions.vocabulary,
         "draft_vocab_size": len(head.d2t),
-        "hidden_size": dimensions.hidden,
-        "intermediate_size": dimensions.intermediate,
-        "num_hidden_layers": dimensions.layers,
-        "num_attention_heads": dimensions.heads,
-        "num_key_value_heads": dimensions.kv_heads,
-        "head_dim": dimensions.head,
-        "hidden_act": "silu",
-        "max_position_embeddings": dimensions.positions,
-        "rope_theta": dimensions.rope_theta,
-        "rms_norm_eps": dimensions.epsilon,
-        "attention_bias": False,
-        "mlp_bias": False,
         "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        **generation_config(tokenizer),
         # There a number means what comes out of a layer.
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in LAYERS], "use_aux_hidden_state": True},
     }

@@ -11,7 +11,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, count, islice
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from .lessons import Message, conversations, first_lessons
@@ -123,9 +123,11 @@ def window(source: Iterator[Piece], length: int) -> Piece:
     return Piece(filled.tokens[:length], filled.weights[:length], filled.owners[:length])
 
 
-def batches(
-    tokenizer: Tokenizer, lessons: Iterable[Sequence[Message]], distilled: bool
-) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+Batch = tuple[Tensor, Tensor, Tensor | None]
+"""Tokens, weights and an attention mask."""
+
+
+def batches(tokenizer: Tokenizer, lessons: Iterable[Sequence[Message]], distilled: bool) -> Iterator[Batch]:
     """Tokens, weights and attention masks without end.
 
     Mostly short windows in which each conversation sees itself only, since that is learnt fastest; one batch in four
@@ -143,8 +145,19 @@ def batches(
         yield tokens, weights, mask
 
 
-def train(model: Llama, tokenizer: Tokenizer, plan: Plan, folder: Path) -> None:
-    """Train `model` and write it to `folder`, now and then on the way and at the end."""
+class Progress(NamedTuple):
+    """How far training has come before a step."""
+
+    seen: int  # tokens
+    seconds: float
+    done: float  # the share of all that is to be done; 1 or more: that was the last
+    average: float  # loss of the last steps
+
+
+def descend(
+    model: nn.Module, batches: Iterable[Batch], loss_of: Callable[[Batch], Tensor], tokens: int, minutes: float, peak_rate: float
+) -> Iterator[Progress]:
+    """Train `model` on so many tokens, or for so long; yields before every step, and behind the last."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
     others = [parameter for parameter in model.parameters() if parameter.dim() != 2]
     optimizer = torch.optim.AdamW(
@@ -152,31 +165,42 @@ def train(model: Llama, tokenizer: Tokenizer, plan: Plan, folder: Path) -> None:
         betas=(0.9, 0.99),
         fused=True,
     )
-    started = saved = told = time.monotonic()
+    started = time.monotonic()
     average = 0.0
-    for step, (tokens, weights, mask) in enumerate(batches(tokenizer, plan.lessons, plan.teacher is not None)):
-        now = time.monotonic()
-        seen = step * BATCH_TOKENS
-        done = max(seen / plan.tokens, (now - started) / 60 / plan.minutes)
+    for step, batch in enumerate(batches):
+        seconds, seen = time.monotonic() - started, step * BATCH_TOKENS
+        done = max(seen / tokens, seconds / 60 / minutes)
+        yield Progress(seen, seconds, done, average)
         if done >= 1:
-            break
-        if now - told > 20:
-            told = now
-            _report(folder.name, average, seen, now - started, done)
-        if now - saved > 240:
-            saved = now
-            save_model(model, tokenizer, folder)
+            return
         for group in optimizer.param_groups:
-            group["lr"] = plan.peak_rate * learning_rate(step, done)
-        logits = model(tokens[:, :-1], mask)
-        labels = tokens[:, 1:] if plan.teacher is None else view(plan.teacher, tokens[:, :-1], mask)
-        loss = weighted_loss(logits, labels, weights[:, 1:])
+            group["lr"] = peak_rate * learning_rate(step, done)
+        loss = loss_of(batch)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         average = loss.item() if step == 0 else 0.98 * average + 0.02 * loss.item()
-    save_model(model, tokenizer, folder)
+
+
+def train(model: Llama, tokenizer: Tokenizer, plan: Plan, folder: Path) -> None:
+    """Train `model` and write it to `folder`, now and then on the way and at the end."""
+
+    def loss_of(batch: Batch) -> Tensor:
+        tokens, weights, mask = batch
+        logits = model(tokens[:, :-1], mask)
+        labels = tokens[:, 1:] if plan.teacher is None else view(plan.teacher, tokens[:, :-1], mask)
+        return weighted_loss(logits, labels, weights[:, 1:])
+
+    told = saved = 0.0
+    source = batches(tokenizer, plan.lessons, plan.teacher is not None)
+    for now in descend(model, source, loss_of, plan.tokens, plan.minutes, plan.peak_rate):
+        if now.seconds - told > 20 and now.done < 1:
+            told = now.seconds
+            _report(folder.name, now)
+        if now.seconds - saved > 240 or now.done >= 1:
+            saved = now.seconds
+            save_model(model, tokenizer, folder)
 
 
 @torch.no_grad()
@@ -198,10 +222,10 @@ def view(teacher: Llama, tokens: Tensor, mask: Tensor | None) -> Tensor:
     return logits.softmax(-1)
 
 
-def _report(name: str, average: float, seen: int, seconds: float, done: float) -> None:
-    remaining = seconds / done * (1 - done)
+def _report(name: str, now: Progress) -> None:
+    remaining, rate = now.seconds / now.done * (1 - now.done), now.seen / now.seconds
     print(
-        f"{name}: {done:.1%} loss {average:.4f}, {seen} tokens, {seen / seconds:.0f} tokens/s, {remaining / 60:.1f} minutes left",
+        f"{name}: {now.done:.1%} loss {now.average:.4f}, {now.seen} tokens, {rate:.0f} tokens/s, {remaining / 60:.1f} minutes left",
         flush=True,
     )
 
@@ -225,18 +249,23 @@ def save_model(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
     index: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else "model.safetensors"
-        # Others may be reading the last checkpoint, so a file is replaced as a whole.
-        save_file(shard, folder / f"{name}.part", metadata={"format": "pt"})
-        (folder / f"{name}.part").chmod(0o644)
-        (folder / f"{name}.part").replace(folder / name)
+        save_tensors(shard, folder / name)
         index |= dict.fromkeys(shard, name)
     if len(shards) > 1:
         total = sum(value.nbytes for value in state.values())
-        _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index})
-    _write_json(folder / "config.json", model_config(model.dimensions, tokenizer))
-    _write_json(folder / "generation_config.json", generation_config(tokenizer))
-    _write_json(folder / "tokenizer_config.json", tokenizer_config(tokenizer))
+        write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index})
+    write_json(folder / "config.json", model_config(model.dimensions, tokenizer))
+    write_json(folder / "generation_config.json", generation_config(tokenizer))
+    write_json(folder / "tokenizer_config.json", tokenizer_config(tokenizer))
     tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def save_tensors(state: dict[str, Tensor], path: Path) -> None:
+    """Others may be reading the last checkpoint, so a file is replaced as a whole."""
+    part = path.with_name(f"{path.name}.part")
+    save_file(state, part, metadata={"format": "pt"})
+    part.chmod(0o644)
+    part.replace(path)
 
 
 def load_model(model: Llama, folder: Path) -> None:
@@ -256,7 +285,7 @@ def _shards(state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
     return shards
 
 
-def _write_json(path: Path, content: dict[str, object]) -> None:
+def write_json(path: Path, content: dict[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 

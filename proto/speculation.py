@@ -6,7 +6,6 @@
     draft=mtp,tokens=2                      the model's own layer for predicting several tokens
     draft=PATH,tree=4x2x2x1                 a tree: 4 children of the last token, 2 of each of these, ...
     draft=PATH,nodes=16,ngram=8             the 16 most probable nodes, one tree with what was looked up
-    draft=mtp,tokens=3                      the model's own layer for predicting several tokens
     draft=PATH,tokens=4,verify=rejection    by another rule than `gumbel`
 
 A path has no commas.

@@ -23,7 +23,7 @@ from .cache import Cache
 from .decoding.growth import Frontier
 from .decoding.tree import ROOT
 from .forward import Forward, layout_of
-from .made import Made, with_ancestors
+from .made import Made
 from .models.decoder import Decoder
 from .sequence import Sequence
 from .sketch import Sketch
@@ -110,15 +110,17 @@ class Drafter:
         """See `growth.Model`. Pages for all nodes are there."""
         self.rounds += 1
         spans: list[Span] = []
+        nodes: list[Listing[int]] = []  # of each span's wanted rows
         rows: list[int] = []
         first = 0
         for one in wanted:
-            span, places = self._span(one)
+            span, own = self._span(one)
             spans.append(span)
-            rows += [first + place for place in places]
+            nodes.append(own)
+            rows += [first + own.index(node) for node in one.nodes]
             first += span.wanted
         if self._made:
-            self._made.put(wanted, spans)
+            self._made.put(wanted, spans, nodes)
         hidden = self.forward.follow(spans) if self._go_on(wanted, spans) else self.forward(spans)
         hidden = hidden if len(rows) == len(hidden) else hidden[rows]
         if self._made:
@@ -138,25 +140,25 @@ class Drafter:
             one.nodes[0] != ROOT and own.parents is None for one, own in zip(wanted, spans, strict=True)
         )
 
-    def _span(self, one: Frontier) -> tuple[Span, list[int]]:
-        """What has to be computed, and which of its wanted rows are asked for. A chain goes on from what is computed; of a tree all
-        that leads to the nodes is computed anew, so that each sees its ancestors alone."""
+    def _span(self, one: Frontier) -> tuple[Span, Listing[int]]:
+        """What has to be computed, and the nodes of its wanted rows, ascending. A chain goes on from what is computed; of a tree
+        all that leads to the nodes is computed anew, so that each sees its ancestors alone."""
         sequence, end = one.sequence, len(self._own(one.sequence))
         sketch, [last, *others] = sequence.sketch, one.nodes
         assert sketch is not None
         if last == ROOT:
             span = self._advance(sequence, sketch, end - sketch.computed, wanted=1)
             sketch.behind = sequence.pages[end // self.cache.page_size :]
-            return span, [0]
+            return span, one.nodes
         if not others and last == len(sketch.ahead) and list(one.parents[: last + 1]) == list(range(ROOT, last)):
             sketch.ahead.append(one.tokens[last])
-            return Span(sequence, end + last, self._known(one.tokens[last : last + 1])), [0]
+            return Span(sequence, end + last, self._known(one.tokens[last : last + 1])), one.nodes
         sketch.ahead = []
-        needed = with_ancestors(one)
+        needed = sorted(_with_ancestors(one))
         place = {ROOT: ROOT} | {node: i for i, node in enumerate(needed)}
         parents = [place[one.parents[node]] for node in needed]
         tokens = self._known([one.tokens[node] for node in needed])
-        return Span(sequence, end, tokens, parents, len(needed)), [place[node] for node in one.nodes]
+        return Span(sequence, end, tokens, parents, len(needed)), needed
 
     def _advance(self, sequence: Sequence, sketch: Sketch, count: int, wanted: int) -> Span:
         """The next so many of the sequence's own tokens."""
@@ -169,3 +171,12 @@ class Drafter:
         """A table that the draft model's maker did not pad as the target's is too short for ids that no text has."""
         most = len(self.decoder.embedding) - 1
         return [min(token, most) for token in tokens]
+
+
+def _with_ancestors(one: Frontier) -> set[int]:
+    found: set[int] = set()
+    for node in one.nodes:
+        while node != ROOT and node not in found:
+            found.add(node)
+            node = one.parents[node]
+    return found

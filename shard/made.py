@@ -21,14 +21,14 @@ class Made:
         self._found: Tensor | None = None  # [nodes so far, features]
         self._rows: dict[tuple[int, int], int] = {}  # of these, by sequence and node
 
-    def put(self, wanted: Listing[Frontier], spans: Listing[Span]) -> None:
-        """Gives the nodes that are computed next the features of their parents."""
+    def put(self, wanted: Listing[Frontier], spans: Listing[Span], nodes: Listing[Listing[int]]) -> None:
+        """Gives the nodes that are computed next, of each span, the features of their parents."""
         if wanted[0].nodes[0] == ROOT:  # then it is of all
             return
         size, pairs = self._page_size, list[tuple[int, int]]()
-        for one, span in zip(wanted, spans, strict=True):
+        for one, span, own in zip(wanted, spans, nodes, strict=True):
             pages = span.sequence.pages
-            for place, node in enumerate(one.nodes if span.parents is None else with_ancestors(one), span.start):
+            for place, node in enumerate(own, span.start):
                 row = self._rows[id(one.sequence), one.parents[node]]
                 pairs.append((pages[place // size] * size + place % size, row))
         slots, rows = to_device(torch.tensor(pairs).t().contiguous(), self._features.device).unbind()
@@ -43,13 +43,3 @@ class Made:
         keys = [(id(one.sequence), node) for one in wanted for node in one.nodes]
         self._rows |= {key: row for row, key in enumerate(keys, first)}
         self._found = hidden.clone() if self._found is None else torch.cat((self._found, hidden))
-
-
-def with_ancestors(one: Frontier) -> list[int]:
-    """The nodes that are wanted, and all above them, in the order in which they came."""
-    found: set[int] = set()
-    for node in one.nodes:
-        while node != ROOT and node not in found:
-            found.add(node)
-            node = one.parents[node]
-    return sorted(found)

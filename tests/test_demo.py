@@ -1,7 +1,6 @@
 """The embedded demo model: its lessons keep questions apart from training, and its weights answer them."""
 
 import json
-from collections.abc import Iterator
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -19,13 +18,7 @@ from penstock.demo import evaluate, train  # noqa: E402
 FOLDER = Path(lessons.__file__).parent
 MODEL, DRAFT, EAGLE = FOLDER / "model", FOLDER / "draft", FOLDER / "eagle"
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

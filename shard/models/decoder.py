@@ -67,6 +67,10 @@ class Layer:
             return self.attention(stream, self.input_norm, step, cache.states[self.index])
         return self.attention(stream, self.input_norm, step, rotary, growth, cache.layers[self.index])
 
+    def project(self, stream: Stream) -> None:
+        """Only what comes before attention, to have it compiled."""
+        stream.through(self.input_norm, self.attention.inward)
+
     def transform(self, attended: Tensor, stream: Stream) -> None:
         """Adds to the stream what its tokens attended to, and what the MLP makes of that; then the layer's factor goes on it."""
         if self.shape.parallel and isinstance(self.mlp, Dense):
@@ -123,24 +127,24 @@ class Decoder:
     def __call__(self, step: Step, cache: Cache) -> Tensor:
         """Computes the step's tokens, writes their keys and values, and returns the wanted rows' states: [rows, hidden]."""
         stream = self._begin(step, cache)
-        turnings, seen, last = self._turnings(step), list[Tensor](), self.layers[-1]
+        turnings, seen, kept = self._turnings(step), list[Tensor](), self.kept
         growth = self.growth.index_select(0, step.positions) if self.growth is not None else None
         for layer in self.layers:
-            if self.kept and layer.index in self.kept.layers:
+            if kept and layer.index in kept.layers:
                 seen.append(stream.normalized(None).clone())
             attended = layer.attend(stream, step, turnings[layer.index], growth, cache)
-            if layer is last and self.kept and seen:
-                self.kept.keep(torch.cat(seen, 1), step, cache)
-            if layer is last and not (self.kept and self.kept.last):
-                # Its keys and values are written: nothing more is wanted of other rows.
+            if layer is self.layers[-1] and not (kept and kept.last):
+                # Its keys and values are written: nothing more is wanted of other rows, once these are kept.
+                if kept:
+                    kept.keep(torch.cat(seen, 1), step, cache)
                 stream.select(step.rows)
                 attended = attended.index_select(0, step.rows)
                 if not len(attended):
                     return attended.new_empty(0, self.shape.hidden)
             layer.transform(attended, stream)
         found = self._outcome(stream)
-        if self.kept and self.kept.last:
-            self.kept.keep(found, step, cache)
+        if kept and kept.last:
+            kept.keep(found, step, cache)
             return found.index_select(0, step.rows)
         return found
 
@@ -213,16 +217,14 @@ class Decoder:
                 additions.add(x, out, choose(torch.zeros(count, dtype=torch.int64, device=x.device), len(self.adapters)))
         if self.head.streams(self.embedding.new_zeros(1, self.shape.hidden)):
             # All that few rows of a layer go by besides attention, and logits.
-            layer = self.layers[0]
-            stream = self._warm(layer)
+            layer, stream = self.layers[0], self._row()
+            layer.project(stream)
             layer.transform(self.embedding.new_zeros(1, layer.attention.output.shape[1]), stream)
             self.head(stream.normalized(self.norm))
 
-    def _warm(self, layer: Layer) -> Stream:
-        """Of one row, which has gone by what is before attention."""
-        stream = self._stream(self.embedding.new_zeros(1, self.shape.hidden))
-        stream.through(layer.input_norm, layer.attention.inward)
-        return stream
+    def _row(self) -> Stream:
+        """A stream of one row of zeros."""
+        return self._stream(self.embedding.new_zeros(1, self.shape.hidden))
 
     @property
     def weight_bytes(self) -> int:

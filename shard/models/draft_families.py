@@ -13,7 +13,8 @@ EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator"
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 MOST_LAYERS = 16
 NORMS = ("norm_before_fc", "fc_norm", "norm_output")  # that some newer heads have besides
-# Of how many layers there are, what config.json means where it does not say, and how they are read.
+# Layers for predicting several tokens: the field of config.json that counts them, what it means where it is left out, and how they
+# are read. {layers}: how many there are before these.
 QWEN = (
     "mtp_num_hidden_layers",
     1,
@@ -31,16 +32,29 @@ QWEN = (
         ),
     ),
 )
-QWENS = (
-    *("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
-    *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
-)
-# Whose layers are as DeepSeek V3's. The field is in other config.json files, too, and there it means layers of another kind.
 DEEPSEEK = (
-    *("DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),
-    *("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM"),
-    *("Glm4vMoeForConditionalGeneration", "Glm46VForConditionalGeneration"),
+    "num_nextn_predict_layers",
+    0,
+    Features(
+        layers=(),
+        widened=False,
+        names=(
+            ("model.layers.0.", "{root}layers.{layers}."),
+            ("model.norm.", "{root}layers.{layers}.shared_head.norm."),
+            ("model.embed_tokens.", "{root}layers.{layers}.embed_tokens."),
+            ("lm_head.", "{root}layers.{layers}.shared_head.head."),
+        ),
+    ),
 )
+# By architecture. DeepSeek's field is in other config.json files, too, and there it means layers of another kind.
+OWN_LAYERS = {
+    **dict.fromkeys(("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"), QWEN),
+    **dict.fromkeys(("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"), QWEN),
+    **dict.fromkeys(("DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM"), DEEPSEEK),
+    **dict.fromkeys(("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"), DEEPSEEK),
+    **dict.fromkeys(("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM"), DEEPSEEK),
+    **dict.fromkeys(("Glm4vMoeForConditionalGeneration", "Glm46VForConditionalGeneration"), DEEPSEEK),
+}
 ELSE = "take a draft model that was made for this one, or a small model of the same family"
 
 
@@ -70,10 +84,9 @@ def is_head(config: Config) -> bool:
 def _next(config: Config, target: Shape) -> Shape:
     """As DeepSeek V3 has it, and Qwen. There may be more than one such layer; the first guesses all tokens."""
     fields = config.get("text_config") or config
-    qwen = target.architecture in QWENS
-    counted, usual, features = QWEN if qwen else ("num_nextn_predict_layers", 0, _deepseek(target.layers))
+    counted, usual, features = OWN_LAYERS.get(target.architecture, DEEPSEEK)
     count = fields.get(counted, usual)
-    if type(count) is not int or count < 1 or not (qwen or target.architecture in DEEPSEEK):
+    if type(count) is not int or count < 1 or target.architecture not in OWN_LAYERS:
         raise Unsupported(
             f"config.json says {counted} {shown(count)}: the model has no layer for predicting several tokens that is known here; "
             "leave draft=mtp out, or take a draft model"
@@ -90,18 +103,6 @@ def _next(config: Config, target: Shape) -> Shape:
         tied=False,
         features=features,
     )
-
-
-def _deepseek(layers: int) -> Features:
-    """The layer is behind the last one, of so many."""
-    own = f"{{root}}layers.{layers}."
-    names = (
-        ("model.layers.0.", own),
-        ("model.norm.", f"{own}shared_head.norm."),
-        ("model.embed_tokens.", f"{own}embed_tokens."),
-        ("lm_head.", f"{own}shared_head.head."),
-    )
-    return Features(layers=(), widened=False, names=names)
 
 
 def _flat(config: Config) -> Config:
@@ -141,7 +142,6 @@ def _eagle3(config: Config, target: Shape) -> Shape:
         vocabulary=most,
         # Its own number is what it was trained on, which is often less. Behind that its guesses may be worse.
         max_positions=target.max_positions,
-        norms=("input_layernorm", "", "post_attention_layernorm", ""),
         features=Features(layers=layers, widened=True, normalized=first),
     )
 

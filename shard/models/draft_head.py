@@ -6,6 +6,7 @@ EAGLE-3 (Li et al. 2025, arXiv:2503.01840) has its own layer and output matrix. 
 not computed yet.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -82,15 +83,23 @@ class Widened(Layer):
 
     def attend(self, stream: Stream, step: Step, rotary: Tensor, growth: Tensor | None, cache: Cache) -> Tensor:
         """See Layer."""
-        assert isinstance(stream, Paired)
         assert isinstance(self.attention, Heads)
-        seen = Stream(stream.both, self.ranks, self.shape.norm_epsilon)
-        return self.attention(seen, None, step, rotary, growth, cache.layers[self.index])
+        return self.attention(self._seen(stream), None, step, rotary, growth, cache.layers[self.index])
+
+    def project(self, stream: Stream) -> None:
+        """See Layer."""
+        self._seen(stream).through(None, self.attention.inward)
+
+    def _seen(self, stream: Stream) -> Stream:
+        assert isinstance(stream, Paired)
+        return Stream(stream.both, self.ranks, self.shape.norm_epsilon)
 
 
-class DraftHead(Decoder):
+class DraftHead(Decoder, ABC):
     """What comes out of it for a token is what stands for its features: `logits` has the last norm. It takes the target's tables
-    where it has none of its own."""
+    where it has none of its own. `taps`: what the target is to keep for it."""
+
+    taps: Taps
 
     def __init__(self, shape: Shape, source: Source, target: Decoder, whole: Source) -> None:
         """source: of its own weights, by a decoder's names; whole: the target's, of whose tables several ranks have parts."""
@@ -101,11 +110,6 @@ class DraftHead(Decoder):
         self._whole = whole
         # Guesses may round as they like.
         super().__init__(shape, source, Ranks(0, 1, source.device), source.device, exact=Exact.GUESS)
-
-    @property
-    def taps(self) -> Taps:
-        """What the target is to keep for it."""
-        raise NotImplementedError
 
     def _root(self, source: Source) -> str:
         return ROOTS[0]
@@ -122,16 +126,20 @@ class DraftHead(Decoder):
         assert cache.features is not None
         return self._joined(self.embed(step.tokens), cache.features.index_select(0, step.slots.clamp(min=0)))
 
+    @abstractmethod
     def _joined(self, embedded: Tensor, features: Tensor) -> Stream:
         """[tokens, hidden] each, of a token and of the one before it."""
-        raise NotImplementedError
+
+    def _row(self) -> Stream:
+        row = self.embedding.new_zeros(1, self.shape.hidden)
+        return self._joined(row, row.clone())
 
     def _outcome(self, stream: Stream) -> Tensor:
         return stream.normalized(self.norm if self.features.behind else None)
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """As of the target's vocabulary, [rows, that]; -inf for what it can't guess."""
-        hidden = hidden if self.features.behind else self._stream(hidden.clone()).normalized(self.norm)
+        hidden = hidden if self.features.behind else self._stream(hidden).normalized(self.norm)
         found = super().logits(hidden)
         if found is None or self.known is None:
             return found
@@ -149,13 +157,9 @@ class Eagle3(DraftHead):
         super().__init__(shape, Renamed(source, [("model.layers.0.", layer), ("model.", "")]), target, whole)
         inputs = len(self.features.layers) * shape.hidden
         self.fuse = Weight(source.tensor("fc.weight", (shape.hidden, inputs)), exact=Exact.GUESS)
+        self.taps = Taps(self.features.layers, self.fuse)
         if source.has("d2t"):
             self.known = self._known(source)
-
-    @property
-    def taps(self) -> Taps:
-        """See DraftHead."""
-        return Taps(self.features.layers, self.fuse)
 
     def _output(self, load: Loader) -> Weight:
         return Weight(load.table(OUTPUTS[0]), exact=load.exact)
@@ -176,13 +180,6 @@ class Eagle3(DraftHead):
         both = torch.cat((rms_norm(embedded, layer.input_norm, epsilon), found), 1)
         return Paired(found if self.features.normalized else features, both, self.ranks, epsilon)
 
-    def _warm(self, layer: Layer) -> Stream:
-        row = self.embedding.new_zeros(1, self.shape.hidden)
-        stream = self._joined(row, row.clone())
-        assert isinstance(stream, Paired)
-        Stream(stream.both, self.ranks, self.shape.norm_epsilon).through(None, layer.attention.inward)
-        return stream
-
 
 class NextTokens(DraftHead):
     """The target's own layer for predicting several tokens, of the target's kind, which sees one that is made of both."""
@@ -191,7 +188,9 @@ class NextTokens(DraftHead):
         """made_up: nobody knows what there is in the checkpoint. Raises Unsupported if it lacks the layer."""
         assert shape.features is not None
         root, layer = root_of(whole), f"{ROOTS[0]}layers.0."
-        source = Renamed(whole, [(ours, theirs.format(root=root)) for ours, theirs in shape.features.names])
+        source = Renamed(
+            whole, [(ours, theirs.format(root=root, layers=target.shape.layers)) for ours, theirs in shape.features.names]
+        )
         if not made_up and not source.has(f"{layer}enorm.weight"):
             raise Unsupported(
                 f"the checkpoint has no {source.name(f'{layer}enorm.weight')}: its layer for predicting several tokens was left "
@@ -201,12 +200,8 @@ class NextTokens(DraftHead):
         load = Loader(source, shape, self.ranks, layer, Exact.GUESS)
         self.token_norm = load.gains("enorm", shape.hidden)
         self.feature_norm = load.gains("hnorm", shape.hidden)
+        self.taps = Taps(())
         self.join = load.laid_out(load.matrix("eh_proj", shape.hidden, 2 * shape.hidden, whole=True), None)
-
-    @property
-    def taps(self) -> Taps:
-        """See DraftHead."""
-        return Taps(())
 
     def _output(self, load: Loader) -> Weight:
         """The target's, if it has no other: checkpoints may have that once more."""
@@ -222,9 +217,3 @@ class NextTokens(DraftHead):
     def _joined(self, embedded: Tensor, features: Tensor) -> Stream:
         norms = (embedded, self.token_norm), (features, self.feature_norm)
         return self._stream(self.join(torch.cat([self._stream(x).normalized(gains) for x, gains in norms], 1)))
-
-    def _warm(self, layer: Layer) -> Stream:
-        row = self.embedding.new_zeros(1, self.shape.hidden)
-        stream = self._joined(row, row.clone())
-        stream.through(layer.input_norm, layer.attention.inward)
-        return stream

@@ -132,7 +132,7 @@ def check(config: Config, architecture: str, types: Sequence[str]) -> None:
             f"by the first, penstock by the second; {AGAIN}"
         )
     for name, most in SIZES.items():
-        least = LEAST_OF.get(types[0], LEAST).get(name, LEAST.get(name, 1))
+        least = (LEAST | LEAST_OF.get(types[0], {})).get(name, 1)
         value = config.get(name, least)
         if value is None and name in (*MAY_BE_NULL, *NULL_OF.get(types[0], ())):
             continue

@@ -57,10 +57,9 @@ class Loader:
     def matrices(self, name: str, sizes: Sequence[int], wholes: Iterable[int]) -> list[Tensor | Codes]:
         """The same of a matrix [sum of sizes, hidden], which may have few bits. Its last part has all that the checkpoint has, as
         `unrounded`."""
-        full, how = (sum(sizes), self.shape.hidden), self.shape.quantization
+        full = sum(sizes), self.shape.hidden
         *cuts, last = self._cuts(full, sizes, wholes)
-        stored = None if how and how.at_load else how
-        return [*(self._matrix(name, full, cut) for cut in cuts), matrix(self.source, self.prefix + name, full, stored, last)]
+        return [*(self._matrix(name, full, cut) for cut in cuts), self._unrounded(name, full, last)]
 
     def _cuts(self, full: tuple[int, ...], sizes: Sequence[int], wholes: Iterable[int]) -> list[Cut]:
         firsts = accumulate(sizes, initial=0)
@@ -133,11 +132,13 @@ class Loader:
 
     def unrounded(self, names: Sequence[str], sizes: Sequence[int]) -> Tensor:
         """As `outwards`, with all bits that the checkpoint has, of so few outputs that rounding them would save nothing."""
-        how, hidden = self.shape.quantization, self.shape.hidden
-        stored = None if how and how.at_load else how
-        cuts = (self._cut((size, hidden), 0, 0, size) for size in sizes)
-        parts = zip(names, sizes, cuts, strict=True)
-        return torch.cat([self.dense(matrix(self.source, self.prefix + n, (size, hidden), stored, cut)) for n, size, cut in parts])
+        fulls = [(size, self.shape.hidden) for size in sizes]
+        parts = [self._unrounded(name, full, self._cut(full, 0, 0, full[0])) for name, full in zip(names, fulls, strict=True)]
+        return torch.cat([self.dense(part) for part in parts])
+
+    def _unrounded(self, name: str, full: tuple[int, int], cut: Cut) -> Tensor | Codes:
+        how = self.shape.quantization
+        return matrix(self.source, self.prefix + name, full, None if how and how.at_load else how, cut)
 
     def matrix(self, name: str, outputs: int, inputs: int, whole: bool = False) -> Tensor | Codes:
         """All of a matrix, or this rank's part of its outputs."""

@@ -1,6 +1,7 @@
 """The same by memories of fixed size, in which each token puts its value under its key: linear attention by the gated delta rule
 (Yang et al. 2024, arXiv:2412.06464): see `kernels.gated_delta`. Knows where checkpoints have its tensors."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -16,7 +17,7 @@ from .stream import Stream
 NAME = "linear_attn"
 
 
-class Memories:
+class Memories(ABC):
     """In the place of `Heads`; by what rule, its kinds say."""
 
     def __init__(self, load: Loader, linear: Linear, name: str, inward: Tensor | Codes, gating: Tensor) -> None:
@@ -51,10 +52,10 @@ class Memories:
         mixed, gates = joint[:, : self.channels], joint[:, self.channels : self.channels + self.size]
         return self.found(mixed, gates, gating, step.spans, states)
 
+    @abstractmethod
     def found(self, mixed: Tensor, gates: Tensor, gating: Tensor, spans: Spans, states: States) -> Tensor:
         """The same. mixed: [tokens, channels], gates: [tokens, value heads * value size], of which the result is to go through
         silu; gating: [tokens, value heads], or twice as many. All are columns of something wider."""
-        raise NotImplementedError
 
 
 class DeltaRule(Memories):

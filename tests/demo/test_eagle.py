@@ -1,7 +1,6 @@
 """The demo model's EAGLE-3 head: its file has the public format, what it drafts is what the format says, and it agrees."""
 
 import json
-from collections.abc import Iterator
 from functools import reduce
 from itertools import islice
 from pathlib import Path
@@ -19,13 +18,7 @@ MODEL, EAGLE = FOLDER / "model", FOLDER / "eagle"
 LEAST_RIGHT = (0.95, 0.95, 0.94, 0.93)
 """By depth. On 2026-11-25 it was 97.7, 97.1, 96.6 and 95.8 % of these; README.md has those of all answers."""
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -4,12 +4,14 @@ import dataclasses
 import importlib
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+
+from penstock.kernels import choose
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -21,6 +23,20 @@ def chance() -> random.Random:
     print("seed", seed)  # shown when a test fails
     torch.manual_seed(seed)
     return random.Random(seed)
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What kernels write to holds no numbers before; the plain ones run unless a test says otherwise."""
+
+    def empty(*arguments: Any, **options: Any) -> torch.Tensor:
+        return honest(*arguments, **options).fill_(torch.nan)
+
+    honest = torch.empty
+    monkeypatch.setattr(torch, "empty", empty)
+    choose.force("reference")
+    yield
+    choose.force("")
 
 
 @pytest.fixture(scope="session", autouse=True)

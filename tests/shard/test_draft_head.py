@@ -234,19 +234,26 @@ def in_speculators(name: str) -> str:
     return name.replace("midlayer.", "layers.0.")
 
 
-def test_heads_as_speculators_has_them(tmp_path: Path) -> None:
-    """With the layer's fields in an object of their own, another name of the layer, and features that begin behind their norm."""
+@pytest.mark.parametrize("said", [{"norm_before_residual": True, "model_type": None}, {"speculators_model_type": "eagle3"}])
+def test_heads_as_speculators_has_them(said: dict[str, Any], tmp_path: Path) -> None:
+    """With the layer's fields in an object of their own, another name of the layer, features that begin behind their norm, which
+    need not be said, and the target's table once more."""
     outer = ("architectures", "draft_vocab_size", "eagle_aux_hidden_state_layer_ids")
-    config: dict[str, Any] = {name: CONFIG[name] for name in outer} | {"architectures": ["Eagle3Speculator"]}
+    config: dict[str, Any] = {"architectures": ["Eagle3Speculator"], "draft_vocab_size": KNOWN, "target_hidden_size": None} | said
+    config |= {"eagle_aux_hidden_state_layer_ids": LAYERS[::-1]}
     config |= {"transformer_layer_config": {name: value for name, value in CONFIG.items() if name not in outer}}
-    config |= {"model_type": None, "target_hidden_size": None, "norm_before_residual": True}
-    written(tmp_path, config, {in_speculators(name): tensor for name, tensor in weights().items()})
-    own = free(engine(tmp_path, "tree=2x2x1", 4, prefix_caching=False))
+    tensors = {in_speculators(name): tensor for name, tensor in weights().items()}
+    tensors["embed_tokens.weight"] = tiny.reference("llama").get_input_embeddings().weight.detach().clone()
+    own = free(engine(written(tmp_path, config, tensors), "tree=2x2x1", 4, prefix_caching=False))
+    drafter = own.guesses.drafter
+    assert drafter is not None
+    assert drafter.decoder.embedding is own.decoder.embedding
     off = watched(own, Oracle("llama", normalized=True))
     world = drive(own, [group for group in asked(10) if len(group.waiting) == 1], Habits(7), seed=4)
     assert max(off) < 1e-3
     assert len(off) > 100
     assert world.tokens == {one: expected().tokens[one] for one in world.tokens}
+    assert world.drafted > 20
 
 
 def test_what_a_token_takes_is_what_is_set_aside_for_it(head: Path) -> None:
@@ -379,29 +386,6 @@ def test_a_layer_for_predicting_several_tokens(name: str, tables: bool, said: st
     assert len(off) > 50
     assert world.tokens == plain.tokens
     assert at_rest(own)
-
-
-def test_as_speculators_writes_it(head: Path, tmp_path: Path) -> None:
-    """Fields of the layer apart, other names, a norm before the stream, and the target's table once more."""
-    inner = {key: value for key, value in CONFIG.items() if key not in ("architectures", "draft_vocab_size", "eagle_config")}
-    config = {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "draft_vocab_size": KNOWN,
-        "target_hidden_size": None,
-        "eagle_aux_hidden_state_layer_ids": LAYERS[::-1],
-        "transformer_layer_config": inner,
-    }
-    tensors = {name.replace("midlayer.", "layers.0."): value for name, value in weights().items()}
-    tensors["embed_tokens.weight"] = tiny.reference("llama").get_input_embeddings().weight.detach().clone()
-    own = free(engine(written(tmp_path, config, tensors), "tokens=2", prefix_caching=False))
-    drafter = own.guesses.drafter
-    assert drafter is not None
-    assert drafter.decoder.embedding is own.decoder.embedding
-    off = watched(own, Oracle("llama", normalized=True))
-    world = drive(own, [group for group in asked(2) if len(group.waiting) == 1][:6], Habits(), seed=1)
-    assert max(off) < 1e-3
-    assert world.drafted > 20
 
 
 def test_a_table_of_its_own_is_kept(head: Path, tmp_path: Path) -> None:
