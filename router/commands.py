@@ -78,6 +78,10 @@ def group(
     return shard_pb2.Group(
         uid=uid,
         tokens=request.prompt,
+        images=[
+            shard_pb2.Image(start=one.start, rows=one.rows, columns=one.columns, pixels=one.pixels, shape=one.shape)
+            for one in request.images
+        ],
         choices=request.choices if request.choices > 1 else 0,
         max_new_tokens=request.max_new_tokens,
         end_ids=request.end_ids,

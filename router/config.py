@@ -34,6 +34,9 @@ class RouterConfig:
     num_beams: int = 1  # of a request that names no number and draws nothing
     max_num_beams: int = 8  # widest beam search of a request
     speculate: int = 0  # the most tokens that a step guesses of each answer, by whatever proposers the shards have; 0: none
+    max_images: int = 0  # of a request; 0: images are refused
+    max_image_pixels: int = 1 << 20  # of each: larger ones are scaled down
+    image_hosts: str = "public"  # from where those come that clients name by http(s) URLs: "public" addresses, "none", or hosts
     max_stop_sequences: int = 4
     max_top_n_tokens: int = 5
     max_client_batch_size: int = 4

@@ -58,10 +58,21 @@ class Beams:
     watched: bool = False  # the stream has a Grown for every step
 
 
+class Image(msgspec.Struct, frozen=True, kw_only=True):
+    """A picture that a prompt shows: see `proto.images`, and Image in shard.proto."""
+
+    start: int
+    rows: int
+    columns: int
+    pixels: bytes
+    shape: tuple[int, ...]
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """A validated request. Its prompt fits, its numbers are in range."""
 
     prompt: tuple[int, ...]
+    images: tuple[Image, ...] = ()  # that it shows, in its order
     max_new_tokens: int
     sampling: Sampling = Sampling()
     stop: tuple[str, ...] = ()  # strings that end the text; the stop string itself is part of the stream's tokens
