@@ -13,7 +13,9 @@ from dataclasses import dataclass
 class Form:
     """Of one family."""
 
-    breaks: tuple[str, str] | None = None  # tokens of the vocabulary behind each row of an image, and behind its last; None: there are none
+    breaks: tuple[str, str] | None = (
+        None  # tokens of the vocabulary behind each row of an image, and behind its last; None: there are none
+    )
 
     def length(self, rows: int, columns: int) -> int:
         """Tokens of an image."""

@@ -54,6 +54,9 @@ def _of_group(group: wire.Group) -> Iterator[str]:
     if group.drafts > MOST_NODES:
         yield f"{group.drafts} drafts are too many: a step has bits for {MOST_NODES}"
     yield from _of_sampling(group.sampling)
+    for image in group.images:
+        if math.prod(image.shape) != len(image.pixels) or not image.pixels:
+            yield f"{len(image.pixels)} pixels of an image are not of shape {[*image.shape]}"
     if group.HasField("beams"):
         yield from _of_beams(group)
 

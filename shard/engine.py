@@ -221,9 +221,8 @@ class Engine:
             return "the prompt, or the answer, has no tokens"
         if group.prompt_length + group.max_new_tokens > self.decoder.shape.max_positions:
             return f"{group.prompt_length} tokens and {group.max_new_tokens} more are too many: {self.decoder.shape.max_positions}"
-        highest = max(max(sequence.tokens) for sequence in group.sequences)
-        if highest >= vocabulary:
-            return f"token {highest} is not in the model's vocabulary of {vocabulary}"
+        if problem := self._unknown(group):
+            return problem
         if max(group.end_ids, default=0) >= vocabulary or max((token for token, _ in group.sampling.bias), default=0) >= vocabulary:
             return f"end_ids and logit bias must be in the model's vocabulary of {vocabulary}"
         if not group.waiting and not all(0 < sequence.generated < group.max_new_tokens for sequence in group.sequences):
@@ -235,9 +234,32 @@ class Engine:
         choices = group.waiting or [sequence.choice for sequence in group.sequences]
         return "" if len(set(choices)) == len(choices) else f"a choice comes twice among {choices}"
 
+    def _unknown(self, group: Group) -> str:
+        """What is wrong with tokens that are no words of the model; "": nothing, they are its images'."""
+        vocabulary, sight = self.decoder.shape.vocabulary, self.decoder.sight
+        if group.images and sight is None:
+            return "the shards see no images: what encodes them was not loaded (--max-images 0)"
+        if group.images and (group.prompt_logprobs or group.drafts):
+            return "a prompt with images has neither log-probabilities nor guesses"
+        shown = sight.places(group.images) if group.images and sight is not None else []
+        if shown is None or (shown and shown[-1] >= group.prompt_length):
+            return "its images are not within the prompt, one behind the other, or have pixels of another shape"
+        for sequence in group.sequences:
+            highest = max(sequence.tokens)
+            if highest >= vocabulary and [place for place, token in enumerate(sequence.tokens) if token >= vocabulary] != shown:
+                return f"token {highest} is not in the model's vocabulary of {vocabulary}, nor an image's"
+            if highest < vocabulary and shown:
+                return "the prompt has tokens of the model where its images should be"
+        return ""
+
     def _join(self, batch: int, group: Group) -> None:
         if self.overlaps and group.search is not None and not self.cache.states:
             group.may_inherit(self.pool.pages, self.pool.page_size)
+        if group.images:
+            assert self.decoder.sight is not None
+            pictures = self.decoder.sight.pictures(group.images)
+            for sequence in group.sequences:
+                sequence.pictures = pictures
         if group.adapter:
             for sequence in group.sequences:
                 sequence.adapter = self.decoder.adapters.index(group.adapter)
@@ -342,6 +364,9 @@ class Engine:
             self.books.forks.bequeath(spans, picked)
             compute = partial(self.forward, picked=picked)
         hidden, lost = self.shrink.forward(compute, spans, self.pool.page_size)
+        for span in spans:
+            if span.sequence.pictures is not None and span.sequence.shows(span.start):
+                span.sequence.pictures.forget(span.start + len(span.tokens))
         first = 0
         for run in runs:
             run.first, first = first, first + run.wanted

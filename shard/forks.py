@@ -20,16 +20,15 @@ from .step import Front, Picked, Span
 def heirs(group: Group, width: int, page_size: int, source: int) -> list[Span]:
     """Those of a group whose step is under way, and their next tokens, which it picks as its rows from `source` on. Until it is
     known whom they continue, they have no full pages but those that all beams begin with, and hold none of these."""
-    beams = group.sequences
-    computed = beams[0].computed
-    full = computed // page_size
+    beams, first = group.sequences, group.sequences[0]
+    full = first.computed // page_size
     front = Front(beams, common_pages([beam.pages[:full] for beam in beams]))
-    pages = beams[0].pages[: front.settled] + [PADDING] * (full - front.settled)
+    pages = first.pages[: front.settled] + [PADDING] * (full - front.settled)
     group.heirs = [
-        Sequence(array("I"), beams[0].prompt_length, rank, beams[0].cache_key, beams[0].adapter, computed, pages[:])
+        Sequence(array("I"), first.prompt_length, rank, first.cache_key, first.adapter, first.pictures, first.computed, pages[:])
         for rank in range(width)
     ]
-    return [Span(heir, computed, (0,), source=source + rank, front=front) for rank, heir in enumerate(group.heirs)]
+    return [Span(heir, first.computed, (0,), source=source + rank, front=front) for rank, heir in enumerate(group.heirs)]
 
 
 class Forks:

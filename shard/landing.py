@@ -72,7 +72,8 @@ def _begin(group: Group, outcome: Outcome) -> None:
     [first] = group.sequences
     first.choice, *others = group.waiting
     for choice in others:
-        group.sequences.append(Sequence(array("I", first.tokens), first.prompt_length, choice, first.cache_key, first.adapter))
+        begun = Sequence(array("I", first.tokens), first.prompt_length, choice, first.cache_key, first.adapter, first.pictures)
+        group.sequences.append(begun)
     group.waiting = []
 
 

@@ -27,6 +27,7 @@ from .models.draft_head import Eagle3, NextTokens
 from .models.families import beside, shape
 from .models.fields import Config
 from .models.shape import Shape, Unsupported
+from .models.sight import Sight
 from .models.taps import Taps
 from .parallel import Ranks
 from .weights import DummyWeights, Source, Weights
@@ -86,6 +87,9 @@ def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
     source = _source(config.load_format, folder, DTYPES[config.dtype], device, progress)
     changes = [Adapter(name, Path(place), source.dtype, device) for name, place in config.adapters]
     decoder = Decoder(model, source, ranks, device, exact, changes)
+    if config.image_pixels:
+        stage("loading what encodes images")
+        decoder.sight = Sight(_config(folder), folder, source, model.layers, bool(model.rope.axes))
     stops = Stops(grammars) if grammars else None
     drafter = _drafter(config, speculation, decoder, source, stage) if speculation.draft else None
     guesses = Guesses(ranks, device, speculation, drafter, masks)

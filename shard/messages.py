@@ -5,11 +5,14 @@ from collections.abc import Sequence as Listing
 from itertools import islice
 from typing import Any
 
+import torch
+
 from ..proto import shard_pb2 as wire
 from .decoding.budget import Allowance, Linear
 from .decoding.hypotheses import Hypothesis, Path, Search, Stop
 from .decoding.strategy import Grown
 from .outcome import Outcome
+from .pictures import Picture
 from .sequence import Group, Sampling, sequences
 
 
@@ -122,8 +125,15 @@ def group_from(message: wire.Group) -> Group:
         drafts=0 if search else message.drafts,
         stops=tuple(message.stops),
         adapter=message.adapter,
+        images=tuple(map(picture_from, message.images)),
         trace=message.trace,
     )
+
+
+def picture_from(message: wire.Image) -> Picture:
+    """An image as it arrives; how wide its rows are in the prompt, its family tells."""
+    pixels = torch.frombuffer(bytearray(message.pixels), dtype=torch.uint8).view(*message.shape)
+    return Picture(message.start, message.rows, message.columns, message.columns, pixels)
 
 
 def search_from(message: wire.Group) -> Search:

@@ -20,6 +20,7 @@ from .decoding.grammar import Guide
 from .decoding.hypotheses import Path, Search
 from .decoding.lookup import Repeats
 from .decoding.tree import Drawn, Tree
+from .pictures import Picture, Pictures
 from .prefix import Node
 from .sketch import Sketch
 
@@ -58,6 +59,7 @@ class Sequence:
     choice: int = 0  # which of the group's sequences: part of the key of its noise
     cache_key: str = ""  # what else its keys and values depend on
     adapter: int = -1  # of the decoder's, by which its tokens go; -1: none
+    pictures: Pictures | None = None  # that its prompt shows
     computed: int = 0  # tokens whose keys and values are in `pages`; while a step is planned, those of that step included
     pages: list[int] = field(default_factory=list)
     state: int = 0  # slot of what it remembers, of models that do; it may be a parent's until the next step: see `states`
@@ -81,6 +83,14 @@ class Sequence:
         """Tokens whose pages it has, of one that decodes: of what remembers, right guesses are computed once more."""
         return max(self.computed, len(self.tokens) - 1)
 
+    def position(self, place: int) -> int:
+        """Of the token there, behind all that its prompt shows, for the rotary embedding."""
+        return self.pictures.position(place) if self.pictures else place
+
+    def shows(self, start: int) -> bool:
+        """Whether what its prompt shows ends behind so many tokens."""
+        return self.pictures is not None and start < self.pictures.end
+
     def twin(self, pages: int) -> "Sequence":
         """One that goes on by itself, with the same first pages, which are full; they are to be shared."""
         guide = self.guide.copy() if self.guide else None
@@ -91,6 +101,7 @@ class Sequence:
             self.choice,
             self.cache_key,
             self.adapter,
+            self.pictures,
             self.computed,
             self.pages[:pages],
             self.state,
@@ -131,6 +142,7 @@ class Group:
     drafts: int = 0  # the most guesses for each of its sequences in a step
     stops: tuple[str, ...] = ()  # texts that complete a beam
     adapter: str = ""  # by which its tokens go; "": none
+    images: tuple[Picture, ...] = ()  # that its prompt shows, as they arrived
     trace: str = ""  # by which logs of others know it
     batch: int = 0
     decodes: bool = False  # all is computed but the last tokens

@@ -1,7 +1,8 @@
 """From spans of ints to the tensors of one step. The only place where lists become tensors for the forward."""
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Listing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from ..kernels import attention, ragged, shared_prefixes, steady, work
 from ..kernels.gated_delta import Spans
 from ..kernels.ragged import Layout
 from ..kernels.transfer import lists_to_device, to_device
+from .pictures import AXES, Picture
 from .sequence import Group, Sequence
 
 if TYPE_CHECKING:
@@ -95,17 +97,28 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True)
+class Shown:
+    """Tokens of a step that are an image's."""
+
+    picture: Picture
+    tokens: Tensor  # which
+    features: Tensor  # and which of its features each has
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """A forward's input: all spans' tokens one after the other, then padding, which has no slot."""
 
     buffer: Tensor  # int64: all of the following
     tokens: Tensor  # [tokens]
-    positions: Tensor  # [tokens], for rotary
+    positions: Tensor  # [tokens], for rotary: where images have three, the first
     slots: Tensor  # [tokens]: where each token's key and value go; -1: nowhere
     rows: Tensor  # [rows]: the tokens whose logits are wanted, in the order of the spans
     attention: ragged.Plan
     adapters: Tensor | None = None  # [tokens], for `adapters.choose`; None: no token goes by one
     spans: Spans | None = None  # for layers with linear attention; None: there are none
+    turned: Tensor | None = None  # [2, tokens]: the other two positions; None: there are none, or they are the same
+    shown: Listing[Shown] = ()
 
     def become(self, other: "Step") -> None:
         """Takes the contents of a step for the same room, in place."""
@@ -143,7 +156,7 @@ def plan(
         starts[i] = len(tokens)
         tokens += span.tokens
         places = range(start, start + len(span.tokens))
-        positions += places if span.parents is None else [start + depth for depth in attention.depths(span.parents)]
+        positions += _positions(span)
         slots += [own[place // size] * size + place % size for place in places]
         numbers += [span.sequence.adapter] * len(span.tokens) if adapted else ()
     wanted = _wanted(spans, starts)
@@ -157,12 +170,50 @@ def plan(
     elif not any(number >= 0 for number in numbers):
         numbers = []
     lengths, states = _states(spans, order, room) if linear else ((), [])
+    showing = [(starts[i], spans[i]) for i in order if spans[i].sequence.shows(spans[i].start)]
+    marks = [mark for first, span in showing for mark in _marks(first, span)]
+    for row in chain.from_iterable(rows for _, rows, _ in marks):
+        tokens[row] = 0  # which every vocabulary has: features will take its place
     step = _step(tokens, positions, slots, wanted, numbers, attended, layout, lengths, states)
+    if showing:
+        shown = [
+            Shown(picture, *to_device(torch.tensor([rows, numbers]), layout.device).unbind()) for picture, rows, numbers in marks
+        ]
+        step = replace(step, turned=_turned(positions, showing, layout), shown=shown)
     if picked is not None:
         _fill_in(step, spans, starts, picked)
         if later:
             _inherit(step, rows, spans, size, picked)
     return step
+
+
+def _positions(span: Span) -> Listing[int]:
+    """Of its tokens; where images have three, the first."""
+    sequence, start, count = span.sequence, span.start, len(span.tokens)
+    if span.parents is not None:
+        return [sequence.position(start + depth) for depth in attention.depths(span.parents)]
+    return sequence.pictures.positions(0, start, start + count) if sequence.pictures else range(start, start + count)
+
+
+def _turned(positions: Listing[int], showing: Listing[tuple[int, Span]], layout: Layout) -> Tensor | None:
+    """See `Step.turned`. showing: spans with images, and their first tokens in the step."""
+    axes = []
+    for axis in range(1, AXES):
+        axes.append([*positions])
+        for first, span in showing:
+            assert span.sequence.pictures is not None
+            if not span.sequence.pictures.turned:
+                return None
+            stop = span.start + len(span.tokens)
+            axes[-1][first : first + len(span.tokens)] = span.sequence.pictures.positions(axis, span.start, stop)
+    return to_device(torch.tensor(axes), layout.device)
+
+
+def _marks(first: int, span: Span) -> Iterator[tuple[Picture, list[int], list[int]]]:
+    """Images that some of a span's tokens are of: which of the step's tokens, and the numbers of their features."""
+    assert span.sequence.pictures is not None
+    for picture, places, numbers in span.sequence.pictures.between(span.start, span.start + len(span.tokens)):
+        yield picture, [first + place - span.start for place in places], numbers
 
 
 def _fill_in(step: Step, spans: Listing[Span], starts: Listing[int], picked: Picked) -> None:
@@ -213,9 +264,10 @@ def follow(before: Step, spans: Listing[Span], layout: Layout) -> Step | None:
     rows = before.rows.tolist()
     order = sorted(range(len(rows)), key=rows.__getitem__)
     tokens = [spans[i].tokens[0] for i in order]
-    positions = [spans[i].start for i in order]
+    places = [spans[i].start for i in order]
+    positions = [spans[i].sequence.position(place) for i, place in zip(order, places, strict=True)]
     size = layout.page_size
-    slots = [spans[i].sequence.pages[place // size] * size + place % size for i, place in zip(order, positions, strict=True)]
+    slots = [spans[i].sequence.pages[place // size] * size + place % size for i, place in zip(order, places, strict=True)]
     wanted = sorted(range(len(order)), key=order.__getitem__)
     attended = shared_prefixes.follow(before.attention, torch.tensor(slots, device=layout.device))
     numbers = [spans[i].sequence.adapter for i in order] if before.adapters is not None else []

@@ -120,7 +120,7 @@ def _begin_fused(logits: Tensor, rows: Listing[Row], mask: Tensor | None) -> Pic
 
     penalized = any(row.sampling.penalized for row in rows)
     weighed = any(one.temperature > 0 and one.top_p < 1 and not one.top_k for one in (row.sampling for row in rows))
-    found = sample(logits, draws_of(rows, logits.device), _penalties(rows, logits.device) if penalized else None, mask, weighed)
+    found = sample(logits, draws_of(rows, logits.device), _penalties(rows, logits) if penalized else None, mask, weighed)
     logprobs = found.logprobs
     bound = [i for i, row in enumerate(rows) if row.final and not row.sampling.temperature]
     if bound and mask is not None:
@@ -174,23 +174,26 @@ def penalized(logits: Tensor, rows: Listing[Row]) -> Tensor:
     if not indices:
         return logits
     own = to_device(torch.tensor(indices), logits.device)  # an index by Python's list would wait for the device
-    penalties = _penalties([rows[i] for i in indices], logits.device)
+    penalties = _penalties([rows[i] for i in indices], logits)
     return logits.index_copy(0, own, penalize(logits.index_select(0, own), penalties))
 
 
-def _penalties(rows: Listing[Row], device: torch.device) -> Penalties:
-    """Of all rows; those without any have no entries."""
+def _penalties(rows: Listing[Row], logits: Tensor) -> Penalties:
+    """Of all rows; those without any have no entries, and neither have tokens of images."""
+    device = logits.device
     lengths = [len(row.tokens) if row.sampling.penalized else 0 for row in rows]
     counts = torch.tensor(lengths)
     places = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts).repeat_interleave(counts)  # of tokens in their sequences
     prompts = torch.tensor([row.prompt_length for row in rows]).repeat_interleave(counts)
-    tokens = chain.from_iterable(row.tokens for row, length in zip(rows, lengths, strict=True) if length)
+    listed = chain.from_iterable(row.tokens for row, length in zip(rows, lengths, strict=True) if length)
+    tokens = torch.tensor(list(listed), dtype=torch.int64)
+    words = tokens < logits.shape[1]
     bias = [(k, token, value) for k, row in enumerate(rows) for token, value in row.sampling.bias]
     samplings = [row.sampling for row in rows]
     return Penalties(
-        rows=to_device(torch.arange(len(rows)).repeat_interleave(counts), device),
-        ids=to_device(torch.tensor(list(tokens), dtype=torch.int64), device),
-        output=to_device((places >= prompts).float(), device),
+        rows=to_device(torch.arange(len(rows)).repeat_interleave(counts)[words], device),
+        ids=to_device(tokens[words], device),
+        output=to_device((places >= prompts).float()[words], device),
         repetition=to_device(torch.tensor([sampling.repetition_penalty for sampling in samplings]), device),
         frequency=to_device(torch.tensor([sampling.frequency_penalty for sampling in samplings]), device),
         presence=to_device(torch.tensor([sampling.presence_penalty for sampling in samplings]), device),

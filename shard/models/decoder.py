@@ -17,7 +17,7 @@ from ...kernels.linear import Exact, Weight, compile_products
 from ..adapters import Adapter
 from ..cache import Cache
 from ..parallel import Ranks
-from ..step import Step
+from ..step import Shown, Step
 from ..weights import Source
 from .heads import Heads
 from .latents import Latents
@@ -26,6 +26,7 @@ from .memories import DeltaRule, Memories
 from .mlp import Beside, Dense, Sparse, Ungated
 from .rotary import growth_of, table_of
 from .shape import Rope, Shape, Unsupported
+from .sight import Sight
 from .state_spaces import StateSpaces
 from .stream import Stream
 from .taps import Taps
@@ -121,12 +122,17 @@ class Decoder:
         self.growth = growth_of(shape.rope, shape.max_positions, dtype, device)
         self.local_rotary = of(shape.local_rope, shape.turning_size(max(shape.windows))) if shape.local_rope else None
         self.unturned = still() if shape.unturned and shape.turns else None
+        self.sight: Sight | None = None  # what encodes images, if they are to be seen
+        self._axes = _axes_of(shape, size, device) if shape.rope.axes else None
         # In the type of the weights, as they were trained.
         self._factor = torch.tensor(shape.embedding_factor, dtype=self.embedding.dtype).item()
 
     def __call__(self, step: Step, cache: Cache) -> Tensor:
         """Computes the step's tokens, writes their keys and values, and returns the wanted rows' states: [rows, hidden]."""
+        looks = [(shown.tokens, self._seen(shown)) for shown in step.shown]
         stream = self._begin(step, cache)
+        for tokens, features in looks:
+            stream.replace(tokens, features[:, 0])
         turnings, seen, kept = self._turnings(step), list[Tensor](), self.kept
         growth = self.growth.index_select(0, step.positions) if self.growth is not None else None
         for layer in self.layers:
@@ -142,6 +148,9 @@ class Decoder:
                 if not len(attended):
                     return attended.new_empty(0, self.shape.hidden)
             layer.transform(attended, stream)
+            for tokens, features in looks:
+                if layer.index + 1 < features.shape[1]:
+                    stream.put(tokens, features[:, layer.index + 1])
         found = self._outcome(stream)
         if kept and kept.last:
             kept.keep(found, step, cache)
@@ -155,9 +164,20 @@ class Decoder:
     def _outcome(self, stream: Stream) -> Tensor:
         return stream.normalized(self.norm)
 
+    def _seen(self, shown: Shown) -> Tensor:
+        """Features of an image's tokens, [tokens, levels, hidden]: see `Sight`."""
+        picture = shown.picture
+        if picture.features is None:
+            assert self.sight is not None
+            picture.features = self.sight(picture)
+        return picture.features.index_select(0, shown.features)
+
     def _turnings(self, step: Step) -> list[Tensor]:
         """Cosines and sines of the step's tokens, for each layer."""
         rotary = self.rotary.index_select(0, step.positions if self.shape.turns else torch.zeros_like(step.positions))
+        if step.turned is not None and self._axes is not None:
+            for axis, positions in enumerate(step.turned, 1):
+                rotary = torch.where(self._axes == axis, self.rotary.index_select(0, positions), rotary)
         local = self.local_rotary.index_select(0, step.positions) if self.local_rotary is not None else rotary
         still = self.unturned.expand_as(rotary).contiguous() if self.unturned is not None else rotary
         return [still if layer.index in self.shape.unturned else local if layer.window else rotary for layer in self.layers]
@@ -230,6 +250,7 @@ class Decoder:
     def weight_bytes(self) -> int:
         """What this rank's weights take in memory."""
         twice = self.embedding.nbytes if self.shape.tied and self.head.shared else 0
+        twice -= self.sight.bytes if self.sight else 0
         return sum(weight.bytes if isinstance(weight, Weight) else weight.nbytes for weight in self._weights()) - twice
 
     def _weights(self) -> Iterator[Weight | Tensor]:
@@ -241,6 +262,12 @@ class Decoder:
             yield value
             if isinstance(value, Weight) and value.additions is not None:
                 yield from value.additions.weights
+
+
+def _axes_of(shape: Shape, size: int, device: torch.device) -> Tensor:
+    """Which of an image's positions turns each feature of a head: [size]. See `table_of`."""
+    half = torch.tensor([*shape.rope.axes, *[0] * (size // 2 - len(shape.rope.axes))], device=device)
+    return half.repeat(2)
 
 
 def root_of(source: Source) -> str:

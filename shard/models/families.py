@@ -9,7 +9,7 @@ from .dense_families import DENSE
 from .fields import AGAIN, FULL, INDEXED, LINEAR, SLIDING, Config, check, renamed, types_of
 from .gemma4_families import GEMMA4
 from .hybrid_families import HYBRID
-from .image_families import IMAGES, text_of
+from .image_families import IMAGES, text_of, turned
 from .latent_families import LATENT
 from .layer_norm_families import LAYER_NORM
 from .quantization import beside as beside  # for who reads a folder
@@ -35,7 +35,8 @@ def shape(config: Config) -> Shape:
                 kinds = IMAGES[name] if name in IMAGES else dict.fromkeys(types_of(name), FAMILIES[name])
                 check(own, name, [*kinds])
                 family = kinds.get(str(own.get("model_type")), next(iter(kinds.values())))
-                return _sound(family(own), own.get("layer_types"))
+                found = _sound(family(own), own.get("layer_types"))
+                return turned(own, found) if name in IMAGES else found
             except KeyError as error:
                 raise Unsupported(f"config.json of a {name} lacks {error}: is it complete?") from None
     asked = ", ".join(names) or "none named"

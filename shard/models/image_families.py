@@ -1,10 +1,11 @@
 """Models with images, of which the text is served. A new one is a new entry in `IMAGES`.
 
-Of text alone each token has one position, whatever an image's would have, so that sections of rotary embeddings (`mrope`) mean
-nothing.
+Of text alone each token has one position. Where an image's tokens have three, sections of rotary embeddings (`mrope`) say which of
+them turns which pair of features.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from .dense_families import DENSE
 from .fields import AGAIN, Config, shown
@@ -26,6 +27,7 @@ QWEN3_VL_MOE: Config = QWEN3_VL | {
 }
 GLM_4V: Config = {"max_position_embeddings": 32_768, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0}
 GLM_4V_MOE: Config = {"max_position_embeddings": 65_536, "attention_bias": True}
+ROPES = ("rope_parameters", "rope_scaling")  # fields that say how positions turn features
 BESIDE_TEXT = ("tie_word_embeddings", "quantization_config")  # fields that stand beside the text's
 BESIDE_COUNTS = (  # whose text may say the first one wrong
     *("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
@@ -82,6 +84,37 @@ IMAGES: dict[str, dict[str, Family]] = {
     "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": HYBRID["Qwen3_5ForCausalLM"]},
     "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": HYBRID["Qwen3_5MoeForCausalLM"]},
 }
+
+
+# Pairs of features that go by time, rows and columns where config.json doesn't say, and whether pairs take turns.
+SECTIONS: dict[str, tuple[list[int], bool]] = {
+    **dict.fromkeys(("glm4v_text", "glm4v_moe_text"), ([8, 12, 12], False)),
+    **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), ([16, 24, 24], False)),
+    **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text"), ([24, 20, 20], True)),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), ([11, 11, 10], True)),
+}
+
+
+def turned(text: Config, found: Shape) -> Shape:
+    """The same, with what turns images' tokens. text: what config.json says of it."""
+    if (kind := str(text.get("model_type"))) not in SECTIONS:
+        return found
+    said = [values["mrope_section"] for name in ROPES if isinstance(values := text.get(name), dict) and "mrope_section" in values]
+    default, by_turns = SECTIONS[kind]
+    sections, pairs = (said or [default])[0], (found.rotary_size or found.head_size) // 2
+    if (
+        not isinstance(sections, list)
+        or len(sections) != len(default)
+        or not all(type(one) is int and one >= 0 for one in sections)
+    ):
+        raise Unsupported(f"config.json says mrope_section {shown(sections)}, three whole numbers are needed: {AGAIN}")
+    if by_turns:
+        axes = [pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(pairs)]
+    else:
+        axes = [axis for axis, count in enumerate(sections) for _ in range(count)]
+    if len(axes) != pairs:
+        raise Unsupported(f"config.json says mrope_section {shown(sections)}, and {pairs} pairs of features turn: {AGAIN}")
+    return replace(found, rope=replace(found.rope, axes=tuple(axes)))
 
 
 def text_of(config: Config, architecture: str) -> Config:

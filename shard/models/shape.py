@@ -32,6 +32,7 @@ class Rope:
     growth: float = 0.0  # of queries, by the logarithm of how many times over they are behind the original positions
     short: tuple[float, ...] = ()  # longrope's: how far each wave is stretched if no more than the original positions are served,
     long: tuple[float, ...] = ()  # and if more are
+    axes: tuple[int, ...] = ()  # of each pair of features: which of an image's positions turns it; (): images' tokens have one
     part: float = 1.0  # proportional's: of all pairs of features these turn, the first, and those behind them stand still
 
     @property

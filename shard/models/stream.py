@@ -77,6 +77,14 @@ class Stream:
         """Multiplies it."""
         self.normalized(None).mul_(factor)
 
+    def replace(self, rows: Tensor, sums: Tensor) -> None:
+        """Other sums for these rows, to which nothing was added yet."""
+        self._sums.index_copy_(0, rows, sums)
+
+    def put(self, rows: Tensor, x: Tensor) -> None:
+        """Adds x to these rows, which every rank has whole."""
+        self.normalized(None).index_add_(0, rows, x)
+
     def select(self, rows: Tensor) -> None:
         """Goes on with these rows alone; nothing is still to be added."""
         assert self._more is None

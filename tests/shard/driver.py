@@ -24,6 +24,7 @@ from penstock.shard.decoding.strategy import Emitted, Finish
 from penstock.shard.engine import Engine
 from penstock.shard.messages import group_from, paused_to
 from penstock.shard.outcome import Outcome
+from penstock.shard.pictures import Picture
 from penstock.shard.sequence import Group, Sampling
 
 UNLIMITED = 1 << 20
@@ -335,7 +336,14 @@ def message(group: Group) -> wire.Group:
         grammar=group.grammar,
         cache_key=first.cache_key,
         adapter=group.adapter,
+        images=map(shown, group.images),
     )
+
+
+def shown(one: Picture) -> wire.Image:
+    """Likewise."""
+    pixels = one.pixels.numpy().tobytes()
+    return wire.Image(start=one.start, rows=one.rows, columns=one.columns, pixels=pixels, shape=one.pixels.shape)
 
 
 def beams(search: Search) -> wire.Beams:

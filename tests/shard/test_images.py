@@ -1,6 +1,7 @@
 """The text of models with images gives transformers' logits, as these are saved and as the hub has them."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ QUARTER = SECTIONS | {"mrope_interleaved": True}
 TEXTS: dict[str, dict[str, Any]] = {
     "Qwen2VL": SMALL | {"rope_parameters": SECTIONS},
     "Qwen2_5_VL": SMALL | {"rope_parameters": SECTIONS},
-    "Qwen3VL": SMALL | {"rope_parameters": SECTIONS | {"mrope_interleaved": True}, "head_dim": 8},
+    "Qwen3VL": SMALL | {"rope_parameters": SECTIONS | {"mrope_interleaved": True}, "head_dim": 8, "num_hidden_layers": 3},
     "Qwen3VLMoe": SMALL
     | MOE
     | {"rope_parameters": SECTIONS | {"mrope_interleaved": True}, "num_hidden_layers": 3, "mlp_only_layers": [1]},
@@ -38,9 +39,9 @@ TEXTS: dict[str, dict[str, Any]] = {
 }
 
 
-def model(name: str, **more: Any) -> Any:
-    """A tiny one with random weights."""
-    vision = dict(VISION)
+def model(name: str, seeing: Mapping[str, Any] = {}, **more: Any) -> Any:
+    """A tiny one with random weights. seeing: of what encodes images, beside VISION."""
+    vision = VISION | seeing
     if name == "Kimi_K25":
         vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     if name == "Qwen2VL":

@@ -1,0 +1,173 @@
+"""Models that see images give transformers' logits and tokens, whatever else is in the batch."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from penstock.shard.decoding.hypotheses import Search
+from penstock.shard.parallel import Ranks
+from penstock.shard.sequence import Group, Sampling
+from penstock.shard.step import Span
+
+from . import seeing, tiny
+from .driver import Habits, drive
+from .seeing import SEEING, Seen
+from .test_oracle import Bench, close
+
+Made = tuple[str, Any, Path]  # its name, transformers' model, its folder
+SIZES = [(2, 3), (1, 1), (3, 2)]
+
+
+@pytest.fixture(scope="module", params=SEEING)
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    folder = tmp_path_factory.mktemp("seeing")
+    return request.param, seeing.made(request.param, folder), folder
+
+
+def bench_of(folder: Path, prompt: Seen) -> tuple[Bench, Any]:
+    bench = Bench("llama", 16)
+    bench.engine = seeing.engine(folder)
+    sequence = bench.start(())
+    assert bench.engine.decoder.sight is not None
+    sequence.pictures = bench.engine.decoder.sight.pictures(prompt.pictures)
+    return bench, sequence
+
+
+@pytest.mark.parametrize("cut", [1, 4, 7, 100])
+def test_logits_of_chunks_equal_transformers(world: Made, cut: int) -> None:
+    name, reference, folder = world
+    prompt = seeing.seen(name, reference.config.model_type, random.Random(cut), SIZES)
+    bench, sequence = bench_of(folder, prompt)
+    found = []
+    for start in range(0, len(prompt.tokens), cut):
+        own = prompt.tokens[start : start + cut]
+        found.append(bench.run([Span(sequence, start, own, wanted=len(own))]))
+    close(torch.cat(found), seeing.logits(reference, name, prompt))
+
+
+def asked(world: Made, seed: int, sizes: list[tuple[int, int]] = SIZES, words: int = 5) -> Seen:
+    name, reference, _ = world
+    return seeing.seen(name, reference.config.model_type, random.Random(seed), sizes, words)
+
+
+def group(uid: int, prompt: Seen, count: int = 9, sampling: Sampling | None = None, **more: Any) -> Group:
+    return tiny.group(uid, prompt.tokens, count, sampling, images=prompt.pictures, **more)
+
+
+@torch.inference_mode()
+def generated(world: Made, prompt: Seen, **more: Any) -> Any:
+    name, reference, _ = world
+    settings = transformers.GenerationConfig(max_new_tokens=9, do_sample=False, eos_token_id=[1 << 20], pad_token_id=0, **more)
+    found = reference.generate(**seeing.inputs(name, prompt), generation_config=settings)
+    return found[:, len(prompt.ids) :].tolist()
+
+
+def score(world: Made, prompt: Seen, answer: list[int]) -> float:
+    """An answer's mean log-probability by transformers."""
+    whole = replace(prompt, ids=prompt.ids + answer, kinds=prompt.kinds + [0] * len(answer))
+    found = seeing.logits(world[1], world[0], whole)[len(prompt.ids) - 1 : -1].log_softmax(-1)
+    return found.gather(1, torch.tensor(answer).unsqueeze(1)).mean().item()
+
+
+def test_tokens_equal_transformers(world: Made) -> None:
+    """Greedy ones and beams, side by side."""
+    prompts = [asked(world, seed) for seed in range(3)]
+    engine = seeing.engine(world[2], 256, 4)
+    searched = [group(10 + uid, prompt, search=Search(3, 3)) for uid, prompt in enumerate(prompts)]
+    found = drive(engine, [*(group(uid, prompt) for uid, prompt in enumerate(prompts)), *searched], Habits(7), seed=1)
+    assert not found.failed
+    for uid, prompt in enumerate(prompts):
+        assert [found.tokens[uid, 0]] == generated(world, prompt)
+        beams = [found.tokens[10 + uid, rank] for rank in range(3)]
+        if world[0].startswith("Glm4v"):  # whose beams transformers 5.24 gives wrong positions
+            assert found.scores[10 + uid] == pytest.approx([score(world, prompt, beam) for beam in beams], abs=1e-4)
+        else:
+            assert beams == generated(world, prompt, num_beams=3, num_return_sequences=3)
+    assert engine.pool.free == engine.pool.pages
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_answers_do_not_depend_on_others(world: Made, page_size: int) -> None:
+    """Of prompts with images in common, in chunks, paused and gone on with, on top of what others have computed."""
+    prompts = [asked(world, seed % 3, [SIZES[seed % 2], SIZES[seed // 3]], words=9) for seed in range(6)]
+    sampling = [Sampling(temperature=0.8, seed=seed, repetition_penalty=1.2, frequency_penalty=0.3) for seed in range(6)]
+    more = [{"choices": 2}, {"search": Search(2, 1)}, {}]
+
+    def groups() -> list[Group]:
+        return [group(uid, prompts[uid], 12, sampling[uid], **more[uid % 3]) for uid in range(6)]
+
+    alone = {}
+    for one in groups():
+        engine = seeing.engine(world[2], 2048 // page_size, page_size, prefix_caching=False)
+        alone |= drive(engine, [one], Habits()).tokens
+    engine = seeing.engine(world[2], 640 // page_size, page_size)
+    found = drive(engine, [*groups(), *(replace(one, uid=one.uid + 10) for one in groups())], Habits(7, pauses=2), seed=page_size)
+    assert not found.failed
+    assert found.cached or world[0].startswith("Qwen3_5")  # which remembers longer beginnings alone
+    assert found.pauses
+    for (uid, choice), tokens in found.tokens.items():
+        assert tokens == alone[uid % 10, choice], (uid, choice)
+    assert engine.pool.free == engine.pool.pages
+
+
+def test_two_ranks_see_what_one_does(world: Made) -> None:
+    def work(ranks: Ranks) -> dict[tuple[int, int], list[int]]:
+        return drive(seeing.half(world[2], ranks, 4), groups(), Habits(7, pause=0.05), seed=2).tokens
+
+    def groups() -> list[Group]:
+        return [group(uid, asked(world, uid)) for uid in range(4)]
+
+    world_of_two, twin = tiny.Threads().run(work)
+    assert world_of_two == twin == drive(seeing.engine(world[2], 128, 4), groups(), Habits(7), seed=2).tokens
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda one: {"images": ()}, "nor an image's"),
+        (lambda one: {"images": one.images[:1]}, "nor an image's"),
+        (lambda one: {"images": one.images[::-1]}, "one behind the other"),
+        (lambda one: {"images": (replace(one.images[0], columns=5), *one.images[1:])}, "pixels of another shape"),
+        (lambda one: {"images": (*one.images[:2], replace(one.images[2], start=1000))}, "not within the prompt"),
+        (lambda one: {"prompt_logprobs": True}, "neither log-probabilities nor guesses"),
+        (lambda one: {"drafts": 2}, "neither log-probabilities nor guesses"),
+    ],
+)
+def test_what_is_refused(world: Made, change: Any, words: str) -> None:
+    """One request alone, by what is wrong with it."""
+    engine = seeing.engine(world[2], 64, 4)
+    wrong = group(1, asked(world, 1))
+    found = drive(engine, [replace(wrong, **change(wrong)), group(2, asked(world, 2))], Habits())
+    assert words in found.failed[1]
+    assert len(found.tokens[2, 0]) == 9
+
+
+def test_words_where_images_should_be(world: Made) -> None:
+    engine, prompt = seeing.engine(world[2], 64, 4), asked(world, 1)
+    wrong = tiny.group(1, [token % 100 for token in prompt.tokens], 9, images=prompt.pictures)
+    assert "where its images should be" in drive(engine, [wrong], Habits()).failed[1]
+
+
+def test_without_what_encodes_them(world: Made) -> None:
+    engine, prompt = seeing.engine(world[2], 64, 4), asked(world, 1)
+    engine.decoder.sight = None
+    assert "--max-images 0" in drive(engine, [group(1, prompt)], Habits()).failed[1]
+
+
+def test_features_are_forgotten(world: Made) -> None:
+    """When the tokens that they are for are computed."""
+    engine, one = seeing.engine(world[2], 64, 4), group(1, asked(world, 1))
+    engine.prefill(1, [one], [(1, 10)], 10, [])
+    [sequence] = one.sequences
+    assert sequence.pictures is not None
+    first, _, third = sequence.pictures
+    assert first.end > 10
+    assert first.features is not None
+    assert third.features is None
+    engine.prefill(1, [], [(1, 100)], 100, [])
+    assert all(picture.features is None for picture in sequence.pictures)
