@@ -23,7 +23,7 @@ $(INSTALLED): pyproject.toml
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "penstock needs Python 3.11 or newer: make PYTHON=python3.12 ..."'
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv  # one that is half-made is made anew
 	$(BIN)/python -m pip install --quiet --no-compile $(TORCH)
-	$(BIN)/python -m pip install --quiet --no-compile -e '.[dev,deploy,otel]'
+	$(BIN)/python -m pip install --quiet --no-compile -e '.[dev,deploy,images,otel]'
 	$(BIN)/python -m compileall -qq -j 0 -x '/(tests|transformers/models)/' .venv/lib || true
 	touch $(INSTALLED)
 

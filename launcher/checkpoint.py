@@ -8,8 +8,8 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ SINGLE = "model.safetensors"
 FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2, "I8": 1, "U8": 1}
 MOST_BYTES = 1 << 60  # JSON as Python reads it also has NaN and Infinity
+ENCODERS = ("visual.", "vision_tower.", "multi_modal_projector.")  # what tensors of what encodes images are in
 LARGEST_HEADER = 100_000_000  # bytes; the format's own limit
 
 
@@ -36,6 +37,7 @@ class Checkpoint:
     files: int  # safetensors files; 0: none, or nobody could say how many
     random: bool = False  # the weights are not read
     here: bool = True  # the weights are in the folder
+    encoder: Mapping[str, int] = field(default_factory=dict)  # of what encodes images: bytes by kind of number
 
 
 def read(folder: Path, load_format: str, ask: Callable[[], Remote] | None = None, text: bool = True) -> Checkpoint:
@@ -50,16 +52,19 @@ def read(folder: Path, load_format: str, ask: Callable[[], Remote] | None = None
         check_tokenizer(folder)
     if ask is not None and not _has_weights(folder):
         return _absent(folder, config, ask)
-    sizes: Counter[str] = Counter()
+    sizes, encoder = Counter[str](), Counter[str]()
     named = _weight_files(folder)
     for path, names in named.items():
         found = header(path)
         lacking = next((name for name in names if name not in found), None)
         if lacking is not None:
             raise Mistake(f"{path} has no tensor {lacking}, which {INDEX} puts there: download the model again")
-        for dtype, length in found.values():
+        for name, (dtype, length) in found.items():
             sizes[dtype] += length
-    return Checkpoint(folder=folder, config=config, dtype=_stored_dtype(folder, sizes), bytes=sizes.total(), files=len(named))
+            if name.removeprefix("model.").startswith(ENCODERS):
+                encoder[dtype] += length
+    dtype = _stored_dtype(folder, sizes)
+    return Checkpoint(folder=folder, config=config, dtype=dtype, bytes=sizes.total(), files=len(named), encoder=encoder)
 
 
 def _config(folder: Path) -> dict[str, Any]:

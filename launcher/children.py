@@ -14,16 +14,23 @@ from .adapters import Adapter
 from .options import Options
 from .plan import Plan
 from .replicas import Place
+from .sight import BODY
 
 SECRETS = ("API_KEY", "ADMIN_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_API_TOKEN")  # no child needs them
 
 
-def router_config(asked: Options, name: str, folder: Path, groups: Sequence[Sequence[str]], complaints: str = "") -> RouterConfig:
-    """Options and settings that bear the same name are the same. groups: the addresses of each one's ranks."""
+def router_config(
+    asked: Options, name: str, folder: Path, groups: Sequence[Sequence[str]], images: int = 0, complaints: str = ""
+) -> RouterConfig:
+    """Options and settings that bear the same name are the same. groups: the addresses of each one's ranks; images: that a request
+    may have."""
     addresses = tuple(tuple(ranks) for ranks in groups)
     fields = {field.name for field in dataclasses.fields(RouterConfig)} & set(options.FIELDS)
     given = {field: value for field in fields if (value := getattr(asked, field)) is not None}
     given["speculate"] = asked.speculation.most
+    given["max_images"] = images
+    if images and asked.payload_limit == options.ROUTER.payload_limit:
+        given["payload_limit"] = BODY
     given["adapters"] = tuple(adapters.parse(asked.lora_adapters, name))
     keys = kinds.keys_of(asked.api_key)
     return RouterConfig(folder=str(folder), model=name, groups=addresses, complaints=complaints, api_keys=keys, **given)
@@ -58,6 +65,7 @@ def shard_configs(
             kv_pages=asked.pool_pages,
             prefix_caching=asked.prefix_caching == "on",
             speculate=written(speculation),
+            image_pixels=asked.max_image_pixels if planned.sight.images else 0,
             # Groups on a CPU share its memory, ranks of a group divide their part of it themselves.
             memory_fraction=asked.cuda_memory_fraction / (asked.local_replicas if planned.device == "cpu" else 1),
             threads=planned.threads,

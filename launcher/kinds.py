@@ -31,6 +31,18 @@ def size(text: str) -> int:
     return _whole(text, 1, 1 << 50)
 
 
+def pixels(text: str) -> int:
+    """Of an image: from those of the least that models see to more than one can hold in memory."""
+    return _whole(text, 1 << 12, 1 << 26)
+
+
+def hosts(text: str) -> str:
+    """From where images come: addresses of hosts, or a word for all of them or none."""
+    if not all(re.fullmatch(r"[\w.-]+(:\d{1,5})?|\[[\da-fA-F:.]+\](:\d{1,5})?", part, re.ASCII) for part in text.split(",")):
+        raise ValueError("public, none, or hosts with commas between them are needed")
+    return text
+
+
 def _whole(text: str, least: int, most: int = MOST) -> int:
     digits = text.lstrip("0")
     if not text.isascii() or not text.isdigit() or int(digits[:20] or "0") < least:

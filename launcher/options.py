@@ -122,6 +122,23 @@ class Options:
         default="",
         kind=kinds.speculation,
     )
+    max_images: int | None = option(
+        REQUESTS,
+        "most images of a request, to models that see; 0: text alone, and what encodes images is not loaded (default: 8, where the "
+        "extra images is installed: pip install -e '.[images]' in the checkout)",
+        default=None,
+        kind=kinds.limit,
+    )
+    max_image_pixels: int = option(
+        REQUESTS, "most pixels of an image: larger ones are scaled down", default=ROUTER.max_image_pixels, kind=kinds.pixels
+    )
+    image_hosts: str = option(
+        REQUESTS,
+        "from where images come that requests name by URLs. public: any address that is; none: only those within requests (data:) "
+        "are taken; or hosts, which may be private, with commas between them",
+        default=ROUTER.image_hosts,
+        kind=kinds.hosts,
+    )
     max_stop_sequences: int = option(REQUESTS, "most stop strings", default=ROUTER.max_stop_sequences, kind=kinds.count)
     max_top_n_tokens: int = option(REQUESTS, "most alternatives per token", default=ROUTER.max_top_n_tokens, kind=kinds.count)
     max_client_batch_size: int = option(

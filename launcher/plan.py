@@ -5,18 +5,20 @@ measure, once the model is loaded, what the pool really gets. Pure, apart from `
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..shard import rooms
 from ..shard.models.draft_families import draft_shape
 from ..shard.models.families import shape
 from ..shard.models.shape import Shape
-from . import machine, replicas
+from . import machine, replicas, sight
 from .adapters import Adapter
+from .checkpoint import ITEM_BYTES as STORED
 from .checkpoint import Checkpoint
 from .machine import Machine
 from .mistake import Mistake
 from .options import SHARD, Options
+from .sight import Sight
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Parameters of a rank for each compute thread of a CPU. With fewer, threads take longer to wait for each other than to compute:
@@ -41,6 +43,8 @@ class Plan:
     threads: int
     weight_bytes: int
     adapter_bytes: int
+    sight: Sight = field(default_factory=Sight)
+    sight_bytes: int = 0  # of what encodes images, beside the weights
     token_bytes: int  # of one token's keys and values
     state_bytes: int = 0  # of all sequences that run at once, beside that
     draft: Shape | None = None  # the draft model, which is whole on rank 0
@@ -72,6 +76,7 @@ def divide(
     options: Options, model: Checkpoint, machine: Machine, draft: Checkpoint | None = None, changes: Sequence[Adapter] = ()
 ) -> Plan:
     """The plan for `model`, with a draft model and adapters if there are any, on `machine`. Raises Mistake."""
+    seen = sight.resolve(options, model)
     device = _device(options, machine)
     ranks = _ranks(options, device, machine)
     local = ranks // max(1, options.nnodes)
@@ -93,7 +98,8 @@ def divide(
     usable = int(total * options.cuda_memory_fraction)
     graphs = _graphs(options, form, small) if device == "cuda" else 0
     left = usable - graphs * rooms.GRAPH_BYTES
-    fixed, page = weights + adapted + draft_bytes, (token + draft_token) * options.page_size
+    encoder = sum(size // STORED[kind] for kind, size in model.encoder.items()) * item if seen.images else 0
+    fixed, page = weights + adapted + draft_bytes + encoder, (token + draft_token) * options.page_size
     caching = options.prefix_caching == "on"
     sequences = form.sequences(options.sequences, left - fixed, ranks, item, caching)
     states = form.states_bytes(ranks, item, sequences, caching)
@@ -115,6 +121,8 @@ def divide(
         threads=_threads(options, device, form.parameters(ranks), machine.cores // local),
         weight_bytes=weights,
         adapter_bytes=adapted,
+        sight=seen,
+        sight_bytes=encoder,
         token_bytes=token,
         state_bytes=states,
         draft=small,
@@ -235,6 +243,7 @@ def table(plan: Plan, name: str) -> str:
         ("  memory", f"{size(plan.memory):>10}  may be used"),
         ("  weights", f"{size(plan.weight_bytes):>10}"),
         *([("  adapters", f"{size(plan.adapter_bytes):>10}  at most")] if plan.adapter_bytes else []),
+        *_sight(plan),
         *([("  graphs", f"{size(plan.graphs * rooms.GRAPH_BYTES):>10}  {plan.graphs} recorded steps")] if plan.graphs else []),
         ("  keys/values", f"{size(plan.pages * plan.page_size * plan.token_bytes):>10}  {size(plan.token_bytes)} per token"),
         *_states(plan),
@@ -253,6 +262,15 @@ def _ample(plan: Plan) -> list[tuple[str, str]]:
         return []
     room = f"all sequences that run at once fit, {plan.sequences:,} (--max-batch-size) of {plan.longest:,} tokens"
     return [("", f"{room} (--max-total-tokens): more would only keep prefixes, see --kv-pages")]
+
+
+def _sight(plan: Plan) -> list[tuple[str, str]]:
+    """What encodes images."""
+    if not plan.sight.images:
+        return [("  images", f"none: {plan.sight.why}")] if plan.sight.why else []
+    return [
+        ("  images", f"{size(plan.sight_bytes):>10}  for what encodes them, up to {plan.sight.images} of a request (--max-images)")
+    ]
 
 
 def _states(plan: Plan) -> list[tuple[str, str]]:

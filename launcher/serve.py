@@ -11,7 +11,22 @@ from ..proto import settings
 from ..proto.speculation import LOSSY, Speculation
 from ..shard.config import ShardConfig
 from ..shard.models.families import shape
-from . import adapters, checkpoint, children, drafts, greeting, hub, machine, multi_node, nodes, options, plan, replicas, rundir
+from . import (
+    adapters,
+    checkpoint,
+    children,
+    drafts,
+    greeting,
+    hub,
+    machine,
+    multi_node,
+    nodes,
+    options,
+    plan,
+    replicas,
+    rundir,
+    sight,
+)
 from .console import Console
 from .mistake import Mistake
 from .options import Options
@@ -70,7 +85,8 @@ def run(asked: Options, environment: Mapping[str, str]) -> int:
         else:
             groups = {place.name: _part(asked, place, ranks) for place, ranks in zip(places, shards, strict=True)}
             addresses = [place.addresses for place in places]
-        return _supervisor(asked, name, text, private, groups, addresses, given, console, began).run()
+        images = planned.sight.images if text == model.folder else 0
+        return _supervisor(asked, name, text, private, groups, addresses, images, given, console, began).run()
 
 
 def _tell(asked: Options, name: str, planned: Plan, text: Path, speculation: Speculation, console: Console) -> None:
@@ -82,6 +98,8 @@ def _tell(asked: Options, name: str, planned: Plan, text: Path, speculation: Spe
     folder = planned.checkpoint.folder
     if text != folder:
         console.say(f"{folder} has no tokenizer.json: the embedded demo model's tokenizer stands in")
+    if planned.sight.why:
+        console.say(f"text alone is served: {planned.sight.why}")
     if speculation.most and speculation.verify in LOSSY:
         console.say(f"--speculate verify={speculation.verify} is lossy: answers differ from what the model says without guesses")
     idle = [options.flag(option) for option in options.PAUSING if getattr(asked, option) is not None]
@@ -96,9 +114,10 @@ def _route(asked: Options, name: str, folder: Path, environment: Mapping[str, st
     greeting.warn(asked, environment, console)
     if idle := [options.flag(name) for name in options.SHARDS if getattr(asked, name) != options.FIELDS[name].default]:
         console.say(f"no effect on shards that somebody else starts: {', '.join(idle)}")
+    images = sight.resolve(asked, checkpoint.read(folder, "dummy")).images
     with rundir.private() as private:
         given = children.environment(environment, 1)
-        return _supervisor(asked, name, folder, private, {}, [], given, console, began).run()
+        return _supervisor(asked, name, folder, private, {}, [], images, given, console, began).run()
 
 
 @contextmanager
@@ -128,6 +147,7 @@ def _supervisor(
     private: Path,
     groups: Mapping[str, Part],
     addresses: Sequence[Sequence[str]],
+    images: int,
     environment: Mapping[str, str],
     console: Console,
     began: float,
@@ -139,7 +159,7 @@ def _supervisor(
         os.mkfifo(complaints)
         # The router's settings may hold the API key, which `ps` would show.
         every = [*addresses, *asked.remote_replicas]
-        file.write_text(settings.dump(children.router_config(asked, name, text, every, str(complaints))))
+        file.write_text(settings.dump(children.router_config(asked, name, text, every, images, str(complaints))))
 
     def ready() -> None:
         seconds = time.monotonic() - began

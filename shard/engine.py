@@ -235,21 +235,24 @@ class Engine:
         return "" if len(set(choices)) == len(choices) else f"a choice comes twice among {choices}"
 
     def _unknown(self, group: Group) -> str:
-        """What is wrong with tokens that are no words of the model; "": nothing, they are its images'."""
-        vocabulary, sight = self.decoder.shape.vocabulary, self.decoder.sight
-        if group.images and sight is None:
-            return "the shards see no images: what encodes them was not loaded (--max-images 0)"
-        if group.images and (group.prompt_logprobs or group.drafts):
-            return "a prompt with images has neither log-probabilities nor guesses"
-        shown = sight.places(group.images) if group.images and sight is not None else []
-        if shown is None or (shown and shown[-1] >= group.prompt_length):
-            return "its images are not within the prompt, one behind the other, or have pixels of another shape"
+        """What is wrong with its tokens; "": nothing."""
+        vocabulary, shown = self.decoder.shape.vocabulary, list[int]()
+        if group.images:
+            sight = self.decoder.sight
+            if sight is None:
+                return "the shards see no images: what encodes them was not loaded (--max-images 0)"
+            if group.prompt_logprobs or group.drafts:
+                return "a prompt with images has neither log-probabilities nor guesses"
+            found = sight.places(group.images)
+            if found is None or found[-1] >= group.prompt_length:
+                return "its images are not within the prompt, one behind the other, or have pixels of another shape"
+            shown = found
         for sequence in group.sequences:
             highest = max(sequence.tokens)
-            if highest >= vocabulary and [place for place, token in enumerate(sequence.tokens) if token >= vocabulary] != shown:
-                return f"token {highest} is not in the model's vocabulary of {vocabulary}, nor an image's"
             if highest < vocabulary and shown:
                 return "the prompt has tokens of the model where its images should be"
+            if highest >= vocabulary and [place for place, token in enumerate(sequence.tokens) if token >= vocabulary] != shown:
+                return f"token {highest} is not in the model's vocabulary of {vocabulary}{', nor an image' if shown else ''}"
         return ""
 
     def _join(self, batch: int, group: Group) -> None:

@@ -89,7 +89,7 @@ def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
     decoder = Decoder(model, source, ranks, device, exact, changes)
     if config.image_pixels:
         stage("loading what encodes images")
-        decoder.sight = Sight(_config(folder), folder, source, model.layers, bool(model.rope.axes))
+        decoder.sight = Sight(_config(folder), folder, source, config.image_pixels, model)
     stops = Stops(grammars) if grammars else None
     drafter = _drafter(config, speculation, decoder, source, stage) if speculation.draft else None
     guesses = Guesses(ranks, device, speculation, drafter, masks)

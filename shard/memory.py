@@ -63,9 +63,10 @@ def size_pool(
     context = 0 if triton_on(engine.device) else 2 * total * engine.layer_bytes
     context += _chosen(engine, tokens, total) if engine.decoder.shape.index else 0
     sample = _sample(engine, page_size, tokens, min(rows, tokens))
+    seeing = _seeing(engine, tokens) if engine.decoder.sight else 0
     # Graphs keep what their steps take, in memory that all of them share.
     recorded = len(graphs) * GRAPH_BYTES + sample.bytes * max(graphs, default=0) // sample.tokens
-    needed = sample.bytes * -(-tokens // sample.tokens) + context + recorded
+    needed = sample.bytes * -(-tokens // sample.tokens) + context + recorded + seeing
     available = int(_available(engine.device) * fraction) // (ranks if engine.device.type == "cpu" else 1)
     sequences, states = engine.sequences(sequences, available - needed)
     needed += states
@@ -82,6 +83,7 @@ def size_pool(
     log.info(
         f"pool: {chosen} pages of {page_size} tokens ({chosen * page_size} tokens{why}, {chosen * page_bytes / 1e9:.2f} GB); "
         f"a step takes up to {needed / 1e9:.2f} GB{_part(recorded, 'graphs')}"
+        f"{_part(seeing, 'images')}"
         f"{_part(states, f'what {sequences} sequences remember')}, room for {room} pages"
     )
     return int(chosen), sequences, sample
@@ -94,6 +96,21 @@ def _chosen(engine: Engine, tokens: int, total: int) -> int:
     from ..kernels import indexed_attention
 
     return indexed_attention.SCORE_BYTES * min(tokens * total, indexed_attention.SCORES)
+
+
+@torch.inference_mode()
+def _seeing(engine: Engine, tokens: int) -> int:
+    """Bytes that encoding the largest image takes, and features of a step of so many tokens and of an image that goes on in the
+    next one. On a CPU a small image is measured and multiplied, as steps are: it grows in proportion to the image's tokens."""
+    sight = engine.decoder.sight
+    assert sight is not None
+    largest = sight.largest
+    few = min(largest, SAMPLE_TOKENS) if engine.device.type == "cpu" else largest
+    sight(sight.blank(1))
+    before = _peak(engine.device, reset=True)
+    features = sight(sight.blank(few))
+    measured = max(0, _peak(engine.device) - before)
+    return measured * -(-largest // few) + (tokens + largest) * features[0].nbytes
 
 
 def _part(count: int, what: str) -> str:

@@ -3,6 +3,7 @@
 An image is encoded by itself, so that its features depend on nothing else.
 """
 
+import math
 from collections.abc import Sequence as Listing
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +16,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from ...proto.images import FORMS
 from ..pictures import Picture, Pictures
 from ..weights import Source
-from .fields import Config
-from .shape import Unsupported
+from .fields import AGAIN, Config
+from .shape import Shape, Unsupported
 
 ROOTS = ("model.", "")  # what names of its tensors begin with: as transformers 5 saves them, and as most checkpoints have them
 COLOURS = 3
@@ -26,29 +27,36 @@ REMEDY = "pip install 'penstock[images]', or take --max-images 0, which serves t
 class Sight:
     """From pixels to features."""
 
-    def __init__(self, config: Config, folder: Path, source: Source, layers: int, turned: bool) -> None:
-        """layers: of the decoder; turned: images' tokens have positions of their own. Raises Unsupported."""
+    def __init__(self, config: Config, folder: Path, source: Source, pixels: int, form: Shape) -> None:
+        """pixels: the most of an image; form: the decoder's. Raises Unsupported."""
         self._form = FORMS[config["model_type"]]
-        self._turned = turned
+        self._pixels = pixels
+        self._turned = bool(form.rope.axes)
+        self._dtype = source.dtype
         self._model = _modules(config, folder)
         self._grid = hasattr(self._model, "visual")  # else by sizes in pixels
-        wanted = {name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()}
-        found = {name: source.tensor(_stored(name, source), shape) for name, shape in wanted.items()}
-        self._model.load_state_dict(found, strict=False, assign=True)
-        self._model.to(source.device)  # buffers, too
+        self._load(source)
         processor = _processor(folder)
         self._mean, self._deviation = (
             torch.tensor(values, device=source.device).view(COLOURS, 1, 1) for values in (processor.image_mean, processor.image_std)
         )
         self._factor = float(processor.rescale_factor)
         vision = self._model.config.vision_config
-        deep = getattr(vision, "deepstack_visual_indexes", None) or ()
-        if len(deep) >= layers:
-            raise Unsupported(f"config.json says deepstack_visual_indexes {[*deep]}: there must be fewer than the {layers} layers")
         self._merged = int(getattr(vision, "spatial_merge_size", 0) or self._model.config.spatial_merge_size)
         self._patch = int(vision.patch_size)
         self._frames = int(getattr(vision, "temporal_patch_size", 1))
-        self._dtype = source.dtype
+        deep = getattr(vision, "deepstack_visual_indexes", None) or ()
+        if len(deep) >= form.layers:
+            raise Unsupported(f"config.json says deepstack_visual_indexes {[*deep]}, and there are {form.layers} layers: {AGAIN}")
+
+    def _load(self, source: Source) -> None:
+        wanted = {name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()}
+        try:
+            found = {name: source.tensor(_stored(name, source), shape) for name, shape in wanted.items()}
+        except Unsupported as error:
+            raise Unsupported(f"{error}; --max-images 0 does without") from None
+        self._model.load_state_dict(found, strict=False, assign=True)
+        self._model.to(source.device)  # buffers, too
 
     @property
     def bytes(self) -> int:
@@ -61,6 +69,17 @@ class Sight:
             side = self._patch * self._merged
             return 1, COLOURS, rows * side, columns * side
         return rows * columns * self._merged**2, COLOURS, self._patch, self._patch
+
+    @property
+    def largest(self) -> int:
+        """The most tokens of an image, without what ends rows."""
+        return max(1, self._pixels // (self._patch * self._merged) ** 2)
+
+    def blank(self, tokens: int) -> Picture:
+        """An image of about so many tokens, on which is nothing."""
+        rows = max(1, math.isqrt(tokens))
+        columns = max(1, tokens // rows)
+        return Picture(0, rows, columns, columns, torch.zeros(self.shape(rows, columns), dtype=torch.uint8))
 
     def places(self, images: Listing[Picture]) -> list[int] | None:
         """Of their tokens in the prompt, ascending; None: they overlap, or are not as `shape` says."""

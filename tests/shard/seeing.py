@@ -86,7 +86,7 @@ def half(folder: Path, ranks: Ranks, page_size: int) -> Engine:
     form = shape(config)
     decoder = Decoder(form, weights, ranks, CPU)
     with MAKING:  # while its modules are made, all that the process makes have no memory
-        decoder.sight = Sight(config, folder, weights, form.layers, bool(form.rope.axes))
+        decoder.sight = Sight(config, folder, weights, 1 << 20, form)
     found = Engine(decoder, CPU, page_size)
     found.resize(128, page_size)
     return found

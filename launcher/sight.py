@@ -1,0 +1,50 @@
+"""Whether a model is served with images: if it has what encodes them, and what prepares pictures for that is installed."""
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from ..proto.images import FORMS
+from .checkpoint import FLOATS, Checkpoint
+from .mistake import Mistake
+from .options import ROUTER, Options
+
+USUAL = 8  # images of a request
+PACKAGES = {"transformers": "transformers", "PIL": "pillow"}  # by the names of their modules
+DESCRIPTIONS = ("preprocessor_config.json", "processor_config.json")  # either says how pictures are prepared
+BODY = 10 * ROUTER.payload_limit  # bytes of a request's body, in which pictures are text
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """Of a model."""
+
+    images: int = 0  # that a request may have; 0: text alone is served
+    why: str = ""  # not, if somebody might think so
+
+
+def resolve(asked: Options, model: Checkpoint) -> Sight:
+    """What `--max-images` comes to. Raises Mistake if it wants what can't be."""
+    if asked.max_images == 0:
+        return Sight()
+    problem = _problem(model)
+    if problem and asked.max_images:
+        raise Mistake(f"--max-images {asked.max_images}, but {problem}; or take --max-images 0, which serves text alone")
+    if problem:
+        return Sight(why=problem if "vision_config" in model.config else "")
+    return Sight(USUAL if asked.max_images is None else asked.max_images)
+
+
+def _problem(model: Checkpoint) -> str:
+    """Why no images can be seen; "": they can."""
+    kind = model.config.get("model_type")
+    if not isinstance(model.config.get("vision_config"), dict) or kind not in FORMS:
+        return f"images are seen by models of type {', '.join(sorted(FORMS))}, and this one is {kind!r}"
+    if not any((model.folder / name).is_file() for name in DESCRIPTIONS):
+        return f"{model.folder} has no {DESCRIPTIONS[0]}, which says how pictures are prepared: complete the download"
+    if missing := [package for name, package in PACKAGES.items() if find_spec(name) is None]:
+        return f"images need {' and '.join(missing)}: pip install -e '.[images]' in the checkout"
+    if model.here and not model.random and not model.encoder:
+        return f"{model.folder} has no weights of what encodes images: take a copy of the model that has"
+    if strange := sorted(set(model.encoder) - set(FLOATS)):
+        return f"what encodes images has weights of kind {', '.join(strange)}, and {', '.join(FLOATS)} are read there"
+    return ""

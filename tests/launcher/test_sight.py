@@ -1,0 +1,103 @@
+"""Which models are served with images, and with what that is planned."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+
+from penstock.launcher import checkpoint, children, plan, sight
+from penstock.launcher.checkpoint import Checkpoint
+from penstock.launcher.machine import Machine
+from penstock.launcher.mistake import Mistake
+from penstock.launcher.options import Options
+
+from ..shard.seeing import made
+
+MACHINE = Machine(cores=2, memory=1 << 30, fast_bfloat16=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("model")
+    made("Qwen2_5_VL", found)
+    (found / "tokenizer.json").write_text("{}")
+    return found
+
+
+@pytest.fixture
+def model(folder: Path) -> Checkpoint:
+    return checkpoint.read(folder, "auto")
+
+
+def changed(model: Checkpoint, **more: Any) -> Checkpoint:
+    fields = {name: getattr(model, name) for name in ("folder", "config", "dtype", "bytes", "files", "random", "here", "encoder")}
+    return Checkpoint(**fields | more)
+
+
+def test_by_default_where_it_can_be(model: Checkpoint) -> None:
+    assert sight.resolve(Options(), model) == sight.Sight(8)
+    assert sight.resolve(Options(max_images=3), model) == sight.Sight(3)
+    assert sight.resolve(Options(max_images=0), model) == sight.Sight()
+    assert sight.resolve(Options(), changed(model, random=True, encoder={})) == sight.Sight(8)
+
+
+def test_models_of_text_have_none() -> None:
+    text = Checkpoint(folder=Path(), config={"model_type": "llama"}, dtype="float32", bytes=0, files=1)
+    assert sight.resolve(Options(), text) == sight.Sight()
+    with pytest.raises(Mistake, match=r"--max-images 2, but images are seen by models of type glm46v, .*'llama'.*--max-images 0"):
+        sight.resolve(Options(max_images=2), text)
+
+
+def test_why_not(model: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text is served all the same, and what is lacking is told."""
+    for other, words in (
+        (changed(model, encoder={}), "no weights of what encodes images"),
+        (changed(model, encoder={"F8_E4M3": 3}), "weights of kind F8_E4M3"),
+        (changed(model, folder=tmp_path), "no preprocessor_config.json"),
+        (changed(model, config=model.config | {"model_type": "gemma3"}), "this one is 'gemma3'"),
+    ):
+        assert words in sight.resolve(Options(), other).why
+        assert not sight.resolve(Options(), other).images
+        with pytest.raises(Mistake, match=words):
+            sight.resolve(Options(max_images=1), other)
+    monkeypatch.setattr(sight, "find_spec", lambda name: None if name == "PIL" else find_spec(name))
+    assert sight.resolve(Options(), model).why == "images need pillow: pip install -e '.[images]' in the checkout"
+
+
+def test_what_encodes_them_is_planned(folder: Path, model: Checkpoint) -> None:
+    stored = safetensors.torch.load_file(folder / "model.safetensors")
+    bytes_of = sum(tensor.numel() for name, tensor in stored.items() if "visual." in name) * 4
+    planned = plan.divide(Options(kv_pages=9), model, MACHINE)
+    assert planned.sight.images == 8
+    assert planned.sight_bytes == bytes_of > 0
+    assert "up to 8 of a request (--max-images)" in plan.table(planned, "name")
+    without = plan.divide(Options(kv_pages=9, max_images=0), model, MACHINE)
+    assert without.sight_bytes == 0
+    assert "images" not in plan.table(without, "name")
+    half = plan.divide(Options(kv_pages=9, dtype="bfloat16"), model, MACHINE)
+    assert half.sight_bytes == bytes_of // 2
+
+
+def test_names_of_other_checkpoints_count(folder: Path, tmp_path: Path, model: Checkpoint) -> None:
+    for name in ("config.json", "preprocessor_config.json", "tokenizer.json"):
+        (tmp_path / name).write_text((folder / name).read_text())
+    stored = safetensors.torch.load_file(folder / "model.safetensors")
+    assert "visual.merger.mlp.0.weight" in stored
+    renamed = {f"model.{name}" if name.startswith("visual.") else name: tensor for name, tensor in stored.items()}
+    safetensors.torch.save_file(renamed, tmp_path / "model.safetensors")
+    assert checkpoint.read(tmp_path, "auto").encoder == model.encoder
+
+
+def test_what_router_and_shards_are_told(folder: Path, model: Checkpoint) -> None:
+    asked = Options(max_image_pixels=5000, image_hosts="none", kv_pages=9)
+    router = children.router_config(asked, "name", folder, [], images=8)
+    assert (router.max_images, router.max_image_pixels, router.image_hosts) == (8, 5000, "none")
+    assert router.payload_limit == 20_000_000
+    assert children.router_config(asked, "name", folder, []).max_images == 0
+    assert children.router_config(asked, "name", folder, []).payload_limit == 2_000_000
+    given = Options(payload_limit=3)
+    assert children.router_config(given, "name", folder, [], images=8).payload_limit == 3
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen2_5_vl"
