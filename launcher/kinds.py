@@ -208,6 +208,8 @@ METAVARS: dict[Any, str] = {
     count: "N",
     limit: "N",
     size: "BYTES",
+    pixels: "N",
+    hosts: "public|none|HOST[,...]",
     threads: "N",
     port: "PORT",
     fraction: "X",

@@ -55,6 +55,8 @@ def test_every_option_is_read_from_its_variable() -> None:
         kinds.seconds: "0.5",
         kinds.positive: "0.5",
         kinds.limit: "0",
+        kinds.pixels: "5000",
+        kinds.hosts: "a.example",
         kinds.path: "/text",
         kinds.file: str(Path(__file__).resolve()),
         kinds.graphs: "1,2",

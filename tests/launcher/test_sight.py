@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 
-from penstock.launcher import checkpoint, children, plan, sight
+from penstock.launcher import checkpoint, children, kinds, plan, sight
 from penstock.launcher.checkpoint import Checkpoint
 from penstock.launcher.machine import Machine
 from penstock.launcher.mistake import Mistake
@@ -101,3 +101,14 @@ def test_what_router_and_shards_are_told(folder: Path, model: Checkpoint) -> Non
     given = Options(payload_limit=3)
     assert children.router_config(given, "name", folder, [], images=8).payload_limit == 3
     assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen2_5_vl"
+
+
+@pytest.mark.parametrize("text", ["public", "none", "a.example,10.0.0.1:8080", "[::1]:80,[::1]"])
+def test_hosts(text: str) -> None:
+    assert kinds.hosts(text) == text
+
+
+@pytest.mark.parametrize("text", ["", "a b", "http://a.example", "a.example,", "::1", "a:b", "*.example"])
+def test_what_are_no_hosts(text: str) -> None:
+    with pytest.raises(ValueError, match="public, none, or hosts"):
+        kinds.hosts(text)
