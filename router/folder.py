@@ -49,6 +49,11 @@ def read(folder: Path, chat_template: str = "") -> Words:
     )
 
 
+def model_config(folder: Path) -> dict[str, Any]:
+    """What config.json says of the model; {} if there is none. Raises Unusable."""
+    return _read(folder / "config.json")
+
+
 def _tokenizer(path: Path) -> tokenizers.Tokenizer:
     if not path.is_file():
         raise Unusable(f"{path} does not exist. Save the tokenizer in the fast format first: {AGAIN}")

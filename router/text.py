@@ -118,7 +118,10 @@ class Tokenizer:
         """What the token adds to a text; bytes if they are no characters by themselves. "" for an id without a token."""
         piece = self._pieces.get(id)
         if piece is None:
-            piece = self._pieces[id] = self._find_piece(id)
+            token = self._tokenizer.id_to_token(id)
+            if token is None:  # of an image, mostly: there are billions of these ids, and none is worth being remembered
+                return ""
+            piece = self._pieces[id] = self._find_piece(id, token)
             if isinstance(piece, str) and not self.is_special(id):
                 self.whole[id] = Piece(piece, piece, False)
         return piece
@@ -170,10 +173,7 @@ class Tokenizer:
         piece = self.piece(id)
         return self.decode([id], skip_special_tokens=False) if isinstance(piece, str) and piece.startswith(" ") else piece
 
-    def _find_piece(self, id: int) -> str | bytes:
-        token = self._tokenizer.id_to_token(id)
-        if token is None:
-            return ""
+    def _find_piece(self, id: int, token: str) -> str | bytes:
         if self._byte_level is not None:
             data = bytes(self._byte_level.get(character, 256) for character in token) if self._all_bytes(token) else token.encode()
         elif self._byte_fallback and (match := BYTE_TOKEN.fullmatch(token)):

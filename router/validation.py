@@ -16,7 +16,8 @@ import msgspec
 
 from .config import RouterConfig
 from .grammar import Grammars
-from .request import Beams, Expired, Grammar, Limits, Overloaded, Priority, Refused, Request, Sampling, Stopping
+from .pictures import NO_IMAGES, Pictures
+from .request import Beams, Expired, Grammar, Image, Limits, Overloaded, Priority, Refused, Request, Sampling, Stopping
 from .scheduler import most_pages
 from .text import LONG_TEXT, Tokenizer
 
@@ -34,6 +35,7 @@ Result = TypeVar("Result")
 class Parameters(msgspec.Struct, frozen=True, kw_only=True):
     """What a client said, before anybody has looked at it. None: nothing. Names are TGI's, where TGI has one."""
 
+    images: Sequence[bytes] = ()  # encoded, as the prompt shows them
     choices: int | None = None  # answers that are drawn: TGI's best_of, OpenAI's n
     num_beams: int | None = None
     num_return_sequences: int | None = None  # answers that are found: the best beams
@@ -88,11 +90,13 @@ class Validator:
     """The rules for one model under one operator's settings."""
 
     def __init__(self, config: RouterConfig, tokenizer: Tokenizer, observe: Callable[[float], None] = lambda seconds: None) -> None:
-        """observe: gets the seconds that finding a request valid took."""
+        """observe: gets the seconds that finding a request valid took. Raises Misconfigured if there shall be images, and the model
+        sees none."""
         self._config = config
         self._tokenizer = tokenizer
         self._observe = observe
         self.grammars = Grammars(tokenizer.added_id)
+        self.pictures = Pictures(config, tokenizer.token_text, tokenizer.added_id) if config.max_images else None
         self._threads = ThreadPoolExecutor(THREADS, "tokenizer")
         self._long = 0  # texts that threads tokenize, or will
 
@@ -115,7 +119,11 @@ class Validator:
         adapter = self._adapter(parameters)
         _check_ids(parameters.logit_bias, "logit_bias", limits)
         _check_ids(parameters.end_ids, "stop_token_ids", limits)
+        pictures = self._pictures(parameters)
         ids = await self._prompt(prompt, parameters.truncate, limits, add_special_tokens)
+        images: tuple[Image, ...] = ()
+        if pictures is not None:
+            ids, images = await pictures.put(ids, parameters.images, limits.vocabulary)
         try:
             stop, end_ids, choices, longest = self._ways(parameters, beams, len(ids), limits)
         except Refused:
@@ -125,6 +133,7 @@ class Validator:
             stop, end_ids, choices, longest = self._ways(parameters, None, len(ids), limits)
         request = Request(
             prompt=tuple(ids),
+            images=images,
             max_new_tokens=longest,
             sampling=_sampling(parameters, limits),
             stop=stop,
@@ -151,6 +160,24 @@ class Validator:
         if parameters.grammar is not None:
             return msgspec.structs.replace(request, grammar=await self.grammars.check(parameters.grammar))
         return request
+
+    def check_images(self, count: int) -> None:
+        """Raises Refused if a request has more than there may be."""
+        most = self._config.max_images
+        if count > most:
+            if self.pictures is None:
+                raise Refused(f"`inputs` has an image, and {NO_IMAGES}", "inputs")
+            raise Refused(f"`inputs` must have at most {most} images (--max-images). Given: {count}", "inputs")
+
+    def _pictures(self, given: Parameters) -> Pictures | None:
+        """What puts the request's images into its prompt; None if it has none."""
+        self.check_images(len(given.images))
+        if not given.images:
+            return None
+        for name, asked in (("truncate", given.truncate), ("prompt_logprobs", given.prompt_logprobs)):
+            if asked:
+                raise Refused(f"`{name}` together with images is not supported", name)
+        return self.pictures
 
     async def _prompt(
         self, prompt: str | Sequence[int], truncate: int | None, limits: Limits, add_special_tokens: bool
@@ -246,11 +273,11 @@ class Validator:
         return given.adapter
 
     def _drafts(self, given: Parameters, beams: Beams | None) -> int:
-        """Guesses in a step. There are none for beams."""
+        """Guesses in a step. There are none for beams, and where a prompt shows what who guesses can't see."""
         most = self._config.speculate
         if given.speculate is not None and not 0 <= given.speculate <= most:
             raise Refused(f"`speculate` must be >= 0 and <= {most} (--speculate). Given: {given.speculate}", "speculate")
-        if beams is not None:
+        if beams is not None or given.images:
             return 0
         return most if given.speculate is None else given.speculate
 

@@ -1,0 +1,111 @@
+"""Images in prompts: each stands where the family's placeholder was, as the tokens that it has for the model.
+
+Their ids are in no vocabulary, see `proto.images`. What an image looks like is the affair of `pixels`. Knows no HTTP.
+"""
+
+import hashlib
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from ..proto.images import FORMS
+from .config import Misconfigured, RouterConfig
+from .folder import model_config
+from .pixels import Pixels, Preparer
+from .request import Image, Refused
+
+NO_IMAGES = "only text is supported: the model sees no images, or the server was started without (--max-images)"
+# By the beginning of a family's model_type: what stands before a placeholder, the placeholder, and what stands behind it.
+WRAPPERS = {
+    "glm": ("<|begin_of_image|>", "<|image|>", "<|end_of_image|>"),
+    "mistral": ("", "[IMG]", ""),
+    "qwen": ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>"),
+}
+MARK = "![]("  # up to the next ")"
+IDS = 1 << 32  # ids are numbers of 32 bits
+
+
+class Pictures:
+    """For one model that sees."""
+
+    def __init__(self, config: RouterConfig, token_text: Callable[[int], str], added_id: Callable[[str], int | None]) -> None:
+        """token_text, added_id: the tokenizer's. Raises Misconfigured if the model sees no images, or its tokenizer has no word for
+        them; Unusable."""
+        model = model_config(Path(config.folder))
+        family = model.get("model_type")
+        if family not in FORMS:
+            raise Misconfigured(f"--max-images {config.max_images}: models of type {family!r} see no images here; leave it out")
+        before, word, behind = next(words for name, words in WRAPPERS.items() if family.startswith(name))
+        place = model.get("image_token_id", model.get("image_token_index", added_id(word)))
+        breaks = FORMS[family].breaks
+        ids = [added_id(name) for name in breaks or ()]
+        if not isinstance(place, int) or None in ids:
+            raise Misconfigured(f"the tokenizer of {config.folder} has no {breaks or word}, which a prompt with images needs")
+        self._place = place
+        self._breaks = tuple(id for id in ids if id is not None)
+        self._preparer = Preparer(config.folder, config.max_image_pixels)
+        self._word = token_text(place)
+        around = [name if added_id(name) is not None else "" for name in (before, behind)]
+        self.text = self._word.join(around)  # what an image is in the text of a prompt that is no chat
+
+    async def start(self) -> None:
+        """Returns when images can be prepared: the first shall not wait for that."""
+        await self._preparer.start()
+
+    async def put(self, ids: Sequence[int], images: Sequence[bytes], vocabulary: int) -> tuple[list[int], tuple[Image, ...]]:
+        """The prompt with these encoded images in their places. Raises Refused, or Overloaded."""
+        places = ids.count(self._place)
+        if places != len(images):
+            word = self._word
+            raise Refused(
+                f"`inputs` has {places} places for images ({word}), and {len(images)} images: a text must not have {word} itself, "
+                "and a chat template must write it for each",
+                "inputs",
+            )
+        found = [await self._preparer.prepare(image, f"image {number}") for number, image in enumerate(images, 1)]
+        return expanded(ids, self._place, found, self._breaks, vocabulary)
+
+
+def marked(text: str, word: str) -> tuple[str, list[str]]:
+    """Of a text with images in Markdown, `![](URL)` as in text-generation-inference, one with the word instead of each; and the
+    URLs."""
+    parts, urls, at = [], [], 0
+    while (start := text.find(MARK, at)) >= 0 and (end := text.find(")", start)) >= 0:
+        parts.append(text[at:start])
+        urls.append(text[start + len(MARK) : end])
+        at = end + 1
+    return word.join((*parts, text[at:])), urls
+
+
+def expanded(
+    ids: Sequence[int], place: int, images: Sequence[Pixels], breaks: Sequence[int], vocabulary: int
+) -> tuple[list[int], tuple[Image, ...]]:
+    """The prompt's tokens with each image's own instead of the place for it. breaks: of the vocabulary, behind each row and behind
+    the last."""
+    prompt: list[int] = []
+    shown = []
+    rest = iter(images)
+    for id in ids:
+        if id != place:
+            prompt.append(id)
+            continue
+        one = next(rest)
+        shown.append(Image(start=len(prompt), rows=one.rows, columns=one.columns, pixels=one.pixels, shape=one.shape))
+        prompt += _tokens(one, breaks, vocabulary)
+    return prompt, tuple(shown)
+
+
+def _tokens(image: Pixels, breaks: Sequence[int], vocabulary: int) -> Iterator[int]:
+    ids = own_ids(image.digest, image.rows * image.columns, vocabulary)
+    if not breaks:
+        yield from ids
+        return
+    for row in range(image.rows):
+        yield from ids[row * image.columns : (row + 1) * image.columns]
+        yield breaks[row == image.rows - 1]
+
+
+def own_ids(digest: bytes, count: int, vocabulary: int) -> list[int]:
+    """So many ids in no vocabulary, which follow from the digest alone."""
+    drawn = struct.unpack(f"<{count}I", hashlib.shake_256(digest).digest(4 * count))
+    return [vocabulary + number % (IDS - vocabulary) for number in drawn]

@@ -1,0 +1,244 @@
+"""Makes pixels, as a model's image processor leaves them, of encoded images: PNG, JPEG, WebP, GIF (its first picture), BMP.
+
+In processes of its own, because what decodes them is written in C, and what it reads comes from anybody. There transformers' own
+processor does the work, by Pillow and numpy; without torch, which would take 4 s and 400 MB to be there. Only rescaling and
+normalizing is left to the shards, so that pixels are a byte each. Knows no tokens and no HTTP.
+"""
+
+import hashlib
+import io
+import json
+import logging
+import math
+import sys
+import warnings
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from .apart import Apart, Busy, Died, Late, serve
+from .request import Overloaded, Refused
+
+SECONDS = 10.0  # for one image: a photograph of 12 million pixels takes 0.3 s (x86, one core)
+PATIENCE = 30.0  # seconds that one waits for a process
+PROCESSES = 2
+MOST_PIXELS = 1 << 26  # that are decoded: a few copies of such a picture fit into the memory that a process may take
+FILES = ("preprocessor_config.json", "processor_config.json")  # one of which says how images are prepared
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+MOST_SAID = 200  # characters of a library's own words
+
+logger = logging.getLogger(__name__)
+
+
+class Job(msgspec.Struct):
+    folder: str  # of the model
+    most: int  # pixels that are left of a larger image
+    data: bytes | None  # None: nothing but the processor is made
+
+
+class Pixels(msgspec.Struct, frozen=True):
+    """Of one image: see Image in shard.proto."""
+
+    rows: int
+    columns: int
+    shape: tuple[int, ...]
+    pixels: bytes
+    digest: bytes  # of all these
+
+
+class Answer(msgspec.Struct):
+    found: Pixels | None = None
+    refused: str = ""  # what is wrong with the image, or ...
+    unable: str = ""  # ... why none can be prepared
+
+
+_answers = msgspec.msgpack.Decoder(Answer)
+_jobs = msgspec.msgpack.Decoder(Job)
+
+
+class Preparer:
+    """Prepares images elsewhere, within limits."""
+
+    def __init__(self, folder: str, most: int, seconds: float = SECONDS) -> None:
+        """most: pixels that are left of a larger image."""
+        self._folder = folder
+        self._most = most
+        self._seconds = seconds
+        self._apart = Apart("penstock.router.pixels", PROCESSES)
+
+    async def start(self) -> None:
+        """Returns when a process is there, and says in the log if it won't be of use."""
+        try:
+            await self._apart.start()
+            unable = (await self._ask(None)).unable
+        except (Busy, Late, Died):
+            unable = "the process that does it does not start"
+        if unable:
+            _tell(unable)
+
+    async def prepare(self, data: bytes, name: str) -> Pixels:
+        """name: of the image, for refusals. Raises Refused, or Overloaded."""
+        try:
+            await self._apart.start()
+            answer = await self._ask(data)
+        except Busy:
+            raise Overloaded("too many images are being prepared") from None
+        except Late:
+            raise Refused(f"{name} takes more than {self._seconds:g} s to be read", "inputs") from None
+        except Died:
+            raise Refused(f"{name} can't be read: that needs too much memory, or ends what reads it", "inputs") from None
+        if answer.unable:
+            _tell(answer.unable)
+            raise Refused("the server can't prepare images: its log says why", "inputs")
+        if answer.found is None:
+            raise Refused(f"{name} {answer.refused}", "inputs")
+        return answer.found
+
+    async def _ask(self, data: bytes | None) -> Answer:
+        job = msgspec.msgpack.encode(Job(self._folder, self._most, data))
+        return _answers.decode(await self._apart.ask(job, self._seconds, PATIENCE))
+
+
+def _tell(unable: str) -> None:
+    logger.error("images can't be prepared, and requests with any are refused: %s", unable)
+
+
+class _Wrong(Exception):
+    """With an image; the message goes on where its name ends."""
+
+
+def _work(job: bytes) -> bytes:
+    """What the process does for one image."""
+    return msgspec.msgpack.encode(_answer(_jobs.decode(job)))
+
+
+def _answer(job: Job) -> Answer:
+    try:
+        processor, unit = _processor(job.folder)
+    except Exception as error:  # of a library, about files that came with a download
+        return Answer(unable=_words(error))
+    if job.data is None:
+        return Answer()
+    try:
+        return Answer(_pixels(processor, unit, _opened(job.data), job.most))
+    except _Wrong as wrong:
+        return Answer(refused=str(wrong))
+    except MemoryError:
+        return Answer(refused="can't be read: it needs too much memory")
+
+
+@lru_cache(maxsize=1)
+def _processor(folder: str) -> tuple[Any, int]:
+    """The folder's, and how many pixels of each direction become a token."""
+    if not any((Path(folder) / name).is_file() for name in FILES):
+        raise OSError(f"{folder} has neither {' nor '.join(FILES)}: download it again")
+    from transformers import AutoImageProcessor
+
+    makers: Any = AutoImageProcessor  # which has no types
+    made = makers.from_pretrained(folder, backend="pil", local_files_only=True)
+    if hasattr(made, "merge_size"):
+        return made, made.patch_size * made.merge_size
+    return made, _token_side(Path(folder))
+
+
+def _token_side(folder: Path) -> int:
+    """Of a family whose image processor does not know it: as its processor or its vision tower says."""
+    own, model = (_read(folder / name) for name in (FILES[1], "config.json"))
+    patch = own.get("patch_size") or model["vision_config"]["patch_size"]
+    return int(patch) * int(own.get("spatial_merge_size") or model["spatial_merge_size"])
+
+
+def _read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return found
+
+
+def _opened(data: bytes) -> Any:
+    """As transformers' load_image reads it: the way up that it says, in RGB."""
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    try:
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
+        width, height = image.size
+        if width * height > MOST_PIXELS:
+            raise _Wrong(f"has {width} x {height} pixels: at most {MOST_PIXELS} are read")
+        ImageOps.exif_transpose(image, in_place=True)
+        return image.convert("RGB")
+    except UnidentifiedImageError:
+        raise _Wrong(f"is no image that can be read: {', '.join(FORMATS)} can") from None
+    except (_Wrong, MemoryError):
+        raise
+    except Image.DecompressionBombError:
+        raise _Wrong(f"has too many pixels: at most {MOST_PIXELS} are read") from None
+    except Exception as error:  # decoders raise anything
+        raise _Wrong(f"can't be read: {_words(error)}") from None
+
+
+def _pixels(processor: Any, unit: int, image: Any, most: int) -> Pixels:
+    import numpy
+
+    patched = hasattr(processor, "merge_size")
+    size = _area(processor, most) if patched else _side(processor.size.longest_edge, unit, image.size, most)
+    more = {} if patched else {"patch_size": unit}
+    try:
+        found = processor(image, size=size, do_rescale=False, do_normalize=False, return_tensors="np", **more)
+    except ValueError as error:  # of those that are much longer than wide
+        raise _Wrong(f"can't be prepared: {_words(error)}") from None
+    values = found["pixel_values"]
+    if patched:
+        _, high, wide = (int(number) for number in found["image_grid_thw"][0])
+        rows, columns = high // processor.merge_size, wide // processor.merge_size
+        side = processor.patch_size
+        values = values.reshape(len(values), -1, processor.temporal_patch_size, side, side)[:, :, 0]  # a picture stands still
+    else:
+        rows, columns = (length // unit for length in values.shape[-2:])
+    if not 0 < rows * columns * unit**2 <= most:
+        raise _Wrong(f"is too thin: there is no size of at most {most} pixels in which it is wide enough")
+    pixels, shape = values.astype(numpy.uint8).tobytes(), values.shape
+    digest = hashlib.sha256(b"%d %d %r " % (rows, columns, shape) + pixels).digest()
+    return Pixels(rows, columns, shape, pixels, digest)
+
+
+def _area(processor: Any, most: int) -> dict[str, int]:
+    """Where sizes are bounded by pixels. GLM counts those of all frames that a patch has, and a picture is so many alike."""
+    most *= processor.temporal_patch_size if type(processor).__name__.startswith("Glm") else 1
+    longest = min(processor.size.longest_edge, most)
+    return {"shortest_edge": min(processor.size.shortest_edge, longest), "longest_edge": longest}
+
+
+def _side(longest: int, unit: int, size: tuple[int, int], most: int) -> dict[str, int]:
+    """Where sizes are bounded by the longer side, and then rounded up: the largest bound with which the whole is small enough."""
+    larger = max(size)
+    longest = min(longest, larger)
+    if _rounded(longest, unit, size) > most:
+        longest = min(longest, math.ceil(larger * math.sqrt(most / (size[0] * size[1]))))
+        while longest > 1 and _rounded(longest, unit, size) > most:
+            longest -= 1
+    return {"longest_edge": longest}
+
+
+def _rounded(longest: int, unit: int, size: tuple[int, int]) -> int:
+    """Pixels that are left of an image, as transformers' Pixtral computes it."""
+    ratio = max(1, max(size) / longest)
+    return math.prod(((math.floor(length / ratio) - 1) // unit + 1) * unit for length in size)
+
+
+def _words(error: Exception) -> str:
+    return " ".join(str(error).split())[:MOST_SAID] or type(error).__name__
+
+
+def _prepare_process() -> None:
+    """What takes time and memory is there before jobs are, and limits."""
+    sys.modules["torch"] = None  # type: ignore[assignment]  # transformers asks whether it is installed
+    logging.disable(logging.WARNING)  # of what it says then
+    warnings.simplefilter("ignore")
+    with suppress(ImportError):  # the first job tells
+        from transformers import AutoImageProcessor  # noqa: F401
+
+
+if __name__ == "__main__":
+    _prepare_process()
+    serve(_work)

@@ -1,0 +1,80 @@
+"""Folders of models that see, as far as a router reads them, and pictures for them."""
+
+import io
+import json
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy
+import tokenizers
+from PIL import Image
+
+from penstock.router.pictures import WRAPPERS
+from penstock.router.text import Tokenizer
+from penstock.tests.router.fake_batcher import make_tokenizer
+
+PATCH = {"qwen2_vl": 14, "qwen3_vl": 16, "glm4v": 14, "mistral3": 14}
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
+        "image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "image_std": [0.26862954, 0.26130258, 0.27577711],
+    },
+    "qwen3_vl": {
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "size": {"shortest_edge": 4096, "longest_edge": 1 << 24},
+        "patch_size": 16,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    },
+    "glm4v": {"image_processor_type": "Glm4vImageProcessor", "size": {"shortest_edge": 12544, "longest_edge": 9633792}},
+    "mistral3": {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 1540}, "patch_size": 14},
+}
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{% if part.type == 'image' %}IMAGE{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def make_folder(folder: Path, family: str = "qwen2_vl") -> Tokenizer:
+    """With a token per byte, and the family's own words."""
+    make_tokenizer(folder)
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    words = next(words for name, words in WRAPPERS.items() if family.startswith(name))
+    tokenizer.add_special_tokens([word for word in (*words, "[IMG_BREAK]", "[IMG_END]") if word])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["chat_template"] = TEMPLATE.replace("IMAGE", "".join(words))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    model: dict[str, Any] = {"model_type": family, "image_token_id": tokenizer.token_to_id(words[1])}
+    if family == "mistral3":
+        model |= {"spatial_merge_size": 2, "vision_config": {"patch_size": 14}}
+    (folder / "config.json").write_text(json.dumps(model))
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[family]))
+    return Tokenizer(folder)
+
+
+def picture(width: int, height: int, mode: str = "RGB", seed: int = 0) -> Image.Image:
+    """Blurred noise."""
+    noise = numpy.random.default_rng(seed).integers(0, 256, (height // 4 + 1, width // 4 + 1, 3), "uint8")
+    return Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC).convert(mode)
+
+
+def encoded(image: Image.Image, form: str = "PNG", **how: Any) -> bytes:
+    found = io.BytesIO()
+    image.save(found, form, **how)
+    return found.getvalue()
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A PNG that says to be so large."""
+
+    def chunk(name: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")

@@ -1,0 +1,208 @@
+"""Images in prompts: which tokens they become, where, and what else becomes of the request."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.proto.images import FORMS
+from penstock.router.beginnings import Beginnings
+from penstock.router.commands import group
+from penstock.router.config import Misconfigured, RouterConfig
+from penstock.router.pictures import WRAPPERS, expanded, marked, own_ids
+from penstock.router.pixels import Pixels
+from penstock.router.request import Limits, Refused, Request
+from penstock.router.text import Tokenizer
+from penstock.router.validation import Parameters, Validator
+from penstock.tests.router.sights import encoded, make_folder, picture
+
+LIMITS = Limits(max_input_tokens=1000, max_total_tokens=1200, vocabulary=300)
+IMAGE = encoded(picture(112, 56))  # 2 rows of 4 tokens
+OTHER = encoded(picture(112, 56, seed=1))
+WORD = "<|image_pad|>"
+
+
+def pixels(rows: int, columns: int, digest: bytes = b"a") -> Pixels:
+    return Pixels(rows, columns, (1,), b"x", digest)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("model")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Tokenizer:
+    return make_folder(folder)
+
+
+def validate(
+    folder: Path, tokenizer: Tokenizer, prompt: Any, limits: Limits = LIMITS, max_images: int = 3, speculate: int = 4, **given: Any
+) -> Request:
+    config = RouterConfig(folder=str(folder), model="m", max_images=max_images, speculate=speculate)
+    return asyncio.run(Validator(config, tokenizer).request(prompt, Parameters(**given), limits))
+
+
+def test_own_ids_follow_from_the_digest_alone() -> None:
+    ids = own_ids(b"a", 10_000, 300)
+    assert ids == own_ids(b"a", 10_000, 300)
+    assert ids[:100] == own_ids(b"a", 100, 300)
+    assert sum(one == other for one, other in zip(ids, own_ids(b"b", 10_000, 300), strict=True)) < 5
+    assert 300 <= min(ids) < 1 << 22
+    assert (1 << 32) - (1 << 22) < max(ids) < 1 << 32
+    assert len(set(ids)) > 9_990
+    assert all(1 << 31 <= id < 1 << 32 for id in own_ids(b"a", 1000, 1 << 31))
+
+
+def test_an_image_stands_for_its_place() -> None:
+    first, second = pixels(2, 3), pixels(1, 2, b"b")
+    prompt, images = expanded([1, 9, 2, 9, 3], 9, [first, second], (), 300)
+    assert prompt == [1, *own_ids(b"a", 6, 300), 2, *own_ids(b"b", 2, 300), 3]
+    assert [(one.start, one.rows, one.columns) for one in images] == [(1, 2, 3), (8, 1, 2)]
+
+
+def test_rows_end_where_a_family_ends_them() -> None:
+    prompt, images = expanded([9, 1], 9, [pixels(2, 3)], (7, 8), 300)
+    ids = own_ids(b"a", 6, 300)
+    assert prompt == [*ids[:3], 7, *ids[3:], 8, 1]
+    assert (len(prompt), images[0].start) == (1 + FORMS["mistral3"].length(2, 3), 0)
+
+
+def test_every_family_has_words() -> None:
+    assert all(sum(family.startswith(name) for name in WRAPPERS) == 1 for family in FORMS)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "glm4v", "mistral3"])
+def test_a_request_shows_them(tmp_path: Path, family: str) -> None:
+    tokenizer = make_folder(tmp_path, family)
+    validator = Validator(RouterConfig(folder=str(tmp_path), model="m", max_images=3), tokenizer)
+    assert validator.pictures is not None
+    word = validator.pictures.text
+    request = asyncio.run(validator.request(f"a{word}b{word}{word}", Parameters(images=[IMAGE, OTHER, IMAGE]), LIMITS))
+    first, second, third = request.images
+    length = FORMS[family].length(first.rows, first.columns)
+    own = [request.prompt[one.start : one.start + length] for one in request.images]
+    assert own[0] == own[2] != own[1]
+    rest = [id for place, id in enumerate(request.prompt) if not any(0 <= place - one.start < length for one in request.images)]
+    assert rest == [id for id in tokenizer.encode(f"a{word}b{word}{word}") if id != validator.pictures._place]
+    assert first.pixels == third.pixels != second.pixels
+    message = group(1, request)
+    assert [one.start for one in message.images] == [one.start for one in request.images]
+    assert tuple(message.tokens) == request.prompt
+
+
+def test_without_images_a_place_is_a_word_like_any_other(folder: Path, tokenizer: Tokenizer) -> None:
+    request = validate(folder, tokenizer, WORD)
+    assert request.prompt == tuple(tokenizer.encode(WORD))
+    assert (request.images, request.drafts) == ((), 4)
+
+
+def test_nobody_guesses_what_follows_images(folder: Path, tokenizer: Tokenizer) -> None:
+    assert validate(folder, tokenizer, WORD, images=[IMAGE]).drafts == 0
+    assert validate(folder, tokenizer, WORD, images=[IMAGE], speculate=4).drafts == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "given", "message"),
+    [
+        (
+            "hi",
+            {"images": [IMAGE]},
+            "`inputs` has 0 places for images (<|image_pad|>), and 1 images: a text must not have <|image_pad|> itself, and a chat "
+            "template must write it for each",
+        ),
+        (
+            WORD * 3,
+            {"images": [IMAGE, OTHER]},
+            "`inputs` has 3 places for images (<|image_pad|>), and 2 images: a text must not have <|image_pad|> itself, and a chat "
+            "template must write it for each",
+        ),
+        (WORD * 4, {"images": [IMAGE] * 4}, "`inputs` must have at most 3 images (--max-images). Given: 4"),
+        (WORD, {"images": [IMAGE], "truncate": 5}, "`truncate` together with images is not supported"),
+        (WORD, {"images": [IMAGE], "prompt_logprobs": True}, "`prompt_logprobs` together with images is not supported"),
+        (WORD, {"images": [b"nothing"]}, "image 1 is no image that can be read: PNG, JPEG, WEBP, GIF, BMP can"),
+        (
+            WORD,
+            {"images": [IMAGE], "max_images": 0},
+            "`inputs` has an image, and only text is supported: the model sees no images, or the server was started without "
+            "(--max-images)",
+        ),
+        # 1 + 8 tokens, though without its image it had 2
+        (
+            WORD,
+            {"images": [IMAGE], "limits": Limits(9, 10, 300), "max_new_tokens": 2},
+            "`inputs` tokens + `max_new_tokens` must be ",
+        ),
+        (WORD, {"images": [IMAGE], "limits": Limits(8, 100, 300)}, "`inputs` must have less than 8 tokens. Given: 9"),
+        ([0, 300], {}, "`inputs` has the token id 300; the model knows 0 to 299"),  # nobody sends an image's tokens
+    ],
+)
+def test_what_can_not_be_is_refused(folder: Path, tokenizer: Tokenizer, prompt: Any, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(Refused) as refused:
+        validate(folder, tokenizer, prompt, **given)
+    assert str(refused.value).startswith(message)
+    assert refused.value.parameter is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "llama"}, "--max-images 1: models of type 'llama' see no images here; leave it out"),
+        ({"model_type": "mistral3"}, "has no ('[IMG_BREAK]', '[IMG_END]'), which a prompt with images needs"),
+        ({"image_token_id": None}, "has no <|image_pad|>, which a prompt with images needs"),
+    ],
+)
+def test_a_model_that_sees_none_is_told_at_the_start(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    make_folder(tmp_path)
+    if "mistral3" in changes.values():
+        text = (tmp_path / "tokenizer.json").read_text().replace("[IMG_", "[NOT_")
+        (tmp_path / "tokenizer.json").write_text(text)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(Misconfigured) as told:
+        Validator(RouterConfig(folder=str(tmp_path), model="m", max_images=1), Tokenizer(tmp_path))
+    assert message in str(told.value)
+
+
+def test_text_follows_images(tokenizer: Tokenizer) -> None:
+    ids = own_ids(b"a", 8, 300)
+    before = len(tokenizer._pieces)
+    stream = tokenizer.stream(ids)
+    assert "".join(stream.push(id).delta for id in tokenizer.encode("née", False)) + stream.end() == "née"
+    tokenizer.stream(own_ids(b"b", 8, 300))
+    assert len(tokenizer._pieces) - before <= 4  # of the text
+    assert [tokenizer.token_text(id) for id in ids] == [""] * 8
+
+
+def test_images_tell_prompts_apart() -> None:
+    """For replicas that are chosen by what they have cached."""
+    beginnings = Beginnings(4, 16)
+
+    def keys(digest: bytes) -> list[tuple[int, int]]:
+        prompt, _ = expanded([1, 2, 3, 4, 9, 5], 9, [pixels(2, 4, digest)], (), 300)
+        return beginnings.of(tuple(prompt), "")
+
+    assert keys(b"a") == keys(b"a")
+    assert keys(b"a")[0] == keys(b"b")[0]
+    assert keys(b"a")[1] != keys(b"b")[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "urls"),
+    [
+        ("a ![](http://x/y?z=1) b", "a IMG b", ["http://x/y?z=1"]),
+        ("![](data:image/png;base64,AA==)![](b))", "IMGIMG)", ["data:image/png;base64,AA==", "b"]),
+        ("![x](y) [](z) ![](", "![x](y) [](z) ![](", []),
+        ("![](![](a)", "IMG", ["![](a"]),
+        ("![]()", "IMG", [""]),
+    ],
+)
+def test_markdown_is_read_as_tgi_reads_it(text: str, expected: str, urls: list[str]) -> None:
+    assert marked(text, "IMG") == (expected, urls)
+
+
+def test_markdown_takes_no_time() -> None:
+    text = "![](" * 500_000
+    assert marked(text, "IMG") == (text, [])

@@ -1,0 +1,190 @@
+"""Pixels from images: the same as transformers' own, and what is no image is told so."""
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+from PIL import Image
+
+from penstock.router.pixels import MOST_PIXELS, Pixels, Preparer, _rounded, _side
+from penstock.router.request import Refused
+from penstock.tests.router.sights import PATCH, PROCESSORS, bomb, encoded, make_folder, picture
+
+MOST = 1 << 20
+SIZES = [(57, 211), (640, 480), (33, 30), (1601, 1999), (28, 28), (1000, 9)]
+
+
+def prepared(folder: Path, *images: bytes, most: int = MOST, seconds: float = 10.0) -> list[Pixels]:
+    async def run() -> list[Pixels]:
+        preparer = Preparer(str(folder), most, seconds)
+        return [await preparer.prepare(image, f"image {number}") for number, image in enumerate(images, 1)]
+
+    return asyncio.run(run())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("model")
+    make_folder(found)
+    return found
+
+
+def theirs(folder: Path) -> Any:
+    from transformers import AutoImageProcessor
+
+    makers: Any = AutoImageProcessor  # which has no types
+    return makers.from_pretrained(folder, backend="pil")
+
+
+def normalized(found: Pixels, processor: Any) -> numpy.ndarray[Any, Any]:
+    """As the shards see it."""
+    values = numpy.frombuffer(found.pixels, numpy.uint8).reshape(found.shape).astype(numpy.float64) / 255
+    each = [-1 if length == 3 and place == 1 else 1 for place, length in enumerate(found.shape)]
+    mean, deviation = (numpy.reshape(numbers, each) for numbers in (processor.image_mean, processor.image_std))
+    normal: numpy.ndarray[Any, Any] = (values - mean) / deviation
+    return normal
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "glm4v"])
+def test_patches_are_transformers_own(tmp_path: Path, family: str) -> None:
+    make_folder(tmp_path, family)
+    processor = theirs(tmp_path)
+    most = 1 << 26  # the processor's own bound is the smaller one
+    images = [picture(*size, seed=seed) for seed, size in enumerate(SIZES)]
+    side = PATCH[family]
+    for image, found in zip(images, prepared(tmp_path, *map(encoded, images), most=most), strict=True):
+        expected = processor(image, return_tensors="np")
+        assert (1, 2 * found.rows, 2 * found.columns) == tuple(expected["image_grid_thw"][0])
+        assert found.shape == (4 * found.rows * found.columns, 3, side, side)
+        both = numpy.repeat(normalized(found, processor)[:, :, None], 2, axis=2)
+        numpy.testing.assert_allclose(both.reshape(len(both), -1), expected["pixel_values"], atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "glm4v"])
+def test_a_large_one_has_as_many_patches_as_it_may(tmp_path: Path, family: str) -> None:
+    make_folder(tmp_path, family)
+    processor = theirs(tmp_path)
+    image = picture(1601, 1999)
+    [found] = prepared(tmp_path, encoded(image), most=200_000)
+    frames = 2 if family == "glm4v" else 1
+    expected = processor(image, size={"shortest_edge": 4096, "longest_edge": 200_000 * frames}, return_tensors="np")
+    assert (1, 2 * found.rows, 2 * found.columns) == tuple(expected["image_grid_thw"][0])
+    assert 150_000 < len(found.pixels) // 3 <= 200_000
+    both = numpy.repeat(normalized(found, processor)[:, :, None], 2, axis=2)
+    numpy.testing.assert_allclose(both.reshape(len(both), -1), expected["pixel_values"], atol=1e-6)
+
+
+def test_whole_pictures_are_transformers_own(tmp_path: Path) -> None:
+    make_folder(tmp_path, "mistral3")
+    processor = theirs(tmp_path)
+    images = [picture(*size, seed=seed) for seed, size in enumerate([*SIZES, (30, 1600)])]
+    for image, found in zip(images, prepared(tmp_path, *map(encoded, images), most=1 << 24), strict=True):
+        expected = processor(image, patch_size=28, return_tensors="np")["pixel_values"]
+        assert found.shape == expected.shape == (1, 3, 28 * found.rows, 28 * found.columns)
+        numpy.testing.assert_allclose(normalized(found, processor), expected, atol=1e-6)
+    [small] = prepared(tmp_path, encoded(images[3]), most=100_000)
+    bound = _side(1540, 28, images[3].size, 100_000)
+    expected = processor(images[3], patch_size=28, size=bound, return_tensors="np")["pixel_values"]
+    numpy.testing.assert_allclose(normalized(small, processor), expected, atol=1e-6)
+
+
+def test_a_bound_of_sides_is_the_largest() -> None:
+    for size in [(1601, 1999), (1024, 1024), (1025, 1000), (5000, 40), (10, 10)]:
+        for most in (1 << 20, 100_000, 30_000):
+            longest = _side(1540, 28, size, most)["longest_edge"]
+            assert _rounded(longest, 28, size) <= most
+            further = range(longest + 1, min(1540, max(size)) + 1)
+            assert all(_rounded(more, 28, size) > most for more in further)
+
+
+def test_what_transformers_5_saves_is_read(tmp_path: Path) -> None:
+    """All in one file; the image processor within it."""
+    make_folder(tmp_path, "mistral3")
+    [expected] = prepared(tmp_path, encoded(picture(99, 120)))
+    (tmp_path / "preprocessor_config.json").unlink()
+    (tmp_path / "config.json").write_text('{"model_type": "mistral3"}')
+    whole = {"processor_class": "PixtralProcessor", "patch_size": 14, "spatial_merge_size": 2}
+    (tmp_path / "processor_config.json").write_text(json.dumps(whole | {"image_processor": PROCESSORS["mistral3"]}))
+    assert prepared(tmp_path, encoded(picture(99, 120))) == [expected]
+
+
+def test_all_forms_are_read(folder: Path) -> None:
+    image = picture(84, 112)
+    others = [image.rotate(180), image.rotate(90)]
+    first = encoded(image.convert("P"), "GIF", save_all=True, append_images=[one.convert("P") for one in others])
+    lossless = prepared(
+        folder,
+        encoded(image),
+        encoded(image, "BMP"),
+        encoded(image, "WEBP", lossless=True),
+        encoded(image.convert("RGBA")),
+        encoded(image.convert("P")),
+        first,
+    )
+    assert {(one.rows, one.columns) for one in lossless} == {(4, 3)}
+    assert len({one.digest for one in lossless[:4]}) == 1
+    assert lossless[4] == lossless[5]
+    forms = [("JPEG", "L"), ("JPEG", "CMYK"), ("PNG", "1"), ("PNG", "LA"), ("PNG", "I;16")]
+    assert len(prepared(folder, *(encoded(image.convert(mode), form) for form, mode in forms))) == len(forms)
+
+
+def test_it_is_turned_as_it_says(folder: Path) -> None:
+    image, exif = picture(56, 112), Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees
+    [turned, expected] = prepared(folder, encoded(image, exif=exif), encoded(image.transpose(Image.Transpose.ROTATE_270)))
+    assert (turned.rows, turned.columns) == (2, 4)
+    assert turned == expected
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"", "is no image that can be read: PNG, JPEG, WEBP, GIF, BMP can"),
+        (b"<svg/>", "is no image that can be read: PNG, JPEG, WEBP, GIF, BMP can"),
+        (encoded(picture(64, 64), "TIFF"), "is no image that can be read: PNG, JPEG, WEBP, GIF, BMP can"),
+        (encoded(picture(64, 64))[:2000], "can't be read: image file is truncated"),
+        (encoded(picture(64, 64), "JPEG")[:500], "can't be read: Truncated File Read"),
+        (bomb(30000, 20000), "has too many pixels: at most 67108864 are read"),
+        (bomb(8193, 8192), f"has 8193 x 8192 pixels: at most {MOST_PIXELS} are read"),
+        (bomb(64, 64), "can't be read: image file is truncated (0 bytes not processed)"),
+        (encoded(picture(1000, 4)), "can't be prepared: absolute aspect ratio must be smaller than 200, got 250.0"),
+    ],
+)
+def test_what_is_none_is_refused_by_name(folder: Path, data: bytes, why: str) -> None:
+    with pytest.raises(Refused) as refused:
+        prepared(folder, encoded(picture(60, 60)), data)
+    assert str(refused.value).partition(" (")[0] == f"image 2 {why}".partition(" (")[0]
+    assert refused.value.parameter == "inputs"
+
+
+def test_one_that_is_too_thin_for_the_bound_is_refused(folder: Path) -> None:
+    with pytest.raises(Refused, match="image 1 is too thin"):
+        prepared(folder, encoded(picture(3000, 20)), most=20_000)
+
+
+def test_its_time_is_limited(folder: Path) -> None:
+    with pytest.raises(Refused, match=r"takes more than 0\.001 s to be read"):
+        prepared(folder, encoded(picture(2000, 2000), "JPEG"), seconds=0.001)
+
+
+def test_equal_pictures_have_equal_digests(folder: Path) -> None:
+    one, again, other = prepared(folder, *(encoded(picture(60, 90, seed=seed)) for seed in (1, 1, 2)))
+    assert one == again
+    assert one.digest != other.digest
+    tall, wide = prepared(folder, encoded(Image.new("RGB", (56, 112))), encoded(Image.new("RGB", (112, 56))))
+    assert tall.pixels == wide.pixels
+    assert tall.digest != wide.digest
+
+
+def test_a_folder_without_a_processor_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_folder(tmp_path)
+    (tmp_path / "preprocessor_config.json").unlink()
+    with caplog.at_level(logging.ERROR):
+        asyncio.run(Preparer(str(tmp_path), MOST).start())
+    assert f"images can't be prepared, and requests with any are refused: {tmp_path} has neither preprocessor_config" in caplog.text
+    with pytest.raises(Refused, match="the server can't prepare images: its log says why"):
+        prepared(tmp_path, encoded(picture(60, 60)))
