@@ -1,14 +1,17 @@
 """The HTTP application: routes, who may use them, what a failure becomes. Knows no request's content."""
 
+import asyncio
 import hmac
 import logging
-from collections.abc import Set
+from collections.abc import AsyncIterator, Set
 from contextlib import nullcontext
+from functools import partial
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from ..config import Misconfigured, RouterConfig
+from ..pictures import Pictures
 from ..record import current
 from ..request import Failure
 from ..text import Tokenizer
@@ -21,6 +24,7 @@ from .cors import cors
 from .docs import Docs
 from .either import Either
 from .errors import OPENAI_PATH, RETRY, Problem, Rejected, as_openai, openai_body, problem_of, tgi_body, unauthorized
+from .links import Links
 from .openai import OpenAI
 from .openai_chats import Chats
 from .page import FILES, Page
@@ -58,10 +62,12 @@ def make_app(
     validator = Validator(config, tokenizer, metrics.validated)
     metrics.watch("penstock_grammars_compiled", lambda: validator.grammars.compiled)
     metrics.watch("penstock_grammars_found", lambda: validator.grammars.found)
-    tgi = Tgi(config, tokenizer, validator, batcher)
-    openai = OpenAI(config, tokenizer, validator, batcher)
-    responses = Responses(config, tokenizer, validator, batcher)
-    either = Either(config, batcher, Chats(tokenizer, validator), tgi, openai)
+    links = Links(config)
+    chats = Chats(tokenizer, validator, links)
+    tgi = Tgi(config, tokenizer, validator, links, batcher)
+    openai = OpenAI(config, tokenizer, validator, chats, batcher)
+    responses = Responses(config, tokenizer, chats, batcher)
+    either = Either(config, batcher, chats, tgi, openai)
     probes = PROBES | ({config.aip_health_route} if config.aip_health_route else set())
     docs = Docs(config)
     app = _application(config, metrics, tracing, probes | FILES.keys() | docs.paths)
@@ -72,6 +78,8 @@ def make_app(
     probe = Probes(batcher, replicas)
     page = Page(config, batcher, metrics, probe.health)
     app.on_shutdown.append(page.close)
+    if validator.pictures is not None:
+        app.cleanup_ctx.append(partial(_seeing, validator.pictures, links))
     app.add_routes(
         [
             web.post("/", tgi.root),
@@ -104,6 +112,14 @@ def make_app(
         _apart(app, "GET", "--aip-health-route", config.aip_health_route)
         app.router.add_get(config.aip_health_route, probe.health)
     return app
+
+
+async def _seeing(pictures: Pictures, links: Links, app: web.Application) -> AsyncIterator[None]:
+    """Images are prepared and fetched as long as the application runs. Nothing waits for the start."""
+    starting = asyncio.create_task(pictures.start())
+    yield
+    starting.cancel()
+    await links.close()
 
 
 def _application(config: RouterConfig, metrics: Metrics, tracing: Tracing | None, open_paths: Set[str]) -> web.Application:

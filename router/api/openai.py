@@ -66,11 +66,11 @@ class Asked:
 class OpenAI:
     """The handlers."""
 
-    def __init__(self, config: RouterConfig, tokenizer: Tokenizer, validator: Validator, batcher: Batcher) -> None:
+    def __init__(self, config: RouterConfig, tokenizer: Tokenizer, validator: Validator, chats: Chats, batcher: Batcher) -> None:
         self._config = config
         self._validator = validator
         self._batcher = batcher
-        self._chats = Chats(tokenizer, validator)
+        self._chats = chats
         self._scribe = Scribe(tokenizer)
         self._fingerprint = f"{version('penstock')}-native"
         self._completion = msgspec.json.Decoder(CompletionBody)

@@ -11,9 +11,10 @@ from ..request import Grammar, Limits, Refused, Request
 from ..template import Chat
 from ..text import Tokenizer
 from ..validation import Parameters, Validator, in_time
+from .links import Links
 from .openai_bodies import ChatBody, naming
 from .openai_formats import format_name, grammar_of
-from .openai_messages import messages_of
+from .openai_messages import images_of, messages_of
 from .openai_shapes import Speaker
 from .openai_tools import Tools, tools_of
 
@@ -23,9 +24,10 @@ PLAIN_FORM = "json"  # in which forced calls are written where nothing tells how
 class Chats:
     """For one model."""
 
-    def __init__(self, tokenizer: Tokenizer, validator: Validator) -> None:
+    def __init__(self, tokenizer: Tokenizer, validator: Validator, links: Links) -> None:
         self._tokenizer = tokenizer
         self._validator = validator
+        self._links = links
         self._parser, self._reasoning = tokenizer.parsers
 
     async def request(
@@ -33,6 +35,8 @@ class Chats:
     ) -> tuple[Request, Callable[[], Speaker] | None]:
         """The request, and what makes a reader for each of its answers; None: they are plain text."""
         tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls)
+        images = images_of(messages)
+        self._validator.check_images(len(images))
         async with in_time(asked):
             prompt = await self._render(body, messages, tools)
         continued = _text(messages[-1]) if _continues(body, messages[-1]) else ""
@@ -46,7 +50,9 @@ class Chats:
             grammar = calls if format is None else _either(calls, format)
         asked = replace(asked, grammar=grammar, shown=self._shown(reasoning, parser))
         with naming(grammar="tools" if tools.forced else format_name(body)):
-            request = await self._validator.request(prompt, asked, limits, add_special_tokens=bool(body.add_special_tokens))
+            async with in_time(asked), self._links.opened(images) as opened:
+                asked = replace(asked, images=opened)
+                request = await self._validator.request(prompt, asked, limits, add_special_tokens=bool(body.add_special_tokens))
         if parser is None and reasoning is None:
             return request, None
 
@@ -57,7 +63,9 @@ class Chats:
         return request, make
 
     async def text(self, body: ChatBody, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt's text alone."""
+        """The prompt's text alone. Raises Refused if there are images, whose tokens nobody can count who doesn't see them."""
+        if images_of(messages):
+            raise Refused("`messages` with images is not supported on this route", "messages")
         return await self._render(body, messages, tools_of(body.tools, body.tool_choice, body.parallel_tool_calls))
 
     async def _render(self, body: ChatBody, given: Sequence[Mapping[str, Any]], tools: Tools) -> str:

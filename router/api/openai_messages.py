@@ -7,14 +7,26 @@ from typing import Any
 from ..request import Refused
 
 TEXTS = ("text", "input_text", "output_text")  # kinds of parts
+IMAGES = {"image_url": "image_url", "input_image": "image_url", "image": "image"}  # kinds, and the field with the URL
 
 
 def messages_of(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Arguments of calls become objects, nulls and empty lists of calls go, a content is a text, none, or parts that are
-    texts. Other fields are the template's affair. Raises Refused."""
+    texts, or images without more. Other fields are the template's affair. Raises Refused."""
     if not given:
         raise Refused("`messages` cannot be empty", "messages")
     return [_message(message, f"messages[{index}]") for index, message in enumerate(given)]
+
+
+def images_of(given: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The URLs of all images in a chat, in order. Raises Refused."""
+    parts = [
+        (part, f"messages[{index}]")
+        for index, message in enumerate(given)
+        if isinstance(content := message.get("content"), list)
+        for part in content
+    ]
+    return [url for part, place in parts if (url := _url(part, place)) is not None]
 
 
 def _message(message: Mapping[str, Any], place: str) -> dict[str, Any]:
@@ -45,7 +57,21 @@ def _part(part: object, place: str) -> dict[str, Any]:
             return {"type": "text", "text": part["text"]}
         if part.get("type") == "refusal" and isinstance(part.get("refusal"), str):
             return {"type": "text", "text": part["refusal"]}
-    raise Refused(f"`{place}.content` has a part that is no text: only text is supported", "messages")
+        if _url(part, place) is not None:
+            return {"type": "image"}
+    raise Refused(f"`{place}.content` has a part that is neither a text nor an image: only these are supported", "messages")
+
+
+def _url(part: object, place: str) -> str | None:
+    """Of an image; None if the part is none. How much `detail` there shall be is the model's affair."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(part, dict) or not isinstance(kind, str) or kind not in IMAGES:
+        return None
+    value = part.get(IMAGES[kind])
+    url = value.get("url") if isinstance(value, dict) else value
+    if not isinstance(url, str):
+        raise Refused(f"`{place}.content` has an image without a URL in `{IMAGES[kind]}`", "messages")
+    return url
 
 
 def _call(call: object, place: str) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from ..config import RouterConfig
 from ..parsing import reader
 from ..request import Finish, Grown, Item, Prompt, Refused, Request, Token
 from ..text import Tokenizer
-from ..validation import Validator
 from .body import json_response, read_named
 from .errors import Problem, as_openai
 from .openai_bodies import (
@@ -85,10 +84,10 @@ class Asked:
 class Responses:
     """The handler."""
 
-    def __init__(self, config: RouterConfig, tokenizer: Tokenizer, validator: Validator, batcher: Batcher) -> None:
+    def __init__(self, config: RouterConfig, tokenizer: Tokenizer, chats: Chats, batcher: Batcher) -> None:
         self._config = config
         self._batcher = batcher
-        self._chats = Chats(tokenizer, validator)
+        self._chats = chats
         self._scribe = Scribe(tokenizer)
         self._decoder = msgspec.json.Decoder(ResponsesBody)
 

@@ -8,15 +8,18 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
+from msgspec.structs import replace
 
 from ..config import RouterConfig
 from ..grammar import json_schema, regex
+from ..pictures import marked
 from ..record import arrival
 from ..request import Alternative, Beam, Finish, Grammar, Grown, Guessed, Item, Prompt, Refused, Request, Token
 from ..text import Tokenizer
-from ..validation import Parameters, Validator
+from ..validation import Parameters, Validator, in_time
 from .body import json_response, read
 from .errors import Problem, tgi_body
+from .links import Links
 from .ports import Batcher, limits_of
 from .stream import Answer, Clock, fold, guesses, headers_of, plain_frame, send, stream_headers_of
 from .tenant import session_of, tenant_of
@@ -65,10 +68,11 @@ class Asked:
 class Tgi:
     """The handlers."""
 
-    def __init__(self, config: RouterConfig, tokenizer: Tokenizer, validator: Validator, batcher: Batcher) -> None:
+    def __init__(self, config: RouterConfig, tokenizer: Tokenizer, validator: Validator, links: Links, batcher: Batcher) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._validator = validator
+        self._links = links
         self._batcher = batcher
         self._generate = msgspec.json.Decoder(GenerateBody)
         self._tokenize = msgspec.json.Decoder(TokenizeBody)
@@ -193,9 +197,21 @@ class Tgi:
         )
         if 1 < (given.best_of or 1) <= self._config.most_choices and not parameters.sampled and (given.num_beams or 1) == 1:
             raise Refused("you must use sampling when `best_of` is > 1", "best_of")
-        request = await self._validator.request(body.inputs, parameters, limits_of(self._batcher))
+        request = await self._request(body.inputs, parameters)
         full = full_text if given.return_full_text is None else given.return_full_text
         return Asked(request, body.inputs, full, bool(given.details or given.decoder_input_details))
+
+    async def _request(self, inputs: str, parameters: Parameters) -> Request:
+        """Where the model sees images, those in Markdown are shown to it."""
+        limits, pictures = limits_of(self._batcher), self._validator.pictures
+        text, urls = marked(inputs, pictures.text) if pictures is not None else (inputs, [])
+        if not urls:
+            return await self._validator.request(inputs, parameters, limits)
+        self._validator.check_images(len(urls))
+        if parameters.prompt_logprobs:
+            raise Refused("`decoder_input_details` together with images is not supported", "decoder_input_details")
+        async with in_time(parameters), self._links.opened(urls) as images:
+            return await self._validator.request(text, replace(parameters, images=images), limits)
 
     async def _whole(self, asked: Asked, clock: Clock, *, wrapped: bool) -> web.Response:
         (answers,) = await fold([self._batcher.submit(asked.request)], asked.request.choices)

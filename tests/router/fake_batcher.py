@@ -288,7 +288,7 @@ def serve(
 
     async def run() -> None:
         batcher = FakeBatcher(tokenizer, **behaviour)
-        config = RouterConfig(folder="", model="some/model", **(settings or {}))
+        config = RouterConfig(**({"folder": "", "model": "some/model"} | (settings or {})))
         async with asyncio.timeout(60), serving(tokenizer, config, batcher) as server:
             await test(server)
         assert batcher.opened == batcher.closed

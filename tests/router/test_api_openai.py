@@ -406,7 +406,13 @@ def test_what_is_invalid_is_a_400(
         (
             CHAT_PATH,
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
-            "`messages[0].content` has a part that is no text: only text is supported",
+            "`messages` has an image, and only text is supported: the model sees no images, or the server was started without "
+            "(--max-images)",
+        ),
+        (
+            CHAT_PATH,
+            {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}]}]},
+            "`messages[0].content` has a part that is neither a text nor an image: only these are supported",
         ),
         (CHAT_PATH, {**CHAT, "echo": True}, "`echo` is not supported"),
         (CHAT_PATH, {**CHAT, "top_logprobs": 2}, "`top_logprobs` needs `logprobs`: true"),
