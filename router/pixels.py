@@ -128,6 +128,8 @@ def _answer(job: Job) -> Answer:
         return Answer(refused=str(wrong))
     except MemoryError:
         return Answer(refused="can't be read: it needs too much memory")
+    except Exception as error:  # a processor of another kind than is known here
+        return Answer(unable=_words(error))
 
 
 @lru_cache(maxsize=1)
@@ -138,7 +140,7 @@ def _processor(folder: str) -> tuple[Any, int]:
     from transformers import AutoImageProcessor
 
     makers: Any = AutoImageProcessor  # which has no types
-    made = makers.from_pretrained(folder, backend="pil", local_files_only=True)
+    made = makers.from_pretrained(folder, backend="pil", local_files_only=True, trust_remote_code=False)
     if hasattr(made, "merge_size"):
         return made, made.patch_size * made.merge_size
     return made, _token_side(Path(folder))

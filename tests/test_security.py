@@ -48,7 +48,8 @@ def faults(name: str, path: Path, known: list[str]) -> Iterator[str]:
             yield f"{name} calls {node.func.id}"
         if isinstance(node, ast.Attribute) and ast.unparse(node) in ATTRIBUTES:
             yield f"{name} uses {ast.unparse(node)}"
-        if isinstance(node, ast.keyword) and node.arg in ("shell", "trust_remote_code", "allow_pickle"):
+        refused = isinstance(node, ast.keyword) and isinstance(node.value, ast.Constant) and node.value.value is False
+        if isinstance(node, ast.keyword) and node.arg in ("shell", "trust_remote_code", "allow_pickle") and not refused:
             yield f"{name} passes {node.arg}"
 
 
@@ -65,6 +66,7 @@ def test_nothing_runs_what_it_reads() -> None:
         ("import torch\ntorch.load('x')", "uses torch.load"),
         ("eval('1')", "calls eval"),
         ("f(trust_remote_code=True)", "passes trust_remote_code"),
+        ("f(trust_remote_code=x)", "passes trust_remote_code"),
         ("import jinja2\njinja2.Environment()", "uses jinja2.Environment"),
     ],
 )
@@ -74,15 +76,15 @@ def test_a_planted_fault_is_found(tmp_path: Path, text: str, fault: str) -> None
     assert list(faults("planted", path, ["planted"])) == [f"planted {fault}"]
 
 
-def test_what_serves_requests_fetches_nothing() -> None:
-    """No client of HTTP is in what clients and models reach: an address in a prompt or a template stays text."""
+def test_what_serves_requests_fetches_images_alone() -> None:
+    """No other client of HTTP is in what clients and models reach: an address in a prompt or a template stays text."""
     clients = ("http.client", "urllib.request", "urllib3", "requests", "httpx", "huggingface_hub", "ftplib", "smtplib")
     known = modules(ROOT)
     serving_ones = {name: path for name, path in known.items() if name.split(".")[0] in ("router", "shard", "proto", "kernels")}
     assert len(serving_ones) > 80
     for name, path in serving_ones.items():
         assert not {target for target in imports(name, path, known) if target.startswith(clients)}, name
-        assert "ClientSession" not in path.read_text(encoding="utf-8"), name
+        assert name == "router.api.links" or "ClientSession" not in path.read_text(encoding="utf-8"), name
 
 
 # A server of two ranks, whose model comes with code, that is asked with a mark in every text.

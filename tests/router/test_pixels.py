@@ -180,6 +180,28 @@ def test_equal_pictures_have_equal_digests(folder: Path) -> None:
     assert tall.digest != wide.digest
 
 
+def test_a_folder_brings_no_code(tmp_path: Path) -> None:
+    """Nor is anybody asked whether it may: what asks would be the pipe to the router."""
+    make_folder(tmp_path)
+    (tmp_path / "canary.py").write_text(f"open({str(tmp_path / 'sings')!r}, 'w')\nclass Canary: pass\n")
+    code = {"auto_map": {"AutoImageProcessor": "canary.Canary", "AutoConfig": "canary.Canary"}}
+    path = tmp_path / "preprocessor_config.json"
+    path.write_text(json.dumps(PROCESSORS["qwen2_vl"] | code))
+    assert prepared(tmp_path, encoded(picture(60, 60)))
+    path.write_text(json.dumps(code | {"image_processor_type": "Canary"}))
+    with pytest.raises(Refused, match="the server can't prepare images: its log says why"):
+        prepared(tmp_path, encoded(picture(60, 60)))
+    assert not (tmp_path / "sings").exists()
+
+
+def test_a_processor_of_another_kind_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_folder(tmp_path, "mistral3")
+    (tmp_path / "preprocessor_config.json").write_text('{"image_processor_type": "CLIPImageProcessor"}')
+    with caplog.at_level(logging.ERROR), pytest.raises(Refused, match="the server can't prepare images"):
+        prepared(tmp_path, encoded(picture(60, 60)))
+    assert "images can't be prepared" in caplog.text
+
+
 def test_a_folder_without_a_processor_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make_folder(tmp_path)
     (tmp_path / "preprocessor_config.json").unlink()
