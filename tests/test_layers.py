@@ -39,7 +39,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "kernels": ("transformers", "grpc"),
     "shard": ("transformers", "aiohttp", "tokenizers"),
 }
-# Modules that need one all the same, in functions, for images alone: a process of its own (see the last test), and what encodes them.
+# Modules that need one all the same, in functions, for images: a process of its own (see the last test), and what encodes them.
 APART: dict[str, tuple[str, ...]] = {"router.pixels": ("transformers",), "shard.models.sight": ("transformers",)}
 # Words of the shard's bookkeeping. Kernels know tensors; a class or a parameter of theirs with such a name knows too much.
 SEQUENCE_WORDS = ("sequence", "sequences", "group", "groups", "batch", "request", "requests", "pagepool", "pool")
