@@ -11,6 +11,8 @@ from .options import ROUTER, Options
 USUAL = 8  # images of a request
 PACKAGES = {"transformers": "transformers", "PIL": "pillow"}  # by the names of their modules
 DESCRIPTIONS = ("preprocessor_config.json", "processor_config.json")  # either says how pictures are prepared
+COLOURS = 3
+MOST = 128 << 20  # bytes of a request's pixels: what shards are asked for in a step must fit into one message (`proto.rpc`)
 BODY = 10 * ROUTER.payload_limit  # bytes of a request's body, in which pictures are text
 
 
@@ -31,7 +33,13 @@ def resolve(asked: Options, model: Checkpoint) -> Sight:
         raise Mistake(f"--max-images {asked.max_images}, but {problem}; or take --max-images 0, which serves text alone")
     if problem:
         return Sight(why=problem if "vision_config" in model.config else "")
-    return Sight(USUAL if asked.max_images is None else asked.max_images)
+    images = USUAL if asked.max_images is None else asked.max_images
+    if (needed := images * asked.max_image_pixels * COLOURS) > MOST:
+        raise Mistake(
+            f"{images} images (--max-images) of {asked.max_image_pixels} pixels (--max-image-pixels) are {needed} bytes, and a request "
+            f"may have {MOST}: lower one of them"
+        )
+    return Sight(images)
 
 
 def _problem(model: Checkpoint) -> str:

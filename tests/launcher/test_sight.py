@@ -44,6 +44,12 @@ def test_by_default_where_it_can_be(model: Checkpoint) -> None:
     assert sight.resolve(Options(), changed(model, random=True, encoder={})) == sight.Sight(8)
 
 
+def test_more_than_fits_into_a_message(model: Checkpoint) -> None:
+    with pytest.raises(Mistake, match=r"8 images .* of 10000000 pixels .* are 240000000 bytes, .* lower one of them"):
+        sight.resolve(Options(max_image_pixels=10_000_000), model)
+    assert sight.resolve(Options(max_image_pixels=10_000_000, max_images=2), model).images == 2
+
+
 def test_models_of_text_have_none() -> None:
     text = Checkpoint(folder=Path(), config={"model_type": "llama"}, dtype="float32", bytes=0, files=1)
     assert sight.resolve(Options(), text) == sight.Sight()
