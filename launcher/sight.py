@@ -36,8 +36,8 @@ def resolve(asked: Options, model: Checkpoint) -> Sight:
     images = USUAL if asked.max_images is None else asked.max_images
     if (needed := images * asked.max_image_pixels * COLOURS) > MOST:
         raise Mistake(
-            f"{images} images (--max-images) of {asked.max_image_pixels} pixels (--max-image-pixels) are {needed} bytes, and a request "
-            f"may have {MOST}: lower one of them"
+            f"--max-images {images} and --max-image-pixels {asked.max_image_pixels} are {needed} bytes together, and a request may "
+            f"have {MOST}: lower one of them"
         )
     return Sight(images)
 

@@ -45,7 +45,7 @@ def test_by_default_where_it_can_be(model: Checkpoint) -> None:
 
 
 def test_more_than_fits_into_a_message(model: Checkpoint) -> None:
-    with pytest.raises(Mistake, match=r"8 images .* of 10000000 pixels .* are 240000000 bytes, .* lower one of them"):
+    with pytest.raises(Mistake, match=r"-images 8 and --max-image-pixels 10000000 are 240000000 bytes .* lower one of them"):
         sight.resolve(Options(max_image_pixels=10_000_000), model)
     assert sight.resolve(Options(max_image_pixels=10_000_000, max_images=2), model).images == 2
 
