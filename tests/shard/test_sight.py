@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from penstock.shard.decoding.hypotheses import Search
+from penstock.shard.memory import _seeing
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling
 from penstock.shard.step import Span
@@ -172,3 +173,14 @@ def test_features_are_forgotten(world: Made) -> None:
     assert third.features is None
     engine.prefill(1, [], [(1, 100)], 100, [])
     assert all(picture.features is None for picture in sequence.pictures)
+
+
+def test_what_an_image_takes_is_measured(world: Made) -> None:
+    """Features of a step and of the largest image at least, and of more pixels more."""
+    engine = seeing.engine(world[2], 64, 4)
+    sight = engine.decoder.sight
+    assert sight is not None
+    levels = sight(sight.blank(6))[0].numel()
+    assert _seeing(engine, 100) >= (100 + sight.largest) * levels * 4
+    assert sight.largest == (1 << 20) // seeing.SIDE**2
+    assert sight.places([sight.blank(6)]) is not None
