@@ -30,9 +30,9 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return request.param, seeing.made(request.param, folder), folder
 
 
-def bench_of(folder: Path, prompt: Seen) -> tuple[Bench, Any]:
+def bench_of(folder: Path, prompt: Seen, **more: Any) -> tuple[Bench, Any]:
     bench = Bench("llama", 16)
-    bench.engine = seeing.engine(folder)
+    bench.engine = seeing.engine(folder, **more)
     sequence = bench.start(())
     assert bench.engine.decoder.sight is not None
     sequence.pictures = bench.engine.decoder.sight.pictures(prompt.pictures)
@@ -184,3 +184,13 @@ def test_what_an_image_takes_is_measured(world: Made) -> None:
     assert _seeing(engine, 100) >= (100 + sight.largest) * levels * 4
     assert sight.largest == (1 << 20) // seeing.SIDE**2
     assert sight.places([sight.blank(6)]) is not None
+
+
+def test_logits_in_16_bits(world: Made) -> None:
+    """As near as what the rest of the model rounds leaves them: see `test_logits_of_chunks_equal_transformers`."""
+    name, reference, folder = world
+    prompt = asked(world, 3)
+    expected = seeing.logits(reference, name, prompt)
+    bench, sequence = bench_of(folder, prompt, dtype="bfloat16")
+    found = bench.run([Span(sequence, 0, prompt.tokens, wanted=len(prompt.tokens))])
+    assert (found - expected).abs().median() < 0.05 < expected.abs().median()
