@@ -1,11 +1,13 @@
 """Models that see images give transformers' logits and tokens, whatever else is in the batch."""
 
+import json
 import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 
@@ -194,3 +196,30 @@ def test_logits_in_16_bits(world: Made) -> None:
     bench, sequence = bench_of(folder, prompt, dtype="bfloat16")
     found = bench.run([Span(sequence, 0, prompt.tokens, wanted=len(prompt.tokens))])
     assert (found - expected).abs().median() < 0.05 < expected.abs().median()
+
+
+def test_random_weights_see(world: Made) -> None:
+    """Whatever it is."""
+    engine = seeing.engine(world[2], 64, 4, load_format="dummy")
+    found = drive(engine, [group(1, asked(world, 1))], Habits())
+    assert len(found.tokens[1, 0]) == 9
+
+
+@pytest.mark.parametrize("name", ["Qwen2VL", "Qwen2_5_VL"])
+def test_as_the_hub_has_qwen_2(name: str, tmp_path: Path) -> None:
+    """Text is described beside all else, and what encodes images has no model's name before its own."""
+    reference = seeing.made(name, tmp_path)
+    said = reference.config.to_dict()
+    text = said.pop("text_config")
+    kind, rope = text.pop("model_type").removesuffix("_text"), text.pop("rope_parameters")
+    old = {"rope_theta": rope["rope_theta"], "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]}}
+    named = {"architectures": [f"{name}ForConditionalGeneration"], "model_type": kind}
+    (tmp_path / "config.json").write_text(json.dumps(text | said | old | named))
+    renamed = {
+        key.replace("model.language_model.", "model.").replace("model.visual.", "visual."): value.clone()
+        for key, value in reference.state_dict().items()
+    }
+    safetensors.torch.save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
+    prompt = asked((name, reference, tmp_path), 1)
+    bench, sequence = bench_of(tmp_path, prompt)
+    close(bench.run([Span(sequence, 0, prompt.tokens, wanted=len(prompt.tokens))]), seeing.logits(reference, name, prompt))
