@@ -8,6 +8,12 @@ features, which the shards make of its pixels.
 
 from dataclasses import dataclass
 
+COLOURS = 3  # of a pixel, a byte each
+DESCRIPTIONS = (
+    "preprocessor_config.json",
+    "processor_config.json",
+)  # of a model's folder: one of them says how pictures are prepared
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:

@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from ..proto.images import DESCRIPTIONS
 from .apart import Apart, Busy, Died, Late, serve
 from .request import Overloaded, Refused
 
@@ -26,7 +27,6 @@ SECONDS = 10.0  # for one image: a photograph of 12 million pixels takes 0.3 s (
 PATIENCE = 30.0  # seconds that one waits for a process
 PROCESSES = 2
 MOST_PIXELS = 1 << 26  # that are decoded: a few copies of such a picture fit into the memory that a process may take
-FILES = ("preprocessor_config.json", "processor_config.json")  # one of which says how images are prepared
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MOST_SAID = 200  # characters of a library's own words
 
@@ -135,8 +135,8 @@ def _answer(job: Job) -> Answer:
 @lru_cache(maxsize=1)
 def _processor(folder: str) -> tuple[Any, int]:
     """The folder's, and how many pixels of each direction become a token."""
-    if not any((Path(folder) / name).is_file() for name in FILES):
-        raise OSError(f"{folder} has neither {' nor '.join(FILES)}: download it again")
+    if not any((Path(folder) / name).is_file() for name in DESCRIPTIONS):
+        raise OSError(f"{folder} has neither {' nor '.join(DESCRIPTIONS)}: download it again")
     from transformers import AutoImageProcessor
 
     makers: Any = AutoImageProcessor  # which has no types
@@ -148,7 +148,7 @@ def _processor(folder: str) -> tuple[Any, int]:
 
 def _token_side(folder: Path) -> int:
     """Of a family whose image processor does not know it: as its processor or its vision tower says."""
-    own, model = (_read(folder / name) for name in (FILES[1], "config.json"))
+    own, model = (_read(folder / name) for name in (DESCRIPTIONS[1], "config.json"))
     patch = own.get("patch_size") or model["vision_config"]["patch_size"]
     return int(patch) * int(own.get("spatial_merge_size") or model["spatial_merge_size"])
 

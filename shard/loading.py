@@ -62,7 +62,8 @@ class Progress:
 def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
     """The engine of this rank, its pool still empty. `stage` is told what is going on. Raises Unsupported."""
     folder = Path(config.folder)
-    model = shape(_config(folder)).within(config.longest).quantized(config.quantize)
+    said = _config(folder)
+    model = shape(said).within(config.longest).quantized(config.quantize)
     model.check_ranks(config.ranks)
     speculation = parse(config.speculate) if config.speculate else Speculation()
     check_guesses(model, speculation)
@@ -89,7 +90,7 @@ def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
     decoder = Decoder(model, source, ranks, device, exact, changes)
     if config.image_pixels:
         stage("loading what encodes images")
-        decoder.sight = Sight(_config(folder), folder, source, config.image_pixels, model)
+        decoder.sight = Sight(said, folder, source, config.image_pixels, model)
     stops = Stops(grammars) if grammars else None
     drafter = _drafter(config, speculation, decoder, source, stage) if speculation.draft else None
     guesses = Guesses(ranks, device, speculation, drafter, masks)

@@ -30,9 +30,7 @@ class Picture:
     columns: int
     width: int  # tokens of a row, with one that ends it in some families
     pixels: Tensor  # uint8, see Image in shard.proto
-    features: Tensor | None = (
-        None  # [rows * columns, levels, hidden] of its tokens, once somebody needed them, until they are computed
-    )
+    features: Tensor | None = None  # [rows * columns, levels, hidden]: from when they are needed until its tokens are computed
 
     @property
     def end(self) -> int:

@@ -156,7 +156,7 @@ def plan(
         starts[i] = len(tokens)
         tokens += span.tokens
         places = range(start, start + len(span.tokens))
-        positions += _positions(span)
+        positions += places if span.parents is None and span.sequence.pictures is None else _positions(span)
         slots += [own[place // size] * size + place % size for place in places]
         numbers += [span.sequence.adapter] * len(span.tokens) if adapted else ()
     wanted = _wanted(spans, starts)
@@ -187,12 +187,13 @@ def plan(
     return step
 
 
-def _positions(span: Span) -> Listing[int]:
-    """Of its tokens; where images have three, the first."""
-    sequence, start, count = span.sequence, span.start, len(span.tokens)
+def _positions(span: Span) -> list[int]:
+    """Of its tokens, where these are not their places: of a tree, or behind images. Where images have three, the first."""
+    sequence, start = span.sequence, span.start
     if span.parents is not None:
         return [sequence.position(start + depth) for depth in attention.depths(span.parents)]
-    return sequence.pictures.positions(0, start, start + count) if sequence.pictures else range(start, start + count)
+    assert sequence.pictures is not None
+    return sequence.pictures.positions(0, start, start + len(span.tokens))
 
 
 def _turned(positions: Listing[int], showing: Listing[tuple[int, Span]], layout: Layout) -> Tensor | None:

@@ -250,8 +250,8 @@ class Decoder:
     def weight_bytes(self) -> int:
         """What this rank's weights take in memory."""
         twice = self.embedding.nbytes if self.shape.tied and self.head.shared else 0
-        twice -= self.sight.bytes if self.sight else 0
-        return sum(weight.bytes if isinstance(weight, Weight) else weight.nbytes for weight in self._weights()) - twice
+        held = sum(weight.bytes if isinstance(weight, Weight) else weight.nbytes for weight in self._weights()) - twice
+        return held + (self.sight.bytes if self.sight else 0)
 
     def _weights(self) -> Iterator[Weight | Tensor]:
         parts = (self, *self.layers, *(part for layer in self.layers for part in layer.attention.parts))

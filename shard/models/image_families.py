@@ -1,4 +1,4 @@
-"""Models with images, of which the text is served. A new one is a new entry in `IMAGES`.
+"""The text of models with images; `sight` has what encodes these. A new one is a new entry in `IMAGES`.
 
 Of text alone each token has one position. Where an image's tokens have three, sections of rotary embeddings (`mrope`) say which of
 them turns which pair of features.

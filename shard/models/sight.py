@@ -13,15 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from ...proto.images import FORMS
+from ...proto.images import COLOURS, FORMS
 from ..pictures import Picture, Pictures
 from ..weights import Source
 from .fields import AGAIN, Config
 from .shape import Shape, Unsupported
 
 ROOTS = ("model.", "")  # what names of its tensors begin with: as transformers 5 saves them, and as most checkpoints have them
-COLOURS = 3
-REMEDY = "pip install 'penstock[images]', or take --max-images 0, which serves text alone"
+REMEDY = "pip install -e '.[images]' in the checkout, or take --max-images 0, which serves text alone"
 
 
 class Sight:
@@ -151,7 +150,7 @@ def _empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.P
 def _processor(folder: Path) -> Any:
     """What makes pixels of pictures: here for the colours' means and deviations. Raises Unsupported."""
     try:
-        return _library().AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
+        return _library().AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True, trust_remote_code=False)
     except (ImportError, OSError, ValueError) as error:
         line = str(error).strip().partition("\n")[0]
         raise Unsupported(f"{folder} does not say how pictures are prepared ({line}): {REMEDY}") from None

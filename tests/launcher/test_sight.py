@@ -1,9 +1,9 @@
 """Which models are served with images, and with what that is planned."""
 
 import json
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
@@ -32,16 +32,11 @@ def model(folder: Path) -> Checkpoint:
     return checkpoint.read(folder, "auto")
 
 
-def changed(model: Checkpoint, **more: Any) -> Checkpoint:
-    fields = {name: getattr(model, name) for name in ("folder", "config", "dtype", "bytes", "files", "random", "here", "encoder")}
-    return Checkpoint(**fields | more)
-
-
 def test_by_default_where_it_can_be(model: Checkpoint) -> None:
     assert sight.resolve(Options(), model) == sight.Sight(8)
     assert sight.resolve(Options(max_images=3), model) == sight.Sight(3)
     assert sight.resolve(Options(max_images=0), model) == sight.Sight()
-    assert sight.resolve(Options(), changed(model, random=True, encoder={})) == sight.Sight(8)
+    assert sight.resolve(Options(), replace(model, random=True, encoder={})) == sight.Sight(8)
 
 
 def test_more_than_fits_into_a_message(model: Checkpoint) -> None:
@@ -60,10 +55,10 @@ def test_models_of_text_have_none() -> None:
 def test_why_not(model: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Text is served all the same, and what is lacking is told."""
     for other, words in (
-        (changed(model, encoder={}), "no weights of what encodes images"),
-        (changed(model, encoder={"F8_E4M3": 3}), "weights of kind F8_E4M3"),
-        (changed(model, folder=tmp_path), "no preprocessor_config.json"),
-        (changed(model, config=model.config | {"model_type": "gemma3"}), "this one is 'gemma3'"),
+        (replace(model, encoder={}), "no weights of what encodes images"),
+        (replace(model, encoder={"F8_E4M3": 3}), "weights of kind F8_E4M3"),
+        (replace(model, folder=tmp_path), "no preprocessor_config.json"),
+        (replace(model, config=model.config | {"model_type": "gemma3"}), "this one is 'gemma3'"),
     ):
         assert words in sight.resolve(Options(), other).why
         assert not sight.resolve(Options(), other).images

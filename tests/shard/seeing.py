@@ -97,11 +97,8 @@ def seen(name: str, kind: str, chance: random.Random, sizes: list[tuple[int, int
     form = FORMS[kind]
     ids, tokens, pictures = list[int](), list[int](), []
     for rows, columns in sizes:
-        for part in (ids, tokens):
-            state = chance.getstate()
-            part += (chance.randrange(10, VOCABULARY) for _ in range(words))
-            if part is ids:
-                chance.setstate(state)
+        said = [chance.randrange(10, VOCABULARY) for _ in range(words)]
+        ids, tokens = ids + said, tokens + said
         generator = torch.Generator().manual_seed(chance.randrange(1 << 30))
         shape = (1, 3, rows * SIDE, columns * SIDE) if name == "Mistral3" else (rows * columns * MERGE**2, 3, PATCH, PATCH)
         pixels = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)

@@ -87,18 +87,27 @@ def test_as_the_hub_has_qwen_3s_experts(tmp_path: Path) -> None:
     check(made, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["Qwen2VL", "Qwen2_5_VL"])
-def test_as_the_hub_has_qwen_2(name: str, tmp_path: Path) -> None:
-    """Text is described beside all else, and its tensors have no name of their own."""
-    made = model(name)
+def save_as_qwen_2(name: str, made: Any, folder: Path) -> None:
+    """As the hub has it: text is described beside all else, and neither its tensors nor those of what encodes images have a name
+    before their own."""
     said = made.config.to_dict()
     text = said.pop("text_config")
     kind, rope = text.pop("model_type").removesuffix("_text"), text.pop("rope_parameters")
     old = {"rope_theta": rope["rope_theta"], "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]}}
-    architecture = f"{name}ForConditionalGeneration"
-    (tmp_path / "config.json").write_text(json.dumps(text | said | old | {"architectures": [architecture], "model_type": kind}))
-    tensors = {key.replace("model.language_model.", "model."): value.clone() for key, value in made.state_dict().items()}
-    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    named = {"architectures": [f"{name}ForConditionalGeneration"], "model_type": kind}
+    (folder / "config.json").write_text(json.dumps(text | said | old | named))
+    renamed = {
+        key.replace("model.language_model.", "model.").replace("model.visual.", "visual."): value.clone()
+        for key, value in made.state_dict().items()
+    }
+    safetensors.torch.save_file(renamed, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("name", ["Qwen2VL", "Qwen2_5_VL"])
+def test_as_the_hub_has_qwen_2(name: str, tmp_path: Path) -> None:
+    """Text is described beside all else, and its tensors have no name of their own."""
+    made = model(name)
+    save_as_qwen_2(name, made, tmp_path)
     check(made, tmp_path)
 
 

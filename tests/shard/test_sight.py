@@ -1,13 +1,11 @@
 """Models that see images give transformers' logits and tokens, whatever else is in the batch."""
 
-import json
 import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 import transformers
 
@@ -20,6 +18,7 @@ from penstock.shard.step import Span
 from . import seeing, tiny
 from .driver import Flying, Habits, drive
 from .seeing import SEEING, Seen
+from .test_images import save_as_qwen_2
 from .test_oracle import Bench, close
 
 Made = tuple[str, Any, Path]  # its name, transformers' model, its folder
@@ -209,17 +208,7 @@ def test_random_weights_see(world: Made) -> None:
 def test_as_the_hub_has_qwen_2(name: str, tmp_path: Path) -> None:
     """Text is described beside all else, and what encodes images has no model's name before its own."""
     reference = seeing.made(name, tmp_path)
-    said = reference.config.to_dict()
-    text = said.pop("text_config")
-    kind, rope = text.pop("model_type").removesuffix("_text"), text.pop("rope_parameters")
-    old = {"rope_theta": rope["rope_theta"], "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]}}
-    named = {"architectures": [f"{name}ForConditionalGeneration"], "model_type": kind}
-    (tmp_path / "config.json").write_text(json.dumps(text | said | old | named))
-    renamed = {
-        key.replace("model.language_model.", "model.").replace("model.visual.", "visual."): value.clone()
-        for key, value in reference.state_dict().items()
-    }
-    safetensors.torch.save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
+    save_as_qwen_2(name, reference, tmp_path)
     prompt = asked((name, reference, tmp_path), 1)
     bench, sequence = bench_of(tmp_path, prompt)
     close(bench.run([Span(sequence, 0, prompt.tokens, wanted=len(prompt.tokens))]), seeing.logits(reference, name, prompt))
