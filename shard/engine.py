@@ -260,9 +260,11 @@ class Engine:
             group.may_inherit(self.pool.pages, self.pool.page_size)
         if group.images:
             assert self.decoder.sight is not None
-            pictures = self.decoder.sight.pictures(group.images)
+            first = group.sequences[0]
+            pictures = self.decoder.sight.pictures(group.images, first.tokens, first.cache_key)
             for sequence in group.sequences:
                 sequence.pictures = pictures
+            group.images = ()
         if group.adapter:
             for sequence in group.sequences:
                 sequence.adapter = self.decoder.adapters.index(group.adapter)
@@ -367,9 +369,6 @@ class Engine:
             self.books.forks.bequeath(spans, picked)
             compute = partial(self.forward, picked=picked)
         hidden, lost = self.shrink.forward(compute, spans, self.pool.page_size)
-        for span in spans:
-            if span.sequence.pictures is not None and span.sequence.shows(span.start):
-                span.sequence.pictures.forget(span.start + len(span.tokens))
         first = 0
         for run in runs:
             run.first, first = first, first + run.wanted

@@ -100,17 +100,17 @@ def _chosen(engine: Engine, tokens: int, total: int) -> int:
 
 @torch.inference_mode()
 def _seeing(engine: Engine, tokens: int) -> int:
-    """Bytes that encoding the largest image takes, and features of a step of so many tokens and of an image that goes on in the
-    next one. On a CPU a small image is measured and multiplied, as steps are: it grows in proportion to the image's tokens."""
+    """Bytes that encoding the largest image takes, features that are kept, and those of a step of so many tokens. On a CPU a small
+    image is measured and multiplied, as steps are: it grows in proportion to the image's tokens."""
     sight = engine.decoder.sight
     assert sight is not None
     largest = sight.largest
     few = min(largest, SAMPLE_TOKENS) if engine.device.type == "cpu" else largest
-    sight(sight.blank(1))
+    sight.encode(sight.blank(1))
     before = _peak(engine.device, reset=True)
-    features = sight(sight.blank(few))
+    features = sight.encode(sight.blank(few))
     measured = max(0, _peak(engine.device) - before)
-    return measured * -(-largest // few) + (tokens + largest) * features[0].nbytes
+    return measured * -(-largest // few) + (tokens + sight.most) * features[0].nbytes
 
 
 def _part(count: int, what: str) -> str:

@@ -1,4 +1,4 @@
-"""The images of a prompt: the places of their tokens, and where these turn to. Plain ints, but for pixels and features.
+"""The images of a prompt: the places of their tokens, and where these turn to. Plain ints, but for pixels.
 
 An image is a grid of tokens. In most families each has three positions for its rotary embedding, one for time, one for its row and
 one for its column, and what follows goes on behind the larger side of the grid (multimodal rotary embedding: Wang et al. 2024,
@@ -12,7 +12,7 @@ arXiv:2409.12191), so that positions fall behind places:
 """
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 
@@ -29,13 +29,18 @@ class Picture:
     rows: int
     columns: int
     width: int  # tokens of a row, with one that ends it in some families
-    pixels: Tensor  # uint8, see Image in shard.proto
-    features: Tensor | None = None  # [rows * columns, levels, hidden]: from when they are needed until its tokens are computed
+    pixels: Tensor | None  # uint8, see Image in shard.proto; None: the prompt is computed, so nobody needs them
+    key: Hashable = None  # two that show the same have the same; None: nobody knows what it shows
 
     @property
     def end(self) -> int:
         """The place behind it."""
         return self.start + self.rows * self.width
+
+    @property
+    def tokens(self) -> int:
+        """Without what ends rows."""
+        return self.rows * self.columns
 
     def between(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """(place, number of its feature) of its tokens among these places, without what ends rows."""
@@ -95,8 +100,7 @@ class Pictures:
                 places, numbers = zip(*found, strict=True)
                 yield picture, [*places], [*numbers]
 
-    def forget(self, computed: int) -> None:
-        """So many of the prompt's tokens are computed: nobody needs features of those again."""
+    def forget(self) -> None:
+        """The prompt is computed: nobody needs pixels again."""
         for picture in self._all:
-            if picture.end <= computed:
-                picture.features = None
+            picture.pixels = None

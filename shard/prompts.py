@@ -2,7 +2,7 @@
 among the groups, finds what is cached, and lets choices part where the prompt ends. Knows no model and no logits.
 """
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Listing
 from dataclasses import replace
 
@@ -16,6 +16,27 @@ from .step import Run, Span
 WORTH = 128
 
 
+class Looks:
+    """The images that a step is to know the features of: any one, and others as long as all together have no more tokens than the
+    step may compute. Somebody may ask about many large images of whose tokens all but a few are cached."""
+
+    def __init__(self, tokens: int) -> None:
+        self._left = tokens
+        self._keys = set[Hashable]()
+
+    def reach(self, sequence: Sequence, count: int) -> int:
+        """How many of the next `count` tokens can be computed, which are counted as planned."""
+        start = sequence.computed
+        for picture in sequence.pictures or ():
+            if not start < picture.end or not picture.start < start + count or picture.key in self._keys:
+                continue
+            if self._keys and picture.tokens > self._left:
+                return max(0, picture.start - start)
+            self._keys.add(picture.key)
+            self._left -= picture.tokens
+        return count
+
+
 class Prompts:
     """Of the groups on one pool."""
 
@@ -23,11 +44,13 @@ class Prompts:
         self._pool = pool
         self._cache = cache
         self._prefixes = prefixes
+        self._looks = Looks(0)  # of the step that is planned
 
     def fill(self, chunks: Listing[tuple[Group, int]], tokens: int) -> list[Run]:
         """One run per group, for a step with so many tokens for prompts: in order, at most what a chunk allows, and then, in the
         same order, as long as tokens last. A run has no spans if there is nothing left to compute, or for."""
         runs = [Run(group, [], sampled=False) for group, _ in chunks]
+        self._looks = Looks(tokens)
         for run, (_, most) in zip(runs, chunks, strict=True):
             tokens -= self._advance(run, min(most, tokens), whole=self._prefixes is not None and most < tokens)
         for run in runs:
@@ -59,6 +82,8 @@ class Prompts:
         if first.computed >= first.prompt_length:
             self._part(first, [sequence for sequence in others if not sequence.computed])
         group.decodes = not group.lacking
+        if group.decodes and first.pictures is not None:
+            first.pictures.forget()
 
     def end(self, group: Group, sequence: Sequence) -> None:
         """Takes one of several sequences out of the group. If it was to compute the prompt for the others, another one does."""
@@ -80,7 +105,7 @@ class Prompts:
                 break
             self._find(group, sequence, run.spans)
             lacking = self._end(run, sequence) - sequence.computed
-            count = min(most - used, lacking)
+            count = self._looks.reach(sequence, min(most - used, lacking))
             if whole and count < lacking:
                 end = (sequence.computed + count) // self._pool.page_size * self._pool.page_size
                 count = end - sequence.computed if end > sequence.computed else count

@@ -142,7 +142,7 @@ class Group:
     drafts: int = 0  # the most guesses for each of its sequences in a step
     stops: tuple[str, ...] = ()  # texts that complete a beam
     adapter: str = ""  # by which its tokens go; "": none
-    images: tuple[Picture, ...] = ()  # that its prompt shows, as they arrived
+    images: tuple[Picture, ...] = ()  # that its prompt shows, as they arrived, until its sequences have them
     trace: str = ""  # by which logs of others know it
     batch: int = 0
     decodes: bool = False  # all is computed but the last tokens

@@ -166,11 +166,8 @@ class Decoder:
 
     def _seen(self, shown: Shown) -> Tensor:
         """Features of an image's tokens, [tokens, levels, hidden]: see `Sight`."""
-        picture = shown.picture
-        if picture.features is None:
-            assert self.sight is not None
-            picture.features = self.sight(picture)
-        return picture.features.index_select(0, shown.features)
+        assert self.sight is not None
+        return self.sight.look(shown.picture).index_select(0, shown.features)
 
     def _turnings(self, step: Step) -> list[Tensor]:
         """Cosines and sines of the step's tokens, for each layer."""

@@ -4,6 +4,7 @@ An image is encoded by itself, so that its features depend on nothing else.
 """
 
 import math
+from array import array
 from collections.abc import Sequence as Listing
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ...proto.images import COLOURS, FORMS
+from ..gallery import MOST, Gallery
 from ..pictures import Picture, Pictures
 from ..weights import Source
 from .fields import AGAIN, Config
@@ -29,6 +31,7 @@ class Sight:
     def __init__(self, config: Config, folder: Path, source: Source, pixels: int, form: Shape) -> None:
         """pixels: the most of an image; form: the decoder's. Raises Unsupported."""
         self._form = FORMS[config["model_type"]]
+        self._gallery = Gallery()
         self._pixels = pixels
         self._turned = bool(form.rope.axes)
         self._dtype = source.dtype
@@ -84,6 +87,7 @@ class Sight:
         """Of their tokens in the prompt, ascending; None: they overlap, or are not as `shape` says."""
         found, end = list[int](), 0
         for image in images:
+            assert image.pixels is not None
             if image.start < end or not image.rows or tuple(image.pixels.shape) != self.shape(image.rows, image.columns):
                 return None
             own = self._placed(image)
@@ -91,16 +95,29 @@ class Sight:
             end = own.end
         return found
 
-    def pictures(self, images: Listing[Picture]) -> Pictures:
-        """Those of a prompt."""
-        return Pictures([self._placed(image) for image in images], self._turned)
+    def pictures(self, images: Listing[Picture], prompt: "array[int]", cache_key: str) -> Pictures:
+        """Those of a prompt, whose ids say what they show. cache_key: only with the same one others find what is computed."""
+        own = [self._placed(image) for image in images]
+        for image in own:
+            image.key = cache_key, prompt[image.start : image.end].tobytes()
+        return Pictures(own, self._turned)
 
     def _placed(self, image: Picture) -> Picture:
         return replace(image, width=self._form.length(1, image.columns))
 
-    def __call__(self, picture: Picture) -> Tensor:
+    @property
+    def most(self) -> int:
+        """Tokens of images whose features are kept."""
+        return max(MOST, self.largest)
+
+    def look(self, picture: Picture) -> Tensor:
+        """Its features. They are kept for a while, since others may ask for them."""
+        return self._gallery.of(picture, self.encode)
+
+    def encode(self, picture: Picture) -> Tensor:
         """[tokens, levels, hidden]: what stands for their embeddings, and what is added to the stream behind each of the first
         layers, in families that do so (Qwen 3 VL's DeepStack: Meng et al. 2024, arXiv:2406.04334)."""
+        assert picture.pixels is not None
         pixels = picture.pixels.to(self._mean.device, torch.float32)
         pixels = (pixels * self._factor - self._mean) / self._deviation
         return self._of_patches(pixels, picture) if self._grid else self._of_picture(pixels)

@@ -63,12 +63,3 @@ def test_places_of_features() -> None:
     assert [*found.between(2, 5)] == [(first, [2, 4], [1, 2])]
     assert [*found.between(3, 4)] == []  # what ends a row
     assert [*found.between(11, 20)] == []
-
-
-def test_forgets_what_is_computed() -> None:
-    first, second = picture(1, 1, 2), picture(4, 1, 2)
-    found = Pictures([first, second], turned=False)
-    first.features = second.features = NOTHING
-    found.forget(5)
-    assert first.features is None
-    assert second.features is NOTHING

@@ -1,7 +1,8 @@
 """Models that see images give transformers' logits and tokens, whatever else is in the batch."""
 
 import random
-from dataclasses import replace
+from array import array
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import transformers
 
 from penstock.shard.decoding.hypotheses import Search
+from penstock.shard.gallery import Gallery
 from penstock.shard.memory import _seeing
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling
@@ -36,7 +38,7 @@ def bench_of(folder: Path, prompt: Seen, **more: Any) -> tuple[Bench, Any]:
     bench.engine = seeing.engine(folder, **more)
     sequence = bench.start(())
     assert bench.engine.decoder.sight is not None
-    sequence.pictures = bench.engine.decoder.sight.pictures(prompt.pictures)
+    sequence.pictures = bench.engine.decoder.sight.pictures(prompt.pictures, array("I", prompt.tokens), "")
     return bench, sequence
 
 
@@ -162,18 +164,81 @@ def test_without_what_encodes_them(world: Made) -> None:
     assert "--max-images 0" in drive(engine, [group(1, prompt)], Habits()).failed[1]
 
 
-def test_features_are_forgotten(world: Made) -> None:
-    """When the tokens that they are for are computed."""
+def test_pixels_are_forgotten(world: Made) -> None:
+    """When the prompt is computed."""
     engine, one = seeing.engine(world[2], 64, 4), group(1, asked(world, 1))
-    engine.prefill(1, [one], [(1, 10)], 10, [])
     [sequence] = one.sequences
-    assert sequence.pictures is not None
-    first, _, third = sequence.pictures
-    assert first.end > 10
-    assert first.features is not None
-    assert third.features is None
+    for tokens in (10, 15):
+        engine.prefill(1, [one] if tokens == 10 else [], [(1, tokens)], tokens, [])
+        assert sequence.pictures is not None
+        assert all(picture.pixels is not None for picture in sequence.pictures)
+        assert not one.images
     engine.prefill(1, [], [(1, 100)], 100, [])
-    assert all(picture.features is None for picture in sequence.pictures)
+    assert all(picture.pixels is None for picture in sequence.pictures)
+
+
+@dataclass
+class Counted:
+    """Takes the place of what encodes images, and counts."""
+
+    sight: Any
+    count: int = 0
+
+    def __call__(self, picture: Any) -> Any:
+        self.count += 1
+        return self.sight(picture)
+
+
+def counted(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Counted:
+    found = Counted(engine.decoder.sight.encode)
+    monkeypatch.setattr(engine.decoder.sight, "encode", found)
+    return found
+
+
+def about(image: Seen, question: int) -> Seen:
+    """Another question about the same image, which is all before its last words."""
+    return replace(image, tokens=[*image.tokens[:-1], 10 + question])
+
+
+def test_an_image_is_encoded_once_for_many_questions(world: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one step, of which the image's end is in a page that nobody shares, and then in others."""
+    image = asked(world, 3, [(2, 3)], words=3)
+    engine = seeing.engine(world[2], 256, 16)
+    encodings = counted(engine, monkeypatch)
+    first = drive(engine, [group(1, image)], Habits())
+    assert encodings.count == 1
+    questions = [group(2 + number, about(image, number)) for number in range(10)]
+    engine.prefill(1, questions, [(one.uid, 100) for one in questions], 1000, [])
+    assert encodings.count == 1
+    assert drive(seeing.engine(world[2], 256, 16), [group(1, image)], Habits()).tokens == first.tokens
+
+
+def test_whose_images_others_may_not_find(world: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are encoded for each."""
+    image = asked(world, 3, [(2, 3)], words=3)
+    engine = seeing.engine(world[2], 256, 16)
+    encodings = counted(engine, monkeypatch)
+    drive(engine, [group(1, image), group(2, image, cache_key="b"), group(3, image, cache_key="b")], Habits())
+    assert encodings.count == 2
+
+
+def test_a_step_encodes_no_more_than_it_has_room_for(world: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many ask at once about images of which all but the end is cached."""
+    images = [asked(world, seed, [(4, 4)], words=2) for seed in range(8)]
+    engine = seeing.engine(world[2], 256, 4)
+    alone = drive(engine, [group(uid, image) for uid, image in enumerate(images)], Habits()).tokens
+    monkeypatch.setattr(engine.decoder.sight, "_gallery", Gallery(16))
+    encodings = counted(engine, monkeypatch)
+    groups = [group(uid, image) for uid, image in enumerate(images)]
+    chunks = [(one.uid, 100) for one in groups]
+    steps = [engine.prefill(1, groups, chunks, 40, [])]
+    assert encodings.count == 2
+    while not all(one.decodes for one in groups):
+        before = encodings.count
+        steps.append(engine.prefill(1, [], chunks, 40, []))
+        assert encodings.count - before in (1, 2)
+    picked = {uid: emitted.pick.token for step in steps for uid, emitted in step.emitted}
+    assert picked == {uid: alone[uid, 0][0] for uid in range(8)}
 
 
 def test_what_an_image_takes_is_measured(world: Made) -> None:
@@ -181,7 +246,7 @@ def test_what_an_image_takes_is_measured(world: Made) -> None:
     engine = seeing.engine(world[2], 64, 4)
     sight = engine.decoder.sight
     assert sight is not None
-    levels = sight(sight.blank(6))[0].numel()
+    levels = sight.encode(sight.blank(6))[0].numel()
     assert _seeing(engine, 100) >= (100 + sight.largest) * levels * 4
     assert sight.largest == (1 << 20) // seeing.SIDE**2
     assert sight.places([sight.blank(6)]) is not None

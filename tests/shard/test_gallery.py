@@ -1,0 +1,44 @@
+"""What is kept of images."""
+
+import torch
+from torch import Tensor
+
+from penstock.shard.gallery import Gallery
+from penstock.shard.pictures import Picture
+
+
+def picture(key: object, tokens: int = 4) -> Picture:
+    return Picture(0, 1, tokens, tokens, torch.empty(0), key)  # type: ignore[arg-type]
+
+
+def encoded(gallery: Gallery, *asked: Picture) -> list[object]:
+    """Those that had to be."""
+    found = list[object]()
+
+    def encode(one: Picture) -> Tensor:
+        found.append(one.key)
+        return torch.full((one.tokens, 1, 2), float(len(found)))
+
+    for one in asked:
+        assert gallery.of(one, encode).shape == (one.tokens, 1, 2)
+    return found
+
+
+def test_the_same_image_is_kept() -> None:
+    gallery = Gallery(10)
+    assert encoded(gallery, picture("a"), picture("b"), picture("a"), picture("b")) == ["a", "b"]
+
+
+def test_the_one_that_nobody_asked_for_longest_goes() -> None:
+    gallery = Gallery(10)
+    assert encoded(gallery, picture("a"), picture("b"), picture("a"), picture("c"), picture("a"), picture("b")) == ["a", "b", "c", "b"]
+
+
+def test_one_that_is_too_large_is_kept_alone() -> None:
+    gallery = Gallery(10)
+    assert encoded(gallery, picture("a"), picture("b", 12), picture("b", 12), picture("a"), picture("b", 12)) == ["a", "b", "a", "b"]
+
+
+def test_what_nobody_knows_is_not_kept() -> None:
+    gallery = Gallery(10)
+    assert encoded(gallery, picture(None), picture(None)) == [None, None]
