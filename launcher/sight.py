@@ -3,14 +3,13 @@
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from ..proto.images import COLOURS, DESCRIPTIONS, FORMS
+from ..proto.images import COLOURS, DESCRIPTIONS, FORMS, MOST
 from .checkpoint import FLOATS, Checkpoint
 from .mistake import Mistake
 from .options import ROUTER, Options
 
 USUAL = 8  # images of a request
 PACKAGES = {"transformers": "transformers", "PIL": "pillow"}  # by the names of their modules
-MOST = 128 << 20  # bytes of a request's pixels: what shards are asked for in a step must fit into one message (`proto.rpc`)
 BODY = 10 * ROUTER.payload_limit  # bytes of a request's body, in which pictures are text
 
 

@@ -9,6 +9,8 @@ features, which the shards make of its pixels.
 from dataclasses import dataclass
 
 COLOURS = 3  # of a pixel, a byte each
+# Bytes of a request's pixels, and of all that begin in one step if they are several: half of what a message holds (`proto.rpc`).
+MOST = 128 << 20
 DESCRIPTIONS = (
     "preprocessor_config.json",
     "processor_config.json",

@@ -322,6 +322,7 @@ class Batcher:
             rank=stream.rank,
             tenant=request.tenant,
             drafts=request.drafts,
+            attached=sum(len(image.pixels) for image in request.images),
             beginnings=self._beginnings_of(request),
         )
         if not self._scheduler.admissible(job.prompt_tokens, job.max_new_tokens, job.choices):

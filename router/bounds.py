@@ -1,6 +1,6 @@
 """What a request may ask, what may run at once, and who decides on steps: from settings, model and memory. Pure."""
 
-from ..proto import shard_pb2
+from ..proto import images, shard_pb2
 from .config import Misconfigured, RouterConfig
 from .cost import Cost
 from .drafting import Drafting
@@ -43,7 +43,13 @@ def bounds_of(config: RouterConfig, info: shard_pb2.InfoReply, warm: shard_pb2.W
         page_size=warm.page_size,
         sequences=sequences,
     )
-    bounds = Bounds(pages=warm.pages, page_size=warm.page_size, step_tokens=step_tokens(config, info), sequences=sequences)
+    bounds = Bounds(
+        pages=warm.pages,
+        page_size=warm.page_size,
+        step_tokens=step_tokens(config, info),
+        sequences=sequences,
+        attached=images.MOST,
+    )
     return limits, bounds
 
 

@@ -24,6 +24,7 @@ Rules, each held by tests/router/simulation.py
   cancelling  The groups of cancelled jobs, and ended choices, are dropped by a Filter before anything else is asked.
 """
 
+import sys
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -49,6 +50,7 @@ class Bounds:
     sequences: int  # of admitted jobs (max_batch_size)
     overtakes: int = 16  # how often a job that does not fit may be overtaken
     headroom: int = 32  # tokens that each running sequence shall be able to grow by when another job is admitted
+    attached: int = sys.maxsize  # bytes that jobs which are admitted together bring beside tokens; one alone may bring more
 
     def together(self, tokens: int) -> int:
         """How many sequences of so many tokens fit at once."""
@@ -66,6 +68,7 @@ class Job:
     rank: float = 0.0  # when it arrived, as it were: its priority sets it back. Smaller goes first
     tenant: str = ""
     drafts: int = 0  # tokens that a step may guess for each choice
+    attached: int = 0  # bytes that it brings beside tokens: its images
     beginnings: Sequence[tuple[int, int]] = ()  # (tokens, key) of the prompt's, where shards cache them: see `beginnings`
     running: int = 0  # choices that have not ended
     overtaken: int = 0  # later jobs that were admitted before it
@@ -384,14 +387,16 @@ class Scheduler:
             return admitted
         half = max(1, room // 2)  # is for the oldest, if it wants so much
         used = sum(min(self._expected(job), half if job is prompts[0] else room) for job in prompts)
+        attached = 0
         overtaken: list[Job] = []
         refused = 0
         patience = self._bounds.overtakes  # how many more may pass those in `overtaken`
         for job in self._candidates():
-            if used >= room:
+            if used >= room or (attached and attached + job.attached > self._bounds.attached):
                 break
             if self._fits(job):
                 self._enter(job)
+                attached += job.attached
                 lacking = self._uncomputed(job)
                 used += lacking if prompts or admitted else min(lacking, half)
                 admitted.append(job)

@@ -13,6 +13,7 @@ from penstock.launcher.checkpoint import Checkpoint
 from penstock.launcher.machine import Machine
 from penstock.launcher.mistake import Mistake
 from penstock.launcher.options import Options
+from penstock.proto import images, rpc
 
 from ..shard.seeing import made
 
@@ -43,6 +44,7 @@ def test_more_than_fits_into_a_message(model: Checkpoint) -> None:
     with pytest.raises(Mistake, match=r"-images 8 and --max-image-pixels 10000000 are 240000000 bytes .* lower one of them"):
         sight.resolve(Options(max_image_pixels=10_000_000), model)
     assert sight.resolve(Options(max_image_pixels=10_000_000, max_images=2), model).images == 2
+    assert all(2 * images.MOST <= length for _, length in rpc.OPTIONS)
 
 
 def test_models_of_text_have_none() -> None:

@@ -475,6 +475,17 @@ def test_many_jobs_of_which_little_is_new_are_admitted_together() -> None:
     assert len(uids(it.next())) > 5
 
 
+def test_jobs_that_bring_much_are_not_admitted_together() -> None:
+    """They come in order, and one that brings too much comes alone."""
+    it = scheduler(attached=100)
+    for uid, attached in enumerate((60, 40, 1, 0, 300, 0, 100)):
+        it.arrive(Job(uid, 1, 4, attached=attached))
+    assert uids(it.next()) == (0, 1)
+    assert uids(it.next()) == (2, 3)
+    assert uids(it.next()) == (4,)
+    assert uids(it.next()) == (5, 6)
+
+
 def test_decodes_pause_for_whole_prompts_if_the_policy_says_so() -> None:
     it = scheduler(Pause(16, waiting_served_ratio=2.0, waiting_tokens=3))
     it.arrive(Job(1, 4, 30))

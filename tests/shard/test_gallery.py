@@ -31,12 +31,22 @@ def test_the_same_image_is_kept() -> None:
 
 def test_the_one_that_nobody_asked_for_longest_goes() -> None:
     gallery = Gallery(10)
-    assert encoded(gallery, picture("a"), picture("b"), picture("a"), picture("c"), picture("a"), picture("b")) == ["a", "b", "c", "b"]
+    assert encoded(gallery, picture("a"), picture("b"), picture("a"), picture("c"), picture("a"), picture("b")) == [
+        "a",
+        "b",
+        "c",
+        "b",
+    ]
 
 
 def test_one_that_is_too_large_is_kept_alone() -> None:
     gallery = Gallery(10)
-    assert encoded(gallery, picture("a"), picture("b", 12), picture("b", 12), picture("a"), picture("b", 12)) == ["a", "b", "a", "b"]
+    assert encoded(gallery, picture("a"), picture("b", 12), picture("b", 12), picture("a"), picture("b", 12)) == [
+        "a",
+        "b",
+        "a",
+        "b",
+    ]
 
 
 def test_what_nobody_knows_is_not_kept() -> None:
