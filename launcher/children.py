@@ -28,7 +28,7 @@ def router_config(
     fields = {field.name for field in dataclasses.fields(RouterConfig)} & set(options.FIELDS)
     given = {field: value for field in fields if (value := getattr(asked, field)) is not None}
     given["speculate"] = asked.speculation.most
-    given["max_images"] = images
+    given |= {"max_images": images, "images_asked": bool(images and asked.max_images)}
     if images and asked.payload_limit == options.ROUTER.payload_limit:
         given["payload_limit"] = BODY
     given["adapters"] = tuple(adapters.parse(asked.lora_adapters, name))
@@ -66,6 +66,7 @@ def shard_configs(
             prefix_caching=asked.prefix_caching == "on",
             speculate=written(speculation),
             image_pixels=asked.max_image_pixels if planned.sight.images else 0,
+            images_asked=bool(asked.max_images),
             # Groups on a CPU share its memory, ranks of a group divide their part of it themselves.
             memory_fraction=asked.cuda_memory_fraction / (asked.local_replicas if planned.device == "cpu" else 1),
             threads=planned.threads,

@@ -46,9 +46,10 @@ class Node:
     @property
     def terms(self) -> dict[str, str]:
         """What has to be the same on all nodes."""
-        versions = {name: importlib.metadata.version(name) for name in ("penstock", "torch")}
         # The digest knows the draft model and adapters, whose folders may be others on each.
         first = self.shards[0]
+        named = ("penstock", "torch", "transformers") if first.image_pixels else ("penstock", "torch")
+        versions = {name: importlib.metadata.version(name) for name in named}
         speculate = re.sub(r"draft=[^,]*", "draft", first.speculate)
         shard = dataclasses.replace(first, speculate=speculate, adapters=tuple((name, "") for name, _ in first.adapters))
         return roll.terms(shard, self.asked.nnodes, self.digest, versions)

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 
 from ..proto.images import COLOURS, DESCRIPTIONS, FORMS, MOST
+from . import checkpoint
 from .checkpoint import FLOATS, Checkpoint
 from .mistake import Mistake
 from .options import ROUTER, Options
@@ -37,6 +39,14 @@ def resolve(asked: Options, model: Checkpoint) -> Sight:
             f"have {MOST}: lower one of them"
         )
     return Sight(images)
+
+
+def of(asked: Options, folder: Path) -> int:
+    """Images of a request to shards that somebody else starts, of the model whose tokenizer is in this folder, and perhaps no more.
+    Raises Mistake."""
+    if asked.max_images == 0 or (asked.max_images is None and not (folder / "config.json").is_file()):
+        return 0
+    return resolve(asked, checkpoint.read(folder, "dummy")).images
 
 
 def _problem(model: Checkpoint) -> str:

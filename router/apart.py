@@ -2,7 +2,8 @@
 
 Some libraries that work on what clients send loop, take all memory or crash for the right input, and an exception can't be had for
 that. Here each job gets some seconds and some memory, and the event loop waits for a socket meanwhile. A job that is stopped, or
-crashes, costs its process, and the next one starts another. So does one whose client leaves.
+crashes, costs its process, and the next one starts another. So does one whose client leaves, unless jobs are to be finished: where
+to start a process costs more.
 """
 
 import asyncio
@@ -40,8 +41,11 @@ class Apart:
     """Processes that run a module, which calls `serve`. They start when they are needed, stay, and end with this object or with the
     process that has it."""
 
-    def __init__(self, module: str, processes: int) -> None:
+    def __init__(self, module: str, processes: int, finishes: bool = False) -> None:
+        """finishes: jobs that have begun, also when nobody waits for them."""
         self._module = module
+        self._finishes = finishes
+        self._jobs = set[asyncio.Task[bytes]]()  # under way
         self._idle: list[_Process] = []
         self._free = asyncio.Semaphore(processes)
         self._starting = asyncio.Lock()
@@ -62,10 +66,16 @@ class Apart:
                 await self._free.acquire()
         except TimeoutError:
             raise Busy from None
-        try:
-            return await self._ask(job, seconds)
-        finally:
-            self._free.release()
+        task = asyncio.create_task(self._ask(job, seconds))
+        self._jobs.add(task)
+        task.add_done_callback(self._done)
+        return await (asyncio.shield(task) if self._finishes else task)
+
+    def _done(self, task: "asyncio.Task[bytes]") -> None:
+        self._free.release()
+        self._jobs.discard(task)
+        if not task.cancelled():
+            task.exception()  # who has left does not ask for it
 
     async def _ask(self, job: bytes, seconds: float) -> bytes:
         """A process may have been killed for no fault of the job, so there is a second one."""

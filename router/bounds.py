@@ -18,6 +18,8 @@ def bounds_of(config: RouterConfig, info: shard_pb2.InfoReply, warm: shard_pb2.W
         raise Misconfigured(f"the shards have no adapter {lacking}: give them and the router the same --lora-adapters")
     if config.batch_invariant and not info.batch_invariant:
         raise Misconfigured("the shards don't keep what --batch-invariant promises: start them with it, or leave it out")
+    if config.images_asked and not warm.images:
+        raise Misconfigured(f"the shards see no images: start them with --max-images {config.max_images}, or leave it out")
     capacity = warm.pages * warm.page_size
     pool = f"the pool's capacity of {capacity} ({warm.pages} pages of {warm.page_size})"
     more = "or give the pool more memory (--kv-pages, --cuda-memory-fraction, more shards)"
@@ -42,6 +44,7 @@ def bounds_of(config: RouterConfig, info: shard_pb2.InfoReply, warm: shard_pb2.W
         pages=warm.pages,
         page_size=warm.page_size,
         sequences=sequences,
+        images=warm.images,
     )
     bounds = Bounds(
         pages=warm.pages,

@@ -35,6 +35,7 @@ class RouterConfig:
     max_num_beams: int = 8  # widest beam search of a request
     speculate: int = 0  # the most tokens that a step guesses of each answer, by whatever proposers the shards have; 0: none
     max_images: int = 0  # of a request; 0: images are refused
+    images_asked: bool = False  # by the operator: where there can be none, the server does not start
     max_image_pixels: int = 1 << 20  # of each: larger ones are scaled down
     image_hosts: str = "public"  # from where those come that clients name by http(s) URLs: "public" addresses, "none", or hosts
     max_stop_sequences: int = 4

@@ -425,4 +425,5 @@ def _least(told: Sequence[Limits]) -> Limits:
         sequences=min(limits.sequences for limits in told),
         max_input_tokens=min(limits.max_input_tokens for limits in told),
         max_total_tokens=min(limits.max_total_tokens for limits in told),
+        images=all(limits.images for limits in told),
     )

@@ -5,6 +5,7 @@ Their ids are in no vocabulary, see `proto.images`. What an image looks like is 
 
 import hashlib
 import struct
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from ..proto.images import FORMS
 from .config import Misconfigured, RouterConfig
 from .folder import model_config
 from .pixels import Pixels, Preparer
-from .request import Image, Refused
+from .request import Image, Overloaded, Refused
 
 NO_IMAGES = "only text is supported: the model sees no images, or the server was started without (--max-images)"
 # By the beginning of a family's model_type: what stands before a placeholder, the placeholder, and what stands behind it.
@@ -23,6 +24,7 @@ WRAPPERS = {
 }
 MARK = "![]("  # up to the next ")"
 IDS = 1 << 32  # ids are numbers of 32 bits
+TIMES = 4  # the bytes of all bodies that pixels of all requests may have: what is sent is compressed
 
 
 class Pictures:
@@ -44,6 +46,8 @@ class Pictures:
         self._place = place
         self._breaks = tuple(id for id in ids if id is not None)
         self._preparer = Preparer(config.folder, config.max_image_pixels)
+        self._most_together = TIMES * config.payload_limit_total
+        self._held = 0  # bytes of pixels, of all requests that have not been answered
         self._word = token_text(place)
         around = [name if added_id(name) is not None else "" for name in (before, behind)]
         self.text = self._word.join(around)  # what an image is in the text of a prompt that is no chat
@@ -62,8 +66,25 @@ class Pictures:
                 "and a chat template must write it for each",
                 "inputs",
             )
-        found = [await self._preparer.prepare(image, f"image {number}") for number, image in enumerate(images, 1)]
-        return expanded(ids, self._place, found, self._breaks, vocabulary)
+        found, own = list[Pixels](), 0
+        try:
+            for number, image in enumerate(images, 1):
+                found.append(await self._preparer.prepare(image, f"image {number}"))
+                own += len(found[-1].pixels)
+                self._hold(len(found[-1].pixels))
+        except BaseException:  # the client may have left, too
+            self._held -= own
+            raise
+        prompt, shown = expanded(ids, self._place, found, self._breaks, vocabulary)
+        for one in shown:  # as long as anybody has them: until the answer is there, or a rule is found that the request breaks
+            weakref.finalize(one, self._hold, -len(one.pixels)).atexit = False
+        return prompt, shown
+
+    def _hold(self, length: int) -> None:
+        """So many bytes more. Raises Overloaded."""
+        self._held += length
+        if length > 0 and self._held > self._most_together:
+            raise Overloaded(f"the images of all requests have more than {self._most_together} bytes together")
 
 
 def marked(text: str, word: str) -> tuple[str, list[str]]:

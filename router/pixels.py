@@ -67,7 +67,7 @@ class Preparer:
         self._folder = folder
         self._most = most
         self._seconds = seconds
-        self._apart = Apart("penstock.router.pixels", PROCESSES)
+        self._apart = Apart("penstock.router.pixels", PROCESSES, finishes=True)  # they have to import transformers
 
     async def start(self) -> None:
         """Returns when a process is there, and says in the log if it won't be of use."""

@@ -58,7 +58,7 @@ class Beams:
     watched: bool = False  # the stream has a Grown for every step
 
 
-class Image(msgspec.Struct, frozen=True, kw_only=True):
+class Image(msgspec.Struct, frozen=True, kw_only=True, weakref=True):
     """A picture that a prompt shows: see `proto.images`, and Image in shard.proto."""
 
     start: int
@@ -112,6 +112,7 @@ class Limits:
     pages: int = 1 << 30  # in the pool: what one request, with all its choices, may take at most
     page_size: int = 1  # tokens
     sequences: int = 1 << 30  # that run at once
+    images: bool = False  # the shards see them
 
 
 # Of what follows there is one for each token: a frozen dataclass takes ten times as long to make (1.5 us, x86, one core).

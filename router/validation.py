@@ -4,6 +4,7 @@ Knows the limits and the tokenizer. Knows no HTTP and no JSON; both APIs use it.
 """
 
 import asyncio
+import logging
 import math
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
-from .config import RouterConfig
+from .config import Misconfigured, RouterConfig
 from .grammar import Grammars
 from .pictures import NO_IMAGES, Pictures
 from .request import Beams, Expired, Grammar, Image, Limits, Overloaded, Priority, Refused, Request, Sampling, Stopping
@@ -30,6 +31,8 @@ UNLIKELY = 1000.0  # what the logarithm of a token's probability, penalties and 
 THREADS = 2
 MOST_LONG = 64  # long texts that are tokenized, or wait for it
 Result = TypeVar("Result")
+
+logger = logging.getLogger(__name__)
 
 
 class Parameters(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,13 +93,13 @@ class Validator:
     """The rules for one model under one operator's settings."""
 
     def __init__(self, config: RouterConfig, tokenizer: Tokenizer, observe: Callable[[float], None] = lambda seconds: None) -> None:
-        """observe: gets the seconds that finding a request valid took. Raises Misconfigured if there shall be images, and the model
-        sees none."""
+        """observe: gets the seconds that finding a request valid took. Raises Misconfigured if the operator asks for images, which
+        the model does not see."""
         self._config = config
         self._tokenizer = tokenizer
         self._observe = observe
         self.grammars = Grammars(tokenizer.added_id)
-        self.pictures = Pictures(config, tokenizer.token_text, tokenizer.added_id) if config.max_images else None
+        self.pictures = _pictures(config, tokenizer) if config.max_images else None
         self._threads = ThreadPoolExecutor(THREADS, "tokenizer")
         self._long = 0  # texts that threads tokenize, or will
 
@@ -119,10 +122,11 @@ class Validator:
         adapter = self._adapter(parameters)
         _check_ids(parameters.logit_bias, "logit_bias", limits)
         _check_ids(parameters.end_ids, "stop_token_ids", limits)
-        pictures = self._pictures(parameters)
+        pictures = self._pictures(parameters, limits)
         ids = await self._prompt(prompt, parameters.truncate, limits, add_special_tokens)
         images: tuple[Image, ...] = ()
         if pictures is not None:
+            _check_prompt(len(ids), limits)  # before its images are looked at, each of which has a token at least
             ids, images = await pictures.put(ids, parameters.images, limits.vocabulary)
         try:
             stop, end_ids, choices, longest = self._ways(parameters, beams, len(ids), limits)
@@ -161,17 +165,17 @@ class Validator:
             return msgspec.structs.replace(request, grammar=await self.grammars.check(parameters.grammar))
         return request
 
-    def check_images(self, count: int) -> None:
+    def check_images(self, count: int, limits: Limits) -> None:
         """Raises Refused if a request has more than there may be."""
-        most = self._config.max_images
+        most = self._config.max_images if self.pictures is not None and limits.images else 0
         if count > most:
-            if self.pictures is None:
+            if not most:
                 raise Refused(f"`inputs` has an image, and {NO_IMAGES}", "inputs")
             raise Refused(f"`inputs` must have at most {most} images (--max-images). Given: {count}", "inputs")
 
-    def _pictures(self, given: Parameters) -> Pictures | None:
+    def _pictures(self, given: Parameters, limits: Limits) -> Pictures | None:
         """What puts the request's images into its prompt; None if it has none."""
-        self.check_images(len(given.images))
+        self.check_images(len(given.images), limits)
         if not given.images:
             return None
         for name, asked in (("truncate", given.truncate), ("prompt_logprobs", given.prompt_logprobs)):
@@ -362,6 +366,17 @@ async def in_time(given: Parameters) -> AsyncIterator[None]:
         raise Expired.after(given.timeout) from None
 
 
+def _pictures(config: RouterConfig, tokenizer: Tokenizer) -> Pictures | None:
+    """What puts images into prompts, if that can be. Raises Misconfigured if it can't, and the operator asks for it."""
+    try:
+        return Pictures(config, tokenizer.token_text, tokenizer.added_id)
+    except Misconfigured as error:
+        if config.images_asked:
+            raise
+        logger.warning("text alone is served: %s", error)
+        return None
+
+
 def _finite(name: str, value: float) -> None:
     if not abs(value) <= LARGEST_FLOAT:  # so that NaN fails too, and integers of any size can be compared
         raise Refused(f"`{name}` must be a finite number of 32 bits", name)
@@ -457,8 +472,7 @@ def _max_new_tokens(length: int, given: int | None, choices: int, beams: Beams |
             f"`inputs` tokens + `max_new_tokens` must be <= {total}. Given: {length} `inputs` tokens and {given} `max_new_tokens`",
             "max_new_tokens",
         )
-    if not 0 < length <= min(limits.max_input_tokens, total - 1):
-        raise Refused(f"`inputs` must have less than {limits.max_input_tokens} tokens. Given: {length}", "inputs")
+    _check_prompt(length, limits)
     most = total - length if given is None else given
     pages = most_pages(length, most, rows, limits.page_size)
     if pages <= limits.pages:
@@ -473,6 +487,11 @@ def _max_new_tokens(length: int, given: int | None, choices: int, beams: Beams |
         f"{limits.page_size} tokens, and there are {limits.pages}: at most {max(0, fitting)} new tokens fit, or fewer {noun}",
         "max_new_tokens",
     )
+
+
+def _check_prompt(length: int, limits: Limits) -> None:
+    if not 0 < length <= min(limits.max_input_tokens, limits.max_total_tokens - 1):
+        raise Refused(f"`inputs` must have less than {limits.max_input_tokens} tokens. Given: {length}", "inputs")
 
 
 def _sampling(given: Parameters, limits: Limits) -> Sampling:

@@ -31,6 +31,7 @@ class ShardConfig:
     memory_fraction: float = 0.9  # of the device's memory (on a CPU: of this rank's share of what is available) to be used
     speculate: str = ""  # how drafts are proposed and verified, see `proto.speculation`; a draft model is named by its folder
     image_pixels: int = 0  # the most that an image has; 0: what encodes images is not loaded
+    images_asked: bool = False  # by the operator: without what encodes them nothing is served, instead of text alone
     threads: int = 1  # compute threads of this rank (CPU)
     socket: str = ""  # unix socket of this rank's service
     listen: str = ""  # address:port of it instead, to be reached from other machines

@@ -90,12 +90,23 @@ def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
     decoder = Decoder(model, source, ranks, device, exact, changes)
     if config.image_pixels:
         stage("loading what encodes images")
-        decoder.sight = Sight(said, folder, source, config.image_pixels, model)
+        decoder.sight = _sight(config, said, source, model)
     stops = Stops(grammars) if grammars else None
     drafter = _drafter(config, speculation, decoder, source, stage) if speculation.draft else None
     guesses = Guesses(ranks, device, speculation, drafter, masks)
     ahead = config.overlap == "on" or (config.overlap == "auto" and device.type == "cuda")
     return Engine(decoder, device, config.page_size, config.prefix_caching, cache_dtype, masks, stops, guesses, ahead)
+
+
+def _sight(config: ShardConfig, said: Config, source: Source, model: Shape) -> Sight | None:
+    """What encodes images. Unless the operator has asked for images, text is served without it. Raises Unsupported."""
+    try:
+        return Sight(said, Path(config.folder), source, config.image_pixels, model)
+    except Unsupported as error:
+        if config.images_asked:
+            raise
+        log.warning("text alone is served: %s", error)
+        return None
 
 
 def _check_able(device: torch.device, cache: str) -> None:

@@ -122,6 +122,8 @@ class Service:
         if config.batch_invariant:
             self.stage = "checking that answers don't depend on batches"
             invariance.check(engine, config.page_size)
+        if not ranks.least(engine.decoder.sight is not None):  # on all ranks or on none
+            engine.decoder.sight = None
         self.stage = "measuring memory"
         # What remembers computes right guesses once more, which nobody counts who fills a step.
         most = tokens + (sequences * engine.guesses.most if shape.linear is not None else 0)
@@ -141,6 +143,7 @@ class Service:
             sample_tokens=sample.tokens,
             sample_seconds=sample.seconds,
             sequences=sequences,
+            images=engine.decoder.sight is not None,
         )
 
     def Prefill(self, request: wire.PrefillRequest, context: grpc.ServicerContext) -> wire.StepReply:  # noqa: N802

@@ -157,6 +157,23 @@ def test_it_goes_on_where_a_shard_was_killed(server: Server, expected: Expected)
         assert [each.result() for each in going] == [expected(*each) for each in ASKED] * 2
 
 
+def test_text_is_served_where_images_can_not_be(folder: Path, server: Server) -> None:
+    """And an image is refused."""
+    with serving.scratch() as other:
+        for path in folder.iterdir():
+            if path.is_file():
+                (other / path.name).write_bytes(path.read_bytes())
+        (other / "preprocessor_config.json").write_text('{"image_processor_type": "Nothing"}')
+        with serve(str(other), "--kv-pages", "64", stop=signal.SIGTERM) as blind:
+            assert "text alone is served" in blind.log
+            body: dict[str, Any] = {"inputs": "What is this?", "parameters": {"max_new_tokens": COUNT}}
+            assert ask(blind, "/generate", body) == ask(server, "/generate", body)
+            parts = [{"type": "image_url", "image_url": {"url": URLS[0]}}]
+            status, found = ask(blind, "/v1/chat/completions", {"messages": [{"role": "user", "content": parts}]})
+            assert status == 400
+            assert "only text is supported" in found["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [

@@ -36,7 +36,7 @@ class Chats:
         """The request, and what makes a reader for each of its answers; None: they are plain text."""
         tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls)
         images = images_of(messages)
-        self._validator.check_images(len(images))
+        self._validator.check_images(len(images), limits)
         async with in_time(asked):
             prompt = await self._render(body, messages, tools)
         continued = _text(messages[-1]) if _continues(body, messages[-1]) else ""

@@ -204,10 +204,10 @@ class Tgi:
     async def _request(self, inputs: str, parameters: Parameters) -> Request:
         """Where the model sees images, those in Markdown are shown to it."""
         limits, pictures = limits_of(self._batcher), self._validator.pictures
-        text, urls = marked(inputs, pictures.text) if pictures is not None else (inputs, [])
+        text, urls = marked(inputs, pictures.text) if pictures is not None and limits.images else (inputs, [])
         if not urls:
             return await self._validator.request(inputs, parameters, limits)
-        self._validator.check_images(len(urls))
+        self._validator.check_images(len(urls), limits)
         if parameters.prompt_logprobs:
             raise Refused("`decoder_input_details` together with images is not supported", "decoder_input_details")
         async with in_time(parameters), self._links.opened(urls) as images:

@@ -34,9 +34,10 @@ def shape(config: Config) -> Shape:
                 own = renamed(text_of(config, name) if name in IMAGES else config)
                 kinds = IMAGES[name] if name in IMAGES else dict.fromkeys(types_of(name), FAMILIES[name])
                 check(own, name, [*kinds])
-                family = kinds.get(str(own.get("model_type")), next(iter(kinds.values())))
-                found = _sound(family(own), own.get("layer_types"))
-                return turned(own, found) if name in IMAGES else found
+                kind = str(own.get("model_type"))
+                kind = kind if kind in kinds else next(iter(kinds))
+                found = _sound(kinds[kind](own), own.get("layer_types"))
+                return turned(own, kind, found) if name in IMAGES else found
             except KeyError as error:
                 raise Unsupported(f"config.json of a {name} lacks {error}: is it complete?") from None
     asked = ", ".join(names) or "none named"

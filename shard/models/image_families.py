@@ -95,9 +95,10 @@ SECTIONS: dict[str, tuple[list[int], bool]] = {
 }
 
 
-def turned(text: Config, found: Shape) -> Shape:
-    """The same, with what turns images' tokens. text: what config.json says of it."""
-    if (kind := str(text.get("model_type"))) not in SECTIONS:
+def turned(text: Config, kind: str, found: Shape) -> Shape:
+    """The same, with what turns images' tokens, unless config.json says nonsense of it, which is of no matter to text: `sight`
+    refuses that. text: what config.json says of it; kind: its model_type."""
+    if kind not in SECTIONS:
         return found
     said = [values["mrope_section"] for name in ROPES if isinstance(values := text.get(name), dict) and "mrope_section" in values]
     default, by_turns = SECTIONS[kind]
@@ -105,16 +106,14 @@ def turned(text: Config, found: Shape) -> Shape:
     if (
         not isinstance(sections, list)
         or len(sections) != len(default)
-        or not all(type(one) is int and one >= 0 for one in sections)
+        or not all(type(one) is int and 0 <= one <= pairs for one in sections)
     ):
-        raise Unsupported(f"config.json says mrope_section {shown(sections)}, three whole numbers are needed: {AGAIN}")
+        return found
     if by_turns:
         axes = [pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(pairs)]
     else:
         axes = [axis for axis, count in enumerate(sections) for _ in range(count)]
-    if len(axes) != pairs:
-        raise Unsupported(f"config.json says mrope_section {shown(sections)}, and {pairs} pairs of features turn: {AGAIN}")
-    return replace(found, rope=replace(found.rope, axes=tuple(axes)))
+    return replace(found, rope=replace(found.rope, axes=tuple(axes))) if len(axes) == pairs else found
 
 
 def text_of(config: Config, architecture: str) -> Config:

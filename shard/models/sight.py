@@ -37,12 +37,13 @@ class Sight:
         self._dtype = source.dtype
         self._model = _modules(config, folder)
         self._grid = hasattr(self._model, "visual")  # else by sizes in pixels
+        if self._grid and not self._turned:
+            raise Unsupported(
+                f"config.json's mrope_section is not three numbers, of pairs of features that turn, all together: {AGAIN}"
+            )
         self._load(source)
-        processor = _processor(folder)
-        self._mean, self._deviation = (
-            torch.tensor(values, device=source.device).view(COLOURS, 1, 1) for values in (processor.image_mean, processor.image_std)
-        )
-        self._factor = float(processor.rescale_factor)
+        self._factor, *colours = _rescaling(folder)
+        self._mean, self._deviation = (torch.tensor(values, device=source.device).view(COLOURS, 1, 1) for values in colours)
         vision = self._model.config.vision_config
         self._merged = int(getattr(vision, "spatial_merge_size", 0) or self._model.config.spatial_merge_size)
         self._patch = int(vision.patch_size)
@@ -164,11 +165,17 @@ def _empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.P
     return nn.Parameter(parameter.to("meta"), requires_grad=False) if parameter is not None else None
 
 
-def _processor(folder: Path) -> Any:
-    """What makes pixels of pictures: here for the colours' means and deviations. Raises Unsupported."""
+def _rescaling(folder: Path) -> tuple[float, list[float], list[float]]:
+    """What pixels are multiplied by, and the colours' means and deviations: as what makes pixels of pictures has them. Raises
+    Unsupported."""
+    library = _library()
     try:
-        return _library().AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True, trust_remote_code=False)
-    except (ImportError, OSError, ValueError) as error:
+        found = library.AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True, trust_remote_code=False)
+        mean, deviation = ([float(value) for value in values] for values in (found.image_mean, found.image_std))
+        if not len(mean) == len(deviation) == COLOURS:
+            raise ValueError(f"image_mean and image_std must have {COLOURS} numbers each")
+        return float(found.rescale_factor), mean, deviation
+    except (ImportError, OSError, ValueError, TypeError, AttributeError) as error:
         line = str(error).strip().partition("\n")[0]
         raise Unsupported(f"{folder} does not say how pictures are prepared ({line}): {REMEDY}") from None
 

@@ -1,6 +1,7 @@
 """What a node of several starts, from options to the settings of its ranks; what is refused before anything starts."""
 
 import dataclasses
+import importlib.metadata
 import json
 import socket
 from collections.abc import Mapping
@@ -121,6 +122,13 @@ def test_all_nodes_say_the_same_but_for_what_is_their_own(tmp_path: Path) -> Non
     assert first == ours(tmp_path / "elsewhere", node_rank=1, master_addr="b", threads=2).terms
     assert first != ours(tmp_path, node_rank=1, page_size=4).terms
     assert {"penstock", "torch", "weights", "nodes", "dtype", "page_size", "kv_cache_dtype", "ranks"} <= set(first)
+
+
+def test_where_images_are_seen_all_nodes_have_the_same_transformers(tmp_path: Path) -> None:
+    own = ours(tmp_path, node_rank=0, master_addr="a", threads=1)
+    seeing = dataclasses.replace(own, shards=[dataclasses.replace(shard, image_pixels=100) for shard in own.shards])
+    assert "transformers" not in own.terms
+    assert seeing.terms["transformers"] == importlib.metadata.version("transformers")
 
 
 def test_a_model_is_known_by_its_files(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_more_than_fits_into_a_message(model: Checkpoint) -> None:
     with pytest.raises(Mistake, match=r"-images 8 and --max-image-pixels 10000000 are 240000000 bytes .* lower one of them"):
         sight.resolve(Options(max_image_pixels=10_000_000), model)
     assert sight.resolve(Options(max_image_pixels=10_000_000, max_images=2), model).images == 2
-    assert all(2 * images.MOST <= length for _, length in rpc.OPTIONS)
+    assert all(length >= 2 * images.MOST for _, length in rpc.OPTIONS)
 
 
 def test_models_of_text_have_none() -> None:
@@ -68,6 +68,22 @@ def test_why_not(model: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPa
             sight.resolve(Options(max_images=1), other)
     monkeypatch.setattr(sight, "find_spec", lambda name: None if name == "PIL" else find_spec(name))
     assert sight.resolve(Options(), model).why == "images need pillow: pip install -e '.[images]' in the checkout"
+
+
+def test_for_shards_that_somebody_else_starts(folder: Path, tmp_path: Path) -> None:
+    """The folder may have a tokenizer alone."""
+    assert sight.of(Options(), folder) == 8
+    assert sight.of(Options(max_images=0), folder) == 0
+    assert sight.of(Options(), tmp_path) == 0
+    assert sight.of(Options(max_images=0), tmp_path) == 0
+    with pytest.raises(Mistake, match=r"config\.json"):
+        sight.of(Options(max_images=1), tmp_path)
+
+
+def test_who_asks_for_images_is_told_if_there_are_none(folder: Path) -> None:
+    for given, said in ((None, False), (2, True)):
+        assert children.router_config(Options(max_images=given), "name", folder, [], images=2).images_asked is said
+    assert not children.router_config(Options(max_images=0), "name", folder, []).images_asked
 
 
 def test_what_encodes_them_is_planned(folder: Path, model: Checkpoint) -> None:

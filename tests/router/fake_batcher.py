@@ -35,7 +35,7 @@ from penstock.router.request import (
 )
 from penstock.router.text import TextStream, Tokenizer
 
-LIMITS = Limits(max_input_tokens=100, max_total_tokens=128, vocabulary=300)
+LIMITS = Limits(max_input_tokens=100, max_total_tokens=128, vocabulary=300, images=True)
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 
 

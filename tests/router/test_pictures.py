@@ -11,14 +11,14 @@ from penstock.proto.images import FORMS
 from penstock.router.beginnings import Beginnings
 from penstock.router.commands import group
 from penstock.router.config import Misconfigured, RouterConfig
-from penstock.router.pictures import WRAPPERS, expanded, marked, own_ids
+from penstock.router.pictures import TIMES, WRAPPERS, expanded, marked, own_ids
 from penstock.router.pixels import Pixels
-from penstock.router.request import Limits, Refused, Request
+from penstock.router.request import Limits, Overloaded, Refused, Request
 from penstock.router.text import Tokenizer
 from penstock.router.validation import Parameters, Validator
 from penstock.tests.router.sights import encoded, make_folder, picture
 
-LIMITS = Limits(max_input_tokens=1000, max_total_tokens=1200, vocabulary=300)
+LIMITS = Limits(max_input_tokens=1000, max_total_tokens=1200, vocabulary=300, images=True)
 IMAGE = encoded(picture(112, 56))  # 2 rows of 4 tokens
 OTHER = encoded(picture(112, 56, seed=1))
 WORD = "<|image_pad|>"
@@ -132,10 +132,14 @@ def test_nobody_guesses_what_follows_images(folder: Path, tokenizer: Tokenizer) 
         # 1 + 8 tokens, though without its image it had 2
         (
             WORD,
-            {"images": [IMAGE], "limits": Limits(9, 10, 300), "max_new_tokens": 2},
+            {"images": [IMAGE], "limits": Limits(9, 10, 300, images=True), "max_new_tokens": 2},
             "`inputs` tokens + `max_new_tokens` must be ",
         ),
-        (WORD, {"images": [IMAGE], "limits": Limits(8, 100, 300)}, "`inputs` must have less than 8 tokens. Given: 9"),
+        (WORD, {"images": [IMAGE], "limits": Limits(8, 100, 300, images=True)}, "`inputs` must have less than 8 tokens. Given: 9"),
+        # Its image would be refused, too, but nobody has looked at it.
+        ("x" * 10 + WORD, {"images": [b""], "limits": Limits(8, 100, 300, images=True)}, "`inputs` must have less than 8 tokens"),
+        # The shards see none, whatever the router was told.
+        (WORD, {"images": [IMAGE], "limits": Limits(100, 100, 300)}, "`inputs` has an image, and only text is supported"),
         ([0, 300], {}, "`inputs` has the token id 300; the model knows 0 to 299"),  # nobody sends an image's tokens
     ],
 )
@@ -154,7 +158,10 @@ def test_what_can_not_be_is_refused(folder: Path, tokenizer: Tokenizer, prompt: 
         ({"image_token_id": None}, "has no <|image_pad|>, which a prompt with images needs"),
     ],
 )
-def test_a_model_that_sees_none_is_told_at_the_start(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_a_model_that_sees_none_is_told_at_the_start(
+    tmp_path: Path, changes: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If the operator asks for images; otherwise text is served."""
     make_folder(tmp_path)
     if "mistral3" in changes.values():
         text = (tmp_path / "tokenizer.json").read_text().replace("[IMG_", "[NOT_")
@@ -162,8 +169,70 @@ def test_a_model_that_sees_none_is_told_at_the_start(tmp_path: Path, changes: di
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(Misconfigured) as told:
-        Validator(RouterConfig(folder=str(tmp_path), model="m", max_images=1), Tokenizer(tmp_path))
+        Validator(RouterConfig(folder=str(tmp_path), model="m", max_images=1, images_asked=True), Tokenizer(tmp_path))
     assert message in str(told.value)
+    with pytest.raises(Refused, match="only text is supported"):
+        validate(tmp_path, Tokenizer(tmp_path), WORD, max_images=1, images=[IMAGE])
+    assert "text alone is served" in caplog.text
+    assert message in caplog.text
+
+
+def test_pixels_of_all_requests_are_counted(folder: Path, tokenizer: Tokenizer) -> None:
+    """As long as somebody has them, whatever becomes of the request. These are 112 x 56 in three colours."""
+    one = 3 * 112 * 56
+
+    async def test() -> None:
+        config = RouterConfig(folder=str(folder), model="m", max_images=3, payload_limit_total=-(-3 * one // TIMES))
+        validator = Validator(config, tokenizer)
+        pictures = validator.pictures
+        assert pictures is not None
+
+        async def ask(count: int, limits: Limits = LIMITS, last: bytes = IMAGE) -> Request:
+            return await validator.request(WORD * count, Parameters(images=[IMAGE] * (count - 1) + [last]), limits)
+
+        first = await ask(1)
+        assert pictures._held == one
+        with pytest.raises(Overloaded, match=f"more than {TIMES * config.payload_limit_total} bytes together"):
+            await ask(3)
+        with pytest.raises(Refused, match="image 2 is no image"):
+            await ask(2, last=b"")
+        with pytest.raises(Refused, match="less than 8 tokens"):
+            await ask(1, Limits(8, 100, 300, images=True))
+        leaving = asyncio.create_task(ask(2))
+        while pictures._held == one:  # until its first image is there  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        del leaving
+        assert pictures._held == one
+        second = await ask(2)
+        assert pictures._held == 3 * one
+        del first, second
+        assert pictures._held == 0
+
+    asyncio.run(test())
+
+
+def test_who_leaves_does_not_end_what_prepares_images(folder: Path, tokenizer: Tokenizer) -> None:
+    async def test() -> None:
+        validator = Validator(RouterConfig(folder=str(folder), model="m", max_images=1), tokenizer)
+        assert validator.pictures is not None
+        await validator.pictures.start()
+        apart = validator.pictures._preparer._apart
+        [process] = apart._idle
+        leaving = asyncio.create_task(validator.request(WORD, Parameters(images=[IMAGE]), LIMITS))
+        while not apart._jobs:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        request = await validator.request(WORD, Parameters(images=[IMAGE]), LIMITS)
+        assert len(request.images) == 1
+        assert process in apart._idle
+        assert process.alive
+
+    asyncio.run(test())
 
 
 def test_text_follows_images(tokenizer: Tokenizer) -> None:

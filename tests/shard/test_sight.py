@@ -1,5 +1,6 @@
 """Models that see images give transformers' logits and tokens, whatever else is in the batch."""
 
+import json
 import random
 from array import array
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ import transformers
 from penstock.shard.decoding.hypotheses import Search
 from penstock.shard.gallery import Gallery
 from penstock.shard.memory import _seeing
+from penstock.shard.models.shape import Unsupported
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling
 from penstock.shard.step import Span
@@ -277,3 +279,69 @@ def test_as_the_hub_has_qwen_2(name: str, tmp_path: Path) -> None:
     prompt = asked((name, reference, tmp_path), 1)
     bench, sequence = bench_of(tmp_path, prompt)
     close(bench.run([Span(sequence, 0, prompt.tokens, wanted=len(prompt.tokens))]), seeing.logits(reference, name, prompt))
+
+
+def changed(folder: Path, tmp_path: Path, **changes: Any) -> Path:
+    """A folder with another config.json; of its text if a name begins so."""
+    for path in folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    said = json.loads((tmp_path / "config.json").read_text())
+    for name, value in changes.items():
+        where, _, own = name.rpartition("__")
+        (said[where] if where else said)[own] = value
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    return tmp_path
+
+
+def test_where_the_text_does_not_say_what_it_is(tmp_path: Path) -> None:
+    """Its images' tokens have the positions of the family all the same."""
+    reference = seeing.made("Qwen3VL", tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())
+    del said["text_config"]["model_type"]
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    prompt = asked(("Qwen3VL", reference, tmp_path), 1)
+    bench, sequence = bench_of(tmp_path, prompt)
+    close(bench.run([Span(sequence, 0, prompt.tokens, wanted=len(prompt.tokens))]), seeing.logits(reference, "Qwen3VL", prompt))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"text_config__rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [2, 1]}},
+            "mrope_section",
+        ),
+        (
+            {"text_config__rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [2, 2, 1]}},
+            "mrope_section",
+        ),
+        (
+            {"text_config__rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [1 << 40, 1, 1]}},
+            "mrope_",
+        ),
+        ({"vision_config__hidden_act": "nothing"}, "can't make what encodes images"),
+        ({"vision_config__hidden_size": 24}, "--max-images 0 does without"),  # its tensors have another shape
+        ({"preprocessor_config": "{"}, "does not say how pictures are prepared"),
+        ({"preprocessor_config": '{"image_processor_type": "Nothing"}'}, "does not say how pictures are prepared"),
+        ({"preprocessor_config": '{"image_processor_type": "Qwen2VLImageProcessor", "image_mean": [1]}'}, "3 numbers each"),
+    ],
+)
+def test_text_is_served_where_images_can_not_be(tmp_path: Path, changes: dict[str, Any], words: str, caplog: Any) -> None:
+    """And the same text. If the operator asks for images, nothing is."""
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    seeing.made("Qwen2_5_VL", whole)
+    other = tmp_path / "other"
+    other.mkdir()
+    text = changes.pop("preprocessor_config", None) if "preprocessor_config" in changes else None
+    changed(whole, other, **changes)
+    if text:
+        (other / "preprocessor_config.json").write_text(text)
+    with pytest.raises(Unsupported, match=words):
+        seeing.engine(other, images_asked=True)
+    engine = seeing.engine(other)
+    assert engine.decoder.sight is None
+    assert "text alone is served" in caplog.text
+    words_alone = tiny.group(1, [11, 12, 13], 9)
+    expected = drive(seeing.engine(whole), [tiny.group(1, [11, 12, 13], 9)], Habits())
+    assert drive(engine, [words_alone], Habits()).tokens == expected.tokens
