@@ -2,14 +2,14 @@
 
 A row is a span of q query tokens on top of a context of n tokens. Its keys and values, the q new ones included, lie in
 `slots` of a cache tensor. Query i sees the context and, of the new tokens, its own ancestors and itself: for a chain all
-before it, for a tree those on its path.
+before it, for a tree those on its path. Of a row that is whole, where layers join it, all see all.
 
 Rows are put into blocks of equal q and similar length; a block is one gather and one call of torch's fused attention, so
 nothing here runs once per row. Blocks are small enough for the gathered copy to stay in the processor's cache.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -48,6 +48,7 @@ class Kind:
     ratio: int  # query heads of a key head, or part
     size: int  # of a key
     latent: bool = False  # which its values are a part of
+    joined: bool = False  # queries of rows that are `whole` see each other
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ class Row:
     pages: Sequence[int]
     parents: Sequence[int] | None = None  # per query: index of its parent among the queries, -1 for the root; None: a chain
     settled: int | None = None  # so many of its pages are certain: the device is told of others, full ones, later; None: all
+    whole: bool = False  # a chain of which, in layers where that is so, each query sees those behind it, too: an image
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ class View:
     length: int  # of the longest row
     slots: Tensor  # [rows * length]
     mask: Tensor | None  # [rows, 1, queries, length], 0 or -inf; None: nothing is hidden
+    tiled: bool = False  # one chain of many queries: the mask is [1, 1, TILE, length], of the last TILE queries and right for all
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,6 @@ class Block:
     rows: int
     queries: int
     views: dict[int, View]  # per window
-    tiled: bool  # one chain of many queries: its masks are [1, 1, TILE, length], of the last TILE queries and right for all
 
 
 def order(rows: Sequence[Row]) -> list[int]:
@@ -87,16 +89,22 @@ def order(rows: Sequence[Row]) -> list[int]:
 
 
 def blocks(
-    rows: Sequence[Row], page_size: int, windows: Sequence[int], elements: int, device: torch.device, start: int = 0
+    rows: Sequence[Row],
+    page_size: int,
+    windows: Sequence[int],
+    elements: int,
+    device: torch.device,
+    start: int = 0,
+    joined: Collection[int] = (),
 ) -> list[Block]:
     """Blocks of `rows`, which stand in `order`.
 
     windows: the distinct ones of the model's layers, 0 for none; elements: of keys and values per token and layer; start: their
-    first token in the step.
+    first token in the step; joined: windows of layers where rows that are whole are that.
     """
     result = []
     for part in split(rows, elements):
-        block = _block(part, start, page_size, windows, device)
+        block = _block(part, start, page_size, windows, joined, device)
         result.append(block)
         start += block.rows * block.queries
     return result
@@ -120,12 +128,13 @@ def split(rows: Sequence[Row], elements: int) -> Iterator[Sequence[Row]]:
         yield rows[first:]
 
 
-def _block(rows: Sequence[Row], start: int, page_size: int, windows: Sequence[int], device: torch.device) -> Block:
-    queries = rows[0].queries
+def _block(
+    rows: Sequence[Row], start: int, page_size: int, windows: Sequence[int], joined: Collection[int], device: torch.device
+) -> Block:
     slots = slots_of(rows, page_size)
-    tiled = queries > TILE and rows[0].parents is None
-    views = {window: _view(rows, slots, window, tiled, device) for window in windows}
-    return Block(start, len(rows), queries, views, tiled)
+    causal = [replace(row, whole=False) for row in rows] if any(row.whole for row in rows) else rows
+    views = {window: _view(rows if window in joined else causal, slots, window, device) for window in windows}
+    return Block(start, len(rows), rows[0].queries, views)
 
 
 def slots_of(rows: Sequence[Row], page_size: int) -> Array:
@@ -137,25 +146,29 @@ def slots_of(rows: Sequence[Row], page_size: int) -> Array:
     return (tables[:, :, None] * page_size + numpy.arange(page_size)).reshape(len(rows), -1)[:, :length]
 
 
-def _view(rows: Sequence[Row], slots: Array, window: int, tiled: bool, device: torch.device) -> View:
+def _view(rows: Sequence[Row], slots: Array, window: int, device: torch.device) -> View:
     """slots: of `slots_of`. What lies before a window is not gathered: the context just seems shorter."""
+    tiled = rows[0].queries > TILE and rows[0].parents is None and not rows[0].whole
     if window:
         unseen = [max(0, row.context - window + 1) for row in rows]
-        rows = [Row(row.queries, row.context - skip, (), row.parents) for row, skip in zip(rows, unseen, strict=True)]
+        rows = [
+            Row(row.queries, row.context - skip, (), row.parents, whole=row.whole) for row, skip in zip(rows, unseen, strict=True)
+        ]
         length = rows[0].queries + max(row.context for row in rows)
         slots = numpy.take_along_axis(slots, numpy.array(unseen)[:, None] + numpy.arange(length), 1)
     length = slots.shape[1]
     # Seen from its end, every tile of a chain looks the same: the mask of the last one serves all.
-    return view_of(slots, _visible([Row(TILE, length - TILE, ())] if tiled else rows, length, window), device)
+    visible = _visible([Row(TILE, length - TILE, ())] if tiled else rows, length, window)
+    return view_of(slots, visible, device, tiled)
 
 
-def view_of(slots: Array, visible: Array, device: torch.device) -> View:
+def view_of(slots: Array, visible: Array, device: torch.device, tiled: bool = False) -> View:
     """slots: [rows, length]; visible: [rows, queries, length]."""
     mask = None
     if not visible.all():
         hidden = numpy.where(visible, numpy.float32(0), numpy.float32(-numpy.inf))
         mask = torch.from_numpy(hidden).unsqueeze(1).to(device)
-    return View(slots.shape[1], torch.from_numpy(slots.reshape(-1)).to(device), mask)
+    return View(slots.shape[1], torch.from_numpy(slots.reshape(-1)).to(device), mask, tiled)
 
 
 def _visible(rows: Sequence[Row], length: int, window: int) -> Array:
@@ -164,13 +177,17 @@ def _visible(rows: Sequence[Row], length: int, window: int) -> Array:
     if all(row.parents is None for row in rows):
         contexts = numpy.array([row.context for row in rows])
         positions = contexts[:, None, None] + numpy.arange(queries)[:, None]  # of queries, [rows, queries, 1]
-        visible = keys <= positions
+        last = positions
+        if any(row.whole for row in rows):
+            whole = numpy.array([row.whole for row in rows])[:, None, None]
+            last = numpy.where(whole, positions[:, -1:], positions)
+        visible = keys <= last
         return visible & (positions - keys < window) if window else visible
     result = numpy.zeros((len(rows), queries, length), bool)
     for i, row in enumerate(rows):  # one row a tree: their masks have nothing in common
         ancestors, depths = ancestry(row.parents if row.parents is not None else range(-1, queries - 1))
         result[i, :, : row.context] = True
-        result[i, :, row.context : row.context + queries] = ancestors
+        result[i, :, row.context : row.context + queries] = ancestors if not row.whole else True
         if window:
             places = row.context + numpy.array(depths)
             result[i] &= places[:, None] - numpy.concatenate((keys[: row.context], places, keys[row.context + queries :])) < window
@@ -265,7 +282,7 @@ def _attend(
         choose = partial(narrowed, asked, keys[:, 0, :, size:])
     if cache.shape[3] > size:  # an index has its own keys behind these
         keys = values = keys[..., :size]
-    if not block.tiled:
+    if not view.tiled:
         mask = choose(block.start, queries, mask)
     ratio = heads // kv_heads
     if queries == 1 or queries * ratio <= TILE:
@@ -279,7 +296,7 @@ def _attend(
         attended = partial(attended, sinks=sinks.view(heads, 1, 1))
     spread = own.reshape(count, queries, heads, size).transpose(1, 2)
     grouped = ratio > 1
-    if block.tiled and mask is not None:
+    if view.tiled and mask is not None:
         whole = keys.contiguous()
         seen = whole, whole if values is keys else values.contiguous(), mask
         answer = _attend_tiles(partial(attended, enable_gqa=grouped), spread, *seen, choose, block.start)

@@ -165,7 +165,9 @@ def scores_kernel(
         )
         found = tl.maximum(dot(asking, tl.trans(key.to(asking.dtype)), WIDEN), 0.0)
         score = tl.sum(found * weight[:, None], 0)
-        visible = visible_of(key_at, position, positions, word_0, word_1, word_2, word_3, context, tree, 0, end, False, TREES)
+        visible = visible_of(
+            key_at, position, position, positions, word_0, word_1, word_2, word_3, context, tree, 0, end, False, TREES
+        )
         hidden = tl.max(visible.to(tl.int32), 0) == 0
         tl.store(target + key_at, tl.where(hidden, float("-inf"), score), mask=key_at < end)
 

@@ -205,7 +205,7 @@ def _plan(
     pages = writer.add(_pages(rows, table.page_size), _room(capacity, "pages"))
     places = {}
     for kind, own in tiles.items():
-        parts = cutting.segments(table, kind.window, own, kind.ratio)
+        parts = cutting.segments(table, kind.window, own, kind.ratio, kind.joined)
         limit = fixed or cutting.longest(parts, kind.kv_heads, processors)
         places[kind] = _launch(writer, kind.window, cutting.work(table, parts, own, limit, bool(fixed)), capacity)
     buffer = writer.buffer(device)

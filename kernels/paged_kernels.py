@@ -41,6 +41,7 @@ def slots_of(
 @triton.jit
 def visible_of(
     key: tl.tensor,
+    limit: tl.tensor,
     position: tl.tensor,
     positions: tl.tensor,
     word_0: tl.tensor,
@@ -54,9 +55,9 @@ def visible_of(
     WINDOWED: tl.constexpr,
     TREES: tl.constexpr,
 ) -> tl.tensor:
-    """Which keys each row of a tile sees: [ROWS, KEYS]. key: [KEYS]; position, words: [ROWS]."""
+    """Which keys each row of a tile sees, in order up to its limit: [ROWS, KEYS]. key: [KEYS]; limit, position, words: [ROWS]."""
     inside = key < end
-    visible = (key[None, :] <= position[:, None]) & inside[None, :]
+    visible = (key[None, :] <= limit[:, None]) & inside[None, :]
     key_position = key
     if TREES:
         node = key - context
@@ -115,6 +116,7 @@ def _through(
     lowest: tl.tensor,
     factor: tl.tensor,
     softcap: tl.tensor,
+    limit: tl.tensor,
     position: tl.tensor,
     token: tl.tensor,
     positions: tl.tensor,
@@ -179,7 +181,7 @@ def _through(
         logits = _logits(query, key, turned_query, turned_key, factor, softcap, TURNED > 0, CAPPED, WIDEN)
         if MASKED:
             visible = visible_of(
-                key_at, position, positions, word_0, word_1, word_2, word_3, context, tree, window, end, WINDOWED, TREES
+                key_at, limit, position, positions, word_0, word_1, word_2, word_3, context, tree, window, end, WINDOWED, TREES
             )
             logits = tl.where(visible, logits, float("-inf"))
         higher = tl.maximum(best, tl.max(logits, 1) * unit)
@@ -290,7 +292,8 @@ def attend(
         own += head * SIZE
 
     nearest = tl.min(tl.where(valid, position, 1 << 30), 0)
-    plain = tl.minimum(end, nearest + 1)  # keys before this one are hidden from nobody, but by the window
+    limit = tl.where(tree == -2, end - 1, position)  # of a whole row each query sees all keys
+    plain = tl.where(tree == -2, end, tl.minimum(end, nearest + 1))  # before this key none is hidden, but by the window
     if TREES:
         plain = tl.where(tree >= 0, tl.minimum(end, context), plain)
     lowest = first
@@ -305,18 +308,18 @@ def attend(
             free = tl.minimum(tl.max(position, 0) - window + 1, end)  # from here on the window hides nothing from anybody
             middle = first + tl.cdiv(tl.maximum(free - first, 0), KEYS) * KEYS
             sums, best, total = _through(
-                sums, best, total, asking, turned_asking, own, table, first, middle, end, lowest, factor, softcap, position, token,
-                positions, masks, context, tree, window,
+                sums, best, total, asking, turned_asking, own, table, first, middle, end, lowest, factor, softcap, limit, position,
+                token, positions, masks, context, tree, window,
                 KV_HEADS, SIZE, PADDED, TURNED, TURNED_PADDED, WIDTH, PAGE, EDGE, 3, WINDOWED, CAPPED, TREES, WIDEN, True,
             )  # fmt: skip
         tail = middle + tl.maximum(plain - middle, 0) // KEYS * KEYS
         sums, best, total = _through(
-            sums, best, total, asking, turned_asking, own, table, middle, tail, end, lowest, factor, softcap, position, token,
-            positions, masks, context, tree, window,
+            sums, best, total, asking, turned_asking, own, table, middle, tail, end, lowest, factor, softcap, limit, position,
+            token, positions, masks, context, tree, window,
             KV_HEADS, SIZE, PADDED, TURNED, TURNED_PADDED, WIDTH, PAGE, KEYS, STAGES, WINDOWED, CAPPED, TREES, WIDEN, False,
         )  # fmt: skip
     sums, best, total = _through(
-        sums, best, total, asking, turned_asking, own, table, tail, end, end, lowest, factor, softcap, position, token,
+        sums, best, total, asking, turned_asking, own, table, tail, end, end, lowest, factor, softcap, limit, position, token,
         positions, masks, context, tree, window,
         KV_HEADS, SIZE, PADDED, TURNED, TURNED_PADDED, WIDTH, PAGE, EDGE, STAGES if SINGLE else 3, WINDOWED, CAPPED, TREES, WIDEN,
         True,

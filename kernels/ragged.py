@@ -60,11 +60,11 @@ class Layout:
 Plan: TypeAlias = "shared_prefixes.Plan | steady.Plan | paged.Plan"
 
 
-def kind(window: int, heads: int, kv_heads: int, size: int, latent: bool) -> Kind:
+def kind(window: int, heads: int, kv_heads: int, size: int, latent: bool, joined: bool = False) -> Kind:
     """Of layers with so many heads, of which as many as have room read a latent together."""
     if latent:
         kv_heads = heads // next(count for count in range(TOGETHER, 0, -1) if heads % count == 0)
-    return Kind(window, kv_heads, heads // kv_heads, size, latent)
+    return Kind(window, kv_heads, heads // kv_heads, size, latent, joined)
 
 
 def by_triton(layout: Layout) -> bool:
@@ -76,11 +76,12 @@ def plan(rows: Sequence[Row], layout: Layout, capacity: "paged.Capacity | None" 
     """The order in which rows have to stand in a step, and their attention then. capacity: what a graph has room for. Raises Full
     if that is too little."""
     if not by_triton(layout):
+        joined = [kind.window for kind in layout.kinds if kind.joined]
         if layout.steady:
-            return steady.plan(rows, layout.page_size, layout.elements, layout.ratio, layout.device)
+            return steady.plan(rows, layout.page_size, layout.elements, layout.ratio, layout.device, joined)
         windows, size = [kind.window for kind in layout.kinds], max(kind.size for kind in layout.kinds)
         return shared_prefixes.plan(
-            rows, layout.page_size, windows, layout.elements, layout.device, layout.ratio, size, layout.special
+            rows, layout.page_size, windows, layout.elements, layout.device, layout.ratio, size, layout.special, joined
         )
     from . import paged_attention as paged
 

@@ -5,7 +5,7 @@ What a token finds among the keys that it has in common with others and among it
 says whose it is. Only rows of one query share: others do enough with a key that they have read.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -52,6 +52,7 @@ def plan(
     ratio: int,
     size: int,
     special: bool = False,
+    joined: Collection[int] = (),
 ) -> tuple[list[int], Plan]:
     """The order in which `rows` have to stand in the step, and its plan; arguments as those of `attention.blocks`.
 
@@ -78,7 +79,7 @@ def plan(
     bundled, together = _joint(bundles, rows, page_size, elements, device, whole=True)
     others = list(own)
     others = [others[k] for k in plain.order([*own.values()])]
-    blocks = plain.blocks([own[i] for i in others], page_size, windows, elements, device, len(bundled))
+    blocks = plain.blocks([own[i] for i in others], page_size, windows, elements, device, len(bundled), joined)
     order = bundled + others
     places = {row: token for token, row in enumerate(order)}  # rows of one query come first
     return order, Plan(together, blocks, [_level(level, rows, places, page_size, elements, device) for level in levels])
@@ -123,7 +124,7 @@ def _joint(
                 _see(seen, row.pages, run, rows)
             members += run.members
         view = plain.view_of(slots, visible.reshape(*visible.shape[:2], -1), device)
-        blocks.append(Block(start, len(part), queries, {0: view}, False))
+        blocks.append(Block(start, len(part), queries, {0: view}))
     return members, blocks
 
 
@@ -154,7 +155,7 @@ def follow(plan: Plan, slots: Tensor) -> Plan | None:
     for block in plan.blocks:
         mask = block.views[0].mask
         mask = functional.pad(mask[:, :, -1:], (0, 1)) if mask is not None and block.rows > 1 else None
-        blocks.append(Block(start, block.rows, 1, {0: _longer(replace(block, start=start), slots, 1, mask)}, False))
+        blocks.append(Block(start, block.rows, 1, {0: _longer(replace(block, start=start), slots, 1, mask)}))
         start += block.rows
     return Plan(bundles, blocks, plan.levels)
 

@@ -7,7 +7,7 @@ other half of this are products whose rows don't depend on each other (`linear.E
 al. 2025, Thinking Machines Lab, "Defeating Nondeterminism in LLM Inference").
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -35,6 +35,7 @@ class Block:
     context: int  # the longest one
     slots: Tensor  # [rows * keys], whole blocks of keys
     positions: Tensor  # [rows, queries]
+    last: Tensor | None  # [rows, queries]: the last keys that they see where rows are whole; None: none is, so their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +44,17 @@ class Plan:
 
     blocks: list[Block]
     tile: int  # queries of one
+    joined: Collection[int]  # windows of layers where rows that are whole are that
 
 
-def plan(rows: Sequence[Row], page_size: int, elements: int, ratio: int, device: torch.device) -> tuple[list[int], Plan]:
+def plan(
+    rows: Sequence[Row], page_size: int, elements: int, ratio: int, device: torch.device, joined: Collection[int] = ()
+) -> tuple[list[int], Plan]:
     """The order in which `rows` have to stand in the step, and its plan.
 
-    elements: of keys and values per token and layer; ratio: query heads of a key head. Raises ValueError for trees: what their
-    nodes see does not lie side by side, as it will when they are accepted, so it is added up in another order.
+    elements: of keys and values per token and layer; ratio: query heads of a key head; joined: as in `attention.blocks`. Raises
+    ValueError for trees: what their nodes see does not lie side by side, as it will when they are accepted, so it is added up in
+    another order.
     """
     if any(row.parents is not None and list(row.parents) != list(range(-1, row.queries - 1)) for row in rows):
         raise ValueError("the nodes of a tree are not computed as a chain's tokens are, to the last bit")
@@ -61,10 +66,14 @@ def plan(rows: Sequence[Row], page_size: int, elements: int, ratio: int, device:
         slots = slots_of(part, page_size)
         slots = numpy.pad(slots, ((0, 0), (0, _keys(part[0]) - slots.shape[1])))  # of page 0, which nobody sees
         positions = torch.tensor([row.context for row in part], device=device).unsqueeze(1) + torch.arange(queries, device=device)
+        last = None
+        if any(row.whole for row in part):
+            whole = torch.tensor([row.whole for row in part], device=device).unsqueeze(1)
+            last = torch.where(whole, positions[:, -1:], positions)
         context = max(row.context for row in part)
-        blocks.append(Block(start, len(part), queries, context, torch.from_numpy(slots.reshape(-1)).to(device), positions))
+        blocks.append(Block(start, len(part), queries, context, torch.from_numpy(slots.reshape(-1)).to(device), positions, last))
         start += len(part) * queries
-    return order, Plan(blocks, tile)
+    return order, Plan(blocks, tile, joined)
 
 
 def _keys(row: Row) -> int:
@@ -105,25 +114,35 @@ def attention(
         keys, values = gather(cache, block.slots, block.rows, query.dtype, scales)
         asking = query[block.start : block.start + block.rows * block.queries].view(block.rows, block.queries, heads, -1)
         many = TILE // plan.tile * plan.tile  # of a long row so many at once
+        last = block.last if block.last is not None and window in plan.joined else block.positions
         for first in range(0, block.queries, many):
-            part, positions = asking[:, first : first + many], block.positions[:, first : first + many]
-            seen = slice(_whole(block.context + first + many))
-            found = _tiles(attended, part, keys[:, :, seen], values[:, :, seen], positions, window, plan.tile)
+            part, positions, ends = (x[:, first : first + many] for x in (asking, block.positions, last))
+            seen = slice(_whole(block.context + (first + many if last is block.positions else block.queries)))
+            found = _tiles(attended, part, keys[:, :, seen], values[:, :, seen], positions, ends, window, plan.tile)
             answers.append(found.flatten(0, 1))
     return answers[0] if len(answers) == 1 else torch.cat(answers)
 
 
 def _tiles(
-    attended: Callable[..., Tensor], asking: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int, tile: int
+    attended: Callable[..., Tensor],
+    asking: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    last: Tensor,
+    window: int,
+    tile: int,
 ) -> Tensor:
-    """asking: [rows, queries, heads, size]; keys, values: [rows, kv_heads, keys, size]; positions: [rows, queries]. As asking."""
+    """asking: [rows, queries, heads, size]; keys, values: [rows, kv_heads, keys, size]; positions, last: [rows, queries]. As
+    asking."""
     rows, queries, heads, size = asking.shape
     lacking = -queries % tile
     asking = functional.pad(asking, (0, 0, 0, 0, 0, lacking)).reshape(-1, heads, size)
-    positions = functional.pad(positions, (0, lacking)).view(-1, tile, 1)  # those see the first key: something must be seen
+    # Those see the first key: something must be seen.
+    positions, last = (functional.pad(x, (0, lacking)).view(-1, tile, 1) for x in (positions, last))
     count, kv_heads = len(positions), keys.shape[1]
     key = torch.arange(keys.shape[2], device=keys.device)
-    visible = key <= positions
+    visible = key <= last
     if window:
         visible &= positions - key < window
     mask = torch.zeros(visible.shape, dtype=asking.dtype, device=keys.device).masked_fill_(~visible, -torch.inf)

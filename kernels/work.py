@@ -15,6 +15,8 @@ import numpy
 
 from .attention import Row, depths
 
+# What a segment's `tree` may say instead of a token: `paged_kernels` has these, too.
+ORDERED, WHOLE = -1, -2
 # Nodes of a tree: two 64-bit words say whom a node sees.
 NODES = 128
 # Items begin at a multiple of this many keys wherever pages are as long, so that no tile of keys spans two pages.
@@ -57,7 +59,9 @@ class Segment(NamedTuple):
     begin: int  # first key
     end: int  # after the last key
     context: int  # keys before this one are computed earlier, and all its queries see them (but for a window)
-    tree: int  # -1: keys after those are seen in order of position; else the row's first token, and masks say who sees whom
+    # ORDERED: keys after those are seen in order of position; WHOLE: all its queries see them all; else the row's first token, and
+    # masks say who sees whom.
+    tree: int
     kind: int  # which tile
     shared: bool  # its tokens have other segments besides
 
@@ -202,10 +206,10 @@ def kind_of(tiles: Sequence[Tile], rows: int) -> int:
     return next((kind for kind, tile in enumerate(tiles) if tile.rows >= rows), len(tiles) - 1)
 
 
-def segments(table: Table, window: int, tiles: Sequence[Tile], ratio: int) -> Array:
-    """[segments, fields of Segment]. ratio: query heads of a key head."""
+def segments(table: Table, window: int, tiles: Sequence[Tile], ratio: int, joined: bool = False) -> Array:
+    """[segments, fields of Segment]. ratio: query heads of a key head; joined: rows that are whole are that here."""
     common = numpy.array([*_common_segments(table, window, tiles, ratio)], numpy.int64).reshape(-1, len(Segment._fields))
-    return numpy.concatenate((common, _own_segments(table, window, tiles, ratio)))
+    return numpy.concatenate((common, _own_segments(table, window, tiles, ratio, joined)))
 
 
 def _common_segments(table: Table, window: int, tiles: Sequence[Tile], ratio: int) -> Iterator[Segment]:
@@ -218,10 +222,10 @@ def _common_segments(table: Table, window: int, tiles: Sequence[Tile], ratio: in
         kind = kind_of(tiles, count * ratio)
         most = tiles[kind].rows // ratio
         for at in range(0, count, most):
-            yield Segment(first + at, min(most, count - at), pages, begin, end, end, -1, kind, True)
+            yield Segment(first + at, min(most, count - at), pages, begin, end, end, ORDERED, kind, True)
 
 
-def _own_segments(table: Table, window: int, tiles: Sequence[Tile], ratio: int) -> Array:
+def _own_segments(table: Table, window: int, tiles: Sequence[Tile], ratio: int, joined: bool) -> Array:
     sizes = _ints([tile.rows for tile in tiles])
     kinds = numpy.minimum(numpy.searchsorted(sizes, table.queries * ratio), len(tiles) - 1)
     most = sizes[kinds] // ratio
@@ -230,7 +234,7 @@ def _own_segments(table: Table, window: int, tiles: Sequence[Tile], ratio: int) 
     at = _ranges(numpy.zeros_like(parts), parts) * most[row]
     first = table.starts[row] + at
     count = numpy.minimum(most[row], table.queries[row] - at)
-    tree = numpy.full(len(row), -1)
+    tree = numpy.full(len(row), ORDERED)
     lowest = table.positions[first]
     for i in [i for i, one in enumerate(table.rows) if one.parents is not None]:
         for k in numpy.flatnonzero(row == i):
@@ -240,6 +244,9 @@ def _own_segments(table: Table, window: int, tiles: Sequence[Tile], ratio: int) 
         begin = numpy.maximum(begin, (lowest - window + 1) // ALIGNMENT * ALIGNMENT)
     context = table.contexts[row]
     end = context + at + count  # a node's ancestors are before it, in a tree as well
+    if joined and any(one.whole for one in table.rows):
+        whole = numpy.array([one.whole for one in table.rows])[row]
+        tree[whole], end[whole] = WHOLE, (table.contexts + table.queries)[row[whole]]
     together = numpy.zeros(len(parts), numpy.int64)
     for run, _ in table.runs:
         seen = _seen(table, run, window)

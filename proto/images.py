@@ -11,36 +11,34 @@ from dataclasses import dataclass
 COLOURS = 3  # of a pixel, a byte each
 # Bytes of a request's pixels, and of all that begin in one step if they are several: half of what a message holds (`proto.rpc`).
 MOST = 128 << 20
-DESCRIPTIONS = (
-    "preprocessor_config.json",
-    "processor_config.json",
-)  # of a model's folder: one of them says how pictures are prepared
+# Files of a model's folder, of which one says how pictures are prepared.
+DESCRIPTIONS = ("preprocessor_config.json", "processor_config.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
     """Of one family."""
 
-    breaks: tuple[str, str] | None = (
-        None  # tokens of the vocabulary behind each row of an image, and behind its last; None: there are none
-    )
+    word: str  # of the vocabulary: an image's tokens take its place
+    around: tuple[str, str] = ("", "")  # words that stand before and behind it, if the vocabulary has them
+    margin: str = ""  # what stands around all that
+    written: str = ""  # what is written in a prompt for all that; "": all that
+    breaks: tuple[str, str] | None = None  # words behind each row of an image, and behind its last; None: there are none
 
     def length(self, rows: int, columns: int) -> int:
         """Tokens of an image."""
         return rows * (columns + bool(self.breaks))
 
 
-GRID = Form()
+QWEN = Form(word="<|image_pad|>", around=("<|vision_start|>", "<|vision_end|>"))
+GLM = Form(word="<|image|>", around=("<|begin_of_image|>", "<|end_of_image|>"))
 # By the model_type of config.json.
 FORMS = {
-    "glm46v": GRID,
-    "glm4v": GRID,
-    "glm4v_moe": GRID,
-    "mistral3": Form(breaks=("[IMG_BREAK]", "[IMG_END]")),
-    "qwen2_5_vl": GRID,
-    "qwen2_vl": GRID,
-    "qwen3_5": GRID,
-    "qwen3_5_moe": GRID,
-    "qwen3_vl": GRID,
-    "qwen3_vl_moe": GRID,
+    "gemma3": Form(
+        word="<image_soft_token>", around=("<start_of_image>", "<end_of_image>"), margin="\n\n", written="<start_of_image>"
+    ),
+    "gemma4": Form(word="<|image|>", around=("<|image>", "<image|>"), written="<|image|>"),
+    **dict.fromkeys(("glm46v", "glm4v", "glm4v_moe"), GLM),
+    "mistral3": Form(word="[IMG]", breaks=("[IMG_BREAK]", "[IMG_END]")),
+    **dict.fromkeys(("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"), QWEN),
 }

@@ -16,12 +16,6 @@ from .pixels import Pixels, Preparer
 from .request import Image, Overloaded, Refused
 
 NO_IMAGES = "only text is supported: the model sees no images, or the server was started without (--max-images)"
-# By the beginning of a family's model_type: what stands before a placeholder, the placeholder, and what stands behind it.
-WRAPPERS = {
-    "glm": ("<|begin_of_image|>", "<|image|>", "<|end_of_image|>"),
-    "mistral": ("", "[IMG]", ""),
-    "qwen": ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>"),
-}
 MARK = "![]("  # up to the next ")"
 IDS = 1 << 32  # ids are numbers of 32 bits
 TIMES = 4  # the bytes of all bodies that pixels of all requests may have: what is sent is compressed
@@ -37,24 +31,30 @@ class Pictures:
         family = model.get("model_type")
         if family not in FORMS:
             raise Misconfigured(f"--max-images {config.max_images}: models of type {family!r} see no images here; leave it out")
-        before, word, behind = next(words for name, words in WRAPPERS.items() if family.startswith(name))
-        place = model.get("image_token_id", model.get("image_token_index", added_id(word)))
-        breaks = FORMS[family].breaks
-        ids = [added_id(name) for name in breaks or ()]
+        form = FORMS[family]
+        place = model.get("image_token_id", model.get("image_token_index", added_id(form.word)))
+        ids = [added_id(name) for name in form.breaks or ()]
         if not isinstance(place, int) or None in ids:
-            raise Misconfigured(f"the tokenizer of {config.folder} has no {breaks or word}, which a prompt with images needs")
+            raise Misconfigured(
+                f"the tokenizer of {config.folder} has no {form.breaks or form.word}, which a prompt with images needs"
+            )
         self._place = place
         self._breaks = tuple(id for id in ids if id is not None)
         self._preparer = Preparer(config.folder, config.max_image_pixels)
         self._most_together = TIMES * config.payload_limit_total
         self._held = 0  # bytes of pixels, of all requests that have not been answered
-        self._word = token_text(place)
-        around = [name if added_id(name) is not None else "" for name in (before, behind)]
-        self.text = self._word.join(around)  # what an image is in the text of a prompt that is no chat
+        around = [name if added_id(name) is not None else "" for name in form.around]
+        self._word = form.written or token_text(place)
+        self._whole = token_text(place).join(around).join([form.margin] * 2)
+        self.text = form.written or self._whole  # what an image is in the text of a prompt
 
     async def start(self) -> None:
         """Returns when images can be prepared: the first shall not wait for that."""
         await self._preparer.start()
+
+    def worded(self, prompt: str) -> str:
+        """The text of a prompt with all that is around an image's tokens, also where less may be written for it."""
+        return prompt.replace(self.text, self._whole) if self.text != self._whole else prompt
 
     async def put(self, ids: Sequence[int], images: Sequence[bytes], vocabulary: int) -> tuple[list[int], tuple[Image, ...]]:
         """The prompt with these encoded images in their places. Raises Refused, or Overloaded."""

@@ -1,15 +1,14 @@
 """Makes pixels, as a model's image processor leaves them, of encoded images: PNG, JPEG, WebP, GIF (its first picture), BMP.
 
 In processes of its own, because what decodes them is written in C, and what it reads comes from anybody. There transformers' own
-processor does the work, by Pillow and numpy; without torch, which would take 4 s and 400 MB to be there. Only rescaling and
-normalizing is left to the shards, so that pixels are a byte each. Knows no tokens and no HTTP.
+processor does the work (`resizing`), by Pillow and numpy; without torch, which would take 4 s and 400 MB to be there. Knows no
+tokens and no HTTP.
 """
 
 import hashlib
 import io
 import json
 import logging
-import math
 import sys
 import warnings
 from contextlib import suppress
@@ -22,13 +21,13 @@ import msgspec
 from ..proto.images import DESCRIPTIONS
 from .apart import Apart, Busy, Died, Late, serve
 from .request import Overloaded, Refused
+from .resizing import Resizing, Wrong, resizing_of, words
 
 SECONDS = 10.0  # for one image: a photograph of 12 million pixels takes 0.3 s (x86, one core)
 PATIENCE = 30.0  # seconds that one waits for a process
 PROCESSES = 2
 MOST_PIXELS = 1 << 26  # that are decoded: a few copies of such a picture fit into the memory that a process may take
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-MOST_SAID = 200  # characters of a library's own words
 
 logger = logging.getLogger(__name__)
 
@@ -106,10 +105,6 @@ def _tell(unable: str) -> None:
     logger.error("images can't be prepared, and requests with any are refused: %s", unable)
 
 
-class _Wrong(Exception):
-    """With an image; the message goes on where its name ends."""
-
-
 def _work(job: bytes) -> bytes:
     """What the process does for one image."""
     return msgspec.msgpack.encode(_answer(_jobs.decode(job)))
@@ -117,40 +112,32 @@ def _work(job: bytes) -> bytes:
 
 def _answer(job: Job) -> Answer:
     try:
-        processor, unit = _processor(job.folder)
+        resizing = _resizing(job.folder)
     except Exception as error:  # of a library, about files that came with a download
-        return Answer(unable=_words(error))
+        return Answer(unable=words(error))
     if job.data is None:
         return Answer()
     try:
-        return Answer(_pixels(processor, unit, _opened(job.data), job.most))
-    except _Wrong as wrong:
+        return Answer(_pixels(resizing, _opened(job.data), job.most))
+    except Wrong as wrong:
         return Answer(refused=str(wrong))
     except MemoryError:
         return Answer(refused="can't be read: it needs too much memory")
     except Exception as error:  # a processor of another kind than is known here
-        return Answer(unable=_words(error))
+        return Answer(unable=words(error))
 
 
 @lru_cache(maxsize=1)
-def _processor(folder: str) -> tuple[Any, int]:
-    """The folder's, and how many pixels of each direction become a token."""
+def _resizing(folder: str) -> Resizing:
+    """As the folder's own image processor does it."""
     if not any((Path(folder) / name).is_file() for name in DESCRIPTIONS):
         raise OSError(f"{folder} has neither {' nor '.join(DESCRIPTIONS)}: download it again")
     from transformers import AutoImageProcessor
 
     makers: Any = AutoImageProcessor  # which has no types
     made = makers.from_pretrained(folder, backend="pil", local_files_only=True, trust_remote_code=False)
-    if hasattr(made, "merge_size"):
-        return made, made.patch_size * made.merge_size
-    return made, _token_side(Path(folder))
-
-
-def _token_side(folder: Path) -> int:
-    """Of a family whose image processor does not know it: as its processor or its vision tower says."""
-    own, model = (_read(folder / name) for name in (DESCRIPTIONS[1], "config.json"))
-    patch = own.get("patch_size") or model["vision_config"]["patch_size"]
-    return int(patch) * int(own.get("spatial_merge_size") or model["spatial_merge_size"])
+    own, model = (_read(Path(folder) / name) for name in (DESCRIPTIONS[1], "config.json"))
+    return resizing_of(made, own, model)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -166,70 +153,28 @@ def _opened(data: bytes) -> Any:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
         width, height = image.size
         if width * height > MOST_PIXELS:
-            raise _Wrong(f"has {width} x {height} pixels: at most {MOST_PIXELS} are read")
+            raise Wrong(f"has {width} x {height} pixels: at most {MOST_PIXELS} are read")
         ImageOps.exif_transpose(image, in_place=True)
         return image.convert("RGB")
     except UnidentifiedImageError:
-        raise _Wrong(f"is no image that can be read: {', '.join(FORMATS)} can") from None
-    except (_Wrong, MemoryError):
+        raise Wrong(f"is no image that can be read: {', '.join(FORMATS)} can") from None
+    except (Wrong, MemoryError):
         raise
     except Image.DecompressionBombError:
-        raise _Wrong(f"has too many pixels: at most {MOST_PIXELS} are read") from None
+        raise Wrong(f"has too many pixels: at most {MOST_PIXELS} are read") from None
     except Exception as error:  # decoders raise anything
-        raise _Wrong(f"can't be read: {_words(error)}") from None
+        raise Wrong(f"can't be read: {words(error)}") from None
 
 
-def _pixels(processor: Any, unit: int, image: Any, most: int) -> Pixels:
+def _pixels(resizing: Resizing, image: Any, most: int) -> Pixels:
     import numpy
 
-    patched = hasattr(processor, "merge_size")
-    size = _area(processor, most) if patched else _side(processor.size.longest_edge, unit, image.size, most)
-    more = {} if patched else {"patch_size": unit}
-    try:
-        found = processor(image, size=size, do_rescale=False, do_normalize=False, return_tensors="np", **more)
-    except ValueError as error:  # of those that are much longer than wide
-        raise _Wrong(f"can't be prepared: {_words(error)}") from None
-    values = found["pixel_values"]
-    if patched:
-        _, high, wide = (int(number) for number in found["image_grid_thw"][0])
-        rows, columns = high // processor.merge_size, wide // processor.merge_size
-        side = processor.patch_size
-        values = values.reshape(len(values), -1, processor.temporal_patch_size, side, side)[:, :, 0]  # a picture stands still
-    else:
-        rows, columns = (length // unit for length in values.shape[-2:])
-    if not 0 < rows * columns * unit**2 <= most:
-        raise _Wrong(f"is too thin: there is no size of at most {most} pixels in which it is wide enough")
-    pixels, shape = values.astype(numpy.uint8).tobytes(), values.shape
-    digest = hashlib.sha256(b"%d %d %r " % (rows, columns, shape) + pixels).digest()
-    return Pixels(rows, columns, shape, pixels, digest)
-
-
-def _area(processor: Any, most: int) -> dict[str, int]:
-    """Where sizes are bounded by pixels. GLM counts those of all frames that a patch has, and a picture is so many alike."""
-    most *= processor.temporal_patch_size if type(processor).__name__.startswith("Glm") else 1
-    longest = min(processor.size.longest_edge, most)
-    return {"shortest_edge": min(processor.size.shortest_edge, longest), "longest_edge": longest}
-
-
-def _side(longest: int, unit: int, size: tuple[int, int], most: int) -> dict[str, int]:
-    """Where sizes are bounded by the longer side, and then rounded up: the largest bound with which the whole is small enough."""
-    larger = max(size)
-    longest = min(longest, larger)
-    if _rounded(longest, unit, size) > most:
-        longest = min(longest, math.ceil(larger * math.sqrt(most / (size[0] * size[1]))))
-        while longest > 1 and _rounded(longest, unit, size) > most:
-            longest -= 1
-    return {"longest_edge": longest}
-
-
-def _rounded(longest: int, unit: int, size: tuple[int, int]) -> int:
-    """Pixels that are left of an image, as transformers' Pixtral computes it."""
-    ratio = max(1, max(size) / longest)
-    return math.prod(((math.floor(length / ratio) - 1) // unit + 1) * unit for length in size)
-
-
-def _words(error: Exception) -> str:
-    return " ".join(str(error).split())[:MOST_SAID] or type(error).__name__
+    found = resizing(image, most)
+    if not 0 < found.rows * found.columns * resizing.unit**2 <= most and not resizing.fixed:
+        raise Wrong(f"is too thin: there is no size of at most {most} pixels in which it is wide enough")
+    pixels, shape = found.values.astype(numpy.uint8).tobytes(), found.values.shape
+    digest = hashlib.sha256(b"%d %d %r " % (found.rows, found.columns, shape) + pixels).digest()
+    return Pixels(found.rows, found.columns, shape, pixels, digest)
 
 
 def _prepare_process() -> None:

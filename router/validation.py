@@ -123,6 +123,8 @@ class Validator:
         _check_ids(parameters.logit_bias, "logit_bias", limits)
         _check_ids(parameters.end_ids, "stop_token_ids", limits)
         pictures = self._pictures(parameters, limits)
+        if pictures is not None and isinstance(prompt, str):
+            prompt = pictures.worded(prompt)
         ids = await self._prompt(prompt, parameters.truncate, limits, add_special_tokens)
         images: tuple[Image, ...] = ()
         if pictures is not None:

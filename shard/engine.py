@@ -362,6 +362,7 @@ class Engine:
     def _forward(self, runs: Listing[Run], spans: Listing[step.Span]) -> Tensor | None:
         """The states of the rows that are wanted, run by run."""
         self._clear_taken()
+        spans = step.parted(spans)
         compute: Callable[[Listing[step.Span]], Tensor] = self.forward
         if self._flight is not None:
             assert self._flight.picking.picked is not None, "it could not be left under way"

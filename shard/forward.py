@@ -127,7 +127,14 @@ def layout_of(decoder: Decoder, page_size: int, device: torch.device) -> Layout:
     return Layout(
         page_size=page_size,
         kinds=tuple(
-            ragged.kind(window, shape.heads // ranks, shape.slot(ranks, window)[1], shape.keys(window).size, latent)
+            ragged.kind(
+                window,
+                shape.heads // ranks,
+                shape.slot(ranks, window)[1],
+                shape.keys(window).size,
+                latent,
+                window in shape.whole_images,
+            )
             for window in sorted(set(shape.windows))
         ),
         latent=shape.latent.size if shape.latent else 0,

@@ -110,7 +110,7 @@ def _seeing(engine: Engine, tokens: int) -> int:
     before = _peak(engine.device, reset=True)
     features = sight.encode(sight.blank(few))
     measured = max(0, _peak(engine.device) - before)
-    return measured * -(-largest // few) + (tokens + sight.most) * features[0].nbytes
+    return measured * -(-largest // len(features)) + (tokens + sight.most) * features[0].nbytes
 
 
 def _part(count: int, what: str) -> str:

@@ -53,9 +53,10 @@ class Picture:
 class Pictures:
     """Those of a prompt, in its order."""
 
-    def __init__(self, pictures: Listing[Picture], turned: bool) -> None:
-        """turned: their tokens have positions of their own."""
+    def __init__(self, pictures: Listing[Picture], turned: bool, whole: bool = False) -> None:
+        """turned: their tokens have positions of their own; whole: each sees all of its image, which is computed at once."""
         self._all = pictures
+        self._whole = whole
         self.end = pictures[-1].end  # the place behind them all
         self._axes = tuple(array("I") for _ in range(AXES)) if turned else ()  # positions of all places before that
         following = place = 0
@@ -99,6 +100,25 @@ class Pictures:
             if found:
                 places, numbers = zip(*found, strict=True)
                 yield picture, [*places], [*numbers]
+
+    def parts(self, start: int, stop: int) -> Iterator[tuple[int, bool]]:
+        """Where what is computed at once ends among these places, and whether each of its tokens sees all of it."""
+        for picture in self._all if self._whole else ():
+            if start < picture.start < stop:
+                yield picture.start, False
+            if start < picture.end and picture.start < stop:
+                yield min(picture.end, stop), True
+                start = picture.end
+        if start < stop:
+            yield stop, False
+
+    def reach(self, start: int, stop: int) -> tuple[int, int]:
+        """Where a step from `start` may end that is to end at `stop`, within no image that is computed at once: the last place up
+        to there, and the first from there on."""
+        for picture in self._all if self._whole else ():
+            if picture.start < stop < picture.end:
+                return max(start, picture.start), picture.end
+        return stop, stop
 
     def forget(self) -> None:
         """The prompt is computed: nobody needs pixels again."""

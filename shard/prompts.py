@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from .cache import Cache
 from .pages import OutOfPages, PagePool
+from .pictures import Pictures
 from .prefix import Node, Prefixes
 from .sequence import Group, Sequence
 from .step import Run, Span
@@ -23,11 +24,22 @@ class Looks:
     def __init__(self, tokens: int) -> None:
         self._left = tokens
         self._keys = set[Hashable]()
+        self._planned = False
 
     def reach(self, sequence: Sequence, count: int) -> int:
-        """How many of the next `count` tokens can be computed, which are counted as planned."""
+        """How many of the next `count` tokens can be computed: they are counted as planned. If nothing else is, there may be more,
+        up to the end of an image that is computed at once."""
         start = sequence.computed
-        for picture in sequence.pictures or ():
+        if count and sequence.shows(start):
+            assert sequence.pictures is not None
+            last, first = sequence.pictures.reach(start, start + count)
+            count = self._seen(sequence.pictures, start, (last if self._planned or last > start else first) - start)
+        self._planned = self._planned or count > 0
+        return count
+
+    def _seen(self, pictures: Pictures, start: int, count: int) -> int:
+        """So many of them, or fewer, with what is known of all images so far."""
+        for picture in pictures:
             if not start < picture.end or not picture.start < start + count or picture.key in self._keys:
                 continue
             if self._keys and picture.tokens > self._left:
@@ -52,9 +64,9 @@ class Prompts:
         runs = [Run(group, [], sampled=False) for group, _ in chunks]
         self._looks = Looks(tokens)
         for run, (_, most) in zip(runs, chunks, strict=True):
-            tokens -= self._advance(run, min(most, tokens), whole=self._prefixes is not None and most < tokens)
+            tokens -= self._advance(run, min(most, max(0, tokens)), whole=self._prefixes is not None and most < tokens)
         for run in runs:
-            tokens -= self._advance(run, tokens, whole=False) if tokens else 0
+            tokens -= self._advance(run, tokens, whole=False) if tokens > 0 else 0
         for run in runs:
             self._want(run)
         return runs
@@ -105,10 +117,11 @@ class Prompts:
                 break
             self._find(group, sequence, run.spans)
             lacking = self._end(run, sequence) - sequence.computed
-            count = self._looks.reach(sequence, min(most - used, lacking))
+            count = min(most - used, lacking)
             if whole and count < lacking:
                 end = (sequence.computed + count) // self._pool.page_size * self._pool.page_size
                 count = end - sequence.computed if end > sequence.computed else count
+            count = self._looks.reach(sequence, count)
             if count:
                 used += self._plan(run, sequence, count)
         return used

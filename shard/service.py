@@ -127,6 +127,7 @@ class Service:
         self.stage = "measuring memory"
         # What remembers computes right guesses once more, which nobody counts who fills a step.
         most = tokens + (sequences * engine.guesses.most if shape.linear is not None else 0)
+        most += engine.decoder.sight.whole if engine.decoder.sight is not None else 0
         pages, sequences, sample = size_pool(
             engine, config.page_size, config.kv_pages, config.memory_fraction, most, rows, sequences, total, sizes
         )

@@ -62,8 +62,8 @@ class Piece:
 
     @property
     def whole(self) -> bool:
-        """Whether it can't be cut: nodes of a tree see each other."""
-        return self.tokens == 1 or self.span.parents is not None
+        """Whether it can't be cut: nodes of a tree see each other, and so do tokens of an image."""
+        return self.tokens == 1 or self.span.parents is not None or self.span.whole
 
     def cut(self, count: int) -> tuple["Piece", "Piece"]:
         """Its first `count` tokens, and the others."""

@@ -53,6 +53,7 @@ class Span:
     drafts: int = 0  # how many of the last tokens are guesses
     source: int = -1  # if its one token isn't known to the host: its row in what the step before has picked
     front: Front | None = None  # it continues one of these: that one's full pages take the place of its sequence's
+    whole: bool = False  # it is an image, or the rest of one, of which some layers see all: see `parted`
 
 
 @dataclass(slots=True)
@@ -141,7 +142,9 @@ def plan(
     fronts = picked is not None and any(span.front for span in spans)
     later = fronts and ragged.by_triton(layout)  # only the device is told who continues whom
     rows = [
-        attention.Row(len(span.tokens), span.start, pages, span.parents, span.front.settled if later and span.front else None)
+        attention.Row(
+            len(span.tokens), span.start, pages, span.parents, span.front.settled if later and span.front else None, span.whole
+        )
         for span, pages in zip(spans, _tables(spans, picked if fronts and not later else None), strict=True)
     ]
     tokens: list[int] = []
@@ -185,6 +188,21 @@ def plan(
         if later:
             _inherit(step, rows, spans, size, picked)
     return step
+
+
+def parted(spans: Listing[Span]) -> list[Span]:
+    """The same, in which images are by themselves, where some layers see the whole of them at once."""
+    return [part for span in spans for part in (_parts(span) if span.sequence.shows(span.start) else (span,))]
+
+
+def _parts(span: Span) -> Iterator[Span]:
+    assert span.sequence.pictures is not None
+    start, left = span.start, len(span.tokens)
+    for end, whole in span.sequence.pictures.parts(start, start + left):
+        count, left = end - start, left - (end - start)
+        own = span.tokens[start - span.start : end - span.start]
+        yield replace(span, start=start, tokens=own, wanted=min(count, max(0, span.wanted - left)), whole=whole)
+        start = end
 
 
 def _positions(span: Span) -> list[int]:

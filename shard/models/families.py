@@ -9,7 +9,7 @@ from .dense_families import DENSE
 from .fields import AGAIN, FULL, INDEXED, LINEAR, SLIDING, Config, check, renamed, types_of
 from .gemma4_families import GEMMA4
 from .hybrid_families import HYBRID
-from .image_families import IMAGES, text_of, turned
+from .image_families import IMAGES, seeing, text_of
 from .latent_families import LATENT
 from .layer_norm_families import LAYER_NORM
 from .quantization import beside as beside  # for who reads a folder
@@ -37,7 +37,7 @@ def shape(config: Config) -> Shape:
                 kind = str(own.get("model_type"))
                 kind = kind if kind in kinds else next(iter(kinds))
                 found = _sound(kinds[kind](own), own.get("layer_types"))
-                return turned(own, kind, found) if name in IMAGES else found
+                return seeing(own, kind, found) if name in IMAGES else found
             except KeyError as error:
                 raise Unsupported(f"config.json of a {name} lacks {error}: is it complete?") from None
     asked = ", ".join(names) or "none named"

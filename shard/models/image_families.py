@@ -95,11 +95,18 @@ SECTIONS: dict[str, tuple[list[int], bool]] = {
 }
 
 
-def turned(text: Config, kind: str, found: Shape) -> Shape:
-    """The same, with what turns images' tokens, unless config.json says nonsense of it, which is of no matter to text: `sight`
-    refuses that. text: what config.json says of it; kind: its model_type."""
-    if kind not in SECTIONS:
-        return found
+def seeing(text: Config, kind: str, found: Shape) -> Shape:
+    """The same, with what is different for an image's tokens. text: what config.json says of it; kind: its model_type."""
+    if kind == "gemma3_text":
+        return replace(found, whole_images=tuple(sorted(set(found.windows))))
+    if kind == "gemma4_text" and text.get("use_bidirectional_attention") == "vision":
+        return replace(found, whole_images=tuple(sorted({window for window in found.windows if window})))
+    return _turned(text, kind, found) if kind in SECTIONS else found
+
+
+def _turned(text: Config, kind: str, found: Shape) -> Shape:
+    """With what turns images' tokens, unless config.json says nonsense of it, which is of no matter to text: `sight` refuses
+    that."""
     said = [values["mrope_section"] for name in ROPES if isinstance(values := text.get(name), dict) and "mrope_section" in values]
     default, by_turns = SECTIONS[kind]
     sections, pairs = (said or [default])[0], (found.rotary_size or found.head_size) // 2

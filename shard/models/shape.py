@@ -286,6 +286,7 @@ class Shape:
     gelu: bool = False  # of the MLP's gates, approximated by tanh, instead of silu
     quantization: Quantization | None = None
     features: Features | None = None  # of another model, for which this one guesses, and whose embedding table it takes
+    whole_images: tuple[int, ...] = ()  # windows of layers in which each of an image's tokens sees all of the image
 
     def check_ranks(self, ranks: int) -> None:
         """Raises Unsupported unless the model can be divided into `ranks` equal slices."""

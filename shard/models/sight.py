@@ -3,7 +3,6 @@
 An image is encoded by itself, so that its features depend on nothing else.
 """
 
-import math
 from array import array
 from collections.abc import Sequence as Listing
 from dataclasses import replace
@@ -18,6 +17,7 @@ from ...proto.images import COLOURS, FORMS
 from ..gallery import MOST, Gallery
 from ..pictures import Picture, Pictures
 from ..weights import Source
+from .encoders import ENCODERS
 from .fields import AGAIN, Config
 from .shape import Shape, Unsupported
 
@@ -33,27 +33,23 @@ class Sight:
         self._form = FORMS[config["model_type"]]
         self._gallery = Gallery()
         self._pixels = pixels
-        self._turned = bool(form.rope.axes)
+        self._whole = bool(form.whole_images)
         self._dtype = source.dtype
         self._model = _modules(config, folder)
-        self._grid = hasattr(self._model, "visual")  # else by sizes in pixels
-        if self._grid and not self._turned:
+        self._encoder = ENCODERS[config["model_type"]](self._model)
+        if self._encoder.turned and not form.rope.axes:
             raise Unsupported(
                 f"config.json's mrope_section is not three numbers, of pairs of features that turn, all together: {AGAIN}"
             )
         self._load(source)
         self._factor, *colours = _rescaling(folder)
         self._mean, self._deviation = (torch.tensor(values, device=source.device).view(COLOURS, 1, 1) for values in colours)
-        vision = self._model.config.vision_config
-        self._merged = int(getattr(vision, "spatial_merge_size", 0) or self._model.config.spatial_merge_size)
-        self._patch = int(vision.patch_size)
-        self._frames = int(getattr(vision, "temporal_patch_size", 1))
-        deep = getattr(vision, "deepstack_visual_indexes", None) or ()
+        deep = getattr(self._model.config.vision_config, "deepstack_visual_indexes", None) or ()
         if len(deep) >= form.layers:
             raise Unsupported(f"config.json says deepstack_visual_indexes {[*deep]}, and there are {form.layers} layers: {AGAIN}")
 
     def _load(self, source: Source) -> None:
-        wanted = {name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()}
+        wanted = {name: tuple(tensor.shape) for name, tensor in self._model.state_dict().items()}
         try:
             found = {name: source.tensor(_stored(name, source), shape) for name, shape in wanted.items()}
         except Unsupported as error:
@@ -66,30 +62,28 @@ class Sight:
         """What its weights take in memory."""
         return sum(tensor.nbytes for tensor in (*self._model.parameters(), *self._model.buffers()))
 
-    def shape(self, rows: int, columns: int) -> tuple[int, ...]:
-        """Of the pixels of an image with so many tokens."""
-        if not self._grid:
-            side = self._patch * self._merged
-            return 1, COLOURS, rows * side, columns * side
-        return rows * columns * self._merged**2, COLOURS, self._patch, self._patch
-
     @property
     def largest(self) -> int:
         """The most tokens of an image, without what ends rows."""
-        return max(1, self._pixels // (self._patch * self._merged) ** 2)
+        return self._encoder.largest(self._pixels)
+
+    @property
+    def whole(self) -> int:
+        """The most tokens of an image that are computed at once, if they are."""
+        return self.largest if self._whole else 0
 
     def blank(self, tokens: int) -> Picture:
         """An image of about so many tokens, on which is nothing."""
-        rows = max(1, math.isqrt(tokens))
-        columns = max(1, tokens // rows)
-        return Picture(0, rows, columns, columns, torch.zeros(self.shape(rows, columns), dtype=torch.uint8))
+        rows, columns = self._encoder.grid(tokens)
+        return Picture(0, rows, columns, columns, torch.zeros(self._encoder.shape(rows, columns), dtype=torch.uint8))
 
     def places(self, images: Listing[Picture]) -> list[int] | None:
         """Of their tokens in the prompt, ascending; None: they overlap, or are not as `shape` says."""
         found, end = list[int](), 0
         for image in images:
             assert image.pixels is not None
-            if image.start < end or not image.rows or tuple(image.pixels.shape) != self.shape(image.rows, image.columns):
+            shape = self._encoder.shape(image.rows, image.columns)
+            if image.start < end or not image.tokens or image.tokens > self.largest or tuple(image.pixels.shape) != shape:
                 return None
             own = self._placed(image)
             found += (place for place, _ in own.between(own.start, own.end))
@@ -101,7 +95,7 @@ class Sight:
         own = [self._placed(image) for image in images]
         for image in own:
             image.key = cache_key, prompt[image.start : image.end].tobytes()
-        return Pictures(own, self._turned)
+        return Pictures(own, self._encoder.turned, self._whole)
 
     def _placed(self, image: Picture) -> Picture:
         return replace(image, width=self._form.length(1, image.columns))
@@ -121,24 +115,7 @@ class Sight:
         assert picture.pixels is not None
         pixels = picture.pixels.to(self._mean.device, torch.float32)
         pixels = (pixels * self._factor - self._mean) / self._deviation
-        return self._of_patches(pixels, picture) if self._grid else self._of_picture(pixels)
-
-    def _of_patches(self, pixels: Tensor, picture: Picture) -> Tensor:
-        """As Qwen's and GLM's have it, for which a picture is a film that stands still."""
-        film = pixels.unsqueeze(2).repeat(1, 1, self._frames, 1, 1).flatten(1)
-        grid = torch.tensor([[1, picture.rows * self._merged, picture.columns * self._merged]], device=pixels.device)
-        found = self._model.get_image_features(film.to(self._dtype), image_grid_thw=grid)
-        deeper = getattr(found, "deepstack_features", None) or ()
-        return torch.stack([level[0] for level in (found.pooler_output, *deeper)], 1)
-
-    def _of_picture(self, pixels: Tensor) -> Tensor:
-        """As Mistral's have it. Not by get_image_features, which fails for one token (transformers 5.24)."""
-        sizes = torch.tensor([pixels.shape[-2:]], device=pixels.device)
-        said = self._model.config.vision_feature_layer
-        hidden = self._model.vision_tower(pixels.to(self._dtype), image_sizes=sizes, output_hidden_states=True).hidden_states
-        chosen = torch.cat([hidden[layer] for layer in ([said] if isinstance(said, int) else said)], -1)
-        found: Tensor = self._model.multi_modal_projector(chosen[0], sizes)
-        return found.unsqueeze(1)
+        return self._encoder(pixels.to(self._dtype), picture)
 
 
 def _modules(config: Config, folder: Path) -> Any:
@@ -151,6 +128,8 @@ def _modules(config: Config, folder: Path) -> Any:
         text = known.text_config
         text.num_hidden_layers, text.layer_types, text.pad_token_id = 0, [], None
         known.quantization_config = None
+        if getattr(known, "audio_config", None) is not None:
+            known.audio_config = None
         found = transformers.AutoModel.from_config(known, dtype=torch.float32).eval()
     except Exception as error:  # it has many, for a config.json that is none of its own
         line = str(error).strip().partition("\n")[0]
@@ -171,10 +150,13 @@ def _rescaling(folder: Path) -> tuple[float, list[float], list[float]]:
     library = _library()
     try:
         found = library.AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True, trust_remote_code=False)
+        factor = float(found.rescale_factor) if found.do_rescale else 1.0
+        if not found.do_normalize:
+            return factor, [0.0] * COLOURS, [1.0] * COLOURS
         mean, deviation = ([float(value) for value in values] for values in (found.image_mean, found.image_std))
         if not len(mean) == len(deviation) == COLOURS:
             raise ValueError(f"image_mean and image_std must have {COLOURS} numbers each")
-        return float(found.rescale_factor), mean, deviation
+        return factor, mean, deviation
     except (ImportError, OSError, ValueError, TypeError, AttributeError) as error:
         line = str(error).strip().partition("\n")[0]
         raise Unsupported(f"{folder} does not say how pictures are prepared ({line}): {REMEDY}") from None
@@ -191,4 +173,5 @@ def _library() -> Any:
 
 def _stored(name: str, source: Source) -> str:
     """What the checkpoint calls a tensor."""
-    return next((root + name for root in ROOTS if source.has(root + name)), ROOTS[0] + name)
+    within = name.replace("vision_tower.", "vision_tower.vision_model.", 1)  # as Gemma 3's are on the hub
+    return next((root + each for root in ROOTS for each in (name, within) if source.has(root + each)), ROOTS[0] + name)

@@ -2,7 +2,7 @@
 rows that begin alike and rows that do not."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,10 +31,12 @@ class Paged:
         seed: int = 0,
         spare: int = 0,
         sharing: float = 0.0,
+        whole: float = 0.0,
+        joined: Collection[int] = (),
     ) -> None:
         chance = random.Random(seed)
         torch.manual_seed(seed)
-        self.page_size = page_size
+        self.page_size, self.joined = page_size, joined
         counts = [-(-(queries + context) // page_size) + chance.randint(0, spare) for queries, context in shapes]
         pages = list(range(1, sum(counts) + 1))
         chance.shuffle(pages)
@@ -46,7 +48,8 @@ class Paged:
                 other = chance.choice(rows)
                 most = min(context, other.context) // page_size
                 alike = other.pages[: chance.choice([most, chance.randint(0, most)])]
-            rows.append(Row(queries, context, [*alike, *(pages.pop() for _ in range(count - len(alike)))], parents))
+            own = [*alike, *(pages.pop() for _ in range(count - len(alike)))]
+            rows.append(Row(queries, context, own, parents, whole=parents is None and chance.random() < whole))
         self.rows_as_given = rows
         self.rows = [rows[i] for i in order(rows)]
         self.cache = torch.randn((sum(counts) + 1) * page_size, 2, KV_HEADS, SIZE)
@@ -60,7 +63,7 @@ class Paged:
         sinks = torch.randn(KV_HEADS * group) * 2 if sinking else None
         found, plan = self.found(query, window, sinks)
         expected = [
-            plain(part, self.cache[self.slots(row)], row, window, sinks)
+            plain(part, self.cache[self.slots(row)], row, window, sinks, row.whole and window in self.joined)
             for part, row in zip(query.split([row.queries for row in self.rows]), self.rows, strict=True)
         ]
         torch.testing.assert_close(found, torch.cat(expected).float())
@@ -70,7 +73,15 @@ class Paged:
         """The answers of `query`, whose tokens stand in the order of the rows, and how they were computed."""
         windows = sorted({0, window})
         order, plan = shared_prefixes.plan(
-            self.rows, self.page_size, windows, 2 * KV_HEADS * SIZE, CPU, query.shape[1] // KV_HEADS, SIZE, sinks is not None
+            self.rows,
+            self.page_size,
+            windows,
+            2 * KV_HEADS * SIZE,
+            CPU,
+            query.shape[1] // KV_HEADS,
+            SIZE,
+            sinks is not None,
+            self.joined,
         )
         parts = query.split([row.queries for row in self.rows])
         answers = shared_prefixes.attention(torch.cat([parts[i] for i in order]), self.cache, plan, window, SIZE**-0.5, sinks=sinks)
@@ -78,7 +89,7 @@ class Paged:
         return torch.cat([found[i] for i in range(len(found))]), plan
 
 
-def plain(query: Tensor, cached: Tensor, row: Row, window: int, sinks: Tensor | None = None) -> Tensor:
+def plain(query: Tensor, cached: Tensor, row: Row, window: int, sinks: Tensor | None = None, whole: bool = False) -> Tensor:
     """query: [queries, heads, size], cached: [length, 2, kv_heads, size]; every sum on its own, in float64."""
     result = torch.zeros_like(query, dtype=torch.float64)
     group = query.shape[1] // KV_HEADS
@@ -90,6 +101,8 @@ def plain(query: Tensor, cached: Tensor, row: Row, window: int, sinks: Tensor | 
         position = row.context + len(path) - 1
         seen = [k for k in range(row.context) if not window or position - k < window]
         seen += [row.context + node for back, node in enumerate(path) if not window or back < window]
+        if whole:
+            seen += range(position + 1, row.context + row.queries)
         keys, values = cached[seen].double().unbind(1)
         for head in range(query.shape[1]):
             logits = keys[:, head // group] @ query[i, head].double() * SIZE**-0.5
@@ -114,6 +127,17 @@ def test_ragged_rows_equal_plain_attention(page_size: int, group: int, window: i
 def test_a_long_chain_alone(shape: tuple[int, int], window: int) -> None:
     """As long prompts are: cut into tiles, some of which see all and some a part."""
     Paged([shape], 16).check(2, window)
+
+
+@pytest.mark.parametrize("joined", [(0,), (50,), (0, 5, 50)])
+@pytest.mark.parametrize("window", [0, 5, 50])
+@pytest.mark.parametrize("trees", [0.0, 0.4])
+def test_whole_rows(window: int, trees: float, joined: tuple[int, ...]) -> None:
+    """In layers of some windows, beside others of as many queries and of other sizes."""
+    shapes = [*SHAPES, (70, 0), (70, 33), (130, 5), (7, 12), (7, 40), (20, 8)]
+    Paged(shapes, 16, trees, spare=1, whole=0.5, joined=joined).check(2, window)
+    Paged(shapes, 3, trees, seed=1, sharing=0.5, whole=0.7, joined=joined).check(4, window, sinking=True)
+    Paged([(200, 30)], 16, whole=1, joined=joined).check(1, window)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -8,6 +8,7 @@ import itertools
 import random
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -40,9 +41,15 @@ def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rows_of(
-    shapes: Sequence[tuple[int, int]], page_size: int, chance: random.Random, trees: float = 0.0, sharing: float = 0.0
+    shapes: Sequence[tuple[int, int]],
+    page_size: int,
+    chance: random.Random,
+    trees: float = 0.0,
+    sharing: float = 0.0,
+    whole: float = 0.0,
 ) -> list[Row]:
-    """Rows of (queries, context). sharing: how likely a row begins like an earlier one, as far as their contexts allow."""
+    """Rows of (queries, context). whole: how many are that; sharing: how likely a row begins like an earlier one, as far as their
+    contexts allow."""
     widths = [work.width(Row(queries, context, ()), page_size) + chance.randint(0, 1) for queries, context in shapes]
     free = list(range(1, sum(widths) + 1))
     chance.shuffle(free)
@@ -55,7 +62,8 @@ def rows_of(
             alike = list(other.pages[: chance.choice([most, chance.randint(0, most)])])
         pages = [*alike, *(free.pop() for _ in range(width - len(alike)))]
         tree = queries <= NODES and chance.random() < trees
-        rows.append(Row(queries, context, pages, [chance.randint(-1, i - 1) for i in range(queries)] if tree else None))
+        parents = [chance.randint(-1, i - 1) for i in range(queries)] if tree else None
+        rows.append(Row(queries, context, pages, parents, whole=not tree and whole > 0 and chance.random() < whole))
     return rows
 
 
@@ -64,12 +72,21 @@ def slots_of(row: Row, page_size: int) -> list[int]:
 
 
 def exact(
-    query: Tensor, cached: Tensor, row: Row, window: int, scale: float, softcap: float, sinks: Tensor | None = None, latent: int = 0
+    query: Tensor,
+    cached: Tensor,
+    row: Row,
+    window: int,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None = None,
+    latent: int = 0,
+    joined: bool = False,
 ) -> Tensor:
     """query: [queries, heads, size], cached: [length, 2 or 1, kv_heads, size], sinks: [heads], all in float64."""
     ancestors, depths = plain.ancestry(row.parents if row.parents is not None else range(-1, row.queries - 1))
     positions = torch.tensor([*range(row.context), *(row.context + depth for depth in depths)])
     visible = torch.cat((torch.ones(row.queries, row.context, dtype=torch.bool), torch.tensor(ancestors)), 1)
+    visible |= row.whole and joined
     if window:
         visible &= positions[row.context :, None] - positions < window
     every = cached.repeat_interleave(query.shape[1] // cached.shape[2], 2)
@@ -99,7 +116,9 @@ class World:
         sinks: bool = False,
         latent: int = 0,
         seed: int = 0,
+        joined: Sequence[int] = (),
     ) -> None:
+        self.joined = joined
         torch.manual_seed(seed)
         self.rows, self.page_size, self.kv_heads, self.ratio, self.size, self.dtype = rows, page_size, kv_heads, ratio, size, dtype
         used = sorted({slot for row in rows for slot in slots_of(row, page_size)})
@@ -116,7 +135,9 @@ class World:
 
     def plan(self, window: int = 0, **options: object) -> paged_attention.Plan:
         defaults: dict[str, object] = {"processors": 3, "dtype": self.dtype}
-        kinds = [Kind(one, self.kv_heads, self.ratio, self.size, self.latent > 0) for one in sorted({0, window})]
+        kinds = [
+            Kind(one, self.kv_heads, self.ratio, self.size, self.latent > 0, one in self.joined) for one in sorted({0, window})
+        ]
         return plan(self.rows, self.page_size, kinds, DEVICE, **{**defaults, **options})  # type: ignore[arg-type]
 
     def found(self, step: paged_attention.Plan, window: int = 0, softcap: float = 0.0) -> Tensor:
@@ -128,9 +149,10 @@ class World:
             cache = cache * self.scales.double().cpu()[:, :, None]
         parts = self.query.double().cpu().split([row.queries for row in self.rows])
         sinks = self.sinks.double().cpu() if self.sinks is not None else None
+        scale, joined = self.size**-0.5, window in self.joined
         return torch.cat(
             [
-                exact(part, cache[slots_of(row, self.page_size)], row, window, self.size**-0.5, softcap, sinks, self.latent)
+                exact(part, cache[slots_of(row, self.page_size)], row, window, scale, softcap, sinks, self.latent, joined)
                 for part, row in zip(parts, self.rows, strict=True)
             ]
         )
@@ -200,6 +222,18 @@ def test_a_tree_has_at_most_128_nodes() -> None:
     row = Row(129, 0, range(1, 10), list(range(-1, 128)))
     with pytest.raises(ValueError, match="at most 128 nodes, not 129"):
         plan([row], 16, [Kind(0, 1, 1, 64)], DEVICE, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(("window", "joined"), [(0, [0]), (40, [40]), (40, [0]), (200, [0, 200])])
+@pytest.mark.parametrize("page_size", [3, 16, 64])
+def test_whole_rows(page_size: int, window: int, joined: list[int]) -> None:
+    """In layers of some windows, beside trees and chains, cut into tiles and pieces."""
+    chance = random.Random(page_size + window)
+    shapes = [(1, 40), (5, 70), (16, 33), (40, 20), (150, 60)]
+    rows = rows_of(shapes, page_size, chance, trees=0.2, sharing=0.5, whole=0.7)
+    rows[-1] = replace(rows[-1], whole=True)
+    World(rows, page_size, joined=joined).check(window)
+    World(rows, page_size, ratio=4, joined=joined, sinks=True).check(window, softcap=3.0, fixed=128)
 
 
 @pytest.mark.parametrize("window", [0, 60])

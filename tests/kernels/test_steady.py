@@ -29,6 +29,7 @@ class Kind:
     sinks: bool = False
     latent: bool = False
     dtype: torch.dtype = torch.float32
+    joined: bool = False
     stored: torch.dtype | None = None
 
 
@@ -65,14 +66,14 @@ class World:
         self.sinks = torch.randn(kind.heads) if kind.sinks else None
         self.query = torch.randn(length, kind.heads, kind.size).to(kind.dtype)
 
-    def row(self, start: int, end: int) -> Row:
-        return Row(end - start, start, self.pages)
+    def row(self, start: int, end: int, whole: bool = False) -> Row:
+        return Row(end - start, start, self.pages, whole=whole)
 
     def attend(self, rows: Sequence[Row], query: Tensor) -> Tensor:
         """Of each row's queries, in the order that they are given."""
         kind = self.kind
         elements = (1 if kind.latent else 2) * kind.kv_heads * kind.size
-        order, plan = steady.plan(rows, PAGE, elements, kind.heads // kind.kv_heads, CPU)
+        order, plan = steady.plan(rows, PAGE, elements, kind.heads // kind.kv_heads, CPU, [kind.window] if kind.joined else ())
         parts = query.split([row.queries for row in rows])
         how: Any = kind.window, kind.size**-0.5, kind.softcap, self.scales, self.sinks
         answers = steady.attention(torch.cat([parts[i] for i in order]), self.cache, plan, *how)
@@ -112,6 +113,31 @@ def test_chunks_and_neighbours_change_no_bit(kind: Kind) -> None:
     assert world.cut(lambda: chance.choice([1, 2, 7, 50, 300]), 5, 1100).equal(whole)
     for end in (512, 513, 1024, 1100):  # alone, at the ends of blocks
         assert world.attend([world.row(end - 1, end)], world.query[end - 1 : end]).equal(whole[end - 1 : end])
+
+
+@pytest.mark.parametrize("kind", [Kind(joined=True), Kind(joined=True, window=70, softcap=5.0), Kind(window=70)])
+def test_whole_rows(kind: Kind) -> None:
+    """They see what they should, and no bit changes with neighbours, nor if their beginning was computed before."""
+    world = World(kind, 700)
+    rows = [world.row(0, 30), world.row(30, 600, whole=True), world.row(600, 700)]
+    joined = [kind.window] if kind.joined else []
+    plan = attention.blocks(attention_order(rows), PAGE, [kind.window], 1, CPU, joined=joined)
+    parts = [world.query[row.context : row.context + row.queries] for row in attention_order(rows)]
+    how: Any = kind.window, kind.size**-0.5, kind.softcap
+    found = world.attend(rows, world.query)
+    expected = attention.attention(torch.cat(parts), world.cache, plan, *how)
+    answers = torch.cat([found[row.context : row.context + row.queries] for row in attention_order(rows)])
+    torch.testing.assert_close(answers, expected, rtol=0, atol=2e-6)
+    plain = world.attend([world.row(0, 700)], world.query)
+    assert found[30:600].equal(plain[30:600]) is not kind.joined
+    for start in (31, 100, 513, 599):
+        beside = [world.query[:1]] * 5
+        own = world.attend([*world.others, world.row(start, 600, whole=True)], torch.cat([*beside, world.query[start:600]]))
+        assert own[5:].equal(found[start:600])
+
+
+def attention_order(rows: Sequence[Row]) -> list[Row]:
+    return [rows[i] for i in attention.order(rows)]
 
 
 def test_blocks_of_other_keys_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

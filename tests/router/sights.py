@@ -11,7 +11,7 @@ import numpy
 import tokenizers
 from PIL import Image
 
-from penstock.router.pictures import WRAPPERS
+from penstock.proto.images import FORMS
 from penstock.router.text import Tokenizer
 from penstock.tests.router.fake_batcher import make_tokenizer
 
@@ -44,11 +44,12 @@ def make_folder(folder: Path, family: str = "qwen2_vl") -> Tokenizer:
     """With a token per byte, and the family's own words."""
     make_tokenizer(folder)
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    words = next(words for name, words in WRAPPERS.items() if family.startswith(name))
+    form = FORMS[family]
+    words = form.around[0], form.word, form.around[1]
     tokenizer.add_special_tokens([word for word in (*words, "[IMG_BREAK]", "[IMG_END]") if word])
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    settings["chat_template"] = TEMPLATE.replace("IMAGE", "".join(words))
+    settings["chat_template"] = TEMPLATE.replace("IMAGE", form.written or "".join(words))
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     model: dict[str, Any] = {"model_type": family, "image_token_id": tokenizer.token_to_id(words[1])}
     if family == "mistral3":

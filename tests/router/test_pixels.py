@@ -10,8 +10,9 @@ import numpy
 import pytest
 from PIL import Image
 
-from penstock.router.pixels import MOST_PIXELS, Pixels, Preparer, _rounded, _side
+from penstock.router.pixels import MOST_PIXELS, Pixels, Preparer
 from penstock.router.request import Refused
+from penstock.router.resizing import longest_side, rounded
 from penstock.tests.router.sights import PATCH, PROCESSORS, bomb, encoded, make_folder, picture
 
 MOST = 1 << 20
@@ -87,7 +88,7 @@ def test_whole_pictures_are_transformers_own(tmp_path: Path) -> None:
         assert found.shape == expected.shape == (1, 3, 28 * found.rows, 28 * found.columns)
         numpy.testing.assert_allclose(normalized(found, processor), expected, atol=1e-6)
     [small] = prepared(tmp_path, encoded(images[3]), most=100_000)
-    bound = _side(1540, 28, images[3].size, 100_000)
+    bound = {"longest_edge": longest_side(1540, 28, images[3].size, 100_000)}
     expected = processor(images[3], patch_size=28, size=bound, return_tensors="np")["pixel_values"]
     numpy.testing.assert_allclose(normalized(small, processor), expected, atol=1e-6)
 
@@ -95,10 +96,10 @@ def test_whole_pictures_are_transformers_own(tmp_path: Path) -> None:
 def test_a_bound_of_sides_is_the_largest() -> None:
     for size in [(1601, 1999), (1024, 1024), (1025, 1000), (5000, 40), (10, 10)]:
         for most in (1 << 20, 100_000, 30_000):
-            longest = _side(1540, 28, size, most)["longest_edge"]
-            assert _rounded(longest, 28, size) <= most
+            longest = longest_side(1540, 28, size, most)
+            assert rounded(longest, 28, size) <= most
             further = range(longest + 1, min(1540, max(size)) + 1)
-            assert all(_rounded(more, 28, size) > most for more in further)
+            assert all(rounded(more, 28, size) > most for more in further)
 
 
 def test_what_transformers_5_saves_is_read(tmp_path: Path) -> None:

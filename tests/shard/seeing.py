@@ -22,7 +22,7 @@ from penstock.shard.pictures import Picture
 from penstock.shard.weights import Weights
 
 from .test_images import TEXTS, model
-from .tiny import CPU, MAKING, SMALL, VOCABULARY
+from .tiny import CPU, GEMMA, GEMMA4, MAKING, SMALL, VOCABULARY
 
 PATCH, MERGE, SIDE = 2, 2, 4  # pixels of a patch, patches of a token, pixels of a token: each along one side
 PLACEHOLDER, BREAK, END = 7, 8, 9  # ids of the vocabulary
@@ -32,8 +32,16 @@ PIXTRAL = {
     **{"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2},
     **{"patch_size": PATCH, "image_size": 64, "head_dim": 8},
 }
-PROCESSORS = {"Glm4v": "Glm4vImageProcessor", "Glm4vMoe": "Glm4vImageProcessor", "Mistral3": "PixtralImageProcessor"}
-SEEING = (*(name for name in TEXTS if name != "Kimi_K25"), "Mistral3")
+SQUARE = 3  # tokens along a side of each of Gemma 3's images
+SIGLIP = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": PATCH}
+GEMMA4_VISION = SIGLIP | {"num_key_value_heads": 2, "head_dim": 8, "pooling_kernel_size": MERGE, "position_embedding_size": 64}
+GEMMA3 = GEMMA | {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+PROCESSORS = {
+    **dict.fromkeys(("Glm4v", "Glm4vMoe"), "Glm4vImageProcessor"),
+    **{"Mistral3": "PixtralImageProcessor", "Gemma3": "Gemma3ImageProcessor"},
+    **dict.fromkeys(("Gemma4", "Gemma4Causal"), "Gemma4ImageProcessor"),
+}
+SEEING = (*(name for name in TEXTS if name != "Kimi_K25"), "Mistral3", "Gemma3", "Gemma4", "Gemma4Causal")
 
 
 @dataclass(frozen=True)
@@ -49,19 +57,11 @@ class Seen:
 def made(name: str, folder: Path, seed: int = 5) -> Any:
     """transformers' model, saved in the folder with what prepares pictures for it."""
     torch.manual_seed(seed)
-    if name == "Mistral3":
-        text = SMALL | {"model_type": "mistral", "head_dim": 8, "sliding_window": None}
-        config = transformers.Mistral3Config(
-            text_config=text,
-            vision_config=PIXTRAL,
-            image_token_index=PLACEHOLDER,
-            spatial_merge_size=MERGE,
-            tie_word_embeddings=False,
-        )
-        found: Any = transformers.Mistral3ForConditionalGeneration(config).eval()
+    if name in OTHERS:
+        found: Any = OTHERS[name]().eval()
         with torch.no_grad():
-            for key, values in found.named_parameters():
-                if values.dim() > 1 or "bias" in key:
+            for key, values in (*found.named_parameters(), *found.named_buffers()):
+                if (values.dim() > 1 and values.is_floating_point()) or "bias" in key or "std_" in key:
                     values.normal_(0, 0.1)
     else:
         more = {"deepstack_visual_indexes": [0, 2]} if name.startswith("Qwen3VL") else {}
@@ -71,6 +71,47 @@ def made(name: str, folder: Path, seed: int = 5) -> Any:
     said = {"image_processor_type": kind, "patch_size": PATCH, "merge_size": MERGE, "image_mean": MEAN, "image_std": DEVIATION}
     (folder / "preprocessor_config.json").write_text(json.dumps(said))
     return found
+
+
+def _mistral() -> Any:
+    text = SMALL | {"model_type": "mistral", "head_dim": 8, "sliding_window": None}
+    config = transformers.Mistral3Config(
+        text_config=text, vision_config=PIXTRAL, image_token_index=PLACEHOLDER, spatial_merge_size=MERGE, tie_word_embeddings=False
+    )
+    return transformers.Mistral3ForConditionalGeneration(config)
+
+
+def _gemma3() -> Any:
+    vision = SIGLIP | {"image_size": SQUARE * SIDE, "model_type": "siglip_vision_model", "vision_use_head": False}
+    tokens = {"image_token_index": PLACEHOLDER, "mm_tokens_per_image": SQUARE**2, "boi_token_index": 5, "eoi_token_index": 6}
+    return transformers.Gemma3ForConditionalGeneration(
+        transformers.Gemma3Config(text_config=GEMMA3, vision_config=vision, **tokens)
+    )
+
+
+def _gemma4(seen: str | None) -> Any:
+    """seen: whether its image tokens see each other."""
+    text = GEMMA4 | {"use_bidirectional_attention": seen, "attention_k_eq_v": True, "num_global_key_value_heads": 2}
+    config = transformers.Gemma4Config(
+        text_config=text,
+        vision_config=GEMMA4_VISION | {"standardize": True},
+        audio_config=None,
+        image_token_id=PLACEHOLDER,
+        boi_token_id=5,
+        eoi_token_id=6,
+        video_token_id=1000,  # nothing generates these
+        audio_token_id=1001,
+    )
+    return transformers.Gemma4ForConditionalGeneration(config)
+
+
+OTHERS = {
+    "Mistral3": _mistral,
+    "Gemma3": _gemma3,
+    "Gemma4": lambda: _gemma4("vision"),
+    "Gemma4Causal": lambda: _gemma4(None),
+}
+WHOLE = ("Mistral3", "Gemma3", "Gemma4", "Gemma4Causal")  # pixels are no patches
 
 
 def engine(folder: Path, pages: int = 64, page_size: int = 16, **more: Any) -> Engine:
@@ -95,12 +136,13 @@ def half(folder: Path, ranks: Ranks, page_size: int) -> Engine:
 def seen(name: str, kind: str, chance: random.Random, sizes: list[tuple[int, int]], words: int = 5) -> Seen:
     """A prompt with images of these sizes, as rows and columns, and words before, between and behind them. kind: model_type."""
     form = FORMS[kind]
+    sizes = [(SQUARE, SQUARE)] * len(sizes) if name == "Gemma3" else sizes
     ids, tokens, pictures = list[int](), list[int](), []
     for rows, columns in sizes:
         said = [chance.randrange(10, VOCABULARY) for _ in range(words)]
         ids, tokens = ids + said, tokens + said
         generator = torch.Generator().manual_seed(chance.randrange(1 << 30))
-        shape = (1, 3, rows * SIDE, columns * SIDE) if name == "Mistral3" else (rows * columns * MERGE**2, 3, PATCH, PATCH)
+        shape = (1, 3, rows * SIDE, columns * SIDE) if name in WHOLE else (rows * columns * MERGE**2, 3, PATCH, PATCH)
         pixels = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
         own = random.Random(hash((pixels.numpy().tobytes(), rows)))  # ids follow from what is shown
         pictures.append(Picture(len(ids), rows, columns, columns, pixels))
@@ -127,6 +169,10 @@ def inputs(name: str, prompt: Seen) -> dict[str, Any]:
         for own, one in zip(padded, pixels, strict=True):
             own[:, : one.shape[-2], : one.shape[-1]] = one[0]
         return found | {"pixel_values": padded, "image_sizes": torch.tensor(sizes)}
+    if name == "Gemma3":
+        return found | {"pixel_values": torch.cat(pixels), "token_type_ids": torch.tensor([prompt.kinds])}
+    if name.startswith("Gemma4"):
+        return found | _gemma4_inputs(prompt) | {"mm_token_type_ids": torch.tensor([prompt.kinds])}
     patches = [one.unsqueeze(2).repeat(1, 1, 2, 1, 1).flatten(1) for one in pixels]
     grids = [(1, picture.rows * MERGE, picture.columns * MERGE) for picture in prompt.pictures]
     return found | {
@@ -134,6 +180,21 @@ def inputs(name: str, prompt: Seen) -> dict[str, Any]:
         "image_grid_thw": torch.tensor(grids),
         "mm_token_type_ids": torch.tensor([prompt.kinds]),
     }
+
+
+def _gemma4_inputs(prompt: Seen) -> dict[str, Tensor]:
+    """Patches, and where they are; those of smaller images are filled up."""
+    most = max(picture.tokens for picture in prompt.pictures) * MERGE**2
+    patches, places = [], []
+    for picture in prompt.pictures:
+        high, wide = picture.rows * MERGE, picture.columns * MERGE
+        assert picture.pixels is not None
+        own = picture.pixels[0].float().div(255).view(3, high, PATCH, wide, PATCH).permute(1, 3, 2, 4, 0).reshape(high * wide, -1)
+        place = torch.tensor([(x, y) for y in range(high) for x in range(wide)])
+        lacking = most - len(own)
+        patches.append(torch.nn.functional.pad(own, (0, 0, 0, lacking)))
+        places.append(torch.nn.functional.pad(place, (0, 0, 0, lacking), value=-1))
+    return {"pixel_values": torch.stack(patches), "image_position_ids": torch.stack(places)}
 
 
 @torch.inference_mode()

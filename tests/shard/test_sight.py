@@ -17,7 +17,7 @@ from penstock.shard.memory import _seeing
 from penstock.shard.models.shape import Unsupported
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling
-from penstock.shard.step import Span
+from penstock.shard.step import Span, parted
 
 from . import seeing, tiny
 from .driver import Flying, Habits, drive
@@ -49,10 +49,12 @@ def test_logits_of_chunks_equal_transformers(world: Made, cut: int) -> None:
     name, reference, folder = world
     prompt = seeing.seen(name, reference.config.model_type, random.Random(cut), SIZES)
     bench, sequence = bench_of(folder, prompt)
-    found = []
-    for start in range(0, len(prompt.tokens), cut):
-        own = prompt.tokens[start : start + cut]
-        found.append(bench.run([Span(sequence, start, own, wanted=len(own))]))
+    found, start = [], 0
+    while start < len(prompt.tokens):
+        last, first = sequence.pictures.reach(start, min(start + cut, len(prompt.tokens)))
+        own = prompt.tokens[start : last if last > start else first]
+        found.append(bench.run(parted([Span(sequence, start, own, wanted=len(own))])))
+        start += len(own)
     close(torch.cat(found), seeing.logits(reference, name, prompt))
 
 
@@ -226,7 +228,9 @@ def test_whose_images_others_may_not_find(world: Made, monkeypatch: pytest.Monke
 
 def test_a_step_encodes_no_more_than_it_has_room_for(world: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many ask at once about images of which all but the end is cached."""
-    images = [asked(world, seed, [(4, 4)], words=2) for seed in range(8)]
+    words = 2 if world[0] == "Mistral3" else 1  # so that an image's end is in no full page
+    images = [asked(world, seed, [(4, 4)], words=words) for seed in range(8)]
+    most = 40 // images[0].pictures[0].tokens
     engine = seeing.engine(world[2], 256, 4)
     alone = drive(engine, [group(uid, image) for uid, image in enumerate(images)], Habits()).tokens
     monkeypatch.setattr(engine.decoder.sight, "_gallery", Gallery(16))
@@ -234,11 +238,11 @@ def test_a_step_encodes_no_more_than_it_has_room_for(world: Made, monkeypatch: p
     groups = [group(uid, image) for uid, image in enumerate(images)]
     chunks = [(one.uid, 100) for one in groups]
     steps = [engine.prefill(1, groups, chunks, 40, [])]
-    assert encodings.count == 2
+    assert encodings.count == most
     while not all(one.decodes for one in groups):
         before = encodings.count
         steps.append(engine.prefill(1, [], chunks, 40, []))
-        assert encodings.count - before in (1, 2)
+        assert 1 <= encodings.count - before <= most
     picked = {uid: emitted.pick.token for step in steps for uid, emitted in step.emitted}
     assert picked == {uid: alone[uid, 0][0] for uid in range(8)}
 
@@ -250,7 +254,7 @@ def test_what_an_image_takes_is_measured(world: Made) -> None:
     assert sight is not None
     levels = sight.encode(sight.blank(6))[0].numel()
     assert _seeing(engine, 100) >= (100 + sight.largest) * levels * 4
-    assert sight.largest == (1 << 20) // seeing.SIDE**2
+    assert sight.largest == (seeing.SQUARE**2 if world[0] == "Gemma3" else (1 << 20) // seeing.SIDE**2)
     assert sight.places([sight.blank(6)]) is not None
 
 
@@ -260,7 +264,7 @@ def test_logits_in_16_bits(world: Made) -> None:
     prompt = asked(world, 3)
     expected = seeing.logits(reference, name, prompt)
     bench, sequence = bench_of(folder, prompt, dtype="bfloat16")
-    found = bench.run([Span(sequence, 0, prompt.tokens, wanted=len(prompt.tokens))])
+    found = bench.run(parted([Span(sequence, 0, prompt.tokens, wanted=len(prompt.tokens))]))
     assert (found - expected).abs().median() < 0.05 < expected.abs().median()
 
 
@@ -278,7 +282,7 @@ def test_as_the_hub_has_qwen_2(name: str, tmp_path: Path) -> None:
     save_as_qwen_2(name, reference, tmp_path)
     prompt = asked((name, reference, tmp_path), 1)
     bench, sequence = bench_of(tmp_path, prompt)
-    close(bench.run([Span(sequence, 0, prompt.tokens, wanted=len(prompt.tokens))]), seeing.logits(reference, name, prompt))
+    close(bench.run(parted([Span(sequence, 0, prompt.tokens, wanted=len(prompt.tokens))])), seeing.logits(reference, name, prompt))
 
 
 def changed(folder: Path, tmp_path: Path, **changes: Any) -> Path:
@@ -301,7 +305,10 @@ def test_where_the_text_does_not_say_what_it_is(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(said))
     prompt = asked(("Qwen3VL", reference, tmp_path), 1)
     bench, sequence = bench_of(tmp_path, prompt)
-    close(bench.run([Span(sequence, 0, prompt.tokens, wanted=len(prompt.tokens))]), seeing.logits(reference, "Qwen3VL", prompt))
+    close(
+        bench.run(parted([Span(sequence, 0, prompt.tokens, wanted=len(prompt.tokens))])),
+        seeing.logits(reference, "Qwen3VL", prompt),
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,150 @@
+"""What a picture is resized to, and the pixels that are left of it: as each family's image processor does it, transformers' own. A
+new family is a new class. Only rescaling and normalizing is left to the shards, so that pixels are a byte each.
+
+Knows no files: it runs where `pixels` opens them.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+MOST_SAID = 200  # characters of a library's own words
+
+
+class Wrong(Exception):
+    """With an image; the message goes on where its name ends."""
+
+
+def words(error: Exception) -> str:
+    """A library's."""
+    return " ".join(str(error).split())[:MOST_SAID] or type(error).__name__
+
+
+class Resized:
+    """A picture as the model gets it: values [1, colours, height, width], or [patches, colours, side, side]."""
+
+    def __init__(self, values: Any, rows: int, columns: int) -> None:
+        self.values, self.rows, self.columns = values, rows, columns
+
+
+class Resizing:
+    """By one image processor."""
+
+    unit: int  # pixels that become a token, along each side
+    fixed = False  # all pictures get the same size, whatever the operator says of pixels
+
+    def __init__(self, processor: Any) -> None:
+        self._processor = processor
+
+    def __call__(self, image: Any, most: int) -> Resized:
+        """image: Pillow's; most: pixels that may be left of it. Raises Wrong."""
+        raise NotImplementedError
+
+    def _run(self, image: Any, **how: Any) -> Any:
+        """What the processor makes of it."""
+        try:
+            return self._processor(image, do_rescale=False, do_normalize=False, return_tensors="np", **how)
+        except ValueError as error:  # of those that are much longer than wide
+            raise Wrong(f"can't be prepared: {words(error)}") from None
+
+
+class Patches(Resizing):
+    """Qwen's and GLM's: sizes are bounded by pixels, and pictures cut."""
+
+    def __init__(self, processor: Any) -> None:
+        super().__init__(processor)
+        self._merged, self._patch, self._frames = processor.merge_size, processor.patch_size, processor.temporal_patch_size
+        self.unit = self._merged * self._patch
+
+    def __call__(self, image: Any, most: int) -> Resized:
+        """GLM counts pixels of all frames that a patch has, and a picture is so many alike."""
+        size = self._processor.size
+        most *= self._frames if type(self._processor).__name__.startswith("Glm") else 1
+        longest = min(size.longest_edge, most)
+        found = self._run(image, size={"shortest_edge": min(size.shortest_edge, longest), "longest_edge": longest})
+        _, high, wide = (int(number) for number in found["image_grid_thw"][0])
+        patches = found["pixel_values"].reshape(high * wide, -1, self._frames, self._patch, self._patch)
+        return Resized(patches[:, :, 0], high // self._merged, wide // self._merged)  # a picture stands still
+
+
+class Sides(Resizing):
+    """Mistral's: sizes are bounded by the longer side, and then rounded up."""
+
+    def __init__(self, processor: Any, files: Mapping[str, Any], model: Mapping[str, Any]) -> None:
+        """files: what the folder says of its processor, who may know how many pixels a token is of; else the model does."""
+        super().__init__(processor)
+        patch = files.get("patch_size") or model["vision_config"]["patch_size"]
+        self.unit = int(patch) * int(files.get("spatial_merge_size") or model["spatial_merge_size"])
+
+    def __call__(self, image: Any, most: int) -> Resized:
+        longest = longest_side(self._processor.size.longest_edge, self.unit, image.size, most)
+        values = self._run(image, size={"longest_edge": longest}, patch_size=self.unit)["pixel_values"]
+        return Resized(values, *(length // self.unit for length in values.shape[-2:]))
+
+
+def longest_side(longest: int, unit: int, size: tuple[int, int], most: int) -> int:
+    """The largest bound of a picture's sides, up to `longest`, with which no more than `most` pixels are left of it."""
+    larger = max(size)
+    longest = min(longest, larger)
+    if rounded(longest, unit, size) > most:
+        longest = min(longest, math.ceil(larger * math.sqrt(most / (size[0] * size[1]))))
+        while longest > 1 and rounded(longest, unit, size) > most:
+            longest -= 1
+    return longest
+
+
+def rounded(longest: int, unit: int, size: tuple[int, int]) -> int:
+    """Pixels that are left of a picture, as transformers' Pixtral computes it."""
+    ratio = max(1, max(size) / longest)
+    return math.prod(((math.floor(length / ratio) - 1) // unit + 1) * unit for length in size)
+
+
+class Square(Resizing):
+    """Gemma 3's: each has the same size."""
+
+    fixed = True
+
+    def __init__(self, processor: Any, model: Mapping[str, Any]) -> None:
+        super().__init__(processor)
+        if processor.do_pan_and_scan:
+            raise ValueError("do_pan_and_scan is not supported: each image is shown once")
+        self._side = math.isqrt(model.get("mm_tokens_per_image", 256))  # tokens
+        self.unit = processor.size.height // self._side
+
+    def __call__(self, image: Any, most: int) -> Resized:
+        return Resized(self._run(image)["pixel_values"], self._side, self._side)
+
+
+class Budget(Resizing):
+    """Gemma 4's: each has about as many tokens, in its own proportions."""
+
+    BUDGETS = (1120, 560, 280, 140, 70)  # tokens
+
+    def __init__(self, processor: Any) -> None:
+        super().__init__(processor)
+        self._patch, self._pooled = processor.patch_size, processor.pooling_kernel_size
+        self.unit = self._patch * self._pooled
+
+    def __call__(self, image: Any, most: int) -> Resized:
+        tokens = min(self._processor.max_soft_tokens, most // self.unit**2)
+        budget = next((budget for budget in self.BUDGETS if budget <= tokens), None)
+        if budget is None:
+            raise ValueError(f"--max-image-pixels must be at least {self.BUDGETS[-1] * self.unit**2} for this model")
+        found = self._run(image, max_soft_tokens=budget)
+        places = found["image_position_ids"][0]
+        wide, high = (int(number) + 1 for number in places.max(0))
+        patches = found["pixel_values"][0][: high * wide].reshape(1, high, wide, self._patch, self._patch, -1)
+        values = patches.transpose(0, 5, 1, 3, 2, 4).reshape(1, -1, high * self._patch, wide * self._patch)
+        return Resized(values, high // self._pooled, wide // self._pooled)
+
+
+def resizing_of(processor: Any, files: Mapping[str, Any], model: Mapping[str, Any]) -> Resizing:
+    """By an image processor. files: what the folder says of its processor; model: its config.json. Raises ValueError, or KeyError,
+    for one of no known kind."""
+    if hasattr(processor, "merge_size"):
+        return Patches(processor)
+    if hasattr(processor, "max_soft_tokens"):
+        return Budget(processor)
+    if hasattr(processor, "do_pan_and_scan"):
+        return Square(processor, model)
+    return Sides(processor, files, model)

@@ -1,0 +1,128 @@
+"""What pixels look like to what encodes images, and how that is called: transformers' own modules of each family. A new one is a
+new entry in `ENCODERS`.
+
+Pixels of an image are [1, colours, height, width], or patches of it, [patches, colours, side, side]: see Image in shard.proto.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...proto.images import COLOURS
+from ..pictures import Picture
+
+
+class Encoder(ABC):
+    """Of one family."""
+
+    turned = False  # an image's tokens have positions in three directions
+    side: int  # pixels that a token is of, along each side of an image
+
+    def __init__(self, model: Any) -> None:
+        """model: transformers', without its text."""
+        self._model = model
+        self._vision = model.config.vision_config
+
+    def shape(self, rows: int, columns: int) -> tuple[int, ...]:
+        """Of the pixels of an image with so many tokens."""
+        return 1, COLOURS, rows * self.side, columns * self.side
+
+    def largest(self, pixels: int) -> int:
+        """Tokens of an image of so many pixels."""
+        return max(1, pixels // self.side**2)
+
+    def grid(self, tokens: int) -> tuple[int, int]:
+        """Rows and columns of some image with about so many tokens."""
+        rows = max(1, math.isqrt(tokens))
+        return rows, max(1, tokens // rows)
+
+    @abstractmethod
+    def __call__(self, pixels: Tensor, picture: Picture) -> Tensor:
+        """[tokens, levels, hidden]: see `Sight.encode`. pixels: of the picture, as the encoder wants them."""
+
+
+class Qwen(Encoder):
+    """GLM's, too. To these a picture is a film that stands still."""
+
+    turned = True
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self._merged, self._patch = int(self._vision.spatial_merge_size), int(self._vision.patch_size)
+        self.side = self._merged * self._patch
+
+    def shape(self, rows: int, columns: int) -> tuple[int, ...]:
+        return rows * columns * self._merged**2, COLOURS, self._patch, self._patch
+
+    def __call__(self, pixels: Tensor, picture: Picture) -> Tensor:
+        film = pixels.unsqueeze(2).repeat(1, 1, int(self._vision.temporal_patch_size), 1, 1).flatten(1)
+        grid = torch.tensor([[1, picture.rows * self._merged, picture.columns * self._merged]], device=pixels.device)
+        found = self._model.get_image_features(film, image_grid_thw=grid)
+        deeper = getattr(found, "deepstack_features", None) or ()
+        return torch.stack([level[0] for level in (found.pooler_output, *deeper)], 1)
+
+
+class Mistral(Encoder):
+    """Not by get_image_features, which fails for one token (transformers 5.24)."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.side = int(self._vision.patch_size) * int(model.config.spatial_merge_size)
+
+    def __call__(self, pixels: Tensor, picture: Picture) -> Tensor:
+        sizes = torch.tensor([pixels.shape[-2:]], device=pixels.device)
+        said = self._model.config.vision_feature_layer
+        hidden = self._model.vision_tower(pixels, image_sizes=sizes, output_hidden_states=True).hidden_states
+        chosen = torch.cat([hidden[layer] for layer in ([said] if isinstance(said, int) else said)], -1)
+        found: Tensor = self._model.multi_modal_projector(chosen[0], sizes)
+        return found.unsqueeze(1)
+
+
+class Gemma3(Encoder):
+    """All images have one size."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self._tokens = math.isqrt(int(model.config.mm_tokens_per_image))  # along each side
+        self.side = int(self._vision.image_size) // self._tokens
+
+    def largest(self, pixels: int) -> int:
+        return self._tokens**2
+
+    def grid(self, tokens: int) -> tuple[int, int]:
+        return self._tokens, self._tokens
+
+    def __call__(self, pixels: Tensor, picture: Picture) -> Tensor:
+        found: Tensor = self._model.get_image_features(pixels).pooler_output[0]
+        return found.unsqueeze(1)
+
+
+class Gemma4(Encoder):
+    """Of patches, which say where they are."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self._patch = int(self._vision.patch_size)
+        self.side = self._patch * int(self._vision.pooling_kernel_size)
+
+    def __call__(self, pixels: Tensor, picture: Picture) -> Tensor:
+        high, wide = (length // self._patch for length in pixels.shape[-2:])
+        patches = pixels.view(COLOURS, high, self._patch, wide, self._patch).permute(1, 3, 2, 4, 0).reshape(1, high * wide, -1)
+        y, x = torch.meshgrid(*(torch.arange(count, device=pixels.device) for count in (high, wide)), indexing="ij")
+        places = torch.stack((x, y), -1).view(1, -1, 2)
+        found: Tensor = self._model.get_image_features(patches, image_position_ids=places).pooler_output[0]
+        return found.unsqueeze(1)
+
+
+# By the model_type of config.json.
+ENCODERS: dict[str, type[Encoder]] = {
+    **dict.fromkeys(
+        ("glm46v", "glm4v", "glm4v_moe", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"), Qwen
+    ),
+    "gemma3": Gemma3,
+    "gemma4": Gemma4,
+    "mistral3": Mistral,
+}
