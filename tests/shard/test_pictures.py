@@ -63,3 +63,21 @@ def test_places_of_features() -> None:
     assert [*found.between(2, 5)] == [(first, [2, 4], [1, 2])]
     assert [*found.between(3, 4)] == []  # what ends a row
     assert [*found.between(11, 20)] == []
+
+
+def test_what_is_computed_at_once() -> None:
+    """Images by themselves, and what is between them; a step ends before an image or behind it."""
+    found = Pictures([picture(2, 2, 3), picture(8, 1, 2, breaks=True)], turned=False, whole=True)
+    assert [*found.parts(0, 20)] == [(2, False), (8, True), (11, True), (20, False)]
+    assert [*found.parts(4, 9)] == [(8, True), (9, True)]
+    assert [*found.parts(11, 12)] == [(12, False)]
+    assert [*found.parts(0, 2)] == [(2, False)]
+    ends = [found.reach(0, stop) for stop in (1, 2, 3, 7, 8, 9, 10, 11, 12)]
+    assert ends == [(1, 1), (2, 2), (2, 8), (2, 8), (8, 8), (8, 11), (8, 11), (11, 11), (12, 12)]
+    assert found.reach(4, 7) == (4, 8)
+
+
+def test_what_is_not() -> None:
+    found = Pictures([picture(2, 2, 3)], turned=True)
+    assert [*found.parts(1, 5)] == [(5, False)]
+    assert found.reach(1, 5) == (5, 5)

@@ -181,6 +181,33 @@ def test_pixels_are_forgotten(world: Made) -> None:
     assert all(picture.pixels is None for picture in sequence.pictures)
 
 
+def test_where_memory_runs_out(world: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are computed in parts, and what is computed at once is not cut."""
+    if world[0].startswith("Qwen3_5"):
+        return  # what remembers can't try again
+    prompts = [asked(world, seed) for seed in range(4)]
+
+    def groups() -> list[Group]:
+        return [group(uid, prompt, choices=1 + uid % 2) for uid, prompt in enumerate(prompts)]
+
+    expected = drive(seeing.engine(world[2], 256, 4), groups(), Habits(60)).tokens
+    engine = seeing.engine(world[2], 256, 4)
+    right, failures = engine.forward, []
+
+    def scarce(spans: Any, picked: Any = None) -> Any:
+        found = right(spans, picked)  # some keys and values are written, and then memory runs out
+        if sum(len(span.tokens) for span in spans) > 9:
+            failures.append(1)
+            raise MemoryError
+        return found
+
+    monkeypatch.setattr(engine, "forward", scarce)
+    found = drive(engine, groups(), Habits(60))
+    assert failures
+    assert not found.failed
+    assert found.tokens == expected
+
+
 @dataclass
 class Counted:
     """Takes the place of what encodes images, and counts."""
