@@ -33,11 +33,12 @@ def resolve(asked: Options, model: Checkpoint) -> Sight:
     if problem:
         return Sight(why=problem if "vision_config" in model.config else "")
     images = USUAL if asked.max_images is None else asked.max_images
-    if (needed := images * asked.max_image_pixels * COLOURS) > MOST:
-        raise Mistake(
-            f"--max-images {images} and --max-image-pixels {asked.max_image_pixels} are {needed} bytes together, and a request may "
-            f"have {MOST}: lower one of them"
-        )
+    pixels, said, lower = asked.max_image_pixels, f"--max-image-pixels {asked.max_image_pixels}", "one of them"
+    if FORMS[model.config["model_type"]].fixed:
+        pixels = model.config["vision_config"]["image_size"] ** 2
+        said, lower = f"the model's {pixels} pixels of each", "the first"
+    if (needed := images * pixels * COLOURS) > MOST:
+        raise Mistake(f"--max-images {images} and {said} are {needed} bytes together, and a request may have {MOST}: lower {lower}")
     return Sight(images)
 
 
@@ -54,6 +55,9 @@ def _problem(model: Checkpoint) -> str:
     kind = model.config.get("model_type")
     if not isinstance(model.config.get("vision_config"), dict) or kind not in FORMS:
         return f"images are seen by models of type {', '.join(sorted(FORMS))}, and this one is {kind!r}"
+    side = model.config["vision_config"].get("image_size")
+    if FORMS[kind].fixed and (type(side) is not int or side < 1):
+        return f"config.json says image_size {side!r} of images, a number is needed: download the model again"
     if not any((model.folder / name).is_file() for name in DESCRIPTIONS):
         return f"{model.folder} has no {DESCRIPTIONS[0]}, which says how pictures are prepared: complete the download"
     if missing := [package for name, package in PACKAGES.items() if find_spec(name) is None]:

@@ -23,6 +23,7 @@ class Form:
     around: tuple[str, str] = ("", "")  # words that stand before and behind it, if the vocabulary has them
     margin: str = ""  # what stands around all that
     written: str = ""  # what is written in a prompt for all that; "": all that
+    fixed: bool = False  # every image has the size that config.json says (vision_config.image_size)
     breaks: tuple[str, str] | None = None  # words behind each row of an image, and behind its last; None: there are none
 
     def length(self, rows: int, columns: int) -> int:
@@ -35,7 +36,11 @@ GLM = Form(word="<|image|>", around=("<|begin_of_image|>", "<|end_of_image|>"))
 # By the model_type of config.json.
 FORMS = {
     "gemma3": Form(
-        word="<image_soft_token>", around=("<start_of_image>", "<end_of_image>"), margin="\n\n", written="<start_of_image>"
+        word="<image_soft_token>",
+        around=("<start_of_image>", "<end_of_image>"),
+        margin="\n\n",
+        written="<start_of_image>",
+        fixed=True,
     ),
     "gemma4": Form(word="<|image|>", around=("<|image>", "<image|>"), written="<|image|>"),
     **dict.fromkeys(("glm46v", "glm4v", "glm4v_moe"), GLM),

@@ -47,10 +47,19 @@ def test_more_than_fits_into_a_message(model: Checkpoint) -> None:
     assert all(length >= 2 * images.MOST for _, length in rpc.OPTIONS)
 
 
+def test_images_of_one_size(model: Checkpoint) -> None:
+    """Which the operator has no say in."""
+    gemma = replace(model, config={"model_type": "gemma3", "vision_config": {"image_size": 896}})
+    assert sight.resolve(Options(max_images=50, max_image_pixels=100), gemma).images == 50
+    with pytest.raises(Mistake, match=r"images 60 and the model's 802816 pixels of each are 144506880 bytes .* lower the first"):
+        sight.resolve(Options(max_images=60, max_image_pixels=100), gemma)
+    assert "image_size None" in sight.resolve(Options(), replace(gemma, config={"model_type": "gemma3", "vision_config": {}})).why
+
+
 def test_models_of_text_have_none() -> None:
     text = Checkpoint(folder=Path(), config={"model_type": "llama"}, dtype="float32", bytes=0, files=1)
     assert sight.resolve(Options(), text) == sight.Sight()
-    with pytest.raises(Mistake, match=r"--max-images 2, but images are seen by models of type glm46v, .*'llama'.*--max-images 0"):
+    with pytest.raises(Mistake, match=r"--max-images 2, but images are seen by models of type gemma3, .*'llama'.*--max-images 0"):
         sight.resolve(Options(max_images=2), text)
 
 
@@ -60,7 +69,7 @@ def test_why_not(model: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (replace(model, encoder={}), "no weights of what encodes images"),
         (replace(model, encoder={"F8_E4M3": 3}), "weights of kind F8_E4M3"),
         (replace(model, folder=tmp_path), "no preprocessor_config.json"),
-        (replace(model, config=model.config | {"model_type": "gemma3"}), "this one is 'gemma3'"),
+        (replace(model, config=model.config | {"model_type": "kimi_k25"}), "this one is 'kimi_k25'"),
     ):
         assert words in sight.resolve(Options(), other).why
         assert not sight.resolve(Options(), other).images

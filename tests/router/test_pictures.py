@@ -18,7 +18,7 @@ from penstock.router.text import Tokenizer
 from penstock.router.validation import Parameters, Validator
 from penstock.tests.router.sights import encoded, make_folder, picture
 
-LIMITS = Limits(max_input_tokens=1000, max_total_tokens=1200, vocabulary=300, images=True)
+LIMITS = Limits(max_input_tokens=2000, max_total_tokens=2200, vocabulary=300, images=True)
 IMAGE = encoded(picture(112, 56))  # 2 rows of 4 tokens
 OTHER = encoded(picture(112, 56, seed=1))
 WORD = "<|image_pad|>"
@@ -70,7 +70,14 @@ def test_rows_end_where_a_family_ends_them() -> None:
     assert (len(prompt), images[0].start) == (1 + FORMS["mistral3"].length(2, 3), 0)
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "glm4v", "mistral3"])
+# What transformers writes for what templates write.
+AROUND = {
+    "gemma3": "\n\n<start_of_image><image_soft_token><end_of_image>\n\n",
+    "gemma4": "<|image><|image|><image|>",
+}
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "glm4v", "mistral3", "gemma3", "gemma4"])
 def test_a_request_shows_them(tmp_path: Path, family: str) -> None:
     tokenizer = make_folder(tmp_path, family)
     validator = Validator(RouterConfig(folder=str(tmp_path), model="m", max_images=3), tokenizer)
@@ -82,6 +89,7 @@ def test_a_request_shows_them(tmp_path: Path, family: str) -> None:
     own = [request.prompt[one.start : one.start + length] for one in request.images]
     assert own[0] == own[2] != own[1]
     rest = [id for place, id in enumerate(request.prompt) if not any(0 <= place - one.start < length for one in request.images)]
+    word = AROUND.get(family, word)
     assert rest == [id for id in tokenizer.encode(f"a{word}b{word}{word}") if id != validator.pictures._place]
     assert first.pixels == third.pixels != second.pixels
     message = group(1, request)

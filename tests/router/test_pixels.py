@@ -93,6 +93,51 @@ def test_whole_pictures_are_transformers_own(tmp_path: Path) -> None:
     numpy.testing.assert_allclose(normalized(small, processor), expected, atol=1e-6)
 
 
+def test_squares_are_transformers_own(tmp_path: Path) -> None:
+    """Of one size, whatever the operator says of pixels."""
+    make_folder(tmp_path, "gemma3")
+    processor = theirs(tmp_path)
+    images = [picture(*size, seed=seed) for seed, size in enumerate(SIZES)]
+    for image, found in zip(images, prepared(tmp_path, *map(encoded, images), most=1000), strict=True):
+        assert (found.rows, found.columns, found.shape) == (16, 16, (1, 3, 896, 896))
+        numpy.testing.assert_allclose(
+            normalized(found, processor), processor(image, return_tensors="np")["pixel_values"], atol=1e-6
+        )
+
+
+@pytest.mark.parametrize(("most", "budget"), [(MOST, 280), (645_119, 140), (280 * 48**2, 280), (70 * 48**2, 70)])
+def test_budgets_are_transformers_own(tmp_path: Path, most: int, budget: int) -> None:
+    """Of patches, which are put side by side again."""
+    make_folder(tmp_path, "gemma4")
+    processor = theirs(tmp_path)
+    images = [picture(*size, seed=seed) for seed, size in enumerate(SIZES)]
+    for image, found in zip(images, prepared(tmp_path, *map(encoded, images), most=most), strict=True):
+        expected = processor(image, max_soft_tokens=budget, return_tensors="np")
+        assert found.rows * found.columns == expected["num_soft_tokens_per_image"][0] <= budget
+        assert found.shape == (1, 3, 48 * found.rows, 48 * found.columns)
+        values = numpy.frombuffer(found.pixels, numpy.uint8).reshape(3, 3 * found.rows, 16, 3 * found.columns, 16) / 255
+        patches = values.transpose(1, 3, 2, 4, 0).reshape(9 * found.rows * found.columns, -1)
+        numpy.testing.assert_allclose(patches, expected["pixel_values"][0][: len(patches)], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "most", "words"),
+    [
+        ("gemma4", {}, 161_279, "--max-image-pixels must be at least 161280 for this model"),
+        ("gemma3", {"do_pan_and_scan": True}, MOST, "do_pan_and_scan is not supported"),
+    ],
+)
+def test_what_a_model_has_no_images_for(
+    tmp_path: Path, family: str, changes: dict[str, Any], most: int, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_folder(tmp_path, family)
+    path = tmp_path / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(Refused, match="its log says why"):
+        prepared(tmp_path, encoded(picture(84, 84)), most=most)
+    assert words in caplog.text
+
+
 def test_a_bound_of_sides_is_the_largest() -> None:
     for size in [(1601, 1999), (1024, 1024), (1025, 1000), (5000, 40), (10, 10)]:
         for most in (1 << 20, 100_000, 30_000):
