@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 
@@ -379,3 +380,16 @@ def test_text_is_served_where_images_can_not_be(tmp_path: Path, changes: dict[st
     words_alone = tiny.group(1, [11, 12, 13], 9)
     expected = drive(seeing.engine(whole), [tiny.group(1, [11, 12, 13], 9)], Habits())
     assert drive(engine, [words_alone], Habits()).tokens == expected.tokens
+
+
+def test_as_the_hub_has_gemma_3(tmp_path: Path) -> None:
+    """What encodes images is within a model of its own."""
+    reference = seeing.made("Gemma3", tmp_path)
+    stored = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    renamed = {name.replace("vision_tower.", "vision_tower.vision_model."): value for name, value in stored.items()}
+    assert "vision_tower.vision_model.embeddings.patch_embedding.weight" in renamed
+    safetensors.torch.save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
+    prompt = asked(("Gemma3", reference, tmp_path), 1)
+    bench, sequence = bench_of(tmp_path, prompt)
+    spans = parted([Span(sequence, 0, prompt.tokens, wanted=len(prompt.tokens))])
+    close(bench.run(spans), seeing.logits(reference, "Gemma3", prompt))
