@@ -76,7 +76,7 @@ def make_app(
         return web.Response(body=metrics.render(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     probe = Probes(batcher, replicas)
-    page = Page(config, batcher, metrics, probe.health)
+    page = Page(config, batcher, metrics, probe.health, config.max_images if validator.pictures is not None else 0)
     app.on_shutdown.append(page.close)
     if validator.pictures is not None:
         app.cleanup_ctx.append(partial(_seeing, validator.pictures, links))

@@ -34,7 +34,8 @@ FILES = {f"/page/{path.name}": path for path in sorted(FOLDER.iterdir()) if path
 POLICY = "; ".join(
     (
         "default-src 'none'",
-        *(f"{kind}-src 'self'" for kind in ("script", "style", "img", "connect")),
+        *(f"{kind}-src 'self'" for kind in ("script", "style", "connect")),
+        "img-src 'self' data:",  # what somebody shows to the model
         *(f"{kind} 'none'" for kind in ("base-uri", "form-action", "frame-ancestors", "trusted-types")),
         "require-trusted-types-for 'script'",
     )
@@ -74,6 +75,7 @@ class Longest(msgspec.Struct):
     beams: int
     stop_sequences: int
     top_tokens: int
+    images: int  # of a request; 0: none are seen
 
 
 class Requests(msgspec.Struct):
@@ -126,8 +128,10 @@ class Stats(msgspec.Struct):
 class Page:
     """The handlers. `probe` answers GET / for those who are no browser."""
 
-    def __init__(self, config: RouterConfig, batcher: Batcher, metrics: Metrics, probe: Handler) -> None:
+    def __init__(self, config: RouterConfig, batcher: Batcher, metrics: Metrics, probe: Handler, images: int = 0) -> None:
+        """images: that a request may have, if the shards see them."""
         self._config = config
+        self._images = images
         self._batcher = batcher
         self._metrics = metrics
         self._probe = probe
@@ -199,6 +203,7 @@ class Page:
                 beams=config.most_beams,
                 stop_sequences=config.max_stop_sequences,
                 top_tokens=config.max_top_n_tokens,
+                images=self._images if limits is not None and limits.images else 0,
             ),
             requests=Requests(count("running"), count("waiting"), count("paused")),
             pages=Pages(total, total - count("pages_free"), cached, count("pages_free") - cached),

@@ -14,9 +14,10 @@ import threading
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.router.config import RouterConfig
@@ -24,6 +25,7 @@ from penstock.router.request import Beams, Limits, Overloaded, Refused
 from penstock.router.text import Tokenizer
 from penstock.tests import serving as real
 from penstock.tests.router.fake_batcher import FakeBatcher, make_tokenizer, serving
+from penstock.tests.router.sights import encoded, make_folder, picture
 
 playwright = pytest.importorskip("playwright.sync_api")
 expect = playwright.expect
@@ -62,8 +64,8 @@ def served(tokenizer: Tokenizer, settings: dict[str, Any] | None = None, **behav
     found: list[Served] = []
 
     async def run() -> None:
-        batcher = FakeBatcher(tokenizer, limits=LIMITS, **behaviour)
-        async with serving(tokenizer, RouterConfig(folder="", model="some/model", **(settings or {})), batcher) as server:
+        batcher = FakeBatcher(tokenizer, **{"limits": LIMITS, **behaviour})
+        async with serving(tokenizer, RouterConfig(**{"folder": "", "model": "some/model", **(settings or {})}), batcher) as server:
             _, _, response = await server.get("/health")
             found.append(Served(str(response.url.origin()), batcher, asyncio.get_running_loop()))
             ready.set()
@@ -519,7 +521,7 @@ def test_the_code_does_what_the_page_did(tokenizer: Tokenizer, new_page: Any) ->
             compile(code.replace("from openai import OpenAI", "from types import SimpleNamespace"), "code", "exec"),
             stand_in(server),
         )
-        first, second, third = server.batcher.requests
+        first, second, third = (msgspec.structs.replace(request, arrived=0.0) for request in server.batcher.requests)
         assert first.choices == 2
         assert (first.sampling.top_k, first.sampling.seed, first.stop) == (7, 3, ("it's\nover", "end"))
         assert first == second == third
@@ -751,3 +753,73 @@ def test_what_beams_are_refused_for_is_marked(tokenizer: Tokenizer, new_page: An
         run(page, "hi")
         expect(page.locator("#problem")).to_contain_text("`num_return_sequences` must be > 0 and <= 2 (`num_beams`). Given: 3")
         expect(page.locator("#n")).to_have_attribute("aria-invalid", "true")
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Tokenizer]:
+    folder = tmp_path_factory.mktemp("seeing")
+    tokenizer = make_folder(folder)
+    return str(folder), tokenizer
+
+
+def chosen(*pictures: Any, form: str = "PNG") -> list[dict[str, Any]]:
+    """As files that somebody has chosen."""
+    kind = {"name": "a.png", "mimeType": f"image/{form.lower()}"}
+    return [{**kind, "buffer": encoded(picture, form)} for picture in pictures]
+
+
+def test_images_go_with_a_message(seeing: tuple[str, Tokenizer], new_page: Any) -> None:
+    """And with those that follow; the chat shows them."""
+    folder, tokenizer = seeing
+    with served(tokenizer, {"folder": folder, "max_images": 2}, limits=replace(LIMITS, images=True)) as server:
+        page = new_page(server.url)
+        expect(page.locator("#state")).to_have_text("ready")
+        expect(page.locator("#image-add")).to_be_hidden()  # a completion has no place for one
+        page.click("text=Chat")
+        expect(page.locator("#image-add")).to_be_visible()
+        page.set_input_files("#image-files", chosen(picture(112, 56), picture(56, 56, seed=1), picture(56, 56, seed=2)))
+        expect(page.locator("#images img")).to_have_count(2)
+        expect(page.locator("#problem")).to_have_text("A chat has at most 2 images here.")
+        page.click("#images button >> nth=1")
+        expect(page.locator("#images img")).to_have_count(1)
+        page.click("#code-open")
+        assert "data:image/png;base64," in page.text_content("#code-text")
+        assert len(page.text_content("#code-text")) < 1000
+        page.click("#code-close")
+        run(page, "What is this?")
+        expect(page.locator("#images")).to_be_hidden()
+        expect(page.locator(".user img")).to_have_count(1)
+        assert page.evaluate("document.querySelector('.user img').naturalWidth") == 112
+        [first] = server.batcher.requests[-1].images
+        assert (first.rows, first.columns) == (2, 4)
+        run(page, "And now?")
+        assert server.batcher.requests[-1].images[0].pixels == first.pixels
+        page.set_input_files("#image-files", chosen(picture(56, 56)))
+        run(page, "")  # without a word
+        assert len(server.batcher.requests[-1].images) == 2
+        page.set_input_files("#image-files", chosen(picture(56, 56)))
+        expect(page.locator("#problem")).to_have_text("A chat has at most 2 images here.")
+
+
+def test_large_images_are_made_smaller_and_others_are_no_images(seeing: tuple[str, Tokenizer], new_page: Any) -> None:
+    folder, tokenizer = seeing
+    limits = replace(LIMITS, images=True, max_input_tokens=3000, max_total_tokens=4000)
+    with served(tokenizer, {"folder": folder, "max_images": 2, "payload_limit": 2_000_000}, limits=limits) as server:
+        page = new_page(server.url)
+        expect(page.locator("#state")).to_have_text("ready")
+        page.click("text=Chat")
+        page.set_input_files("#image-files", {"name": "b.png", "mimeType": "image/png", "buffer": b"nothing"})
+        expect(page.locator("#problem")).to_have_text("b.png is no image that this browser can read.")
+        page.set_input_files("#image-files", chosen(picture(2400, 1800)))
+        run(page, "What is this?")
+        [found] = server.batcher.requests[-1].images
+        assert 0.95 < found.rows / found.columns / 0.75 < 1.05
+        assert 700_000 < len(found.pixels) // 3 <= 1 << 20
+
+
+def test_without_a_model_that_sees_there_is_no_place_for_images(tokenizer: Tokenizer, new_page: Any) -> None:
+    with served(tokenizer) as server:
+        page = new_page(server.url)
+        expect(page.locator("#state")).to_have_text("ready")
+        page.click("text=Chat")
+        expect(page.locator("#image-add")).to_be_hidden()

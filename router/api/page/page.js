@@ -6,6 +6,7 @@ import { Beams } from "./beams.js";
 import { Card } from "./card.js";
 import { curl, python } from "./code.js";
 import { $, make, oncePerFrame, say } from "./dom.js";
+import { Images, content, picture, shortened } from "./images.js";
 import { Knobs } from "./knobs.js";
 import { Live } from "./live.js";
 
@@ -15,12 +16,16 @@ const touch = matchMedia("(pointer: coarse)");
 
 const knobs = new Knobs($("parameters"));
 const card = new Card($("card"), { choose: goOn, why: whyNot, said: (text) => say($("said"), text) });
+const images = new Images($("images"), $("image-files"), {
+  sent: () => chat.reduce((count, turn) => count + turn.images.length, 0),
+  refuse: fail,
+});
 const live = new Live({ known, denied });
 
 const drafts = { completion: $("prompt").value, chat: "" }; // what stands in the box, by mode
 let model = "";
 let mode = "completion";
-let chat = []; // turns: {prompt, answers, picked, element}
+let chat = []; // turns: {prompt, images, answers, picked, element}
 let last = null; // the request that was sent last
 let denial = null; // the key that was refused
 let running = null; // {abort, ended}: the stream under way
@@ -28,14 +33,15 @@ let running = null; // {abort, ended}: the stream under way
 // Sending
 
 function input() {
-  return { mode, model, prompt: $("prompt").value, messages: mode === "chat" ? messages($("prompt").value) : null };
+  const said = $("prompt").value;
+  return { mode, model, prompt: said, messages: mode === "chat" ? messages(content(said, images.urls)) : null };
 }
 
 // Of the chat so far, with what is said next.
 function messages(next, turns = chat) {
   const system = $("system").value.trim();
-  const said = turns.flatMap(({ prompt, answers, picked }) => [
-    { role: "user", content: prompt },
+  const said = turns.flatMap(({ prompt, images: shown, answers, picked }) => [
+    { role: "user", content: content(prompt, shown) },
     { role: "assistant", content: answers[picked].text },
   ]);
   return [...(system ? [{ role: "system", content: system }] : []), ...said, { role: "user", content: next }];
@@ -44,9 +50,10 @@ function messages(next, turns = chat) {
 async function send() {
   const values = knobs.values();
   const text = $("prompt").value;
-  if (!values || !text) return;
+  if (!values || !(text || (mode === "chat" && images.urls.length))) return;
   const asked = request(input(), values);
-  const turn = newTurn(text, asked.body.n ?? 1, asked.body.num_beams ? "Beam" : "Sample");
+  const shown = mode === "chat" ? images.take() : [];
+  const turn = newTurn(text, shown, asked.body.n ?? 1, asked.body.num_beams ? "Beam" : "Sample");
   if (mode === "chat") {
     chat.push(turn);
     $("prompt").value = "";
@@ -68,7 +75,7 @@ async function goOn(answer, index, alternative) {
   const later = turn.mode === "chat" ? chat.splice(chat.indexOf(turn) + 1) : [];
   for (const { element } of later) element.remove();
   if (turn.mode === "chat") pick(turn, answer);
-  const before = turn.mode === "chat" ? messages(turn.prompt, chat.slice(0, chat.indexOf(turn))) : [];
+  const before = turn.mode === "chat" ? messages(content(turn.prompt, turn.images), chat.slice(0, chat.indexOf(turn))) : [];
   const asked = request(
     {
       mode: turn.mode,
@@ -159,20 +166,21 @@ function refused(problem, turn) {
     chat = chat.filter((other) => other !== turn);
     if (mode === "chat") $("prompt").value ||= turn.prompt;
     else drafts.chat ||= turn.prompt;
+    if (!images.urls.length) images.put(turn.images);
   }
 }
 
 // Showing
 
-function newTurn(prompt, count, name) {
+function newTurn(prompt, shown, count, name) {
   const answers = Array.from({ length: count }, (_, i) => new Answer(count === 1 ? "Answer" : `${name} ${i + 1}`));
   const columns = make("div", { className: "answers" }, ...answers.map(({ element }) => element));
   columns.dataset.count = String(count);
   const element = make("section", { className: "turn" }, columns);
   const notes = make("p", { className: "notes muted" });
   element.append(notes);
-  const turn = { prompt, answers, element, notes, picked: 0, mode };
-  if (mode === "chat") element.prepend(make("p", { className: "user" }, prompt));
+  const turn = { prompt, images: shown, answers, element, notes, picked: 0, mode };
+  if (mode === "chat") element.prepend(make("p", { className: "user" }, ...shown.map(picture), prompt));
   for (const answer of answers) {
     answer.turn = turn;
     card.serve(answer);
@@ -236,6 +244,14 @@ function known({ ready, limits, model: name }) {
   say($("model"), name);
   document.title = `${name} · penstock`;
   if (ready) knobs.limit(limits);
+  images.most = limits.images;
+  showChooser();
+}
+
+// Where there may be images: the model sees them, and a completion has no place for one.
+function showChooser() {
+  $("image-add").hidden = mode !== "chat" || !images.most;
+  $("images").hidden = mode !== "chat" || !images.urls.length;
 }
 
 // Modes
@@ -256,6 +272,7 @@ function enter(next) {
   $("prompt").placeholder = isChat ? "Say something" : "A text for the model to go on with";
   say($("prompt-label"), isChat ? "Your message" : "Prompt");
   say($("hint"), touch.matches ? "" : isChat ? "Enter sends, Shift+Enter starts a new line" : "Ctrl+Enter");
+  showChooser();
   busy(Boolean(running));
 }
 
@@ -264,7 +281,7 @@ function enter(next) {
 function showCode() {
   const values = knobs.values();
   if (!values) return;
-  const asked = $("prompt").value || !last ? request(input(), values) : last;
+  const asked = shortened($("prompt").value || images.urls.length || !last ? request(input(), values) : last);
   const language = document.querySelector("[name=language]:checked").value;
   const url = new URL(".", document.baseURI).href;
   say($("code-text"), (language === "curl" ? curl : python)(asked, url, Boolean(key.get())));
@@ -302,6 +319,14 @@ function keep(text) {
   live.again();
 }
 
+// Pictures among what is pasted or dropped; the rest goes where it went.
+function take(event, { files }) {
+  const pictures = [...files].filter(({ type }) => type.startsWith("image/"));
+  if (!pictures.length || !images.most || mode !== "chat") return;
+  event.preventDefault();
+  images.add(pictures);
+}
+
 // What is pressed and typed
 
 $("composer").addEventListener("submit", (event) => {
@@ -318,13 +343,20 @@ $("prompt").addEventListener("keydown", (event) => {
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && running && !document.querySelector("dialog[open]")) stop();
 });
+$("image-add").addEventListener("click", () => images.choose());
+$("prompt").addEventListener("paste", (event) => take(event, event.clipboardData));
+$("composer").addEventListener("dragover", (event) => images.most && mode === "chat" && event.preventDefault());
+$("composer").addEventListener("drop", (event) => take(event, event.dataTransfer));
 for (const radio of document.querySelectorAll("[name=mode]")) {
   radio.addEventListener("change", () => enter(radio.value));
 }
 $("clear").addEventListener("click", async () => {
   await stop();
   card.hide();
-  if (mode === "chat") chat = [];
+  if (mode === "chat") {
+    chat = [];
+    images.put([]);
+  }
   $(mode).replaceChildren();
   fail("");
   $("prompt").focus();
