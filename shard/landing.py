@@ -70,6 +70,8 @@ def _begin(group: Group, outcome: Outcome) -> None:
         outcome.tops.append(group.prompt_tops)
         group.prompt_logprobs = False
     [first] = group.sequences
+    if first.pictures is not None:
+        first.pictures.forget()
     first.choice, *others = group.waiting
     for choice in others:
         begun = Sequence(array("I", first.tokens), first.prompt_length, choice, first.cache_key, first.adapter, first.pictures)

@@ -209,6 +209,19 @@ def test_where_memory_runs_out(world: Made, monkeypatch: pytest.MonkeyPatch) -> 
     assert found.tokens == expected
 
 
+def test_pixels_are_forgotten_where_steps_overlap(world: Made) -> None:
+    """Also if the group decodes before the step has landed that ends its prompt."""
+    engine, one = seeing.engine(world[2], 64, 4, overlap="on"), group(1, asked(world, 1))
+    [sequence] = one.sequences
+    engine.begin_prefill(1, [one], [(1, 100)], 100, [])
+    engine.begin_decode([1])
+    assert engine.underway
+    assert sequence.pictures is not None
+    assert all(picture.pixels is None for picture in sequence.pictures)
+    engine.land()
+    assert sequence.generated == 2
+
+
 @dataclass
 class Counted:
     """Takes the place of what encodes images, and counts."""
