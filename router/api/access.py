@@ -47,6 +47,7 @@ def observed(tracing: Tracing | None, silent: Set[str]) -> Middleware:
                 _tell(request, record, status)
             if tracing is not None and span is not None:
                 tracing.end(span, record, _route(request), status)
+            record.runs.clear()  # timers and tasks that outlive the request have its context: they shall not keep prompt and images
 
     return observe
 

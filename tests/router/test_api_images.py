@@ -2,12 +2,15 @@
 
 import base64
 import logging
+import weakref
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.router.request import Limits, Request
+from penstock.router.record import begin
+from penstock.router.request import Item, Limits, Request, Sink
 from penstock.router.text import Tokenizer
 from penstock.tests.router.fake_batcher import Server, serve, until
 from penstock.tests.router.sights import encoded, make_folder, picture
@@ -217,6 +220,26 @@ def test_a_limit_of_time_holds_for_images(folder: Path, tokenizer: Tokenizer) ->
     async def test(server: Server) -> None:
         status, _, _ = await server.post(CHAT, user(PART) | {"timeout": 0.001})
         assert status == 504
+
+    serve(tokenizer, test, settings={"folder": str(folder), "max_images": 1}, limits=LIMITS)
+
+
+def test_images_go_with_the_answer(folder: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where what was found of the request's grammar is kept."""
+
+    async def test(server: Server) -> None:
+        submit = server.batcher.submit
+
+        def recorded(request: Request, sink: Sink | None = None) -> AsyncGenerator[list[Item], None]:
+            begin(request, 0.0)
+            return submit(request, sink)
+
+        monkeypatch.setattr(server.batcher, "submit", recorded)
+        format = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+        status, _, _ = await server.post(CHAT, user(PART) | {"response_format": format})
+        assert status == 200
+        image = weakref.ref(server.batcher.requests.pop().images[0])
+        await until(lambda: image() is None)
 
     serve(tokenizer, test, settings={"folder": str(folder), "max_images": 1}, limits=LIMITS)
 
