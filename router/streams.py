@@ -177,6 +177,7 @@ async def read(open: Callable[[], Stream]) -> AsyncGenerator[list[Item], None]:
                 await stream.waiter
     finally:
         stream.home.close_stream(stream)
+        stream.failure = None  # its traceback leads here: else stream, request and images would stay until rubbish is collected
 
 
 class Pace:

@@ -1,7 +1,9 @@
 """Streams: what a reader gets, and what becomes of the shards' pages, whatever readers, shards and operators do."""
 
 import asyncio
+import gc
 import random
+import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
@@ -28,6 +30,7 @@ from penstock.router.request import (
     Expired,
     Finish,
     Grown,
+    Image,
     Item,
     Limits,
     NotReady,
@@ -932,6 +935,30 @@ async def failing_alone(batcher: Batcher, shards: FakeShards, request: Request) 
     await quiet(batcher, shards)
     assert batcher.ready
     return bad
+
+
+def test_a_stream_that_fails_leaves_no_rubbish() -> None:
+    """Images may be large."""
+
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        async def fail() -> "weakref.ref[Image]":
+            image = Image(start=0, rows=1, columns=1, pixels=b"abc", shape=(1, 3, 1, 1))
+            try:
+                await read(batcher, ask("a", images=(image,)))
+            except Broken:
+                return weakref.ref(image)
+            raise AssertionError
+
+        shards.fail = {1: "not finite"}
+        gc.disable()
+        try:
+            image = await fail()
+            await quiet(batcher, shards)
+            assert image() is None
+        finally:
+            gc.enable()
+
+    run(test)
 
 
 def test_a_request_that_cannot_be_said_fails_alone() -> None:
