@@ -102,11 +102,20 @@ class Prompts:
         group.counted = -1
         heir = next((other for other in group.sequences if other is not sequence), None)
         if heir and sequence is group.sequences[0] and not heir.computed:
-            heir.pages, heir.computed, heir.node, heir.state = sequence.pages, sequence.computed, sequence.node, sequence.state
+            self._bequeath(sequence, heir)
         else:
             self._pool.release(sequence.pages)
         sequence.clear()
         group.sequences.remove(sequence)
+
+    def _bequeath(self, sequence: Sequence, heir: Sequence) -> None:
+        """Gives another one what is computed of the prompt; only full pages of it, if what was cached reaches into the answer of
+        `sequence`, which is not the heir's."""
+        size, length = self._pool.page_size, sequence.prompt_length
+        full = length // size if sequence.computed > length else len(sequence.pages)
+        heir.pages, heir.node, heir.state = sequence.pages[:full], _ancestor(sequence.node, full), sequence.state
+        heir.computed = min(sequence.computed, full * size)
+        self._pool.release(sequence.pages[full:])
 
     def _advance(self, run: Run, most: int, whole: bool) -> int:
         """Plans at most so many tokens more of a group and says how many they are. whole: only full pages, if it comes to any, so

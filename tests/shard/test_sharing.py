@@ -201,11 +201,30 @@ def test_a_restored_group_loses_the_choice_that_computes_its_prompt(computed: in
     engine = tiny.engine("llama", 4)
     engine.prefill(1, [again], [(1, 99)], computed, [])
     engine.end([(1, 0)])
-    tokens: dict[int, list[int]] = {1: [], 2: []}
+    assert rest(engine) == {choice: expected[1, choice][4:] for choice in (1, 2)}
+    assert at_rest(engine)
+
+
+def rest(engine: Engine) -> dict[int, list[int]]:
+    """Tokens of the choices of group 1, which is restored."""
+    tokens: dict[int, list[int]] = {}
     for outcome in [engine.prefill(1, [], [(1, 99)], 99, []), *(engine.prefill(1, [], [(1, 99)], 99, [1]) for _ in range(COUNT))]:
         for _, emitted in outcome.emitted:
-            tokens[emitted.choice].append(emitted.pick.token)
-    assert tokens == {choice: expected[1, choice][4:] for choice in (1, 2)}
+            tokens.setdefault(emitted.choice, []).append(emitted.pick.token)
+    return tokens
+
+
+def test_a_restored_group_loses_the_choice_whose_answer_is_cached() -> None:
+    """Before a step computes anything of it, as where its grammar is being compiled. In a page with the prompt's end are that
+    answer's first tokens, which are nobody else's."""
+    asked, engine = prompt(1, 10), tiny.engine("llama", 4)
+    expected = drive(engine, [tiny.group(1, asked, COUNT, SEEDED, choices=3)], Habits()).tokens
+    again = tiny.group(1, asked, COUNT, SEEDED, continuations=[(choice, expected[1, choice][:4]) for choice in range(3)])
+    engine.prefill(1, [again], [], 99, [])
+    assert again.sequences[0].computed == 12
+    engine.end([(1, 0)])
+    assert again.sequences[0].computed == 8
+    assert rest(engine) == {choice: expected[1, choice][4:] for choice in (1, 2)}
     assert at_rest(engine)
 
 
