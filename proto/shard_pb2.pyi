@@ -68,7 +68,7 @@ class WarmupRequest(_message.Message):
     def __init__(self, max_step_tokens: _Optional[int] = ..., max_step_rows: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., max_sequences: _Optional[int] = ...) -> None: ...
 
 class WarmupReply(_message.Message):
-    __slots__ = ("pages", "page_size", "bytes_per_page", "weight_bytes", "sample_tokens", "sample_seconds", "sequences", "images")
+    __slots__ = ("pages", "page_size", "bytes_per_page", "weight_bytes", "sample_tokens", "sample_seconds", "sequences", "images", "image_seconds")
     PAGES_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     BYTES_PER_PAGE_FIELD_NUMBER: _ClassVar[int]
@@ -77,6 +77,7 @@ class WarmupReply(_message.Message):
     SAMPLE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     pages: int
     page_size: int
     bytes_per_page: int
@@ -85,7 +86,8 @@ class WarmupReply(_message.Message):
     sample_seconds: float
     sequences: int
     images: bool
-    def __init__(self, pages: _Optional[int] = ..., page_size: _Optional[int] = ..., bytes_per_page: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., sample_tokens: _Optional[int] = ..., sample_seconds: _Optional[float] = ..., sequences: _Optional[int] = ..., images: _Optional[bool] = ...) -> None: ...
+    image_seconds: float
+    def __init__(self, pages: _Optional[int] = ..., page_size: _Optional[int] = ..., bytes_per_page: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., sample_tokens: _Optional[int] = ..., sample_seconds: _Optional[float] = ..., sequences: _Optional[int] = ..., images: _Optional[bool] = ..., image_seconds: _Optional[float] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed", "bias_ids", "bias_values", "final_logprobs")

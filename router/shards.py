@@ -154,7 +154,7 @@ class GrpcShards:
         self._call = self._stubs[0].Steps(self._commands(self._outgoing))
         self._reader = asyncio.create_task(self._read())
         reply: shard_pb2.WarmupReply = replies[0]
-        self._longest = reply.sample_seconds
+        self._longest = reply.sample_seconds + reply.image_seconds
         self._lost = asyncio.get_running_loop().create_future()
         self._guard = asyncio.create_task(self._watch_steps())
         await self.execute(shard_pb2.Command(clear_cache=shard_pb2.ClearCacheRequest()))

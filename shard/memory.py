@@ -3,8 +3,9 @@
 import logging
 import resource
 import sys
+import time
 from collections.abc import Sequence as Listing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -37,6 +38,7 @@ class Measured:
     tokens: int
     bytes: int  # that it took beside weights and pages
     seconds: float
+    image_seconds: float = 0.0  # that the largest image takes in another step, about
 
 
 def size_pool(
@@ -63,7 +65,7 @@ def size_pool(
     context = 0 if triton_on(engine.device) else 2 * total * engine.layer_bytes
     context += _chosen(engine, tokens, total) if engine.decoder.shape.index else 0
     sample = _sample(engine, page_size, tokens, min(rows, tokens))
-    seeing = _seeing(engine, tokens) if engine.decoder.sight else 0
+    seeing, seconds = _seeing(engine, tokens) if engine.decoder.sight else (0, 0.0)
     # Graphs keep what their steps take, in memory that all of them share.
     recorded = len(graphs) * GRAPH_BYTES + sample.bytes * max(graphs, default=0) // sample.tokens
     needed = sample.bytes * -(-tokens // sample.tokens) + context + recorded + seeing
@@ -86,7 +88,7 @@ def size_pool(
         f"{_part(seeing, 'images')}"
         f"{_part(states, f'what {sequences} sequences remember')}, room for {room} pages"
     )
-    return int(chosen), sequences, sample
+    return int(chosen), sequences, replace(sample, image_seconds=seconds)
 
 
 def _chosen(engine: Engine, tokens: int, total: int) -> int:
@@ -99,18 +101,19 @@ def _chosen(engine: Engine, tokens: int, total: int) -> int:
 
 
 @torch.inference_mode()
-def _seeing(engine: Engine, tokens: int) -> int:
-    """Bytes that encoding the largest image takes, features that are kept, and those of a step of so many tokens. On a CPU a small
-    image is measured and multiplied, as steps are: it grows in proportion to the image's tokens."""
+def _seeing(engine: Engine, tokens: int) -> tuple[int, float]:
+    """Bytes that encoding the largest image takes, features that are kept, and those of a step of so many tokens; and the seconds
+    that it takes. On a CPU a small image is measured and multiplied, as steps are: it grows in proportion to the image's tokens."""
     sight = engine.decoder.sight
     assert sight is not None
     largest = sight.largest
     few = min(largest, SAMPLE_TOKENS) if engine.device.type == "cpu" else largest
     sight.encode(sight.blank(1))
-    before = _peak(engine.device, reset=True)
-    features = sight.encode(sight.blank(few))
-    measured = max(0, _peak(engine.device) - before)
-    return measured * -(-largest // len(features)) + (tokens + sight.most) * features[0].nbytes
+    before, began = _peak(engine.device, reset=True), time.perf_counter()
+    features = sight.encode(sight.blank(few)).cpu()  # which waits for the device
+    seconds, measured = time.perf_counter() - began, max(0, _peak(engine.device) - before)
+    times = -(-largest // len(features))
+    return measured * times + (tokens + sight.most) * features[0].nbytes, seconds * times
 
 
 def _part(count: int, what: str) -> str:

@@ -145,6 +145,7 @@ class Service:
             sample_seconds=sample.seconds,
             sequences=sequences,
             images=engine.decoder.sight is not None,
+            image_seconds=sample.image_seconds,
         )
 
     def Prefill(self, request: wire.PrefillRequest, context: grpc.ServicerContext) -> wire.StepReply:  # noqa: N802

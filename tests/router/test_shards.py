@@ -37,6 +37,7 @@ class Servicer:
         self.silent_until = 0
         self.ends_at = 0
         self.seconds = 0.0  # of a step
+        self.image_seconds = 0.0
         self.hangs = False  # it answers no Info any more
 
     async def Info(self, request: Any, context: Any) -> shard_pb2.InfoReply:  # noqa: N802
@@ -52,7 +53,7 @@ class Servicer:
         assert request == WARMUP
         await self.warm.wait()  # as ranks of tensor parallelism do
         self.warmups += 1
-        return shard_pb2.WarmupReply(pages=10, page_size=4)
+        return shard_pb2.WarmupReply(pages=10, page_size=4, image_seconds=self.image_seconds)
 
     async def Steps(self, commands: AsyncIterator[shard_pb2.Command], context: Any) -> AsyncIterator[shard_pb2.Reply]:  # noqa: N802
         replies: list[shard_pb2.Reply] = []
@@ -398,11 +399,15 @@ def test_where_nobody_hears_of_a_hang_it_is_logged(tmp_path: Path, caplog: pytes
     assert "nobody hears that shard rank 0 has not answered" in caplog.text
 
 
-def test_slow_steps_are_not_taken_for_a_hang(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("longest", "image_seconds"), [(1.0, 0.0), (0.0, 1.0)])
+def test_slow_steps_are_not_taken_for_a_hang(tmp_path: Path, longest: float, image_seconds: float) -> None:
+    """Neither those that may encode an image."""
+
     async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
+        servicers[0].image_seconds = image_seconds
         await shards.connect()
         await shards.warm_up(WARMUP)
-        shards._longest = 1.0  # seconds, as the reply to a step has told
+        shards._longest = longest or shards._longest  # seconds, as the reply to a step has told
         servicers[0].silent_until = 3
         first = shards.execute(decode())
         await asyncio.sleep(1.0)

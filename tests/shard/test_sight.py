@@ -14,7 +14,7 @@ import transformers
 
 from penstock.shard.decoding.hypotheses import Search
 from penstock.shard.gallery import Gallery
-from penstock.shard.memory import _seeing
+from penstock.shard.memory import _seeing, size_pool
 from penstock.shard.models.shape import Unsupported
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling
@@ -294,7 +294,11 @@ def test_what_an_image_takes_is_measured(world: Made) -> None:
     sight = engine.decoder.sight
     assert sight is not None
     levels = sight.encode(sight.blank(6))[0].numel()
-    assert _seeing(engine, 100) >= (100 + sight.largest) * levels * 4
+    taken, seconds = _seeing(engine, 100)
+    assert taken >= (100 + sight.largest) * levels * 4
+    assert seconds > 0
+    _, _, sample = size_pool(engine, 16, 4, 0.9, 64, 64, 64, 64)
+    assert sample.image_seconds > 0
     assert sight.largest == (seeing.SQUARE**2 if world[0] == "Gemma3" else (1 << 20) // seeing.SIDE**2)
     assert sight.places([sight.blank(6)]) is not None
 
