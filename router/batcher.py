@@ -278,9 +278,10 @@ class Batcher:
             raise self._metrics.ended(Overloaded(message, self.seconds_to_room(monotonic())), "overloaded")
 
     def fits(self, request: Request) -> bool:
-        """Whether a request can run here now: there are shards, as far as is known, and it is not too large for them."""
-        scheduler = self._scheduler
-        if scheduler is None or self._shards.lost.done():
+        """Whether a request can run here now: there are shards, as far as is known, it is not too large for them, and what it shows
+        they see."""
+        scheduler, limits = self._scheduler, self.limits
+        if scheduler is None or limits is None or self._shards.lost.done() or (request.images and not limits.images):
             return False
         return scheduler.admissible(len(request.prompt), request.max_new_tokens, request.sequences)
 

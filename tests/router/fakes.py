@@ -32,6 +32,7 @@ class FakeShards:
         seconds: float = 0.0,
         answer: Callable[[Sequence[int], int, int], int] = letter,
         max_positions: int = 4096,
+        images: bool = False,
     ) -> None:
         self.stage = "waiting"
         self.info = shard_pb2.InfoReply(
@@ -47,6 +48,7 @@ class FakeShards:
         )
         self.model = IntegerShard(pages, page_size)
         self.pages = pages
+        self.images = images  # it sees them
         self.commands: list[shard_pb2.Command] = []  # all that were executed
         self.warmup: shard_pb2.WarmupRequest | None = None
         self.closed = False
@@ -76,7 +78,7 @@ class FakeShards:
         self.groups_met += 1
         self.warmup = request
         self.stage = "ready"
-        return shard_pb2.WarmupReply(pages=self.pages, page_size=self.model.page_size)
+        return shard_pb2.WarmupReply(pages=self.pages, page_size=self.model.page_size, images=self.images)
 
     def execute(self, command: shard_pb2.Command) -> asyncio.Future[shard_pb2.Reply]:
         self._last = asyncio.ensure_future(self._execute(command, self._last, self.lost))

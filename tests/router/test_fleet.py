@@ -15,7 +15,7 @@ from penstock.router.fleet import Fleet
 from penstock.router.metrics import Metrics
 from penstock.router.recovery import Inquest
 from penstock.router.replica import Conflict, Unknown
-from penstock.router.request import Broken, Item, NotReady, Overloaded, Prompt, Request, Token
+from penstock.router.request import Broken, Image, Item, NotReady, Overloaded, Prompt, Request, Token
 from penstock.router.steps import Steps
 from penstock.tests.router.fakes import ByteTokenizer, FakeShards, letter
 from penstock.tests.router.test_batcher import answer, ask, config
@@ -167,6 +167,26 @@ def test_a_replica_that_dies_hands_its_streams_to_the_others_at_once() -> None:
         assert any(command.WhichOneof("kind") == "prefill" for command in shards["1"].commands[before:])  # it takes part again
 
     run(test)
+
+
+def test_streams_with_images_do_not_move_to_who_sees_none() -> None:
+    """They wait for those that do."""
+    seeing = iter((True, False))
+
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        assert fleet.limits is not None
+        assert not fleet.limits.images  # no more of them are taken
+        image = Image(start=0, rows=1, columns=1, pixels=b"abc", shape=(1, 3, 1, 1))
+        reading = begin(fleet, [ask("a", 60, images=(image,)), ask("b", 60, images=(image,))])
+        await until(lambda: value(fleet, "penstock_generated_tokens_total") > 10)
+        shards["0"].break_at = 1
+        shards["0"].die()
+        await until(lambda: states(fleet)["0"] == "recovering")
+        shards["0"].break_at = 0
+        assert [len(items) for items in await asyncio.gather(*reading)] == [62, 62]
+        assert not any(command.prefill.groups for command in shards["1"].commands)
+
+    run(test, 2, make=lambda: FakeShards(seconds=0.001, images=next(seeing)))
 
 
 def test_while_all_are_dead_streams_wait_and_go_on_on_the_first_that_comes_back() -> None:
