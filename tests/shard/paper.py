@@ -68,6 +68,7 @@ class Model:
         layers=1,
         windows=(0,),
         softcap=0.0,
+        whole_images=(),
         sinks=False,
         heads=1,
         kv_heads=1,
