@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from .fields import AGAIN, FULL, SLIDING, Config, number, shown
 from .parts import biased, cap, common, kinds_of, pattern_of, windows_of
-from .ropes import MISTRAL_YARN, rope_of, ropes_by_kind, rotary_size
+from .ropes import MISTRAL_YARN, rope_of, ropes_by_kind, rotary_size, with_rope
 from .shape import Shape, Unsupported
 
 # transformers' defaults, which some checkpoints rely on.
@@ -16,6 +16,29 @@ GEMMA: Config = {"head_dim": 256, "num_key_value_heads": 16, "tie_word_embedding
 AROUND = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 AROUND_GLM = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 BEHIND = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
+HELIUM: Config = {
+    "num_key_value_heads": 20,
+    "head_dim": 128,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-8,
+    "rope_theta": 1e5,
+}
+CWM: Config = {
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": 8192,
+    "rope_theta": 1e6,
+}
+CWM_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 GLM: Config = {"num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131_072, "rms_norm_eps": 1.5625e-7}
 OLMO: Config = {"rms_norm_eps": 1e-5}
 OLMO3_THETA = 5e5
@@ -55,11 +78,15 @@ def _mistral(config: Config) -> Shape:
     return replace(base, windows=(config.get("sliding_window", 4096) or 0,) * base.layers)
 
 
+def _ministral(config: Config) -> Shape:
+    """Layers slide, if any, but those that config.json excepts."""
+    base, window = common(MISTRAL | config), config.get("sliding_window", 4096)
+    return replace(base, windows=windows_of(config, kinds_of(config, base.layers, lambda layer: window is not None)))
+
+
 def _ministral_3(config: Config) -> Shape:
     """Queries grow with their position."""
-    given = MINISTRAL_3 | config
-    if not (config.get("rope_parameters") or config.get("rope_scaling")):
-        given["rope_parameters"] = MINISTRAL_3_ROPE
+    given = with_rope(MINISTRAL_3 | config, MINISTRAL_3_ROPE)
     base = common(given)
     return replace(base, windows=(given.get("sliding_window") or 0,) * base.layers)
 
@@ -98,6 +125,18 @@ def _smollm3(config: Config) -> Shape:
     kinds = kinds_of(config, base.layers, lambda layer: layer in still)
     window = (config.get("use_sliding_window") and config.get("sliding_window")) or 0
     return replace(base, unturned=still, windows=tuple(window if kind == SLIDING else 0 for kind in kinds))
+
+
+def _cwm(config: Config) -> Shape:
+    """Meta's code world model: Llama, of which one layer in four sees all, the first one among them."""
+    given = with_rope(CWM | config, CWM_ROPE)
+    base = replace(common(given), mlp_bias=given.get("mlp_bias", False))
+    return replace(base, windows=windows_of(given, kinds_of(given, base.layers, lambda layer: layer % 4 > 0)))
+
+
+def _helium(config: Config) -> Shape:
+    """Llama, but that neighbours turn together, and that attention's output has no bias."""
+    return replace(llama(HELIUM | config), output_bias=False, rotary_neighbours=True)
 
 
 def granite(config: Config) -> Shape:
@@ -212,6 +251,7 @@ def exaone4(config: Config) -> Shape:
 
 
 DENSE: dict[str, Callable[[Config], Shape]] = {
+    "CwmForCausalLM": _cwm,
     "Ernie4_5ForCausalLM": ernie,
     "Exaone4ForCausalLM": exaone4,
     "GemmaForCausalLM": gemma,
@@ -220,7 +260,9 @@ DENSE: dict[str, Callable[[Config], Shape]] = {
     "GlmForCausalLM": _glm,
     "Glm4ForCausalLM": _glm4,
     "GraniteForCausalLM": granite,
+    "HeliumForCausalLM": _helium,
     "LlamaForCausalLM": llama,
+    "MinistralForCausalLM": _ministral,
     "Ministral3ForCausalLM": _ministral_3,
     "MistralForCausalLM": _mistral,
     "Olmo2ForCausalLM": _olmo2,

@@ -68,7 +68,10 @@ LEAST = {
     "moe_layer_end_index": -1,  # the last
     **dict.fromkeys(("linear_conv_kernel_dim", "mamba_d_conv"), 2),  # of one there would be nothing to remember
 }
-LEAST_OF = {"granitemoehybrid": {"num_local_experts": 0, "num_experts_per_tok": 0}}  # the same, of a model_type
+LEAST_OF = {  # the same, of a model_type
+    "granitemoehybrid": {"num_local_experts": 0, "num_experts_per_tok": 0},
+    "granitemoeshared": {"shared_intermediate_size": 0},
+}
 # And means that there is none.
 MAY_BE_NULL = (
     *("num_key_value_heads", "head_dim", "sliding_window", "max_window_layers"),

@@ -9,8 +9,8 @@ from .dense_families import granite, llama
 from .fields import AGAIN, FULL, LINEAR, Config, number, shown
 from .parts import biased, common, kinds_of
 from .ropes import rotary_size
-from .shape import Linear, Mixture, Shape, Unsupported
-from .sparse_families import chosen, mixed, one_for_all
+from .shape import Linear, Shape, Unsupported
+from .sparse_families import GRANITE_MOE, mixed, one_for_all, with_granites_experts
 
 # transformers' defaults, which some checkpoints rely on.
 QWEN: Config = {
@@ -28,7 +28,7 @@ QWEN3_NEXT: Config = QWEN | EXPERTS | {"num_experts": 512, "num_experts_per_tok"
 QWEN3_5: Config = QWEN | {"num_key_value_heads": 4}
 QWEN3_5_MOE: Config = QWEN | EXPERTS | {"num_experts": 256, "num_experts_per_tok": 8}
 MAMBA: Config = {"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2}
-GRANITE: Config = MAMBA | {"shared_intermediate_size": 1024, "num_local_experts": 8, "num_experts_per_tok": 2}
+GRANITE: Config = MAMBA | GRANITE_MOE | {"shared_intermediate_size": 1024}
 BAMBA: Config = MAMBA | {"num_key_value_heads": 8, "max_position_embeddings": 262_144, "rms_norm_eps": 1e-5}
 ALWAYS = ("attn_output_gate", "norm_topk_prob")  # what Qwen 3.5 may say of itself, and transformers doesn't read
 
@@ -108,28 +108,10 @@ def _granite_hybrid(config: Config) -> Shape:
         )
     base = granite(given | {"intermediate_size": given["shared_intermediate_size"]})
     layers = _linear_layers(kinds_of(config, base.layers, lambda layer: True, LINEAR))
-    mixture = Mixture(
-        experts=given["num_local_experts"],
-        chosen=given["num_experts_per_tok"],
-        size=config["intermediate_size"],
-        normalized=True,
-        shared=base.intermediate,
-        shared_name="shared_mlp",
-        shared_gate="",
-        stacked=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
-        name="",
-        router="block_sparse_moe.router.layer",
-    )
-    if mixture.experts and not mixture.chosen:
-        raise Unsupported(f"config.json says num_experts_per_tok 0, of {mixture.experts} experts: {AGAIN}")
     return replace(
-        base,
+        with_granites_experts(base, given, shared=base.intermediate),
         linear=_state_spaces(given, layers) if layers else None,
         unturned=frozenset(range(0 if turning == "rope" else base.layers)),
-        mixtures=(chosen(mixture),) * base.layers if mixture.experts else (),
-        mlp_name="shared_mlp",
-        mlp_parts=("input_linear", "", "", "output_linear"),
-        joined=("input_linear",),
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from .fields import AGAIN, Config, shown
 from .parts import biased, common
-from .ropes import MISTRAL_YARN, sharpness
+from .ropes import MISTRAL_YARN, sharpness, with_rope
 from .shape import Index, Latent, Shape, Unsupported
 from .sparse_families import scored, scored_by_kinds, with_experts
 
@@ -146,9 +146,7 @@ def _deepseek_v2(config: Config) -> Shape:
 
 def _mistral_4(config: Config) -> Shape:
     """The same, by the best two of a set. Queries grow with their position."""
-    given = MISTRAL_4 | config
-    if not (config.get("rope_parameters") or config.get("rope_scaling")):
-        given["rope_parameters"] = MISTRAL_4_ROPE
+    given = with_rope(MISTRAL_4 | config, MISTRAL_4_ROPE)
     return _softened(scored(_latent(given), given))
 
 

@@ -28,6 +28,11 @@ def rope(config: Config) -> Rope:
     return found[0] if found else rope_of(config, "")
 
 
+def with_rope(config: Config, usual: dict[str, Any]) -> Config:
+    """The same, with the usual scaling where none is said."""
+    return config if config.get("rope_parameters") or config.get("rope_scaling") else config | {"rope_parameters": usual}
+
+
 def rope_of(config: Config, field: str) -> Rope:
     """What one of the two fields says."""
     values = config.get(field) or {}

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from .dense_families import MISTRAL, OLMO, ernie, exaone4, qwen3
+from .dense_families import MISTRAL, OLMO, ernie, exaone4, granite, qwen3
 from .fields import AGAIN, SLIDING, Config, number, shown
 from .parts import biased, common, kinds_of, windows_of
-from .ropes import rope_of, ropes_by_kind, rotary_size
+from .ropes import rope_of, ropes_by_kind, rotary_size, with_rope
 from .shape import PLAIN, Mixture, Quantization, Shape, Unsupported
 
 # transformers' defaults, which some checkpoints rely on.
@@ -60,6 +60,7 @@ MELLUM: Config = {
     "sliding_window": 1024,
     "num_key_value_heads": 4,
 }
+GRANITE_MOE: Config = {"num_local_experts": 8, "num_experts_per_tok": 2}
 PLAIN_MLP, EXPERTS = "dense", "sparse"  # of `mlp_layer_types`
 MOE_LAYERS = {"start_index": 1, "end_index": -1, "interval": 1}  # ERNIE's
 STEEP = 1.702  # of gpt-oss's gates
@@ -307,11 +308,46 @@ def mixed(base: Shape, config: Config, mixture: Mixture) -> Shape:
     return replace(base, mixtures=tuple(mixture if each else None for each in sparse))
 
 
+def _granite_moe(config: Config) -> Shape:
+    """Granite 3's small ones: experts in every layer."""
+    given = GRANITE_MOE | config
+    return with_granites_experts(granite(given), given, shared=0)
+
+
+def _granite_moe_shared(config: Config) -> Shape:
+    """One expert of each layer is for all tokens, if any."""
+    given = GRANITE_MOE | config
+    return with_granites_experts(granite(given), given, shared=given.get("shared_intermediate_size", 0))
+
+
+def with_granites_experts(base: Shape, given: Config, shared: int) -> Shape:
+    """The same, with experts in every layer, if there are any; shared: features of the one for all tokens, 0: there is none."""
+    mixture = Mixture(
+        experts=given["num_local_experts"],
+        chosen=given["num_experts_per_tok"],
+        size=given["intermediate_size"],
+        normalized=True,
+        shared=shared,
+        shared_name="shared_mlp",
+        shared_gate="",
+        stacked=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
+        name="",
+        router="block_sparse_moe.router.layer",
+    )
+    if mixture.experts and not mixture.chosen:
+        raise Unsupported(f"config.json says num_experts_per_tok 0, of {mixture.experts} experts: {AGAIN}")
+    return replace(
+        base,
+        mixtures=(chosen(mixture),) * base.layers if mixture.experts else (),
+        mlp_name="shared_mlp",
+        mlp_parts=("input_linear", "", "", "output_linear"),
+        joined=("input_linear",),
+    )
+
+
 def _gpt_oss(config: Config) -> Shape:
     """OpenAI 2025, arXiv:2508.10925. Every other layer slides; heads have sinks, experts biases, limits, and 4 bits as stored."""
-    given = GPT_OSS | config
-    if not (config.get("rope_parameters") or config.get("rope_scaling")):
-        given["rope_parameters"] = GPT_OSS_ROPE
+    given = with_rope(GPT_OSS | config, GPT_OSS_ROPE)
     stored, few = config.get("quantization_config"), None
     if isinstance(stored, dict) and stored.get("quant_method") == "mxfp4":
         del given["quantization_config"]
@@ -351,6 +387,8 @@ SPARSE: dict[str, Callable[[Config], Shape]] = {
     "ExaoneMoeForCausalLM": _exaone_moe,
     "Glm4MoeForCausalLM": _glm4_moe,
     "GptOssForCausalLM": _gpt_oss,
+    "GraniteMoeForCausalLM": _granite_moe,
+    "GraniteMoeSharedForCausalLM": _granite_moe_shared,
     "HYV3ForCausalLM": _hy_v3,
     "MellumForCausalLM": _mellum,
     "MiniMaxM2ForCausalLM": _minimax_m2,

@@ -34,6 +34,7 @@ def config(architecture: str, **more: Any) -> dict[str, Any]:
     [
         ("CohereForCausalLM", transformers.CohereConfig),
         ("Cohere2ForCausalLM", transformers.Cohere2Config),
+        ("CwmForCausalLM", transformers.CwmConfig),
         ("Dots1ForCausalLM", transformers.Dots1Config),
         ("Ernie4_5ForCausalLM", transformers.Ernie4_5Config),
         ("Ernie4_5_MoeForCausalLM", transformers.Ernie4_5_MoeConfig),
@@ -46,10 +47,13 @@ def config(architecture: str, **more: Any) -> dict[str, Any]:
         ("Glm4ForCausalLM", transformers.Glm4Config),
         ("Glm4MoeForCausalLM", transformers.Glm4MoeConfig),
         ("GraniteForCausalLM", transformers.GraniteConfig),
+        ("GraniteMoeForCausalLM", transformers.GraniteMoeConfig),
+        ("GraniteMoeSharedForCausalLM", transformers.GraniteMoeSharedConfig),
         ("HYV3ForCausalLM", transformers.HYV3Config),
         ("LlamaForCausalLM", transformers.LlamaConfig),
         ("MellumForCausalLM", transformers.MellumConfig),
         ("MiniMaxM2ForCausalLM", transformers.MiniMaxM2Config),
+        ("MinistralForCausalLM", transformers.MinistralConfig),
         ("MistralForCausalLM", transformers.MistralConfig),
         ("MixtralForCausalLM", transformers.MixtralConfig),
         ("Olmo2ForCausalLM", transformers.Olmo2Config),
@@ -97,8 +101,10 @@ def test_what_is_left_out_is_transformers_default(architecture: str, theirs: Any
     ("architecture", "theirs"),
     [
         ("Cohere2ForCausalLM", transformers.Cohere2Config),
+        ("CwmForCausalLM", transformers.CwmConfig),
         ("Dots1ForCausalLM", transformers.Dots1Config),
         ("Exaone4ForCausalLM", transformers.Exaone4Config),
+        ("MinistralForCausalLM", transformers.MinistralConfig),
         ("Olmo3ForCausalLM", transformers.Olmo3Config),
         ("Qwen2MoeForCausalLM", transformers.Qwen2MoeConfig),
         ("SmolLM3ForCausalLM", transformers.SmolLM3Config),
@@ -161,6 +167,10 @@ def test_experts_are_transformers_by_default() -> None:
     first, second = transformers.MixtralConfig(), shape(config("MixtralForCausalLM")).mixtures[0]
     assert second is not None
     assert (second.experts, second.chosen) == (first.num_local_experts, first.num_experts_per_tok)
+    granite, [same, _] = transformers.GraniteMoeConfig(), shape(config("GraniteMoeForCausalLM")).mixtures
+    assert same is not None
+    assert (same.experts, same.chosen, same.shared) == (granite.num_local_experts, granite.num_experts_per_tok, 0)
+    assert shape(config("GraniteMoeSharedForCausalLM")).mixtures == (same,) * 2
     assert shape(config("MixtralForCausalLM")).windows == (first.sliding_window or 0,) * 2
 
 

@@ -136,16 +136,18 @@ HYBRID_MOE = HYBRID | {
     "moe_intermediate_size": 20,
     "shared_expert_intermediate_size": 36,
 }
-GRANITE4: dict[str, Any] = SMALL | {
+GRANITE: dict[str, Any] = SMALL | {
+    "attention_multiplier": 0.3,
+    "embedding_multiplier": 2.5,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 1.7,
+}
+GRANITE4 = GRANITE | {
     "num_hidden_layers": 3,
     "layer_types": ["mamba", "attention", "mamba"],
     "mamba_n_heads": 8,
     "mamba_d_state": 12,
     "shared_intermediate_size": 36,
-    "attention_multiplier": 0.3,
-    "embedding_multiplier": 2.5,
-    "residual_multiplier": 0.4,
-    "logits_scaling": 1.7,
 }
 ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 GLM = SMALL | {"head_dim": 16, "pad_token_id": 0, "eos_token_id": 1}
@@ -160,6 +162,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "cohere": lambda: transformers.CohereConfig(**SMALL, logit_scale=0.3, attention_bias=True, pad_token_id=0, **ENDS),
     "cohere2": lambda: transformers.Cohere2Config(**SMALL | {"num_hidden_layers": 4}, sliding_window=WINDOW, **ENDS),
+    "cwm": lambda: transformers.CwmConfig(**SMALL, head_dim=16, sliding_window=WINDOW, mlp_bias=True, rope_parameters=LLAMA3),
     "deepseek-v2": lambda: transformers.DeepseekV2Config(**LATENT, attention_bias=True, rope_parameters=dict(DEEP_YARN)),
     "deepseek-v2-sets": lambda: transformers.DeepseekV2Config(
         **LATENT | {"q_lora_rank": None}, attention_bias=True, topk_method="group_limited_greedy", n_group=4, topk_group=2
@@ -210,13 +213,10 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "gpt-oss-full": lambda: transformers.GptOssConfig(
         **GPT_OSS, attention_bias=False, layer_types=["full_attention"] * 2, tie_word_embeddings=True
     ),
-    "granite": lambda: transformers.GraniteConfig(
-        **SMALL,
-        attention_multiplier=0.3,
-        embedding_multiplier=2.5,
-        residual_multiplier=0.4,
-        logits_scaling=1.7,
-        attention_bias=True,
+    "granite": lambda: transformers.GraniteConfig(**GRANITE, attention_bias=True),
+    "granite-moe": lambda: transformers.GraniteMoeConfig(**GRANITE, num_local_experts=7, num_experts_per_tok=3),
+    "granite-moe-shared": lambda: transformers.GraniteMoeSharedConfig(
+        **GRANITE, num_local_experts=5, shared_intermediate_size=36, attention_bias=True
     ),
     "granite-4": lambda: transformers.GraniteMoeHybridConfig(
         **GRANITE4 | {"layer_types": ["attention"] * 3}, num_local_experts=0, position_embedding_type="rope", attention_bias=True
@@ -230,6 +230,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         position_embedding_type="rope",
         tie_word_embeddings=True,
     ),
+    "helium": lambda: transformers.HeliumConfig(**SMALL, head_dim=8, attention_bias=True, mlp_bias=True),
     "llama": lambda: transformers.LlamaConfig(**SMALL),
     "llama-3.1": lambda: transformers.LlamaConfig(**SMALL, rope_parameters=LLAMA3),
     "llama-linear": lambda: transformers.LlamaConfig(**SMALL, rope_parameters=LINEAR),
@@ -237,6 +238,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "llama-tied": lambda: transformers.LlamaConfig(**SMALL, tie_word_embeddings=True),
     "llama-biases": lambda: transformers.LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True),
     "mistral": lambda: transformers.MistralConfig(**SMALL, head_dim=8, sliding_window=WINDOW),
+    "ministral": lambda: transformers.MinistralConfig(
+        **SMALL, head_dim=16, sliding_window=WINDOW, layer_types=["full_attention", "sliding_attention"]
+    ),
     "ministral3": lambda: transformers.Ministral3Config(**SMALL, head_dim=16, rope_parameters=dict(GROWING)),
     "mistral4": lambda: transformers.Mistral4Config(**LATENT, n_group=4, topk_group=2, rope_parameters=dict(GROWING)),
     "hy-v3": lambda: transformers.HYV3Config(
@@ -398,6 +402,7 @@ def _made(name: str) -> Path:
         "BambaConfig": transformers.BambaForCausalLM,
         "CohereConfig": transformers.CohereForCausalLM,
         "Cohere2Config": transformers.Cohere2ForCausalLM,
+        "CwmConfig": transformers.CwmForCausalLM,
         "DeepseekV2Config": transformers.DeepseekV2ForCausalLM,
         "DeepseekV3Config": transformers.DeepseekV3ForCausalLM,
         "Dots1Config": transformers.Dots1ForCausalLM,
@@ -421,8 +426,12 @@ def _made(name: str) -> Path:
         "Glm4Config": transformers.Glm4ForCausalLM,
         "GptOssConfig": transformers.GptOssForCausalLM,
         "GraniteConfig": transformers.GraniteForCausalLM,
+        "GraniteMoeConfig": transformers.GraniteMoeForCausalLM,
         "GraniteMoeHybridConfig": transformers.GraniteMoeHybridForCausalLM,
+        "GraniteMoeSharedConfig": transformers.GraniteMoeSharedForCausalLM,
+        "HeliumConfig": transformers.HeliumForCausalLM,
         "LlamaConfig": transformers.LlamaForCausalLM,
+        "MinistralConfig": transformers.MinistralForCausalLM,
         "Ministral3Config": transformers.Ministral3ForCausalLM,
         "Mistral4Config": transformers.Mistral4ForCausalLM,
         "MistralConfig": transformers.MistralForCausalLM,
