@@ -72,3 +72,8 @@ def gated(gate_up: Tensor, gelu: bool = False, limit: float = 0.0) -> Tensor:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return gate * by_lanes(torch.sigmoid, gate * STEEP) * (up + 1)
     return (functional.gelu(gate, approximate="tanh") if gelu else functional.silu(gate)).mul_(up)
+
+
+def relu2(x: Tensor) -> Tensor:
+    """max(x, 0)^2 (So et al. 2021, arXiv:2109.08668)."""
+    return functional.relu(x).square_()

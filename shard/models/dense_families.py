@@ -9,6 +9,7 @@ from .ropes import MISTRAL_YARN, rope_of, ropes_by_kind, rotary_size, with_rope
 from .shape import Shape, Unsupported
 
 # transformers' defaults, which some checkpoints rely on.
+ARCEE: Config = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
 MISTRAL: Config = {"num_key_value_heads": 8, "max_position_embeddings": 131_072}
 MINISTRAL_3: Config = {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262_144, "rms_norm_eps": 1e-5}
 MINISTRAL_3_ROPE = MISTRAL_YARN | {"rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16_384}
@@ -71,6 +72,12 @@ GEMMA3: Config = {
 
 def llama(config: Config) -> Shape:
     return replace(biased(common(config), config), mlp_bias=config.get("mlp_bias", False))
+
+
+def _arcee(config: Config) -> Shape:
+    """Llama, without gates."""
+    base = biased(common(ARCEE | config, activations=("relu2",)), config)
+    return replace(base, ungated="relu2", mlp_bias=config.get("mlp_bias", False))
 
 
 def _mistral(config: Config) -> Shape:
@@ -251,6 +258,7 @@ def exaone4(config: Config) -> Shape:
 
 
 DENSE: dict[str, Callable[[Config], Shape]] = {
+    "ArceeForCausalLM": _arcee,
     "CwmForCausalLM": _cwm,
     "Ernie4_5ForCausalLM": ernie,
     "Exaone4ForCausalLM": exaone4,

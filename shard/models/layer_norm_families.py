@@ -67,7 +67,8 @@ def _starcoder2(config: Config) -> Shape:
     return replace(
         base,
         norm_bias=True,
-        ungated=True,
+        ungated="gelu",
+        mlp_parts=("", "", "c_fc", "c_proj"),
         qkv_bias=bias,
         output_bias=bias,
         mlp_bias=bias,
@@ -75,9 +76,27 @@ def _starcoder2(config: Config) -> Shape:
     )
 
 
+def _nemotron(config: Config) -> Shape:
+    """Minitron and Nemotron Mini. Gains of norms are stored less 1, and half of each head turns."""
+    base = _squared(config | {"layer_norm_eps": number(config, "norm_eps", 1e-5, 1.0)}, 4096)
+    return replace(base, centered_norms=True, rotary_size=rotary_size(config, base.head_size, 0.5))
+
+
+def _jais2(config: Config) -> Shape:
+    return _squared({"attention_bias": True, "mlp_bias": True} | config, 8192)
+
+
+def _squared(config: Config, positions: int) -> Shape:
+    """Without gates, by squares; positions: how many there are where nothing is said."""
+    base = biased(_common({"max_position_embeddings": positions} | config, "layer_norm_eps", "relu2"), config)
+    return replace(base, norm_bias=True, ungated="relu2", mlp_bias=config.get("mlp_bias", False))
+
+
 LAYER_NORM: dict[str, Callable[[Config], Shape]] = {
     "CohereForCausalLM": _cohere,
     "Cohere2ForCausalLM": _cohere2,
+    "Jais2ForCausalLM": _jais2,
+    "NemotronForCausalLM": _nemotron,
     "StableLmForCausalLM": _stablelm,
     "Starcoder2ForCausalLM": _starcoder2,
 }

@@ -37,11 +37,11 @@ class Loader:
         self.prefix = prefix
 
     def gains(self, name: str, size: int) -> Tensor:
-        """The gains of a norm, which every rank has whole, as `Stream` has them; where they are stored less 1, in float32, not to
-        lose what is left."""
+        """The gains of a norm, which every rank has whole, as `Stream` has them; where they are stored less 1, those of an RMS norm
+        in float32, not to lose what is left."""
         gains = self.source.tensor(f"{self.prefix}{name}.weight", (size,))
         if self.shape.layer_norms:
-            biased = self.shape.norm_bias
+            biased, gains = self.shape.norm_bias, gains + self.shape.centered_norms
             return torch.stack((gains, self.source.tensor(f"{self.prefix}{name}.bias", (size,)) if biased else gains * 0))
         return gains.float() + 1 if self.shape.centered_norms else gains
 

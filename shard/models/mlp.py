@@ -1,6 +1,6 @@
 """What each layer does to every token by itself: one MLP, or a few of many."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -10,11 +10,14 @@ from torch.nn import functional
 from ...kernels.experts import Gates, lay_out, route
 from ...kernels.linear import Weight
 from ...kernels.operations import gated
-from ...kernels.reference import by_lanes
+from ...kernels.reference import by_lanes, relu2
 from .experts import as_stored, experts
 from .loader import Loader
 from .shape import Mixture
 from .stream import Stream
+
+# Of MLPs without gates. GELU: Hendrycks and Gimpel 2016, arXiv:1606.08415.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": partial(functional.gelu, approximate="tanh"), "relu2": relu2}
 
 
 class Dense:
@@ -40,16 +43,18 @@ class Dense:
 
 
 class Ungated(Dense):
-    """One whose features are let through by themselves (Hendrycks and Gimpel 2016, arXiv:1606.08415, approximated by tanh)."""
+    """One whose features are let through by themselves."""
 
     def __init__(self, load: Loader) -> None:
         size, bias = load.shape.intermediate, load.shape.mlp_bias
-        self.gate_up = load.columns("", ["mlp.c_fc"], [size], bias)
-        self.down = load.rows("mlp.c_proj", size, bias)
+        up, down = (f"{load.shape.mlp_name}.{part}" for part in load.shape.mlp_parts[2:])
+        self.gate_up = load.columns("", [up], [size], bias)
+        self.down = load.rows(down, size, bias)
+        self.activation = ACTIVATIONS[load.shape.ungated]
 
     def inner(self, stream: Stream, before: Tensor | None) -> Tensor:
         """As that of `Dense`."""
-        return by_lanes(partial(functional.gelu, approximate="tanh"), stream.through(before, self.gate_up))
+        return by_lanes(self.activation, stream.through(before, self.gate_up))
 
 
 class Sparse:

@@ -272,7 +272,7 @@ class Shape:
     layer_norms: bool = False  # norms take the mean away, instead of being RMS norms
     norm_bias: bool = False
     parallel: bool = False  # the MLP goes by what attention goes by, behind the same norm
-    ungated: bool = False  # the MLP has no gates
+    ungated: str = ""  # the MLP has no gates, its features go through this: "gelu", approximated by tanh, "relu2"; "": it has gates
     mlp_name: str = "mlp"
     mlp_parts: tuple[str, str, str, str] = (
         "gate_up_proj",
@@ -442,7 +442,7 @@ class Shape:
     def parameters(self, ranks: int = 1, tables: int | None = None, tokens: int | None = None) -> int:
         """Elements of all weights on one rank. `tables`: how often the vocabulary's table is held, if not as in the checkpoint;
         `tokens`: of experts those alone that so many tokens can be expected to choose."""
-        features, inner = self.intermediate // ranks, (2 - self.ungated) * self.intermediate // ranks
+        features, inner = self.intermediate // ranks, (2 - bool(self.ungated)) * self.intermediate // ranks
         dense = self.hidden * (inner + features) + self.mlp_bias * (inner + self.hidden)
         mlps = sum(self._sparse(mixture, ranks, tokens) if mixture else dense for mixture in self.mixtures or (None,) * self.layers)
         norms = self.layers * sum(map(bool, self.norms)) * self.hidden * (1 + self.norm_bias)
@@ -500,7 +500,7 @@ class Shape:
         wide = sum(mixture.routing(self.hidden) for mixture in self.mixtures if mixture and mixture.wide)
         wide += sum(self.hidden + mixture.experts for mixture in self.mixtures if mixture and mixture.beside)
         wide += self.layers * self.index.heads * self.hidden if self.index else 0
-        if self.centered_norms:
+        if self.centered_norms and not self.layer_norms:
             wide += (self.layers * sum(map(bool, self.norms)) + 1) * self.hidden
             wide += 2 * self.qk_norm * sum(self.keys(self.windows[layer]).size for layer in self.attending)
         if self.linear:
@@ -519,7 +519,7 @@ class Shape:
             return sum(outputs * own * saved for saved, (outputs, _, own) in zip(each, matrices, strict=True))
 
         def mlp(how: Quantization | None, size: int, own: int, whole: bool = False) -> float:
-            return less(how, ((2 - self.ungated) * own, self.hidden, self.hidden), (self.hidden, size, own), whole=whole)
+            return less(how, ((2 - bool(self.ungated)) * own, self.hidden, self.hidden), (self.hidden, size, own), whole=whole)
 
         how = self.quantization
         found = sum(count * less(how, *self._projections(ranks, window)) for window, count in self._alike.items())

@@ -32,6 +32,7 @@ def config(architecture: str, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("architecture", "theirs"),
     [
+        ("ArceeForCausalLM", transformers.ArceeConfig),
         ("CohereForCausalLM", transformers.CohereConfig),
         ("Cohere2ForCausalLM", transformers.Cohere2Config),
         ("CwmForCausalLM", transformers.CwmConfig),
@@ -50,12 +51,14 @@ def config(architecture: str, **more: Any) -> dict[str, Any]:
         ("GraniteMoeForCausalLM", transformers.GraniteMoeConfig),
         ("GraniteMoeSharedForCausalLM", transformers.GraniteMoeSharedConfig),
         ("HYV3ForCausalLM", transformers.HYV3Config),
+        ("Jais2ForCausalLM", transformers.Jais2Config),
         ("LlamaForCausalLM", transformers.LlamaConfig),
         ("MellumForCausalLM", transformers.MellumConfig),
         ("MiniMaxM2ForCausalLM", transformers.MiniMaxM2Config),
         ("MinistralForCausalLM", transformers.MinistralConfig),
         ("MistralForCausalLM", transformers.MistralConfig),
         ("MixtralForCausalLM", transformers.MixtralConfig),
+        ("NemotronForCausalLM", transformers.NemotronConfig),
         ("Olmo2ForCausalLM", transformers.Olmo2Config),
         ("Olmo3ForCausalLM", transformers.Olmo3Config),
         ("OlmoeForCausalLM", transformers.OlmoeConfig),
@@ -76,9 +79,10 @@ def test_what_is_left_out_is_transformers_default(architecture: str, theirs: Any
     expected, found = theirs(**said), shape({"architectures": [architecture]} | said)
     ropes = expected.rope_parameters
     assert found.rope.theta == ropes.get("full_attention", ropes)["rope_theta"]
-    [epsilon] = {getattr(expected, name, None) for name in ("rms_norm_eps", "layer_norm_eps", "norm_epsilon")} - {None}
+    epsilons = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps")
+    [epsilon] = {getattr(expected, name, None) for name in epsilons} - {None}
     assert (found.norm_epsilon, found.max_positions) == (epsilon, expected.max_position_embeddings)
-    assert (found.kv_heads, found.head_size) == (expected.num_key_value_heads, getattr(expected, "head_dim", None) or 128)
+    assert (found.kv_heads, found.head_size) == (expected.num_key_value_heads or 32, getattr(expected, "head_dim", None) or 128)
     assert found.tied == expected.tie_word_embeddings
     assert (found.rotary_size or found.head_size) == int(found.head_size * ropes.get("partial_rotary_factor", 1))
     names = ("attention_bias", "qkv_bias", "use_bias", "use_qkv_bias")
@@ -470,6 +474,7 @@ def test_ranks_divide_what_is_there() -> None:
         (config("StableLmForCausalLM", qk_layernorm=True), "qk_layernorm is not supported"),
         (config("StableLmForCausalLM", use_parallel_residual=1), "use_parallel_residual 1, true or false"),
         (config("Starcoder2ForCausalLM", hidden_act="relu"), "hidden_act 'relu' is not supported"),
+        (config("ArceeForCausalLM", hidden_act="silu"), "hidden_act 'silu' is not supported: .* relu2"),
         (config("Glm4MoeForCausalLM", n_group=3), "n_group 3 and topk_group 1, of 128 experts"),
         (config("Glm4MoeForCausalLM", n_group=128), "n_group 128"),
         (config("Glm4MoeForCausalLM", topk_group=2), "n_group 1 and topk_group 2"),

@@ -157,6 +157,7 @@ GEMMA3_ROPES = {
 }
 
 FAMILIES: dict[str, Callable[[], Any]] = {
+    "arcee": lambda: transformers.ArceeConfig(**SMALL, mlp_bias=True),
     "bamba": lambda: transformers.BambaConfig(
         **SMALL | {"num_hidden_layers": 3}, attn_layer_indices=[1], mamba_n_heads=8, mamba_n_groups=4, mamba_d_state=12
     ),
@@ -231,6 +232,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         tie_word_embeddings=True,
     ),
     "helium": lambda: transformers.HeliumConfig(**SMALL, head_dim=8, attention_bias=True, mlp_bias=True),
+    "jais2": lambda: transformers.Jais2Config(**SMALL),
     "llama": lambda: transformers.LlamaConfig(**SMALL),
     "llama-3.1": lambda: transformers.LlamaConfig(**SMALL, rope_parameters=LLAMA3),
     "llama-linear": lambda: transformers.LlamaConfig(**SMALL, rope_parameters=LINEAR),
@@ -256,6 +258,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **SMALL, head_dim=16, num_local_experts=9, num_experts_per_tok=3, rotary_dim=8
     ),
     "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_local_experts=5, num_experts_per_tok=2),
+    "nemotron": lambda: transformers.NemotronConfig(**SMALL, head_dim=16, partial_rotary_factor=0.25),
     "olmoe": lambda: transformers.OlmoeConfig(**SMALL, num_experts=7, num_experts_per_tok=3, norm_topk_prob=True),
     "olmo2": lambda: transformers.Olmo2Config(**SMALL, attention_bias=True, rope_parameters=LLAMA3),
     "olmo3": lambda: transformers.Olmo3Config(
@@ -399,6 +402,7 @@ def _made(name: str) -> Path:
     transformers.utils.logging.disable_progress_bar()
     generator = torch.Generator().manual_seed(len(name))
     model = {
+        "ArceeConfig": transformers.ArceeForCausalLM,
         "BambaConfig": transformers.BambaForCausalLM,
         "CohereConfig": transformers.CohereForCausalLM,
         "Cohere2Config": transformers.Cohere2ForCausalLM,
@@ -430,6 +434,7 @@ def _made(name: str) -> Path:
         "GraniteMoeHybridConfig": transformers.GraniteMoeHybridForCausalLM,
         "GraniteMoeSharedConfig": transformers.GraniteMoeSharedForCausalLM,
         "HeliumConfig": transformers.HeliumForCausalLM,
+        "Jais2Config": transformers.Jais2ForCausalLM,
         "LlamaConfig": transformers.LlamaForCausalLM,
         "MinistralConfig": transformers.MinistralForCausalLM,
         "Ministral3Config": transformers.Ministral3ForCausalLM,
@@ -441,6 +446,7 @@ def _made(name: str) -> Path:
         "Qwen3NextConfig": transformers.Qwen3NextForCausalLM,
         "Qwen3_5TextConfig": transformers.Qwen3_5ForCausalLM,
         "Qwen3_5MoeTextConfig": transformers.Qwen3_5MoeForCausalLM,
+        "NemotronConfig": transformers.NemotronForCausalLM,
         "Olmo2Config": transformers.Olmo2ForCausalLM,
         "Olmo3Config": transformers.Olmo3ForCausalLM,
         "OlmoeConfig": transformers.OlmoeForCausalLM,
@@ -456,7 +462,7 @@ def _made(name: str) -> Path:
     }[type(config := (FAMILIES | OTHERS)[name]()).__name__](config)
     with torch.no_grad():
         buffers = ((key, value) for key, value in model.named_buffers() if "correction" in key or "layer_scalar" in key)
-        centered = "qwen3-next" in name or "qwen3.5" in name or ("gemma" in name and "gemma4" not in name)
+        centered = "qwen3-next" in name or "nemotron" in name or "qwen3.5" in name or ("gemma" in name and "gemma4" not in name)
         around = ("scalar", "linear_attn.norm") if centered else ("scalar", "norm")
         for key, value in (*model.named_parameters(), *buffers):
             # Wide, so that logits lie far apart; norms around 1, so that leaving one out shows; memories fade slowly.
