@@ -77,3 +77,12 @@ def gated(gate_up: Tensor, gelu: bool = False, limit: float = 0.0) -> Tensor:
 def relu2(x: Tensor) -> Tensor:
     """max(x, 0)^2 (So et al. 2021, arXiv:2109.08668)."""
     return functional.relu(x).square_()
+
+
+def xielu(x: Tensor, positive: float, negative: float, beta: float, epsilon: float) -> Tensor:
+    """A slope of `beta` at 0, from which a square leads away above, by `positive`, and an exponential below, by `negative` (Huang
+    and Schlag 2024, arXiv:2411.13010). epsilon: close to 0, below: nothing nearer to it is taken for the exponential."""
+    wide = x.float()
+    above = wide.square().mul_(positive)
+    below = wide.clamp(max=epsilon).expm1_().sub_(wide).mul_(negative)
+    return torch.where(wide > 0, above, below, out=above).add_(wide, alpha=beta).to(x.dtype)

@@ -9,6 +9,16 @@ from .ropes import MISTRAL_YARN, rope_of, ropes_by_kind, rotary_size, with_rope
 from .shape import Shape, Unsupported
 
 # transformers' defaults, which some checkpoints rely on.
+APERTUS: Config = {"max_position_embeddings": 65_536, "rms_norm_eps": 1e-5, "rope_theta": 12e6}
+APERTUS_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 12e6,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+APERTUS_NORMS = ("attention_layernorm", "", "feedforward_layernorm", "")
 ARCEE: Config = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
 MISTRAL: Config = {"num_key_value_heads": 8, "max_position_embeddings": 131_072}
 MINISTRAL_3: Config = {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262_144, "rms_norm_eps": 1e-5}
@@ -72,6 +82,12 @@ GEMMA3: Config = {
 
 def llama(config: Config) -> Shape:
     return replace(biased(common(config), config), mlp_bias=config.get("mlp_bias", False))
+
+
+def _apertus(config: Config) -> Shape:
+    """Llama, with norms of heads and without gates: each layer has numbers of its own that features go by."""
+    base = biased(common(with_rope(APERTUS | config, APERTUS_ROPE), activations=("xielu",)), config)
+    return replace(base, qk_norm=True, norms=APERTUS_NORMS, ungated="xielu")
 
 
 def _arcee(config: Config) -> Shape:
@@ -258,6 +274,7 @@ def exaone4(config: Config) -> Shape:
 
 
 DENSE: dict[str, Callable[[Config], Shape]] = {
+    "ApertusForCausalLM": _apertus,
     "ArceeForCausalLM": _arcee,
     "CwmForCausalLM": _cwm,
     "Ernie4_5ForCausalLM": ernie,

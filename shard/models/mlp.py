@@ -1,5 +1,6 @@
 """What each layer does to every token by itself: one MLP, or a few of many."""
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -10,7 +11,7 @@ from torch.nn import functional
 from ...kernels.experts import Gates, lay_out, route
 from ...kernels.linear import Weight
 from ...kernels.operations import gated
-from ...kernels.reference import by_lanes, relu2
+from ...kernels.reference import by_lanes, relu2, xielu
 from .experts import as_stored, experts
 from .loader import Loader
 from .shape import Mixture
@@ -50,11 +51,20 @@ class Ungated(Dense):
         up, down = (f"{load.shape.mlp_name}.{part}" for part in load.shape.mlp_parts[2:])
         self.gate_up = load.columns("", [up], [size], bias)
         self.down = load.rows(down, size, bias)
-        self.activation = ACTIVATIONS[load.shape.ungated]
+        self.activation = ACTIVATIONS.get(load.shape.ungated) or _xielu(load)
 
     def inner(self, stream: Stream, before: Tensor | None) -> Tensor:
         """As that of `Dense`."""
         return by_lanes(self.activation, stream.through(before, self.gate_up))
+
+
+def _xielu(load: Loader) -> Callable[[Tensor], Tensor]:
+    """With the layer's own numbers, of which two are above 0, and what they come from is stored."""
+    name = f"{load.shape.mlp_name}.act_fn"
+    stored = [load.source.scale(f"{load.prefix}{name}.{part}", 1) for part in ("beta", "eps")]
+    beta, epsilon = (usual if one is None else one.item() for one, usual in zip(stored, (0.5, -1e-6), strict=True))
+    positive, negative = (math.log1p(math.exp(load.number(f"{name}.alpha_{side}"))) for side in "pn")
+    return partial(xielu, positive=positive, negative=beta + negative, beta=beta, epsilon=epsilon)
 
 
 class Sparse:

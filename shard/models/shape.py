@@ -272,7 +272,8 @@ class Shape:
     layer_norms: bool = False  # norms take the mean away, instead of being RMS norms
     norm_bias: bool = False
     parallel: bool = False  # the MLP goes by what attention goes by, behind the same norm
-    ungated: str = ""  # the MLP has no gates, its features go through this: "gelu", approximated by tanh, "relu2"; "": it has gates
+    # The MLP has no gates, and its features go through this: "gelu", approximated by tanh, "relu2", "xielu"; "": it has gates.
+    ungated: str = ""
     mlp_name: str = "mlp"
     mlp_parts: tuple[str, str, str, str] = (
         "gate_up_proj",
@@ -443,7 +444,7 @@ class Shape:
         """Elements of all weights on one rank. `tables`: how often the vocabulary's table is held, if not as in the checkpoint;
         `tokens`: of experts those alone that so many tokens can be expected to choose."""
         features, inner = self.intermediate // ranks, (2 - bool(self.ungated)) * self.intermediate // ranks
-        dense = self.hidden * (inner + features) + self.mlp_bias * (inner + self.hidden)
+        dense = self.hidden * (inner + features) + self.mlp_bias * (inner + self.hidden) + 2 * (self.ungated == "xielu")
         mlps = sum(self._sparse(mixture, ranks, tokens) if mixture else dense for mixture in self.mixtures or (None,) * self.layers)
         norms = self.layers * sum(map(bool, self.norms)) * self.hidden * (1 + self.norm_bias)
         last = self.hidden * (1 + self.norm_bias)

@@ -32,6 +32,7 @@ def config(architecture: str, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("architecture", "theirs"),
     [
+        ("ApertusForCausalLM", transformers.ApertusConfig),
         ("ArceeForCausalLM", transformers.ArceeConfig),
         ("CohereForCausalLM", transformers.CohereConfig),
         ("Cohere2ForCausalLM", transformers.Cohere2Config),

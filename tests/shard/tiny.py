@@ -157,6 +157,7 @@ GEMMA3_ROPES = {
 }
 
 FAMILIES: dict[str, Callable[[], Any]] = {
+    "apertus": lambda: transformers.ApertusConfig(**SMALL, attention_bias=True),
     "arcee": lambda: transformers.ArceeConfig(**SMALL, mlp_bias=True),
     "bamba": lambda: transformers.BambaConfig(
         **SMALL | {"num_hidden_layers": 3}, attn_layer_indices=[1], mamba_n_heads=8, mamba_n_groups=4, mamba_d_state=12
@@ -402,6 +403,7 @@ def _made(name: str) -> Path:
     transformers.utils.logging.disable_progress_bar()
     generator = torch.Generator().manual_seed(len(name))
     model = {
+        "ApertusConfig": transformers.ApertusForCausalLM,
         "ArceeConfig": transformers.ArceeForCausalLM,
         "BambaConfig": transformers.BambaForCausalLM,
         "CohereConfig": transformers.CohereForCausalLM,
@@ -461,7 +463,8 @@ def _made(name: str) -> Path:
         "SmolLM3Config": transformers.SmolLM3ForCausalLM,
     }[type(config := (FAMILIES | OTHERS)[name]()).__name__](config)
     with torch.no_grad():
-        buffers = ((key, value) for key, value in model.named_buffers() if "correction" in key or "layer_scalar" in key)
+        also = ("correction", "layer_scalar", "act_fn")
+        buffers = ((key, value) for key, value in model.named_buffers() if any(word in key for word in also))
         centered = "qwen3-next" in name or "nemotron" in name or "qwen3.5" in name or ("gemma" in name and "gemma4" not in name)
         around = ("scalar", "linear_attn.norm") if centered else ("scalar", "norm")
         for key, value in (*model.named_parameters(), *buffers):
