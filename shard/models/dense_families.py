@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from .fields import AGAIN, FULL, SLIDING, Config, number, shown
 from .parts import biased, cap, common, kinds_of, pattern_of, windows_of
-from .ropes import MISTRAL_YARN, rope_of, ropes_by_kind, rotary_size, with_rope
+from .ropes import MISTRAL_YARN, rope_of, ropes_by_kind, rotary_size, stretched, with_rope
 from .shape import Shape, Unsupported
 
 # transformers' defaults, which some checkpoints rely on.
@@ -51,6 +51,7 @@ CWM_ROPE = {
     "original_max_position_embeddings": 8192,
 }
 GLM: Config = {"num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131_072, "rms_norm_eps": 1.5625e-7}
+HUNYUAN: Config = {"rms_norm_eps": 1e-5}
 OLMO: Config = {"rms_norm_eps": 1e-5}
 OLMO3_THETA = 5e5
 ERNIE: Config = {
@@ -160,6 +161,27 @@ def _cwm(config: Config) -> Shape:
 def _helium(config: Config) -> Shape:
     """Llama, but that neighbours turn together, and that attention's output has no bias."""
     return replace(llama(HELIUM | config), output_bias=False, rotary_neighbours=True)
+
+
+def hunyuan(config: Config) -> Shape:
+    """Llama, with norms of heads that are turned already."""
+    for name, usual in (("use_qk_norm", True), ("use_cla", False)):
+        if config.get(name, usual) is not usual:
+            raise Unsupported(
+                f"{name} {shown(config[name])} is not supported: for this family the decoder has {str(usual).lower()}"
+            )
+    base = biased(common(HUNYUAN | config), config)
+    if base.rope.amplitude != 1:
+        raise Unsupported(
+            f"rotary scaling {base.rope.kind!r} is not supported: for this family the decoder has none that changes lengths"
+        )
+    return replace(
+        base,
+        rope=stretched(config, base.rope, base.head_size),
+        qk_norm=True,
+        qk_norm_behind=True,
+        qk_norms=("query_layernorm", "key_layernorm"),
+    )
 
 
 def granite(config: Config) -> Shape:
@@ -286,6 +308,7 @@ DENSE: dict[str, Callable[[Config], Shape]] = {
     "Glm4ForCausalLM": _glm4,
     "GraniteForCausalLM": granite,
     "HeliumForCausalLM": _helium,
+    "HunYuanDenseV1ForCausalLM": hunyuan,
     "LlamaForCausalLM": llama,
     "MinistralForCausalLM": _ministral,
     "Ministral3ForCausalLM": _ministral_3,

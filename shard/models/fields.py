@@ -85,7 +85,7 @@ FORMERLY = {"attention": FULL, "mamba": LINEAR}  # as transformers 4 has them
 SWITCHES = (
     *("tie_word_embeddings", "attention_bias", "attention_out_bias", "mlp_bias", "qkv_bias", "use_bias"),
     *("use_sliding_window", "use_qk_norm", "qk_layernorm", "norm_topk_prob", "use_qkv_bias", "use_parallel_residual"),
-    *("rope_interleave", "mamba_conv_bias", "mamba_proj_bias"),
+    *("rope_interleave", "mamba_conv_bias", "mamba_proj_bias", "use_cla"),
 )
 # What transformers calls a model where its architecture's name doesn't say so.
 MODEL_TYPES = {
@@ -100,6 +100,8 @@ MODEL_TYPES = {
     "ExaoneMoeForCausalLM": "exaone_moe",
     "GlmMoeDsaForCausalLM": "glm_moe_dsa",
     "GptOssForCausalLM": "gpt_oss",
+    "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
+    "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
     "HYV3ForCausalLM": "hy_v3",
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "Qwen2MoeForCausalLM": "qwen2_moe",

@@ -25,15 +25,29 @@ class Heads:
         sizes = [n * keys.size for n in (shape.heads, keys.heads, keys.heads)][: 2 + keys.values]
         names = [f"self_attn.{name}_proj" for name in "qkv"][: 2 + keys.values]
         self.inward = load.heads("self_attn.qkv_proj", names, sizes, shape.qkv_bias, keys.size)
-        self.query_norm = load.ordered(load.gains("self_attn.q_norm", keys.size)) if shape.qk_norm else None
-        self.key_norm = load.ordered(load.gains("self_attn.k_norm", keys.size)) if shape.qk_norm else None
+        self.query_norm, self.key_norm = (
+            load.ordered(load.gains(f"self_attn.{name}", keys.size)) if shape.qk_norm else None for name in shape.qk_norms
+        )
         joint = shape.joint_qk_norm
         self.queries_norm = load.ordered(load.part_of_gains("self_attn.q_norm", sizes[0], keys.size)) if joint else None
         self.keys_norm = load.ordered(load.part_of_gains("self_attn.k_norm", sizes[1], keys.size)) if joint else None
         self.sinks = load.each_head("self_attn.sinks", shape.heads) if shape.sinks else None
         self.scales = load.cache_scales(keys.heads)
+        self.gains = self._moved() if shape.qk_norm_behind else None
         self.gates = sizes[0] // load.ranks.size if shape.attention_gates else 0  # columns of `inward`, the last
         self.output = load.rows("self_attn.o_proj", sizes[0], shape.output_bias)
+
+    def _moved(self) -> Tensor | None:
+        """Gains of norms behind rotary, which are for queries alone: to turn a head changes nothing that its norm goes by but which
+        feature has which gain, and what multiplies a key may as well multiply its query. So keys are cached without gains, and the
+        scales that were calibrated with these aren't theirs."""
+        if self.query_norm is None or self.key_norm is None:
+            return None
+        found = self.query_norm * self.key_norm
+        self.query_norm = self.key_norm = torch.ones_like(found)
+        if self.scales is not None:
+            self.scales[0] = 1
+        return found
 
     @property
     def parts(self) -> tuple[object, ...]:
@@ -57,6 +71,8 @@ class Heads:
         query = rotate_and_write(joint, rotary, step.slots, layer, *norms, epsilon, scales, *values)
         if growth is not None:
             query.mul_(growth)
+        if self.gains is not None:
+            query.mul_(self.gains)
         how = self.window, shape.attention_scale, shape.softcap
         found = attention(query, layer, step.attention, *how, scales, self.sinks).flatten(1)
         return found.mul_(by_lanes(torch.sigmoid, gates)) if self.gates else found

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from .fields import AGAIN, FULL, SLIDING, Config, number, shown
@@ -63,6 +64,16 @@ def rope_of(config: Config, field: str) -> Rope:
         return _longrope(config, values, theta)
     known = "default, linear, dynamic, llama3 and yarn, and longrope as Phi's config.json has it"
     raise Unsupported(f"rotary scaling {kind!r} is not supported: the decoder has {known}")
+
+
+def stretched(config: Config, found: Rope, size: int) -> Rope:
+    """The same, with another theta where `dynamic` scaling has an `alpha`: HunYuan's, for heads of so many features."""
+    values = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if (values.get("rope_type") or values.get("type")) != "dynamic" or not values.get("alpha"):
+        return found
+    if size == 2:
+        raise Unsupported(f"config.json means heads of 2 numbers, with alpha more are needed: {AGAIN}")
+    return replace(found, theta=found.theta * number(values, "alpha") ** (size / (size - 2)))
 
 
 def _yarn(config: Config, values: Mapping[str, Any], theta: float) -> Rope:

@@ -264,6 +264,8 @@ class Shape:
     output_bias: bool = False  # of attention's output projection
     mlp_bias: bool = False
     qk_norm: bool = False  # RMS norm of every query and key head before rotary
+    qk_norm_behind: bool = False  # or behind it
+    qk_norms: tuple[str, str] = ("q_norm", "k_norm")  # their names
     joint_qk_norm: bool = False  # or one of all queries of a token together, and one of all its keys
     value_norm: bool = False  # of every value head, without gains
     norms: tuple[str, str, str, str] = PLAIN  # names of those before and behind attention, before and behind the MLP; "": none
@@ -506,7 +508,8 @@ class Shape:
             wide += 2 * self.qk_norm * sum(self.keys(self.windows[layer]).size for layer in self.attending)
         if self.linear:
             wide += len(self.linear.layers) * self.linear.wide(ranks)
-        found = (self.parameters(ranks, 2 if packed else None) + self.rotary_elements) * item + wide * (4 - item)
+        made = self.rotary_elements + self.qk_norm_behind * len(self.attending) * self.head_size
+        found = (self.parameters(ranks, 2 if packed else None) + made) * item + wide * (4 - item)
         return found - self.saved(ranks, item, device, dtype)
 
     def saved(self, ranks: int, item: int, device: str, dtype: str, tokens: int | None = None) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from .dense_families import MISTRAL, OLMO, ernie, exaone4, granite, qwen3
+from .dense_families import MISTRAL, OLMO, ernie, exaone4, granite, hunyuan, qwen3
 from .fields import AGAIN, SLIDING, Config, number, shown
 from .parts import biased, common, kinds_of, windows_of
 from .ropes import rope_of, ropes_by_kind, rotary_size, with_rope
@@ -211,6 +211,29 @@ def _hy_v3(config: Config) -> Shape:
     return with_experts(found, router="router.gate", correction="expert_bias", shared_name="shared_mlp")
 
 
+def _hunyuan_moe(config: Config) -> Shape:
+    """Hunyuan A13B: experts in every layer, of which one is for all tokens. Layers may choose other numbers of them."""
+    base = hunyuan(config)
+    counts = config.get("moe_topk", config.get("num_experts_per_tok", 1))
+    counts = counts if isinstance(counts, list) else [counts] * base.layers
+    if len(counts) < base.layers or not all(type(count) is int and count > 0 for count in counts):
+        raise Unsupported(
+            f"config.json says moe_topk {shown(config.get('moe_topk'))}, a number above 0 is needed, or one for each layer: {AGAIN}"
+        )
+    mixture = Mixture(
+        experts=config.get("num_experts", 1),
+        chosen=1,
+        size=base.intermediate,
+        normalized=True,
+        shared=base.intermediate,
+        shared_name="shared_mlp",
+        shared_gate="",
+        precise=True,
+        router="gate.wg",
+    )
+    return replace(base, mixtures=tuple(chosen(replace(mixture, chosen=count)) for count in counts[: base.layers]))
+
+
 def _mellum(config: Config) -> Shape:
     """Qwen 3's experts; layers that slide have another rotary embedding."""
     full, local = ropes_by_kind(config, 5e5, 1e4)
@@ -390,6 +413,7 @@ SPARSE: dict[str, Callable[[Config], Shape]] = {
     "GraniteMoeForCausalLM": _granite_moe,
     "GraniteMoeSharedForCausalLM": _granite_moe_shared,
     "HYV3ForCausalLM": _hy_v3,
+    "HunYuanMoEV1ForCausalLM": _hunyuan_moe,
     "MellumForCausalLM": _mellum,
     "MiniMaxM2ForCausalLM": _minimax_m2,
     "MixtralForCausalLM": _mixtral,

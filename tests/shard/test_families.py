@@ -14,6 +14,7 @@ import transformers
 from penstock.shard.config import ShardConfig
 from penstock.shard.loading import load
 from penstock.shard.models.families import FAMILIES, shape
+from penstock.shard.models.heads import Heads
 from penstock.shard.models.image_families import IMAGES
 from penstock.shard.models.mlp import Sparse
 from penstock.shard.models.shape import Mixture, Unsupported
@@ -22,7 +23,7 @@ from penstock.shard.step import Span
 from penstock.tests.shard import tiny
 from penstock.tests.shard.test_oracle import close, prompt
 from penstock.tests.shard.test_weights import same
-from penstock.tests.shard.tiny import LONGROPE, SMALL
+from penstock.tests.shard.tiny import LONGROPE, SMALL, YARN
 
 
 def config(architecture: str, **more: Any) -> dict[str, Any]:
@@ -51,6 +52,8 @@ def config(architecture: str, **more: Any) -> dict[str, Any]:
         ("GraniteForCausalLM", transformers.GraniteConfig),
         ("GraniteMoeForCausalLM", transformers.GraniteMoeConfig),
         ("GraniteMoeSharedForCausalLM", transformers.GraniteMoeSharedConfig),
+        ("HunYuanDenseV1ForCausalLM", transformers.HunYuanDenseV1Config),
+        ("HunYuanMoEV1ForCausalLM", transformers.HunYuanMoEV1Config),
         ("HYV3ForCausalLM", transformers.HYV3Config),
         ("Jais2ForCausalLM", transformers.Jais2Config),
         ("LlamaForCausalLM", transformers.LlamaConfig),
@@ -138,7 +141,7 @@ def test_parameters_are_counted_as_transformers_has_them(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["deepseek-v3", "gemma4", "gemma4-experts", "ministral3", "mistral4"])
+@pytest.mark.parametrize("name", ["deepseek-v3", "gemma4", "gemma4-experts", "hunyuan", "ministral3", "mistral4"])
 def test_bytes_are_planned_as_they_are_held(name: str, dtype: str) -> None:
     model = load(ShardConfig(folder=str(tiny.folder(name)), model=name, dtype=dtype), lambda stage: None).decoder
     planned = model.shape.weight_bytes(1, 4 if dtype == "float32" else 2, "cpu", dtype, not model.head.shared)
@@ -402,6 +405,19 @@ def test_what_stands_beside_the_description_of_the_text() -> None:
     assert shape(said).quantization is None
 
 
+def test_keys_that_are_cached_without_gains_have_no_calibrated_scale(tmp_path: Path) -> None:
+    """Their norms' are behind rotary: queries are multiplied by them."""
+    scales = {f"model.layers.{layer}.self_attn.{name}_scale": torch.tensor(0.25) for layer in range(2) for name in "kv"}
+    own = tiny.reference("hunyuan")
+    (tmp_path / "config.json").write_text(own.config.to_json_string())
+    tensors = {name: values.contiguous() for name, values in own.state_dict().items()} | scales
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    found = load(ShardConfig(folder=str(tmp_path), model="m"), lambda stage: None).decoder.layers[1].attention
+    assert isinstance(found, Heads)
+    assert found.scales is not None
+    assert found.scales.tolist() == [[1.0] * 4, [0.25] * 4]
+
+
 @pytest.mark.parametrize(("longest", "tokens"), [(0, 40), (17, 17), (16, 16), (3, 3)])
 def test_longropes_factors_go_by_the_longest_context(longest: int, tokens: int) -> None:
     """With all of them transformers takes the long ones if this context is longer than 16 tokens; we always do."""
@@ -485,6 +501,11 @@ def test_ranks_divide_what_is_there() -> None:
         (config("Ernie4_5ForCausalLM", use_bias=True), "use_bias is not supported"),
         (config("Ernie4_5_MoeForCausalLM", moe_layer_end_index=-2), "moe_layer_end_index -2, an integer from -1"),
         (config("Exaone4ForCausalLM", sliding_window_pattern="LLLG"), "sliding_window_pattern 'LLLG', an integer"),
+        (config("HunYuanDenseV1ForCausalLM", use_cla=True), "use_cla True is not supported"),
+        (config("HunYuanDenseV1ForCausalLM", use_qk_norm=False), "use_qk_norm False is not supported"),
+        (config("HunYuanDenseV1ForCausalLM", rope_scaling=YARN), "'yarn' is not supported"),
+        (config("HunYuanMoEV1ForCausalLM", num_experts=4, moe_topk=[2]), r"moe_topk \[2\], a number"),
+        (config("HunYuanMoEV1ForCausalLM", num_experts=4, moe_topk=5), "num_experts_per_tok 5, of 4 experts"),
         (config("MiniMaxM2ForCausalLM", rotary_dim=5), r"an even number is needed"),
         (config("OlmoeForCausalLM", clip_qkv=8.0), "clip_qkv 8.0 is not supported"),
         (config("Phi3ForCausalLM", partial_rotary_factor=0.4), "partial_rotary_factor 0.4, 3 of 8"),

@@ -233,6 +233,12 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         tie_word_embeddings=True,
     ),
     "helium": lambda: transformers.HeliumConfig(**SMALL, head_dim=8, attention_bias=True, mlp_bias=True),
+    "hunyuan": lambda: transformers.HunYuanDenseV1Config(
+        **SMALL, head_dim=16, rope_parameters={"rope_type": "dynamic", "rope_theta": 500.0, "alpha": 3.0, "factor": 1.0}
+    ),
+    "hunyuan-moe": lambda: transformers.HunYuanMoEV1Config(
+        **SMALL, head_dim=16, num_experts=7, moe_topk=[3, 1], attention_bias=True
+    ),
     "jais2": lambda: transformers.Jais2Config(**SMALL),
     "llama": lambda: transformers.LlamaConfig(**SMALL),
     "llama-3.1": lambda: transformers.LlamaConfig(**SMALL, rope_parameters=LLAMA3),
@@ -436,6 +442,8 @@ def _made(name: str) -> Path:
         "GraniteMoeHybridConfig": transformers.GraniteMoeHybridForCausalLM,
         "GraniteMoeSharedConfig": transformers.GraniteMoeSharedForCausalLM,
         "HeliumConfig": transformers.HeliumForCausalLM,
+        "HunYuanDenseV1Config": transformers.HunYuanDenseV1ForCausalLM,
+        "HunYuanMoEV1Config": transformers.HunYuanMoEV1ForCausalLM,
         "Jais2Config": transformers.Jais2ForCausalLM,
         "LlamaConfig": transformers.LlamaForCausalLM,
         "MinistralConfig": transformers.MinistralForCausalLM,
