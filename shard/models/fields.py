@@ -34,6 +34,8 @@ SIZES = {
     "n_group": 1 << 12,
     "topk_group": 1 << 12,
     "first_k_dense_replace": 1 << 12,
+    "num_dense_layers": 1 << 12,
+    "global_attn_every_n_layers": 1 << 12,
     "rotary_dim": 1 << 12,
     "kv_lora_rank": 1 << 12,
     "q_lora_rank": 1 << 16,
@@ -64,7 +66,7 @@ SIZES = {
 }
 LEAST = {
     **dict.fromkeys(("sliding_window", "max_window_layers", "n_shared_experts", "first_k_dense_replace"), 0),
-    **dict.fromkeys(("moe_num_shared_experts", "moe_layer_start_index"), 0),
+    **dict.fromkeys(("moe_num_shared_experts", "moe_layer_start_index", "num_dense_layers"), 0),
     "moe_layer_end_index": -1,  # the last
     **dict.fromkeys(("linear_conv_kernel_dim", "mamba_d_conv"), 2),  # of one there would be nothing to remember
 }
@@ -85,7 +87,7 @@ FORMERLY = {"attention": FULL, "mamba": LINEAR}  # as transformers 4 has them
 SWITCHES = (
     *("tie_word_embeddings", "attention_bias", "attention_out_bias", "mlp_bias", "qkv_bias", "use_bias"),
     *("use_sliding_window", "use_qk_norm", "qk_layernorm", "norm_topk_prob", "use_qkv_bias", "use_parallel_residual"),
-    *("rope_interleave", "mamba_conv_bias", "mamba_proj_bias", "use_cla"),
+    *("rope_interleave", "mamba_conv_bias", "mamba_proj_bias", "use_cla", "mup_enabled"),
 )
 # What transformers calls a model where its architecture's name doesn't say so.
 MODEL_TYPES = {

@@ -24,6 +24,8 @@ class Heads:
         self.shared = not keys.values  # they are what keys are at first
         sizes = [n * keys.size for n in (shape.heads, keys.heads, keys.heads)][: 2 + keys.values]
         names = [f"self_attn.{name}_proj" for name in "qkv"][: 2 + keys.values]
+        if shape.gates_name:
+            names, sizes = [*names, f"self_attn.{shape.gates_name}"], [*sizes, sizes[0]]
         self.inward = load.heads("self_attn.qkv_proj", names, sizes, shape.qkv_bias, keys.size)
         self.query_norm, self.key_norm = (
             load.ordered(load.gains(f"self_attn.{name}", keys.size)) if shape.qk_norm else None for name in shape.qk_norms

@@ -92,21 +92,21 @@ class Loader:
         return self.laid_out(self.outwards(names, sizes, joint), added, self._added_outwards(names, sizes, joint))
 
     def heads(self, joint: str, names: list[str], sizes: list[int], bias: bool, whole: int) -> Weight:
-        """As `columns`, of queries, keys and values, of which the first two are `ordered`. Where queries have gates beside them,
-        these come behind all. whole: the size of a head."""
-        gated = self.shape.attention_gates
-        if gated:
+        """As `columns`, of queries, keys and values, of which the first two are `ordered`, and of gates, which come behind all,
+        wherever they are stored. whole: the size of a head."""
+        beside = self.shape.attention_gates and not self.shape.gates_name
+        if beside:
             sizes = [2 * sizes[0], *sizes[1:]]
         where = names, sizes, joint, whole
         found, added = self.outwards(*where, self.shape.attention_inputs), self.biases(*where) if bias else None
         pairs = self._added_outwards(*where)
-        if self.shape.order or gated:
+        if self.shape.order or beside:
             own = [self._own(size, whole)[1] for size in sizes]
-            queries, keys, values = torch.split(torch.arange(sum(own), device=self.source.device), own)
-            gates = queries[:0]
-            if gated:
+            queries, keys, *others = torch.split(torch.arange(sum(own), device=self.source.device), own)
+            if beside:
                 queries, gates = queries.view(-1, 2, whole).transpose(0, 1).flatten(1)
-            order = torch.cat((self.ordered(torch.cat((queries, keys))), values, gates))
+                others.append(gates)
+            order = torch.cat((self.ordered(torch.cat((queries, keys))), *others))
             found, added = found[order], added[order] if added is not None else None
             pairs = [pair and (pair[0], pair[1][order]) for pair in pairs]
         return self.laid_out(found, added, pairs)

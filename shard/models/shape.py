@@ -250,7 +250,8 @@ class Shape:
     local_rope: Rope | None = None  # of the layers with a window, where it is another
     far: Keys | None = None  # of the layers without a window, where they are others
     linear: Linear | None = None  # layers that remember what they saw, instead of attending to it; the cache has no keys of theirs
-    attention_gates: bool = False  # of all that heads attend to, beside each head's queries in the checkpoint
+    attention_gates: bool = False  # of all that heads attend to
+    gates_name: str = ""  # of their own matrix, without biases; "": in the checkpoint they are beside each head's queries
     unturned: frozenset[int] = frozenset()  # layers without a rotary embedding
     attention_scale: float  # of the products of queries and keys
     softcap: float = 0.0  # which those come near to at most; 0: none

@@ -11,6 +11,19 @@ from .ropes import rope_of, ropes_by_kind, rotary_size, with_rope
 from .shape import PLAIN, Mixture, Quantization, Shape, Unsupported
 
 # transformers' defaults, which some checkpoints rely on.
+AFMOE: Config = {
+    "head_dim": 128,
+    "max_position_embeddings": 16_384,
+    "rms_norm_eps": 1e-5,
+    "moe_intermediate_size": 1408,
+    "num_dense_layers": 1,
+    "num_experts": 64,
+    "num_experts_per_tok": 6,
+    "num_shared_experts": 2,
+    "global_attn_every_n_layers": 4,
+    "sliding_window": 1024,
+}
+AROUND_AFMOE = ("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm")
 GLM_MOE: Config = {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5}
 MINIMAX: Config = {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 196_608, "rope_theta": 5e6}
 GPT_OSS: Config = {
@@ -190,6 +203,35 @@ def _exaone_moe(config: Config) -> Shape:
     fields = {"n_routed_experts": config.get("num_experts", 64), "n_shared_experts": config.get("num_shared_experts", 1)}
     found = scored_by_kinds(replace(exaone4(config), norms=PLAIN), EXAONE_MOE | config | fields)
     return with_experts(found, correction="e_score_correction_bias")
+
+
+def _afmoe(config: Config) -> Shape:
+    """Arcee's Trinity: gates of attention, norms around it and the MLP, and experts behind the first layers. Layers that see all
+    have no rotary embedding."""
+    for name, usual in (("attention_bias", False), ("route_norm", True), ("score_func", "sigmoid"), ("n_group", 1)):
+        if config.get(name, usual) != usual:
+            raise Unsupported(f"{name} {shown(config[name])} is not supported: for this family the decoder has {shown(usual)}")
+    given = AFMOE | config
+    base, every = common(given), given["global_attn_every_n_layers"]
+    kinds = kinds_of(given, base.layers, lambda layer: (layer + 1) % every > 0)
+    fields = {
+        "n_routed_experts": given["num_experts"],
+        "n_shared_experts": given["num_shared_experts"],
+        "norm_topk_prob": True,
+        "routed_scaling_factor": number(given, "route_scale", 1.0),
+        "first_k_dense_replace": given["num_dense_layers"],
+    }
+    found = with_experts(scored(base, given | fields), router="router.gate", correction="expert_bias")
+    return replace(
+        found,
+        attention_gates=True,
+        gates_name="gate_proj",
+        qk_norm=True,
+        norms=AROUND_AFMOE,
+        windows=windows_of(given, kinds),
+        unturned=frozenset(layer for layer, kind in enumerate(kinds) if kind != SLIDING),
+        embedding_factor=base.hidden**0.5 if given.get("mup_enabled") else 1.0,
+    )
 
 
 def _solar_open(config: Config) -> Shape:
@@ -405,6 +447,7 @@ def chosen(mixture: Mixture) -> Mixture:
 
 
 SPARSE: dict[str, Callable[[Config], Shape]] = {
+    "AfmoeForCausalLM": _afmoe,
     "Dots1ForCausalLM": _dots1,
     "Ernie4_5_MoeForCausalLM": _ernie_moe,
     "ExaoneMoeForCausalLM": _exaone_moe,

@@ -33,6 +33,7 @@ def config(architecture: str, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("architecture", "theirs"),
     [
+        ("AfmoeForCausalLM", transformers.AfmoeConfig),
         ("ApertusForCausalLM", transformers.ApertusConfig),
         ("ArceeForCausalLM", transformers.ArceeConfig),
         ("CohereForCausalLM", transformers.CohereConfig),
@@ -108,6 +109,7 @@ def test_what_is_left_out_is_transformers_default(architecture: str, theirs: Any
 @pytest.mark.parametrize(
     ("architecture", "theirs"),
     [
+        ("AfmoeForCausalLM", transformers.AfmoeConfig),
         ("Cohere2ForCausalLM", transformers.Cohere2Config),
         ("CwmForCausalLM", transformers.CwmConfig),
         ("Dots1ForCausalLM", transformers.Dots1Config),
@@ -125,11 +127,11 @@ def test_layers_are_of_transformers_kinds(architecture: str, theirs: Any, more: 
     assert [window > 0 for window in found.windows] == [kind == "sliding_attention" for kind in expected.layer_types]
     assert set(found.windows) <= {0, expected.sliding_window}
     still = [layer for layer, turns in enumerate(getattr(expected, "no_rope_layers", [])) if not turns]
-    if architecture in ("Exaone4ForCausalLM", "Cohere2ForCausalLM"):
+    if architecture in ("AfmoeForCausalLM", "Exaone4ForCausalLM", "Cohere2ForCausalLM"):
         still = [layer for layer, kind in enumerate(expected.layer_types) if kind == "full_attention"]
     assert sorted(found.unturned) == still
     every = 9 // more.get("sliding_window_pattern", 4)
-    counts = {"SmolLM3ForCausalLM": 2, "Exaone4ForCausalLM": every, "Cohere2ForCausalLM": every}
+    counts = {"AfmoeForCausalLM": 2, "SmolLM3ForCausalLM": 2, "Exaone4ForCausalLM": every, "Cohere2ForCausalLM": every}
     assert len(still) == counts.get(architecture, 0)
 
 
@@ -214,6 +216,10 @@ def test_experts_with_scores_of_their_own_are_transformers_by_default() -> None:
     theirs = transformers.SolarOpenConfig()
     names = {"experts": theirs.n_routed_experts, "size": theirs.moe_intermediate_size, "factor": theirs.routed_scaling_factor}
     assert made("SolarOpen") == (replace(of_glm, **names, shared=theirs.moe_intermediate_size),) * 3
+    theirs = transformers.AfmoeConfig()
+    names = {"experts": theirs.num_experts, "chosen": theirs.num_experts_per_tok, "factor": theirs.route_scale}
+    expected = replace(of_glm, **names, shared=2 * theirs.moe_intermediate_size, correction="expert_bias", router="router.gate")
+    assert made("Afmoe") == (None, expected, expected)
     theirs = transformers.HYV3Config()
     names = {"experts": theirs.num_experts, "size": theirs.moe_intermediate_size, "factor": theirs.router_scaling_factor}
     expected = replace(of_glm, **names, shared=theirs.moe_intermediate_size, correction="expert_bias")
@@ -491,6 +497,8 @@ def test_ranks_divide_what_is_there() -> None:
         (config("StableLmForCausalLM", qk_layernorm=True), "qk_layernorm is not supported"),
         (config("StableLmForCausalLM", use_parallel_residual=1), "use_parallel_residual 1, true or false"),
         (config("Starcoder2ForCausalLM", hidden_act="relu"), "hidden_act 'relu' is not supported"),
+        (config("AfmoeForCausalLM", attention_bias=True), "attention_bias True is not supported"),
+        (config("AfmoeForCausalLM", score_func="softmax"), "score_func 'softmax' is not supported"),
         (config("ArceeForCausalLM", hidden_act="silu"), "hidden_act 'silu' is not supported: .* relu2"),
         (config("Glm4MoeForCausalLM", n_group=3), "n_group 3 and topk_group 1, of 128 experts"),
         (config("Glm4MoeForCausalLM", n_group=128), "n_group 128"),

@@ -110,6 +110,15 @@ LATENT = {name: value for name, value in GLM_MOE.items() if name != "head_dim"} 
     "first_k_dense_replace": 1,
 }
 INDEXED = LATENT | {"num_key_value_heads": 8, "index_topk": 6, "index_head_dim": 16, "index_n_heads": 12}
+AFMOE = SMALL | {
+    "head_dim": 16,
+    "num_hidden_layers": 3,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "route_scale": 1.7,
+    "sliding_window": WINDOW,
+}
 ERNIE_MOE = SMALL | {"num_hidden_layers": 4, "moe_num_experts": 7, "moe_k": 3, "moe_intermediate_size": 20}
 EXAONE_MOE = SMALL | {
     "head_dim": 16,
@@ -157,6 +166,7 @@ GEMMA3_ROPES = {
 }
 
 FAMILIES: dict[str, Callable[[], Any]] = {
+    "afmoe": lambda: transformers.AfmoeConfig(**AFMOE, global_attn_every_n_layers=2, mup_enabled=True),
     "apertus": lambda: transformers.ApertusConfig(**SMALL, attention_bias=True),
     "arcee": lambda: transformers.ArceeConfig(**SMALL, mlp_bias=True),
     "bamba": lambda: transformers.BambaConfig(
@@ -409,6 +419,7 @@ def _made(name: str) -> Path:
     transformers.utils.logging.disable_progress_bar()
     generator = torch.Generator().manual_seed(len(name))
     model = {
+        "AfmoeConfig": transformers.AfmoeForCausalLM,
         "ApertusConfig": transformers.ApertusForCausalLM,
         "ArceeConfig": transformers.ArceeForCausalLM,
         "BambaConfig": transformers.BambaForCausalLM,
