@@ -68,6 +68,8 @@ class Heads:
         joint, gates = joint[:, : joint.shape[1] - self.gates], joint[:, joint.shape[1] - self.gates :]
         if self.queries_norm is not None and self.keys_norm is not None:
             normalize_parts(joint, (self.queries_norm, self.keys_norm), epsilon, self.ranks)
+        if shape.qkv_limit:
+            joint.clamp_(-shape.qkv_limit, shape.qkv_limit)
         scales = self.scales if layer.dtype != joint.dtype else None
         norms, values = (self.query_norm, self.key_norm), (shape.value_norm, self.shared)
         query = rotate_and_write(joint, rotary, step.slots, layer, *norms, epsilon, scales, *values)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from .fields import FULL, Config, number
-from .parts import biased, common, kinds_of, pattern_of, windows_of
+from .parts import biased, cap, common, kinds_of, pattern_of, windows_of
 from .ropes import rotary_size
 from .shape import Shape, Unsupported
 
@@ -43,6 +43,12 @@ def _cohere2(config: Config) -> Shape:
     kinds = kinds_of(config, base.layers, lambda layer: (layer + 1) % pattern_of(config, 4) > 0)
     still = frozenset(layer for layer, kind in enumerate(kinds) if kind == FULL)
     return replace(base, windows=windows_of(config, kinds), unturned=still)
+
+
+def _olmo(config: Config) -> Shape:
+    """The first generation: Llama, but for its norms, of which config.json says nothing, and what it clips."""
+    base = biased(common(config | {"rms_norm_eps": 1e-5}), config)
+    return replace(base, layer_norms=True, plain_norms=True, qkv_limit=cap(config, "clip_qkv", None))
 
 
 def _stablelm(config: Config) -> Shape:
@@ -97,6 +103,7 @@ LAYER_NORM: dict[str, Callable[[Config], Shape]] = {
     "Cohere2ForCausalLM": _cohere2,
     "Jais2ForCausalLM": _jais2,
     "NemotronForCausalLM": _nemotron,
+    "OlmoForCausalLM": _olmo,
     "StableLmForCausalLM": _stablelm,
     "Starcoder2ForCausalLM": _starcoder2,
 }

@@ -39,10 +39,14 @@ class Loader:
     def gains(self, name: str, size: int) -> Tensor:
         """The gains of a norm, which every rank has whole, as `Stream` has them; where they are stored less 1, those of an RMS norm
         in float32, not to lose what is left."""
-        gains = self.source.tensor(f"{self.prefix}{name}.weight", (size,))
+        source = self.source
+        if self.shape.plain_norms:
+            gains = torch.ones(size, dtype=source.dtype, device=source.device)
+        else:
+            gains = source.tensor(f"{self.prefix}{name}.weight", (size,))
         if self.shape.layer_norms:
             biased, gains = self.shape.norm_bias, gains + self.shape.centered_norms
-            return torch.stack((gains, self.source.tensor(f"{self.prefix}{name}.bias", (size,)) if biased else gains * 0))
+            return torch.stack((gains, source.tensor(f"{self.prefix}{name}.bias", (size,)) if biased else gains * 0))
         return gains.float() + 1 if self.shape.centered_norms else gains
 
     def part_of_gains(self, name: str, size: int, whole: int) -> Tensor:

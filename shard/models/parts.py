@@ -60,7 +60,7 @@ def windows_of(config: Config, kinds: list[Any]) -> tuple[int, ...]:
     return tuple(window if kind == SLIDING else 0 for kind in kinds)
 
 
-def cap(config: Config, name: str, default: float) -> float:
+def cap(config: Config, name: str, default: float | None) -> float:
     """null: there is none."""
     value = config.get(name, default)
     return 0.0 if value is None else number({name: value}, name)

@@ -269,11 +269,13 @@ class Shape:
     qk_norms: tuple[str, str] = ("q_norm", "k_norm")  # their names
     joint_qk_norm: bool = False  # or one of all queries of a token together, and one of all its keys
     value_norm: bool = False  # of every value head, without gains
+    qkv_limit: float = 0.0  # beyond which queries, keys and values don't go, before rotary; 0: none
     norms: tuple[str, str, str, str] = PLAIN  # names of those before and behind attention, before and behind the MLP; "": none
     last_norm: str = "norm"  # behind all layers
     centered_norms: bool = False  # norms' gains are stored less 1
     layer_norms: bool = False  # norms take the mean away, instead of being RMS norms
     norm_bias: bool = False
+    plain_norms: bool = False  # norms have neither gains nor biases
     parallel: bool = False  # the MLP goes by what attention goes by, behind the same norm
     # The MLP has no gates, and its features go through this: "gelu", approximated by tanh, "relu2", "xielu"; "": it has gates.
     ungated: str = ""
@@ -449,8 +451,8 @@ class Shape:
         features, inner = self.intermediate // ranks, (2 - bool(self.ungated)) * self.intermediate // ranks
         dense = self.hidden * (inner + features) + self.mlp_bias * (inner + self.hidden) + 2 * (self.ungated == "xielu")
         mlps = sum(self._sparse(mixture, ranks, tokens) if mixture else dense for mixture in self.mixtures or (None,) * self.layers)
-        norms = self.layers * sum(map(bool, self.norms)) * self.hidden * (1 + self.norm_bias)
-        last = self.hidden * (1 + self.norm_bias)
+        last = 0 if self.plain_norms else self.hidden * (1 + self.norm_bias)
+        norms = self.layers * sum(map(bool, self.norms)) * last
         held = tables or (1 if self.tied else 2)
         if self.features:
             held = int(self.features.table)

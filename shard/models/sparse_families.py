@@ -6,7 +6,7 @@ from typing import Any
 
 from .dense_families import MISTRAL, OLMO, ernie, exaone4, granite, hunyuan, qwen3
 from .fields import AGAIN, SLIDING, Config, number, shown
-from .parts import biased, common, kinds_of, windows_of
+from .parts import biased, cap, common, kinds_of, windows_of
 from .ropes import rope_of, ropes_by_kind, rotary_size, with_rope
 from .shape import PLAIN, Mixture, Quantization, Shape, Unsupported
 
@@ -113,8 +113,6 @@ def _qwen3_moe(config: Config) -> Shape:
 def _olmoe(config: Config) -> Shape:
     """Experts in every layer, and norms of all queries, and all keys, of a token together (Muennighoff et al. 2024,
     arXiv:2409.02060)."""
-    if config.get("clip_qkv") is not None:
-        raise Unsupported(f"clip_qkv {shown(config['clip_qkv'])} is not supported: the decoder has keys and values as they are")
     base = biased(common(OLMO | {"max_position_embeddings": 4096} | config), config)
     mixture = chosen(
         Mixture(
@@ -124,7 +122,7 @@ def _olmoe(config: Config) -> Shape:
             normalized=config.get("norm_topk_prob", False),
         )
     )
-    return replace(base, mixtures=(mixture,) * base.layers, joint_qk_norm=True)
+    return replace(base, mixtures=(mixture,) * base.layers, joint_qk_norm=True, qkv_limit=cap(config, "clip_qkv", None))
 
 
 def _glm4_moe(config: Config) -> Shape:

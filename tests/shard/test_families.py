@@ -515,7 +515,7 @@ def test_ranks_divide_what_is_there() -> None:
         (config("HunYuanMoEV1ForCausalLM", num_experts=4, moe_topk=[2]), r"moe_topk \[2\], a number"),
         (config("HunYuanMoEV1ForCausalLM", num_experts=4, moe_topk=5), "num_experts_per_tok 5, of 4 experts"),
         (config("MiniMaxM2ForCausalLM", rotary_dim=5), r"an even number is needed"),
-        (config("OlmoeForCausalLM", clip_qkv=8.0), "clip_qkv 8.0 is not supported"),
+        (config("OlmoForCausalLM", clip_qkv=-8.0), "clip_qkv -8.0, a number above 0"),
         (config("Phi3ForCausalLM", partial_rotary_factor=0.4), "partial_rotary_factor 0.4, 3 of 8"),
         (config("Phi3ForCausalLM", rope_parameters={"partial_rotary_factor": 1.5}), "partial_rotary_factor 1.5, a number above 0"),
         (config("Phi3ForCausalLM", rope_scaling={"type": "longrope"}), "lacks 'short_factor'"),

@@ -276,7 +276,8 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_local_experts=5, num_experts_per_tok=2),
     "nemotron": lambda: transformers.NemotronConfig(**SMALL, head_dim=16, partial_rotary_factor=0.25),
-    "olmoe": lambda: transformers.OlmoeConfig(**SMALL, num_experts=7, num_experts_per_tok=3, norm_topk_prob=True),
+    "olmo": lambda: transformers.OlmoConfig(**SMALL, attention_bias=True, clip_qkv=0.7),
+    "olmoe": lambda: transformers.OlmoeConfig(**SMALL, num_experts=7, num_experts_per_tok=3, norm_topk_prob=True, clip_qkv=0.9),
     "olmo2": lambda: transformers.Olmo2Config(**SMALL, attention_bias=True, rope_parameters=LLAMA3),
     "olmo3": lambda: transformers.Olmo3Config(
         **SMALL | {"num_hidden_layers": 4},
@@ -468,6 +469,7 @@ def _made(name: str) -> Path:
         "Qwen3_5TextConfig": transformers.Qwen3_5ForCausalLM,
         "Qwen3_5MoeTextConfig": transformers.Qwen3_5MoeForCausalLM,
         "NemotronConfig": transformers.NemotronForCausalLM,
+        "OlmoConfig": transformers.OlmoForCausalLM,
         "Olmo2Config": transformers.Olmo2ForCausalLM,
         "Olmo3Config": transformers.Olmo3ForCausalLM,
         "OlmoeConfig": transformers.OlmoeForCausalLM,
