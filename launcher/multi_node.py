@@ -13,8 +13,9 @@ from pathlib import Path
 
 from ..proto import certificates, link, settings
 from ..proto.certificates import Certificates
+from ..proto.images import DESCRIPTIONS
 from ..shard.config import ShardConfig
-from . import children, machine, roll, rundir
+from . import children, machine, roll, rundir, sight
 from .console import Console
 from .follower import Follower, NodeZero
 from .leader import Leader, Meeting
@@ -50,6 +51,8 @@ class Node:
         first = self.shards[0]
         named = ("penstock", "torch", "transformers") if first.image_pixels else ("penstock", "torch")
         versions = {name: importlib.metadata.version(name) for name in named}
+        if first.image_pixels:
+            versions[DESCRIPTIONS[0]] = sight.digest(Path(first.folder))
         speculate = re.sub(r"draft=[^,]*", "draft", first.speculate)
         shard = dataclasses.replace(first, speculate=speculate, adapters=tuple((name, "") for name, _ in first.adapters))
         return roll.terms(shard, self.asked.nnodes, self.digest, versions)

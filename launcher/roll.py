@@ -7,6 +7,7 @@ has to be the same on every node.
 import dataclasses
 from collections.abc import Mapping
 
+from ..proto.images import DESCRIPTIONS
 from ..shard.config import ShardConfig
 from .node_messages import Hello
 
@@ -15,8 +16,11 @@ OWN = {
     *("folder", "model", "name", "rank", "local_rank", "memory_fraction", "threads", "socket", "listen", "relay", "relay_address"),
     *("meeting", "token", "link_timeout", "tls_cert", "tls_key", "tls_ca", "master_addr", "master_port", "json_output"),
 }
-FLAGS = {"ranks": "--num-shard", "nodes": "--nnodes", "kernels": "--penstock-kernels", "local_ranks": "--num-shard"}
-VERSIONS = ("penstock", "torch", "weights")  # what differs by what is installed, or lies there
+FLAGS = {
+    **{"ranks": "--num-shard", "nodes": "--nnodes", "kernels": "--penstock-kernels", "local_ranks": "--num-shard"},
+    **{"image_pixels": "--max-images and --max-image-pixels", "images_asked": "--max-images"},
+}
+VERSIONS = ("penstock", "torch", "transformers", "weights", DESCRIPTIONS[0])  # what differs by what is installed, or lies there
 
 
 def terms(config: ShardConfig, nodes: int, weights: str, versions: Mapping[str, str]) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Whether a model is served with images: if it has what encodes them, and what prepares pictures for that is installed."""
 
+import hashlib
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -48,6 +49,12 @@ def of(asked: Options, folder: Path) -> int:
     if asked.max_images == 0 or (asked.max_images is None and not (folder / "config.json").is_file()):
         return 0
     return resolve(asked, checkpoint.read(folder, "dummy")).images
+
+
+def digest(folder: Path) -> str:
+    """Tells from others how the model in this folder has pictures prepared."""
+    found = [path.read_bytes() if (path := folder / name).is_file() else b"" for name in DESCRIPTIONS]
+    return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
 
 
 def _problem(model: Checkpoint) -> str:

@@ -71,6 +71,11 @@ def test_who_is_late_is_named_with_the_time() -> None:
         (hello(1, dtype="bfloat16"), "differs from node 0: dtype is bfloat16 there and float32 on node 0 (say --dtype on both)"),
         (hello(1, nodes="2"), "nodes is 2 there and 3 on node 0 (say --nnodes on both)"),
         (hello(1, penstock="2"), "penstock is 2 there and 1 on node 0 (install the same)"),
+        (hello(1, transformers="5"), "transformers is 5 there and unknown on node 0 (install the same)"),
+        (
+            hello(1, image_pixels="0"),
+            "image_pixels is 0 there and unknown on node 0 (say --max-images and --max-image-pixels on both)",
+        ),
         (
             hello(1, weights="x"),
             "the model's config.json, or names and sizes of its weights, are others there: copy the same files",

@@ -19,6 +19,7 @@ from penstock.launcher.options import Options
 from penstock.launcher.parts import Command
 from penstock.launcher.replicas import Place
 from penstock.proto import settings
+from penstock.proto.images import DESCRIPTIONS
 from penstock.shard.config import ShardConfig
 from penstock.tests.certificates import Authority, authorities, make
 
@@ -125,10 +126,20 @@ def test_all_nodes_say_the_same_but_for_what_is_their_own(tmp_path: Path) -> Non
 
 
 def test_where_images_are_seen_all_nodes_have_the_same_transformers(tmp_path: Path) -> None:
+    """And prepare pictures in the same way."""
     own = ours(tmp_path, node_rank=0, master_addr="a", threads=1)
-    seeing = dataclasses.replace(own, shards=[dataclasses.replace(shard, image_pixels=100) for shard in own.shards])
-    assert "transformers" not in own.terms
-    assert seeing.terms["transformers"] == importlib.metadata.version("transformers")
+    folder = tmp_path / "model"
+    folder.mkdir()
+
+    def terms(pixels: int, said: str) -> dict[str, str]:
+        (folder / DESCRIPTIONS[0]).write_text(said)
+        shards = [dataclasses.replace(shard, folder=str(folder), image_pixels=pixels) for shard in own.shards]
+        return dataclasses.replace(own, shards=shards).terms
+
+    assert "transformers" not in terms(0, "a")
+    assert terms(0, "a") == terms(0, "b")
+    assert terms(100, "a")["transformers"] == importlib.metadata.version("transformers")
+    assert terms(100, "a") == terms(100, "a") != terms(100, "b")
 
 
 def test_a_model_is_known_by_its_files(tmp_path: Path) -> None:
