@@ -47,6 +47,7 @@ class Sight:
         deep = getattr(self._model.config.vision_config, "deepstack_visual_indexes", None) or ()
         if len(deep) >= form.layers:
             raise Unsupported(f"config.json says deepstack_visual_indexes {[*deep]}, and there are {form.layers} layers: {AGAIN}")
+        self._try(form.hidden)
 
     def _load(self, source: Source) -> None:
         wanted = {name: tuple(tensor.shape) for name, tensor in self._model.state_dict().items()}
@@ -56,6 +57,17 @@ class Sight:
             raise Unsupported(f"{error}; --max-images 0 does without") from None
         self._model.load_state_dict(found, strict=False, assign=True)
         self._model.to(source.device)  # buffers, too
+
+    @torch.inference_mode()
+    def _try(self, hidden: int) -> None:
+        """Encodes an image: what could be made may contradict itself all the same. Raises Unsupported."""
+        try:
+            tokens, _, size = self.encode(self.blank(1)).shape
+        except Exception as error:  # it has many
+            line = str(error).strip().partition("\n")[0]
+            raise Unsupported(f"what encodes images fails by config.json ({line}): {AGAIN}; --max-images 0 does without") from None
+        if (tokens, size) != (1, hidden):
+            raise Unsupported(f"by config.json features of images have {size} numbers, and tokens {hidden}: {AGAIN}")
 
     @property
     def bytes(self) -> int:

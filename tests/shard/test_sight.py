@@ -373,6 +373,8 @@ def test_where_the_text_does_not_say_what_it_is(tmp_path: Path) -> None:
         ),
         ({"vision_config__hidden_act": "nothing"}, "can't make what encodes images"),
         ({"vision_config__hidden_size": 24}, "--max-images 0 does without"),  # its tensors have another shape
+        ({"vision_config__num_heads": 3}, "what encodes images fails"),
+        ({"vision_config__window_size": 0}, "what encodes images fails"),
         ({"preprocessor_config": "{"}, "does not say how pictures are prepared"),
         ({"preprocessor_config": '{"image_processor_type": "Nothing"}'}, "does not say how pictures are prepared"),
         ({"preprocessor_config": '{"image_processor_type": "Qwen2VLImageProcessor", "image_mean": [1]}'}, "3 numbers each"),
@@ -410,3 +412,14 @@ def test_as_the_hub_has_gemma_3(tmp_path: Path) -> None:
     bench, sequence = bench_of(tmp_path, prompt)
     spans = parted([Span(sequence, 0, prompt.tokens, wanted=len(prompt.tokens))])
     close(bench.run(spans), seeing.logits(reference, "Gemma3", prompt))
+
+
+def test_features_that_are_no_tokens_are_refused(tmp_path: Path) -> None:
+    """By their size, which no tensor tells where weights are made up."""
+    whole, other = tmp_path / "whole", tmp_path / "other"
+    whole.mkdir()
+    other.mkdir()
+    seeing.made("Qwen2_5_VL", whole)
+    changed(whole, other, vision_config__out_hidden_size=8)
+    with pytest.raises(Unsupported, match="features of images have 8 numbers, and tokens 64"):
+        seeing.engine(other, load_format="dummy", images_asked=True)
