@@ -276,6 +276,6 @@ def _read(limit: int, together: int, unanswered: Unanswered) -> Middleware:
             try:
                 return await handler(request)
             finally:
-                held -= len(request[BODY])
+                held -= len(request.pop(BODY))  # a connection keeps its last request until the next comes
 
     return read

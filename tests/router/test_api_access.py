@@ -1,15 +1,18 @@
 """What operators see of requests: ids, lines of the log, probes, who may ask from where, how long a body may take."""
 
 import asyncio
+import gc
 import json
 import logging
 import time
 from collections.abc import AsyncIterator
 
 import pytest
+from aiohttp import web
 
 from penstock.proto.process import configure_logging
 from penstock.router.api import access, app, unanswered
+from penstock.router.api.body import BODY
 from penstock.router.api.unanswered import UNANSWERED
 from penstock.router.record import Record, Run, current, request_id
 from penstock.router.request import Broken, Failure, NotReady, Overloaded, Refused, Request
@@ -414,6 +417,16 @@ def test_a_body_counts_until_it_was_answered_or_given_up(tokenizer: Tokenizer, m
             writer.close()
 
     serve(tokenizer, test, settings={"payload_limit": 400, "payload_limit_total": 700})
+
+
+def test_a_connection_that_waits_keeps_no_body(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        assert (await server.post("/generate", {"inputs": "Hi"}))[0] == 200
+        await asyncio.sleep(0.01)
+        requests = [one for one in gc.get_objects() if type(one) is web.Request]
+        assert not any(BODY in one for one in requests if one.transport is not None)
+
+    serve(tokenizer, test)
 
 
 def test_a_body_that_is_said_to_be_too_large_is_not_waited_for(tokenizer: Tokenizer) -> None:
