@@ -62,11 +62,12 @@ class Sight:
     def _try(self, hidden: int) -> None:
         """Encodes an image: what could be made may contradict itself all the same. Raises Unsupported."""
         try:
-            tokens, _, size = self.encode(self.blank(1)).shape
+            blank = self.blank(1)
+            tokens, _, size = self.encode(blank).shape
         except Exception as error:  # it has many
             line = str(error).strip().partition("\n")[0]
             raise Unsupported(f"what encodes images fails by config.json ({line}): {AGAIN}; --max-images 0 does without") from None
-        if (tokens, size) != (1, hidden):
+        if (tokens, size) != (blank.tokens, hidden):
             raise Unsupported(f"by config.json features of images have {size} numbers, and tokens {hidden}: {AGAIN}")
 
     @property
