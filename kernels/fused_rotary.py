@@ -71,6 +71,7 @@ def rotary_kernel(
     VALUES: tl.constexpr,  # have a norm, too
     SHARED: tl.constexpr,  # values are what keys are at first
     SCALED: tl.constexpr,
+    WRITES: tl.constexpr,  # there are keys and values; without, there is neither a cache nor are there slots
     MOST: tl.constexpr,  # the largest number of a cache of 8 bits; 0: it has the type of the keys
     EARLY: tl.constexpr,
 ) -> None:
@@ -100,21 +101,22 @@ def rotary_kernel(
     low, high = tl.where(is_value, low, turned_low), tl.where(is_value, high, turned_high)
     tl.store(place, low, mask=inside & is_query)
     tl.store(place + SIZE // 2, high, mask=inside & is_query)
-    slot = tl.load(slots + token).to(tl.int64)
-    if slot >= 0:
-        kept = cache + slot * cache_stride + (head - heads) * SIZE + half
-        written = inside & (head >= heads)
-        if MOST > 0:
-            wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
-            if SCALED:
-                scale = tl.load(scales + head - heads, mask=(head >= heads) & (head < heads + 2 * kv_heads), other=1.0)
-                wide_low = tl.div_rn(wide_low, scale + tl.zeros_like(wide_low))
-                wide_high = tl.div_rn(wide_high, scale + tl.zeros_like(wide_high))
-            tl.store(kept, storable(wide_low, MOST).to(cache.dtype.element_ty), mask=written)
-            tl.store(kept + SIZE // 2, storable(wide_high, MOST).to(cache.dtype.element_ty), mask=written)
-        else:
-            tl.store(kept, low.to(cache.dtype.element_ty), mask=written)
-            tl.store(kept + SIZE // 2, high.to(cache.dtype.element_ty), mask=written)
+    if WRITES:
+        slot = tl.load(slots + token).to(tl.int64)
+        if slot >= 0:
+            kept = cache + slot * cache_stride + (head - heads) * SIZE + half
+            written = inside & (head >= heads)
+            if MOST > 0:
+                wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
+                if SCALED:
+                    scale = tl.load(scales + head - heads, mask=(head >= heads) & (head < heads + 2 * kv_heads), other=1.0)
+                    wide_low = tl.div_rn(wide_low, scale + tl.zeros_like(wide_low))
+                    wide_high = tl.div_rn(wide_high, scale + tl.zeros_like(wide_high))
+                tl.store(kept, storable(wide_low, MOST).to(cache.dtype.element_ty), mask=written)
+                tl.store(kept + SIZE // 2, storable(wide_high, MOST).to(cache.dtype.element_ty), mask=written)
+            else:
+                tl.store(kept, low.to(cache.dtype.element_ty), mask=written)
+                tl.store(kept + SIZE // 2, high.to(cache.dtype.element_ty), mask=written)
 
 
 def rotate_and_write(
@@ -134,42 +136,73 @@ def rotate_and_write(
     joint: its last dimension dense; table: dense; cache: each slot dense.
     """
     tokens, (_, _, kv_heads, size) = len(joint), cache.shape
-    heads = joint.shape[1] // size - (1 if shared else 2) * kv_heads
     assert query_weight is not None or not normal_values
+    assert cache.stride()[1:] == (kv_heads * size, size, 1)
+    heads = joint.shape[1] // size - (1 if shared else 2) * kv_heads
+    how = query_weight, key_weight, epsilon, scales, normal_values, shared
+    if tokens:
+        _launch(joint, table, slots, cache, heads, kv_heads, cache.stride(0), *how)
+    return joint[:, : heads * size].view(tokens, heads, size)
+
+
+def rotate(queries: Tensor, table: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
+    """`operations.rotate`: the same with no key, so that nothing is written."""
+    tokens, size = len(queries), table.shape[-1]
+    heads = queries.shape[1] // size
+    if tokens:
+        slots = torch.empty(0, dtype=torch.int64, device=queries.device)
+        _launch(queries, table, slots, queries, heads, 0, 0, weight, weight, epsilon, None, False, False)
+    return queries.view(tokens, heads, size)
+
+
+def _launch(
+    joint: Tensor,
+    table: Tensor,
+    slots: Tensor,
+    cache: Tensor,
+    heads: int,
+    kv_heads: int,
+    cache_stride: int,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    epsilon: float,
+    scales: Tensor | None,
+    normal_values: bool,
+    shared: bool,
+) -> None:
+    size = table.shape[-1]
     assert size % 2 == 0
     assert joint.stride(1) == 1
     assert table.is_contiguous()
-    assert cache.stride()[1:] == (kv_heads * size, size, 1)
-    if tokens:
-        half, at_once = _tile(size)
-        early = on(joint.device)
-        rotary_kernel[(tokens, triton.cdiv(heads + 2 * kv_heads, at_once))](
-            joint,
-            table,
-            slots,
-            cache,
-            query_weight if query_weight is not None else table,
-            key_weight if key_weight is not None else table,
-            scales if scales is not None else table,
-            heads,
-            kv_heads,
-            joint.stride(0),
-            cache.stride(0),
-            epsilon,
-            SIZE=size,
-            HALF=half,
-            HEADS=at_once,
-            NORM=query_weight is not None,
-            VALUES=normal_values,
-            SHARED=shared,
-            SCALED=scales is not None,
-            MOST=torch.finfo(cache.dtype).max if cache.dtype != joint.dtype else 0.0,
-            EARLY=early,
-            num_warps=WARPS,
-            enable_fp_fusion=False,
-            **options(early),
-        )
-    return joint[:, : heads * size].view(tokens, heads, size)
+    half, at_once = _tile(size)
+    early = on(joint.device)
+    rotary_kernel[(len(joint), triton.cdiv(heads + 2 * kv_heads, at_once))](
+        joint,
+        table,
+        slots,
+        cache,
+        query_weight if query_weight is not None else table,
+        key_weight if key_weight is not None else table,
+        scales if scales is not None else table,
+        heads,
+        kv_heads,
+        joint.stride(0),
+        cache_stride,
+        epsilon,
+        SIZE=size,
+        HALF=half,
+        HEADS=at_once,
+        NORM=query_weight is not None,
+        VALUES=normal_values,
+        SHARED=shared,
+        SCALED=scales is not None,
+        WRITES=kv_heads > 0,
+        MOST=torch.finfo(cache.dtype).max if cache.dtype != joint.dtype else 0.0,
+        EARLY=early,
+        num_warps=WARPS,
+        enable_fp_fusion=False,
+        **options(early),
+    )
 
 
 def _tile(size: int) -> tuple[int, int]:
@@ -202,6 +235,7 @@ def compilations() -> list[Compilation]:
             "VALUES": values,
             "SHARED": values,
             "SCALED": small,
+            "WRITES": True,
         }
         constants |= {"MOST": 448.0 if small else 0.0, "EARLY": early}
         found.append(

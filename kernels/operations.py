@@ -89,6 +89,19 @@ def rotate_and_write(
     return every[:, :heads]
 
 
+def rotate(queries: Tensor, table: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
+    """The same of queries alone, in place: [tokens, heads * size]. Result: [tokens, heads, size]."""
+    size = table.shape[-1]
+    if triton_for(queries):
+        from .fused_rotary import rotate as fused
+
+        return fused(queries, table, weight, epsilon)
+    every = queries.view(len(queries), -1, size)
+    if weight is not None:
+        every[:] = reference.rms_norm(every, weight, epsilon)
+    return reference.rotate(every, table)
+
+
 def rotate_and_write_latents(
     query: Tensor, latents: Tensor, gains: Tensor, table: Tensor, slots: Tensor, cache: Tensor, epsilon: float
 ) -> None:

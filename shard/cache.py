@@ -38,13 +38,14 @@ class Cache:
     ) -> None:
         """dtype: of keys and values; slots: for what is remembered; computed: type of what convolutions see and of features, if
         another; features: that are kept of each token, for a draft model."""
-        attending = shape.attending
+        attending = shape.keyed
         each = [shape.slot(ranks, shape.windows[layer]) for layer in attending]
         wholes = {slot: _zeros((count, (pages + 1) * page_size, *slot), dtype, device) for slot, count in Counter(each).items()}
         self.page_size = page_size
         self.cleared: Callable[[Listing[int]], object] = lambda pages: None  # is told of pages that others get
         following = {slot: iter(whole.unbind(0)) for slot, whole in wholes.items()}
         self.layers: dict[int, Tensor] = {layer: next(following[slot]) for layer, slot in zip(attending, each, strict=True)}
+        self.layers |= {layer: self.layers[shape.source(layer)] for layer in shape.attending if layer not in self.layers}
         self._remembered = _remembered(shape, ranks, slots, computed or dtype, device)
         linear = sorted(shape.linear.layers) if shape.linear else []
         self.states = {layer: States(*(whole[i] for whole in self._remembered)) for i, layer in enumerate(linear)}

@@ -19,8 +19,9 @@ from ..cache import Cache
 from ..parallel import Ranks
 from ..step import Shown, Step
 from ..weights import Source
-from .heads import Heads
+from .heads import Heads, Queries
 from .latents import Latents
+from .layer_inputs import Table, Told
 from .loader import Loader
 from .memories import DeltaRule, Memories
 from .mlp import Beside, Dense, Sparse, Ungated
@@ -51,13 +52,16 @@ class Layer:
         self.attention = self._attention(load)
         mixture = shape.mixtures[index] if shape.mixtures else None
         self.factor = load.number("layer_scalar") if shape.layer_factors else 1.0
+        self.told = Told(load, shape.inputs) if shape.inputs else None
         if mixture:
             self.mlp: Dense | Sparse = Beside(load, mixture) if mixture.beside else Sparse(load, mixture)
         else:
-            self.mlp = Ungated(load) if shape.ungated else Dense(load)
+            self.mlp = (Ungated if shape.ungated else Dense)(load, shape.width(index))
 
-    def _attention(self, load: Loader) -> Heads | Latents | Memories:
+    def _attention(self, load: Loader) -> Heads | Queries | Latents | Memories:
         linear, latent = self.shape.linear, self.shape.latent
+        if self.index >= self.shape.layers - self.shape.keyless:
+            return Queries(load, self.window)
         if linear and self.index in linear.layers:
             return StateSpaces(load, linear) if linear.limits else DeltaRule(load, linear)
         return Latents(load, latent, self.window) if latent else Heads(load, self.window)
@@ -72,14 +76,17 @@ class Layer:
         """Only what comes before attention, to have it compiled."""
         stream.through(self.input_norm, self.attention.inward)
 
-    def transform(self, attended: Tensor, stream: Stream) -> None:
-        """Adds to the stream what its tokens attended to, and what the MLP makes of that; then the layer's factor goes on it."""
+    def transform(self, attended: Tensor, stream: Stream, told: Tensor | None = None) -> None:
+        """Adds to the stream what its tokens attended to, what the MLP makes of that, and what is made of what is `told` of them
+        apart; then the layer's factor goes on it."""
         if self.shape.parallel and isinstance(self.mlp, Dense):
             inner = self.mlp.inner(stream, self.input_norm)
             stream.add_both(attended, self.attention.output, inner, self.mlp.down)
         else:
             stream.add(attended, self.attention.output, self.attention_norm)
             self.mlp(stream, self.mlp_norm, self.last_norm)
+        if self.told is not None and told is not None:
+            self.told(stream, told)
         if self.factor != 1:
             stream.scale(self.factor)
 
@@ -110,6 +117,12 @@ class Decoder:
             self.LAYER(index, shape, Loader(source, shape, ranks, f"{root}layers.{index}.", exact, changes))
             for index in range(shape.layers)
         ]
+        for layer in self.layers:
+            if isinstance(layer.attention, Queries):
+                seen = self.layers[shape.source(layer.index)].attention
+                assert isinstance(seen, Heads)
+                layer.attention.scales = seen.scales
+        self.inputs = Table(load, shape.inputs) if shape.inputs else None
         for change in changes:
             change.check()
         self.adapters = tuple(change.name for change in changes)
@@ -133,6 +146,7 @@ class Decoder:
         stream = self._begin(step, cache)
         for tokens, features in looks:
             stream.replace(tokens, features[:, 0])
+        told = self._told(step, stream, [tokens for tokens, _ in looks])
         turnings, seen, kept = self._turnings(step), list[Tensor](), self.kept
         growth = self.growth.index_select(0, step.positions) if self.growth is not None else None
         for layer in self.layers:
@@ -147,7 +161,8 @@ class Decoder:
                 attended = attended.index_select(0, step.rows)
                 if not len(attended):
                     return attended.new_empty(0, self.shape.hidden)
-            layer.transform(attended, stream)
+                told = told.index_select(1, step.rows) if told is not None else None
+            layer.transform(attended, stream, told[layer.index] if told is not None else None)
             for tokens, features in looks:
                 if layer.index + 1 < features.shape[1]:
                     stream.put(tokens, features[:, layer.index + 1])
@@ -168,6 +183,12 @@ class Decoder:
         """Features of an image's tokens, [tokens, levels, hidden]: see `Sight`."""
         assert self.sight is not None
         return self.sight.look(shown.picture).index_select(0, shown.features)
+
+    def _told(self, step: Step, stream: Stream, shown: Sequence[Tensor]) -> Tensor | None:
+        """What each layer is told of the step's tokens apart: [layers, tokens, features]. shown: which of them are images'."""
+        if self.inputs is None:
+            return None
+        return self.inputs(step.tokens, stream.normalized(None), torch.cat([*shown]) if shown else None)
 
     def _turnings(self, step: Step) -> list[Tensor]:
         """Cosines and sines of the step's tokens, for each layer."""
@@ -236,7 +257,8 @@ class Decoder:
             # All that few rows of a layer go by besides attention, and logits.
             layer, stream = self.layers[0], self._row()
             layer.project(stream)
-            layer.transform(self.embedding.new_zeros(1, layer.attention.output.shape[1]), stream)
+            told = self.embedding.new_zeros(1, layer.told.output.shape[1]) if layer.told else None
+            layer.transform(self.embedding.new_zeros(1, layer.attention.output.shape[1]), stream, told)
             self.head(stream.normalized(self.norm))
 
     def _row(self) -> Stream:
@@ -251,7 +273,8 @@ class Decoder:
         return held + (self.sight.bytes if self.sight else 0)
 
     def _weights(self) -> Iterator[Weight | Tensor]:
-        parts = (self, *self.layers, *(part for layer in self.layers for part in layer.attention.parts))
+        parts = [self, *self.layers, *(part for layer in self.layers for part in layer.attention.parts)]
+        parts += [part for part in (self.inputs, *(layer.told for layer in self.layers)) if part is not None]
         held = [value for part in parts for value in vars(part).values()]
         held += [own for value in held if isinstance(value, list) for own in value]
         found = [value for value in held if isinstance(value, (Weight, Tensor))]

@@ -8,7 +8,7 @@ from .dense_families import AROUND, gemma
 from .fields import AGAIN, FULL, SIZES, SLIDING, Config, number, shown
 from .parts import cap, kinds_of, windows_of
 from .ropes import ropes_by_kind
-from .shape import Keys, Mixture, Rope, Shape, Unsupported
+from .shape import Inputs, Keys, Mixture, Rope, Shape, Unsupported
 from .sparse_families import chosen
 
 # transformers' defaults, which some checkpoints rely on.
@@ -32,14 +32,45 @@ HEAD_SIZE = 512  # of layers that see all
 
 
 def gemma4(config: Config) -> Shape:
-    """One layer in six sees all; the stream is multiplied by a number of each layer behind it."""
+    """One layer in six sees all; the stream is multiplied by a number of each layer behind it. Of E2B and E4B layers are told of
+    tokens apart, and the last ones have no keys."""
     config = TEXT | config
-    if config.get("hidden_size_per_layer_input", 256):
-        raise Unsupported("hidden_size_per_layer_input (Gemma 4 E2B and E4B) is not supported: the decoder has one embedding table")
-    base, sparse = _text(config), config.get("enable_moe_block", False)
-    if not isinstance(sparse, bool):
-        raise Unsupported(f"config.json says enable_moe_block {shown(sparse)}, true or false is needed: {AGAIN}")
+    for name in ("enable_moe_block", "use_double_wide_mlp"):
+        if not isinstance(config.get(name, False), bool):
+            raise Unsupported(f"config.json says {name} {shown(config[name])}, true or false is needed: {AGAIN}")
+    base, sparse = _keyless(_text(config), config), config.get("enable_moe_block", False)
+    if sparse and base.wider > 1:
+        raise Unsupported(
+            "use_double_wide_mlp together with enable_moe_block is not supported: only MLPs without experts are wider"
+        )
+    base = replace(base, inputs=_inputs(config, base))
     return replace(base, mixtures=(_mixture(config, base),) * base.layers) if sparse else base
+
+
+def _inputs(config: Config, base: Shape) -> Inputs | None:
+    """What layers are told apart. Where config.json says nothing of it, they are."""
+    size, rows = config.get("hidden_size_per_layer_input", 256), config.get("vocab_size_per_layer_input", 262_144)
+    if size in (0, None):
+        return None
+    for name, value, least in (("hidden_size_per_layer_input", size, 1), ("vocab_size_per_layer_input", rows, base.vocabulary)):
+        if type(value) is not int or not least <= value <= SIZES["vocab_size"]:
+            raise Unsupported(f"config.json says {name} {shown(value)}, an integer from {least} on is needed: {AGAIN}")
+    padding = config.get("pad_token_id", 0)
+    if type(padding) is not int or not 0 <= padding < rows:
+        raise Unsupported(f"config.json says pad_token_id {shown(padding)}, a token is needed, which stands for images': {AGAIN}")
+    return Inputs(size=size, vocabulary=rows, padding=padding)
+
+
+def _keyless(base: Shape, config: Config) -> Shape:
+    """The same, whose last layers may have no keys, and then wider MLPs."""
+    count = config.get("num_kv_shared_layers") or 0
+    keyed = base.layers - count if type(count) is int else 0
+    if not 0 < keyed <= base.layers or set(base.windows[:keyed]) != set(base.windows):
+        raise Unsupported(
+            f"config.json says num_kv_shared_layers {shown(count)}: before these there must be layers of all kinds, whose keys "
+            f"they see: {AGAIN}"
+        )
+    return replace(base, keyless=count, wider=2 if config.get("use_double_wide_mlp") and count else 1)
 
 
 def _mixture(config: Config, base: Shape) -> Mixture:
@@ -67,13 +98,13 @@ def _mixture(config: Config, base: Shape) -> Mixture:
 
 def gemma4_unified(config: Config) -> Shape:
     """The same without images' or sounds' encoders: the 12B."""
+    if config.get("num_kv_shared_layers"):
+        raise Unsupported("num_kv_shared_layers is not supported: for this family each layer of the decoder has its own keys")
     return _text(UNIFIED | config)
 
 
 def _text(config: Config) -> Shape:
     seen = config.get("use_bidirectional_attention")
-    if config.get("num_kv_shared_layers"):
-        raise Unsupported("num_kv_shared_layers (Gemma 4 E2B and E4B) is not supported: in the decoder each layer has its own keys")
     layers = config["num_hidden_layers"]
     kinds = kinds_of(config, layers, lambda layer: (layer + 1) % 6 > 0 and layer + 1 < layers)
     full, local = ropes_by_kind({**config, "rope_parameters": config.get("rope_parameters") or ROPES}, 1e6, 1e4)

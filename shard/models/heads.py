@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ...kernels.operations import rotate_and_write
+from ...kernels.operations import rotate, rotate_and_write
 from ...kernels.ragged import attention
 from ...kernels.reference import by_lanes
 from ..parallel import Ranks
@@ -80,6 +80,33 @@ class Heads:
         how = self.window, shape.attention_scale, shape.softcap
         found = attention(query, layer, step.attention, *how, scales, self.sinks).flatten(1)
         return found.mul_(by_lanes(torch.sigmoid, gates)) if self.gates else found
+
+
+class Queries:
+    """Queries alone, of a layer whose tokens see the keys of another (Brandon et al. 2024, arXiv:2405.12981)."""
+
+    def __init__(self, load: Loader, window: int) -> None:
+        shape, size = load.shape, load.shape.keys(window).size
+        self.shape = shape
+        self.window = window
+        self.inward = load.heads("", ["self_attn.q_proj"], [shape.heads * size], shape.qkv_bias, size)
+        self.query_norm = load.gains(shape.qk_norms[0] and f"self_attn.{shape.qk_norms[0]}", size) if shape.qk_norm else None
+        self.output = load.rows("self_attn.o_proj", shape.heads * size, shape.output_bias)
+        self.scales: Tensor | None = None  # of those keys, and values
+
+    @property
+    def parts(self) -> tuple[object, ...]:
+        """As those of `Heads`."""
+        return (self,)
+
+    def __call__(
+        self, stream: Stream, norm: Tensor | None, step: Step, rotary: Tensor, growth: Tensor | None, layer: Tensor
+    ) -> Tensor:
+        """As that of `Heads`; layer: the other one's, to which nothing is written."""
+        shape = self.shape
+        query = rotate(stream.through(norm, self.inward), rotary, self.query_norm, shape.norm_epsilon)
+        scales = self.scales if layer.dtype != query.dtype else None
+        return attention(query, layer, step.attention, self.window, shape.attention_scale, shape.softcap, scales).flatten(1)
 
 
 def normalize_parts(joint: Tensor, gains: tuple[Tensor, Tensor], epsilon: float, ranks: Ranks) -> None:

@@ -223,6 +223,20 @@ class Loader:
         start = self.ranks.rank * size
         return self.source.tensor(name, (self.shape.vocabulary, self.shape.hidden), (0, start, start + size))
 
+    def features(self, name: str, rows: int, layers: int, size: int) -> Tensor:
+        """This rank's part of each layer's features in a table [rows, layers * size]: [rows, layers * part]."""
+        start, own = self._own(size)
+        full = rows, layers * size
+        if own == size:
+            return self.source.tensor(f"{self.prefix}{name}.weight", full)
+        firsts = range(start, layers * size, size)
+        return torch.cat([self.source.tensor(f"{self.prefix}{name}.weight", full, (1, at, at + own)) for at in firsts], 1)
+
+    def own(self, count: int) -> tuple[int, int]:
+        """Where this rank's part of `count` begins, and where it ends."""
+        start, size = self._own(count)
+        return start, start + size
+
     def cache_scales(self, count: int) -> Tensor | None:
         """What cached keys and values of 8 bits, of so many heads, are to be multiplied by, as calibrated with the checkpoint:
         [2, this rank's heads] float32; None: all are 1."""

@@ -24,8 +24,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": partial(functional
 class Dense:
     """One MLP for all tokens."""
 
-    def __init__(self, load: Loader) -> None:
-        size, bias = load.shape.intermediate, load.shape.mlp_bias
+    def __init__(self, load: Loader, size: int) -> None:
+        """size: of its features."""
+        bias = load.shape.mlp_bias
         both, gate, up, down = (f"{load.shape.mlp_name}.{part}" for part in load.shape.mlp_parts)
         self.gate_up = load.columns(both, [gate, up], [size] * 2, bias)
         self.down = load.rows(down, size, bias)
@@ -46,8 +47,8 @@ class Dense:
 class Ungated(Dense):
     """One whose features are let through by themselves."""
 
-    def __init__(self, load: Loader) -> None:
-        size, bias = load.shape.intermediate, load.shape.mlp_bias
+    def __init__(self, load: Loader, size: int) -> None:
+        bias = load.shape.mlp_bias
         up, down = (f"{load.shape.mlp_name}.{part}" for part in load.shape.mlp_parts[2:])
         self.gate_up = load.columns("", [up], [size], bias)
         self.down = load.rows(down, size, bias)

@@ -229,6 +229,20 @@ class Keys:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What each layer is told of a token apart."""
+
+    size: int  # features for each layer
+    vocabulary: int  # rows of the table that they come from
+    padding: int = 0  # the row for images' tokens
+
+    def elements(self, ranks: int, hidden: int, layers: int, table: bool) -> int:
+        """Of all that makes and takes them, on a rank; table: with that."""
+        own = self.size // ranks
+        return layers * (self.size * hidden + 2 * own * hidden + hidden + table * self.vocabulary * own) + self.size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
     """Everything that the decoder needs to know about a model. Sizes are numbers of elements."""
 
@@ -292,6 +306,9 @@ class Shape:
     gelu: bool = False  # of the MLP's gates, approximated by tanh, instead of silu
     quantization: Quantization | None = None
     features: Features | None = None  # of another model, for which this one guesses, and whose embedding table it takes
+    keyless: int = 0  # the last layers, so many, have no keys: they see those of the last one before them with the same window
+    wider: int = 1  # and their MLPs are so many times as wide
+    inputs: Inputs | None = None  # of each layer apart
     whole_images: tuple[int, ...] = ()  # windows of layers in which each of an image's tokens sees all of the image
 
     def check_ranks(self, ranks: int) -> None:
@@ -319,6 +336,8 @@ class Shape:
                 sizes["intermediate features of the shared expert"] = mixture.shared
             else:
                 sizes["intermediate features"] = self.intermediate
+        if self.inputs:
+            sizes["features of what layers are told apart"] = self.inputs.size
         found = [f"{size} {name}" for name, size in sizes.items() if size % ranks]
         found += [f"{heads} {name}" for name, heads in keys.items() if heads % ranks and ranks % heads]
         return found[0] if found else ""
@@ -373,7 +392,7 @@ class Shape:
 
     def kv_elements(self, ranks: int) -> int:
         """Elements that one token takes in the cache of one rank, all layers."""
-        return sum(prod(self.slot(ranks, self.windows[layer])) for layer in self.attending)
+        return sum(prod(self.slot(ranks, self.windows[layer])) for layer in self.keyed)
 
     @property
     def feature_elements(self) -> int:
@@ -387,8 +406,21 @@ class Shape:
 
     @property
     def attending(self) -> list[int]:
-        """Layers whose keys are cached."""
+        """Layers whose tokens see keys."""
         return [layer for layer in range(self.layers) if self.linear is None or layer not in self.linear.layers]
+
+    @property
+    def keyed(self) -> list[int]:
+        """Those of them that have keys of their own, which are cached."""
+        return [layer for layer in self.attending if layer < self.layers - self.keyless]
+
+    def source(self, layer: int) -> int:
+        """The layer whose keys it sees."""
+        return max(other for other in self.keyed if other <= layer and self.windows[other] == self.windows[layer])
+
+    def width(self, layer: int) -> int:
+        """Intermediate features of its MLP."""
+        return self.intermediate * (self.wider if layer >= self.layers - self.keyless else 1)
 
     def state_bytes(self, ranks: int, item: int) -> int:
         """What linear attention remembers of a sequence on one rank, however long that is; item: bytes of an element."""
@@ -448,9 +480,10 @@ class Shape:
     def parameters(self, ranks: int = 1, tables: int | None = None, tokens: int | None = None) -> int:
         """Elements of all weights on one rank. `tables`: how often the vocabulary's table is held, if not as in the checkpoint;
         `tokens`: of experts those alone that so many tokens can be expected to choose."""
-        features, inner = self.intermediate // ranks, (2 - bool(self.ungated)) * self.intermediate // ranks
-        dense = self.hidden * (inner + features) + self.mlp_bias * (inner + self.hidden) + 2 * (self.ungated == "xielu")
-        mlps = sum(self._sparse(mixture, ranks, tokens) if mixture else dense for mixture in self.mixtures or (None,) * self.layers)
+        mlps = sum(
+            self._sparse(mixture, ranks, tokens) if mixture else self._dense(ranks, self.width(layer))
+            for layer, mixture in enumerate(self.mixtures or (None,) * self.layers)
+        )
         last = 0 if self.plain_norms else self.hidden * (1 + self.norm_bias)
         norms = self.layers * sum(map(bool, self.norms)) * last
         held = tables or (1 if self.tied else 2)
@@ -458,6 +491,9 @@ class Shape:
             held = int(self.features.table)
             norms += self.features.elements(self.hidden)
         attention = sum(count * self._attention(ranks, window) for window, count in self._alike.items())
+        attention += sum(self._asking(ranks, self.windows[layer]) for layer in self.attending if layer not in self.keyed)
+        if self.inputs:
+            norms += self.inputs.elements(ranks, self.hidden, self.layers, tokens is None)
         if self.linear:
             own = sum(outputs * inputs for outputs, _, inputs in self.linear.matrices(ranks, self.hidden))
             attention += len(self.linear.layers) * (own + self.linear.beside(ranks, self.hidden))
@@ -465,8 +501,19 @@ class Shape:
 
     @property
     def _alike(self) -> Counter[int]:
-        """How many of the layers that attend have each window."""
-        return Counter(self.windows[layer] for layer in self.attending)
+        """How many of the layers that have keys have each window."""
+        return Counter(self.windows[layer] for layer in self.keyed)
+
+    def _dense(self, ranks: int, width: int) -> int:
+        """Elements of an MLP of so many intermediate features."""
+        features, inner = width // ranks, (2 - bool(self.ungated)) * width // ranks
+        return self.hidden * (inner + features) + self.mlp_bias * (inner + self.hidden) + 2 * (self.ungated == "xielu")
+
+    def _asking(self, ranks: int, window: int) -> int:
+        """Elements of what a layer without keys attends by."""
+        size = self.keys(window).size
+        asked = self.heads // ranks * size
+        return asked * (2 * self.hidden + self.qkv_bias) + self.output_bias * self.hidden + self.qk_norm * size
 
     def _attention(self, ranks: int, window: int) -> int:
         """Elements of what a layer with this window attends by."""
@@ -508,7 +555,7 @@ class Shape:
         wide += self.layers * self.index.heads * self.hidden if self.index else 0
         if self.centered_norms and not self.layer_norms:
             wide += (self.layers * sum(map(bool, self.norms)) + 1) * self.hidden
-            wide += 2 * self.qk_norm * sum(self.keys(self.windows[layer]).size for layer in self.attending)
+            wide += 2 * self.qk_norm * sum(self.keys(self.windows[layer]).size for layer in self.keyed)
         if self.linear:
             wide += len(self.linear.layers) * self.linear.wide(ranks)
         made = self.rotary_elements + self.qk_norm_behind * len(self.attending) * self.head_size
@@ -532,8 +579,8 @@ class Shape:
         found = sum(count * less(how, *self._projections(ranks, window)) for window, count in self._alike.items())
         if self.linear:
             found += len(self.linear.layers) * less(how, *self.linear.matrices(ranks, self.hidden))
-        for mixture in self.mixtures or (None,) * self.layers:
-            size = mixture.shared if mixture else self.intermediate
+        for layer, mixture in enumerate(self.mixtures or (None,) * self.layers):
+            size = mixture.shared if mixture else self.width(layer)
             found += mlp(how, size, size // ranks)
             if mixture:
                 experts = mlp(mixture.quantization or how, mixture.size, mixture.part(ranks), device == "cuda")

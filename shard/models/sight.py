@@ -140,6 +140,9 @@ def _modules(config: Config, folder: Path) -> Any:
         known = transformers.AutoConfig.for_model(**config)
         text = known.text_config
         text.num_hidden_layers, text.layer_types, text.pad_token_id = 0, [], None
+        for name in ("num_kv_shared_layers", "hidden_size_per_layer_input"):  # of its layers, too
+            if hasattr(text, name):
+                setattr(text, name, 0)
         known.quantization_config = None
         if getattr(known, "audio_config", None) is not None:
             known.audio_config = None

@@ -139,6 +139,26 @@ def test_rotate_and_write(dtype: torch.dtype, norm: bool, chance: random.Random)
         close(found[1][1].nan_to_num(), found[0][1].nan_to_num())
 
 
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_queries_alone_are_turned(dtype: torch.dtype, norm: bool, chance: random.Random) -> None:
+    """Where they stand."""
+    for _ in range(3):
+        heads, size, tokens = chance.randint(1, 9), chance.choice([2, 10, 80, 512]), chance.randint(1, 5)
+        queries, weight = randn(tokens, heads * size, dtype=dtype), randn(size, dtype=dtype) if norm else None
+        table = reference.rotary_table(torch.rand(size // 2), torch.randint(0, 5000, (tokens,)), dtype).to(DEVICE)
+        expected = queries.clone().view(tokens, heads, size)
+        if weight is not None:
+            expected = reference.rms_norm(expected, weight, 1e-5)
+        expected = reference.rotate(expected, table)
+        for which in ("reference", "triton"):
+            choose.force(which)
+            own = queries.clone()
+            found = operations.rotate(own, table, weight, 1e-5)
+            assert found.data_ptr() == own.data_ptr()
+            close(found, expected)
+
+
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_values_may_be_normalized_and_be_keys(dtype: torch.dtype, shared: bool, chance: random.Random) -> None:

@@ -36,7 +36,7 @@ GEMMA, GEMMA4, GEMMA4_MOE, GPT_OSS, MIXTRAL, OLMO, MOE, DEEPSEEK, INDEXED = (
     f"few-heads-{name}"
     for name in ("gemma2", "gemma4", "gemma4-experts", "gpt-oss", "mixtral", "olmo3", "qwen2-moe", "deepseek", "deepseek-v32")
 )
-DELTA, SPACES = "few-heads-qwen3.5", "few-heads-granite-4-h"
+DELTA, SPACES, GEMMA4_E = "few-heads-qwen3.5", "few-heads-granite-4-h", "few-heads-gemma4-e"
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +92,7 @@ def with_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch, extent: Extent 
 
 
 @pytest.mark.parametrize(
-    "name", [QWEN3, WINDOW, GEMMA, GEMMA4, GEMMA4_MOE, GPT_OSS, MIXTRAL, OLMO, MOE, DEEPSEEK, INDEXED, DELTA, SPACES]
+    "name", [QWEN3, WINDOW, GEMMA, GEMMA4, GEMMA4_E, GEMMA4_MOE, GPT_OSS, MIXTRAL, OLMO, MOE, DEEPSEEK, INDEXED, DELTA, SPACES]
 )
 def test_a_shard_by_triton_gives_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = plain(name, filters=True)
@@ -106,7 +106,7 @@ def test_a_shard_by_triton_gives_the_same_tokens(name: str, monkeypatch: pytest.
     assert calls
 
 
-@pytest.mark.parametrize("name", [QWEN3, WINDOW, GEMMA, GEMMA4, OLMO, MOE, DEEPSEEK, SPACES])
+@pytest.mark.parametrize("name", [QWEN3, WINDOW, GEMMA, GEMMA4, GEMMA4_E, OLMO, MOE, DEEPSEEK, SPACES])
 def test_products_of_few_rows_give_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As for models in bfloat16: norms, SwiGLU and sums go with the products."""
     expected = plain(name)
@@ -123,7 +123,7 @@ def test_products_of_few_rows_give_the_same_tokens(name: str, monkeypatch: pytes
     monkeypatch.setattr(stream, "add_rms_norm", lambda x, *given: norms.append(len(x)) or norm(x, *given))
     found = run(tiny.engine_of(name, Ranks(0, 1, tiny.CPU), 4, PAGES))
     assert found.tokens == expected.tokens
-    added = {"add"} if name not in (GEMMA, GEMMA4, OLMO) else set()  # which have a norm before it is added
+    added = {"add"} if name not in (GEMMA, GEMMA4, GEMMA4_E, OLMO) else set()  # which have a norm before it is added
     assert {how for _, *names in calls for how in names} == {"gains", "epsilon", "gated", "gelu"} | added
     assert max(rows for rows, *_ in calls) == 5
     assert max(norms) > 5  # larger steps go by the others

@@ -22,7 +22,7 @@ from penstock.shard.pictures import Picture
 from penstock.shard.weights import Weights
 
 from .test_images import TEXTS, model
-from .tiny import CPU, GEMMA, GEMMA4, MAKING, SMALL, VOCABULARY
+from .tiny import CPU, GEMMA, GEMMA4, GEMMA4_E, MAKING, SMALL, VOCABULARY
 
 PATCH, MERGE, SIDE = 2, 2, 4  # pixels of a patch, patches of a token, pixels of a token: each along one side
 PLACEHOLDER, BREAK, END = 7, 8, 9  # ids of the vocabulary
@@ -39,9 +39,9 @@ GEMMA3 = GEMMA | {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "
 PROCESSORS = {
     **dict.fromkeys(("Glm4v", "Glm4vMoe"), "Glm4vImageProcessor"),
     **{"Mistral3": "PixtralImageProcessor", "Gemma3": "Gemma3ImageProcessor"},
-    **dict.fromkeys(("Gemma4", "Gemma4Causal"), "Gemma4ImageProcessor"),
+    **dict.fromkeys(("Gemma4", "Gemma4E"), "Gemma4ImageProcessor"),
 }
-SEEING = (*(name for name in TEXTS if name != "Kimi_K25"), "Mistral3", "Gemma3", "Gemma4", "Gemma4Causal")
+SEEING = (*(name for name in TEXTS if name != "Kimi_K25"), "Mistral3", "Gemma3", "Gemma4", "Gemma4E")
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,11 @@ def _gemma3() -> Any:
 
 
 def _gemma4(seen: str | None) -> Any:
-    """seen: whether its image tokens see each other."""
-    text = GEMMA4 | {"use_bidirectional_attention": seen, "attention_k_eq_v": True, "num_global_key_value_heads": 2}
+    """seen: whether its image tokens see each other. Of those in which they don't, layers are told of tokens apart."""
+    text = GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 2} if seen else GEMMA4_E
     config = transformers.Gemma4Config(
-        text_config=text,
-        vision_config=GEMMA4_VISION | {"standardize": True},
+        text_config=text | {"use_bidirectional_attention": seen},
+        vision_config=GEMMA4_VISION | {"standardize": bool(seen)},
         audio_config=None,
         image_token_id=PLACEHOLDER,
         boi_token_id=5,
@@ -109,9 +109,9 @@ OTHERS = {
     "Mistral3": _mistral,
     "Gemma3": _gemma3,
     "Gemma4": lambda: _gemma4("vision"),
-    "Gemma4Causal": lambda: _gemma4(None),
+    "Gemma4E": lambda: _gemma4(None),
 }
-WHOLE = ("Mistral3", "Gemma3", "Gemma4", "Gemma4Causal")  # pixels are no patches
+WHOLE = ("Mistral3", "Gemma3", "Gemma4", "Gemma4E")  # pixels are no patches
 
 
 def engine(folder: Path, pages: int = 64, page_size: int = 16, **more: Any) -> Engine:

@@ -90,7 +90,20 @@ def test_what_is_cached_of_a_token_goes_by_the_layer() -> None:
     assert engine.layer_bytes == 4 * 2 * 4 * 16
 
 
-@pytest.mark.parametrize("name", ["gemma4", "gemma4-experts", "gemma4-values"])
+def test_layers_without_keys_see_those_of_others() -> None:
+    """Which take no memory of their own."""
+    engine = tiny.engine("gemma4-e", pages=3)
+    layers = engine.cache.layers
+    assert layers[2] is layers[0]
+    assert layers[3] is layers[1]
+    assert [len(part) for part in engine.cache.pages] == [1, 1]
+    model = engine.decoder.shape
+    assert [model.source(layer) for layer in range(4)] == [0, 1, 0, 1]
+    assert engine.token_bytes == 4 * 2 * (4 * 16 + 4 * 32)
+    assert [layer.mlp.down.shape[1] for layer in engine.decoder.layers] == [model.intermediate] * 2 + [2 * model.intermediate] * 2
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma4-e", "gemma4-experts", "gemma4-values"])
 @pytest.mark.parametrize("computed", [0, 6])
 def test_it_is_paused_and_goes_on_with_pages_that_others_had(name: str, computed: int) -> None:
     """Forgotten and computed anew, and prefixes that are found: tokens stay."""
@@ -102,8 +115,16 @@ def test_it_is_paused_and_goes_on_with_pages_that_others_had(name: str, computed
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"hidden_size_per_layer_input": 256}, "E2B and E4B"),
-        ({"num_kv_shared_layers": 2}, "E2B and E4B"),
+        ({"hidden_size_per_layer_input": -1}, "hidden_size_per_layer_input -1"),
+        ({"hidden_size_per_layer_input": "256"}, "hidden_size_per_layer_input '256'"),
+        ({"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 100}, "vocab_size_per_layer_input 100"),
+        ({"hidden_size_per_layer_input": 8, "pad_token_id": None}, "pad_token_id None"),
+        ({"num_kv_shared_layers": 60}, "num_kv_shared_layers 60"),
+        ({"num_kv_shared_layers": 56}, "num_kv_shared_layers 56: before these there must be layers of all kinds"),
+        ({"num_kv_shared_layers": "2"}, "num_kv_shared_layers '2'"),
+        ({"num_kv_shared_layers": -1}, "num_kv_shared_layers -1"),
+        ({"use_double_wide_mlp": 1}, "use_double_wide_mlp 1"),
+        (EXPERTS | {"use_double_wide_mlp": True, "num_kv_shared_layers": 2}, "use_double_wide_mlp together with enable_moe_block"),
         ({"enable_moe_block": 1}, "enable_moe_block 1"),
         ({"enable_moe_block": True}, "num_experts None, and there are experts"),
         ({"enable_moe_block": True, "num_experts": 8}, "lacks 'top_k_experts'"),

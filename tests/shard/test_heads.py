@@ -31,6 +31,7 @@ FAMILIES = [
     ("bamba", 8),  # groups of state spaces are its key heads
     ("gemma4", 4),
     ("gemma4", 8),
+    ("gemma4-e", 4),
     ("granite-4-h", 4),
     ("granite-4-h-moe", 4),
     ("one-key-gpt-oss", 4),

@@ -77,6 +77,11 @@ GEMMA4 = SMALL | {
     "sliding_window": WINDOW,
     "hidden_size_per_layer_input": 0,
 }
+GEMMA4_E = GEMMA4 | {
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 150,
+}
 GEMMA4_MOE = GEMMA4 | {"enable_moe_block": True, "num_experts": 7, "top_k_experts": 3, "moe_intermediate_size": 20}
 PHI4 = SMALL | {"hidden_size": 128, "partial_rotary_factor": 0.75, "pad_token_id": 0, "eos_token_id": 1}
 LONGROPE = {
@@ -209,6 +214,8 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "gemma4-values": lambda: transformers.Gemma4TextConfig(
         **GEMMA4 | {"global_head_dim": 24}, attention_bias=True, final_logit_softcapping=9.0
     ),
+    "gemma4-e": lambda: transformers.Gemma4TextConfig(**GEMMA4_E, use_double_wide_mlp=True),
+    "gemma4-e-narrow": lambda: transformers.Gemma4TextConfig(**GEMMA4_E | {"num_kv_shared_layers": 1}, attention_k_eq_v=True),
     "gemma4-unified": lambda: transformers.Gemma4UnifiedTextConfig(
         **GEMMA4 | {"head_dim": 32, "global_head_dim": 8}, attention_k_eq_v=True, attention_bias=True, tie_word_embeddings=False
     ),
@@ -372,6 +379,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "few-heads-gemma4": lambda: transformers.Gemma4TextConfig(
         **GEMMA4 | FEW_HEADS | {"num_hidden_layers": 4}, attention_k_eq_v=True, num_global_key_value_heads=1
     ),
+    "few-heads-gemma4-e": lambda: transformers.Gemma4TextConfig(**GEMMA4_E | FEW_HEADS | {"num_hidden_layers": 4}),
     "few-heads-gemma4-experts": lambda: transformers.Gemma4TextConfig(**GEMMA4_MOE | FEW_HEADS | {"num_hidden_layers": 4}),
     "few-heads-gpt-oss": lambda: transformers.GptOssConfig(**GPT_OSS | FEW_HEADS),
     "one-key-llama": lambda: transformers.LlamaConfig(**SMALL | ONE_KEY),
