@@ -72,6 +72,8 @@ class Pictures:
                 found.append(await self._preparer.prepare(image, f"image {number}"))
                 own += len(found[-1].pixels)
                 self._hold(len(found[-1].pixels))
+                if own < self._held > self._most_together:  # one alone may have more: it would be told to come again for ever
+                    raise Overloaded(f"the images of all requests have more than {self._most_together} bytes together")
         except BaseException:  # the client may have left, too
             self._held -= own
             raise
@@ -81,10 +83,8 @@ class Pictures:
         return prompt, shown
 
     def _hold(self, length: int) -> None:
-        """So many bytes more. Raises Overloaded."""
+        """So many bytes more."""
         self._held += length
-        if length > 0 and self._held > self._most_together:
-            raise Overloaded(f"the images of all requests have more than {self._most_together} bytes together")
 
 
 def marked(text: str, word: str) -> tuple[str, list[str]]:

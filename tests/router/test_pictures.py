@@ -214,6 +214,9 @@ def test_pixels_of_all_requests_are_counted(folder: Path, tokenizer: Tokenizer) 
         assert pictures._held == 3 * one
         del first, second
         assert pictures._held == 0
+        pictures._most_together = one
+        assert len((await ask(3)).images) == 3  # alone
+        assert pictures._held == 0
 
     asyncio.run(test())
 
