@@ -79,9 +79,9 @@ class Layer:
     def transform(self, attended: Tensor, stream: Stream, told: Tensor | None = None) -> None:
         """Adds to the stream what its tokens attended to, what the MLP makes of that, and what is made of what is `told` of them
         apart; then the layer's factor goes on it."""
-        if self.shape.parallel and isinstance(self.mlp, Dense):
-            inner = self.mlp.inner(stream, self.input_norm)
-            stream.add_both(attended, self.attention.output, inner, self.mlp.down)
+        if self.shape.parallel:
+            made = self.mlp.part(stream, self.input_norm)
+            stream.add_part(made.add_(stream.product(attended, self.attention.output)))
         else:
             stream.add(attended, self.attention.output, self.attention_norm)
             self.mlp(stream, self.mlp_norm, self.last_norm)

@@ -36,6 +36,8 @@ SIZES = {
     "first_k_dense_replace": 1 << 12,
     "num_dense_layers": 1 << 12,
     "global_attn_every_n_layers": 1 << 12,
+    "prefix_dense_intermediate_size": 1 << 22,
+    "prefix_dense_sliding_window_pattern": 1 << 12,
     "rotary_dim": 1 << 12,
     "kv_lora_rank": 1 << 12,
     "q_lora_rank": 1 << 16,
@@ -71,6 +73,7 @@ LEAST = {
     **dict.fromkeys(("linear_conv_kernel_dim", "mamba_d_conv"), 2),  # of one there would be nothing to remember
 }
 LEAST_OF = {  # the same, of a model_type
+    "cohere2_moe": {"num_shared_experts": 0},
     "granitemoehybrid": {"num_local_experts": 0, "num_experts_per_tok": 0},
     "granitemoeshared": {"shared_intermediate_size": 0},
 }
@@ -79,7 +82,10 @@ MAY_BE_NULL = (
     *("num_key_value_heads", "head_dim", "sliding_window", "max_window_layers"),
     *("n_shared_experts", "n_group", "topk_group", "first_k_dense_replace", "q_lora_rank"),
 )
-NULL_OF = {"gemma4_text": ("num_experts", "moe_intermediate_size")}  # the same, of a model_type: it may have no experts
+NULL_OF = {  # the same, of a model_type: it may have no experts, or the usual number of features
+    "cohere2_moe": ("prefix_dense_intermediate_size",),
+    "gemma4_text": ("num_experts", "moe_intermediate_size"),
+}
 AGAIN = "is it the model's own? Download it again"
 # Of `layer_types`.
 FULL, SLIDING, INDEXED, LINEAR = "full_attention", "sliding_attention", "indexed_attention", "linear_attention"
@@ -91,6 +97,7 @@ SWITCHES = (
 )
 # What transformers calls a model where its architecture's name doesn't say so.
 MODEL_TYPES = {
+    "Cohere2MoeForCausalLM": "cohere2_moe",
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "DeepseekV32ForCausalLM": "deepseek_v32",

@@ -3,13 +3,28 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from .fields import FULL, Config, number
+from .fields import FULL, SLIDING, Config, number, shown
 from .parts import biased, cap, common, kinds_of, pattern_of, windows_of
 from .ropes import rotary_size
-from .shape import Shape, Unsupported
+from .shape import Mixture, Shape, Unsupported
+from .sparse_families import EXPERTS, PLAIN_MLP, by_kinds, chosen
 
 # transformers' defaults, which some checkpoints rely on.
 COHERE: Config = {"max_position_embeddings": 8192, "tie_word_embeddings": True, "rope_theta": 5e5}
+COHERE2_MOE: Config = {
+    "rope_theta": 1e4,
+    "head_dim": 128,
+    "first_k_dense_replace": 0,
+    "prefix_dense_sliding_window_pattern": 1,
+    "prefix_dense_intermediate_size": None,
+    "rms_norm_eps": None,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_shared_experts": 0,
+    "norm_topk_prob": True,
+    "expert_selection_fn": "softmax",
+    "shared_expert_combination_strategy": "average",
+}
 STABLELM: Config = {"num_key_value_heads": 32, "max_position_embeddings": 4096}
 STARCODER2: Config = {"num_key_value_heads": 2, "max_position_embeddings": 4096, "tie_word_embeddings": True}
 BEFORE_BOTH = ("input_layernorm", "", "", "")
@@ -82,6 +97,54 @@ def _starcoder2(config: Config) -> Shape:
     )
 
 
+def _cohere2_moe(config: Config) -> Shape:
+    """Command A+: experts beside attention, behind the first layers, which slide by a pattern of their own."""
+    given = COHERE2_MOE | config
+    if given.get("rope_scaling") and not given.get("rope_parameters"):
+        raise Unsupported("rope_scaling alone is not supported: for this family transformers goes by rope_parameters")
+    dense, before, behind = given["first_k_dense_replace"], given["prefix_dense_sliding_window_pattern"], pattern_of(given, 4)
+    base = _cohere(given | {"intermediate_size": given["prefix_dense_intermediate_size"] or given["intermediate_size"]})
+    kinds = kinds_of(
+        given, base.layers, lambda layer: (layer + 1) % before > 0 if layer < dense else (layer - dense + 1) % behind > 0
+    )
+    mlps = given.get("mlp_layer_types") or [PLAIN_MLP if layer < dense else EXPERTS for layer in range(base.layers)]
+    mixtures = by_kinds(mlps, _averaged(given), base.layers)
+    turned = [kind == SLIDING or (mixture is None and before == 1) for kind, mixture in zip(kinds, mixtures, strict=True)]
+    return replace(
+        base,
+        layer_norms=given["rms_norm_eps"] is None,
+        norm_epsilon=base.norm_epsilon if given["rms_norm_eps"] is None else number(given, "rms_norm_eps", most=1.0),
+        windows=windows_of(given, kinds),
+        unturned=frozenset(layer for layer, turns in enumerate(turned) if not turns),
+        mixtures=mixtures,
+    )
+
+
+def _averaged(given: Config) -> Mixture:
+    """Command A+'s experts, whose sum with the one that is for all tokens may be halved."""
+    scores, how = given["expert_selection_fn"], given["shared_expert_combination_strategy"]
+    if scores not in ("sigmoid", "softmax"):
+        raise Unsupported(f"expert_selection_fn {shown(scores)} is not supported: the decoder has sigmoid and softmax")
+    if how not in ("average", "sum"):
+        raise Unsupported(f"shared_expert_combination_strategy {shown(how)} is not supported: the decoder has average and sum")
+    shared = given["intermediate_size"] * given["num_shared_experts"]
+    factor = 0.5 if shared and how == "average" else 1.0
+    return chosen(
+        Mixture(
+            experts=given["num_experts"],
+            chosen=given["num_experts_per_tok"],
+            size=given["intermediate_size"],
+            normalized=scores == "softmax" or given["norm_topk_prob"],
+            sigmoid=scores == "sigmoid",
+            factor=factor,
+            shared=shared,
+            shared_name="shared_experts",
+            shared_gate="",
+            shared_factor=factor,
+        )
+    )
+
+
 def _nemotron(config: Config) -> Shape:
     """Minitron and Nemotron Mini. Gains of norms are stored less 1, and half of each head turns."""
     base = _squared(config | {"layer_norm_eps": number(config, "norm_eps", 1e-5, 1.0)}, 4096)
@@ -101,6 +164,7 @@ def _squared(config: Config, positions: int) -> Shape:
 LAYER_NORM: dict[str, Callable[[Config], Shape]] = {
     "CohereForCausalLM": _cohere,
     "Cohere2ForCausalLM": _cohere2,
+    "Cohere2MoeForCausalLM": _cohere2_moe,
     "Jais2ForCausalLM": _jais2,
     "NemotronForCausalLM": _nemotron,
     "OlmoForCausalLM": _olmo,

@@ -35,6 +35,10 @@ class Dense:
         """Adds to the stream what it makes of it. before, behind: gains of norms, where there are any."""
         stream.add(self.inner(stream, before), self.down, behind)
 
+    def part(self, stream: Stream, before: Tensor | None) -> Tensor:
+        """This rank's part of that, which nobody else has."""
+        return stream.product(self.inner(stream, before), self.down)
+
     def inner(self, stream: Stream, before: Tensor | None) -> Tensor:
         """What `down` is to be multiplied with."""
         return stream.through(before, self.gate_up, gates=True)
@@ -81,9 +85,13 @@ class Sparse:
 
     def __call__(self, stream: Stream, before: Tensor | None, behind: Tensor | None) -> None:
         """As that of `Dense`."""
+        stream.add_part(self.part(stream, before), behind)
+
+    def part(self, stream: Stream, before: Tensor | None) -> Tensor:
+        """As that of `Dense`."""
         x = stream.normalized(before)
         made = self.experts(x, *self.route(x))
-        stream.add_part(made if self.shared is None else made.add_(self.shared(x, stream)), behind)
+        return made if self.shared is None else made.add_(self.shared(x, stream), alpha=self.mixture.shared_factor)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Shares and numbers of the experts of each token."""

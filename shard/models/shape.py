@@ -84,12 +84,13 @@ class Mixture:
     shared: int = 0  # intermediate features of one more, that all tokens go through
     shared_name: str = "shared_expert"
     shared_gate: str = "shared_expert_gate"  # which lets tokens through it; "": all as they are
+    shared_factor: float = 1.0  # of what it comes to
     sigmoid: bool = False  # each expert's score is by itself, instead of a softmax
     correction: str = ""  # the tensor that is added to scores for choosing by; "": none
     groups: int = 1  # of experts, of which a token chooses first
     groups_chosen: int = 1
     best: int = 2  # of a group's experts by which it is chosen
-    factor: float = 1.0  # of all shares
+    factor: float = 1.0  # of all shares of those chosen
     quantization: Quantization | None = None  # of the experts alone
     biased: bool = False  # experts and their router have biases
     limit: float = 0.0  # beyond which gates and what they let through don't go; 0: none

@@ -62,10 +62,6 @@ class Stream:
         whole = self._ranks.add(x)
         self._more = whole if gains is None else self._norm(whole, gains)
 
-    def add_both(self, x: Tensor, weight: Weight, other: Tensor, its_weight: Weight) -> None:
-        """Adds two products, of which both are this rank's parts."""
-        self.add_part(self.product(x, weight).add_(self.product(other, its_weight)))
-
     def add_each(self, parts: Sequence[Tensor], gains: Sequence[Tensor], last: Tensor | None) -> None:
         """Adds the norm of the sum of the norms of these, of which all are this rank's parts."""
         wholes = self._ranks.add(torch.stack([*parts]))

@@ -38,6 +38,7 @@ def config(architecture: str, **more: Any) -> dict[str, Any]:
         ("ArceeForCausalLM", transformers.ArceeConfig),
         ("CohereForCausalLM", transformers.CohereConfig),
         ("Cohere2ForCausalLM", transformers.Cohere2Config),
+        ("Cohere2MoeForCausalLM", transformers.Cohere2MoeConfig),
         ("CwmForCausalLM", transformers.CwmConfig),
         ("Dots1ForCausalLM", transformers.Dots1Config),
         ("Ernie4_5ForCausalLM", transformers.Ernie4_5Config),
@@ -133,6 +134,20 @@ def test_layers_are_of_transformers_kinds(architecture: str, theirs: Any, more: 
     every = 9 // more.get("sliding_window_pattern", 4)
     counts = {"AfmoeForCausalLM": 2, "SmolLM3ForCausalLM": 2, "Exaone4ForCausalLM": every, "Cohere2ForCausalLM": every}
     assert len(still) == counts.get(architecture, 0)
+
+
+@pytest.mark.parametrize("pattern", [1, 2])
+@pytest.mark.parametrize("dense", [0, 3])
+def test_layers_of_command_a_plus_are_of_transformers_kinds(pattern: int, dense: int) -> None:
+    """Those without experts slide by a pattern of their own."""
+    more = {"num_hidden_layers": 9, "first_k_dense_replace": dense, "prefix_dense_sliding_window_pattern": pattern}
+    theirs = transformers.Cohere2MoeConfig(**SMALL | more | {"sliding_window_pattern": 3})
+    found = shape(config("Cohere2MoeForCausalLM", sliding_window_pattern=3, **more))
+    kinds = {"layer_types": theirs.layer_types, "mlp_layer_types": theirs.mlp_layer_types}
+    assert found == shape(
+        config("Cohere2MoeForCausalLM", prefix_dense_sliding_window_pattern=pattern, num_hidden_layers=9, **kinds)
+    )
+    assert [mixture is None for mixture in found.mixtures] == [kind == "dense" for kind in theirs.mlp_layer_types]
 
 
 @pytest.mark.parametrize("name", sorted(tiny.FAMILIES))
@@ -492,6 +507,9 @@ def test_ranks_divide_what_is_there() -> None:
         (config("Qwen3MoeForCausalLM", norm_topk_prob=1), "norm_topk_prob 1, true or false"),
         (config("Qwen3MoeForCausalLM", model_type="qwen3"), "which is 'qwen3_moe'"),
         (config("CohereForCausalLM", use_qk_norm=True), "use_qk_norm is not supported"),
+        (config("Cohere2MoeForCausalLM", rope_scaling=YARN), "rope_scaling alone is not supported"),
+        (config("Cohere2MoeForCausalLM", expert_selection_fn="relu"), "expert_selection_fn 'relu' is not supported"),
+        (config("Cohere2MoeForCausalLM", shared_expert_combination_strategy="max"), "strategy 'max' is not supported"),
         (config("CohereForCausalLM", logit_scale="1"), "logit_scale '1', a number above 0"),
         (config("CohereForCausalLM", model_max_length="8192"), "model_max_length '8192', a number above 0"),
         (config("StableLmForCausalLM", qk_layernorm=True), "qk_layernorm is not supported"),

@@ -43,6 +43,7 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 512,
 }
+ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -124,6 +125,20 @@ AFMOE = SMALL | {
     "route_scale": 1.7,
     "sliding_window": WINDOW,
 }
+COHERE2_MOE = (
+    SMALL
+    | ENDS
+    | {
+        "head_dim": 16,
+        "intermediate_size": 20,
+        "num_hidden_layers": 3,
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "sliding_window": WINDOW,
+        "sliding_window_pattern": 2,
+        "prefix_dense_intermediate_size": 36,
+    }
+)
 ERNIE_MOE = SMALL | {"num_hidden_layers": 4, "moe_num_experts": 7, "moe_k": 3, "moe_intermediate_size": 20}
 EXAONE_MOE = SMALL | {
     "head_dim": 16,
@@ -163,7 +178,6 @@ GRANITE4 = GRANITE | {
     "mamba_d_state": 12,
     "shared_intermediate_size": 36,
 }
-ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 GLM = SMALL | {"head_dim": 16, "pad_token_id": 0, "eos_token_id": 1}
 GEMMA3_ROPES = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -179,6 +193,12 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "cohere": lambda: transformers.CohereConfig(**SMALL, logit_scale=0.3, attention_bias=True, pad_token_id=0, **ENDS),
     "cohere2": lambda: transformers.Cohere2Config(**SMALL | {"num_hidden_layers": 4}, sliding_window=WINDOW, **ENDS),
+    "cohere2-moe": lambda: transformers.Cohere2MoeConfig(
+        **COHERE2_MOE, num_shared_experts=2, expert_selection_fn="sigmoid", first_k_dense_replace=1
+    ),
+    "cohere2-moe-rms": lambda: transformers.Cohere2MoeConfig(
+        **COHERE2_MOE, num_shared_experts=1, rms_norm_eps=0.1, shared_expert_combination_strategy="sum", attention_bias=True
+    ),
     "cwm": lambda: transformers.CwmConfig(**SMALL, head_dim=16, sliding_window=WINDOW, mlp_bias=True, rope_parameters=LLAMA3),
     "deepseek-v2": lambda: transformers.DeepseekV2Config(**LATENT, attention_bias=True, rope_parameters=dict(DEEP_YARN)),
     "deepseek-v2-sets": lambda: transformers.DeepseekV2Config(
@@ -434,6 +454,7 @@ def _made(name: str) -> Path:
         "BambaConfig": transformers.BambaForCausalLM,
         "CohereConfig": transformers.CohereForCausalLM,
         "Cohere2Config": transformers.Cohere2ForCausalLM,
+        "Cohere2MoeConfig": transformers.Cohere2MoeForCausalLM,
         "CwmConfig": transformers.CwmForCausalLM,
         "DeepseekV2Config": transformers.DeepseekV2ForCausalLM,
         "DeepseekV3Config": transformers.DeepseekV3ForCausalLM,
