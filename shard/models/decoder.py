@@ -203,7 +203,8 @@ class Decoder:
     def embed(self, tokens: Tensor) -> Tensor:
         """[tokens, hidden]."""
         rows = self._looked_up(tokens)
-        return rows if self._factor == 1 else rows.mul_(self._factor)
+        rows = rows if self._factor == 1 else rows.mul_(self._factor)
+        return self._stream(rows).normalized(self.norm) if self.shape.first_norm else rows
 
     def _looked_up(self, tokens: Tensor) -> Tensor:
         if self.ranks.size == 1:

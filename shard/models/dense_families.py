@@ -170,11 +170,7 @@ def hunyuan(config: Config) -> Shape:
             raise Unsupported(
                 f"{name} {shown(config[name])} is not supported: for this family the decoder has {str(usual).lower()}"
             )
-    base = biased(common(HUNYUAN | config), config)
-    if base.rope.amplitude != 1:
-        raise Unsupported(
-            f"rotary scaling {base.rope.kind!r} is not supported: for this family the decoder has none that changes lengths"
-        )
+    base = _at_length(biased(common(HUNYUAN | config), config))
     return replace(
         base,
         rope=stretched(config, base.rope, base.head_size),
@@ -182,6 +178,31 @@ def hunyuan(config: Config) -> Shape:
         qk_norm_behind=True,
         qk_norms=("query_layernorm", "key_layernorm"),
     )
+
+
+def _nanochat(config: Config) -> Shape:
+    """Norms without gains, one in front of all layers and those of heads behind rotary, where it doesn't matter; squares instead of
+    gates. Heads turn the other way round."""
+    base = _at_length(biased(common(config, activations=("relu2",)), config))
+    return replace(
+        base,
+        plain_norms=True,
+        first_norm=True,
+        qk_norm=True,
+        rotary_reversed=True,
+        ungated="relu2",
+        mlp_parts=("", "", "fc1", "fc2"),
+        final_softcap=cap(config, "final_logit_softcapping", 15.0),
+    )
+
+
+def _at_length(base: Shape) -> Shape:
+    """The same. Raises Unsupported if to turn a head changes its length, which a norm behind that would take back."""
+    if base.rope.amplitude != 1:
+        raise Unsupported(
+            f"rotary scaling {base.rope.kind!r} is not supported: for this family the decoder has none that changes lengths"
+        )
+    return base
 
 
 def granite(config: Config) -> Shape:
@@ -313,6 +334,7 @@ DENSE: dict[str, Callable[[Config], Shape]] = {
     "MinistralForCausalLM": _ministral,
     "Ministral3ForCausalLM": _ministral_3,
     "MistralForCausalLM": _mistral,
+    "NanoChatForCausalLM": _nanochat,
     "Olmo2ForCausalLM": _olmo2,
     "Olmo3ForCausalLM": _olmo3,
     "Phi3ForCausalLM": _phi3,

@@ -287,6 +287,7 @@ class Shape:
     qkv_limit: float = 0.0  # beyond which queries, keys and values don't go, before rotary; 0: none
     norms: tuple[str, str, str, str] = PLAIN  # names of those before and behind attention, before and behind the MLP; "": none
     last_norm: str = "norm"  # behind all layers
+    first_norm: bool = False  # and in front of them, the same
     centered_norms: bool = False  # norms' gains are stored less 1
     layer_norms: bool = False  # norms take the mean away, instead of being RMS norms
     norm_bias: bool = False
@@ -303,6 +304,7 @@ class Shape:
     )  # the first: of two that are joined
     joined: tuple[str, ...] = ()  # names of tensors that are several in other checkpoints: "qkv_proj", "gate_up_proj"
     rotary_size: int = 0  # features of a head that rotary embeddings turn, its first; 0: all
+    rotary_reversed: bool = False  # they turn the other way round
     rotary_neighbours: bool = False  # of them the checkpoint has those side by side that turn together, not half of them apart
     gelu: bool = False  # of the MLP's gates, approximated by tanh, instead of silu
     quantization: Quantization | None = None
@@ -453,16 +455,18 @@ class Shape:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Where a checkpoint's heads have the features of ours, in which those that turn together are half a head apart, and those
-        that don't turn stand behind the others in each half; (): where ours have them."""
+        """Where a checkpoint's heads have the features of ours, in which those that turn together are half a head apart, the first
+        of them towards the second, and those that don't turn stand behind the others in each half; (): where ours have them."""
         size = self.turning_size(max(self.windows))
         turned = self.rotary_size or size
-        if turned == size and not self.rotary_neighbours:
+        if turned == size and not self.rotary_neighbours and not self.rotary_reversed:
             return ()
         middle, apart = (size + turned) // 2, turned // 2
         first, second = (range(apart), range(apart, turned))
         if self.rotary_neighbours:
             first, second = (range(0, turned, 2), range(1, turned, 2))
+        if self.rotary_reversed:
+            first, second = second, first
         return (*first, *range(turned, middle), *second, *range(middle, size))
 
     @property
@@ -520,7 +524,7 @@ class Shape:
         """Elements of what a layer with this window attends by."""
         heads, keys = self.heads // ranks, self.keys(window)
         matrices = sum(outputs * inputs for outputs, _, inputs in self._projections(ranks, window))
-        norms = (2 * self.qk_norm + self.joint_qk_norm * (heads + keys.own(ranks))) * keys.size
+        norms = (2 * (self.qk_norm and not self.plain_norms) + self.joint_qk_norm * (heads + keys.own(ranks))) * keys.size
         return matrices + self._beside(ranks, window) + self.output_bias * self.hidden + norms + self.sinks * heads
 
     def _projections(self, ranks: int, window: int) -> list[tuple[int, int, int]]:

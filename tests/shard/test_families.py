@@ -64,6 +64,7 @@ def config(architecture: str, **more: Any) -> dict[str, Any]:
         ("MinistralForCausalLM", transformers.MinistralConfig),
         ("MistralForCausalLM", transformers.MistralConfig),
         ("MixtralForCausalLM", transformers.MixtralConfig),
+        ("NanoChatForCausalLM", transformers.NanoChatConfig),
         ("NemotronForCausalLM", transformers.NemotronConfig),
         ("Olmo2ForCausalLM", transformers.Olmo2Config),
         ("Olmo3ForCausalLM", transformers.Olmo3Config),

@@ -302,6 +302,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **SMALL, head_dim=16, num_local_experts=9, num_experts_per_tok=3, rotary_dim=8
     ),
     "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_local_experts=5, num_experts_per_tok=2),
+    "nanochat": lambda: transformers.NanoChatConfig(**SMALL, final_logit_softcapping=9.0, attention_bias=True),
     "nemotron": lambda: transformers.NemotronConfig(**SMALL, head_dim=16, partial_rotary_factor=0.25),
     "olmo": lambda: transformers.OlmoConfig(**SMALL, attention_bias=True, clip_qkv=0.7),
     "olmoe": lambda: transformers.OlmoeConfig(**SMALL, num_experts=7, num_experts_per_tok=3, norm_topk_prob=True, clip_qkv=0.9),
@@ -497,6 +498,7 @@ def _made(name: str) -> Path:
         "Qwen3NextConfig": transformers.Qwen3NextForCausalLM,
         "Qwen3_5TextConfig": transformers.Qwen3_5ForCausalLM,
         "Qwen3_5MoeTextConfig": transformers.Qwen3_5MoeForCausalLM,
+        "NanoChatConfig": transformers.NanoChatForCausalLM,
         "NemotronConfig": transformers.NemotronForCausalLM,
         "OlmoConfig": transformers.OlmoForCausalLM,
         "Olmo2Config": transformers.Olmo2ForCausalLM,
