@@ -34,13 +34,17 @@ def route(
     correction: Tensor | None = None,
     sets: tuple[int, int, int] = (1, 1, 2),
     factor: float = 1.0,
+    near: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Shares and numbers of the `count` experts that each token goes through: [tokens, count] float32 and int64.
 
     logits: [tokens, experts]; normalized: a token's shares add up to `factor`; sigmoid: each score is by itself, instead of a
     softmax; correction: [experts], which is added where experts are chosen, and not to their shares; sets: in how many they
-    stand, from how many of these a token chooses, and by how many of their best (DeepSeek-AI 2024, arXiv:2412.19437).
+    stand, from how many of these a token chooses, and by how many of their best (DeepSeek-AI 2024, arXiv:2412.19437); near: by
+    `_mixed`, which knows nothing of all that.
     """
+    if near:
+        return _mixed(logits.float(), count, near)
     if triton_for(logits):
         from .fused_routing import route as fused
 
@@ -52,6 +56,19 @@ def route(
     if normalized:
         shares = shares / shares.sum(-1, keepdim=True).clamp(min=LEAST_SUM)
     return shares * factor if factor != 1 else shares, chosen
+
+
+def _mixed(logits: Tensor, count: int, near: float) -> tuple[Tensor, Tensor]:
+    """The same by sparse mixers (Liu et al. 2024, arXiv:2409.12136): one expert after the other, whose share is by a softmax over
+    itself and those still left whose logits differ from its own by no more than this part."""
+    shares, chosen, left = list[Tensor](), list[Tensor](), logits
+    for _ in range(count):
+        most, best = left.max(-1, keepdim=True)
+        far = (most - logits) / torch.maximum(logits.abs(), most) > near
+        shares.append(left.masked_fill(far, -torch.inf).softmax(-1).gather(1, best))
+        chosen.append(best)
+        left = left.scatter(1, best, -torch.inf)
+    return torch.cat(shares, 1), torch.cat(chosen, 1)
 
 
 def _within(judged: Tensor, sets: int, chosen: int, best: int) -> Tensor:

@@ -227,14 +227,15 @@ class Decoder:
     def _output(self, load: Loader) -> Weight:
         """The output matrix. Raises Unsupported if it is to be the embedding table, and the checkpoint has another all the same."""
         name = next((name for name in OUTPUTS if load.source.has(name)), OUTPUTS[0])
+        bias = load.table_bias(name) if self.shape.logit_bias else None
         if not self.shape.tied:
-            return Weight(load.table(name), exact=load.exact)
+            return Weight(load.table(name), bias, load.exact)
         if load.source.has(name) and not load.table(name).equal(self.embedding):
             raise Unsupported(
                 f"config.json says tie_word_embeddings, and there is a {name} that differs from {load.prefix}{TABLE}: "
                 "say false there if it is the model's own, or leave the tensor out"
             )
-        return Weight(self.embedding, exact=load.exact)
+        return Weight(self.embedding, bias, load.exact)
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """hidden: [rows, hidden]; on rank 0 [rows, vocabulary] in float32, elsewhere None."""

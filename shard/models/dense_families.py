@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from .fields import AGAIN, FULL, SLIDING, Config, number, shown
 from .parts import biased, cap, common, kinds_of, pattern_of, windows_of
-from .ropes import MISTRAL_YARN, rope_of, ropes_by_kind, rotary_size, stretched, with_rope
+from .ropes import MISTRAL_YARN, check_factors, rope_of, ropes_by_kind, rotary_size, stretched, with_rope
 from .shape import Shape, Unsupported
 
 # transformers' defaults, which some checkpoints rely on.
@@ -218,9 +218,7 @@ def _phi3(config: Config) -> Shape:
     """Also Phi 4."""
     base = common(PHI3 | config)
     turned = rotary_size(config, base.head_size)
-    for factors in (base.rope.short, base.rope.long):
-        if len(factors) not in (0, turned // 2):
-            raise Unsupported(f"config.json says {len(factors)} factors of longrope, {turned // 2} are needed: {AGAIN}")
+    check_factors(base.rope, turned)
     return replace(
         base,
         joined=("qkv_proj", "gate_up_proj"),

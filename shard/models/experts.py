@@ -32,7 +32,8 @@ def as_stored(load: Loader, mixture: Mixture) -> Mixture:
     correction = mixture.correction
     if correction and not load.source.has(f"{load.prefix}{TOGETHER}.{correction}"):
         correction = f"{mixture.router}.{correction}"
-    return replace(mixture, name=TOGETHER, correction=correction)
+    router = "router" if load.source.has(f"{load.prefix}{TOGETHER}.router.weight") else mixture.router
+    return replace(mixture, name=TOGETHER, correction=correction, router=router)
 
 
 def experts(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]:

@@ -93,7 +93,7 @@ FORMERLY = {"attention": FULL, "mamba": LINEAR}  # as transformers 4 has them
 SWITCHES = (
     *("tie_word_embeddings", "attention_bias", "attention_out_bias", "mlp_bias", "qkv_bias", "use_bias"),
     *("use_sliding_window", "use_qk_norm", "qk_layernorm", "norm_topk_prob", "use_qkv_bias", "use_parallel_residual"),
-    *("rope_interleave", "mamba_conv_bias", "mamba_proj_bias", "use_cla", "mup_enabled"),
+    *("rope_interleave", "mamba_conv_bias", "mamba_proj_bias", "use_cla", "mup_enabled", "lm_head_bias"),
 )
 # What transformers calls a model where its architecture's name doesn't say so.
 MODEL_TYPES = {

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from .fields import FULL, SLIDING, Config, number, shown
 from .parts import biased, cap, common, kinds_of, pattern_of, windows_of
-from .ropes import rotary_size
+from .ropes import check_factors, rotary_size, with_amplitude
 from .shape import Mixture, Shape, Unsupported
 from .sparse_families import EXPERTS, PLAIN_MLP, by_kinds, chosen
 
@@ -24,6 +24,13 @@ COHERE2_MOE: Config = {
     "norm_topk_prob": True,
     "expert_selection_fn": "softmax",
     "shared_expert_combination_strategy": "average",
+}
+PHIMOE: Config = {
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131_072,
+    "rope_theta": 1e6,
+    "num_local_experts": 16,
+    "num_experts_per_tok": 2,
 }
 STABLELM: Config = {"num_key_value_heads": 32, "max_position_embeddings": 4096}
 STARCODER2: Config = {"num_key_value_heads": 2, "max_position_embeddings": 4096, "tie_word_embeddings": True}
@@ -64,6 +71,37 @@ def _olmo(config: Config) -> Shape:
     """The first generation: Llama, but for its norms, of which config.json says nothing, and what it clips."""
     base = biased(common(config | {"rms_norm_eps": 1e-5}), config)
     return replace(base, layer_norms=True, plain_norms=True, qkv_limit=cap(config, "clip_qkv", None))
+
+
+def _phimoe(config: Config) -> Shape:
+    """Phi 3.5 MoE: two experts in every layer, by sparse mixers. Of longrope transformers 5.24 takes the short factors however long
+    a context is; the decoder takes the long ones as always, for which the model was trained."""
+    given = PHIMOE | with_amplitude(config)
+    if given["num_experts_per_tok"] != 2:
+        raise Unsupported(
+            f"num_experts_per_tok {given['num_experts_per_tok']} is not supported: for this family the decoder has 2, as "
+            "transformers has"
+        )
+    base = biased(_common(given, "rms_norm_eps"), given)
+    check_factors(base.rope, base.head_size)
+    mixture = chosen(
+        Mixture(
+            experts=given["num_local_experts"],
+            chosen=2,
+            size=base.intermediate,
+            normalized=False,
+            near=2 * number(given, "router_jitter_noise", 0.01, 1.0),
+            name="block_sparse_moe",
+            names=("w1", "w3", "w2"),
+        )
+    )
+    return replace(
+        base,
+        norm_bias=True,
+        logit_bias=given.get("lm_head_bias", False),
+        mixtures=(mixture,) * base.layers,
+        windows=(given.get("sliding_window") or 0,) * base.layers,
+    )
 
 
 def _stablelm(config: Config) -> Shape:
@@ -168,6 +206,7 @@ LAYER_NORM: dict[str, Callable[[Config], Shape]] = {
     "Jais2ForCausalLM": _jais2,
     "NemotronForCausalLM": _nemotron,
     "OlmoForCausalLM": _olmo,
+    "PhimoeForCausalLM": _phimoe,
     "StableLmForCausalLM": _stablelm,
     "Starcoder2ForCausalLM": _starcoder2,
 }

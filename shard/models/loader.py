@@ -219,9 +219,16 @@ class Loader:
 
     def table(self, name: str) -> Tensor:
         """This rank's rows of a matrix [vocabulary, hidden], with zeros beyond its end."""
+        return self._rows(name, self.shape.hidden)
+
+    def table_bias(self, name: str) -> Tensor:
+        """Of the same."""
+        return self._rows(f"{name.removesuffix('weight')}bias")
+
+    def _rows(self, name: str, *more: int) -> Tensor:
         size = self.shape.vocabulary_slice(self.ranks.size)
         start = self.ranks.rank * size
-        return self.source.tensor(name, (self.shape.vocabulary, self.shape.hidden), (0, start, start + size))
+        return self.source.tensor(name, (self.shape.vocabulary, *more), (0, start, start + size))
 
     def features(self, name: str, rows: int, layers: int, size: int) -> Tensor:
         """This rank's part of each layer's features in a table [rows, layers * size]: [rows, layers * part]."""

@@ -104,6 +104,7 @@ class Sparse:
             correction=self.correction,
             sets=(mixture.groups, mixture.groups_chosen, mixture.best),
             factor=mixture.factor,
+            near=mixture.near,
         )
 
     def weights(self) -> Iterator[Weight | Tensor]:

@@ -124,6 +124,30 @@ def _longrope(config: Config, values: Mapping[str, Any], theta: float) -> Rope:
     )
 
 
+def check_factors(found: Rope, turned: int) -> None:
+    """Raises Unsupported unless each pair of so many features has a factor."""
+    for factors in (found.short, found.long):
+        if len(factors) not in (0, turned // 2):
+            raise Unsupported(f"config.json says {len(factors)} factors of longrope, {turned // 2} are needed: {AGAIN}")
+
+
+def with_amplitude(config: Config) -> Config:
+    """The same, with longrope as Phi 3's config.json has it instead of Phi 3.5 MoE's. Raises Unsupported for other scaling, or two
+    amplitudes."""
+    name = next((name for name in ("rope_parameters", "rope_scaling") if config.get(name)), None)
+    values = config[name] if name else {}
+    kind = values.get("rope_type") or values.get("type") or "default" if isinstance(values, dict) else "default"
+    if name is None or kind == "default":
+        return config
+    if kind != "longrope":
+        raise Unsupported(f"rotary scaling {kind!r} is not supported: for this family the decoder has longrope")
+    short, long = number(values, "short_mscale"), number(values, "long_mscale")
+    if short != long:
+        raise Unsupported(f"config.json says short_mscale {short:g} and long_mscale {long:g}: the decoder has one amplitude")
+    original = "original_max_position_embeddings"
+    return config | {name: values | {"attention_factor": short}, original: values[original]}
+
+
 def _factors(values: Mapping[str, Any], name: str) -> tuple[float, ...]:
     given = values[name]
     if not isinstance(given, list) or not given:

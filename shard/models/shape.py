@@ -91,6 +91,7 @@ class Mixture:
     groups_chosen: int = 1
     best: int = 2  # of a group's experts by which it is chosen
     factor: float = 1.0  # of all shares of those chosen
+    near: float = 0.0  # each share is by a softmax over those whose scores differ by no more than this part; 0: over all
     quantization: Quantization | None = None  # of the experts alone
     biased: bool = False  # experts and their router have biases
     limit: float = 0.0  # beyond which gates and what they let through don't go; 0: none
@@ -276,6 +277,7 @@ class Shape:
     layer_factors: bool = False  # behind each layer the stream is multiplied by a number of the layer's
     residual_factor: float = 1.0  # and what attention and MLP come to, before it is added
     logit_divisor: float = 1.0  # what logits are divided by
+    logit_bias: bool = False  # the output matrix has one
     qkv_bias: bool = False
     output_bias: bool = False  # of attention's output projection
     mlp_bias: bool = False
@@ -491,6 +493,7 @@ class Shape:
         )
         last = 0 if self.plain_norms else self.hidden * (1 + self.norm_bias)
         norms = self.layers * sum(map(bool, self.norms)) * last
+        last += self.logit_bias * self.vocabulary_slice(ranks)
         held = tables or (1 if self.tied else 2)
         if self.features:
             held = int(self.features.table)

@@ -70,6 +70,7 @@ def config(architecture: str, **more: Any) -> dict[str, Any]:
         ("Olmo3ForCausalLM", transformers.Olmo3Config),
         ("OlmoeForCausalLM", transformers.OlmoeConfig),
         ("Phi3ForCausalLM", transformers.Phi3Config),
+        ("PhimoeForCausalLM", transformers.PhimoeConfig),
         ("Qwen2ForCausalLM", transformers.Qwen2Config),
         ("Qwen2MoeForCausalLM", transformers.Qwen2MoeConfig),
         ("Qwen3ForCausalLM", transformers.Qwen3Config),
@@ -323,6 +324,7 @@ OLMOE = {
 }
 
 
+MSCALES = LONGROPE | {"short_mscale": 1.0, "long_mscale": 1.0, "original_max_position_embeddings": 64}
 QWEN3_NEXT = {
     "vocab_size": 151_936,
     "hidden_size": 2048,
@@ -541,6 +543,10 @@ def test_ranks_divide_what_is_there() -> None:
         (config("Phi3ForCausalLM", rope_scaling=LONGROPE), "6 factors of longrope, 4 are needed"),
         (config("Phi3ForCausalLM", rope_scaling=LONGROPE | {"long_factor": [0.0]}), "long_factor 0.0, a number above 0"),
         (config("Phi3ForCausalLM", rope_scaling=LONGROPE | {"long_factor": 2}), "long_factor 2, a list"),
+        (config("PhimoeForCausalLM", rope_scaling=YARN), "'yarn' is not supported: .* longrope"),
+        (config("PhimoeForCausalLM", rope_scaling=MSCALES | {"long_mscale": 2.0}), "short_mscale 1 and long_mscale 2"),
+        (config("PhimoeForCausalLM", rope_scaling=MSCALES), "6 factors of longrope, 4 are needed"),
+        (config("PhimoeForCausalLM", num_experts_per_tok=3), "num_experts_per_tok 3 is not supported"),
         (config("LlamaForCausalLM", rope_scaling=LONGROPE), "'longrope' is not supported"),
         (config("GraniteForCausalLM", logits_scaling=0), "logits_scaling 0, a number above 0"),
         (config("Olmo3ForCausalLM", sliding_window=None), "sliding_window None, and there are layers that slide"),

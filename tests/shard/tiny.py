@@ -318,6 +318,15 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "phi3-part": lambda: transformers.Phi3Config(**PHI4),
     "phi3-window": lambda: transformers.Phi3Config(**SMALL, sliding_window=WINDOW, pad_token_id=0, eos_token_id=1),
+    "phimoe": lambda: transformers.PhimoeConfig(
+        **SMALL, num_local_experts=5, router_jitter_noise=0.3, lm_head_bias=True, attention_bias=True
+    ),
+    "phimoe-longrope": lambda: transformers.PhimoeConfig(
+        **SMALL | {"hidden_size": 96},
+        num_local_experts=5,
+        sliding_window=WINDOW,
+        rope_parameters=LONGROPE | {"short_mscale": 1.2, "long_mscale": 1.2, "original_max_position_embeddings": 512},
+    ),
     "qwen2": lambda: transformers.Qwen2Config(**SMALL),
     "qwen2-moe": lambda: transformers.Qwen2MoeConfig(**QWEN2_MOE, norm_topk_prob=True),
     "qwen2-moe-window": lambda: transformers.Qwen2MoeConfig(
@@ -505,6 +514,7 @@ def _made(name: str) -> Path:
         "Olmo3Config": transformers.Olmo3ForCausalLM,
         "OlmoeConfig": transformers.OlmoeForCausalLM,
         "Phi3Config": transformers.Phi3ForCausalLM,
+        "PhimoeConfig": transformers.PhimoeForCausalLM,
         "Qwen2MoeConfig": transformers.Qwen2MoeForCausalLM,
         "Qwen2Config": transformers.Qwen2ForCausalLM,
         "Qwen3Config": transformers.Qwen3ForCausalLM,
