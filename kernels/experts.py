@@ -19,10 +19,12 @@ from . import quantized
 from .choose import triton_for
 from .codes import Codes, unpacked
 from .linear import Exact, Weight
-from .reference import by_lanes, gated
+from .reference import by_lanes, gated, squared
 
 if TYPE_CHECKING:
     from .packed_experts import Packed
+
+LEAST_SUM = 1e-20
 
 
 def route(
@@ -35,26 +37,27 @@ def route(
     sets: tuple[int, int, int] = (1, 1, 2),
     factor: float = 1.0,
     near: float = 0.0,
+    least: float = LEAST_SUM,
 ) -> tuple[Tensor, Tensor]:
     """Shares and numbers of the `count` experts that each token goes through: [tokens, count] float32 and int64.
 
     logits: [tokens, experts]; normalized: a token's shares add up to `factor`; sigmoid: each score is by itself, instead of a
     softmax; correction: [experts], which is added where experts are chosen, and not to their shares; sets: in how many they
     stand, from how many of these a token chooses, and by how many of their best (DeepSeek-AI 2024, arXiv:2412.19437); near: by
-    `_mixed`, which knows nothing of all that.
+    `_mixed`, which knows nothing of all that; least: is added to the sum that shares are divided by.
     """
     if near:
         return _mixed(logits.float(), count, near)
     if triton_for(logits):
         from .fused_routing import route as fused
 
-        return fused(logits, count, normalized, sigmoid, correction, sets, factor, LEAST_SUM)
+        return fused(logits, count, normalized, sigmoid, correction, sets, factor, least)
     scores = by_lanes(torch.sigmoid, logits.float()) if sigmoid else logits.float().softmax(-1)
     judged = scores if correction is None else scores + correction
     chosen = _within(judged, *sets).topk(count).indices
     shares = scores.gather(1, chosen)
     if normalized:
-        shares = shares / shares.sum(-1, keepdim=True).clamp(min=LEAST_SUM)
+        shares = shares / (shares.sum(-1, keepdim=True) + least)
     return shares * factor if factor != 1 else shares, chosen
 
 
@@ -83,14 +86,14 @@ def _within(judged: Tensor, sets: int, chosen: int, best: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Gates:
-    """What `reference.gated` is to do."""
+    """What `reference.gated` is to do, or `reference.squared` instead."""
 
     gelu: bool = False
     limit: float = 0.0
+    squared: bool = False
 
 
 PLAIN = Gates()
-LEAST_SUM = 1e-20  # of scores that shares are divided by
 Biases: TypeAlias = tuple[Tensor, Tensor] | None
 Weights: TypeAlias = Sequence[Tensor | Codes]
 
@@ -143,9 +146,12 @@ class OneByOne(Experts):
         for expert, (start, end) in enumerate(itertools.pairwise(starts.tolist())):
             if end > start:
                 pairs = order[start:end]
-                inner = gated(self._gate_ups[expert](x[pairs // shares.shape[1]]), self._gates.gelu, self._gates.limit)
+                inner = self._inner(self._gate_ups[expert](x[pairs // shares.shape[1]]))
                 found[pairs] = (self._downs[expert](inner) * shares.flatten()[pairs, None]).to(x.dtype)
         return found
+
+    def _inner(self, found: Tensor) -> Tensor:
+        return squared(found) if self._gates.squared else gated(found, self._gates.gelu, self._gates.limit)
 
 
 class Together(Experts):
@@ -163,8 +169,8 @@ class Together(Experts):
     def _products(self, x: Tensor, order: Tensor, starts: Tensor, shares: Tensor) -> Tensor:
         from .fused_experts import experts
 
-        weights = self._gate_up, self._down, self._biases
-        return experts(x, order, starts, shares, *weights, self._gates.gelu, self._gates.limit, self._steady)
+        weights, gates = (self._gate_up, self._down, self._biases), self._gates
+        return experts(x, order, starts, shares, *weights, gates.gelu, gates.limit, gates.squared, self._steady)
 
 
 class FewBits(Experts):
@@ -178,15 +184,15 @@ class FewBits(Experts):
     def _products(self, x: Tensor, order: Tensor, starts: Tensor, shares: Tensor) -> Tensor:
         from .packed_experts import experts
 
-        weights = self._gate_up, self._down, self._biases
-        return experts(x, order, starts, shares, *weights, self._gates.gelu, self._gates.limit, self._steady)
+        weights, gates = (self._gate_up, self._down, self._biases), self._gates
+        return experts(x, order, starts, shares, *weights, gates.gelu, gates.limit, gates.squared, self._steady)
 
 
 def lay_out(
     gate_ups: Weights, downs: Weights, dtype: torch.dtype, biases: Biases = None, gates: Gates = PLAIN, exact: Exact = Exact.USUAL
 ) -> Experts:
-    """gate_ups: of each expert [2 * size, hidden], gates first; downs: [hidden, size]; dtype: of rows; biases: of all experts,
-    [experts, 2 * size] and [experts, hidden]; exact: see `linear`."""
+    """gate_ups: of each expert [2 * size, hidden], gates first, or without any [size, hidden]; downs: [hidden, size]; dtype: of
+    rows; biases: of all experts, [experts, 2 * size] and [experts, hidden]; exact: see `linear`."""
     if not triton_for(_first(downs)):
         return OneByOne(gate_ups, downs, biases, gates, dtype, exact)
     few = [[weight for weight in weights if isinstance(weight, Codes)] for weights in (gate_ups, downs)]

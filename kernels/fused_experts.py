@@ -50,7 +50,7 @@ def experts_kernel(
     bias: tl.tensor,  # [experts, outputs], or twice as many; unused without BIASED
     order: tl.tensor,  # [pairs], pairs sorted by expert
     starts: tl.tensor,  # [experts + 1], where each expert's begin in `order`
-    shares: tl.tensor,  # [pairs] float32, which results are multiplied by; unused with GATED and ADD
+    shares: tl.tensor,  # [pairs] float32, which results are multiplied by; unused with GATED, SQUARED and ADD
     EXPERTS: tl.constexpr,
     SLOTS: tl.constexpr,  # EXPERTS, up to a power of two
     TOGETHER: tl.constexpr,  # pairs that have a row of x in common
@@ -63,6 +63,7 @@ def experts_kernel(
     GATED: tl.constexpr,
     GELU: tl.constexpr,
     LIMIT: tl.constexpr,
+    SQUARED: tl.constexpr,  # without gates, as `reference.squared`
     BIASED: tl.constexpr,
     ADD: tl.constexpr,  # to what is in `out`
     WIDEN: tl.constexpr,
@@ -96,6 +97,8 @@ def experts_kernel(
                 other += tl.load(from_bias + OUTPUTS, mask=wanted, other=0.0).to(tl.float32)[None, :]
         if GATED:
             result = limited(result, other, LIMIT) if LIMIT > 0 else activated(result, GELU) * other
+        elif SQUARED:
+            result = tl.maximum(result, 0.0) * tl.maximum(result, 0.0)
         elif ADD:
             result += tl.load(to, mask=asked[:, None] & wanted[None, :], other=0.0).to(tl.float32)
         else:
@@ -113,17 +116,18 @@ def experts(
     biases: tuple[Tensor, Tensor] | None,
     gelu: bool,
     limit: float,
+    squared: bool = False,
     steady: bool = False,
 ) -> Tensor:
     """What each expert makes of its tokens, times its share: [pairs, hidden].
 
     x: [tokens, hidden]; order: [pairs], sorted by expert; starts: [experts + 1], where each expert's begin there; shares: [tokens,
     pairs of a token] float32; gate_up: [experts, 2 * size, hidden], gates first; down: [experts, hidden, size]; biases:
-    [experts, 2 * size] and [experts, hidden]; gelu, limit: as of `reference.gated`; steady: by one tile for all numbers of pairs,
-    so that no result depends on others. All dense.
+    [experts, 2 * size] and [experts, hidden]; gelu, limit: as of `reference.gated`; squared: `reference.squared` instead, and there
+    are no gates; steady: by one tile for all numbers of pairs, so that no result depends on others. All dense.
     """
     number, hidden, size = down.shape
-    assert gate_up.shape == (number, 2 * size, hidden)
+    assert gate_up.shape == (number, (2 - squared) * size, hidden)
     assert shares.shape[0] == len(x)
     assert len(order) == shares.numel()
     assert all(tensor.is_contiguous() for tensor in (x, order, starts, shares, gate_up, down))
@@ -131,7 +135,8 @@ def experts(
     out = torch.empty(len(order), hidden, dtype=x.dtype, device=x.device)
     first, second = biases or (None, None)
     if len(order):
-        how: dict[str, Any] = {"together": shares.shape[1], "gated": True, "gelu": gelu, "limit": limit}
+        how: dict[str, Any] = {"together": shares.shape[1], "gated": not squared, "gelu": gelu, "limit": limit}
+        how["squared"] = squared
         _product(inner, x, gate_up, order, starts, shares, bias=first, steady=steady, **how)
         _product(out, inner, down, order, starts, shares, bias=second, steady=steady)
     return out
@@ -161,6 +166,7 @@ def _product(
     gated: bool = False,
     gelu: bool = False,
     limit: float = 0.0,
+    squared: bool = False,
     add: bool = False,
     steady: bool = False,
 ) -> None:
@@ -168,7 +174,7 @@ def _product(
     number, inputs = len(weight), weight.shape[2]
     few, amd = few_of(pairs, number, steady), torch.version.hip is not None
     constants = _constants(few, number, together, inputs, outputs, gated, gelu, x.element_size(), amd)
-    constants |= {"ADD": add, "LIMIT": limit, "BIASED": bias is not None}
+    constants |= {"ADD": add, "LIMIT": limit, "SQUARED": squared, "BIASED": bias is not None}
     rows = constants["ROWS"]
     # Every expert that has pairs has one tile that is not full, at most.
     grid = triton.cdiv(outputs, constants["COLUMNS"]), min(number, pairs) + pairs // rows
@@ -215,30 +221,32 @@ def _constants(
 
 def compilations() -> list[Compilation]:
     """Qwen3's 128 experts, Mixtral's 8 and gpt-oss's 32, for few tokens and for many; one in float32, whose tiles are the largest
-    in bytes. And adapters of an 8 B model."""
+    in bytes. Nemotron 3 Nano's 128 without gates, and adapters of an 8 B model."""
     models = {
         "128 x 768": (128, 8, 2048, 768, "bf16"),
         "8 x 14336": (8, 2, 4096, 14336, "bf16"),
         "8 x 14336 fp32": (8, 2, 4096, 14336, "fp32"),
         "32 x 2880 biased": (32, 4, 2880, 2880, "bf16"),  # and limited
+        "128 x 1856 squared": (128, 6, 2688, 1856, "bf16"),
     }
     kinds = {"": ("sm_80", "sm_90", "sm_100"), "amd": ("gfx942",)}
     heights = {"few": True, "many": False}
     found = []
-    for (model, (number, count, hidden, size, dtype)), (height, few), gated, kind in itertools.product(
+    for (model, (number, count, hidden, size, dtype)), (height, few), inward, kind in itertools.product(
         models.items(), heights.items(), (True, False), kinds
     ):
-        inputs, outputs = (hidden, size) if gated else (size, hidden)
-        together, item = count if gated else 1, 4 if dtype == "fp32" else 2
+        inputs, outputs = (hidden, size) if inward else (size, hidden)
+        together, item = count if inward else 1, 4 if dtype == "fp32" else 2
+        biased, squared = "biased" in model, inward and "squared" in model
+        gated = inward and not squared
         constants = _constants(few, number, together, inputs, outputs, gated, False, item, kind == "amd")
-        biased = "biased" in model
-        constants |= {"ADD": False, "LIMIT": 7.0 * biased, "BIASED": biased}
-        name = f"experts {model} {'gated' if gated else 'down'} {height} {kind}".rstrip()
+        constants |= {"ADD": False, "LIMIT": 7.0 * biased, "SQUARED": squared, "BIASED": biased}
+        name = f"experts {model} {'gated' if gated else 'up' if inward else 'down'} {height} {kind}".rstrip()
         found.append(_compilation(name, constants, dtype, "fp32", kinds[kind]))
     sizes = (4096, 16), (16, 6144), (64, 28672)
     for (inputs, outputs), (height, few), kind in itertools.product(sizes, heights.items(), kinds):
         constants = _constants(few, 8, 1, inputs, outputs, False, False, 2, kind == "amd")
-        constants |= {"ADD": True, "LIMIT": 0.0, "BIASED": False}
+        constants |= {"ADD": True, "LIMIT": 0.0, "SQUARED": False, "BIASED": False}
         name = f"adapters {inputs} to {outputs} {height} {kind}".rstrip()
         found.append(_compilation(name, constants, "bf16", "bf16", kinds[kind]))
     return found

@@ -250,7 +250,16 @@ def memorize(
         num_warps=1,
         enable_fp_fusion=True,
     )
-    window_kernel[(spans, triton.cdiv(channels, COPIED))](
+    move(mixed, starts, slots, fresh, sure, windows, width)
+    return out
+
+
+def move(mixed: Tensor, starts: Tensor, slots: Tensor, fresh: Tensor, sure: Tensor, windows: Tensor, width: int) -> None:
+    """Windows become those behind all that is sure, when all that reads them is launched."""
+    channels = mixed.shape[1]
+    assert mixed.stride(1) == 1
+    assert windows.stride()[1:] == (channels, 1)
+    window_kernel[(len(slots), triton.cdiv(channels, COPIED))](
         mixed,
         starts,
         slots,
@@ -266,7 +275,6 @@ def memorize(
         num_warps=4,
         enable_fp_fusion=False,
     )
-    return out
 
 
 @triton.jit(do_not_specialize=["rows"])

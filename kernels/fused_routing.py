@@ -86,7 +86,7 @@ def route_kernel(
         tl.store(chosen + token * COUNT + i, best.to(tl.int64))
         judged = tl.where(slot == best, float("-inf"), judged)
     if NORMALIZED:
-        held /= tl.maximum(tl.sum(held, 0), least)
+        held /= tl.sum(held, 0) + least
     tl.store(shares + token * COUNT + place, held * factor, mask=place < COUNT)
 
 
@@ -126,7 +126,7 @@ def route(
     factor: float,
     least: float,
 ) -> tuple[Tensor, Tensor]:
-    """As `experts.route`; least: of sums that shares are divided by."""
+    """As `experts.route`."""
     tokens, experts = logits.shape
     shares = torch.empty(tokens, count, device=logits.device)
     chosen = torch.empty(tokens, count, dtype=torch.int64, device=logits.device)

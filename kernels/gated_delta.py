@@ -96,19 +96,12 @@ def walk(
     what some tokens of a sequence find, by its memory, which becomes that behind them; by their parts; and by where they are.
     """
     heads, key_size, value_size = states.memories.shape[1:]
-    factors = taps.t().contiguous().float()
     result = mixed.new_zeros(len(mixed), heads, value_size)
     slots = spans.slots.tolist()
-    for slot, fresh in zip(slots, spans.fresh.tolist(), strict=True):
-        if fresh or not slot:
-            states.windows[slot] = 0.0
-            states.memories[slot] = 0.0
-    for piece in _pieces(spans.lengths, spans.sure.tolist()):
-        which, cut = slice(piece.first, piece.first + piece.count), slice(piece.begin, piece.end)
-        rows = mixed[piece.start : piece.start + piece.count * piece.length].view(piece.count, piece.length, -1)[:, cut]
-        features = _convolved(rows, factors, biases, states.windows, spans.slots[which], piece.sure)
+    for piece, found in convolved(mixed, taps, biases, spans, states):
+        features = functional.silu(found, inplace=True).to(mixed.dtype).float()
         queries, keys, values = parts(features, heads, key_size, value_size)
-        for place, slot in enumerate(slots[which]):
+        for place, slot in enumerate(slots[piece.first : piece.first + piece.count]):
             start = piece.start + place * piece.length
             own = slice(start + piece.begin, start + piece.end)
             # A view of the memory: to gather and scatter all takes longer than what is done with them.
@@ -129,6 +122,24 @@ class Piece:
     end: int  # ... to that
     sure: bool  # their states go on; guesses, which all of a span are in one piece, leave them as they are
 
+    def rows(self, whole: Tensor) -> Tensor:
+        """Of numbers of all tokens these, a view [spans, tokens, size]."""
+        own = whole[self.start : self.start + self.count * self.length]
+        return own.view(self.count, self.length, -1)[:, self.begin : self.end]
+
+
+def convolved(mixed: Tensor, taps: Tensor, biases: Tensor | None, spans: Spans, states: States) -> Iterator[tuple[Piece, Tensor]]:
+    """What comes out of the convolution, piece by piece: [spans, tokens, channels] float32. Windows become those behind all that is
+    sure; of sequences that begin memories become zero."""
+    factors = taps.t().contiguous().float()
+    for slot, fresh in zip(spans.slots.tolist(), spans.fresh.tolist(), strict=True):
+        if fresh or not slot:
+            states.windows[slot] = 0.0
+            states.memories[slot] = 0.0
+    for piece in _pieces(spans.lengths, spans.sure.tolist()):
+        own = spans.slots[piece.first : piece.first + piece.count]
+        yield piece, _convolved(piece.rows(mixed), factors, biases, states.windows, own, piece.sure)
+
 
 def _pieces(lengths: tuple[int, ...], sure: list[int]) -> Iterator[Piece]:
     first = start = 0
@@ -145,8 +156,7 @@ def _pieces(lengths: tuple[int, ...], sure: list[int]) -> Iterator[Piece]:
 
 
 def _convolved(rows: Tensor, factors: Tensor, biases: Tensor | None, windows: Tensor, slots: Tensor, sure: bool) -> Tensor:
-    """Of rows [spans, tokens, channels], rounded to their type, in float32; the windows in `slots` become those behind them, if
-    they are sure. factors: [width, channels] float32."""
+    """Of rows [spans, tokens, channels]; factors: [width, channels] float32."""
     length = rows.shape[1]
     seen = torch.cat((windows[slots], rows), 1)
     if sure:
@@ -155,9 +165,7 @@ def _convolved(rows: Tensor, factors: Tensor, biases: Tensor | None, windows: Te
     total = seen[:, :length] * factors[0]
     for place in range(1, len(factors)):
         total.addcmul_(seen[:, place : place + length], factors[place])
-    if biases is not None:
-        total.add_(biases)
-    return functional.silu(total, inplace=True).to(rows.dtype).float()
+    return total if biases is None else total.add_(biases)
 
 
 def _parts(features: Tensor, heads: int, key_size: int, value_size: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -146,7 +146,7 @@ def packed_kernel(
     bias: tl.tensor,  # [experts, outputs], or twice as many; unused without BIASED
     order: tl.tensor,  # [pairs], pairs sorted by expert
     starts: tl.tensor,  # [experts + 1], where each expert's begin in `order`
-    shares: tl.tensor,  # [pairs] float32, which results are multiplied by; unused with GATED
+    shares: tl.tensor,  # [pairs] float32, which results are multiplied by; unused with GATED and SQUARED
     EXPERTS: tl.constexpr,
     SLOTS: tl.constexpr,
     TOGETHER: tl.constexpr,
@@ -164,6 +164,7 @@ def packed_kernel(
     GATED: tl.constexpr,
     GELU: tl.constexpr,
     LIMIT: tl.constexpr,
+    SQUARED: tl.constexpr,
     BIASED: tl.constexpr,
     WIDEN: tl.constexpr,
     CUDA: tl.constexpr,
@@ -206,6 +207,8 @@ def packed_kernel(
                 other += tl.load(from_bias + OUTPUTS, mask=wanted, other=0.0).to(tl.float32)[None, :]
         if GATED:
             result = limited(result, other, LIMIT) if LIMIT > 0 else activated(result, GELU) * other
+        elif SQUARED:
+            result = tl.maximum(result, 0.0) * tl.maximum(result, 0.0)
         else:
             # Loaded once more, in other words lest it, or its place, be kept: ptxas would spill that to fit in one program more.
             pair = tl.load(order + first_place + tl.arange(0, ROWS), mask=asked, other=0, cache_modifier=".ca").to(tl.int64)
@@ -273,6 +276,7 @@ def experts(
     biases: tuple[Tensor, Tensor] | None,
     gelu: bool,
     limit: float,
+    squared: bool = False,
     steady: bool = False,
 ) -> Tensor:
     """As `fused_experts.experts`."""
@@ -281,10 +285,11 @@ def experts(
     inner = torch.empty(len(order), size, dtype=x.dtype, device=x.device)
     out = torch.empty(len(order), hidden, dtype=x.dtype, device=x.device)
     first, second = biases or (None, None)
-    how = {"GATED": True, "GELU": gelu, "LIMIT": limit}
+    how = {"GATED": not squared, "GELU": gelu, "LIMIT": limit, "SQUARED": squared}
+    plain = {"GATED": False, "GELU": False, "LIMIT": 0.0, "SQUARED": False}
     if len(order):
         _product(inner, x, gate_up, order, starts, shares, first, shares.shape[1], how, steady)
-        _product(out, inner, down, order, starts, shares, second, 1, {"GATED": False, "GELU": False, "LIMIT": 0.0}, steady)
+        _product(out, inner, down, order, starts, shares, second, 1, plain, steady)
     return out
 
 
@@ -351,29 +356,34 @@ def _tile(few: bool, gated: bool, amd: bool) -> dict[str, int]:
 
 
 def compilations() -> list[Compilation]:
-    """gpt-oss's experts, whole and half of them, Qwen3's 128 in 8 bits and Mixtral's 8 in 4."""
+    """gpt-oss's experts, whole and half of them, Qwen3's 128 in 8 bits and Mixtral's 8 in 4. Nemotron 3 Nano's have no
+    gates."""
     models = {  # experts, chosen, inputs, outputs, kind, block, zeros
         "32 x 2880 fp4": (32, 4, 2880, 2880, "fp4", 32, False),
         "32 x 1440 fp4": (32, 4, 1440, 2880, "fp4", 32, False),
         "128 x 768 fp8": (128, 8, 2048, 768, "fp8", 128, False),
         "8 x 14336 int4": (8, 2, 4096, 14336, "int4", 64, True),
         "8 x 14336 int8": (8, 2, 4096, 14336, "int8", 4096, False),
+        "128 x 1856 fp8 squared": (128, 6, 2688, 1856, "fp8", 128, False),
     }
     kinds = {"": NVIDIA, "amd": AMD}
     found = []
-    for (model, case), few, gated, kindred in itertools.product(models.items(), (True, False), (True, False), kinds):
+    for (model, case), few, inward, kindred in itertools.product(models.items(), (True, False), (True, False), kinds):
         number, chosen, inputs, outputs, kind, block, zeros = case
-        biased = kind == "fp4"
+        biased, squared = kind == "fp4", inward and "squared" in model
+        gated = inward and not squared
+        part = "gated" if gated else "up" if inward else "down"
         tile = _tile(few, gated, kindred == "amd")
         constants = {
             "EXPERTS": number,
             "SLOTS": triton.next_power_of_2(number),
-            "TOGETHER": chosen if gated else 1,
+            "TOGETHER": chosen if inward else 1,
             "OUTPUTS": outputs,
             "BIASED": biased,
             "GATED": gated,
             "GELU": False,
             "LIMIT": 7.0 if biased and gated else 0.0,
+            "SQUARED": squared,
             "WIDEN": False,
             "CUDA": kindred != "amd",
             **_meaning(kind, inputs, block, zeros),
@@ -384,7 +394,7 @@ def compilations() -> list[Compilation]:
         found.append(
             Compilation(
                 kernel=packed_kernel,
-                name=f"packed {model} {'gated' if gated else 'down'} {'few' if few else 'many'} {kindred}".rstrip(),
+                name=f"packed {model} {part} {'few' if few else 'many'} {kindred}".rstrip(),
                 signature=pointers,
                 constants=constants,
                 warps=WARPS,

@@ -58,6 +58,11 @@ def by_lanes(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return function(functional.pad(x, (0, lacking)))[..., : x.shape[-1]] if lacking else function(x)
 
 
+def squared(x: Tensor) -> Tensor:
+    """relu(x), squared, of x that becomes it (So et al. 2021, arXiv:2109.08668)."""
+    return x.relu_().square_()
+
+
 STEEP = 1.702  # of the sigmoid that comes near to gelu's
 
 
@@ -72,11 +77,6 @@ def gated(gate_up: Tensor, gelu: bool = False, limit: float = 0.0) -> Tensor:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return gate * by_lanes(torch.sigmoid, gate * STEEP) * (up + 1)
     return (functional.gelu(gate, approximate="tanh") if gelu else functional.silu(gate)).mul_(up)
-
-
-def relu2(x: Tensor) -> Tensor:
-    """max(x, 0)^2 (So et al. 2021, arXiv:2109.08668)."""
-    return functional.relu(x).square_()
 
 
 def xielu(x: Tensor, positive: float, negative: float, beta: float, epsilon: float) -> Tensor:

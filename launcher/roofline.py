@@ -77,8 +77,8 @@ def prefill(group: Group, on: Accelerator, tokens: int) -> float:
     attention = 4 * sum(attended) * shape.heads / group.ranks
     if index and tokens > index.most:  # every rank has all of it
         attention += 2 * shape.layers * _pairs(tokens, 0) * index.heads * index.size
-    if linear:  # a token asks its memory once, or twice, and puts something in
-        attention += (4 if linear.limits else 6) * len(linear.layers) * tokens * prod(linear.memory(group.ranks))
+    if linear:
+        attention += linear.rule * len(linear.layers) * tokens * prod(linear.memory(group.ranks))
     products = 2 * ((group.parameters() - group.head) * tokens + group.head)
     weights = group.read(tokens) / on.bandwidth
     return max(weights, (products + attention) / on.flops) + exchange(group, on, tokens, 1)
@@ -97,13 +97,13 @@ def context_bytes(group: Group, context: int) -> float:
 def exchange(group: Group, on: Accelerator, tokens: int, rows: int) -> float:
     """All that ranks tell each other in a step of so many tokens, of which so many rows get logits."""
     shape, ranks = group.shape, (group.ranks // group.nodes, group.nodes)
-    sums = (1 if shape.parallel else 2) * shape.layers + 1
+    sums = shape.sums + 1
     sums += sum(mixture is not None and mixture.beside for mixture in shape.mixtures)
     found = sums * all_reduce(on, *ranks, tokens * shape.hidden * group.item) + gather(group, on, rows)
     if shape.joint_qk_norm:  # a sum of squares of a token's queries, and of its keys, in float32
         found += shape.layers * all_reduce(on, *ranks, 8 * tokens)
-    if shape.linear and shape.linear.key_heads < group.ranks:
-        found += len(shape.linear.layers) * all_reduce(on, *ranks, 4 * tokens * shape.linear.key_heads)
+    if shape.linear and (squares := shape.linear.squares(group.ranks)):
+        found += len(shape.linear.layers) * all_reduce(on, *ranks, 4 * tokens * squares)
     return found
 
 

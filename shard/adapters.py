@@ -14,7 +14,9 @@ from .weights import opened
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # A matrix as peft knows it, within the model of text, and which of its two factors. Towers for images have layers of their own.
-NAME = re.compile(r"(?:base_model\.model\.)?((?:(?:model|language_model)\.)*(layers\.\d+\..+))\.lora_([AB])(?:\.default)?\.weight")
+NAME = re.compile(
+    r"(?:base_model\.model\.)?((?:(?:model|language_model|backbone)\.)*(layers\.\d+\..+))\.lora_([AB])(?:\.default)?\.weight"
+)
 CHANGED = ("pissa", "olora", "corda", "loftq", "lora_ga")  # ways to begin that leave the model with other weights
 # What else an adapter may be than products of low rank, beside the matrices that it names.
 OTHERWISE = (

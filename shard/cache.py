@@ -108,7 +108,7 @@ def _remembered(shape: Shape, ranks: int, slots: int, dtype: torch.dtype, device
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros which, on a CPU, take no memory until they are written: the system hands out zeroed pages on first touch."""
-    if device.type != "cpu":
+    if device.type != "cpu" or 0 in size:
         return torch.zeros(size, dtype=torch.uint8 if dtype.itemsize == 1 else dtype, device=device).view(dtype)
     untouched = numpy.zeros(int(numpy.prod(size)) * dtype.itemsize, dtype=numpy.uint8)
     return torch.from_numpy(untouched).view(dtype).view(size)

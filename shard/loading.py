@@ -165,7 +165,7 @@ def _check_steady(model: Shape, by_triton: bool) -> None:
     if model.index is not None:
         what = "sparse attention, whose scores are made in parts"
     if model.linear is not None:
-        what = "linear attention, which goes by how a prompt is divided"
+        what = f"{model.linear.name}, which may go by how a prompt is divided"
     if what:
         raise Unsupported(f"--batch-invariant is not there for {what}: leave it out")
 
@@ -202,7 +202,9 @@ def _drafter(
         return None
     stage("loading the draft model")
     if model.linear is not None:
-        raise Unsupported(f"--speculate draft={speculation.draft}: with linear attention it can't take guesses back: take another")
+        raise Unsupported(
+            f"--speculate draft={speculation.draft}: with {model.linear.name} it can't take guesses back: take another"
+        )
     device, progress = whole.device, Progress(model.parameters(), stage)
     small = device.type == "cpu" and model.parameters() <= SMALL_DRAFT and not model.features
     source = _source(config.load_format, folder, torch.float32 if small else whole.dtype, device, progress)

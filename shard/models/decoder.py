@@ -23,19 +23,20 @@ from .heads import Heads, Queries
 from .latents import Latents
 from .layer_inputs import Table, Told
 from .loader import Loader
-from .memories import DeltaRule, Memories
+from .memories import DeltaRule, Remembered
 from .mlp import Beside, Dense, Sparse, Ungated
-from .rotary import growth_of, table_of
-from .shape import Rope, Shape, Unsupported
+from .rotary import growth_of
+from .rotary import table_of as angles_of
+from .shape import Convolution, Linear, Remembering, Rope, Shape, Unsupported
+from .short_convolutions import ShortConvolutions
 from .sight import Sight
 from .state_spaces import StateSpaces
 from .stream import Stream
 from .taps import Taps
 
 OUTPUTS = ("lm_head.weight", "language_model.lm_head.weight")
-TABLE = "embed_tokens.weight"
-# What names of tensors begin with: in a checkpoint of text alone, and in those that have images as well.
-ROOTS = ("model.", "language_model.model.", "model.language_model.")
+# What names of tensors begin with: in a checkpoint of text alone, in those that have images as well, and in Nemotron's.
+ROOTS = ("model.", "language_model.model.", "model.language_model.", "backbone.")
 
 
 class Layer:
@@ -46,44 +47,67 @@ class Layer:
         self.shape = shape
         self.ranks = load.ranks
         self.window = shape.windows[index]
+        attends, thinks = index not in shape.inattentive, index not in shape.without_mlp
         self.input_norm, self.attention_norm, self.mlp_norm, self.last_norm = (
-            load.gains(name, shape.hidden) if name else None for name in shape.norms
+            load.gains(name, shape.hidden) if name and there else None
+            for name, there in zip(shape.norms, (attends, attends, thinks, thinks), strict=True)
         )
-        self.attention = self._attention(load)
-        mixture = shape.mixtures[index] if shape.mixtures else None
+        self.attention = self._attention(load) if attends else None
+        linear = shape.linear if shape.linear and shape.linear.along and index in shape.linear.layers else None
+        self.memory = _remembered(load, linear) if linear else None  # beside attention, behind the same norm
         self.factor = load.number("layer_scalar") if shape.layer_factors else 1.0
         self.told = Told(load, shape.inputs) if shape.inputs else None
-        if mixture:
-            self.mlp: Dense | Sparse = Beside(load, mixture) if mixture.beside else Sparse(load, mixture)
-        else:
-            self.mlp = (Ungated if shape.ungated else Dense)(load, shape.width(index))
+        self.mlp = self._mlp(load) if thinks else None
 
-    def _attention(self, load: Loader) -> Heads | Queries | Latents | Memories:
+    def _attention(self, load: Loader) -> Heads | Queries | Latents | Remembered:
         linear, latent = self.shape.linear, self.shape.latent
         if self.index >= self.shape.layers - self.shape.keyless:
             return Queries(load, self.window)
-        if linear and self.index in linear.layers:
-            return StateSpaces(load, linear) if linear.limits else DeltaRule(load, linear)
+        if linear and not linear.along and self.index in linear.layers:
+            return _remembered(load, linear)
         return Latents(load, latent, self.window) if latent else Heads(load, self.window)
 
-    def attend(self, stream: Stream, step: Step, rotary: Tensor, growth: Tensor | None, cache: Cache) -> Tensor:
-        """What `transform` goes on with, [tokens, features]. Writes keys and values to the cache, or goes on with its states."""
-        if isinstance(self.attention, Memories):
-            return self.attention(stream, self.input_norm, step, cache.states[self.index])
-        return self.attention(stream, self.input_norm, step, rotary, growth, cache.layers[self.index])
+    def _mlp(self, load: Loader) -> Dense | Sparse:
+        mixture = self.shape.mixtures[self.index] if self.shape.mixtures else None
+        if mixture:
+            return Beside(load, mixture) if mixture.beside else Sparse(load, mixture)
+        return (Ungated if self.shape.ungated else Dense)(load, self.shape.width(self.index))
+
+    @property
+    def readers(self) -> tuple[Heads | Queries | Latents | Remembered, ...]:
+        """What looks at tokens before."""
+        return tuple(reader for reader in (self.attention, self.memory) if reader is not None)
+
+    def attend(self, stream: Stream, step: Step, rotary: Tensor, growth: Tensor | None, cache: Cache) -> Sequence[Tensor]:
+        """What `transform` goes on with, of each reader [tokens, features]. Writes to the cache, or goes on with its states."""
+        return [
+            reader(stream, self.input_norm, step, cache.states[self.index])
+            if isinstance(reader, Remembered)
+            else reader(stream, self.input_norm, step, rotary, growth, cache.layers[self.index])
+            for reader in self.readers
+        ]
 
     def project(self, stream: Stream) -> None:
         """Only what comes before attention, to have it compiled."""
-        stream.through(self.input_norm, self.attention.inward)
+        for reader in self.readers:
+            stream.through(self.input_norm, reader.inward)
 
-    def transform(self, attended: Tensor, stream: Stream, told: Tensor | None = None) -> None:
+    def nothing(self, like: Tensor) -> Sequence[Tensor]:
+        """What a token might have attended to."""
+        return [like.new_zeros(1, reader.output.shape[1]) for reader in self.readers]
+
+    def transform(self, attended: Sequence[Tensor], stream: Stream, told: Tensor | None = None) -> None:
         """Adds to the stream what its tokens attended to, what the MLP makes of that, and what is made of what is `told` of them
         apart; then the layer's factor goes on it."""
-        if self.shape.parallel:
-            made = self.mlp.part(stream, self.input_norm)
-            stream.add_part(made.add_(stream.product(attended, self.attention.output)))
-        else:
-            stream.add(attended, self.attention.output, self.attention_norm)
+        found = [(own, reader.output) for own, reader in zip(attended, self.readers, strict=True)]
+        beside = self.mlp if self.shape.parallel else None
+        if len(found) == 1 and beside is None:
+            stream.add(*found[0], self.attention_norm)
+        elif found:
+            parts = [stream.product(*each) for each in found]
+            parts += [beside.part(stream, self.input_norm)] if beside is not None else []
+            stream.add_part(parts[0].add_(parts[1]))
+        if self.mlp is not None and beside is None:
             self.mlp(stream, self.mlp_norm, self.last_norm)
         if self.told is not None and told is not None:
             self.told(stream, told)
@@ -129,7 +153,7 @@ class Decoder:
         self.norm = load.gains(shape.last_norm, shape.hidden)
         self.head = self._output(load)
         size, turned, dtype = shape.turning_size(0), shape.rotary_size, self.embedding.dtype
-        of = partial(table_of, positions=shape.max_positions, dtype=dtype, device=device, turned=turned)
+        of = partial(angles_of, positions=shape.max_positions, dtype=dtype, device=device, turned=turned)
         still = partial(of, Rope(), size, positions=1)  # at position 0 nothing is turned
         self.rotary = of(shape.rope, size) if shape.turns else still()
         self.growth = growth_of(shape.rope, shape.max_positions, dtype, device)
@@ -158,9 +182,9 @@ class Decoder:
                 if kept:
                     kept.keep(torch.cat(seen, 1), step, cache)
                 stream.select(step.rows)
-                attended = attended.index_select(0, step.rows)
-                if not len(attended):
-                    return attended.new_empty(0, self.shape.hidden)
+                if not len(step.rows):
+                    return self.embedding.new_empty(0, self.shape.hidden)
+                attended = [own.index_select(0, step.rows) for own in attended]
                 told = told.index_select(1, step.rows) if told is not None else None
             layer.transform(attended, stream, told[layer.index] if told is not None else None)
             for tokens, features in looks:
@@ -218,11 +242,11 @@ class Decoder:
         return Stream(sums, self.ranks, self.shape.norm_epsilon, self.shape.gelu, chosen)
 
     def _root(self, source: Source) -> str:
-        return root_of(source)
+        return root_of(source, self.shape)
 
     def _table(self, load: Loader) -> Tensor:
         """The embedding table."""
-        return load.table(load.prefix + TABLE)
+        return load.table(f"{load.prefix}{self.shape.table}.weight")
 
     def _output(self, load: Loader) -> Weight:
         """The output matrix. Raises Unsupported if it is to be the embedding table, and the checkpoint has another all the same."""
@@ -232,8 +256,8 @@ class Decoder:
             return Weight(load.table(name), bias, load.exact)
         if load.source.has(name) and not load.table(name).equal(self.embedding):
             raise Unsupported(
-                f"config.json says tie_word_embeddings, and there is a {name} that differs from {load.prefix}{TABLE}: "
-                "say false there if it is the model's own, or leave the tensor out"
+                f"config.json says tie_word_embeddings, and there is a {name} that differs from "
+                f"{table_of(load.source, self.shape)}: say false there if it is the model's own, or leave the tensor out"
             )
         return Weight(self.embedding, bias, load.exact)
 
@@ -257,10 +281,12 @@ class Decoder:
                 additions.add(x, out, choose(torch.zeros(count, dtype=torch.int64, device=x.device), len(self.adapters)))
         if self.head.streams(self.embedding.new_zeros(1, self.shape.hidden)):
             # All that few rows of a layer go by besides attention, and logits.
-            layer, stream = self.layers[0], self._row()
-            layer.project(stream)
-            told = self.embedding.new_zeros(1, layer.told.output.shape[1]) if layer.told else None
-            layer.transform(self.embedding.new_zeros(1, layer.attention.output.shape[1]), stream, told)
+            firsts = {(layer.attention is None, layer.mlp is None): layer for layer in reversed(self.layers)}
+            for layer in firsts.values():
+                stream = self._row()
+                layer.project(stream)
+                told = self.embedding.new_zeros(1, layer.told.output.shape[1]) if layer.told else None
+                layer.transform(layer.nothing(self.embedding), stream, told)
             self.head(stream.normalized(self.norm))
 
     def _row(self) -> Stream:
@@ -275,23 +301,35 @@ class Decoder:
         return held + (self.sight.bytes if self.sight else 0)
 
     def _weights(self) -> Iterator[Weight | Tensor]:
-        parts = [self, *self.layers, *(part for layer in self.layers for part in layer.attention.parts)]
+        parts = [self, *self.layers, *(part for layer in self.layers for reader in layer.readers for part in reader.parts)]
         parts += [part for part in (self.inputs, *(layer.told for layer in self.layers)) if part is not None]
         held = [value for part in parts for value in vars(part).values()]
         held += [own for value in held if isinstance(value, list) for own in value]
         found = [value for value in held if isinstance(value, (Weight, Tensor))]
-        for value in (*found, *(weight for layer in self.layers for weight in layer.mlp.weights())):
+        for value in (*found, *(weight for layer in self.layers if layer.mlp for weight in layer.mlp.weights())):
             yield value
             if isinstance(value, Weight) and value.additions is not None:
                 yield from value.additions.weights
 
 
+def _remembered(load: Loader, linear: Remembering) -> Remembered:
+    if isinstance(linear, Convolution):
+        return ShortConvolutions(load, linear)
+    assert isinstance(linear, Linear)
+    return StateSpaces(load, linear) if linear.limits else DeltaRule(load, linear)
+
+
 def _axes_of(shape: Shape, size: int, device: torch.device) -> Tensor:
-    """Which of an image's positions turns each feature of a head: [size]. See `table_of`."""
+    """Which of an image's positions turns each feature of a head: [size]. See `rotary.table_of`."""
     half = torch.tensor([*shape.rope.axes, *[0] * (size // 2 - len(shape.rope.axes))], device=device)
     return half.repeat(2)
 
 
-def root_of(source: Source) -> str:
+def root_of(source: Source, shape: Shape) -> str:
     """What names of its tensors begin with."""
-    return next((root for root in ROOTS if source.has(root + TABLE)), ROOTS[0])
+    return next((root for root in ROOTS if source.has(f"{root}{shape.table}.weight")), ROOTS[0])
+
+
+def table_of(source: Source, shape: Shape) -> str:
+    """What its embedding table is named."""
+    return f"{root_of(source, shape)}{shape.table}.weight"

@@ -176,7 +176,7 @@ def hunyuan(config: Config) -> Shape:
         rope=stretched(config, base.rope, base.head_size),
         qk_norm=True,
         qk_norm_behind=True,
-        qk_norms=("query_layernorm", "key_layernorm"),
+        attention_parts=("query_layernorm", "key_layernorm", "o_proj"),
     )
 
 

@@ -70,7 +70,7 @@ def check_guesses(target: Shape, speculation: Speculation) -> None:
     """Raises Unsupported for guesses that the model can't judge."""
     if target.linear is not None and not speculation.chain:
         raise Unsupported(
-            f"--speculate {written(speculation)}: with linear attention guesses must follow each other: take a draft model's "
+            f"--speculate {written(speculation)}: with {target.linear.name} guesses must follow each other: take a draft model's "
             "tokens=K, or ngram=K, and not both"
         )
 

@@ -18,7 +18,7 @@ from ..cache import Cache
 from ..parallel import Ranks
 from ..step import Step
 from ..weights import Source
-from .decoder import OUTPUTS, ROOTS, TABLE, Decoder, Layer, root_of
+from .decoder import OUTPUTS, ROOTS, Decoder, Layer, root_of, table_of
 from .heads import Heads
 from .loader import Loader
 from .shape import Shape, Unsupported
@@ -81,13 +81,14 @@ class Widened(Layer):
         super().__init__(index, shape, load)
         self.feature_norm = load.gains("hidden_norm", shape.hidden)
 
-    def attend(self, stream: Stream, step: Step, rotary: Tensor, growth: Tensor | None, cache: Cache) -> Tensor:
+    def attend(self, stream: Stream, step: Step, rotary: Tensor, growth: Tensor | None, cache: Cache) -> Sequence[Tensor]:
         """See Layer."""
         assert isinstance(self.attention, Heads)
-        return self.attention(self._seen(stream), None, step, rotary, growth, cache.layers[self.index])
+        return [self.attention(self._seen(stream), None, step, rotary, growth, cache.layers[self.index])]
 
     def project(self, stream: Stream) -> None:
         """See Layer."""
+        assert isinstance(self.attention, Heads)
         self._seen(stream).through(None, self.attention.inward)
 
     def _seen(self, stream: Stream) -> Stream:
@@ -115,12 +116,12 @@ class DraftHead(Decoder, ABC):
         return ROOTS[0]
 
     def _table(self, load: Loader) -> Tensor:
-        name, size = load.prefix + TABLE, (self._target.shape.vocabulary, self.shape.hidden)
+        name, size = f"{load.prefix}{self.shape.table}.weight", (self._target.shape.vocabulary, self.shape.hidden)
         shared = self._target.embedding if self._target.ranks.size == 1 else None
         if load.source.has(name):
             found = load.source.tensor(name, size)
             return shared if shared is not None and found.equal(shared) else found
-        return shared if shared is not None else self._whole.tensor(root_of(self._whole) + TABLE, size)
+        return shared if shared is not None else self._whole.tensor(table_of(self._whole, self._target.shape), size)
 
     def _begin(self, step: Step, cache: Cache) -> Stream:
         assert cache.features is not None
@@ -187,7 +188,7 @@ class NextTokens(DraftHead):
     def __init__(self, shape: Shape, target: Decoder, whole: Source, made_up: bool = False) -> None:
         """made_up: nobody knows what there is in the checkpoint. Raises Unsupported if it lacks the layer."""
         assert shape.features is not None
-        root, layer = root_of(whole), f"{ROOTS[0]}layers.0."
+        root, layer = root_of(whole, target.shape), f"{ROOTS[0]}layers.0."
         source = Renamed(
             whole, [(ours, theirs.format(root=root, layers=target.shape.layers)) for ours, theirs in shape.features.names]
         )
@@ -206,7 +207,7 @@ class NextTokens(DraftHead):
     def _output(self, load: Loader) -> Weight:
         """The target's, if it has no other: checkpoints may have that once more."""
         size = self.shape.vocabulary, self.shape.hidden
-        names = [root_of(self._whole) + TABLE] if self._target.shape.tied else OUTPUTS
+        names = [table_of(self._whole, self._target.shape)] if self._target.shape.tied else OUTPUTS
         name = next(filter(self._whole.has, names), names[0])
         found = load.source.tensor(OUTPUTS[0], size) if load.source.has(OUTPUTS[0]) else None
         if self._target.ranks.size == 1 and (found is None or found.equal(self._whole.tensor(name, size))):

@@ -14,7 +14,7 @@ from .codes import stack
 from .loader import Loader
 from .shape import Mixture, Quantization, Unsupported
 
-TOGETHER = "mlp"  # what has the experts that are all in one tensor, but where the layer itself has them
+TOGETHER = "mlp"  # what has the experts that are all in one tensor, but where what has them otherwise does, or the layer itself
 SCALES = ("_scale_inv", "_scale", "_blocks")
 FP4_MIDDLE = 127  # of the exponents of scales
 
@@ -23,46 +23,57 @@ def as_stored(load: Loader, mixture: Mixture) -> Mixture:
     """The same, with the names of its tensors in this checkpoint: transformers 5 has its own where it was not asked for the
     original ones (`save_original_format=False`)."""
     if mixture.stacked:
-        home = mixture.stacked[0].partition(".")[0]
-        own = f"{home}.experts.gate_up_proj", f"{home}.experts.down_proj"
+        block = mixture.stacked[0].partition(".")[0]
+        own = f"{block}.experts.gate_up_proj", f"{block}.experts.down_proj"
         there = load.source.has(load.prefix + own[0])
-        return replace(mixture, stacked=own, router=f"{home}.router") if there else mixture
-    if mixture.interleaved or not mixture.name or not _is_together(load, mixture):
+        return replace(mixture, stacked=own, router=f"{block}.router") if there else mixture
+    home = _home(load, mixture)
+    if mixture.interleaved or not home:
         return mixture
     correction = mixture.correction
-    if correction and not load.source.has(f"{load.prefix}{TOGETHER}.{correction}"):
+    if correction and not load.source.has(f"{load.prefix}{home}.{correction}"):
         correction = f"{mixture.router}.{correction}"
-    router = "router" if load.source.has(f"{load.prefix}{TOGETHER}.router.weight") else mixture.router
-    return replace(mixture, name=TOGETHER, correction=correction, router=router)
+    router = "router" if load.source.has(f"{load.prefix}{home}.router.weight") else mixture.router
+    return replace(mixture, name=home, correction=correction, router=router)
 
 
 def experts(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]:
     """Of each expert this rank's [2 * size, hidden], gates first, and [hidden, size]; and biases of all, where they have some."""
     if mixture.interleaved:
         return _interleaved(load, mixture)
-    if _is_together(load, mixture):
+    if mixture.stacked or _home(load, mixture) is not None:
         return _together(load, mixture)
     gate, up, down = ([mixture.named(f"experts.{i}.{name}") for i in range(mixture.experts)] for name in mixture.names)
-    outwards = [load.outwards(pair, [mixture.size] * 2) for pair in zip(gate, up, strict=True)]
+    apart = [[name] for name in up] if load.shape.ungated else zip(gate, up, strict=True)
+    outwards = [load.outwards(names, [mixture.size] * len(names)) for names in apart]
     return outwards, [load.inwards(name, mixture.size) for name in down], None
 
 
-def _is_together(load: Loader, mixture: Mixture) -> bool:
-    home = replace(mixture, name=TOGETHER if mixture.name else "")
-    return mixture.stacked != () or load.source.has(load.prefix + home.named("experts.gate_up_proj"))
+def _home(load: Loader, mixture: Mixture) -> str | None:
+    """What has the experts that are all in one tensor; None: there is no such tensor."""
+    homes = dict.fromkeys((TOGETHER, mixture.name) if mixture.name else ("",))
+    own = _first(load)
+    return next((home for home in homes if load.source.has(load.prefix + replace(mixture, name=home).named(own))), None)
+
+
+def _first(load: Loader) -> str:
+    """Of the tensors that have all experts, the one that leads away from the stream."""
+    return "experts.up_proj" if load.shape.ungated else "experts.gate_up_proj"
 
 
 def _together(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]:
-    """All in one tensor, of each expert gates before what they let through."""
+    """All in one tensor, of each expert gates before what they let through, where there are any."""
     count, size, hidden = mixture.experts, mixture.size, load.shape.hidden
-    names = mixture.stacked or (mixture.named("experts.gate_up_proj"), mixture.named("experts.down_proj"))
+    names = mixture.stacked or (mixture.named(_first(load)), mixture.named("experts.down_proj"))
     first_name, second_name = (load.prefix + name for name in names)
     part, how = size // load.ranks.size, load.shape.quantization
     start = load.ranks.rank * part
+    firsts = (start,) if load.shape.ungated else (start, size + start)
+    outputs = len(firsts) * size
     scales = next((end for end in SCALES if load.source.has(f"{first_name}{end}")), None)
     if scales == "_scale_inv" and how and how.method == "fp8":
-        both = stack(load.source, first_name, (count, 2 * size, hidden), how)
-        gate_ups = [joined([one.part(0, first, first + part) for first in (start, size + start)]) for one in both]
+        both = stack(load.source, first_name, (count, outputs, hidden), how)
+        gate_ups = [joined([one.part(0, first, first + part) for first in firsts]) for one in both]
         downs = stack(load.source, second_name, (count, hidden, size), how)
         return gate_ups, [load.residual(one.part(1, start, start + part)) for one in downs], None
     if scales:
@@ -80,8 +91,8 @@ def _together(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]
     def kept(weight: Tensor) -> Tensor | Codes:
         return quantize(weight, how.kind) if how and how.at_load else weight
 
-    gates, ups = (read(first_name, (count, 2 * size, hidden), 1, first) for first in (start, size + start))
-    plain = [kept(torch.cat(pair)) for pair in zip(gates, ups, strict=True)]
+    apart = [read(first_name, (count, outputs, hidden), 1, first) for first in firsts]
+    plain = [kept(torch.cat(parts)) for parts in zip(*apart, strict=True)]
     return plain, [load.residual(kept(down)) for down in read(second_name, (count, hidden, size), 2, start)], None
 
 

@@ -65,12 +65,24 @@ SIZES = {
     "mamba_d_conv": 1 << 6,
     "mamba_expand": 1 << 6,
     "shared_intermediate_size": 1 << 22,
+    "mamba_d_ssm": 1 << 22,
+    "ssm_state_size": 1 << 10,
+    "mamba_num_heads": 1 << 12,
+    "mamba_head_dim": 1 << 10,
+    "n_groups": 1 << 12,
+    "conv_kernel": 1 << 6,
+    "moe_shared_expert_intermediate_size": 1 << 22,
+    "conv_L_cache": 1 << 6,
+    "block_ff_dim": 1 << 22,
+    "block_multiple_of": 1 << 22,
 }
 LEAST = {
     **dict.fromkeys(("sliding_window", "max_window_layers", "n_shared_experts", "first_k_dense_replace"), 0),
     **dict.fromkeys(("moe_num_shared_experts", "moe_layer_start_index", "num_dense_layers"), 0),
     "moe_layer_end_index": -1,  # the last
-    **dict.fromkeys(("linear_conv_kernel_dim", "mamba_d_conv"), 2),  # of one there would be nothing to remember
+    **dict.fromkeys(
+        ("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel", "conv_L_cache"), 2
+    ),  # of one there would be nothing to remember
 }
 LEAST_OF = {  # the same, of a model_type
     "cohere2_moe": {"num_shared_experts": 0},
@@ -79,6 +91,7 @@ LEAST_OF = {  # the same, of a model_type
 }
 # And means that there is none.
 MAY_BE_NULL = (
+    "mamba_d_ssm",
     *("num_key_value_heads", "head_dim", "sliding_window", "max_window_layers"),
     *("n_shared_experts", "n_group", "topk_group", "first_k_dense_replace", "q_lora_rank"),
 )
@@ -89,11 +102,14 @@ NULL_OF = {  # the same, of a model_type: it may have no experts, or the usual n
 AGAIN = "is it the model's own? Download it again"
 # Of `layer_types`.
 FULL, SLIDING, INDEXED, LINEAR = "full_attention", "sliding_attention", "indexed_attention", "linear_attention"
+SHORT = "conv"  # LFM2's
 FORMERLY = {"attention": FULL, "mamba": LINEAR}  # as transformers 4 has them
 SWITCHES = (
     *("tie_word_embeddings", "attention_bias", "attention_out_bias", "mlp_bias", "qkv_bias", "use_bias"),
     *("use_sliding_window", "use_qk_norm", "qk_layernorm", "norm_topk_prob", "use_qkv_bias", "use_parallel_residual"),
     *("rope_interleave", "mamba_conv_bias", "mamba_proj_bias", "use_cla", "mup_enabled", "lm_head_bias"),
+    *("mamba_rms_norm", "mamba_norm_before_gate", "projectors_bias"),
+    *("conv_bias", "block_auto_adjust_ff_dim", "use_expert_bias", "tie_embedding"),
 )
 # What transformers calls a model where its architecture's name doesn't say so.
 MODEL_TYPES = {
@@ -104,6 +120,7 @@ MODEL_TYPES = {
     "Gemma3ForCausalLM": "gemma3_text",
     "Gemma4ForCausalLM": "gemma4_text",
     "Gemma4UnifiedForCausalLM": "gemma4_unified_text",
+    "FalconH1ForCausalLM": "falcon_h1",
     "Glm4MoeForCausalLM": "glm4_moe",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "ExaoneMoeForCausalLM": "exaone_moe",
@@ -112,7 +129,9 @@ MODEL_TYPES = {
     "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
     "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
     "HYV3ForCausalLM": "hy_v3",
+    "Lfm2MoeForCausalLM": "lfm2_moe",
     "MiniMaxM2ForCausalLM": "minimax_m2",
+    "NemotronHForCausalLM": "nemotron_h",
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "Qwen3NextForCausalLM": "qwen3_next",

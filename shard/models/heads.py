@@ -23,21 +23,23 @@ class Heads:
         keys = shape.keys(window)
         self.shared = not keys.values  # they are what keys are at first
         sizes = [n * keys.size for n in (shape.heads, keys.heads, keys.heads)][: 2 + keys.values]
-        names = [f"self_attn.{name}_proj" for name in "qkv"][: 2 + keys.values]
+        own = shape.attention_name
+        queries_name, keys_name, output = (f"{own}.{part}" for part in shape.attention_parts)
+        names = [f"{own}.{name}_proj" for name in "qkv"][: 2 + keys.values]
         if shape.gates_name:
-            names, sizes = [*names, f"self_attn.{shape.gates_name}"], [*sizes, sizes[0]]
-        self.inward = load.heads("self_attn.qkv_proj", names, sizes, shape.qkv_bias, keys.size)
+            names, sizes = [*names, f"{own}.{shape.gates_name}"], [*sizes, sizes[0]]
+        self.inward = load.heads(f"{own}.qkv_proj", names, sizes, shape.qkv_bias, keys.size)
         self.query_norm, self.key_norm = (
-            load.ordered(load.gains(f"self_attn.{name}", keys.size)) if shape.qk_norm else None for name in shape.qk_norms
+            load.ordered(load.gains(name, keys.size)) if shape.qk_norm else None for name in (queries_name, keys_name)
         )
         joint = shape.joint_qk_norm
-        self.queries_norm = load.ordered(load.part_of_gains("self_attn.q_norm", sizes[0], keys.size)) if joint else None
-        self.keys_norm = load.ordered(load.part_of_gains("self_attn.k_norm", sizes[1], keys.size)) if joint else None
-        self.sinks = load.each_head("self_attn.sinks", shape.heads) if shape.sinks else None
+        self.queries_norm = load.ordered(load.part_of_gains(queries_name, sizes[0], keys.size)) if joint else None
+        self.keys_norm = load.ordered(load.part_of_gains(keys_name, sizes[1], keys.size)) if joint else None
+        self.sinks = load.each_head(f"{own}.sinks", shape.heads) if shape.sinks else None
         self.scales = load.cache_scales(keys.heads)
         self.gains = self._moved() if shape.qk_norm_behind else None
         self.gates = sizes[0] // load.ranks.size if shape.attention_gates else 0  # columns of `inward`, the last
-        self.output = load.rows("self_attn.o_proj", sizes[0], shape.output_bias)
+        self.output = load.rows(output, sizes[0], shape.output_bias)
 
     def _moved(self) -> Tensor | None:
         """Gains of norms behind rotary, which are for queries alone: to turn a head changes nothing that its norm goes by but which
@@ -89,9 +91,10 @@ class Queries:
         shape, size = load.shape, load.shape.keys(window).size
         self.shape = shape
         self.window = window
-        self.inward = load.heads("", ["self_attn.q_proj"], [shape.heads * size], shape.qkv_bias, size)
-        self.query_norm = load.gains(shape.qk_norms[0] and f"self_attn.{shape.qk_norms[0]}", size) if shape.qk_norm else None
-        self.output = load.rows("self_attn.o_proj", shape.heads * size, shape.output_bias)
+        norm, _, output = (f"{shape.attention_name}.{part}" for part in shape.attention_parts)
+        self.inward = load.heads("", [f"{shape.attention_name}.q_proj"], [shape.heads * size], shape.qkv_bias, size)
+        self.query_norm = load.gains(norm, size) if shape.qk_norm else None
+        self.output = load.rows(output, shape.heads * size, shape.output_bias)
         self.scales: Tensor | None = None  # of those keys, and values
 
     @property

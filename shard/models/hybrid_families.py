@@ -6,11 +6,11 @@ from math import inf
 from typing import Any
 
 from .dense_families import granite, llama
-from .fields import AGAIN, FULL, LINEAR, Config, number, shown
+from .fields import AGAIN, FULL, LINEAR, SHORT, Config, number, shown
 from .parts import biased, common, kinds_of
 from .ropes import rotary_size
-from .shape import Linear, Shape, Unsupported
-from .sparse_families import GRANITE_MOE, mixed, one_for_all, with_granites_experts
+from .shape import Convolution, Linear, Mixture, Shape, Unsupported
+from .sparse_families import GRANITE_MOE, chosen, mixed, one_for_all, with_granites_experts
 
 # transformers' defaults, which some checkpoints rely on.
 QWEN: Config = {
@@ -30,6 +30,27 @@ QWEN3_5_MOE: Config = QWEN | EXPERTS | {"num_experts": 256, "num_experts_per_tok
 MAMBA: Config = {"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2}
 GRANITE: Config = MAMBA | GRANITE_MOE | {"shared_intermediate_size": 1024}
 BAMBA: Config = MAMBA | {"num_key_value_heads": 8, "max_position_embeddings": 262_144, "rms_norm_eps": 1e-5}
+FALCON_H1: Config = MAMBA | {
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "mamba_d_ssm": 1024,
+}
+LFM2: Config = {
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 128_000,
+    "norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "rope_theta": 1e6,
+    "conv_L_cache": 3,
+}
+LFM2_MOE: Config = {
+    "num_attention_heads": 32,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1792,
+    "num_dense_layers": 2,
+}
 ALWAYS = ("attn_output_gate", "norm_topk_prob")  # what Qwen 3.5 may say of itself, and transformers doesn't read
 
 
@@ -75,10 +96,11 @@ def _hybrid(config: Config) -> Shape:
     )
 
 
-def _linear_layers(kinds: list[Any]) -> frozenset[int]:
-    layers = frozenset(layer for layer, kind in enumerate(kinds) if kind == LINEAR)
+def _linear_layers(kinds: list[Any], own: str = LINEAR) -> frozenset[int]:
+    layers = frozenset(layer for layer, kind in enumerate(kinds) if kind == own)
     if len(layers) == len(kinds):
-        raise Unsupported(f"config.json means layers of linear attention alone, the decoder needs one that attends to all: {AGAIN}")
+        named = own.replace("_", " ")
+        raise Unsupported(f"config.json means layers of {named} alone, the decoder needs one that attends to all: {AGAIN}")
     return layers
 
 
@@ -110,7 +132,7 @@ def _granite_hybrid(config: Config) -> Shape:
     layers = _linear_layers(kinds_of(config, base.layers, lambda layer: True, LINEAR))
     return replace(
         with_granites_experts(base, given, shared=base.intermediate),
-        linear=_state_spaces(given, layers) if layers else None,
+        linear=state_spaces(given, layers, given["mamba_expand"] * given["hidden_size"]) if layers else None,
         unturned=frozenset(range(0 if turning == "rope" else base.layers)),
     )
 
@@ -126,7 +148,7 @@ def _bamba(config: Config) -> Shape:
     layers = _linear_layers([FULL if layer in attending else LINEAR for layer in range(base.layers)])
     return replace(
         base,
-        linear=_state_spaces(given, layers) if layers else None,
+        linear=state_spaces(given, layers, given["mamba_expand"] * given["hidden_size"]) if layers else None,
         rotary_size=rotary_size(given, base.head_size),
         norms=("input_layernorm", "", "pre_ff_layernorm", ""),
         last_norm="final_layernorm",
@@ -134,9 +156,9 @@ def _bamba(config: Config) -> Shape:
     )
 
 
-def _state_spaces(config: Config, layers: frozenset[int]) -> Linear:
-    """Mamba-2's (Dao and Gu 2024, arXiv:2405.21060)."""
-    heads, groups, features = config["mamba_n_heads"], config["mamba_n_groups"], config["mamba_expand"] * config["hidden_size"]
+def state_spaces(config: Config, layers: frozenset[int], features: int) -> Linear:
+    """Mamba-2's (Dao and Gu 2024, arXiv:2405.21060). features: of the values of all heads."""
+    heads, groups = config["mamba_n_heads"], config["mamba_n_groups"]
     size = config.get("mamba_d_head", "auto")
     if features % heads or size not in ("auto", features // heads):
         raise Unsupported(
@@ -157,11 +179,11 @@ def _state_spaces(config: Config, layers: frozenset[int]) -> Linear:
         key_size=config["mamba_d_state"],
         value_size=features // heads,
         width=config["mamba_d_conv"],
-        limits=_limits(config.get("time_step_limit")),
+        limits=limits(config.get("time_step_limit")),
     )
 
 
-def _limits(given: Any) -> tuple[float, float]:
+def limits(given: Any) -> tuple[float, float]:
     """null: there are none. transformers 5 writes what is infinite as an object."""
     ends = [0.0, inf] if given is None else given
     if isinstance(ends, list) and len(ends) == 2:
@@ -177,9 +199,113 @@ def _limits(given: Any) -> tuple[float, float]:
     raise Unsupported(f"config.json says time_step_limit {shown(given)}, two numbers are needed, the least and the most: {AGAIN}")
 
 
+def _lfm2(config: Config) -> Shape:
+    """Short convolutions in most layers. The MLP's size may stand for one that is to be a third smaller."""
+    layers, attending = config["num_hidden_layers"], config.get("full_attn_idxs")
+    if attending is not None and not (isinstance(attending, list) and all(type(layer) is int for layer in attending)):
+        raise Unsupported(f"config.json says full_attn_idxs {shown(attending)}, a list of numbers is needed: {AGAIN}")
+    size: int = config.get("block_ff_dim") or config["intermediate_size"]
+    if config.get("block_auto_adjust_ff_dim", True):
+        size = int(2 * size / 3)
+        if config.get("block_ffn_dim_multiplier", 1.0) is not None:
+            unit: int = config.get("block_multiple_of", 256)
+            size = -(-int(number(config, "block_ffn_dim_multiplier", 1.0) * size) // unit) * unit
+    kinds = kinds_of(config, layers, lambda layer: attending is not None and layer not in attending, SHORT)
+    return _short(config | {"intermediate_size": size}, kinds)
+
+
+def _short(config: Config, kinds: list[Any]) -> Shape:
+    """Convolutions in the layers that are of this kind, and attention with norms of heads in the others."""
+    given = LFM2 | config
+    tied, epsilon = given.get("tie_embedding", given["tie_word_embeddings"]), number(given, "norm_eps", most=1.0)
+    base = common(given | {"tie_word_embeddings": tied, "rms_norm_eps": epsilon, "hidden_act": "silu"})
+    layers, biased = _linear_layers(kinds, SHORT), given.get("conv_bias", False)
+    return replace(
+        base,
+        linear=Convolution(layers=layers, width=given["conv_L_cache"], size=base.hidden, biased=biased) if layers else None,
+        qk_norm=True,
+        attention_parts=("q_layernorm", "k_layernorm", "out_proj"),
+        norms=("operator_norm", "", "ffn_norm", ""),
+        last_norm="embedding_norm",
+        mlp_name="feed_forward",
+        mlp_parts=("", "w1", "w3", "w2"),
+        joined=("in_proj",),
+    )
+
+
+def _lfm2_moe(config: Config) -> Shape:
+    """The same with experts behind the first layers, which are chosen by scores of their own."""
+    given = LFM2_MOE | config
+    base = _short(given, given["layer_types"])
+    mixture = chosen(
+        Mixture(
+            experts=given["num_experts"],
+            chosen=given["num_experts_per_tok"],
+            size=given["moe_intermediate_size"],
+            normalized=given.get("norm_topk_prob", True),
+            sigmoid=True,
+            correction="expert_bias" if given.get("use_expert_bias", True) else "",
+            factor=number(given, "routed_scaling_factor", 1.0),
+            least=1e-6,
+            name="feed_forward",
+            names=("w1", "w3", "w2"),
+        )
+    )
+    sparse = (layer >= given["num_dense_layers"] for layer in range(base.layers))
+    return replace(base, mixtures=tuple(mixture if each else None for each in sparse))
+
+
+def _falcon_h1(config: Config) -> Shape:
+    """State spaces and attention side by side in every layer, and factors of all that is computed (Zuo et al. 2025,
+    arXiv:2507.22448)."""
+    given = FALCON_H1 | config
+    for name in ("attention_bias", "mlp_bias", "projectors_bias"):
+        if given.get(name):
+            raise Unsupported(f"{name} is not supported: for this family the decoder has no biases")
+    normal = given.get("mamba_rms_norm", False)
+    if normal and given.get("mamba_norm_before_gate", True):
+        raise Unsupported("mamba_norm_before_gate True is not supported where mamba_rms_norm is true: the decoder has false")
+    base = common(given)
+    features = given["mamba_d_ssm"] or given["mamba_expand"] * base.hidden
+    before, into, asked, out, behind = (
+        number(given, f"{name}_multiplier", 1.0) for name in ("attention_in", "ssm_in", "key", "attention_out", "ssm_out")
+    )
+    gates, down = _factors(given, "mlp_multipliers", 2)
+    attention = {"q": before, "k": before * asked, "v": before, "o": out}
+    factors = {f"self_attn.{name}_proj": factor for name, factor in attention.items()}
+    factors |= {"feed_forward.gate_proj": gates, "feed_forward.down_proj": down, "mamba.out_proj": behind}
+    return replace(
+        base,
+        linear=replace(
+            state_spaces(given, frozenset(range(base.layers)), features),
+            along=True,
+            normal=normal,
+            factors=tuple(into * factor for factor in _factors(given, "ssm_multipliers", 5)),
+        ),
+        factors=tuple(factors.items()),
+        embedding_factor=number(given, "embedding_multiplier", 1.0),
+        logit_divisor=1 / number(given, "lm_head_multiplier", 1.0),
+        norms=("input_layernorm", "", "pre_ff_layernorm", ""),
+        last_norm="final_layernorm",
+        mlp_name="feed_forward",
+    )
+
+
+def _factors(config: Config, name: str, count: int) -> list[float]:
+    given = config.get(name)
+    if given is None:
+        return [1.0] * count
+    if not isinstance(given, list) or len(given) != count:
+        raise Unsupported(f"config.json says {name} {shown(given)}, a list of {count} numbers is needed: {AGAIN}")
+    return [number({name: factor}, name) for factor in given]
+
+
 HYBRID: dict[str, Callable[[Config], Shape]] = {
     "BambaForCausalLM": _bamba,
+    "FalconH1ForCausalLM": _falcon_h1,
     "GraniteMoeHybridForCausalLM": _granite_hybrid,
+    "Lfm2ForCausalLM": _lfm2,
+    "Lfm2MoeForCausalLM": _lfm2_moe,
     "Qwen3NextForCausalLM": _qwen3_next,
     "Qwen3_5ForCausalLM": _qwen3_5,
     "Qwen3_5MoeForCausalLM": _qwen3_5_moe,

@@ -167,7 +167,13 @@ class Loader:
 
     def residual(self, weight: Tensor | Codes) -> Tensor | Codes:
         """Times what is added to the stream is multiplied by."""
-        return weight.scaled(self.shape.residual_factor) if isinstance(weight, Codes) else self._scaled(weight)
+        return self.times(weight, self.shape.residual_factor)
+
+    def times(self, weight: Tensor | Codes, factor: float) -> Tensor | Codes:
+        """The same, multiplied."""
+        if factor == 1:
+            return weight
+        return weight.scaled(factor) if isinstance(weight, Codes) else weight * factor
 
     def dense(self, weight: Tensor | Codes) -> Tensor:
         """What is computed with a number at a time."""
@@ -189,18 +195,19 @@ class Loader:
         if not there:
             return None
         ranks, before, ups = sum(len(pair[0]) for pair in there), 0, []
-        for pair, (_, full, cut) in zip(pairs, places, strict=True):
+        for pair, (name, full, cut) in zip(pairs, places, strict=True):
             _, start, stop = cut or (0, 0, full)
             up, rank = (pair[1][start:stop], len(pair[0])) if pair else (there[0][1].new_zeros(stop - start, 0), 0)
+            up = up * self._factor(name)
             ups.append(pad(up, (before, ranks - before - rank)))
             before += rank
         return torch.cat([pair[0] for pair in there]), torch.cat(ups)
 
     def _added_inwards(self, name: str, size: int) -> list[Pair | None]:
         """The same of `rows`."""
-        own = size // self.ranks.size
+        own, factor = size // self.ranks.size, self.shape.residual_factor * self._factor(name)
         pairs = [change.pair(self._matrix_name(name), self.shape.hidden, size) for change in self.changes]
-        return [pair and (pair[0].narrow(1, self.ranks.rank * own, own).contiguous(), self._scaled(pair[1])) for pair in pairs]
+        return [pair and (pair[0].narrow(1, self.ranks.rank * own, own).contiguous(), pair[1] * factor) for pair in pairs]
 
     def _matrix_name(self, name: str) -> str:
         """Within the model, whatever that is called."""
@@ -255,11 +262,15 @@ class Loader:
 
     def _cache_scale(self, name: str, count: int) -> Tensor | None:
         """By its usual name, or ModelOpt's."""
-        found = self.source.scale(f"{self.prefix}self_attn.{name}_scale", count)
-        return found if found is not None else self.source.scale(f"{self.prefix}self_attn.{name}_proj.{name}_scale", count)
+        heads = self.prefix + self.shape.attention_name
+        found = self.source.scale(f"{heads}.{name}_scale", count)
+        return found if found is not None else self.source.scale(f"{heads}.{name}_proj.{name}_scale", count)
 
     def _matrix(self, name: str, full: tuple[int, int], cut: Cut) -> Tensor | Codes:
-        return matrix(self.source, self.prefix + name, full, self.shape.quantization, cut)
+        return self.times(matrix(self.source, self.prefix + name, full, self.shape.quantization, cut), self._factor(name))
+
+    def _factor(self, name: str) -> float:
+        return dict(self.shape.factors).get(name, 1.0)
 
     def _cut(self, full: tuple[int, ...], dimension: int, first: int, count: int, whole: int = 1) -> Cut:
         """This rank's part of `count` from `first` on."""

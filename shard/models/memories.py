@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...kernels.codes import Codes
 from ...kernels.gated_delta import Spans, States, gated_delta, gated_norm
+from ...kernels.linear import Weight
 from ..step import Step
 from .loader import Loader
 from .shape import Linear
@@ -17,8 +18,27 @@ from .stream import Stream
 NAME = "linear_attn"
 
 
-class Memories(ABC):
-    """In the place of `Heads`; by what rule, its kinds say."""
+class Remembered(ABC):
+    """In the place of `Heads`, with states of sequences instead of keys that are cached."""
+
+    inward: Weight
+    output: Weight
+
+    @property
+    def parts(self) -> tuple[object, ...]:
+        """What has weights."""
+        return (self,)
+
+    @abstractmethod
+    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, states: States) -> Tensor:
+        """What `output` is to be multiplied with, [tokens, this rank's part of them]. Sequences' states go on.
+
+        norm: gains of the one before.
+        """
+
+
+class Memories(Remembered):
+    """By what rule, its kinds say."""
 
     def __init__(self, load: Loader, linear: Linear, name: str, inward: Tensor | Codes, gating: Tensor) -> None:
         """name: of what has its tensors; inward: to the convolution's channels, queries, keys and values, and to what gates the
@@ -32,16 +52,8 @@ class Memories(ABC):
         self.offsets = load.each_head(f"{name}.dt_bias", linear.value_heads)
         self.output = load.rows(f"{name}.out_proj", values, bias=False)
 
-    @property
-    def parts(self) -> tuple[object, ...]:
-        """What has weights."""
-        return (self,)
-
     def __call__(self, stream: Stream, norm: Tensor | None, step: Step, states: States) -> Tensor:
-        """What `output` is to be multiplied with, [tokens, this rank's value heads * value size]. Sequences' states go on.
-
-        norm: gains of the one before.
-        """
+        """As that of `Remembered`: [tokens, this rank's value heads * value size]."""
         assert step.spans is not None
         if self.gating is None:
             joint = stream.through(norm, self.inward)

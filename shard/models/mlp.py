@@ -11,14 +11,14 @@ from torch.nn import functional
 from ...kernels.experts import Gates, lay_out, route
 from ...kernels.linear import Weight
 from ...kernels.operations import gated
-from ...kernels.reference import by_lanes, relu2, xielu
+from ...kernels.reference import by_lanes, squared, xielu
 from .experts import as_stored, experts
 from .loader import Loader
 from .shape import Mixture
 from .stream import Stream
 
 # Of MLPs without gates. GELU: Hendrycks and Gimpel 2016, arXiv:1606.08415.
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": partial(functional.gelu, approximate="tanh"), "relu2": relu2}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": partial(functional.gelu, approximate="tanh"), "relu2": squared}
 
 
 class Dense:
@@ -80,7 +80,9 @@ class Sparse:
         self.router = load.whole(mixture.named(mixture.router), mixture.experts, mixture.biased, mixture.wide)
         self.correction = load.each(mixture.named(mixture.correction), mixture.experts) if mixture.correction else None
         gate_ups, downs, biases = experts(load, mixture)
-        self.experts = lay_out(gate_ups, downs, load.source.dtype, biases, Gates(load.shape.gelu, mixture.limit), load.exact)
+        self.experts = lay_out(
+            gate_ups, downs, load.source.dtype, biases, Gates(load.shape.gelu, mixture.limit, bool(load.shape.ungated)), load.exact
+        )
         self.shared = Shared(load, mixture) if mixture.shared else None
 
     def __call__(self, stream: Stream, before: Tensor | None, behind: Tensor | None) -> None:
@@ -105,6 +107,7 @@ class Sparse:
             sets=(mixture.groups, mixture.groups_chosen, mixture.best),
             factor=mixture.factor,
             near=mixture.near,
+            least=mixture.least,
         )
 
     def weights(self) -> Iterator[Weight | Tensor]:
@@ -145,15 +148,17 @@ class Shared:
     """The expert that all tokens go through."""
 
     def __init__(self, load: Loader, mixture: Mixture) -> None:
-        name, self.gelu = mixture.named(mixture.shared_name), load.shape.gelu
+        name, self.gelu, self.ungated = mixture.named(mixture.shared_name), load.shape.gelu, bool(load.shape.ungated)
         both, gate, up, down = (f"{name}.{part}" for part in load.shape.mlp_parts)
         self.gate = load.whole(mixture.named(mixture.shared_gate), 1) if mixture.shared_gate else None
-        self.gate_up = load.columns(both, [gate, up], [mixture.shared] * 2, bias=False)
+        inward = [up] if self.ungated else [gate, up]
+        self.gate_up = load.columns(both, inward, [mixture.shared] * len(inward), bias=False)
         self.down = load.rows(down, mixture.shared, bias=False)
 
     def __call__(self, x: Tensor, stream: Stream) -> Tensor:
         """This rank's part of what it makes of x, the stream's tokens, by its gate."""
-        made = stream.product(gated(stream.product(x, self.gate_up), self.gelu), self.down)
+        inner = stream.product(x, self.gate_up)
+        made = stream.product(squared(inner) if self.ungated else gated(inner, self.gelu), self.down)
         return made if self.gate is None else made.mul_(by_lanes(torch.sigmoid, self.gate(x)))
 
     def weights(self) -> Iterator[Weight]:

@@ -1,8 +1,10 @@
 """Everything that the decoder needs to know about a model. Knows no tensor and imports no torch: the launcher plans with it."""
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass, replace
 from math import gcd, prod
+from typing import ClassVar
 
 
 class Unsupported(ValueError):
@@ -92,6 +94,7 @@ class Mixture:
     best: int = 2  # of a group's experts by which it is chosen
     factor: float = 1.0  # of all shares of those chosen
     near: float = 0.0  # each share is by a softmax over those whose scores differ by no more than this part; 0: over all
+    least: float = 1e-20  # is added to the sum that shares are divided by
     quantization: Quantization | None = None  # of the experts alone
     biased: bool = False  # experts and their router have biases
     limit: float = 0.0  # beyond which gates and what they let through don't go; 0: none
@@ -150,18 +153,100 @@ class Latent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Linear:
-    """Linear attention: what a token finds in those before it is in a memory of fixed size for each head, and a convolution sees
-    the last few tokens. By the gated delta rule (Yang et al. 2024, arXiv:2412.06464), or with limits by state spaces (Dao and Gu
-    2024, arXiv:2405.21060), whose key heads are called groups."""
+class Remembering(ABC):
+    """Of layers that remember something of a sequence, of the same size however long it is, instead of attending to keys that are
+    cached, or besides: at least what last came into a convolution."""
 
-    layers: frozenset[int]  # that have it, instead of attention to keys that are cached
+    name: ClassVar[str]  # for people
+    layers: frozenset[int]
+    width: int  # tokens that the convolution sees, the last one included
+    along: bool = False  # they attend as well, side by side with it
+
+    @property
+    @abstractmethod
+    def divided(self) -> tuple[dict[str, int], dict[str, int]]:
+        """What ranks must have equal parts of, by name, and of what several may have the same."""
+
+    @abstractmethod
+    def channels(self, ranks: int) -> int:
+        """Of the convolution on a rank."""
+
+    @abstractmethod
+    def matrices(self, ranks: int, hidden: int) -> list[tuple[int, int, int]]:
+        """Those of a layer that may have few bits, as `Shape._projections` has them: to the convolution's channels and what gates
+        the result, and back."""
+
+    @abstractmethod
+    def beside(self, ranks: int, hidden: int) -> int:
+        """Elements of what else a layer has on a rank, what is `wide` included."""
+
+    def memory(self, ranks: int) -> tuple[int, int, int]:
+        """What a layer remembers of a sequence on a rank besides: heads, features of keys, features of values. In float32."""
+        return 0, 0, 0
+
+    def wide(self, ranks: int) -> int:
+        """Elements that are in float32."""
+        return 0
+
+    @property
+    def rule(self) -> int:
+        """Operations of a token with each number of its memory."""
+        return 0
+
+    def squares(self, ranks: int) -> int:
+        """Numbers of a token that ranks add up in a layer, for norms over what several of them have."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Convolution(Remembering):
+    """Short convolutions between two gates (Liquid AI 2025, arXiv:2511.23404), with nothing behind them."""
+
+    name: ClassVar[str] = "short convolutions"
+    size: int  # channels
+    biased: bool = False  # and so are the matrices before and behind it
+
+    @property
+    def divided(self) -> tuple[dict[str, int], dict[str, int]]:
+        """As that of `Remembering`."""
+        return {"channels of short convolutions": self.size}, {}
+
+    def channels(self, ranks: int) -> int:
+        """As that of `Remembering`."""
+        return self.size // ranks
+
+    def matrices(self, ranks: int, hidden: int) -> list[tuple[int, int, int]]:
+        """As that of `Remembering`."""
+        own = self.channels(ranks)
+        return [(3 * own, hidden, hidden), (hidden, self.size, own)]
+
+    def beside(self, ranks: int, hidden: int) -> int:
+        """Taps, and biases."""
+        own = self.channels(ranks)
+        return self.width * own + self.biased * (4 * own + hidden)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linear(Remembering):
+    """Linear attention: what a token finds in those before it is in a memory of fixed size for each head, behind the convolution.
+    By the gated delta rule (Yang et al. 2024, arXiv:2412.06464), or with limits by state spaces (Dao and Gu 2024,
+    arXiv:2405.21060), whose key heads are called groups."""
+
+    name: ClassVar[str] = "linear attention"
     key_heads: int  # and as many of queries
     value_heads: int  # several of them, one after the other, for each key head
     key_size: int
     value_size: int
-    width: int  # tokens that the convolution sees, the last one included
     limits: tuple[float, float] | None = None  # of the steps of state spaces
+    home: str = "mamba"  # what has their tensors
+    normal: bool = True  # a norm is behind them, and what gates the result goes before that
+    factors: tuple[float, ...] = (1.0,) * 5  # of what gates the result, values, keys, queries and steps of state spaces
+
+    @property
+    def divided(self) -> tuple[dict[str, int], dict[str, int]]:
+        """As that of `Remembering`."""
+        keys, values = {"key heads of linear attention": self.key_heads}, {"heads of linear attention": self.value_heads}
+        return (values, keys) if self.limits else (keys | values, {})
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -174,31 +259,39 @@ class Linear:
         return max(1, self.key_heads // ranks)
 
     def channels(self, ranks: int) -> int:
-        """Of the convolution on a rank: queries, keys and values, heads one after the other."""
+        """Queries, keys and values, heads one after the other."""
         return 2 * self.keys(ranks) * self.key_size + self.sizes[-1] // ranks
 
     def memory(self, ranks: int) -> tuple[int, int, int]:
-        """What a layer remembers of a sequence on a rank: heads, features of keys, features of values. In float32."""
+        """As that of `Remembering`."""
         return self.value_heads // ranks, self.key_size, self.value_size
 
     def matrices(self, ranks: int, hidden: int) -> list[tuple[int, int, int]]:
-        """Those of a layer that may have few bits, as `Shape._projections` has them: to the convolution's channels and what gates
-        the result, and back."""
+        """As that of `Remembering`."""
         values = self.sizes[-1]
         own = values // ranks
         return [(self.channels(ranks) + own, hidden, hidden), (hidden, values, own)]
 
     def beside(self, ranks: int, hidden: int) -> int:
-        """Elements of what else a layer has on a rank: strengths and fades, or steps, the convolution, the norm, and what is
-        `wide`."""
+        """Strengths and fades, or steps, the convolution, the norm, and what is `wide`."""
         heads, channels = self.value_heads // ranks, self.channels(ranks)
         if self.limits:
-            return heads * hidden + (self.width + 1) * channels + heads * self.value_size + self.wide(ranks)
+            norm = self.normal * heads * self.value_size
+            return heads * hidden + (self.width + 1) * channels + norm + self.wide(ranks)
         return 2 * heads * hidden + self.width * channels + self.value_size + self.wide(ranks)
 
     def wide(self, ranks: int) -> int:
-        """Elements that are in float32: rates, offsets, and skips of state spaces."""
+        """Rates, offsets, and skips of state spaces."""
         return (3 if self.limits else 2) * self.value_heads // ranks
+
+    @property
+    def rule(self) -> int:
+        """A token asks its memory once, or twice, and puts something in."""
+        return 4 if self.limits else 6
+
+    def squares(self, ranks: int) -> int:
+        """Of groups of which several ranks have parts."""
+        return self.key_heads if self.normal and self.key_heads < ranks else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,16 +358,20 @@ class Shape:
     windows: tuple[int, ...]  # per layer: positions that a token may look back, itself included; 0: all
     local_rope: Rope | None = None  # of the layers with a window, where it is another
     far: Keys | None = None  # of the layers without a window, where they are others
-    linear: Linear | None = None  # layers that remember what they saw, instead of attending to it; the cache has no keys of theirs
+    # Layers that remember what they saw, instead of attending to it: the cache has none of their keys.
+    linear: Remembering | None = None
     attention_gates: bool = False  # of all that heads attend to
     gates_name: str = ""  # of their own matrix, without biases; "": in the checkpoint they are beside each head's queries
     unturned: frozenset[int] = frozenset()  # layers without a rotary embedding
+    inattentive: frozenset[int] = frozenset()  # layers that neither attend nor remember: an MLP alone, or experts
+    without_mlp: frozenset[int] = frozenset()  # layers that have nothing else
     attention_scale: float  # of the products of queries and keys
     softcap: float = 0.0  # which those come near to at most; 0: none
     sinks: bool = False  # each head has a logit more, which no value belongs to
     final_softcap: float = 0.0  # of the model's logits
     embedding_factor: float = 1.0  # what rows of the embedding table are multiplied by
     layer_factors: bool = False  # behind each layer the stream is multiplied by a number of the layer's
+    factors: tuple[tuple[str, float], ...] = ()  # what products with some matrices are multiplied by, by their names in a layer
     residual_factor: float = 1.0  # and what attention and MLP come to, before it is added
     logit_divisor: float = 1.0  # what logits are divided by
     logit_bias: bool = False  # the output matrix has one
@@ -283,10 +380,12 @@ class Shape:
     mlp_bias: bool = False
     qk_norm: bool = False  # RMS norm of every query and key head before rotary
     qk_norm_behind: bool = False  # or behind it
-    qk_norms: tuple[str, str] = ("q_norm", "k_norm")  # their names
     joint_qk_norm: bool = False  # or one of all queries of a token together, and one of all its keys
     value_norm: bool = False  # of every value head, without gains
     qkv_limit: float = 0.0  # beyond which queries, keys and values don't go, before rotary; 0: none
+    attention_name: str = "self_attn"
+    # Norms of queries and keys, and the matrix behind all heads.
+    attention_parts: tuple[str, str, str] = ("q_norm", "k_norm", "o_proj")
     norms: tuple[str, str, str, str] = PLAIN  # names of those before and behind attention, before and behind the MLP; "": none
     last_norm: str = "norm"  # behind all layers
     first_norm: bool = False  # and in front of them, the same
@@ -295,8 +394,9 @@ class Shape:
     norm_bias: bool = False
     plain_norms: bool = False  # norms have neither gains nor biases
     parallel: bool = False  # the MLP goes by what attention goes by, behind the same norm
-    # The MLP has no gates, and its features go through this: "gelu", approximated by tanh, "relu2", "xielu"; "": it has gates.
+    # Of MLPs and experts that have no gates, what features go through: "gelu", approximated by tanh, "relu2", "xielu"; "": gates.
     ungated: str = ""
+    table: str = "embed_tokens"  # the embedding table's name
     mlp_name: str = "mlp"
     mlp_parts: tuple[str, str, str, str] = (
         "gate_up_proj",
@@ -333,9 +433,9 @@ class Shape:
         if not self.latent:
             keys |= {"key/value heads": self.kv_heads, "key/value heads of layers without a window": self.keys(0).heads}
         if self.linear:
-            (keys if self.linear.limits else sizes)["key heads of linear attention"] = self.linear.key_heads
-            sizes["heads of linear attention"] = self.linear.value_heads
-        for mixture in self.mixtures or (None,):
+            own, shared = self.linear.divided
+            sizes, keys = sizes | own, keys | shared
+        for _, mixture in self.mlps:
             if mixture:
                 sizes["intermediate features of an expert"] = mixture.size
                 sizes["intermediate features of the shared expert"] = mixture.shared
@@ -412,7 +512,26 @@ class Shape:
     @property
     def attending(self) -> list[int]:
         """Layers whose tokens see keys."""
-        return [layer for layer in range(self.layers) if self.linear is None or layer not in self.linear.layers]
+        others = self.inattentive | (self.linear.layers if self.linear and not self.linear.along else frozenset())
+        return [layer for layer in range(self.layers) if layer not in others]
+
+    @property
+    def mlps(self) -> list[tuple[int, Mixture | None]]:
+        """The layers that have an MLP, or experts instead."""
+        every = self.mixtures or (None,) * self.layers
+        return [(layer, mixture) for layer, mixture in enumerate(every) if layer not in self.without_mlp]
+
+    @property
+    def sums(self) -> int:
+        """What is added to the stream of a token, one after the other."""
+        told = self.layers if self.inputs else 0
+        return (1 if self.parallel else 2) * self.layers - len(self.inattentive) - len(self.without_mlp) + told
+
+    @property
+    def norm_count(self) -> int:
+        """Norms of all layers."""
+        before, behind = (sum(map(bool, names)) for names in (self.norms[:2], self.norms[2:]))
+        return before * (self.layers - len(self.inattentive)) + behind * (self.layers - len(self.without_mlp))
 
     @property
     def keyed(self) -> list[int]:
@@ -428,7 +547,7 @@ class Shape:
         return self.intermediate * (self.wider if layer >= self.layers - self.keyless else 1)
 
     def state_bytes(self, ranks: int, item: int) -> int:
-        """What linear attention remembers of a sequence on one rank, however long that is; item: bytes of an element."""
+        """What layers remember of a sequence on one rank, however long that is; item: bytes of an element."""
         if self.linear is None:
             return 0
         window = (self.linear.width - 1) * self.linear.channels(ranks) * item
@@ -489,10 +608,10 @@ class Shape:
         `tokens`: of experts those alone that so many tokens can be expected to choose."""
         mlps = sum(
             self._sparse(mixture, ranks, tokens) if mixture else self._dense(ranks, self.width(layer))
-            for layer, mixture in enumerate(self.mixtures or (None,) * self.layers)
+            for layer, mixture in self.mlps
         )
         last = 0 if self.plain_norms else self.hidden * (1 + self.norm_bias)
-        norms = self.layers * sum(map(bool, self.norms)) * last
+        norms = self.norm_count * last
         last += self.logit_bias * self.vocabulary_slice(ranks)
         held = tables or (1 if self.tied else 2)
         if self.features:
@@ -562,7 +681,7 @@ class Shape:
         wide += sum(self.hidden + mixture.experts for mixture in self.mixtures if mixture and mixture.beside)
         wide += self.layers * self.index.heads * self.hidden if self.index else 0
         if self.centered_norms and not self.layer_norms:
-            wide += (self.layers * sum(map(bool, self.norms)) + 1) * self.hidden
+            wide += (self.norm_count + 1) * self.hidden
             wide += 2 * self.qk_norm * sum(self.keys(self.windows[layer]).size for layer in self.keyed)
         if self.linear:
             wide += len(self.linear.layers) * self.linear.wide(ranks)
@@ -587,7 +706,7 @@ class Shape:
         found = sum(count * less(how, *self._projections(ranks, window)) for window, count in self._alike.items())
         if self.linear:
             found += len(self.linear.layers) * less(how, *self.linear.matrices(ranks, self.hidden))
-        for layer, mixture in enumerate(self.mixtures or (None,) * self.layers):
+        for layer, mixture in self.mlps:
             size = mixture.shared if mixture else self.width(layer)
             found += mlp(how, size, size // ranks)
             if mixture:
@@ -598,8 +717,9 @@ class Shape:
     def _sparse(self, mixture: Mixture, ranks: int, tokens: int | None) -> int:
         """Elements of a layer's experts, their router, and the shared one with its gate."""
         size = mixture.part(ranks)
-        each = 3 * size * self.hidden + mixture.biased * (2 * size + self.hidden)
+        matrices = 3 - bool(self.ungated)
+        each = matrices * size * self.hidden + mixture.biased * (2 * size + self.hidden)
         routed = mixture.routing(self.hidden) + round(mixture.read(tokens) * each)
         gate = mixture.shared > 0 and mixture.shared_gate != ""
         routed += mixture.beside * (4 * self.hidden + mixture.experts)  # norms, the router's included, and factors of shares
-        return routed + self.hidden * (3 * mixture.shared // ranks + gate)
+        return routed + self.hidden * (matrices * mixture.shared // ranks + gate)

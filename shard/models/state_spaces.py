@@ -11,8 +11,6 @@ from .loader import Loader
 from .memories import Memories
 from .shape import Linear
 
-NAME = "mamba"
-
 
 class StateSpaces(Memories):
     """Groups of heads, of which each has queries and keys that its heads share. The norm goes over all values of a group."""
@@ -20,31 +18,36 @@ class StateSpaces(Memories):
     def __init__(self, load: Loader, linear: Linear) -> None:
         assert linear.limits is not None
         keys, _, values = linear.sizes
+        name = linear.home
         sizes, wholes = (values, keys, keys), (1, linear.key_size, linear.key_size)
         every = (values, *sizes, linear.value_heads), (1, *wholes, 1)
-        gates, *features, steps = load.matrices(f"{NAME}.in_proj", *every)
+        parts = load.matrices(f"{name}.in_proj", *every)
+        gates, *features, steps = (load.times(part, factor) for part, factor in zip(parts, linear.factors, strict=True))
         inward = load.joined((*features[::-1], gates))  # queries are last in the checkpoint
-        super().__init__(load, linear, NAME, inward, load.dense(steps))
+        super().__init__(load, linear, name, inward, load.dense(steps))
         self.ranks, self.limits = load.ranks, linear.limits
-        self.taps = torch.cat(load.parts(f"{NAME}.conv1d.weight", sizes, (1, linear.width), wholes)[::-1]).squeeze(1)
-        self.biases = torch.cat(load.parts(f"{NAME}.conv1d.bias", sizes, (), wholes)[::-1])
-        self.skips = load.each_head(f"{NAME}.D", linear.value_heads)
-        self.gains = load.part_of_gains(f"{NAME}.norm", values, 1).view(linear.keys(load.ranks.size), -1)
+        self.taps = torch.cat(load.parts(f"{name}.conv1d.weight", sizes, (1, linear.width), wholes)[::-1]).squeeze(1)
+        self.biases = torch.cat(load.parts(f"{name}.conv1d.bias", sizes, (), wholes)[::-1])
+        self.skips = load.each_head(f"{name}.D", linear.value_heads)
+        own = linear.keys(load.ranks.size)
+        self.gains = load.part_of_gains(f"{name}.norm", values, 1).view(own, -1) if linear.normal else None
         self.groups, self.features = linear.key_heads, values // linear.key_heads  # of all ranks, and of each
 
     def found(self, mixed: Tensor, gates: Tensor, gating: Tensor, spans: Spans, states: States) -> Tensor:
         """As that of `Memories`."""
         own = self.taps, self.biases, self.rates, self.offsets, self.skips, self.limits
-        found = state_space(mixed, gating, *own, spans, states).view(len(mixed), *self.gains.shape)
+        found = state_space(mixed, gating, *own, spans, states)
+        if self.gains is None:
+            return functional.silu(gates.float()).mul_(found.flatten(1)).to(found.dtype)
+        found = found.view(len(mixed), *self.gains.shape)
         gates = gates.view(found.shape)
-        return (self._normal(found, gates) if self.groups < self.ranks.size else self._whole(found, gates)).flatten(1)
+        if self.groups < self.ranks.size:
+            return self._normal(found, gates, self.gains).flatten(1)
+        return gated_norm(found, gates, self.gains, self.epsilon, before=True).flatten(1)
 
-    def _whole(self, found: Tensor, gates: Tensor) -> Tensor:
-        return gated_norm(found, gates, self.gains, self.epsilon, before=True)
-
-    def _normal(self, found: Tensor, gates: Tensor) -> Tensor:
+    def _normal(self, found: Tensor, gates: Tensor, gains: Tensor) -> Tensor:
         """The same where several ranks have parts of one group: squares of all of them are added up."""
         gated = functional.silu(gates.float()).mul_(found)
         squares, group = gated.new_zeros(len(gated), self.groups, 1), self.ranks.rank * self.groups // self.ranks.size
         squares[:, group] = gated.square().sum(2)
-        return scaled(gated, self.ranks.add(squares)[:, group : group + 1] / self.features, self.gains, self.epsilon)
+        return scaled(gated, self.ranks.add(squares)[:, group : group + 1] / self.features, gains, self.epsilon)

@@ -82,9 +82,8 @@ class Stream:
         self.normalized(None).index_add_(0, rows, x)
 
     def select(self, rows: Tensor) -> None:
-        """Goes on with these rows alone; nothing is still to be added."""
-        assert self._more is None
-        self._sums = self._sums.index_select(0, rows)
+        """Goes on with these rows alone."""
+        self._sums = self.normalized(None).index_select(0, rows)
         self._chosen = self._chosen.select(rows) if self._chosen is not None else None
 
     def product(self, x: Tensor, weight: Weight) -> Tensor:

@@ -50,7 +50,9 @@ class Mixture:
         if kind:
             hidden, size = chance.choice([32, 96, 128, 160]), chance.choice([32, 64, 96, 192])
         self.x = torch.randn(tokens, hidden, device=DEVICE).to(dtype)
-        self.gate_ups = [(torch.randn(2 * size, hidden, device=DEVICE) * hidden**-0.5).to(dtype) for _ in range(number)]
+        squared = chance.random() < 0.3
+        inner = (2 - squared) * size
+        self.gate_ups = [(torch.randn(inner, hidden, device=DEVICE) * hidden**-0.5).to(dtype) for _ in range(number)]
         self.downs = [(torch.randn(hidden, size, device=DEVICE) * size**-0.5).to(dtype) for _ in range(number)]
         if kind:
             block = chance.choice([32, 64, 128])
@@ -60,10 +62,10 @@ class Mixture:
         logits = torch.randn(tokens, number, device=DEVICE) * 2
         logits[: tokens // 2, 0] += 9  # one expert that many choose, and others that nobody does
         self.shares, self.chosen = route(logits, self.count, chance.random() < 0.5)
-        self.gates = Gates(chance.random() < 0.5, chance.choice([0.0, 0.0, 0.7]))
+        self.gates = Gates(squared=True) if squared else Gates(chance.random() < 0.5, chance.choice([0.0, 0.0, 0.7]))
         self.biases = None
         if chance.random() < 0.5:
-            self.biases = tuple(torch.randn(number, width, device=DEVICE).to(dtype) for width in (2 * size, hidden))
+            self.biases = tuple(torch.randn(number, width, device=DEVICE).to(dtype) for width in (inner, hidden))
 
     def found(self, kernels: str) -> Tensor:
         choose.force(kernels)
@@ -77,7 +79,10 @@ class Mixture:
             for share, expert in zip(shares, chosen, strict=True):
                 first, second = (bias[expert].double() for bias in self.biases) if self.biases else (0, 0)
                 inner = self.x[token : token + 1].double() @ exact(self.gate_ups[expert]).T + first
-                inner = reference.gated(inner, self.gates.gelu, self.gates.limit)
+                if self.gates.squared:
+                    inner = inner.clamp(min=0.0) ** 2
+                else:
+                    inner = reference.gated(inner, self.gates.gelu, self.gates.limit)
                 out[token] += share * (inner @ exact(self.downs[expert]).T + second)[0]
         return out
 
@@ -247,6 +252,7 @@ def random_routing(chance: random.Random) -> tuple[Tensor, dict[str, Any]]:
     correction = torch.randn(experts, device=DEVICE).round() if chance.random() < 0.5 else None
     count = chance.randint(1, min(8, experts * best // sets))
     how = {"normalized": chance.random() < 0.5, "sigmoid": chance.random() < 0.5, "correction": correction}
+    how["least"] = chance.choice([1e-20, 0.1])
     return logits, how | {"count": count, "sets": (sets, best, chance.choice([1, 2])), "factor": chance.choice([1.0, 2.5])}
 
 

@@ -36,7 +36,9 @@ GEMMA, GEMMA4, GEMMA4_MOE, GPT_OSS, MIXTRAL, OLMO, MOE, DEEPSEEK, INDEXED = (
     f"few-heads-{name}"
     for name in ("gemma2", "gemma4", "gemma4-experts", "gpt-oss", "mixtral", "olmo3", "qwen2-moe", "deepseek", "deepseek-v32")
 )
-DELTA, SPACES, GEMMA4_E = "few-heads-qwen3.5", "few-heads-granite-4-h", "few-heads-gemma4-e"
+DELTA, SPACES, SHORT, PARTS, BESIDE, GEMMA4_E = (
+    f"few-heads-{name}" for name in ("qwen3.5", "granite-4-h", "lfm2-moe", "nemotron-h", "falcon-h1", "gemma4-e")
+)
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +94,11 @@ def with_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch, extent: Extent 
 
 
 @pytest.mark.parametrize(
-    "name", [QWEN3, WINDOW, GEMMA, GEMMA4, GEMMA4_E, GEMMA4_MOE, GPT_OSS, MIXTRAL, OLMO, MOE, DEEPSEEK, INDEXED, DELTA, SPACES]
+    "name",
+    [
+        *(QWEN3, WINDOW, GEMMA, GEMMA4, GEMMA4_E, GEMMA4_MOE, GPT_OSS, MIXTRAL, OLMO, MOE, DEEPSEEK, INDEXED),
+        *(DELTA, SPACES, SHORT, PARTS),
+    ],
 )
 def test_a_shard_by_triton_gives_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = plain(name, filters=True)
@@ -106,7 +112,7 @@ def test_a_shard_by_triton_gives_the_same_tokens(name: str, monkeypatch: pytest.
     assert calls
 
 
-@pytest.mark.parametrize("name", [QWEN3, WINDOW, GEMMA, GEMMA4, GEMMA4_E, OLMO, MOE, DEEPSEEK, SPACES])
+@pytest.mark.parametrize("name", [QWEN3, WINDOW, GEMMA, GEMMA4, GEMMA4_E, OLMO, MOE, DEEPSEEK, SPACES, SHORT, PARTS, BESIDE])
 def test_products_of_few_rows_give_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As for models in bfloat16: norms, SwiGLU and sums go with the products."""
     expected = plain(name)

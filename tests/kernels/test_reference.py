@@ -23,7 +23,7 @@ from penstock.kernels.linear import (
     transposed,
     usual,
 )
-from penstock.kernels.reference import gated, rms_norm, rotary_table, rotate
+from penstock.kernels.reference import gated, rms_norm, rotary_table, rotate, squared
 
 SIZES = [1, 7, 1000]
 
@@ -52,6 +52,11 @@ def test_rotation_is_transformers(tokens: int, size: int) -> None:
     for x, wanted in zip((query, key), expected, strict=True):
         # Two multiplications in another order, of angles up to 5000.
         torch.testing.assert_close(rotate(x.clone(), table), wanted[0].transpose(0, 1))
+
+
+def test_relu_squared_is_transformers() -> None:
+    x = torch.randn(3, 77)
+    torch.testing.assert_close(squared(x.clone()), transformers.activations.ACT2FN["relu2"](x), rtol=0, atol=0)
 
 
 def test_rotation_is_in_place_and_leaves_position_0_alone() -> None:

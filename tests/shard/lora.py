@@ -13,7 +13,7 @@ from penstock.tests.shard import tiny
 
 MATRICES = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj"),
-    *("out_proj", "input_linear", "output_linear"),
+    *("out_proj", "input_linear", "output_linear", "w1", "w2", "w3"),
 )
 WEIGHTS = "adapter_model.safetensors"
 
@@ -25,7 +25,8 @@ def adapter(model: Path, folder: Path, seed: int, rank: int = 4, **config: Any) 
     stored = weights_of(model)
     found = {}
     for key, weight in stored.items():
-        if key.split(".")[-2] in MATRICES and weight.dim() == 2 and "experts" not in key and chance.random() < 0.8:
+        fits = key.split(".")[-2] in MATRICES or key.endswith(".conv.in_proj.weight")
+        if fits and weight.dim() == 2 and "experts" not in key and chance.random() < 0.8:
             place = f"base_model.model.{key.removesuffix('.weight')}"
             outputs, inputs = weight.shape
             found[f"{place}.lora_A.weight"] = torch.randn(rank, inputs, generator=generator) * 0.6

@@ -58,6 +58,7 @@ def config(architecture: str, **more: Any) -> dict[str, Any]:
         ("HunYuanMoEV1ForCausalLM", transformers.HunYuanMoEV1Config),
         ("HYV3ForCausalLM", transformers.HYV3Config),
         ("Jais2ForCausalLM", transformers.Jais2Config),
+        ("Lfm2ForCausalLM", transformers.Lfm2Config),
         ("LlamaForCausalLM", transformers.LlamaConfig),
         ("MellumForCausalLM", transformers.MellumConfig),
         ("MiniMaxM2ForCausalLM", transformers.MiniMaxM2Config),
@@ -155,7 +156,7 @@ def test_layers_of_command_a_plus_are_of_transformers_kinds(pattern: int, dense:
 @pytest.mark.parametrize("name", sorted(tiny.FAMILIES))
 def test_parameters_are_counted_as_transformers_has_them(name: str) -> None:
     theirs = tiny.reference(name)
-    corrections = [values for key, values in theirs.named_buffers() if "correction" in key]
+    corrections = [values for key, values in theirs.named_buffers() if "correction" in key or "expert_bias" in key]
     assert tiny.decoder(name).shape.parameters() == sum(values.numel() for values in (*theirs.parameters(), *corrections))
 
 
@@ -341,6 +342,24 @@ QWEN3_5 = {
     "num_attention_heads": 24,
     "linear_num_value_heads": 48,
 }
+NEMOTRON_3 = {
+    "vocab_size": 131_072,
+    "hidden_size": 2688,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "num_key_value_heads": 2,
+    "mamba_num_heads": 64,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+}
+LFM_2 = {
+    "vocab_size": 65_536,
+    "hidden_size": 2048,
+    "intermediate_size": 7168,
+    "num_hidden_layers": 24,
+    "layer_types": ["full_attention" if layer in (2, 6, 10, 14, 18, 21) else "conv" for layer in range(24)],
+}
 GRANITE_4_H = {
     "vocab_size": 100_352,
     "hidden_size": 4096,
@@ -367,6 +386,8 @@ QWEN3_5_MOE = {"vocab_size": 248_320, "hidden_size": 2048, "num_hidden_layers": 
         ("Ernie4_5_MoeForCausalLM", ERNIE, 21, 3),
         ("OlmoeForCausalLM", OLMOE, 7, 1),
         ("GraniteMoeHybridForCausalLM", GRANITE_4_H, 32, 9),
+        ("Lfm2MoeForCausalLM", LFM_2, 8, 1),
+        ("NemotronHForCausalLM", NEMOTRON_3, 32, 3),
         ("Qwen3NextForCausalLM", QWEN3_NEXT, 80, 3),
         ("Qwen3_5ForCausalLM", QWEN3_5, 27, 25),
         ("Qwen3_5MoeForCausalLM", QWEN3_5_MOE, 35, 3),
@@ -399,6 +420,18 @@ def test_routers_with_scores_of_their_own_are_not_rounded() -> None:
     mine = [dict(zip(*pair, strict=True)) for pair in zip(found.route(x)[1].tolist(), found.route(x)[0].tolist(), strict=True)]
     theirs = [dict(zip(*pair, strict=True)) for pair in zip(chosen.tolist(), shares.tolist(), strict=True)]
     assert mine == [pytest.approx(each, rel=1e-5) for each in theirs]
+
+
+def test_scores_that_are_hardly_any_have_smaller_shares() -> None:
+    """LFM2's, which adds something to the sum that they are divided by."""
+    found, theirs = tiny.decoder("lfm2-moe").layers[1].mlp, tiny.reference("lfm2-moe").model.layers[1].feed_forward
+    assert isinstance(found, Sparse)
+    with torch.inference_mode():
+        x = torch.linalg.lstsq(theirs.gate.weight, torch.full((7, 1), -12.0)).solution.T
+        _, shares, chosen = theirs.gate(x, theirs.expert_bias)
+    own, numbers = found.route(x)
+    assert (numbers.tolist(), own.sum().item()) == (chosen.tolist(), pytest.approx(shares.sum().item(), rel=1e-5))
+    assert own.sum() < 0.96
 
 
 @pytest.mark.parametrize("name", ["mistral", "ministral3", "mistral4"])

@@ -35,6 +35,8 @@ NAMES = [
     "minimax-m2",
     "exaone-moe",
     "granite-4-h-moe",
+    "lfm2-moe",
+    "nemotron-h-moe",
 ]
 TENSOR = "model.layers.0.mlp.experts.gate_up_proj"
 
@@ -58,7 +60,9 @@ def part(folder: Path, rank: Ranks, quantize: str = "") -> Decoder:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_model_is_transformers(name: str, saved: Saved) -> None:
     """By its logits on one rank; and on each of two ranks all weights are those of the original format."""
-    assert any(key.endswith(".experts.gate_up_proj") for key in safetensors.torch.load_file(saved(name) / WEIGHTS))
+    assert any(
+        key.endswith((".experts.gate_up_proj", ".experts.up_proj")) for key in safetensors.torch.load_file(saved(name) / WEIGHTS)
+    )
     tokens = prompt(3, 40)
     model = decoder(saved(name))
     torch.testing.assert_close(logits(model, tokens), tiny.expected_logits(name, tokens), rtol=0, atol=1e-4)

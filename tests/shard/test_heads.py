@@ -29,11 +29,15 @@ from penstock.tests.shard.test_weights import WEIGHTS, Alone, same
 # layers.
 FAMILIES = [
     ("bamba", 8),  # groups of state spaces are its key heads
+    ("falcon-h1", 8),
+    ("falcon-h1-norms", 4),
     ("gemma4", 4),
     ("gemma4", 8),
     ("gemma4-e", 4),
     ("granite-4-h", 4),
     ("granite-4-h-moe", 4),
+    ("lfm2", 8),
+    ("nemotron-h-moe", 4),
     ("one-key-gpt-oss", 4),
     ("one-key-llama", 2),
     ("two-keys-minimax-m2", 8),

@@ -12,6 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from torch import Tensor
 
 from penstock.kernels.quantized import Quantized
 from penstock.proto.shard_pb2 import WarmupRequest
@@ -23,8 +24,9 @@ from penstock.shard.loading import load
 from penstock.shard.memory import Measured
 from penstock.shard.models.decoder import Decoder
 from penstock.shard.models.families import shape
-from penstock.shard.models.memories import DeltaRule, Memories
-from penstock.shard.models.shape import Linear, Unsupported
+from penstock.shard.models.memories import DeltaRule, Memories, Remembered
+from penstock.shard.models.shape import Convolution, Linear, Unsupported
+from penstock.shard.models.short_convolutions import ShortConvolutions
 from penstock.shard.service import Service
 from penstock.shard.weights import DummyWeights
 from penstock.tests.shard import fake_cuda, lora, packing, test_speculation, tiny
@@ -150,6 +152,178 @@ def test_shapes_of_bamba_are_transformers(more: dict[str, Any]) -> None:
     assert (found.rope.theta, found.rotary_size) == (rope["rope_theta"], 128 * rope["partial_rotary_factor"])
 
 
+def falcon(**more: Any) -> dict[str, Any]:
+    return config("FalconH1ForCausalLM", **more)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {
+            "mamba_d_ssm": None,
+            "mamba_expand": 1,
+            "mamba_n_heads": 64,
+            "mamba_n_groups": 4,
+            "mamba_d_state": 16,
+            "mamba_d_conv": 3,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "num_key_value_heads": None,
+            "time_step_limit": [0.1, 2.0],
+            "rope_theta": 1e11,
+            "tie_word_embeddings": True,
+            "lm_head_multiplier": 0.02,
+            "embedding_multiplier": 5.5,
+            "max_position_embeddings": 77,
+        },
+    ],
+)
+def test_shapes_of_state_spaces_beside_attention_are_transformers(more: dict[str, Any]) -> None:
+    found = shape(falcon(**more))
+    expected = transformers.FalconH1Config(**{name: value for name, value in falcon(**more).items() if name != "architectures"})
+    assert found.attending == list(range(9))
+    assert found.linear == Linear(
+        layers=frozenset(range(9)),
+        along=True,
+        key_heads=expected.mamba_n_groups,
+        value_heads=expected.mamba_n_heads,
+        key_size=expected.mamba_d_state,
+        value_size=expected.mamba_d_head,
+        width=expected.mamba_d_conv,
+        limits=expected.time_step_limit,
+        normal=expected.mamba_rms_norm,
+    )
+    assert (found.kv_heads, found.max_positions) == (expected.num_key_value_heads, expected.max_position_embeddings)
+    assert (found.norm_epsilon, found.tied) == (expected.rms_norm_eps, expected.tie_word_embeddings)
+    assert (found.rope.theta, found.embedding_factor) == (expected.rope_parameters["rope_theta"], expected.embedding_multiplier)
+    assert found.logit_divisor == 1 / expected.lm_head_multiplier
+
+
+def nemotron(**more: Any) -> dict[str, Any]:
+    return {name: value for name, value in config("NemotronHForCausalLM").items() if name in ("vocab_size", "hidden_size")} | {
+        "architectures": ["NemotronHForCausalLM"],
+        "hybrid_override_pattern": "MEM*E-M",
+        **more,
+    }
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {
+            "num_hidden_layers": 7,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "head_dim": 64,
+            "mamba_num_heads": 12,
+            "mamba_head_dim": 40,
+            "mamba_n_groups": 3,
+            "ssm_state_size": 16,
+            "mamba_d_conv": 3,
+            "mamba_dt_min": 0.0,
+            "layer_norm_epsilon": 1e-3,
+            "intermediate_size": 96,
+        },
+        {
+            "hybrid_override_pattern": None,
+            "layers_block_type": ["mamba", "attention", "moe", "moe"],
+            "n_routed_experts": 12,
+            "n_group": 3,
+            "topk_group": 2,
+            "num_experts_per_tok": 5,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 48,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 2.5,
+            "max_position_embeddings": 999,
+        },
+    ],
+)
+def test_shapes_of_layers_of_one_part_are_transformers(more: dict[str, Any]) -> None:
+    given = {name: value for name, value in nemotron(**more).items() if value is not None}
+    found = shape(given)
+    expected = transformers.NemotronHConfig(**{name: value for name, value in given.items() if name != "architectures"})
+    kinds = expected.layers_block_type
+    places = {kind: {layer for layer, own in enumerate(kinds) if own == kind} for kind in ("mlp", "moe", "full_attention")}
+    assert found.layers == len(kinds)
+    assert set(found.attending) == places["full_attention"]
+    assert found.inattentive == places["mlp"] | places["moe"]
+    assert found.linear == Linear(
+        layers=frozenset(range(len(kinds))) - found.inattentive - places["full_attention"],
+        key_heads=expected.n_groups,
+        value_heads=expected.mamba_num_heads,
+        key_size=expected.ssm_state_size,
+        value_size=expected.mamba_head_dim,
+        width=expected.conv_kernel,
+        limits=(expected.time_step_min, inf),
+        home="mixer",
+    )
+    assert found.without_mlp == found.linear.layers | places["full_attention"]
+    assert (found.heads, found.kv_heads, found.head_size) == (
+        expected.num_attention_heads,
+        expected.num_key_value_heads,
+        expected.head_dim,
+    )
+    assert (found.intermediate, found.norm_epsilon) == (expected.intermediate_size, expected.layer_norm_epsilon)
+    assert (found.max_positions, found.unturned) == (expected.max_position_embeddings, set(range(found.layers)))
+    assert {layer for layer, mixture in enumerate(found.mixtures) if mixture} == places["moe"]
+    mixture = next(filter(None, found.mixtures))
+    assert (mixture.experts, mixture.chosen) == (expected.n_routed_experts, expected.num_experts_per_tok)
+    assert (mixture.groups, mixture.groups_chosen, mixture.factor) == (
+        expected.n_group,
+        expected.topk_group,
+        expected.routed_scaling_factor,
+    )
+    assert (mixture.size, mixture.shared) == (expected.moe_intermediate_size, expected.moe_shared_expert_intermediate_size)
+    assert mixture.normalized == expected.norm_topk_prob
+
+
+def lfm2(**more: Any) -> dict[str, Any]:
+    return config("Lfm2ForCausalLM", layer_types=["conv", "full_attention", "conv"] * 3) | more
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"layer_types": None, "full_attn_idxs": [2, 5], "conv_L_cache": 4, "conv_bias": True, "tie_embedding": False},
+        {"block_ff_dim": 6656, "block_ffn_dim_multiplier": 1.3, "block_multiple_of": 100, "rope_theta": 5.0},
+        {"block_auto_adjust_ff_dim": False, "tie_word_embeddings": False, "norm_eps": 1e-3},
+    ],
+)
+def test_shapes_of_short_convolutions_are_transformers(more: dict[str, Any]) -> None:
+    found = shape(lfm2(**more))
+    expected = transformers.Lfm2Config(**{name: value for name, value in lfm2(**more).items() if name != "architectures"})
+    assert found.linear == Convolution(
+        layers=frozenset(layer for layer, kind in enumerate(expected.layer_types) if kind == "conv"),
+        width=expected.conv_L_cache,
+        size=4096,
+        biased=expected.conv_bias,
+    )
+    with torch.device("meta"):
+        theirs = transformers.models.lfm2.modeling_lfm2.Lfm2MLP(expected)
+    assert (found.intermediate, found.norm_epsilon) == (theirs.w1.out_features, expected.norm_eps)
+    assert (found.tied, found.rope.theta) == (expected.tie_word_embeddings, expected.rope_parameters["rope_theta"])
+    assert shape(lfm2(block_ffn_dim_multiplier=None)).intermediate == 512 * 2 // 3  # which transformers 5 doesn't take any more
+
+
+def test_shapes_of_short_convolutions_with_experts_are_transformers() -> None:
+    own = lfm2(num_experts_per_tok=3, norm_topk_prob=False, use_expert_bias=False, routed_scaling_factor=2.5, num_dense_layers=0)
+    for more in (lfm2(), own):
+        given = more | {"architectures": ["Lfm2MoeForCausalLM"]}
+        found = shape({name: value for name, value in given.items() if name != "num_attention_heads"})
+        expected = transformers.Lfm2MoeConfig(**{name: value for name, value in given.items() if name != "architectures"})
+        assert (found.heads, found.kv_heads, found.intermediate) == (32, expected.num_key_value_heads, 512)
+        assert [mixture is None for mixture in found.mixtures] == [layer < expected.num_dense_layers for layer in range(9)]
+        mixture = found.mixtures[-1]
+        assert mixture is not None
+        assert (mixture.experts, mixture.chosen) == (expected.num_experts, expected.num_experts_per_tok)
+        assert (mixture.size, mixture.factor) == (expected.moe_intermediate_size, expected.routed_scaling_factor)
+        assert (mixture.normalized, bool(mixture.correction)) == (expected.norm_topk_prob, expected.use_expert_bias)
+
+
 @pytest.mark.parametrize(
     ("said", "limits"),
     [
@@ -199,9 +373,70 @@ def test_what_is_kept_of_a_sequence_by_state_spaces() -> None:
             shape(odd).check_ranks(32)
 
 
+def test_layers_that_attend_and_remember_keep_both() -> None:
+    """By hand."""
+    sizes = {"hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
+    found = shape(falcon(**sizes, mamba_d_ssm=3072, mamba_n_heads=48, intermediate_size=4096, vocab_size=65537))
+    assert found.kv_elements(1) == 24 * 2 * 2 * 128
+    assert found.state_bytes(1, 2) == 24 * (48 * 256 * 64 * 4 + 3 * (3072 + 2 * 256) * 2)
+
+
+def test_what_is_kept_of_a_sequence_by_short_convolutions() -> None:
+    """Of LFM2 1.2B, by hand: two tokens' channels in each of ten layers, and 12 KiB of a token in the six others."""
+    kinds = ["conv", "conv", "full_attention", "conv", "conv", "full_attention", "conv", "conv"] + ["full_attention", "conv"] * 4
+    found = shape(lfm2(hidden_size=2048, num_hidden_layers=16, layer_types=kinds, intermediate_size=12288, vocab_size=65536))
+    assert found.state_bytes(1, 2) == 10 * 2 * 2048 * 2
+    assert found.state_bytes(4, 2) == 10 * 2 * 512 * 2
+    assert found.kv_elements(1) == 6 * 2 * 8 * 64
+    assert round(found.parameters() / 1e6) == 1170
+    assert found.fitting == [1, 2, 4, 8, 16, 32]
+    with pytest.raises(Unsupported, match="80 channels of short convolutions can't be divided by 32 ranks: use --num-shard 1, 2"):
+        shape(lfm2(hidden_size=80, head_dim=4, num_key_value_heads=2)).check_ranks(32)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        (lfm2(layer_types=["conv"] * 9), "layers of conv alone"),
+        (falcon(projectors_bias=True), "projectors_bias is not supported: for this family the decoder has no biases"),
+        (falcon(attention_bias=True), "attention_bias is not supported"),
+        (falcon(mlp_bias=True), "mlp_bias is not supported"),
+        (falcon(mamba_rms_norm=True), "mamba_norm_before_gate True is not supported where mamba_rms_norm is true"),
+        (falcon(mamba_rms_norm="no"), "mamba_rms_norm 'no', true or false"),
+        (falcon(mamba_d_ssm=1000), "mamba_n_heads 128 and mamba_d_head 'auto', and by .* are 1000 features"),
+        (falcon(mlp_multipliers=[1.0]), "mlp_multipliers .1.0., a list of 2 numbers"),
+        (falcon(ssm_multipliers=[1.0, 1, 1, 1, "x"]), "ssm_multipliers 'x', a number above 0"),
+        (falcon(key_multiplier=0), "key_multiplier 0, a number above 0"),
+        (falcon(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
+        (nemotron(hybrid_override_pattern="MX*"), "config.json says layers .*, each is to be one of linear_attention"),
+        (nemotron(hybrid_override_pattern=""), "config.json says layers"),
+        (nemotron(hybrid_override_pattern="M-E"), "no layer that attends"),
+        (nemotron(layers_block_type=["mlp", {}]), "config.json says layers"),
+        (nemotron(layers_block_type="M*"), "config.json says layers 'M.'"),
+        (nemotron(mlp_hidden_act="silu"), "mlp_hidden_act 'silu' is not supported: for this family the decoder has 'relu2'"),
+        (nemotron(mlp_bias=True), "mlp_bias True is not supported"),
+        (nemotron(mamba_conv_bias=False), "use_conv_bias False is not supported"),
+        (nemotron(moe_latent_size=64), "moe_latent_size 64 is not supported: for this family the decoder has None"),
+        (nemotron(sliding_window=64), "sliding_window 64 is not supported"),
+        (nemotron(tie_word_embeddings=True), "tie_word_embeddings True is not supported"),
+        (nemotron(time_step_limit=[0.0, 1.0]), "time_step_limit .0.0, 1.0. is not supported"),
+        (nemotron(time_step_min="x"), "time_step_min 'x', a number"),
+        (nemotron(mamba_num_heads=12), "mamba_n_heads 12 and mamba_n_groups 8"),
+        (nemotron(n_routed_experts=6, n_group=4), "n_group 4 and topk_group 1, of 6 experts"),
+        (nemotron(conv_kernel=1), "conv_kernel 1, an integer from 2"),
+        ({name: value for name, value in nemotron().items() if "pattern" not in name}, "lacks 'hybrid_override_pattern'"),
+        (lfm2(layer_types=["conv", "linear_attention", "full_attention"] * 3), "linear_attention .*full attention and conv"),
+        (lfm2(layer_types=["full_attention"] * 8 + ["sliding_attention"]), "'sliding_attention' for layer 8"),
+        (lfm2(layer_types=None, full_attn_idxs="all"), "full_attn_idxs 'all', a list of numbers"),
+        (lfm2(conv_L_cache=1), "conv_L_cache 1, an integer from 2"),
+        (lfm2(conv_bias="yes"), "conv_bias 'yes', true or false"),
+        (lfm2(block_multiple_of=0), "block_multiple_of 0, an integer from 1"),
+        (lfm2(block_ffn_dim_multiplier=-1), "block_ffn_dim_multiplier -1, a number above 0"),
+        (lfm2(norm_eps=2), "norm_eps 2, a number above 0 up to 1"),
+        (lfm2(model_type="lfm2_moe"), "which is 'lfm2'"),
+        (lfm2(architectures=["Lfm2MoeForCausalLM"], num_experts=4, num_experts_per_tok=5), "num_experts_per_tok 5, of 4 experts"),
+        (config("Lfm2MoeForCausalLM"), "lacks 'layer_types'"),
+        (config("Qwen3NextForCausalLM", layer_types=["conv", "full_attention", "linear_attention"] * 3), "conv are not supported"),
         (granite(position_embedding_type="alibi"), "position_embedding_type 'alibi' is not supported.* nope and rope"),
         (granite(layer_types=["mamba"] * 9), "layers of linear attention alone"),
         (granite(layer_types=None), "layers of linear attention alone"),
@@ -256,6 +491,13 @@ def memories(model: Decoder) -> Memories:
     found = model.layers[0].attention
     assert isinstance(found, Memories)
     return found
+
+
+def remembered(model: Decoder) -> Tensor:
+    """What a layer that remembers something goes by: of each head, or of each channel."""
+    found = next(reader for layer in model.layers for reader in layer.readers if isinstance(reader, Remembered))
+    assert isinstance(found, ShortConvolutions | Memories)
+    return found.taps if isinstance(found, ShortConvolutions) else found.rates
 
 
 def test_rates_are_not_rounded(tmp_path: Path) -> None:
@@ -318,8 +560,8 @@ def test_random_weights_need_a_config_alone(tmp_path: Path) -> None:
         model = shape(said)
         source = DummyWeights(torch.float32, tiny.CPU, lambda read: None)
         halves = [Decoder(model, source, Alone(rank), tiny.CPU) for rank in range(2)]
-        found = torch.cat([memories(half).rates for half in halves])
-        assert found.equal(memories(Decoder(model, source, WHOLE, tiny.CPU)).rates)
+        found = torch.cat([remembered(half) for half in halves])
+        assert found.equal(remembered(Decoder(model, source, WHOLE, tiny.CPU)))
 
 
 @pytest.mark.parametrize("matrix", ["in_proj_qkv", "in_proj_z", "conv1d"])
@@ -377,7 +619,7 @@ def calm(name: str) -> World:
     return drive(tiny.engine(name, 16, 2000, prefix_caching=False), asked(0), Habits())
 
 
-@pytest.mark.parametrize("name", ["granite-4-h-moe", "qwen3-next", "qwen3.5"])
+@pytest.mark.parametrize("name", ["granite-4-h-moe", "lfm2", "qwen3-next", "qwen3.5"])
 @pytest.mark.parametrize(
     ("proposer", "drafts", "page_size", "chunk", "prefix_caching"),
     [

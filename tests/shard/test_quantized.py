@@ -56,15 +56,18 @@ NAMES = ["phi3", "glm4", "granite", "gemma2", "olmo2", "mixtral", "deepseek-v3",
         *itertools.product(NAMES, ["gptq", "packed-zeros", "float8"]),
         ("qwen3-moe", "float8"),
         ("qwen2-moe", "packed-zeros"),
+        ("falcon-h1", "packed-zeros"),
         ("granite-4-h", "packed-zeros"),
         ("granite-4-h-moe", "fp8-blocks"),
+        ("lfm2-moe", "fp8-blocks"),
+        ("nemotron-h-moe", "packed-zeros"),
         ("qwen3-next", "fp8-blocks"),
         ("qwen3.5", "packed-zeros"),
     ],
 )
 def test_every_family_is_the_same_model(name: str, form: str, tmp_path: Path) -> None:
     few, plain = packing.checkpoints(name, form, tmp_path)
-    tolerance = 1e-6 if "granite" in name else 0.0  # whose factor goes to the scales
+    tolerance = 1e-6 if name.startswith(("falcon", "granite")) else 0.0  # whose factors go to the scales
     same(decoder(few), decoder(plain), tolerance)
     same(made(few, Alone(1)), made(plain, Alone(1)), tolerance)
 
@@ -342,6 +345,7 @@ def test_4_bits_are_kept_beside_bfloat16(form: str, tmp_path: Path, monkeypatch:
         ("gpt-oss-blocks", "int4"),
         *itertools.product(["deepseek-v2", "deepseek-v2-sets"], ["", "int8"]),
         ("granite-4-h-wide", "int4"),
+        ("lfm2-wide", "int4"),
         ("qwen3.5-wide", "int4"),
     ],
 )

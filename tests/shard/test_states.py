@@ -177,7 +177,10 @@ def asked() -> list[Group]:
     return made
 
 
-@pytest.mark.parametrize(("name", "size", "habits"), [("qwen3-next", 4, Habits(7, pauses=1)), ("qwen3.5", 16, Habits(pauses=1))])
+@pytest.mark.parametrize(
+    ("name", "size", "habits"),
+    [("lfm2", 4, Habits(7, pauses=1)), ("qwen3-next", 4, Habits(7, pauses=1)), ("qwen3.5", 16, Habits(pauses=1))],
+)
 def test_answers_are_the_same_whoever_remembers(name: str, size: int, habits: Habits, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompts, "WORTH", 8)
     expected = drive(tiny.engine(name, 16, 2000, prefix_caching=False), asked(), Habits(arrivals=1)).tokens

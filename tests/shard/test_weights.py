@@ -33,8 +33,9 @@ def decoder(folder: Path, **settings: Any) -> Decoder:
 def tensors(model: Decoder) -> dict[str, Tensor]:
     """Every weight, in its plain layout."""
     found: dict[str, Tensor] = {}
-    parts = [("", vars(model)), *((f"{layer.index}.", vars(layer) | vars(layer.attention)) for layer in model.layers)]
-    mlps = [(f"{layer.index}.mlp.", dict(enumerate(layer.mlp.weights()))) for layer in model.layers]
+    parts = [("", vars(model)), *((f"{layer.index}.", vars(layer)) for layer in model.layers)]
+    parts += [(f"{layer.index}.{i}.", vars(one)) for layer in model.layers for i, one in enumerate(layer.readers)]
+    mlps = [(f"{layer.index}.mlp.", dict(enumerate(layer.mlp.weights()))) for layer in model.layers if layer.mlp]
     for prefix, part in (*parts, *mlps):
         for name, value in part.items():
             if isinstance(value, Weight):  # whatever its layout: what it makes of unit vectors

@@ -178,6 +178,34 @@ GRANITE4 = GRANITE | {
     "mamba_d_state": 12,
     "shared_intermediate_size": 36,
 }
+FALCON_H1 = SMALL | {
+    "mamba_n_heads": 8,
+    "mamba_d_ssm": 80,
+    "mamba_d_state": 12,
+    "embedding_multiplier": 2.5,
+    "lm_head_multiplier": 0.6,
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 0.8,
+    "attention_out_multiplier": 0.6,
+    "ssm_in_multiplier": 0.5,
+    "ssm_out_multiplier": 1.4,
+    "mlp_multipliers": [1.6, 0.4],
+    "ssm_multipliers": [1.5, 0.7, 1.2, 0.8, 1.3],
+}
+LFM2 = SMALL | {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"]}
+NEMOTRON = {name: value for name, value in SMALL.items() if name != "num_hidden_layers"} | {
+    "head_dim": 12,
+    "ssm_state_size": 12,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 10,
+    "n_groups": 2,
+    "time_step_min": 0.05,  # so that it matters
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "moe_shared_expert_intermediate_size": 36,
+    "routed_scaling_factor": 1.7,
+}
 GLM = SMALL | {"head_dim": 16, "pad_token_id": 0, "eos_token_id": 1}
 GEMMA3_ROPES = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -222,6 +250,8 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **SMALL | {"num_hidden_layers": 4}, sliding_window=WINDOW, sliding_window_pattern=2, rope_parameters=LLAMA3
     ),
     "exaone4-full": lambda: transformers.Exaone4Config(**SMALL, sliding_window=None, layer_types=["full_attention"] * 2),
+    "falcon-h1": lambda: transformers.FalconH1Config(**FALCON_H1, mamba_n_groups=2, head_dim=16),
+    "falcon-h1-norms": lambda: transformers.FalconH1Config(**FALCON_H1, mamba_rms_norm=True, mamba_norm_before_gate=False),
     "gemma": lambda: transformers.GemmaConfig(**SMALL, head_dim=16),
     "gemma2": lambda: transformers.Gemma2Config(**GEMMA2),
     "gemma2-biases": lambda: transformers.Gemma2Config(**GEMMA, attention_bias=True, tie_word_embeddings=False),
@@ -277,6 +307,10 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **SMALL, head_dim=16, num_experts=7, moe_topk=[3, 1], attention_bias=True
     ),
     "jais2": lambda: transformers.Jais2Config(**SMALL),
+    "lfm2": lambda: transformers.Lfm2Config(**LFM2, conv_bias=True, conv_L_cache=4, block_multiple_of=8),
+    "lfm2-moe": lambda: transformers.Lfm2MoeConfig(
+        **LFM2, moe_intermediate_size=20, num_dense_layers=1, num_experts=7, num_experts_per_tok=3, tie_word_embeddings=False
+    ),
     "llama": lambda: transformers.LlamaConfig(**SMALL),
     "llama-3.1": lambda: transformers.LlamaConfig(**SMALL, rope_parameters=LLAMA3),
     "llama-linear": lambda: transformers.LlamaConfig(**SMALL, rope_parameters=LINEAR),
@@ -304,6 +338,13 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_local_experts=5, num_experts_per_tok=2),
     "nanochat": lambda: transformers.NanoChatConfig(**SMALL, final_logit_softcapping=9.0, attention_bias=True),
     "nemotron": lambda: transformers.NemotronConfig(**SMALL, head_dim=16, partial_rotary_factor=0.25),
+    "nemotron-h": lambda: transformers.NemotronHConfig(**NEMOTRON | {"conv_kernel": 3}, hybrid_override_pattern="-MM*-M"),
+    "nemotron-h-moe": lambda: transformers.NemotronHConfig(
+        **NEMOTRON,
+        n_group=4,
+        topk_group=2,
+        layers_block_type=["linear_attention", "moe", "full_attention", "linear_attention", "moe"],
+    ),
     "olmo": lambda: transformers.OlmoConfig(**SMALL, attention_bias=True, clip_qkv=0.7),
     "olmoe": lambda: transformers.OlmoeConfig(**SMALL, num_experts=7, num_experts_per_tok=3, norm_topk_prob=True, clip_qkv=0.9),
     "olmo2": lambda: transformers.Olmo2Config(**SMALL, attention_bias=True, rope_parameters=LLAMA3),
@@ -373,7 +414,12 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **{name: value for name, value in LATENT.items() if name in SMALL or "_dim" in name or "_rank" in name}
     ),
 }
-HYBRIDS = [name for name in FAMILIES if name.startswith(("bamba", "granite-4-h", "qwen3-next", "qwen3.5"))]
+HYBRIDS = [
+    name
+    for name in FAMILIES
+    if name.startswith(("bamba", "falcon-h1", "granite-4-h", "lfm2", "nemotron-h", "qwen3-next", "qwen3.5"))
+]
+BUFFERS = ("correction", "expert_bias", "layer_scalar", "act_fn")  # that checkpoints have, too
 TINIEST: dict[str, Any] = {
     "vocab_size": 4,
     "hidden_size": 16,
@@ -403,6 +449,14 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "few-heads-granite-4-h": lambda: transformers.GraniteMoeHybridConfig(
         **GRANITE4 | FEW_HEADS | {"num_hidden_layers": 3, "mamba_n_heads": 4}, num_local_experts=5, num_experts_per_tok=2
     ),
+    "few-heads-falcon-h1": lambda: transformers.FalconH1Config(**FALCON_H1 | FEW_HEADS | {"mamba_n_heads": 4}),
+    "few-heads-lfm2-moe": lambda: transformers.Lfm2MoeConfig(
+        **LFM2 | FEW_HEADS | {"num_hidden_layers": 4}, moe_intermediate_size=20, num_dense_layers=1, num_experts=5, conv_bias=True
+    ),
+    "few-heads-nemotron-h": lambda: transformers.NemotronHConfig(
+        **NEMOTRON | {name: FEW_HEADS[name] for name in ("num_attention_heads", "num_key_value_heads")} | {"mamba_num_heads": 4},
+        hybrid_override_pattern="ME*-",
+    ),
     "few-heads-qwen3.5": lambda: transformers.Qwen3_5TextConfig(**HYBRID | FEW_HEADS),
     "few-heads-qwen3": lambda: transformers.Qwen3Config(**FEW_HEADS, head_dim=16),
     "few-heads-gemma2": lambda: transformers.Gemma2Config(**GEMMA2 | FEW_HEADS),
@@ -426,6 +480,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "qwen3.5-wide": lambda: transformers.Qwen3_5TextConfig(
         **HYBRID | {"intermediate_size": 192, "linear_key_head_dim": 16, "linear_num_value_heads": 4, "linear_value_head_dim": 32}
     ),
+    "lfm2-wide": lambda: transformers.Lfm2Config(**LFM2 | {"intermediate_size": 192}, block_auto_adjust_ff_dim=False),
     "granite-4-h-wide": lambda: transformers.GraniteMoeHybridConfig(
         **GRANITE4 | {"mamba_d_state": 16, "shared_intermediate_size": 192}, num_local_experts=0
     ),
@@ -476,6 +531,7 @@ def _made(name: str) -> Path:
         "HYV3Config": transformers.HYV3ForCausalLM,
         "MellumConfig": transformers.MellumForCausalLM,
         "SolarOpenConfig": transformers.SolarOpenForCausalLM,
+        "FalconH1Config": transformers.FalconH1ForCausalLM,
         "GemmaConfig": transformers.GemmaForCausalLM,
         "Gemma2Config": transformers.Gemma2ForCausalLM,
         "Gemma3TextConfig": transformers.Gemma3ForCausalLM,
@@ -496,6 +552,8 @@ def _made(name: str) -> Path:
         "HunYuanDenseV1Config": transformers.HunYuanDenseV1ForCausalLM,
         "HunYuanMoEV1Config": transformers.HunYuanMoEV1ForCausalLM,
         "Jais2Config": transformers.Jais2ForCausalLM,
+        "Lfm2Config": transformers.Lfm2ForCausalLM,
+        "Lfm2MoeConfig": transformers.Lfm2MoeForCausalLM,
         "LlamaConfig": transformers.LlamaForCausalLM,
         "MinistralConfig": transformers.MinistralForCausalLM,
         "Ministral3Config": transformers.Ministral3ForCausalLM,
@@ -510,6 +568,7 @@ def _made(name: str) -> Path:
         "NanoChatConfig": transformers.NanoChatForCausalLM,
         "NemotronConfig": transformers.NemotronForCausalLM,
         "OlmoConfig": transformers.OlmoForCausalLM,
+        "NemotronHConfig": transformers.NemotronHForCausalLM,
         "Olmo2Config": transformers.Olmo2ForCausalLM,
         "Olmo3Config": transformers.Olmo3ForCausalLM,
         "OlmoeConfig": transformers.OlmoeForCausalLM,
@@ -525,9 +584,9 @@ def _made(name: str) -> Path:
         "SmolLM3Config": transformers.SmolLM3ForCausalLM,
     }[type(config := (FAMILIES | OTHERS)[name]()).__name__](config)
     with torch.no_grad():
-        also = ("correction", "layer_scalar", "act_fn")
-        buffers = ((key, value) for key, value in model.named_buffers() if any(word in key for word in also))
-        centered = "qwen3-next" in name or "nemotron" in name or "qwen3.5" in name or ("gemma" in name and "gemma4" not in name)
+        buffers = ((key, value) for key, value in model.named_buffers() if any(word in key for word in BUFFERS))
+        centered = "qwen3-next" in name or "qwen3.5" in name or ("gemma" in name and "gemma4" not in name)
+        centered = centered or ("nemotron" in name and "nemotron-h" not in name)
         around = ("scalar", "linear_attn.norm") if centered else ("scalar", "norm")
         for key, value in (*model.named_parameters(), *buffers):
             # Wide, so that logits lie far apart; norms around 1, so that leaving one out shows; memories fade slowly.

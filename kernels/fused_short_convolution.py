@@ -1,0 +1,132 @@
+"""Gated short convolutions by Triton. What they mean stands in `short_convolution`. Knows tensors only.
+
+No token waits for another, so programs share a prompt's tokens, too. Windows are written by a launch of their own, when all that
+read them are done.
+"""
+
+import itertools
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .compilation import Compilation
+from .fused_gated_delta import move
+
+TOKENS, CHANNELS = 16, 128  # of a program; a decode step's spans have one token each, which is not masked out of much
+
+
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["starts", "slots", "fresh"])
+def convolution_kernel(
+    out: tl.tensor,  # [tokens, channels], dense
+    mixed: tl.tensor,  # [tokens, channels]
+    gates: tl.tensor,
+    taps: tl.tensor,  # [channels, WIDTH], dense
+    biases: tl.tensor,  # [channels], dense; unused without BIASED
+    starts: tl.tensor,  # [spans + 1]
+    slots: tl.tensor,  # [spans]; 0: of padding, nothing is read there
+    fresh: tl.tensor,
+    windows: tl.tensor,  # [slots, WIDTH - 1, channels], each slot dense
+    tokens: tl.tensor,
+    channels: tl.tensor,
+    mixed_stride: tl.tensor,
+    gates_stride: tl.tensor,
+    windows_stride: tl.tensor,
+    WIDTH: tl.constexpr,
+    BIASED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program: TOKENS tokens of a span, of BLOCK channels; of the last span, also some of those behind it."""
+    span, part = tl.program_id(0), tl.program_id(2)
+    start, end, slot = tl.load(starts + span), tl.load(starts + span + 1), tl.load(slots + span)
+    first = tl.where((slot > 0) & (tl.load(fresh + span) == 0), 0, WIDTH - 1)  # row of the window that is looked at
+    place = part * TOKENS + tl.arange(0, TOKENS)[:, None]  # in the span
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    there = channel < channels
+    inside = there & (place < end - start)
+    row = start + place
+    total = tl.zeros([TOKENS, BLOCK], tl.float32)
+    for tap in tl.static_range(WIDTH):
+        back = WIDTH - 1 - tap
+        before = windows + slot * windows_stride + (place + tap) * channels + channel
+        values = tl.load(before, mask=inside & (place < back) & (place + tap >= first), other=0.0)
+        values = tl.load(mixed + (row - back) * mixed_stride + channel, mask=inside & (place >= back), other=values)
+        total += values.to(tl.float32) * tl.load(taps + channel * WIDTH + tap, mask=there, other=0.0).to(tl.float32)
+    if BIASED:
+        total += tl.load(biases + channel, mask=there, other=0.0).to(tl.float32)
+    kind = out.dtype.element_ty
+    gate = tl.load(gates + row * gates_stride + channel, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * channels + channel, (total.to(kind).to(tl.float32) * gate).to(kind), mask=inside)
+    if span == tl.num_programs(0) - 1:
+        for i in range(part, (tokens - end).to(tl.int32), tl.num_programs(2)):
+            tl.store(out + (end + i) * channels + channel, tl.zeros([1, BLOCK], kind), mask=there)
+
+
+def convolve(
+    mixed: Tensor,
+    gates: Tensor,
+    taps: Tensor,
+    biases: Tensor | None,
+    starts: Tensor,
+    slots: Tensor,
+    fresh: Tensor,
+    sure: Tensor,
+    windows: Tensor,
+    longest: int,
+    out: Tensor,
+) -> Tensor:
+    """`short_convolution.short_convolution` into `out`; longest: tokens of a span at most; out: dense; mixed and gates: their last
+    dimension dense; windows: each slot dense; the rest: dense. There is a span."""
+    (tokens, channels), width = mixed.shape, taps.shape[1]
+    assert mixed.stride(1) == gates.stride(1) == 1
+    assert out.is_contiguous()
+    assert taps.is_contiguous()
+    assert windows.stride()[1:] == (channels, 1)
+    assert mixed.dtype == gates.dtype == windows.dtype == out.dtype
+    convolution_kernel[(len(slots), triton.cdiv(channels, CHANNELS), triton.cdiv(longest, TOKENS))](
+        out,
+        mixed,
+        gates,
+        taps,
+        biases,
+        starts,
+        slots,
+        fresh,
+        windows,
+        tokens,
+        channels,
+        mixed.stride(0),
+        gates.stride(0),
+        windows.stride(0),
+        WIDTH=width,
+        BIASED=biases is not None,
+        TOKENS=TOKENS,
+        BLOCK=CHANNELS,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+    move(mixed, starts, slots, fresh, sure, windows, width)
+    return out
+
+
+def compilations() -> list[Compilation]:
+    """Of LFM2's three taps, gates being columns of one product."""
+    found = []
+    for dtype, biased in itertools.product(("bf16", "fp32"), (False, True)):
+        types = dict.fromkeys(("out", "mixed", "gates", "taps", "windows"), f"*{dtype}")
+        types |= dict.fromkeys(("starts", "slots", "fresh"), "*i64") | {"tokens": "i32"}
+        types |= dict.fromkeys(("channels", "mixed_stride", "gates_stride", "windows_stride"), "i32:16")
+        nothing: dict[str, object] = {} if biased else {"biases": None}
+        sizes: dict[str, object] = {"WIDTH": 3, "BIASED": biased, "TOKENS": TOKENS, "BLOCK": CHANNELS}
+        found.append(
+            Compilation(
+                kernel=convolution_kernel,
+                name=f"short convolution {dtype}{' biased' * biased}",
+                signature=types | ({"biases": f"*{dtype}"} if biased else {}),
+                constants=nothing | sizes,
+                fuse=True,
+                hot=True,
+            )
+        )
+    return found

@@ -1,0 +1,31 @@
+"""The same by short convolutions between two gates (Liquid AI 2025, arXiv:2511.23404): see `kernels.short_convolution`. Knows where
+checkpoints have its tensors."""
+
+from torch import Tensor
+
+from ...kernels.gated_delta import States
+from ...kernels.short_convolution import short_convolution
+from ..step import Step
+from .loader import Loader
+from .memories import Remembered
+from .shape import Convolution
+from .stream import Stream
+
+NAME = "conv"
+
+
+class ShortConvolutions(Remembered):
+    """Every rank has some of the channels."""
+
+    def __init__(self, load: Loader, convolution: Convolution) -> None:
+        size, biased = convolution.size, convolution.biased
+        self.inward = load.columns(f"{NAME}.in_proj", [""] * 3, [size] * 3, biased)
+        self.taps = load.parts(f"{NAME}.conv.weight", (size,), (1, convolution.width))[0].squeeze(1)
+        self.biases = load.parts(f"{NAME}.conv.bias", (size,))[0] if biased else None
+        self.output = load.rows(f"{NAME}.out_proj", size, biased)
+
+    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, states: States) -> Tensor:
+        """As that of `Remembered`: [tokens, this rank's channels]."""
+        assert step.spans is not None
+        before, behind, features = stream.through(norm, self.inward).chunk(3, 1)
+        return short_convolution(before * features, behind, self.taps, self.biases, step.spans, states)
