@@ -24,7 +24,7 @@ from .latents import Latents
 from .layer_inputs import Table, Told
 from .loader import Loader
 from .memories import DeltaRule, Remembered
-from .mlp import Beside, Dense, Sparse, Ungated
+from .mlp import Beside, Dense, Narrow, Sparse, Ungated
 from .rotary import growth_of
 from .rotary import table_of as angles_of
 from .shape import Convolution, Linear, Remembering, Rope, Shape, Unsupported
@@ -70,7 +70,7 @@ class Layer:
     def _mlp(self, load: Loader) -> Dense | Sparse:
         mixture = self.shape.mixtures[self.index] if self.shape.mixtures else None
         if mixture:
-            return Beside(load, mixture) if mixture.beside else Sparse(load, mixture)
+            return (Beside if mixture.beside else Narrow if mixture.latent else Sparse)(load, mixture)
         return (Ungated if self.shape.ungated else Dense)(load, self.shape.width(self.index))
 
     @property

@@ -45,8 +45,8 @@ def experts(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]:
         return _together(load, mixture)
     gate, up, down = ([mixture.named(f"experts.{i}.{name}") for i in range(mixture.experts)] for name in mixture.names)
     apart = [[name] for name in up] if load.shape.ungated else zip(gate, up, strict=True)
-    outwards = [load.outwards(names, [mixture.size] * len(names)) for names in apart]
-    return outwards, [load.inwards(name, mixture.size) for name in down], None
+    outwards = [load.outwards(names, [mixture.size] * len(names), inputs=mixture.latent) for names in apart]
+    return outwards, [load.inwards(name, mixture.size, mixture.latent) for name in down], None
 
 
 def _home(load: Loader, mixture: Mixture) -> str | None:
@@ -63,7 +63,7 @@ def _first(load: Loader) -> str:
 
 def _together(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]:
     """All in one tensor, of each expert gates before what they let through, where there are any."""
-    count, size, hidden = mixture.experts, mixture.size, load.shape.hidden
+    count, size, hidden = mixture.experts, mixture.size, mixture.latent or load.shape.hidden
     names = mixture.stacked or (mixture.named(_first(load)), mixture.named("experts.down_proj"))
     first_name, second_name = (load.prefix + name for name in names)
     part, how = size // load.ranks.size, load.shape.quantization

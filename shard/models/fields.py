@@ -72,6 +72,7 @@ SIZES = {
     "n_groups": 1 << 12,
     "conv_kernel": 1 << 6,
     "moe_shared_expert_intermediate_size": 1 << 22,
+    "moe_latent_size": 1 << 20,
     "conv_L_cache": 1 << 6,
     "block_ff_dim": 1 << 22,
     "block_multiple_of": 1 << 22,
@@ -91,7 +92,7 @@ LEAST_OF = {  # the same, of a model_type
 }
 # And means that there is none.
 MAY_BE_NULL = (
-    "mamba_d_ssm",
+    *("mamba_d_ssm", "moe_latent_size"),
     *("num_key_value_heads", "head_dim", "sliding_window", "max_window_layers"),
     *("n_shared_experts", "n_group", "topk_group", "first_k_dense_replace", "q_lora_rank"),
 )

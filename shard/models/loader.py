@@ -160,9 +160,9 @@ class Loader:
         places = self._places(names, sizes, joint, whole)
         return torch.cat([self.source.tensor(f"{self.prefix}{name}.bias", (full,), cut) for name, full, cut in places])
 
-    def inwards(self, name: str, size: int) -> Tensor | Codes:
-        """What leads back to it: as `rows`."""
-        full = self.shape.hidden, size
+    def inwards(self, name: str, size: int, outputs: int = 0) -> Tensor | Codes:
+        """What leads back to it: as `rows`; outputs: if they are not the stream's."""
+        full = outputs or self.shape.hidden, size
         return self.residual(self._matrix(name, full, self._cut(full, 1, 0, size)))
 
     def residual(self, weight: Tensor | Codes) -> Tensor | Codes:

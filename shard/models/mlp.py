@@ -92,8 +92,12 @@ class Sparse:
     def part(self, stream: Stream, before: Tensor | None) -> Tensor:
         """As that of `Dense`."""
         x = stream.normalized(before)
-        made = self.experts(x, *self.route(x))
+        made = self.made(x)
         return made if self.shared is None else made.add_(self.shared(x, stream), alpha=self.mixture.shared_factor)
+
+    def made(self, x: Tensor) -> Tensor:
+        """This rank's part of what the chosen ones make of x."""
+        return self.experts(x, *self.route(x))
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Shares and numbers of the experts of each token."""
@@ -117,6 +121,26 @@ class Sparse:
             yield self.correction
         if self.shared is not None:
             yield from self.shared.weights()
+
+
+class Narrow(Sparse):
+    """Nemotron 3 Super's: what the chosen ones see is a latent of the stream, and so is what they make."""
+
+    def __init__(self, load: Loader, mixture: Mixture) -> None:
+        super().__init__(load, mixture)
+        names, hidden = (mixture.named(f"fc{i}_latent_proj") for i in (1, 2)), load.shape.hidden
+        sizes = (mixture.latent, hidden), (hidden, mixture.latent)
+        self.into, self.back = (
+            load.laid_out(load.matrix(name, *size, whole=True), None) for name, size in zip(names, sizes, strict=True)
+        )
+
+    def made(self, x: Tensor) -> Tensor:
+        """As that of `Sparse`. What leads back is linear: parts of a sum may go through it."""
+        return self.back(self.experts(self.into(x), *self.route(x)))
+
+    def weights(self) -> Iterator[Weight | Tensor]:
+        """All of this rank's."""
+        yield from (*super().weights(), self.into, self.back)
 
 
 class Beside(Sparse):

@@ -43,7 +43,7 @@ ALWAYS: Config = {  # what the decoder has, or transformers, which doesn't read 
     "mamba_hidden_act": "silu",
     "use_conv_bias": True,
     **dict.fromkeys(("use_bias", "mlp_bias", "attention_bias", "mamba_proj_bias", "tie_word_embeddings"), False),
-    **dict.fromkeys(("moe_latent_size", "sliding_window"), None),
+    "sliding_window": None,
 }
 
 
@@ -118,6 +118,7 @@ def _with_experts(base: Shape, given: Config, kinds: list[str]) -> Shape:
         scored(base, given | {"first_k_dense_replace": 0}),
         name="mixer",
         names=("", "up_proj", "down_proj"),
+        latent=given.get("moe_latent_size") or 0,
         shared=given["moe_shared_expert_intermediate_size"],
     )
     return replace(

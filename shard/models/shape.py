@@ -82,6 +82,7 @@ class Mixture:
     experts: int
     chosen: int  # by each token
     size: int  # intermediate features of each
+    latent: int = 0  # features that they see and make, between two matrices that every rank has whole; 0: the stream's
     normalized: bool  # the shares of those chosen add up to 1
     shared: int = 0  # intermediate features of one more, that all tokens go through
     shared_name: str = "shared_expert"
@@ -114,6 +115,10 @@ class Mixture:
     def wide(self) -> bool:
         """The router computes in float32."""
         return self.precise or self.sigmoid or bool(self.correction)
+
+    def narrow(self, hidden: int) -> list[tuple[int, int, int]]:
+        """The matrices to a latent and back, as `Shape._projections` has them."""
+        return [(self.latent, hidden, hidden), (hidden, self.latent, self.latent)] if self.latent else []
 
     def routing(self, hidden: int) -> int:
         """Elements of the router, and of what corrects its scores."""
@@ -699,8 +704,8 @@ class Shape:
                 return 0.0
             return sum(outputs * own * saved for saved, (outputs, _, own) in zip(each, matrices, strict=True))
 
-        def mlp(how: Quantization | None, size: int, own: int, whole: bool = False) -> float:
-            return less(how, ((2 - bool(self.ungated)) * own, self.hidden, self.hidden), (self.hidden, size, own), whole=whole)
+        def mlp(how: Quantization | None, size: int, own: int, hidden: int, whole: bool = False) -> float:
+            return less(how, ((2 - bool(self.ungated)) * own, hidden, hidden), (hidden, size, own), whole=whole)
 
         how = self.quantization
         found = sum(count * less(how, *self._projections(ranks, window)) for window, count in self._alike.items())
@@ -708,18 +713,20 @@ class Shape:
             found += len(self.linear.layers) * less(how, *self.linear.matrices(ranks, self.hidden))
         for layer, mixture in self.mlps:
             size = mixture.shared if mixture else self.width(layer)
-            found += mlp(how, size, size // ranks)
+            found += mlp(how, size, size // ranks, self.hidden)
             if mixture:
-                experts = mlp(mixture.quantization or how, mixture.size, mixture.part(ranks), device == "cuda")
-                found += mixture.read(tokens) * experts
+                sizes = mixture.size, mixture.part(ranks), mixture.latent or self.hidden
+                found += mixture.read(tokens) * mlp(mixture.quantization or how, *sizes, device == "cuda")
+                found += less(how, *mixture.narrow(self.hidden))
         return int(found)
 
     def _sparse(self, mixture: Mixture, ranks: int, tokens: int | None) -> int:
         """Elements of a layer's experts, their router, and the shared one with its gate."""
         size = mixture.part(ranks)
         matrices = 3 - bool(self.ungated)
-        each = matrices * size * self.hidden + mixture.biased * (2 * size + self.hidden)
+        each = matrices * size * (mixture.latent or self.hidden) + mixture.biased * (2 * size + self.hidden)
         routed = mixture.routing(self.hidden) + round(mixture.read(tokens) * each)
+        routed += sum(outputs * inputs for outputs, _, inputs in mixture.narrow(self.hidden))
         gate = mixture.shared > 0 and mixture.shared_gate != ""
         routed += mixture.beside * (4 * self.hidden + mixture.experts)  # norms, the router's included, and factors of shares
         return routed + self.hidden * (matrices * mixture.shared // ranks + gate)

@@ -235,6 +235,7 @@ def nemotron(**more: Any) -> dict[str, Any]:
             "num_experts_per_tok": 5,
             "moe_intermediate_size": 24,
             "moe_shared_expert_intermediate_size": 48,
+            "moe_latent_size": 128,
             "norm_topk_prob": False,
             "routed_scaling_factor": 2.5,
             "max_position_embeddings": 999,
@@ -277,7 +278,7 @@ def test_shapes_of_layers_of_one_part_are_transformers(more: dict[str, Any]) -> 
         expected.routed_scaling_factor,
     )
     assert (mixture.size, mixture.shared) == (expected.moe_intermediate_size, expected.moe_shared_expert_intermediate_size)
-    assert mixture.normalized == expected.norm_topk_prob
+    assert (mixture.normalized, mixture.latent) == (expected.norm_topk_prob, expected.moe_latent_size or 0)
 
 
 def lfm2(**more: Any) -> dict[str, Any]:
@@ -416,8 +417,8 @@ def test_what_is_kept_of_a_sequence_by_short_convolutions() -> None:
         (nemotron(mlp_hidden_act="silu"), "mlp_hidden_act 'silu' is not supported: for this family the decoder has 'relu2'"),
         (nemotron(mlp_bias=True), "mlp_bias True is not supported"),
         (nemotron(mamba_conv_bias=False), "use_conv_bias False is not supported"),
-        (nemotron(moe_latent_size=64), "moe_latent_size 64 is not supported: for this family the decoder has None"),
-        (nemotron(sliding_window=64), "sliding_window 64 is not supported"),
+        (nemotron(moe_latent_size=0), "moe_latent_size 0, an integer from 1"),
+        (nemotron(sliding_window=64), "sliding_window 64 is not supported: for this family the decoder has None"),
         (nemotron(tie_word_embeddings=True), "tie_word_embeddings True is not supported"),
         (nemotron(time_step_limit=[0.0, 1.0]), "time_step_limit .0.0, 1.0. is not supported"),
         (nemotron(time_step_min="x"), "time_step_min 'x', a number"),

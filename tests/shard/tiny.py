@@ -338,11 +338,12 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_local_experts=5, num_experts_per_tok=2),
     "nanochat": lambda: transformers.NanoChatConfig(**SMALL, final_logit_softcapping=9.0, attention_bias=True),
     "nemotron": lambda: transformers.NemotronConfig(**SMALL, head_dim=16, partial_rotary_factor=0.25),
-    "nemotron-h": lambda: transformers.NemotronHConfig(**NEMOTRON | {"conv_kernel": 3}, hybrid_override_pattern="-MM*-M"),
+    "nemotron-h": lambda: transformers.NemotronHConfig(**NEMOTRON | {"conv_kernel": 3}, hybrid_override_pattern="-ME*-M"),
     "nemotron-h-moe": lambda: transformers.NemotronHConfig(
         **NEMOTRON,
         n_group=4,
         topk_group=2,
+        moe_latent_size=28,
         layers_block_type=["linear_attention", "moe", "full_attention", "linear_attention", "moe"],
     ),
     "olmo": lambda: transformers.OlmoConfig(**SMALL, attention_bias=True, clip_qkv=0.7),
