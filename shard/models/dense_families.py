@@ -52,6 +52,9 @@ CWM_ROPE = {
 }
 GLM: Config = {"num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131_072, "rms_norm_eps": 1.5625e-7}
 HUNYUAN: Config = {"rms_norm_eps": 1e-5}
+INTERNLM3: Config = {"num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 32_768, "rms_norm_eps": 1e-5}
+BIASES = (("qkv_bias", "attention_bias"), ("bias", "mlp_bias"))  # InternLM3's names, and transformers'
+IQUEST: Config = {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5}
 OLMO: Config = {"rms_norm_eps": 1e-5}
 OLMO3_THETA = 5e5
 ERNIE: Config = {
@@ -180,6 +183,23 @@ def hunyuan(config: Config) -> Shape:
     )
 
 
+def _internlm3(config: Config) -> Shape:
+    """Llama, with one switch for all biases, which has two names each for attention and MLP."""
+    given = INTERNLM3 | config
+    attention, mlp = (given.get(name, given.get(other, False)) for name, other in BIASES)
+    if attention != mlp:
+        raise Unsupported(f"config.json says qkv_bias {shown(attention)} and bias {shown(mlp)}: the decoder has them alike here")
+    return llama(given | {"attention_bias": attention, "mlp_bias": mlp})
+
+
+def _iquest(config: Config) -> Shape:
+    """Llama."""
+    for name in ("clip_qkv", "use_sliding_window"):
+        if config.get(name):
+            raise Unsupported(f"{name} {shown(config[name])} is not supported: for this family the decoder has none")
+    return llama(IQUEST | config)
+
+
 def _nanochat(config: Config) -> Shape:
     """Norms without gains, one in front of all layers and those of heads behind rotary, where it doesn't matter; squares instead of
     gates. Heads turn the other way round."""
@@ -266,6 +286,11 @@ def _gemma2(config: Config) -> Shape:
     )
 
 
+def _vault_gemma(config: Config) -> Shape:
+    """The same, with norms before attention and MLP alone."""
+    return replace(_gemma2(config), norms=("input_layernorm", "", "pre_feedforward_layernorm", ""))
+
+
 def _gemma3(config: Config) -> Shape:
     """One layer in six sees all, and has another rotary embedding than those that slide."""
     full, local = ropes_by_kind(config, 1e6, 1e4)
@@ -328,6 +353,8 @@ DENSE: dict[str, Callable[[Config], Shape]] = {
     "GraniteForCausalLM": granite,
     "HeliumForCausalLM": _helium,
     "HunYuanDenseV1ForCausalLM": hunyuan,
+    "InternLM3ForCausalLM": _internlm3,
+    "IQuestCoderForCausalLM": _iquest,
     "LlamaForCausalLM": llama,
     "MinistralForCausalLM": _ministral,
     "Ministral3ForCausalLM": _ministral_3,
@@ -340,4 +367,5 @@ DENSE: dict[str, Callable[[Config], Shape]] = {
     "Qwen3ForCausalLM": qwen3,
     "SeedOssForCausalLM": _seed_oss,
     "SmolLM3ForCausalLM": _smollm3,
+    "VaultGemmaForCausalLM": _vault_gemma,
 }

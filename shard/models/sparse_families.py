@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from .dense_families import MISTRAL, OLMO, ernie, exaone4, granite, hunyuan, qwen3
+from .dense_families import BEHIND, MISTRAL, OLMO, ernie, exaone4, granite, hunyuan, qwen3
 from .fields import AGAIN, SLIDING, Config, number, shown
 from .parts import biased, cap, common, kinds_of, windows_of
 from .ropes import rope_of, ropes_by_kind, rotary_size, with_rope
@@ -24,6 +24,7 @@ AFMOE: Config = {
     "sliding_window": 1024,
 }
 AROUND_AFMOE = ("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm")
+FLEX_OLMO: Config = {"max_position_embeddings": 4096, "rope_theta": 5e5, "num_experts": 7, "num_experts_per_tok": 5}
 GLM_MOE: Config = {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5}
 MINIMAX: Config = {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 196_608, "rope_theta": 5e6}
 GPT_OSS: Config = {
@@ -113,16 +114,26 @@ def _qwen3_moe(config: Config) -> Shape:
 def _olmoe(config: Config) -> Shape:
     """Experts in every layer, and norms of all queries, and all keys, of a token together (Muennighoff et al. 2024,
     arXiv:2409.02060)."""
-    base = biased(common(OLMO | {"max_position_embeddings": 4096} | config), config)
+    base = _olmos_experts(OLMO | {"max_position_embeddings": 4096, "num_experts": 64, "num_experts_per_tok": 8} | config)
+    return replace(base, qkv_limit=cap(config, "clip_qkv", None))
+
+
+def _flex_olmo(config: Config) -> Shape:
+    """OLMo 2, with experts in every layer (Shi et al. 2025, arXiv:2507.07024)."""
+    return replace(_olmos_experts(FLEX_OLMO | config), norms=BEHIND)
+
+
+def _olmos_experts(given: Config) -> Shape:
+    base = biased(common(given), given)
     mixture = chosen(
         Mixture(
-            experts=config.get("num_experts", 64),
-            chosen=config.get("num_experts_per_tok", 8),
+            experts=given["num_experts"],
+            chosen=given["num_experts_per_tok"],
             size=base.intermediate,
-            normalized=config.get("norm_topk_prob", False),
+            normalized=given.get("norm_topk_prob", False),
         )
     )
-    return replace(base, mixtures=(mixture,) * base.layers, joint_qk_norm=True, qkv_limit=cap(config, "clip_qkv", None))
+    return replace(base, mixtures=(mixture,) * base.layers, joint_qk_norm=True)
 
 
 def _glm4_moe(config: Config) -> Shape:
@@ -449,6 +460,7 @@ SPARSE: dict[str, Callable[[Config], Shape]] = {
     "Dots1ForCausalLM": _dots1,
     "Ernie4_5_MoeForCausalLM": _ernie_moe,
     "ExaoneMoeForCausalLM": _exaone_moe,
+    "FlexOlmoForCausalLM": _flex_olmo,
     "Glm4MoeForCausalLM": _glm4_moe,
     "GptOssForCausalLM": _gpt_oss,
     "GraniteMoeForCausalLM": _granite_moe,

@@ -45,6 +45,7 @@ def config(architecture: str, **more: Any) -> dict[str, Any]:
         ("Ernie4_5_MoeForCausalLM", transformers.Ernie4_5_MoeConfig),
         ("Exaone4ForCausalLM", transformers.Exaone4Config),
         ("ExaoneMoeForCausalLM", transformers.ExaoneMoeConfig),
+        ("FlexOlmoForCausalLM", transformers.FlexOlmoConfig),
         ("GemmaForCausalLM", transformers.GemmaConfig),
         ("Gemma2ForCausalLM", transformers.Gemma2Config),
         ("Gemma3ForCausalLM", transformers.Gemma3TextConfig),
@@ -57,6 +58,8 @@ def config(architecture: str, **more: Any) -> dict[str, Any]:
         ("HunYuanDenseV1ForCausalLM", transformers.HunYuanDenseV1Config),
         ("HunYuanMoEV1ForCausalLM", transformers.HunYuanMoEV1Config),
         ("HYV3ForCausalLM", transformers.HYV3Config),
+        ("InternLM3ForCausalLM", transformers.InternLM3Config),
+        ("IQuestCoderForCausalLM", transformers.IQuestCoderConfig),
         ("Jais2ForCausalLM", transformers.Jais2Config),
         ("Lfm2ForCausalLM", transformers.Lfm2Config),
         ("LlamaForCausalLM", transformers.LlamaConfig),
@@ -81,6 +84,7 @@ def config(architecture: str, **more: Any) -> dict[str, Any]:
         ("SolarOpenForCausalLM", transformers.SolarOpenConfig),
         ("StableLmForCausalLM", transformers.StableLmConfig),
         ("Starcoder2ForCausalLM", transformers.Starcoder2Config),
+        ("VaultGemmaForCausalLM", transformers.VaultGemmaConfig),
     ],
 )
 def test_what_is_left_out_is_transformers_default(architecture: str, theirs: Any) -> None:
@@ -489,6 +493,13 @@ def test_longropes_factors_go_by_the_longest_context(longest: int, tokens: int) 
     assert engine.decoder.shape.max_positions == (longest or 64)
 
 
+@pytest.mark.parametrize("names", [("qkv_bias", "bias"), ("attention_bias", "mlp_bias")])
+def test_either_names_of_internlms_biases(names: tuple[str, str]) -> None:
+    found = shape(config("InternLM3ForCausalLM", head_dim=8, **dict.fromkeys(names, True)))
+    same = config("LlamaForCausalLM", attention_bias=True, mlp_bias=True, rms_norm_eps=1e-5)
+    assert replace(found, architecture="LlamaForCausalLM") == shape(same)
+
+
 @pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])
 def test_either_name_of_the_number_of_experts(name: str) -> None:
     """Hub and transformers 5 differ."""
@@ -568,6 +579,8 @@ def test_ranks_divide_what_is_there() -> None:
         (config("HunYuanDenseV1ForCausalLM", rope_scaling=YARN), "'yarn' is not supported"),
         (config("HunYuanMoEV1ForCausalLM", num_experts=4, moe_topk=[2]), r"moe_topk \[2\], a number"),
         (config("HunYuanMoEV1ForCausalLM", num_experts=4, moe_topk=5), "num_experts_per_tok 5, of 4 experts"),
+        (config("InternLM3ForCausalLM", qkv_bias=True, bias=False), "qkv_bias True and bias False"),
+        (config("IQuestCoderForCausalLM", clip_qkv=8.0), "clip_qkv 8.0 is not supported"),
         (config("MiniMaxM2ForCausalLM", rotary_dim=5), r"an even number is needed"),
         (config("OlmoForCausalLM", clip_qkv=-8.0), "clip_qkv -8.0, a number above 0"),
         (config("Phi3ForCausalLM", partial_rotary_factor=0.4), "partial_rotary_factor 0.4, 3 of 8"),

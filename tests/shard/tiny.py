@@ -252,6 +252,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "exaone4-full": lambda: transformers.Exaone4Config(**SMALL, sliding_window=None, layer_types=["full_attention"] * 2),
     "falcon-h1": lambda: transformers.FalconH1Config(**FALCON_H1, mamba_n_groups=2, head_dim=16),
     "falcon-h1-norms": lambda: transformers.FalconH1Config(**FALCON_H1, mamba_rms_norm=True, mamba_norm_before_gate=False),
+    "flex-olmo": lambda: transformers.FlexOlmoConfig(**SMALL, num_experts=6, num_experts_per_tok=3, pad_token_id=0),
     "gemma": lambda: transformers.GemmaConfig(**SMALL, head_dim=16),
     "gemma2": lambda: transformers.Gemma2Config(**GEMMA2),
     "gemma2-biases": lambda: transformers.Gemma2Config(**GEMMA, attention_bias=True, tie_word_embeddings=False),
@@ -411,6 +412,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         attention_bias=True,
         mlp_bias=True,
     ),
+    "vaultgemma": lambda: transformers.VaultGemmaConfig(**GEMMA2),
     "youtu": lambda: transformers.YoutuConfig(
         **{name: value for name, value in LATENT.items() if name in SMALL or "_dim" in name or "_rank" in name}
     ),
@@ -533,6 +535,7 @@ def _made(name: str) -> Path:
         "MellumConfig": transformers.MellumForCausalLM,
         "SolarOpenConfig": transformers.SolarOpenForCausalLM,
         "FalconH1Config": transformers.FalconH1ForCausalLM,
+        "FlexOlmoConfig": transformers.FlexOlmoForCausalLM,
         "GemmaConfig": transformers.GemmaForCausalLM,
         "Gemma2Config": transformers.Gemma2ForCausalLM,
         "Gemma3TextConfig": transformers.Gemma3ForCausalLM,
@@ -581,6 +584,7 @@ def _made(name: str) -> Path:
         "StableLmConfig": transformers.StableLmForCausalLM,
         "Starcoder2Config": transformers.Starcoder2ForCausalLM,
         "SeedOssConfig": transformers.SeedOssForCausalLM,
+        "VaultGemmaConfig": transformers.VaultGemmaForCausalLM,
         "YoutuConfig": transformers.YoutuForCausalLM,
         "SmolLM3Config": transformers.SmolLM3ForCausalLM,
     }[type(config := (FAMILIES | OTHERS)[name]()).__name__](config)
