@@ -14,6 +14,8 @@ from .errors import Problem, Rejected
 
 BODY = web.RequestKey("body", bytes)  # of a request that has one, once it is read: see `app`
 NAMES = web.RequestKey("names", Collection[str])  # of its fields, once it is decoded, which may be done twice: see `either`
+LARGE = 2_000_000  # bytes of a body that may be anything. A larger one has room for pictures, or long texts, ...
+MARKS_OF_LARGE = 300_000  # ... and for no more names, objects and lists than such a one: each takes 2 us of everybody's time
 DEEPEST = 200  # brackets within each other; Python's own limit is 1,000 calls, of which parsers and templates need some
 KEY = re.compile(rb'"(\w+)"\s*:')
 LONG_NUMBER = re.compile(rb"(?<!\d)\d{4300}")  # more than Python reads; begun once in a row of digits, however many there are
@@ -36,6 +38,7 @@ async def read_named(http: web.Request, decoder: msgspec.json.Decoder[Body], lim
     if (http.content_length or 0) > limit:  # refused before it is read
         raise Rejected(Problem(413, "payload_too_large", f"the body may have {limit} bytes", headers={"Connection": "close"}))
     data = http.get(BODY, b"")
+    _check_marks(data)
     try:
         text = data.decode()
         found = decoder.decode(data)
@@ -53,6 +56,13 @@ async def read_named(http: web.Request, decoder: msgspec.json.Decoder[Body], lim
     except ValueError as error:  # where no field expects a number, so that nobody has looked at it yet
         digits = LONG_NUMBER.search(data)
         raise _no_json("a number has thousands of digits", _near(data, digits.start() if digits else 0)) from error
+
+
+def _check_marks(data: bytes) -> None:
+    """Raises Rejected if a large body is small things without number."""
+    if len(data) > LARGE and (count := sum(map(data.count, (b":", b"{", b"[")))) > MARKS_OF_LARGE:
+        message = f"a body of more than {LARGE} bytes may have {MARKS_OF_LARGE} colons and opening brackets. Given: {count}"
+        raise Rejected(Problem(413, "payload_too_large", message))
 
 
 def json_response(content: object, headers: dict[str, str] | None = None, status: int = 200) -> web.Response:

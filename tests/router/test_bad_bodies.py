@@ -1,6 +1,7 @@
 """Bodies that no client should send: each is a 4xx at once that names the field, and the next answer is as it was."""
 
 import io
+import json
 import time
 from typing import Any
 
@@ -133,6 +134,28 @@ def test_a_body_of_10_mb_is_refused_at_once(tokenizer: Tokenizer, path: str) -> 
             assert (await server.post(path, GOOD[path]))[0] == 200
 
     serve(tokenizer, test)
+
+
+MANY = {
+    "names": b"{%s}" % b",".join(b'"x%d":1' % i for i in range(900_000)),
+    "objects": b'{"x":[%s{}]}' % (b"{}," * 4_000_000),
+    "lists": b'{"x":%s%s}' % (b"[" * 9_000_000, b"]" * 9_000_000),
+}
+
+
+@pytest.mark.parametrize("what", MANY)
+def test_large_bodies_of_small_things_are_refused_at_once(tokenizer: Tokenizer, what: str) -> None:
+    """Where bodies may be large for their pictures. To read them would take seconds, in which nobody's stream goes on."""
+
+    async def test(server: Server) -> None:
+        for data, expected in ((MANY[what], 413), (json.dumps({**GOOD[CHAT_PATH], "user": "x" * 15_000_000}).encode(), 200)):
+            began = time.monotonic()
+            async with server.client.post(CHAT_PATH, data=io.BytesIO(data)) as response:
+                status, answer = response.status, await response.json()
+            assert (status, time.monotonic() - began < 2) == (expected, True)
+            assert status == 200 or "colons and opening brackets" in answer["error"]["message"]
+
+    serve(tokenizer, test, settings={"payload_limit": 20_000_000})
 
 
 @pytest.mark.parametrize("path", GOOD)
