@@ -73,6 +73,28 @@ def _olmo(config: Config) -> Shape:
     return replace(base, layer_norms=True, plain_norms=True, qkv_limit=cap(config, "clip_qkv", None))
 
 
+def _phi(config: Config) -> Shape:
+    """Phi 1 to 2: an MLP without gates beside attention, and biases everywhere. Half of each head turns."""
+    if config.get("qk_layernorm"):
+        raise Unsupported("qk_layernorm is not supported: for this family the decoder has none")
+    base = _common(config, "layer_norm_eps", "gelu_new")
+    return replace(
+        base,
+        norm_bias=True,
+        parallel=True,
+        norms=BEFORE_BOTH,
+        last_norm="final_layernorm",
+        rotary_size=rotary_size(config, base.head_size, 0.5),
+        qkv_bias=True,
+        output_bias=True,
+        attention_parts=("", "", "dense"),
+        mlp_bias=True,
+        ungated="gelu",
+        mlp_parts=("", "", "fc1", "fc2"),
+        logit_bias=True,
+    )
+
+
 def _phimoe(config: Config) -> Shape:
     """Phi 3.5 MoE: two experts in every layer, by sparse mixers. Of longrope transformers 5.24 takes the short factors however long
     a context is; the decoder takes the long ones as always, for which the model was trained."""
@@ -206,6 +228,7 @@ LAYER_NORM: dict[str, Callable[[Config], Shape]] = {
     "Jais2ForCausalLM": _jais2,
     "NemotronForCausalLM": _nemotron,
     "OlmoForCausalLM": _olmo,
+    "PhiForCausalLM": _phi,
     "PhimoeForCausalLM": _phimoe,
     "StableLmForCausalLM": _stablelm,
     "Starcoder2ForCausalLM": _starcoder2,

@@ -589,6 +589,7 @@ def test_ranks_divide_what_is_there() -> None:
         (config("Phi3ForCausalLM", rope_scaling=LONGROPE), "6 factors of longrope, 4 are needed"),
         (config("Phi3ForCausalLM", rope_scaling=LONGROPE | {"long_factor": [0.0]}), "long_factor 0.0, a number above 0"),
         (config("Phi3ForCausalLM", rope_scaling=LONGROPE | {"long_factor": 2}), "long_factor 2, a list"),
+        (config("PhiForCausalLM", qk_layernorm=True), "qk_layernorm is not supported"),
         (config("PhimoeForCausalLM", rope_scaling=YARN), "'yarn' is not supported: .* longrope"),
         (config("PhimoeForCausalLM", rope_scaling=MSCALES | {"long_mscale": 2.0}), "short_mscale 1 and long_mscale 2"),
         (config("PhimoeForCausalLM", rope_scaling=MSCALES), "6 factors of longrope, 4 are needed"),

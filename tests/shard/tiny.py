@@ -355,6 +355,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         sliding_window=WINDOW,
         rope_parameters={"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}},
     ),
+    "phi": lambda: transformers.PhiConfig(**SMALL),
     "phi3": lambda: transformers.Phi3Config(**SMALL, pad_token_id=0, eos_token_id=1),
     "phi3-longrope": lambda: transformers.Phi3Config(
         **PHI4, original_max_position_embeddings=512, rope_parameters=LONGROPE | {"attention_factor": 1.2}
@@ -576,6 +577,7 @@ def _made(name: str) -> Path:
         "Olmo2Config": transformers.Olmo2ForCausalLM,
         "Olmo3Config": transformers.Olmo3ForCausalLM,
         "OlmoeConfig": transformers.OlmoeForCausalLM,
+        "PhiConfig": transformers.PhiForCausalLM,
         "Phi3Config": transformers.Phi3ForCausalLM,
         "PhimoeConfig": transformers.PhimoeForCausalLM,
         "Qwen2MoeConfig": transformers.Qwen2MoeForCausalLM,
