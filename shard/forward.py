@@ -61,6 +61,7 @@ class Forward:
         self._layout = layout
         self._adapted = bool(decoder.adapters)
         self._linear = decoder.shape.linear is not None
+        self.narrows = decoder.shape.keyless > 0
         self._decodes: list[Graph] = []  # of spans of one token; by size
         self._mixed: list[Graph] = []  # of any spans; by size
         self._last: Step | None = None  # that ran without a graph, if the last one did
@@ -107,7 +108,8 @@ class Forward:
         log.info(f"recorded {len(sizes)} graphs in {time.perf_counter() - began:.1f} s")
 
     def _plan(self, spans: Listing[Span], room: Room | None = None, picked: Picked | None = None) -> Step:
-        return step.plan(spans, self._layout, room, picked, self._adapted, self._linear)
+        narrows = self.narrows and self._decoder.kept is None
+        return step.plan(spans, self._layout, room, picked, self._adapted, self._linear, narrows)
 
     def _padded(self, spans: Listing[Span], room: Room, picked: Picked | None) -> Step | None:
         try:

@@ -147,6 +147,7 @@ def _make_room(engine: Engine, page_size: int, lengths: list[int]) -> None:
     on a CPU too: it doesn't grow with a step's tokens, and is counted by itself."""
     engine.resize(0, page_size, sequences=0)  # there are never two at once
     engine.resize(sum(-(-length // page_size) for length in lengths), page_size, len(lengths), keeps=False)
+    engine.forward.narrows = False  # as in a step of which all is wanted
     for state in engine.cache.states.values():
         state.windows.zero_()
         state.memories.zero_()

@@ -107,6 +107,15 @@ class Shown:
 
 
 @dataclass(frozen=True, slots=True)
+class Last:
+    """Those of a step's tokens whose logits are wanted, by themselves: for layers that have no keys, and need no others."""
+
+    tokens: Tensor  # which they are, as `attention` has them
+    rows: Tensor  # where each is among these, in the order of the spans
+    attention: ragged.Plan
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """A forward's input: all spans' tokens one after the other, then padding, which has no slot."""
 
@@ -120,6 +129,13 @@ class Step:
     spans: Spans | None = None  # for layers with linear attention; None: there are none
     turned: Tensor | None = None  # [2, tokens]: the other two positions; None: there are none, or they are the same
     shown: Listing[Shown] = ()
+    last: Last | None = None  # None: all are wanted, or too many, or no layer asks for it
+
+    def narrowed(self) -> "Step":
+        """Of its last tokens alone."""
+        assert self.last is not None
+        positions = self.positions.index_select(0, self.last.tokens)
+        return replace(self, positions=positions, rows=self.last.rows, attention=self.last.attention, last=None)
 
     def become(self, other: "Step") -> None:
         """Takes the contents of a step for the same room, in place."""
@@ -136,9 +152,10 @@ def plan(
     picked: Picked | None = None,
     adapted: bool = False,
     linear: bool = False,
+    narrows: bool = False,
 ) -> Step:
     """The step that computes `spans`. picked: by the step before; adapted: the decoder has adapters; linear: and linear attention,
-    so a room is for spans of one token. Raises ragged.Full if there is too little room."""
+    so a room is for spans of one token; narrows: and last layers without keys. Raises ragged.Full if there is too little room."""
     fronts = picked is not None and any(span.front for span in spans)
     later = fronts and ragged.by_triton(layout)  # only the device is told who continues whom
     rows = [
@@ -183,6 +200,8 @@ def plan(
             Shown(picture, *to_device(torch.tensor([rows, numbers]), layout.device).unbind()) for picture, rows, numbers in marks
         ]
         step = replace(step, turned=_turned(positions, showing, layout), shown=shown)
+    if narrows and room is None and not fronts and len(wanted) < len(tokens):
+        step = replace(step, last=_last(spans, starts, layout))
     if picked is not None:
         _fill_in(step, spans, starts, picked)
         if later:
@@ -233,6 +252,26 @@ def _marks(first: int, span: Span) -> Iterator[tuple[Picture, list[int], list[in
     assert span.sequence.pictures is not None
     for picture, places, numbers in span.sequence.pictures.between(span.start, span.start + len(span.tokens)):
         yield picture, [first + place - span.start for place in places], numbers
+
+
+def _last(spans: Listing[Span], starts: Listing[int], layout: Layout) -> Last | None:
+    """See `Step.last`. None: of a tree some nodes are wanted."""
+    asked = [(span, start + len(span.tokens)) for span, start in zip(spans, starts, strict=True) if span.wanted]
+    if any(span.parents is not None and span.wanted < len(span.tokens) for span, _ in asked):
+        return None
+    rows = [
+        attention.Row(span.wanted, span.start + len(span.tokens) - span.wanted, span.sequence.pages, span.parents)
+        for span, _ in asked
+    ]
+    order, attended = ragged.plan(rows, layout)
+    tokens, firsts = list[int](), [0] * len(asked)
+    for i in order:
+        span, end = asked[i]
+        firsts[i] = len(tokens)
+        tokens += range(end - span.wanted, end)
+    places = [first + k for first, (span, _) in zip(firsts, asked, strict=True) for k in range(span.wanted)]
+    which, where = lists_to_device(layout.device, tokens, places)
+    return Last(which, where, attended)
 
 
 def _fill_in(step: Step, spans: Listing[Span], starts: Listing[int], picked: Picked) -> None:

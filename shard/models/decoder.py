@@ -174,6 +174,15 @@ class Decoder:
         turnings, seen, kept = self._turnings(step), list[Tensor](), self.kept
         growth = self.growth.index_select(0, step.positions) if self.growth is not None else None
         for layer in self.layers:
+            if step.last is not None and layer.index == self.shape.layers - self.shape.keyless:
+                # All keys and values are written: nothing more is wanted of other rows.
+                if not len(step.rows):
+                    return self.embedding.new_empty(0, self.shape.hidden)
+                stream.normalized(None)  # with what is still to be added
+                stream.select(step.last.tokens)
+                told = told.index_select(1, step.last.tokens) if told is not None else None
+                step = step.narrowed()
+                turnings = self._turnings(step)
             if kept and layer.index in kept.layers:
                 seen.append(stream.normalized(None).clone())
             attended = layer.attend(stream, step, turnings[layer.index], growth, cache)

@@ -201,7 +201,7 @@ def test_every_flag_has_an_effect() -> None:
 
 
 def test_every_setting_of_the_router_has_a_flag() -> None:
-    found = {"folder", "model", "groups", "complaints", "api_keys", "adapters"}  # by the launcher itself
+    found = {"folder", "model", "groups", "complaints", "api_keys", "adapters", "images_asked"}  # by the launcher itself
     assert {field.name for field in dataclasses.fields(RouterConfig)} - set(options.FIELDS) == found
 
 

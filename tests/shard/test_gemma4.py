@@ -1,5 +1,6 @@
 """What Gemma 4's config.json files say and leave out is what transformers takes them for; answers are in test_oracle.py."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,12 @@ import transformers
 
 from penstock.shard.config import ShardConfig
 from penstock.shard.loading import load
+from penstock.shard.models.decoder import Layer
 from penstock.shard.models.families import shape
 from penstock.shard.models.shape import Keys, Unsupported
 from penstock.shard.step import Span
 from penstock.tests.shard import tiny
-from penstock.tests.shard.driver import Habits
+from penstock.tests.shard.driver import Habits, drive
 from penstock.tests.shard.test_oracle import Bench, check_greedy, close, prompt
 
 # In sizes those of the hub's; what is left out is transformers' default.
@@ -88,6 +90,31 @@ def test_what_is_cached_of_a_token_goes_by_the_layer() -> None:
     assert [tuple(layer.shape) for layer in engine.cache.layers.values()] == [(64, 2, 4, 16), (64, 2, 2, 32)] * 2
     assert [len(part) for part in engine.cache.pages] == [2, 2]
     assert engine.layer_bytes == 4 * 2 * 4 * 16
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_behind_the_last_keys_only_what_is_wanted_is_computed(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any mixture of prompts and decodes, and with the same tokens; where all is wanted, all is."""
+    counts = list[tuple[int, int]]()
+    transform = Layer.transform
+
+    def counted(layer: Layer, attended: Any, stream: Any, told: Any = None) -> None:
+        counts.append((layer.index, len(attended[0])))
+        transform(layer, attended, stream, told)
+
+    groups = [tiny.group(uid, prompt(uid, 9 + 11 * uid), 6, choices=1 + uid % 2) for uid in range(4)]
+    asked = [*groups, tiny.group(9, prompt(9, 20), 3, prompt_logprobs=True)]
+    expected = tiny.engine("gemma4-e", page_size=4, pages=200)
+    expected.forward.narrows = False
+    whole = drive(expected, copy.deepcopy(asked), Habits(7), seed=seed)
+    monkeypatch.setattr(Layer, "transform", counted)
+    found = drive(tiny.engine("gemma4-e", page_size=4, pages=200), asked, Habits(7), seed=seed)
+    assert found.tokens == whole.tokens
+    for key, logprobs in whole.logprobs.items():
+        assert found.logprobs[key] == pytest.approx(logprobs, abs=1e-4)
+    rows = [sum(count for index, count in counts if index == layer) for layer in range(4)]
+    assert rows[0] == rows[1] > 1.5 * rows[2]
+    assert rows[2] == rows[3]
 
 
 def test_layers_without_keys_see_those_of_others() -> None:
