@@ -146,6 +146,8 @@ def _far(config: Config, base: Shape, kinds: Sequence[Any]) -> Keys:
     if not isinstance(joint, bool):
         raise Unsupported(f"config.json says attention_k_eq_v {shown(joint)}, true or false is needed: {AGAIN}")
     given = config.get("per_layer_config")
+    if isinstance(given, dict):  # transformers pads the numbers of layers: "04"
+        given = {str(int(layer)) if layer.isdecimal() else layer: own for layer, own in given.items()}
     own: Any = {"head_dim": config.get("global_head_dim", HEAD_SIZE)}
     if joint and config.get("num_global_key_value_heads") is not None:
         own |= {"num_key_value_heads": config["num_global_key_value_heads"]}

@@ -117,6 +117,13 @@ def test_behind_the_last_keys_only_what_is_wanted_is_computed(seed: int, monkeyp
     assert rows[2] == rows[3]
 
 
+def test_numbers_of_layers_may_be_padded() -> None:
+    """As transformers saves them where there are ten layers or more."""
+    saved = transformers.Gemma4TextConfig(**TEXT).to_dict()
+    assert "05" in saved["per_layer_config"]
+    assert shape(saved | {"architectures": ["Gemma4ForCausalLM"]}) == shape(ALONE)
+
+
 def test_layers_without_keys_see_those_of_others() -> None:
     """Which take no memory of their own."""
     engine = tiny.engine("gemma4-e", pages=3)
