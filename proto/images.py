@@ -44,6 +44,7 @@ FORMS = {
     ),
     "gemma4": Form(word="<|image|>", around=("<|image>", "<image|>"), written="<|image|>"),
     **dict.fromkeys(("glm46v", "glm4v", "glm4v_moe"), GLM),
+    "internvl": Form(word="<IMG_CONTEXT>", around=("<img>", "</img>"), written="<IMG_CONTEXT>"),
     "mistral3": Form(word="[IMG]", breaks=("[IMG_BREAK]", "[IMG_END]")),
     **dict.fromkeys(("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"), QWEN),
 }

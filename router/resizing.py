@@ -115,6 +115,24 @@ class Square(Resizing):
         return Resized(self._run(image)["pixel_values"], self._side, self._side)
 
 
+class Tiles(Resizing):
+    """InternVL's: tiles of one size, as many as the picture has room for in proportions near to its own, and the whole of it."""
+
+    def __init__(self, processor: Any, model: Mapping[str, Any]) -> None:
+        super().__init__(processor)
+        self._tokens = math.isqrt(model.get("image_seq_length", 256))  # along each side of a tile
+        self._pixels = processor.size.height * processor.size.width
+        self.unit = processor.size.height // self._tokens
+
+    def __call__(self, image: Any, most: int) -> Resized:
+        if most < self._pixels:
+            raise ValueError(f"--max-image-pixels must be at least {self._pixels} for this model")
+        tiles = min(self._processor.max_patches, max(1, most // self._pixels - 1))
+        found = self._run(image, crop_to_patches=True, min_patches=min(self._processor.min_patches, tiles), max_patches=tiles)
+        values = found["pixel_values"]
+        return Resized(values, len(values) * self._tokens, self._tokens)
+
+
 class Budget(Resizing):
     """Gemma 4's: each has about as many tokens, in its own proportions."""
 
@@ -145,6 +163,8 @@ def resizing_of(processor: Any, files: Mapping[str, Any], model: Mapping[str, An
         return Patches(processor)
     if hasattr(processor, "max_soft_tokens"):
         return Budget(processor)
+    if hasattr(processor, "crop_to_patches"):
+        return Tiles(processor, model)
     if hasattr(processor, "do_pan_and_scan"):
         return Square(processor, model)
     return Sides(processor, files, model)

@@ -27,7 +27,7 @@ class Encoder(ABC):
         self._vision = model.config.vision_config
 
     def shape(self, rows: int, columns: int) -> tuple[int, ...]:
-        """Of the pixels of an image with so many tokens."""
+        """Of the pixels of an image with so many tokens; (): none has so many."""
         return 1, COLOURS, rows * self.side, columns * self.side
 
     def largest(self, pixels: int) -> int:
@@ -89,6 +89,9 @@ class Gemma3(Encoder):
         self._tokens = math.isqrt(int(model.config.mm_tokens_per_image))  # along each side
         self.side = int(self._vision.image_size) // self._tokens
 
+    def shape(self, rows: int, columns: int) -> tuple[int, ...]:
+        return super().shape(rows, columns) if rows == columns == self._tokens else ()
+
     def largest(self, pixels: int) -> int:
         return self._tokens**2
 
@@ -117,6 +120,31 @@ class Gemma4(Encoder):
         return found.unsqueeze(1)
 
 
+class InternVL(Encoder):
+    """Of tiles, each encoded by itself, which stand one below the other. The last is the whole image, if there are several."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        size = self._vision.image_size
+        self._side = int(size[0] if isinstance(size, (list, tuple)) else size)  # pixels of a tile
+        self._tokens = math.isqrt(int(model.config.image_seq_length))
+        self.side = self._side // self._tokens
+
+    def shape(self, rows: int, columns: int) -> tuple[int, ...]:
+        tiles, rest = divmod(rows, self._tokens)
+        return (tiles, COLOURS, self._side, self._side) if columns == self._tokens and not rest else ()
+
+    def largest(self, pixels: int) -> int:
+        return max(1, pixels // self._side**2) * self._tokens**2
+
+    def grid(self, tokens: int) -> tuple[int, int]:
+        return max(1, tokens // self._tokens**2) * self._tokens, self._tokens
+
+    def __call__(self, pixels: Tensor, picture: Picture) -> Tensor:
+        found: Tensor = self._model.get_image_features(pixels).pooler_output
+        return found.flatten(0, 1).unsqueeze(1)
+
+
 # By the model_type of config.json.
 ENCODERS: dict[str, type[Encoder]] = {
     **dict.fromkeys(
@@ -124,5 +152,6 @@ ENCODERS: dict[str, type[Encoder]] = {
     ),
     "gemma3": Gemma3,
     "gemma4": Gemma4,
+    "internvl": InternVL,
     "mistral3": Mistral,
 }

@@ -31,7 +31,7 @@ ROPES = ("rope_parameters", "rope_scaling")  # fields that say how positions tur
 BESIDE_TEXT = ("tie_word_embeddings", "quantization_config")  # fields that stand beside the text's
 BESIDE_COUNTS = (  # whose text may say the first one wrong
     *("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
-    *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
+    *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration", "InternVLForConditionalGeneration"),
 )
 
 Family = Callable[[Config], Shape]
@@ -70,6 +70,12 @@ IMAGES: dict[str, dict[str, Family]] = {
     "Glm46VForConditionalGeneration": {"glm4v_text": _glm_4v, "glm4v_moe_text": _glm_4v_moe},
     "Glm4vForConditionalGeneration": {"glm4v_text": _glm_4v},
     "Glm4vMoeForConditionalGeneration": {"glm4v_moe_text": _glm_4v_moe},
+    "InternVLForConditionalGeneration": {
+        "qwen2": DENSE["Qwen2ForCausalLM"],
+        "qwen3": DENSE["Qwen3ForCausalLM"],
+        "qwen3_moe": SPARSE["Qwen3MoeForCausalLM"],
+        "llama": DENSE["LlamaForCausalLM"],
+    },
     "KimiK25ForConditionalGeneration": KIMI,
     "Kimi_K25ForConditionalGeneration": KIMI,
     "Mistral3ForConditionalGeneration": {

@@ -32,6 +32,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     },
     "glm4v": {"image_processor_type": "Glm4vImageProcessor", "size": {"shortest_edge": 12544, "longest_edge": 9633792}},
     "mistral3": {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 1540}, "patch_size": 14},
+    "internvl": {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 448, "width": 448}, "max_patches": 12},
     "gemma3": {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 896, "width": 896}},
     "gemma4": {"image_processor_type": "Gemma4ImageProcessor", "max_soft_tokens": 280, "patch_size": 16, "pooling_kernel_size": 3},
 }

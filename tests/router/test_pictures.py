@@ -18,7 +18,7 @@ from penstock.router.text import Tokenizer
 from penstock.router.validation import Parameters, Validator
 from penstock.tests.router.sights import encoded, make_folder, picture
 
-LIMITS = Limits(max_input_tokens=2000, max_total_tokens=2200, vocabulary=300, images=True)
+LIMITS = Limits(max_input_tokens=4000, max_total_tokens=4200, vocabulary=300, images=True)
 IMAGE = encoded(picture(112, 56))  # 2 rows of 4 tokens
 OTHER = encoded(picture(112, 56, seed=1))
 WORD = "<|image_pad|>"
@@ -74,10 +74,11 @@ def test_rows_end_where_a_family_ends_them() -> None:
 AROUND = {
     "gemma3": "\n\n<start_of_image><image_soft_token><end_of_image>\n\n",
     "gemma4": "<|image><|image|><image|>",
+    "internvl": "<img><IMG_CONTEXT></img>",
 }
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "glm4v", "mistral3", "gemma3", "gemma4"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "glm4v", "mistral3", "gemma3", "gemma4", "internvl"])
 def test_a_request_shows_them(tmp_path: Path, family: str) -> None:
     tokenizer = make_folder(tmp_path, family)
     validator = Validator(RouterConfig(folder=str(tmp_path), model="m", max_images=3), tokenizer)

@@ -120,9 +120,25 @@ def test_budgets_are_transformers_own(tmp_path: Path, most: int, budget: int) ->
         numpy.testing.assert_allclose(patches, expected["pixel_values"][0][: len(patches)], atol=1e-6)
 
 
+@pytest.mark.parametrize(("most", "tiles"), [(1 << 26, 12), (1 << 20, 4), (3 * 448**2 - 1, 1), (448**2, 1)])
+def test_tiles_are_transformers_own(tmp_path: Path, most: int, tiles: int) -> None:
+    make_folder(tmp_path, "internvl")
+    processor = theirs(tmp_path)
+    images = [picture(*size, seed=seed) for seed, size in enumerate([*SIZES, (900, 450)])]
+    counts = set()
+    for image, found in zip(images, prepared(tmp_path, *map(encoded, images), most=most), strict=True):
+        expected = processor(image, crop_to_patches=True, max_patches=tiles, return_tensors="np")["pixel_values"]
+        assert (found.rows, found.columns) == (16 * len(expected), 16)
+        assert len(found.pixels) <= 3 * most
+        numpy.testing.assert_allclose(normalized(found, processor), expected, atol=1e-6)
+        counts.add(len(expected))
+    assert (len(counts) > 1) == (tiles > 1)
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "most", "words"),
     [
+        ("internvl", {}, 448**2 - 1, "--max-image-pixels must be at least 200704 for this model"),
         ("gemma4", {}, 161_279, "--max-image-pixels must be at least 161280 for this model"),
         ("gemma3", {"do_pan_and_scan": True}, MOST, "do_pan_and_scan is not supported"),
     ],

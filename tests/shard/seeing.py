@@ -32,16 +32,17 @@ PIXTRAL = {
     **{"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2},
     **{"patch_size": PATCH, "image_size": 64, "head_dim": 8},
 }
+TILE = 2  # tokens along a side of InternVL's tiles
 SQUARE = 3  # tokens along a side of each of Gemma 3's images
 SIGLIP = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": PATCH}
 GEMMA4_VISION = SIGLIP | {"num_key_value_heads": 2, "head_dim": 8, "pooling_kernel_size": MERGE, "position_embedding_size": 64}
 GEMMA3 = GEMMA | {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 PROCESSORS = {
     **dict.fromkeys(("Glm4v", "Glm4vMoe"), "Glm4vImageProcessor"),
-    **{"Mistral3": "PixtralImageProcessor", "Gemma3": "Gemma3ImageProcessor"},
+    **{"Mistral3": "PixtralImageProcessor", "Gemma3": "Gemma3ImageProcessor", "InternVL": "GotOcr2ImageProcessor"},
     **dict.fromkeys(("Gemma4", "Gemma4E"), "Gemma4ImageProcessor"),
 }
-SEEING = (*(name for name in TEXTS if name != "Kimi_K25"), "Mistral3", "Gemma3", "Gemma4", "Gemma4E")
+SEEING = (*(name for name in TEXTS if name != "Kimi_K25"), "Mistral3", "Gemma3", "Gemma4", "Gemma4E", "InternVL")
 
 
 @dataclass(frozen=True)
@@ -105,13 +106,26 @@ def _gemma4(seen: str | None) -> Any:
     return transformers.Gemma4ForConditionalGeneration(config)
 
 
+def _internvl() -> Any:
+    vision = SIGLIP | {"image_size": [TILE * SIDE] * 2, "patch_size": [PATCH] * 2}
+    config = transformers.InternVLConfig(
+        text_config=SMALL | {"model_type": "qwen2"},
+        vision_config=vision,
+        image_token_id=PLACEHOLDER,
+        image_seq_length=TILE**2,
+        tie_word_embeddings=False,
+    )
+    return transformers.InternVLForConditionalGeneration(config)
+
+
 OTHERS = {
+    "InternVL": _internvl,
     "Mistral3": _mistral,
     "Gemma3": _gemma3,
     "Gemma4": lambda: _gemma4("vision"),
     "Gemma4E": lambda: _gemma4(None),
 }
-WHOLE = ("Mistral3", "Gemma3", "Gemma4", "Gemma4E")  # pixels are no patches
+WHOLE = ("Mistral3", "Gemma3", "Gemma4", "Gemma4E", "InternVL")  # pixels are no patches
 
 
 def engine(folder: Path, pages: int = 64, page_size: int = 16, **more: Any) -> Engine:
@@ -137,12 +151,14 @@ def seen(name: str, kind: str, chance: random.Random, sizes: list[tuple[int, int
     """A prompt with images of these sizes, as rows and columns, and words before, between and behind them. kind: model_type."""
     form = FORMS[kind]
     sizes = [(SQUARE, SQUARE)] * len(sizes) if name == "Gemma3" else sizes
+    sizes = [(TILE * rows, TILE) for rows, _ in sizes] if name == "InternVL" else sizes
     ids, tokens, pictures = list[int](), list[int](), []
     for rows, columns in sizes:
         said = [chance.randrange(10, VOCABULARY) for _ in range(words)]
         ids, tokens = ids + said, tokens + said
         generator = torch.Generator().manual_seed(chance.randrange(1 << 30))
-        shape = (1, 3, rows * SIDE, columns * SIDE) if name in WHOLE else (rows * columns * MERGE**2, 3, PATCH, PATCH)
+        tiles = rows // TILE if name == "InternVL" else 1
+        shape = (tiles, 3, rows // tiles * SIDE, columns * SIDE) if name in WHOLE else (rows * columns * MERGE**2, 3, PATCH, PATCH)
         pixels = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
         own = random.Random(hash((pixels.numpy().tobytes(), rows)))  # ids follow from what is shown
         pictures.append(Picture(len(ids), rows, columns, columns, pixels))
@@ -171,6 +187,8 @@ def inputs(name: str, prompt: Seen) -> dict[str, Any]:
         return found | {"pixel_values": padded, "image_sizes": torch.tensor(sizes)}
     if name == "Gemma3":
         return found | {"pixel_values": torch.cat(pixels), "token_type_ids": torch.tensor([prompt.kinds])}
+    if name == "InternVL":
+        return found | {"pixel_values": torch.cat(pixels)}
     if name.startswith("Gemma4"):
         return found | _gemma4_inputs(prompt) | {"mm_token_type_ids": torch.tensor([prompt.kinds])}
     patches = [one.unsqueeze(2).repeat(1, 1, 2, 1, 1).flatten(1) for one in pixels]
