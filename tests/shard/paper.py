@@ -78,6 +78,8 @@ class Model:
         linear=None,
         kept_states=lambda sequences, caching: 0,
         attending=[0],
+        keyed=[0],
+        keyless=0,
         index=None,
         keys=lambda window: SimpleNamespace(heads=1, size=1),
         slot=lambda ranks, window: (2, 1, 1),
