@@ -152,10 +152,12 @@ def test_memory_is_measured_where_proc_is_not_as_on_linux(
     assert process.stub.Warmup(WARMUP, timeout=30).pages == 8 * 256 // 4
     assert any("can't be reset ([Errno 13] Permission denied: '/proc/self/clear_refs')" in line for line in caplog.messages)
     before = memory._peak(tiny.CPU, reset=True)
-    now = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    taken = torch.ones(max(0, before - now) + (64 << 20), dtype=torch.uint8)
-    assert memory._peak(tiny.CPU) - before > 32 << 20
-    assert taken.all()
+    taken: list[torch.Tensor] = []
+    while memory._peak(tiny.CPU) - before <= 32 << 20:  # what else is in memory may leave it meanwhile
+        now = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+        assert len(taken) < 10
+        taken.append(torch.ones(max(0, before - now) + (64 << 20), dtype=torch.uint8))
+    assert all(part.all() for part in taken)
 
 
 def test_commands_before_warmup_are_refused(process: Process) -> None:
