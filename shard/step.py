@@ -260,7 +260,7 @@ def _last(spans: Listing[Span], starts: Listing[int], layout: Layout) -> Last | 
     if any(span.parents is not None and span.wanted < len(span.tokens) for span, _ in asked):
         return None
     rows = [
-        attention.Row(span.wanted, span.start + len(span.tokens) - span.wanted, span.sequence.pages, span.parents)
+        attention.Row(span.wanted, span.start + len(span.tokens) - span.wanted, span.sequence.pages, span.parents, whole=span.whole)
         for span, _ in asked
     ]
     order, attended = ragged.plan(rows, layout)

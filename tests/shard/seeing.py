@@ -40,7 +40,7 @@ GEMMA3 = GEMMA | {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "
 PROCESSORS = {
     **dict.fromkeys(("Glm4v", "Glm4vMoe"), "Glm4vImageProcessor"),
     **{"Mistral3": "PixtralImageProcessor", "Gemma3": "Gemma3ImageProcessor", "InternVL": "GotOcr2ImageProcessor"},
-    **dict.fromkeys(("Gemma4", "Gemma4E"), "Gemma4ImageProcessor"),
+    **dict.fromkeys(("Gemma4", "Gemma4E", "Gemma4Both"), "Gemma4ImageProcessor"),
 }
 SEEING = (*(name for name in TEXTS if name != "Kimi_K25"), "Mistral3", "Gemma3", "Gemma4", "Gemma4E", "InternVL")
 
@@ -90,9 +90,9 @@ def _gemma3() -> Any:
     )
 
 
-def _gemma4(seen: str | None) -> Any:
-    """seen: whether its image tokens see each other. Of those in which they don't, layers are told of tokens apart."""
-    text = GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 2} if seen else GEMMA4_E
+def _gemma4(seen: str | None, small: bool) -> Any:
+    """seen: whether its image tokens see each other; small: layers are told of tokens apart, and the last have no keys."""
+    text = GEMMA4_E if small else GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 2}
     config = transformers.Gemma4Config(
         text_config=text | {"use_bidirectional_attention": seen},
         vision_config=GEMMA4_VISION | {"standardize": bool(seen)},
@@ -122,10 +122,11 @@ OTHERS = {
     "InternVL": _internvl,
     "Mistral3": _mistral,
     "Gemma3": _gemma3,
-    "Gemma4": lambda: _gemma4("vision"),
-    "Gemma4E": lambda: _gemma4(None),
+    "Gemma4": lambda: _gemma4("vision", small=False),
+    "Gemma4E": lambda: _gemma4(None, small=True),
+    "Gemma4Both": lambda: _gemma4("vision", small=True),
 }
-WHOLE = ("Mistral3", "Gemma3", "Gemma4", "Gemma4E", "InternVL")  # pixels are no patches
+WHOLE = (*OTHERS,)  # pixels are no patches
 
 
 def engine(folder: Path, pages: int = 64, page_size: int = 16, **more: Any) -> Engine:

@@ -59,6 +59,22 @@ def test_logits_of_chunks_equal_transformers(world: Made, cut: int) -> None:
     close(torch.cat(found), seeing.logits(reference, name, prompt))
 
 
+def test_an_image_s_logits_behind_the_last_keys(tmp_path: Path) -> None:
+    """Where its tokens see each other, and others of the step are computed no further than that."""
+    reference = seeing.made("Gemma4Both", tmp_path)
+    prompts = [seeing.seen("Gemma4Both", "gemma4", random.Random(seed), SIZES) for seed in range(2)]
+    bench, sequence = bench_of(tmp_path, prompts[0])
+    other = bench.start(())
+    other.pictures = bench.engine.decoder.sight.pictures(prompts[1].pictures, array("I", prompts[1].tokens), "")  # type: ignore[union-attr]
+    first = prompts[0].pictures[0]
+    end = first.start + first.tokens  # its last token's is wanted, and half of its others'
+    spans = [Span(sequence, 0, prompts[0].tokens[:end], wanted=first.tokens // 2 + 1)]
+    spans += [Span(other, 0, prompts[1].tokens, wanted=len(prompts[1].tokens) - 1)]
+    expected = [seeing.logits(reference, "Gemma4Both", own) for own in prompts]
+    wanted = [expected[0][end - spans[0].wanted : end], expected[1][1:]]
+    close(bench.run(parted(spans)), torch.cat(wanted))
+
+
 def asked(world: Made, seed: int, sizes: list[tuple[int, int]] = SIZES, words: int = 5) -> Seen:
     name, reference, _ = world
     return seeing.seen(name, reference.config.model_type, random.Random(seed), sizes, words)
