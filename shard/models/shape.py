@@ -336,10 +336,15 @@ class Inputs:
     vocabulary: int  # rows of the table that they come from
     padding: int = 0  # the row for images' tokens
 
+    def matrices(self, ranks: int, hidden: int) -> list[tuple[int, int, int]]:
+        """Those of a layer, as `Shape._projections` has them: what gates them, and what leads back to the stream."""
+        own = self.size // ranks
+        return [(own, hidden, hidden), (hidden, self.size, own)]
+
     def elements(self, ranks: int, hidden: int, layers: int, table: bool) -> int:
         """Of all that makes and takes them, on a rank; table: with that."""
-        own = self.size // ranks
-        return layers * (self.size * hidden + 2 * own * hidden + hidden + table * self.vocabulary * own) + self.size
+        taking = sum(outputs * inputs for outputs, _, inputs in self.matrices(ranks, hidden))
+        return layers * (self.size * hidden + taking + hidden + table * self.vocabulary * self.size // ranks) + self.size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -623,7 +628,7 @@ class Shape:
             held = int(self.features.table)
             norms += self.features.elements(self.hidden)
         attention = sum(count * self._attention(ranks, window) for window, count in self._alike.items())
-        attention += sum(self._asking(ranks, self.windows[layer]) for layer in self.attending if layer not in self.keyed)
+        attention += sum(self._asking(ranks, window) for window in self._keyless)
         if self.inputs:
             norms += self.inputs.elements(ranks, self.hidden, self.layers, tokens is None)
         if self.linear:
@@ -636,6 +641,12 @@ class Shape:
         """How many of the layers that have keys have each window."""
         return Counter(self.windows[layer] for layer in self.keyed)
 
+    @property
+    def _keyless(self) -> list[int]:
+        """Windows of the layers that have none."""
+        keyed = {*self.keyed}
+        return [self.windows[layer] for layer in self.attending if layer not in keyed]
+
     def _dense(self, ranks: int, width: int) -> int:
         """Elements of an MLP of so many intermediate features."""
         features, inner = width // ranks, (2 - bool(self.ungated)) * width // ranks
@@ -644,8 +655,13 @@ class Shape:
     def _asking(self, ranks: int, window: int) -> int:
         """Elements of what a layer without keys attends by."""
         size = self.keys(window).size
-        asked = self.heads // ranks * size
-        return asked * (2 * self.hidden + self.qkv_bias) + self.output_bias * self.hidden + self.qk_norm * size
+        matrices = sum(outputs * inputs for outputs, _, inputs in self._questions(ranks, window))
+        return matrices + self.qkv_bias * self.heads // ranks * size + self.output_bias * self.hidden + self.qk_norm * size
+
+    def _questions(self, ranks: int, window: int) -> list[tuple[int, int, int]]:
+        """The matrices of such a layer, as `_projections` has them."""
+        asked = self.heads * self.keys(window).size
+        return [(asked // ranks, self.hidden, self.hidden), (self.hidden, asked, asked // ranks)]
 
     def _attention(self, ranks: int, window: int) -> int:
         """Elements of what a layer with this window attends by."""
@@ -709,6 +725,9 @@ class Shape:
 
         how = self.quantization
         found = sum(count * less(how, *self._projections(ranks, window)) for window, count in self._alike.items())
+        found += sum(less(how, *self._questions(ranks, window)) for window in self._keyless)
+        if self.inputs:
+            found += self.layers * less(how, *self.inputs.matrices(ranks, self.hidden))
         if self.linear:
             found += len(self.linear.layers) * less(how, *self.linear.matrices(ranks, self.hidden))
         for layer, mixture in self.mlps:

@@ -488,6 +488,9 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "granite-4-h-wide": lambda: transformers.GraniteMoeHybridConfig(
         **GRANITE4 | {"mamba_d_state": 16, "shared_intermediate_size": 192}, num_local_experts=0
     ),
+    "gemma4-e-wide": lambda: transformers.Gemma4TextConfig(
+        **GEMMA4_E | {"hidden_size_per_layer_input": 64, "intermediate_size": 192}, use_double_wide_mlp=True
+    ),
     "mixtral-wide": lambda: transformers.MixtralConfig(**FEW_HEADS | {"intermediate_size": 192}, num_local_experts=4),
     "gpt-oss-blocks": lambda: transformers.GptOssConfig(**GPT_OSS | {"intermediate_size": 96}),
     "few-heads-mixtral": lambda: transformers.MixtralConfig(**FEW_HEADS, num_local_experts=5, num_experts_per_tok=2),
