@@ -74,11 +74,12 @@ class Loader:
         return self.source.tensor(self.prefix + name, (heads,), self._cut((heads,), 0, 0, heads), torch.float32)
 
     def whole(self, name: str, outputs: int, bias: bool = False, wide: bool = False) -> Weight:
-        """A matrix [outputs, hidden] that every rank has whole; wide: in float32."""
-        dtype = torch.float32 if wide else self.source.dtype
+        """A matrix [outputs, hidden] that every rank has whole, with all bits that the checkpoint has; wide: in float32."""
+        dtype, full = torch.float32 if wide else self.source.dtype, (outputs, self.shape.hidden)
         added = self.source.tensor(f"{self.prefix}{name}.bias", (outputs,), dtype=dtype) if bias else None
-        weight = self.source.tensor(f"{self.prefix}{name}.weight", (outputs, self.shape.hidden), dtype=dtype)
-        return Weight(weight, added, self.exact)
+        if wide:
+            return Weight(self.source.tensor(f"{self.prefix}{name}.weight", full, dtype=dtype), added, self.exact)
+        return Weight(self.dense(self._unrounded(name, full, None)), added, self.exact)
 
     def each(self, name: str, count: int) -> Tensor:
         """A number for each of `count` that every rank has all: [count] float32."""

@@ -29,6 +29,9 @@ PROJECTIONS = (
     ".in_proj_qkvz.weight",
     ".in_proj_qkv.weight",
     ".in_proj_z.weight",
+    ".per_layer_input_gate.weight",
+    ".per_layer_projection.weight",
+    ".per_layer_model_projection.weight",
     "shared_mlp.input_linear.weight",
     "shared_mlp.output_linear.weight",
 )  # the ends of the names of what is packed
