@@ -72,9 +72,10 @@ class Prompts:
         return runs
 
     def claim(self, group: Group) -> None:
-        """Gives a new group what is cached of it. The router counts on that, and the group may have to wait for its grammar."""
+        """Gives a new group what is cached of it. The router counts on that, and the group may have to wait for its grammar; so one
+        token stays: of who lacks none nobody asks for a chunk again, and it would never decode."""
         first = group.sequences[0]
-        self._find(group, first, ())
+        self._find(group, first, (), spare=True)
         if self._prefixes is not None and self._prefixes.most and not group.prompt_logprobs:
             goal, size = self._goal(group, first) - 1, self._pool.page_size
             first.halts = halts(first.computed, self._prefixes.known(first, goal), goal // size * size)
@@ -147,16 +148,16 @@ class Prompts:
         begun = next((span.start for span in run.spans if span.sequence is sequence), sequence.computed)
         return min([self._goal(run.group, sequence), *(halt for halt in sequence.halts if halt > begun)])
 
-    def _find(self, group: Group, sequence: Sequence, spans: Listing[Span]) -> None:
+    def _find(self, group: Group, sequence: Sequence, spans: Listing[Span], spare: bool = False) -> None:
         """Takes what is cached. Of a fresh prompt one token stays to be computed: its logits are wanted; or all: all are.
-        spans: what is computed of the group in this step."""
+        spans: what is computed of the group in this step; spare: one token stays of any."""
         if self._prefixes is None or group.prompt_logprobs:
             return
         writing = sequence.computed % self._pool.page_size > 0 or bool(self._cache.states)
         if writing and any(span.sequence is sequence for span in spans):
             return  # this step writes to the page that would be given up, or to what is remembered
         goal = self._goal(group, sequence)
-        group.found += self._prefixes.adopt(sequence, goal - 1 if group.waiting else goal)
+        group.found += self._prefixes.adopt(sequence, goal - 1 if group.waiting or spare else goal)
 
     def _plan(self, run: Run, sequence: Sequence, count: int) -> int:
         start = sequence.computed

@@ -381,6 +381,23 @@ def test_who_waits_for_a_grammar_holds_what_is_cached_of_its_prompt(monkeypatch:
     assert outcome.found == [(2, 8)]
 
 
+def test_who_is_restored_lacks_something_until_its_grammar_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though all of it is cached: the router asks no chunk for who lacks nothing."""
+    engine, prompt, how = with_masks(tiny.engine("demo", 4)), list(range(1, 10)), {"grammar": regex("[a-z ]*"), "end_ids": [END]}
+    [answer] = drive(engine, [tiny.group(1, prompt, 9, **how)], Habits()).tokens.values()
+    monkeypatch.setattr(engine._masks, "ready", lambda groups, wait: [wait] * len(groups))
+    bound = tiny.group(2, prompt, 9, continuations=[(0, answer[:4])], **how)
+    other = tiny.group(3, [1, 2], 9)
+    engine.prefill(1, [other], [(3, 2)], 99, [])
+    outcome = engine.prefill(1, [bound], [(2, 12)], 99, [1])
+    [lacking] = [lacking for uid, _, _, lacking in outcome.standing if uid == 2]
+    assert lacking
+    assert not bound.decodes
+    engine.filter([3])
+    engine.prefill(1, [], [(2, lacking)], 99, [])
+    assert [uid for uid, _ in engine.decode([1]).emitted] == [2]
+
+
 def test_ranks_find_the_same_prefixes_after_a_grammar_that_leads_nowhere() -> None:
     """Only the first knows why the group fails. Its pages fill with the step in which it does, and are known already."""
     nowhere = llguidance.LLMatcher.grammar_from_lark('start: /[ab]{4}/ x\nx: x "b"')
