@@ -4,6 +4,8 @@ and keys, or of all (where a model has it), rotary embedding, and the write of k
 What it means stands in `operations.rotate_and_write`; rounding to the type happens where it happens there.
 """
 
+from collections.abc import Collection
+
 import torch
 import triton
 import triton.language as tl
@@ -212,18 +214,16 @@ def _tile(size: int) -> tuple[int, int]:
 
 
 def compilations() -> list[Compilation]:
-    """All sizes of heads that models have, with the norm and without; and a cache of 8 bits."""
+    """All sizes of heads that models have, with the norm and without; a cache of 8 bits; and queries alone."""
     found = []
-    plain = [(64, False, "bf16"), (80, False, "fp16"), (96, False, "bf16"), (128, False, "bf16"), (128, False, "fp32")]
-    cases = [
-        *((*case, False, False, False) for case in plain),
-        (128, True, "bf16", False, False, False),
-        (256, True, "bf16", False, False, False),
-        (128, False, "bf16", True, False, False),
-        (128, False, "bf16", False, True, False),
-        (512, True, "bf16", False, False, True),
+    cases: list[tuple[int, str, Collection[str]]] = [
+        *((64, "bf16", ()), (80, "fp16", ()), (96, "bf16", ()), (128, "bf16", ()), (128, "fp32", ())),
+        *((128, "bf16", ("norm",)), (256, "bf16", ("norm",)), (512, "bf16", ("norm", "shared"))),
+        *((128, "bf16", ("fp8",)), (128, "bf16", ("early",))),
+        *((256, "bf16", ("norm", "queries")), (512, "bf16", ("norm", "queries"))),
     ]
-    for size, norm, dtype, small, early, values in cases:
+    for size, dtype, traits in cases:
+        norm, shared, small, early, alone = (name in traits for name in ("norm", "shared", "fp8", "early", "queries"))
         pointers = dict.fromkeys(("joint", "table", "query_weight", "key_weight"), f"*{dtype}")
         pointers |= {"slots": "*i64", "scales": "*fp32", "cache": "*fp8e4nv" if small else f"*{dtype}"}
         numbers = {"heads": "i32", "kv_heads": "i32", "joint_stride": "i32:16", "cache_stride": "i32:16", "epsilon": "fp32"}
@@ -232,16 +232,17 @@ def compilations() -> list[Compilation]:
             "HALF": _tile(size)[0],
             "HEADS": _tile(size)[1],
             "NORM": norm,
-            "VALUES": values,
-            "SHARED": values,
+            "VALUES": shared,
+            "SHARED": shared,
             "SCALED": small,
-            "WRITES": True,
+            "WRITES": not alone,
         }
         constants |= {"MOST": 448.0 if small else 0.0, "EARLY": early}
+        kind = f"rotary{' and write' * (not alone)}{' norm' * norm}{' shared' * shared}"
         found.append(
             Compilation(
                 kernel=rotary_kernel,
-                name=f"rotary and write {'norm ' * norm}{'shared ' * values}{size} {dtype}{' fp8' * small}{' early' * early}",
+                name=f"{kind} {size} {dtype}{' fp8' * small}{' early' * early}",
                 signature=pointers | numbers,
                 constants=constants,
                 warps=WARPS,

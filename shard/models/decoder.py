@@ -178,7 +178,6 @@ class Decoder:
                 # All keys and values are written: nothing more is wanted of other rows.
                 if not len(step.rows):
                     return self.embedding.new_empty(0, self.shape.hidden)
-                stream.normalized(None)  # with what is still to be added
                 stream.select(step.last.tokens)
                 told = told.index_select(1, step.last.tokens) if told is not None else None
                 step = step.narrowed()
