@@ -148,7 +148,7 @@ def test_the_relay_reaches_ranks_here_and_elsewhere_and_nobody_else(
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     sender = Sender(rank(0, tmp_path, port, authority))
-    with ThreadPoolExecutor(1) as threads, closing(sender):
+    with ThreadPoolExecutor(4) as threads, closing(sender):  # all listen at once: who came first is sent to first
         connecting = threads.submit(sender.connect)
         near = None
         for stray in (
@@ -166,7 +166,7 @@ def test_the_relay_reaches_ranks_here_and_elsewhere_and_nobody_else(
         assert near is not None
         for message in (b"one", LARGE):
             sending = threads.submit(sender.send, message)
-            assert [peer.receive() for peer in (near, far, last)] == [message] * 3
+            assert [*threads.map(Receiver.receive, (near, far, last))] == [message] * 3
             sending.result(10)
         with pytest.raises(OSError, match="refused"):  # nobody else is waited for
             socket.create_connection(("127.0.0.1", port))
