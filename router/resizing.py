@@ -5,6 +5,7 @@ Knows no files: it runs where `pixels` opens them.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,7 +28,7 @@ class Resized:
         self.values, self.rows, self.columns = values, rows, columns
 
 
-class Resizing:
+class Resizing(ABC):
     """By one image processor."""
 
     unit: int  # pixels that become a token, along each side
@@ -36,9 +37,9 @@ class Resizing:
     def __init__(self, processor: Any) -> None:
         self._processor = processor
 
+    @abstractmethod
     def __call__(self, image: Any, most: int) -> Resized:
-        """image: Pillow's; most: pixels that may be left of it. Raises Wrong."""
-        raise NotImplementedError
+        """image: Pillow's; most: pixels that may be left of it. Raises Wrong, or ValueError where these are too few for any."""
 
     def _run(self, image: Any, **how: Any) -> Any:
         """What the processor makes of it."""
@@ -46,6 +47,11 @@ class Resizing:
             return self._processor(image, do_rescale=False, do_normalize=False, return_tensors="np", **how)
         except ValueError as error:  # of those that are much longer than wide
             raise Wrong(f"can't be prepared: {words(error)}") from None
+
+
+def too_few(needed: int) -> ValueError:
+    """There are less pixels than every picture has that is prepared for the model."""
+    return ValueError(f"--max-image-pixels must be at least {needed} for this model")
 
 
 class Patches(Resizing):
@@ -126,7 +132,7 @@ class Tiles(Resizing):
 
     def __call__(self, image: Any, most: int) -> Resized:
         if most < self._pixels:
-            raise ValueError(f"--max-image-pixels must be at least {self._pixels} for this model")
+            raise too_few(self._pixels)
         tiles = min(self._processor.max_patches, max(1, most // self._pixels - 1))
         found = self._run(image, crop_to_patches=True, min_patches=min(self._processor.min_patches, tiles), max_patches=tiles)
         values = found["pixel_values"]
@@ -147,7 +153,7 @@ class Budget(Resizing):
         tokens = min(self._processor.max_soft_tokens, most // self.unit**2)
         budget = next((budget for budget in self.BUDGETS if budget <= tokens), None)
         if budget is None:
-            raise ValueError(f"--max-image-pixels must be at least {self.BUDGETS[-1] * self.unit**2} for this model")
+            raise too_few(self.BUDGETS[-1] * self.unit**2)
         found = self._run(image, max_soft_tokens=budget)
         places = found["image_position_ids"][0]
         wide, high = (int(number) + 1 for number in places.max(0))

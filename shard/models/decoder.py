@@ -61,7 +61,7 @@ class Layer:
 
     def _attention(self, load: Loader) -> Heads | Queries | Latents | Remembered:
         linear, latent = self.shape.linear, self.shape.latent
-        if self.index >= self.shape.layers - self.shape.keyless:
+        if self.index >= self.shape.with_keys:
             return Queries(load, self.window)
         if linear and not linear.along and self.index in linear.layers:
             return _remembered(load, linear)
@@ -174,7 +174,7 @@ class Decoder:
         turnings, seen, kept = self._turnings(step), list[Tensor](), self.kept
         growth = self.growth.index_select(0, step.positions) if self.growth is not None else None
         for layer in self.layers:
-            if step.last is not None and layer.index == self.shape.layers - self.shape.keyless:
+            if step.last is not None and layer.index == self.shape.with_keys:
                 # All keys and values are written: nothing more is wanted of other rows.
                 if not len(step.rows):
                     return self.embedding.new_empty(0, self.shape.hidden)

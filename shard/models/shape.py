@@ -544,9 +544,14 @@ class Shape:
         return before * (self.layers - len(self.inattentive)) + behind * (self.layers - len(self.without_mlp))
 
     @property
+    def with_keys(self) -> int:
+        """The first layers, so many, are not of those that have none."""
+        return self.layers - self.keyless
+
+    @property
     def keyed(self) -> list[int]:
         """Those of them that have keys of their own, which are cached."""
-        return [layer for layer in self.attending if layer < self.layers - self.keyless]
+        return [layer for layer in self.attending if layer < self.with_keys]
 
     def source(self, layer: int) -> int:
         """The layer whose keys it sees."""
@@ -554,7 +559,7 @@ class Shape:
 
     def width(self, layer: int) -> int:
         """Intermediate features of its MLP."""
-        return self.intermediate * (self.wider if layer >= self.layers - self.keyless else 1)
+        return self.intermediate * (self.wider if layer >= self.with_keys else 1)
 
     def state_bytes(self, ranks: int, item: int) -> int:
         """What layers remember of a sequence on one rank, however long that is; item: bytes of an element."""

@@ -65,8 +65,9 @@ class Sight:
             blank = self.blank(1)
             tokens, _, size = self.encode(blank).shape
         except Exception as error:  # it has many
-            line = str(error).strip().partition("\n")[0]
-            raise Unsupported(f"what encodes images fails by config.json ({line}): {AGAIN}; --max-images 0 does without") from None
+            raise Unsupported(
+                f"what encodes images fails by config.json ({_said(error)}): {AGAIN}; --max-images 0 does without"
+            ) from None
         if (tokens, size) != (blank.tokens, hidden):
             raise Unsupported(f"by config.json features of images have {size} numbers, and tokens {hidden}: {AGAIN}")
 
@@ -148,8 +149,7 @@ def _modules(config: Config, folder: Path) -> Any:
             known.audio_config = None
         found = transformers.AutoModel.from_config(known, dtype=torch.float32).eval()
     except Exception as error:  # it has many, for a config.json that is none of its own
-        line = str(error).strip().partition("\n")[0]
-        raise Unsupported(f"{folder}: transformers can't make what encodes images ({line}): {REMEDY}") from None
+        raise Unsupported(f"{folder}: transformers can't make what encodes images ({_said(error)}): {REMEDY}") from None
     finally:
         hook.remove()
     del found.language_model
@@ -174,8 +174,12 @@ def _rescaling(folder: Path) -> tuple[float, list[float], list[float]]:
             raise ValueError(f"image_mean and image_std must have {COLOURS} numbers each")
         return factor, mean, deviation
     except (ImportError, OSError, ValueError, TypeError, AttributeError) as error:
-        line = str(error).strip().partition("\n")[0]
-        raise Unsupported(f"{folder} does not say how pictures are prepared ({line}): {REMEDY}") from None
+        raise Unsupported(f"{folder} does not say how pictures are prepared ({_said(error)}): {REMEDY}") from None
+
+
+def _said(error: Exception) -> str:
+    """The first line, of a library's many."""
+    return str(error).strip().partition("\n")[0]
 
 
 def _library() -> Any:

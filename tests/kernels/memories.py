@@ -57,6 +57,11 @@ def wide(taps: Tensor, tokens: int, more: int) -> tuple[Tensor, Tensor]:
     return whole[:, 2 : channels + 2], whole[:, channels + 5 : channels + 5 + more]
 
 
+def random_lengths(chance: random.Random) -> list[int]:
+    """Tokens of some spans: many decode, others are chunks of prompts."""
+    return [chance.choice([1, 1, 1, chance.randint(2, 9), chance.randint(10, 200)]) for _ in range(chance.randint(1, 6))]
+
+
 def spans_of(lengths: list[int], slots: list[int], fresh: list[int], sure: list[int] | None = None) -> Spans:
     starts = [0, *itertools.accumulate(lengths)]
     return Spans(tuple(lengths), *(torch.tensor(numbers, device=DEVICE) for numbers in (starts, slots, fresh, sure or lengths)))

@@ -97,8 +97,7 @@ def layer_of(chance: random.Random, dtype: torch.dtype, most: int = 64, most_hea
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
 def test_it_is_transformers(dtype: torch.dtype, chance: random.Random) -> None:
     for _ in range(4):
-        lengths = [chance.choice([1, 1, 1, chance.randint(2, 9), chance.randint(10, 200)]) for _ in range(chance.randint(1, 6))]
-        memories.check(layer_of(chance, dtype), lengths, chance, chance.randint(0, 3))
+        memories.check(layer_of(chance, dtype), memories.random_lengths(chance), chance, chance.randint(0, 3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
