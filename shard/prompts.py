@@ -127,7 +127,7 @@ class Prompts:
                 break
             self._find(group, sequence, run.spans)
             lacking = self._end(run, sequence) - sequence.computed
-            count = min(most - used, lacking)
+            count = min(max(0, most - used), lacking)
             if whole and count < lacking:
                 end = (sequence.computed + count) // self._pool.page_size * self._pool.page_size
                 count = end - sequence.computed if end > sequence.computed else count

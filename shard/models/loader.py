@@ -19,6 +19,9 @@ from ..weights import Source
 from .codes import matrix
 from .shape import Shape
 
+# Numbers of a table that are read at once, before a rank's part is taken out of them.
+FEATURES = 1 << 28
+
 Cut = tuple[int, int, int] | None  # a dimension, and from where to where along it; None: all
 
 
@@ -244,8 +247,11 @@ class Loader:
         full = rows, layers * size
         if own == size:
             return self.source.tensor(f"{self.prefix}{name}.weight", full)
-        firsts = range(start, layers * size, size)
-        return torch.cat([self.source.tensor(f"{self.prefix}{name}.weight", full, (1, at, at + own)) for at in firsts], 1)
+        # Whole rows, many at a time: they lie together in the file, and a layer's features don't.
+        many = max(1, FEATURES // (layers * size))
+        blocks = ((0, first, min(first + many, rows)) for first in range(0, rows, many))
+        read = (self.source.tensor(f"{self.prefix}{name}.weight", full, block) for block in blocks)
+        return torch.cat([block.view(-1, layers, size)[:, :, start : start + own].flatten(1) for block in read])
 
     def own(self, count: int) -> tuple[int, int]:
         """Where this rank's part of `count` begins, and where it ends."""

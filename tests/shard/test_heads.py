@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.shard.adapters import Adapter
 from penstock.shard.engine import Engine
+from penstock.shard.models import loader
 from penstock.shard.models.decoder import Decoder
 from penstock.shard.models.families import shape
 from penstock.shard.models.shape import Keys, Unsupported
@@ -74,6 +75,11 @@ def logits(folder: Path, size: int, adapter: Path | None = None) -> Tensor:
 @pytest.mark.parametrize(("name", "ranks"), FAMILIES)
 def test_logits_equal_transformers(name: str, ranks: int) -> None:
     close(logits(tiny.folder(name), ranks), tiny.expected_logits(name, TOKENS))
+
+
+def test_a_table_of_layers_is_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "FEATURES", 10_000)  # not a divisor of its rows
+    close(logits(tiny.folder("gemma4-e"), 2), tiny.expected_logits("gemma4-e", TOKENS))
 
 
 def test_adapters(tmp_path: Path) -> None:
