@@ -69,7 +69,7 @@ class Weights:
             raise Unsupported(f"tensor {name} is {list(found)}, config.json says {list(shape)}: they belong to different models")
         if stored.get_dtype() not in ("F64", "F32", "F16", "BF16"):
             raise Unsupported(f"tensor {name} is stored as {stored.get_dtype()}, and by config.json it is not quantized: {AGAIN}")
-        tensor = _sliced(stored, cut)
+        tensor = sliced(stored, cut)
         self.progress(tensor.numel())
         return tensor.to(self.device, dtype or self.dtype)
 
@@ -140,7 +140,7 @@ class DummyWeights:
         full = torch.randn(shape, generator=generator, device=self.device).mul_(0.02)
         if name.endswith("norm.weight"):
             full += 1
-        tensor = _sliced(full, cut)
+        tensor = sliced(full, cut)
         self.progress(tensor.numel())
         return tensor.to(self.device, dtype or self.dtype)
 
@@ -192,7 +192,8 @@ def _names(path: Path) -> list[str]:
     return list(opened(path).keys())
 
 
-def _sliced(stored: Any, cut: tuple[int, int, int] | None) -> Tensor:
+def sliced(stored: Any, cut: tuple[int, int, int] | None) -> Tensor:
+    """What `Source.tensor` cuts out; stored: a tensor, or one of safetensors' slices."""
     if cut is None:
         return stored[:]  # type: ignore[no-any-return]
     dimension, start, stop = cut

@@ -25,6 +25,7 @@ from .layer_inputs import Table, Told
 from .loader import Loader
 from .memories import DeltaRule, Remembered
 from .mlp import Beside, Dense, Narrow, Sparse, Ungated
+from .renamed import Older
 from .rotary import growth_of
 from .rotary import table_of as angles_of
 from .shape import Convolution, Linear, Remembering, Rope, Shape, Unsupported
@@ -105,7 +106,9 @@ class Layer:
             stream.add(*found[0], self.attention_norm)
         elif found:
             parts = [stream.product(*each) for each in found]
-            parts += [beside.part(stream, self.input_norm)] if beside is not None else []
+            parts += (
+                [beside.part(stream, self.input_norm if self.mlp_norm is None else self.mlp_norm)] if beside is not None else []
+            )
             stream.add_part(parts[0].add_(parts[1]))
         if self.mlp is not None and beside is None:
             self.mlp(stream, self.mlp_norm, self.last_norm)
@@ -134,6 +137,7 @@ class Decoder:
         self.ranks = ranks
         self.steady = exact is Exact.STEADY
         self.kept: Taps | None = None  # for a draft model that goes by what this one makes of tokens
+        source = Older(source, shape, shape.layout) if shape.layout else source
         root = self._root(source)
         load = Loader(source, shape, ranks, root, exact)
         self.embedding = self._table(load)
@@ -146,6 +150,7 @@ class Decoder:
                 seen = self.layers[shape.source(layer.index)].attention
                 assert isinstance(seen, Heads)
                 layer.attention.scales = seen.scales
+        self.positions = load.positions() if shape.learned is not None else None
         self.inputs = Table(load, shape.inputs) if shape.inputs else None
         for change in changes:
             change.check()
@@ -206,7 +211,10 @@ class Decoder:
 
     def _begin(self, step: Step, cache: Cache) -> Stream:
         chosen = choose(step.adapters, len(self.adapters)) if step.adapters is not None else None
-        return self._stream(self.embed(step.tokens), chosen)
+        rows = self.embed(step.tokens)
+        if self.positions is not None:
+            rows.add_(self.positions.index_select(0, step.positions))
+        return self._stream(rows, chosen)
 
     def _outcome(self, stream: Stream) -> Tensor:
         return stream.normalized(self.norm)

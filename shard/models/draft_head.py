@@ -21,48 +21,12 @@ from ..weights import Source
 from .decoder import OUTPUTS, ROOTS, Decoder, Layer, root_of, table_of
 from .heads import Heads
 from .loader import Loader
+from .renamed import Renamed
 from .shape import Shape, Unsupported
 from .stream import Stream
 from .taps import Taps
 
 INTEGERS = ("I64", "I32")
-
-
-class Renamed:
-    """A checkpoint whose tensors have other names than a decoder's."""
-
-    def __init__(self, source: Source, names: Sequence[tuple[str, str]]) -> None:
-        """names: what ours begin with, and theirs instead; the first that fits."""
-        self.dtype = source.dtype
-        self.device = source.device
-        self.progress = source.progress
-        self._source = source
-        self._names = names
-
-    def tensor(
-        self, name: str, shape: tuple[int, ...], cut: tuple[int, int, int] | None = None, dtype: torch.dtype | None = None
-    ) -> Tensor:
-        """See Source."""
-        return self._source.tensor(self.name(name), shape, cut, dtype)
-
-    def stored(self, name: str, kinds: tuple[str, ...]) -> Tensor:
-        """See Source."""
-        return self._source.stored(self.name(name), kinds)
-
-    def has(self, name: str, shape: tuple[int, ...] | None = None) -> bool:
-        """See Source."""
-        return self._source.has(self.name(name), shape)
-
-    def scale(self, name: str, size: int) -> Tensor | None:
-        """See Source."""
-        return self._source.scale(self.name(name), size)
-
-    def name(self, name: str) -> str:
-        """What ours is called there."""
-        for ours, theirs in self._names:
-            if name.startswith(ours):
-                return theirs + name.removeprefix(ours)
-        return name
 
 
 class Paired(Stream):

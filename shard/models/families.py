@@ -13,11 +13,12 @@ from .image_families import IMAGES, seeing, text_of
 from .latent_families import LATENT
 from .layer_norm_families import LAYER_NORM
 from .nemotron_families import NEMOTRON_H
+from .older_families import OLDER, today
 from .quantization import beside as beside  # for who reads a folder
 from .shape import Convolution, Shape, Unsupported
 from .sparse_families import SPARSE
 
-FAMILIES = DENSE | GEMMA4 | SPARSE | LATENT | LAYER_NORM | HYBRID | NEMOTRON_H
+FAMILIES = DENSE | GEMMA4 | SPARSE | LATENT | LAYER_NORM | HYBRID | NEMOTRON_H | OLDER
 
 
 def shape(config: Config) -> Shape:
@@ -32,7 +33,7 @@ def shape(config: Config) -> Shape:
     for name in map(str, names):
         if name in FAMILIES or name in IMAGES:
             try:
-                own = renamed(text_of(config, name) if name in IMAGES else config)
+                own = renamed(text_of(config, name) if name in IMAGES else today(config) if name in OLDER else config)
                 kinds = IMAGES[name] if name in IMAGES else dict.fromkeys(types_of(name), FAMILIES[name])
                 check(own, name, [*kinds])
                 kind = str(own.get("model_type"))

@@ -241,6 +241,12 @@ class Loader:
         start = self.ranks.rank * size
         return self.source.tensor(name, (self.shape.vocabulary, *more), (0, start, start + size))
 
+    def positions(self) -> Tensor:
+        """The vectors of positions, which every rank has all: [positions, hidden]."""
+        first, count = self.shape.learned or 0, self.shape.max_positions
+        full = first + count, self.shape.hidden
+        return self.source.tensor(f"{self.prefix}embed_positions.weight", full, (0, first, first + count))
+
     def features(self, name: str, rows: int, layers: int, size: int) -> Tensor:
         """This rank's part of each layer's features in a table [rows, layers * size]: [rows, layers * part]."""
         start, own = self._own(size)

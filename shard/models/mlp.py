@@ -18,7 +18,12 @@ from .shape import Mixture
 from .stream import Stream
 
 # Of MLPs without gates. GELU: Hendrycks and Gimpel 2016, arXiv:1606.08415.
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": partial(functional.gelu, approximate="tanh"), "relu2": squared}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": partial(functional.gelu, approximate="tanh"),
+    "exact_gelu": functional.gelu,
+    "relu": functional.relu,
+    "relu2": squared,
+}
 
 
 class Dense:

@@ -348,6 +348,18 @@ class Inputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How tensors are named, and lie, in checkpoints of older families. Ours are those of Llama's."""
+
+    roots: tuple[str, ...]  # what names begin with: the first by which there is an embedding table
+    layers: str
+    names: tuple[tuple[str, str], ...]  # of modules, ours and theirs: within a layer, and beside the layers
+    joint: bool = False  # queries, keys and values are in one tensor
+    grouped: bool = False  # in which they stand by key heads: its queries, a key, a value
+    turned: bool = False  # matrices of layers are [inputs, outputs]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
     """Everything that the decoder needs to know about a model. Sizes are numbers of elements."""
 
@@ -373,6 +385,7 @@ class Shape:
     attention_gates: bool = False  # of all that heads attend to
     gates_name: str = ""  # of their own matrix, without biases; "": in the checkpoint they are beside each head's queries
     unturned: frozenset[int] = frozenset()  # layers without a rotary embedding
+    learned: int | None = None  # positions have vectors, behind so many rows of their table that are for none; None: they have none
     inattentive: frozenset[int] = frozenset()  # layers that neither attend nor remember: an MLP alone, or experts
     without_mlp: frozenset[int] = frozenset()  # layers that have nothing else
     attention_scale: float  # of the products of queries and keys
@@ -403,9 +416,11 @@ class Shape:
     layer_norms: bool = False  # norms take the mean away, instead of being RMS norms
     norm_bias: bool = False
     plain_norms: bool = False  # norms have neither gains nor biases
-    parallel: bool = False  # the MLP goes by what attention goes by, behind the same norm
-    # Of MLPs and experts that have no gates, what features go through: "gelu", approximated by tanh, "relu2", "xielu"; "": gates.
+    parallel: bool = False  # the MLP goes by what attention goes by, behind the same norm if it has none of its own
+    # Of MLPs and experts that have no gates, what features go through: "gelu", approximated by tanh, "exact_gelu", "relu", "relu2",
+    # "xielu"; "": gates.
     ungated: str = ""
+    layout: Layout | None = None  # of the checkpoint, if another than ours
     table: str = "embed_tokens"  # the embedding table's name
     mlp_name: str = "mlp"
     mlp_parts: tuple[str, str, str, str] = (
@@ -636,6 +651,8 @@ class Shape:
         attention += sum(self._asking(ranks, window) for window in self._keyless)
         if self.inputs:
             norms += self.inputs.elements(ranks, self.hidden, self.layers, tokens is None)
+        if self.learned is not None and tokens is None:
+            last += self.max_positions * self.hidden
         if self.linear:
             own = sum(outputs * inputs for outputs, _, inputs in self.linear.matrices(ranks, self.hidden))
             attention += len(self.linear.layers) * (own + self.linear.beside(ranks, self.hidden))

@@ -396,7 +396,9 @@ def test_commands_are_executed_on_the_engines_device(noted: Noted, monkeypatch: 
     assert not codes
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "gemma2", "gemma3", "deepseek-v2-sets", "deepseek-v3", "deepseek-v32"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "mixtral", "qwen3-moe", "gemma2", "gemma3", "deepseek-v2-sets", "deepseek-v3", "deepseek-v32"]
+)
 def test_no_family_asks_the_host(noted: Noted, name: str) -> None:
     """While a graph is recorded, nor in a step: experts are chosen on the device."""
     folder = str(tiny.folder(name))

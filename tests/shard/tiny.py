@@ -65,7 +65,19 @@ QWEN3_MOE = SMALL | {
 }
 SMOLLM3 = SMALL | {"num_hidden_layers": 3, "no_rope_layer_interval": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 QWEN2_MOE = QWEN3_MOE | {"shared_expert_intermediate_size": 36}
+PLAIN_HEADS = {name: value for name, value in SMALL.items() if name != "num_key_value_heads"}
+FALCON = {name: value for name, value in PLAIN_HEADS.items() if name != "intermediate_size"} | ENDS | {"ffn_hidden_size": 88}
+OPT = {name: value for name, value in PLAIN_HEADS.items() if name != "intermediate_size"} | ENDS | {"ffn_dim": 88}
+GPT2 = ENDS | {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 8, "n_positions": 512}
 WINDOW = 8  # less than the context of every test
+GPT_NEO = ENDS | {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_layers": 2,
+    "num_heads": 8,
+    "max_position_embeddings": 512,
+    "window_size": WINDOW,
+}
 
 # Caps that the logits of these models come near to.
 GEMMA: dict[str, Any] = SMALL | {"head_dim": 16, "query_pre_attn_scalar": 12, "sliding_window": WINDOW}
@@ -252,6 +264,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "exaone4-full": lambda: transformers.Exaone4Config(**SMALL, sliding_window=None, layer_types=["full_attention"] * 2),
     "falcon-h1": lambda: transformers.FalconH1Config(**FALCON_H1, mamba_n_groups=2, head_dim=16),
     "falcon-h1-norms": lambda: transformers.FalconH1Config(**FALCON_H1, mamba_rms_norm=True, mamba_norm_before_gate=False),
+    "falcon": lambda: transformers.FalconConfig(**FALCON, new_decoder_architecture=True, num_kv_heads=4),
     "flex-olmo": lambda: transformers.FlexOlmoConfig(**SMALL, num_experts=6, num_experts_per_tok=3, pad_token_id=0),
     "gemma": lambda: transformers.GemmaConfig(**SMALL, head_dim=16),
     "gemma2": lambda: transformers.Gemma2Config(**GEMMA2),
@@ -279,10 +292,15 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "glm4-moe-lite": lambda: transformers.Glm4MoeLiteConfig(
         **LATENT, mlp_layer_types=["sparse", "dense", "sparse"], rms_norm_eps=0.1
     ),
+    "gpt-bigcode": lambda: transformers.GPTBigCodeConfig(**GPT2),
+    "gpt-neo": lambda: transformers.GPTNeoConfig(**GPT_NEO, attention_types=[[["global", "local"], 1]]),
+    "gpt-neox": lambda: transformers.GPTNeoXConfig(**PLAIN_HEADS | ENDS, rotary_pct=0.5),
     "gpt-oss": lambda: transformers.GptOssConfig(**GPT_OSS, rope_parameters=DEEP_YARN),
     "gpt-oss-full": lambda: transformers.GptOssConfig(
         **GPT_OSS, attention_bias=False, layer_types=["full_attention"] * 2, tie_word_embeddings=True
     ),
+    "gpt2": lambda: transformers.GPT2Config(**GPT2, n_inner=88),
+    "gptj": lambda: transformers.GPTJConfig(**GPT2, rotary_dim=4),
     "granite": lambda: transformers.GraniteConfig(**GRANITE, attention_bias=True),
     "granite-moe": lambda: transformers.GraniteMoeConfig(**GRANITE, num_local_experts=7, num_experts_per_tok=3),
     "granite-moe-shared": lambda: transformers.GraniteMoeSharedConfig(
@@ -355,6 +373,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         sliding_window=WINDOW,
         rope_parameters={"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}},
     ),
+    "opt": lambda: transformers.OPTConfig(**OPT),
     "phi": lambda: transformers.PhiConfig(**SMALL),
     "phi3": lambda: transformers.Phi3Config(**SMALL, pad_token_id=0, eos_token_id=1),
     "phi3-longrope": lambda: transformers.Phi3Config(
@@ -438,6 +457,18 @@ FEW_HEADS: dict[str, Any] = SMALL | {"num_attention_heads": 4, "num_key_value_he
 # Not of interest as families: as many tokens as the demo model's tokenizer has, so few that answers can be enumerated, so few
 # positions that sequences go beyond them, so few heads that an interpreter computes them in time, and fewer key heads than ranks.
 OTHERS: dict[str, Callable[[], Any]] = {
+    "falcon-7b": lambda: transformers.FalconConfig(**FALCON, bias=True, tie_word_embeddings=False),
+    "falcon-one-norm": lambda: transformers.FalconConfig(
+        **FALCON, new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1
+    ),
+    "falcon-serial": lambda: transformers.FalconConfig(**FALCON, multi_query=False, parallel_attn=False),
+    "gpt-bigcode-heads": lambda: transformers.GPTBigCodeConfig(**GPT2, multi_query=False, scale_attn_weights=False),
+    "gpt-neox-serial": lambda: transformers.GPTNeoXConfig(
+        **PLAIN_HEADS | ENDS, use_parallel_residual=False, attention_bias=False, tie_word_embeddings=True, hidden_act="relu"
+    ),
+    "opt-plain": lambda: transformers.OPTConfig(
+        **OPT, layer_norm_elementwise_affine=False, enable_bias=False, activation_function="gelu", tie_word_embeddings=False
+    ),
     "words": lambda: transformers.LlamaConfig(**SMALL | {"vocab_size": 2048, "num_hidden_layers": 1}),
     "words-wide": lambda: transformers.LlamaConfig(**SMALL | {"vocab_size": 2048, "intermediate_size": 192}),
     "four": lambda: transformers.LlamaConfig(**TINIEST),
@@ -538,6 +569,7 @@ def _made(name: str) -> Path:
         "HYV3Config": transformers.HYV3ForCausalLM,
         "MellumConfig": transformers.MellumForCausalLM,
         "SolarOpenConfig": transformers.SolarOpenForCausalLM,
+        "FalconConfig": transformers.FalconForCausalLM,
         "FalconH1Config": transformers.FalconH1ForCausalLM,
         "FlexOlmoConfig": transformers.FlexOlmoForCausalLM,
         "GemmaConfig": transformers.GemmaForCausalLM,
@@ -551,6 +583,11 @@ def _made(name: str) -> Path:
         "GlmMoeDsaConfig": transformers.GlmMoeDsaForCausalLM,
         "GlmConfig": transformers.GlmForCausalLM,
         "Glm4Config": transformers.Glm4ForCausalLM,
+        "GPT2Config": transformers.GPT2LMHeadModel,
+        "GPTBigCodeConfig": transformers.GPTBigCodeForCausalLM,
+        "GPTJConfig": transformers.GPTJForCausalLM,
+        "GPTNeoConfig": transformers.GPTNeoForCausalLM,
+        "GPTNeoXConfig": transformers.GPTNeoXForCausalLM,
         "GptOssConfig": transformers.GptOssForCausalLM,
         "GraniteConfig": transformers.GraniteForCausalLM,
         "GraniteMoeConfig": transformers.GraniteMoeForCausalLM,
@@ -577,6 +614,7 @@ def _made(name: str) -> Path:
         "NemotronConfig": transformers.NemotronForCausalLM,
         "OlmoConfig": transformers.OlmoForCausalLM,
         "NemotronHConfig": transformers.NemotronHForCausalLM,
+        "OPTConfig": transformers.OPTForCausalLM,
         "Olmo2Config": transformers.Olmo2ForCausalLM,
         "Olmo3Config": transformers.Olmo3ForCausalLM,
         "OlmoeConfig": transformers.OlmoeForCausalLM,
@@ -597,7 +635,7 @@ def _made(name: str) -> Path:
         buffers = ((key, value) for key, value in model.named_buffers() if any(word in key for word in BUFFERS))
         centered = "qwen3-next" in name or "qwen3.5" in name or ("gemma" in name and "gemma4" not in name)
         centered = centered or ("nemotron" in name and "nemotron-h" not in name)
-        around = ("scalar", "linear_attn.norm") if centered else ("scalar", "norm")
+        around = ("scalar", "linear_attn.norm") if centered else ("scalar", "norm", "ln_")
         for key, value in (*model.named_parameters(), *buffers):
             # Wide, so that logits lie far apart; norms around 1, so that leaving one out shows; memories fade slowly.
             middle = -3 if "A_log" in key else 1 if any(word in key for word in around) else 0

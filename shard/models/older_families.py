@@ -1,0 +1,265 @@
+"""Families of 2019 to 2023, whose config.json has other fields, and whose checkpoints other names. A new one is a new entry in
+`OLDER`.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+from .fields import AGAIN, Config, number, shown
+from .layer_norm_families import BEFORE_BOTH
+from .parts import common
+from .ropes import rotary_size
+from .shape import PLAIN, Layout, Shape, Unsupported
+
+FIELDS = {  # as they are called today
+    "n_embd": "hidden_size",
+    "n_embed": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+    "n_inner": "intermediate_size",
+    "ffn_dim": "intermediate_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_kv_heads": "num_key_value_heads",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "window_size": "sliding_window",
+    "layer_norm_epsilon": "layer_norm_eps",
+    "activation": "hidden_act",
+    "activation_function": "hidden_act",
+    "rotary_emb_base": "rope_theta",
+    "rotary_pct": "partial_rotary_factor",
+}
+ACTIVATIONS = {  # transformers' names
+    "gelu_new": "gelu",
+    "gelu_fast": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu": "exact_gelu",
+    "relu": "relu",
+}
+GPT2: Config = {"max_position_embeddings": 1024, "tie_word_embeddings": True}
+GPT2_NAMES = (
+    ("embed_tokens", "wte"),
+    ("embed_positions", "wpe"),
+    ("norm", "ln_f"),
+    ("input_layernorm", "ln_1"),
+    ("post_attention_layernorm", "ln_2"),
+    *product([f"self_attn.{part}_proj" for part in "qkv"], ["attn.c_attn"]),
+    ("self_attn.o_proj", "attn.c_proj"),
+    ("mlp.up_proj", "mlp.c_fc"),
+    ("mlp.down_proj", "mlp.c_proj"),
+)
+BLOCKS = Layout(roots=("transformer.", ""), layers="h", names=GPT2_NAMES, joint=True)
+GPTJ_NAMES = (
+    ("embed_tokens", "wte"),
+    ("norm", "ln_f"),
+    ("input_layernorm", "ln_1"),
+    *((f"self_attn.{part}_proj", f"attn.{part}_proj") for part in "qkv"),
+    ("self_attn.o_proj", "attn.out_proj"),
+    ("mlp.up_proj", "mlp.fc_in"),
+    ("mlp.down_proj", "mlp.fc_out"),
+)
+GPT_NEO_NAMES = (
+    *GPT2_NAMES,  # of which the next are others
+    *((f"self_attn.{part}_proj", f"attn.attention.{part}_proj") for part in "qkv"),
+    ("self_attn.o_proj", "attn.attention.out_proj"),
+)
+NEOX_NAMES = (
+    ("embed_tokens", "embed_in"),
+    ("norm", "final_layer_norm"),
+    ("lm_head", "embed_out"),
+    *product([f"self_attn.{part}_proj" for part in "qkv"], ["attention.query_key_value"]),
+    ("self_attn.o_proj", "attention.dense"),
+    ("mlp.up_proj", "mlp.dense_h_to_4h"),
+    ("mlp.down_proj", "mlp.dense_4h_to_h"),
+)
+FALCON_NAMES = (
+    ("embed_tokens", "word_embeddings"),
+    ("norm", "ln_f"),
+    *product([f"self_attn.{part}_proj" for part in "qkv"], ["self_attention.query_key_value"]),
+    ("self_attn.o_proj", "self_attention.dense"),
+    ("mlp.up_proj", "mlp.dense_h_to_4h"),
+    ("mlp.down_proj", "mlp.dense_4h_to_h"),
+)
+TWO_NORMS = (("input_layernorm", "ln_attn"), ("post_attention_layernorm", "ln_mlp"))
+OPT_NAMES = (
+    ("embed_tokens", "embed_tokens"),
+    ("norm", "final_layer_norm"),
+    ("input_layernorm", "self_attn_layer_norm"),
+    ("post_attention_layernorm", "final_layer_norm"),
+    ("self_attn.o_proj", "self_attn.out_proj"),
+    ("mlp.up_proj", "fc1"),
+    ("mlp.down_proj", "fc2"),
+)
+
+
+def today(config: Config) -> Config:
+    """The same, with fields as they are called today. Where MLPs have no size they are four times as wide as the stream."""
+    found = {FIELDS.get(name, name): value for name, value in config.items()}
+    if found.get("intermediate_size") is None and isinstance(found.get("hidden_size"), int):
+        found["intermediate_size"] = 4 * found["hidden_size"]
+    return found
+
+
+def _common(config: Config, activation: str, layout: Layout, biases: bool) -> Shape:
+    """activation: where nothing is said."""
+    epsilon = number(config, "layer_norm_eps", 1e-5, 1.0)
+    base = common({"hidden_act": activation} | config | {"rms_norm_eps": epsilon}, "hidden_act", (*ACTIVATIONS,))
+    if base.quantization:
+        raise Unsupported(
+            f"{base.architecture} with weights of few bits is not supported: take the checkpoint with all of them, and --quantize"
+        )
+    return replace(
+        base,
+        layout=layout,
+        layer_norms=True,
+        norm_bias=True,
+        qkv_bias=biases,
+        output_bias=biases,
+        mlp_bias=biases,
+        ungated=ACTIVATIONS[config.get("hidden_act") or activation],
+    )
+
+
+def _switch(config: Config, name: str, usual: bool) -> bool:
+    value = config.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise Unsupported(f"config.json says {name} {shown(value)}, true or false is needed: {AGAIN}")
+    return usual if value is None else value
+
+
+def _without(config: Config, name: str, value: bool = True) -> None:
+    """Raises Unsupported if a switch stands so."""
+    if _switch(config, name, not value) == value:
+        raise Unsupported(f"{name} {str(value).lower()} is not supported: for this family the decoder has {str(not value).lower()}")
+
+
+def _learned(base: Shape, first: int = 0) -> Shape:
+    """With vectors of positions instead of a rotary embedding."""
+    return replace(base, learned=first, unturned=frozenset(range(base.layers)))
+
+
+def _blocks(config: Config, activation: str, layout: Layout) -> Shape:
+    """As GPT-2 has them."""
+    _without(config, "add_cross_attention")
+    base = _common(GPT2 | config, activation, layout, biases=True)
+    return _learned(base if _switch(config, "scale_attn_weights", True) else replace(base, attention_scale=1.0))
+
+
+def _gpt2(config: Config) -> Shape:
+    """Radford et al. 2019."""
+    _without(config, "scale_attn_by_inverse_layer_idx")
+    return _blocks(config, "gelu_new", replace(BLOCKS, turned=True))
+
+
+def _gpt_bigcode(config: Config) -> Shape:
+    """StarCoder and SantaCoder (Li et al. 2023, arXiv:2305.06161): all heads have one key, or each its own."""
+    shared = _switch(config, "multi_query", True)
+    base = _blocks(config, "gelu_pytorch_tanh", replace(BLOCKS, grouped=True))
+    return replace(base, kv_heads=1 if shared else base.heads)
+
+
+def _gptj(config: Config) -> Shape:
+    """GPT-J (Wang and Komatsuzaki 2021). Neighbours turn together, and attention has no biases."""
+    layout = Layout(roots=("transformer.",), layers="h", names=GPTJ_NAMES)
+    base = _common({"max_position_embeddings": 2048, "rotary_dim": 64} | config, "gelu_new", layout, biases=True)
+    turned = config.get("rotary_dim", 64)
+    if turned % 2 or turned > base.head_size:
+        raise Unsupported(f"config.json says rotary_dim {shown(turned)}, an even number up to {base.head_size} is needed: {AGAIN}")
+    return replace(
+        base,
+        qkv_bias=False,
+        output_bias=False,
+        logit_bias=True,
+        parallel=True,
+        norms=BEFORE_BOTH,
+        rotary_size=turned,
+        rotary_neighbours=True,
+    )
+
+
+def _gpt_neo(config: Config) -> Shape:
+    """GPT-Neo (Black et al. 2021). Products of queries and keys are taken as they are, and some layers slide."""
+    layout = Layout(roots=("transformer.", ""), layers="h", names=GPT_NEO_NAMES)
+    given = {"max_position_embeddings": 2048, "tie_word_embeddings": True, "sliding_window": 256} | config
+    base = _common(given, "gelu_new", layout, biases=True)
+    kinds = _repeated(given.get("attention_types", [[["global", "local"], 12]]))
+    if len(kinds) != base.layers or not {*kinds} <= {"global", "local"}:
+        raise Unsupported(
+            f"config.json says attention_types {shown(given.get('attention_types'))}, global or local for each of "
+            f"{base.layers} layers is needed: {AGAIN}"
+        )
+    windows = tuple(given["sliding_window"] if kind == "local" else 0 for kind in kinds)
+    return _learned(replace(base, qkv_bias=False, attention_scale=1.0, windows=windows))
+
+
+def _repeated(types: Any) -> list[str]:
+    """Kinds of layers: of lists of them, and how often each comes one after the other."""
+    try:
+        return [str(kind) for kinds, count in types for _ in range(min(count, 1 << 12)) for kind in kinds]
+    except (TypeError, ValueError):
+        return []
+
+
+def _gpt_neox(config: Config) -> Shape:
+    """GPT-NeoX and Pythia (Black et al. 2022, arXiv:2204.06745). A quarter of each head turns; the MLP beside attention has a norm
+    of its own."""
+    layout = Layout(roots=("gpt_neox.",), layers="layers", names=NEOX_NAMES, joint=True, grouped=True)
+    base = _common(config, "gelu", layout, biases=True)
+    bias = _switch(config, "attention_bias", True)
+    return replace(
+        base,
+        qkv_bias=bias,
+        output_bias=bias,
+        parallel=_switch(config, "use_parallel_residual", True),
+        rotary_size=rotary_size(config, base.head_size, 0.25),
+    )
+
+
+def _falcon(config: Config) -> Shape:
+    """Falcon 1 and 2 (Almazrouei et al. 2023, arXiv:2311.16867), of which the larger ones have two norms beside each other."""
+    _without(config, "alibi")
+    newer, shared = _switch(config, "new_decoder_architecture", False), _switch(config, "multi_query", True)
+    parallel = newer or _switch(config, "parallel_attn", True)
+    two = newer and (config.get("num_ln_in_parallel_attn") or 2) == 2
+    layout = Layout(
+        roots=("transformer.",),
+        layers="h",
+        names=(*FALCON_NAMES, *(TWO_NORMS if two else ())),
+        joint=True,
+        grouped=True,
+    )
+    base = _common({"tie_word_embeddings": True} | config, "gelu", layout, _switch(config, "bias", False))
+    return replace(
+        base,
+        kv_heads=base.kv_heads if newer else 1 if shared else base.heads,
+        parallel=parallel,
+        norms=PLAIN if two or not parallel else BEFORE_BOTH,
+    )
+
+
+def _opt(config: Config) -> Shape:
+    """OPT and Galactica (Zhang et al. 2022, arXiv:2205.01068)."""
+    _without(config, "do_layer_norm_before", value=False)
+    _without(config, "_remove_final_layer_norm")
+    embedded = config.get("word_embed_proj_dim") or config["hidden_size"]
+    if embedded != config["hidden_size"]:
+        raise Unsupported(f"word_embed_proj_dim {shown(embedded)} is not supported: for this family the decoder has hidden_size")
+    layout = Layout(roots=("model.decoder.", "decoder.", ""), layers="layers", names=OPT_NAMES)
+    base = _common({"tie_word_embeddings": True} | config, "relu", layout, _switch(config, "enable_bias", True))
+    affine = _switch(config, "layer_norm_elementwise_affine", True)
+    # Its table of positions begins with two rows that are for padding.
+    return _learned(replace(base, plain_norms=not affine, norm_bias=affine), first=2)
+
+
+OLDER: dict[str, Callable[[Config], Shape]] = {
+    "FalconForCausalLM": _falcon,
+    "GPT2LMHeadModel": _gpt2,
+    "GPTBigCodeForCausalLM": _gpt_bigcode,
+    "GPTJForCausalLM": _gptj,
+    "GPTNeoForCausalLM": _gpt_neo,
+    "GPTNeoXForCausalLM": _gpt_neox,
+    "OPTForCausalLM": _opt,
+}

@@ -1,0 +1,99 @@
+"""Checkpoints in which tensors are not named, or don't lie, as the decoder asks for them."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..weights import Source, sliced
+from .shape import Layout, Shape
+
+PARTS = ("q_proj", "k_proj", "v_proj")
+
+
+class Renamed:
+    """A checkpoint whose tensors have other names than a decoder's."""
+
+    def __init__(self, source: Source, names: Sequence[tuple[str, str]]) -> None:
+        """names: what ours begin with, and theirs instead; the first that fits."""
+        self.dtype = source.dtype
+        self.device = source.device
+        self.progress = source.progress
+        self._source = source
+        self._names = names
+
+    def tensor(
+        self, name: str, shape: tuple[int, ...], cut: tuple[int, int, int] | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """See Source."""
+        return self._source.tensor(self.name(name), shape, cut, dtype)
+
+    def stored(self, name: str, kinds: tuple[str, ...]) -> Tensor:
+        """See Source."""
+        return self._source.stored(self.name(name), kinds)
+
+    def has(self, name: str, shape: tuple[int, ...] | None = None) -> bool:
+        """See Source."""
+        return self._source.has(self.name(name), shape)
+
+    def scale(self, name: str, size: int) -> Tensor | None:
+        """See Source."""
+        return self._source.scale(self.name(name), size)
+
+    def name(self, name: str) -> str:
+        """What ours is called there."""
+        for ours, theirs in self._names:
+            if name.startswith(ours):
+                return theirs + name.removeprefix(ours)
+        return name
+
+
+class Older(Renamed):
+    """An older family's: with names of its own, queries, keys and values in one tensor, or matrices the other way round."""
+
+    def __init__(self, source: Source, shape: Shape, layout: Layout) -> None:
+        super().__init__(source, [])
+        self._shape = shape
+        self._layout = layout
+        self._theirs = dict(layout.names)
+        table = f"{self._theirs[shape.table]}.weight"
+        self._root = next((root for root in layout.roots if source.has(root + table)), layout.roots[0])
+        self._joint = "", torch.empty(0)  # the last that was read, and what it is named
+
+    def tensor(
+        self, name: str, shape: tuple[int, ...], cut: tuple[int, int, int] | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """See Source."""
+        part = name.split(".")[-2]
+        if self._layout.joint and part in PARTS:
+            return sliced(self._part(name, PARTS.index(part), shape, dtype), cut)
+        return self._turned(name, shape, cut, dtype)
+
+    def name(self, name: str) -> str:
+        """What ours is called there."""
+        module, _, kind = name.removeprefix("model.").rpartition(".")
+        place = ""
+        if module.startswith("layers."):
+            _, index, module = module.split(".", 2)
+            place = f"{self._layout.layers}.{index}."
+        root = self._root if name.startswith("model.") else ""
+        return f"{root}{place}{self._theirs.get(module, module)}.{kind}"
+
+    def _part(self, name: str, part: int, shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
+        """Queries, keys or values."""
+        keys, heads, inputs = self._shape.keys(0), self._shape.heads, shape[1:]
+        rows = [heads * keys.size, keys.heads * keys.size, keys.heads * keys.size]
+        there = self.name(name)
+        if self._joint[0] != there:  # asked for three times, one after the other
+            self._joint = there, self._turned(name, (sum(rows), *inputs), None, dtype)
+        joint = self._joint[1]
+        if not self._layout.grouped:
+            return torch.split(joint, rows)[part]
+        each = joint.view(keys.heads, -1, keys.size, *inputs)
+        return (each[:, :-2], each[:, -2], each[:, -1])[part].reshape(shape)
+
+    def _turned(self, name: str, shape: tuple[int, ...], cut: tuple[int, int, int] | None, dtype: torch.dtype | None) -> Tensor:
+        if not self._layout.turned or len(shape) != 2 or not name.startswith("model.layers."):
+            return super().tensor(name, shape, cut, dtype)
+        other = cut and (1 - cut[0], *cut[1:])
+        return super().tensor(name, shape[::-1], other, dtype).t().contiguous()

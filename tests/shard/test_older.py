@@ -1,0 +1,150 @@
+"""Families of 2019 to 2023: whose checkpoints have other names and layouts, config.json other fields, and positions vectors."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+
+from penstock.shard.config import ShardConfig
+from penstock.shard.loading import load
+from penstock.shard.models.families import shape
+from penstock.shard.models.shape import Shape, Unsupported
+from penstock.tests.shard import lora, tiny
+from penstock.tests.shard.test_heads import TOKENS, logits
+from penstock.tests.shard.test_oracle import close
+from penstock.tests.shard.test_weights import WEIGHTS
+
+CONFIGS = {
+    "FalconForCausalLM": transformers.FalconConfig,
+    "GPT2LMHeadModel": transformers.GPT2Config,
+    "GPTBigCodeForCausalLM": transformers.GPTBigCodeConfig,
+    "GPTJForCausalLM": transformers.GPTJConfig,
+    "GPTNeoForCausalLM": transformers.GPTNeoConfig,
+    "GPTNeoXForCausalLM": transformers.GPTNeoXConfig,
+    "OPTForCausalLM": transformers.OPTConfig,
+}
+# By the names of each family's config.json, beside what all have.
+SIZES: dict[str, dict[str, Any]] = {
+    "FalconForCausalLM": {"hidden_size": 256, "num_hidden_layers": 24, "num_attention_heads": 8},
+    "GPTNeoForCausalLM": {"hidden_size": 256, "num_layers": 24, "num_heads": 8},
+    "GPTNeoXForCausalLM": {"hidden_size": 256, "num_hidden_layers": 24, "num_attention_heads": 8, "intermediate_size": 99},
+    "OPTForCausalLM": {"hidden_size": 256, "num_hidden_layers": 24, "num_attention_heads": 8, "ffn_dim": 99},
+    **{name: {"n_embd": 256, "n_layer": 24, "n_head": 8} for name in ("GPT2LMHeadModel", "GPTBigCodeForCausalLM")},
+    "GPTJForCausalLM": {"n_embd": 256, "n_layer": 24, "n_head": 8, "rotary_dim": 16},
+}
+
+
+def copy(name: str, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny.folder(name), tmp_path / "copy"))
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        ("falcon", 2),
+        ("falcon-7b", 4),
+        ("falcon-one-norm", 4),
+        ("falcon-serial", 2),
+        ("gpt-bigcode", 4),
+        ("gpt-bigcode-heads", 2),
+        ("gpt-neo", 4),
+        ("gpt-neox", 4),
+        ("gpt-neox-serial", 2),
+        ("gpt2", 4),
+        ("gptj", 2),
+        ("opt", 4),
+        ("opt-plain", 2),
+    ],
+)
+def test_logits_equal_transformers(name: str, ranks: int) -> None:
+    close(logits(tiny.folder(name), ranks), tiny.expected_logits(name, TOKENS))
+
+
+@pytest.mark.parametrize(
+    "name", ["falcon-7b", "falcon-one-norm", "falcon-serial", "gpt-bigcode-heads", "gpt-neox-serial", "opt-plain"]
+)
+def test_one_rank(name: str) -> None:
+    close(logits(tiny.folder(name), 1), tiny.expected_logits(name, TOKENS))
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_what_is_left_out_is_transformers_default(architecture: str) -> None:
+    said = {"vocab_size": 99} | SIZES[architecture]
+    written = json.loads(CONFIGS[architecture](**said).to_json_string(use_diff=False))
+
+    def of(config: dict[str, Any]) -> Shape:
+        return shape(config | {"architectures": [architecture]})
+
+    assert of(said) == of(written)
+    assert of(said).max_positions == written.get("max_position_embeddings", written.get("n_positions"))
+
+
+@pytest.mark.parametrize(("name", "root", "other"), [("gpt2", "transformer.", ""), ("opt", "model.decoder.", "decoder.")])
+def test_names_without_what_they_usually_begin_with(name: str, root: str, other: str, tmp_path: Path) -> None:
+    """As the first checkpoints of these families have them."""
+    folder = copy(name, tmp_path)
+    stored = safetensors.torch.load_file(folder / WEIGHTS)
+    safetensors.torch.save_file({key.replace(root, other, 1): value for key, value in stored.items()}, folder / WEIGHTS)
+    close(logits(folder, 1), tiny.expected_logits(name, TOKENS))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "falcon", "gpt-neox"])
+def test_a_joint_tensor_is_read_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its numbers count once in what people are told."""
+    read: list[int] = []
+    monkeypatch.setattr("penstock.shard.loading.Progress.__call__", lambda progress, count: read.append(count))
+    loaded = load(ShardConfig(folder=str(tiny.folder(name)), model=name), lambda stage: None)
+    assert sum(read) == loaded.decoder.shape.parameters()
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_positions_end_where_their_table_does(load_format: str) -> None:
+    decoder = load(ShardConfig(folder=str(tiny.folder("opt")), model="m", load_format=load_format), lambda stage: None).decoder
+    assert decoder.positions is not None
+    assert decoder.positions.shape == (decoder.shape.max_positions, 64)
+    if load_format == "auto":
+        stored = safetensors.torch.load_file(tiny.folder("opt") / WEIGHTS)["model.decoder.embed_positions.weight"]
+        assert decoder.positions.equal(stored[2:])
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "words"),
+    [
+        ("FalconForCausalLM", {"alibi": True}, "alibi true is not supported"),
+        ("FalconForCausalLM", {"bias": "yes"}, "config.json says bias 'yes', true or false is needed"),
+        ("GPT2LMHeadModel", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx true is not supported"),
+        ("GPT2LMHeadModel", {"activation_function": "tanh"}, "hidden_act 'tanh' is not supported"),
+        ("GPT2LMHeadModel", {"n_layer": 0}, "num_hidden_layers 0"),
+        ("GPT2LMHeadModel", {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 64}}, "weights of few bits"),
+        ("GPTJForCausalLM", {"rotary_dim": 34}, "rotary_dim 34, an even number up to 32"),
+        ("GPTNeoForCausalLM", {"attention_types": [[["global"], 2]]}, "attention_types [[['global'], 2]], global or local"),
+        ("GPTNeoForCausalLM", {"attention_types": 3}, "attention_types 3, global or local"),
+        ("OPTForCausalLM", {"do_layer_norm_before": False}, "do_layer_norm_before false is not supported"),
+        ("OPTForCausalLM", {"word_embed_proj_dim": 128}, "word_embed_proj_dim 128 is not supported"),
+    ],
+)
+def test_what_is_not_supported_is_named(architecture: str, fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(Unsupported) as refused:
+        shape({"architectures": [architecture], "vocab_size": 99} | SIZES[architecture] | fields)
+    assert words in str(refused.value)
+
+
+def test_adapters_are_refused_by_name(tmp_path: Path) -> None:
+    """Their tensors have the family's names, by which nothing is looked up."""
+    place = lora.adapter(tiny.folder("gptj"), tmp_path / "adapter", seed=1)
+    with pytest.raises(Unsupported, match=r"adapter a changes .*attn\.._proj.*, which is not supported"):
+        load(ShardConfig(folder=str(tiny.folder("gptj")), model="m", adapters=(("a", str(place)),)), lambda stage: None)
+
+
+def test_a_wrong_shape_is_named_as_it_is_stored(tmp_path: Path) -> None:
+    folder = copy("gpt-neox", tmp_path)
+    stored = safetensors.torch.load_file(folder / WEIGHTS)
+    name = "gpt_neox.layers.1.attention.query_key_value.weight"
+    safetensors.torch.save_file(stored | {name: torch.zeros(64, 64)}, folder / WEIGHTS)
+    with pytest.raises(Unsupported, match=r"query_key_value.weight is \[64, 64\], config.json says \[192, 64\]"):
+        logits(folder, 1)
