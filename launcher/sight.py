@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..proto.images import COLOURS, DESCRIPTIONS, FORMS, MOST
+from ..proto.images import COLOURS, DESCRIPTIONS, FORMS, MOST, form_of
 from . import checkpoint
 from .checkpoint import FLOATS, Checkpoint
 from .mistake import Mistake
@@ -35,7 +35,8 @@ def resolve(asked: Options, model: Checkpoint) -> Sight:
         return Sight(why=problem if "vision_config" in model.config else "")
     images = USUAL if asked.max_images is None else asked.max_images
     pixels, said, lower = asked.max_image_pixels, f"--max-image-pixels {asked.max_image_pixels}", "one of them"
-    if FORMS[model.config["model_type"]].fixed:
+    form = form_of(model.config)
+    if form and form.fixed:
         pixels = model.config["vision_config"]["image_size"] ** 2
         said, lower = f"the model's {pixels} pixels of each", "the first"
     if (needed := images * pixels * COLOURS) > MOST:
@@ -59,11 +60,11 @@ def digest(folder: Path) -> str:
 
 def _problem(model: Checkpoint) -> str:
     """Why no images can be seen; "": they can."""
-    kind = model.config.get("model_type")
-    if not isinstance(model.config.get("vision_config"), dict) or kind not in FORMS:
-        return f"images are seen by models of type {', '.join(sorted(FORMS))}, and this one is {kind!r}"
+    form = form_of(model.config)
+    if not isinstance(model.config.get("vision_config"), dict) or form is None:
+        return f"images are seen by models of type {', '.join(sorted(FORMS))}, and this one is {model.config.get('model_type')!r}"
     side = model.config["vision_config"].get("image_size")
-    if FORMS[kind].fixed and (type(side) is not int or side < 1):
+    if form.fixed and (type(side) is not int or side < 1):
         return f"config.json says image_size {side!r} of images, a number is needed: download the model again"
     if not any((model.folder / name).is_file() for name in DESCRIPTIONS):
         return f"{model.folder} has no {DESCRIPTIONS[0]}, which says how pictures are prepared: complete the download"

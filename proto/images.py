@@ -6,7 +6,9 @@ replicas that are chosen by them) tells images apart and knows the same one agai
 features, which the shards make of its pixels.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 COLOURS = 3  # of a pixel, a byte each
 # Bytes of a request's pixels, and of all that begin in one step if they are several: half of what a message holds (`proto.rpc`).
@@ -33,6 +35,7 @@ class Form:
 
 QWEN = Form(word="<|image_pad|>", around=("<|vision_start|>", "<|vision_end|>"))
 GLM = Form(word="<|image|>", around=("<|begin_of_image|>", "<|end_of_image|>"))
+MISTRAL = Form(word="[IMG]", breaks=("[IMG_BREAK]", "[IMG_END]"))
 # By the model_type of config.json.
 FORMS = {
     "gemma3": Form(
@@ -45,6 +48,15 @@ FORMS = {
     "gemma4": Form(word="<|image|>", around=("<|image>", "<image|>"), written="<|image|>"),
     **dict.fromkeys(("glm46v", "glm4v", "glm4v_moe"), GLM),
     "internvl": Form(word="<IMG_CONTEXT>", around=("<img>", "</img>"), written="<IMG_CONTEXT>"),
-    "mistral3": Form(word="[IMG]", breaks=("[IMG_BREAK]", "[IMG_END]")),
+    "llava": Form(word="<image>", written="<image>", fixed=True),
+    "mistral3": MISTRAL,
     **dict.fromkeys(("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"), QWEN),
 }
+
+
+def form_of(config: Mapping[str, Any]) -> Form | None:
+    """That of the model with this config.json; None: it sees nothing that is known here."""
+    kind, vision = config.get("model_type"), config.get("vision_config")
+    if kind == "llava" and isinstance(vision, Mapping) and vision.get("model_type") == "pixtral":
+        return MISTRAL
+    return FORMS.get(kind) if isinstance(kind, str) else None

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from ..proto.images import FORMS
+from ..proto.images import form_of
 from .config import Misconfigured, RouterConfig
 from .folder import model_config
 from .pixels import Pixels, Preparer
@@ -28,10 +28,10 @@ class Pictures:
         """token_text, added_id: the tokenizer's. Raises Misconfigured if the model sees no images, or its tokenizer has no word for
         them; Unusable."""
         model = model_config(Path(config.folder))
-        family = model.get("model_type")
-        if family not in FORMS:
-            raise Misconfigured(f"--max-images {config.max_images}: models of type {family!r} see no images here; leave it out")
-        form = FORMS[family]
+        form = form_of(model)
+        if form is None:
+            kind = model.get("model_type")
+            raise Misconfigured(f"--max-images {config.max_images}: models of type {kind!r} see no images here; leave it out")
         place = model.get("image_token_id", model.get("image_token_index", added_id(form.word)))
         ids = [added_id(name) for name in form.breaks or ()]
         if not isinstance(place, int) or None in ids:

@@ -77,10 +77,13 @@ class Sides(Resizing):
     """Mistral's: sizes are bounded by the longer side, and then rounded up."""
 
     def __init__(self, processor: Any, files: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-        """files: what the folder says of its processor, who may know how many pixels a token is of; else the model does."""
+        """files: what the folder says of its processor, who may know how many pixels a token is of; else the model does. To LLaVA a
+        token is a patch."""
         super().__init__(processor)
         patch = files.get("patch_size") or model["vision_config"]["patch_size"]
-        self.unit = int(patch) * int(files.get("spatial_merge_size") or model["spatial_merge_size"])
+        patch = patch["height"] if isinstance(patch, Mapping) else patch
+        merged = 1 if model.get("model_type") == "llava" else files.get("spatial_merge_size") or model["spatial_merge_size"]
+        self.unit = int(patch) * int(merged)
 
     def __call__(self, image: Any, most: int) -> Resized:
         longest = longest_side(self._processor.size.longest_edge, self.unit, image.size, most)
@@ -106,16 +109,17 @@ def rounded(longest: int, unit: int, size: tuple[int, int]) -> int:
 
 
 class Square(Resizing):
-    """Gemma 3's: each has the same size."""
+    """Gemma 3's and LLaVA's: each has the same size."""
 
     fixed = True
+    unit = 1
 
-    def __init__(self, processor: Any, model: Mapping[str, Any]) -> None:
+    def __init__(self, processor: Any, side: int) -> None:
+        """side: of each, in tokens."""
         super().__init__(processor)
-        if processor.do_pan_and_scan:
+        if getattr(processor, "do_pan_and_scan", False):
             raise ValueError("do_pan_and_scan is not supported: each image is shown once")
-        self._side = math.isqrt(model.get("mm_tokens_per_image", 256))  # tokens
-        self.unit = processor.size.height // self._side
+        self._side = side
 
     def __call__(self, image: Any, most: int) -> Resized:
         return Resized(self._run(image)["pixel_values"], self._side, self._side)
@@ -172,5 +176,7 @@ def resizing_of(processor: Any, files: Mapping[str, Any], model: Mapping[str, An
     if hasattr(processor, "crop_to_patches"):
         return Tiles(processor, model)
     if hasattr(processor, "do_pan_and_scan"):
-        return Square(processor, model)
+        return Square(processor, math.isqrt(model.get("mm_tokens_per_image", 256)))
+    if model.get("model_type") == "llava" and model["vision_config"].get("model_type") != "pixtral":
+        return Square(processor, model["vision_config"]["image_size"] // model["vision_config"]["patch_size"])
     return Sides(processor, files, model)

@@ -6,6 +6,7 @@ Pixels of an image are [1, colours, height, width], or patches of it, [patches, 
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -145,13 +146,57 @@ class InternVL(Encoder):
         return found.flatten(0, 1).unsqueeze(1)
 
 
+class Llava(Encoder):
+    """All images have one size."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self._size, self.side = int(self._vision.image_size), int(self._vision.patch_size)
+        self._tokens = self._size // self.side  # along each side
+
+    def shape(self, rows: int, columns: int) -> tuple[int, ...]:
+        return (1, COLOURS, self._size, self._size) if rows == columns == self._tokens else ()
+
+    def largest(self, pixels: int) -> int:
+        return self._tokens**2
+
+    def grid(self, tokens: int) -> tuple[int, int]:
+        return self._tokens, self._tokens
+
+    def __call__(self, pixels: Tensor, picture: Picture) -> Tensor:
+        return self._features(pixels)
+
+    def _features(self, pixels: Tensor, **sizes: Tensor) -> Tensor:
+        config = self._model.config
+        how = {
+            "vision_feature_layer": config.vision_feature_layer,
+            "vision_feature_select_strategy": config.vision_feature_select_strategy,
+        }
+        found: Tensor = self._model.get_image_features(pixels, **how, **sizes).pooler_output[0]
+        return found.unsqueeze(1)
+
+
+class Pixtral(Llava):
+    """Of patches, as many as an image has."""
+
+    shape, largest, grid = Encoder.shape, Encoder.largest, Encoder.grid
+
+    def __call__(self, pixels: Tensor, picture: Picture) -> Tensor:
+        return self._features(pixels, image_sizes=torch.tensor([pixels.shape[-2:]], device=pixels.device))
+
+
+def _llava(model: Any) -> Encoder:
+    return (Pixtral if model.config.vision_config.model_type == "pixtral" else Llava)(model)
+
+
 # By the model_type of config.json.
-ENCODERS: dict[str, type[Encoder]] = {
+ENCODERS: dict[str, Callable[[Any], Encoder]] = {
     **dict.fromkeys(
         ("glm46v", "glm4v", "glm4v_moe", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"), Qwen
     ),
     "gemma3": Gemma3,
     "gemma4": Gemma4,
     "internvl": InternVL,
+    "llava": _llava,
     "mistral3": Mistral,
 }

@@ -16,6 +16,14 @@ from .shape import Shape, Unsupported
 from .sparse_families import SPARSE
 
 # transformers' defaults, which some checkpoints rely on.
+LLAMA: Config = {  # LLaVA's config.json leaves out what is so
+    "vocab_size": 32_000,
+    "hidden_size": 4096,
+    "intermediate_size": 11_008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
+MISTRAL: Config = LLAMA | {"intermediate_size": 14_336}
 QWEN2_VL: Config = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80}
 QWEN3_VL: Config = {"max_position_embeddings": 128_000, "rope_theta": 5e5}
 QWEN3_VL_MOE: Config = QWEN3_VL | {
@@ -35,6 +43,14 @@ BESIDE_COUNTS = (  # whose text may say the first one wrong
 )
 
 Family = Callable[[Config], Shape]
+
+
+def _llama(config: Config) -> Shape:
+    return DENSE["LlamaForCausalLM"](LLAMA | config)
+
+
+def _mistral(config: Config) -> Shape:
+    return DENSE["MistralForCausalLM"](MISTRAL | config)
 
 
 def _qwen2_vl(config: Config) -> Shape:
@@ -78,6 +94,7 @@ IMAGES: dict[str, dict[str, Family]] = {
     },
     "KimiK25ForConditionalGeneration": KIMI,
     "Kimi_K25ForConditionalGeneration": KIMI,
+    "LlavaForConditionalGeneration": {"llama": _llama, "mistral": _mistral, "qwen2": DENSE["Qwen2ForCausalLM"]},
     "Mistral3ForConditionalGeneration": {
         "mistral": DENSE["MistralForCausalLM"],
         "ministral3": DENSE["Ministral3ForCausalLM"],

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from ...proto.images import COLOURS, FORMS
+from ...proto.images import COLOURS, form_of
 from ..gallery import MOST, Gallery
 from ..pictures import Picture, Pictures
 from ..weights import Source
@@ -30,7 +30,9 @@ class Sight:
 
     def __init__(self, config: Config, folder: Path, source: Source, pixels: int, form: Shape) -> None:
         """pixels: the most of an image; form: the decoder's. Raises Unsupported."""
-        self._form = FORMS[config["model_type"]]
+        found = form_of(config)
+        assert found is not None
+        self._form = found
         self._gallery = Gallery()
         self._pixels = pixels
         self._whole = bool(form.whole_images)

@@ -34,6 +34,16 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "mistral3": {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 1540}, "patch_size": 14},
     "internvl": {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 448, "width": 448}, "max_patches": 12},
     "gemma3": {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 896, "width": 896}},
+    "llava": {
+        "image_processor_type": "CLIPImageProcessor",
+        "size": {"shortest_edge": 336},
+        "crop_size": {"height": 336, "width": 336},
+    },
+    "pixtral": {
+        "image_processor_type": "PixtralImageProcessor",
+        "size": {"longest_edge": 1024},
+        "patch_size": {"height": 16, "width": 16},
+    },
     "gemma4": {"image_processor_type": "Gemma4ImageProcessor", "max_soft_tokens": 280, "patch_size": 16, "pooling_kernel_size": 3},
 }
 TEMPLATE = (
@@ -47,7 +57,7 @@ def make_folder(folder: Path, family: str = "qwen2_vl") -> Tokenizer:
     """With a token per byte, and the family's own words."""
     make_tokenizer(folder)
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    form = FORMS[family]
+    form = FORMS["mistral3" if family == "pixtral" else family]
     words = form.around[0], form.word, form.around[1]
     tokenizer.add_special_tokens([word for word in (*words, "[IMG_BREAK]", "[IMG_END]") if word])
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -57,6 +67,10 @@ def make_folder(folder: Path, family: str = "qwen2_vl") -> Tokenizer:
     model: dict[str, Any] = {"model_type": family, "image_token_id": tokenizer.token_to_id(words[1])}
     if family == "mistral3":
         model |= {"spatial_merge_size": 2, "vision_config": {"patch_size": 14}}
+    if family == "llava":
+        model["vision_config"] = {"image_size": 336, "patch_size": 14}
+    if family == "pixtral":
+        model |= {"model_type": "llava", "vision_config": {"model_type": "pixtral", "patch_size": 16}}
     (folder / "config.json").write_text(json.dumps(model))
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[family]))
     return Tokenizer(folder)

@@ -79,27 +79,29 @@ def test_a_large_one_has_as_many_patches_as_it_may(tmp_path: Path, family: str) 
     numpy.testing.assert_allclose(both.reshape(len(both), -1), expected["pixel_values"], atol=1e-6)
 
 
-def test_whole_pictures_are_transformers_own(tmp_path: Path) -> None:
-    make_folder(tmp_path, "mistral3")
+@pytest.mark.parametrize(("family", "longest", "side"), [("mistral3", 1540, 28), ("pixtral", 1024, 16)])
+def test_whole_pictures_are_transformers_own(tmp_path: Path, family: str, longest: int, side: int) -> None:
+    make_folder(tmp_path, family)
     processor = theirs(tmp_path)
     images = [picture(*size, seed=seed) for seed, size in enumerate([*SIZES, (30, 1600)])]
     for image, found in zip(images, prepared(tmp_path, *map(encoded, images), most=1 << 24), strict=True):
-        expected = processor(image, patch_size=28, return_tensors="np")["pixel_values"]
-        assert found.shape == expected.shape == (1, 3, 28 * found.rows, 28 * found.columns)
+        expected = processor(image, patch_size=side, return_tensors="np")["pixel_values"]
+        assert found.shape == expected.shape == (1, 3, side * found.rows, side * found.columns)
         numpy.testing.assert_allclose(normalized(found, processor), expected, atol=1e-6)
     [small] = prepared(tmp_path, encoded(images[3]), most=100_000)
-    bound = {"longest_edge": longest_side(1540, 28, images[3].size, 100_000)}
-    expected = processor(images[3], patch_size=28, size=bound, return_tensors="np")["pixel_values"]
+    bound = {"longest_edge": longest_side(longest, side, images[3].size, 100_000)}
+    expected = processor(images[3], patch_size=side, size=bound, return_tensors="np")["pixel_values"]
     numpy.testing.assert_allclose(normalized(small, processor), expected, atol=1e-6)
 
 
-def test_squares_are_transformers_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "tokens", "side"), [("gemma3", 16, 896), ("llava", 24, 336)])
+def test_squares_are_transformers_own(tmp_path: Path, family: str, tokens: int, side: int) -> None:
     """Of one size, whatever the operator says of pixels."""
-    make_folder(tmp_path, "gemma3")
+    make_folder(tmp_path, family)
     processor = theirs(tmp_path)
     images = [picture(*size, seed=seed) for seed, size in enumerate(SIZES)]
     for image, found in zip(images, prepared(tmp_path, *map(encoded, images), most=1000), strict=True):
-        assert (found.rows, found.columns, found.shape) == (16, 16, (1, 3, 896, 896))
+        assert (found.rows, found.columns, found.shape) == (tokens, tokens, (1, 3, side, side))
         numpy.testing.assert_allclose(
             normalized(found, processor), processor(image, return_tensors="np")["pixel_values"], atol=1e-6
         )

@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from penstock.proto.images import FORMS
+from penstock.proto.images import FORMS, MISTRAL
 from penstock.shard.config import ShardConfig
 from penstock.shard.engine import Engine
 from penstock.shard.loading import load
@@ -41,8 +41,18 @@ PROCESSORS = {
     **dict.fromkeys(("Glm4v", "Glm4vMoe"), "Glm4vImageProcessor"),
     **{"Mistral3": "PixtralImageProcessor", "Gemma3": "Gemma3ImageProcessor", "InternVL": "GotOcr2ImageProcessor"},
     **dict.fromkeys(("Gemma4", "Gemma4E", "Gemma4Both"), "Gemma4ImageProcessor"),
+    **{"Llava": "CLIPImageProcessor", "Pixtral": "PixtralImageProcessor"},
 }
-SEEING = (*(name for name in TEXTS if name != "Kimi_K25"), "Mistral3", "Gemma3", "Gemma4", "Gemma4E", "InternVL")
+SEEING = (
+    *(name for name in TEXTS if name != "Kimi_K25"),
+    "Mistral3",
+    "Gemma3",
+    "Gemma4",
+    "Gemma4E",
+    "InternVL",
+    "Llava",
+    "Pixtral",
+)
 
 
 @dataclass(frozen=True)
@@ -118,7 +128,23 @@ def _internvl() -> Any:
     return transformers.InternVLForConditionalGeneration(config)
 
 
+def _llava() -> Any:
+    vision = SIGLIP | {"image_size": SQUARE * SIDE, "patch_size": SIDE, "num_hidden_layers": 3, "model_type": "clip_vision_model"}
+    text = SMALL | {"model_type": "llama"}
+    config = transformers.LlavaConfig(text_config=text, vision_config=vision | {"projection_dim": 8}, image_token_index=PLACEHOLDER)
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+def _pixtral() -> Any:
+    vision, text = PIXTRAL | {"patch_size": SIDE}, SMALL | {"model_type": "mistral", "sliding_window": None}
+    how = {"vision_feature_select_strategy": "full", "vision_feature_layer": -1}
+    config = transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_index=PLACEHOLDER, **how)
+    return transformers.LlavaForConditionalGeneration(config)
+
+
 OTHERS = {
+    "Llava": _llava,
+    "Pixtral": _pixtral,
     "InternVL": _internvl,
     "Mistral3": _mistral,
     "Gemma3": _gemma3,
@@ -150,8 +176,8 @@ def half(folder: Path, ranks: Ranks, page_size: int) -> Engine:
 
 def seen(name: str, kind: str, chance: random.Random, sizes: list[tuple[int, int]], words: int = 5) -> Seen:
     """A prompt with images of these sizes, as rows and columns, and words before, between and behind them. kind: model_type."""
-    form = FORMS[kind]
-    sizes = [(SQUARE, SQUARE)] * len(sizes) if name == "Gemma3" else sizes
+    form = MISTRAL if name == "Pixtral" else FORMS[kind]
+    sizes = [(SQUARE, SQUARE)] * len(sizes) if form.fixed else sizes
     sizes = [(TILE * rows, TILE) for rows, _ in sizes] if name == "InternVL" else sizes
     ids, tokens, pictures = list[int](), list[int](), []
     for rows, columns in sizes:
@@ -179,7 +205,7 @@ def inputs(name: str, prompt: Seen) -> dict[str, Any]:
     mean, deviation = (torch.tensor(values).view(3, 1, 1) for values in (MEAN, DEVIATION))
     pixels = [(picture.pixels.float() / 255 - mean) / deviation for picture in prompt.pictures]
     found: dict[str, Any] = {"input_ids": torch.tensor([prompt.ids])}
-    if name == "Mistral3":
+    if name in ("Mistral3", "Pixtral"):
         sizes = [(picture.rows * SIDE, picture.columns * SIDE) for picture in prompt.pictures]
         height, width = (max(size[axis] for size in sizes) for axis in range(2))
         padded = torch.zeros(len(pixels), 3, height, width)
@@ -188,7 +214,7 @@ def inputs(name: str, prompt: Seen) -> dict[str, Any]:
         return found | {"pixel_values": padded, "image_sizes": torch.tensor(sizes)}
     if name == "Gemma3":
         return found | {"pixel_values": torch.cat(pixels), "token_type_ids": torch.tensor([prompt.kinds])}
-    if name == "InternVL":
+    if name in ("InternVL", "Llava"):
         return found | {"pixel_values": torch.cat(pixels)}
     if name.startswith("Gemma4"):
         return found | _gemma4_inputs(prompt) | {"mm_token_type_ids": torch.tensor([prompt.kinds])}

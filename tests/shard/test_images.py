@@ -145,6 +145,19 @@ def test_whose_text_says_nothing_of_it(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("said", "theirs"),
+    [
+        ({"model_type": "llama", "vocab_size": 32_064, "max_position_embeddings": 4096}, transformers.LlamaConfig),
+        ({"model_type": "mistral", "head_dim": 128, "rope_theta": 1e9, "sliding_window": None}, transformers.MistralConfig),
+    ],
+)
+def test_whose_text_leaves_out_what_is_usual(said: dict[str, Any], theirs: Any) -> None:
+    """LLaVA's; the second is Pixtral's."""
+    architectures = {"architectures": ["LlavaForConditionalGeneration"]}
+    assert shape(architectures | {"text_config": said}) == shape(architectures | {"text_config": theirs(**said).to_dict()})
+
+
+@pytest.mark.parametrize(
     ("said", "words"),
     [
         (

@@ -285,7 +285,7 @@ def test_whose_images_others_may_not_find(world: Made, monkeypatch: pytest.Monke
 
 def test_a_step_encodes_no_more_than_it_has_room_for(world: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many ask at once about images of which all but the end is cached."""
-    words = 2 if world[0] == "Mistral3" else 1  # so that an image's end is in no full page
+    words = 2 if world[0] in ("Mistral3", "Pixtral") else 1  # so that an image's end is in no full page
     images = [asked(world, seed, [(4, 4)], words=words) for seed in range(8)]
     most = 40 // images[0].pictures[0].tokens
     engine = seeing.engine(world[2], 256, 4)
@@ -315,7 +315,7 @@ def test_what_an_image_takes_is_measured(world: Made) -> None:
     assert seconds > 0
     _, _, sample = size_pool(engine, 16, 4, 0.9, 64, 64, 64, 64)
     assert sample.image_seconds > 0
-    assert sight.largest == (seeing.SQUARE**2 if world[0] == "Gemma3" else (1 << 20) // seeing.SIDE**2)
+    assert sight.largest == (seeing.SQUARE**2 if world[0] in ("Gemma3", "Llava") else (1 << 20) // seeing.SIDE**2)
     assert sight.places([sight.blank(6)]) is not None
 
 
@@ -417,17 +417,18 @@ def test_text_is_served_where_images_can_not_be(tmp_path: Path, changes: dict[st
     assert drive(engine, [words_alone], Habits()).tokens == expected.tokens
 
 
-def test_as_the_hub_has_gemma_3(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["Gemma3", "Llava"])
+def test_as_the_hub_has_it(name: str, tmp_path: Path) -> None:
     """What encodes images is within a model of its own."""
-    reference = seeing.made("Gemma3", tmp_path)
+    reference = seeing.made(name, tmp_path)
     stored = safetensors.torch.load_file(tmp_path / "model.safetensors")
-    renamed = {name.replace("vision_tower.", "vision_tower.vision_model."): value for name, value in stored.items()}
+    renamed = {key.replace("vision_tower.", "vision_tower.vision_model."): value for key, value in stored.items()}
     assert "vision_tower.vision_model.embeddings.patch_embedding.weight" in renamed
     safetensors.torch.save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
-    prompt = asked(("Gemma3", reference, tmp_path), 1)
+    prompt = asked((name, reference, tmp_path), 1)
     bench, sequence = bench_of(tmp_path, prompt)
     spans = parted([Span(sequence, 0, prompt.tokens, wanted=len(prompt.tokens))])
-    close(bench.run(spans), seeing.logits(reference, "Gemma3", prompt))
+    close(bench.run(spans), seeing.logits(reference, name, prompt))
 
 
 def test_features_that_are_no_tokens_are_refused(tmp_path: Path) -> None:
