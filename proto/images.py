@@ -1,9 +1,9 @@
 """How prompts hold images, for each family that sees: read by launcher, router and shards. Standard library only.
 
-An image is a grid of tokens, row by row. Where the prompt's text has the family's placeholder, the router puts ids that are in no
-vocabulary, `vocabulary` and above: they follow from what the image shows, so that whoever compares tokens (cached prefixes,
-replicas that are chosen by them) tells images apart and knows the same one again. What the model computes there are the image's
-features, which the shards make of its pixels.
+An image is a grid of tokens, row by row; some families have it cut into tiles, each of which is an image by itself. Where the
+prompt's text has the family's placeholder, the router puts ids that are in no vocabulary, `vocabulary` and above: they follow
+from what the image shows, so that whoever compares tokens (cached prefixes, replicas that are chosen by them) tells images
+apart and knows the same one again. What the model computes there are the image's features, which the shards make of its pixels.
 """
 
 from collections.abc import Mapping
@@ -18,6 +18,23 @@ DESCRIPTIONS = ("preprocessor_config.json", "processor_config.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Tiles:
+    """What is written of an image that may be cut into several, row by row, with the whole of it behind them."""
+
+    between: str
+    one: str  # with its row and column, from 1 on
+    whole: str
+
+    def written(self, word: str, rows: int, columns: int) -> str:
+        """With a word for each. rows, columns: of tiles; 0: the whole is all there is."""
+        lines = [
+            "".join(self.between + self.one.format(row=row + 1, column=column + 1) + word for column in range(columns))
+            for row in range(rows)
+        ]
+        return "".join(f"{line}\n" for line in lines) + "\n" * (rows > 0) + self.between + self.whole + word + self.between
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
     """Of one family."""
 
@@ -27,6 +44,7 @@ class Form:
     written: str = ""  # what is written in a prompt for all that; "": all that
     fixed: bool = False  # every image has the size that config.json says (vision_config.image_size)
     breaks: tuple[str, str] | None = None  # words behind each row of an image, and behind its last; None: there are none
+    tiles: Tiles | None = None  # None: an image is one
 
     def length(self, rows: int, columns: int) -> int:
         """Tokens of an image."""
@@ -36,6 +54,11 @@ class Form:
 QWEN = Form(word="<|image_pad|>", around=("<|vision_start|>", "<|vision_end|>"))
 GLM = Form(word="<|image|>", around=("<|begin_of_image|>", "<|end_of_image|>"))
 MISTRAL = Form(word="[IMG]", breaks=("[IMG_BREAK]", "[IMG_END]"))
+IDEFICS = Form(
+    word="<image>",
+    written="<image>",
+    tiles=Tiles(between="<fake_token_around_image>", one="<row_{row}_col_{column}>", whole="<global-img>"),
+)
 # By the model_type of config.json.
 FORMS = {
     "gemma3": Form(
@@ -47,6 +70,7 @@ FORMS = {
     ),
     "gemma4": Form(word="<|image|>", around=("<|image>", "<image|>"), written="<|image|>"),
     **dict.fromkeys(("glm46v", "glm4v", "glm4v_moe"), GLM),
+    **dict.fromkeys(("idefics3", "smolvlm"), IDEFICS),
     "internvl": Form(word="<IMG_CONTEXT>", around=("<img>", "</img>"), written="<IMG_CONTEXT>"),
     "llava": Form(word="<image>", written="<image>", fixed=True),
     "mistral3": MISTRAL,

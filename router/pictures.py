@@ -9,10 +9,10 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from ..proto.images import form_of
+from ..proto.images import Tiles, form_of
 from .config import Misconfigured, RouterConfig
 from .folder import model_config
-from .pixels import Pixels, Preparer
+from .pixels import Pixels, Prepared, Preparer
 from .request import Image, Overloaded, Refused
 
 NO_IMAGES = "only text is supported: the model sees no images, or the server was started without (--max-images)"
@@ -24,9 +24,15 @@ TIMES = 4  # the bytes of all bodies that pixels of all requests may have: what 
 class Pictures:
     """For one model that sees."""
 
-    def __init__(self, config: RouterConfig, token_text: Callable[[int], str], added_id: Callable[[str], int | None]) -> None:
-        """token_text, added_id: the tokenizer's. Raises Misconfigured if the model sees no images, or its tokenizer has no word for
-        them; Unusable."""
+    def __init__(
+        self,
+        config: RouterConfig,
+        token_text: Callable[[int], str],
+        added_id: Callable[[str], int | None],
+        encode: Callable[[str], list[int]],
+    ) -> None:
+        """token_text, added_id, encode: the tokenizer's, the last without special tokens around. Raises Misconfigured if the model
+        sees no images, or its tokenizer has no word for them; Unusable."""
         model = model_config(Path(config.folder))
         form = form_of(model)
         if form is None:
@@ -38,14 +44,19 @@ class Pictures:
             raise Misconfigured(
                 f"the tokenizer of {config.folder} has no {form.breaks or form.word}, which a prompt with images needs"
             )
+        if form.tiles and encode(form.tiles.written(token_text(place), 1, 1)).count(place) != 2:
+            raise Misconfigured(f"config.json says image_token_id {place}, which the tokenizer does not make of {form.word}")
         self._place = place
+        self._tiles = form.tiles
+        self._encode = encode
         self._breaks = tuple(id for id in ids if id is not None)
         self._preparer = Preparer(config.folder, config.max_image_pixels)
         self._most_together = TIMES * config.payload_limit_total
         self._held = 0  # bytes of pixels, of all requests that have not been answered
         around = [name if added_id(name) is not None else "" for name in form.around]
-        self._word = form.written or token_text(place)
-        self._whole = token_text(place).join(around).join([form.margin] * 2)
+        self._own = token_text(place)
+        self._word = form.written or self._own
+        self._whole = self._own.join(around).join([form.margin] * 2)
         self.text = form.written or self._whole  # what an image is in the text of a prompt
 
     async def start(self) -> None:
@@ -66,21 +77,31 @@ class Pictures:
                 "and a chat template must write it for each",
                 "inputs",
             )
-        found, own = list[Pixels](), 0
+        found, own = list[Prepared](), 0
         try:
             for number, image in enumerate(images, 1):
                 found.append(await self._preparer.prepare(image, f"image {number}"))
-                own += len(found[-1].pixels)
-                self._hold(len(found[-1].pixels))
+                length = sum(len(part.pixels) for part in found[-1].parts)
+                own += length
+                self._hold(length)
                 if own < self._held > self._most_together:  # one alone may have more: it would be told to come again for ever
                     raise Overloaded(f"the images of all requests have more than {self._most_together} bytes together")
         except BaseException:  # the client may have left, too
             self._held -= own
             raise
-        prompt, shown = expanded(ids, self._place, found, self._breaks, vocabulary)
+        if self._tiles:
+            ids = self._with_tiles(ids, [one.grid for one in found], self._tiles)
+        parts = [part for one in found for part in one.parts]
+        prompt, shown = expanded(ids, self._place, parts, self._breaks, vocabulary)
         for one in shown:  # as long as anybody has them: until the answer is there, or a rule is found that the request breaks
             weakref.finalize(one, self._hold, -len(one.pixels)).atexit = False
         return prompt, shown
+
+    def _with_tiles(self, ids: Sequence[int], grids: Sequence[tuple[int, int]], tiles: Tiles) -> list[int]:
+        """With a place for each of the tiles where one for all was."""
+        rest = iter(grids)
+        each = ((self._encode(tiles.written(self._own, *next(rest))) if id == self._place else [id]) for id in ids)
+        return [id for some in each for id in some]
 
     def _hold(self, length: int) -> None:
         """So many bytes more."""

@@ -48,8 +48,15 @@ class Pixels(msgspec.Struct, frozen=True):
     digest: bytes  # of all these
 
 
+class Prepared(msgspec.Struct, frozen=True):
+    """What is made of a picture: one image, or tiles."""
+
+    parts: list[Pixels]
+    grid: tuple[int, int] = (0, 0)  # rows and columns of tiles, behind which the whole is; 0: that alone
+
+
 class Answer(msgspec.Struct):
-    found: Pixels | None = None
+    found: Prepared | None = None
     refused: str = ""  # what is wrong with the image, or ...
     unable: str = ""  # ... why none can be prepared
 
@@ -78,7 +85,7 @@ class Preparer:
         if unable:
             _tell(unable)
 
-    async def prepare(self, data: bytes, name: str) -> Pixels:
+    async def prepare(self, data: bytes, name: str) -> Prepared:
         """name: of the image, for refusals. Raises Refused, or Overloaded."""
         try:
             await self._apart.start()
@@ -118,7 +125,7 @@ def _answer(job: Job) -> Answer:
     if job.data is None:
         return Answer()
     try:
-        return Answer(_pixels(resizing, _opened(job.data), job.most))
+        return Answer(_prepared(resizing, _opened(job.data), job.most))
     except Wrong as wrong:
         return Answer(refused=str(wrong))
     except MemoryError:
@@ -166,15 +173,20 @@ def _opened(data: bytes) -> Any:
         raise Wrong(f"can't be read: {words(error)}") from None
 
 
-def _pixels(resizing: Resizing, image: Any, most: int) -> Pixels:
+def _prepared(resizing: Resizing, image: Any, most: int) -> Prepared:
+    found = resizing(image, most)
+    parts = found.values[:, None] if found.grid else [found.values]
+    if not 0 < len(parts) * found.rows * found.columns * resizing.unit**2 <= most and not resizing.fixed:
+        raise Wrong(f"is too thin: there is no size of at most {most} pixels in which it is wide enough")
+    return Prepared([_pixels(values, found.rows, found.columns) for values in parts], found.grid or (0, 0))
+
+
+def _pixels(values: Any, rows: int, columns: int) -> Pixels:
     import numpy
 
-    found = resizing(image, most)
-    if not 0 < found.rows * found.columns * resizing.unit**2 <= most and not resizing.fixed:
-        raise Wrong(f"is too thin: there is no size of at most {most} pixels in which it is wide enough")
-    pixels, shape = found.values.astype(numpy.uint8).tobytes(), found.values.shape
-    digest = hashlib.sha256(b"%d %d %r " % (found.rows, found.columns, shape) + pixels).digest()
-    return Pixels(found.rows, found.columns, shape, pixels, digest)
+    pixels, shape = values.astype(numpy.uint8).tobytes(), values.shape
+    digest = hashlib.sha256(b"%d %d %r " % (rows, columns, shape) + pixels).digest()
+    return Pixels(rows, columns, shape, pixels, digest)
 
 
 def _prepare_process() -> None:

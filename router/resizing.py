@@ -22,10 +22,11 @@ def words(error: Exception) -> str:
 
 
 class Resized:
-    """A picture as the model gets it: values [1, colours, height, width], or [patches, colours, side, side]."""
+    """A picture as the model gets it: values [1, colours, height, width], or [patches, colours, side, side]. Or images that it is
+    cut into, in `grid` rows and columns, and the whole behind them: [images, colours, side, side], each of `rows` and `columns`."""
 
-    def __init__(self, values: Any, rows: int, columns: int) -> None:
-        self.values, self.rows, self.columns = values, rows, columns
+    def __init__(self, values: Any, rows: int, columns: int, grid: tuple[int, int] | None = None) -> None:
+        self.values, self.rows, self.columns, self.grid = values, rows, columns, grid
 
 
 class Resizing(ABC):
@@ -143,6 +144,34 @@ class Tiles(Resizing):
         return Resized(values, len(values) * self._tokens, self._tokens)
 
 
+class Cuts(Resizing):
+    """Idefics 3's and SmolVLM's: as many tiles as the picture's longer side has room for, and the whole of it."""
+
+    def __init__(self, processor: Any, model: Mapping[str, Any]) -> None:
+        super().__init__(processor)
+        self._tile = _longest(processor.max_image_size)
+        self._side = self._tile // model["vision_config"]["patch_size"] // model["scale_factor"]  # tokens
+        self.unit = self._tile // self._side
+
+    def __call__(self, image: Any, most: int) -> Resized:
+        if most < self._tile**2:
+            raise too_few(self._tile**2)
+        width, height = image.size
+        whole = self._processor
+        for count in range(max(1, _longest(whole.size) // self._tile), 0, -1):
+            size = {"longest_edge": min(count * self._tile, _longest(whole.size))}
+            tiles, rows, columns = whole.get_number_of_image_patches(height, width, {"size": size})
+            if max(1, tiles) * self._tile**2 <= most:
+                break
+        found = self._run(image, size=size, return_row_col_info=True)
+        return Resized(found["pixel_values"][0], self._side, self._side, (rows, columns))
+
+
+def _longest(size: Any) -> int:
+    """As older processors have it, and newer ones."""
+    return int(size["longest_edge"])
+
+
 class Budget(Resizing):
     """Gemma 4's: each has about as many tokens, in its own proportions."""
 
@@ -173,6 +202,8 @@ def resizing_of(processor: Any, files: Mapping[str, Any], model: Mapping[str, An
         return Patches(processor)
     if hasattr(processor, "max_soft_tokens"):
         return Budget(processor)
+    if hasattr(processor, "do_image_splitting"):
+        return Cuts(processor, model)
     if hasattr(processor, "crop_to_patches"):
         return Tiles(processor, model)
     if hasattr(processor, "do_pan_and_scan"):

@@ -10,6 +10,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from time import monotonic
 from typing import TypeVar
 
@@ -371,7 +372,7 @@ async def in_time(given: Parameters) -> AsyncIterator[None]:
 def _pictures(config: RouterConfig, tokenizer: Tokenizer) -> Pictures | None:
     """What puts images into prompts, if that can be. Raises Misconfigured if it can't, and the operator asks for it."""
     try:
-        return Pictures(config, tokenizer.token_text, tokenizer.added_id)
+        return Pictures(config, tokenizer.token_text, tokenizer.added_id, partial(tokenizer.encode, add_special_tokens=False))
     except Misconfigured as error:
         if config.images_asked:
             raise

@@ -37,7 +37,7 @@ from .taps import Taps
 
 OUTPUTS = ("lm_head.weight", "language_model.lm_head.weight")
 # What names of tensors begin with: in a checkpoint of text alone, in those that have images as well, and in Nemotron's.
-ROOTS = ("model.", "language_model.model.", "model.language_model.", "backbone.")
+ROOTS = ("model.", "language_model.model.", "model.language_model.", "model.text_model.", "backbone.")
 
 
 class Layer:

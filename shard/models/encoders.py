@@ -82,16 +82,17 @@ class Mistral(Encoder):
         return found.unsqueeze(1)
 
 
-class Gemma3(Encoder):
-    """All images have one size."""
+class Square(Encoder):
+    """Of images that have one size."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, tokens: int) -> None:
+        """tokens: along each side."""
         super().__init__(model)
-        self._tokens = math.isqrt(int(model.config.mm_tokens_per_image))  # along each side
-        self.side = int(self._vision.image_size) // self._tokens
+        self._size, self._tokens = int(self._vision.image_size), tokens
+        self.side = self._size // tokens
 
     def shape(self, rows: int, columns: int) -> tuple[int, ...]:
-        return super().shape(rows, columns) if rows == columns == self._tokens else ()
+        return (1, COLOURS, self._size, self._size) if rows == columns == self._tokens else ()
 
     def largest(self, pixels: int) -> int:
         return self._tokens**2
@@ -99,8 +100,25 @@ class Gemma3(Encoder):
     def grid(self, tokens: int) -> tuple[int, int]:
         return self._tokens, self._tokens
 
+
+class Gemma3(Square):
+    def __init__(self, model: Any) -> None:
+        super().__init__(model, math.isqrt(int(model.config.mm_tokens_per_image)))
+
     def __call__(self, pixels: Tensor, picture: Picture) -> Tensor:
         found: Tensor = self._model.get_image_features(pixels).pooler_output[0]
+        return found.unsqueeze(1)
+
+
+class Idefics(Square):
+    """Of tiles, each of which is an image."""
+
+    def __init__(self, model: Any) -> None:
+        vision = model.config.vision_config
+        super().__init__(model, int(vision.image_size) // int(vision.patch_size) // int(model.config.scale_factor))
+
+    def __call__(self, pixels: Tensor, picture: Picture) -> Tensor:
+        found: Tensor = self._model.get_image_features(pixels.unsqueeze(0)).pooler_output[0]
         return found.unsqueeze(1)
 
 
@@ -146,43 +164,30 @@ class InternVL(Encoder):
         return found.flatten(0, 1).unsqueeze(1)
 
 
-class Llava(Encoder):
-    """All images have one size."""
+class Llava(Square):
+    def __init__(self, model: Any) -> None:
+        vision = model.config.vision_config
+        super().__init__(model, int(vision.image_size) // int(vision.patch_size))
 
+    def __call__(self, pixels: Tensor, picture: Picture) -> Tensor:
+        return llava_features(self._model, pixels)
+
+
+class Pixtral(Encoder):
     def __init__(self, model: Any) -> None:
         super().__init__(model)
-        self._size, self.side = int(self._vision.image_size), int(self._vision.patch_size)
-        self._tokens = self._size // self.side  # along each side
-
-    def shape(self, rows: int, columns: int) -> tuple[int, ...]:
-        return (1, COLOURS, self._size, self._size) if rows == columns == self._tokens else ()
-
-    def largest(self, pixels: int) -> int:
-        return self._tokens**2
-
-    def grid(self, tokens: int) -> tuple[int, int]:
-        return self._tokens, self._tokens
+        self.side = int(self._vision.patch_size)
 
     def __call__(self, pixels: Tensor, picture: Picture) -> Tensor:
-        return self._features(pixels)
-
-    def _features(self, pixels: Tensor, **sizes: Tensor) -> Tensor:
-        config = self._model.config
-        how = {
-            "vision_feature_layer": config.vision_feature_layer,
-            "vision_feature_select_strategy": config.vision_feature_select_strategy,
-        }
-        found: Tensor = self._model.get_image_features(pixels, **how, **sizes).pooler_output[0]
-        return found.unsqueeze(1)
+        return llava_features(self._model, pixels, image_sizes=torch.tensor([pixels.shape[-2:]], device=pixels.device))
 
 
-class Pixtral(Llava):
-    """Of patches, as many as an image has."""
-
-    shape, largest, grid = Encoder.shape, Encoder.largest, Encoder.grid
-
-    def __call__(self, pixels: Tensor, picture: Picture) -> Tensor:
-        return self._features(pixels, image_sizes=torch.tensor([pixels.shape[-2:]], device=pixels.device))
+def llava_features(model: Any, pixels: Tensor, **sizes: Tensor) -> Tensor:
+    """Of the layers that config.json names."""
+    layer, how = model.config.vision_feature_layer, model.config.vision_feature_select_strategy
+    found = model.get_image_features(pixels, vision_feature_layer=layer, vision_feature_select_strategy=how, **sizes)
+    features: Tensor = found.pooler_output[0]
+    return features.unsqueeze(1)
 
 
 def _llava(model: Any) -> Encoder:
@@ -196,6 +201,7 @@ ENCODERS: dict[str, Callable[[Any], Encoder]] = {
     ),
     "gemma3": Gemma3,
     "gemma4": Gemma4,
+    **dict.fromkeys(("idefics3", "smolvlm"), Idefics),
     "internvl": InternVL,
     "llava": _llava,
     "mistral3": Mistral,

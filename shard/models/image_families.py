@@ -39,6 +39,7 @@ ROPES = ("rope_parameters", "rope_scaling")  # fields that say how positions tur
 BESIDE_TEXT = ("tie_word_embeddings", "quantization_config")  # fields that stand beside the text's
 BESIDE_COUNTS = (  # whose text may say the first one wrong
     *("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
+    *("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
     *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration", "InternVLForConditionalGeneration"),
 )
 
@@ -47,6 +48,10 @@ Family = Callable[[Config], Shape]
 
 def _llama(config: Config) -> Shape:
     return DENSE["LlamaForCausalLM"](LLAMA | config)
+
+
+def _idefics(config: Config) -> Shape:
+    return _llama({"rms_norm_eps": 1e-5} | config)
 
 
 def _mistral(config: Config) -> Shape:
@@ -86,6 +91,7 @@ IMAGES: dict[str, dict[str, Family]] = {
     "Glm46VForConditionalGeneration": {"glm4v_text": _glm_4v, "glm4v_moe_text": _glm_4v_moe},
     "Glm4vForConditionalGeneration": {"glm4v_text": _glm_4v},
     "Glm4vMoeForConditionalGeneration": {"glm4v_moe_text": _glm_4v_moe},
+    "Idefics3ForConditionalGeneration": {"llama": _idefics},
     "InternVLForConditionalGeneration": {
         "qwen2": DENSE["Qwen2ForCausalLM"],
         "qwen3": DENSE["Qwen3ForCausalLM"],
@@ -105,6 +111,7 @@ IMAGES: dict[str, dict[str, Family]] = {
     "Qwen3VLForConditionalGeneration": {"qwen3_vl_text": _qwen3_vl},
     "Qwen3VLMoeForConditionalGeneration": {"qwen3_vl_moe_text": _qwen3_vl_moe},
     "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": HYBRID["Qwen3_5ForCausalLM"]},
+    "SmolVLMForConditionalGeneration": {"llama": _idefics},
     "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": HYBRID["Qwen3_5MoeForCausalLM"]},
 }
 

@@ -154,7 +154,7 @@ def _modules(config: Config, folder: Path) -> Any:
         raise Unsupported(f"{folder}: transformers can't make what encodes images ({_said(error)}): {REMEDY}") from None
     finally:
         hook.remove()
-    del found.language_model
+    delattr(found, "language_model" if hasattr(found, "language_model") else "text_model")
     return found
 
 

@@ -39,6 +39,16 @@ PROCESSORS: dict[str, dict[str, Any]] = {
         "size": {"shortest_edge": 336},
         "crop_size": {"height": 336, "width": 336},
     },
+    **{
+        family: {
+            "image_processor_type": f"{name}ImageProcessor",
+            "size": {"longest_edge": 256},
+            "max_image_size": {"longest_edge": 64},
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+        }
+        for family, name in (("idefics3", "Idefics3"), ("smolvlm", "SmolVLM"))
+    },
     "pixtral": {
         "image_processor_type": "PixtralImageProcessor",
         "size": {"longest_edge": 1024},
@@ -59,6 +69,8 @@ def make_folder(folder: Path, family: str = "qwen2_vl") -> Tokenizer:
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     form = FORMS["mistral3" if family == "pixtral" else family]
     words = form.around[0], form.word, form.around[1]
+    if form.tiles:
+        tokenizer.add_special_tokens([form.tiles.between, form.tiles.whole])
     tokenizer.add_special_tokens([word for word in (*words, "[IMG_BREAK]", "[IMG_END]") if word])
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
@@ -69,6 +81,8 @@ def make_folder(folder: Path, family: str = "qwen2_vl") -> Tokenizer:
         model |= {"spatial_merge_size": 2, "vision_config": {"patch_size": 14}}
     if family == "llava":
         model["vision_config"] = {"image_size": 336, "patch_size": 14}
+    if form.tiles:
+        model |= {"vision_config": {"patch_size": 8}, "scale_factor": 2}
     if family == "pixtral":
         model |= {"model_type": "llava", "vision_config": {"model_type": "pixtral", "patch_size": 16}}
     (folder / "config.json").write_text(json.dumps(model))

@@ -98,6 +98,38 @@ def test_a_request_shows_them(tmp_path: Path, family: str) -> None:
     assert tuple(message.tokens) == request.prompt
 
 
+@pytest.mark.parametrize("family", ["idefics3", "smolvlm"])
+def test_what_is_cut_into_tiles(tmp_path: Path, family: str) -> None:
+    """Each is an image of the request, with transformers' words between."""
+    from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
+
+    tokenizer = make_folder(tmp_path, family)
+    validator = Validator(RouterConfig(folder=str(tmp_path), model="m", max_images=2), tokenizer)
+    small = encoded(picture(60, 60))
+    request = asyncio.run(validator.request("a<image>b<image>", Parameters(images=[OTHER, small]), LIMITS))
+    wide, whole = (
+        get_image_prompt_string(rows, columns, 16, "<fake_token_around_image>", "<image>", "<global-img>")
+        for rows, columns in ((2, 4), (4, 4))
+    )
+    place = tokenizer.added_id("<image>")
+    expected = tokenizer.encode(f"a{wide}b{whole}")
+    assert [id if id < 300 else place for id in request.prompt] == expected
+    assert [(one.rows, one.columns, one.shape) for one in request.images] == [(4, 4, (1, 3, 64, 64))] * (9 + 17)
+    starts = [at for at, id in enumerate(expected) if id == place][::16]
+    assert [one.start for one in request.images] == starts
+    assert len({request.prompt[start : start + 16] for start in starts}) == 9 + 17
+    assert validator.pictures is not None
+    assert sum(len(one.pixels) for one in request.images) == validator.pictures._held
+
+
+def test_a_word_that_is_no_place_is_told(tmp_path: Path) -> None:
+    tokenizer = make_folder(tmp_path, "smolvlm")
+    model = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(model | {"image_token_id": 1000}))
+    with pytest.raises(Misconfigured, match="image_token_id 1000, which the tokenizer does not make of <image>"):
+        Validator(RouterConfig(folder=str(tmp_path), model="m", max_images=2, images_asked=True), tokenizer)
+
+
 def test_without_images_a_place_is_a_word_like_any_other(folder: Path, tokenizer: Tokenizer) -> None:
     request = validate(folder, tokenizer, WORD)
     assert request.prompt == tuple(tokenizer.encode(WORD))

@@ -22,7 +22,8 @@ SIZES = [(57, 211), (640, 480), (33, 30), (1601, 1999), (28, 28), (1000, 9)]
 def prepared(folder: Path, *images: bytes, most: int = MOST, seconds: float = 10.0) -> list[Pixels]:
     async def run() -> list[Pixels]:
         preparer = Preparer(str(folder), most, seconds)
-        return [await preparer.prepare(image, f"image {number}") for number, image in enumerate(images, 1)]
+        found = [await preparer.prepare(image, f"image {number}") for number, image in enumerate(images, 1)]
+        return [one for each in found for one in each.parts]
 
     return asyncio.run(run())
 
@@ -120,6 +121,32 @@ def test_budgets_are_transformers_own(tmp_path: Path, most: int, budget: int) ->
         values = numpy.frombuffer(found.pixels, numpy.uint8).reshape(3, 3 * found.rows, 16, 3 * found.columns, 16) / 255
         patches = values.transpose(1, 3, 2, 4, 0).reshape(9 * found.rows * found.columns, -1)
         numpy.testing.assert_allclose(patches, expected["pixel_values"][0][: len(patches)], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("most", "longest", "count"),
+    [
+        (MOST, 256, 5),
+        (17 * 64**2, 256, 5),
+        (17 * 64**2 - 1, 192, 5),
+        (10 * 64**2 - 1, 128, 5),
+        (5 * 64**2 - 1, 64, 4),
+        (64**2, 64, 1),
+    ],
+)
+@pytest.mark.parametrize("family", ["idefics3", "smolvlm"])
+def test_cuts_are_transformers_own(tmp_path: Path, family: str, most: int, longest: int, count: int) -> None:
+    """longest: side of a square picture that may have so many pixels; count: images that a longer one is cut into."""
+    make_folder(tmp_path, family)
+    processor = theirs(tmp_path)
+    image = picture(301, 299)
+    found = prepared(tmp_path, encoded(image), most=most)
+    expected = processor(image, size={"longest_edge": longest}, return_tensors="np")["pixel_values"][0]
+    assert [(one.rows, one.columns, one.shape) for one in found] == [(4, 4, (1, 3, 64, 64))] * len(expected)
+    for one, values in zip(found, expected, strict=True):
+        numpy.testing.assert_allclose(normalized(one, processor), values[None], atol=1e-6)
+    assert sum(len(one.pixels) for one in found) <= 3 * most
+    assert len(prepared(tmp_path, encoded(picture(400, 90)), most=most)) == count
 
 
 @pytest.mark.parametrize(("most", "tiles"), [(1 << 26, 12), (1 << 20, 4), (3 * 448**2 - 1, 1), (448**2, 1)])

@@ -41,6 +41,7 @@ PROCESSORS = {
     **dict.fromkeys(("Glm4v", "Glm4vMoe"), "Glm4vImageProcessor"),
     **{"Mistral3": "PixtralImageProcessor", "Gemma3": "Gemma3ImageProcessor", "InternVL": "GotOcr2ImageProcessor"},
     **dict.fromkeys(("Gemma4", "Gemma4E", "Gemma4Both"), "Gemma4ImageProcessor"),
+    **{"Idefics3": "Idefics3ImageProcessor", "SmolVLM": "SmolVLMImageProcessor"},
     **{"Llava": "CLIPImageProcessor", "Pixtral": "PixtralImageProcessor"},
 }
 SEEING = (
@@ -49,9 +50,11 @@ SEEING = (
     "Gemma3",
     "Gemma4",
     "Gemma4E",
+    "Idefics3",
     "InternVL",
     "Llava",
     "Pixtral",
+    "SmolVLM",
 )
 
 
@@ -135,6 +138,14 @@ def _llava() -> Any:
     return transformers.LlavaForConditionalGeneration(config)
 
 
+def _idefics(name: str) -> Any:
+    vision = SIGLIP | {"image_size": SQUARE * SIDE}
+    config = getattr(transformers, f"{name}Config")(
+        text_config=SMALL | {"model_type": "llama"}, vision_config=vision, image_token_id=PLACEHOLDER, scale_factor=MERGE
+    )
+    return getattr(transformers, f"{name}ForConditionalGeneration")(config)
+
+
 def _pixtral() -> Any:
     vision, text = PIXTRAL | {"patch_size": SIDE}, SMALL | {"model_type": "mistral", "sliding_window": None}
     how = {"vision_feature_select_strategy": "full", "vision_feature_layer": -1}
@@ -143,6 +154,8 @@ def _pixtral() -> Any:
 
 
 OTHERS = {
+    "Idefics3": lambda: _idefics("Idefics3"),
+    "SmolVLM": lambda: _idefics("SmolVLM"),
     "Llava": _llava,
     "Pixtral": _pixtral,
     "InternVL": _internvl,
@@ -177,7 +190,7 @@ def half(folder: Path, ranks: Ranks, page_size: int) -> Engine:
 def seen(name: str, kind: str, chance: random.Random, sizes: list[tuple[int, int]], words: int = 5) -> Seen:
     """A prompt with images of these sizes, as rows and columns, and words before, between and behind them. kind: model_type."""
     form = MISTRAL if name == "Pixtral" else FORMS[kind]
-    sizes = [(SQUARE, SQUARE)] * len(sizes) if form.fixed else sizes
+    sizes = [(SQUARE, SQUARE)] * len(sizes) if form.fixed or form.tiles else sizes
     sizes = [(TILE * rows, TILE) for rows, _ in sizes] if name == "InternVL" else sizes
     ids, tokens, pictures = list[int](), list[int](), []
     for rows, columns in sizes:
@@ -214,6 +227,8 @@ def inputs(name: str, prompt: Seen) -> dict[str, Any]:
         return found | {"pixel_values": padded, "image_sizes": torch.tensor(sizes)}
     if name == "Gemma3":
         return found | {"pixel_values": torch.cat(pixels), "token_type_ids": torch.tensor([prompt.kinds])}
+    if name in ("Idefics3", "SmolVLM"):
+        return found | {"pixel_values": torch.cat(pixels).unsqueeze(0)}
     if name in ("InternVL", "Llava"):
         return found | {"pixel_values": torch.cat(pixels)}
     if name.startswith("Gemma4"):
