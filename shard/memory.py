@@ -59,17 +59,16 @@ def size_pool(
     step; sequences: that run at once; total: tokens of the longest; graphs: tokens of the steps that will be recorded. Raises
     Unsupported if it isn't enough for anything.
     """
-    ranks = engine.decoder.ranks.neighbours
     page_bytes = engine.token_bytes * page_size
     # The measured step has no context. On a CPU a long one is gathered, and copied once more by head, one layer at a time.
     context = 0 if triton_on(engine.device) else 2 * total * engine.layer_bytes
     context += _chosen(engine, tokens, total) if engine.decoder.shape.index else 0
-    sample = _sample(engine, page_size, tokens, min(rows, tokens))
+    sample = _sample(engine, page_size, tokens, min(rows, tokens), _together(engine, sequences, fraction))
     seeing, seconds = _seeing(engine, tokens) if engine.decoder.sight else (0, 0.0)
     # Graphs keep what their steps take, in memory that all of them share.
     recorded = len(graphs) * GRAPH_BYTES + sample.bytes * max(graphs, default=0) // sample.tokens
     needed = sample.bytes * -(-tokens // sample.tokens) + context + recorded + seeing
-    available = int(_available(engine.device) * fraction) // (ranks if engine.device.type == "cpu" else 1)
+    available = _usable(engine, fraction)
     sequences, states = engine.sequences(sequences, available - needed)
     needed += states
     room = (available - needed) // page_bytes
@@ -120,44 +119,56 @@ def _part(count: int, what: str) -> str:
     return f", {count / 1e9:.2f} of it for {what}" if count else ""
 
 
-def _sample(engine: Engine, page_size: int, tokens: int, rows: int) -> Measured:
-    """A step like the largest one. A tiny one goes before it: whatever is made on first use takes much longer than the step. On an
-    accelerator there go several, since other kernels are compiled for other sizes, and at last the step itself."""
+def _together(engine: Engine, sequences: int, fraction: float) -> int:
+    """How many of these a step can have at most, the same on all ranks: what linear attention remembers of more has no room, not
+    even while a step is measured."""
+    if not engine.decoder.shape.linear:
+        return sys.maxsize
+    return engine.decoder.ranks.least(engine.sequences(sequences, _usable(engine, fraction))[0])
+
+
+def _sample(engine: Engine, page_size: int, tokens: int, rows: int, most: int) -> Measured:
+    """A step like the largest one, of `most` prompts at most. A tiny one goes before it: whatever is made on first use takes much
+    longer than the step. On an accelerator there go several, since other kernels are compiled for other sizes, and at last the step
+    itself."""
     sample = tokens if engine.device.type == "cuda" else min(tokens, SAMPLE_TOKENS)
     longest = engine.decoder.shape.max_positions
-    prompts = max(-(-sample // longest), min(rows, rows * sample // tokens))  # as many rows a token as the largest step has
+    rows = rows * sample // tokens  # as many a token as the largest step has
+    prompts = max(-(-sample // longest), min(rows, most))
+    choices = -(-rows // prompts)
     lengths = [sample // prompts + (i < sample % prompts) for i in range(prompts)]
-    first = [[1]]
+    first = [([1], 1)]
     if engine.device.type == "cuda":
-        first += [[1 << power] for power in range(1, min(tokens, longest).bit_length())] + [lengths]
+        first += [([1 << power], 1) for power in range(1, min(tokens, longest).bit_length())] + [(lengths, choices)]
     for few in first:
-        _make_room(engine, page_size, few)
-        _run(engine, few)
-    _make_room(engine, page_size, lengths)
+        _make_room(engine, page_size, *few)
+        _run(engine, *few)
+    _make_room(engine, page_size, lengths, choices)
     before = _peak(engine.device, reset=True)
-    outcome = _run(engine, lengths)
+    outcome = _run(engine, lengths, choices)
     measured = max(0, _peak(engine.device) - before)
     engine.resize(0, page_size, sequences=0)
     return Measured(outcome.prompt_tokens, measured, outcome.seconds)
 
 
 @torch.inference_mode()
-def _make_room(engine: Engine, page_size: int, lengths: list[int]) -> None:
-    """A pool that prompts of these lengths fill, in which nothing makes a step end early. What they remember takes its memory now,
-    on a CPU too: it doesn't grow with a step's tokens, and is counted by itself."""
+def _make_room(engine: Engine, page_size: int, lengths: list[int], choices: int) -> None:
+    """A pool that prompts of these lengths fill, and what parts from them then, in which nothing makes a step end early. What they
+    remember takes its memory now, on a CPU too: it doesn't grow with a step's tokens, and is counted by itself."""
     engine.resize(0, page_size, sequences=0)  # there are never two at once
-    engine.resize(sum(-(-length // page_size) for length in lengths), page_size, len(lengths), keeps=False)
+    pages = sum(-(-length // page_size) + choices - 1 for length in lengths)
+    engine.resize(pages, page_size, len(lengths), keeps=False)
     engine.forward.narrows = False  # as in a step of which all is wanted
     for state in engine.cache.states.values():
         state.windows.zero_()
         state.memories.zero_()
 
 
-def _run(engine: Engine, lengths: list[int]) -> Outcome:
-    """The step of prompts of these lengths."""
+def _run(engine: Engine, lengths: list[int], choices: int) -> Outcome:
+    """The step of prompts of these lengths, of each of which so many tokens are drawn."""
     groups = []
     for uid, length in enumerate(lengths):
-        begun, waiting = sequences([0] * length, 1, cache_key=str(uid))  # none finds what another has computed
+        begun, waiting = sequences([0] * length, choices, cache_key=str(uid))  # none finds what another has computed
         groups.append(Group(uid, begun, waiting, GREEDIEST, 2, frozenset(), top_n=5))
     return engine.prefill(0, groups, list(enumerate(lengths)), sum(lengths), [])
 
@@ -178,6 +189,12 @@ def _peak(device: torch.device, reset: bool = False) -> int:
         return int(lines["VmHWM"].split()[0]) * 1024
     except (OSError, KeyError):  # not on Linux, or in a sandbox that is none quite
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * UNIT
+
+
+def _usable(engine: Engine, fraction: float) -> int:
+    """Bytes that this rank may still take."""
+    sharing = engine.decoder.ranks.neighbours if engine.device.type == "cpu" else 1
+    return int(_available(engine.device) * fraction) // sharing
 
 
 def _available(device: torch.device) -> int:

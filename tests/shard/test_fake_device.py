@@ -315,9 +315,9 @@ def test_nothing_is_compiled_in_the_step_that_is_measured(noted: Noted, name: st
     """The router takes its time for what tokens cost, and compiling takes longer. A step of many tokens has kernels of its own."""
     counts: list[int] = []
 
-    def run(engine: Engine, lengths: list[int]) -> Outcome:
+    def run(engine: Engine, lengths: list[int], choices: int) -> Outcome:
         counts.append(len(noted.launches))
-        return honest(engine, lengths)
+        return honest(engine, lengths, choices)
 
     honest = memory._run
     monkeypatch.setattr(memory, "_run", run)

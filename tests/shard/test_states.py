@@ -8,6 +8,8 @@ import pytest
 
 from penstock.shard import memory, prompts, states
 from penstock.shard.decoding.hypotheses import Search
+from penstock.shard.engine import Engine
+from penstock.shard.outcome import Outcome
 from penstock.shard.prefix import Prefixes
 from penstock.shard.prompts import Prompts
 from penstock.shard.sequence import Group, Sampling, Sequence
@@ -209,3 +211,25 @@ def test_what_is_remembered_takes_half_of_the_memory_at_most(prefix_caching: boo
     assert taken == engine.sequences(count, 1 << 60)[1]
     keys = sum(layer.nbytes for layer in engine.cache.layers.values())
     assert 0.9 < taken / keys <= 1.1, "the other half is for keys and values"
+
+
+def test_what_is_measured_remembers_no_more_than_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where more tokens are drawn, as with drafts, prompts have several: memory for as many prompts would end the start."""
+    engine, outcomes, honest = tiny.engine("qwen3.5"), list[Outcome](), memory._run
+
+    def run(engine: Engine, lengths: list[int], choices: int) -> Outcome:
+        outcomes.append(honest(engine, lengths, choices))
+        assert engine.cache.slots == len(lengths)
+        return outcomes[-1]
+
+    room = 200 * engine.decoder.shape.state_bytes(1, 4)
+    monkeypatch.setattr(memory, "_available", lambda device: room)
+    monkeypatch.setattr(memory, "_peak", lambda device, reset=False: 0)
+    monkeypatch.setattr(memory, "SAMPLE_TOKENS", 512)
+    monkeypatch.setattr(memory, "_run", run)
+    memory.size_pool(engine, 16, 1, 1.0, 512, 256, 128, 100)
+    [*_, largest] = outcomes
+    assert largest.prompt_tokens == 512
+    assert len({uid for uid, _ in largest.emitted}) == engine.sequences(128, room)[0] < 100
+    assert len(largest.emitted) >= 256
+    assert not largest.failed
