@@ -29,6 +29,7 @@ from penstock.kernels import (
     experts,
     fused_product,
     fused_quantized,
+    gated_delta,
     linear,
     low_rank,
     noise,
@@ -38,10 +39,13 @@ from penstock.kernels import (
     quantized,
     reference,
     sampling,
+    short_convolution,
+    state_space,
 )
 from penstock.kernels.attention import Row, ancestry
 from penstock.kernels.fused_routing import PAIRS, sort
 from penstock.kernels.fused_sampling import sample
+from penstock.kernels.gated_delta import Spans, States
 from penstock.kernels.linear import Exact
 from penstock.kernels.paged_attention import Capacity
 from penstock.kernels.sampling import Draws, Penalties
@@ -53,6 +57,12 @@ TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 ROUNDINGS = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 SHAPES = 4  # of steps of attention, in one part
 MIXTURES = ((8, 2), (128, 8))  # experts, and how many of them a token goes through
+# Rules of what sequences remember, with heads of keys, heads of values for each, features of keys and of values, and taps.
+REMEMBERED = {
+    "the gated delta rule": (16, 2, 128, 128, 4),
+    "state spaces": (1, 48, 128, 64, 4),
+    "short convolutions": (0, 0, 0, 2048, 3),
+}
 WORKERS = 8
 THREADS = 2  # of each, for what is computed on the host
 PATIENCE = 30.0  # seconds that checks may take beyond the section's time
@@ -132,6 +142,9 @@ def checks(bench: Bench) -> dict[str, Check]:
     for kind in codes.EXPERTS_BITS:
         found[f"products of experts of few bits, {kind}"] = partial(mixtures, kind=kind)
     found["products of adapters"] = adapted
+    for rule in REMEMBERED:
+        found[f"what is remembered, by {rule}"] = partial(remembered, rule=rule)
+    found["norms behind memories"] = gated_norms
     for kind in codes.BITS:
         found[f"products with weights of few bits, {kind}"] = partial(few_bits, kind=kind)
     if bench.device.type == "cuda":
@@ -198,7 +211,7 @@ def attention(bench: Bench, chance: random.Random, dtype: torch.dtype, eight_bit
 
 
 def _rows(chance: random.Random, page_size: int, longest: int, count: int) -> list[Row]:
-    """Single queries, chunks and trees, some of which begin like others, on shuffled pages."""
+    """Single queries, chunks, trees and images, some of which begin like others, on shuffled pages."""
     queries = [chance.choice([1, 1, 1, chance.randint(2, 16), chance.randint(1, longest // 4)]) for _ in range(count)]
     shapes = [(some, chance.choice([0, chance.randint(0, longest)])) for some in queries]
     free = list(range(1, 2 + sum(-(-(some + context) // page_size) for some, context in shapes)))
@@ -210,7 +223,8 @@ def _rows(chance: random.Random, page_size: int, longest: int, count: int) -> li
         alike = list(other.pages[: min(context, other.context) // page_size]) if other else []
         table = [*alike, *(free.pop() for _ in range(width - len(alike)))]
         grown = some <= 128 and chance.random() < 0.3
-        rows.append(Row(some, context, table, [chance.randint(-1, i - 1) for i in range(some)] if grown else None))
+        parents = [chance.randint(-1, i - 1) for i in range(some)] if grown else None
+        rows.append(Row(some, context, table, parents, whole=not grown and chance.random() < 0.2))
     return rows
 
 
@@ -218,7 +232,8 @@ def _attended(bench: Bench, shape: Shape, rows: Sequence[Row], window: int, soft
     cache, scales, query = _contents(bench, shape, rows)
     sinks = torch.randn(shape.heads, device=bench.device) * 2 if sinking else None
     with poisoned():
-        plan = paged_attention.plan(rows, shape.page_size, [shape.kind(window)], bench.device, dtype=shape.dtype)
+        kind = replace(shape.kind(window), joined=True)
+        plan = paged_attention.plan(rows, shape.page_size, [kind], bench.device, dtype=shape.dtype)
         found = paged_attention.attention(query, cache, plan, window, shape.size**-0.5, softcap, scales, sinks)
     return error(found, _exact(query, cache, scales, sinks, rows, shape.page_size, window, softcap), TOLERANCES[shape.dtype])
 
@@ -270,7 +285,7 @@ def _softmax(query: Tensor, cached: Tensor, sinks: Tensor | None, row: Row, wind
     ancestors, depths = ancestry(row.parents if row.parents is not None else range(-1, row.queries - 1))
     positions = torch.tensor([*range(row.context), *(row.context + depth for depth in depths)], device=query.device)
     open_ = torch.ones(row.queries, row.context, dtype=torch.bool, device=query.device)
-    visible = torch.cat((open_, torch.tensor(ancestors, device=query.device)), 1)
+    visible = torch.cat((open_, torch.tensor(ancestors, device=query.device) | row.whole), 1)
     if window:
         visible &= positions[row.context :, None] - positions < window
     keys, values = cached.repeat_interleave(query.shape[1] // cached.shape[2], 2).unbind(1)
@@ -289,7 +304,7 @@ def replayed(bench: Bench, chance: random.Random) -> float:
     steps = [_rows(chance, shape.page_size, 300, 4) for _ in range(3)]
     tokens = max(sum(row.queries for row in rows) for rows in steps)
     room = Capacity(tokens, 3 * tokens, 400, {0: (400, 400, 400)}, tokens, 4000 + 3 * tokens, True)
-    sizes = (shape.page_size, [shape.kind()], bench.device)
+    sizes = (shape.page_size, [replace(shape.kind(), joined=True)], bench.device)
     options: dict[str, Any] = {"dtype": shape.dtype, "capacity": room}
     joint = max(page for rows in steps for row in rows for page in row.pages) + 1
     cache = torch.randn(joint * shape.page_size, 2, shape.kv_heads, shape.size, device=bench.device).to(shape.dtype)
@@ -471,8 +486,69 @@ def mixtures(bench: Bench, chance: random.Random, kind: str = "") -> float:
     return worst
 
 
+def remembered(bench: Bench, chance: random.Random, rule: str) -> float:
+    """What tokens of sequences find that begin or go on, with guesses, and with padding behind them, and what these remember then,
+    against a CPU's."""
+    key_heads, ratio, key_size, value_size, taps = REMEMBERED[rule]
+    if bench.tiny:
+        key_heads, ratio, key_size, value_size = min(1, key_heads), min(2, ratio), min(12, key_size), 20
+    heads, dtype = key_heads * ratio, torch.float32 if bench.tiny else torch.bfloat16
+    channels = 2 * key_heads * key_size + max(1, heads) * value_size
+    lengths = [1, 1, chance.randint(2, 9), chance.randint(2, 20 if bench.tiny else 300), 1]
+    tokens = sum(lengths) + chance.randint(0, 3)
+    joint = torch.randn(tokens, 2 * channels + 2 * heads).to(dtype)
+    weights = [torch.randn(channels, taps).to(dtype), torch.randn(channels).to(dtype), -torch.rand(heads), *torch.randn(2, heads)]
+    windows = torch.randn(9, taps - 1, channels).to(dtype)
+    states = States(windows, torch.randn(9, heads, key_size, value_size))
+    numbers = [
+        [0, *itertools.accumulate(lengths)],
+        chance.sample(range(1, 9), len(lengths)),
+        [chance.randint(0, 1) for _ in lengths],
+        [chance.randint(1, length) for length in lengths],
+    ]
+
+    def found(device: torch.device) -> list[Tensor]:
+        own = States(*(part.to(device, copy=True) for part in (states.windows, states.memories)))
+        spans = Spans(tuple(lengths), *(torch.tensor(some, device=device) for some in numbers))
+        x, (kernel, biases, rates, offsets, skips) = joint.to(device), (weight.to(device) for weight in weights)
+        mixed, more = x[:, :channels], x[:, 2 * channels :]
+        if not heads:
+            answer = short_convolution.short_convolution(mixed, x[:, channels : 2 * channels], kernel, biases, spans, own)
+        elif rule == "state spaces":
+            how = kernel, biases, rates, offsets, skips, (0.1, 2.0)
+            answer = state_space.state_space(mixed, more[:, :heads], *how, spans, own)
+        else:
+            strengths, fades = more.chunk(2, 1)
+            answer = gated_delta.gated_delta(mixed, strengths, fades, kernel, rates, offsets, spans, own)
+        return [part.cpu() for part in (answer, own.windows, own.memories)]
+
+    with poisoned():
+        ours = found(bench.device)
+    with choose.forced("reference"):
+        answer, windows, memories = found(torch.device("cpu"))
+    if not ours[1].equal(windows):
+        return torch.inf
+    return max(relative_error(ours[0], answer, dtype), relative_error(ours[2], memories, dtype) if heads else 0.0)
+
+
+def gated_norms(bench: Bench, chance: random.Random) -> float:
+    """Of heads and of groups, whose gates go behind the norm or before it."""
+    worst, dtype = 0.0, torch.bfloat16
+    for heads, size in ((3, 20),) if bench.tiny else ((32, 128), (1, 3072), (8, 1024)):
+        tokens = chance.randint(1, 4 if bench.tiny else 300)
+        x, gates = (_wide(tokens, 2 * heads * size, dtype=dtype, device=bench.device)[:, : heads * size] for _ in range(2))
+        x, gates = x.view(tokens, heads, size), gates.view(tokens, heads, size)
+        for before, gains in ((False, (size,)), (True, (heads, size))):
+            weight = _wide(*gains, dtype=dtype, device=bench.device)
+            factors = gates.double() * gates.double().sigmoid()
+            expected = _norm(x.double() * factors, weight, 1e-5) if before else _norm(x, weight, 1e-5) * factors
+            found = gated_delta.gated_norm(x, gates, weight, 1e-5, before)
+            worst = max(worst, relative_error(found, expected, dtype))
+    return worst
+
+
 def rotary(bench: Bench, chance: random.Random, dtype: torch.dtype, eight_bits: bool) -> float:
-    """With norms of heads and without; some tokens are padding."""
+    """With norms of heads and without; some tokens are padding. Queries by themselves, too."""
     worst, device = 0.0, bench.device
     for size in (16, 80) if bench.tiny else (64, 80, 96, 128, 256):
         heads, kv_heads = chance.choice([(2, 1), (4, 4), (3, 1)])
@@ -487,6 +563,8 @@ def rotary(bench: Bench, chance: random.Random, dtype: torch.dtype, eight_bits: 
         scales = torch.rand(2, kv_heads, device=device) + 0.5 if eight_bits else None
         cache = torch.zeros(2 * tokens, 2, kv_heads, size, dtype=torch.float8_e4m3fn if eight_bits else dtype, device=device)
         queries, stored = _turned(joint, table, heads, kv_heads, weights[0])
+        alone = operations.rotate(joint[:, : heads * size].clone(), table, weights[0], 1e-5)
+        worst = max(worst, error(alone, queries, ROUNDINGS[dtype]))
         found = operations.rotate_and_write(joint, table, slots, cache, weights[0], weights[1], 1e-5, scales)
         worst = max(worst, error(found, queries, ROUNDINGS[dtype]))
         expected = torch.zeros(cache.shape, dtype=torch.float64, device=device)
