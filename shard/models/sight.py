@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from ...kernels.transfer import to_device
 from ...proto.images import COLOURS, form_of
 from ..gallery import MOST, Gallery
 from ..pictures import Picture, Pictures
@@ -129,7 +130,7 @@ class Sight:
         """[tokens, levels, hidden]: what stands for their embeddings, and what is added to the stream behind each of the first
         layers, in families that do so (Qwen 3 VL's DeepStack: Meng et al. 2024, arXiv:2406.04334)."""
         assert picture.pixels is not None
-        pixels = picture.pixels.to(self._mean.device, torch.float32)
+        pixels = to_device(picture.pixels, self._mean.device).float()
         pixels = (pixels * self._factor - self._mean) / self._deviation
         return self._encoder(pixels.to(self._dtype), picture)
 

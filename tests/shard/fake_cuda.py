@@ -206,7 +206,7 @@ def compute(function: Any, args: Any, kwargs: Any) -> Any:
     if kwargs.get("pin_memory"):
         assert named is None or named.type == "cpu", "only memory of the host can be pinned"
         return _pin("pin_memory", function(*args, **kwargs | {"pin_memory": False}))
-    if not ours and (named is None or named.type == "cpu"):
+    if not ours and (named is None or named.type != DEVICE.type):
         return function(*args, **kwargs)
     kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
     if name in CARRYING and (len(ours) < len(tensors) or (named is not None and named.type == "cpu")):

@@ -4,6 +4,7 @@ Numbers are made up where kernels would compute them; see `fake_cuda`.
 """
 
 import json
+import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -32,7 +33,7 @@ from penstock.shard.models.families import Unsupported, shape
 from penstock.shard.sequence import Group, Sampling, sequences
 from penstock.shard.service import Service
 from penstock.shard.weights import Weights
-from penstock.tests.shard import fake_cuda, lora, test_draft_head, tiny
+from penstock.tests.shard import fake_cuda, lora, seeing, test_draft_head, tiny
 from penstock.tests.shard.fake_cuda import Noted
 from penstock.tests.shard.test_weights import Alone
 
@@ -397,7 +398,11 @@ def test_commands_are_executed_on_the_engines_device(noted: Noted, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2", "mixtral", "qwen3-moe", "gemma2", "gemma3", "deepseek-v2-sets", "deepseek-v3", "deepseek-v32"]
+    "name",
+    [
+        *("gpt2", "mixtral", "qwen3-moe", "gemma2", "gemma3", "deepseek-v2-sets", "deepseek-v3", "deepseek-v32"),
+        *("gemma4-e", "gemma4-experts", "qwen3-next", "lfm2-moe", "nemotron-h-moe", "falcon-h1"),
+    ],
 )
 def test_no_family_asks_the_host(noted: Noted, name: str) -> None:
     """While a graph is recorded, nor in a step: experts are chosen on the device."""
@@ -418,6 +423,34 @@ def test_no_family_asks_the_host(noted: Noted, name: str) -> None:
     # Numbers that differ from step to step: else some steps wait for a kernel that is compiled for theirs.
     counts = {value for one in noted.launches for key, value in one.types if key in ("pairs", "first", "count", "length", "rows")}
     assert counts <= {"int"} | {value for value in counts if value.startswith("*")}
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[seeing.Seen]]]:
+    """By name a model that sees images, and prompts with some. Made where there is no device."""
+    found = {}
+    for name in ("Gemma3", "Gemma4Both", "InternVL", "Mistral3", "Qwen3VL", "Qwen3_5"):
+        folder = tmp_path_factory.mktemp(name)
+        kind = seeing.made(name, folder).config.model_type
+        found[name] = folder, [seeing.seen(name, kind, random.Random(seed), [(2, 3), (1, 1)]) for seed in range(3)]
+    return found
+
+
+@pytest.mark.parametrize("name", ["Gemma3", "Gemma4Both", "InternVL", "Mistral3", "Qwen3VL", "Qwen3_5"])
+def test_images_are_encoded_on_the_device(seen: dict[str, tuple[Path, list[seeing.Seen]]], noted: Noted, name: str) -> None:
+    """Nobody but transformers looks at it for that, which has the host count what it has itself given to the device."""
+    folder, prompts = seen[name]
+    said = ShardConfig(folder=str(folder), model="m", device="cuda", dtype="bfloat16", image_pixels=1 << 14, images_asked=True)
+    engine = load(said, lambda stage: None)
+    size_pool(engine, PAGE, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL, [1, 2, 4])
+    engine.resize(PAGES, PAGE)
+    engine.record(Recorder(), Extent(TOKENS, ROWS, TOTAL, PAGES, None, False, False), lambda stage: None)
+    noted.waits.clear()
+    groups = [tiny.group(uid, prompt.tokens, 6, images=prompt.pictures) for uid, prompt in enumerate(prompts)]
+    assert len(overlapped(engine, groups)) == 18
+    assert engine.forward.replayed > 5
+    waits = {(one.place, one.why) for one in noted.waits} - WAITS
+    assert {place for place, _ in waits} == (set() if name in ("Gemma3", "InternVL") else {"shard.models.encoders:__call__"})
 
 
 def test_adapters_ask_nothing(noted: Noted, tmp_path: Path) -> None:
