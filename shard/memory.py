@@ -29,6 +29,8 @@ UNIT = 1 if sys.platform == "darwin" else 1024  # bytes: what the system counts 
 REMEDY = "should memory run out, give a smaller --kv-pages"
 # Every feature of the sampler that takes memory.
 GREEDIEST = Sampling(temperature=1.0, top_p=0.999999, typical_p=0.99, repetition_penalty=1.1, bias=((0, 1.0),), final_logprobs=True)
+# Without those that only the plain sampler has: what Triton's needs for penalties is kept from then on.
+KEEPING = replace(GREEDIEST, typical_p=1.0, final_logprobs=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,22 +132,23 @@ def _together(engine: Engine, sequences: int, fraction: float) -> int:
 def _sample(engine: Engine, page_size: int, tokens: int, rows: int, most: int) -> Measured:
     """A step like the largest one, of `most` prompts at most. A tiny one goes before it: whatever is made on first use takes much
     longer than the step. On an accelerator there go several, since other kernels are compiled for other sizes, and at last the step
-    itself."""
+    itself, by either sampler."""
     sample = tokens if engine.device.type == "cuda" else min(tokens, SAMPLE_TOKENS)
     longest = engine.decoder.shape.max_positions
     rows = rows * sample // tokens  # as many a token as the largest step has
     prompts = max(-(-sample // longest), min(rows, most))
     choices = -(-rows // prompts)
     lengths = [sample // prompts + (i < sample % prompts) for i in range(prompts)]
-    first = [([1], 1)]
+    first = [([1], 1, GREEDIEST)]
     if engine.device.type == "cuda":
-        first += [([1 << power], 1) for power in range(1, min(tokens, longest).bit_length())] + [(lengths, choices)]
-    for few in first:
-        _make_room(engine, page_size, *few)
-        _run(engine, *few)
+        first += [([1 << power], 1, GREEDIEST) for power in range(1, min(tokens, longest).bit_length())]
+        first += [(lengths, choices, KEEPING), (lengths, choices, GREEDIEST)]
+    for few, drawn, sampling in first:
+        _make_room(engine, page_size, few, drawn)
+        _run(engine, few, drawn, sampling)
     _make_room(engine, page_size, lengths, choices)
     before = _peak(engine.device, reset=True)
-    outcome = _run(engine, lengths, choices)
+    outcome = _run(engine, lengths, choices, GREEDIEST)
     measured = max(0, _peak(engine.device) - before)
     engine.resize(0, page_size, sequences=0)
     return Measured(outcome.prompt_tokens, measured, outcome.seconds)
@@ -164,12 +167,12 @@ def _make_room(engine: Engine, page_size: int, lengths: list[int], choices: int)
         state.memories.zero_()
 
 
-def _run(engine: Engine, lengths: list[int], choices: int) -> Outcome:
+def _run(engine: Engine, lengths: list[int], choices: int, sampling: Sampling) -> Outcome:
     """The step of prompts of these lengths, of each of which so many tokens are drawn."""
     groups = []
     for uid, length in enumerate(lengths):
         begun, waiting = sequences([0] * length, choices, cache_key=str(uid))  # none finds what another has computed
-        groups.append(Group(uid, begun, waiting, GREEDIEST, 2, frozenset(), top_n=5))
+        groups.append(Group(uid, begun, waiting, sampling, 2, frozenset(), top_n=5))
     return engine.prefill(0, groups, list(enumerate(lengths)), sum(lengths), [])
 
 

@@ -38,6 +38,7 @@ from penstock.tests.shard.fake_cuda import Noted
 from penstock.tests.shard.test_weights import Alone
 
 triton = pytest.importorskip("triton")
+fused_penalties = pytest.importorskip("penstock.kernels.fused_penalties")
 
 FOLDER = Path(__file__).parents[2] / "demo"
 PROMPT = list(range(5, 65))  # so many that answers take pages
@@ -316,9 +317,9 @@ def test_nothing_is_compiled_in_the_step_that_is_measured(noted: Noted, name: st
     """The router takes its time for what tokens cost, and compiling takes longer. A step of many tokens has kernels of its own."""
     counts: list[int] = []
 
-    def run(engine: Engine, lengths: list[int], choices: int) -> Outcome:
+    def run(engine: Engine, lengths: list[int], choices: int, sampling: Sampling) -> Outcome:
         counts.append(len(noted.launches))
-        return honest(engine, lengths, choices)
+        return honest(engine, lengths, choices, sampling)
 
     honest = memory._run
     monkeypatch.setattr(memory, "_run", run)
@@ -327,6 +328,21 @@ def test_nothing_is_compiled_in_the_step_that_is_measured(noted: Noted, name: st
     size_pool(engine, PAGE, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL)
     assert {one.kernel for one in noted.launches[counts[-1] :]} >= {"attend", "norm_kernel"}
     assert not {*noted.launches[counts[-1] :]} - {*noted.launches[: counts[-1]]}
+
+
+def test_what_is_kept_for_penalties_is_there_before_memory_is_measured(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of as many rows as a step may have: else the pool would have that memory, too."""
+    kept = list[int]()
+
+    def peak(device: torch.device, reset: bool = False) -> int:
+        kept.append(sum(map(len, fused_penalties._tallies.values())))
+        return 0
+
+    engine = load(config(), lambda stage: None)
+    monkeypatch.setattr(fused_penalties, "_tallies", {})
+    monkeypatch.setattr(memory, "_peak", peak)
+    size_pool(engine, PAGE, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL)
+    assert kept[0] == ROWS * engine.decoder.shape.vocabulary
 
 
 @pytest.mark.parametrize(

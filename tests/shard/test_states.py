@@ -217,8 +217,8 @@ def test_what_is_measured_remembers_no_more_than_has_room(monkeypatch: pytest.Mo
     """Where more tokens are drawn, as with drafts, prompts have several: memory for as many prompts would end the start."""
     engine, outcomes, honest = tiny.engine("qwen3.5"), list[Outcome](), memory._run
 
-    def run(engine: Engine, lengths: list[int], choices: int) -> Outcome:
-        outcomes.append(honest(engine, lengths, choices))
+    def run(engine: Engine, lengths: list[int], choices: int, sampling: Sampling) -> Outcome:
+        outcomes.append(honest(engine, lengths, choices, sampling))
         assert engine.cache.slots == len(lengths)
         return outcomes[-1]
 
