@@ -208,8 +208,9 @@ def by_triton(
         weight = torch.empty(outputs, inputs, dtype=dtype, device=held.device)
         grid = triton.cdiv(outputs, UNPACKED), inputs // run
         unpack_kernel[grid](
-            weight, held, scales, zeros if zeros is not None else held, outputs, **constants, COLUMNS=UNPACKED, num_warps=WARPS
-        )
+            weight, held, scales, zeros if zeros is not None else held, outputs, **constants, COLUMNS=UNPACKED, num_warps=WARPS,
+            enable_fp_fusion=False,
+        )  # fmt: skip
         return weight
 
     def product(x: Tensor) -> Tensor:

@@ -179,6 +179,7 @@ def sort(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
         SIZE=size,
         PART=PART,
         num_warps=WARPS,
+        enable_fp_fusion=False,
     )
     return order, starts
 

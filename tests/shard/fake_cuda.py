@@ -425,6 +425,8 @@ def launch(kernel: Any, grid: Any, args: Any, kwargs: Any) -> None:
     name = kernel.fn.__name__
     if set(given) != set(names):
         raise WrongDevice(f"{name} lacks {set(names) - set(given)} or is given {set(given) - set(names)}")
+    if "enable_fp_fusion" not in options:
+        raise WrongDevice(f"{name} is compiled as this version of Triton likes, and not as the gate does")
     for key, value in given.items():
         if isinstance(value, Tensor) and not isinstance(value, OnDevice):
             raise WrongDevice(f"{name} is given {key} on the host")
