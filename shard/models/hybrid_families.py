@@ -236,7 +236,10 @@ def _short(config: Config, kinds: list[Any]) -> Shape:
 def _lfm2_moe(config: Config) -> Shape:
     """The same with experts behind the first layers, which are chosen by scores of their own."""
     given = LFM2_MOE | config
-    base = _short(given, given["layer_types"])
+    kinds = given["layer_types"]
+    if kinds is None:
+        raise Unsupported(f"config.json says layer_types null, a name for each of num_hidden_layers is needed: {AGAIN}")
+    base = _short(given, kinds)
     mixture = chosen(
         Mixture(
             experts=given["num_experts"],

@@ -437,6 +437,7 @@ def test_what_is_kept_of_a_sequence_by_short_convolutions() -> None:
         (lfm2(model_type="lfm2_moe"), "which is 'lfm2'"),
         (lfm2(architectures=["Lfm2MoeForCausalLM"], num_experts=4, num_experts_per_tok=5), "num_experts_per_tok 5, of 4 experts"),
         (config("Lfm2MoeForCausalLM"), "lacks 'layer_types'"),
+        (config("Lfm2MoeForCausalLM", layer_types=None), "layer_types null, a name for each"),
         (config("Qwen3NextForCausalLM", layer_types=["conv", "full_attention", "linear_attention"] * 3), "conv are not supported"),
         (granite(position_embedding_type="alibi"), "position_embedding_type 'alibi' is not supported.* nope and rope"),
         (granite(layer_types=["mamba"] * 9), "layers of linear attention alone"),
