@@ -723,14 +723,24 @@ class Shape:
         wide = sum(mixture.routing(self.hidden) for mixture in self.mixtures if mixture and mixture.wide)
         wide += sum(self.hidden + mixture.experts for mixture in self.mixtures if mixture and mixture.beside)
         wide += self.layers * self.index.heads * self.hidden if self.index else 0
+        wide += self.sinks * self.heads // ranks * self.layers
         if self.centered_norms and not self.layer_norms:
             wide += (self.norm_count + 1) * self.hidden
             wide += 2 * self.qk_norm * sum(self.keys(self.windows[layer]).size for layer in self.keyed)
         if self.linear:
             wide += len(self.linear.layers) * self.linear.wide(ranks)
-        made = self.rotary_elements + self.qk_norm_behind * len(self.attending) * self.head_size
+        made = self.rotary_elements + self.qk_norm_behind * len(self.attending) * self.head_size + self._made_norms
+        if self.latent and not self.latent.queries:  # zeros beside the biases of latents
+            made += self.qkv_bias * len(self.attending) * self.heads // ranks * (self.latent.plain + self.latent.turned)
         found = (self.parameters(ranks, 2 if packed else None) + made) * item + wide * (4 - item)
         return found - self.saved(ranks, item, device, dtype)
+
+    @property
+    def _made_norms(self) -> int:
+        """Elements of gains and biases of norms that no checkpoint has: those of plain norms, and layer norms' zeros."""
+        each = self.plain_norms + (self.layer_norms and not self.norm_bias)
+        heads = 2 * self.head_size * len(self.keyed) if self.plain_norms and self.qk_norm else 0
+        return each * self.hidden * (self.norm_count + 1) + heads
 
     def saved(self, ranks: int, item: int, device: str, dtype: str, tokens: int | None = None) -> int:
         """Bytes that the matrices of one rank take less for having few bits; tokens: as of `parameters`."""
