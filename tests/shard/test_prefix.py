@@ -257,3 +257,25 @@ def test_a_cache_key_that_nobody_uses_leaves_nothing_behind() -> None:
         pool.release(one.pages)
     assert list(prefixes._roots) == [b"8"]
     assert (pool.free, pool.cached) == (2, 2)
+
+
+def test_what_is_remembered_is_behind_a_page_that_can_be_found() -> None:
+    pool = PagePool(PAGES, SIZE)
+    prefixes = Prefixes(pool, 2)
+
+    def computed(*tokens: int, state: int) -> Sequence:
+        one = Sequence(array("I", tokens), len(tokens), state=state)
+        pool.extend(one.pages, len(tokens))
+        one.computed = len(tokens)
+        prefixes.publish(one)
+        return one
+
+    prefixes.remember(computed(1, 2, 3, state=1))
+    assert not prefixes.states, "it has seen more than the page"
+    whole = computed(4, 5, 6, 7, state=2)
+    prefixes.remember(whole)
+    assert list(prefixes.states) == [2]
+    prefixes.withdraw(whole)
+    assert not prefixes.states, "its slot is others'"
+    prefixes.remember(whole)
+    assert not prefixes.states, "nobody would find it"
