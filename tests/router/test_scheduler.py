@@ -135,6 +135,19 @@ def test_after_a_failure_nothing_counts_as_shared_that_was_begun_before() -> Non
     assert it._running[3].grow == 4
 
 
+def test_after_a_failure_nothing_counts_as_shared_that_others_hold() -> None:
+    it, same = scheduler(), [(4, 1), (8, 2)]
+    for uid in (1, 2):
+        it.arrive(Job(uid, 12, 8, beginnings=same))
+    it.next()
+    told(it, (1, 2, 0), (2, 2, 0))
+    it.next()
+    told(it, failed=[1])  # what the second one holds has gone from the cache with it
+    it.arrive(Job(3, 12, 8, beginnings=same))
+    assert uids(it.next()) == (3,)
+    assert it._running[3].grow == 4
+
+
 def test_a_small_job_passes_a_big_one_only_so_often() -> None:
     it = scheduler(pages=10, overtakes=2)
     it.arrive(Job(1, 20, 20))
