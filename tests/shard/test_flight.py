@@ -81,9 +81,10 @@ def with_beams(seed: int) -> list[Group]:
     chance = random.Random(seed)
     groups = crowd(seed)
     for uid in chance.sample(range(len(groups)), 8):
-        tokens, most = groups[uid].sequences[0].tokens, chance.randint(1, 20)
+        [first], most = groups[uid].sequences, chance.randint(1, 20)
         search = Search(chance.randint(2, 4), 1, chance.choice([1.0, 0.0, 2.0]), chance.choice(list(Stop)))
-        groups[uid] = tiny.group(uid, tokens, most, end_ids=chance.choice([(), (3,)]), search=search)
+        ends = chance.choice([(), (3,)])
+        groups[uid] = tiny.group(uid, first.tokens, most, end_ids=ends, search=search, cache_key=first.cache_key)
     return groups
 
 
