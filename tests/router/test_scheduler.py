@@ -168,6 +168,21 @@ def test_a_small_job_passes_a_big_one_only_so_often() -> None:
     assert uids(it.next()) == (2, 6)
 
 
+def test_who_passes_several_is_counted_for_the_one_that_was_passed_most() -> None:
+    it = scheduler(pages=10, overtakes=2)
+    it.arrive(Job(1, 20, 20))
+    it.next()
+    told(it, (1, 2, 4), free=6)
+    it.arrive(Job(2, 24, 8))  # 7 pages: not now
+    it.arrive(Job(3, 1, 3))
+    assert uids(it.next()) == (3,)
+    told(it, (1, 1, 0), (3, 0, 0), free=5)
+    it.arrive(Job(4, 24, 8))
+    for uid in (5, 6):
+        it.arrive(Job(uid, 1, 3))
+    assert uids(it.next()) == (5,), "4 could be passed twice, 2 only once more"
+
+
 def test_no_more_are_looked_at_than_may_be_overtaken() -> None:
     """However long the queue is: it is asked for in every step."""
     it = scheduler(pages=10, overtakes=3)
@@ -314,6 +329,19 @@ def test_only_what_is_missing_is_paused_and_the_oldest_never() -> None:
     assert it.next() == Filter(pause=(3, 2))
     it.paused(8, 0, [(3, 4, 8), (2, 4, 8)])
     assert it.next() == Decode()
+
+
+@pytest.mark.parametrize(("beginnings", "paused"), [([(4, 5), (8, 6)], (3,)), ([(4, 1), (8, 2)], (3, 2))])
+def test_a_pause_frees_what_nobody_else_holds(beginnings: Sequence[tuple[int, int]], paused: tuple[int, ...]) -> None:
+    it = scheduler(step_tokens=64)
+    it.arrive(Job(1, 12, 20, beginnings=[(4, 1), (8, 2)]))
+    it.arrive(Job(2, 12, 20))
+    it.arrive(Job(3, 12, 20, beginnings=beginnings))
+    it.next()
+    told(it, (1, 0, 0), (2, 0, 0), (3, 0, 0))
+    it.next()
+    it.report(Report(free=2, uids=(1, 2, 3), held=(3, 3, 3), grow=(5, 0, 0), lacking=(0, 0, 0)))
+    assert it.next() == Filter(pause=paused)
 
 
 def test_what_a_filter_frees_is_awaited_before_anybody_is_paused() -> None:
