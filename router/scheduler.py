@@ -472,10 +472,7 @@ class Scheduler:
         self._sequences += job.running
         self._drafters += job.drafts > 0
         self._loads[job.tenant] = self._loads.get(job.tenant, 0) + job.load
-        if job.lacking:
-            self._prompts[job.uid] = job
-        else:
-            self._decodes += job.running
+        self._prompts[job.uid] = job  # nothing of it is computed: it lacks tokens
 
     def _queue(self, job: Job) -> None:
         self._waiting[job.uid] = job
