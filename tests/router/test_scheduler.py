@@ -120,6 +120,8 @@ def test_pages_of_one_that_has_ended_are_not_promised_twice() -> None:
     it.arrive(Job(3, 16, 2))
     told(it, free=8, finished=[1])  # the two are free now, until the second one takes them
     assert it.next() == Decode()
+    told(it, free=8)
+    assert it._running[2].grow == 4, "they are counted once"
 
 
 def test_after_a_failure_nothing_counts_as_shared_that_was_begun_before() -> None:
@@ -223,6 +225,31 @@ def test_what_was_computed_before_does_not_count_as_cached() -> None:
     for uid in (50, 51, 52):
         it.arrive(Job(uid, 40, 20), [1])
     assert uids(it.next()) == (50, 51), "these fill the step"
+
+
+def test_what_was_paused_does_not_count_as_cached() -> None:
+    it = scheduler(pages=1000)
+    for uid in range(1, 20):
+        it.arrive(Job(uid, 60, 1))
+        it.next()
+        it.report(Report(free=1000, prompt_tokens=1, cached_tokens=59, finished=[uid]))
+    for uid in (50, 51, 52, 53):
+        it.arrive(Job(uid, 40, 20))
+    assert uids(it.next()) == (50, 51, 52, 53)
+    told(it, *((uid, 5, 0) for uid in (50, 51, 52, 53)), free=2)
+    assert it.next() == Filter(pause=(53, 52, 51))
+    it.paused(1000, 0, [(uid, 20, 40) for uid in (51, 52, 53)])
+    assert uids(it.next()) == (51, 52), "these fill the step"
+
+
+def test_jobs_of_which_others_hold_most_are_admitted_together() -> None:
+    it, same = scheduler(), [(56, 1)]
+    it.arrive(Job(1, 60, 8, beginnings=same))
+    it.next()
+    told(it, (1, 2, 0))
+    for uid in (2, 3, 4):
+        it.arrive(Job(uid, 60, 8, beginnings=same))
+    assert uids(it.next()) == (2, 3, 4), "each computes four tokens"
 
 
 def test_in_hand_is_what_steps_under_way_may_compute() -> None:
