@@ -91,7 +91,7 @@ class Pictures:
         """Of the tokens at these places: time, rows or columns."""
         first = max(start, self.end)
         within = self._axes[axis][start:stop] if self._axes else range(start, min(stop, self.end))
-        return [*within, *range(first + self._shift, max(first, stop) + self._shift)]
+        return [*within, *range(first + self._shift, stop + self._shift)]
 
     def between(self, start: int, stop: int) -> Iterator[tuple[Picture, list[int], list[int]]]:
         """Those with tokens among these places, with the places and the numbers of their features."""

@@ -49,6 +49,11 @@ def test_one_that_is_too_large_is_kept_alone() -> None:
     ]
 
 
+def test_a_large_one_takes_the_places_of_several() -> None:
+    a, b, c, large = picture("a"), picture("b"), picture("c"), picture("large", 8)
+    assert encoded(Gallery(12), a, b, c, large, c, large, b) == ["a", "b", "c", "large", "b"]
+
+
 def test_what_nobody_knows_is_not_kept() -> None:
     gallery = Gallery(10)
     assert encoded(gallery, picture(None), picture(None)) == [None, None]
