@@ -309,6 +309,18 @@ def test_guesses_count_for_what_a_job_may_take_until_the_shards_say_it() -> None
     assert (plain.grow, guessing.grow) == (2, 5), "4 tokens and 2 more in pages of 4; 4 and 2 * 7 more"
 
 
+def test_of_beginnings_that_nobody_holds_nothing_is_kept() -> None:
+    sharing, same = Sharing(4), [(4, 1), (8, 2)]
+    sharing.hold(1, same)
+    sharing.clear()
+    sharing.release(1)
+    sharing.hold(2, same)
+    assert sharing.pages(same) == 2
+    for uid in (2, 2):
+        sharing.release(uid)
+    assert (sharing._held, sharing._holders) == ({}, {})
+
+
 def test_of_tenants_that_have_nothing_running_nothing_is_kept() -> None:
     """There may be any number of them."""
     it = scheduler()
