@@ -191,6 +191,16 @@ def apart(group: Group) -> list[Pick | None]:
     return [*best[: candidates_of(group.search.width, 0)]]
 
 
+def test_beams_that_are_fewer_than_their_heirs_leave_no_page() -> None:
+    """As where filters leave each one token: then one goes on, and for two there was room."""
+    engine = tiny.engine(NAME, 4, ahead=True)
+    group = tiny.group(1, prompt(1, 10), COUNT, Sampling(temperature=1.0, top_k=1), search=Search(2, 1))
+    world, ahead = fly(engine, [group], Habits())
+    assert world.failed == {}
+    assert ahead > 0
+    assert at_rest(engine)
+
+
 def test_pages_of_beams_in_flight_stay_within_their_bound(paper: type[Paper], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paper_module, "candidates", apart)
     full = 0
