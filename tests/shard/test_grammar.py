@@ -96,19 +96,19 @@ def test_a_mask_holds_all_tokens_that_can_come_next_and_no_others(grammars: Gram
 
 
 def test_what_is_followed_at_once_and_one_by_one_is_the_same(grammars: Grammars) -> None:
-    """A sequence that is restored has the masks that it would have had; and looking ahead moves nothing."""
-    grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps({"type": "object"}))
+    """A sequence that is restored, or a beam's twin, has the masks that it would have had; and looking ahead moves nothing."""
+    schema = {"type": "array", "minItems": 99, "items": {"type": ["integer", "string"]}}
+    grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
     chance = random.Random(2)
     slow, tokens = guide_of(grammars, grammar), []
     for _ in range(60):
-        restored = guide_of(grammars, grammar)
-        restored.follow(tokens)
-        slow.follow(tokens)
-        first, second = grammars.masks([slow, restored])
+        restored, twin = guide_of(grammars, grammar), slow.copy()
+        for one in (restored, twin, slow):
+            one.follow(tokens)
+        first, second, third = grammars.masks([slow, restored, twin])
         assert (first == second).all()
+        assert (first == third).all()
         ids = allowed(first)
-        if not ids:
-            break
         wrong = next(id for id in range(VOCABULARY) if id not in ids)
         right = chance.choice(ids)
         assert (fitting(slow, right), fitting(slow, wrong), fitting(slow, right, wrong, right)) in ((1, 0, 1), (1, 0, 2), (1, 0, 3))
