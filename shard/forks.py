@@ -44,7 +44,6 @@ class Forks:
         """The children take the places of the group's sequences, which are computed all but for the new tokens. A parent's full
         pages are shared among its children; the rows of its last, partial one are copied for all but the last of them, or are
         copied already for heirs. Raises OutOfPages: then the group can only be dropped."""
-        group.counted = -1
         group.sequences = self._inherited(group, children) if group.heirs else self._parted(group, children)
         for sequence, child in zip(group.sequences, children, strict=True):
             sequence.tokens.append(child.token)

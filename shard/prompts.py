@@ -88,7 +88,6 @@ class Prompts:
     def settle(self, group: Group) -> None:
         """To be called when the planned step is over: choices part if the prompt is computed, and the group decodes if all is.
         Raises OutOfPages."""
-        group.counted = -1
         if group.waiting:
             return
         first, *others = group.sequences

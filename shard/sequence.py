@@ -147,7 +147,7 @@ class Group:
     batch: int = 0
     decodes: bool = False  # all is computed but the last tokens
     told: tuple[int, int, int] = (-1, -1, -1)  # the standing that was last reported
-    counted: int = -1  # pages that it holds; -1: to be counted anew
+    counted: int = -1  # pages that it holds, of several choices that decode; -1: to be counted anew
 
     @property
     def prompt_length(self) -> int:
