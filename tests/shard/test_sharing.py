@@ -193,6 +193,22 @@ def test_a_choice_that_ends_before_the_prompt_is_computed_is_not_begun() -> None
     assert [emitted.choice for _, emitted in outcome.emitted] == [1, 2]
 
 
+def test_a_group_whose_choices_all_end_before_they_begin_is_gone() -> None:
+    engine = tiny.engine("llama", 4)
+    engine.prefill(1, [tiny.group(1, prompt(1, 10), 9, SEEDED, choices=2)], [(1, 99)], 7, [])
+    engine.end([(1, 0), (1, 1)])
+    assert at_rest(engine)
+    assert engine.books.groups == engine.books.batches == {}
+
+
+def test_a_restored_group_gets_no_more_tokens_than_there_are() -> None:
+    engine = tiny.engine("llama", 4, prefix_caching=False)
+    again = tiny.group(1, prompt(1, 10), COUNT, SEEDED, continuations=[(choice, [5] * 8) for choice in range(3)])
+    outcomes = [engine.prefill(1, groups, [(1, 99)], 12, []) for groups in ([again], [], [])]
+    assert [outcome.prompt_tokens for outcome in outcomes] == [12, 12, 7]
+    assert [lacking for outcome in outcomes for *_, lacking in outcome.standing] == [19, 7, 0]
+
+
 @pytest.mark.parametrize("computed", [0, 3, 10])
 def test_a_restored_group_loses_the_choice_that_computes_its_prompt(computed: int) -> None:
     asked, engine = prompt(1, 10), tiny.engine("llama", 4)
