@@ -80,6 +80,16 @@ def score_of(sequence: Sequence) -> float:
     return sequence.path.score
 
 
+@pytest.mark.parametrize(("size", "length", "most", "grow"), [(4, 6, 4, 0), (4, 6, 9, 2), (2, 4, 4, 2)])
+def test_room_for_heirs_is_asked_for_within_their_bound(size: int, length: int, most: int, grow: int) -> None:
+    """And what beams without heirs take, whatever that is."""
+    group = tiny.group(1, (1, 2, 3), 9, search=Search(2, 1))
+    first, second = ([1, 2], [3, 4]) if size == 4 else ([1, 2], [1, 3])
+    group.sequences = [Sequence(array("I", [1] * length), 3, computed=length - 1, pages=pages) for pages in (first, second)]
+    group.waiting, group.decodes, group.most = [], True, most
+    assert group.standing(size) == (len({*first, *second}), grow, 0)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_who_ends_is_known_on_the_host_where_somebody_has_to_read(ranks: int) -> None:
     """Texts and grammars: such beams are not left under way."""

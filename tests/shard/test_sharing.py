@@ -204,9 +204,9 @@ def test_a_group_whose_choices_all_end_before_they_begin_is_gone() -> None:
 def test_a_restored_group_gets_no_more_tokens_than_there_are() -> None:
     engine = tiny.engine("llama", 4, prefix_caching=False)
     again = tiny.group(1, prompt(1, 10), COUNT, SEEDED, continuations=[(choice, [5] * 8) for choice in range(3)])
-    outcomes = [engine.prefill(1, groups, [(1, 99)], 12, []) for groups in ([again], [], [])]
-    assert [outcome.prompt_tokens for outcome in outcomes] == [12, 12, 7]
-    assert [lacking for outcome in outcomes for *_, lacking in outcome.standing] == [19, 7, 0]
+    outcomes = [engine.prefill(1, groups, [(1, 99)], 8, []) for groups in ([again], [], [], [])]
+    assert [outcome.prompt_tokens for outcome in outcomes] == [8, 8, 8, 7]
+    assert [lacking for outcome in outcomes for *_, lacking in outcome.standing] == [23, 15, 7, 0]
 
 
 @pytest.mark.parametrize("computed", [0, 3, 10])
