@@ -279,3 +279,14 @@ def test_what_is_remembered_is_behind_a_page_that_can_be_found() -> None:
     assert not prefixes.states, "its slot is others'"
     prefixes.remember(whole)
     assert not prefixes.states, "nobody would find it"
+
+
+@pytest.mark.parametrize(("states", "found"), [(None, 4), (0, 0)])
+def test_where_states_are_needed_and_none_is_kept_nothing_is_found(states: int | None, found: int) -> None:
+    pool = PagePool(PAGES, SIZE)
+    prefixes = Prefixes(pool, states)
+    first, second = (Sequence(array("I", [1, 2, 3, 4]), 4) for _ in range(2))
+    pool.extend(first.pages, 4)
+    first.computed = 4
+    prefixes.publish(first)
+    assert prefixes.adopt(second, 4) == found
