@@ -49,6 +49,7 @@ class Kind:
     size: int  # of a key
     latent: bool = False  # which its values are a part of
     joined: bool = False  # queries of rows that are `whole` see each other
+    chunked: bool = False  # windows don't slide: they begin at their multiples, and no row goes beyond the end of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +97,16 @@ def blocks(
     device: torch.device,
     start: int = 0,
     joined: Collection[int] = (),
+    chunked: Collection[int] = (),
 ) -> list[Block]:
     """Blocks of `rows`, which stand in `order`.
 
     windows: the distinct ones of the model's layers, 0 for none; elements: of keys and values per token and layer; start: their
-    first token in the step; joined: windows of layers where rows that are whole are that.
+    first token in the step; joined: windows of layers where rows that are whole are that; chunked: windows that don't slide.
     """
     result = []
     for part in split(rows, elements):
-        block = _block(part, start, page_size, windows, joined, device)
+        block = _block(part, start, page_size, windows, joined, chunked, device)
         result.append(block)
         start += block.rows * block.queries
     return result
@@ -129,11 +131,17 @@ def split(rows: Sequence[Row], elements: int) -> Iterator[Sequence[Row]]:
 
 
 def _block(
-    rows: Sequence[Row], start: int, page_size: int, windows: Sequence[int], joined: Collection[int], device: torch.device
+    rows: Sequence[Row],
+    start: int,
+    page_size: int,
+    windows: Sequence[int],
+    joined: Collection[int],
+    chunked: Collection[int],
+    device: torch.device,
 ) -> Block:
     slots = slots_of(rows, page_size)
     causal = [replace(row, whole=False) for row in rows] if any(row.whole for row in rows) else rows
-    views = {window: _view(rows if window in joined else causal, slots, window, device) for window in windows}
+    views = {window: _view(rows if window in joined else causal, slots, window, window in chunked, device) for window in windows}
     return Block(start, len(rows), rows[0].queries, views)
 
 
@@ -146,16 +154,17 @@ def slots_of(rows: Sequence[Row], page_size: int) -> Array:
     return (tables[:, :, None] * page_size + numpy.arange(page_size)).reshape(len(rows), -1)[:, :length]
 
 
-def _view(rows: Sequence[Row], slots: Array, window: int, device: torch.device) -> View:
+def _view(rows: Sequence[Row], slots: Array, window: int, chunked: bool, device: torch.device) -> View:
     """slots: of `slots_of`. What lies before a window is not gathered: the context just seems shorter."""
     tiled = rows[0].queries > TILE and rows[0].parents is None and not rows[0].whole
     if window:
-        unseen = [max(0, row.context - window + 1) for row in rows]
+        unseen = [row.context // window * window if chunked else max(0, row.context - window + 1) for row in rows]
         rows = [
             Row(row.queries, row.context - skip, (), row.parents, whole=row.whole) for row, skip in zip(rows, unseen, strict=True)
         ]
         length = rows[0].queries + max(row.context for row in rows)
-        slots = numpy.take_along_axis(slots, numpy.array(unseen)[:, None] + numpy.arange(length), 1)
+        places = numpy.array(unseen)[:, None] + numpy.arange(length)
+        slots = numpy.take_along_axis(slots, numpy.minimum(places, slots.shape[1] - 1), 1)
     length = slots.shape[1]
     # Seen from its end, every tile of a chain looks the same: the mask of the last one serves all.
     visible = _visible([Row(TILE, length - TILE, ())] if tiled else rows, length, window)

@@ -205,7 +205,7 @@ def _plan(
     pages = writer.add(_pages(rows, table.page_size), _room(capacity, "pages"))
     places = {}
     for kind, own in tiles.items():
-        parts = cutting.segments(table, kind.window, own, kind.ratio, kind.joined)
+        parts = cutting.segments(table, kind.window, own, kind.ratio, kind.joined, kind.chunked)
         limit = fixed or cutting.longest(parts, kind.kv_heads, processors)
         places[kind] = _launch(writer, kind.window, cutting.work(table, parts, own, limit, bool(fixed)), capacity)
     buffer = writer.buffer(device)
@@ -327,6 +327,7 @@ def attention(
     if query.stride(1) != size or query.stride(2) != 1 or not cache.is_contiguous():
         raise ValueError("a token's heads and a slot's keys and values must lie side by side")
     launch = plan.launches[window]
+    window = 0 if launch.kind.chunked else window  # then items begin where it does
     kv_heads, ratio = launch.kind.kv_heads, launch.kind.ratio
     scaled, early = scales is not None, on(query.device)
     output = torch.empty((tokens, heads, values), dtype=query.dtype, device=query.device)

@@ -52,6 +52,11 @@ class Layout:
         return max(kind.ratio * (kind.kv_heads if self.latent else 1) for kind in self.kinds)
 
     @property
+    def chunk(self) -> int:
+        """Positions of a window that doesn't slide; 0: there are none."""
+        return next((kind.window for kind in self.kinds if kind.chunked), 0)
+
+    @property
     def special(self) -> bool:
         """Torch's own attention is not enough."""
         return self.softcap > 0 or self.sinks or self.most > 0
@@ -60,11 +65,11 @@ class Layout:
 Plan: TypeAlias = "shared_prefixes.Plan | steady.Plan | paged.Plan"
 
 
-def kind(window: int, heads: int, kv_heads: int, size: int, latent: bool, joined: bool = False) -> Kind:
+def kind(window: int, heads: int, kv_heads: int, size: int, latent: bool, joined: bool = False, chunked: bool = False) -> Kind:
     """Of layers with so many heads, of which as many as have room read a latent together."""
     if latent:
         kv_heads = heads // next(count for count in range(TOGETHER, 0, -1) if heads % count == 0)
-    return Kind(window, kv_heads, heads // kv_heads, size, latent, joined)
+    return Kind(window, kv_heads, heads // kv_heads, size, latent, joined, chunked)
 
 
 def by_triton(layout: Layout) -> bool:
@@ -77,11 +82,21 @@ def plan(rows: Sequence[Row], layout: Layout, capacity: "paged.Capacity | None" 
     if that is too little."""
     if not by_triton(layout):
         joined = [kind.window for kind in layout.kinds if kind.joined]
+        chunked = [kind.window for kind in layout.kinds if kind.chunked]
         if layout.steady:
-            return steady.plan(rows, layout.page_size, layout.elements, layout.ratio, layout.device, joined)
+            return steady.plan(rows, layout.page_size, layout.elements, layout.ratio, layout.device, joined, chunked)
         windows, size = [kind.window for kind in layout.kinds], max(kind.size for kind in layout.kinds)
         return shared_prefixes.plan(
-            rows, layout.page_size, windows, layout.elements, layout.device, layout.ratio, size, layout.special, joined
+            rows,
+            layout.page_size,
+            windows,
+            layout.elements,
+            layout.device,
+            layout.ratio,
+            size,
+            layout.special,
+            joined,
+            chunked,
         )
     from . import paged_attention as paged
 

@@ -53,6 +53,7 @@ def plan(
     size: int,
     special: bool = False,
     joined: Collection[int] = (),
+    chunked: Collection[int] = (),
 ) -> tuple[list[int], Plan]:
     """The order in which `rows` have to stand in the step, and its plan; arguments as those of `attention.blocks`.
 
@@ -79,7 +80,7 @@ def plan(
     bundled, together = _joint(bundles, rows, page_size, elements, device, whole=True)
     others = list(own)
     others = [others[k] for k in plain.order([*own.values()])]
-    blocks = plain.blocks([own[i] for i in others], page_size, windows, elements, device, len(bundled), joined)
+    blocks = plain.blocks([own[i] for i in others], page_size, windows, elements, device, len(bundled), joined, chunked)
     order = bundled + others
     places = {row: token for token, row in enumerate(order)}  # rows of one query come first
     return order, Plan(together, blocks, [_level(level, rows, places, page_size, elements, device) for level in levels])

@@ -45,16 +45,23 @@ class Plan:
     blocks: list[Block]
     tile: int  # queries of one
     joined: Collection[int]  # windows of layers where rows that are whole are that
+    chunked: Collection[int]  # windows that don't slide
 
 
 def plan(
-    rows: Sequence[Row], page_size: int, elements: int, ratio: int, device: torch.device, joined: Collection[int] = ()
+    rows: Sequence[Row],
+    page_size: int,
+    elements: int,
+    ratio: int,
+    device: torch.device,
+    joined: Collection[int] = (),
+    chunked: Collection[int] = (),
 ) -> tuple[list[int], Plan]:
     """The order in which `rows` have to stand in the step, and its plan.
 
-    elements: of keys and values per token and layer; ratio: query heads of a key head; joined: as in `attention.blocks`. Raises
-    ValueError for trees: what their nodes see does not lie side by side, as it will when they are accepted, so it is added up in
-    another order.
+    elements: of keys and values per token and layer; ratio: query heads of a key head; joined, chunked: as in `attention.blocks`.
+    Raises ValueError for trees: what their nodes see does not lie side by side, as it will when they are accepted, so it is added
+    up in another order.
     """
     if any(row.parents is not None and list(row.parents) != list(range(-1, row.queries - 1)) for row in rows):
         raise ValueError("the nodes of a tree are not computed as a chain's tokens are, to the last bit")
@@ -73,7 +80,7 @@ def plan(
         context = max(row.context for row in part)
         blocks.append(Block(start, len(part), queries, context, torch.from_numpy(slots.reshape(-1)).to(device), positions, last))
         start += len(part) * queries
-    return order, Plan(blocks, tile, joined)
+    return order, Plan(blocks, tile, joined, chunked)
 
 
 def _keys(row: Row) -> int:
@@ -118,9 +125,17 @@ def attention(
         for first in range(0, block.queries, many):
             part, positions, ends = (x[:, first : first + many] for x in (asking, block.positions, last))
             seen = slice(_whole(block.context + (first + many if last is block.positions else block.queries)))
-            found = _tiles(attended, part, keys[:, :, seen], values[:, :, seen], positions, ends, window, plan.tile)
+            firsts = _first_keys(positions, window, window in plan.chunked)
+            found = _tiles(attended, part, keys[:, :, seen], values[:, :, seen], firsts, ends, plan.tile)
             answers.append(found.flatten(0, 1))
     return answers[0] if len(answers) == 1 else torch.cat(answers)
+
+
+def _first_keys(positions: Tensor, window: int, chunked: bool) -> Tensor:
+    """Those that queries at these positions see."""
+    if not window:
+        return torch.zeros_like(positions)
+    return positions // window * window if chunked else positions - window + 1
 
 
 def _tiles(
@@ -128,23 +143,20 @@ def _tiles(
     asking: Tensor,
     keys: Tensor,
     values: Tensor,
-    positions: Tensor,
+    first: Tensor,
     last: Tensor,
-    window: int,
     tile: int,
 ) -> Tensor:
-    """asking: [rows, queries, heads, size]; keys, values: [rows, kv_heads, keys, size]; positions, last: [rows, queries]. As
-    asking."""
+    """asking: [rows, queries, heads, size]; keys, values: [rows, kv_heads, keys, size]; first, last: keys that are seen, [rows,
+    queries]. As asking."""
     rows, queries, heads, size = asking.shape
     lacking = -queries % tile
     asking = functional.pad(asking, (0, 0, 0, 0, 0, lacking)).reshape(-1, heads, size)
     # Those see the first key: something must be seen.
-    positions, last = (functional.pad(x, (0, lacking)).view(-1, tile, 1) for x in (positions, last))
-    count, kv_heads = len(positions), keys.shape[1]
+    first, last = (functional.pad(x, (0, lacking)).view(-1, tile, 1) for x in (first, last))
+    count, kv_heads = len(first), keys.shape[1]
     key = torch.arange(keys.shape[2], device=keys.device)
-    visible = key <= last
-    if window:
-        visible &= positions - key < window
+    visible = (key >= first) & (key <= last)
     mask = torch.zeros(visible.shape, dtype=asking.dtype, device=keys.device).masked_fill_(~visible, -torch.inf)
     mask = mask.repeat_interleave(heads // kv_heads, 1).unsqueeze(1)  # [tiles, 1, queries * ratio, keys]
     spread = [x.expand(count, -1, -1, -1) for x in (keys, values)]

@@ -9,6 +9,7 @@ step is cut into several *items*. What a token gets from several items is merged
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy
@@ -206,26 +207,27 @@ def kind_of(tiles: Sequence[Tile], rows: int) -> int:
     return next((kind for kind, tile in enumerate(tiles) if tile.rows >= rows), len(tiles) - 1)
 
 
-def segments(table: Table, window: int, tiles: Sequence[Tile], ratio: int, joined: bool = False) -> Array:
-    """[segments, fields of Segment]. ratio: query heads of a key head; joined: rows that are whole are that here."""
-    common = numpy.array([*_common_segments(table, window, tiles, ratio)], numpy.int64).reshape(-1, len(Segment._fields))
-    return numpy.concatenate((common, _own_segments(table, window, tiles, ratio, joined)))
+def segments(table: Table, window: int, tiles: Sequence[Tile], ratio: int, joined: bool = False, chunked: bool = False) -> Array:
+    """[segments, fields of Segment]. ratio: query heads of a key head; joined: rows that are whole are that here; chunked: the
+    window doesn't slide."""
+    common = numpy.array([*_common_segments(table, window, tiles, ratio, chunked)], numpy.int64)
+    own = _own_segments(table, window, tiles, ratio, joined, chunked)
+    return numpy.concatenate((common.reshape(-1, len(Segment._fields)), own))
 
 
-def _common_segments(table: Table, window: int, tiles: Sequence[Tile], ratio: int) -> Iterator[Segment]:
+def _common_segments(table: Table, window: int, tiles: Sequence[Tile], ratio: int, chunked: bool) -> Iterator[Segment]:
     for run, first in table.runs:
-        begin, end = _seen(table, run, window)
-        if begin >= end:
-            continue
-        pages = int(table.offsets[run.members[0]])
-        count = int(table.queries[run.members].sum())
-        kind = kind_of(tiles, count * ratio)
-        most = tiles[kind].rows // ratio
-        for at in range(0, count, most):
-            yield Segment(first + at, min(most, count - at), pages, begin, end, end, ORDERED, kind, True)
+        for members, begin, end in _seen(table, run, window, chunked):
+            count = int(table.queries[members].sum())
+            kind = kind_of(tiles, count * ratio)
+            most = tiles[kind].rows // ratio
+            for at in range(0, count if begin < end else 0, most):
+                pages = int(table.offsets[members[0]])
+                yield Segment(first + at, min(most, count - at), pages, begin, end, end, ORDERED, kind, True)
+            first += count
 
 
-def _own_segments(table: Table, window: int, tiles: Sequence[Tile], ratio: int, joined: bool) -> Array:
+def _own_segments(table: Table, window: int, tiles: Sequence[Tile], ratio: int, joined: bool, chunked: bool) -> Array:
     sizes = _ints([tile.rows for tile in tiles])
     kinds = numpy.minimum(numpy.searchsorted(sizes, table.queries * ratio), len(tiles) - 1)
     most = sizes[kinds] // ratio
@@ -240,7 +242,9 @@ def _own_segments(table: Table, window: int, tiles: Sequence[Tile], ratio: int, 
         for k in numpy.flatnonzero(row == i):
             tree[k], lowest[k] = table.starts[i], table.positions[first[k] : first[k] + count[k]].min()
     begin = table.own[row]
-    if window:
+    if chunked:
+        begin = numpy.maximum(begin, table.contexts[row] // window * window)
+    elif window:
         begin = numpy.maximum(begin, (lowest - window + 1) // ALIGNMENT * ALIGNMENT)
     context = table.contexts[row]
     end = context + at + count  # a node's ancestors are before it, in a tree as well
@@ -249,15 +253,20 @@ def _own_segments(table: Table, window: int, tiles: Sequence[Tile], ratio: int, 
         tree[whole], end[whole] = WHOLE, (table.contexts + table.queries)[row[whole]]
     together = numpy.zeros(len(parts), numpy.int64)
     for run, _ in table.runs:
-        seen = _seen(table, run, window)
-        together[run.members] |= seen[0] < seen[1]
+        for members, first_key, last_key in _seen(table, run, window, chunked):
+            together[members] |= first_key < last_key
     return numpy.stack((first, count, table.offsets[row], begin, end, context, tree, kinds[row], together[row]), 1)
 
 
-def _seen(table: Table, run: Run, window: int) -> tuple[int, int]:
-    """First and last key of a run that any of its rows may see."""
+def _seen(table: Table, run: Run, window: int, chunked: bool) -> Iterator[tuple[list[int], int, int]]:
+    """Members of a run, side by side, with the first key of it that any of them may see, and the one after the last. Where windows
+    don't slide, all of them see the same."""
     begin, end = run.begin * table.page_size, run.end * table.page_size
-    return _first_key(begin, min(table.rows[i].context for i in run.members), window), end
+    if not chunked:
+        yield run.members, _first_key(begin, min(table.rows[i].context for i in run.members), window), end
+        return
+    for first, members in groupby(run.members, key=lambda i: table.rows[i].context // window * window):
+        yield [*members], max(begin, first), end
 
 
 def _first_key(begin: int, position: int, window: int) -> int:

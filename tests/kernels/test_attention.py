@@ -33,10 +33,11 @@ class Paged:
         sharing: float = 0.0,
         whole: float = 0.0,
         joined: Collection[int] = (),
+        chunked: Collection[int] = (),
     ) -> None:
         chance = random.Random(seed)
         torch.manual_seed(seed)
-        self.page_size, self.joined = page_size, joined
+        self.page_size, self.joined, self.chunked = page_size, joined, chunked
         counts = [-(-(queries + context) // page_size) + chance.randint(0, spare) for queries, context in shapes]
         pages = list(range(1, sum(counts) + 1))
         chance.shuffle(pages)
@@ -63,7 +64,9 @@ class Paged:
         sinks = torch.randn(KV_HEADS * group) * 2 if sinking else None
         found, plan = self.found(query, window, sinks)
         expected = [
-            plain(part, self.cache[self.slots(row)], row, window, sinks, row.whole and window in self.joined)
+            plain(
+                part, self.cache[self.slots(row)], row, window, sinks, row.whole and window in self.joined, window in self.chunked
+            )
             for part, row in zip(query.split([row.queries for row in self.rows]), self.rows, strict=True)
         ]
         torch.testing.assert_close(found, torch.cat(expected).float())
@@ -82,6 +85,7 @@ class Paged:
             SIZE,
             sinks is not None,
             self.joined,
+            self.chunked,
         )
         parts = query.split([row.queries for row in self.rows])
         answers = shared_prefixes.attention(torch.cat([parts[i] for i in order]), self.cache, plan, window, SIZE**-0.5, sinks=sinks)
@@ -89,7 +93,15 @@ class Paged:
         return torch.cat([found[i] for i in range(len(found))]), plan
 
 
-def plain(query: Tensor, cached: Tensor, row: Row, window: int, sinks: Tensor | None = None, whole: bool = False) -> Tensor:
+def plain(
+    query: Tensor,
+    cached: Tensor,
+    row: Row,
+    window: int,
+    sinks: Tensor | None = None,
+    whole: bool = False,
+    chunked: bool = False,
+) -> Tensor:
     """query: [queries, heads, size], cached: [length, 2, kv_heads, size]; every sum on its own, in float64."""
     result = torch.zeros_like(query, dtype=torch.float64)
     group = query.shape[1] // KV_HEADS
@@ -99,8 +111,9 @@ def plain(query: Tensor, cached: Tensor, row: Row, window: int, sinks: Tensor | 
         while parents[path[-1]] >= 0:
             path.append(parents[path[-1]])
         position = row.context + len(path) - 1
-        seen = [k for k in range(row.context) if not window or position - k < window]
-        seen += [row.context + node for back, node in enumerate(path) if not window or back < window]
+        back = position % window + 1 if chunked else window  # so far it may look
+        seen = [k for k in range(row.context) if not window or position - k < back]
+        seen += [row.context + node for steps, node in enumerate(path) if not window or steps < back]
         if whole:
             seen += range(position + 1, row.context + row.queries)
         keys, values = cached[seen].double().unbind(1)
@@ -138,6 +151,33 @@ def test_whole_rows(window: int, trees: float, joined: tuple[int, ...]) -> None:
     Paged(shapes, 16, trees, spare=1, whole=0.5, joined=joined).check(2, window)
     Paged(shapes, 3, trees, seed=1, sharing=0.5, whole=0.7, joined=joined).check(4, window, sinking=True)
     Paged([(200, 30)], 16, whole=1, joined=joined).check(1, window)
+
+
+def within_chunks(chance: random.Random, chunk: int, count: int, longest: int) -> list[tuple[int, int]]:
+    """Shapes of rows that go beyond no chunk's end."""
+    contexts = [chance.choice([0, chunk - 1, chunk, chance.randint(0, longest)]) for _ in range(count)]
+    return [(chance.choice([1, 1, 1, chance.randint(1, chunk - context % chunk)]), context) for context in contexts]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("chunk", [4, 16, 100])
+def test_chunks(chunk: int, seed: int) -> None:
+    """Beside layers that see all, of rows with contexts of one chunk, and of several."""
+    chance = random.Random(seed)
+    shapes = within_chunks(chance, chunk, 14, 3 * chunk)
+    for window in (chunk, 0):
+        paged = Paged(shapes, chance.choice([1, 3, 16]), seed=seed, spare=1, sharing=0.4, chunked=(chunk,))
+        assert not paged.check(chance.choice([1, 2, 4]), window, sinking=seed % 2 > 0).levels
+    Paged([(100, 200)], 16, chunked=(100,)).check(2, 100)
+
+
+def test_a_tree_within_a_chunk() -> None:
+    """Its nodes' places may lie beyond: positions are what counts."""
+    paged = Paged([(13, 34), (5, 32), (1, 3), (9, 0)], 16, chunked=(16,))
+    parents = [[-1, 0, 1, 2, 3, 4, 5, 0, 1, 1, 2, 8, 0], None, None, [-1, *range(8)]]
+    rows = [replace(row, parents=own) for row, own in zip(paged.rows_as_given, parents, strict=True)]
+    paged.rows = [rows[i] for i in order(rows)]
+    paged.check(2, 16)
 
 
 @pytest.mark.parametrize("seed", range(6))

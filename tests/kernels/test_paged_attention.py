@@ -26,6 +26,8 @@ from penstock.kernels.paged_attention import Capacity, attention, plan, tiles_of
 from penstock.kernels.ragged import Layout
 from penstock.kernels.work import NODES, SHORTEST_RUN, Item, Segment, Table, Tile, Work
 
+from .test_attention import within_chunks
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
@@ -81,14 +83,16 @@ def exact(
     sinks: Tensor | None = None,
     latent: int = 0,
     joined: bool = False,
+    chunked: bool = False,
 ) -> Tensor:
     """query: [queries, heads, size], cached: [length, 2 or 1, kv_heads, size], sinks: [heads], all in float64."""
     ancestors, depths = plain.ancestry(row.parents if row.parents is not None else range(-1, row.queries - 1))
     positions = torch.tensor([*range(row.context), *(row.context + depth for depth in depths)])
     visible = torch.cat((torch.ones(row.queries, row.context, dtype=torch.bool), torch.tensor(ancestors)), 1)
     visible |= row.whole and joined
+    own = positions[row.context :, None]
     if window:
-        visible &= positions[row.context :, None] - positions < window
+        visible &= positions >= own // window * window if chunked else own - positions < window
     every = cached.repeat_interleave(query.shape[1] // cached.shape[2], 2)
     keys, values = every[:, 0], every[:, -1, :, : latent or None]
     logits = torch.einsum("qhs,khs->hqk", query, keys) * scale
@@ -117,8 +121,10 @@ class World:
         latent: int = 0,
         seed: int = 0,
         joined: Sequence[int] = (),
+        chunked: bool = False,
     ) -> None:
-        self.joined = joined
+        """chunked: windows don't slide."""
+        self.joined, self.chunked = joined, chunked
         torch.manual_seed(seed)
         self.rows, self.page_size, self.kv_heads, self.ratio, self.size, self.dtype = rows, page_size, kv_heads, ratio, size, dtype
         used = sorted({slot for row in rows for slot in slots_of(row, page_size)})
@@ -136,7 +142,8 @@ class World:
     def plan(self, window: int = 0, **options: object) -> paged_attention.Plan:
         defaults: dict[str, object] = {"processors": 3, "dtype": self.dtype}
         kinds = [
-            Kind(one, self.kv_heads, self.ratio, self.size, self.latent > 0, one in self.joined) for one in sorted({0, window})
+            Kind(one, self.kv_heads, self.ratio, self.size, self.latent > 0, one in self.joined, self.chunked and one > 0)
+            for one in sorted({0, window})
         ]
         return plan(self.rows, self.page_size, kinds, DEVICE, **{**defaults, **options})  # type: ignore[arg-type]
 
@@ -152,7 +159,18 @@ class World:
         scale, joined = self.size**-0.5, window in self.joined
         return torch.cat(
             [
-                exact(part, cache[slots_of(row, self.page_size)], row, window, scale, softcap, sinks, self.latent, joined)
+                exact(
+                    part,
+                    cache[slots_of(row, self.page_size)],
+                    row,
+                    window,
+                    scale,
+                    softcap,
+                    sinks,
+                    self.latent,
+                    joined,
+                    self.chunked,
+                )
                 for part, row in zip(parts, self.rows, strict=True)
             ]
         )
@@ -210,6 +228,30 @@ def test_what_is_before_all_windows_may_be_anything() -> None:
     for row in world.rows:
         world.cache[slots_of(row, 16)[: row.context - window + 1]] = torch.nan
     torch.testing.assert_close(world.found(world.plan(window), window).double().cpu(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [16, 64, 256])
+@pytest.mark.parametrize(("page_size", "fixed"), [(1, 0), (16, 0), (16, 128), (64, 0), (256, 0)])
+def test_chunks(page_size: int, fixed: int, chunk: int) -> None:
+    """Of rows that share pages, in the same chunk and not, and of which one is a tree. What is before may be anything."""
+    if chunk % page_size:
+        return
+    chance = random.Random(page_size + chunk)
+    shapes = [(1, 600), (1, 3 * chunk - 1), (1, 3 * chunk - 2), (1, 600), *within_chunks(chance, chunk, 6, 600)]
+    rows = rows_of(shapes, page_size, chance, sharing=0.8)
+    if not fixed:  # some read together what they see
+        parts = work.segments(work.table(rows, page_size, 60), chunk, TILES, 2, chunked=True)
+        assert chunk == page_size or chunk < 256 or parts[:, work.SHARED].any()
+    rows.append(replace(rows_of([(9, chunk + 3)], page_size, chance)[0], parents=[-1, 0, 1, 0, 2, 2, 1, 0, 5]))
+    rows[-1] = replace(rows[-1], pages=[page + max(max(row.pages) for row in rows[:-1]) for page in rows[-1].pages])
+    world = World(rows, page_size, chunked=True)
+    world.check(chunk, fixed=fixed)
+    world.check(0, fixed=fixed)
+    expected = world.expected(chunk)
+    seen = {slot for row in rows for slot in slots_of(row, page_size)[row.context // chunk * chunk :]}
+    world.cache[[slot for slot in range(len(world.cache)) if slot not in seen]] = torch.nan
+    found = world.found(world.plan(chunk, fixed=fixed), chunk)
+    torch.testing.assert_close(found.double().cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("nodes", [2, 33, 64, 65, 128])

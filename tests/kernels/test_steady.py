@@ -30,6 +30,7 @@ class Kind:
     latent: bool = False
     dtype: torch.dtype = torch.float32
     joined: bool = False
+    chunked: bool = False
     stored: torch.dtype | None = None
 
 
@@ -45,6 +46,8 @@ KINDS = {
     "everything": Kind(softcap=3.0, sinks=True, dtype=torch.bfloat16),
     "latents": Kind(kv_heads=1, size=72, latent=True, dtype=torch.bfloat16),
     "8 bits": Kind(stored=torch.float8_e4m3fn),
+    "chunks": Kind(window=64, chunked=True),
+    "long chunks": Kind(window=640, chunked=True, softcap=3.0),
 }
 
 
@@ -73,7 +76,8 @@ class World:
         """Of each row's queries, in the order that they are given."""
         kind = self.kind
         elements = (1 if kind.latent else 2) * kind.kv_heads * kind.size
-        order, plan = steady.plan(rows, PAGE, elements, kind.heads // kind.kv_heads, CPU, [kind.window] if kind.joined else ())
+        own = ([kind.window] if which else [] for which in (kind.joined, kind.chunked))
+        order, plan = steady.plan(rows, PAGE, elements, kind.heads // kind.kv_heads, CPU, *own)
         parts = query.split([row.queries for row in rows])
         how: Any = kind.window, kind.size**-0.5, kind.softcap, self.scales, self.sinks
         answers = steady.attention(torch.cat([parts[i] for i in order]), self.cache, plan, *how)
@@ -96,7 +100,12 @@ class World:
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
 def test_it_is_attention(kind: Kind) -> None:
     world = World(kind, 700)
-    plan = attention.blocks([world.row(0, 700)], PAGE, [kind.window], 1, CPU)
+    chunk = kind.window if kind.chunked else 700
+    rows = [
+        world.row(start, min(start + chunk, 700)) for start in range(0, 700, chunk)
+    ]  # within chunks, of which the last is short
+    parts = attention.blocks(rows, PAGE, [kind.window], 1, CPU, chunked=[kind.window] if kind.chunked else ())
+    plan = sorted(parts, key=lambda block: block.start)
     how: Any = kind.window, kind.size**-0.5, kind.softcap, world.scales, world.sinks
     expected = attention.attention(world.query, world.cache, plan, *how).float()
     found = world.attend([world.row(0, 700)], world.query)
