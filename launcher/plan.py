@@ -142,6 +142,7 @@ def _form(options: Options, model: Checkpoint, ranks: int) -> Shape:
     try:
         form = shape(model.config).within(options.max_total_tokens).quantized(options.quantize)
         form.check_ranks(ranks)
+        form.check_pages(options.page_size)
     except ValueError as error:
         raise Mistake(f"{model.folder}: {error}") from None
     if options.max_total_tokens > form.max_positions:

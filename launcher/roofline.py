@@ -73,7 +73,8 @@ def prefill(group: Group, on: Accelerator, tokens: int) -> float:
     """A prompt, while nothing else runs."""
     shape, index = group.shape, group.shape.index
     windows, linear = (shape.windows[layer] for layer in shape.attending), shape.linear
-    attended = (_pairs(tokens, window or (index.most if index else 0)) * shape.keys(window).size for window in windows)
+    pairs = _pairs_of_chunks if shape.chunked else _pairs
+    attended = (pairs(tokens, window or (index.most if index else 0)) * shape.keys(window).size for window in windows)
     attention = 4 * sum(attended) * shape.heads / group.ranks
     if index and tokens > index.most:  # every rank has all of it
         attention += 2 * shape.layers * _pairs(tokens, 0) * index.heads * index.size
@@ -90,8 +91,15 @@ def context_bytes(group: Group, context: int) -> float:
     if index and context > index.most:
         return group.token_bytes * (index.most * shape.head_size + context * index.size) / (shape.head_size + index.size)
     windows = (shape.windows[layer] for layer in shape.attending)
-    seen = sum(min(context, window or context) * prod(shape.slot(group.ranks, window)) for window in windows)
+    seen = sum(_keys(shape, context, window) * prod(shape.slot(group.ranks, window)) for window in windows)
     return group.token_bytes / shape.kv_elements(group.ranks) * seen
+
+
+def _keys(shape: Shape, context: int, window: int) -> float:
+    """That the last token of a context sees; if it is of another chunk than the first, as many as tokens do on average."""
+    if shape.chunked and 0 < window < context:
+        return (window + 1) / 2
+    return min(context, window or context)
 
 
 def exchange(group: Group, on: Accelerator, tokens: int, rows: int) -> float:
@@ -127,3 +135,9 @@ def _pairs(tokens: int, window: int) -> int:
     """How often a token of a prompt sees another or itself in a layer."""
     full = min(tokens, window or tokens)
     return full * (full + 1) // 2 + (tokens - full) * full
+
+
+def _pairs_of_chunks(tokens: int, chunk: int) -> int:
+    """The same, where a token sees its chunk; 0: all."""
+    whole, rest = divmod(tokens, chunk or tokens + 1)
+    return whole * _pairs(chunk, 0) + _pairs(rest, 0)

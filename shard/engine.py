@@ -303,7 +303,7 @@ class Engine:
     @torch.inference_mode()
     def _guess(self, groups: Listing[Group], allowance: Allowance | None, outcome: Outcome) -> None:
         began = time.perf_counter()
-        asked = self.guesses.ask(groups, allowance, self.pool)
+        asked = self.guesses.ask(groups, allowance, self.pool, self.decoder.shape.chunk)
         if asked:
             self._clear_taken()
             found = self.shrink.attempt(lambda: self.guesses.propose(asked))

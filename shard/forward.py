@@ -136,6 +136,7 @@ def layout_of(decoder: Decoder, page_size: int, device: torch.device) -> Layout:
                 shape.keys(window).size,
                 latent,
                 window in shape.whole_images,
+                shape.chunked and window > 0,
             )
             for window in sorted(set(shape.windows))
         ),

@@ -61,9 +61,10 @@ class Guesses:
         """Whether there may be any in a step."""
         return allowance is None or allowance.most > 0
 
-    def ask(self, groups: Listing[Group], allowance: Allowance | None, pool: PagePool) -> list[Asked]:
-        """How much is guessed in the next step: as much as a group may have, its sequences may still take, and is worth it."""
-        asked = self._asked(groups, allowance, pool.page_size)
+    def ask(self, groups: Listing[Group], allowance: Allowance | None, pool: PagePool, chunk: int = 0) -> list[Asked]:
+        """How much is guessed in the next step: as much as a group may have, its sequences may still take, and is worth it. chunk:
+        of positions of which some layers see no others; 0: there are none."""
+        asked = self._asked(groups, allowance, pool.page_size, chunk)
         return [one for one in asked if _extend(one, pool)] if self._speculation.draft else asked
 
     def propose(self, asked: Listing[Asked]) -> tuple[int, float]:
@@ -82,12 +83,12 @@ class Guesses:
             if self.drafter:
                 self.drafter.forget(one.sequence.pages)
 
-    def _asked(self, groups: Listing[Group], allowance: Allowance | None, page_size: int) -> list[Asked]:
+    def _asked(self, groups: Listing[Group], allowance: Allowance | None, page_size: int, chunk: int) -> list[Asked]:
         able = []
         for group in groups:
             for sequence in group.sequences:
                 sequence.acceptance = sequence.acceptance or Acceptance(self._acceptance)
-                depth = room(group, sequence)
+                depth = min(room(group, sequence), _before_border(sequence, chunk)) if chunk else room(group, sequence)
                 if depth and group.drafts:
                     most = min(group.drafts, _left(group, sequence, page_size))
                     able.append((group, sequence, sequence.acceptance, most, depth))
@@ -141,6 +142,11 @@ def _proposer(asked: Speculation, model: Model | None) -> Proposer:
 def _left(group: Group, sequence: Sequence, page_size: int) -> int:
     """Nodes that a tree may have in the pages that the sequence may come to hold: `Group.grow` covers no others."""
     return -(-group.last // page_size) * page_size - len(sequence.tokens)
+
+
+def _before_border(sequence: Sequence, chunk: int) -> int:
+    """How deep a tree may be where a chunk of positions ends: it can't be cut there."""
+    return chunk - 1 - (len(sequence.tokens) - 1) % chunk
 
 
 def _extend(one: Asked, pool: PagePool) -> bool:

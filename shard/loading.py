@@ -65,6 +65,7 @@ def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
     said = _config(folder)
     model = shape(said).within(config.longest).quantized(config.quantize)
     model.check_ranks(config.ranks)
+    model.check_pages(config.page_size)
     speculation = parse(config.speculate) if config.speculate else Speculation()
     check_guesses(model, speculation)
     device = _device(config)

@@ -156,6 +156,7 @@ def plan(
 ) -> Step:
     """The step that computes `spans`. picked: by the step before; adapted: the decoder has adapters; linear: and linear attention,
     so a room is for spans of one token; narrows: and last layers without keys. Raises ragged.Full if there is too little room."""
+    spans = [part for span in spans for part in _within(span, layout.chunk)] if layout.chunk else spans
     fronts = picked is not None and any(span.front for span in spans)
     later = fronts and ragged.by_triton(layout)  # only the device is told who continues whom
     rows = [
@@ -216,12 +217,28 @@ def parted(spans: Listing[Span]) -> list[Span]:
 
 def _parts(span: Span) -> Iterator[Span]:
     assert span.sequence.pictures is not None
-    start, left = span.start, len(span.tokens)
-    for end, whole in span.sequence.pictures.parts(start, start + left):
-        count, left = end - start, left - (end - start)
-        own = span.tokens[start - span.start : end - span.start]
-        yield replace(span, start=start, tokens=own, wanted=min(count, max(0, span.wanted - left)), whole=whole)
+    start = span.start
+    for end, whole in span.sequence.pictures.parts(start, start + len(span.tokens)):
+        yield replace(_cut(span, start, end), whole=whole)
         start = end
+
+
+def _within(span: Span, chunk: int) -> Iterator[Span]:
+    """The same, cut where chunks of positions end, of which some layers see no others. Trees stay whole: they end there, or are a
+    draft model's, which may see some keys more."""
+    start, stop = span.start, span.start + len(span.tokens)
+    if span.parents is not None or start // chunk == (stop - 1) // chunk:
+        yield span
+        return
+    for first in range(start // chunk * chunk, stop, chunk):
+        yield _cut(span, max(start, first), min(stop, first + chunk))
+
+
+def _cut(span: Span, start: int, end: int) -> Span:
+    """What of a chain is there."""
+    left = span.start + len(span.tokens) - end
+    own = span.tokens[start - span.start : end - span.start]
+    return replace(span, start=start, tokens=own, wanted=min(end - start, max(0, span.wanted - left)))
 
 
 def _positions(span: Span) -> list[int]:

@@ -24,9 +24,9 @@ from .latents import Latents
 from .layer_inputs import Table, Told
 from .loader import Loader
 from .memories import DeltaRule, Remembered
-from .mlp import Beside, Dense, Narrow, Sparse, Ungated
+from .mlp import Beside, Dense, Narrow, Sparse, Ungated, Weighed
 from .renamed import Older
-from .rotary import growth_of
+from .rotary import growth_of, unturned_growth_of
 from .rotary import table_of as angles_of
 from .shape import Convolution, Linear, Remembering, Rope, Shape, Unsupported
 from .short_convolutions import ShortConvolutions
@@ -66,12 +66,13 @@ class Layer:
             return Queries(load, self.window)
         if linear and not linear.along and self.index in linear.layers:
             return _remembered(load, linear)
-        return Latents(load, latent, self.window) if latent else Heads(load, self.window)
+        return Latents(load, latent, self.window) if latent else Heads(load, self.window, self.index not in self.shape.unturned)
 
     def _mlp(self, load: Loader) -> Dense | Sparse:
         mixture = self.shape.mixtures[self.index] if self.shape.mixtures else None
         if mixture:
-            return (Beside if mixture.beside else Narrow if mixture.latent else Sparse)(load, mixture)
+            kind = Beside if mixture.beside else Narrow if mixture.latent else Weighed if mixture.entering else Sparse
+            return kind(load, mixture)
         return (Ungated if self.shape.ungated else Dense)(load, self.shape.width(self.index))
 
     @property
@@ -158,10 +159,11 @@ class Decoder:
         self.norm = load.gains(shape.last_norm, shape.hidden)
         self.head = self._output(load)
         size, turned, dtype = shape.turning_size(0), shape.rotary_size, self.embedding.dtype
-        of = partial(angles_of, positions=shape.max_positions, dtype=dtype, device=device, turned=turned)
+        of = partial(angles_of, positions=shape.turned_positions, dtype=dtype, device=device, turned=turned)
         still = partial(of, Rope(), size, positions=1)  # at position 0 nothing is turned
         self.rotary = of(shape.rope, size) if shape.turns else still()
         self.growth = growth_of(shape.rope, shape.max_positions, dtype, device)
+        self.unturned_growth = unturned_growth_of(shape.unturned_growth, shape.max_positions, dtype, device)
         self.local_rotary = of(shape.local_rope, shape.turning_size(max(shape.windows))) if shape.local_rope else None
         self.unturned = still() if shape.unturned and shape.turns else None
         self.sight: Sight | None = None  # what encodes images, if they are to be seen
@@ -177,7 +179,7 @@ class Decoder:
             stream.replace(tokens, features[:, 0])
         told = self._told(step, stream, [tokens for tokens, _ in looks])
         turnings, seen, kept = self._turnings(step), list[Tensor](), self.kept
-        growth = self.growth.index_select(0, step.positions) if self.growth is not None else None
+        growths = self._growths(step)
         for layer in self.layers:
             if step.last is not None and layer.index == self.shape.with_keys:
                 # All keys and values are written: nothing more is wanted of other rows.
@@ -186,10 +188,10 @@ class Decoder:
                 stream.select(step.last.tokens)
                 told = told.index_select(1, step.last.tokens) if told is not None else None
                 step = step.narrowed()
-                turnings = self._turnings(step)
+                turnings, growths = self._turnings(step), self._growths(step)
             if kept and layer.index in kept.layers:
                 seen.append(stream.normalized(None).clone())
-            attended = layer.attend(stream, step, turnings[layer.index], growth, cache)
+            attended = layer.attend(stream, step, turnings[layer.index], growths[layer.index], cache)
             if layer is self.layers[-1] and not (kept and kept.last):
                 # Its keys and values are written: nothing more is wanted of other rows, once these are kept.
                 if kept:
@@ -232,13 +234,23 @@ class Decoder:
 
     def _turnings(self, step: Step) -> list[Tensor]:
         """Cosines and sines of the step's tokens, for each layer."""
-        rotary = self.rotary.index_select(0, step.positions if self.shape.turns else torch.zeros_like(step.positions))
+        positions = step.positions if self.shape.turns else torch.zeros_like(step.positions)
+        if self.shape.turned_positions < self.shape.max_positions:
+            positions = positions % self.shape.turned_positions
+        rotary = self.rotary.index_select(0, positions)
         if step.turned is not None and self._axes is not None:
             for axis, positions in enumerate(step.turned, 1):
                 rotary = torch.where(self._axes == axis, self.rotary.index_select(0, positions), rotary)
         local = self.local_rotary.index_select(0, step.positions) if self.local_rotary is not None else rotary
         still = self.unturned.expand_as(rotary).contiguous() if self.unturned is not None else rotary
         return [still if layer.index in self.shape.unturned else local if layer.window else rotary for layer in self.layers]
+
+    def _growths(self, step: Step) -> list[Tensor | None]:
+        """What their queries are multiplied by, for each layer."""
+        turned, still = (
+            table.index_select(0, step.positions) if table is not None else None for table in (self.growth, self.unturned_growth)
+        )
+        return [still if still is not None and layer.index in self.shape.unturned else turned for layer in self.layers]
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[tokens, hidden]."""

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from .fields import AGAIN, FULL, SLIDING, Config, number, shown
-from .parts import biased, cap, common, kinds_of, pattern_of, windows_of
+from .parts import biased, cap, common, kinds_of, pattern_of, unturned_of, windows_of
 from .ropes import MISTRAL_YARN, check_factors, rope_of, ropes_by_kind, rotary_size, stretched, with_rope
 from .shape import Shape, Unsupported
 
@@ -140,15 +140,7 @@ def qwen3(config: Config) -> Shape:
 def _smollm3(config: Config) -> Shape:
     """Llama, but that some layers have no rotary embedding, and that those may slide."""
     base = llama(SMOLLM3 | config)
-    turning = config.get("no_rope_layers")  # 1 where a layer has one
-    if turning is None:
-        interval = config.get("no_rope_layer_interval", 4)
-        turning = [int((layer + 1) % interval > 0) for layer in range(base.layers)]
-    if not isinstance(turning, list) or len(turning) < base.layers or not all(type(one) is int for one in turning):
-        raise Unsupported(
-            f"config.json says no_rope_layers {shown(turning)}, 0 or 1 for each of num_hidden_layers is needed: {AGAIN}"
-        )
-    still = frozenset(layer for layer in range(base.layers) if not turning[layer])
+    still = unturned_of(config, base.layers, config.get("no_rope_layers"))
     kinds = kinds_of(config, base.layers, lambda layer: layer in still)
     window = (config.get("use_sliding_window") and config.get("sliding_window")) or 0
     return replace(base, unturned=still, windows=tuple(window if kind == SLIDING else 0 for kind in kinds))

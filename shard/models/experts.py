@@ -84,7 +84,7 @@ def _together(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]
 
     def read(name: str, shape: tuple[int, ...], dimension: int, first: int) -> Tensor:
         turned = (shape[0], shape[2], shape[1])
-        if shape != turned and load.source.has(name, turned):  # as the hub has Qwen 3 VL's
+        if mixture.inputs_first or (shape != turned and load.source.has(name, turned)):  # as the hub has Qwen 3 VL's
             return load.source.tensor(name, turned, (3 - dimension, first, first + part)).transpose(1, 2).contiguous()
         return load.source.tensor(name, shape, (dimension, first, first + part))
 

@@ -6,19 +6,20 @@ Knows no tensor and imports no torch, so that the launcher can plan with it.
 from typing import Any
 
 from .dense_families import DENSE
-from .fields import AGAIN, FULL, INDEXED, LINEAR, SHORT, SLIDING, Config, check, renamed, types_of
+from .fields import AGAIN, CHUNKED, FULL, INDEXED, LINEAR, SHORT, SLIDING, Config, check, renamed, types_of
 from .gemma4_families import GEMMA4
 from .hybrid_families import HYBRID
 from .image_families import IMAGES, seeing, text_of
 from .latent_families import LATENT
 from .layer_norm_families import LAYER_NORM
+from .llama4_families import LLAMA4
 from .nemotron_families import NEMOTRON_H
 from .older_families import OLDER, today
 from .quantization import beside as beside  # for who reads a folder
 from .shape import Convolution, Shape, Unsupported
 from .sparse_families import SPARSE
 
-FAMILIES = DENSE | GEMMA4 | SPARSE | LATENT | LAYER_NORM | HYBRID | NEMOTRON_H | OLDER
+FAMILIES = DENSE | GEMMA4 | SPARSE | LATENT | LAYER_NORM | HYBRID | NEMOTRON_H | LLAMA4 | OLDER
 
 
 def shape(config: Config) -> Shape:
@@ -56,13 +57,13 @@ def _sound(found: Shape, kinds: list[Any] | None) -> Shape:
             )
         if keys.size % 2:
             raise Unsupported(f"config.json means heads of {keys.size} numbers, an even number is needed: {AGAIN}")
-    other = (SHORT if isinstance(found.linear, Convolution) else LINEAR) if found.linear else SLIDING
+    other = (SHORT if isinstance(found.linear, Convolution) else LINEAR) if found.linear else CHUNKED if found.chunked else SLIDING
     unknown = set(map(str, kinds or ())) - ({INDEXED} if found.index else {FULL, other})
     if unknown:
         has = f"full attention and {other}" if other == SHORT else f"full and {other.replace('_', ' ')}"
         raise Unsupported(f"layer_types {', '.join(sorted(unknown))} are not supported: for this family the decoder has {has}")
     for layer, (kind, window) in enumerate(zip(kinds or (), found.windows, strict=False)):
-        if (kind == SLIDING) != (window > 0):
+        if (kind in (SLIDING, CHUNKED)) != (window > 0):
             raise Unsupported(
                 f"config.json says layer_types {kind!r} for layer {layer}, and by its other fields that layer's window is "
                 f"{window or 'none'} (see sliding_window, use_sliding_window): {AGAIN}"

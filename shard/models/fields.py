@@ -76,6 +76,10 @@ SIZES = {
     "conv_L_cache": 1 << 6,
     "block_ff_dim": 1 << 22,
     "block_multiple_of": 1 << 22,
+    "intermediate_size_mlp": 1 << 22,
+    "interleave_moe_layer_step": 1 << 12,
+    "attention_chunk_size": 1 << 30,
+    "floor_scale": 1 << 30,
 }
 LEAST = {
     **dict.fromkeys(("sliding_window", "max_window_layers", "n_shared_experts", "first_k_dense_replace"), 0),
@@ -92,7 +96,7 @@ LEAST_OF = {  # the same, of a model_type
 }
 # And means that there is none.
 MAY_BE_NULL = (
-    *("mamba_d_ssm", "moe_latent_size"),
+    *("mamba_d_ssm", "moe_latent_size", "attention_chunk_size"),
     *("num_key_value_heads", "head_dim", "sliding_window", "max_window_layers"),
     *("n_shared_experts", "n_group", "topk_group", "first_k_dense_replace", "q_lora_rank"),
 )
@@ -103,6 +107,7 @@ NULL_OF = {  # the same, of a model_type: it may have no experts, or the usual n
 AGAIN = "is it the model's own? Download it again"
 # Of `layer_types`.
 FULL, SLIDING, INDEXED, LINEAR = "full_attention", "sliding_attention", "indexed_attention", "linear_attention"
+CHUNKED = "chunked_attention"  # Llama 4's
 SHORT = "conv"  # LFM2's
 FORMERLY = {"attention": FULL, "mamba": LINEAR}  # as transformers 4 has them
 SWITCHES = (
@@ -135,6 +140,7 @@ MODEL_TYPES = {
     "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
     "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
     "HYV3ForCausalLM": "hy_v3",
+    "Llama4ForCausalLM": "llama4_text",
     "Lfm2MoeForCausalLM": "lfm2_moe",
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "NemotronHForCausalLM": "nemotron_h",

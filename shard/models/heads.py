@@ -15,7 +15,8 @@ from .stream import Stream
 class Heads:
     """Keys and values of heads, each for one query head or several."""
 
-    def __init__(self, load: Loader, window: int) -> None:
+    def __init__(self, load: Loader, window: int, turned: bool = True) -> None:
+        """turned: the layer has a rotary embedding."""
         shape = load.shape
         self.shape = shape
         self.window = window
@@ -32,6 +33,10 @@ class Heads:
         self.query_norm, self.key_norm = (
             load.ordered(load.gains(name, keys.size)) if shape.qk_norm else None for name in (queries_name, keys_name)
         )
+        if shape.turned_norm and turned:
+            self.query_norm, self.key_norm = (
+                torch.ones(keys.size, dtype=load.source.dtype, device=load.source.device) for _ in range(2)
+            )
         joint = shape.joint_qk_norm
         self.queries_norm = load.ordered(load.part_of_gains(queries_name, sizes[0], keys.size)) if joint else None
         self.keys_norm = load.ordered(load.part_of_gains(keys_name, sizes[1], keys.size)) if joint else None

@@ -12,6 +12,7 @@ from .fields import AGAIN, Config, shown
 from .gemma4_families import GEMMA4
 from .hybrid_families import HYBRID
 from .latent_families import LATENT
+from .llama4_families import LLAMA4
 from .shape import Shape, Unsupported
 from .sparse_families import SPARSE
 
@@ -100,6 +101,7 @@ IMAGES: dict[str, dict[str, Family]] = {
     },
     "KimiK25ForConditionalGeneration": KIMI,
     "Kimi_K25ForConditionalGeneration": KIMI,
+    "Llama4ForConditionalGeneration": {"llama4_text": LLAMA4["Llama4ForCausalLM"]},
     "LlavaForConditionalGeneration": {"llama": _llama, "mistral": _mistral, "qwen2": DENSE["Qwen2ForCausalLM"]},
     "Mistral3ForConditionalGeneration": {
         "mistral": DENSE["MistralForCausalLM"],

@@ -148,6 +148,20 @@ class Narrow(Sparse):
         yield from (*super().weights(), self.into, self.back)
 
 
+class Weighed(Sparse):
+    """Llama 4's: what the chosen ones see is multiplied by their shares. By logits they are chosen, of which high ones differ where
+    their scores don't."""
+
+    def made(self, x: Tensor) -> Tensor:
+        """As that of `Sparse`."""
+        logits, count = self.router(x.float()), self.mixture.chosen
+        _, chosen = route(logits, count, normalized=False)
+        shares = by_lanes(torch.sigmoid, logits.gather(1, chosen)).to(x.dtype)
+        seen = (x.unsqueeze(1) * shares.unsqueeze(2)).flatten(0, 1)  # [tokens * count, hidden]
+        chosen = chosen.view(-1, 1)
+        return self.experts(seen, torch.ones_like(chosen, dtype=torch.float32), chosen).view(-1, count, x.shape[1]).sum(1)
+
+
 class Beside(Sparse):
     """Gemma 4's: what all tokens go through is an MLP with norms of its own, and so have those that a router chooses. It looks at
     the stream itself, and each expert has a factor of its shares."""

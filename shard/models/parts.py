@@ -60,6 +60,18 @@ def windows_of(config: Config, kinds: list[Any]) -> tuple[int, ...]:
     return tuple(window if kind == SLIDING else 0 for kind in kinds)
 
 
+def unturned_of(config: Config, layers: int, turning: Any) -> frozenset[int]:
+    """Those of so many layers that have no rotary embedding. turning: 1 for each that has one; None: the usual ones have."""
+    if turning is None:
+        interval = config.get("no_rope_layer_interval", 4)
+        turning = [int((layer + 1) % interval > 0) for layer in range(layers)]
+    if not isinstance(turning, list) or len(turning) < layers or not all(type(one) is int for one in turning):
+        raise Unsupported(
+            f"config.json says no_rope_layers {shown(turning)}, 0 or 1 for each of num_hidden_layers is needed: {AGAIN}"
+        )
+    return frozenset(layer for layer in range(layers) if not turning[layer])
+
+
 def cap(config: Config, name: str, default: float | None) -> float:
     """null: there is none."""
     value = config.get(name, default)

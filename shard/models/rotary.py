@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.reference import rotary_table
-from .shape import Rope
+from .shape import Growth, Rope
 
 PART = 1 << 16  # positions whose cosines and sines are computed at once, in float32
 
@@ -22,8 +22,18 @@ def growth_of(rope: Rope, positions: int, dtype: torch.dtype, device: torch.devi
     """What queries are multiplied by, so that attention stays as sharp among more keys, [positions, 1, 1]; None: by 1."""
     if not rope.growth:
         return None
-    times = torch.arange(positions, device=device) // rope.original_positions
-    return (1 + rope.growth * (1 + times.float()).log()).to(dtype).view(-1, 1, 1)
+    return _grown(rope.growth, torch.arange(positions, device=device) // rope.original_positions, dtype)
+
+
+def unturned_growth_of(growth: Growth | None, positions: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """The same in layers without a rotary embedding."""
+    if growth is None:
+        return None
+    return _grown(growth.strength, torch.arange(1, positions + 1, device=device) // growth.positions, dtype)
+
+
+def _grown(strength: float, times: Tensor, dtype: torch.dtype) -> Tensor:
+    return (1 + strength * (1 + times.float()).log()).to(dtype).view(-1, 1, 1)
 
 
 def _widened(table: Tensor, size: int) -> Tensor:

@@ -44,6 +44,15 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """What queries are multiplied by, lest attention blur among many keys: 1 + strength * log(1 + times), of as many times as
+    `positions` fit into a token's place, itself included."""
+
+    strength: float
+    positions: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
     """Of the layers' matrices: fewer bits than what is computed with. Tables are none of it."""
 
@@ -102,6 +111,8 @@ class Mixture:
     precise: bool = False  # the router computes in float32 although its scores are a softmax's
     stacked: tuple[str, ...] = ()  # names of the two tensors that have all experts', gates first; (): as checkpoints have them
     interleaved: bool = False  # all experts are in one tensor, in which gates and what they let through stand by turns
+    inputs_first: bool = False  # all experts are in one tensor, of each [inputs, outputs]
+    entering: bool = False  # shares multiply what experts see, instead of what they make
     beside: bool = False  # the one that all tokens go through is the layer's MLP, and norms of their own are before and behind both
     name: str = "mlp"  # of what all of it is in; "": of the layer itself
     router: str = "gate"
@@ -378,6 +389,7 @@ class Shape:
     rope: Rope
     mixtures: tuple[Mixture | None, ...] = ()  # per layer: its experts instead of one MLP; (): there are none
     windows: tuple[int, ...]  # per layer: positions that a token may look back, itself included; 0: all
+    chunked: bool = False  # windows don't slide: they begin at their multiples, so that a token sees its chunk of positions
     local_rope: Rope | None = None  # of the layers with a window, where it is another
     far: Keys | None = None  # of the layers without a window, where they are others
     # Layers that remember what they saw, instead of attending to it: the cache has none of their keys.
@@ -385,6 +397,7 @@ class Shape:
     attention_gates: bool = False  # of all that heads attend to
     gates_name: str = ""  # of their own matrix, without biases; "": in the checkpoint they are beside each head's queries
     unturned: frozenset[int] = frozenset()  # layers without a rotary embedding
+    unturned_growth: Growth | None = None  # of their queries; None: none
     learned: int | None = None  # positions have vectors, behind so many rows of their table that are for none; None: they have none
     inattentive: frozenset[int] = frozenset()  # layers that neither attend nor remember: an MLP alone, or experts
     without_mlp: frozenset[int] = frozenset()  # layers that have nothing else
@@ -403,6 +416,7 @@ class Shape:
     mlp_bias: bool = False
     qk_norm: bool = False  # RMS norm of every query and key head before rotary
     qk_norm_behind: bool = False  # or behind it
+    turned_norm: bool = False  # or without gains, so that before and behind it are the same, in layers that have one
     joint_qk_norm: bool = False  # or one of all queries of a token together, and one of all its keys
     value_norm: bool = False  # of every value head, without gains
     qkv_limit: float = 0.0  # beyond which queries, keys and values don't go, before rotary; 0: none
@@ -452,6 +466,12 @@ class Shape:
         """The numbers of ranks that the model can be divided into."""
         return [ranks for ranks in range(1, self.heads + 1) if not self._undivided(ranks)]
 
+    def check_pages(self, size: int) -> None:
+        """Raises Unsupported unless pages of so many tokens end where chunks of positions do."""
+        if self.chunk % size:
+            chunks = f"the {self.chunk} positions of which some layers see no others"
+            raise Unsupported(f"pages of {size} tokens don't divide {chunks}: use --page-size {gcd(self.chunk, 16)}")
+
     def _undivided(self, ranks: int) -> str:
         """What so many ranks can't have equal parts of; "": they can."""
         sizes, keys = {"attention heads": self.heads}, dict[str, int]()
@@ -474,6 +494,9 @@ class Shape:
 
     def within(self, longest: int) -> "Shape":
         """The same, for contexts of up to so many tokens; 0: all that it can. Of most models that is nothing that they go by."""
+        most = min(longest or self.max_positions, self.max_positions)
+        if self.chunk >= most:
+            return replace(self, max_positions=most, windows=(0,) * self.layers, chunked=False)
         if self.rope.kind != "longrope" or not longest:
             return self
         return replace(self, max_positions=min(self.max_positions, longest))
@@ -626,12 +649,23 @@ class Shape:
         return len(self.unturned) < self.layers
 
     @property
+    def chunk(self) -> int:
+        """Positions of which some layers see no others; 0: there are none."""
+        return max(self.windows) if self.chunked else 0
+
+    @property
+    def turned_positions(self) -> int:
+        """How many there are to layers with a rotary embedding: where none looks beyond a chunk, positions begin anew with each."""
+        chunks = self.chunk and all(self.windows[layer] for layer in range(self.layers) if layer not in self.unturned)
+        return min(self.max_positions, self.chunk) if chunks else self.max_positions
+
+    @property
     def rotary_elements(self) -> int:
         """Elements of the cosines and sines of all positions, which every rank has; one row is for layers that don't turn. And of
         what queries grow by."""
         size, local = self.turning_size(0), self.turning_size(max(self.windows)) if self.local_rope else 0
-        growth = self.max_positions * (self.rope.growth > 0)
-        return 2 * (self.max_positions * (size * self.turns + local) + size * bool(self.unturned)) + growth
+        growth = self.max_positions * ((self.rope.growth > 0) + (self.unturned_growth is not None))
+        return 2 * (self.turned_positions * (size * self.turns + local) + size * bool(self.unturned)) + growth
 
     def parameters(self, ranks: int = 1, tables: int | None = None, tokens: int | None = None) -> int:
         """Elements of all weights on one rank. `tables`: how often the vocabulary's table is held, if not as in the checkpoint;
@@ -732,6 +766,7 @@ class Shape:
         made = self.rotary_elements + self.qk_norm_behind * len(self.attending) * self.head_size + self._made_norms
         if self.latent and not self.latent.queries:  # zeros beside the biases of latents
             made += self.qkv_bias * len(self.attending) * self.heads // ranks * (self.latent.plain + self.latent.turned)
+        made += self.turned_norm * 2 * (self.layers - len(self.unturned)) * self.head_size
         found = (self.parameters(ranks, 2 if packed else None) + made) * item + wide * (4 - item)
         return found - self.saved(ranks, item, device, dtype)
 
