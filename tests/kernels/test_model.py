@@ -32,9 +32,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value
 # Triton's interpreter takes milliseconds for every token of every operation, also for those that are padding: so steps are small.
 PAGES = 32
 LLAMA, QWEN3, WINDOW = "few-heads", "few-heads-qwen3", "few-heads-window"
-GEMMA, GEMMA4, GEMMA4_MOE, GPT_OSS, MIXTRAL, OLMO, MOE, DEEPSEEK, INDEXED = (
+GEMMA, GEMMA4, GEMMA4_MOE, GPT_OSS, LLAMA4, MIXTRAL, OLMO, MOE, DEEPSEEK, INDEXED = (
     f"few-heads-{name}"
-    for name in ("gemma2", "gemma4", "gemma4-experts", "gpt-oss", "mixtral", "olmo3", "qwen2-moe", "deepseek", "deepseek-v32")
+    for name in (
+        *("gemma2", "gemma4", "gemma4-experts", "gpt-oss", "llama4", "mixtral", "olmo3", "qwen2-moe"),
+        *("deepseek", "deepseek-v32"),
+    )
 )
 DELTA, SPACES, SHORT, PARTS, BESIDE, GEMMA4_E = (
     f"few-heads-{name}" for name in ("qwen3.5", "granite-4-h", "lfm2-moe", "nemotron-h", "falcon-h1", "gemma4-e")
@@ -96,7 +99,7 @@ def with_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch, extent: Extent 
 @pytest.mark.parametrize(
     "name",
     [
-        *(QWEN3, WINDOW, GEMMA, GEMMA4, GEMMA4_E, GEMMA4_MOE, GPT_OSS, MIXTRAL, OLMO, MOE, DEEPSEEK, INDEXED),
+        *(QWEN3, WINDOW, GEMMA, GEMMA4, GEMMA4_E, GEMMA4_MOE, GPT_OSS, LLAMA4, MIXTRAL, OLMO, MOE, DEEPSEEK, INDEXED),
         *(DELTA, SPACES, SHORT, PARTS),
     ],
 )
@@ -135,7 +138,7 @@ def test_products_of_few_rows_give_the_same_tokens(name: str, monkeypatch: pytes
     assert max(norms) > 5  # larger steps go by the others
 
 
-@pytest.mark.parametrize("name", [LLAMA, GEMMA4])
+@pytest.mark.parametrize("name", [LLAMA, LLAMA4, GEMMA4])
 def test_padded_steps_give_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = plain(name)
     choose.force("triton")
@@ -161,12 +164,13 @@ def test_graphs_are_for_tokens_that_attend_to_all(monkeypatch: pytest.MonkeyPatc
     assert len(asked) == engine.forward.eager * engine.decoder.shape.layers > 0
 
 
+@pytest.mark.parametrize("name", [LLAMA, LLAMA4])
 @pytest.mark.parametrize("said", ["tokens=3", "tree=2x2"])
-def test_steps_with_drafts_fit_graphs(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_with_drafts_fit_graphs(said: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the model, which verify chains or trees, and those of its draft model."""
-    expected = plain(LLAMA)
+    expected = plain(name)
     choose.force("triton")
-    engine = tiny.engine(LLAMA, 4, PAGES)
+    engine = tiny.engine(name, 4, PAGES)
     speculation = parse(f"draft=x,{said}")
     drafter = Drafter(engine.decoder, tiny.VOCABULARY, tiny.CPU, speculation.most)
     engine.guesses = Guesses(engine.decoder.ranks, tiny.CPU, speculation, drafter)
@@ -192,14 +196,14 @@ def searches() -> list[Group]:
     return [*made, tiny.group(2, common[:4], 9)]
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-def test_beams_part_on_the_device(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "graphs"), [(LLAMA, False), (LLAMA, True), (LLAMA4, True)])
+def test_beams_part_on_the_device(name: str, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where steps overlap, only the device knows whose pages they go on with."""
     monkeypatch.setattr(work, "SHORTEST_RUN", 4)
     choose.force("reference")
-    expected = drive(tiny.engine(LLAMA, 4, 2 * PAGES), searches(), Habits())
+    expected = drive(tiny.engine(name, 4, 2 * PAGES), searches(), Habits())
     choose.force("triton")
-    engine = tiny.engine(LLAMA, 4, 2 * PAGES, ahead=True)
+    engine = tiny.engine(name, 4, 2 * PAGES, ahead=True)
     if graphs:
         with_graphs(engine, monkeypatch, replace(USUAL, rows=8, pages=2 * PAGES))
     told: list[int] = []

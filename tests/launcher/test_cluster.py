@@ -237,6 +237,20 @@ def test_layers_with_a_window_read_less() -> None:
     assert roofline.prefill(group(windowed), on, 32768) < roofline.prefill(group(SMALL), on, 32768)
 
 
+def test_layers_that_see_chunks_read_a_chunk() -> None:
+    """Pairs are counted by hand, and of many contexts what one reads on average."""
+    llama4 = {"architectures": ["Llama4ForCausalLM"], "attention_chunk_size": 100, "moe_layers": [], "intermediate_size_mlp": 64}
+    found, plain = group(SMALL | llama4), group(SMALL | llama4 | {"attention_chunk_size": None})
+    assert roofline.context_bytes(found, 100) == roofline.context_bytes(plain, 100)
+    layers = [window > 0 for window in found.shape.windows]
+    share = sum(50.5 if chunked else 1000 for chunked in layers) / len(layers)
+    assert roofline.context_bytes(found, 1000) == pytest.approx(roofline.context_bytes(plain, 1000) * share / 1000)
+    assert roofline._pairs_of_chunks(1234, 100) == sum(1 + position % 100 for position in range(1234))
+    assert roofline._pairs_of_chunks(1234, 0) == roofline._pairs(1234, 0)
+    on = cluster.parse("H200").accelerator
+    assert roofline.prefill(found, on, 65_536) < roofline.prefill(plain, on, 65_536)
+
+
 def test_what_an_index_leaves_out_is_not_read() -> None:
     """Of DeepSeek V3.2's tokens 2,048 are read, 576 numbers of each, and 128 of every one."""
     every = SMALL | {"architectures": ["DeepseekV32ForCausalLM"], "num_hidden_layers": 5}

@@ -347,6 +347,12 @@ def test_gpus(tmp_path: Path) -> None:
             replace(MACHINE, memory=150_000),
             "free memory, round the weights with --quantize int4, or",
         ),
+        (
+            Options(page_size=48),
+            {"architectures": ["Llama4ForCausalLM"], "attention_chunk_size": 64},
+            MACHINE,
+            "pages of 48 tokens don't divide the 64 positions of which some layers see no others: use --page-size 16",
+        ),
         (Options(quantize="gptq"), {}, MACHINE, "--quantize gptq, but the checkpoint is not quantized"),
         (Options(), {"quantization_config": {"quant_method": "exl2"}}, MACHINE, "quant_method 'exl2' are not supported"),
     ],

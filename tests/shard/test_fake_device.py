@@ -506,7 +506,7 @@ def test_weights_of_few_bits_ask_nothing(noted: Noted, kind: str) -> None:
     assert "quantized_kernel" in {launched.kernel for launched in noted.launches}
 
 
-@pytest.mark.parametrize("name", ["words-wide", "gemma4-e-wide", "mixtral-wide", "few-heads-mixtral"])
+@pytest.mark.parametrize("name", ["words-wide", "gemma4-e-wide", "llama4-wide", "mixtral-wide", "few-heads-mixtral"])
 @pytest.mark.usefixtures("noted")
 def test_the_plan_knows_what_a_rank_holds(name: str) -> None:
     """Of 192 inputs in groups of 64 each of two has 96, in groups of 32; of 88 it has 44, so that experts are unpacked, and all of

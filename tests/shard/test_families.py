@@ -167,7 +167,13 @@ def test_parameters_are_counted_as_transformers_has_them(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["deepseek-v3", "gemma4", "gemma4-e", "gemma4-experts", "hunyuan", "ministral3", "mistral4"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("deepseek-v3", "gemma4", "gemma4-e", "gemma4-experts", "hunyuan"),
+        *("llama4", "llama4-full", "llama4-steps", "ministral3", "mistral4"),
+    ],
+)
 def test_bytes_are_planned_as_they_are_held(name: str, dtype: str) -> None:
     model = load(ShardConfig(folder=str(tiny.folder(name)), model=name, dtype=dtype), lambda stage: None).decoder
     planned = model.shape.weight_bytes(1, 4 if dtype == "float32" else 2, "cpu", dtype, not model.head.shared)

@@ -41,6 +41,7 @@ FAMILIES = [
     ("nemotron-h-moe", 4),
     ("one-key-gpt-oss", 4),
     ("one-key-llama", 2),
+    ("two-keys-llama4", 4),
     ("two-keys-minimax-m2", 8),
     ("two-keys-olmo2", 4),
     ("two-keys-phi3", 4),

@@ -106,7 +106,7 @@ def test_logits_of_chunks_equal_transformers(name: str) -> None:
         close(torch.cat(parts), tiny.expected_logits(name, tokens))
 
 
-@pytest.mark.parametrize("name", ["deepseek-v32", "llama", "mistral"])
+@pytest.mark.parametrize("name", ["deepseek-v32", "llama", "llama4", "mistral"])
 @pytest.mark.parametrize("cut", [0, 1, 64, 129])
 def test_logits_of_a_long_prompt_equal_transformers(name: str, cut: int) -> None:
     """In one or two pieces, with no other row in the step."""

@@ -70,6 +70,7 @@ FALCON = {name: value for name, value in PLAIN_HEADS.items() if name != "interme
 OPT = {name: value for name, value in PLAIN_HEADS.items() if name != "intermediate_size"} | ENDS | {"ffn_dim": 88}
 GPT2 = ENDS | {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 8, "n_positions": 512}
 WINDOW = 8  # less than the context of every test
+CHUNK = 16  # of positions, of which some layers see no others
 GPT_NEO = ENDS | {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -82,6 +83,14 @@ GPT_NEO = ENDS | {
 # Caps that the logits of these models come near to.
 GEMMA: dict[str, Any] = SMALL | {"head_dim": 16, "query_pre_attn_scalar": 12, "sliding_window": WINDOW}
 GEMMA2 = GEMMA | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 9.0}
+LLAMA4 = SMALL | {
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "intermediate_size": 20,
+    "intermediate_size_mlp": 44,
+    "num_local_experts": 5,
+    "attention_chunk_size": CHUNK,
+}
 GEMMA4 = SMALL | {
     "head_dim": 16,
     "global_head_dim": 32,
@@ -336,6 +345,17 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "llama-yarn": lambda: transformers.LlamaConfig(**SMALL, rope_parameters=DEEP_YARN),
     "llama-tied": lambda: transformers.LlamaConfig(**SMALL, tie_word_embeddings=True),
     "llama-biases": lambda: transformers.LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True),
+    "llama4": lambda: transformers.Llama4TextConfig(**LLAMA4, floor_scale=6, attn_scale=0.4, rope_parameters=LLAMA3),
+    "llama4-steps": lambda: transformers.Llama4TextConfig(
+        **LLAMA4 | {"num_experts_per_tok": 3, "intermediate_size": 32},
+        interleave_moe_layer_step=2,
+        use_qk_norm=False,
+        attention_bias=True,
+        no_rope_layers=[0, 1, 1, 0],
+    ),
+    "llama4-full": lambda: transformers.Llama4TextConfig(
+        **LLAMA4 | {"attention_chunk_size": None}, moe_layers=[1], attn_temperature_tuning=False, tie_word_embeddings=True
+    ),
     "mistral": lambda: transformers.MistralConfig(**SMALL, head_dim=8, sliding_window=WINDOW),
     "ministral": lambda: transformers.MinistralConfig(
         **SMALL, head_dim=16, sliding_window=WINDOW, layer_types=["full_attention", "sliding_attention"]
@@ -524,6 +544,13 @@ OTHERS: dict[str, Callable[[], Any]] = {
     ),
     "mixtral-wide": lambda: transformers.MixtralConfig(**FEW_HEADS | {"intermediate_size": 192}, num_local_experts=4),
     "gpt-oss-blocks": lambda: transformers.GptOssConfig(**GPT_OSS | {"intermediate_size": 96}),
+    "few-heads-llama4": lambda: transformers.Llama4TextConfig(
+        **LLAMA4 | FEW_HEADS | {"num_hidden_layers": 2, "attention_chunk_size": 8, "floor_scale": 6}, no_rope_layers=[1, 0]
+    ),
+    "two-keys-llama4": lambda: transformers.Llama4TextConfig(**LLAMA4 | TWO_KEYS, attention_bias=True),
+    "llama4-wide": lambda: transformers.Llama4TextConfig(
+        **LLAMA4 | {"num_hidden_layers": 3, "intermediate_size": 128, "intermediate_size_mlp": 192}, interleave_moe_layer_step=2
+    ),
     "few-heads-mixtral": lambda: transformers.MixtralConfig(**FEW_HEADS, num_local_experts=5, num_experts_per_tok=2),
     "few-heads-olmo3": lambda: transformers.Olmo3Config(**FEW_HEADS, sliding_window=WINDOW),
     "few-heads-qwen2-moe": lambda: transformers.Qwen2MoeConfig(**QWEN2_MOE | FEW_HEADS),
@@ -599,6 +626,7 @@ def _made(name: str) -> Path:
         "Jais2Config": transformers.Jais2ForCausalLM,
         "Lfm2Config": transformers.Lfm2ForCausalLM,
         "Lfm2MoeConfig": transformers.Lfm2MoeForCausalLM,
+        "Llama4TextConfig": transformers.Llama4ForCausalLM,
         "LlamaConfig": transformers.LlamaForCausalLM,
         "MinistralConfig": transformers.MinistralForCausalLM,
         "Ministral3Config": transformers.Ministral3ForCausalLM,
@@ -675,7 +703,7 @@ def greedy(name: str, prompts: tuple[tuple[int, ...], ...], count: int) -> list[
 @functools.cache
 def decoder(name: str) -> Decoder:
     """Ours, on one rank."""
-    return load(ShardConfig(folder=str(folder(name)), model=name), lambda stage: None).decoder
+    return load(ShardConfig(folder=str(folder(name)), model=name, page_size=1), lambda stage: None).decoder
 
 
 def engine(name: str, page_size: int = 16, pages: int = 1024, prefix_caching: bool = True, ahead: bool = False) -> Engine:
