@@ -69,6 +69,8 @@ class Model:
         windows=(0,),
         softcap=0.0,
         whole_images=(),
+        chunked=False,
+        chunk=0,
         sinks=False,
         heads=1,
         kv_heads=1,
