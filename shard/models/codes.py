@@ -95,10 +95,14 @@ def _plain(source: Source, name: str, shape: tuple[int, int], how: Quantization)
     return _codes(how.kind, codes, _blocks(scales, name, shape, how), zeros)
 
 
-def stack(source: Source, name: str, shape: tuple[int, int, int], how: Quantization) -> Iterator[Codes]:
-    """Of several matrices that are all in the tensor `name` each as `_plain`, of floats."""
+def stack(source: Source, name: str, shape: tuple[int, int, int], how: Quantization, inputs_first: bool = False) -> Iterator[Codes]:
+    """Of several matrices that are all in the tensor `name` each as `_plain`, of floats. inputs_first: each is [inputs, outputs],
+    with a scale for each output."""
     size = shape[1:]
-    stored, scales = source.stored(name, ("F8_E4M3",)), source.stored(f"{name}_scale_inv", FLOATS)
+    stored, scales = source.stored(name, ("F8_E4M3",)), source.stored(f"{name}_scale{'' if inputs_first else '_inv'}", FLOATS)
+    if inputs_first and stored.dim() == 3:
+        stored = stored.transpose(1, 2)
+        scales = scales.view(*shape[:2], 1) if scales.numel() == shape[0] * shape[1] else scales
     if stored.shape != shape or scales.dim() != 3 or len(scales) != len(stored) or not scales.numel():
         raise Unsupported(
             f"{name} has codes {list(stored.shape)}, scales {list(scales.shape)}, config.json says {list(shape)}: they belong to "

@@ -71,10 +71,10 @@ def _together(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]
     firsts = (start,) if load.shape.ungated else (start, size + start)
     outputs = len(firsts) * size
     scales = next((end for end in SCALES if load.source.has(f"{first_name}{end}")), None)
-    if scales == "_scale_inv" and how and how.method == "fp8":
-        both = stack(load.source, first_name, (count, outputs, hidden), how)
+    if scales == ("_scale" if mixture.inputs_first else "_scale_inv") and how and how.method == "fp8":
+        both = stack(load.source, first_name, (count, outputs, hidden), how, mixture.inputs_first)
         gate_ups = [joined([one.part(0, first, first + part) for first in firsts]) for one in both]
-        downs = stack(load.source, second_name, (count, hidden, size), how)
+        downs = stack(load.source, second_name, (count, hidden, size), how, mixture.inputs_first)
         return gate_ups, [load.residual(one.part(1, start, start + part)) for one in downs], None
     if scales:
         raise Unsupported(

@@ -5,14 +5,17 @@ import copy
 import itertools
 import json
 import random
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 
+from penstock.kernels.codes import quantize, unpacked
 from penstock.proto.speculation import parse
 from penstock.shard import step
 from penstock.shard.config import ShardConfig
@@ -32,6 +35,8 @@ from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import Habits, World, drive
 from penstock.tests.shard.test_drafter import free
 from penstock.tests.shard.test_oracle import Bench, at_rest, check_greedy, close, prompt
+from penstock.tests.shard.test_quantized import made
+from penstock.tests.shard.test_weights import Alone, change, same
 from penstock.tests.shard.tiny import CHUNK
 
 # As on the hub, but for what doesn't matter here.
@@ -262,6 +267,29 @@ def test_chosen_experts_may_have_scores_that_do_not_differ() -> None:
     layer.experts = lambda x, shares, chosen: seen.append(chosen.tolist()) or x  # type: ignore[union-attr]
     layer.made(torch.ones(1, 64))  # type: ignore[union-attr]
     assert seen == [[[2]]]
+
+
+@pytest.mark.parametrize("name", ["llama4", "llama4-steps"])
+def test_experts_of_8_bits_are_the_same_model(name: str, tmp_path: Path) -> None:
+    """As Meta has Maverick's: a scale for each output, on either side of it."""
+    few, plain = (Path(shutil.copytree(tiny.folder(name), tmp_path / kind)) for kind in ("few", "plain"))
+    stored = safetensors.torch.load_file(plain / "model.safetensors")
+    kept = dict(stored)
+    for key in [key for key in stored if ".experts." in key]:
+        codes = [quantize(one.t(), "fp8") for one in stored[key]]
+        stored[key] = torch.stack([unpacked(one, torch.float32).t() for one in codes])
+        kept[key] = torch.stack([one.codes.view(torch.float8_e4m3fn).t().contiguous() for one in codes])
+        scales = torch.stack([one.scales for one in codes])  # [experts, outputs, 1]
+        kept[f"{key}_scale"] = scales.transpose(1, 2).contiguous() if "gate_up" in key else scales
+    for folder, tensors in ((few, kept), (plain, stored)):
+        safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    change(few, quantization_config={"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["self_attn"]})
+    for rank in (Ranks(0, 1, tiny.CPU), Alone(1)):
+        same(made(few, rank), made(plain, rank))
+    del kept[next(key for key in kept if key.endswith("down_proj_scale"))]
+    safetensors.torch.save_file(kept, few / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(Unsupported, match=r"has no tensor .*down_proj_scale"):
+        made(few)
 
 
 # Tokens
