@@ -7,6 +7,7 @@ compiles there. In a process of its own, because llguidance crashes for some. Kn
 import asyncio
 import itertools
 import json
+import math
 import re
 import threading
 import time
@@ -43,8 +44,10 @@ WHITESPACE = r" |\n[ \t]{0,32}"
 SLOW = f"it takes more than {MOST_WORK:g} s to compile; make it simpler"
 HALF = "it has half of a surrogate pair, which is no character"
 BYTES = 256
-LEAST = {"minimum", "exclusiveMinimum"}
+LEAST, MOST = {"minimum", "exclusiveMinimum"}, {"maximum", "exclusiveMaximum"}
 LOWEST = -(2**63) + 1024  # least bound of an integer that llguidance takes; generators write -(2**63)
+FARTHEST = 1e17  # bound of a number that may be none; generators write the largest of 32 or 64 bits
+NEAR, NEAREST = 1e-12, 1e-30  # how near a number comes to what it must not be: of that, and to 0
 SCHEMAS = {"items", "additionalProperties"}  # keywords of JSON Schema: of a schema,
 LISTS_OF_SCHEMAS = {"allOf", "anyOf", "oneOf", "prefixItems"}
 NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}
@@ -70,10 +73,7 @@ def objects(schema: Any) -> Any:
     """
     if not isinstance(schema, Mapping):
         return schema
-    meant = dict(schema)
-    for name in LEAST & meant.keys():
-        if isinstance(meant[name], int) and meant[name] < LOWEST:
-            meant[name] = LOWEST
+    meant = _bounded(schema)
     for name in SCHEMAS & meant.keys():
         meant[name] = objects(meant[name])
     for name in LISTS_OF_SCHEMAS & meant.keys():
@@ -82,6 +82,35 @@ def objects(schema: Any) -> Any:
         if isinstance(meant[name], Mapping):
             meant[name] = {key: objects(one) for key, one in meant[name].items()}
     return {"type": "object", **meant} if "properties" in meant and not meant.keys() & {"type", "$ref"} else meant
+
+
+def _bounded(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema, with bounds of its own that llguidance keeps: where it had others they are a little narrower."""
+    bounds: dict[str, float] = {name: bound for name in (LEAST | MOST) & schema.keys() if _is_number(bound := schema[name])}
+    types = schema.get("type", "number")
+    whole = "number" not in (types if isinstance(types, list) else [types])
+    for name in bounds:
+        if name in LEAST:
+            bounds[name] = max(bounds[name], LOWEST if whole else -FARTHEST)
+        elif not whole:
+            bounds[name] = min(bounds[name], FARTHEST)
+    # Above 2 and up to 2.5 llguidance has 2, too; above 2 alone, or with integers, it has not.
+    low, high = bounds.get("exclusiveMinimum", -1), bounds.get("exclusiveMaximum", 1)
+    least = max((bounds[name] for name in LEAST & bounds.keys()), default=-math.inf)
+    most = min((bounds[name] for name in MOST & bounds.keys()), default=math.inf)
+    if not whole and 0 <= low <= FARTHEST and low % 1 == 0 and most < low + 1:
+        bounds["minimum"] = max(least, low * (1 + NEAR) or NEAREST)
+        del bounds["exclusiveMinimum"]
+    if not whole and -FARTHEST <= high <= 0 and high % 1 == 0 and least > high - 1:
+        bounds["maximum"] = min(most, high * (1 + NEAR) or -NEAREST)
+        del bounds["exclusiveMaximum"]
+    others = {name: value for name, value in schema.items() if name not in LEAST | MOST or not _is_number(value)}
+    return others | bounds
+
+
+def _is_number(value: object) -> bool:
+    """Booleans are none, though Python counts with them; drafts of JSON Schema before the sixth have them for exclusive bounds."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def json_object() -> Grammar:

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+import llguidance
 import pytest
 
 from penstock.router import grammar as module
@@ -373,6 +374,46 @@ def test_the_bounds_of_integers_of_64_bits_are_taken(checked: Callable[[Grammar]
     grammar = json_schema({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1})
     assert checked(grammar) == ""
     assert -(2**63) < json.loads(grammar.source)["minimum"] < -(2**63) + 2048
+
+
+def allows(grammar: Grammar, text: str) -> bool:
+    matcher = llguidance.LLMatcher(module._byte_tokenizer(()), written(grammar), log_level=0)
+    data = list(text.encode())
+    return matcher.validate_tokens(data) == len(data) and matcher.consume_tokens(data) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("bounds", "valid", "invalid"),
+    [
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, ["0.5", "0.01", "0.0000001"], ["0", "-0", "0.0", "0.51"]),
+        ({"exclusiveMinimum": 0, "exclusiveMaximum": 1e-6}, ["0.0000005"], ["0", "0.000001"]),
+        ({"exclusiveMinimum": 2, "minimum": 1, "maximum": 2.5}, ["2.5", "2.001"], ["2", "2.0", "1.5", "3"]),
+        ({"minimum": -3.5, "exclusiveMaximum": -3}, ["-3.5", "-3.001"], ["-3", "-3.0", "-2"]),
+        ({"exclusiveMinimum": -0.5, "exclusiveMaximum": 0}, ["-0.25"], ["0", "-0", "-0.5"]),
+        ({"minimum": -3.4028234663852886e38, "maximum": 3.4028234663852886e38}, ["0", "-1.5", "123456789"], []),
+        ({"minimum": -(10**400), "exclusiveMaximum": 10**400}, ["0", "1.5"], []),
+    ],
+    ids=str,
+)
+def test_bounds_of_numbers_are_kept(
+    checked: Callable[[Grammar], str], bounds: dict[str, float], valid: list[str], invalid: list[str]
+) -> None:
+    """llguidance 1.9.1 lets some numbers through that stand at an exclusive bound, and has no place for some that are far away."""
+    grammar = json_schema({"type": "number", **bounds})
+    assert checked(grammar) == ""
+    assert [text for text in valid + invalid if allows(grammar, text)] == valid
+
+
+def test_bounds_that_nothing_keeps_are_refused(checked: Callable[[Grammar], str]) -> None:
+    for bounds in ({"exclusiveMinimum": 10**400, "maximum": 5}, {"exclusiveMaximum": -(10**400), "minimum": 5}):
+        assert "`grammar` is not possible" in checked(json_schema({"type": "number", **bounds}))
+
+
+@pytest.mark.parametrize("kind", ["integer", "number", "string", None])
+def test_bounds_that_are_no_numbers_are_left_alone(kind: str | None) -> None:
+    """Drafts of JSON Schema before the sixth have booleans there."""
+    schema = {"type": kind, "exclusiveMinimum": False, "maximum": "x", "minimum": None, "exclusiveMaximum": 0.5}
+    assert json.loads(json_schema(schema).source) == schema
 
 
 def test_a_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
