@@ -46,8 +46,10 @@ HALF = "it has half of a surrogate pair, which is no character"
 BYTES = 256
 LEAST, MOST = {"minimum", "exclusiveMinimum"}, {"maximum", "exclusiveMaximum"}
 LOWEST = -(2**63) + 1024  # least bound of an integer that llguidance takes; generators write -(2**63)
+HIGHEST = 2**63 - 1  # what it takes every integer beyond for
 FARTHEST = 1e17  # bound of a number that may be none; generators write the largest of 32 or 64 bits
 NEAR, NEAREST = 1e-12, 1e-30  # how near a number comes to what it must not be: of that, and to 0
+EXACT = 2**53  # integers beyond lose digits in llguidance
 SCHEMAS = {"items", "additionalProperties"}  # keywords of JSON Schema: of a schema,
 LISTS_OF_SCHEMAS = {"allOf", "anyOf", "oneOf", "prefixItems"}
 NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}
@@ -249,6 +251,8 @@ def problem(grammar: Grammar, specials: Sequence[str] = ()) -> str:
         source = written(grammar)
         if not all(_Schema(schema).ends for schema in _schemas(grammar)):
             return "the schema refers to itself without end: no text of finite length validates"
+        for said in itertools.chain.from_iterable(map(_lost, _schemas(grammar))):
+            return said
     except UnicodeEncodeError:
         return HALF
     except RecursionError:
@@ -316,6 +320,34 @@ def _schemas(grammar: Grammar) -> Iterator[Any]:
             continue  # a comment, or what llguidance has to find out
         with suppress(ValueError):  # within quotes, perhaps; llguidance will say
             yield json.JSONDecoder().raw_decode(grammar.source, part.end())[0]
+
+
+def _lost(schema: Any) -> Iterator[str]:
+    """What is wrong with integers in a schema, or in its parts, for which llguidance would allow others."""
+    if not isinstance(schema, Mapping):
+        return
+    for number in _integers([schema.get("const"), schema.get("enum")]):
+        if abs(number) > EXACT:
+            yield f"{number} can't be kept to its last digit: write it as a string"
+    for name in LEAST & schema.keys():
+        if _is_number(schema[name]) and schema[name] >= HIGHEST:
+            yield f"{name} {schema[name]} is beyond integers of 64 bits"
+    parts = [schema[name] for name in SCHEMAS & schema.keys()]
+    for name in LISTS_OF_SCHEMAS & schema.keys():
+        parts += schema[name] if isinstance(schema[name], list) else ()
+    for name in NAMED_SCHEMAS & schema.keys():
+        parts += schema[name].values() if isinstance(schema[name], Mapping) else ()
+    for part in parts:
+        yield from _lost(part)
+
+
+def _integers(value: Any) -> Iterator[int]:
+    """In a JSON value."""
+    if isinstance(value, int):
+        yield value
+    elif isinstance(value, list | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _integers(part)
 
 
 class _Schema:

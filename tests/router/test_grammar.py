@@ -416,6 +416,26 @@ def test_bounds_that_are_no_numbers_are_left_alone(kind: str | None) -> None:
     assert json.loads(json_schema(schema).source) == schema
 
 
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"enum": [1, 1234567890123456789]}, "1234567890123456789 can't be kept to its last digit: write it as a string"),
+        ({"properties": {"const": {"const": {"a": [-(2**53) - 1]}}}}, "-9007199254740993 can't be kept"),
+        ({"$defs": {"a": {"anyOf": [{"items": {"const": 2**53 + 1}}]}}, "$ref": "#/$defs/a"}, "9007199254740993 can't be kept"),
+        (
+            {"type": "integer", "minimum": 10**20, "maximum": 10**20 + 5},
+            "minimum 100000000000000000000 is beyond integers of 64 bits",
+        ),
+    ],
+    ids=str,
+)
+def test_integers_that_lose_digits_are_refused(checked: Callable[[Grammar], str], schema: dict[str, Any], said: str) -> None:
+    """Instead of them llguidance 1.9.1 would write others."""
+    assert said in checked(json_schema(schema))
+    assert said in checked(lark(f"start: %json {json.dumps(schema)}"))
+    assert checked(json_schema({"enum": [2**53, -(2**53)], "default": 2**60})) == ""
+
+
 def test_a_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(grammars: Grammars) -> None:
         for _ in range(3):
