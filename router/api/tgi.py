@@ -14,7 +14,7 @@ from ..config import RouterConfig
 from ..grammar import json_schema, regex
 from ..pictures import marked
 from ..record import arrival
-from ..request import Alternative, Beam, Finish, Grammar, Grown, Guessed, Item, Prompt, Refused, Request, Token
+from ..request import Alternative, Beam, Finish, Grammar, Grown, Guessed, Item, Limits, Prompt, Refused, Request, Token
 from ..text import Tokenizer
 from ..validation import Parameters, Validator, in_time
 from .body import json_response, read
@@ -110,6 +110,8 @@ class Tgi:
             return await self.count(body.prompt, special, bool(body.return_token_strs))
         if body.inputs is None:
             raise Refused("Object missing required field `inputs`", "inputs")
+        if self._marked(body.inputs, self._batcher.limits)[1]:
+            raise Refused("`inputs` with images is not supported on this route", "inputs")
         return json_response(await self.spans(body.inputs, special, (body.parameters and body.parameters.truncate) or 0))
 
     async def count(self, text: str, special: bool, strings: bool = False) -> web.Response:
@@ -203,8 +205,8 @@ class Tgi:
 
     async def _request(self, inputs: str, parameters: Parameters) -> Request:
         """Where the model sees images, those in Markdown are shown to it."""
-        limits, pictures = limits_of(self._batcher), self._validator.pictures
-        text, urls = marked(inputs, pictures.text) if pictures is not None and limits.images else (inputs, [])
+        limits = limits_of(self._batcher)
+        text, urls = self._marked(inputs, limits)
         if not urls:
             return await self._validator.request(inputs, parameters, limits)
         self._validator.check_images(len(urls), limits)
@@ -212,6 +214,11 @@ class Tgi:
             raise Refused("`decoder_input_details` together with images is not supported", "decoder_input_details")
         async with in_time(parameters), self._links.opened(urls) as images:
             return await self._validator.request(text, replace(parameters, images=images), limits)
+
+    def _marked(self, inputs: str, limits: Limits | None) -> tuple[str, list[str]]:
+        """The text with the model's word for an image instead of each, and the images' URLs."""
+        pictures = self._validator.pictures
+        return marked(inputs, pictures.text) if pictures is not None and limits and limits.images else (inputs, [])
 
     async def _whole(self, asked: Asked, clock: Clock, *, wrapped: bool) -> web.Response:
         (answers,) = await fold([self._batcher.submit(asked.request)], asked.request.choices)

@@ -140,6 +140,7 @@ def test_where_no_images_are_seen_markdown_is_a_text(tokenizer: Tokenizer) -> No
         status, _, _ = await server.post("/generate", {"inputs": "![](http://x) <|image_pad|>"})
         assert status == 200
         assert shown(tokenizer, server.batcher.requests[0]) == "<s>![](http://x) <|image_pad|>"
+        assert (await server.post("/tokenize", {"inputs": "![](http://x)"}))[0] == 200
 
     serve(tokenizer, test, limits=LIMITS)
 
@@ -189,6 +190,7 @@ PLAIN = "image 1 must be a URL that begins with data:, http:// or https://"
             TWO.replace("messages", "input"),
         ),
         ("/tokenize", user(PART), "Input validation error: `messages` with images is not supported on this route"),
+        ("/tokenize", {"inputs": f"![]({RED})hi"}, "Input validation error: `inputs` with images is not supported on this route"),
         ("/chat_tokenize", user(PART), "Input validation error: `messages` with images is not supported on this route"),
         ("/generate", {"inputs": f"![]({RED})" * 3}, "Input validation error: " + TWO.replace("messages", "inputs")),
     ],
