@@ -71,7 +71,12 @@ class Either:
         most = self._config.max_concurrent_requests
         if not 0 < len(body.instances) <= most:
             raise Refused(f"`instances` must have from 1 to {most} entries. Given: {len(body.instances)}", "instances")
-        asked = [await self._instance(http, data, index) for index, data in enumerate(body.instances)]
+        asked = []
+        for index, data in enumerate(body.instances):
+            try:
+                asked.append(await self._instance(http, data))
+            except (msgspec.ValidationError, Refused) as error:
+                raise Refused(f"instances[{index}]: {error}", "instances") from error
         clock.valid()
         folded = await fold([self._batcher.submit(request) for request, _ in asked])
         answers = [answer for [answer] in folded]
@@ -94,20 +99,14 @@ class Either:
         text = await self._chats.text(body, body.messages)
         return await self._tgi.count(text, bool(body.add_special_tokens), bool(body.return_token_strs))
 
-    async def _instance(self, http: web.Request, data: msgspec.Raw, index: int) -> tuple[Request, str]:
+    async def _instance(self, http: web.Request, data: msgspec.Raw) -> tuple[Request, str]:
         """The request, and what stands before the answer's text."""
-        try:
-            if self._kind.decode(data).messages is not msgspec.UNSET:
-                return await self._chat_instance(http, self._chat.decode(data)), ""
-            body = self._generate.decode(data)
-        except msgspec.ValidationError as error:
-            raise Refused(f"instances[{index}]: {error}", "instances") from error
+        if self._kind.decode(data).messages is not msgspec.UNSET:
+            return await self._chat_instance(http, self._chat.decode(data)), ""
+        body = self._generate.decode(data)
         given = body.parameters
         if body.stream or (given and (given.best_of not in (None, 1) or given.num_return_sequences not in (None, 1))):
-            raise Refused(
-                f"instances[{index}]: neither `stream` nor `best_of` nor `num_return_sequences` is allowed for this endpoint",
-                "instances",
-            )
+            raise Refused("neither `stream` nor `best_of` nor `num_return_sequences` is allowed for this endpoint", "instances")
         asked = await self._tgi.asked(http, body)
         return asked.request, asked.prefix
 

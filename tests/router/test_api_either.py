@@ -106,12 +106,15 @@ def test_vertex_predicts_for_each_instance(tokenizer: Tokenizer) -> None:
         ({"instances": [{"inputs": "a"}, 3]}, "instances[1]: "),
         ({"instances": [{"inputs": "a"}, {"inputs": 3}]}, "instances[1]: Expected `str`, got `int` - at `$.inputs`"),
         ({"instances": [{"prompt": "a"}]}, "instances[0]: Object missing required field `inputs`"),
-        ({"instances": [{"inputs": "a", "parameters": {"top_k": -1}}]}, "`top_k` must be strictly positive"),
+        (
+            {"instances": [{"inputs": "a"}, {"inputs": "a", "parameters": {"top_k": -1}}]},
+            "error: instances[1]: `top_k` must be strictly positive",
+        ),
         ({"instances": [{"inputs": "a", "parameters": {"best_of": 2, "do_sample": True}}]}, "neither `stream` nor `best_of`"),
         ({"instances": [{"inputs": "a", "stream": True}]}, "neither `stream` nor `best_of`"),
         ({"instances": [{**CHAT, "n": 2}]}, "`n` is not allowed for this endpoint"),
         ({"instances": [{**CHAT, "stream": True}]}, "`stream` is not allowed for this endpoint"),
-        ({"instances": [{**CHAT, "max_tokens": 0}]}, "`max_tokens` must be strictly positive"),
+        ({"instances": [{**CHAT, "max_tokens": 0}]}, "error: instances[0]: `max_tokens` must be strictly positive"),
     ],
 )
 def test_vertex_refuses(tokenizer: Tokenizer, body: dict[str, Any], words: str) -> None:
