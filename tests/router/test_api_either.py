@@ -83,7 +83,7 @@ def test_vertex_predicts_for_each_instance(tokenizer: Tokenizer) -> None:
         instances: list[Any] = [
             {"inputs": "hi"},
             {"inputs": "ho", "parameters": {"max_new_tokens": 4, "return_full_text": True}},
-            {**CHAT, "max_tokens": 5, "temperature": 0.7, "top_p": 0.9},
+            {**CHAT, "max_tokens": 5, "temperature": 0.7, "top_p": 0.9, "truncate_prompt_tokens": 3},
         ]
         status, body, response = await server.post("/vertex", {"instances": instances})
         assert (status, body) == (200, {"predictions": ["Hello you", "hoHell", "Hello"]})
@@ -92,6 +92,7 @@ def test_vertex_predicts_for_each_instance(tokenizer: Tokenizer) -> None:
         assert plain.sampling.temperature == 1.0, "no parameters: sampled, as /generate"
         assert truncated.max_new_tokens == 4
         assert (chat.max_new_tokens, chat.sampling.temperature, chat.sampling.top_p) == (5, 0.7, 0.9)
+        assert len(chat.prompt) == 3
 
     serve(tokenizer, test)
 
@@ -113,6 +114,10 @@ def test_vertex_predicts_for_each_instance(tokenizer: Tokenizer) -> None:
         ({"instances": [{"inputs": "a", "parameters": {"best_of": 2, "do_sample": True}}]}, "neither `stream` nor `best_of`"),
         ({"instances": [{"inputs": "a", "stream": True}]}, "neither `stream` nor `best_of`"),
         ({"instances": [{**CHAT, "n": 2}]}, "`n` is not allowed for this endpoint"),
+        ({"instances": [{**CHAT, "echo": True}]}, "`echo` is not supported"),
+        ({"instances": [{**CHAT, "max_completion_tokens": 0}]}, "`max_completion_tokens` must be strictly positive"),
+        ({"instances": [{**CHAT, "truncate_prompt_tokens": 0}]}, "`truncate_prompt_tokens` must be strictly positive"),
+        ({"instances": [{**CHAT, "beam_width": 99}]}, "`beam_width` must be > 0"),
         ({"instances": [{**CHAT, "stream": True}]}, "`stream` is not allowed for this endpoint"),
         ({"instances": [{**CHAT, "max_tokens": 0}]}, "error: instances[0]: `max_tokens` must be strictly positive"),
     ],
