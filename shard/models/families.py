@@ -57,6 +57,10 @@ def _sound(found: Shape, kinds: list[Any] | None) -> Shape:
             )
         if keys.size % 2:
             raise Unsupported(f"config.json means heads of {keys.size} numbers, an even number is needed: {AGAIN}")
+    for mixture in filter(None, found.mixtures):
+        reached = mixture.experts * mixture.groups_chosen // mixture.groups
+        if mixture.chosen > reached:
+            raise Unsupported(f"config.json says num_experts_per_tok {mixture.chosen}, of {reached} experts: {AGAIN}")
     other = (SHORT if isinstance(found.linear, Convolution) else LINEAR) if found.linear else CHUNKED if found.chunked else SLIDING
     unknown = set(map(str, kinds or ())) - ({INDEXED} if found.index else {FULL, other})
     if unknown:

@@ -9,7 +9,6 @@ from .fields import AGAIN, FULL, SIZES, SLIDING, Config, number, shown
 from .parts import cap, kinds_of, windows_of
 from .ropes import ropes_by_kind
 from .shape import Inputs, Keys, Mixture, Rope, Shape, Unsupported
-from .sparse_families import chosen
 
 # transformers' defaults, which some checkpoints rely on.
 TEXT: Config = {
@@ -80,19 +79,17 @@ def _mixture(config: Config, base: Shape) -> Mixture:
             raise Unsupported(
                 f"config.json says {name} {shown(config[name])}, and there are experts: an integer is needed: {AGAIN}"
             )
-    return chosen(
-        Mixture(
-            experts=config["num_experts"],
-            chosen=config["top_k_experts"],
-            size=config["moe_intermediate_size"],
-            normalized=True,
-            shared=base.intermediate,
-            shared_name="mlp",
-            shared_gate="",
-            beside=True,
-            name="",
-            router="router.proj",
-        )
+    return Mixture(
+        experts=config["num_experts"],
+        chosen=config["top_k_experts"],
+        size=config["moe_intermediate_size"],
+        normalized=True,
+        shared=base.intermediate,
+        shared_name="mlp",
+        shared_gate="",
+        beside=True,
+        name="",
+        router="router.proj",
     )
 
 

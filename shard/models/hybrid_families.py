@@ -10,7 +10,7 @@ from .fields import AGAIN, FULL, LINEAR, SHORT, Config, number, shown
 from .parts import biased, common, kinds_of
 from .ropes import rotary_size
 from .shape import Convolution, Linear, Mixture, Shape, Unsupported
-from .sparse_families import GRANITE_MOE, chosen, mixed, one_for_all, with_granites_experts
+from .sparse_families import GRANITE_MOE, mixed, one_for_all, with_granites_experts
 
 # transformers' defaults, which some checkpoints rely on.
 QWEN: Config = {
@@ -240,19 +240,17 @@ def _lfm2_moe(config: Config) -> Shape:
     if kinds is None:
         raise Unsupported(f"config.json says layer_types null, a name for each of num_hidden_layers is needed: {AGAIN}")
     base = _short(given, kinds)
-    mixture = chosen(
-        Mixture(
-            experts=given["num_experts"],
-            chosen=given["num_experts_per_tok"],
-            size=given["moe_intermediate_size"],
-            normalized=given.get("norm_topk_prob", True),
-            sigmoid=True,
-            correction="expert_bias" if given.get("use_expert_bias", True) else "",
-            factor=number(given, "routed_scaling_factor", 1.0),
-            least=1e-6,
-            name="feed_forward",
-            names=("w1", "w3", "w2"),
-        )
+    mixture = Mixture(
+        experts=given["num_experts"],
+        chosen=given["num_experts_per_tok"],
+        size=given["moe_intermediate_size"],
+        normalized=given.get("norm_topk_prob", True),
+        sigmoid=True,
+        correction="expert_bias" if given.get("use_expert_bias", True) else "",
+        factor=number(given, "routed_scaling_factor", 1.0),
+        least=1e-6,
+        name="feed_forward",
+        names=("w1", "w3", "w2"),
     )
     sparse = (layer >= given["num_dense_layers"] for layer in range(base.layers))
     return replace(base, mixtures=tuple(mixture if each else None for each in sparse))

@@ -7,7 +7,7 @@ from .fields import FULL, SLIDING, Config, number, shown
 from .parts import biased, cap, common, kinds_of, pattern_of, windows_of
 from .ropes import check_factors, rotary_size, with_amplitude
 from .shape import Mixture, Shape, Unsupported
-from .sparse_families import EXPERTS, PLAIN_MLP, by_kinds, chosen
+from .sparse_families import EXPERTS, PLAIN_MLP, by_kinds
 
 # transformers' defaults, which some checkpoints rely on.
 COHERE: Config = {"max_position_embeddings": 8192, "tie_word_embeddings": True, "rope_theta": 5e5}
@@ -106,16 +106,14 @@ def _phimoe(config: Config) -> Shape:
         )
     base = biased(_common(given, "rms_norm_eps"), given)
     check_factors(base.rope, base.head_size)
-    mixture = chosen(
-        Mixture(
-            experts=given["num_local_experts"],
-            chosen=2,
-            size=base.intermediate,
-            normalized=False,
-            near=2 * number(given, "router_jitter_noise", 0.01, 1.0),
-            name="block_sparse_moe",
-            names=("w1", "w3", "w2"),
-        )
+    mixture = Mixture(
+        experts=given["num_local_experts"],
+        chosen=2,
+        size=base.intermediate,
+        normalized=False,
+        near=2 * number(given, "router_jitter_noise", 0.01, 1.0),
+        name="block_sparse_moe",
+        names=("w1", "w3", "w2"),
     )
     return replace(
         base,
@@ -189,19 +187,17 @@ def _averaged(given: Config) -> Mixture:
         raise Unsupported(f"shared_expert_combination_strategy {shown(how)} is not supported: the decoder has average and sum")
     shared = given["intermediate_size"] * given["num_shared_experts"]
     factor = 0.5 if shared and how == "average" else 1.0
-    return chosen(
-        Mixture(
-            experts=given["num_experts"],
-            chosen=given["num_experts_per_tok"],
-            size=given["intermediate_size"],
-            normalized=scores == "softmax" or given["norm_topk_prob"],
-            sigmoid=scores == "sigmoid",
-            factor=factor,
-            shared=shared,
-            shared_name="shared_experts",
-            shared_gate="",
-            shared_factor=factor,
-        )
+    return Mixture(
+        experts=given["num_experts"],
+        chosen=given["num_experts_per_tok"],
+        size=given["intermediate_size"],
+        normalized=scores == "softmax" or given["norm_topk_prob"],
+        sigmoid=scores == "sigmoid",
+        factor=factor,
+        shared=shared,
+        shared_name="shared_experts",
+        shared_gate="",
+        shared_factor=factor,
     )
 
 

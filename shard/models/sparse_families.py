@@ -83,15 +83,13 @@ STEEP = 1.702  # of gpt-oss's gates
 def _mixtral(config: Config) -> Shape:
     """Experts in every layer."""
     base = common(MISTRAL | {"rms_norm_eps": 1e-5, "rope_theta": 1e6} | config)
-    mixture = chosen(
-        Mixture(
-            experts=config.get("num_local_experts", 8),
-            chosen=config.get("num_experts_per_tok", 2),
-            size=base.intermediate,
-            normalized=True,
-            name="block_sparse_moe",
-            names=("w1", "w3", "w2"),
-        )
+    mixture = Mixture(
+        experts=config.get("num_local_experts", 8),
+        chosen=config.get("num_experts_per_tok", 2),
+        size=base.intermediate,
+        normalized=True,
+        name="block_sparse_moe",
+        names=("w1", "w3", "w2"),
     )
     return replace(base, mixtures=(mixture,) * base.layers, windows=(config.get("sliding_window") or 0,) * base.layers)
 
@@ -100,13 +98,11 @@ def _qwen3_moe(config: Config) -> Shape:
     """Experts in every layer, or in some. All layers slide, if any."""
     base = qwen3({"num_key_value_heads": 4} | config | {"max_window_layers": 0})
     experts: int = config.get("num_experts") or config.get("num_local_experts", 128)
-    mixture = chosen(
-        Mixture(
-            experts=experts,
-            chosen=config.get("num_experts_per_tok", 8),
-            size=config.get("moe_intermediate_size", 768),
-            normalized=config.get("norm_topk_prob", False),
-        )
+    mixture = Mixture(
+        experts=experts,
+        chosen=config.get("num_experts_per_tok", 8),
+        size=config.get("moe_intermediate_size", 768),
+        normalized=config.get("norm_topk_prob", False),
     )
     return mixed(base, config, mixture)
 
@@ -125,13 +121,11 @@ def _flex_olmo(config: Config) -> Shape:
 
 def _olmos_experts(given: Config) -> Shape:
     base = biased(common(given), given)
-    mixture = chosen(
-        Mixture(
-            experts=given["num_experts"],
-            chosen=given["num_experts_per_tok"],
-            size=base.intermediate,
-            normalized=given.get("norm_topk_prob", False),
-        )
+    mixture = Mixture(
+        experts=given["num_experts"],
+        chosen=given["num_experts_per_tok"],
+        size=base.intermediate,
+        normalized=given.get("norm_topk_prob", False),
     )
     return replace(base, mixtures=(mixture,) * base.layers, joint_qk_norm=True)
 
@@ -164,21 +158,19 @@ def scored(base: Shape, config: Config) -> Shape:
             f"config.json says n_group {groups} and topk_group {groups_chosen}, of {experts} experts, of which each group has as "
             f"many, and two at least: {AGAIN}"
         )
-    mixture = chosen(
-        Mixture(
-            experts=experts,
-            chosen=config.get("num_experts_per_tok", 8),
-            size=size,
-            normalized=config.get("norm_topk_prob", False),
-            sigmoid=True,
-            correction="gate.e_score_correction_bias",
-            groups=groups,
-            groups_chosen=groups_chosen,
-            factor=number(config, "routed_scaling_factor", 1.0),
-            shared=size * (config.get("n_shared_experts") or 0),
-            shared_name="shared_experts",
-            shared_gate="",
-        )
+    mixture = Mixture(
+        experts=experts,
+        chosen=config.get("num_experts_per_tok", 8),
+        size=size,
+        normalized=config.get("norm_topk_prob", False),
+        sigmoid=True,
+        correction="gate.e_score_correction_bias",
+        groups=groups,
+        groups_chosen=groups_chosen,
+        factor=number(config, "routed_scaling_factor", 1.0),
+        shared=size * (config.get("n_shared_experts") or 0),
+        shared_name="shared_experts",
+        shared_gate="",
     )
     dense = config.get("first_k_dense_replace") or 0
     return replace(base, mixtures=tuple(mixture if layer >= dense else None for layer in range(base.layers)))
@@ -282,7 +274,7 @@ def _hunyuan_moe(config: Config) -> Shape:
         precise=True,
         router="gate.wg",
     )
-    return replace(base, mixtures=tuple(chosen(replace(mixture, chosen=count)) for count in counts[: base.layers]))
+    return replace(base, mixtures=tuple(replace(mixture, chosen=count) for count in counts[: base.layers]))
 
 
 def _mellum(config: Config) -> Shape:
@@ -300,17 +292,15 @@ def _minimax_m2(config: Config) -> Shape:
     """Experts in every layer; norms of all queries, and all keys, of a token together. A part of each head turns."""
     base = common(MINIMAX | config)
     part = {"partial_rotary_factor": config["rotary_dim"] / base.head_size} if "rotary_dim" in config else {}
-    mixture = chosen(
-        Mixture(
-            experts=config.get("num_local_experts", 256),
-            chosen=config.get("num_experts_per_tok", 8),
-            size=base.intermediate,
-            normalized=True,
-            sigmoid=True,
-            correction="e_score_correction_bias",
-            name="block_sparse_moe",
-            names=("w1", "w3", "w2"),
-        )
+    mixture = Mixture(
+        experts=config.get("num_local_experts", 256),
+        chosen=config.get("num_experts_per_tok", 8),
+        size=base.intermediate,
+        normalized=True,
+        sigmoid=True,
+        correction="e_score_correction_bias",
+        name="block_sparse_moe",
+        names=("w1", "w3", "w2"),
     )
     turned = rotary_size(part | config, base.head_size)
     return replace(base, mixtures=(mixture,) * base.layers, joint_qk_norm=True, rotary_size=turned)
@@ -320,17 +310,15 @@ def _ernie_moe(config: Config) -> Shape:
     """ERNIE 4.5. Experts in some layers, of which one is for all tokens."""
     base = ernie({"num_key_value_heads": 4, "head_dim": None} | config)
     size = config.get("moe_intermediate_size", 1536)
-    mixture = chosen(
-        Mixture(
-            experts=config.get("moe_num_experts", 64),
-            chosen=config.get("moe_k", 6),
-            size=size,
-            normalized=True,
-            correction="moe_statics.e_score_correction_bias",
-            shared=size * config.get("moe_num_shared_experts", 2),
-            shared_name="shared_experts",
-            shared_gate="",
-        )
+    mixture = Mixture(
+        experts=config.get("moe_num_experts", 64),
+        chosen=config.get("moe_k", 6),
+        size=size,
+        normalized=True,
+        correction="moe_statics.e_score_correction_bias",
+        shared=size * config.get("moe_num_shared_experts", 2),
+        shared_name="shared_experts",
+        shared_gate="",
     )
     first, last, step = (config.get(f"moe_layer_{name}", usual) for name, usual in MOE_LAYERS.items())
     last = base.layers - 1 if last == -1 else last
@@ -362,14 +350,12 @@ def _qwen2_moe(config: Config) -> Shape:
 
 def one_for_all(config: Config, normalized: bool) -> Mixture:
     """Qwen's experts, of which one is for all tokens, through a gate of its own."""
-    return chosen(
-        Mixture(
-            experts=config["num_experts"],
-            chosen=config["num_experts_per_tok"],
-            size=config["moe_intermediate_size"],
-            normalized=normalized,
-            shared=config["shared_expert_intermediate_size"],
-        )
+    return Mixture(
+        experts=config["num_experts"],
+        chosen=config["num_experts_per_tok"],
+        size=config["moe_intermediate_size"],
+        normalized=normalized,
+        shared=config["shared_expert_intermediate_size"],
     )
 
 
@@ -412,7 +398,7 @@ def with_granites_experts(base: Shape, given: Config, shared: int) -> Shape:
         raise Unsupported(f"config.json says num_experts_per_tok 0, of {mixture.experts} experts: {AGAIN}")
     return replace(
         base,
-        mixtures=(chosen(mixture),) * base.layers if mixture.experts else (),
+        mixtures=(mixture,) * base.layers if mixture.experts else (),
         mlp_name="shared_mlp",
         mlp_parts=("input_linear", "", "", "output_linear"),
         joined=("input_linear",),
@@ -430,29 +416,19 @@ def _gpt_oss(config: Config) -> Shape:
     alpha = number(given, "swiglu_alpha", STEEP)
     if alpha != STEEP:
         raise Unsupported(f"config.json says swiglu_alpha {alpha:g}, which is not supported: the decoder has {STEEP}")
-    mixture = chosen(
-        Mixture(
-            experts=given["num_local_experts"],
-            chosen=given["num_experts_per_tok"],
-            size=base.intermediate,
-            normalized=True,
-            quantization=few,
-            biased=True,
-            limit=number(given, "swiglu_limit"),
-            interleaved=True,
-            router="router",
-        )
+    mixture = Mixture(
+        experts=given["num_local_experts"],
+        chosen=given["num_experts_per_tok"],
+        size=base.intermediate,
+        normalized=True,
+        quantization=few,
+        biased=True,
+        limit=number(given, "swiglu_limit"),
+        interleaved=True,
+        router="router",
     )
     windows = windows_of(given, kinds_of(given, base.layers, lambda layer: layer % 2 == 0))
     return replace(base, windows=windows, mixtures=(mixture,) * base.layers, sinks=True)
-
-
-def chosen(mixture: Mixture) -> Mixture:
-    """The same. Raises Unsupported if tokens are to choose more experts than there are."""
-    reached = mixture.experts * mixture.groups_chosen // mixture.groups
-    if mixture.chosen > reached:
-        raise Unsupported(f"config.json says num_experts_per_tok {mixture.chosen}, of {reached} experts: {AGAIN}")
-    return mixture
 
 
 SPARSE: dict[str, Callable[[Config], Shape]] = {
