@@ -18,8 +18,6 @@ from torch.nn import functional
 from .choose import triton_for
 from .gated_delta import Spans, States, advanced, each_head, split, walk
 
-UNLIMITED = (0.0, float("inf"))  # steps
-
 
 def state_space(
     mixed: Tensor,

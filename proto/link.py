@@ -135,7 +135,7 @@ def accept(listening: socket.socket, certificates: Certificates | None, silence:
     return secure(connection, str(address[0]), certificates, silence), str(address[0])
 
 
-def secure(connection: socket.socket, address: str, certificates: Certificates | None, silence: float = SILENCE) -> Link:
+def secure(connection: socket.socket, address: str, certificates: Certificates | None, silence: float) -> Link:
     """What was accepted, as a link. Raises Stranger."""
     try:
         watch(connection, silence)

@@ -19,7 +19,7 @@ from .step import Span
 class Books:
     """Of the groups on one pool."""
 
-    def __init__(self, pool: PagePool, cache: Cache, prefix_caching: bool, states: int | None = None) -> None:
+    def __init__(self, pool: PagePool, cache: Cache, prefix_caching: bool, states: int | None) -> None:
         """states: see `Prefixes`."""
         self.prefixes = Prefixes(pool, states) if prefix_caching else None
         self.prompts = Prompts(pool, cache, self.prefixes)

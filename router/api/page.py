@@ -128,7 +128,7 @@ class Stats(msgspec.Struct):
 class Page:
     """The handlers. `probe` answers GET / for those who are no browser."""
 
-    def __init__(self, config: RouterConfig, batcher: Batcher, metrics: Metrics, probe: Handler, images: int = 0) -> None:
+    def __init__(self, config: RouterConfig, batcher: Batcher, metrics: Metrics, probe: Handler, images: int) -> None:
         """images: that a request may have, if the shards see them."""
         self._config = config
         self._images = images

@@ -98,7 +98,7 @@ class Layer:
         """What a token might have attended to."""
         return [like.new_zeros(1, reader.output.shape[1]) for reader in self.readers]
 
-    def transform(self, attended: Sequence[Tensor], stream: Stream, told: Tensor | None = None) -> None:
+    def transform(self, attended: Sequence[Tensor], stream: Stream, told: Tensor | None) -> None:
         """Adds to the stream what its tokens attended to, what the MLP makes of that, and what is made of what is `told` of them
         apart; then the layer's factor goes on it."""
         found = [(own, reader.output) for own, reader in zip(attended, self.readers, strict=True)]

@@ -159,7 +159,7 @@ class Loader:
             return joined([part for part in parts if isinstance(part, Codes)])
         return torch.cat([self.dense(part) for part in parts])
 
-    def biases(self, names: Sequence[str], sizes: Sequence[int], joint: str = "", whole: int = 1) -> Tensor:
+    def biases(self, names: Sequence[str], sizes: Sequence[int], joint: str, whole: int = 1) -> Tensor:
         """Of the same."""
         places = self._places(names, sizes, joint, whole)
         return torch.cat([self.source.tensor(f"{self.prefix}{name}.bias", (full,), cut) for name, full, cut in places])

@@ -10,13 +10,12 @@ from torch.nn import functional
 from transformers.models.granitemoehybrid import modeling_granitemoehybrid as oracle
 
 from penstock.kernels import choose
-from penstock.kernels import state_space as module
 from penstock.kernels.gated_delta import Spans, States, gated_norm
 from penstock.kernels.state_space import state_space
 from penstock.tests.kernels import memories
 from penstock.tests.kernels.memories import DEVICE, TOLERANCES
 
-LIMITS = (0.05, 3.0)
+LIMITS, UNLIMITED = (0.05, 3.0), (0.0, torch.inf)  # of steps
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
@@ -91,7 +90,7 @@ def layer_of(chance: random.Random, dtype: torch.dtype, most: int = 64, most_hea
     taps, biases = (torch.randn(channels, *more).to(DEVICE, dtype) for more in ((chance.randint(2, 5),), ()))
     rates, offsets, skips = -4 * torch.rand(heads) ** 4, torch.randn(heads) - 2, torch.randn(heads)
     each = (part.to(DEVICE) for part in (rates, offsets, skips))
-    return Layer(groups, heads, key_size, value_size, taps, biases, *each, chance.choice((LIMITS, module.UNLIMITED)))
+    return Layer(groups, heads, key_size, value_size, taps, biases, *each, chance.choice((LIMITS, UNLIMITED)))
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
