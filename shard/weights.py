@@ -13,11 +13,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from .models.fields import AGAIN
 from .models.shape import Unsupported
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-AGAIN = "is it the model's own? Download it again"
 Progress = Callable[[int], None]  # is told how many elements were read since the last call
 
 
