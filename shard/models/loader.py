@@ -128,7 +128,7 @@ class Loader:
         """A matrix [hidden, size], this rank's part of the inputs. Rank 0 adds the bias, so that the sum has it once."""
         added = None
         if bias and self.ranks.rank == 0:
-            added = self._scaled(self.source.tensor(f"{self.prefix}{name}.bias", (self.shape.hidden,)))
+            added = self.source.tensor(f"{self.prefix}{name}.bias", (self.shape.hidden,)) * self.shape.residual_factor
         return self.laid_out(self.inwards(name, size), added, self._added_inwards(name, size))
 
     def outwards(
@@ -224,9 +224,6 @@ class Loader:
         else:
             found = zip(names, sizes, repeat(0), sizes, strict=False)
         return ((name, full, self._cut((full,), 0, first, size, whole)) for name, full, first, size in found)
-
-    def _scaled(self, tensor: Tensor) -> Tensor:
-        return tensor if self.shape.residual_factor == 1 else tensor * self.shape.residual_factor
 
     def table(self, name: str) -> Tensor:
         """This rank's rows of a matrix [vocabulary, hidden], with zeros beyond its end."""
