@@ -13,6 +13,7 @@ from .gemma4_families import GEMMA4
 from .hybrid_families import HYBRID
 from .latent_families import LATENT
 from .llama4_families import LLAMA4
+from .ropes import ROPES
 from .shape import Shape, Unsupported
 from .sparse_families import SPARSE
 
@@ -36,7 +37,6 @@ QWEN3_VL_MOE: Config = QWEN3_VL | {
 }
 GLM_4V: Config = {"max_position_embeddings": 32_768, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0}
 GLM_4V_MOE: Config = {"max_position_embeddings": 65_536, "attention_bias": True}
-ROPES = ("rope_parameters", "rope_scaling")  # fields that say how positions turn features
 BESIDE_TEXT = ("tie_word_embeddings", "quantization_config")  # fields that stand beside the text's
 BESIDE_COUNTS = (  # whose text may say the first one wrong
     *("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),

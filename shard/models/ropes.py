@@ -18,9 +18,13 @@ MISTRAL_YARN = {  # where nothing is said
 }
 
 
+# Fields: transformers 5 writes the first; earlier versions `rope_theta` and, for scaled ones, the second.
+ROPES = ("rope_parameters", "rope_scaling")
+
+
 def rope(config: Config) -> Rope:
-    # transformers 5 writes one `rope_parameters`; earlier versions `rope_theta` and, for scaled ones, `rope_scaling`.
-    found = [rope_of(config, name) for name in ("rope_parameters", "rope_scaling") if config.get(name)]
+    """Raises Unsupported if both fields are there and differ."""
+    found = [rope_of(config, name) for name in ROPES if config.get(name)]
     if len(found) == 2 and found[0] != found[1]:
         raise Unsupported(
             f"config.json has both rope_parameters ({shown(config['rope_parameters'])}) and rope_scaling "
@@ -31,7 +35,15 @@ def rope(config: Config) -> Rope:
 
 def with_rope(config: Config, usual: dict[str, Any]) -> Config:
     """The same, with the usual scaling where none is said."""
-    return config if config.get("rope_parameters") or config.get("rope_scaling") else config | {"rope_parameters": usual}
+    return config if _said(config) else config | {"rope_parameters": usual}
+
+
+def _said(config: Config) -> Any:
+    return next((config[name] for name in ROPES if config.get(name)), {})
+
+
+def _kind(values: Mapping[str, Any]) -> str:
+    return values.get("rope_type") or values.get("type") or "default"
 
 
 def rope_of(config: Config, field: str) -> Rope:
@@ -42,7 +54,7 @@ def rope_of(config: Config, field: str) -> Rope:
     nested = next((name for name, value in values.items() if isinstance(value, dict)), None)
     if nested is not None:
         raise Unsupported(f"config.json says {field} for {nested!r} by itself: the decoder has one rotary embedding for all layers")
-    kind = values.get("rope_type") or values.get("type") or "default"
+    kind = _kind(values)
     theta = number(values if values.get("rope_theta") is not None else config, "rope_theta", 10000.0)
     # "dynamic" changes what lies beyond max_position_embeddings, where nothing is served, "mrope" images' tokens.
     if kind in ("default", "dynamic", "mrope"):
@@ -68,8 +80,8 @@ def rope_of(config: Config, field: str) -> Rope:
 
 def stretched(config: Config, found: Rope, size: int) -> Rope:
     """The same, with another theta where `dynamic` scaling has an `alpha`: HunYuan's, for heads of so many features."""
-    values = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if (values.get("rope_type") or values.get("type")) != "dynamic" or not values.get("alpha"):
+    values = _said(config)
+    if _kind(values) != "dynamic" or not values.get("alpha"):
         return found
     if size == 2:
         raise Unsupported(f"config.json means heads of 2 numbers, with alpha more are needed: {AGAIN}")
@@ -102,8 +114,8 @@ def _logarithmic(factor: float, scale: float) -> float:
 
 def sharpness(config: Config) -> float:
     """What DeepSeek's queries, and its keys, are multiplied by beside all that: scaled embeddings are to blur nothing."""
-    values = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if (values.get("rope_type") or values.get("type") or "default") == "default" or not values.get("mscale_all_dim"):
+    values = _said(config)
+    if _kind(values) == "default" or not values.get("mscale_all_dim"):
         return 1.0
     return _logarithmic(number(values, "factor"), number(values, "mscale_all_dim"))
 
@@ -134,17 +146,16 @@ def check_factors(found: Rope, turned: int) -> None:
 def with_amplitude(config: Config) -> Config:
     """The same, with longrope as Phi 3's config.json has it instead of Phi 3.5 MoE's. Raises Unsupported for other scaling, or two
     amplitudes."""
-    name = next((name for name in ("rope_parameters", "rope_scaling") if config.get(name)), None)
-    values = config[name] if name else {}
-    kind = values.get("rope_type") or values.get("type") or "default" if isinstance(values, dict) else "default"
-    if name is None or kind == "default":
+    values = _said(config)
+    kind = _kind(values) if isinstance(values, dict) else "default"
+    if kind == "default":
         return config
     if kind != "longrope":
         raise Unsupported(f"rotary scaling {kind!r} is not supported: for this family the decoder has longrope")
     short, long = number(values, "short_mscale"), number(values, "long_mscale")
     if short != long:
         raise Unsupported(f"config.json says short_mscale {short:g} and long_mscale {long:g}: the decoder has one amplitude")
-    original = "original_max_position_embeddings"
+    name, original = next(filter(config.get, ROPES)), "original_max_position_embeddings"
     return config | {name: values | {"attention_factor": short}, original: values[original]}
 
 
@@ -159,7 +170,7 @@ def rotary_size(config: Config, head_size: int, default: float = 1.0) -> int:
     """How many features of a head turn. default: what part of them, if nothing is said."""
     name = "partial_rotary_factor"
     part = config.get(name, default)
-    for values in (config.get("rope_parameters"), config.get("rope_scaling")):
+    for values in map(config.get, ROPES):
         part = values.get(name, part) if isinstance(values, dict) else part
     size = int(head_size * number({name: part}, name, 1.0, 1.0))
     if size < 2 or size % 2:
