@@ -22,7 +22,7 @@ from torch.nn import functional
 from .cache import Cache
 from .decoding.growth import Frontier
 from .decoding.tree import ROOT
-from .forward import Forward, layout_of
+from .forward import Forward
 from .made import Made
 from .models.decoder import Decoder
 from .sequence import Sequence
@@ -54,7 +54,7 @@ class Drafter:
         self.cache = Cache(self.decoder.shape, 1, pages, page_size, self.decoder.embedding.dtype, self.device)
         self.cache.features = features
         self._made = Made(features, page_size) if features is not None else None
-        self.forward = Forward(self.decoder, self.cache, layout_of(self.decoder, page_size, self.device))
+        self.forward = Forward(self.decoder, self.cache)
         self._full: set[int] = set()  # pages in which all keys and values are there
         self._before = 0  # spans of the last round
 

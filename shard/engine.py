@@ -27,7 +27,7 @@ from .decoding.methods import strategy_of
 from .decoding.sampler import compile_kernels
 from .decoding.stops import Stops
 from .flight import Flight
-from .forward import Extent, Forward, Record, layout_of
+from .forward import Extent, Forward, Record
 from .guesses import Guesses
 from .logits import choose, nothing
 from .masks import Masks
@@ -98,7 +98,7 @@ class Engine:
         drafter = self.guesses.drafter
         features = drafter.features if drafter else 0
         self.cache = Cache(shape, ranks, pages, page_size, self._cache_dtype, self.device, sequences + kept, dtype, features)
-        self.forward = Forward(self.decoder, self.cache, layout_of(self.decoder, page_size, self.device))
+        self.forward = Forward(self.decoder, self.cache)
         if drafter:
             drafter.resize(pages, page_size, self.cache.features)
             self.cache.cleared = drafter.forget

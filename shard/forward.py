@@ -11,7 +11,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ..kernels import ragged
@@ -53,12 +52,12 @@ class Graph:
 class Forward:
     """The model over one cache. `replayed` and `eager` count steps."""
 
-    def __init__(self, decoder: Decoder, cache: Cache, layout: Layout) -> None:
+    def __init__(self, decoder: Decoder, cache: Cache) -> None:
         self.replayed = 0
         self.eager = 0
         self._decoder = decoder
         self._cache = cache
-        self._layout = layout
+        self._layout = _layout_of(decoder, cache.page_size)
         self._adapted = bool(decoder.adapters)
         self._linear = decoder.shape.linear is not None
         self.narrows = decoder.shape.keyless > 0
@@ -123,7 +122,7 @@ def _fitting(graphs: Listing[Graph], tokens: int) -> Graph | None:
     return graphs[place] if place < len(graphs) else None
 
 
-def layout_of(decoder: Decoder, page_size: int, device: torch.device) -> Layout:
+def _layout_of(decoder: Decoder, page_size: int) -> Layout:
     """Of what the decoder's attention reads, in pages of that size."""
     shape, ranks, latent = decoder.shape, decoder.ranks.size, decoder.shape.latent is not None
     return Layout(
@@ -145,6 +144,6 @@ def layout_of(decoder: Decoder, page_size: int, device: torch.device) -> Layout:
         sinks=shape.sinks,
         most=shape.index.most if shape.index else 0,
         dtype=decoder.embedding.dtype,
-        device=device,
+        device=decoder.embedding.device,
         steady=decoder.steady,
     )
