@@ -115,7 +115,7 @@ def by_transformers(folder: Path, device: str) -> Callable[[Prompts, int], int]:
 def pages(folder: Path, new: int, page_size: int = 16) -> tuple[list[int], int]:
     """The most that each of the groups held, and what WIDTH independent sequences hold that share the prompt's pages."""
     engine = load(ShardConfig(folder=str(folder), model="", page_size=page_size, prefix_caching=False), lambda stage: None)
-    engine.resize(2000, page_size)
+    engine.resize(2000)
     chance = random.Random(1)
     most = []
     for _ in range(GROUPS):  # prompts are what the model says itself: of noise it knows no best continuation

@@ -92,7 +92,7 @@ def steps(bench: Bench) -> None:
                 _case(bench, engine, busy, rows, context)
             except (RuntimeError, ValueError) as problem:
                 bench.add(failed(SECTION, f"{rows} x {context}", problem, GOALS.get((rows, context))))
-            engine.resize(0, PAGE)
+            engine.resize(0)
             if cuda:
                 torch.cuda.empty_cache()
 
@@ -106,7 +106,7 @@ def _case(bench: Bench, engine: Engine, busy: Busy, rows: int, context: int) -> 
         goal = GOALS.get((rows, context))
         bench.add(failed(SECTION, f"{rows} x {context}", f"keys and values of {need / 1e9:.0f} GB do not fit", goal))
         return
-    engine.resize(pages, PAGE)
+    engine.resize(pages)
     _begin(engine, rows, context)
     _measured(bench, engine, busy, rows, context, "eager")
     if cuda:
@@ -224,7 +224,7 @@ def _greedy(bench: Bench, kernels: str, dtype: str, prompts: Sequence[Sequence[i
         engine = load(config, lambda stage: None)
         total = max(map(len, prompts)) + new
         pages = len(prompts) * -(-total // PAGE)
-        engine.resize(pages, PAGE)
+        engine.resize(pages)
         if bench.device.type == "cuda" and kernels == "triton":
             sizes = (*range(1, len(prompts), 3), len(prompts))
             engine.record(Recorder(), Extent(len(prompts), len(prompts), total, pages, sizes), lambda stage: None)

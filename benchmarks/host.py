@@ -69,7 +69,7 @@ def engine_of(rows: int, context: int, steps: int, folder: Path) -> Engine:
     engine = load(config, lambda stage: None)
     engine.decoder.__class__ = Still
     choose.force("triton")
-    engine.resize(4 * rows * -(-(context + steps) // PAGE), PAGE)
+    engine.resize(4 * rows * -(-(context + steps) // PAGE))
     engine.cache.copy_rows = lambda *columns: None  # type: ignore[method-assign]
     extent = Extent(rows, rows, context + steps, engine.pool.pages, (rows,))
     engine.record(lambda run: run, extent, lambda stage: None)

@@ -171,7 +171,7 @@ def shapes(new: int, rounds: int) -> None:
     """A chain against trees of as many nodes, by the demo model and its draft model."""
     config = ShardConfig(folder=str(DEMO_FOLDER), model="demo", kv_pages=512, speculate=f"draft={DRAFT_FOLDER},tokens=8")
     engine = load(config, lambda stage: None)
-    engine.resize(512, 16)
+    engine.resize(512)
     drafter, read = engine.guesses.drafter, Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json"))
     asked = [read.encode(STORY.format(name=name)).ids for name in NAMES]
     for temperature in (0.0, 1.0):
@@ -190,7 +190,7 @@ def main(new: int, rounds: int) -> None:
     torch.set_num_threads(1)
     folder = checkpoint.write(Path("build/benchmark").absolute() / "random-200m-float32", torch.float32)
     engine = load(ShardConfig(folder=str(folder), model="200m", kv_pages=256), lambda stage: None)
-    engine.resize(256, 16)
+    engine.resize(256)
     oracle(engine, new, rounds)
     repeated(engine, new, rounds)
     del engine

@@ -80,6 +80,7 @@ class Engine:
         last one are known."""
         self.decoder = decoder
         self.device = device
+        self.page_size = page_size
         self._prefix_caching = prefix_caching
         self._cache_dtype = cache_dtype or decoder.embedding.dtype
         self._masks = masks
@@ -88,21 +89,21 @@ class Engine:
         self.overlaps = ahead
         self._flight: Flight | None = None  # the step that is under way
         self._free = 0.0  # since when the device has nothing of the last one to do
-        self.resize(0, page_size, sequences=0)
+        self.resize(0, sequences=0)
 
-    def resize(self, pages: int, page_size: int, sequences: int = 64, keeps: bool = True) -> None:
+    def resize(self, pages: int, sequences: int = 64, keeps: bool = True) -> None:
         """Starts anew with an empty pool of that size. sequences: that run at once, of models that remember something of each;
         keeps: and keep some of it for others."""
         shape, ranks, dtype = self.decoder.shape, self.decoder.ranks.size, self.decoder.embedding.dtype
         kept = shape.kept_states(sequences, self._prefix_caching) if keeps else 0
         drafter = self.guesses.drafter
         features = drafter.features if drafter else 0
-        self.cache = Cache(shape, ranks, pages, page_size, self._cache_dtype, self.device, sequences + kept, dtype, features)
+        self.cache = Cache(shape, ranks, pages, self.page_size, self._cache_dtype, self.device, sequences + kept, dtype, features)
         self.forward = Forward(self.decoder, self.cache)
         if drafter:
-            drafter.resize(pages, page_size, self.cache.features)
+            drafter.resize(pages, self.page_size, self.cache.features)
             self.cache.cleared = drafter.forget
-        self.pool = PagePool(pages, page_size)
+        self.pool = PagePool(pages, self.page_size)
         self.books = Books(self.pool, self.cache, self._prefix_caching, kept if self.cache.states else None)
         self.shrink = Shrink(able=ranks == 1 and not self.cache.states)
 
@@ -257,7 +258,7 @@ class Engine:
 
     def _join(self, batch: int, group: Group) -> None:
         if self.overlaps and group.search is not None and not self.cache.states:
-            group.may_inherit(self.pool.pages, self.pool.page_size)
+            group.may_inherit(self.pool.pages, self.page_size)
         if group.images:
             assert self.decoder.sight is not None
             first = group.sequences[0]
@@ -274,7 +275,7 @@ class Engine:
         """The runs of all groups that decode, with pages for them."""
         groups = self.books.members(batches)
         guesses = self.guesses.allowed(allowance) and any(group.drafts for group in groups)
-        if self._flight is not None and (guesses or not all(group.roomy(self.pool.page_size) for group in groups)):
+        if self._flight is not None and (guesses or not all(group.roomy(self.page_size) for group in groups)):
             self.land()  # guesses follow from tokens, and beams without heirs take fewer pages
             groups = self.books.members(batches)
         guessed = [group for group in groups if group.decodes and group.drafts] if guesses else []
@@ -294,7 +295,7 @@ class Engine:
 
     def _spans(self, group: Group) -> list[step.Span]:
         """Those of its next decode step. None: it doesn't decode, or ends with the step that is under way."""
-        following = self._flight.follow(group, self.pool.page_size) if self._flight is not None else None
+        following = self._flight.follow(group, self.page_size) if self._flight is not None else None
         if following is None:
             return strategy_of(group).draft(group) if group.decodes else []
         group.decodes = group.decodes or bool(following)
@@ -369,7 +370,7 @@ class Engine:
             picked = self._flight.picking.picked()
             self.books.forks.bequeath(spans, picked)
             compute = partial(self.forward, picked=picked)
-        hidden, lost = self.shrink.forward(compute, spans, self.pool.page_size)
+        hidden, lost = self.shrink.forward(compute, spans, self.page_size)
         first = 0
         for run in runs:
             run.first, first = first, first + run.wanted

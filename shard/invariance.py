@@ -16,11 +16,11 @@ PARTS = (1, 2, 13)  # and the rest
 
 
 @torch.inference_mode()
-def check(engine: Engine, page_size: int) -> None:
+def check(engine: Engine) -> None:
     """Raises Unsupported if it does. Leaves the engine with a pool of its own."""
     shape = engine.decoder.shape
     count = min(MANY if engine.device.type == "cuda" else TOKENS, shape.max_positions)
-    engine.resize(4 * -(-count // page_size), page_size)
+    engine.resize(4 * -(-count // engine.page_size))
     alone, apart, neighbour = (
         _sequence(engine, [place * stride % shape.vocabulary for place in range(count)]) for stride in (7919, 7919, 104729)
     )

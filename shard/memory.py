@@ -45,7 +45,6 @@ class Measured:
 
 def size_pool(
     engine: Engine,
-    page_size: int,
     pages: int,
     fraction: float,
     tokens: int,
@@ -61,11 +60,11 @@ def size_pool(
     step; sequences: that run at once; total: tokens of the longest; graphs: tokens of the steps that will be recorded. Raises
     Unsupported if it isn't enough for anything.
     """
-    page_bytes = engine.token_bytes * page_size
+    page_size, page_bytes = engine.page_size, engine.token_bytes * engine.page_size
     # The measured step has no context. On a CPU a long one is gathered, and copied once more by head, one layer at a time.
     context = 0 if triton_on(engine.device) else 2 * total * engine.layer_bytes
     context += _chosen(engine, tokens, total) if engine.decoder.shape.index else 0
-    sample = _sample(engine, page_size, tokens, min(rows, tokens), _together(engine, sequences, fraction))
+    sample = _sample(engine, tokens, min(rows, tokens), _together(engine, sequences, fraction))
     seeing, seconds = _seeing(engine, tokens) if engine.decoder.sight else (0, 0.0)
     # Graphs keep what their steps take, in memory that all of them share.
     recorded = len(graphs) * GRAPH_BYTES + sample.bytes * max(graphs, default=0) // sample.tokens
@@ -129,7 +128,7 @@ def _together(engine: Engine, sequences: int, fraction: float) -> int:
     return engine.decoder.ranks.least(engine.sequences(sequences, _usable(engine, fraction))[0])
 
 
-def _sample(engine: Engine, page_size: int, tokens: int, rows: int, most: int) -> Measured:
+def _sample(engine: Engine, tokens: int, rows: int, most: int) -> Measured:
     """A step like the largest one, of `most` prompts at most. A tiny one goes before it: whatever is made on first use takes much
     longer than the step. On an accelerator there go several, since other kernels are compiled for other sizes, and at last the step
     itself, by either sampler."""
@@ -144,23 +143,23 @@ def _sample(engine: Engine, page_size: int, tokens: int, rows: int, most: int) -
         first += [([1 << power], 1, GREEDIEST) for power in range(1, min(tokens, longest).bit_length())]
         first += [(lengths, choices, KEEPING), (lengths, choices, GREEDIEST)]
     for few, drawn, sampling in first:
-        _make_room(engine, page_size, few, drawn)
+        _make_room(engine, few, drawn)
         _run(engine, few, drawn, sampling)
-    _make_room(engine, page_size, lengths, choices)
+    _make_room(engine, lengths, choices)
     before = _peak(engine.device, reset=True)
     outcome = _run(engine, lengths, choices, GREEDIEST)
     measured = max(0, _peak(engine.device) - before)
-    engine.resize(0, page_size, sequences=0)
+    engine.resize(0, sequences=0)
     return Measured(outcome.prompt_tokens, measured, outcome.seconds)
 
 
 @torch.inference_mode()
-def _make_room(engine: Engine, page_size: int, lengths: list[int], choices: int) -> None:
+def _make_room(engine: Engine, lengths: list[int], choices: int) -> None:
     """A pool that prompts of these lengths fill, and what parts from them then, in which nothing makes a step end early. What they
     remember takes its memory now, on a CPU too: it doesn't grow with a step's tokens, and is counted by itself."""
-    engine.resize(0, page_size, sequences=0)  # there are never two at once
-    pages = sum(-(-length // page_size) + choices - 1 for length in lengths)
-    engine.resize(pages, page_size, len(lengths), keeps=False)
+    engine.resize(0, sequences=0)  # there are never two at once
+    pages = sum(-(-length // engine.page_size) + choices - 1 for length in lengths)
+    engine.resize(pages, len(lengths), keeps=False)
     engine.forward.narrows = False  # as in a step of which all is wanted
     for state in engine.cache.states.values():
         state.windows.zero_()

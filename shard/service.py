@@ -121,18 +121,16 @@ class Service:
         engine.compile(min(tokens, COMPILED))
         if config.batch_invariant:
             self.stage = "checking that answers don't depend on batches"
-            invariance.check(engine, config.page_size)
+            invariance.check(engine)
         if not ranks.least(engine.decoder.sight is not None):  # on all ranks or on none
             engine.decoder.sight = None
         self.stage = "measuring memory"
         # What remembers computes right guesses once more, which nobody counts who fills a step.
         most = tokens + (sequences * engine.guesses.most if shape.linear is not None else 0)
         most += engine.decoder.sight.whole if engine.decoder.sight is not None else 0
-        pages, sequences, sample = size_pool(
-            engine, config.page_size, config.kv_pages, config.memory_fraction, most, rows, sequences, total, sizes
-        )
+        pages, sequences, sample = size_pool(engine, config.kv_pages, config.memory_fraction, most, rows, sequences, total, sizes)
         sequences = ranks.least(sequences)
-        engine.resize(ranks.least(pages), config.page_size, sequences)
+        engine.resize(ranks.least(pages), sequences)
         if sizes:
             extent = Extent(tokens, rows, total, engine.pool.pages, chosen, drafts, engine.guesses.trees)
             engine.record(Recorder(), extent, lambda stage: setattr(self, "stage", stage))

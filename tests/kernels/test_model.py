@@ -174,7 +174,7 @@ def test_steps_with_drafts_fit_graphs(said: str, name: str, monkeypatch: pytest.
     speculation = parse(f"draft=x,{said}")
     drafter = Drafter(engine.decoder, tiny.VOCABULARY, tiny.CPU, speculation.most)
     engine.guesses = Guesses(engine.decoder.ranks, tiny.CPU, speculation, drafter)
-    engine.resize(PAGES, 4)
+    engine.resize(PAGES)
     asked = groups()
     for group in asked:
         group.drafts = engine.guesses.most
@@ -245,7 +245,7 @@ def test_a_cache_of_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def scores(dtype: torch.dtype | None) -> Tensor:
         engine = Engine(tiny.decoder("llama"), tiny.CPU, 4, cache_dtype=dtype)
-        engine.resize(PAGES, 4)
+        engine.resize(PAGES)
         assert engine.token_bytes == tiny.decoder("llama").shape.kv_elements(1) * (1 if dtype else 4)
         for layer in engine.decoder.layers:
             monkeypatch.setattr(layer.attention, "scales", torch.full((2, layer.shape.kv_heads), scale))

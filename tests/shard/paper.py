@@ -186,12 +186,12 @@ class Paper(Engine):
         """states: the model remembers something of so many sequences."""
         self._states = states
         super().__init__(Model(), CPU, page_size, prefix_caching, ahead=ahead)  # type: ignore[arg-type]
-        self.resize(pages, page_size)
+        self.resize(pages)
         self.evictions = self.computed = 0
 
-    def resize(self, pages: int, page_size: int, sequences: int = 0) -> None:
-        super().resize(pages, page_size, sequences)
-        self.cache: Any = Slots(page_size, self._states)
+    def resize(self, pages: int, sequences: int = 0) -> None:  # type: ignore[override]
+        super().resize(pages, sequences)
+        self.cache: Any = Slots(self.page_size, self._states)
         self.books.prompts._cache = self.books.forks._cache = self.cache
         if self._states and self.books.prefixes is not None:
             self.books.prefixes.most = KEPT

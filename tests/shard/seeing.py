@@ -169,8 +169,9 @@ WHOLE = (*OTHERS,)  # pixels are no patches
 
 
 def engine(folder: Path, pages: int = 64, page_size: int = 16, **more: Any) -> Engine:
-    found = load(ShardConfig(folder=str(folder), model="m", image_pixels=1 << 20, **more), lambda stage: None)
-    found.resize(pages, page_size)
+    config = ShardConfig(folder=str(folder), model="m", image_pixels=1 << 20, page_size=page_size, **more)
+    found = load(config, lambda stage: None)
+    found.resize(pages)
     return found
 
 
@@ -183,7 +184,7 @@ def half(folder: Path, ranks: Ranks, page_size: int) -> Engine:
     with MAKING:  # while its modules are made, all that the process makes have no memory
         decoder.sight = Sight(config, folder, weights, 1 << 20, form)
     found = Engine(decoder, CPU, page_size)
-    found.resize(128, page_size)
+    found.resize(128)
     return found
 
 

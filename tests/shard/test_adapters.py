@@ -58,7 +58,7 @@ def first_logprob(model: Path, tokens: tuple[int, ...], token: int) -> float:
 def engine(name: str, changes: tuple[tuple[str, str], ...], pages: int = 512, page_size: int = 16, ahead: bool = False) -> Engine:
     decoder = load(ShardConfig(folder=str(tiny.folder(name)), model=name, adapters=changes), lambda stage: None).decoder
     found = Engine(decoder, tiny.CPU, page_size, ahead=ahead)
-    found.resize(pages, page_size)
+    found.resize(pages)
     return found
 
 
@@ -104,7 +104,7 @@ def test_two_ranks_divide_them(name: str, tmp_path: Path) -> None:
         weights = Weights(tiny.folder(name), torch.float32, tiny.CPU, lambda read: None)
         own = [Adapter(key, Path(place), torch.float32, tiny.CPU) for key, place in changes]
         found = Engine(Decoder(model, weights, rank, tiny.CPU, changes=own), tiny.CPU, 16)
-        found.resize(256, 16)
+        found.resize(256)
         check(found, asked, models, Habits(chunk=9)) if rank.rank == 0 else drive(found, requests(asked), Habits(chunk=9))
 
     [[greedy(models[adapter], tokens)] for tokens, adapter in asked]  # the ranks' threads would wait for each other
@@ -130,7 +130,7 @@ def test_choices_and_beams_go_by_them_as_well(ahead: bool, tmp_path: Path) -> No
     changes, models = lora.of("llama", tmp_path)
     found = engine("llama", changes, ahead=ahead)
     whole = Engine(load(ShardConfig(folder=str(models["1"]), model="m"), lambda stage: None).decoder, tiny.CPU, 16)
-    whole.resize(512, 16)
+    whole.resize(512)
     asked = prompts(3, 40)
     sampling = Sampling(temperature=1.0, seed=2)
 

@@ -68,7 +68,7 @@ def engine(said: str) -> Engine:
     speculation = parse(f"draft=x,{said}")
     drafter = Drafter(draft_model(), VOCABULARY, tiny.CPU, speculation.most)
     result = Engine(target, tiny.CPU, 16, guesses=Guesses(target.ranks, tiny.CPU, speculation, drafter))
-    result.resize(AT_ONCE * CHOICES * 2, 16)
+    result.resize(AT_ONCE * CHOICES * 2)
     return result
 
 

@@ -102,9 +102,10 @@ def engine(
     folder: Path, said: str, page_size: int = 16, pages: int = 2000, prefix_caching: bool = True, name: str = "llama"
 ) -> Engine:
     asked = f"draft={folder},{said}"
-    config = ShardConfig(folder=str(tiny.folder(name)), model=name, speculate=asked, prefix_caching=prefix_caching)
+    where = {"folder": str(tiny.folder(name)), "model": name, "page_size": page_size}
+    config = ShardConfig(**where, speculate=asked, prefix_caching=prefix_caching)
     found = load(config, lambda stage: None)
-    found.resize(pages, page_size)
+    found.resize(pages)
     return found
 
 
@@ -215,9 +216,9 @@ def test_two_ranks_keep_what_one_of_them_guesses_by(
 
     def work(ranks: Ranks) -> tuple[World, list[float]]:
         own.ranks = ranks
-        config = ShardConfig(folder=str(folder), model=name, speculate=f"draft={draft},{said}", prefix_caching=False)
+        config = ShardConfig(folder=str(folder), model=name, speculate=f"draft={draft},{said}", prefix_caching=False, page_size=4)
         half = load(dataclasses.replace(config, rank=ranks.rank, ranks=2, meeting="here"), lambda stage: None)
-        half.resize(300, 4)
+        half.resize(300)
         free(half)
         off = watched(half, Oracle("llama")) if name == "llama" and not ranks.rank else []
         return drive(half, [group for group in asked(all_of(said)) if len(group.waiting) == 1][:8], Habits(16), seed=5), off
@@ -372,9 +373,9 @@ def in_qwen(name: str) -> str:
 def test_a_layer_for_predicting_several_tokens(name: str, tables: bool, said: str, tmp_path: Path) -> None:
     oracle = predicting(name, tmp_path, tables)
     groups = [group for group in asked(all_of(said)) if len(group.waiting) == 1][:8]
-    config = ShardConfig(folder=str(tmp_path), model=name, speculate=f"draft=mtp,{said}", prefix_caching=False)
+    config = ShardConfig(folder=str(tmp_path), model=name, speculate=f"draft=mtp,{said}", prefix_caching=False, page_size=4)
     own = free(load(config, lambda stage: None))
-    own.resize(500, 4)
+    own.resize(500)
     off, most = watched(own, oracle), 5e-3 if name in tiny.HYBRIDS else 1e-3
     world = drive(own, groups, Habits(7, pause=0.05), seed=3)
     plain = drive(
@@ -406,7 +407,7 @@ def test_two_ranks_guess_what_one_does(head: Path) -> None:
         drafter = _drafter(config, speculation, half.decoder, whole, lambda stage: None)
         assert (drafter is None) == (ranks.rank == 1)
         half.guesses = Guesses(ranks, tiny.CPU, speculation, drafter)
-        half.resize(300, 4)
+        half.resize(300)
         return drive(free(half), asked(8), Habits(16, pause=0.03), seed=5)
 
     world, twin = tiny.Threads().run(work)
@@ -482,7 +483,7 @@ def test_the_demos_head_guesses_what_its_trainer_does() -> None:
     target, trained = eagle.load_target(tiny.DEMO), eagle.load(hub.DRAFTS["demo-eagle"])
     config = ShardConfig(folder=str(tiny.DEMO), model="demo", speculate=f"draft={hub.DRAFTS['demo-eagle']},tokens=4")
     own = free(load(config, lambda stage: None))
-    own.resize(500, 16)
+    own.resize(500)
     tokenizer = Tokenizer.from_file(str(tiny.DEMO / "tokenizer.json"))
     chats = [
         f"<|begin|><|user|>{text}<|end|><|assistant|>" for text in ("Tell me a story.", "What is 3 + 4?", "Count from 3 to 9.")

@@ -33,7 +33,7 @@ def engine(said: str, page_size: int = 16, pages: int = 1024, prefix_caching: bo
     drafter = Drafter(tiny.decoder(draft), tiny.VOCABULARY, tiny.CPU, all_of(said))
     guesses = Guesses(target.ranks, tiny.CPU, parse(f"draft=x,{said}"), drafter)
     result = Engine(target, tiny.CPU, page_size, prefix_caching, guesses=guesses)
-    result.resize(pages, page_size)
+    result.resize(pages)
     return result
 
 
@@ -240,7 +240,7 @@ def test_two_ranks_draft_the_same() -> None:
         drafter = Drafter(tiny.decoder("llama"), tiny.VOCABULARY, tiny.CPU, 10) if ranks.rank == 0 else None
         half = tiny.engine_of("llama", ranks, 4, 300)
         half.guesses = Guesses(ranks, tiny.CPU, parse("draft=x,tree=2x2x1"), drafter)
-        half.resize(300, 4)
+        half.resize(300)
         return drive(free(half), asked(10), Habits(16, pause=0.03), seed=5)
 
     world, twin = tiny.Threads().run(work)
@@ -259,7 +259,7 @@ def test_other_rules_are_greedy_without_a_temperature_and_alike_on_all_ranks(sai
         drafter = Drafter(tiny.decoder("llama-tied"), tiny.VOCABULARY, tiny.CPU, all_of(said)) if ranks.rank == 0 else None
         half = tiny.engine_of("llama", ranks, 4, 300)
         half.guesses = Guesses(ranks, tiny.CPU, parse(f"draft=x,{said}"), drafter)
-        half.resize(300, 4)
+        half.resize(300)
         return drive(free(half), [*groups, *drawn], Habits(16), seed=5)
 
     world, twin = tiny.Threads().run(work)

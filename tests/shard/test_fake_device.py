@@ -104,8 +104,8 @@ def engine_of(speculate: str = "", graphs: bool = True, **more: Any) -> Engine:
     """One that has warmed up, as the service has it do."""
     engine = load(config(speculate, **more), lambda stage: None)
     engine.compile(8)
-    size_pool(engine, PAGE, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL, [1, 2, 4])
-    engine.resize(PAGES, PAGE)
+    size_pool(engine, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL, [1, 2, 4])
+    engine.resize(PAGES)
     if graphs:
         extent = Extent(TOKENS, ROWS, TOTAL, PAGES, None, engine.guesses.most > 0, engine.guesses.trees)
         engine.record(Recorder(), extent, lambda stage: None)
@@ -325,7 +325,7 @@ def test_nothing_is_compiled_in_the_step_that_is_measured(noted: Noted, name: st
     monkeypatch.setattr(memory, "_run", run)
     engine = load(ShardConfig(folder=str(tiny.folder(name)), model="m", device="cuda", dtype="bfloat16"), lambda stage: None)
     engine.compile(8)
-    size_pool(engine, PAGE, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL)
+    size_pool(engine, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL)
     assert {one.kernel for one in noted.launches[counts[-1] :]} >= {"attend", "norm_kernel"}
     assert not {*noted.launches[counts[-1] :]} - {*noted.launches[: counts[-1]]}
 
@@ -424,8 +424,8 @@ def test_no_family_asks_the_host(noted: Noted, name: str) -> None:
     """While a graph is recorded, nor in a step: experts are chosen on the device."""
     folder = str(tiny.folder(name))
     engine = load(ShardConfig(folder=folder, model="m", device="cuda", dtype="bfloat16"), lambda stage: None)
-    size_pool(engine, PAGE, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL, [1, 2, 4])
-    engine.resize(PAGES, PAGE)
+    size_pool(engine, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL, [1, 2, 4])
+    engine.resize(PAGES)
     engine.record(Recorder(), Extent(TOKENS, ROWS, TOTAL, PAGES, None, False, False), lambda stage: None)
     groups = [tiny.group(uid, range(20 + uid), 6) for uid in range(1, 4)]
     noted.waits.clear()
@@ -475,8 +475,8 @@ def test_adapters_ask_nothing(noted: Noted, tmp_path: Path) -> None:
     folder = str(tiny.folder("words-wide"))
     engine = load(ShardConfig(folder=folder, model="m", device="cuda", dtype="bfloat16", adapters=changes), print)
     engine.compile(TOKENS)
-    size_pool(engine, PAGE, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL, [1, 2, 4])
-    engine.resize(PAGES, PAGE)
+    size_pool(engine, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL, [1, 2, 4])
+    engine.resize(PAGES)
     engine.record(Recorder(), Extent(TOKENS, ROWS, TOTAL, PAGES, None, False, False), lambda stage: None)
     known = {one for one in noted.launches if one.kernel == "experts_kernel"}
     assert known
@@ -496,8 +496,8 @@ def test_weights_of_few_bits_ask_nothing(noted: Noted, kind: str) -> None:
     )
     shape = engine.decoder.shape
     assert engine.decoder.weight_bytes == pytest.approx(shape.weight_bytes(1, 2, "cuda", "bfloat16", False), rel=0.01)
-    size_pool(engine, PAGE, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL, [1, 2, 4])
-    engine.resize(PAGES, PAGE)
+    size_pool(engine, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL, [1, 2, 4])
+    engine.resize(PAGES)
     engine.record(Recorder(), Extent(TOKENS, ROWS, TOTAL, PAGES, None, False, False), lambda stage: None)
     noted.waits.clear()
     assert len(run(engine, [tiny.group(uid, range(20 + uid), 6) for uid in range(1, 4)])) == 18

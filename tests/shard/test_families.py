@@ -491,7 +491,7 @@ def test_keys_that_are_cached_without_gains_have_no_calibrated_scale(tmp_path: P
 def test_longropes_factors_go_by_the_longest_context(longest: int, tokens: int) -> None:
     """With all of them transformers takes the long ones if this context is longer than 16 tokens; we always do."""
     engine = load(ShardConfig(folder=str(tiny.folder("longrope")), model="m", longest=longest), lambda stage: None)
-    engine.resize(8, 16)
+    engine.resize(8)
     asked = prompt(1, tokens)
     [sequence], _ = sequences(asked, 1)
     engine.pool.extend(sequence.pages, tokens)

@@ -102,7 +102,7 @@ def test_the_text_of_a_model_with_images(tmp_path: Path) -> None:
     assert "text_config" in json.loads((tmp_path / "config.json").read_text())
     bench = Bench("gemma3", 16)
     bench.engine.decoder = load(ShardConfig(folder=str(tmp_path), model="m"), lambda stage: None).decoder
-    bench.engine.resize(64, 16)
+    bench.engine.resize(64)
     tokens = prompt(3, 40)
     sequence = bench.start(())
     close(bench.run([Span(sequence, 0, tokens, wanted=40)]), tiny.expected_logits("gemma3", tokens))

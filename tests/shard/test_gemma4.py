@@ -206,6 +206,6 @@ def test_the_text_of_a_model_with_images(name: str, described: Any, made: Any, t
     both.save_pretrained(tmp_path)
     bench = Bench(name, 16)
     bench.engine.decoder = load(ShardConfig(folder=str(tmp_path), model="m"), lambda stage: None).decoder
-    bench.engine.resize(64, 16)
+    bench.engine.resize(64)
     tokens = prompt(3, 40)
     close(bench.run([Span(bench.start(()), 0, tokens, wanted=40)]), tiny.expected_logits(name, tokens))

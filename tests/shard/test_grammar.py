@@ -404,7 +404,7 @@ def test_ranks_find_the_same_prefixes_after_a_grammar_that_leads_nowhere() -> No
 
     def work(ranks: Ranks) -> tuple[Any, ...]:
         engine = tiny.engine_of("demo", ranks)
-        engine.resize(64, 4)
+        engine.resize(64)
         if not ranks.rank:
             with_masks(engine)
 

@@ -60,7 +60,7 @@ def logits(folder: Path, size: int, adapter: Path | None = None) -> Tensor:
         changes = [Adapter("a", adapter, torch.float32, tiny.CPU)] if adapter else []
         weights = Weights(folder, torch.float32, tiny.CPU, lambda read: None)
         engine = Engine(Decoder(model, weights, ranks, tiny.CPU, changes=changes), tiny.CPU, 16)
-        engine.resize(4, 16)
+        engine.resize(4)
         [sequence], _ = sequences(TOKENS, 1)
         sequence.state, sequence.adapter, found = 1, len(changes) - 1, []
         engine.pool.extend(sequence.pages, len(TOKENS))

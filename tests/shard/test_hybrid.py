@@ -583,7 +583,7 @@ def test_states_take_what_is_planned() -> None:
     """None before it is known how many sequences there are to be."""
     engine = load(ShardConfig(folder=str(tiny.folder("qwen3-next")), model="m"), lambda stage: None)
     assert engine.cache.slots == 0
-    engine.resize(8, 16, 5)
+    engine.resize(8, 5)
     held = sum(part.nbytes for state in engine.cache.states.values() for part in (state.windows, state.memories))
     assert held == engine.sequences(5, 1 << 60)[1] == engine.decoder.shape.states_bytes(1, 4, 5, prefix_caching=True)
     assert held == (1 + 5 + 2) * engine.decoder.shape.state_bytes(1, 4)
@@ -594,7 +594,7 @@ def test_what_sequences_remember_is_no_part_of_a_step() -> None:
     said = config("Qwen3_5ForCausalLM", hidden_size=64, num_hidden_layers=2, full_attention_interval=2, linear_num_value_heads=64)
     model = shape(said | {"linear_num_key_heads": 1, "num_attention_heads": 2, "num_key_value_heads": 1})
     engine = Engine(Decoder(model, DummyWeights(torch.float32, tiny.CPU, lambda read: None), WHOLE, tiny.CPU), tiny.CPU, 16)
-    *_, sample = memory.size_pool(engine, 16, 4, 0.9, 64, 64, 64, 64)
+    *_, sample = memory.size_pool(engine, 4, 0.9, 64, 64, 64, 64)
     assert sample.tokens == 64
     assert sample.bytes < 128 << 20
     assert engine.cache.slots == engine.pool.pages == 0
@@ -603,7 +603,7 @@ def test_what_sequences_remember_is_no_part_of_a_step() -> None:
 def test_prompts_in_the_step_that_is_measured_come_to_their_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the largest one, with logits, however long they are."""
     monkeypatch.setattr(memory, "SAMPLE_TOKENS", 500)
-    *_, sample = memory.size_pool(tiny.engine("qwen3.5"), 16, 4, 0.9, 500, 1, 1, 500)
+    *_, sample = memory.size_pool(tiny.engine("qwen3.5"), 4, 0.9, 500, 1, 1, 500)
     assert sample.tokens == 500
 
 
@@ -662,7 +662,7 @@ def test_memory_is_measured_for_right_guesses_that_are_computed_once_more(
     """In a step that prompts fill: its tokens without them are as many as may be."""
     told: list[int] = []
 
-    def size(engine: Engine, page: int, pages: int, fraction: float, tokens: int, *rest: object) -> tuple[int, int, Measured]:
+    def size(engine: Engine, pages: int, fraction: float, tokens: int, *rest: object) -> tuple[int, int, Measured]:
         told.append(tokens)
         return 100, 8, Measured(1, 0, 1.0)
 

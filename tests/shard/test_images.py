@@ -62,7 +62,7 @@ def check(made: Any, folder: Path) -> None:
         expected = made(input_ids=torch.tensor([tokens])).logits[0]
     bench = Bench("llama", 16)
     bench.engine = load(ShardConfig(folder=str(folder), model="m"), lambda stage: None)
-    bench.engine.resize(64, 16)
+    bench.engine.resize(64)
     sequence = bench.start(())
     close(bench.run([Span(sequence, 0, tokens, wanted=40)]), expected)
 

@@ -36,7 +36,7 @@ def engine(
         folder=str(tiny.folder(name)), model=name, dtype=dtype, page_size=page_size, batch_invariant=invariant, **more
     )
     made = load(config, lambda stage: None)
-    made.resize(pages, page_size)
+    made.resize(pages)
     return made
 
 
@@ -149,22 +149,22 @@ def test_nodes_of_trees_are_refused() -> None:
 @pytest.mark.parametrize("name", ["llama", "gpt-oss", "short", "four"])
 def test_the_check_at_the_start_passes(name: str) -> None:
     own = engine(name)
-    invariance.check(own, 16)
-    invariance.check(engine(name, page_size=1), 1)
+    invariance.check(own)
+    invariance.check(engine(name, page_size=1))
 
 
 def test_the_check_at_the_start_finds_what_depends_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Unsupported, match=r"--batch-invariant: here a token's logits depend .*\(by 0.*leave it out"):
-        invariance.check(engine("llama", invariant=False), 16)
+        invariance.check(engine("llama", invariant=False))
     own = engine("llama")
     monkeypatch.setattr(steady, "KEYS", 1)
     with pytest.raises(Unsupported):
-        invariance.check(own, 16)
+        invariance.check(own)
     monkeypatch.undo()
     product = own.decoder.layers[0].mlp.down.product
     own.decoder.layers[0].mlp.down.product = lambda x: product(x) * (1 + len(x) * 2**-10)
     with pytest.raises(Unsupported):
-        invariance.check(own, 16)
+        invariance.check(own)
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_memory_for_what_an_index_chooses(monkeypatch: pytest.MonkeyPatch) -> No
     rooms = {}
     for name in ("deepseek-v3", "deepseek-v32"):
         engine = tiny.engine(name, 16, 4)
-        pages, *_ = memory.size_pool(engine, 16, 0, 1.0, 128, 4, 100_000, 100_000)
+        pages, *_ = memory.size_pool(engine, 0, 1.0, 128, 4, 100_000, 100_000)
         shape = engine.decoder.shape
         token = 4 * shape.kv_elements(1)
         rooms[name] = free - 2 * (1 << 20) - 2 * 100_000 * token // shape.layers - pages * 16 * token

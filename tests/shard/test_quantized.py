@@ -169,7 +169,7 @@ def test_zeros_of_gptq_that_are_0() -> None:
 
 def engine_of(model: Decoder, pages: int = 64) -> Engine:
     engine = Engine(model, tiny.CPU, 16, True)
-    engine.resize(pages, 16)
+    engine.resize(pages)
     return engine
 
 

@@ -30,7 +30,7 @@ class Scarce(Engine):
 
     def __init__(self, tokens: int = 999, reach: int = 999, ahead: bool = False) -> None:
         super().__init__(tiny.decoder("llama"), tiny.CPU, SIZE, ahead=ahead)
-        self.resize(600, SIZE)
+        self.resize(600)
         self.refuses: Callable[[Span], bool] = lambda span: span.start + len(span.tokens) > reach
         self.failures = 0
         self.largest = 0  # number of tokens that was computed

@@ -313,7 +313,7 @@ def test_what_an_image_takes_is_measured(world: Made) -> None:
     taken, seconds = _seeing(engine, 100)
     assert taken >= (100 + sight.largest) * levels * 4
     assert seconds > 0
-    _, _, sample = size_pool(engine, 16, 4, 0.9, 64, 64, 64, 64)
+    _, _, sample = size_pool(engine, 4, 0.9, 64, 64, 64, 64)
     assert sample.image_seconds > 0
     assert sight.largest == (
         seeing.SQUARE**2 if world[0] in ("Gemma3", "Idefics3", "Llava", "SmolVLM") else (1 << 20) // seeing.SIDE**2

@@ -180,7 +180,7 @@ def test_a_draft_model_keeps_grammars(said: str) -> None:
     target, own_masks, shape = tiny.decoder("words"), Masks(Grammars(DEMO, VOCABULARY), VOCABULARY), parse(f"draft=x,{said}")
     guesses = Guesses(target.ranks, tiny.CPU, shape, Drafter(target, VOCABULARY, tiny.CPU, shape.most), own_masks)
     engine = Engine(target, tiny.CPU, 4, masks=own_masks, guesses=guesses)
-    engine.resize(2000, 4)
+    engine.resize(2000)
     world = drive(free(engine), asked(shape.most), Habits(7, pauses=1), seed=2)
     if "rejection" not in said:
         check(world, expected())

@@ -205,8 +205,8 @@ def test_what_is_remembered_takes_half_of_the_memory_at_most(prefix_caching: boo
         assert count == 1 or taken <= room / 2
         assert count == 100 or engine.sequences(101 + count, room)[0] <= count + 1
     monkeypatch.setattr(memory, "_available", lambda device: 1000 * state)
-    pages, count, _ = memory.size_pool(engine, 16, 0, 1.0, 64, 4, 1_000_000, 100)
-    engine.resize(pages, 16, count)
+    pages, count, _ = memory.size_pool(engine, 0, 1.0, 64, 4, 1_000_000, 100)
+    engine.resize(pages, count)
     taken = sum(part.nbytes for own in engine.cache.states.values() for part in (own.windows, own.memories))
     assert taken == engine.sequences(count, 1 << 60)[1]
     keys = sum(layer.nbytes for layer in engine.cache.layers.values())

@@ -709,7 +709,7 @@ def decoder(name: str) -> Decoder:
 def engine(name: str, page_size: int = 16, pages: int = 1024, prefix_caching: bool = True, ahead: bool = False) -> Engine:
     """A fresh one with an empty pool."""
     result = Engine(decoder(name), CPU, page_size, prefix_caching, ahead=ahead)
-    result.resize(pages, page_size)
+    result.resize(pages)
     return result
 
 
@@ -773,7 +773,7 @@ def engine_of(
     model = shape(json.loads((folder(name) / "config.json").read_text()))
     weights = Weights(folder(name), torch.float32, CPU, lambda read: None)
     result = Engine(Decoder(model, weights, ranks, CPU), CPU, page_size, prefix_caching, ahead=ahead)
-    result.resize(pages, page_size)
+    result.resize(pages)
     return result
 
 
