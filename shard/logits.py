@@ -103,14 +103,14 @@ def choose(
 
 def _begin(means: Means, wanted: Listing[Wanted]) -> Picking[list[Found]] | None:
     """Picks that the host need not wait for; None if they are of another kind, or memory is short."""
-    ranks, device = means.decoder.ranks, means.hidden.device
+    ranks = means.decoder.ranks
     if means.guesses.rule is not Rule.GUMBEL or any(_on_host(one, ranks.size > 1) for one in wanted):
         return None
 
     def work() -> Picking[list[Found]]:
         logits = _logits(means, wanted)
-        mask = means.masks.join(device) if means.masks is not None else None
-        return _picking(logits, wanted, means.guesses, mask, device, ranks.tell if ranks.size > 1 else None)
+        mask = means.masks.join(means.hidden.device) if means.masks is not None else None
+        return _picking(means, logits, wanted, mask, ranks.tell if ranks.size > 1 else None)
 
     return means.shrink.whole(work, sum(len(one.rows) for one in wanted))
 
@@ -167,7 +167,7 @@ def _in_parts(means: Means, wanted: Listing[Wanted]) -> list[Found]:
         part = [wanted[i] for i in own]
         logits = _logits(means, part)
         mask = means.masks.join(device)[starts[own[0]] : starts[own[-1] + 1]] if means.masks is not None else None
-        return _picking(logits, part, means.guesses, mask, device).take() if logits is not None else [[] for _ in part]
+        return _picking(means, logits, part, mask).take() if logits is not None else [[] for _ in part]
 
     found: list[Found] = []
     for one, own in zip(wanted, means.shrink.rows(some, range(len(wanted)), sizes), strict=True):
@@ -195,25 +195,20 @@ def _logits(means: Means, wanted: Listing[Wanted]) -> Tensor | None:
 
 
 def _picking(
-    logits: Tensor | None,
-    wanted: Listing[Wanted],
-    guesses: Guesses,
-    mask: Tensor | None,
-    device: torch.device,
-    tell: Tell | None = None,
+    means: Means, logits: Tensor | None, wanted: Listing[Wanted], mask: Tensor | None, tell: Tell | None = None
 ) -> Picking[list[Found]]:
     """Of each run. Beams are expanded together, and all others picked together; what is picked of these comes behind. tell: other
     ranks, which have no logits and wait for it."""
     beams, others = [i for i, one in enumerate(wanted) if one.candidates], [i for i, one in enumerate(wanted) if not one.candidates]
     rest = [wanted[i] for i in others]
     if not beams:
-        return _by_run(_picks(logits, rest, guesses, mask, device, tell), rest)
+        return _by_run(_picks(means, logits, rest, mask, tell), rest)
     own, own_mask = _part(logits, mask, wanted, beams)
-    expansion = _expansion(own, [_set_of(wanted[i]) for i in beams], own_mask, device, tell).picking()
+    expansion = _expansion(own, [_set_of(wanted[i]) for i in beams], own_mask, means.hidden.device, tell).picking()
     if not others:
         return Picking(expansion.picked, expansion.wait, lambda: [list(one) for one in expansion.take()])
     own, own_mask = _part(logits, mask, wanted, others)
-    picks = _by_run(_picks(own, rest, guesses, own_mask, device, tell), rest)
+    picks = _by_run(_picks(means, own, rest, own_mask, tell), rest)
 
     def wait() -> None:
         expansion.wait()
@@ -253,14 +248,8 @@ def _set_of(one: Wanted) -> Beams:
     return Beams(one.rows, [_sum(s) for s in group.sequences], one.candidates, group.search.width, group.end_ids)
 
 
-def _picks(
-    logits: Tensor | None,
-    wanted: Listing[Wanted],
-    guesses: Guesses,
-    mask: Tensor | None,
-    device: torch.device,
-    tell: Tell | None,
-) -> Picking[Found]:
+def _picks(means: Means, logits: Tensor | None, wanted: Listing[Wanted], mask: Tensor | None, tell: Tell | None) -> Picking[Found]:
+    guesses, device = means.guesses, means.hidden.device
     rows = [row for one in wanted for row in one.rows]
     if logits is None:
         assert tell is not None

@@ -61,10 +61,10 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     most = {"rows": 999}
     right = logits._picking
 
-    def bounded(own: Tensor, *rest: Any) -> Any:
+    def bounded(means: Any, own: Tensor, *rest: Any) -> Any:
         if len(own) > most["rows"]:
             raise torch.OutOfMemoryError
-        return right(own, *rest)
+        return right(means, own, *rest)
 
     monkeypatch.setattr(logits, "_picking", bounded)
     return most
