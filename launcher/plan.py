@@ -175,8 +175,8 @@ def _graphs(options: Options, form: Shape, draft: Shape | None) -> int:
     chosen = rooms.parse(options.cuda_graphs)
     speculation = options.speculation
     tokens = options.max_batch_prefill_tokens or rooms.MIXED[-1]
-    linear = [one.linear is not None for one in (form, draft) if one]
-    return len(rooms.recorded(chosen, options.sequences, tokens, speculation.most > 0, linear))
+    remembers = [one.remembering is not None for one in (form, draft) if one]
+    return len(rooms.recorded(chosen, options.sequences, tokens, speculation.most > 0, remembers))
 
 
 def _device(options: Options, machine: Machine) -> str:
@@ -275,7 +275,7 @@ def _sight(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _states(plan: Plan) -> list[tuple[str, str]]:
-    """What linear attention remembers."""
+    """What layers remember of sequences."""
     if not plan.state_bytes:
         return []
     return [("  states", f"{size(plan.state_bytes):>10}  of {plan.sequences:,} sequences at once (--max-batch-size)")]

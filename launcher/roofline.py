@@ -72,14 +72,14 @@ def decode(group: Group, on: Accelerator, streams: int, context: int) -> float:
 def prefill(group: Group, on: Accelerator, tokens: int) -> float:
     """A prompt, while nothing else runs."""
     shape, index = group.shape, group.shape.index
-    windows, linear = (shape.windows[layer] for layer in shape.attending), shape.linear
+    windows, kept = (shape.windows[layer] for layer in shape.attending), shape.remembering
     pairs = _pairs_of_chunks if shape.chunked else _pairs
     attended = (pairs(tokens, window or (index.most if index else 0)) * shape.keys(window).size for window in windows)
     attention = 4 * sum(attended) * shape.heads / group.ranks
     if index and tokens > index.most:  # every rank has all of it
         attention += 2 * shape.layers * _pairs(tokens, 0) * index.heads * index.size
-    if linear:
-        attention += linear.rule * len(linear.layers) * tokens * prod(linear.memory(group.ranks))
+    if kept:
+        attention += kept.rule * len(kept.layers) * tokens * prod(kept.memory(group.ranks))
     products = 2 * ((group.parameters() - group.head) * tokens + group.head)
     weights = group.read(tokens) / on.bandwidth
     return max(weights, (products + attention) / on.flops) + exchange(group, on, tokens, 1)
@@ -110,8 +110,8 @@ def exchange(group: Group, on: Accelerator, tokens: int, rows: int) -> float:
     found = sums * all_reduce(on, *ranks, tokens * shape.hidden * group.item) + gather(group, on, rows)
     if shape.joint_qk_norm:  # a sum of squares of a token's queries, and of its keys, in float32
         found += shape.layers * all_reduce(on, *ranks, 8 * tokens)
-    if shape.linear and (squares := shape.linear.squares(group.ranks)):
-        found += len(shape.linear.layers) * all_reduce(on, *ranks, 4 * tokens * squares)
+    if shape.remembering and (squares := shape.remembering.squares(group.ranks)):
+        found += len(shape.remembering.layers) * all_reduce(on, *ranks, 4 * tokens * squares)
     return found
 
 

@@ -1,4 +1,4 @@
-"""The key/value tensors, and what layers with linear attention remember. Nothing else."""
+"""The key/value tensors, and what some layers remember of sequences instead. Nothing else."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -17,8 +17,8 @@ from .pages import PADDING
 
 
 class Cache:
-    """Keys and values of every layer in pages. Page 0 is padding and stays zero. What a layer with linear attention remembers is in
-    slots of its own, one for each sequence.
+    """Keys and values of every layer in pages. Page 0 is padding and stays zero. What a layer remembers that attends to no
+    keys, or besides (`Remembering`), is in slots of its own, one for each sequence.
 
     A layer of keys is a tensor [slots, 2, kv_heads, size], keys first, or [slots, 1, 1, size], where values are a part of what keys
     are; slot = page * page_size + place in the page. Layers whose slots are alike lie in one tensor.
@@ -47,8 +47,8 @@ class Cache:
         self.layers: dict[int, Tensor] = {layer: next(following[slot]) for layer, slot in zip(attending, each, strict=True)}
         self.layers |= {layer: self.layers[shape.source(layer)] for layer in shape.attending if layer not in self.layers}
         self._remembered = _remembered(shape, ranks, slots, computed or dtype, device)
-        linear = sorted(shape.linear.layers) if shape.linear else []
-        self.states = {layer: States(*(whole[i] for whole in self._remembered)) for i, layer in enumerate(linear)}
+        remembering = sorted(shape.remembering.layers) if shape.remembering else []
+        self.states = {layer: States(*(whole[i] for whole in self._remembered)) for i, layer in enumerate(remembering)}
         self.slots = slots
         # Copied and zeroed as bytes where torch's operations don't know the type.
         flat = [whole.view(torch.uint8) if dtype.itemsize == 1 else whole for whole in wholes.values()]
@@ -96,14 +96,14 @@ class Cache:
 
 
 def _remembered(shape: Shape, ranks: int, slots: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-    """What layers with linear attention remember, their windows and memories, [layers, 1 + slots, ...] each; (): there are none.
+    """What layers remember, their windows and memories, [layers, 1 + slots, ...] each; (): there are none.
     Slot 0 is for padding."""
-    linear = shape.linear
-    if linear is None:
+    remembering = shape.remembering
+    if remembering is None:
         return ()
-    count = len(linear.layers)
-    windows = _zeros((count, 1 + slots, linear.width - 1, linear.channels(ranks)), dtype, device)
-    return windows, _zeros((count, 1 + slots, *linear.memory(ranks)), torch.float32, device)
+    count = len(remembering.layers)
+    windows = _zeros((count, 1 + slots, remembering.width - 1, remembering.channels(ranks)), dtype, device)
+    return windows, _zeros((count, 1 + slots, *remembering.memory(ranks)), torch.float32, device)
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

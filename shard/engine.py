@@ -119,7 +119,7 @@ class Engine:
         return max(prod(layer.shape[1:]) for layer in self.cache.layers.values()) * self._cache_dtype.itemsize
 
     def sequences(self, asked: int, room: int) -> tuple[int, int]:
-        """How many may run at once, and what linear attention then remembers on this rank; room: for that, and for keys and values.
+        """How many may run at once, and what they then remember on this rank; room: for that, and for keys and values.
         Bytes."""
         shape, caching = self.decoder.shape, self._prefix_caching
         where = self.decoder.ranks.size, self.decoder.embedding.dtype.itemsize

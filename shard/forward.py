@@ -59,7 +59,7 @@ class Forward:
         self._cache = cache
         self._layout = _layout_of(decoder, cache.page_size)
         self._adapted = bool(decoder.adapters)
-        self._linear = decoder.shape.linear is not None
+        self._remembers = decoder.shape.remembering is not None
         self.narrows = decoder.shape.keyless > 0
         self._decodes: list[Graph] = []  # of spans of one token; by size
         self._mixed: list[Graph] = []  # of any spans; by size
@@ -93,7 +93,7 @@ class Forward:
     def record(self, record: Record, extent: Extent, progress: Callable[[str], None]) -> None:
         """Makes the graphs, the largest first: the others find room in the memory that it takes."""
         began = time.perf_counter()
-        sizes = [(size, True) for size in rooms.mixed(extent.chosen, extent.tokens, extent.drafts, self._linear)]
+        sizes = [(size, True) for size in rooms.mixed(extent.chosen, extent.tokens, extent.drafts, self._remembers)]
         sizes += [(size, False) for size in rooms.decodes(extent.chosen, extent.rows)]
         for count, (size, mixed) in enumerate(sorted(sizes, reverse=True)):
             progress(f"recording graphs: {count} of {len(sizes)}")
@@ -108,7 +108,7 @@ class Forward:
 
     def _plan(self, spans: Listing[Span], room: Room | None = None, picked: Picked | None = None) -> Step:
         narrows = self.narrows and self._decoder.kept is None
-        return step.plan(spans, self._layout, room, picked, self._adapted, self._linear, narrows)
+        return step.plan(spans, self._layout, room, picked, self._adapted, self._remembers, narrows)
 
     def _padded(self, spans: Listing[Span], room: Room, picked: Picked | None) -> Step | None:
         try:

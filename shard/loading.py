@@ -165,8 +165,8 @@ def _check_steady(model: Shape, by_triton: bool) -> None:
         what = "attention with sinks on an accelerator"
     if model.index is not None:
         what = "sparse attention, whose scores are made in parts"
-    if model.linear is not None:
-        what = f"{model.linear.name}, which may go by how a prompt is divided"
+    if model.remembering is not None:
+        what = f"{model.remembering.name}, which may go by how a prompt is divided"
     if what:
         raise Unsupported(f"--batch-invariant is not there for {what}: leave it out")
 
@@ -202,9 +202,9 @@ def _drafter(
     if config.rank:
         return None
     stage("loading the draft model")
-    if model.linear is not None:
+    if model.remembering is not None:
         raise Unsupported(
-            f"--speculate draft={speculation.draft}: with {model.linear.name} it can't take guesses back: take another"
+            f"--speculate draft={speculation.draft}: with {model.remembering.name} it can't take guesses back: take another"
         )
     device, progress = whole.device, Progress(model.parameters(), stage)
     small = device.type == "cpu" and model.parameters() <= SMALL_DRAFT and not model.features

@@ -123,7 +123,7 @@ def _part(count: int, what: str) -> str:
 def _together(engine: Engine, sequences: int, fraction: float) -> int:
     """How many of these a step can have at most, the same on all ranks: what linear attention remembers of more has no room, not
     even while a step is measured."""
-    if not engine.decoder.shape.linear:
+    if not engine.decoder.shape.remembering:
         return sys.maxsize
     return engine.decoder.ranks.least(engine.sequences(sequences, _usable(engine, fraction))[0])
 

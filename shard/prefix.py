@@ -7,7 +7,7 @@ Whoever holds a page of the trie holds those on the way to it: what a sequence c
 and where the trie has a page of the same content already the sequence takes that one for its own. So a page that nobody holds
 has nothing below it that anybody holds, and pages, which are let go last first, are taken leaf first.
 
-Of models with linear attention a page is of no use without what was remembered behind it. A few nodes have a state (`states`), and
+Of models that remember a page is of no use without what was remembered behind it. A few nodes have a state (`states`), and
 only these are found.
 """
 

@@ -38,12 +38,12 @@ def decodes(chosen: tuple[int, ...] | None, rows: int) -> list[int]:
     return [*below, min(rows, DECODES[-1])] if below or rows else below
 
 
-def mixed(chosen: tuple[int, ...] | None, tokens: int, drafts: bool = False, linear: bool = False) -> list[int]:
-    """Sizes of mixed steps, ascending. tokens: the most that a step has; drafts: whether there are any; linear: the model has
-    linear attention, whose launches go by how many spans there are."""
-    return [] if chosen is not None or linear else [size for size in (*(VERIFIED if drafts else ()), *MIXED) if size <= tokens]
+def mixed(chosen: tuple[int, ...] | None, tokens: int, drafts: bool = False, remembers: bool = False) -> list[int]:
+    """Sizes of mixed steps, ascending. tokens: the most that a step has; drafts: whether there are any; remembers: some layers
+    do, whose launches go by how many spans there are."""
+    return [] if chosen is not None or remembers else [size for size in (*(VERIFIED if drafts else ()), *MIXED) if size <= tokens]
 
 
-def recorded(chosen: tuple[int, ...] | None, rows: int, tokens: int, drafts: bool, linear: Sequence[bool]) -> list[int]:
-    """Tokens of all steps that are recorded. linear: of the model, and of a draft model, which has graphs of its own."""
-    return [size for own in linear for size in (*decodes(chosen, rows), *mixed(chosen, tokens, drafts, own))]
+def recorded(chosen: tuple[int, ...] | None, rows: int, tokens: int, drafts: bool, remembers: Sequence[bool]) -> list[int]:
+    """Tokens of all steps that are recorded. remembers: of the model, and of a draft model, which has graphs of its own."""
+    return [size for own in remembers for size in (*decodes(chosen, rows), *mixed(chosen, tokens, drafts, own))]

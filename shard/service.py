@@ -72,7 +72,7 @@ class Service:
         if self._engine is not None:
             shape = self._engine.decoder.shape
             reply.overlaps = self._engine.overlaps
-            reply.prefix_caching = config.prefix_caching and shape.linear is None  # else only some beginnings are found
+            reply.prefix_caching = config.prefix_caching and shape.remembering is None  # else only some beginnings are found
             reply.vocabulary, reply.max_positions, reply.device = shape.vocabulary, shape.max_positions, str(self._engine.device)
         return reply
 
@@ -116,7 +116,7 @@ class Service:
         chosen = parse(config.cuda_graphs) if graphs else ()
         drafts = engine.guesses.most > 0
         shapes = [shape, engine.guesses.drafter.decoder.shape] if engine.guesses.drafter else [shape]
-        sizes = recorded(chosen, rows, tokens, drafts, [one.linear is not None for one in shapes])
+        sizes = recorded(chosen, rows, tokens, drafts, [one.remembering is not None for one in shapes])
         self.stage = "compiling products"
         engine.compile(min(tokens, COMPILED))
         if config.batch_invariant:
@@ -126,7 +126,7 @@ class Service:
             engine.decoder.sight = None
         self.stage = "measuring memory"
         # What remembers computes right guesses once more, which nobody counts who fills a step.
-        most = tokens + (sequences * engine.guesses.most if shape.linear is not None else 0)
+        most = tokens + (sequences * engine.guesses.most if shape.remembering is not None else 0)
         most += engine.decoder.sight.whole if engine.decoder.sight is not None else 0
         pages, sequences, sample = size_pool(engine, config.kv_pages, config.memory_fraction, most, rows, sequences, total, sizes)
         sequences = ranks.least(sequences)

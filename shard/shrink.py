@@ -1,8 +1,8 @@
 """What a step does when memory runs out: the same work in smaller parts, of which the same tokens come. Knows spans, no group.
 
 Nothing has to be undone: keys and values that a part has written are written again by the next attempt, with the same contents.
-Only with one rank: of several, the others wait for the one that failed in an operation that it never comes to. And only without
-linear attention: what failed may have changed what sequences remember, which no attempt finds as it was.
+Only with one rank: of several, the others wait for the one that failed in an operation that it never comes to. And only where
+nothing is remembered: what failed may have changed what sequences remember, which no attempt finds as it was.
 """
 
 import logging

@@ -126,7 +126,7 @@ class Step:
     rows: Tensor  # [rows]: the tokens whose logits are wanted, in the order of the spans
     attention: ragged.Plan
     adapters: Tensor | None = None  # [tokens], for `adapters.choose`; None: no token goes by one
-    spans: Spans | None = None  # for layers with linear attention; None: there are none
+    spans: Spans | None = None  # for layers that remember; None: there are none
     turned: Tensor | None = None  # [2, tokens]: the other two positions; None: there are none, or they are the same
     shown: Listing[Shown] = ()
     last: Last | None = None  # None: all are wanted, or too many, or no layer asks for it
@@ -151,11 +151,11 @@ def plan(
     room: Room | None = None,
     picked: Picked | None = None,
     adapted: bool = False,
-    linear: bool = False,
+    remembers: bool = False,
     narrows: bool = False,
 ) -> Step:
-    """The step that computes `spans`. picked: by the step before; adapted: the decoder has adapters; linear: and linear attention,
-    so a room is for spans of one token; narrows: and last layers without keys. Raises ragged.Full if there is too little room."""
+    """The step that computes `spans`. picked: by the step before; adapted: the decoder has adapters; remembers: and layers that
+    do, so a room is for spans of one token; narrows: and last layers without keys. Raises ragged.Full if there is no room."""
     spans = [part for span in spans for part in _within(span, layout.chunk)] if layout.chunk else spans
     fronts = picked is not None and any(span.front for span in spans)
     later = fronts and ragged.by_triton(layout)  # only the device is told who continues whom
@@ -190,7 +190,7 @@ def plan(
         numbers += [-1] * lacking if adapted else ()
     elif not any(number >= 0 for number in numbers):
         numbers = []
-    lengths, states = _states(spans, order, room) if linear else ((), [])
+    lengths, states = _states(spans, order, room) if remembers else ((), [])
     showing = [(starts[i], spans[i]) for i in order if spans[i].sequence.shows(spans[i].start)]
     marks = [mark for first, span in showing for mark in _marks(first, span)]
     for row in chain.from_iterable(rows for _, rows, _ in marks):

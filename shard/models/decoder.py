@@ -54,18 +54,19 @@ class Layer:
             for name, there in zip(shape.norms, (attends, attends, thinks, thinks), strict=True)
         )
         self.attention = self._attention(load) if attends else None
-        linear = shape.linear if shape.linear and shape.linear.along and index in shape.linear.layers else None
-        self.memory = _remembered(load, linear) if linear else None  # beside attention, behind the same norm
+        kept = shape.remembering
+        along = kept is not None and kept.along and index in kept.layers
+        self.memory = _remembered(load, kept) if kept and along else None  # beside attention, behind the same norm
         self.factor = load.number("layer_scalar") if shape.layer_factors else 1.0
         self.told = Told(load, shape.inputs) if shape.inputs else None
         self.mlp = self._mlp(load) if thinks else None
 
     def _attention(self, load: Loader) -> Heads | Queries | Latents | Remembered:
-        linear, latent = self.shape.linear, self.shape.latent
+        kept, latent = self.shape.remembering, self.shape.latent
         if self.index >= self.shape.with_keys:
             return Queries(load, self.window)
-        if linear and not linear.along and self.index in linear.layers:
-            return _remembered(load, linear)
+        if kept and not kept.along and self.index in kept.layers:
+            return _remembered(load, kept)
         return Latents(load, latent, self.window) if latent else Heads(load, self.window, self.index not in self.shape.unturned)
 
     def _mlp(self, load: Loader) -> Dense | Sparse:
@@ -340,11 +341,11 @@ class Decoder:
                 yield from value.additions.weights
 
 
-def _remembered(load: Loader, linear: Remembering) -> Remembered:
-    if isinstance(linear, Convolution):
-        return ShortConvolutions(load, linear)
-    assert isinstance(linear, Linear)
-    return StateSpaces(load, linear) if linear.limits else DeltaRule(load, linear)
+def _remembered(load: Loader, kept: Remembering) -> Remembered:
+    if isinstance(kept, Convolution):
+        return ShortConvolutions(load, kept)
+    assert isinstance(kept, Linear)
+    return StateSpaces(load, kept) if kept.limits else DeltaRule(load, kept)
 
 
 def _axes_of(shape: Shape, size: int, device: torch.device) -> Tensor:

@@ -68,10 +68,10 @@ def draft_shape(config: Config, target: Shape, own: bool = False) -> Shape:
 
 def check_guesses(target: Shape, speculation: Speculation) -> None:
     """Raises Unsupported for guesses that the model can't judge."""
-    if target.linear is not None and not speculation.chain:
+    if target.remembering is not None and not speculation.chain:
         raise Unsupported(
-            f"--speculate {written(speculation)}: with {target.linear.name} guesses must follow each other: take a draft model's "
-            "tokens=K, or ngram=K, and not both"
+            f"--speculate {written(speculation)}: with {target.remembering.name} guesses must follow each other: take a draft "
+            "model's tokens=K, or ngram=K, and not both"
         )
 
 
@@ -98,7 +98,7 @@ def _next(config: Config, target: Shape) -> Shape:
         windows=target.windows[-1:],
         mixtures=target.mixtures[-1:],
         unturned=frozenset({0} if target.layers - 1 in target.unturned else ()),
-        linear=None,
+        remembering=None,
         layer_factors=False,
         tied=False,
         features=features,

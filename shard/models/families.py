@@ -61,7 +61,11 @@ def _sound(found: Shape, kinds: list[Any] | None) -> Shape:
         reached = mixture.experts * mixture.groups_chosen // mixture.groups
         if mixture.chosen > reached:
             raise Unsupported(f"config.json says num_experts_per_tok {mixture.chosen}, of {reached} experts: {AGAIN}")
-    other = (SHORT if isinstance(found.linear, Convolution) else LINEAR) if found.linear else CHUNKED if found.chunked else SLIDING
+    other = SLIDING
+    if found.remembering:
+        other = SHORT if isinstance(found.remembering, Convolution) else LINEAR
+    elif found.chunked:
+        other = CHUNKED
     unknown = set(map(str, kinds or ())) - ({INDEXED} if found.index else {FULL, other})
     if unknown:
         has = f"full attention and {other}" if other == SHORT else f"full and {other.replace('_', ' ')}"

@@ -88,7 +88,7 @@ def _hybrid(config: Config) -> Shape:
     )
     return replace(
         base,
-        linear=_linear(config, layers) if layers else None,
+        remembering=_linear(config, layers) if layers else None,
         attention_gates=True,
         qk_norm=True,
         centered_norms=True,
@@ -132,7 +132,7 @@ def _granite_hybrid(config: Config) -> Shape:
     layers = _linear_layers(kinds_of(config, base.layers, lambda layer: True, LINEAR))
     return replace(
         with_granites_experts(base, given, shared=base.intermediate),
-        linear=state_spaces(given, layers, given["mamba_expand"] * given["hidden_size"]) if layers else None,
+        remembering=state_spaces(given, layers, given["mamba_expand"] * given["hidden_size"]) if layers else None,
         unturned=frozenset(range(0 if turning == "rope" else base.layers)),
     )
 
@@ -148,7 +148,7 @@ def _bamba(config: Config) -> Shape:
     layers = _linear_layers([FULL if layer in attending else LINEAR for layer in range(base.layers)])
     return replace(
         base,
-        linear=state_spaces(given, layers, given["mamba_expand"] * given["hidden_size"]) if layers else None,
+        remembering=state_spaces(given, layers, given["mamba_expand"] * given["hidden_size"]) if layers else None,
         rotary_size=rotary_size(given, base.head_size),
         norms=("input_layernorm", "", "pre_ff_layernorm", ""),
         last_norm="final_layernorm",
@@ -222,7 +222,7 @@ def _short(config: Config, kinds: list[Any]) -> Shape:
     layers, biased = _linear_layers(kinds, SHORT), given.get("conv_bias", False)
     return replace(
         base,
-        linear=Convolution(layers=layers, width=given["conv_L_cache"], size=base.hidden, biased=biased) if layers else None,
+        remembering=Convolution(layers=layers, width=given["conv_L_cache"], size=base.hidden, biased=biased) if layers else None,
         qk_norm=True,
         attention_parts=("q_layernorm", "k_layernorm", "out_proj"),
         norms=("operator_norm", "", "ffn_norm", ""),
@@ -277,7 +277,7 @@ def _falcon_h1(config: Config) -> Shape:
     factors |= {"feed_forward.gate_proj": gates, "feed_forward.down_proj": down, "mamba.out_proj": behind}
     return replace(
         base,
-        linear=replace(
+        remembering=replace(
             state_spaces(given, frozenset(range(base.layers)), features),
             along=True,
             normal=normal,

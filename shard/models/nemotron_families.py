@@ -61,7 +61,7 @@ def _nemotron_h(config: Config) -> Shape:
     remembering = frozenset(layer for layer, kind in enumerate(kinds) if kind == LINEAR)
     found = replace(
         _with_experts(base, given, kinds) if EXPERTS in kinds else base,
-        linear=_linear(given, remembering) if remembering else None,
+        remembering=_linear(given, remembering) if remembering else None,
         unturned=frozenset(range(base.layers)),
         inattentive=frozenset(layer for layer, kind in enumerate(kinds) if kind in (MLP, EXPERTS)),
         without_mlp=frozenset(layer for layer, kind in enumerate(kinds) if kind in (FULL, LINEAR)),

@@ -393,7 +393,7 @@ class Shape:
     local_rope: Rope | None = None  # of the layers with a window, where it is another
     far: Keys | None = None  # of the layers without a window, where they are others
     # Layers that remember what they saw, instead of attending to it: the cache has none of their keys.
-    linear: Remembering | None = None
+    remembering: Remembering | None = None
     attention_gates: bool = False  # of all that heads attend to
     gates_name: str = ""  # of their own matrix, without biases; "": in the checkpoint they are beside each head's queries
     unturned: frozenset[int] = frozenset()  # layers without a rotary embedding
@@ -472,8 +472,8 @@ class Shape:
         sizes, keys = {"attention heads": self.heads}, dict[str, int]()
         if not self.latent:
             keys |= {"key/value heads": self.kv_heads, "key/value heads of layers without a window": self.keys(0).heads}
-        if self.linear:
-            own, shared = self.linear.divided
+        if self.remembering:
+            own, shared = self.remembering.divided
             sizes, keys = sizes | own, keys | shared
         for _, mixture in self.mlps:
             if mixture:
@@ -555,7 +555,7 @@ class Shape:
     @property
     def attending(self) -> list[int]:
         """Layers whose tokens see keys."""
-        others = self.inattentive | (self.linear.layers if self.linear and not self.linear.along else frozenset())
+        others = self.inattentive | (self.remembering.layers if self.remembering and not self.remembering.along else frozenset())
         return [layer for layer in range(self.layers) if layer not in others]
 
     @property
@@ -596,14 +596,14 @@ class Shape:
 
     def state_bytes(self, ranks: int, item: int) -> int:
         """What layers remember of a sequence on one rank, however long that is; item: bytes of an element."""
-        if self.linear is None:
+        if self.remembering is None:
             return 0
-        window = (self.linear.width - 1) * self.linear.channels(ranks) * item
-        return len(self.linear.layers) * (4 * prod(self.linear.memory(ranks)) + window)
+        window = (self.remembering.width - 1) * self.remembering.channels(ranks) * item
+        return len(self.remembering.layers) * (4 * prod(self.remembering.memory(ranks)) + window)
 
     def kept_states(self, sequences: int, prefix_caching: bool) -> int:
         """How many such states are kept for others, where so many sequences run at once."""
-        return -(-sequences // KEPT) if self.linear and prefix_caching else 0
+        return -(-sequences // KEPT) if self.remembering and prefix_caching else 0
 
     def states_bytes(self, ranks: int, item: int, sequences: int, prefix_caching: bool) -> int:
         """What that is of all of them, with what is kept, and with one for padding."""
@@ -612,7 +612,7 @@ class Shape:
     def sequences(self, asked: int, room: int, ranks: int, item: int, prefix_caching: bool) -> int:
         """How many may run at once of those that are asked for. What is remembered takes no more than half of so many bytes: the
         rest is for keys and values."""
-        if not self.linear:
+        if not self.remembering:
             return asked
         fitting = room // 2 // self.state_bytes(ranks, item)
         return max(1, min(asked, fitting * KEPT // (KEPT + 1) - 1 if prefix_caching else fitting - 1))
@@ -682,9 +682,9 @@ class Shape:
             norms += self.inputs.elements(ranks, self.hidden, self.layers, tokens is None)
         if self.learned is not None and tokens is None:
             last += self.max_positions * self.hidden
-        if self.linear:
-            own = sum(outputs * inputs for outputs, _, inputs in self.linear.matrices(ranks, self.hidden))
-            attention += len(self.linear.layers) * (own + self.linear.beside(ranks, self.hidden))
+        if self.remembering:
+            own = sum(outputs * inputs for outputs, _, inputs in self.remembering.matrices(ranks, self.hidden))
+            attention += len(self.remembering.layers) * (own + self.remembering.beside(ranks, self.hidden))
         return mlps + norms + attention + held * self.vocabulary_slice(ranks) * self.hidden + last
 
     @property
@@ -756,8 +756,8 @@ class Shape:
         if self.centered_norms and not self.layer_norms:
             wide += (self.norm_count + 1) * self.hidden
             wide += 2 * self.qk_norm * sum(self.keys(self.windows[layer]).size for layer in self.keyed)
-        if self.linear:
-            wide += len(self.linear.layers) * self.linear.wide(ranks)
+        if self.remembering:
+            wide += len(self.remembering.layers) * self.remembering.wide(ranks)
         made = self.rotary_elements + self.qk_norm_behind * len(self.attending) * self.head_size + self._made_norms
         if self.latent and not self.latent.queries:  # zeros beside the biases of latents
             made += self.qkv_bias * len(self.attending) * self.heads // ranks * (self.latent.plain + self.latent.turned)
@@ -790,8 +790,8 @@ class Shape:
         found += sum(less(how, *self._questions(ranks, window)) for window in self._keyless)
         if self.inputs:
             found += self.layers * less(how, *self.inputs.matrices(ranks, self.hidden))
-        if self.linear:
-            found += len(self.linear.layers) * less(how, *self.linear.matrices(ranks, self.hidden))
+        if self.remembering:
+            found += len(self.remembering.layers) * less(how, *self.remembering.matrices(ranks, self.hidden))
         for layer, mixture in self.mlps:
             size = mixture.shared if mixture else self.width(layer)
             found += mlp(how, size, size // ranks, self.hidden)

@@ -77,7 +77,7 @@ class Model:
         head_size=1,
         vocabulary=POISON + 1,
         latent=None,
-        linear=None,
+        remembering=None,
         kept_states=lambda sequences, caching: 0,
         attending=[0],
         keyed=[0],

@@ -55,7 +55,7 @@ def test_shapes_are_transformers(architecture: str, more: dict[str, Any]) -> Non
     more |= {"num_hidden_layers": len(more.get("layer_types", "123456789"))}
     found, expected = shape(config(architecture, **more)), ARCHITECTURES[architecture](**SAID | more)
     layers = [layer for layer, kind in enumerate(expected.layer_types) if kind == "linear_attention"]
-    assert found.linear == Linear(
+    assert found.remembering == Linear(
         layers=frozenset(layers),
         key_heads=expected.linear_num_key_heads,
         value_heads=expected.linear_num_value_heads,
@@ -110,7 +110,7 @@ def test_shapes_of_state_spaces_are_transformers(more: dict[str, Any]) -> None:
     given = granite(**more)
     found = shape(given)
     expected = transformers.GraniteMoeHybridConfig(**{name: value for name, value in given.items() if name != "architectures"})
-    assert found.linear == Linear(
+    assert found.remembering == Linear(
         layers=frozenset({0, 2, 3, 5, 6, 8}),
         key_heads=expected.mamba_n_groups,
         value_heads=expected.mamba_n_heads,
@@ -142,10 +142,10 @@ def test_shapes_of_bamba_are_transformers(more: dict[str, Any]) -> None:
     found = shape(config("BambaForCausalLM", attn_layer_indices=[3, 7], **more))
     expected = transformers.BambaConfig(**SAID, attn_layer_indices=[3, 7], **more)
     assert found.attending == [3, 7]
-    assert found.linear is not None
-    assert (found.linear.value_heads, found.linear.key_heads) == (expected.mamba_n_heads, expected.mamba_n_groups)
-    assert (found.linear.value_size, found.linear.key_size) == (expected.mamba_d_head, expected.mamba_d_state)
-    assert found.linear.limits == expected.time_step_limit
+    assert found.remembering is not None
+    assert (found.remembering.value_heads, found.remembering.key_heads) == (expected.mamba_n_heads, expected.mamba_n_groups)
+    assert (found.remembering.value_size, found.remembering.key_size) == (expected.mamba_d_head, expected.mamba_d_state)
+    assert found.remembering.limits == expected.time_step_limit
     assert (found.kv_heads, found.max_positions) == (expected.num_key_value_heads, expected.max_position_embeddings)
     assert (found.norm_epsilon, found.mlp_bias) == (expected.rms_norm_eps, expected.mlp_bias)
     rope = expected.rope_parameters
@@ -183,7 +183,7 @@ def test_shapes_of_state_spaces_beside_attention_are_transformers(more: dict[str
     found = shape(falcon(**more))
     expected = transformers.FalconH1Config(**{name: value for name, value in falcon(**more).items() if name != "architectures"})
     assert found.attending == list(range(9))
-    assert found.linear == Linear(
+    assert found.remembering == Linear(
         layers=frozenset(range(9)),
         along=True,
         key_heads=expected.mamba_n_groups,
@@ -251,7 +251,7 @@ def test_shapes_of_layers_of_one_part_are_transformers(more: dict[str, Any]) -> 
     assert found.layers == len(kinds)
     assert set(found.attending) == places["full_attention"]
     assert found.inattentive == places["mlp"] | places["moe"]
-    assert found.linear == Linear(
+    assert found.remembering == Linear(
         layers=frozenset(range(len(kinds))) - found.inattentive - places["full_attention"],
         key_heads=expected.n_groups,
         value_heads=expected.mamba_num_heads,
@@ -261,7 +261,7 @@ def test_shapes_of_layers_of_one_part_are_transformers(more: dict[str, Any]) -> 
         limits=(expected.time_step_min, inf),
         home="mixer",
     )
-    assert found.without_mlp == found.linear.layers | places["full_attention"]
+    assert found.without_mlp == found.remembering.layers | places["full_attention"]
     assert (found.heads, found.kv_heads, found.head_size) == (
         expected.num_attention_heads,
         expected.num_key_value_heads,
@@ -297,7 +297,7 @@ def lfm2(**more: Any) -> dict[str, Any]:
 def test_shapes_of_short_convolutions_are_transformers(more: dict[str, Any]) -> None:
     found = shape(lfm2(**more))
     expected = transformers.Lfm2Config(**{name: value for name, value in lfm2(**more).items() if name != "architectures"})
-    assert found.linear == Convolution(
+    assert found.remembering == Convolution(
         layers=frozenset(layer for layer, kind in enumerate(expected.layer_types) if kind == "conv"),
         width=expected.conv_L_cache,
         size=4096,
@@ -336,14 +336,14 @@ def test_shapes_of_short_convolutions_with_experts_are_transformers() -> None:
     ],
 )
 def test_limits_of_steps(said: Any, limits: tuple[float, float]) -> None:
-    linear = shape(granite(time_step_limit=said)).linear
+    linear = shape(granite(time_step_limit=said)).remembering
     assert linear is not None
     assert linear.limits == limits
 
 
 def test_models_without_linear_attention_have_the_gates() -> None:
     found = shape(config(layer_types=["full_attention"] * 9))
-    assert found.linear is None
+    assert found.remembering is None
     assert found.attention_gates
     assert found.state_bytes(1, 2) == 0
 

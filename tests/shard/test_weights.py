@@ -362,7 +362,10 @@ def test_a_scale_that_the_index_puts_elsewhere(sharded: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"architectures": ["BloomForCausalLM"]}, ["BloomForCausalLM is not supported", "LlamaForCausalLM, LlavaForConditionalGeneration"]),
+        (
+            {"architectures": ["BloomForCausalLM"]},
+            ["BloomForCausalLM is not supported", "LlamaForCausalLM, LlavaForConditionalGeneration"],
+        ),
         ({"architectures": None}, ["architecture none named"]),
         (
             {"rope_parameters": {"rope_type": "longrope", "factor": 4.0}},
