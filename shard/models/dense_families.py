@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from .fields import AGAIN, FULL, SLIDING, Config, number, shown
-from .parts import biased, cap, common, kinds_of, pattern_of, unturned_of, windows_of
+from .parts import all_alike, biased, cap, common, kinds_of, pattern_of, unturned_of, windows_of
 from .ropes import MISTRAL_YARN, check_factors, rope_of, ropes_by_kind, rotary_size, stretched, with_rope
 from .shape import Shape, Unsupported
 
@@ -102,7 +102,7 @@ def _arcee(config: Config) -> Shape:
 
 def _mistral(config: Config) -> Shape:
     base = common(MISTRAL | config)
-    return replace(base, windows=(config.get("sliding_window", 4096) or 0,) * base.layers)
+    return replace(base, windows=all_alike(config, base.layers, 4096))
 
 
 def _ministral(config: Config) -> Shape:
@@ -115,7 +115,7 @@ def _ministral_3(config: Config) -> Shape:
     """Queries grow with their position."""
     given = with_rope(MINISTRAL_3 | config, MINISTRAL_3_ROPE)
     base = common(given)
-    return replace(base, windows=(given.get("sliding_window") or 0,) * base.layers)
+    return replace(base, windows=all_alike(given, base.layers))
 
 
 def qwen(config: Config) -> Shape:
@@ -234,7 +234,7 @@ def _phi3(config: Config) -> Shape:
     return replace(
         base,
         joined=("qkv_proj", "gate_up_proj"),
-        windows=(config.get("sliding_window") or 0,) * base.layers,
+        windows=all_alike(config, base.layers),
         rotary_size=turned,
     )
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from .fields import FULL, SLIDING, Config, number, shown
-from .parts import biased, cap, common, kinds_of, pattern_of, windows_of
+from .parts import all_alike, biased, cap, common, kinds_of, pattern_of, windows_of
 from .ropes import check_factors, rotary_size, with_amplitude
 from .shape import Mixture, Shape, Unsupported
 from .sparse_families import EXPERTS, PLAIN_MLP, by_kinds
@@ -120,7 +120,7 @@ def _phimoe(config: Config) -> Shape:
         norm_bias=True,
         logit_bias=given.get("lm_head_bias", False),
         mixtures=(mixture,) * base.layers,
-        windows=(given.get("sliding_window") or 0,) * base.layers,
+        windows=all_alike(given, base.layers),
     )
 
 
@@ -151,7 +151,7 @@ def _starcoder2(config: Config) -> Shape:
         qkv_bias=bias,
         output_bias=bias,
         mlp_bias=bias,
-        windows=(config.get("sliding_window") or 0,) * base.layers,
+        windows=all_alike(config, base.layers),
     )
 
 

@@ -72,6 +72,11 @@ def unturned_of(config: Config, layers: int, turning: Any) -> frozenset[int]:
     return frozenset(layer for layer in range(layers) if not turning[layer])
 
 
+def all_alike(config: Config, layers: int, usual: int | None = None) -> tuple[int, ...]:
+    """The windows of so many layers, of which all slide, if any does; usual: how far, where nothing is said."""
+    return (config.get("sliding_window", usual) or 0,) * layers
+
+
 def cap(config: Config, name: str, default: float | None) -> float:
     """null: there is none."""
     value = config.get(name, default)

@@ -6,7 +6,7 @@ from typing import Any
 
 from .dense_families import BEHIND, MISTRAL, OLMO, ernie, exaone4, granite, hunyuan, qwen3
 from .fields import AGAIN, SLIDING, Config, number, shown
-from .parts import biased, cap, common, kinds_of, windows_of
+from .parts import all_alike, biased, cap, common, kinds_of, windows_of
 from .ropes import rope_of, ropes_by_kind, rotary_size, with_rope
 from .shape import PLAIN, Mixture, Quantization, Shape, Unsupported
 
@@ -91,7 +91,7 @@ def _mixtral(config: Config) -> Shape:
         name="block_sparse_moe",
         names=("w1", "w3", "w2"),
     )
-    return replace(base, mixtures=(mixture,) * base.layers, windows=(config.get("sliding_window") or 0,) * base.layers)
+    return replace(base, mixtures=(mixture,) * base.layers, windows=all_alike(config, base.layers))
 
 
 def _qwen3_moe(config: Config) -> Shape:
