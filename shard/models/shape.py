@@ -15,6 +15,8 @@ KINDS = {"int4": 64, "int8": 0, "fp8": 0}  # of weights that are rounded when th
 LEAST_GROUP = 32  # products with few bits are of groups that are a multiple of it; all else is unpacked
 MOST_ON_CPU = 256  # inputs that share a scale there
 KEPT = 4  # sequences that run at once for each state that is kept for others to go on from
+# Such as may have few bits, of a layer: outputs on a rank, inputs, and those on a rank.
+Matrices = list[tuple[int, int, int]]
 PLAIN = ("input_layernorm", "", "post_attention_layernorm", "")  # norms of most families
 
 
@@ -127,8 +129,8 @@ class Mixture:
         """The router computes in float32."""
         return self.precise or self.sigmoid or bool(self.correction)
 
-    def narrow(self, hidden: int) -> list[tuple[int, int, int]]:
-        """The matrices to a latent and back, as `Shape._projections` has them."""
+    def narrow(self, hidden: int) -> Matrices:
+        """To a latent and back."""
         return [(self.latent, hidden, hidden), (hidden, self.latent, self.latent)] if self.latent else []
 
     def routing(self, hidden: int) -> int:
@@ -188,9 +190,8 @@ class Remembering(ABC):
         """Of the convolution on a rank."""
 
     @abstractmethod
-    def matrices(self, ranks: int, hidden: int) -> list[tuple[int, int, int]]:
-        """Those of a layer that may have few bits, as `Shape._projections` has them: to the convolution's channels and what gates
-        the result, and back."""
+    def matrices(self, ranks: int, hidden: int) -> Matrices:
+        """To the convolution's channels and what gates the result, and back."""
 
     @abstractmethod
     def beside(self, ranks: int, hidden: int) -> int:
@@ -231,7 +232,7 @@ class Convolution(Remembering):
         """As that of `Remembering`."""
         return self.size // ranks
 
-    def matrices(self, ranks: int, hidden: int) -> list[tuple[int, int, int]]:
+    def matrices(self, ranks: int, hidden: int) -> Matrices:
         """As that of `Remembering`."""
         own = self.channels(ranks)
         return [(3 * own, hidden, hidden), (hidden, self.size, own)]
@@ -282,7 +283,7 @@ class Linear(Remembering):
         """As that of `Remembering`."""
         return self.value_heads // ranks, self.key_size, self.value_size
 
-    def matrices(self, ranks: int, hidden: int) -> list[tuple[int, int, int]]:
+    def matrices(self, ranks: int, hidden: int) -> Matrices:
         """As that of `Remembering`."""
         values = self.sizes[-1]
         own = values // ranks
@@ -347,14 +348,14 @@ class Inputs:
     vocabulary: int  # rows of the table that they come from
     padding: int = 0  # the row for images' tokens
 
-    def matrices(self, ranks: int, hidden: int) -> list[tuple[int, int, int]]:
-        """Those of a layer, as `Shape._projections` has them: what gates them, and what leads back to the stream."""
+    def matrices(self, ranks: int, hidden: int) -> Matrices:
+        """What gates them, and what leads back to the stream."""
         own = self.size // ranks
         return [(own, hidden, hidden), (hidden, self.size, own)]
 
     def elements(self, ranks: int, hidden: int, layers: int, table: bool) -> int:
         """Of all that makes and takes them, on a rank; table: with that."""
-        taking = sum(outputs * inputs for outputs, _, inputs in self.matrices(ranks, hidden))
+        taking = _elements(self.matrices(ranks, hidden))
         return layers * (self.size * hidden + taking + hidden + table * self.vocabulary * self.size // ranks) + self.size
 
 
@@ -683,7 +684,7 @@ class Shape:
         if self.learned is not None and tokens is None:
             last += self.max_positions * self.hidden
         if self.remembering:
-            own = sum(outputs * inputs for outputs, _, inputs in self.remembering.matrices(ranks, self.hidden))
+            own = _elements(self.remembering.matrices(ranks, self.hidden))
             attention += len(self.remembering.layers) * (own + self.remembering.beside(ranks, self.hidden))
         return mlps + norms + attention + held * self.vocabulary_slice(ranks) * self.hidden + last
 
@@ -706,24 +707,23 @@ class Shape:
     def _asking(self, ranks: int, window: int) -> int:
         """Elements of what a layer without keys attends by."""
         size = self.keys(window).size
-        matrices = sum(outputs * inputs for outputs, _, inputs in self._questions(ranks, window))
+        matrices = _elements(self._questions(ranks, window))
         return matrices + self.qkv_bias * self.heads // ranks * size + self.output_bias * self.hidden + self.qk_norm * size
 
-    def _questions(self, ranks: int, window: int) -> list[tuple[int, int, int]]:
-        """The matrices of such a layer, as `_projections` has them."""
+    def _questions(self, ranks: int, window: int) -> Matrices:
+        """The matrices of such a layer."""
         asked = self.heads * self.keys(window).size
         return [(asked // ranks, self.hidden, self.hidden), (self.hidden, asked, asked // ranks)]
 
     def _attention(self, ranks: int, window: int) -> int:
         """Elements of what a layer with this window attends by."""
         heads, keys = self.heads // ranks, self.keys(window)
-        matrices = sum(outputs * inputs for outputs, _, inputs in self._projections(ranks, window))
+        matrices = _elements(self._projections(ranks, window))
         norms = (2 * (self.qk_norm and not self.plain_norms) + self.joint_qk_norm * (heads + keys.own(ranks))) * keys.size
         return matrices + self._beside(ranks, window) + self.output_bias * self.hidden + norms + self.sinks * heads
 
-    def _projections(self, ranks: int, window: int) -> list[tuple[int, int, int]]:
-        """The matrices before and behind attention, of a layer with this window, that may have few bits: outputs on a rank, inputs,
-        and those on a rank."""
+    def _projections(self, ranks: int, window: int) -> Matrices:
+        """The matrices before and behind attention, of a layer with this window."""
         heads, hidden, latent = self.heads // ranks, self.hidden, self.latent
         if latent is None:
             keys = self.keys(window)
@@ -776,7 +776,7 @@ class Shape:
         """Bytes that the matrices of one rank take less for having few bits; tokens: as of `parameters`."""
 
         def less(how: Quantization | None, *matrices: tuple[int, int, int], whole: bool = False) -> float:
-            """As `_projections` describes them; whole: if one of them is unpacked, all are."""
+            """Of `Matrices`; whole: if one of them is unpacked, all are."""
             each = [how.saved(item, device, dtype, inputs, own) if how else 0.0 for _, inputs, own in matrices]
             if whole and not all(each):
                 return 0.0
@@ -807,7 +807,12 @@ class Shape:
         matrices = 3 - bool(self.ungated)
         each = matrices * size * (mixture.latent or self.hidden) + mixture.biased * (2 * size + self.hidden)
         routed = mixture.routing(self.hidden) + round(mixture.read(tokens) * each)
-        routed += sum(outputs * inputs for outputs, _, inputs in mixture.narrow(self.hidden))
+        routed += _elements(mixture.narrow(self.hidden))
         gate = mixture.shared > 0 and mixture.shared_gate != ""
         routed += mixture.beside * (4 * self.hidden + mixture.experts)  # norms, the router's included, and factors of shares
         return routed + self.hidden * (matrices * mixture.shared // ranks + gate)
+
+
+def _elements(matrices: Matrices) -> int:
+    """On a rank."""
+    return sum(outputs * own for outputs, _, own in matrices)
