@@ -726,10 +726,8 @@ class Shape:
         """The matrices before and behind attention, of a layer with this window."""
         heads, hidden, latent = self.heads // ranks, self.hidden, self.latent
         if latent is None:
-            keys = self.keys(window)
-            qkv = ((1 + self.attention_gates) * heads + (1 + keys.values) * keys.own(ranks)) * keys.size
-            inputs = self.attention_inputs
-            return [(qkv, inputs, inputs), (hidden, self.heads * keys.size, heads * keys.size)]
+            size, inputs = self.keys(window).size, self.attention_inputs
+            return [(self._heads_columns(ranks, window), inputs, inputs), (hidden, self.heads * size, heads * size)]
         asked, back = heads * (latent.plain + latent.turned), (hidden, self.heads * latent.values, heads * latent.values)
         if not latent.queries:
             return [(asked + self.head_size, hidden, hidden), back]
@@ -737,12 +735,16 @@ class Shape:
         chosen = [(index.heads * index.size, *own), (index.size, hidden, hidden)] if index else []
         return [(latent.queries + self.head_size, hidden, hidden), (asked, *own), back, *chosen]
 
+    def _heads_columns(self, ranks: int, window: int) -> int:
+        """Features of queries, keys and values of their own, and gates, of a rank's heads."""
+        keys = self.keys(window)
+        return (self.heads // ranks * (1 + self.attention_gates) + (1 + keys.values) * keys.own(ranks)) * keys.size
+
     def _beside(self, ranks: int, window: int) -> int:
         """Elements of what else such a layer has before attention: biases, and what leads from latents to heads."""
         heads, latent = self.heads // ranks, self.latent
         if latent is None:
-            keys = self.keys(window)
-            return self.qkv_bias * ((1 + self.attention_gates) * heads + (1 + keys.values) * keys.own(ranks)) * keys.size
+            return self.qkv_bias * self._heads_columns(ranks, window)
         found = latent.size + latent.queries + (2 * self.index.size + self.index.heads * self.hidden if self.index else 0)
         return heads * (latent.plain + latent.values) * latent.size + found + self.qkv_bias * (latent.queries + self.head_size)
 
