@@ -666,27 +666,24 @@ class Shape:
     def parameters(self, ranks: int = 1, tables: int | None = None, tokens: int | None = None) -> int:
         """Elements of all weights on one rank. `tables`: how often the vocabulary's table is held, if not as in the checkpoint;
         `tokens`: of experts those alone that so many tokens can be expected to choose."""
-        mlps = sum(
-            self._sparse(mixture, ranks, tokens) if mixture else self._dense(ranks, self.width(layer))
-            for layer, mixture in self.mlps
-        )
-        last = 0 if self.plain_norms else self.hidden * (1 + self.norm_bias)
-        norms = self.norm_count * last
-        last += self.logit_bias * self.vocabulary_slice(ranks)
-        held = tables or (1 if self.tied else 2)
-        if self.features:
-            held = int(self.features.table)
-            norms += self.features.elements(self.hidden)
-        attention = sum(count * self._attention(ranks, window) for window, count in self._alike.items())
-        attention += sum(self._asking(ranks, window) for window in self._keyless)
-        if self.inputs:
-            norms += self.inputs.elements(ranks, self.hidden, self.layers, tokens is None)
-        if self.learned is not None and tokens is None:
-            last += self.max_positions * self.hidden
+        found = sum(count * self._attention(ranks, window) for window, count in self._alike.items())
+        found += sum(self._asking(ranks, window) for window in self._keyless)
         if self.remembering:
             own = _elements(self.remembering.matrices(ranks, self.hidden))
-            attention += len(self.remembering.layers) * (own + self.remembering.beside(ranks, self.hidden))
-        return mlps + norms + attention + held * self.vocabulary_slice(ranks) * self.hidden + last
+            found += len(self.remembering.layers) * (own + self.remembering.beside(ranks, self.hidden))
+        for layer, mixture in self.mlps:
+            found += self._sparse(mixture, ranks, tokens) if mixture else self._dense(ranks, self.width(layer))
+        if self.inputs:
+            found += self.inputs.elements(ranks, self.hidden, self.layers, tokens is None)
+        if self.learned is not None and tokens is None:
+            found += self.max_positions * self.hidden
+        if not self.plain_norms:
+            found += (self.norm_count + 1) * self.hidden * (1 + self.norm_bias)
+        held, rows = tables or (1 if self.tied else 2), self.vocabulary_slice(ranks)
+        if self.features:
+            held = int(self.features.table)
+            found += self.features.elements(self.hidden)
+        return found + held * rows * self.hidden + self.logit_bias * rows
 
     @property
     def _alike(self) -> Counter[int]:
