@@ -7,7 +7,6 @@ from dataclasses import replace
 from .fields import AGAIN, CHUNKED, Config, number, shown
 from .parts import biased, common, kinds_of, unturned_of
 from .shape import Growth, Mixture, Shape, Unsupported
-from .sparse_families import chosen
 
 # transformers' defaults, which some checkpoints rely on.
 DEFAULTS: Config = {
@@ -73,7 +72,7 @@ def _mixtures(given: Config, base: Shape) -> tuple[Mixture | None, ...]:
         name="feed_forward",
         router="router",
     )
-    return tuple(chosen(mixture) if layer in layers else None for layer in range(base.layers))
+    return tuple(mixture if layer in layers else None for layer in range(base.layers))
 
 
 def _growth(given: Config) -> Growth | None:

@@ -341,7 +341,7 @@ def test_what_is_kept_for_penalties_is_there_before_memory_is_measured(noted: No
     engine = load(config(), lambda stage: None)
     monkeypatch.setattr(fused_penalties, "_tallies", {})
     monkeypatch.setattr(memory, "_peak", peak)
-    size_pool(engine, PAGE, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL)
+    size_pool(engine, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL)
     assert kept[0] == ROWS * engine.decoder.shape.vocabulary
 
 
@@ -458,8 +458,8 @@ def test_images_are_encoded_on_the_device(seen: dict[str, tuple[Path, list[seein
     folder, prompts = seen[name]
     said = ShardConfig(folder=str(folder), model="m", device="cuda", dtype="bfloat16", image_pixels=1 << 14, images_asked=True)
     engine = load(said, lambda stage: None)
-    size_pool(engine, PAGE, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL, [1, 2, 4])
-    engine.resize(PAGES, PAGE)
+    size_pool(engine, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL, [1, 2, 4])
+    engine.resize(PAGES)
     engine.record(Recorder(), Extent(TOKENS, ROWS, TOTAL, PAGES, None, False, False), lambda stage: None)
     noted.waits.clear()
     groups = [tiny.group(uid, prompt.tokens, 6, images=prompt.pictures) for uid, prompt in enumerate(prompts)]

@@ -234,7 +234,7 @@ def test_random_models_give_transformers_logits(seed: int, tmp_path: Path) -> No
         model = shape(json.loads((tmp_path / "config.json").read_text()))
         decoder = Decoder(model, Weights(tmp_path, torch.float32, tiny.CPU, lambda read: None), ranks, tiny.CPU)
         engine = Engine(decoder, tiny.CPU, 4)
-        engine.resize(64, 4)
+        engine.resize(64)
         [sequence], _ = sequences(tokens, 1)
         engine.pool.extend(sequence.pages, len(tokens))
         parts = itertools.pairwise(cuts)
@@ -353,7 +353,7 @@ def guessing(name: str, draft: str, said: str, page_size: int) -> Engine:
     drafter = Drafter(tiny.decoder(draft), tiny.VOCABULARY, tiny.CPU, speculation.most)
     guesses = Guesses(tiny.decoder(name).ranks, tiny.CPU, speculation, drafter)
     engine = Engine(tiny.decoder(name), tiny.CPU, page_size, guesses=guesses)
-    engine.resize(2000 // page_size, page_size)
+    engine.resize(2000 // page_size)
     return engine
 
 
@@ -422,6 +422,6 @@ def test_the_text_of_a_model_with_images(tmp_path: Path) -> None:
     both.save_pretrained(tmp_path)
     bench = Bench("llama4", 16)
     bench.engine.decoder = load(ShardConfig(folder=str(tmp_path), model="m"), lambda stage: None).decoder
-    bench.engine.resize(64, 16)
+    bench.engine.resize(64)
     tokens = prompt(3, 40)
     close(bench.run([Span(bench.start(()), 0, tokens, wanted=40)]), tiny.expected_logits("llama4", tokens))

@@ -227,7 +227,7 @@ def test_what_is_measured_remembers_no_more_than_has_room(monkeypatch: pytest.Mo
     monkeypatch.setattr(memory, "_peak", lambda device, reset=False: 0)
     monkeypatch.setattr(memory, "SAMPLE_TOKENS", 512)
     monkeypatch.setattr(memory, "_run", run)
-    memory.size_pool(engine, 16, 1, 1.0, 512, 256, 128, 100)
+    memory.size_pool(engine, 1, 1.0, 512, 256, 128, 100)
     [*_, largest] = outcomes
     assert largest.prompt_tokens == 512
     assert len({uid for uid, _ in largest.emitted}) == engine.sequences(128, room)[0] < 100
