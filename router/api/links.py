@@ -146,6 +146,7 @@ def from_data(url: str, name: str) -> bytes:
     head, comma, body = url.partition(",")
     if not head[5:].lower().startswith("image/") or not head.lower().endswith(BASE64) or not comma:
         raise Refused(f"{name} must be data:image/...;base64,... if it is a data: URL", "inputs")
+    body = "".join(body.split())  # some have it in lines (RFC 2045)
     try:
         return base64.b64decode(body + "=" * (-len(body) % 4), validate=True)
     except ValueError:  # binascii's too; and what is no ASCII

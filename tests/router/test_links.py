@@ -227,6 +227,7 @@ def test_what_is_fetched_is_bounded_together() -> None:
         ("data:image/png;base64,AAEC", b"\0\1\2"),
         ("DATA:image/JPEG;charset=x;BASE64,AAE=", b"\0\1"),
         ("data:image/png;base64,AAE", b"\0\1"),  # some leave the end out
+        ("data:image/png;base64,AA\r\nEC\n", b"\0\1\2"),
         ("data:image/png;base64,", b""),
     ],
 )
