@@ -21,7 +21,7 @@ from ..weights import Source
 from .decoder import OUTPUTS, ROOTS, Decoder, Layer, root_of, table_of
 from .heads import Heads
 from .loader import Loader
-from .renamed import Renamed
+from .renamed import Prefixed
 from .shape import Shape, Unsupported
 from .stream import Stream
 from .taps import Taps
@@ -119,7 +119,7 @@ class Eagle3(DraftHead):
 
     def __init__(self, shape: Shape, source: Source, target: Decoder, whole: Source) -> None:
         layer = "layers.0." if source.has("layers.0.hidden_norm.weight") else "midlayer."  # as speculators says, and EAGLE
-        super().__init__(shape, Renamed(source, [("model.layers.0.", layer), ("model.", "")]), target, whole)
+        super().__init__(shape, Prefixed(source, [("model.layers.0.", layer), ("model.", "")]), target, whole)
         inputs = len(self.features.layers) * shape.hidden
         self.fuse = Weight(source.tensor("fc.weight", (shape.hidden, inputs)), exact=Exact.GUESS)
         self.taps = Taps(self.features.layers, self.fuse)
@@ -153,7 +153,7 @@ class NextTokens(DraftHead):
         """made_up: nobody knows what there is in the checkpoint. Raises Unsupported if it lacks the layer."""
         assert shape.features is not None
         root, layer = root_of(whole, target.shape), f"{ROOTS[0]}layers.0."
-        source = Renamed(
+        source = Prefixed(
             whole, [(ours, theirs.format(root=root, layers=target.shape.layers)) for ours, theirs in shape.features.names]
         )
         if not made_up and not source.has(f"{layer}enorm.weight"):

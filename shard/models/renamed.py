@@ -1,5 +1,6 @@
 """Checkpoints in which tensors are not named, or don't lie, as the decoder asks for them."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -11,16 +12,14 @@ from .shape import Layout, Shape
 PARTS = ("q_proj", "k_proj", "v_proj")
 
 
-class Renamed:
+class Renamed(ABC):
     """A checkpoint whose tensors have other names than a decoder's."""
 
-    def __init__(self, source: Source, names: Sequence[tuple[str, str]]) -> None:
-        """names: what ours begin with, and theirs instead; the first that fits."""
+    def __init__(self, source: Source) -> None:
         self.dtype = source.dtype
         self.device = source.device
         self.progress = source.progress
         self._source = source
-        self._names = names
 
     def tensor(
         self, name: str, shape: tuple[int, ...], cut: tuple[int, int, int] | None = None, dtype: torch.dtype | None = None
@@ -40,9 +39,22 @@ class Renamed:
         """See Source."""
         return self._source.scale(self.name(name), size)
 
+    @abstractmethod
     def name(self, name: str) -> str:
         """What ours is called there."""
-        for ours, theirs in self._names:
+
+
+class Prefixed(Renamed):
+    """One whose names begin otherwise."""
+
+    def __init__(self, source: Source, beginnings: Sequence[tuple[str, str]]) -> None:
+        """beginnings: ours, and theirs instead; the first that fits."""
+        super().__init__(source)
+        self._beginnings = beginnings
+
+    def name(self, name: str) -> str:
+        """See Renamed."""
+        for ours, theirs in self._beginnings:
             if name.startswith(ours):
                 return theirs + name.removeprefix(ours)
         return name
@@ -52,7 +64,7 @@ class Older(Renamed):
     """An older family's: with names of its own, queries, keys and values in one tensor, or matrices the other way round."""
 
     def __init__(self, source: Source, shape: Shape, layout: Layout) -> None:
-        super().__init__(source, [])
+        super().__init__(source)
         self._shape = shape
         self._layout = layout
         self._theirs = dict(layout.names)
@@ -70,7 +82,7 @@ class Older(Renamed):
         return self._turned(name, shape, cut, dtype)
 
     def name(self, name: str) -> str:
-        """What ours is called there."""
+        """See Renamed."""
         module, _, kind = name.removeprefix("model.").rpartition(".")
         place = ""
         if module.startswith("layers."):

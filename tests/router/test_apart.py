@@ -1,6 +1,7 @@
 """Work in other processes, where these are killed, or can't be started."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -13,7 +14,9 @@ from penstock.router.apart import Apart, Busy, Died, Late
 from penstock.router.grammar import lark
 
 JOB = b'["regex", "a", []]'
-DEADLY = b'["json_schema", "{\\"const\\": -9223372036854775808}", []]'
+# More rules in a row than llguidance's stack has room for.
+RULES = "start: r0\n" + "\n".join(f"r{depth}: r{depth + 1}" for depth in range(3000)) + '\nr3000: "a"'
+DEADLY = json.dumps(["lark", RULES, []]).encode()
 
 
 @pytest.fixture
