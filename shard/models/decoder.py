@@ -108,9 +108,8 @@ class Layer:
             stream.add(*found[0], self.attention_norm)
         elif found:
             parts = [stream.product(*each) for each in found]
-            parts += (
-                [beside.part(stream, self.input_norm if self.mlp_norm is None else self.mlp_norm)] if beside is not None else []
-            )
+            if beside is not None:
+                parts.append(beside.part(stream, self.input_norm if self.mlp_norm is None else self.mlp_norm))
             stream.add_part(parts[0].add_(parts[1]))
         if self.mlp is not None and beside is None:
             self.mlp(stream, self.mlp_norm, self.last_norm)

@@ -18,7 +18,7 @@ from .shape import Shape, Unsupported
 from .sparse_families import SPARSE
 
 # transformers' defaults, which some checkpoints rely on.
-LLAMA: Config = {  # LLaVA's config.json leaves out what is so
+LLAMA: Config = {  # LLaVA's config.json leaves out what is so; perhaps Idefics', too
     "vocab_size": 32_000,
     "hidden_size": 4096,
     "intermediate_size": 11_008,
@@ -49,10 +49,6 @@ Family = Callable[[Config], Shape]
 
 def _llama(config: Config) -> Shape:
     return DENSE["LlamaForCausalLM"](LLAMA | config)
-
-
-def _idefics(config: Config) -> Shape:
-    return _llama({"rms_norm_eps": 1e-5} | config)
 
 
 def _mistral(config: Config) -> Shape:
@@ -92,7 +88,7 @@ IMAGES: dict[str, dict[str, Family]] = {
     "Glm46VForConditionalGeneration": {"glm4v_text": _glm_4v, "glm4v_moe_text": _glm_4v_moe},
     "Glm4vForConditionalGeneration": {"glm4v_text": _glm_4v},
     "Glm4vMoeForConditionalGeneration": {"glm4v_moe_text": _glm_4v_moe},
-    "Idefics3ForConditionalGeneration": {"llama": _idefics},
+    "Idefics3ForConditionalGeneration": {"llama": _llama},
     "InternVLForConditionalGeneration": {
         "qwen2": DENSE["Qwen2ForCausalLM"],
         "qwen3": DENSE["Qwen3ForCausalLM"],
@@ -113,7 +109,7 @@ IMAGES: dict[str, dict[str, Family]] = {
     "Qwen3VLForConditionalGeneration": {"qwen3_vl_text": _qwen3_vl},
     "Qwen3VLMoeForConditionalGeneration": {"qwen3_vl_moe_text": _qwen3_vl_moe},
     "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": HYBRID["Qwen3_5ForCausalLM"]},
-    "SmolVLMForConditionalGeneration": {"llama": _idefics},
+    "SmolVLMForConditionalGeneration": {"llama": _llama},
     "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": HYBRID["Qwen3_5MoeForCausalLM"]},
 }
 

@@ -145,16 +145,18 @@ def test_whose_text_says_nothing_of_it(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "theirs"),
+    ("name", "said"),
     [
-        ({"model_type": "llama", "vocab_size": 32_064, "max_position_embeddings": 4096}, transformers.LlamaConfig),
-        ({"model_type": "mistral", "head_dim": 128, "rope_theta": 1e9, "sliding_window": None}, transformers.MistralConfig),
+        ("Llava", {"model_type": "llama", "vocab_size": 32_064, "max_position_embeddings": 4096}),
+        ("Llava", {"model_type": "mistral", "head_dim": 128, "rope_theta": 1e9, "sliding_window": None}),  # Pixtral's
+        ("Idefics3", {"model_type": "llama", "vocab_size": 128_259}),
+        ("SmolVLM", {"model_type": "llama", "vocab_size": 49_280, "num_key_value_heads": 8}),
     ],
 )
-def test_whose_text_leaves_out_what_is_usual(said: dict[str, Any], theirs: Any) -> None:
-    """LLaVA's; the second is Pixtral's."""
-    architectures = {"architectures": ["LlavaForConditionalGeneration"]}
-    assert shape(architectures | {"text_config": said}) == shape(architectures | {"text_config": theirs(**said).to_dict()})
+def test_whose_text_leaves_out_what_is_usual(name: str, said: dict[str, Any]) -> None:
+    theirs = getattr(transformers, f"{name}Config")(text_config=dict(said)).text_config.to_dict()
+    architectures = {"architectures": [f"{name}ForConditionalGeneration"]}
+    assert shape(architectures | {"text_config": said}) == shape(architectures | {"text_config": theirs})
 
 
 @pytest.mark.parametrize(

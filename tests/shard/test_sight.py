@@ -419,6 +419,17 @@ def test_text_is_served_where_images_can_not_be(tmp_path: Path, changes: dict[st
     assert drive(engine, [words_alone], Habits()).tokens == expected.tokens
 
 
+@pytest.mark.parametrize("name", ["Gemma3", "Idefics3", "Llava"])
+def test_images_of_one_size_have_no_other_grid(name: str, tmp_path: Path) -> None:
+    """Whatever a router says of their pixels, which are as many."""
+    reference = seeing.made(name, tmp_path)
+    [picture] = seeing.seen(name, reference.config.model_type, random.Random(1), [(1, 1)]).pictures
+    sight = seeing.engine(tmp_path).decoder.sight
+    assert sight is not None
+    assert sight.places([picture]) == [*range(picture.start, picture.start + picture.tokens)]
+    assert sight.places([replace(picture, rows=1, columns=picture.tokens, width=picture.tokens)]) is None
+
+
 @pytest.mark.parametrize("name", ["Gemma3", "Llava"])
 def test_as_the_hub_has_it(name: str, tmp_path: Path) -> None:
     """What encodes images is within a model of its own."""
