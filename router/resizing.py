@@ -149,7 +149,7 @@ class Cuts(Resizing):
 
     def __init__(self, processor: Any, model: Mapping[str, Any]) -> None:
         super().__init__(processor)
-        self._tile = _longest(processor.max_image_size)
+        self._tile, self._longest = (size["longest_edge"] for size in (processor.max_image_size, processor.size))
         self._side = self._tile // model["vision_config"]["patch_size"] // model["scale_factor"]  # tokens
         self.unit = self._tile // self._side
 
@@ -157,19 +157,13 @@ class Cuts(Resizing):
         if most < self._tile**2:
             raise too_few(self._tile**2)
         width, height = image.size
-        whole = self._processor
-        for count in range(max(1, _longest(whole.size) // self._tile), 0, -1):
-            size = {"longest_edge": min(count * self._tile, _longest(whole.size))}
-            tiles, rows, columns = whole.get_number_of_image_patches(height, width, {"size": size})
+        for longest in (self._longest, *range((self._longest - 1) // self._tile * self._tile, 0, -self._tile)):
+            size = {"longest_edge": longest}
+            tiles, rows, columns = self._processor.get_number_of_image_patches(height, width, {"size": size})
             if max(1, tiles) * self._tile**2 <= most:
                 break
         found = self._run(image, size=size, return_row_col_info=True)
         return Resized(found["pixel_values"][0], self._side, self._side, (rows, columns))
-
-
-def _longest(size: Any) -> int:
-    """As older processors have it, and newer ones."""
-    return int(size["longest_edge"])
 
 
 class Budget(Resizing):

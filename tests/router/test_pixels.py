@@ -149,6 +149,18 @@ def test_cuts_are_transformers_own(tmp_path: Path, family: str, most: int, longe
     assert len(prepared(tmp_path, encoded(picture(400, 90)), most=most)) == count
 
 
+def test_cuts_of_a_size_that_tiles_do_not_divide(tmp_path: Path) -> None:
+    """Are made of the processor's own size first, and then of less."""
+    make_folder(tmp_path, "smolvlm")
+    said = PROCESSORS["smolvlm"] | {"size": {"longest_edge": 150}}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(said))
+    processor, image = theirs(tmp_path), picture(301, 299)
+    for most, longest in ((MOST, 150), (10 * 64**2 - 1, 128), (5 * 64**2 - 1, 64)):
+        found = prepared(tmp_path, encoded(image), most=most)
+        expected = processor(image, size={"longest_edge": longest}, return_tensors="np")["pixel_values"][0]
+        numpy.testing.assert_allclose([normalized(one, processor)[0] for one in found], expected, atol=1e-6)
+
+
 @pytest.mark.parametrize(("most", "tiles"), [(1 << 26, 12), (1 << 20, 4), (3 * 448**2 - 1, 1), (448**2, 1)])
 def test_tiles_are_transformers_own(tmp_path: Path, most: int, tiles: int) -> None:
     make_folder(tmp_path, "internvl")
