@@ -44,6 +44,11 @@ class Encoder(ABC):
     def __call__(self, pixels: Tensor, picture: Picture) -> Tensor:
         """[tokens, levels, hidden]: see `Sight.encode`. pixels: of the picture, as the encoder wants them."""
 
+    def _features(self, pixels: Tensor, **more: Any) -> Tensor:
+        """By transformers' own way, of one image and one level."""
+        found: Tensor = self._model.get_image_features(pixels, **more).pooler_output[0]
+        return found.unsqueeze(1)
+
 
 class Qwen(Encoder):
     """GLM's, too. To these a picture is a film that stands still."""
@@ -106,8 +111,7 @@ class Gemma3(Square):
         super().__init__(model, math.isqrt(int(model.config.mm_tokens_per_image)))
 
     def __call__(self, pixels: Tensor, picture: Picture) -> Tensor:
-        found: Tensor = self._model.get_image_features(pixels).pooler_output[0]
-        return found.unsqueeze(1)
+        return self._features(pixels)
 
 
 class Idefics(Square):
@@ -118,8 +122,7 @@ class Idefics(Square):
         super().__init__(model, int(vision.image_size) // int(vision.patch_size) // int(model.config.scale_factor))
 
     def __call__(self, pixels: Tensor, picture: Picture) -> Tensor:
-        found: Tensor = self._model.get_image_features(pixels.unsqueeze(0)).pooler_output[0]
-        return found.unsqueeze(1)
+        return self._features(pixels.unsqueeze(0))
 
 
 class Gemma4(Encoder):
@@ -135,8 +138,7 @@ class Gemma4(Encoder):
         patches = pixels.view(COLOURS, high, self._patch, wide, self._patch).permute(1, 3, 2, 4, 0).reshape(1, high * wide, -1)
         y, x = torch.meshgrid(*(torch.arange(count, device=pixels.device) for count in (high, wide)), indexing="ij")
         places = torch.stack((x, y), -1).view(1, -1, 2)
-        found: Tensor = self._model.get_image_features(patches, image_position_ids=places).pooler_output[0]
-        return found.unsqueeze(1)
+        return self._features(patches, image_position_ids=places)
 
 
 class InternVL(Encoder):
@@ -170,7 +172,7 @@ class Llava(Square):
         super().__init__(model, int(vision.image_size) // int(vision.patch_size))
 
     def __call__(self, pixels: Tensor, picture: Picture) -> Tensor:
-        return llava_features(self._model, pixels)
+        return self._features(pixels, **_layers(self._model.config))
 
 
 class Pixtral(Encoder):
@@ -179,15 +181,13 @@ class Pixtral(Encoder):
         self.side = int(self._vision.patch_size)
 
     def __call__(self, pixels: Tensor, picture: Picture) -> Tensor:
-        return llava_features(self._model, pixels, image_sizes=torch.tensor([pixels.shape[-2:]], device=pixels.device))
+        sizes = torch.tensor([pixels.shape[-2:]], device=pixels.device)
+        return self._features(pixels, image_sizes=sizes, **_layers(self._model.config))
 
 
-def llava_features(model: Any, pixels: Tensor, **sizes: Tensor) -> Tensor:
-    """Of the layers that config.json names."""
-    layer, how = model.config.vision_feature_layer, model.config.vision_feature_select_strategy
-    found = model.get_image_features(pixels, vision_feature_layer=layer, vision_feature_select_strategy=how, **sizes)
-    features: Tensor = found.pooler_output[0]
-    return features.unsqueeze(1)
+def _layers(config: Any) -> dict[str, Any]:
+    """Whose features LLaVA has."""
+    return {name: getattr(config, name) for name in ("vision_feature_layer", "vision_feature_select_strategy")}
 
 
 def _llava(model: Any) -> Encoder:

@@ -184,11 +184,17 @@ def check(config: Config, architecture: str, types: Sequence[str]) -> None:
         if type(value) is not int or not least <= value <= most:
             raise Unsupported(f"config.json says {name} {shown(value)}, an integer from {least} to {most} is needed: {AGAIN}")
     for name in SWITCHES:
-        if not isinstance(config.get(name, False), bool):
-            raise Unsupported(f"config.json says {name} {shown(config[name])}, true or false is needed: {AGAIN}")
+        boolean(name, config.get(name, False))
     kinds = config.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or len(kinds) != config["num_hidden_layers"]):
         raise Unsupported(f"config.json says layer_types {shown(kinds)}, a name for each of num_hidden_layers is needed: {AGAIN}")
+
+
+def boolean(name: str, value: object) -> bool:
+    """The value of that field. Raises Unsupported if it is none."""
+    if not isinstance(value, bool):
+        raise Unsupported(f"config.json says {name} {shown(value)}, true or false is needed: {AGAIN}")
+    return value
 
 
 def number(values: Mapping[str, Any], name: str, default: float | None = None, most: float = 1e12) -> float:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from .dense_families import AROUND, gemma
-from .fields import AGAIN, FULL, SIZES, SLIDING, Config, number, shown
+from .fields import AGAIN, FULL, SIZES, SLIDING, Config, boolean, number, shown
 from .parts import cap, kinds_of, windows_of
 from .ropes import ropes_by_kind
 from .shape import Inputs, Keys, Mixture, Rope, Shape, Unsupported
@@ -35,8 +35,7 @@ def gemma4(config: Config) -> Shape:
     tokens apart, and the last ones have no keys."""
     config = TEXT | config
     for name in ("enable_moe_block", "use_double_wide_mlp"):
-        if not isinstance(config.get(name, False), bool):
-            raise Unsupported(f"config.json says {name} {shown(config[name])}, true or false is needed: {AGAIN}")
+        boolean(name, config.get(name, False))
     base, sparse = _keyless(_text(config), config), config.get("enable_moe_block", False)
     if sparse and base.wider > 1:
         raise Unsupported(
@@ -139,9 +138,7 @@ def _rope(values: dict[str, Any]) -> Rope:
 
 def _far(config: Config, base: Shape, kinds: Sequence[Any]) -> Keys:
     """The key heads of layers that see all: as transformers 5 writes it, layer by layer, or as the models say it."""
-    joint = config.get("attention_k_eq_v", False)
-    if not isinstance(joint, bool):
-        raise Unsupported(f"config.json says attention_k_eq_v {shown(joint)}, true or false is needed: {AGAIN}")
+    joint = boolean("attention_k_eq_v", config.get("attention_k_eq_v", False))
     given = config.get("per_layer_config")
     if isinstance(given, dict):  # transformers pads the numbers of layers: "04"
         given = {str(int(layer)) if layer.isdecimal() else layer: own for layer, own in given.items()}

@@ -4,10 +4,9 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
-from .fields import AGAIN, Config, number, shown
+from .fields import AGAIN, Config, boolean, number, shown
 from .layer_norm_families import BEFORE_BOTH
 from .parts import common
 from .ropes import rotary_size
@@ -39,6 +38,13 @@ ACTIVATIONS = {  # transformers' names
     "gelu": "exact_gelu",
     "relu": "relu",
 }
+
+
+def _queries_keys_values(theirs: str) -> tuple[tuple[str, str], ...]:
+    """Our names and theirs; {}: which of them it is, where they are not all in one."""
+    return tuple((f"self_attn.{part}_proj", theirs.format(part)) for part in "qkv")
+
+
 GPT2: Config = {"max_position_embeddings": 1024, "tie_word_embeddings": True}
 GPT2_NAMES = (
     ("embed_tokens", "wte"),
@@ -46,7 +52,7 @@ GPT2_NAMES = (
     ("norm", "ln_f"),
     ("input_layernorm", "ln_1"),
     ("post_attention_layernorm", "ln_2"),
-    *product([f"self_attn.{part}_proj" for part in "qkv"], ["attn.c_attn"]),
+    *_queries_keys_values("attn.c_attn"),
     ("self_attn.o_proj", "attn.c_proj"),
     ("mlp.up_proj", "mlp.c_fc"),
     ("mlp.down_proj", "mlp.c_proj"),
@@ -56,21 +62,21 @@ GPTJ_NAMES = (
     ("embed_tokens", "wte"),
     ("norm", "ln_f"),
     ("input_layernorm", "ln_1"),
-    *((f"self_attn.{part}_proj", f"attn.{part}_proj") for part in "qkv"),
+    *_queries_keys_values("attn.{}_proj"),
     ("self_attn.o_proj", "attn.out_proj"),
     ("mlp.up_proj", "mlp.fc_in"),
     ("mlp.down_proj", "mlp.fc_out"),
 )
 GPT_NEO_NAMES = (
     *GPT2_NAMES,  # of which the next are others
-    *((f"self_attn.{part}_proj", f"attn.attention.{part}_proj") for part in "qkv"),
+    *_queries_keys_values("attn.attention.{}_proj"),
     ("self_attn.o_proj", "attn.attention.out_proj"),
 )
 NEOX_NAMES = (
     ("embed_tokens", "embed_in"),
     ("norm", "final_layer_norm"),
     ("lm_head", "embed_out"),
-    *product([f"self_attn.{part}_proj" for part in "qkv"], ["attention.query_key_value"]),
+    *_queries_keys_values("attention.query_key_value"),
     ("self_attn.o_proj", "attention.dense"),
     ("mlp.up_proj", "mlp.dense_h_to_4h"),
     ("mlp.down_proj", "mlp.dense_4h_to_h"),
@@ -78,7 +84,7 @@ NEOX_NAMES = (
 FALCON_NAMES = (
     ("embed_tokens", "word_embeddings"),
     ("norm", "ln_f"),
-    *product([f"self_attn.{part}_proj" for part in "qkv"], ["self_attention.query_key_value"]),
+    *_queries_keys_values("self_attention.query_key_value"),
     ("self_attn.o_proj", "self_attention.dense"),
     ("mlp.up_proj", "mlp.dense_h_to_4h"),
     ("mlp.down_proj", "mlp.dense_4h_to_h"),
@@ -125,9 +131,7 @@ def _common(config: Config, activation: str, layout: Layout, biases: bool) -> Sh
 
 def _switch(config: Config, name: str, usual: bool) -> bool:
     value = config.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise Unsupported(f"config.json says {name} {shown(value)}, true or false is needed: {AGAIN}")
-    return usual if value is None else value
+    return usual if value is None else boolean(name, value)
 
 
 def _without(config: Config, name: str, value: bool = True) -> None:
@@ -164,7 +168,7 @@ def _gpt_bigcode(config: Config) -> Shape:
 def _gptj(config: Config) -> Shape:
     """GPT-J (Wang and Komatsuzaki 2021). Neighbours turn together, and attention has no biases."""
     layout = Layout(roots=("transformer.",), layers="h", names=GPTJ_NAMES)
-    base = _common({"max_position_embeddings": 2048, "rotary_dim": 64} | config, "gelu_new", layout, biases=True)
+    base = _common(config, "gelu_new", layout, biases=True)
     turned = config.get("rotary_dim", 64)
     if turned % 2 or turned > base.head_size:
         raise Unsupported(f"config.json says rotary_dim {shown(turned)}, an even number up to {base.head_size} is needed: {AGAIN}")
@@ -183,7 +187,7 @@ def _gptj(config: Config) -> Shape:
 def _gpt_neo(config: Config) -> Shape:
     """GPT-Neo (Black et al. 2021). Products of queries and keys are taken as they are, and some layers slide."""
     layout = Layout(roots=("transformer.", ""), layers="h", names=GPT_NEO_NAMES)
-    given = {"max_position_embeddings": 2048, "tie_word_embeddings": True, "sliding_window": 256} | config
+    given = {"tie_word_embeddings": True, "sliding_window": 256} | config
     base = _common(given, "gelu_new", layout, biases=True)
     kinds = _repeated(given.get("attention_types", [[["global", "local"], 12]]))
     if len(kinds) != base.layers or not {*kinds} <= {"global", "local"}:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from .fields import AGAIN, FULL, SLIDING, Config, number, shown
+from .fields import AGAIN, FULL, SLIDING, Config, boolean, number, shown
 from .shape import Rope, Unsupported
 
 MISTRAL_YARN = {  # where nothing is said
@@ -90,11 +90,10 @@ def stretched(config: Config, found: Rope, size: int) -> Rope:
 
 def _yarn(config: Config, values: Mapping[str, Any], theta: float) -> Rope:
     """Peng et al. 2023, arXiv:2309.00071, with transformers' names and defaults."""
-    factor, whole = number(values, "factor"), values.get("truncate", True)
+    factor = number(values, "factor")
     first, second = (number(values, name) if values.get(name) else 0.0 for name in ("mscale", "mscale_all_dim"))
     amplitude = _logarithmic(factor, first) / _logarithmic(factor, second) if first and second else _logarithmic(factor, 1.0)
-    if not isinstance(whole, bool):
-        raise Unsupported(f"config.json says truncate {shown(whole)}, true or false is needed: {AGAIN}")
+    whole = boolean("truncate", values.get("truncate", True))
     return Rope(
         theta=theta,
         kind="yarn",

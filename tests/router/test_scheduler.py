@@ -216,23 +216,25 @@ def test_what_has_begun_elsewhere_goes_on_like_what_was_paused() -> None:
     assert it.next() == Decode()
 
 
-def test_what_was_computed_before_does_not_count_as_cached() -> None:
+def used_to_cached_prompts() -> Scheduler:
+    """A scheduler all of whose prompts were in the cache but for a token."""
     it = scheduler(pages=1000)
     for uid in range(1, 20):
         it.arrive(Job(uid, 60, 1))
         it.next()
         it.report(Report(free=1000, prompt_tokens=1, cached_tokens=59, finished=[uid]))
+    return it
+
+
+def test_what_was_computed_before_does_not_count_as_cached() -> None:
+    it = used_to_cached_prompts()
     for uid in (50, 51, 52):
         it.arrive(Job(uid, 40, 20), [1])
     assert uids(it.next()) == (50, 51), "these fill the step"
 
 
 def test_what_was_paused_does_not_count_as_cached() -> None:
-    it = scheduler(pages=1000)
-    for uid in range(1, 20):
-        it.arrive(Job(uid, 60, 1))
-        it.next()
-        it.report(Report(free=1000, prompt_tokens=1, cached_tokens=59, finished=[uid]))
+    it = used_to_cached_prompts()
     for uid in (50, 51, 52, 53):
         it.arrive(Job(uid, 40, 20))
     assert uids(it.next()) == (50, 51, 52, 53)
