@@ -5,6 +5,7 @@ import importlib
 import os
 import random
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from penstock.kernels import choose
+from penstock.tests.kernels import sanitizer
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -37,6 +39,16 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     choose.force("reference")
     yield
     choose.force("")
+
+
+@pytest.fixture(autouse=True)
+def watched() -> Iterator[None]:
+    """No kernel does what a device would not forgive."""
+    if os.environ.get("TRITON_INTERPRET") != "1" or find_spec("triton") is None:
+        yield
+        return
+    with sanitizer.watching():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

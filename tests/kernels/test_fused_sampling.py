@@ -33,7 +33,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @triton.jit
-def noise_kernel(seeds, choices, positions, words, noises, of_ids, count, BLOCK: tl.constexpr, CUDA: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def noise_kernel(seeds, choices, positions, words, noises, of_ids, count, BLOCK: tl.constexpr, CUDA: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0)
     seed, choice, position = tl.load(seeds + row), tl.load(choices + row), tl.load(positions + row)
     quad = tl.arange(0, BLOCK)

@@ -1,0 +1,94 @@
+"""Each fault of a kernel that the sanitizer is there for, planted; and what looks like one and is none."""
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+
+from penstock.tests.kernels.sanitizer import Fault  # noqa: E402
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the device, not in the interpreter")
+SIZE = 16
+
+
+@triton.jit
+def shift(numbers, count, BARRIER: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Each takes the place of the one before."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(numbers + place + 1, mask=place + 1 < count, other=0.0)
+    if BARRIER:
+        tl.debug_barrier()
+    tl.store(numbers + place, values, mask=place < count)
+
+
+@triton.jit
+def copy(source, target, count, MASKED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    place = tl.arange(0, BLOCK)
+    values = tl.load(source + place, mask=place < count) if MASKED else tl.load(source + place)
+    tl.store(target + place, values, mask=place < (BLOCK if MASKED else count))
+
+
+@triton.jit
+def scatter(target, places, values, ATOMIC: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if ATOMIC:
+        tl.atomic_add(target + tl.load(places + lane), tl.load(values + lane))
+    else:
+        tl.store(target + tl.load(places + lane), tl.load(values + lane))
+
+
+@triton.jit
+def halves(words, parts, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`parts` are those of the words, two each."""
+    lane = tl.arange(0, BLOCK)
+    tl.store(words + lane, lane)
+    tl.store(parts + 2 * (BLOCK - 1 - lane), lane.to(tl.int16) + BLOCK)
+
+
+def test_threads() -> None:
+    with pytest.raises(Fault, match=f"shift: threads race in {SIZE - 1} places, of one of which one reads, another writes it"):
+        shift[(1,)](torch.zeros(SIZE), SIZE, BARRIER=False, BLOCK=SIZE)
+    numbers = torch.arange(float(SIZE))
+    shift[(1,)](numbers, SIZE, BARRIER=True, BLOCK=SIZE)
+    assert numbers.tolist() == [*range(1, SIZE), 0]
+
+
+def test_programs() -> None:
+    with pytest.raises(Fault, match="shift: programs race in 1 places, of one of which program 0 reads, 1 writes it"):
+        shift[(2,)](torch.zeros(2 * SIZE), 2 * SIZE, BARRIER=True, BLOCK=SIZE)
+
+
+@pytest.mark.parametrize(("programs", "words"), [(1, "threads"), (2, "programs")])
+def test_writes_of_one_place(programs: int, words: str) -> None:
+    """Of the same number they are no fault, nor where they count."""
+    places, numbers = torch.zeros(SIZE, dtype=torch.int64), torch.ones(SIZE)
+    target, block = torch.zeros(1), SIZE // programs
+    scatter[(programs,)](target, places, numbers, ATOMIC=False, BLOCK=block)
+    scatter[(programs,)](target, places, numbers, ATOMIC=True, BLOCK=block)
+    assert target.item() == SIZE + 1
+    with pytest.raises(Fault, match=f"scatter: {words} race in 1 places"):
+        scatter[(programs,)](target, places, torch.arange(float(SIZE)), ATOMIC=False, BLOCK=block)
+
+
+def test_places_of_two_sizes() -> None:
+    words = torch.zeros(SIZE, dtype=torch.int32)
+    with pytest.raises(Fault, match=f"halves: threads race in {SIZE} places"):
+        halves[(1,)](words, words.view(torch.int16), BLOCK=SIZE)
+
+
+def test_memory() -> None:
+    """Of a view, too: what lies behind it belongs to others. A tensor within another one ends before it."""
+    whole = torch.arange(2.0 * SIZE)
+    with pytest.raises(Fault, match=r"copy: a program reads memory that it was not given, in 1 of 16 places"):
+        copy[(1,)](whole[: SIZE - 1], torch.zeros(SIZE), SIZE, MASKED=False, BLOCK=SIZE)
+    with pytest.raises(Fault, match=r"copy: a program writes memory that it was not given, in 2 of 16 places"):
+        copy[(1,)](whole, torch.zeros(SIZE - 2), SIZE, MASKED=False, BLOCK=SIZE)
+    copy[(1,)](whole, whole[SIZE + 2 : SIZE + 4], 2, MASKED=False, BLOCK=SIZE)
+    assert whole[SIZE + 2 : SIZE + 5].tolist() == [0, 1, SIZE + 4]
+
+
+def test_what_a_mask_leaves_out() -> None:
+    target = torch.zeros(SIZE)
+    copy[(1,)](torch.ones(SIZE), target, 3, MASKED=True, BLOCK=SIZE)
+    assert target.isnan().tolist() == [False] * 3 + [True] * (SIZE - 3)
