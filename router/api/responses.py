@@ -202,9 +202,16 @@ def _chat(body: ResponsesBody) -> ChatBody:
         messages=messages_of(body),
         tools=[_tool(tool) for tool in body.tools or ()],
         chat_template_kwargs=body.chat_template_kwargs,
-        reasoning_effort=(body.reasoning or {}).get("effort"),
+        reasoning_effort=_effort(body),
         add_generation_prompt=True,
     )
+
+
+def _effort(body: ResponsesBody) -> str | None:
+    effort = (body.reasoning or {}).get("effort")
+    if effort is None or isinstance(effort, str):
+        return effort
+    raise Refused(f"`reasoning.effort` must be a string. Given: {effort!r}", "reasoning.effort")
 
 
 def _tool(tool: Any) -> Any:

@@ -112,7 +112,10 @@ class Tgi:
             raise Refused("Object missing required field `inputs`", "inputs")
         if self._marked(body.inputs, self._batcher.limits)[1]:
             raise Refused("`inputs` with images is not supported on this route", "inputs")
-        return json_response(await self.spans(body.inputs, special, (body.parameters and body.parameters.truncate) or 0))
+        truncate = None if body.parameters is None else body.parameters.truncate
+        if truncate is not None and truncate <= 0:
+            raise Refused(f"`truncate` must be strictly positive. Given: {truncate}", "truncate")
+        return json_response(await self.spans(body.inputs, special, truncate or 0))
 
     async def count(self, text: str, special: bool, strings: bool = False) -> web.Response:
         """A text's tokens in vLLM's shape."""
@@ -134,7 +137,7 @@ class Tgi:
     async def spans(self, text: str, special: bool, truncate: int = 0) -> list[SpanJson]:
         """A text's tokens with their places in its bytes; of the last `truncate`, if that is not 0."""
         data = text.encode()
-        found = (await self._validator.offsets(text, special))[-max(truncate, 0) :]
+        found = (await self._validator.offsets(text, special))[-truncate:]
         return [SpanJson(id, data[start:stop].decode(errors="replace"), start, stop) for id, start, stop in found]
 
     async def info(self, http: web.Request) -> web.Response:

@@ -235,6 +235,7 @@ def test_formats_and_tools_bind(tokenizer: Tokenizer) -> None:
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
         ({"text": {"format": 3}}, "text.format"),
+        ({"reasoning": {"effort": 5}}, "reasoning.effort"),
         ({"temperature": -1}, "temperature"),
     ],
 )

@@ -478,6 +478,8 @@ def test_tokenize_speaks_two_dialects(tokenizer: Tokenizer) -> None:
         assert (await server.post("/tokenize", {"prompt": "hi", "add_special_tokens": False}))[1]["count"] == 2
         assert len((await server.post("/tokenize", {"inputs": "abcd", "parameters": {"truncate": 2}}))[1]) == 2
         assert (await server.post("/tokenize", {}))[0] == 422
+        for truncate in (0, -2):
+            assert (await server.post("/tokenize", {"inputs": "abcd", "parameters": {"truncate": truncate}}))[0] == 422
 
     serve(tokenizer, test)
 
