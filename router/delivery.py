@@ -62,24 +62,25 @@ class Delivery:
             choice.last = now
             choice.ids.append(token)
             choice.generated += 1
-            stopped = self._add(stream, choice, token, logprob, finish, top)
-            if finish or stopped:
-                _finish(stream, choice, "stop_sequence" if stopped else REASONS[finish], now, scores.get((uid, index)), found)
+            stop = self._add(stream, choice, token, logprob, finish, top)
+            if finish or stop:
+                reason = "stop_sequence" if stop else REASONS[finish]
+                _finish(stream, choice, reason, stop, now, scores.get((uid, index)), found)
             found.touched.append(stream)
         self._metrics.tokens(len(reply.tokens), {now - last: count for last, count in Counter(before).items()})
         return found
 
     def _add(
         self, stream: Stream, choice: Choice, token: int, logprob: float, finish: int, top: Sequence[tuple[int, float]]
-    ) -> bool:
-        """A token and what it adds to the text. Whether a stop string ends that."""
+    ) -> str:
+        """A token and what it adds to the text. The stop string that ends that, if one does."""
         text = self._tokenizer.token_text
         hidden = finish and _hides(stream.request, token)
         piece: Piece = Unseen(text(token)) if hidden else choice.text.push(token)
         special = self._tokenizer.is_special
         alternatives = tuple(Alternative(id, text(id), logprob, special(id)) for id, logprob in top) if top else ()
         stream.items.append(Token(token, piece.text, piece.delta, logprob, special(token), alternatives, choice.index))
-        return piece.stopped
+        return piece.stop
 
     def _deliver_beams(self, reply: shard_pb2.StepReply, streams: Streams, prompts: Prompts, found: Delivered) -> None:
         """What comes of beams before their tokens do, and which answers won't come since a search has found too few."""
@@ -136,12 +137,12 @@ def _open(stream: Stream, prompts: Prompts) -> None:
         stream.items.append(Prompt(*prompts.get(stream.uid, ((), ())), stream.cached))
 
 
-def _finish(stream: Stream, choice: Choice, reason: str, now: float, score: float | None, found: Delivered) -> None:
+def _finish(stream: Stream, choice: Choice, reason: str, stop: str, now: float, score: float | None, found: Delivered) -> None:
     delta = choice.text.end()
     queued, inference = stream.started - stream.arrived, now - stream.started
     run = stream.run
     guessed = Guessed(run.drafted, run.accepted, run.steps) if stream.request.drafts else None
-    finish = Finish(reason, choice.text.text, delta, choice.generated, queued, inference, choice.index, score, guessed)
+    finish = Finish(reason, choice.text.text, delta, choice.generated, queued, inference, choice.index, score, guessed, stop)
     stream.items.append(finish)
     run.reasons.append(reason)
     choice.done = True

@@ -165,6 +165,7 @@ class Finish(msgspec.Struct, frozen=True, gc=False):
     choice: int = 0
     score: float | None = None  # of an answer that beam search found
     guessed: Guessed | None = None  # of a request that may have guesses
+    stop: str = ""  # the string that ended it
 
 
 class Beam(msgspec.Struct, frozen=True, gc=False):

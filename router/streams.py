@@ -23,7 +23,7 @@ class Piece(Protocol):
     @property
     def delta(self) -> str: ...
     @property
-    def stopped(self) -> bool: ...
+    def stop(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Unseen:
 
     text: str
     delta: str = ""
-    stopped: bool = False
+    stop: str = ""
 
 
 class Text(Protocol):

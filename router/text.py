@@ -123,7 +123,7 @@ class Tokenizer:
                 return ""
             piece = self._pieces[id] = self._find_piece(id, token)
             if isinstance(piece, str) and not self.is_special(id):
-                self.whole[id] = Piece(piece, piece, False)
+                self.whole[id] = Piece(piece, piece, "")
         return piece
 
     def token_text(self, id: int) -> str:
@@ -206,7 +206,7 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
 
     text: str  # the token's own text; "" while a character is incomplete, then the whole character
     delta: str  # what it adds for a reader
-    stopped: bool  # a stop string has ended the text: push no more
+    stop: str  # the string that has ended the text: push no more; "": none has
 
 
 class TextStream:
@@ -246,20 +246,20 @@ class TextStream:
         return "".join(self._parts)
 
     def push(self, id: int) -> Piece:
-        """The next token. After one that `stopped`, only `end` may follow."""
+        """The next token. After one with a `stop`, only `end` may follow."""
         piece = self._tokenizer.whole.get(id)
         if piece is not None and not (self._finders or self._pending or self._fresh):  # most often: nothing before it matters
             self._parts.append(piece.text)
             return piece
         if self._skip and self._tokenizer.is_special(id) and id not in self._shown:
-            return Piece(self._tokenizer.token_text(id), "", False)
+            return Piece(self._tokenizer.token_text(id), "", "")
         text = self._decode(id)
         if not text or not self._finders:
             self._parts.append(text)
-            return Piece(text, text, False)
-        delta, stopped = self._until_stop(text)
+            return Piece(text, text, "")
+        delta, stop = self._until_stop(text)
         self._parts.append(delta)
-        return Piece(text, delta, stopped)
+        return Piece(text, delta, stop)
 
     def end(self) -> str:
         """No more tokens: what was held back, and U+FFFD for an incomplete character. The stream is then used up."""
@@ -282,20 +282,20 @@ class TextStream:
         self._pending = data[length:]
         return text
 
-    def _until_stop(self, text: str) -> tuple[str, bool]:
-        """What of the held and the new text may go out now, and whether a stop string ends it."""
-        ends = [(end, -len(finder.string)) for finder in self._finders if (end := finder.find(text)) > 0]
+    def _until_stop(self, text: str) -> tuple[str, str]:
+        """What of the held and the new text may go out now, and the stop string that ends it, if one does."""
+        ends = [(end, -len(finder.string), finder.string) for finder in self._finders if (end := finder.find(text)) > 0]
         whole = self._held + text
         if ends:
-            end, length = min(ends)
+            end, length, stop = min(ends)
             cut = len(self._held) + end if self._include_stop else len(self._held) + end + length
             self._held, self._pending = "", b""
-            return whole[:cut], True
+            return whole[:cut], stop
         if self._include_stop:
-            return whole, False
+            return whole, ""
         size = max(finder.matched for finder in self._finders)
         self._held = whole[len(whole) - size :]
-        return whole[: len(whole) - size], False
+        return whole[: len(whole) - size], ""
 
 
 class Finder:

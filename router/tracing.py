@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 PATH = "/v1/traces"  # of OTLP/HTTP, where the operator names only a host
-OPERATIONS = {"/v1/chat/completions": "chat", "/v1/responses": "chat"}  # the rest completes text
+OPERATIONS = {"/v1/chat/completions": "chat", "/v1/responses": "chat", "/v1/messages": "chat"}  # the rest completes text
 
 LAST_SPANS = 2.0  # seconds that a collector gets for them at the end
 DROPPED = "dropped"  # how a run has failed whose client has left

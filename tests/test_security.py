@@ -197,6 +197,8 @@ def test_no_line_of_the_log_has_a_text_whatever_its_level(server: serving.Server
             {**chat, "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}},
         ),
         ("/v1/responses", {"input": MARK, "max_output_tokens": 4}),
+        ("/v1/messages", {**chat, "system": MARK, "stop_sequences": [MARK], "metadata": {"user_id": MARK}, **limit}),
+        ("/v1/messages/count_tokens", {"messages": MARK}),
         (f"/{MARK}", {MARK: MARK}),
         ("/v1/chat/completions", MARK),
     ]

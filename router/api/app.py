@@ -19,11 +19,12 @@ from ..tracing import Tracing
 from ..validation import Validator
 from .access import add_headers, observed
 from .admin import PREFIX, Admin
+from .anthropic import Anthropic
 from .body import BODY
 from .cors import cors
 from .docs import Docs
 from .either import Either
-from .errors import OPENAI_PATH, RETRY, Problem, Rejected, as_openai, openai_body, problem_of, tgi_body, unauthorized
+from .errors import RETRY, Problem, Rejected, problem_of, told, unauthorized
 from .links import Links
 from .openai import OpenAI
 from .openai_chats import Chats
@@ -67,6 +68,7 @@ def make_app(
     tgi = Tgi(config, tokenizer, validator, links, batcher)
     openai = OpenAI(config, tokenizer, validator, chats, batcher)
     responses = Responses(config, tokenizer, chats, batcher)
+    anthropic = Anthropic(config, tokenizer, validator, chats, batcher)
     either = Either(config, batcher, chats, tgi, openai)
     probes = PROBES | ({config.aip_health_route} if config.aip_health_route else set())
     docs = Docs(config)
@@ -94,6 +96,8 @@ def make_app(
             web.post("/v1/chat/completions", openai.chat_completions),
             web.post("/v1/completions", openai.completions),
             web.post("/v1/responses", responses.create),
+            web.post("/v1/messages", anthropic.messages),
+            web.post("/v1/messages/count_tokens", anthropic.count_tokens),
             web.get("/v1/models", openai.models),
             web.get("/v1/models/{id:.+}", openai.model),
             web.get("/metrics", render_metrics),
@@ -182,15 +186,10 @@ def _problems(metrics: Metrics) -> Middleware:
             metrics.turned_away(problem.kind)
         if (record := current.get()) is not None:
             record.error = problem.kind
-        if request.path.startswith(OPENAI_PATH):
-            return _response(as_openai(problem), openai_body(problem))
-        return _response(problem, tgi_body(problem))
+        problem, body = told(request.path, problem)
+        return web.Response(status=problem.status, body=body, content_type="application/json", headers=problem.headers)
 
     return respond
-
-
-def _response(problem: Problem, body: bytes) -> web.Response:
-    return web.Response(status=problem.status, body=body, content_type="application/json", headers=problem.headers)
 
 
 def _problem_of_http(error: web.HTTPException) -> Problem:

@@ -15,9 +15,18 @@ RETRY = {"Retry-After": "1"}
 NO_RETRY = {"x-should-retry": "false"}
 MOST_SAID = 4000  # characters of a refusal, which may repeat what was sent
 OPENAI_PATH = "/v1/"
+ANTHROPIC_PATH = "/v1/messages"
 # Seen by a client of /v1, where the fields have other names than in TGI's rules.
 OPENAI_NAMES = {"inputs": "prompt", "max_new_tokens": "max_tokens", "top_n_tokens": "top_logprobs"}
 OPENAI_TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "overloaded_error"}
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,3 +94,25 @@ def openai_body(problem: Problem) -> bytes:
     kind = OPENAI_TYPES.get(problem.status, "invalid_request_error" if problem.status < 500 else "server_error")
     error = {"message": problem.message, "type": kind, "param": problem.parameter, "code": problem.kind}
     return msgspec.json.encode({"error": error, "error_type": problem.kind})
+
+
+def anthropic_error(problem: Problem) -> dict[str, object]:
+    """As an event has it, too. The statuses are OpenAI's."""
+    problem = as_openai(problem)
+    kind = ANTHROPIC_TYPES.get(problem.status, "invalid_request_error" if problem.status < 500 else "api_error")
+    error = {
+        "type": kind,
+        "message": problem.message,
+        "param": problem.parameter,
+        "code": problem.kind,
+    }  # the last two are OpenAI's
+    return {"type": "error", "error": error}
+
+
+def told(path: str, problem: Problem) -> tuple[Problem, bytes]:
+    """The problem as clients of a path know it, and what they are sent."""
+    if not path.startswith(OPENAI_PATH):
+        return problem, tgi_body(problem)
+    if not path.startswith(ANTHROPIC_PATH):
+        return as_openai(problem), openai_body(problem)
+    return as_openai(problem), msgspec.json.encode(anthropic_error(problem))

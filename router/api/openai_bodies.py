@@ -67,11 +67,14 @@ REASONS = {
     "beam_width": "`beam_width` is not supported on this route: use `num_beams`",
     "num_return_sequences": "`num_return_sequences` is not supported on this route: use `n`",
     "stream_beams": "`stream_beams` is not supported on this route: use /generate_stream",
+    "stop": "`stop` is not supported on this route: use `stop_sequences`",
     "background": "`background` is not supported: the server keeps no answers",
 }
 
-# OpenAI's fields that change nothing in an answer.
-HARMLESS = frozenset(("metadata", "store", "safety_identifier", "prompt_cache_retention", "prediction", "request_id"))
+# OpenAI's fields that change nothing in an answer, and Anthropic's: what was computed is kept in any case.
+HARMLESS = frozenset(
+    ("metadata", "store", "safety_identifier", "prompt_cache_retention", "prediction", "request_id", "cache_control")
+)
 
 
 class StreamOptions(msgspec.Struct):

@@ -11,9 +11,11 @@ from typing import Any
 import msgspec
 
 from ..config import RouterConfig
-from . import openai_bodies, responses, tgi_shapes
+from . import anthropic, openai_bodies, responses, tgi_shapes
 from . import openapi_answers as answers
+from .anthropic import MessagesBody
 from .either import TokenizeChatBody
+from .errors import ANTHROPIC_PATH, OPENAI_PATH
 from .openai_bodies import ChatBody, CompletionBody, unsupported
 from .openapi_words import WORDS
 from .page import Stats
@@ -45,6 +47,7 @@ REFUSED: dict[type, Collection[str]] = {
     ChatBody: openai_bodies.UNSUPPORTED_IN_CHATS,
     TokenizeChatBody: openai_bodies.UNSUPPORTED_IN_CHATS,
     ResponsesBody: responses.UNSUPPORTED,
+    MessagesBody: anthropic.UNSUPPORTED,
 }
 BODY, RUN = (400, 401, 408, 413, 415, 429, 500), (503, 504)  # statuses of routes that read a body; that compute
 
@@ -75,7 +78,7 @@ class Operation:
         return "get" if self.body is None else "post"
 
 
-TGI, OPENAI, VLLM, OPERATION = "text-generation-inference", "OpenAI", "tokens", "operation"
+TGI, OPENAI, ANTHROPIC, VLLM, OPERATION = "text-generation-inference", "OpenAI", "Anthropic", "tokens", "operation"
 OURS = (*BODY, 422, 424, *RUN)
 THEIRS = (*BODY, 404, *RUN)
 OPERATIONS = (
@@ -166,6 +169,23 @@ OPERATIONS = (
         event=answers.ResponseEvent,
         statuses=THEIRS,
     ),
+    Operation(
+        path="/v1/messages",
+        summary="Answers a conversation of messages",
+        tag=ANTHROPIC,
+        body=MessagesBody,
+        answer=answers.AnthropicMessage,
+        event=answers.AnthropicEvent,
+        statuses=THEIRS,
+    ),
+    Operation(
+        path="/v1/messages/count_tokens",
+        summary="How many tokens its prompt has",
+        tag=ANTHROPIC,
+        body=MessagesBody,
+        answer=answers.CountedTokens,
+        statuses=BODY,
+    ),
     Operation(path="/v1/models", summary="The model that is served, and its adapters", tag=OPENAI, answer=answers.Models),
     Operation(path="/v1/models/{id}", summary="One of these", tag=OPENAI, answer=answers.Model, statuses=(401, 404)),
     Operation(path="/health", summary="200 once the model has loaded", tag=OPERATION, statuses=(503,), refusal=answers.Unhealthy),
@@ -202,7 +222,14 @@ def document(config: RouterConfig) -> Json:
     if config.aip_health_route not in ("", "/", *(operation.path for operation in OPERATIONS)):
         health = next(operation for operation in OPERATIONS if operation.path == "/health")
         operations.append(replace(health, path=config.aip_health_route))
-    schemas = Schemas([*(each for operation in operations for each in operation.types), answers.Error, answers.OpenAIError])
+    schemas = Schemas(
+        [
+            *(each for operation in operations for each in operation.types),
+            answers.Error,
+            answers.OpenAIError,
+            answers.AnthropicError,
+        ]
+    )
     paths: dict[str, Json] = {}
     for operation in operations:
         paths.setdefault(operation.path, {})[operation.method] = _operation(operation, schemas, bool(config.api_keys))
@@ -285,4 +312,6 @@ def _events(operation: Operation, schemas: Schemas) -> Json:
 
 
 def _error(operation: Operation) -> Any:
-    return answers.OpenAIError if operation.path.startswith("/v1/") else answers.Error
+    if operation.path.startswith(ANTHROPIC_PATH):
+        return answers.AnthropicError
+    return answers.OpenAIError if operation.path.startswith(OPENAI_PATH) else answers.Error

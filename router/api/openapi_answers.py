@@ -37,6 +37,20 @@ class OpenAIError(Closed, kw_only=True):
     error_type: str
 
 
+class AnthropicProblem(Closed, kw_only=True):
+    type: str
+    message: str
+    param: str | None
+    code: str
+
+
+class AnthropicError(Closed, kw_only=True):
+    """What went wrong, for Anthropic's clients."""
+
+    type: Literal["error"]
+    error: AnthropicProblem
+
+
 class Unhealthy(Closed, kw_only=True):
     error: Literal["unhealthy"]
     error_type: Literal["healthcheck"]
@@ -300,3 +314,33 @@ class ResponseEvent(msgspec.Struct, kw_only=True):
 
     type: str
     sequence_number: int
+
+
+class AnthropicUsage(Closed, kw_only=True):
+    """What was found in the cache is no input."""
+
+    input_tokens: int
+    cache_creation_input_tokens: Literal[0]
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class AnthropicMessage(Closed, kw_only=True):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+    stop_sequence: str | None
+    usage: AnthropicUsage
+
+
+class AnthropicEvent(msgspec.Struct, kw_only=True):
+    """What else is in it depends on the type."""
+
+    type: str
+
+
+class CountedTokens(Closed, kw_only=True):
+    input_tokens: int

@@ -10,9 +10,10 @@ SALT = secrets.token_bytes(16)  # new in each process: the digests are good for 
 
 
 def bearer(http: web.Request) -> bytes:
-    """The token as it was sent; nothing, if there is none."""
+    """The token as it was sent, in OpenAI's header or in Anthropic's; nothing, if there is none."""
     scheme, _, rest = http.headers.get("Authorization", "").partition(" ")
-    return rest.strip().encode(errors="surrogateescape") if scheme.lower() == "bearer" else b""
+    token = rest if scheme.lower() == "bearer" else http.headers.get("X-Api-Key", "")
+    return token.strip().encode(errors="surrogateescape")
 
 
 def digest(token: bytes) -> bytes:

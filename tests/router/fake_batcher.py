@@ -112,11 +112,14 @@ class FakeBatcher:
                     logprob = self.logprob * (1 + choice)
                     special = self.tokenizer.is_special(id)
                     token = Token(id, piece.text, piece.delta, logprob, special, self._top(request.top_n), choice)
-                    reason = self._reason(request, id, count, piece.stopped)
+                    reason = self._reason(request, id, count, bool(piece.stop))
                     if reason:
                         delta = texts[choice].end()
                         guessed = Guessed(3 * count, 2 * count, count) if request.drafts else None
-                        yield [token, Finish(reason, texts[choice].text, delta, count, 0.25, 0.5, choice, None, guessed)]
+                        yield [
+                            token,
+                            Finish(reason, texts[choice].text, delta, count, 0.25, 0.5, choice, None, guessed, piece.stop),
+                        ]
                         del going[choice]
                     else:
                         yield [token]
@@ -161,7 +164,7 @@ class FakeBatcher:
             special = self.tokenizer.is_special(id)
             logprob = self.logprob / (1 + choice)
             tokens.append(Token(id, piece.text, piece.delta, logprob, special, self._top(request.top_n), choice))
-            reason = self._reason(request, id, count, piece.stopped)
+            reason = self._reason(request, id, count, bool(piece.stop))
             if reason:
                 delta = text.end()
                 return tokens, Finish(reason, text.text, delta, count, 0.25, 0.5, choice, -0.25 * (1 + choice))

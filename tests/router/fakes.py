@@ -234,7 +234,7 @@ class FakeShards:
 class Piece:
     text: str
     delta: str
-    stopped: bool
+    stop: str
 
 
 class ByteText:
@@ -253,8 +253,8 @@ class ByteText:
                 if not self._include:
                     self.text = self.text[: -len(stop)]
                     added = ""
-                return Piece("<end>" if id == END else chr(id), added, True)
-        return Piece("<end>" if id == END else chr(id), added, False)
+                return Piece("<end>" if id == END else chr(id), added, stop)
+        return Piece("<end>" if id == END else chr(id), added, "")
 
     def end(self) -> str:
         return ""

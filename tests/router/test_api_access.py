@@ -260,6 +260,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(tokenizer: Tokenizer, monke
         ("/v1/completions", b'{"prompt":"Hi"}'),
         ("/v1/chat/completions", b'{"messages":[{"role":"user","content":"Hi"}]}'),
         ("/v1/responses", b'{"input":"Hi"}'),
+        ("/v1/messages", b'{"messages":[{"role":"user","content":"Hi"}]}'),
         ("/vertex", b'{"instances":[{"inputs":"Hi"}]}'),
     ],
 )

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from penstock.router.api.anthropic import MessagesBody
 from penstock.router.api.openai_bodies import ChatBody, CompletionBody
 from penstock.router.api.openai_formats import Format
 from penstock.router.api.responses import ResponsesBody
@@ -18,8 +19,9 @@ GOOD: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
     "/v1/completions": {"prompt": "hi"},
     "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hi"}]},
 }
-SUBJECT = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"}
+SUBJECT = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input", "/v1/messages": "messages"}
 DEEP = 100_000
 
 
@@ -84,7 +86,7 @@ def bodies(path: str) -> list[tuple[bytes, str]]:
         with_field("logit_bias", b'{"1": 101}'),
         with_field("logit_bias", b'{"99999999999999999999999": 1}'),
         with_field("stream", b'"yes"'),
-        with_field("stream_options", b"[]"),
+        *([with_field("stream_options", b"[]")] if path != "/v1/messages" else []),  # which has none
         with_field("priority", b"{}"),
         with_field("min_tokens", b"-1"),
         with_field("guided_regex", b'"("'),
@@ -198,6 +200,8 @@ ODD: list[Any] = [
     *([{"role": "user"}], [{"role": 5}], [{"role": "user", "content": [{"type": []}]}], [{"role": "user", "content": 5}]),
     [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}],
     *([{"type": "reasoning", "content": 5}], [{"type": "reasoning", "summary": [5]}], [{"type": []}]),
+    *([{"type": "tool_use"}], [{"role": "user", "content": [{"type": "tool_result", "content": [5]}]}], {"type": "any"}),
+    *([{"role": "assistant", "content": [{"type": "tool_use", "name": [], "input": 5, "id": 5}]}], {"type": "tool", "name": "f"}),
     *([{"type": "function_call"}], [{"type": "function_call", "name": 5}], [{"type": "function_call_output"}]),
 ]
 
@@ -207,7 +211,10 @@ FORMATS = {*Format.__struct_fields__, "reasoning"}
 BESIDE_TOOLS = TOOLS | FORMATS | {"messages", "input", "text", "n", "num_beams", "stop"}
 
 
-@pytest.mark.parametrize(("path", "body"), [(CHAT_PATH, ChatBody), (PATH, CompletionBody), (RESPONSES_PATH, ResponsesBody)])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [(CHAT_PATH, ChatBody), (PATH, CompletionBody), (RESPONSES_PATH, ResponsesBody), ("/v1/messages", MessagesBody)],
+)
 def test_no_value_of_any_field_is_a_fault_of_ours(tokenizer: Tokenizer, path: str, body: type[Any]) -> None:
     """Those that look at tools with some and without."""
 

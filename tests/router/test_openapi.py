@@ -67,6 +67,7 @@ def test_a_key_is_in_it_where_one_is_asked() -> None:
     assert "security" not in document(CONFIG)["paths"]["/generate"]["post"]
 
 
+MESSAGES = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 20}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 2, "n": 2}
 COMPLETION = {"prompt": "Hi", "max_tokens": 20, "logprobs": 1, "echo": True}
 DETAILS = {"max_new_tokens": 20, "details": True, "decoder_input_details": True, "top_n_tokens": 2}
@@ -90,6 +91,9 @@ STREAM = {"stream": True, "stream_options": {"include_usage": True, "continuous_
         ("/v1/completions", COMPLETION),
         ("/v1/completions", {**COMPLETION, "prompt_logprobs": 1, "echo": False}),
         ("/v1/responses", {"input": "Hi"}),
+        ("/v1/messages", MESSAGES),
+        ("/v1/messages", {"messages": []}),
+        ("/v1/messages/count_tokens", MESSAGES),
     ],
 )
 def test_answers_are_as_described(tokenizer: Tokenizer, path: str, body: object) -> None:

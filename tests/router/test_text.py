@@ -100,7 +100,7 @@ def streamed(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int], **
     for id in ids:
         piece = stream.push(id)
         text += piece.delta
-        if piece.stopped:
+        if piece.stop:
             break
     text += stream.end()
     assert stream.text == text

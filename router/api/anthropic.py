@@ -1,0 +1,184 @@
+"""Anthropic's Messages API: its messages to a chat's, a stream of items to its events."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from msgspec.structs import replace
+
+from ..config import RouterConfig
+from ..parsing import reader
+from ..request import Finish, Grown, Item, Prompt, Refused, Token
+from ..text import Tokenizer
+from ..validation import Parameters, Validator
+from .anthropic_messages import choice_of, messages_of, tools_of
+from .anthropic_shapes import Blocks, Message, end_of, usage_json
+from .body import json_response, read, read_named
+from .errors import Problem, anthropic_error
+from .openai_bodies import ChatBody, Common, ignored, naming, parameters, refuse_unsupported, truncation
+from .openai_chats import Chats
+from .openai_scribe import Scribe, encode
+from .openai_shapes import Json, Speaker, Usage
+from .ports import Batcher, limits_of
+from .stream import Clock, fold, headers_of, named_frame, send, stream_headers_of
+
+TIERS = {"standard_only": "default"}
+THINKING = {"enabled": True, "disabled": False, "adaptive": None}
+SWITCHES = ("enable_thinking", "thinking")  # what templates call it
+NAMES = {
+    "inputs": "messages",
+    "max_new_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "truncate": "truncate_prompt_tokens",
+    "response_format": "output_config.format",
+}
+
+
+class MessagesBody(Common, kw_only=True):
+    """Of /v1/messages."""
+
+    messages: list[dict[str, Any]]
+    max_tokens: int | None = None
+    system: str | list[dict[str, Any]] | None = None
+    stop_sequences: list[str] | None = None
+    tools: list[Any] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    # What would change the answer, and can't be honoured.
+    container: Any = None
+    mcp_servers: Any = None
+    context_management: Any = None
+    num_return_sequences: Any = None
+    use_beam_search: Any = None
+    beam_width: Any = None
+    stream_beams: Any = None
+    num_beam_groups: Any = None
+    diversity_penalty: Any = None
+    force_words_ids: Any = None
+
+
+UNSUPPORTED = ("stop", *MessagesBody.__struct_fields__[MessagesBody.__struct_fields__.index("container") :])
+
+
+class Anthropic:
+    """The handlers."""
+
+    def __init__(self, config: RouterConfig, tokenizer: Tokenizer, validator: Validator, chats: Chats, batcher: Batcher) -> None:
+        self._config = config
+        self._validator = validator
+        self._batcher = batcher
+        self._chats = chats
+        self._scribe = Scribe(tokenizer)
+        self._decoder = msgspec.json.Decoder(MessagesBody)
+
+    async def messages(self, http: web.Request) -> web.StreamResponse:
+        """POST /v1/messages."""
+        clock = Clock()
+        body, names = await read_named(http, self._decoder, self._config.payload_limit)
+        headers = ignored(self._config, body, names)
+        refuse_unsupported(body, UNSUPPORTED)
+        limits = limits_of(self._batcher)
+        chat = _chat(body)
+        with naming(**NAMES):
+            asked = _parameters(http, body, truncation(body, limits.max_input_tokens))
+            request, make = await self._chats.request(chat, chat.messages, asked, limits)
+        clock.valid()
+        blocks = Blocks(make() if make else Speaker(reader(None, None)))
+        message, usage = Message(body.model or self._config.model), Usage(len(request.prompt))
+        if body.stream:
+            events = Events(message, blocks, usage)
+            return await send(http, self._batcher, [request], events, stream_headers_of(clock, [request]) | headers)
+        [[answer]] = await fold([self._batcher.submit(request)])
+        items: list[Token | Finish] = [*answer.tokens, answer.finish]
+        await self._scribe.each(len(items), 0, lambda places: [None for place in places for _ in blocks.read(items[place])])
+        usage.cached_tokens, usage.completion_tokens = answer.prompt.cached_tokens, len(answer.tokens)
+        content = message.json(blocks.blocks, usage, end_of(answer.finish, blocks.speaker))
+        return json_response(content, headers_of(clock, [request], [answer]) | headers)
+
+    async def count_tokens(self, http: web.Request) -> web.Response:
+        """POST /v1/messages/count_tokens: no shard is needed."""
+        body = await read(http, self._decoder, self._config.payload_limit)
+        chat = _chat(body)
+        with naming(**NAMES):
+            ids = await self._validator.encode(await self._chats.text(chat, chat.messages), bool(body.add_special_tokens))
+        return json_response({"input_tokens": len(ids)})
+
+
+class Events:
+    """The events of one stream."""
+
+    def __init__(self, message: Message, blocks: Blocks, usage: Usage) -> None:
+        self._message = message
+        self._blocks = blocks
+        self._usage = usage
+
+    def of(self, stream: int, items: Sequence[Item]) -> bytes:
+        """See `stream.Events`."""
+        return b"".join(named_frame(encode(event)) for item in items for event in self._events(item))
+
+    def end(self) -> bytes:
+        """Nothing: the finish has told it."""
+        return b""
+
+    def failed(self, problem: Problem) -> bytes:
+        """The end of a stream that failed."""
+        return named_frame(encode(anthropic_error(problem)))
+
+    def _events(self, item: Item) -> Iterator[Json]:
+        usage = self._usage
+        if isinstance(item, Prompt):
+            usage.cached_tokens = item.cached_tokens
+            yield {"type": "message_start", "message": self._message.json([], usage)}
+        elif not isinstance(item, Grown):  # nobody can ask for those here
+            usage.completion_tokens += isinstance(item, Token)
+            yield from self._blocks.read(item)
+            if isinstance(item, Finish):
+                end = end_of(item, self._blocks.speaker)
+                yield {"type": "message_delta", "delta": end, "usage": usage_json(usage)}
+                yield {"type": "message_stop"}
+
+
+def _parameters(http: web.Request, body: MessagesBody, truncate: int | None) -> Parameters:
+    tier = None if body.service_tier is None else TIERS.get(body.service_tier, body.service_tier)
+    user = (body.metadata or {}).get("user_id") if body.user is None else body.user
+    meant = replace(body, stop=body.stop_sequences, service_tier=tier, user=user)
+    return parameters(http, meant, max_new_tokens=body.max_tokens, truncate=truncate)
+
+
+def _chat(body: MessagesBody) -> ChatBody:
+    """The same as a chat."""
+    same = {name: getattr(body, name) for name in Common.__struct_fields__}
+    output = body.output_config or {}
+    format = output.get("format")
+    if format is not None:
+        if not isinstance(format, dict) or format.get("type") != "json_schema" or "schema" not in format:
+            raise Refused('`output_config.format` must have the type "json_schema", and a `schema`', "output_config.format")
+        same["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": format["schema"]}}
+    effort = output.get("effort")
+    if not isinstance(effort, str | None):
+        raise Refused(f"`output_config.effort` must be a string. Given: {effort!r}", "output_config.effort")
+    choice, parallel = choice_of(body.tool_choice)
+    return ChatBody(
+        **same,
+        messages=messages_of(body.messages, body.system),
+        tools=tools_of(body.tools),
+        tool_choice=choice,
+        parallel_tool_calls=parallel,
+        chat_template_kwargs=_thinking(body.thinking) | (body.chat_template_kwargs or {}),
+        reasoning_effort=effort,
+    )
+
+
+def _thinking(given: Json | None) -> dict[str, Any]:
+    """What the template is told. How many tokens it may take is up to the model."""
+    if given is None:
+        return {}
+    kind = given.get("type")
+    if not isinstance(kind, str) or kind not in THINKING:
+        raise Refused(f"`thinking.type` must be one of {', '.join(THINKING)}. Given: {kind!r}", "thinking.type")
+    return {} if THINKING[kind] is None else dict.fromkeys(SWITCHES, THINKING[kind])

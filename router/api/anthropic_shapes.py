@@ -1,0 +1,115 @@
+"""How answers of Anthropic's Messages API look: a message of blocks, and the events in which it grows. Knows no HTTP."""
+
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+
+from ..parsing import Call, Part, Reasoning, Text
+from ..request import Finish, Token
+from .openai_shapes import CALLED, Json, Speaker, Usage
+
+DELTAS = {
+    "text": ("text_delta", "text"),
+    "thinking": ("thinking_delta", "thinking"),
+    "tool_use": ("input_json_delta", "partial_json"),
+}
+
+
+@dataclass(slots=True)
+class Message:
+    """What stays the same while an answer grows."""
+
+    model: str
+    id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(16)}")
+
+    def json(self, content: list[Json], usage: Usage, end: Json | None = None) -> Json:
+        """The object. end: why it ended, as `end_of` says."""
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": content,
+            **(end or {"stop_reason": None, "stop_sequence": None}),
+            "usage": usage_json(usage),
+        }
+
+
+def usage_json(usage: Usage) -> Json:
+    """What was found in the cache is no input here. Nobody pays for what is kept."""
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+    }
+
+
+def end_of(finish: Finish, speaker: Speaker) -> Json:
+    if speaker.reason(finish) == CALLED:
+        return {"stop_reason": "tool_use", "stop_sequence": None}
+    reason = {"length": "max_tokens", "stop_sequence": "stop_sequence"}.get(finish.reason, "end_turn")
+    return {"stop_reason": reason, "stop_sequence": finish.stop or None}
+
+
+class Blocks:
+    """Those of an answer as they grow. Every verb yields what it changes as events."""
+
+    def __init__(self, speaker: Speaker) -> None:
+        self.blocks: list[Json] = []
+        self.speaker = speaker
+        self._open = ""  # the type of the last block, while it grows
+        self._pieces: list[str] = []  # of it
+
+    def read(self, item: Token | Finish) -> Iterator[Json]:
+        """A token, or the end, behind which all blocks are complete."""
+        for part in self.speaker.read(item):
+            yield from self._part(part)
+        if isinstance(item, Finish):
+            yield from self._end()
+
+    def _part(self, part: Part) -> Iterator[Json]:
+        match part:
+            case Text(text):
+                yield from self._begin("text", text="")
+            case Reasoning(text):
+                yield from self._begin("thinking", thinking="", signature="")
+            case Call(_, id, name):
+                yield from self._end()
+                yield from self._begin("tool_use", id=id, name=name, input={})
+                return
+            case _:
+                text = part.text
+        self._pieces.append(text)
+        kind, name = DELTAS[self._open]
+        yield {"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": {"type": kind, name: text}}
+
+    def _begin(self, kind: str, **content: object) -> Iterator[Json]:
+        """A new block, unless the last one is of this type and still grows."""
+        if self._open == kind:
+            return
+        yield from self._end()
+        self._open, self._pieces = kind, []
+        self.blocks.append({"type": kind, **content})
+        yield {"type": "content_block_start", "index": len(self.blocks) - 1, "content_block": dict(self.blocks[-1])}
+
+    def _end(self) -> Iterator[Json]:
+        if not self._open:
+            return
+        text = "".join(self._pieces)
+        if self._open == "tool_use":
+            self.blocks[-1]["input"] = _arguments(text)
+        else:
+            self.blocks[-1][self._open] = text
+        self._open = ""
+        yield {"type": "content_block_stop", "index": len(self.blocks) - 1}
+
+
+def _arguments(text: str) -> object:
+    """Nothing, if they were cut off: that is told by why the answer ended."""
+    try:
+        return msgspec.json.decode(text)
+    except (ValueError, RecursionError):
+        return {}
