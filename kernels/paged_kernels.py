@@ -39,6 +39,18 @@ def slots_of(
 
 
 @triton.jit
+def _rows(places: tl.tensor, shown: tl.tensor, within: tl.tensor, MASKED: tl.constexpr, WHOLE: tl.constexpr) -> tl.tensor:
+    """Of the cache, one of each key: [KEYS, FEATURES]. MASKED: of keys that are `shown`; WHOLE: all features are `within`."""
+    if MASKED:  # what is hidden from all must not even be loaded: it may be no number, and 0 times that is none
+        rows = tl.load(places, mask=shown[:, None] & within[None, :], other=0.0)
+    elif WHOLE:
+        rows = tl.load(places)
+    else:
+        rows = tl.load(places, mask=within[None, :], other=0.0)
+    return rows
+
+
+@triton.jit
 def visible_of(
     key: tl.tensor,
     limit: tl.tensor,
@@ -161,23 +173,12 @@ def _through(
         slots = slots_of(pages, begin, end, PAGE, KEYS, MASKED)
         place = slots[:, None] * WIDTH + feature[None, :]
         key_at = begin + tl.arange(0, KEYS)
-        if MASKED:  # what is hidden from all must not even be loaded: it may be no number, and 0 times that is none
-            loaded = ((key_at < end) & (key_at >= lowest))[:, None] & within[None, :]
-            key = tl.load(cache + place, mask=loaded, other=0.0)
-        elif PADDED == SIZE:
-            key = tl.load(cache + place)
-        else:
-            key = tl.load(cache + place, mask=within[None, :], other=0.0)
+        shown = (key_at < end) & (key_at >= lowest)
+        key = _rows(cache + place, shown, within, MASKED, PADDED == SIZE)
         turned_key = key
         if TURNED > 0:
             turned_place = cache + slots[:, None] * WIDTH + SIZE + turned[None, :]
-            if MASKED:
-                there = ((key_at < end) & (key_at >= lowest))[:, None] & (turned < TURNED)[None, :]
-                turned_key = tl.load(turned_place, mask=there, other=0.0)
-            elif TURNED_PADDED == TURNED:
-                turned_key = tl.load(turned_place)
-            else:
-                turned_key = tl.load(turned_place, mask=(turned < TURNED)[None, :], other=0.0)
+            turned_key = _rows(turned_place, shown, turned < TURNED, MASKED, TURNED_PADDED == TURNED)
         logits = _logits(query, key, turned_query, turned_key, factor, softcap, TURNED > 0, CAPPED, WIDEN)
         if MASKED:
             visible = visible_of(
@@ -193,14 +194,9 @@ def _through(
         total = total * fade + tl.sum(part, 1)
         best = higher
         sums = sums * fade[:, None]
-        if TURNED > 0:
-            value = key
-        elif MASKED:
-            value = tl.load(cache + KV_HEADS * SIZE + place, mask=loaded, other=0.0)
-        elif PADDED == SIZE:
-            value = tl.load(cache + KV_HEADS * SIZE + place)
-        else:
-            value = tl.load(cache + KV_HEADS * SIZE + place, mask=within[None, :], other=0.0)
+        value = key
+        if TURNED == 0:
+            value = _rows(cache + KV_HEADS * SIZE + place, shown, within, MASKED, PADDED == SIZE)
         value = value.to(query.dtype)
         sums += dot(part.to(value.dtype), value, WIDEN)
     return sums, best, total
