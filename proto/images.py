@@ -73,6 +73,7 @@ FORMS = {
     **dict.fromkeys(("idefics3", "smolvlm"), IDEFICS),
     "internvl": Form(word="<IMG_CONTEXT>", around=("<img>", "</img>"), written="<IMG_CONTEXT>"),
     "llava": Form(word="<image>", written="<image>", fixed=True),
+    **dict.fromkeys(("llava_next", "llava_onevision"), Form(word="<image>", written="<image>")),
     "mistral3": MISTRAL,
     **dict.fromkeys(("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"), QWEN),
 }

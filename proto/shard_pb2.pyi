@@ -160,18 +160,20 @@ class Group(_message.Message):
     def __init__(self, uid: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., choices: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., end_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., top_n: _Optional[int] = ..., prompt_logprobs: _Optional[bool] = ..., continuations: _Optional[_Iterable[_Union[Continuation, _Mapping]]] = ..., cache_key: _Optional[str] = ..., prompt_top_n: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., grammar: _Optional[str] = ..., trace: _Optional[str] = ..., beams: _Optional[_Union[Beams, _Mapping]] = ..., drafts: _Optional[int] = ..., adapter: _Optional[str] = ..., stops: _Optional[_Iterable[str]] = ..., images: _Optional[_Iterable[_Union[Image, _Mapping]]] = ...) -> None: ...
 
 class Image(_message.Message):
-    __slots__ = ("start", "rows", "columns", "pixels", "shape")
+    __slots__ = ("start", "rows", "columns", "pixels", "shape", "size")
     START_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     COLUMNS_FIELD_NUMBER: _ClassVar[int]
     PIXELS_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
     start: int
     rows: int
     columns: int
     pixels: bytes
     shape: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, start: _Optional[int] = ..., rows: _Optional[int] = ..., columns: _Optional[int] = ..., pixels: _Optional[bytes] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
+    size: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, start: _Optional[int] = ..., rows: _Optional[int] = ..., columns: _Optional[int] = ..., pixels: _Optional[bytes] = ..., shape: _Optional[_Iterable[int]] = ..., size: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Beams(_message.Message):
     __slots__ = ("width", "length_penalty", "stop", "told", "watched")

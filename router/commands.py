@@ -79,7 +79,7 @@ def group(
         uid=uid,
         tokens=request.prompt,
         images=[
-            shard_pb2.Image(start=one.start, rows=one.rows, columns=one.columns, pixels=one.pixels, shape=one.shape)
+            shard_pb2.Image(start=one.start, rows=one.rows, columns=one.columns, pixels=one.pixels, shape=one.shape, size=one.size)
             for one in request.images
         ],
         choices=request.choices if request.choices > 1 else 0,

@@ -80,7 +80,7 @@ class Pictures:
         found, own = list[Prepared](), 0
         try:
             for number, image in enumerate(images, 1):
-                found.append(await self._preparer.prepare(image, f"image {number}"))
+                found.append(await self._preparer.prepare(image, f"image {number}", len(images) == 1))
                 length = sum(len(part.pixels) for part in found[-1].parts)
                 own += length
                 self._hold(length)
@@ -132,7 +132,9 @@ def expanded(
             prompt.append(id)
             continue
         one = next(rest)
-        shown.append(Image(start=len(prompt), rows=one.rows, columns=one.columns, pixels=one.pixels, shape=one.shape))
+        shown.append(
+            Image(start=len(prompt), rows=one.rows, columns=one.columns, pixels=one.pixels, shape=one.shape, size=one.size)
+        )
         prompt += _tokens(one, breaks, vocabulary)
     return prompt, tuple(shown)
 

@@ -18,10 +18,10 @@ from typing import Any
 
 import msgspec
 
-from ..proto.images import DESCRIPTIONS
+from ..proto.images import COLOURS, DESCRIPTIONS
 from .apart import Apart, Busy, Died, Late, serve
 from .request import Overloaded, Refused
-from .resizing import Resizing, Wrong, resizing_of, words
+from .resizing import Resized, Resizing, Wrong, resizing_of, words
 
 SECONDS = 10.0  # for one image: a photograph of 12 million pixels takes 0.3 s (x86, one core)
 PATIENCE = 30.0  # seconds that one waits for a process
@@ -36,6 +36,7 @@ class Job(msgspec.Struct):
     folder: str  # of the model
     most: int  # pixels that are left of a larger image
     data: bytes | None  # None: nothing but the processor is made
+    alone: bool = True  # the prompt has no other picture
 
 
 class Pixels(msgspec.Struct, frozen=True):
@@ -46,6 +47,7 @@ class Pixels(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
     pixels: bytes
     digest: bytes  # of all these
+    size: tuple[int, ...] = ()
 
 
 class Prepared(msgspec.Struct, frozen=True):
@@ -85,11 +87,11 @@ class Preparer:
         if unable:
             _tell(unable)
 
-    async def prepare(self, data: bytes, name: str) -> Prepared:
-        """name: of the image, for refusals. Raises Refused, or Overloaded."""
+    async def prepare(self, data: bytes, name: str, alone: bool = True) -> Prepared:
+        """name: of the image, for refusals; alone: its prompt has no other. Raises Refused, or Overloaded."""
         try:
             await self._apart.start()
-            answer = await self._ask(data)
+            answer = await self._ask(data, alone)
         except Busy:
             raise Overloaded("too many images are being prepared") from None
         except Late:
@@ -103,8 +105,8 @@ class Preparer:
             raise Refused(f"{name} {answer.refused}", "inputs")
         return answer.found
 
-    async def _ask(self, data: bytes | None) -> Answer:
-        job = msgspec.msgpack.encode(Job(self._folder, self._most, data))
+    async def _ask(self, data: bytes | None, alone: bool = True) -> Answer:
+        job = msgspec.msgpack.encode(Job(self._folder, self._most, data, alone))
         return _answers.decode(await self._apart.ask(job, self._seconds, PATIENCE))
 
 
@@ -125,7 +127,7 @@ def _answer(job: Job) -> Answer:
     if job.data is None:
         return Answer()
     try:
-        return Answer(_prepared(resizing, _opened(job.data), job.most))
+        return Answer(_prepared(resizing, _opened(job.data), job.most, job.alone))
     except Wrong as wrong:
         return Answer(refused=str(wrong))
     except MemoryError:
@@ -173,20 +175,19 @@ def _opened(data: bytes) -> Any:
         raise Wrong(f"can't be read: {words(error)}") from None
 
 
-def _prepared(resizing: Resizing, image: Any, most: int) -> Prepared:
-    found = resizing(image, most)
-    parts = found.values[:, None] if found.grid else [found.values]
-    if not 0 < len(parts) * found.rows * found.columns * resizing.unit**2 <= most and not resizing.fixed:
+def _prepared(resizing: Resizing, image: Any, most: int, alone: bool = True) -> Prepared:
+    found = (resizing if alone else resizing.among)(image, most)
+    if not 0 < sum(values.size for values in found.parts) // COLOURS <= most and not resizing.fixed:
         raise Wrong(f"is too thin: there is no size of at most {most} pixels in which it is wide enough")
-    return Prepared([_pixels(values, found.rows, found.columns) for values in parts], found.grid or (0, 0))
+    return Prepared([_pixels(values, found) for values in found.parts], found.grid)
 
 
-def _pixels(values: Any, rows: int, columns: int) -> Pixels:
+def _pixels(values: Any, found: Resized) -> Pixels:
     import numpy
 
     pixels, shape = values.astype(numpy.uint8).tobytes(), values.shape
-    digest = hashlib.sha256(b"%d %d %r " % (rows, columns, shape) + pixels).digest()
-    return Pixels(rows, columns, shape, pixels, digest)
+    digest = hashlib.sha256(b"%d %d %r %r " % (found.rows, found.columns, shape, found.size) + pixels).digest()
+    return Pixels(found.rows, found.columns, shape, pixels, digest, found.size)
 
 
 def _prepare_process() -> None:

@@ -66,6 +66,7 @@ class Image(msgspec.Struct, frozen=True, kw_only=True, weakref=True):
     columns: int
     pixels: bytes
     shape: tuple[int, ...]
+    size: tuple[int, ...] = ()
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

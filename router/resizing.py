@@ -6,8 +6,10 @@ Knows no files: it runs where `pixels` opens them.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from ..proto.tiling import tiling
 
 MOST_SAID = 200  # characters of a library's own words
 
@@ -22,17 +24,19 @@ def words(error: Exception) -> str:
 
 
 class Resized:
-    """A picture as the model gets it: values [1, colours, height, width], or [patches, colours, side, side]. Or images that it is
-    cut into, in `grid` rows and columns, and the whole behind them: [images, colours, side, side], each of `rows` and `columns`."""
+    """A picture as the model gets it: values [1, colours, height, width], or [patches, colours, side, side]. Or those of images
+    that it is cut into, in `grid` rows and columns, and of the whole behind them, each of `rows` and `columns`."""
 
-    def __init__(self, values: Any, rows: int, columns: int, grid: tuple[int, int] | None = None) -> None:
-        self.values, self.rows, self.columns, self.grid = values, rows, columns, grid
+    def __init__(
+        self, parts: Sequence[Any], rows: int, columns: int, grid: tuple[int, int] = (0, 0), size: tuple[int, ...] = ()
+    ) -> None:
+        """size: see Image in shard.proto."""
+        self.parts, self.rows, self.columns, self.grid, self.size = parts, rows, columns, grid, size
 
 
 class Resizing(ABC):
     """By one image processor."""
 
-    unit: int  # pixels that become a token, along each side
     fixed = False  # all pictures get the same size, whatever the operator says of pixels
 
     def __init__(self, processor: Any) -> None:
@@ -42,10 +46,14 @@ class Resizing(ABC):
     def __call__(self, image: Any, most: int) -> Resized:
         """image: Pillow's; most: pixels that may be left of it. Raises Wrong, or ValueError where these are too few for any."""
 
-    def _run(self, image: Any, **how: Any) -> Any:
-        """What the processor makes of it."""
+    def among(self, image: Any, most: int) -> Resized:
+        """Likewise, where the prompt has others."""
+        return self(image, most)
+
+    def _run(self, images: Any, **how: Any) -> Any:
+        """What the processor makes of one, or of several."""
         try:
-            return self._processor(image, do_rescale=False, do_normalize=False, return_tensors="np", **how)
+            return self._processor(images, do_rescale=False, do_normalize=False, return_tensors="np", **how)
         except ValueError as error:  # of those that are much longer than wide
             raise Wrong(f"can't be prepared: {words(error)}") from None
 
@@ -61,7 +69,6 @@ class Patches(Resizing):
     def __init__(self, processor: Any) -> None:
         super().__init__(processor)
         self._merged, self._patch, self._frames = processor.merge_size, processor.patch_size, processor.temporal_patch_size
-        self.unit = self._merged * self._patch
 
     def __call__(self, image: Any, most: int) -> Resized:
         """GLM counts pixels of all frames that a patch has, and a picture is so many alike."""
@@ -71,7 +78,7 @@ class Patches(Resizing):
         found = self._run(image, size={"shortest_edge": min(size.shortest_edge, longest), "longest_edge": longest})
         _, high, wide = (int(number) for number in found["image_grid_thw"][0])
         patches = found["pixel_values"].reshape(high * wide, -1, self._frames, self._patch, self._patch)
-        return Resized(patches[:, :, 0], high // self._merged, wide // self._merged)  # a picture stands still
+        return Resized([patches[:, :, 0]], high // self._merged, wide // self._merged)  # a picture stands still
 
 
 class Sides(Resizing):
@@ -84,12 +91,12 @@ class Sides(Resizing):
         patch = files.get("patch_size") or model["vision_config"]["patch_size"]
         patch = patch["height"] if isinstance(patch, Mapping) else patch
         merged = 1 if model.get("model_type") == "llava" else files.get("spatial_merge_size") or model["spatial_merge_size"]
-        self.unit = int(patch) * int(merged)
+        self._unit = int(patch) * int(merged)
 
     def __call__(self, image: Any, most: int) -> Resized:
-        longest = longest_side(self._processor.size.longest_edge, self.unit, image.size, most)
-        values = self._run(image, size={"longest_edge": longest}, patch_size=self.unit)["pixel_values"]
-        return Resized(values, *(length // self.unit for length in values.shape[-2:]))
+        longest = longest_side(self._processor.size.longest_edge, self._unit, image.size, most)
+        values = self._run(image, size={"longest_edge": longest}, patch_size=self._unit)["pixel_values"]
+        return Resized([values], *(length // self._unit for length in values.shape[-2:]))
 
 
 def longest_side(longest: int, unit: int, size: tuple[int, int], most: int) -> int:
@@ -113,7 +120,6 @@ class Square(Resizing):
     """Gemma 3's and LLaVA's: each has the same size."""
 
     fixed = True
-    unit = 1
 
     def __init__(self, processor: Any, side: int) -> None:
         """side: of each, in tokens."""
@@ -123,7 +129,7 @@ class Square(Resizing):
         self._side = side
 
     def __call__(self, image: Any, most: int) -> Resized:
-        return Resized(self._run(image)["pixel_values"], self._side, self._side)
+        return Resized([self._run(image)["pixel_values"]], self._side, self._side)
 
 
 class Tiles(Resizing):
@@ -133,7 +139,6 @@ class Tiles(Resizing):
         super().__init__(processor)
         self._tokens = math.isqrt(model.get("image_seq_length", 256))  # along each side of a tile
         self._pixels = processor.size.height * processor.size.width
-        self.unit = processor.size.height // self._tokens
 
     def __call__(self, image: Any, most: int) -> Resized:
         if most < self._pixels:
@@ -141,7 +146,34 @@ class Tiles(Resizing):
         tiles = min(self._processor.max_patches, max(1, most // self._pixels - 1))
         found = self._run(image, crop_to_patches=True, min_patches=min(self._processor.min_patches, tiles), max_patches=tiles)
         values = found["pixel_values"]
-        return Resized(values, len(values) * self._tokens, self._tokens)
+        return Resized([values], len(values) * self._tokens, self._tokens)
+
+
+class Tiling(Resizing):
+    """LLaVA-NeXT's: the whole, and tiles of the resolution that suits the picture best, see `proto.tiling`."""
+
+    def __init__(self, processor: Any, model: Mapping[str, Any]) -> None:
+        super().__init__(processor)
+        vision, said = model["vision_config"], model.get("image_grid_pinpoints") or processor.image_grid_pinpoints
+        self._tiling = tiling(said, vision["image_size"], vision["patch_size"], model.get("vision_aspect_ratio", ""))
+
+    def __call__(self, image: Any, most: int) -> Resized:
+        if most < self._tiling.least:
+            raise too_few(self._tiling.least)
+        within, size = self._tiling.within(most), (image.height, image.width)
+        found = self._run(image, image_grid_pinpoints=[[*one] for one in within.resolutions])
+        return Resized([found["pixel_values"][0]], 1, within.length(size), size=size)
+
+
+class TilingOfOne(Tiling):
+    """LLaVA-OneVision's: where a prompt has several pictures, each is one tile with a token behind it, as transformers has it of
+    chats."""
+
+    def among(self, image: Any, most: int) -> Resized:
+        if most < self._tiling.least:
+            raise too_few(self._tiling.least)
+        values = self._run([[image, image]])["pixel_values"][0]
+        return Resized([values], 1, self._tiling.tokens**2 + 1, size=(image.height, image.width))
 
 
 class Cuts(Resizing):
@@ -151,7 +183,6 @@ class Cuts(Resizing):
         super().__init__(processor)
         self._tile, self._longest = (size["longest_edge"] for size in (processor.max_image_size, processor.size))
         self._side = self._tile // model["vision_config"]["patch_size"] // model["scale_factor"]  # tokens
-        self.unit = self._tile // self._side
 
     def __call__(self, image: Any, most: int) -> Resized:
         if most < self._tile**2:
@@ -163,7 +194,7 @@ class Cuts(Resizing):
             if max(1, tiles) * self._tile**2 <= most:
                 break
         found = self._run(image, size=size, return_row_col_info=True)
-        return Resized(found["pixel_values"][0], self._side, self._side, (rows, columns))
+        return Resized(found["pixel_values"][0][:, None], self._side, self._side, (rows, columns))
 
 
 class Budget(Resizing):
@@ -174,19 +205,19 @@ class Budget(Resizing):
     def __init__(self, processor: Any) -> None:
         super().__init__(processor)
         self._patch, self._pooled = processor.patch_size, processor.pooling_kernel_size
-        self.unit = self._patch * self._pooled
+        self._unit = self._patch * self._pooled
 
     def __call__(self, image: Any, most: int) -> Resized:
-        tokens = min(self._processor.max_soft_tokens, most // self.unit**2)
+        tokens = min(self._processor.max_soft_tokens, most // self._unit**2)
         budget = next((budget for budget in self.BUDGETS if budget <= tokens), None)
         if budget is None:
-            raise too_few(self.BUDGETS[-1] * self.unit**2)
+            raise too_few(self.BUDGETS[-1] * self._unit**2)
         found = self._run(image, max_soft_tokens=budget)
         places = found["image_position_ids"][0]
         wide, high = (int(number) + 1 for number in places.max(0))
         patches = found["pixel_values"][0][: high * wide].reshape(1, high, wide, self._patch, self._patch, -1)
         values = patches.transpose(0, 5, 1, 3, 2, 4).reshape(1, -1, high * self._patch, wide * self._patch)
-        return Resized(values, high // self._pooled, wide // self._pooled)
+        return Resized([values], high // self._pooled, wide // self._pooled)
 
 
 def resizing_of(processor: Any, files: Mapping[str, Any], model: Mapping[str, Any]) -> Resizing:
@@ -198,6 +229,8 @@ def resizing_of(processor: Any, files: Mapping[str, Any], model: Mapping[str, An
         return Budget(processor)
     if hasattr(processor, "do_image_splitting"):
         return Cuts(processor, model)
+    if hasattr(processor, "image_grid_pinpoints"):
+        return (TilingOfOne if hasattr(processor, "pad_to_square") else Tiling)(processor, model)
     if hasattr(processor, "crop_to_patches"):
         return Tiles(processor, model)
     if hasattr(processor, "do_pan_and_scan"):

@@ -1,6 +1,7 @@
 """How many pages fit: measures what the largest step takes and gives the rest of the memory to keys and values."""
 
 import logging
+import math
 import resource
 import sys
 import time
@@ -112,8 +113,8 @@ def _seeing(engine: Engine, tokens: int) -> tuple[int, float]:
     before, began = _peak(engine.device, reset=True), time.perf_counter()
     features = sight.encode(sight.blank(few)).cpu()  # which waits for the device
     seconds, measured = time.perf_counter() - began, max(0, _peak(engine.device) - before)
-    times = -(-largest // len(features))
-    return measured * times + (tokens + sight.most) * features[0].nbytes, seconds * times
+    times = largest / len(features)
+    return math.ceil(measured * times) + (tokens + sight.most) * features[0].nbytes, seconds * times
 
 
 def _part(count: int, what: str) -> str:

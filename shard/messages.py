@@ -133,7 +133,7 @@ def group_from(message: wire.Group) -> Group:
 def picture_from(message: wire.Image) -> Picture:
     """An image as it arrives; how wide its rows are in the prompt, its family tells."""
     pixels = torch.frombuffer(bytearray(message.pixels), dtype=torch.uint8).view(*message.shape)
-    return Picture(message.start, message.rows, message.columns, message.columns, pixels)
+    return Picture(message.start, message.rows, message.columns, message.columns, pixels, size=tuple(message.size))
 
 
 def search_from(message: wire.Group) -> Search:

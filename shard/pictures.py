@@ -31,6 +31,7 @@ class Picture:
     width: int  # tokens of a row, with one that ends it in some families
     pixels: Tensor | None  # uint8, see Image in shard.proto; None: the prompt is computed, so nobody needs them
     key: Hashable = None  # two that show the same have the same; None: nobody knows what it shows
+    size: tuple[int, ...] = ()  # of the picture that pixels were made of, see there
 
     @property
     def end(self) -> int:

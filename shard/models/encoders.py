@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...proto.images import COLOURS
+from ...proto.tiling import tiling
 from ..pictures import Picture
 
 
@@ -20,25 +21,24 @@ class Encoder(ABC):
     """Of one family."""
 
     turned = False  # an image's tokens have positions in three directions
-    side: int  # pixels that a token is of, along each side of an image
 
-    def __init__(self, model: Any) -> None:
-        """model: transformers', without its text."""
-        self._model = model
+    def __init__(self, model: Any, pixels: int) -> None:
+        """model: transformers', without its text; pixels: the most of an image. May raise what says that config.json is none."""
+        self._model, self._pixels = model, pixels
         self._vision = model.config.vision_config
 
-    def shape(self, rows: int, columns: int) -> tuple[int, ...]:
-        """Of the pixels of an image with so many tokens; (): none has so many."""
-        return 1, COLOURS, rows * self.side, columns * self.side
+    @property
+    @abstractmethod
+    def largest(self) -> int:
+        """Tokens that no image has more of."""
 
-    def largest(self, pixels: int) -> int:
-        """Tokens of an image of so many pixels."""
-        return max(1, pixels // self.side**2)
+    @abstractmethod
+    def fits(self, picture: Picture, shape: tuple[int, ...]) -> bool:
+        """Whether an image that has pixels of this shape has the tokens that the picture says."""
 
-    def grid(self, tokens: int) -> tuple[int, int]:
-        """Rows and columns of some image with about so many tokens."""
-        rows = max(1, math.isqrt(tokens))
-        return rows, max(1, tokens // rows)
+    @abstractmethod
+    def blank(self, tokens: int) -> Picture:
+        """An image of about so many tokens, on which is nothing."""
 
     @abstractmethod
     def __call__(self, pixels: Tensor, picture: Picture) -> Tensor:
@@ -50,13 +50,43 @@ class Encoder(ABC):
         return found.unsqueeze(1)
 
 
-class Qwen(Encoder):
+def _blank(rows: int, columns: int, shape: tuple[int, ...], size: tuple[int, ...] = ()) -> Picture:
+    return Picture(0, rows, columns, columns, torch.zeros(shape, dtype=torch.uint8), size=size)
+
+
+class Grid(Encoder):
+    """Of images whose tokens say what shape their pixels have."""
+
+    side: int  # pixels that a token is of, along each side of an image
+
+    def shape(self, rows: int, columns: int) -> tuple[int, ...]:
+        """Of the pixels of an image with so many tokens; (): none has so many."""
+        return 1, COLOURS, rows * self.side, columns * self.side
+
+    def grid(self, tokens: int) -> tuple[int, int]:
+        """Rows and columns of some image with about so many tokens."""
+        rows = max(1, math.isqrt(tokens))
+        return rows, max(1, tokens // rows)
+
+    @property
+    def largest(self) -> int:
+        return max(1, self._pixels // self.side**2)
+
+    def fits(self, picture: Picture, shape: tuple[int, ...]) -> bool:
+        return shape == self.shape(picture.rows, picture.columns)
+
+    def blank(self, tokens: int) -> Picture:
+        rows, columns = self.grid(tokens)
+        return _blank(rows, columns, self.shape(rows, columns))
+
+
+class Qwen(Grid):
     """GLM's, too. To these a picture is a film that stands still."""
 
     turned = True
 
-    def __init__(self, model: Any) -> None:
-        super().__init__(model)
+    def __init__(self, model: Any, pixels: int) -> None:
+        super().__init__(model, pixels)
         self._merged, self._patch = int(self._vision.spatial_merge_size), int(self._vision.patch_size)
         self.side = self._merged * self._patch
 
@@ -71,11 +101,11 @@ class Qwen(Encoder):
         return torch.stack([level[0] for level in (found.pooler_output, *deeper)], 1)
 
 
-class Mistral(Encoder):
+class Mistral(Grid):
     """Not by get_image_features, which fails for one token (transformers 5.24)."""
 
-    def __init__(self, model: Any) -> None:
-        super().__init__(model)
+    def __init__(self, model: Any, pixels: int) -> None:
+        super().__init__(model, pixels)
         self.side = int(self._vision.patch_size) * int(model.config.spatial_merge_size)
 
     def __call__(self, pixels: Tensor, picture: Picture) -> Tensor:
@@ -87,19 +117,20 @@ class Mistral(Encoder):
         return found.unsqueeze(1)
 
 
-class Square(Encoder):
+class Square(Grid):
     """Of images that have one size."""
 
-    def __init__(self, model: Any, tokens: int) -> None:
+    def __init__(self, model: Any, pixels: int, tokens: int) -> None:
         """tokens: along each side."""
-        super().__init__(model)
+        super().__init__(model, pixels)
         self._size, self._tokens = int(self._vision.image_size), tokens
         self.side = self._size // tokens
 
     def shape(self, rows: int, columns: int) -> tuple[int, ...]:
         return (1, COLOURS, self._size, self._size) if rows == columns == self._tokens else ()
 
-    def largest(self, pixels: int) -> int:
+    @property
+    def largest(self) -> int:
         return self._tokens**2
 
     def grid(self, tokens: int) -> tuple[int, int]:
@@ -107,8 +138,8 @@ class Square(Encoder):
 
 
 class Gemma3(Square):
-    def __init__(self, model: Any) -> None:
-        super().__init__(model, math.isqrt(int(model.config.mm_tokens_per_image)))
+    def __init__(self, model: Any, pixels: int) -> None:
+        super().__init__(model, pixels, math.isqrt(int(model.config.mm_tokens_per_image)))
 
     def __call__(self, pixels: Tensor, picture: Picture) -> Tensor:
         return self._features(pixels)
@@ -117,19 +148,19 @@ class Gemma3(Square):
 class Idefics(Square):
     """Of tiles, each of which is an image."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, pixels: int) -> None:
         vision = model.config.vision_config
-        super().__init__(model, int(vision.image_size) // int(vision.patch_size) // int(model.config.scale_factor))
+        super().__init__(model, pixels, int(vision.image_size) // int(vision.patch_size) // int(model.config.scale_factor))
 
     def __call__(self, pixels: Tensor, picture: Picture) -> Tensor:
         return self._features(pixels.unsqueeze(0))
 
 
-class Gemma4(Encoder):
+class Gemma4(Grid):
     """Of patches, which say where they are."""
 
-    def __init__(self, model: Any) -> None:
-        super().__init__(model)
+    def __init__(self, model: Any, pixels: int) -> None:
+        super().__init__(model, pixels)
         self._patch = int(self._vision.patch_size)
         self.side = self._patch * int(self._vision.pooling_kernel_size)
 
@@ -141,11 +172,11 @@ class Gemma4(Encoder):
         return self._features(patches, image_position_ids=places)
 
 
-class InternVL(Encoder):
+class InternVL(Grid):
     """Of tiles, each encoded by itself, which stand one below the other. The last is the whole image, if there are several."""
 
-    def __init__(self, model: Any) -> None:
-        super().__init__(model)
+    def __init__(self, model: Any, pixels: int) -> None:
+        super().__init__(model, pixels)
         size = self._vision.image_size
         self._side = int(size[0] if isinstance(size, (list, tuple)) else size)  # pixels of a tile
         self._tokens = math.isqrt(int(model.config.image_seq_length))
@@ -155,8 +186,9 @@ class InternVL(Encoder):
         tiles, rest = divmod(rows, self._tokens)
         return (tiles, COLOURS, self._side, self._side) if columns == self._tokens and not rest else ()
 
-    def largest(self, pixels: int) -> int:
-        return max(1, pixels // self._side**2) * self._tokens**2
+    @property
+    def largest(self) -> int:
+        return max(1, self._pixels // self._side**2) * self._tokens**2
 
     def grid(self, tokens: int) -> tuple[int, int]:
         return max(1, tokens // self._tokens**2) * self._tokens, self._tokens
@@ -167,17 +199,17 @@ class InternVL(Encoder):
 
 
 class Llava(Square):
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, pixels: int) -> None:
         vision = model.config.vision_config
-        super().__init__(model, int(vision.image_size) // int(vision.patch_size))
+        super().__init__(model, pixels, int(vision.image_size) // int(vision.patch_size))
 
     def __call__(self, pixels: Tensor, picture: Picture) -> Tensor:
         return self._features(pixels, **_layers(self._model.config))
 
 
-class Pixtral(Encoder):
-    def __init__(self, model: Any) -> None:
-        super().__init__(model)
+class Pixtral(Grid):
+    def __init__(self, model: Any, pixels: int) -> None:
+        super().__init__(model, pixels)
         self.side = int(self._vision.patch_size)
 
     def __call__(self, pixels: Tensor, picture: Picture) -> Tensor:
@@ -190,12 +222,59 @@ def _layers(config: Any) -> dict[str, Any]:
     return {name: getattr(config, name) for name in ("vision_feature_layer", "vision_feature_select_strategy")}
 
 
-def _llava(model: Any) -> Encoder:
-    return (Pixtral if model.config.vision_config.model_type == "pixtral" else Llava)(model)
+def _llava(model: Any, pixels: int) -> Encoder:
+    return (Pixtral if model.config.vision_config.model_type == "pixtral" else Llava)(model, pixels)
+
+
+class Tiled(Encoder):
+    """LLaVA-NeXT's: see `proto.tiling`."""
+
+    def __init__(self, model: Any, pixels: int) -> None:
+        super().__init__(model, pixels)
+        config, vision = model.config, self._vision
+        said = getattr(config, "vision_aspect_ratio", "")
+        every = tiling(config.image_grid_pinpoints, int(vision.image_size), int(vision.patch_size), said)
+        self._tiling = every.within(pixels)
+        config.image_grid_pinpoints = [*self._tiling.resolutions]  # which transformers' own code looks up
+
+    @property
+    def largest(self) -> int:
+        return self._tiling.longest
+
+    def fits(self, picture: Picture, shape: tuple[int, ...]) -> bool:
+        if len(picture.size) != 2 or min(picture.size) < 1:
+            return False
+        size = picture.size[0], picture.size[1]
+        return (picture.rows, picture.columns, shape) == (1, self._tiling.length(size), self._shape(size))
+
+    def blank(self, tokens: int) -> Picture:
+        fewest, *others = sorted(self._tiling.resolutions, key=math.prod)
+        size = max([fewest, *(one for one in others if self._tiling.length(one) <= tokens)], key=math.prod)
+        return _blank(1, self._tiling.length(size), self._shape(size), size)
+
+    def __call__(self, pixels: Tensor, picture: Picture) -> Tensor:
+        return self._features(pixels, image_sizes=torch.tensor([picture.size]), **_layers(self._model.config))
+
+    def _shape(self, size: tuple[int, int]) -> tuple[int, ...]:
+        return self._tiling.tiles(self._tiling.best(size)), COLOURS, self._tiling.side, self._tiling.side
+
+
+class TiledAlone(Tiled):
+    """LLaVA-OneVision's: of several in a prompt each is one tile, with a token behind it."""
+
+    def fits(self, picture: Picture, shape: tuple[int, ...]) -> bool:
+        tokens, side = self._tiling.tokens**2 + 1, self._tiling.side
+        among = (picture.rows, picture.columns, shape) == (1, tokens, (1, COLOURS, side, side))
+        return (among and len(picture.size) == 2) or super().fits(picture, shape)
+
+    def __call__(self, pixels: Tensor, picture: Picture) -> Tensor:
+        together = torch.tensor([1 if len(pixels) > 1 else 2])
+        sizes = torch.tensor([picture.size])
+        return self._features(pixels, image_sizes=sizes, batch_num_images=together, **_layers(self._model.config))
 
 
 # By the model_type of config.json.
-ENCODERS: dict[str, Callable[[Any], Encoder]] = {
+ENCODERS: dict[str, Callable[[Any, int], Encoder]] = {
     **dict.fromkeys(
         ("glm46v", "glm4v", "glm4v_moe", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"), Qwen
     ),
@@ -204,5 +283,7 @@ ENCODERS: dict[str, Callable[[Any], Encoder]] = {
     **dict.fromkeys(("idefics3", "smolvlm"), Idefics),
     "internvl": InternVL,
     "llava": _llava,
+    "llava_next": Tiled,
+    "llava_onevision": TiledAlone,
     "mistral3": Mistral,
 }

@@ -42,7 +42,9 @@ BESIDE_COUNTS = (  # whose text may say the first one wrong
     *("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
     *("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
     *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration", "InternVLForConditionalGeneration"),
+    "LlavaNextForConditionalGeneration",
 )
+EITHER_COUNTS = ("LlavaForConditionalGeneration", "LlavaOnevisionForConditionalGeneration")  # beside the text's, or the text's
 
 Family = Callable[[Config], Shape]
 
@@ -80,6 +82,7 @@ def _glm_4v_moe(config: Config) -> Shape:
 
 
 KIMI = {"kimi_k2": LATENT["DeepseekV3ForCausalLM"], "deepseek_v3": LATENT["DeepseekV3ForCausalLM"]}
+LLAVA = {"llama": _llama, "mistral": _mistral, "qwen2": DENSE["Qwen2ForCausalLM"]}
 # Of each the families that its text may be, by model_type.
 IMAGES: dict[str, dict[str, Family]] = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": DENSE["Gemma3ForCausalLM"]},
@@ -98,7 +101,9 @@ IMAGES: dict[str, dict[str, Family]] = {
     "KimiK25ForConditionalGeneration": KIMI,
     "Kimi_K25ForConditionalGeneration": KIMI,
     "Llama4ForConditionalGeneration": {"llama4_text": LLAMA4["Llama4ForCausalLM"]},
-    "LlavaForConditionalGeneration": {"llama": _llama, "mistral": _mistral, "qwen2": DENSE["Qwen2ForCausalLM"]},
+    "LlavaForConditionalGeneration": LLAVA,
+    "LlavaNextForConditionalGeneration": LLAVA,
+    "LlavaOnevisionForConditionalGeneration": LLAVA,
     "Mistral3ForConditionalGeneration": {
         "mistral": DENSE["MistralForCausalLM"],
         "ministral3": DENSE["Ministral3ForCausalLM"],
@@ -158,4 +163,6 @@ def text_of(config: Config, architecture: str) -> Config:
         raise Unsupported(f"config.json says text_config {shown(own)}, an object is needed: {AGAIN}")
     beside = {name: config[name] for name in BESIDE_TEXT if name in config}
     counts = {name: beside[name] for name in BESIDE_TEXT[:1] if architecture in BESIDE_COUNTS and name in beside}
+    if architecture in EITHER_COUNTS:
+        counts = {name: beside.get(name) or own.get(name, False) for name in BESIDE_TEXT[:1]}
     return beside | own | counts | {"architectures": config["architectures"]}

@@ -35,11 +35,15 @@ class Sight:
         assert found is not None
         self._form = found
         self._gallery = Gallery()
-        self._pixels = pixels
         self._whole = bool(form.whole_images)
         self._dtype = source.dtype
         self._model = _modules(config, folder)
-        self._encoder = ENCODERS[config["model_type"]](self._model)
+        try:
+            self._encoder = ENCODERS[config["model_type"]](self._model, pixels)
+        except (ValueError, TypeError, ArithmeticError) as error:
+            raise Unsupported(
+                f"config.json says nonsense of images ({_said(error)}): {AGAIN}; --max-images 0 does without"
+            ) from None
         if self._encoder.turned and not form.rope.axes:
             raise Unsupported(
                 f"config.json's mrope_section is not three numbers, of pairs of features that turn, all together: {AGAIN}"
@@ -82,7 +86,7 @@ class Sight:
     @property
     def largest(self) -> int:
         """The most tokens of an image, without what ends rows."""
-        return self._encoder.largest(self._pixels)
+        return self._encoder.largest
 
     @property
     def whole(self) -> int:
@@ -91,16 +95,18 @@ class Sight:
 
     def blank(self, tokens: int) -> Picture:
         """An image of about so many tokens, on which is nothing."""
-        rows, columns = self._encoder.grid(tokens)
-        return Picture(0, rows, columns, columns, torch.zeros(self._encoder.shape(rows, columns), dtype=torch.uint8))
+        return self._encoder.blank(tokens)
 
     def places(self, images: Listing[Picture]) -> list[int] | None:
         """Of their tokens in the prompt, ascending; None: they overlap, or are not as `shape` says."""
         found, end = list[int](), 0
         for image in images:
             assert image.pixels is not None
-            shape = self._encoder.shape(image.rows, image.columns)
-            if image.start < end or not image.tokens or image.tokens > self.largest or tuple(image.pixels.shape) != shape:
+            if (
+                image.start < end
+                or not 0 < image.tokens <= self.largest
+                or not self._encoder.fits(image, tuple(image.pixels.shape))
+            ):
                 return None
             own = self._placed(image)
             found += (place for place, _ in own.between(own.start, own.end))

@@ -39,6 +39,19 @@ PROCESSORS: dict[str, dict[str, Any]] = {
         "size": {"shortest_edge": 336},
         "crop_size": {"height": 336, "width": 336},
     },
+    "llava_next": {
+        "image_processor_type": "LlavaNextImageProcessor",
+        "size": {"shortest_edge": 56},
+        "crop_size": {"height": 56, "width": 56},
+        "image_grid_pinpoints": [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]],
+    },
+    "llava_onevision": {
+        "image_processor_type": "LlavaOnevisionImageProcessor",
+        "size": {"height": 56, "width": 56},
+        "image_grid_pinpoints": [[56 * rows, 56 * columns] for rows in range(1, 5) for columns in range(1, 5)],
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    },
     **{
         family: {
             "image_processor_type": f"{name}ImageProcessor",
@@ -79,8 +92,10 @@ def make_folder(folder: Path, family: str = "qwen2_vl") -> Tokenizer:
     model: dict[str, Any] = {"model_type": family, "image_token_id": tokenizer.token_to_id(words[1])}
     if family == "mistral3":
         model |= {"spatial_merge_size": 2, "vision_config": {"patch_size": 14}}
-    if family == "llava":
-        model["vision_config"] = {"image_size": 336, "patch_size": 14}
+    if family.startswith("llava"):
+        model["vision_config"] = {"image_size": 336 if family == "llava" else 56, "patch_size": 14}
+    if family == "llava_onevision":
+        model["vision_aspect_ratio"] = "anyres_max_5"
     if form.tiles:
         model |= {"vision_config": {"patch_size": 8}, "scale_factor": 2}
     if family == "pixtral":

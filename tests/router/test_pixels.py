@@ -3,13 +3,17 @@
 import asyncio
 import json
 import logging
+import random
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
 import pytest
 from PIL import Image
 
+from penstock.router import pixels
 from penstock.router.pixels import MOST_PIXELS, Pixels, Preparer
 from penstock.router.request import Refused
 from penstock.router.resizing import longest_side, rounded
@@ -174,6 +178,64 @@ def test_tiles_are_transformers_own(tmp_path: Path, most: int, tiles: int) -> No
         numpy.testing.assert_allclose(normalized(found, processor), expected, atol=1e-6)
         counts.add(len(expected))
     assert (len(counts) > 1) == (tiles > 1)
+
+
+def several(seed: int) -> list[Image.Image]:
+    """Pictures of all sizes, which are prepared here, and not in a process: that one has the same code."""
+    chance = random.Random(seed)
+    sizes = [*SIZES, (1, 5000), *((chance.randrange(8, 300), chance.randrange(8, 300)) for _ in range(40))]
+    return [picture(*size, seed=seed) for seed, size in enumerate(sizes)]
+
+
+def counted(family: str, processor: Any, image: Image.Image) -> int:
+    """Tokens by transformers' processor of pictures and text."""
+    import transformers
+
+    own = transformers.LlavaNextProcessor if family == "llava_next" else transformers.LlavaOnevisionProcessor
+    said = {"num_image_tokens": 16, "num_additional_image_tokens": 0, "patch_size": 14, "vision_aspect_ratio": "anyres_max_5"}
+    made = SimpleNamespace(image_processor=processor, **said)
+    made._get_unpadded_features = partial(own._get_unpadded_features, made)
+    found: int = own._get_number_of_features(made, image.height, image.width, 56, 56)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "most", "tiles"),
+    [
+        ("llava_next", MOST, 4),
+        ("llava_next", 4 * 56**2 - 1, 2),
+        ("llava_onevision", MOST, 16),
+        ("llava_onevision", 9 * 56**2, 8),
+    ],
+)
+def test_what_is_put_into_tiles_is_transformers_own(tmp_path: Path, family: str, most: int, tiles: int) -> None:
+    """As many tokens, too. tiles: of the largest resolution."""
+    make_folder(tmp_path, family)
+    processor, resizing = theirs(tmp_path), pixels._resizing(str(tmp_path))
+    least = 56**2 * (1 + min(one[0] * one[1] for one in processor.image_grid_pinpoints) // 56**2)
+    processor.image_grid_pinpoints = [one for one in processor.image_grid_pinpoints if one[0] * one[1] <= tiles * 56**2]
+    seen = set()
+    for image in several(most):
+        [found] = pixels._prepared(resizing, image, most).parts
+        expected = processor(image, return_tensors="np")
+        assert found.size == (image.height, image.width) == tuple(expected["image_sizes"][0])
+        assert (found.rows, found.columns) == (1, counted(family, processor, image))
+        numpy.testing.assert_allclose(normalized(found, processor), expected["pixel_values"][0], atol=1e-6)
+        seen.add(len(expected["pixel_values"][0]))
+    assert max(seen) == 1 + tiles
+    with pytest.raises(ValueError, match=f"--max-image-pixels must be at least {least} for this model"):
+        resizing(image, least - 1)
+
+
+def test_several_are_a_tile_each_to_llava_onevision(tmp_path: Path) -> None:
+    make_folder(tmp_path, "llava_onevision")
+    processor, resizing = theirs(tmp_path), pixels._resizing(str(tmp_path))
+    images = several(1)
+    expected = processor([images], return_tensors="np")["pixel_values"]
+    for image, values in zip(images, expected, strict=True):
+        [found] = pixels._prepared(resizing, image, MOST, alone=False).parts
+        assert (found.rows, found.columns, found.shape) == (1, 17, (1, 3, 56, 56))
+        numpy.testing.assert_allclose(normalized(found, processor), values, atol=1e-6)
 
 
 @pytest.mark.parametrize(

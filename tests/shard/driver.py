@@ -343,7 +343,7 @@ def message(group: Group) -> wire.Group:
 def shown(one: Picture) -> wire.Image:
     """Likewise."""
     pixels = one.pixels.numpy().tobytes()
-    return wire.Image(start=one.start, rows=one.rows, columns=one.columns, pixels=pixels, shape=one.pixels.shape)
+    return wire.Image(start=one.start, rows=one.rows, columns=one.columns, pixels=pixels, shape=one.pixels.shape, size=one.size)
 
 
 def beams(search: Search) -> wire.Beams:

@@ -2,7 +2,7 @@
 
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor
 
 from penstock.proto.images import FORMS, MISTRAL
+from penstock.proto.tiling import Tiling
 from penstock.shard.config import ShardConfig
 from penstock.shard.engine import Engine
 from penstock.shard.loading import load
@@ -33,6 +34,7 @@ PIXTRAL = {
     **{"patch_size": PATCH, "image_size": 64, "head_dim": 8},
 }
 TILE = 2  # tokens along a side of InternVL's tiles
+TILING = Tiling(resolutions=((8, 16), (16, 8), (16, 16), (24, 8)), side=TILE * SIDE, tokens=TILE)  # LLaVA-NeXT's
 SQUARE = 3  # tokens along a side of each of Gemma 3's images
 SIGLIP = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": PATCH}
 GEMMA4_VISION = SIGLIP | {"num_key_value_heads": 2, "head_dim": 8, "pooling_kernel_size": MERGE, "position_embedding_size": 64}
@@ -42,7 +44,12 @@ PROCESSORS = {
     **{"Mistral3": "PixtralImageProcessor", "Gemma3": "Gemma3ImageProcessor", "InternVL": "GotOcr2ImageProcessor"},
     **dict.fromkeys(("Gemma4", "Gemma4E", "Gemma4Both"), "Gemma4ImageProcessor"),
     **{"Idefics3": "Idefics3ImageProcessor", "SmolVLM": "SmolVLMImageProcessor"},
-    **{"Llava": "CLIPImageProcessor", "Pixtral": "PixtralImageProcessor"},
+    **{
+        "Llava": "CLIPImageProcessor",
+        "LlavaNext": "LlavaNextImageProcessor",
+        "LlavaOnevision": "LlavaOnevisionImageProcessor",
+        "Pixtral": "PixtralImageProcessor",
+    },
 }
 SEEING = (
     *(name for name in TEXTS if name != "Kimi_K25"),
@@ -53,6 +60,8 @@ SEEING = (
     "Idefics3",
     "InternVL",
     "Llava",
+    "LlavaNext",
+    "LlavaOnevision",
     "Pixtral",
     "SmolVLM",
 )
@@ -138,6 +147,31 @@ def _llava() -> Any:
     return transformers.LlavaForConditionalGeneration(config)
 
 
+def _llava_next() -> Any:
+    vision = SIGLIP | {"image_size": TILING.side, "patch_size": SIDE, "num_hidden_layers": 3, "model_type": "clip_vision_model"}
+    config = transformers.LlavaNextConfig(
+        text_config=SMALL | {"model_type": "mistral", "sliding_window": None},
+        vision_config=vision | {"projection_dim": 8},
+        image_token_index=PLACEHOLDER,
+        image_grid_pinpoints=[[*one] for one in TILING.resolutions],
+    )
+    return transformers.LlavaNextForConditionalGeneration(config)
+
+
+def _llava_onevision() -> Any:
+    """Of larger pictures no more tokens are left than of a tile."""
+    vision = SIGLIP | {"image_size": TILING.side, "patch_size": SIDE, "model_type": "siglip_vision_model", "vision_use_head": False}
+    config = transformers.LlavaOnevisionConfig(
+        text_config=SMALL | {"model_type": "qwen2"},
+        vision_config=vision,
+        image_token_index=PLACEHOLDER,
+        image_grid_pinpoints=[[*one] for one in TILING.resolutions],
+        vision_aspect_ratio="anyres_max_1",
+        tie_word_embeddings=False,
+    )
+    return transformers.LlavaOnevisionForConditionalGeneration(config)
+
+
 def _idefics(name: str) -> Any:
     vision = SIGLIP | {"image_size": SQUARE * SIDE}
     config = getattr(transformers, f"{name}Config")(
@@ -157,6 +191,8 @@ OTHERS = {
     "Idefics3": lambda: _idefics("Idefics3"),
     "SmolVLM": lambda: _idefics("SmolVLM"),
     "Llava": _llava,
+    "LlavaNext": _llava_next,
+    "LlavaOnevision": _llava_onevision,
     "Pixtral": _pixtral,
     "InternVL": _internvl,
     "Mistral3": _mistral,
@@ -165,11 +201,12 @@ OTHERS = {
     "Gemma4E": lambda: _gemma4(None, small=True),
     "Gemma4Both": lambda: _gemma4("vision", small=True),
 }
+TILED = ("LlavaNext", "LlavaOnevision")
 WHOLE = (*OTHERS,)  # pixels are no patches
 
 
-def engine(folder: Path, pages: int = 64, page_size: int = 16, **more: Any) -> Engine:
-    config = ShardConfig(folder=str(folder), model="m", image_pixels=1 << 20, page_size=page_size, **more)
+def engine(folder: Path, pages: int = 64, page_size: int = 16, image_pixels: int = 1 << 20, **more: Any) -> Engine:
+    config = ShardConfig(folder=str(folder), model="m", image_pixels=image_pixels, page_size=page_size, **more)
     found = load(config, lambda stage: None)
     found.resize(pages)
     return found
@@ -198,11 +235,14 @@ def seen(name: str, kind: str, chance: random.Random, sizes: list[tuple[int, int
         said = [chance.randrange(10, VOCABULARY) for _ in range(words)]
         ids, tokens = ids + said, tokens + said
         generator = torch.Generator().manual_seed(chance.randrange(1 << 30))
+        size: tuple[int, ...] = ()
         tiles = rows // TILE if name == "InternVL" else 1
         shape = (tiles, 3, rows // tiles * SIDE, columns * SIDE) if name in WHOLE else (rows * columns * MERGE**2, 3, PATCH, PATCH)
+        if name in TILED:
+            rows, columns, shape, size = _tiled(name, (5 * rows, 5 * columns), bool(pictures) and len(sizes) > 2)
         pixels = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
         own = random.Random(hash((pixels.numpy().tobytes(), rows)))  # ids follow from what is shown
-        pictures.append(Picture(len(ids), rows, columns, columns, pixels))
+        pictures.append(Picture(len(ids), rows, columns, columns, pixels, size=size))
         for row in range(rows):
             ids += [PLACEHOLDER] * columns
             tokens += (own.randrange(VOCABULARY, 1 << 32) for _ in range(columns))
@@ -212,6 +252,14 @@ def seen(name: str, kind: str, chance: random.Random, sizes: list[tuple[int, int
     tail = [chance.randrange(10, VOCABULARY) for _ in range(words)]
     ids, tokens = ids + tail, tokens + tail
     return Seen(ids, [int(token == PLACEHOLDER) for token in ids], tokens, tuple(pictures))
+
+
+def _tiled(name: str, size: tuple[int, int], among: bool) -> tuple[int, int, tuple[int, ...], tuple[int, int]]:
+    """Rows, columns and shape of a picture of this size. That these are right transformers tells. among: it is one of several."""
+    own = replace(TILING, most=int(name == "LlavaOnevision"))
+    if name == "LlavaOnevision" and among:
+        return 1, TILE**2 + 1, (1, 3, TILING.side, TILING.side), size
+    return 1, own.length(size), (own.tiles(own.best(size)), 3, TILING.side, TILING.side), size
 
 
 def inputs(name: str, prompt: Seen) -> dict[str, Any]:
@@ -230,7 +278,12 @@ def inputs(name: str, prompt: Seen) -> dict[str, Any]:
         return found | {"pixel_values": torch.cat(pixels), "token_type_ids": torch.tensor([prompt.kinds])}
     if name in ("Idefics3", "SmolVLM"):
         return found | {"pixel_values": torch.cat(pixels).unsqueeze(0)}
-    if name in ("InternVL", "Llava"):
+    if name in TILED:
+        found |= {"image_sizes": torch.tensor([picture.size for picture in prompt.pictures])}
+    if name == "LlavaOnevision":
+        among = sum(len(picture.pixels) == 1 for picture in prompt.pictures)
+        found |= {"batch_num_images": torch.tensor([1] * (len(pixels) - among) + [among] * bool(among))}
+    if name in ("InternVL", "Llava", *TILED):
         return found | {"pixel_values": torch.cat(pixels)}
     if name.startswith("Gemma4"):
         return found | _gemma4_inputs(prompt) | {"mm_token_type_ids": torch.tensor([prompt.kinds])}

@@ -445,14 +445,14 @@ def test_no_family_asks_the_host(noted: Noted, name: str) -> None:
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[seeing.Seen]]]:
     """By name a model that sees images, and prompts with some. Made where there is no device."""
     found = {}
-    for name in ("Gemma3", "Gemma4Both", "InternVL", "Mistral3", "Qwen3VL", "Qwen3_5"):
+    for name in ("Gemma3", "Gemma4Both", "InternVL", "LlavaOnevision", "Mistral3", "Qwen3VL", "Qwen3_5"):
         folder = tmp_path_factory.mktemp(name)
         kind = seeing.made(name, folder).config.model_type
         found[name] = folder, [seeing.seen(name, kind, random.Random(seed), [(2, 3), (1, 1)]) for seed in range(3)]
     return found
 
 
-@pytest.mark.parametrize("name", ["Gemma3", "Gemma4Both", "InternVL", "Mistral3", "Qwen3VL", "Qwen3_5"])
+@pytest.mark.parametrize("name", ["Gemma3", "Gemma4Both", "InternVL", "LlavaOnevision", "Mistral3", "Qwen3VL", "Qwen3_5"])
 def test_images_are_encoded_on_the_device(seen: dict[str, tuple[Path, list[seeing.Seen]]], noted: Noted, name: str) -> None:
     """Nobody but transformers looks at it for that, which has the host count what it has itself given to the device."""
     folder, prompts = seen[name]

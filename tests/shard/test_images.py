@@ -144,11 +144,33 @@ def test_whose_text_says_nothing_of_it(name: str, tmp_path: Path) -> None:
     check(made, tmp_path)
 
 
+NEEDED = {
+    "model_type": "qwen2",
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+
+
+@pytest.mark.parametrize("name", ["Llava", "LlavaNext", "LlavaOnevision"])
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+def test_whether_llavas_tables_are_tied(name: str, beside: bool, own: bool) -> None:
+    text = NEEDED | {"vocab_size": 100, "tie_word_embeddings": own}
+    said = getattr(transformers, f"{name}Config")(text_config=dict(text), tie_word_embeddings=beside)
+    architectures = {"architectures": [f"{name}ForConditionalGeneration"]}
+    assert shape(architectures | {"text_config": text, "tie_word_embeddings": beside}).tied == said.tie_word_embeddings
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
         ("Llava", {"model_type": "llama", "vocab_size": 32_064, "max_position_embeddings": 4096}),
         ("Llava", {"model_type": "mistral", "head_dim": 128, "rope_theta": 1e9, "sliding_window": None}),  # Pixtral's
+        ("LlavaNext", {"model_type": "mistral", "vocab_size": 32_064, "num_key_value_heads": 8}),
+        ("LlavaOnevision", {"vocab_size": 152_000, "tie_word_embeddings": True} | NEEDED),
         ("Idefics3", {"model_type": "llama", "vocab_size": 128_259}),
         ("SmolVLM", {"model_type": "llama", "vocab_size": 49_280, "num_key_value_heads": 8}),
     ],

@@ -315,9 +315,11 @@ def test_what_an_image_takes_is_measured(world: Made) -> None:
     assert seconds > 0
     _, _, sample = size_pool(engine, 4, 0.9, 64, 64, 64, 64)
     assert sample.image_seconds > 0
-    assert sight.largest == (
-        seeing.SQUARE**2 if world[0] in ("Gemma3", "Idefics3", "Llava", "SmolVLM") else (1 << 20) // seeing.SIDE**2
-    )
+    if world[0] in seeing.TILED:
+        assert sight.largest == replace(seeing.TILING, most=int(world[0] == "LlavaOnevision")).longest
+    else:
+        square = world[0] in ("Gemma3", "Idefics3", "Llava", "SmolVLM")
+        assert sight.largest == (seeing.SQUARE**2 if square else (1 << 20) // seeing.SIDE**2)
     assert sight.places([sight.blank(6)]) is not None
 
 
@@ -430,7 +432,44 @@ def test_images_of_one_size_have_no_other_grid(name: str, tmp_path: Path) -> Non
     assert sight.places([replace(picture, rows=1, columns=picture.tokens, width=picture.tokens)]) is None
 
 
-@pytest.mark.parametrize("name", ["Gemma3", "Llava"])
+def test_tiles_are_those_of_the_pixels_that_an_image_may_have(tmp_path: Path) -> None:
+    """And of the size that a router says, whatever else it says."""
+    reference = seeing.made("LlavaNext", tmp_path)
+    prompt = asked(("LlavaNext", reference, tmp_path), 1, [(4, 4)])
+    [picture] = prompt.pictures
+    assert len(picture.pixels) == 5  # type: ignore[arg-type]
+    bench, sequence = bench_of(tmp_path, prompt, image_pixels=5 * seeing.TILING.side**2)
+    close(
+        bench.run(parted([Span(sequence, 0, prompt.tokens, wanted=len(prompt.tokens))])),
+        seeing.logits(reference, "LlavaNext", prompt),
+    )
+    others = [replace(picture, size=size) for size in ((), (20,), (0, 20), (20, 10), (20, 20, 1))]
+    few = seeing.engine(tmp_path, image_pixels=4 * seeing.TILING.side**2).decoder.sight
+    assert bench.engine.decoder.sight is not None
+    assert few is not None
+    assert [bench.engine.decoder.sight.places([one]) for one in others] == [None] * 5
+    assert few.places([picture]) is None
+    tokens = replace(seeing.TILING, resolutions=((8, 16), (16, 8), (24, 8))).length((20, 20))
+    fewer = replace(picture, columns=tokens, pixels=picture.pixels[:3])  # type: ignore[index]
+    assert few.places([fewer]) is not None
+    assert len(few.encode(fewer)) == tokens
+
+
+@pytest.mark.parametrize(
+    ("resolutions", "words"),
+    [([[8, 12]], "must be multiples of image_size 8"), ([], "must be multiples"), ([8], "nonsense of images")],
+)
+def test_resolutions_that_are_none(resolutions: Any, words: str, tmp_path: Path) -> None:
+    whole, other = tmp_path / "whole", tmp_path / "other"
+    whole.mkdir()
+    other.mkdir()
+    seeing.made("LlavaNext", whole)
+    changed(whole, other, image_grid_pinpoints=resolutions)
+    with pytest.raises(Unsupported, match=words):
+        seeing.engine(other, images_asked=True)
+
+
+@pytest.mark.parametrize("name", ["Gemma3", "Llava", "LlavaOnevision"])
 def test_as_the_hub_has_it(name: str, tmp_path: Path) -> None:
     """What encodes images is within a model of its own."""
     reference = seeing.made(name, tmp_path)
