@@ -22,8 +22,10 @@ class Tiles:
     """What is written of an image that may be cut into several, row by row, with the whole of it behind them."""
 
     between: str
-    one: str  # with its row and column, from 1 on
-    whole: str
+    one: str = ""  # with its row and column, from 1 on
+    whole: str = ""
+    end: str = ""  # of a row, and once more of the last
+    once: bool = False  # where images follow each other, what is `between` stands there once
 
     def written(self, word: str, rows: int, columns: int) -> str:
         """With a word for each. rows, columns: of tiles; 0: the whole is all there is."""
@@ -31,7 +33,7 @@ class Tiles:
             "".join(self.between + self.one.format(row=row + 1, column=column + 1) + word for column in range(columns))
             for row in range(rows)
         ]
-        return "".join(f"{line}\n" for line in lines) + "\n" * (rows > 0) + self.between + self.whole + word + self.between
+        return "".join(line + self.end for line in lines) + self.end * (rows > 0) + self.between + self.whole + word + self.between
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +56,12 @@ class Form:
 QWEN = Form(word="<|image_pad|>", around=("<|vision_start|>", "<|vision_end|>"))
 GLM = Form(word="<|image|>", around=("<|begin_of_image|>", "<|end_of_image|>"))
 MISTRAL = Form(word="[IMG]", breaks=("[IMG_BREAK]", "[IMG_END]"))
+AROUND = "<fake_token_around_image>"
+IDEFICS2 = Form(word="<image>", written="<image>", tiles=Tiles(between=AROUND, once=True))
 IDEFICS = Form(
     word="<image>",
     written="<image>",
-    tiles=Tiles(between="<fake_token_around_image>", one="<row_{row}_col_{column}>", whole="<global-img>"),
+    tiles=Tiles(between=AROUND, one="<row_{row}_col_{column}>", whole="<global-img>", end="\n"),
 )
 # By the model_type of config.json.
 FORMS = {
@@ -70,6 +74,7 @@ FORMS = {
     ),
     "gemma4": Form(word="<|image|>", around=("<|image>", "<image|>"), written="<|image|>"),
     **dict.fromkeys(("glm46v", "glm4v", "glm4v_moe"), GLM),
+    "idefics2": IDEFICS2,
     **dict.fromkeys(("idefics3", "smolvlm"), IDEFICS),
     "internvl": Form(word="<IMG_CONTEXT>", around=("<img>", "</img>"), written="<IMG_CONTEXT>"),
     "llava": Form(word="<image>", written="<image>", fixed=True),

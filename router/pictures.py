@@ -99,9 +99,12 @@ class Pictures:
 
     def _with_tiles(self, ids: Sequence[int], grids: Sequence[tuple[int, int]], tiles: Tiles) -> list[int]:
         """With a place for each of the tiles where one for all was."""
-        rest = iter(grids)
-        each = ((self._encode(tiles.written(self._own, *next(rest))) if id == self._place else [id]) for id in ids)
-        return [id for some in each for id in some]
+        rest, found = iter(grids), list[int]()
+        for id in ids:
+            own = self._encode(tiles.written(self._own, *next(rest))) if id == self._place else [id]
+            shared = tiles.once and id == self._place and found[-1:] == own[:1]
+            found += own[shared:]
+        return found
 
     def _hold(self, length: int) -> None:
         """So many bytes more."""

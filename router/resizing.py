@@ -6,6 +6,7 @@ Knows no files: it runs where `pixels` opens them.
 
 import math
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -197,6 +198,46 @@ class Cuts(Resizing):
         return Resized(found["pixel_values"][0][:, None], self._side, self._side, (rows, columns))
 
 
+class Quarters(Resizing):
+    """Idefics 2's: of many sizes, and if pictures are split, four quarters of each like pictures of their own before the whole."""
+
+    PARTS = 5
+
+    def __init__(self, processor: Any, model: Mapping[str, Any]) -> None:
+        super().__init__(processor)
+        self._shortest, self._longest = processor.size.shortest_edge, processor.size.longest_edge
+        self._tokens = model.get("perceiver_config", {}).get("resampler_n_latents", 64)
+
+    def __call__(self, image: Any, most: int) -> Resized:
+        """The longest side is as long as can be: all sides as short as they may be, a part has the least pixels."""
+        least = self._shortest**2
+        if most < least:
+            raise too_few(least)
+        splits = self._processor.do_image_splitting and most >= self.PARTS * least and min(image.size) > 1
+        parts = [image.size, *(quarters(*image.size) if splits else ())]
+        bounds = range(self._shortest, self._longest + 1)
+        longest = bounds[bisect_right(bounds, most, key=lambda one: sum(bounded(part, self._shortest, one) for part in parts)) - 1]
+        size = {"shortest_edge": self._shortest, "longest_edge": longest}
+        found = self._run(image, size=size, do_image_splitting=splits, do_pad=True)
+        each = zip(found["pixel_values"][0], found["pixel_attention_mask"][0], strict=True)
+        values = [padded[None, :, : mask[:, 0].sum(), : mask[0].sum()] for padded, mask in each]
+        return Resized(values, 1, self._tokens, (2, 2) if splits else (0, 0))
+
+
+def quarters(width: int, height: int) -> list[tuple[int, int]]:
+    """Their sizes."""
+    return [(wide, high) for high in (height // 2, height - height // 2) for wide in (width // 2, width - width // 2)]
+
+
+def bounded(size: tuple[int, int], shortest: int, longest: int) -> int:
+    """Pixels that are left of a picture, as transformers' Idefics 2 computes it: the bound of the shorter side goes first."""
+    width, height = size
+    ratio = width / height
+    if max(width, height) > longest:
+        width, height = (longest, int(longest / ratio)) if width >= height else (int(longest * ratio), longest)
+    return max(width, shortest) * max(height, shortest)
+
+
 class Budget(Resizing):
     """Gemma 4's: each has about as many tokens, in its own proportions."""
 
@@ -227,8 +268,10 @@ def resizing_of(processor: Any, files: Mapping[str, Any], model: Mapping[str, An
         return Patches(processor)
     if hasattr(processor, "max_soft_tokens"):
         return Budget(processor)
-    if hasattr(processor, "do_image_splitting"):
+    if hasattr(processor, "max_image_size"):
         return Cuts(processor, model)
+    if hasattr(processor, "do_image_splitting"):
+        return Quarters(processor, model)
     if hasattr(processor, "image_grid_pinpoints"):
         return (TilingOfOne if hasattr(processor, "pad_to_square") else Tiling)(processor, model)
     if hasattr(processor, "crop_to_patches"):

@@ -273,6 +273,30 @@ class TiledAlone(Tiled):
         return self._features(pixels, image_sizes=sizes, batch_num_images=together, **_layers(self._model.config))
 
 
+class Resampled(Encoder):
+    """Idefics 2's: as many tokens of each image, whatever its size."""
+
+    def __init__(self, model: Any, pixels: int) -> None:
+        super().__init__(model, pixels)
+        self._tokens, self._patch = int(model.config.perceiver_config.resampler_n_latents), int(self._vision.patch_size)
+
+    @property
+    def largest(self) -> int:
+        return self._tokens
+
+    def fits(self, picture: Picture, shape: tuple[int, ...]) -> bool:
+        known = len(shape) == 4 and shape[:2] == (1, COLOURS) and min(shape[2:]) >= self._patch
+        return known and math.prod(shape[2:]) <= self._pixels and (picture.rows, picture.columns) == (1, self._tokens)
+
+    def blank(self, tokens: int) -> Picture:
+        """As large as any."""
+        side = max(self._patch, min(int(self._vision.image_size), math.isqrt(self._pixels)))
+        return _blank(1, self._tokens, (1, COLOURS, side, side))
+
+    def __call__(self, pixels: Tensor, picture: Picture) -> Tensor:
+        return self._features(pixels.unsqueeze(0))
+
+
 # By the model_type of config.json.
 ENCODERS: dict[str, Callable[[Any, int], Encoder]] = {
     **dict.fromkeys(
@@ -280,6 +304,7 @@ ENCODERS: dict[str, Callable[[Any, int], Encoder]] = {
     ),
     "gemma3": Gemma3,
     "gemma4": Gemma4,
+    "idefics2": Resampled,
     **dict.fromkeys(("idefics3", "smolvlm"), Idefics),
     "internvl": InternVL,
     "llava": _llava,

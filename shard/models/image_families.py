@@ -42,7 +42,7 @@ BESIDE_COUNTS = (  # whose text may say the first one wrong
     *("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
     *("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
     *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration", "InternVLForConditionalGeneration"),
-    "LlavaNextForConditionalGeneration",
+    *("LlavaNextForConditionalGeneration", "Idefics2ForConditionalGeneration"),
 )
 EITHER_COUNTS = ("LlavaForConditionalGeneration", "LlavaOnevisionForConditionalGeneration")  # beside the text's, or the text's
 
@@ -91,6 +91,7 @@ IMAGES: dict[str, dict[str, Family]] = {
     "Glm46VForConditionalGeneration": {"glm4v_text": _glm_4v, "glm4v_moe_text": _glm_4v_moe},
     "Glm4vForConditionalGeneration": {"glm4v_text": _glm_4v},
     "Glm4vMoeForConditionalGeneration": {"glm4v_moe_text": _glm_4v_moe},
+    "Idefics2ForConditionalGeneration": {"mistral": _mistral},
     "Idefics3ForConditionalGeneration": {"llama": _llama},
     "InternVLForConditionalGeneration": {
         "qwen2": DENSE["Qwen2ForCausalLM"],

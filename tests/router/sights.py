@@ -52,6 +52,13 @@ PROCESSORS: dict[str, dict[str, Any]] = {
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
     },
+    "idefics2": {
+        "image_processor_type": "Idefics2ImageProcessor",
+        "size": {"shortest_edge": 30, "longest_edge": 98},
+        "do_image_splitting": True,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    },
     **{
         family: {
             "image_processor_type": f"{name}ImageProcessor",
@@ -83,7 +90,7 @@ def make_folder(folder: Path, family: str = "qwen2_vl") -> Tokenizer:
     form = FORMS["mistral3" if family == "pixtral" else family]
     words = form.around[0], form.word, form.around[1]
     if form.tiles:
-        tokenizer.add_special_tokens([form.tiles.between, form.tiles.whole])
+        tokenizer.add_special_tokens([word for word in (form.tiles.between, form.tiles.whole) if word])
     tokenizer.add_special_tokens([word for word in (*words, "[IMG_BREAK]", "[IMG_END]") if word])
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
@@ -97,7 +104,7 @@ def make_folder(folder: Path, family: str = "qwen2_vl") -> Tokenizer:
     if family == "llava_onevision":
         model["vision_aspect_ratio"] = "anyres_max_5"
     if form.tiles:
-        model |= {"vision_config": {"patch_size": 8}, "scale_factor": 2}
+        model |= {"vision_config": {"patch_size": 8}, "scale_factor": 2, "perceiver_config": {"resampler_n_latents": 6}}
     if family == "pixtral":
         model |= {"model_type": "llava", "vision_config": {"model_type": "pixtral", "patch_size": 16}}
     (folder / "config.json").write_text(json.dumps(model))

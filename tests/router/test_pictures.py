@@ -125,6 +125,19 @@ def test_what_is_cut_into_tiles(tmp_path: Path, family: str) -> None:
     assert sum(len(one.pixels) for one in request.images) == validator.pictures._held
 
 
+def test_what_is_split_into_quarters(tmp_path: Path) -> None:
+    """Likewise; what is between images that follow each other stands there once."""
+    tokenizer = make_folder(tmp_path, "idefics2")
+    validator = Validator(RouterConfig(folder=str(tmp_path), model="m", max_images=3), tokenizer)
+    request = asyncio.run(validator.request("a<image><image>b<image>", Parameters(images=[OTHER, IMAGE, OTHER]), LIMITS))
+    around, place = "<fake_token_around_image>", tokenizer.added_id("<image>")
+    text = "a<image><image>b<image>".replace("<image>", f"{around}{'<image>' * 6}{around}" * 5).replace(around * 2, around)
+    assert [id if id < 300 else place for id in request.prompt] == tokenizer.encode(text)
+    assert len(request.images) == 15
+    own = [request.prompt[one.start : one.start + 6] for one in request.images]
+    assert own[:5] == own[10:] != own[5:10]
+
+
 def test_a_word_that_is_no_place_is_told(tmp_path: Path) -> None:
     tokenizer = make_folder(tmp_path, "smolvlm")
     model = json.loads((tmp_path / "config.json").read_text())

@@ -227,6 +227,32 @@ def test_what_is_put_into_tiles_is_transformers_own(tmp_path: Path, family: str,
         resizing(image, least - 1)
 
 
+@pytest.mark.parametrize(("splits", "most"), [(True, MOST), (True, 9000), (True, 4500), (True, 4499), (False, 900)])
+def test_quarters_are_transformers_own(tmp_path: Path, splits: bool, most: int) -> None:
+    """Of the largest size that has no more pixels, of all parts; where five have too many, it is one."""
+    make_folder(tmp_path, "idefics2")
+    said = PROCESSORS["idefics2"] | {"do_image_splitting": splits}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(said))
+    processor, resizing = theirs(tmp_path), pixels._resizing(str(tmp_path))
+    how: dict[str, Any] = {"return_tensors": "np"}
+    for image in [*several(most)[-5:], picture(1, 40)]:
+        found = pixels._prepared(resizing, image, most)
+        sizes = list[int]()
+        for longest in range(98, 29, -1):
+            how |= {"size": {"shortest_edge": 30, "longest_edge": longest}, "do_image_splitting": len(found.parts) == 5}
+            expected = processor(image, **how)
+            sizes.append(int(expected["pixel_attention_mask"].sum()))
+            if sizes[-1] <= most:
+                break
+        assert found.grid == ((2, 2) if splits and most >= 4500 and image.width > 1 else (0, 0))
+        for one, values, mask in zip(found.parts, expected["pixel_values"][0], expected["pixel_attention_mask"][0], strict=True):
+            high, wide = one.shape[-2:]
+            assert (one.rows, one.columns, mask[:high, :wide].sum(), mask.sum()) == (1, 6, high * wide, high * wide)
+            numpy.testing.assert_allclose(normalized(one, processor)[0], values[:, :high, :wide], atol=1e-6)
+    with pytest.raises(ValueError, match="--max-image-pixels must be at least 900 for this model"):
+        resizing(image, 899)
+
+
 def test_several_are_a_tile_each_to_llava_onevision(tmp_path: Path) -> None:
     make_folder(tmp_path, "llava_onevision")
     processor, resizing = theirs(tmp_path), pixels._resizing(str(tmp_path))

@@ -43,7 +43,7 @@ PROCESSORS = {
     **dict.fromkeys(("Glm4v", "Glm4vMoe"), "Glm4vImageProcessor"),
     **{"Mistral3": "PixtralImageProcessor", "Gemma3": "Gemma3ImageProcessor", "InternVL": "GotOcr2ImageProcessor"},
     **dict.fromkeys(("Gemma4", "Gemma4E", "Gemma4Both"), "Gemma4ImageProcessor"),
-    **{"Idefics3": "Idefics3ImageProcessor", "SmolVLM": "SmolVLMImageProcessor"},
+    **{"Idefics2": "Idefics2ImageProcessor", "Idefics3": "Idefics3ImageProcessor", "SmolVLM": "SmolVLMImageProcessor"},
     **{
         "Llava": "CLIPImageProcessor",
         "LlavaNext": "LlavaNextImageProcessor",
@@ -57,6 +57,7 @@ SEEING = (
     "Gemma3",
     "Gemma4",
     "Gemma4E",
+    "Idefics2",
     "Idefics3",
     "InternVL",
     "Llava",
@@ -180,6 +181,17 @@ def _idefics(name: str) -> Any:
     return getattr(transformers, f"{name}ForConditionalGeneration")(config)
 
 
+def _idefics2() -> Any:
+    perceiver = {"resampler_n_latents": SQUARE**2, "resampler_depth": 2, "resampler_n_heads": 4, "resampler_head_dim": 8}
+    config = transformers.Idefics2Config(
+        text_config=SMALL | {"model_type": "mistral", "sliding_window": None},
+        vision_config=SIGLIP | {"image_size": SQUARE * SIDE},
+        perceiver_config=perceiver | {"num_key_value_heads": 2, "hidden_size": SMALL["hidden_size"]},
+        image_token_id=PLACEHOLDER,
+    )
+    return transformers.Idefics2ForConditionalGeneration(config)
+
+
 def _pixtral() -> Any:
     vision, text = PIXTRAL | {"patch_size": SIDE}, SMALL | {"model_type": "mistral", "sliding_window": None}
     how = {"vision_feature_select_strategy": "full", "vision_feature_layer": -1}
@@ -188,6 +200,7 @@ def _pixtral() -> Any:
 
 
 OTHERS = {
+    "Idefics2": _idefics2,
     "Idefics3": lambda: _idefics("Idefics3"),
     "SmolVLM": lambda: _idefics("SmolVLM"),
     "Llava": _llava,
@@ -228,7 +241,7 @@ def half(folder: Path, ranks: Ranks, page_size: int) -> Engine:
 def seen(name: str, kind: str, chance: random.Random, sizes: list[tuple[int, int]], words: int = 5) -> Seen:
     """A prompt with images of these sizes, as rows and columns, and words before, between and behind them. kind: model_type."""
     form = MISTRAL if name == "Pixtral" else FORMS[kind]
-    sizes = [(SQUARE, SQUARE)] * len(sizes) if form.fixed or form.tiles else sizes
+    sizes = [(SQUARE, SQUARE)] * len(sizes) if form.fixed or (form.tiles and name != "Idefics2") else sizes
     sizes = [(TILE * rows, TILE) for rows, _ in sizes] if name == "InternVL" else sizes
     ids, tokens, pictures = list[int](), list[int](), []
     for rows, columns in sizes:
@@ -238,6 +251,8 @@ def seen(name: str, kind: str, chance: random.Random, sizes: list[tuple[int, int
         size: tuple[int, ...] = ()
         tiles = rows // TILE if name == "InternVL" else 1
         shape = (tiles, 3, rows // tiles * SIDE, columns * SIDE) if name in WHOLE else (rows * columns * MERGE**2, 3, PATCH, PATCH)
+        if name == "Idefics2":  # whose sizes no patches divide
+            rows, columns, shape = 1, SQUARE**2, (1, 3, 5 * rows, 7 * columns)
         if name in TILED:
             rows, columns, shape, size = _tiled(name, (5 * rows, 5 * columns), bool(pictures) and len(sizes) > 2)
         pixels = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
@@ -267,12 +282,15 @@ def inputs(name: str, prompt: Seen) -> dict[str, Any]:
     mean, deviation = (torch.tensor(values).view(3, 1, 1) for values in (MEAN, DEVIATION))
     pixels = [(picture.pixels.float() / 255 - mean) / deviation for picture in prompt.pictures]
     found: dict[str, Any] = {"input_ids": torch.tensor([prompt.ids])}
-    if name in ("Mistral3", "Pixtral"):
-        sizes = [(picture.rows * SIDE, picture.columns * SIDE) for picture in prompt.pictures]
+    if name in ("Mistral3", "Pixtral", "Idefics2"):
+        sizes = [one.shape[-2:] for one in pixels]
         height, width = (max(size[axis] for size in sizes) for axis in range(2))
-        padded = torch.zeros(len(pixels), 3, height, width)
-        for own, one in zip(padded, pixels, strict=True):
+        padded, mask = torch.zeros(len(pixels), 3, height, width), torch.zeros(len(pixels), height, width, dtype=torch.int64)
+        for own, covered, one in zip(padded, mask, pixels, strict=True):
             own[:, : one.shape[-2], : one.shape[-1]] = one[0]
+            covered[: one.shape[-2], : one.shape[-1]] = 1
+        if name == "Idefics2":
+            return found | {"pixel_values": padded.unsqueeze(0), "pixel_attention_mask": mask.unsqueeze(0)}
         return found | {"pixel_values": padded, "image_sizes": torch.tensor(sizes)}
     if name == "Gemma3":
         return found | {"pixel_values": torch.cat(pixels), "token_type_ids": torch.tensor([prompt.kinds])}

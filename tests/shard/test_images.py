@@ -171,6 +171,7 @@ def test_whether_llavas_tables_are_tied(name: str, beside: bool, own: bool) -> N
         ("Llava", {"model_type": "mistral", "head_dim": 128, "rope_theta": 1e9, "sliding_window": None}),  # Pixtral's
         ("LlavaNext", {"model_type": "mistral", "vocab_size": 32_064, "num_key_value_heads": 8}),
         ("LlavaOnevision", {"vocab_size": 152_000, "tie_word_embeddings": True} | NEEDED),
+        ("Idefics2", {"model_type": "mistral", "vocab_size": 32_003, "rms_norm_eps": 1e-5, "max_position_embeddings": 32_768}),
         ("Idefics3", {"model_type": "llama", "vocab_size": 128_259}),
         ("SmolVLM", {"model_type": "llama", "vocab_size": 49_280, "num_key_value_heads": 8}),
     ],

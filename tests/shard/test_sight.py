@@ -318,7 +318,7 @@ def test_what_an_image_takes_is_measured(world: Made) -> None:
     if world[0] in seeing.TILED:
         assert sight.largest == replace(seeing.TILING, most=int(world[0] == "LlavaOnevision")).longest
     else:
-        square = world[0] in ("Gemma3", "Idefics3", "Llava", "SmolVLM")
+        square = world[0] in ("Gemma3", "Idefics2", "Idefics3", "Llava", "SmolVLM")
         assert sight.largest == (seeing.SQUARE**2 if square else (1 << 20) // seeing.SIDE**2)
     assert sight.places([sight.blank(6)]) is not None
 
@@ -430,6 +430,17 @@ def test_images_of_one_size_have_no_other_grid(name: str, tmp_path: Path) -> Non
     assert sight is not None
     assert sight.places([picture]) == [*range(picture.start, picture.start + picture.tokens)]
     assert sight.places([replace(picture, rows=1, columns=picture.tokens, width=picture.tokens)]) is None
+
+
+def test_images_of_all_sizes_have_a_patch_at_least_and_no_more_pixels_than_they_may(tmp_path: Path) -> None:
+    seeing.made("Idefics2", tmp_path)
+    [picture] = seeing.seen("Idefics2", "idefics2", random.Random(1), [(1, 1)]).pictures
+    sight = seeing.engine(tmp_path, image_pixels=600).decoder.sight
+    assert sight is not None
+    for high, wide, fits in ((20, 30, True), (2, 300, True), (1, 30, False), (30, 1, False), (2, 301, False)):
+        one = replace(picture, pixels=torch.zeros((1, 3, high, wide), dtype=torch.uint8))
+        assert (sight.places([one]) is not None) == fits
+        assert not fits or len(sight.encode(one)) == picture.tokens
 
 
 def test_tiles_are_those_of_the_pixels_that_an_image_may_have(tmp_path: Path) -> None:
