@@ -150,7 +150,7 @@ class Tiles(Resizing):
         return Resized([values], len(values) * self._tokens, self._tokens)
 
 
-class Tiling(Resizing):
+class Tiled(Resizing):
     """LLaVA-NeXT's: the whole, and tiles of the resolution that suits the picture best, see `proto.tiling`."""
 
     def __init__(self, processor: Any, model: Mapping[str, Any]) -> None:
@@ -166,7 +166,7 @@ class Tiling(Resizing):
         return Resized([found["pixel_values"][0]], 1, within.length(size), size=size)
 
 
-class TilingOfOne(Tiling):
+class TiledAlone(Tiled):
     """LLaVA-OneVision's: where a prompt has several pictures, each is one tile with a token behind it, as transformers has it of
     chats."""
 
@@ -273,7 +273,7 @@ def resizing_of(processor: Any, files: Mapping[str, Any], model: Mapping[str, An
     if hasattr(processor, "do_image_splitting"):
         return Quarters(processor, model)
     if hasattr(processor, "image_grid_pinpoints"):
-        return (TilingOfOne if hasattr(processor, "pad_to_square") else Tiling)(processor, model)
+        return (TiledAlone if hasattr(processor, "pad_to_square") else Tiled)(processor, model)
     if hasattr(processor, "crop_to_patches"):
         return Tiles(processor, model)
     if hasattr(processor, "do_pan_and_scan"):

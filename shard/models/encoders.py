@@ -289,8 +289,9 @@ class Resampled(Encoder):
         return known and math.prod(shape[2:]) <= self._pixels and (picture.rows, picture.columns) == (1, self._tokens)
 
     def blank(self, tokens: int) -> Picture:
-        """As large as any."""
-        side = max(self._patch, min(int(self._vision.image_size), math.isqrt(self._pixels)))
+        """As large as any, but where fewer tokens would do: then as small."""
+        largest = max(self._patch, min(int(self._vision.image_size), math.isqrt(self._pixels)))
+        side = largest if tokens >= self._tokens else self._patch
         return _blank(1, self._tokens, (1, COLOURS, side, side))
 
     def __call__(self, pixels: Tensor, picture: Picture) -> Tensor:
