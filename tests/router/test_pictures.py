@@ -98,6 +98,7 @@ def test_a_request_shows_them(tmp_path: Path, family: str) -> None:
     assert first.pixels == third.pixels != second.pixels
     message = group(1, request)
     assert [one.start for one in message.images] == [one.start for one in request.images]
+    assert {tuple(one.size) for one in message.images} == {(56, 112) if family == "llava_onevision" else ()}
     assert tuple(message.tokens) == request.prompt
 
 
