@@ -445,6 +445,7 @@ def compilations() -> list[Compilation]:
         for kind in range(3):
             result += [
                 *(_compilation(kind, size, generation, hot=True) for size in (64, 80, 96, 128, 256)),
+                _compilation(kind, 136, generation, ratio=1, hot=True),  # with ALiBi, where no heads share a key
                 _compilation(kind, 128, generation, page_size=64, hot=True),
                 _compilation(kind, 128, generation, trees=True, hot=True),
                 _compilation(kind, 128, generation, window=4096, hot=True),
@@ -462,6 +463,7 @@ def compilations() -> list[Compilation]:
             _compilation(0, 512, generation, turned=64, ratio=16, eight_bits=True, hot=True),
             _compilation(2, 256, generation, turned=64, ratio=8, dtype=torch.float32, hot=True),
             *(_compilation(kind, 512, generation, ratio=8, hot=True) for kind in range(3)),
+            _compilation(1, 136, generation, ratio=1, trees=True, hot=True),
             _compilation(1, 512, generation, ratio=8, trees=True, page_size=64, hot=True),
             _compilation(0, 512, generation, ratio=8, dtype=torch.float32, hot=True),
             _compilation(0, 64, generation, ratio=1, page_size=1),
