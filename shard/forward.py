@@ -132,7 +132,7 @@ def _layout_of(decoder: Decoder, page_size: int) -> Layout:
                 window,
                 shape.heads // ranks,
                 shape.slot(ranks, window)[1],
-                shape.keys(window).size,
+                shape.cached_size(window),
                 latent,
                 window in shape.whole_images,
                 shape.chunked and window > 0,

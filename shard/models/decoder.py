@@ -19,6 +19,7 @@ from ..cache import Cache
 from ..parallel import Ranks
 from ..step import Shown, Step
 from ..weights import Source
+from .alibi import table_of as leanings_of
 from .heads import Heads, Queries
 from .latents import Latents
 from .layer_inputs import Table, Told
@@ -26,7 +27,7 @@ from .loader import Loader
 from .memories import DeltaRule, Remembered
 from .mlp import Beside, Dense, Narrow, Sparse, Ungated, Weighed
 from .renamed import Older
-from .rotary import growth_of, unturned_growth_of
+from .rotary import Places, growth_of, unturned_growth_of
 from .rotary import table_of as angles_of
 from .shape import Convolution, Linear, Remembering, Rope, Shape, Unsupported
 from .short_convolutions import ShortConvolutions
@@ -81,12 +82,12 @@ class Layer:
         """What looks at tokens before."""
         return tuple(reader for reader in (self.attention, self.memory) if reader is not None)
 
-    def attend(self, stream: Stream, step: Step, rotary: Tensor, growth: Tensor | None, cache: Cache) -> Sequence[Tensor]:
+    def attend(self, stream: Stream, step: Step, places: Places, cache: Cache) -> Sequence[Tensor]:
         """What `transform` goes on with, of each reader [tokens, features]. Writes to the cache, or goes on with its states."""
         return [
             reader(stream, self.input_norm, step, cache.states[self.index])
             if isinstance(reader, Remembered)
-            else reader(stream, self.input_norm, step, rotary, growth, cache.layers[self.index])
+            else reader(stream, self.input_norm, step, places, cache.layers[self.index])
             for reader in self.readers
         ]
 
@@ -156,6 +157,7 @@ class Decoder:
         for change in changes:
             change.check()
         self.adapters = tuple(change.name for change in changes)
+        self.first_norm = load.gains(shape.first_norm, shape.hidden) if shape.first_norm else None
         self.norm = load.gains(shape.last_norm, shape.hidden)
         self.head = self._output(load)
         size, turned, dtype = shape.turning_size(0), shape.rotary_size, self.embedding.dtype
@@ -165,6 +167,7 @@ class Decoder:
         self.growth = growth_of(shape.rope, shape.max_positions, dtype, device)
         self.unturned_growth = unturned_growth_of(shape.unturned_growth, shape.max_positions, dtype, device)
         self.local_rotary = of(shape.local_rope, shape.turning_size(max(shape.windows))) if shape.local_rope else None
+        self.leanings = leanings_of(shape, ranks.rank, ranks.size, dtype, device) if shape.alibi else None
         self.unturned = still() if shape.unturned and shape.turns else None
         self.sight: Sight | None = None  # what encodes images, if they are to be seen
         self._axes = _axes_of(shape, size, device) if shape.rope.axes else None
@@ -178,8 +181,7 @@ class Decoder:
         for tokens, features in looks:
             stream.replace(tokens, features[:, 0])
         told = self._told(step, stream, [tokens for tokens, _ in looks])
-        turnings, seen, kept = self._turnings(step), list[Tensor](), self.kept
-        growths = self._growths(step)
+        places, seen, kept = self._places(step), list[Tensor](), self.kept
         for layer in self.layers:
             if step.last is not None and layer.index == self.shape.with_keys:
                 # All keys and values are written: nothing more is wanted of other rows.
@@ -188,10 +190,10 @@ class Decoder:
                 stream.select(step.last.tokens)
                 told = told.index_select(1, step.last.tokens) if told is not None else None
                 step = step.narrowed()
-                turnings, growths = self._turnings(step), self._growths(step)
+                places = self._places(step)
             if kept and layer.index in kept.layers:
                 seen.append(stream.normalized(None).clone())
-            attended = layer.attend(stream, step, turnings[layer.index], growths[layer.index], cache)
+            attended = layer.attend(stream, step, places[layer.index], cache)
             if layer is self.layers[-1] and not (kept and kept.last):
                 # Its keys and values are written: nothing more is wanted of other rows, once these are kept.
                 if kept:
@@ -232,6 +234,11 @@ class Decoder:
             return None
         return self.inputs(step.tokens, stream.normalized(None), torch.cat([*shown]) if shown else None)
 
+    def _places(self, step: Step) -> list[Places]:
+        """What the positions of the step's tokens mean to each layer."""
+        leaning = self.leanings.index_select(0, step.positions) if self.leanings is not None else None
+        return [Places(*each, leaning) for each in zip(self._turnings(step), self._growths(step), strict=True)]
+
     def _turnings(self, step: Step) -> list[Tensor]:
         """Cosines and sines of the step's tokens, for each layer."""
         positions = step.positions if self.shape.turns else torch.zeros_like(step.positions)
@@ -256,7 +263,7 @@ class Decoder:
         """[tokens, hidden]."""
         rows = self._looked_up(tokens)
         rows = rows if self._factor == 1 else rows.mul_(self._factor)
-        return self._stream(rows).normalized(self.norm) if self.shape.first_norm else rows
+        return rows if self.first_norm is None else self._stream(rows).normalized(self.first_norm)
 
     def _looked_up(self, tokens: Tensor) -> Tensor:
         if self.ranks.size == 1:

@@ -199,7 +199,7 @@ def _nanochat(config: Config) -> Shape:
     return replace(
         base,
         plain_norms=True,
-        first_norm=True,
+        first_norm="norm",
         qk_norm=True,
         rotary_reversed=True,
         ungated="relu2",

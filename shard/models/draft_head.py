@@ -22,6 +22,7 @@ from .decoder import OUTPUTS, ROOTS, Decoder, Layer, root_of, table_of
 from .heads import Heads
 from .loader import Loader
 from .renamed import Prefixed
+from .rotary import Places
 from .shape import Shape, Unsupported
 from .stream import Stream
 from .taps import Taps
@@ -45,10 +46,10 @@ class Widened(Layer):
         super().__init__(index, shape, load)
         self.feature_norm = load.gains("hidden_norm", shape.hidden)
 
-    def attend(self, stream: Stream, step: Step, rotary: Tensor, growth: Tensor | None, cache: Cache) -> Sequence[Tensor]:
+    def attend(self, stream: Stream, step: Step, places: Places, cache: Cache) -> Sequence[Tensor]:
         """See Layer."""
         assert isinstance(self.attention, Heads)
-        return [self.attention(self._seen(stream), None, step, rotary, growth, cache.layers[self.index])]
+        return [self.attention(self._seen(stream), None, step, places, cache.layers[self.index])]
 
     def project(self, stream: Stream) -> None:
         """See Layer."""

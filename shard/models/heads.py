@@ -8,7 +8,9 @@ from ...kernels.ragged import attention
 from ...kernels.reference import by_lanes
 from ..parallel import Ranks
 from ..step import Step
+from .alibi import widened
 from .loader import Loader
+from .rotary import Places
 from .stream import Stream
 
 
@@ -22,6 +24,7 @@ class Heads:
         self.window = window
         self.ranks = load.ranks
         keys = shape.keys(window)
+        self.size = keys.size
         self.shared = not keys.values  # they are what keys are at first
         sizes = [n * keys.size for n in (shape.heads, keys.heads, keys.heads)][: 2 + keys.values]
         own = shape.attention_name
@@ -63,12 +66,10 @@ class Heads:
         """What has weights."""
         return (self,)
 
-    def __call__(
-        self, stream: Stream, norm: Tensor | None, step: Step, rotary: Tensor, growth: Tensor | None, layer: Tensor
-    ) -> Tensor:
+    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, layer: Tensor) -> Tensor:
         """What `output` is to be multiplied with, [tokens, this rank's heads * head size]. Writes keys and values to the cache.
 
-        norm: gains of the one before; rotary, growth: of the step's tokens; layer: of the cache.
+        norm: gains of the one before; places: of the step's tokens; layer: of the cache.
         """
         shape = self.shape
         joint, epsilon = stream.through(norm, self.inward), shape.norm_epsilon
@@ -77,15 +78,18 @@ class Heads:
             normalize_parts(joint, (self.queries_norm, self.keys_norm), epsilon, self.ranks)
         if shape.qkv_limit:
             joint.clamp_(-shape.qkv_limit, shape.qkv_limit)
+        if places.leaning is not None:
+            joint = widened(joint, places.leaning, self.size)
         scales = self.scales if layer.dtype != joint.dtype else None
         norms, values = (self.query_norm, self.key_norm), (shape.value_norm, self.shared)
-        query = rotate_and_write(joint, rotary, step.slots, layer, *norms, epsilon, scales, *values)
-        if growth is not None:
-            query.mul_(growth)
+        query = rotate_and_write(joint, places.rotary, step.slots, layer, *norms, epsilon, scales, *values)
+        if places.growth is not None:
+            query.mul_(places.growth)
         if self.gains is not None:
             query.mul_(self.gains)
         how = self.window, shape.attention_scale, shape.softcap
-        found = attention(query, layer, step.attention, *how, scales, self.sinks).flatten(1)
+        found = attention(query, layer, step.attention, *how, scales, self.sinks)
+        found = (found if places.leaning is None else found[..., : self.size]).flatten(1)
         return found.mul_(by_lanes(torch.sigmoid, gates)) if self.gates else found
 
 
@@ -107,12 +111,10 @@ class Queries:
         """As those of `Heads`."""
         return (self,)
 
-    def __call__(
-        self, stream: Stream, norm: Tensor | None, step: Step, rotary: Tensor, growth: Tensor | None, layer: Tensor
-    ) -> Tensor:
+    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, layer: Tensor) -> Tensor:
         """As that of `Heads`; layer: the other one's, to which nothing is written."""
         shape = self.shape
-        query = rotate(stream.through(norm, self.inward), rotary, self.query_norm, shape.norm_epsilon)
+        query = rotate(stream.through(norm, self.inward), places.rotary, self.query_norm, shape.norm_epsilon)
         scales = self.scales if layer.dtype != query.dtype else None
         return attention(query, layer, step.attention, self.window, shape.attention_scale, shape.softcap, scales).flatten(1)
 

@@ -15,6 +15,7 @@ from ...kernels.ragged import attention
 from ..step import Step
 from .index import Chooser
 from .loader import Loader
+from .rotary import Places
 from .shape import Latent
 from .stream import Stream
 
@@ -75,9 +76,7 @@ class Latents:
         """What has weights."""
         return (self, self.to_keys, self.to_values, *[self.chooser] * (self.chooser is not None))
 
-    def __call__(
-        self, stream: Stream, norm: Tensor | None, step: Step, rotary: Tensor, growth: Tensor | None, layer: Tensor
-    ) -> Tensor:
+    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, layer: Tensor) -> Tensor:
         """As that of `Heads`: [tokens, this rank's heads * latent.values]."""
         latent, width, chosen = self.latent, self.shape.head_size, None
         x = stream.normalized(norm) if self.chooser else None
@@ -87,12 +86,12 @@ class Latents:
             made = rms_norm(asked, self.query_norm, EPSILON)
             asked = stream.product(made, self.query)
             if self.chooser is not None and x is not None:
-                chosen = self.chooser(x, made, rotary, step, layer[..., width:])
+                chosen = self.chooser(x, made, places.rotary, step, layer[..., width:])
         heads = asked.view(len(asked), self.heads, latent.plain + latent.turned)
         query = torch.cat((self.to_keys(heads[..., : latent.plain]), heads[..., latent.plain :]), 2)
-        rotate_and_write_latents(query, latents, self.latent_norm, rotary, step.slots, layer[..., :width], EPSILON)
-        if growth is not None:
-            query.mul_(growth)
+        rotate_and_write_latents(query, latents, self.latent_norm, places.rotary, step.slots, layer[..., :width], EPSILON)
+        if places.growth is not None:
+            query.mul_(places.growth)
         scale = self.shape.attention_scale
         found = attention(query, layer, step.attention, self.window, scale, latent=latent.size, asked=chosen)
         return self.to_values(found).flatten(1)

@@ -8,16 +8,21 @@ from typing import Any
 
 from .fields import AGAIN, Config, boolean, number, shown
 from .layer_norm_families import BEFORE_BOTH
-from .parts import common
+from .parts import cap, common
 from .ropes import rotary_size
-from .shape import PLAIN, Layout, Shape, Unsupported
+from .shape import PLAIN, Alibi, Layout, Shape, Unsupported
 
 FIELDS = {  # as they are called today
     "n_embd": "hidden_size",
     "n_embed": "hidden_size",
+    "d_model": "hidden_size",
     "n_layer": "num_hidden_layers",
+    "n_layers": "num_hidden_layers",
     "n_head": "num_attention_heads",
+    "n_heads": "num_attention_heads",
     "n_positions": "max_position_embeddings",
+    "seq_length": "max_position_embeddings",
+    "max_seq_len": "max_position_embeddings",
     "n_inner": "intermediate_size",
     "ffn_dim": "intermediate_size",
     "ffn_hidden_size": "intermediate_size",
@@ -31,6 +36,7 @@ FIELDS = {  # as they are called today
     "rotary_emb_base": "rope_theta",
     "rotary_pct": "partial_rotary_factor",
 }
+WITHIN = ("attn_config",)  # fields that have others
 ACTIVATIONS = {  # transformers' names
     "gelu_new": "gelu",
     "gelu_fast": "gelu",
@@ -89,6 +95,17 @@ FALCON_NAMES = (
     ("mlp.up_proj", "mlp.dense_h_to_4h"),
     ("mlp.down_proj", "mlp.dense_4h_to_h"),
 )
+BLOOM_NAMES = (*FALCON_NAMES, ("embed_norm", "word_embeddings_layernorm"))
+MPT_NAMES = (
+    ("embed_tokens", "wte"),
+    ("norm", "norm_f"),
+    ("input_layernorm", "norm_1"),
+    ("post_attention_layernorm", "norm_2"),
+    *_queries_keys_values("attn.Wqkv"),
+    ("self_attn.o_proj", "attn.out_proj"),
+    ("mlp.up_proj", "ffn.up_proj"),
+    ("mlp.down_proj", "ffn.down_proj"),
+)
 TWO_NORMS = (("input_layernorm", "ln_attn"), ("post_attention_layernorm", "ln_mlp"))
 OPT_NAMES = (
     ("embed_tokens", "embed_tokens"),
@@ -103,7 +120,9 @@ OPT_NAMES = (
 
 def today(config: Config) -> Config:
     """The same, with fields as they are called today. Where MLPs have no size they are four times as wide as the stream."""
-    found = {FIELDS.get(name, name): value for name, value in config.items()}
+    inner = (config.get(name) for name in WITHIN)
+    every = *(fields for fields in inner if isinstance(fields, dict)), config
+    found = {FIELDS.get(name, name): value for fields in every for name, value in fields.items()}
     if found.get("intermediate_size") is None and isinstance(found.get("hidden_size"), int):
         found["intermediate_size"] = 4 * found["hidden_size"]
     return found
@@ -145,6 +164,25 @@ def _learned(base: Shape, first: int = 0) -> Shape:
     return replace(base, learned=first, unturned=frozenset(range(base.layers)))
 
 
+def _leaning(base: Shape, steepest: float = 8.0, rounded: bool = False) -> Shape:
+    """With ALiBi instead of a rotary embedding. steepest: by how many halves the last head's slope is less than 1."""
+    if base.kv_heads != base.heads:
+        raise Unsupported(
+            f"alibi is not supported where {base.heads} heads share {base.kv_heads} keys: the decoder has one for each"
+        )
+    slopes = _slopes(base.heads, steepest)
+    # transformers rounds those which it scales with products, as Falcon was trained; others are added behind that.
+    alibi = Alibi(slopes=slopes if rounded else tuple(slope / base.attention_scale for slope in slopes), rounded=rounded)
+    return replace(base, alibi=alibi, unturned=frozenset(range(base.layers)))
+
+
+def _slopes(heads: int, steepest: float) -> tuple[float, ...]:
+    """Powers of one number. If heads are no power of two, every other one of as many as there would be, and then some between."""
+    count = 1 << (heads - 1).bit_length()
+    every = [2.0 ** (-steepest * place / count) for place in range(1, count + 1)]
+    return tuple(every if count == heads else [*every[1::2], *every[::2]][:heads])
+
+
 def _blocks(config: Config, activation: str, layout: Layout) -> Shape:
     """As GPT-2 has them."""
     _without(config, "add_cross_attention")
@@ -163,6 +201,30 @@ def _gpt_bigcode(config: Config) -> Shape:
     shared = _switch(config, "multi_query", True)
     base = _blocks(config, "gelu_pytorch_tanh", replace(BLOCKS, grouped=True))
     return replace(base, kv_heads=1 if shared else base.heads)
+
+
+def _bloom(config: Config) -> Shape:
+    """BLOOM (Workshop 2022, arXiv:2211.05100). A norm is in front of all layers."""
+    _without(config, "apply_residual_connection_post_layernorm")
+    layout = Layout(roots=("transformer.", ""), layers="h", names=BLOOM_NAMES, joint=True, grouped=True)
+    base = _common({"tie_word_embeddings": True} | config, "gelu_pytorch_tanh", layout, biases=True)
+    return _leaning(replace(base, first_norm="embed_norm"))
+
+
+def _mpt(config: Config) -> Shape:
+    """MPT (MosaicML 2023). Nothing has biases."""
+    for name in ("prefix_lm", "qk_ln"):
+        _without(config, name)
+    for name in ("alibi", "no_bias"):
+        _without(config, name, value=False)
+    for name, has in (("attn_type", "multihead_attention"), ("expansion_ratio", 4), ("logit_scale", None)):
+        if config.get(name, has) != has:
+            raise Unsupported(f"{name} {shown(config[name])} is not supported: for this family the decoder has {has or 'none'}")
+    layout = Layout(roots=("transformer.",), layers="blocks", names=MPT_NAMES, joint=True)
+    base = _common({"tie_word_embeddings": True} | config, "gelu", layout, biases=False)
+    scale = cap(config, "softmax_scale", None) or base.attention_scale
+    base = replace(base, norm_bias=False, qkv_limit=cap(config, "clip_qkv", None), attention_scale=scale)
+    return _leaning(base, number(config, "alibi_bias_max", 8.0))
 
 
 def _gptj(config: Config) -> Shape:
@@ -224,7 +286,6 @@ def _gpt_neox(config: Config) -> Shape:
 
 def _falcon(config: Config) -> Shape:
     """Falcon 1 and 2 (Almazrouei et al. 2023, arXiv:2311.16867), of which the larger ones have two norms beside each other."""
-    _without(config, "alibi")
     newer, shared = _switch(config, "new_decoder_architecture", False), _switch(config, "multi_query", True)
     parallel = newer or _switch(config, "parallel_attn", True)
     two = newer and (config.get("num_ln_in_parallel_attn") or 2) == 2
@@ -236,12 +297,13 @@ def _falcon(config: Config) -> Shape:
         grouped=True,
     )
     base = _common({"tie_word_embeddings": True} | config, "gelu", layout, _switch(config, "bias", False))
-    return replace(
+    base = replace(
         base,
         kv_heads=base.kv_heads if newer else 1 if shared else base.heads,
         parallel=parallel,
         norms=PLAIN if two or not parallel else BEFORE_BOTH,
     )
+    return _leaning(base, rounded=True) if _switch(config, "alibi", False) else base
 
 
 def _opt(config: Config) -> Shape:
@@ -259,11 +321,14 @@ def _opt(config: Config) -> Shape:
 
 
 OLDER: dict[str, Callable[[Config], Shape]] = {
+    "BloomForCausalLM": _bloom,
     "FalconForCausalLM": _falcon,
     "GPT2LMHeadModel": _gpt2,
     "GPTBigCodeForCausalLM": _gpt_bigcode,
     "GPTJForCausalLM": _gptj,
     "GPTNeoForCausalLM": _gpt_neo,
     "GPTNeoXForCausalLM": _gpt_neox,
+    "MPTForCausalLM": _mpt,  # as the models' own code has it
+    "MptForCausalLM": _mpt,
     "OPTForCausalLM": _opt,
 }

@@ -1,6 +1,7 @@
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864): how fast each pair of features turns, as a config.json says."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,6 +10,15 @@ from ...kernels.reference import rotary_table
 from .shape import Growth, Rope
 
 PART = 1 << 16  # positions whose cosines and sines are computed at once, in float32
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """What the positions of a step's tokens mean to a layer."""
+
+    rotary: Tensor  # cosines and sines
+    growth: Tensor | None  # what queries are multiplied by
+    leaning: Tensor | None  # what keys have besides: see `alibi.table_of`
 
 
 def table_of(rope: Rope, size: int, positions: int, dtype: torch.dtype, device: torch.device, turned: int = 0) -> Tensor:

@@ -55,6 +55,20 @@ class Growth:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Alibi:
+    """Linear biases (Press et al. 2022, arXiv:2108.12409) in the place of a rotary embedding: products of queries and keys get
+    more, the nearer the key is. Of the distance the query's part is the same for all that it sees, which a softmax doesn't
+    notice, so it is the key's position that counts."""
+
+    slopes: tuple[float, ...]  # of heads: this times the position is added to products, before they are scaled
+    rounded: bool = False  # slopes, positions and what they come to are rounded to bfloat16, whatever is computed with
+
+    features: ClassVar[int] = (
+        8  # of a key as it is cached that hold it: so many that heads of 16 bits begin at multiples of 16 bytes
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
     """Of the layers' matrices: fewer bits than what is computed with. Tables are none of it."""
 
@@ -332,7 +346,7 @@ class Keys:
     """The key heads of a layer."""
 
     heads: int
-    size: int  # of a head, as it is cached
+    size: int  # of a head
     values: bool = True  # have a matrix of their own; without, they are what keys are before these are normalized and turned
 
     def own(self, ranks: int) -> int:
@@ -381,7 +395,7 @@ class Shape:
     layers: int
     heads: int
     kv_heads: int
-    head_size: int  # of keys as they are cached
+    head_size: int  # of keys; of latents as they are cached
     latent: Latent | None = None  # which keys and values are made of; the cache has one key head, of the latent and what turns
     intermediate: int
     norm_epsilon: float
@@ -399,6 +413,7 @@ class Shape:
     gates_name: str = ""  # of their own matrix, without biases; "": in the checkpoint they are beside each head's queries
     unturned: frozenset[int] = frozenset()  # layers without a rotary embedding
     unturned_growth: Growth | None = None  # of their queries; None: none
+    alibi: Alibi | None = None  # None: none
     learned: int | None = None  # positions have vectors, behind so many rows of their table that are for none; None: they have none
     inattentive: frozenset[int] = frozenset()  # layers that neither attend nor remember: an MLP alone, or experts
     without_mlp: frozenset[int] = frozenset()  # layers that have nothing else
@@ -426,7 +441,7 @@ class Shape:
     attention_parts: tuple[str, str, str] = ("q_norm", "k_norm", "o_proj")
     norms: tuple[str, str, str, str] = PLAIN  # names of those before and behind attention, before and behind the MLP; "": none
     last_norm: str = "norm"  # behind all layers
-    first_norm: bool = False  # and in front of them, the same
+    first_norm: str = ""  # and in front of them; "": none
     centered_norms: bool = False  # norms' gains are stored less 1
     layer_norms: bool = False  # norms take the mean away, instead of being RMS norms
     norm_bias: bool = False
@@ -461,6 +476,11 @@ class Shape:
     def fitting(self) -> list[int]:
         """The numbers of ranks that the model can be divided into."""
         return [ranks for ranks in range(1, self.heads + 1) if not self._undivided(ranks)]
+
+    def check_cache(self, kind: str) -> None:
+        """Raises Unsupported if keys can't be cached in that number format."""
+        if self.alibi and kind != "auto":
+            raise Unsupported(f"ALiBi has more bits than keys of {kind}: leave --kv-cache-dtype out")
 
     def check_pages(self, size: int) -> None:
         """Raises Unsupported unless pages of so many tokens end where chunks of positions do."""
@@ -527,11 +547,14 @@ class Shape:
         """Of the layers with this window."""
         return self.far if self.far and not window else Keys(heads=self.kv_heads, size=self.head_size)
 
+    def cached_size(self, window: int) -> int:
+        """Features of a head of these layers, as it is cached."""
+        return self.keys(window).size + (self.alibi.features if self.alibi else 0)
+
     def slot(self, ranks: int, window: int) -> tuple[int, int, int]:
         """What a layer with this window caches of a token on one rank: keys and values, or one for both; heads; features."""
         if self.latent is None:
-            keys = self.keys(window)
-            return 2, keys.own(ranks), keys.size
+            return 2, self.keys(window).own(ranks), self.cached_size(window)
         return 1, 1, self.head_size + (self.index.size if self.index else 0)
 
     @property
@@ -573,9 +596,10 @@ class Shape:
 
     @property
     def norm_count(self) -> int:
-        """Norms of all layers."""
+        """Norms of all layers, in front of them and behind."""
         before, behind = (sum(map(bool, names)) for names in (self.norms[:2], self.norms[2:]))
-        return before * (self.layers - len(self.inattentive)) + behind * (self.layers - len(self.without_mlp))
+        found = before * (self.layers - len(self.inattentive)) + behind * (self.layers - len(self.without_mlp))
+        return found + bool(self.first_norm) + 1
 
     @property
     def with_keys(self) -> int:
@@ -621,7 +645,7 @@ class Shape:
     def turning_size(self, window: int) -> int:
         """Features of what turns in layers with this window: of whole heads, of which a part may not, or of what heads have apart
         for that."""
-        return self.latent.turned if self.latent else self.keys(window).size
+        return self.latent.turned if self.latent else self.cached_size(window)
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -678,7 +702,7 @@ class Shape:
         if self.learned is not None and tokens is None:
             found += self.max_positions * self.hidden
         if not self.plain_norms:
-            found += (self.norm_count + 1) * self.hidden * (1 + self.norm_bias)
+            found += self.norm_count * self.hidden * (1 + self.norm_bias)
         held, rows = tables or (1 if self.tied else 2), self.vocabulary_slice(ranks)
         if self.features:
             held = int(self.features.table)
@@ -753,13 +777,15 @@ class Shape:
         wide += self.layers * self.index.heads * self.hidden if self.index else 0
         wide += self.sinks * self.heads // ranks * self.layers
         if self.centered_norms and not self.layer_norms:
-            wide += (self.norm_count + 1) * self.hidden
+            wide += self.norm_count * self.hidden
             wide += 2 * self.qk_norm * sum(self.keys(self.windows[layer]).size for layer in self.keyed)
         if self.remembering:
             wide += len(self.remembering.layers) * self.remembering.wide(ranks)
         made = self.rotary_elements + self.qk_norm_behind * len(self.attending) * self.head_size + self._made_norms
         if self.latent and not self.latent.queries:  # zeros beside the biases of latents
             made += self.qkv_bias * len(self.attending) * self.heads // ranks * (self.latent.plain + self.latent.turned)
+        if self.alibi:
+            made += self.max_positions * self.heads // ranks * self.alibi.features
         made += self.turned_norm * 2 * (self.layers - len(self.unturned)) * self.head_size
         found = (self.parameters(ranks, 2 if packed else None) + made) * item + wide * (4 - item)
         return found - self.saved(ranks, item, device, dtype)
@@ -769,7 +795,7 @@ class Shape:
         """Elements of gains and biases of norms that no checkpoint has: those of plain norms, and layer norms' zeros."""
         each = self.plain_norms + (self.layer_norms and not self.norm_bias)
         heads = 2 * self.head_size * len(self.keyed) if self.plain_norms and self.qk_norm else 0
-        return each * self.hidden * (self.norm_count + 1) + heads
+        return each * self.hidden * self.norm_count + heads
 
     def saved(self, ranks: int, item: int, device: str, dtype: str, tokens: int | None = None) -> int:
         """Bytes that the matrices of one rank take less for having few bits; tokens: as of `parameters`."""

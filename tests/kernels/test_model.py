@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value
 
 # Triton's interpreter takes milliseconds for every token of every operation, also for those that are padding: so steps are small.
 PAGES = 32
-LLAMA, QWEN3, WINDOW = "few-heads", "few-heads-qwen3", "few-heads-window"
+LLAMA, BLOOM, QWEN3, WINDOW = "few-heads", "few-heads-bloom", "few-heads-qwen3", "few-heads-window"
 GEMMA, GEMMA4, GEMMA4_MOE, GPT_OSS, LLAMA4, MIXTRAL, OLMO, MOE, DEEPSEEK, INDEXED = (
     f"few-heads-{name}"
     for name in (
@@ -100,7 +100,7 @@ def with_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch, extent: Extent 
     "name",
     [
         *(QWEN3, WINDOW, GEMMA, GEMMA4, GEMMA4_E, GEMMA4_MOE, GPT_OSS, LLAMA4, MIXTRAL, OLMO, MOE, DEEPSEEK, INDEXED),
-        *(DELTA, SPACES, SHORT, PARTS),
+        *(BLOOM, DELTA, SPACES, SHORT, PARTS),
     ],
 )
 def test_a_shard_by_triton_gives_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -321,7 +321,18 @@ def test_gpus(tmp_path: Path) -> None:
     ("options", "config", "machine", "words"),
     [
         (Options(num_shard=3), {}, MACHINE, "4 attention heads can't be divided by 3 ranks: use --num-shard 1, 2, 4"),
-        (Options(), {"architectures": ["BloomForCausalLM"]}, MACHINE, "architecture BloomForCausalLM is not supported"),
+        (
+            Options(),
+            {"architectures": ["T5ForConditionalGeneration"]},
+            MACHINE,
+            "architecture T5ForConditionalGeneration is not supported",
+        ),
+        (
+            Options(kv_cache_dtype="fp8_e4m3fn"),
+            {"architectures": ["BloomForCausalLM"], "num_key_value_heads": 4},
+            MACHINE,
+            "ALiBi has more bits than keys of fp8_e4m3fn: leave --kv-cache-dtype out",
+        ),
         (Options(), {"hidden_act": "gelu"}, MACHINE, "hidden_act 'gelu' is not supported"),
         (Options(max_total_tokens=257), {}, MACHINE, "--max-total-tokens 257 is more than the model's 256 positions"),
         (Options(max_input_tokens=256), {}, MACHINE, "--max-input-tokens 256 leaves no room for an answer within the model's 256"),

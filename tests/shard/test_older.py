@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,30 +10,38 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
+from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from penstock.shard.config import ShardConfig
 from penstock.shard.loading import load
+from penstock.shard.models.alibi import table_of
 from penstock.shard.models.families import shape
 from penstock.shard.models.shape import Shape, Unsupported
+from penstock.shard.step import Span
 from penstock.tests.shard import lora, tiny
 from penstock.tests.shard.test_heads import TOKENS, logits
-from penstock.tests.shard.test_oracle import close
+from penstock.tests.shard.test_oracle import Bench, close, prompt
 from penstock.tests.shard.test_weights import WEIGHTS
 
 CONFIGS = {
+    "BloomForCausalLM": transformers.BloomConfig,
     "FalconForCausalLM": transformers.FalconConfig,
     "GPT2LMHeadModel": transformers.GPT2Config,
     "GPTBigCodeForCausalLM": transformers.GPTBigCodeConfig,
     "GPTJForCausalLM": transformers.GPTJConfig,
     "GPTNeoForCausalLM": transformers.GPTNeoConfig,
     "GPTNeoXForCausalLM": transformers.GPTNeoXConfig,
+    "MptForCausalLM": transformers.MptConfig,
     "OPTForCausalLM": transformers.OPTConfig,
 }
 # By the names of each family's config.json, beside what all have.
 SIZES: dict[str, dict[str, Any]] = {
+    "BloomForCausalLM": {"hidden_size": 256, "n_layer": 24, "n_head": 8},
     "FalconForCausalLM": {"hidden_size": 256, "num_hidden_layers": 24, "num_attention_heads": 8},
     "GPTNeoForCausalLM": {"hidden_size": 256, "num_layers": 24, "num_heads": 8},
     "GPTNeoXForCausalLM": {"hidden_size": 256, "num_hidden_layers": 24, "num_attention_heads": 8, "intermediate_size": 99},
+    "MptForCausalLM": {"d_model": 192, "n_layers": 24, "n_heads": 12},
     "OPTForCausalLM": {"hidden_size": 256, "num_hidden_layers": 24, "num_attention_heads": 8, "ffn_dim": 99},
     **{name: {"n_embd": 256, "n_layer": 24, "n_head": 8} for name in ("GPT2LMHeadModel", "GPTBigCodeForCausalLM")},
     "GPTJForCausalLM": {"n_embd": 256, "n_layer": 24, "n_head": 8, "rotary_dim": 16},
@@ -46,9 +55,11 @@ def copy(name: str, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [
+        ("bloom", 4),
         ("falcon", 2),
         ("falcon-7b", 4),
         ("falcon-one-norm", 4),
+        ("falcon-rw", 4),
         ("falcon-serial", 2),
         ("gpt-bigcode", 4),
         ("gpt-bigcode-heads", 2),
@@ -57,6 +68,8 @@ def copy(name: str, tmp_path: Path) -> Path:
         ("gpt-neox-serial", 2),
         ("gpt2", 4),
         ("gptj", 2),
+        ("mpt", 2),
+        ("mpt", 3),
         ("opt", 4),
         ("opt-plain", 2),
     ],
@@ -81,7 +94,8 @@ def test_what_is_left_out_is_transformers_default(architecture: str) -> None:
         return shape(config | {"architectures": [architecture]})
 
     assert of(said) == of(written)
-    assert of(said).max_positions == written.get("max_position_embeddings", written.get("n_positions"))
+    lengths = [written[name] for name in ("max_position_embeddings", "n_positions", "max_seq_len") if name in written]
+    assert [of(said).max_positions] == (lengths or [2048])  # of BLOOM transformers knows no length
 
 
 @pytest.mark.parametrize(("name", "root", "other"), [("gpt2", "transformer.", ""), ("opt", "model.decoder.", "decoder.")])
@@ -115,7 +129,8 @@ def test_positions_end_where_their_table_does(load_format: str) -> None:
 @pytest.mark.parametrize(
     ("architecture", "fields", "words"),
     [
-        ("FalconForCausalLM", {"alibi": True}, "alibi true is not supported"),
+        ("BloomForCausalLM", {"apply_residual_connection_post_layernorm": True}, "post_layernorm true is not supported"),
+        ("FalconForCausalLM", {"alibi": True}, "alibi is not supported where 8 heads share 1 keys"),
         ("FalconForCausalLM", {"bias": "yes"}, "config.json says bias 'yes', true or false is needed"),
         ("GPT2LMHeadModel", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx true is not supported"),
         ("GPT2LMHeadModel", {"activation_function": "tanh"}, "hidden_act 'tanh' is not supported"),
@@ -124,6 +139,13 @@ def test_positions_end_where_their_table_does(load_format: str) -> None:
         ("GPTJForCausalLM", {"rotary_dim": 34}, "rotary_dim 34, an even number up to 32"),
         ("GPTNeoForCausalLM", {"attention_types": [[["global"], 2]]}, "attention_types [[['global'], 2]], global or local"),
         ("GPTNeoForCausalLM", {"attention_types": 3}, "attention_types 3, global or local"),
+        ("MptForCausalLM", {"attn_config": {"alibi": False}}, "alibi false is not supported"),
+        ("MptForCausalLM", {"attn_config": {"attn_type": "multiquery_attention"}}, "attn_type 'multiquery_attention' is not"),
+        ("MptForCausalLM", {"attn_config": {"clip_qkv": -1}}, "clip_qkv -1, a number above 0"),
+        ("MptForCausalLM", {"attn_config": {"prefix_lm": True}}, "prefix_lm true is not supported"),
+        ("MptForCausalLM", {"expansion_ratio": 3}, "expansion_ratio 3 is not supported: for this family the decoder has 4"),
+        ("MptForCausalLM", {"logit_scale": "inv_sqrt_d_model"}, "logit_scale 'inv_sqrt_d_model' is not supported"),
+        ("MptForCausalLM", {"no_bias": False}, "no_bias false is not supported"),
         ("OPTForCausalLM", {"do_layer_norm_before": False}, "do_layer_norm_before false is not supported"),
         ("OPTForCausalLM", {"word_embed_proj_dim": 128}, "word_embed_proj_dim 128 is not supported"),
     ],
@@ -132,6 +154,53 @@ def test_what_is_not_supported_is_named(architecture: str, fields: dict[str, Any
     with pytest.raises(Unsupported) as refused:
         shape({"architectures": [architecture], "vocab_size": 99} | SIZES[architecture] | fields)
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["bloom", "falcon-rw", "mpt"])
+def test_logits_far_from_the_first_position(name: str) -> None:
+    """So far that transformers rounds Falcon's positions."""
+    bench, tokens = Bench(name, 16), prompt(5, 500)
+    sequence = bench.start(tokens[:300])
+    found = [
+        bench.run([Span(sequence, start, tokens[start:stop], wanted=stop - start)]) for start, stop in ((300, 499), (499, 500))
+    ]
+    close(torch.cat(found), tiny.expected_logits(name, tokens)[300:])
+
+
+@pytest.mark.parametrize("heads", [*range(1, 20), 32, 40, 64, 71, 112])
+def test_slopes_are_transformers(heads: int) -> None:
+    sizes = {"hidden_size": 8 * heads, "num_hidden_layers": 1, "num_attention_heads": heads, "vocab_size": 9}
+    bloom, mpt = (shape(sizes | {"architectures": [f"{name}ForCausalLM"], "alibi_bias_max": 5}) for name in ("Bloom", "MPT"))
+    assert bloom.alibi is not None
+    assert mpt.alibi is not None
+    found, other = (torch.tensor(one.alibi.slopes) * 8**-0.5 for one in (bloom, mpt))
+    torch.testing.assert_close(found, _get_alibi_slopes(heads, tiny.CPU))
+    torch.testing.assert_close(other, -build_mpt_alibi_tensor(heads, 2, 5)[:, 0, 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["bloom", "falcon-rw", "mpt"])
+def test_no_bit_of_alibi_is_lost(name: str, dtype: torch.dtype) -> None:
+    form = replace(tiny.decoder(name).shape, max_positions=40_000)
+    assert form.alibi is not None
+    found = table_of(form, 1, 2, dtype, tiny.CPU).double().sum(2)
+    slopes = torch.tensor(form.alibi.slopes[form.heads // 2 :])
+    positions = torch.arange(40_000).unsqueeze(1)
+    expected = (slopes.bfloat16() * positions if form.alibi.rounded else slopes * positions).double()
+    lost = (found - expected).abs() / expected.clamp(min=1)
+    assert lost.max() < (1e-7 if dtype == torch.float16 else 1e-30)  # of little float16 has fewer bits
+
+
+def test_positions_beyond_float16_are_refused() -> None:
+    form = replace(tiny.decoder("bloom").shape, max_positions=1 << 20)
+    table_of(form, 0, 1, torch.bfloat16, tiny.CPU)
+    with pytest.raises(Unsupported, match="1048576 positions with ALiBi are too many for float16: use --dtype bfloat16"):
+        table_of(form, 0, 1, torch.float16, tiny.CPU)
+
+
+def test_keys_of_8_bits_are_refused() -> None:
+    with pytest.raises(Unsupported, match="ALiBi has more bits than keys of fp8_e4m3fn: leave --kv-cache-dtype out"):
+        load(ShardConfig(folder=str(tiny.folder("bloom")), model="m", kv_cache_dtype="fp8_e4m3fn"), lambda stage: None)
 
 
 def test_adapters_are_refused_by_name(tmp_path: Path) -> None:

@@ -363,8 +363,8 @@ def test_a_scale_that_the_index_puts_elsewhere(sharded: Path) -> None:
     ("fields", "words"),
     [
         (
-            {"architectures": ["BloomForCausalLM"]},
-            ["BloomForCausalLM is not supported", "LlamaForCausalLM, LlavaForConditionalGeneration"],
+            {"architectures": ["T5ForConditionalGeneration"]},
+            ["T5ForConditionalGeneration is not supported", "LlamaForCausalLM, LlavaForConditionalGeneration"],
         ),
         ({"architectures": None}, ["architecture none named"]),
         (

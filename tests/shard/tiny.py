@@ -69,6 +69,8 @@ PLAIN_HEADS = {name: value for name, value in SMALL.items() if name != "num_key_
 FALCON = {name: value for name, value in PLAIN_HEADS.items() if name != "intermediate_size"} | ENDS | {"ffn_hidden_size": 88}
 OPT = {name: value for name, value in PLAIN_HEADS.items() if name != "intermediate_size"} | ENDS | {"ffn_dim": 88}
 GPT2 = ENDS | {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 8, "n_positions": 512}
+BLOOM = ENDS | {"vocab_size": VOCABULARY, "hidden_size": 64, "n_layer": 2, "n_head": 8}
+MPT = ENDS | {"vocab_size": VOCABULARY, "d_model": 72, "n_layers": 2, "n_heads": 6, "max_seq_len": 512}
 WINDOW = 8  # less than the context of every test
 CHUNK = 16  # of positions, of which some layers see no others
 GPT_NEO = ENDS | {
@@ -240,6 +242,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "bamba": lambda: transformers.BambaConfig(
         **SMALL | {"num_hidden_layers": 3}, attn_layer_indices=[1], mamba_n_heads=8, mamba_n_groups=4, mamba_d_state=12
     ),
+    "bloom": lambda: transformers.BloomConfig(**BLOOM),
     "cohere": lambda: transformers.CohereConfig(**SMALL, logit_scale=0.3, attention_bias=True, pad_token_id=0, **ENDS),
     "cohere2": lambda: transformers.Cohere2Config(**SMALL | {"num_hidden_layers": 4}, sliding_window=WINDOW, **ENDS),
     "cohere2-moe": lambda: transformers.Cohere2MoeConfig(
@@ -274,6 +277,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "falcon-h1": lambda: transformers.FalconH1Config(**FALCON_H1, mamba_n_groups=2, head_dim=16),
     "falcon-h1-norms": lambda: transformers.FalconH1Config(**FALCON_H1, mamba_rms_norm=True, mamba_norm_before_gate=False),
     "falcon": lambda: transformers.FalconConfig(**FALCON, new_decoder_architecture=True, num_kv_heads=4),
+    "falcon-rw": lambda: transformers.FalconConfig(**FALCON, alibi=True, multi_query=False, parallel_attn=False, bias=True),
     "flex-olmo": lambda: transformers.FlexOlmoConfig(**SMALL, num_experts=6, num_experts_per_tok=3, pad_token_id=0),
     "gemma": lambda: transformers.GemmaConfig(**SMALL, head_dim=16),
     "gemma2": lambda: transformers.Gemma2Config(**GEMMA2),
@@ -375,6 +379,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **SMALL, head_dim=16, num_local_experts=9, num_experts_per_tok=3, rotary_dim=8
     ),
     "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_local_experts=5, num_experts_per_tok=2),
+    "mpt": lambda: transformers.MptConfig(**MPT, attn_config={"clip_qkv": 0.7}),
     "nanochat": lambda: transformers.NanoChatConfig(**SMALL, final_logit_softcapping=9.0, attention_bias=True),
     "nemotron": lambda: transformers.NemotronConfig(**SMALL, head_dim=16, partial_rotary_factor=0.25),
     "nemotron-h": lambda: transformers.NemotronHConfig(**NEMOTRON | {"conv_kernel": 3}, hybrid_override_pattern="-ME*-M"),
@@ -499,6 +504,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     ),
     "short": lambda: transformers.LlamaConfig(**SMALL | {"max_position_embeddings": 64}),
     "few-heads": lambda: transformers.LlamaConfig(**FEW_HEADS),
+    "few-heads-bloom": lambda: transformers.BloomConfig(**BLOOM | {"n_head": 4}),
     "few-heads-deepseek": lambda: transformers.DeepseekV3Config(**LATENT | FEW_HEADS, n_group=4, topk_group=2),
     "few-heads-deepseek-v32": lambda: transformers.DeepseekV32Config(**INDEXED | FEW_HEADS, n_group=4, topk_group=2),
     "few-heads-granite-4-h": lambda: transformers.GraniteMoeHybridConfig(
@@ -582,6 +588,7 @@ def _made(name: str) -> Path:
         "ApertusConfig": transformers.ApertusForCausalLM,
         "ArceeConfig": transformers.ArceeForCausalLM,
         "BambaConfig": transformers.BambaForCausalLM,
+        "BloomConfig": transformers.BloomForCausalLM,
         "CohereConfig": transformers.CohereForCausalLM,
         "Cohere2Config": transformers.Cohere2ForCausalLM,
         "Cohere2MoeConfig": transformers.Cohere2MoeForCausalLM,
@@ -638,6 +645,7 @@ def _made(name: str) -> Path:
         "Qwen3NextConfig": transformers.Qwen3NextForCausalLM,
         "Qwen3_5TextConfig": transformers.Qwen3_5ForCausalLM,
         "Qwen3_5MoeTextConfig": transformers.Qwen3_5MoeForCausalLM,
+        "MptConfig": transformers.MptForCausalLM,
         "NanoChatConfig": transformers.NanoChatForCausalLM,
         "NemotronConfig": transformers.NemotronForCausalLM,
         "OlmoConfig": transformers.OlmoForCausalLM,

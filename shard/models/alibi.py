@@ -1,0 +1,42 @@
+"""Linear biases of attention (Press et al. 2022, arXiv:2108.12409): see `Alibi`. A key is cached with what its position adds, as
+features that queries have ones for. So no kernel knows of it, nor does what cuts, shares and guesses.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .shape import Shape, Unsupported
+
+
+def table_of(shape: Shape, rank: int, ranks: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What positions add to products with keys of this rank's heads, in parts: [positions, heads, Alibi.features]. Raises
+    Unsupported for numbers beyond those of `dtype`."""
+    assert shape.alibi is not None
+    own, positions = shape.heads // ranks, torch.arange(shape.max_positions, device=device).unsqueeze(1)
+    slopes = torch.tensor(shape.alibi.slopes[rank * own : (rank + 1) * own], device=device)
+    added = (slopes.bfloat16() * positions).float() if shape.alibi.rounded else slopes * positions
+    count, most = shape.alibi.features, torch.finfo(dtype).max
+    if float(added.max()) > count * most:
+        raise Unsupported(f"{shape.max_positions} positions with ALiBi are too many for float16: use --dtype bfloat16")
+    return _parts(added, count, dtype)
+
+
+def _parts(whole: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """Numbers that add up to those of `whole`, in float32, to the last bit: [..., count]. Three hold all bits, the others what is
+    beyond the largest of float16."""
+    most, parts = torch.finfo(dtype).max, []
+    for _ in range(count):
+        parts.append(whole.clamp(max=most).to(dtype))
+        whole = whole - parts[-1].float()
+    return torch.stack(parts, -1)
+
+
+def widened(joint: Tensor, leaning: Tensor, size: int) -> Tensor:
+    """joint: of a step's queries, keys and values, as many heads of each, one after the other, [tokens, heads of all * size];
+    leaning: rows of `table_of`; with that beside keys, ones beside queries, and zeros beside values."""
+    heads, more = leaning.shape[1:]
+    every = functional.pad(joint.view(len(joint), 3 * heads, size), (0, more))
+    every[:, :heads, size:] = 1
+    every[:, heads : 2 * heads, size:] = leaning
+    return every.flatten(1)
