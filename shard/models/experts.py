@@ -41,6 +41,8 @@ def experts(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]:
     """Of each expert this rank's [2 * size, hidden], gates first, and [hidden, size]; and biases of all, where they have some."""
     if mixture.interleaved:
         return _interleaved(load, mixture)
+    if mixture.by_kind:
+        return _by_kind(load, mixture)
     if mixture.stacked or _home(load, mixture) is not None:
         return _together(load, mixture)
     gate, up, down = ([mixture.named(f"experts.{i}.{name}") for i in range(mixture.experts)] for name in mixture.names)
@@ -88,12 +90,28 @@ def _together(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]
             return load.source.tensor(name, turned, (3 - dimension, first, first + part)).transpose(1, 2).contiguous()
         return load.source.tensor(name, shape, (dimension, first, first + part))
 
-    def kept(weight: Tensor) -> Tensor | Codes:
-        return quantize(weight, how.kind) if how and how.at_load else weight
-
     apart = [read(first_name, (count, outputs, hidden), 1, first) for first in firsts]
-    plain = [kept(torch.cat(parts)) for parts in zip(*apart, strict=True)]
-    return plain, [load.residual(kept(down)) for down in read(second_name, (count, hidden, size), 2, start)], None
+    plain = [_kept(torch.cat(parts), how) for parts in zip(*apart, strict=True)]
+    return plain, [load.residual(_kept(down, how)) for down in read(second_name, (count, hidden, size), 2, start)], None
+
+
+def _kept(weight: Tensor, how: Quantization | None) -> Tensor | Codes:
+    """In few bits, if weights are rounded when they are loaded."""
+    return quantize(weight, how.kind) if how and how.at_load else weight
+
+
+def _by_kind(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]:
+    """DBRX's, of each kind one expert's below the other's."""
+    rows, how = mixture.experts * mixture.size, load.shape.quantization
+    start, stop = load.own(mixture.size)
+
+    def read(name: str) -> list[Tensor]:
+        place = f"{load.prefix}{mixture.named('experts')}.{name}", (rows, load.shape.hidden)
+        return [load.source.tensor(*place, (0, first + start, first + stop)) for first in range(0, rows, mixture.size)]
+
+    gates, ups, downs = map(read, mixture.names)
+    plain = [_kept(torch.cat(pair), how) for pair in zip(gates, ups, strict=True)]
+    return plain, [load.residual(_kept(down.t().contiguous(), how)) for down in downs], None
 
 
 def _interleaved(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]:

@@ -1,4 +1,4 @@
-"""Families of 2019 to 2023, whose config.json has other fields, and whose checkpoints other names. A new one is a new entry in
+"""Families of 2019 to 2024, whose config.json has other fields, and whose checkpoints other names. A new one is a new entry in
 `OLDER`.
 """
 
@@ -10,7 +10,7 @@ from .fields import AGAIN, Config, boolean, number, shown
 from .layer_norm_families import BEFORE_BOTH
 from .parts import cap, common
 from .ropes import rotary_size
-from .shape import PLAIN, Alibi, Layout, Shape, Unsupported
+from .shape import PLAIN, Alibi, Layout, Mixture, Shape, Unsupported
 
 FIELDS = {  # as they are called today
     "n_embd": "hidden_size",
@@ -27,6 +27,8 @@ FIELDS = {  # as they are called today
     "ffn_dim": "intermediate_size",
     "ffn_hidden_size": "intermediate_size",
     "num_kv_heads": "num_key_value_heads",
+    "kv_n_heads": "num_key_value_heads",
+    "moe_top_k": "moe_k",
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
     "window_size": "sliding_window",
@@ -36,7 +38,7 @@ FIELDS = {  # as they are called today
     "rotary_emb_base": "rope_theta",
     "rotary_pct": "partial_rotary_factor",
 }
-WITHIN = ("attn_config",)  # fields that have others
+WITHIN = ("attn_config", "ffn_config")  # fields that have others
 ACTIVATIONS = {  # transformers' names
     "gelu_new": "gelu",
     "gelu_fast": "gelu",
@@ -106,6 +108,17 @@ MPT_NAMES = (
     ("mlp.up_proj", "ffn.up_proj"),
     ("mlp.down_proj", "ffn.down_proj"),
 )
+DBRX: Config = {"num_key_value_heads": 1, "moe_num_experts": 4, "moe_k": 1}
+DBRX_NAMES = (
+    ("embed_tokens", "wte"),
+    ("norm", "norm_f"),
+    ("input_layernorm", "norm_attn_norm.norm_1"),
+    ("post_attention_layernorm", "norm_attn_norm.norm_2"),
+    *_queries_keys_values("norm_attn_norm.attn.Wqkv"),
+    ("self_attn.o_proj", "norm_attn_norm.attn.out_proj"),
+    ("mlp.gate", "ffn.router.layer"),
+    ("mlp.experts", "ffn.experts.mlp"),
+)
 TWO_NORMS = (("input_layernorm", "ln_attn"), ("post_attention_layernorm", "ln_mlp"))
 OPT_NAMES = (
     ("embed_tokens", "embed_tokens"),
@@ -128,18 +141,20 @@ def today(config: Config) -> Config:
     return found
 
 
-def _common(config: Config, activation: str, layout: Layout, biases: bool) -> Shape:
-    """activation: where nothing is said."""
-    epsilon = number(config, "layer_norm_eps", 1e-5, 1.0)
-    base = common({"hidden_act": activation} | config | {"rms_norm_eps": epsilon}, "hidden_act", (*ACTIVATIONS,))
+def _base(config: Config, activations: tuple[str, ...], layout: Layout) -> Shape:
+    """activations: of which the first is assumed where nothing is said."""
+    base = common(config | {"rms_norm_eps": number(config, "layer_norm_eps", 1e-5, 1.0)}, "hidden_act", activations)
     if base.quantization:
         raise Unsupported(
             f"{base.architecture} with weights of few bits is not supported: take the checkpoint with all of them, and --quantize"
         )
+    return replace(base, layout=layout, layer_norms=True)
+
+
+def _common(config: Config, activation: str, layout: Layout, biases: bool) -> Shape:
+    """activation: where nothing is said."""
     return replace(
-        base,
-        layout=layout,
-        layer_norms=True,
+        _base(config, (activation, *ACTIVATIONS), layout),
         norm_bias=True,
         qkv_bias=biases,
         output_bias=biases,
@@ -284,6 +299,34 @@ def _gpt_neox(config: Config) -> Shape:
     )
 
 
+def _dbrx(config: Config) -> Shape:
+    """DBRX (Databricks 2024): experts of which all gates are one tensor, layer norms without biases."""
+    within = config.get("ffn_config") or {}
+    given = DBRX | config | {"intermediate_size": within.get("ffn_hidden_size", 3584)}
+    activation, shares = within.get("ffn_act_fn") or {}, config.get("moe_normalize_expert_weights", 1)
+    if shares not in (None, 1):
+        raise Unsupported(
+            f"moe_normalize_expert_weights {shown(shares)} is not supported: for this family the decoder has 1, by which shares "
+            "add up to 1, and null"
+        )
+    layout = Layout(roots=("transformer.",), layers="blocks", names=DBRX_NAMES, joint=True)
+    base = _base(given | {"hidden_act": activation.get("name")}, ("silu",), layout)
+    if base.rope.theta != config.get("rope_theta", base.rope.theta):
+        raise Unsupported(
+            f"config.json says rope_theta {shown(config['rope_theta'])} of attention, and {base.rope.theta:g} in rope_parameters, "
+            "which transformers 5 fills in: leave out what is not the model's own"
+        )
+    mixture = Mixture(
+        experts=given["moe_num_experts"],
+        chosen=given["moe_k"],
+        size=given["intermediate_size"],
+        normalized=shares is not None,
+        by_kind=True,
+        names=("w1", "v1", "w2"),
+    )
+    return replace(base, qkv_limit=cap(config, "clip_qkv", None), mixtures=(mixture,) * base.layers)
+
+
 def _falcon(config: Config) -> Shape:
     """Falcon 1 and 2 (Almazrouei et al. 2023, arXiv:2311.16867), of which the larger ones have two norms beside each other."""
     newer, shared = _switch(config, "new_decoder_architecture", False), _switch(config, "multi_query", True)
@@ -322,6 +365,7 @@ def _opt(config: Config) -> Shape:
 
 OLDER: dict[str, Callable[[Config], Shape]] = {
     "BloomForCausalLM": _bloom,
+    "DbrxForCausalLM": _dbrx,
     "FalconForCausalLM": _falcon,
     "GPT2LMHeadModel": _gpt2,
     "GPTBigCodeForCausalLM": _gpt_bigcode,

@@ -128,6 +128,7 @@ class Mixture:
     stacked: tuple[str, ...] = ()  # names of the two tensors that have all experts', gates first; (): as checkpoints have them
     interleaved: bool = False  # all experts are in one tensor, in which gates and what they let through stand by turns
     inputs_first: bool = False  # all experts are in one tensor, of each [inputs, outputs]
+    by_kind: bool = False  # three tensors have those of all experts: gates, what they let through, and what leads back, turned
     entering: bool = False  # shares multiply what experts see, instead of what they make
     beside: bool = False  # the one that all tokens go through is the layer's MLP, and norms of their own are before and behind both
     name: str = "mlp"  # of what all of it is in; "": of the layer itself

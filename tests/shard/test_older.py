@@ -26,6 +26,7 @@ from penstock.tests.shard.test_weights import WEIGHTS
 
 CONFIGS = {
     "BloomForCausalLM": transformers.BloomConfig,
+    "DbrxForCausalLM": transformers.DbrxConfig,
     "FalconForCausalLM": transformers.FalconConfig,
     "GPT2LMHeadModel": transformers.GPT2Config,
     "GPTBigCodeForCausalLM": transformers.GPTBigCodeConfig,
@@ -38,6 +39,7 @@ CONFIGS = {
 # By the names of each family's config.json, beside what all have.
 SIZES: dict[str, dict[str, Any]] = {
     "BloomForCausalLM": {"hidden_size": 256, "n_layer": 24, "n_head": 8},
+    "DbrxForCausalLM": {"d_model": 256, "n_layers": 24, "n_heads": 8},
     "FalconForCausalLM": {"hidden_size": 256, "num_hidden_layers": 24, "num_attention_heads": 8},
     "GPTNeoForCausalLM": {"hidden_size": 256, "num_layers": 24, "num_heads": 8},
     "GPTNeoXForCausalLM": {"hidden_size": 256, "num_hidden_layers": 24, "num_attention_heads": 8, "intermediate_size": 99},
@@ -56,6 +58,9 @@ def copy(name: str, tmp_path: Path) -> Path:
     ("name", "ranks"),
     [
         ("bloom", 4),
+        ("dbrx", 2),
+        ("dbrx", 4),
+        ("dbrx-shares", 4),
         ("falcon", 2),
         ("falcon-7b", 4),
         ("falcon-one-norm", 4),
@@ -130,6 +135,13 @@ def test_positions_end_where_their_table_does(load_format: str) -> None:
     ("architecture", "fields", "words"),
     [
         ("BloomForCausalLM", {"apply_residual_connection_post_layernorm": True}, "post_layernorm true is not supported"),
+        ("DbrxForCausalLM", {"ffn_config": {"ffn_act_fn": {"name": "gelu"}}}, "hidden_act 'gelu' is not supported"),
+        ("DbrxForCausalLM", {"ffn_config": {"moe_normalize_expert_weights": 2}}, "moe_normalize_expert_weights 2 is not supported"),
+        (
+            "DbrxForCausalLM",
+            {"attn_config": {"rope_theta": 5e5}, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+            "rope_theta 500000.0 of attention, and 10000 in rope_parameters",
+        ),
         ("FalconForCausalLM", {"alibi": True}, "alibi is not supported where 8 heads share 1 keys"),
         ("FalconForCausalLM", {"bias": "yes"}, "config.json says bias 'yes', true or false is needed"),
         ("GPT2LMHeadModel", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx true is not supported"),

@@ -71,6 +71,7 @@ OPT = {name: value for name, value in PLAIN_HEADS.items() if name != "intermedia
 GPT2 = ENDS | {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 8, "n_positions": 512}
 BLOOM = ENDS | {"vocab_size": VOCABULARY, "hidden_size": 64, "n_layer": 2, "n_head": 8}
 MPT = ENDS | {"vocab_size": VOCABULARY, "d_model": 72, "n_layers": 2, "n_heads": 6, "max_seq_len": 512}
+DBRX = {"vocab_size": VOCABULARY, "d_model": 64, "n_layers": 2, "n_heads": 8, "max_seq_len": 512}
 WINDOW = 8  # less than the context of every test
 CHUNK = 16  # of positions, of which some layers see no others
 GPT_NEO = ENDS | {
@@ -252,6 +253,12 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **COHERE2_MOE, num_shared_experts=1, rms_norm_eps=0.1, shared_expert_combination_strategy="sum", attention_bias=True
     ),
     "cwm": lambda: transformers.CwmConfig(**SMALL, head_dim=16, sliding_window=WINDOW, mlp_bias=True, rope_parameters=LLAMA3),
+    "dbrx": lambda: transformers.DbrxConfig(
+        **DBRX,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+        attn_config={"kv_n_heads": 4, "clip_qkv": 0.7, "rope_theta": 500.0},
+        ffn_config={"ffn_hidden_size": 20, "moe_num_experts": 5, "moe_top_k": 3},
+    ),
     "deepseek-v2": lambda: transformers.DeepseekV2Config(**LATENT, attention_bias=True, rope_parameters=dict(DEEP_YARN)),
     "deepseek-v2-sets": lambda: transformers.DeepseekV2Config(
         **LATENT | {"q_lora_rank": None}, attention_bias=True, topk_method="group_limited_greedy", n_group=4, topk_group=2
@@ -482,6 +489,11 @@ FEW_HEADS: dict[str, Any] = SMALL | {"num_attention_heads": 4, "num_key_value_he
 # Not of interest as families: as many tokens as the demo model's tokenizer has, so few that answers can be enumerated, so few
 # positions that sequences go beyond them, so few heads that an interpreter computes them in time, and fewer key heads than ranks.
 OTHERS: dict[str, Callable[[], Any]] = {
+    "dbrx-shares": lambda: transformers.DbrxConfig(
+        **DBRX | {"d_model": 96},
+        attn_config={"kv_n_heads": 2, "clip_qkv": 2, "rope_theta": 10000.0},
+        ffn_config={"ffn_hidden_size": 8, "moe_num_experts": 6, "moe_top_k": 2, "moe_normalize_expert_weights": None},
+    ),
     "falcon-7b": lambda: transformers.FalconConfig(**FALCON, bias=True, tie_word_embeddings=False),
     "falcon-one-norm": lambda: transformers.FalconConfig(
         **FALCON, new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1
@@ -593,6 +605,7 @@ def _made(name: str) -> Path:
         "Cohere2Config": transformers.Cohere2ForCausalLM,
         "Cohere2MoeConfig": transformers.Cohere2MoeForCausalLM,
         "CwmConfig": transformers.CwmForCausalLM,
+        "DbrxConfig": transformers.DbrxForCausalLM,
         "DeepseekV2Config": transformers.DeepseekV2ForCausalLM,
         "DeepseekV3Config": transformers.DeepseekV3ForCausalLM,
         "Dots1Config": transformers.Dots1ForCausalLM,
@@ -674,6 +687,7 @@ def _made(name: str) -> Path:
         around = ("scalar", "linear_attn.norm") if centered else ("scalar", "norm", "ln_")
         for key, value in (*model.named_parameters(), *buffers):
             # Wide, so that logits lie far apart; norms around 1, so that leaving one out shows; memories fade slowly.
+            key = key.replace("norm_attn_norm", "")  # DBRX's, of which not all is a norm
             middle = -3 if "A_log" in key else 1 if any(word in key for word in around) else 0
             value.normal_(middle, 0.3, generator=generator)
     model.save_pretrained(_scratch() / name)
