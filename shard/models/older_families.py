@@ -98,6 +98,12 @@ FALCON_NAMES = (
     ("mlp.down_proj", "mlp.dense_4h_to_h"),
 )
 BLOOM_NAMES = (*FALCON_NAMES, ("embed_norm", "word_embeddings_layernorm"))
+MPT = {  # what there is
+    "attn_type": "multihead_attention",
+    "norm_type": "low_precision_layernorm",
+    "expansion_ratio": 4,
+    "logit_scale": None,
+}
 MPT_NAMES = (
     ("embed_tokens", "wte"),
     ("norm", "norm_f"),
@@ -232,7 +238,7 @@ def _mpt(config: Config) -> Shape:
         _without(config, name)
     for name in ("alibi", "no_bias"):
         _without(config, name, value=False)
-    for name, has in (("attn_type", "multihead_attention"), ("expansion_ratio", 4), ("logit_scale", None)):
+    for name, has in MPT.items():
         if config.get(name, has) != has:
             raise Unsupported(f"{name} {shown(config[name])} is not supported: for this family the decoder has {has or 'none'}")
     layout = Layout(roots=("transformer.",), layers="blocks", names=MPT_NAMES, joint=True)

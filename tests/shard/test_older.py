@@ -157,6 +157,7 @@ def test_positions_end_where_their_table_does(load_format: str) -> None:
         ("MptForCausalLM", {"attn_config": {"prefix_lm": True}}, "prefix_lm true is not supported"),
         ("MptForCausalLM", {"expansion_ratio": 3}, "expansion_ratio 3 is not supported: for this family the decoder has 4"),
         ("MptForCausalLM", {"logit_scale": "inv_sqrt_d_model"}, "logit_scale 'inv_sqrt_d_model' is not supported"),
+        ("MptForCausalLM", {"norm_type": "rmsnorm"}, "norm_type 'rmsnorm' is not supported"),
         ("MptForCausalLM", {"no_bias": False}, "no_bias false is not supported"),
         ("OPTForCausalLM", {"do_layer_norm_before": False}, "do_layer_norm_before false is not supported"),
         ("OPTForCausalLM", {"word_embed_proj_dim": 128}, "word_embed_proj_dim 128 is not supported"),
