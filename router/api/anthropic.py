@@ -103,6 +103,7 @@ class Anthropic:
     async def count_tokens(self, http: web.Request) -> web.Response:
         """POST /v1/messages/count_tokens: no shard is needed."""
         body = await read(http, self._decoder, self._config.payload_limit)
+        refuse_unsupported(body, UNSUPPORTED)
         chat = _chat(body)
         with naming(**NAMES):
             ids = await self._validator.encode(await self._chats.text(chat, chat.messages), bool(body.add_special_tokens))

@@ -63,9 +63,8 @@ class Alibi:
     slopes: tuple[float, ...]  # of heads: this times the position is added to products, before they are scaled
     rounded: bool = False  # slopes, positions and what they come to are rounded to bfloat16, whatever is computed with
 
-    features: ClassVar[int] = (
-        8  # of a key as it is cached that hold it: so many that heads of 16 bits begin at multiples of 16 bytes
-    )
+    # Of a key as it is cached, which hold it: so many that heads of 16 bits begin at multiples of 16 bytes.
+    features: ClassVar[int] = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
