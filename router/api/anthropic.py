@@ -52,7 +52,6 @@ class MessagesBody(Common, kw_only=True):
     # What would change the answer, and can't be honoured.
     container: Any = None
     mcp_servers: Any = None
-    context_management: Any = None
     num_return_sequences: Any = None
     use_beam_search: Any = None
     beam_width: Any = None
