@@ -90,7 +90,7 @@ def test_a_mixed_batch_gets_what_merged_models_say(name: str, tmp_path: Path) ->
     world = check(engine(name, changes), asked, models, Habits(chunk=7, pauses=1))
     for uid, (tokens, adapter) in enumerate(asked):
         found, usual = (first_logprob(models[key], tokens, world.answers[uid][0]) for key in (adapter, ""))
-        assert world.logprobs[uid, 0][0] == pytest.approx(found, abs=1e-4)
+        assert world.logprobs[uid, 0][0] == pytest.approx(found, abs=3e-4)
         assert not adapter or abs(found - usual) > 1e-3
 
 

@@ -81,7 +81,8 @@ class Bench:
 
 
 def close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
+    """Large logits may differ by more: sums are rounded otherwise on each kind of processor."""
+    torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "demo"])
