@@ -26,10 +26,11 @@ from .layer_inputs import Table, Told
 from .loader import Loader
 from .memories import DeltaRule, Remembered
 from .mlp import Beside, Dense, Narrow, Sparse, Ungated, Weighed
+from .remembering import Convolution, Linear, Remembering
 from .renamed import Older
 from .rotary import Places, growth_of, unturned_growth_of
 from .rotary import table_of as angles_of
-from .shape import Convolution, Linear, Remembering, Rope, Shape, Unsupported
+from .shape import Rope, Shape, Unsupported
 from .short_convolutions import ShortConvolutions
 from .sight import Sight
 from .state_spaces import StateSpaces

@@ -16,7 +16,8 @@ from .llama4_families import LLAMA4
 from .nemotron_families import NEMOTRON_H
 from .older_families import OLDER, today
 from .quantization import beside as beside  # for who reads a folder
-from .shape import Convolution, Shape, Unsupported
+from .remembering import Convolution
+from .shape import Shape, Unsupported
 from .sparse_families import SPARSE
 
 FAMILIES = DENSE | GEMMA4 | SPARSE | LATENT | LAYER_NORM | HYBRID | NEMOTRON_H | LLAMA4 | OLDER

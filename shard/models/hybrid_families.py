@@ -8,8 +8,9 @@ from typing import Any
 from .dense_families import granite, llama
 from .fields import AGAIN, FULL, LINEAR, SHORT, Config, number, shown
 from .parts import biased, common, kinds_of
+from .remembering import Convolution, Linear
 from .ropes import rotary_size
-from .shape import Convolution, Linear, Mixture, Shape, Unsupported
+from .shape import Mixture, Shape, Unsupported
 from .sparse_families import GRANITE_MOE, mixed, one_for_all, with_granites_experts
 
 # transformers' defaults, which some checkpoints rely on.

@@ -12,7 +12,7 @@ from ...kernels.gated_delta import Spans, States, gated_delta, gated_norm
 from ...kernels.linear import Weight
 from ..step import Step
 from .loader import Loader
-from .shape import Linear
+from .remembering import Linear
 from .stream import Stream
 
 NAME = "linear_attn"

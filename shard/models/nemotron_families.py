@@ -9,7 +9,8 @@ from typing import Any
 from .fields import AGAIN, FULL, LINEAR, Config, number, shown
 from .hybrid_families import limits, state_spaces
 from .parts import common
-from .shape import Linear, Shape, Unsupported
+from .remembering import Linear
+from .shape import Shape, Unsupported
 from .sparse_families import scored, with_experts
 
 MLP, EXPERTS = "mlp", "moe"  # kinds of layers, beside others

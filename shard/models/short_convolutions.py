@@ -8,7 +8,7 @@ from ...kernels.short_convolution import short_convolution
 from ..step import Step
 from .loader import Loader
 from .memories import Remembered
-from .shape import Convolution
+from .remembering import Convolution
 from .stream import Stream
 
 NAME = "conv"

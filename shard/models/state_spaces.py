@@ -9,7 +9,7 @@ from ...kernels.gated_delta import Spans, States, gated_norm, scaled
 from ...kernels.state_space import state_space
 from .loader import Loader
 from .memories import Memories
-from .shape import Linear
+from .remembering import Linear
 
 
 class StateSpaces(Memories):

@@ -25,7 +25,8 @@ from penstock.shard.memory import Measured
 from penstock.shard.models.decoder import Decoder
 from penstock.shard.models.families import shape
 from penstock.shard.models.memories import DeltaRule, Memories, Remembered
-from penstock.shard.models.shape import Convolution, Linear, Unsupported
+from penstock.shard.models.remembering import Convolution, Linear
+from penstock.shard.models.shape import Unsupported
 from penstock.shard.models.short_convolutions import ShortConvolutions
 from penstock.shard.service import Service
 from penstock.shard.weights import DummyWeights
