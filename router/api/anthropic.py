@@ -8,7 +8,6 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from ..config import RouterConfig
-from ..parsing import reader
 from ..request import Finish, Grown, Item, Prompt, Refused, Token
 from ..text import Tokenizer
 from ..validation import Parameters, Validator
@@ -16,10 +15,10 @@ from .anthropic_messages import choice_of, messages_of, tools_of
 from .anthropic_shapes import Blocks, Message, end_of, usage_json
 from .body import json_response, read, read_named
 from .errors import Problem, anthropic_error
-from .openai_bodies import ChatBody, Common, ignored, naming, parameters, refuse_unsupported, truncation
-from .openai_chats import Chats
+from .openai_bodies import ChatBody, Common, effort_of, ignored, naming, parameters, refuse_unsupported, truncation
+from .openai_chats import Chats, speaker_of
 from .openai_scribe import Scribe, encode
-from .openai_shapes import Json, Speaker, Usage
+from .openai_shapes import Json, Usage
 from .ports import Batcher, limits_of
 from .stream import Clock, fold, headers_of, named_frame, send, stream_headers_of
 
@@ -87,7 +86,7 @@ class Anthropic:
             asked = _parameters(http, body, truncation(body, limits.max_input_tokens))
             request, make = await self._chats.request(chat, chat.messages, asked, limits)
         clock.valid()
-        blocks = Blocks(make() if make else Speaker(reader(None, None)))
+        blocks = Blocks(speaker_of(make))
         message, usage = Message(body.model or self._config.model), Usage(len(request.prompt))
         if body.stream:
             events = Events(message, blocks, usage)
@@ -159,9 +158,6 @@ def _chat(body: MessagesBody) -> ChatBody:
         if not isinstance(format, dict) or format.get("type") != "json_schema" or "schema" not in format:
             raise Refused('`output_config.format` must have the type "json_schema", and a `schema`', "output_config.format")
         same["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": format["schema"]}}
-    effort = output.get("effort")
-    if not isinstance(effort, str | None):
-        raise Refused(f"`output_config.effort` must be a string. Given: {effort!r}", "output_config.effort")
     choice, parallel = choice_of(body.tool_choice)
     return ChatBody(
         **same,
@@ -170,7 +166,7 @@ def _chat(body: MessagesBody) -> ChatBody:
         tool_choice=choice,
         parallel_tool_calls=parallel,
         chat_template_kwargs=_thinking(body.thinking) | (body.chat_template_kwargs or {}),
-        reasoning_effort=effort,
+        reasoning_effort=effort_of(output.get("effort"), "output_config.effort"),
     )
 
 

@@ -4,6 +4,7 @@ Knows no route and no request.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -90,23 +91,19 @@ def as_openai(problem: Problem) -> Problem:
 
 def openai_body(problem: Problem) -> bytes:
     """`error_type` stands beside `error` for huggingface_hub, which looks for it in the middle of a stream."""
-    problem = as_openai(problem)
-    kind = OPENAI_TYPES.get(problem.status, "invalid_request_error" if problem.status < 500 else "server_error")
-    error = {"message": problem.message, "type": kind, "param": problem.parameter, "code": problem.kind}
-    return msgspec.json.encode({"error": error, "error_type": problem.kind})
+    return msgspec.json.encode({"error": _error(problem, OPENAI_TYPES, "server_error"), "error_type": problem.kind})
 
 
 def anthropic_error(problem: Problem) -> dict[str, object]:
-    """As an event has it, too. The statuses are OpenAI's."""
+    """As an event has it, too."""
+    return {"type": "error", "error": _error(problem, ANTHROPIC_TYPES, "api_error")}
+
+
+def _error(problem: Problem, types: Mapping[int, str], ours: str) -> dict[str, str | None]:
+    """types: by OpenAI's statuses; ours: of a fault of the server that has none."""
     problem = as_openai(problem)
-    kind = ANTHROPIC_TYPES.get(problem.status, "invalid_request_error" if problem.status < 500 else "api_error")
-    error = {
-        "type": kind,
-        "message": problem.message,
-        "param": problem.parameter,
-        "code": problem.kind,
-    }  # the last two are OpenAI's
-    return {"type": "error", "error": error}
+    kind = types.get(problem.status, "invalid_request_error" if problem.status < 500 else ours)
+    return {"message": problem.message, "type": kind, "param": problem.parameter, "code": problem.kind}
 
 
 def told(path: str, problem: Problem) -> tuple[Problem, bytes]:

@@ -304,6 +304,13 @@ def naming(**names: str) -> Iterator[None]:
         raise Refused(message, names.get(name, name) + dot + rest or None) from refused
 
 
+def effort_of(given: object, name: str) -> str | None:
+    """`reasoning_effort`, where it is called `name`. Raises Refused."""
+    if given is None or isinstance(given, str):
+        return given
+    raise Refused(f"`{name}` must be a string. Given: {given!r}", name)
+
+
 def prompt_alternatives(body: Body) -> int | None:
     """How many `prompt_logprobs` asks for; None for nothing."""
     count = body.prompt_logprobs

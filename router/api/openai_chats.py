@@ -101,6 +101,11 @@ class Chats:
         )
 
 
+def speaker_of(make: Callable[[], Speaker] | None) -> Speaker:
+    """One that `Chats.request` makes, or for plain text one that finds nothing else in it."""
+    return make() if make else Speaker(reader(None, None))
+
+
 def _continues(body: ChatBody, last: Mapping[str, Any]) -> bool:
     """As in TGI, an answer that the client has begun is continued, unless it says otherwise."""
     if body.continue_final_message is not None:

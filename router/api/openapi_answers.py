@@ -37,18 +37,11 @@ class OpenAIError(Closed, kw_only=True):
     error_type: str
 
 
-class AnthropicProblem(Closed, kw_only=True):
-    type: str
-    message: str
-    param: str | None
-    code: str
-
-
 class AnthropicError(Closed, kw_only=True):
     """What went wrong, for Anthropic's clients."""
 
     type: Literal["error"]
-    error: AnthropicProblem
+    error: OpenAIProblem
 
 
 class Unhealthy(Closed, kw_only=True):

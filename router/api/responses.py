@@ -8,7 +8,6 @@ import msgspec
 from aiohttp import web
 
 from ..config import RouterConfig
-from ..parsing import reader
 from ..request import Finish, Grown, Item, Prompt, Refused, Request, Token
 from ..text import Tokenizer
 from .body import json_response, read_named
@@ -18,15 +17,16 @@ from .openai_bodies import (
     ChatBody,
     Common,
     StreamOptions,
+    effort_of,
     ignored,
     naming,
     parameters,
     refuse_unsupported,
     truncation,
 )
-from .openai_chats import Chats
+from .openai_chats import Chats, speaker_of
 from .openai_scribe import Scribe, encode
-from .openai_shapes import Json, Speaker, Usage
+from .openai_shapes import Json, Usage
 from .ports import Batcher, limits_of
 from .responses_shapes import Output, Response
 from .stream import Clock, fold, headers_of, named_frame, send, stream_headers_of
@@ -111,7 +111,7 @@ class Responses:
         with naming(**theirs, top_n_tokens="top_logprobs", truncate="truncate_prompt_tokens"):
             request, make = await self._chats.request(chat, chat.messages, asked, limits)
         clock.valid()
-        output = Output(make() if make else Speaker(reader(None, None)), self._scribe.logprob if logprobs else None)
+        output = Output(speaker_of(make), self._scribe.logprob if logprobs else None)
         told = Asked(request, output, Response(body.model or self._config.model, _echoed(body)))
         if body.stream:
             return await send(http, self._batcher, [request], Events(told), stream_headers_of(clock, [request]) | headers)
@@ -202,16 +202,9 @@ def _chat(body: ResponsesBody) -> ChatBody:
         messages=messages_of(body),
         tools=[_tool(tool) for tool in body.tools or ()],
         chat_template_kwargs=body.chat_template_kwargs,
-        reasoning_effort=_effort(body),
+        reasoning_effort=effort_of((body.reasoning or {}).get("effort"), "reasoning.effort"),
         add_generation_prompt=True,
     )
-
-
-def _effort(body: ResponsesBody) -> str | None:
-    effort = (body.reasoning or {}).get("effort")
-    if effort is None or isinstance(effort, str):
-        return effort
-    raise Refused(f"`reasoning.effort` must be a string. Given: {effort!r}", "reasoning.effort")
 
 
 def _tool(tool: Any) -> Any:

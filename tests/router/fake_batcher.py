@@ -39,8 +39,8 @@ LIMITS = Limits(max_input_tokens=100, max_total_tokens=128, vocabulary=300, imag
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 
 
-def make_tokenizer(folder: Path) -> Tokenizer:
-    """A token per byte; <s> is put in front, </s> ends."""
+def make_tokenizer(folder: Path, template: str = TEMPLATE) -> Tokenizer:
+    """A token per byte; <s> is put in front, </s> ends. template: of chats."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {name: index for index, name in enumerate(["<s>", "</s>", *alphabet])}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, []))
@@ -49,7 +49,7 @@ def make_tokenizer(folder: Path) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     return Tokenizer(folder)
 
@@ -266,6 +266,20 @@ class Server:
         assert all(block.startswith("data: ") and "\n" not in block for block in blocks)
         texts = [block.removeprefix("data: ") for block in blocks]
         return ["[DONE]" if text == "[DONE]" else json.loads(text) for text in texts]
+
+    async def named_events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """All events of a stream, in order, each under its own name."""
+        async with self.client.post(path, json={**body, "stream": True}) as response:
+            assert response.status == 200
+            assert response.headers["Content-Type"] == "text/event-stream"
+            blocks = (await response.read()).decode().split("\n\n")
+        assert blocks.pop() == ""
+        found = []
+        for block in blocks:
+            name, data = block.split("\n")
+            found.append(json.loads(data.removeprefix("data: ")))
+            assert name == f"event: {found[-1]['type']}"
+        return found
 
 
 @asynccontextmanager

@@ -1,7 +1,6 @@
 """/v1/messages: messages of blocks to a chat, an answer to blocks, and the events in which these grow."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,26 +28,7 @@ SAYS = '<think>Hm?</think>Oh.<tool_call>{"name": "f", "arguments": {"x": 1}}</to
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """Of a model that thinks, and calls as Hermes does."""
-    folder: Path = tmp_path_factory.mktemp("tokenizer")
-    make_tokenizer(folder)
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
-    return Tokenizer(folder)
-
-
-async def events(server: Server, body: Any) -> list[dict[str, Any]]:
-    """All of a stream, in order, each under its own name."""
-    async with server.client.post(PATH, json={**body, "stream": True}) as response:
-        assert response.status == 200
-        assert response.headers["Content-Type"] == "text/event-stream"
-        blocks = (await response.read()).decode().split("\n\n")
-    assert blocks.pop() == ""
-    found = []
-    for block in blocks:
-        name, data = block.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-    return found
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"), TEMPLATE)
 
 
 def grown(events: list[dict[str, Any]]) -> dict[str, Any]:
@@ -117,7 +97,7 @@ def test_a_stop_sequence_is_named(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         asked = {**ASKED, "stop_sequences": ["xy", " you", "o y"]}
         _, whole, _ = await server.post(PATH, asked)
-        for body in (whole, grown(await events(server, asked))):
+        for body in (whole, grown(await server.named_events(PATH, asked))):
             assert body["content"] == [{"type": "text", "text": "Hell"}]
             assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", "o y")
 
@@ -134,7 +114,7 @@ def test_a_stream_grows_into_the_same(tokenizer: Tokenizer) -> None:
             {"type": "tool_use", "name": "f", "input": {"x": 1}},
         ]
         assert whole["stop_reason"] == "tool_use"
-        assert plain(grown(await events(server, asked))) == plain(whole)
+        assert plain(grown(await server.named_events(PATH, asked))) == plain(whole)
 
     serve(tokenizer, test, says=SAYS, cached=2)
 
@@ -288,7 +268,7 @@ def test_failures_are_told_in_their_shape(tokenizer: Tokenizer) -> None:
         assert (status, body["error"]["type"], response.headers["Retry-After"]) == (429, "rate_limit_error", "2")
         server.batcher.refuses = None
         server.batcher.breaks = (3, Broken("a shard died"))
-        found = await events(server, ASKED)
+        found = await server.named_events(PATH, ASKED)
         assert found[-1]["type"] == "error"
         assert found[-1]["error"]["type"] == "api_error"
         assert "a shard died" in found[-1]["error"]["message"]

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,11 +40,7 @@ def call(name: str, arguments: str) -> str:
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """Of a model that thinks, and calls as Hermes does."""
-    folder: Path = tmp_path_factory.mktemp("tokenizer")
-    make_tokenizer(folder)
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
-    tokenizer = Tokenizer(folder)
+    tokenizer = make_tokenizer(tmp_path_factory.mktemp("tokenizer"), TEMPLATE)
     assert tokenizer.parsers == ("hermes", "deepseek_r1")
     return tokenizer
 

@@ -1,7 +1,5 @@
 """/v1/responses: items to a chat, an answer to items, and the events in which these grow."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,27 +21,13 @@ F = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict"
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """Of a model that thinks, and calls as Hermes does."""
-    folder: Path = tmp_path_factory.mktemp("tokenizer")
-    make_tokenizer(folder)
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
-    return Tokenizer(folder)
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"), TEMPLATE)
 
 
 async def events(server: Server, body: Any) -> list[dict[str, Any]]:
-    """All of a stream, in order, each under its own name."""
-    async with server.client.post(PATH, json={**body, "stream": True}) as response:
-        assert response.status == 200
-        assert response.headers["Content-Type"] == "text/event-stream"
-        blocks = (await response.read()).decode().split("\n\n")
-    assert blocks.pop() == ""
-    found = []
-    for number, block in enumerate(blocks):
-        name, data = block.split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
-        assert event["sequence_number"] == number
-        found.append(event)
+    """All of a stream, numbered."""
+    found = await server.named_events(PATH, body)
+    assert [event["sequence_number"] for event in found] == [*range(len(found))]
     return found
 
 
