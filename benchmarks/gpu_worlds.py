@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from penstock.kernels import paged_attention
-from penstock.kernels.attention import Kind, Row, ancestry
+from penstock.kernels.attention import Row, ancestry
+from penstock.kernels.layout import Kind
 from penstock.kernels.paged_attention import Plan
 
 

@@ -8,7 +8,7 @@ Rows are put into blocks of equal q and similar length; a block is one gather an
 nothing here runs once per row. Blocks are small enough for the gathered copy to stay in the processor's cache.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .indexed import Choosing, narrowed
+from .layout import Kind, Layout
 
 # Elements of padding that a block may add to its rows: about what another block would cost. Measured 2026-11-22 on a shared EPYC,
 # 12 rows of 64 to 160 tokens with 256 elements each, four layers: 3.1 ms in three blocks, 2.1 in one.
@@ -37,19 +38,6 @@ Array: TypeAlias = "numpy.ndarray[Any, Any]"
 
 class Full(ValueError):
     """A step has more of something than it was given room for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """Layers that attend alike, on one rank. Their windows tell kinds apart."""
-
-    window: int  # positions that a token may look back, itself included; 0: all
-    kv_heads: int  # or parts of the query heads, which share latents
-    ratio: int  # query heads of a key head, or part
-    size: int  # of a key
-    latent: bool = False  # which its values are a part of
-    joined: bool = False  # queries of rows that are `whole` see each other
-    chunked: bool = False  # windows don't slide: they begin at their multiples, and no row goes beyond the end of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,24 +77,11 @@ def order(rows: Sequence[Row]) -> list[int]:
     return sorted(range(len(rows)), key=lambda i: (rows[i].queries, rows[i].context))
 
 
-def blocks(
-    rows: Sequence[Row],
-    page_size: int,
-    windows: Sequence[int],
-    elements: int,
-    device: torch.device,
-    start: int = 0,
-    joined: Collection[int] = (),
-    chunked: Collection[int] = (),
-) -> list[Block]:
-    """Blocks of `rows`, which stand in `order`.
-
-    windows: the distinct ones of the model's layers, 0 for none; elements: of keys and values per token and layer; start: their
-    first token in the step; joined: windows of layers where rows that are whole are that; chunked: windows that don't slide.
-    """
+def blocks(rows: Sequence[Row], layout: Layout, start: int = 0) -> list[Block]:
+    """Blocks of `rows`, which stand in `order`. start: their first token in the step."""
     result = []
-    for part in split(rows, elements):
-        block = _block(part, start, page_size, windows, joined, chunked, device)
+    for part in split(rows, layout.elements):
+        block = _block(part, start, layout)
         result.append(block)
         start += block.rows * block.queries
     return result
@@ -130,18 +105,10 @@ def split(rows: Sequence[Row], elements: int) -> Iterator[Sequence[Row]]:
         yield rows[first:]
 
 
-def _block(
-    rows: Sequence[Row],
-    start: int,
-    page_size: int,
-    windows: Sequence[int],
-    joined: Collection[int],
-    chunked: Collection[int],
-    device: torch.device,
-) -> Block:
-    slots = slots_of(rows, page_size)
+def _block(rows: Sequence[Row], start: int, layout: Layout) -> Block:
+    slots = slots_of(rows, layout.page_size)
     causal = [replace(row, whole=False) for row in rows] if any(row.whole for row in rows) else rows
-    views = {window: _view(rows if window in joined else causal, slots, window, window in chunked, device) for window in windows}
+    views = {kind.window: _view(rows if kind.joined else causal, slots, kind, layout.device) for kind in layout.kinds}
     return Block(start, len(rows), rows[0].queries, views)
 
 
@@ -154,11 +121,12 @@ def slots_of(rows: Sequence[Row], page_size: int) -> Array:
     return (tables[:, :, None] * page_size + numpy.arange(page_size)).reshape(len(rows), -1)[:, :length]
 
 
-def _view(rows: Sequence[Row], slots: Array, window: int, chunked: bool, device: torch.device) -> View:
+def _view(rows: Sequence[Row], slots: Array, kind: Kind, device: torch.device) -> View:
     """slots: of `slots_of`. What lies before a window is not gathered: the context just seems shorter."""
     tiled = rows[0].queries > TILE and rows[0].parents is None and not rows[0].whole
+    window = kind.window
     if window:
-        unseen = [row.context // window * window if chunked else max(0, row.context - window + 1) for row in rows]
+        unseen = [row.context // window * window if kind.chunked else max(0, row.context - window + 1) for row in rows]
         rows = [
             Row(row.queries, row.context - skip, (), row.parents, whole=row.whole) for row, skip in zip(rows, unseen, strict=True)
         ]

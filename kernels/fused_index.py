@@ -8,12 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attention import Kind
 from .compilation import EARLY_TARGETS, EIGHT_BIT_TARGETS, GENERATIONS, Compilation
 from .early import on, options, wait
 from .fused_latents import HEADS, WARPS, angles, constants_of, keep, turn
 from .fused_rotary import rotated, storable
 from .indexed import EPSILON, Choosing
+from .layout import Kind
 from .paged_attention import INTERPRET, TARGETS, Plan, tiles_of
 from .paged_kernels import dot, slots_of, visible_of
 

@@ -17,9 +17,10 @@ from torch import Tensor
 from triton import knobs
 
 from . import work as cutting
-from .attention import Full, Kind, Row
+from .attention import Full, Row
 from .compilation import Compilation
 from .early import on, options
+from .layout import Kind
 from .paged_kernels import attend, merge
 from .work import Item, Tile, Work
 
@@ -205,7 +206,7 @@ def _plan(
     pages = writer.add(_pages(rows, table.page_size), _room(capacity, "pages"))
     places = {}
     for kind, own in tiles.items():
-        parts = cutting.segments(table, kind.window, own, kind.ratio, kind.joined, kind.chunked)
+        parts = cutting.segments(table, kind, own)
         limit = fixed or cutting.longest(parts, kind.kv_heads, processors)
         places[kind] = _launch(writer, kind.window, cutting.work(table, parts, own, limit, bool(fixed)), capacity)
     buffer = writer.buffer(device)
@@ -228,10 +229,10 @@ def _plan(
 
 def _trees(rows: Sequence[Row], tiles: Sequence[Tile], ratio: int, capacity: Capacity | None) -> tuple[bool, ...]:
     """Per tile: whether its items may be of trees."""
-    kinds = {cutting.kind_of(tiles, row.queries * ratio) for row in rows if row.parents is not None}
+    taken = {cutting.tile_of(tiles, row.queries * ratio) for row in rows if row.parents is not None}
     if capacity is None:
-        return tuple(kind in kinds for kind in range(len(tiles)))
-    if kinds and not capacity.trees:
+        return tuple(tile in taken for tile in range(len(tiles)))
+    if taken and not capacity.trees:
         raise Full("a plan without room for trees was given one")
     return (capacity.trees,) * len(tiles)
 

@@ -5,71 +5,26 @@ accelerators.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-import torch
 from torch import Tensor
 
 from . import shared_prefixes, steady
-from .attention import Full, Kind, Row
+from .attention import Full, Row
 from .choose import triton_on
 from .indexed import Choosing
-from .work import ITEMS_PER_PROCESSOR, kind_of
+from .layout import Kind, Layout
+from .work import ITEMS_PER_PROCESSOR, tile_of
 
-__all__ = ["Full", "Kind", "Layout", "Plan", "Row", "attention", "capacity", "kind", "plan"]
+__all__ = ["Full", "Plan", "Row", "attention", "capacity", "narrows", "plan"]
 
 if TYPE_CHECKING:
     from . import paged_attention as paged
 
 
 FIXED = 512  # keys of an item on Triton's route, where what else is running may not decide how many it has
-TOGETHER = 16  # query heads at most that read a latent together on Triton's route
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """What all steps of a model on one rank have in common."""
-
-    page_size: int  # tokens
-    kinds: tuple[Kind, ...]  # of layers
-    latent: int  # features of values, which are the first of the one key that all heads share; 0: values are apart
-    softcap: float  # of its logits, 0 for none
-    sinks: bool  # logits that no values belong to
-    most: int  # tokens that one attends to, chosen by an index; 0: all
-    dtype: torch.dtype  # of queries
-    device: torch.device
-    steady: bool = False  # a token's answer may not depend by a bit on what else is in the step
-
-    @property
-    def elements(self) -> int:
-        """The most that a layer has of keys and values of a token."""
-        return max(kind.size * (1 if self.latent else 2 * kind.kv_heads) for kind in self.kinds)
-
-    @property
-    def ratio(self) -> int:
-        """The most query heads that share a key."""
-        return max(kind.ratio * (kind.kv_heads if self.latent else 1) for kind in self.kinds)
-
-    @property
-    def chunk(self) -> int:
-        """Positions of a window that doesn't slide; 0: there are none."""
-        return next((kind.window for kind in self.kinds if kind.chunked), 0)
-
-    @property
-    def special(self) -> bool:
-        """Torch's own attention is not enough."""
-        return self.softcap > 0 or self.sinks or self.most > 0
-
 
 Plan: TypeAlias = "shared_prefixes.Plan | steady.Plan | paged.Plan"
-
-
-def kind(window: int, heads: int, kv_heads: int, size: int, latent: bool, joined: bool = False, chunked: bool = False) -> Kind:
-    """Of layers with so many heads, of which as many as have room read a latent together."""
-    if latent:
-        kv_heads = heads // next(count for count in range(TOGETHER, 0, -1) if heads % count == 0)
-    return Kind(window, kv_heads, heads // kv_heads, size, latent, joined, chunked)
 
 
 def by_triton(layout: Layout) -> bool:
@@ -81,23 +36,7 @@ def plan(rows: Sequence[Row], layout: Layout, capacity: "paged.Capacity | None" 
     """The order in which rows have to stand in a step, and their attention then. capacity: what a graph has room for. Raises Full
     if that is too little."""
     if not by_triton(layout):
-        joined = [kind.window for kind in layout.kinds if kind.joined]
-        chunked = [kind.window for kind in layout.kinds if kind.chunked]
-        if layout.steady:
-            return steady.plan(rows, layout.page_size, layout.elements, layout.ratio, layout.device, joined, chunked)
-        windows, size = [kind.window for kind in layout.kinds], max(kind.size for kind in layout.kinds)
-        return shared_prefixes.plan(
-            rows,
-            layout.page_size,
-            windows,
-            layout.elements,
-            layout.device,
-            layout.ratio,
-            size,
-            layout.special,
-            joined,
-            chunked,
-        )
+        return steady.plan(rows, layout) if layout.steady else shared_prefixes.plan(rows, layout)
     from . import paged_attention as paged
 
     narrow = layout.most > 0 and any(row.context + row.queries > layout.most for row in rows)
@@ -155,7 +94,7 @@ def _room(
     items = count + cuts + shared, (count if mixed else 0) + cuts + shared, many + cuts + shared
     # A tile that no segment of so few queries takes would be launched in vain, in every layer of every step.
     most = tokens if mixed or not layout.steady else 1  # queries of a row, or of all that share a prefix
-    taken = {kind_of(tiles, queries * kind.ratio) for queries in range(1, most + 1)}
+    taken = {tile_of(tiles, queries * kind.ratio) for queries in range(1, most + 1)}
     first, second, third = (room if tile in taken else 0 for tile, room in enumerate(items))
     return (first, second, third), 3 * tokens + cuts * max(tile.rows for tile in tiles) // kind.ratio
 

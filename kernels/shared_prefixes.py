@@ -5,7 +5,7 @@ What a token finds among the keys that it has in common with others and among it
 says whose it is. Only rows of one query share: others do enough with a key that they have read.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -17,6 +17,7 @@ from torch.nn import functional
 from . import attention as plain
 from .attention import Block, Row, View
 from .indexed import Choosing
+from .layout import Layout
 from .work import Run, runs_of, width
 
 # What becomes a bundle. Measured 2026-11-24 on a Xeon, one thread, 8/4 heads of 32: four rows with 256 keys in common and 48 more
@@ -43,30 +44,16 @@ class Plan:
     levels: list[Level]  # what rows read together; each continues the one before
 
 
-def plan(
-    rows: Sequence[Row],
-    page_size: int,
-    windows: Sequence[int],
-    elements: int,
-    device: torch.device,
-    ratio: int,
-    size: int,
-    special: bool = False,
-    joined: Collection[int] = (),
-    chunked: Collection[int] = (),
-) -> tuple[list[int], Plan]:
-    """The order in which `rows` have to stand in the step, and its plan; arguments as those of `attention.blocks`.
-
-    ratio: query heads of a key head; size: of a head; special: attention has a softcap, or sinks, or an index.
-    """
+def plan(rows: Sequence[Row], layout: Layout) -> tuple[list[int], Plan]:
+    """The order in which `rows` have to stand in the step, and its plan."""
     # torch tells the sums that a merge needs on CPUs only. Behind a window rows see different parts of what they have in common.
-    able = device.type == "cpu" and not (special or any(windows))
+    able = layout.device.type == "cpu" and not (layout.special or layout.windowed)
     bundles, levels = list[Run](), list[list[Run]]()
     depths, own = [0] * len(rows), dict(enumerate(rows))
-    for run in runs_of(rows, page_size, 1) if able else ():
+    for run in runs_of(rows, layout.page_size, 1) if able else ():
         if run.members[0] not in own:
             continue  # they are in a bundle
-        if len(run.members) * ratio <= TOGETHER and _short(run, rows, page_size, size):
+        if len(run.members) * layout.ratio <= TOGETHER and _short(run, rows, layout):
             bundles.append(run)
             for i in run.members:
                 del own[i]
@@ -76,20 +63,20 @@ def plan(
         levels[depths[run.members[0]]].append(run)
         for i in run.members:
             depths[i] += 1
-            own[i] = Row(1, rows[i].context - run.end * page_size, rows[i].pages[run.end :])
-    bundled, together = _joint(bundles, rows, page_size, elements, device, whole=True)
+            own[i] = Row(1, rows[i].context - run.end * layout.page_size, rows[i].pages[run.end :])
+    bundled, together = _joint(bundles, rows, layout, whole=True)
     others = list(own)
     others = [others[k] for k in plain.order([*own.values()])]
-    blocks = plain.blocks([own[i] for i in others], page_size, windows, elements, device, len(bundled), joined, chunked)
+    blocks = plain.blocks([own[i] for i in others], layout, len(bundled))
     order = bundled + others
     places = {row: token for token, row in enumerate(order)}  # rows of one query come first
-    return order, Plan(together, blocks, [_level(level, rows, places, page_size, elements, device) for level in levels])
+    return order, Plan(together, blocks, [_level(level, rows, places, layout) for level in levels])
 
 
-def _short(run: Run, rows: Sequence[Row], page_size: int, size: int) -> bool:
+def _short(run: Run, rows: Sequence[Row], layout: Layout) -> bool:
     """Whether its rows have so little beyond it that all of them may as well look at that of all."""
-    alone = len(set(_beyond(run, rows, page_size))) * page_size
-    return alone * size <= ALONE * len(run.members) and (run.end - run.begin) * page_size + alone <= LONGEST
+    common, alone = run.end - run.begin, len(set(_beyond(run, rows, layout.page_size)))
+    return alone * layout.page_size * layout.size <= ALONE * len(run.members) and (common + alone) * layout.page_size <= LONGEST
 
 
 def _beyond(run: Run, rows: Sequence[Row], page_size: int) -> Iterator[int]:
@@ -97,25 +84,21 @@ def _beyond(run: Run, rows: Sequence[Row], page_size: int) -> Iterator[int]:
     return chain.from_iterable(rows[i].pages[run.end : width(rows[i], page_size)] for i in run.members)
 
 
-def _level(
-    runs: Sequence[Run], rows: Sequence[Row], places: dict[int, int], page_size: int, elements: int, device: torch.device
-) -> Level:
-    members, blocks = _joint(runs, rows, page_size, elements, device, whole=False)
-    return Level(torch.tensor([places[i] for i in members], device=device), blocks)
+def _level(runs: Sequence[Run], rows: Sequence[Row], places: dict[int, int], layout: Layout) -> Level:
+    members, blocks = _joint(runs, rows, layout, whole=False)
+    return Level(torch.tensor([places[i] for i in members], device=layout.device), blocks)
 
 
-def _joint(
-    runs: Sequence[Run], rows: Sequence[Row], page_size: int, elements: int, device: torch.device, whole: bool
-) -> tuple[list[int], list[Block]]:
+def _joint(runs: Sequence[Run], rows: Sequence[Row], layout: Layout, whole: bool) -> tuple[list[int], list[Block]]:
     """The members of all runs, and blocks that have these for queries and runs for rows. whole: with what members have alone."""
-    joint = []
+    page_size, joint = layout.page_size, []
     for run in runs:
         common = rows[run.members[0]].pages[run.begin : run.end]
         pages = [*common, *(dict.fromkeys(_beyond(run, rows, page_size)) if whole else ())]
         joint.append(Row(len(run.members), len(pages) * page_size - len(run.members), pages))
     order = plain.order(joint)
     members, blocks, following = list[int](), list[Block](), iter(order)
-    for part in plain.split([joint[k] for k in order], elements):
+    for part in plain.split([joint[k] for k in order], layout.elements):
         slots, start, queries = plain.slots_of(part, page_size), len(members), part[0].queries
         visible = numpy.zeros((len(part), queries if whole else 1, slots.shape[1] // page_size, page_size), bool)
         for row, seen, k in zip(part, visible, following, strict=False):
@@ -124,7 +107,7 @@ def _joint(
             if whole:
                 _see(seen, row.pages, run, rows)
             members += run.members
-        view = plain.view_of(slots, visible.reshape(*visible.shape[:2], -1), device)
+        view = plain.view_of(slots, visible.reshape(*visible.shape[:2], -1), layout.device)
         blocks.append(Block(start, len(part), queries, {0: view}))
     return members, blocks
 

@@ -7,7 +7,7 @@ other half of this are products whose rows don't depend on each other (`linear.E
 al. 2025, Thinking Machines Lab, "Defeating Nondeterminism in LLM Inference").
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .attention import BLOCK_ELEMENTS, TILE, Row, folded, gather, slots_of, unfolded
+from .layout import Kind, Layout
 
 # Keys that torch's attention on a CPU goes through at once, if there are as many.
 KEYS = 512
@@ -44,33 +45,23 @@ class Plan:
 
     blocks: list[Block]
     tile: int  # queries of one
-    joined: Collection[int]  # windows of layers where rows that are whole are that
-    chunked: Collection[int]  # windows that don't slide
+    kinds: dict[int, Kind]  # of layers, by their windows
 
 
-def plan(
-    rows: Sequence[Row],
-    page_size: int,
-    elements: int,
-    ratio: int,
-    device: torch.device,
-    joined: Collection[int] = (),
-    chunked: Collection[int] = (),
-) -> tuple[list[int], Plan]:
+def plan(rows: Sequence[Row], layout: Layout) -> tuple[list[int], Plan]:
     """The order in which `rows` have to stand in the step, and its plan.
 
-    elements: of keys and values per token and layer; ratio: query heads of a key head; joined, chunked: as in `attention.blocks`.
     Raises ValueError for trees: what their nodes see does not lie side by side, as it will when they are accepted, so it is added
     up in another order.
     """
     if any(row.parents is not None and list(row.parents) != list(range(-1, row.queries - 1)) for row in rows):
         raise ValueError("the nodes of a tree are not computed as a chain's tokens are, to the last bit")
-    tile = max(1, HEADS // ratio)
+    tile, device = max(1, HEADS // layout.ratio), layout.device
     order = sorted(range(len(rows)), key=lambda i: (rows[i].queries, _keys(rows[i])))
     blocks, start = list[Block](), 0
-    for part in _alike([rows[i] for i in order], tile, elements):
+    for part in _alike([rows[i] for i in order], tile, layout.elements):
         queries = part[0].queries
-        slots = slots_of(part, page_size)
+        slots = slots_of(part, layout.page_size)
         slots = numpy.pad(slots, ((0, 0), (0, _keys(part[0]) - slots.shape[1])))  # of page 0, which nobody sees
         positions = torch.tensor([row.context for row in part], device=device).unsqueeze(1) + torch.arange(queries, device=device)
         last = None
@@ -80,7 +71,7 @@ def plan(
         context = max(row.context for row in part)
         blocks.append(Block(start, len(part), queries, context, torch.from_numpy(slots.reshape(-1)).to(device), positions, last))
         start += len(part) * queries
-    return order, Plan(blocks, tile, joined, chunked)
+    return order, Plan(blocks, tile, {kind.window: kind for kind in layout.kinds})
 
 
 def _keys(row: Row) -> int:
@@ -112,7 +103,7 @@ def attention(
 ) -> Tensor:
     """As `attention.attention`."""
     attended: Callable[..., Tensor] = partial(functional.scaled_dot_product_attention, scale=scale)
-    heads, kv_heads = query.shape[1], cache.shape[2]
+    kind, heads, kv_heads = plan.kinds[window], query.shape[1], cache.shape[2]
     if softcap or sinks is not None:
         own = sinks.view(kv_heads, -1).repeat(1, plan.tile).unsqueeze(2) if sinks is not None else None
         attended = partial(_specially, scale=scale, softcap=softcap, sinks=own)
@@ -121,21 +112,21 @@ def attention(
         keys, values = gather(cache, block.slots, block.rows, query.dtype, scales)
         asking = query[block.start : block.start + block.rows * block.queries].view(block.rows, block.queries, heads, -1)
         many = TILE // plan.tile * plan.tile  # of a long row so many at once
-        last = block.last if block.last is not None and window in plan.joined else block.positions
+        last = block.last if block.last is not None and kind.joined else block.positions
         for first in range(0, block.queries, many):
             part, positions, ends = (x[:, first : first + many] for x in (asking, block.positions, last))
             seen = slice(_whole(block.context + (first + many if last is block.positions else block.queries)))
-            firsts = _first_keys(positions, window, window in plan.chunked)
+            firsts = _first_keys(positions, kind)
             found = _tiles(attended, part, keys[:, :, seen], values[:, :, seen], firsts, ends, plan.tile)
             answers.append(found.flatten(0, 1))
     return answers[0] if len(answers) == 1 else torch.cat(answers)
 
 
-def _first_keys(positions: Tensor, window: int, chunked: bool) -> Tensor:
+def _first_keys(positions: Tensor, kind: Kind) -> Tensor:
     """Those that queries at these positions see."""
-    if not window:
+    if not kind.window:
         return torch.zeros_like(positions)
-    return positions // window * window if chunked else positions - window + 1
+    return positions // kind.window * kind.window if kind.chunked else positions - kind.window + 1
 
 
 def _tiles(

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy
 
 from .attention import Row, depths
+from .layout import Kind
 
 # What a segment's `tree` may say instead of a token: `paged_kernels` has these, too.
 ORDERED, WHOLE = -1, -2
@@ -63,7 +64,7 @@ class Segment(NamedTuple):
     # ORDERED: keys after those are seen in order of position; WHOLE: all its queries see them all; else the row's first token, and
     # masks say who sees whom.
     tree: int
-    kind: int  # which tile
+    tile: int  # which one
     shared: bool  # its tokens have other segments besides
 
 
@@ -202,35 +203,34 @@ def common_pages(tables: Sequence[list[int]]) -> int:
     return alike
 
 
-def kind_of(tiles: Sequence[Tile], rows: int) -> int:
+def tile_of(tiles: Sequence[Tile], rows: int) -> int:
     """The smallest tile that holds so many rows, or the largest."""
-    return next((kind for kind, tile in enumerate(tiles) if tile.rows >= rows), len(tiles) - 1)
+    return next((place for place, tile in enumerate(tiles) if tile.rows >= rows), len(tiles) - 1)
 
 
-def segments(table: Table, window: int, tiles: Sequence[Tile], ratio: int, joined: bool = False, chunked: bool = False) -> Array:
-    """[segments, fields of Segment]. ratio: query heads of a key head; joined: rows that are whole are that here; chunked: the
-    window doesn't slide."""
-    common = numpy.array([*_common_segments(table, window, tiles, ratio, chunked)], numpy.int64)
-    own = _own_segments(table, window, tiles, ratio, joined, chunked)
+def segments(table: Table, kind: Kind, tiles: Sequence[Tile]) -> Array:
+    """[segments, fields of Segment], in layers of that kind."""
+    common = numpy.array([*_common_segments(table, kind, tiles)], numpy.int64)
+    own = _own_segments(table, kind, tiles)
     return numpy.concatenate((common.reshape(-1, len(Segment._fields)), own))
 
 
-def _common_segments(table: Table, window: int, tiles: Sequence[Tile], ratio: int, chunked: bool) -> Iterator[Segment]:
+def _common_segments(table: Table, kind: Kind, tiles: Sequence[Tile]) -> Iterator[Segment]:
     for run, first in table.runs:
-        for members, begin, end in _seen(table, run, window, chunked):
+        for members, begin, end in _seen(table, run, kind):
             count = int(table.queries[members].sum())
-            kind = kind_of(tiles, count * ratio)
-            most = tiles[kind].rows // ratio
+            tile = tile_of(tiles, count * kind.ratio)
+            most = tiles[tile].rows // kind.ratio
             for at in range(0, count if begin < end else 0, most):
                 pages = int(table.offsets[members[0]])
-                yield Segment(first + at, min(most, count - at), pages, begin, end, end, ORDERED, kind, True)
+                yield Segment(first + at, min(most, count - at), pages, begin, end, end, ORDERED, tile, True)
             first += count
 
 
-def _own_segments(table: Table, window: int, tiles: Sequence[Tile], ratio: int, joined: bool, chunked: bool) -> Array:
-    sizes = _ints([tile.rows for tile in tiles])
-    kinds = numpy.minimum(numpy.searchsorted(sizes, table.queries * ratio), len(tiles) - 1)
-    most = sizes[kinds] // ratio
+def _own_segments(table: Table, kind: Kind, tiles: Sequence[Tile]) -> Array:
+    sizes, window = _ints([tile.rows for tile in tiles]), kind.window
+    taken = numpy.minimum(numpy.searchsorted(sizes, table.queries * kind.ratio), len(tiles) - 1)
+    most = sizes[taken] // kind.ratio
     parts = -(-table.queries // most)  # segments of each row
     row = numpy.repeat(numpy.arange(len(parts)), parts)
     at = _ranges(numpy.zeros_like(parts), parts) * most[row]
@@ -242,30 +242,30 @@ def _own_segments(table: Table, window: int, tiles: Sequence[Tile], ratio: int, 
         for k in numpy.flatnonzero(row == i):
             tree[k], lowest[k] = table.starts[i], table.positions[first[k] : first[k] + count[k]].min()
     begin = table.own[row]
-    if chunked:
+    if kind.chunked:
         begin = numpy.maximum(begin, table.contexts[row] // window * window)
     elif window:
         begin = numpy.maximum(begin, (lowest - window + 1) // ALIGNMENT * ALIGNMENT)
     context = table.contexts[row]
     end = context + at + count  # a node's ancestors are before it, in a tree as well
-    if joined and any(one.whole for one in table.rows):
+    if kind.joined and any(one.whole for one in table.rows):
         whole = numpy.array([one.whole for one in table.rows])[row]
         tree[whole], end[whole] = WHOLE, (table.contexts + table.queries)[row[whole]]
     together = numpy.zeros(len(parts), numpy.int64)
     for run, _ in table.runs:
-        for members, first_key, last_key in _seen(table, run, window, chunked):
+        for members, first_key, last_key in _seen(table, run, kind):
             together[members] |= first_key < last_key
-    return numpy.stack((first, count, table.offsets[row], begin, end, context, tree, kinds[row], together[row]), 1)
+    return numpy.stack((first, count, table.offsets[row], begin, end, context, tree, taken[row], together[row]), 1)
 
 
-def _seen(table: Table, run: Run, window: int, chunked: bool) -> Iterator[tuple[list[int], int, int]]:
+def _seen(table: Table, run: Run, kind: Kind) -> Iterator[tuple[list[int], int, int]]:
     """Members of a run, side by side, with the first key of it that any of them may see, and the one after the last. Where windows
     don't slide, all of them see the same."""
     begin, end = run.begin * table.page_size, run.end * table.page_size
-    if not chunked:
-        yield run.members, _first_key(begin, min(table.rows[i].context for i in run.members), window), end
+    if not kind.chunked:
+        yield run.members, _first_key(begin, min(table.rows[i].context for i in run.members), kind.window), end
         return
-    for first, members in groupby(run.members, key=lambda i: table.rows[i].context // window * window):
+    for first, members in groupby(run.members, key=lambda i: table.rows[i].context // kind.window * kind.window):
         yield [*members], max(begin, first), end
 
 
@@ -291,19 +291,19 @@ def work(table: Table, parts: Array, tiles: Sequence[Tile], limit: int, fixed: b
     items = parts[which, :8]
     items[:, BEGIN], items[:, END], items[:, PARTIAL] = begins, ends, numpy.where(merged, partials, -1)
     longest_first = numpy.argsort(begins - ends, kind="stable")
-    kinds = parts[which, KIND][longest_first]
+    taken = parts[which, TILE][longest_first]
     tokens = table.tokens[_ranges(parts[which, FIRST], queries)]  # of each partial
     order = numpy.argsort(tokens, kind="stable")
     own, places, counts = numpy.unique(tokens[order], return_index=True, return_counts=True)
     return Work(
-        items=tuple(items[longest_first[kinds == kind]] for kind in range(len(tiles))),
+        items=tuple(items[longest_first[taken == tile]] for tile in range(len(tiles))),
         entries=numpy.stack((own, places, counts), 1),
         pieces=order,
     )
 
 
-FIRST, QUERIES, PAGES, BEGIN, END, CONTEXT, TREE, KIND, SHARED = range(len(Segment._fields))
-PARTIAL = KIND  # of an item, where a segment has its kind
+FIRST, QUERIES, PAGES, BEGIN, END, CONTEXT, TREE, TILE, SHARED = range(len(Segment._fields))
+PARTIAL = TILE  # of an item, where a segment has its tile
 
 
 def _cuts(parts: Array, keys: Array, limit: int, fixed: bool) -> tuple[Array, Array, Array]:
@@ -313,7 +313,7 @@ def _cuts(parts: Array, keys: Array, limit: int, fixed: bool) -> tuple[Array, Ar
         length = numpy.full(len(parts), limit)
         start = begin // limit * limit
     else:
-        count, tile = -(-(end - begin) // limit), keys[parts[:, KIND]]
+        count, tile = -(-(end - begin) // limit), keys[parts[:, TILE]]
         length = -(-(end - begin) // (count * tile)) * tile
         start = begin
     cuts = -(-(end - start) // length)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..kernels import ragged
-from ..kernels.ragged import Layout
+from ..kernels.layout import Layout, kind
 from . import rooms, step
 from .cache import Cache
 from .models.decoder import Decoder
@@ -128,7 +128,7 @@ def _layout_of(decoder: Decoder, page_size: int) -> Layout:
     return Layout(
         page_size=page_size,
         kinds=tuple(
-            ragged.kind(
+            kind(
                 window,
                 shape.heads // ranks,
                 shape.slot(ranks, window)[1],

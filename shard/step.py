@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..kernels import attention, ragged, shared_prefixes, steady, work
 from ..kernels.gated_delta import Spans
-from ..kernels.ragged import Layout
+from ..kernels.layout import Layout
 from ..kernels.transfer import lists_to_device, to_device
 from .pictures import AXES, Picture
 from .sequence import Group, Sequence

@@ -13,6 +13,7 @@ from torch import Tensor
 from penstock.kernels import attention as kernel
 from penstock.kernels import shared_prefixes
 from penstock.kernels.attention import BLOCK_ELEMENTS, PADDING, Row, ancestry, attention, blocks, order
+from penstock.kernels.layout import Kind, Layout
 
 CPU = torch.device("cpu")
 KV_HEADS = 2
@@ -55,6 +56,13 @@ class Paged:
         self.rows = [rows[i] for i in order(rows)]
         self.cache = torch.randn((sum(counts) + 1) * page_size, 2, KV_HEADS, SIZE)
 
+    def layout(self, group: int = 2, window: int = 0, sinking: bool = False) -> Layout:
+        """Of layers with that window and of such without, where `group` query heads share a key head."""
+        kinds = [
+            Kind(one, KV_HEADS, group, SIZE, joined=one in self.joined, chunked=one in self.chunked) for one in sorted({0, window})
+        ]
+        return Layout(self.page_size, tuple(kinds), torch.float32, CPU, sinks=sinking)
+
     def slots(self, row: Row) -> list[int]:
         return [row.pages[i // self.page_size] * self.page_size + i % self.page_size for i in range(row.context + row.queries)]
 
@@ -74,19 +82,7 @@ class Paged:
 
     def found(self, query: Tensor, window: int, sinks: Tensor | None = None) -> tuple[Tensor, shared_prefixes.Plan]:
         """The answers of `query`, whose tokens stand in the order of the rows, and how they were computed."""
-        windows = sorted({0, window})
-        order, plan = shared_prefixes.plan(
-            self.rows,
-            self.page_size,
-            windows,
-            2 * KV_HEADS * SIZE,
-            CPU,
-            query.shape[1] // KV_HEADS,
-            SIZE,
-            sinks is not None,
-            self.joined,
-            self.chunked,
-        )
+        order, plan = shared_prefixes.plan(self.rows, self.layout(query.shape[1] // KV_HEADS, window, sinks is not None))
         parts = query.split([row.queries for row in self.rows])
         answers = shared_prefixes.attention(torch.cat([parts[i] for i in order]), self.cache, plan, window, SIZE**-0.5, sinks=sinks)
         found = dict(zip(order, answers.split([self.rows[i].queries for i in order]), strict=True))
@@ -274,7 +270,7 @@ def test_bundles_below_a_run() -> None:
 def test_one_token_more(widths: Sequence[int]) -> None:
     """The plan that follows sees what a new plan sees: of single rows, bundles and runs."""
     paged = beams(widths, 160)
-    order, plan = shared_prefixes.plan(paged.rows, 16, [0], 2 * KV_HEADS * SIZE, CPU, 2, SIZE)
+    order, plan = shared_prefixes.plan(paged.rows, paged.layout())
     longer = []
     for row in paged.rows:
         pages = list(row.pages)
@@ -336,7 +332,7 @@ def test_beginnings_in_other_numbers(
     scales = torch.tensor([[0.5, 2.0], [1.0, 0.25]]) if stored != dtype else None
 
     def found() -> Tensor:
-        order, plan = shared_prefixes.plan(paged.rows, 16, [0], 2 * KV_HEADS * SIZE, CPU, 2, SIZE)
+        order, plan = shared_prefixes.plan(paged.rows, paged.layout())
         assert bool(plan.bundles if bundled else plan.levels) == (shared_prefixes.runs_of is honest)
         return shared_prefixes.attention(query[order], cache, plan, 0, SIZE**-0.5, scales=scales)[torch.tensor(order).argsort()]
 
@@ -370,7 +366,7 @@ def test_what_a_row_does_not_see_may_be_anything() -> None:
     """Slots of other rows and beyond a row's end have no weight at all, so answers don't change by a bit."""
     paged = Paged(SHAPES, 16, spare=2)
     query = torch.randn(sum(row.queries for row in paged.rows), KV_HEADS, SIZE)
-    plan = blocks(paged.rows, 16, [0], 2 * KV_HEADS * SIZE, CPU)
+    plan = blocks(paged.rows, paged.layout())
     before = attention(query, paged.cache, plan, 0, 1.0)
     used = {slot for row in paged.rows for slot in paged.slots(row)}
     paged.cache[[slot for slot in range(len(paged.cache)) if slot not in used]] = 1e30
@@ -381,8 +377,8 @@ def test_blocks_are_of_equal_rows_and_bounded_size() -> None:
     chance = random.Random(1)
     shapes = [(chance.choice([1, 1, 1, 4]), chance.randint(0, 1500)) for _ in range(200)]
     rows = Paged(shapes, 16).rows
-    elements = 256
-    plan = blocks(rows, 16, [0], elements, CPU)
+    layout = Layout(16, (Kind(0, KV_HEADS, 1, 64),), torch.float32, CPU)
+    plan, elements = blocks(rows, layout), layout.elements
     place = 0
     for block in plan:
         own = rows[place : place + block.rows]

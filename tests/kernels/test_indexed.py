@@ -14,9 +14,9 @@ pytest.importorskip("triton")
 
 from penstock.kernels import attention as plain
 from penstock.kernels import choose, fused_index, indexed, indexed_attention, operations, paged_attention, ragged
-from penstock.kernels.attention import Kind, Row
+from penstock.kernels.attention import Row
 from penstock.kernels.indexed import Choosing
-from penstock.kernels.ragged import Layout
+from penstock.kernels.layout import Kind, Layout
 
 from .test_paged_attention import DEVICE, TOLERANCE, rows_of, slots_of
 
@@ -55,12 +55,10 @@ class World:
         layout = Layout(
             page_size=page_size,
             kinds=(Kind(0, 1, 4, LATENT + TURNED, True),),
-            latent=LATENT,
-            softcap=0.0,
-            sinks=False,
-            most=most,
             dtype=dtype,
             device=DEVICE,
+            latent=LATENT,
+            most=most,
         )
         order, self.plan = ragged.plan(rows, layout)
         self.rows = [rows[i] for i in order]
@@ -190,7 +188,7 @@ def test_parts_that_are_alike_are_planned_once(monkeypatch: pytest.MonkeyPatch) 
 def test_graphs_have_no_room_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is known before anything is planned in vain."""
     world = World(rows_of([(1, 30)], 16, random.Random(6)), 16, 31, "triton")
-    layout = Layout(16, (Kind(0, 1, 4, LATENT + TURNED, True),), LATENT, 0.0, False, 31, torch.float32, DEVICE)
+    layout = Layout(16, (Kind(0, 1, 4, LATENT + TURNED, True),), torch.float32, DEVICE, latent=LATENT, most=31)
     room = ragged.capacity(layout, 4, 4, 100, 32, mixed=False)
     assert ragged.plan(world.rows, layout, room)
     monkeypatch.setattr(paged_attention, "plan", lambda *rows, **options: pytest.fail("planned in vain"))

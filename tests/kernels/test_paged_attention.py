@@ -21,9 +21,9 @@ pytest.importorskip("triton")
 
 from penstock.kernels import attention as plain
 from penstock.kernels import paged_attention, ragged, work
-from penstock.kernels.attention import Kind, Row
+from penstock.kernels.attention import Row
+from penstock.kernels.layout import Kind, Layout
 from penstock.kernels.paged_attention import Capacity, attention, plan, tiles_of
-from penstock.kernels.ragged import Layout
 from penstock.kernels.work import NODES, SHORTEST_RUN, Item, Segment, Table, Tile, Work
 
 from .test_attention import within_chunks
@@ -240,7 +240,7 @@ def test_chunks(page_size: int, fixed: int, chunk: int) -> None:
     shapes = [(1, 600), (1, 3 * chunk - 1), (1, 3 * chunk - 2), (1, 600), *within_chunks(chance, chunk, 6, 600)]
     rows = rows_of(shapes, page_size, chance, sharing=0.8)
     if not fixed:  # some read together what they see
-        parts = work.segments(work.table(rows, page_size, 60), chunk, TILES, 2, chunked=True)
+        parts = work.segments(work.table(rows, page_size, 60), Kind(chunk, 2, 2, 64, chunked=True), TILES)
         assert chunk == page_size or chunk < 256 or parts[:, work.SHARED].any()
     rows.append(replace(rows_of([(9, chunk + 3)], page_size, chance)[0], parents=[-1, 0, 1, 0, 2, 2, 1, 0, 5]))
     rows[-1] = replace(rows[-1], pages=[page + max(max(row.pages) for row in rows[:-1]) for page in rows[-1].pages])
@@ -344,7 +344,8 @@ def test_it_agrees_with_what_a_cpu_computes() -> None:
     rows = [rows[i] for i in plain.order(rows)]
     world = World(rows, 16)
     world.cache.nan_to_num_()  # there, what is masked must be finite
-    blocks = plain.blocks(rows, 16, [0, 40], 2 * world.size, torch.device("cpu"))
+    kinds = tuple(Kind(window, 2, 2, world.size) for window in (0, 40))
+    blocks = plain.blocks(rows, Layout(16, kinds, torch.float32, torch.device("cpu")))
     for window in (0, 40):
         expected = plain.attention(world.query.cpu(), world.cache.cpu(), blocks, window, world.size**-0.5)
         torch.testing.assert_close(world.found(world.plan(window), window).cpu(), expected, rtol=1e-5, atol=1e-5)
@@ -381,7 +382,7 @@ def test_layers_of_several_kinds_go_by_one_plan() -> None:
     """Each with tiles, items and partials of its own, in a plan that takes another's place."""
     kinds = [Kind(0, 1, 8, 32), Kind(31, 4, 2, 16), Kind(64, 2, 1, 300)]
     shapes = [(1, 300), (3, 20), (9, 280), (1, 128)]
-    layout = Layout(16, tuple(kinds), 0, 0.0, False, 0, torch.float32, DEVICE)
+    layout = Layout(16, tuple(kinds), torch.float32, DEVICE)
     room = ragged.capacity(layout, 14, 4, 400, 400, mixed=True, trees=True)
     assert set(room.items) == {0, 31, 64}
     plans = []
@@ -412,7 +413,7 @@ def test_layers_of_several_kinds_go_by_one_plan() -> None:
 def test_graphs_launch_no_tile_that_no_step_of_theirs_takes(tokens: int, mixed: bool, steady: bool, launched: list[bool]) -> None:
     """Even where all rows have a prefix in common: they are one segment then."""
     kinds = (Kind(0, 2, 4, 64),)
-    layout = Layout(16, kinds, 0, 0.0, False, 0, torch.bfloat16, DEVICE, steady)
+    layout = Layout(16, kinds, torch.bfloat16, DEVICE, steady=steady)
     room = ragged.capacity(layout, tokens, tokens, 1000, 64 * tokens, mixed)
     assert [count > 0 for count in room.items[0]] == launched
     fixed = ragged.FIXED if steady else 0
@@ -500,7 +501,7 @@ def cut(
     rows: list[Row], page_size: int, window: int, ratio: int, processors: int, kv_heads: int = 2
 ) -> tuple[Table, list[Segment], Work, int]:
     table = work.table(rows, page_size, (TILES[-1].rows - 1) // ratio)
-    parts = work.segments(table, window, TILES, ratio)
+    parts = work.segments(table, Kind(window, kv_heads, ratio, 64), TILES)
     limit = work.longest(parts, kv_heads, processors)
     return table, [Segment(*part) for part in parts.tolist()], work.work(table, parts, TILES, limit, False), limit
 
@@ -611,10 +612,11 @@ def test_a_long_row_among_short_ones_is_cut_and_they_are_not() -> None:
 
 
 def test_equal_rows_that_fill_the_device_are_not_cut() -> None:
-    tiles = tiles_of(Kind(0, 1, 4, 128), torch.bfloat16)
+    kind = Kind(0, 8, 4, 128)
+    tiles = tiles_of(kind, torch.bfloat16)
     table = work.table(rows_of([(1, 4096)] * 64, 16, random.Random(13)), 16, 31)
-    parts = work.segments(table, 0, tiles, 4)
-    found = work.work(table, parts, tiles, work.longest(parts, 8, 132), False)
+    parts = work.segments(table, kind, tiles)
+    found = work.work(table, parts, tiles, work.longest(parts, kind.kv_heads, 132), False)
     assert len(found.items[0]) == 64
     assert not len(found.pieces)
 

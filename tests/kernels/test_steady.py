@@ -12,13 +12,14 @@ from torch import Tensor
 
 from penstock.kernels import attention, steady
 from penstock.kernels.attention import Row
+from penstock.kernels.layout import Kind, Layout
 
 CPU = torch.device("cpu")
 PAGE = 16
 
 
 @dataclass(frozen=True)
-class Kind:
+class Case:
     """What attention may be asked beside plain ones."""
 
     heads: int = 4
@@ -33,53 +34,56 @@ class Kind:
     chunked: bool = False
     stored: torch.dtype | None = None
 
+    @property
+    def layout(self) -> Layout:
+        own = Kind(self.window, self.kv_heads, self.heads // self.kv_heads, self.size, self.latent, self.joined, self.chunked)
+        return Layout(PAGE, (own,), self.dtype, CPU)
 
-KINDS = {
-    "plain": Kind(),
-    "bfloat16": Kind(dtype=torch.bfloat16),
-    "float16": Kind(size=80, dtype=torch.float16),
-    "one head": Kind(kv_heads=4, size=64),
-    "many heads": Kind(heads=24, kv_heads=1, size=16),
-    "window": Kind(window=70),
-    "softcap": Kind(softcap=5.0),
-    "sinks": Kind(sinks=True, window=600),
-    "everything": Kind(softcap=3.0, sinks=True, dtype=torch.bfloat16),
-    "latents": Kind(kv_heads=1, size=72, latent=True, dtype=torch.bfloat16),
-    "8 bits": Kind(stored=torch.float8_e4m3fn),
-    "chunks": Kind(window=64, chunked=True),
-    "long chunks": Kind(window=640, chunked=True, softcap=3.0),
+
+CASES = {
+    "plain": Case(),
+    "bfloat16": Case(dtype=torch.bfloat16),
+    "float16": Case(size=80, dtype=torch.float16),
+    "one head": Case(kv_heads=4, size=64),
+    "many heads": Case(heads=24, kv_heads=1, size=16),
+    "window": Case(window=70),
+    "softcap": Case(softcap=5.0),
+    "sinks": Case(sinks=True, window=600),
+    "everything": Case(softcap=3.0, sinks=True, dtype=torch.bfloat16),
+    "latents": Case(kv_heads=1, size=72, latent=True, dtype=torch.bfloat16),
+    "8 bits": Case(stored=torch.float8_e4m3fn),
+    "chunks": Case(window=64, chunked=True),
+    "long chunks": Case(window=640, chunked=True, softcap=3.0),
 }
 
 
 class World:
     """A long row, and others beside it."""
 
-    def __init__(self, kind: Kind, length: int, seed: int = 0) -> None:
+    def __init__(self, case: Case, length: int, seed: int = 0) -> None:
         torch.manual_seed(seed)
-        self.kind, self.length = kind, length
+        self.case, self.length = case, length
         pages = list(range(1, 3 * length // PAGE + 20))
         random.Random(seed).shuffle(pages)
         width = -(-length // PAGE)
         self.pages, others = pages[:width], pages[width:]
         self.others = [Row(1, context, others) for context in (0, 100, 511, 512, length)]
-        slot = (1, 1, kind.size) if kind.latent else (2, kind.kv_heads, kind.size)
-        cache = torch.randn((max(pages) + 1) * PAGE, *slot) / (1 if kind.stored is None else 4)
-        self.cache = cache.to(kind.stored or kind.dtype)
-        self.scales = torch.rand(2, kind.kv_heads) + 0.5 if kind.stored else None
-        self.sinks = torch.randn(kind.heads) if kind.sinks else None
-        self.query = torch.randn(length, kind.heads, kind.size).to(kind.dtype)
+        slot = (1, 1, case.size) if case.latent else (2, case.kv_heads, case.size)
+        cache = torch.randn((max(pages) + 1) * PAGE, *slot) / (1 if case.stored is None else 4)
+        self.cache = cache.to(case.stored or case.dtype)
+        self.scales = torch.rand(2, case.kv_heads) + 0.5 if case.stored else None
+        self.sinks = torch.randn(case.heads) if case.sinks else None
+        self.query = torch.randn(length, case.heads, case.size).to(case.dtype)
 
     def row(self, start: int, end: int, whole: bool = False) -> Row:
         return Row(end - start, start, self.pages, whole=whole)
 
     def attend(self, rows: Sequence[Row], query: Tensor) -> Tensor:
         """Of each row's queries, in the order that they are given."""
-        kind = self.kind
-        elements = (1 if kind.latent else 2) * kind.kv_heads * kind.size
-        own = ([kind.window] if which else [] for which in (kind.joined, kind.chunked))
-        order, plan = steady.plan(rows, PAGE, elements, kind.heads // kind.kv_heads, CPU, *own)
+        case = self.case
+        order, plan = steady.plan(rows, case.layout)
         parts = query.split([row.queries for row in rows])
-        how: Any = kind.window, kind.size**-0.5, kind.softcap, self.scales, self.sinks
+        how: Any = case.window, case.size**-0.5, case.softcap, self.scales, self.sinks
         answers = steady.attention(torch.cat([parts[i] for i in order]), self.cache, plan, *how)
         found = dict(zip(order, answers.split([rows[i].queries for i in order]), strict=True))
         return torch.cat([found[i] for i in range(len(rows))])
@@ -97,25 +101,25 @@ class World:
         return torch.cat(found)
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
-def test_it_is_attention(kind: Kind) -> None:
-    world = World(kind, 700)
-    chunk = kind.window if kind.chunked else 700
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_it_is_attention(case: Case) -> None:
+    world = World(case, 700)
+    chunk = case.window if case.chunked else 700
     rows = [
         world.row(start, min(start + chunk, 700)) for start in range(0, 700, chunk)
     ]  # within chunks, of which the last is short
-    parts = attention.blocks(rows, PAGE, [kind.window], 1, CPU, chunked=[kind.window] if kind.chunked else ())
+    parts = attention.blocks(rows, case.layout)
     plan = sorted(parts, key=lambda block: block.start)
-    how: Any = kind.window, kind.size**-0.5, kind.softcap, world.scales, world.sinks
+    how: Any = case.window, case.size**-0.5, case.softcap, world.scales, world.sinks
     expected = attention.attention(world.query, world.cache, plan, *how).float()
     found = world.attend([world.row(0, 700)], world.query)
-    assert found.dtype == kind.dtype
-    torch.testing.assert_close(found.float(), expected, rtol=0, atol={4: 2e-6, 2: 2e-2}[kind.dtype.itemsize])
+    assert found.dtype == case.dtype
+    torch.testing.assert_close(found.float(), expected, rtol=0, atol={4: 2e-6, 2: 2e-2}[case.dtype.itemsize])
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
-def test_chunks_and_neighbours_change_no_bit(kind: Kind) -> None:
-    world = World(kind, 1100)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_chunks_and_neighbours_change_no_bit(case: Case) -> None:
+    world = World(case, 1100)
     whole = world.attend([world.row(0, 1100)], world.query)
     chance = random.Random(7)
     assert world.cut(lambda: 1, 0, 40).equal(whole[:40])
@@ -124,21 +128,20 @@ def test_chunks_and_neighbours_change_no_bit(kind: Kind) -> None:
         assert world.attend([world.row(end - 1, end)], world.query[end - 1 : end]).equal(whole[end - 1 : end])
 
 
-@pytest.mark.parametrize("kind", [Kind(joined=True), Kind(joined=True, window=70, softcap=5.0), Kind(window=70)])
-def test_whole_rows(kind: Kind) -> None:
+@pytest.mark.parametrize("case", [Case(joined=True), Case(joined=True, window=70, softcap=5.0), Case(window=70)])
+def test_whole_rows(case: Case) -> None:
     """They see what they should, and no bit changes with neighbours, nor if their beginning was computed before."""
-    world = World(kind, 700)
+    world = World(case, 700)
     rows = [world.row(0, 30), world.row(30, 600, whole=True), world.row(600, 700)]
-    joined = [kind.window] if kind.joined else []
-    plan = attention.blocks(attention_order(rows), PAGE, [kind.window], 1, CPU, joined=joined)
+    plan = attention.blocks(attention_order(rows), case.layout)
     parts = [world.query[row.context : row.context + row.queries] for row in attention_order(rows)]
-    how: Any = kind.window, kind.size**-0.5, kind.softcap
+    how: Any = case.window, case.size**-0.5, case.softcap
     found = world.attend(rows, world.query)
     expected = attention.attention(torch.cat(parts), world.cache, plan, *how)
     answers = torch.cat([found[row.context : row.context + row.queries] for row in attention_order(rows)])
     torch.testing.assert_close(answers, expected, rtol=0, atol=2e-6)
     plain = world.attend([world.row(0, 700)], world.query)
-    assert found[30:600].equal(plain[30:600]) is not kind.joined
+    assert found[30:600].equal(plain[30:600]) is not case.joined
     for start in (31, 100, 513, 599):
         beside = [world.query[:1]] * 5
         own = world.attend([*world.others, world.row(start, 600, whole=True)], torch.cat([*beside, world.query[start:600]]))
@@ -153,22 +156,23 @@ def test_blocks_of_other_keys_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which torch would go through together with others."""
     monkeypatch.setattr(steady, "KEYS", 16)
     with pytest.raises(AssertionError):
-        test_chunks_and_neighbours_change_no_bit(KINDS["plain"])
+        test_chunks_and_neighbours_change_no_bit(CASES["plain"])
 
 
 def test_tiles_as_high_as_there_are_queries_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     tiles = steady._tiles
     monkeypatch.setattr(steady, "_tiles", lambda *given: tiles(*given[:-1], given[1].shape[1]))
     with pytest.raises(AssertionError):
-        test_chunks_and_neighbours_change_no_bit(KINDS["one head"])
+        test_chunks_and_neighbours_change_no_bit(CASES["one head"])
 
 
 def test_rows_share_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of one token that read as many keys, as far as a block's memory goes; a long row has its own."""
     rows = [Row(1, context, range(100)) for context in (5, 600, 511, 30, 512)] + [Row(40, 60, range(100))]
-    order, plan = steady.plan(rows, PAGE, 64, 2, CPU)
+    layout = Case(heads=2, kv_heads=1).layout
+    order, plan = steady.plan(rows, layout)
     assert order == [0, 2, 3, 1, 4, 5]
     shapes = [(block.rows, block.queries, len(block.slots) // block.rows) for block in plan.blocks]
     assert shapes == [(3, 1, 512), (2, 1, 1024), (1, 40, 512)]
     monkeypatch.setattr(steady, "BLOCK_ELEMENTS", 2 * 512 * 64)
-    assert [block.rows for block in steady.plan(rows, PAGE, 64, 2, CPU)[1].blocks] == [2, 1, 1, 1, 1]
+    assert [block.rows for block in steady.plan(rows, layout)[1].blocks] == [2, 1, 1, 1, 1]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from penstock.kernels import choose, steady
+from penstock.kernels.layout import Kind, Layout
 from penstock.kernels.linear import Exact
 from penstock.shard import invariance
 from penstock.shard.config import ShardConfig
@@ -141,9 +142,10 @@ def test_what_leads_from_latents_to_heads_depends_on_no_other_row(sizes: tuple[i
 
 def test_nodes_of_trees_are_refused() -> None:
     row = steady.Row(3, 20, range(30), parents=[-1, 0, 0])
+    layout = Layout(1, (Kind(0, 1, 2, 4),), torch.float32, tiny.CPU)
     with pytest.raises(ValueError, match="not computed as a chain's"):
-        steady.plan([row], 1, 8, 2, tiny.CPU)
-    assert steady.plan([replace(row, parents=[-1, 0, 1])], 1, 8, 2, tiny.CPU)
+        steady.plan([row], layout)
+    assert steady.plan([replace(row, parents=[-1, 0, 1])], layout)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt-oss", "short", "four"])
