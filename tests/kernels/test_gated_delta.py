@@ -129,5 +129,6 @@ def test_gated_norm(dtype: torch.dtype, route: str, chance: random.Random) -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_states_forget_guesses(way: str, dtype: torch.dtype, chance: random.Random) -> None:
     choose.force(way)
-    lengths = [chance.choice((1, 2, 5, 5, 5, 5, 70)) for _ in range(6)]
+    usual = (1, 2, 5, 5, 5, 5, 70) if way == "reference" else (1, 2, 5)  # in the interpreter 70 tokens take a minute
+    lengths = [chance.choice(usual) for _ in range(6 if way == "reference" else 4)]
     memories.check_guesses(layer_of(chance, dtype, most=24), lengths, 3, chance, 10 * TOLERANCES[dtype])

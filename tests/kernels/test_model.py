@@ -23,6 +23,7 @@ from penstock.shard.guesses import Guesses
 from penstock.shard.models import stream
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling
+from penstock.tests.kernels import sanitizer
 from penstock.tests.shard import test_invariance, tiny
 from penstock.tests.shard.driver import Driver, Flying, Habits, World, drive, message
 
@@ -81,6 +82,11 @@ def replaying(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return run
 
 
+@pytest.fixture(autouse=True)
+def watched() -> None:
+    """Not here, but where a test says so: each kernel has been watched in its own tests, and it takes a third of the time."""
+
+
 USUAL = Extent(tokens=16, rows=4, total=32, pages=PAGES)
 
 
@@ -100,7 +106,7 @@ def with_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch, extent: Extent 
     "name",
     [
         *(QWEN3, WINDOW, GEMMA, GEMMA4, GEMMA4_E, GEMMA4_MOE, GPT_OSS, LLAMA4, MIXTRAL, OLMO, MOE, DEEPSEEK, INDEXED),
-        *(BLOOM, DELTA, SPACES, SHORT, PARTS),
+        *(BLOOM, DELTA, SPACES, SHORT, PARTS, BESIDE),
     ],
 )
 def test_a_shard_by_triton_gives_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,13 +115,14 @@ def test_a_shard_by_triton_gives_the_same_tokens(name: str, monkeypatch: pytest.
     sample = fused_sampling.sample
     monkeypatch.setattr(fused_sampling, "sample", lambda *given: calls.append(1) or sample(*given))
     choose.force("triton")
-    found = run(tiny.engine(name, 4, PAGES), filters=True)
+    with sanitizer.watching():
+        found = run(tiny.engine(name, 4, PAGES), filters=True)
     assert found.tokens == expected.tokens
     assert found.finishes == expected.finishes
     assert calls
 
 
-@pytest.mark.parametrize("name", [QWEN3, WINDOW, GEMMA, GEMMA4, GEMMA4_E, OLMO, MOE, DEEPSEEK, SPACES, SHORT, PARTS, BESIDE])
+@pytest.mark.parametrize("name", [QWEN3, GEMMA4, OLMO, MOE, DEEPSEEK, SHORT])
 def test_products_of_few_rows_give_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As for models in bfloat16: norms, SwiGLU and sums go with the products."""
     expected = plain(name)
@@ -132,7 +139,7 @@ def test_products_of_few_rows_give_the_same_tokens(name: str, monkeypatch: pytes
     monkeypatch.setattr(stream, "add_rms_norm", lambda x, *given: norms.append(len(x)) or norm(x, *given))
     found = run(tiny.engine_of(name, Ranks(0, 1, tiny.CPU), 4, PAGES))
     assert found.tokens == expected.tokens
-    added = {"add"} if name not in (GEMMA, GEMMA4, GEMMA4_E, OLMO) else set()  # which have a norm before it is added
+    added = {"add"} if name not in (GEMMA4, OLMO) else set()  # which have a norm before it is added
     assert {how for _, *names in calls for how in names} == {"gains", "epsilon", "gated", "gelu"} | added
     assert max(rows for rows, *_ in calls) == 5
     assert max(norms) > 5  # larger steps go by the others
@@ -196,7 +203,7 @@ def searches() -> list[Group]:
     return [*made, tiny.group(2, common[:4], 9)]
 
 
-@pytest.mark.parametrize(("name", "graphs"), [(LLAMA, False), (LLAMA, True), (LLAMA4, True)])
+@pytest.mark.parametrize(("name", "graphs"), [(LLAMA, False), (LLAMA4, True)])
 def test_beams_part_on_the_device(name: str, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where steps overlap, only the device knows whose pages they go on with."""
     monkeypatch.setattr(work, "SHORTEST_RUN", 4)
@@ -260,7 +267,7 @@ def test_a_cache_of_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found - full).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("name", [LLAMA, WINDOW, GEMMA4, MOE])
+@pytest.mark.parametrize("name", [WINDOW, MOE])
 def test_nothing_depends_on_the_batch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With `batch_invariant`, where all go by tiles that are always the same: each request alone, and all of them in chunks."""
     rows = set()

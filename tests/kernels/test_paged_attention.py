@@ -266,8 +266,7 @@ def test_a_tree_has_at_most_128_nodes() -> None:
         plan([row], 16, [Kind(0, 1, 1, 64)], DEVICE, dtype=torch.float32)
 
 
-@pytest.mark.parametrize(("window", "joined"), [(0, [0]), (40, [40]), (40, [0]), (200, [0, 200])])
-@pytest.mark.parametrize("page_size", [3, 16, 64])
+@pytest.mark.parametrize(("page_size", "window", "joined"), [(16, 0, [0]), (3, 40, [40]), (16, 40, [0]), (64, 200, [0, 200])])
 def test_whole_rows(page_size: int, window: int, joined: list[int]) -> None:
     """In layers of some windows, beside trees and chains, cut into tiles and pieces."""
     chance = random.Random(page_size + window)

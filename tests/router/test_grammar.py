@@ -19,6 +19,8 @@ from penstock.router.request import Grammar, Overloaded, Refused
 
 NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "required": ["next"]}
 LIST = {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}}, "required": ["next"]}
+pytestmark = pytest.mark.usefixtures("own_processes")
+
 ANSWER = b'["", 0.01, "regex", "a"]'  # of the other process: nothing is wrong
 
 

@@ -271,6 +271,7 @@ def test_pixels_of_all_requests_are_counted(folder: Path, tokenizer: Tokenizer) 
     asyncio.run(test())
 
 
+@pytest.mark.usefixtures("own_processes")
 def test_who_leaves_does_not_end_what_prepares_images(folder: Path, tokenizer: Tokenizer) -> None:
     async def test() -> None:
         validator = Validator(RouterConfig(folder=str(folder), model="m", max_images=1), tokenizer)

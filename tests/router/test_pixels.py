@@ -20,7 +20,7 @@ from penstock.router.resizing import longest_side, rounded
 from penstock.tests.router.sights import PATCH, PROCESSORS, bomb, encoded, make_folder, picture
 
 MOST = 1 << 20
-SIZES = [(57, 211), (640, 480), (33, 30), (1601, 1999), (28, 28), (1000, 9)]
+SIZES = [(57, 211), (640, 480), (33, 30), (901, 1099), (28, 28), (1000, 9)]
 
 
 def prepared(folder: Path, *images: bytes, most: int = MOST, seconds: float = 10.0) -> list[Pixels]:
@@ -292,6 +292,7 @@ def test_a_bound_of_sides_is_the_largest() -> None:
             assert all(rounded(more, 28, size) > most for more in further)
 
 
+@pytest.mark.usefixtures("own_processes")
 def test_what_transformers_5_saves_is_read(tmp_path: Path) -> None:
     """All in one file; the image processor within it."""
     make_folder(tmp_path, "mistral3")
@@ -371,6 +372,7 @@ def test_equal_pictures_have_equal_digests(folder: Path) -> None:
     assert tall.digest != wide.digest
 
 
+@pytest.mark.usefixtures("own_processes")
 def test_a_folder_brings_no_code(tmp_path: Path) -> None:
     """Nor is anybody asked whether it may: what asks would be the pipe to the router."""
     make_folder(tmp_path)
@@ -393,6 +395,7 @@ def test_a_processor_of_another_kind_is_told(tmp_path: Path, caplog: pytest.LogC
     assert "images can't be prepared" in caplog.text
 
 
+@pytest.mark.usefixtures("own_processes")
 def test_a_folder_without_a_processor_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make_folder(tmp_path)
     (tmp_path / "preprocessor_config.json").unlink()

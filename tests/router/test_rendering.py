@@ -13,6 +13,8 @@ from penstock.router.request import Refused
 from penstock.router.template import Chat, ChatTemplate
 from penstock.tests.seconds import least
 
+pytestmark = pytest.mark.usefixtures("own_processes")
+
 SOURCE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ tools }}{{ documents }}{{ mood }}"
 CHAT = Chat(
     messages=[{"role": "user", "content": "né \u2028 🦊 \ud800", "n": 10**30}],

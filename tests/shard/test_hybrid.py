@@ -622,16 +622,19 @@ def calm(name: str) -> World:
     return drive(tiny.engine(name, 16, 2000, prefix_caching=False), asked(0), Habits())
 
 
-@pytest.mark.parametrize("name", ["granite-4-h-moe", "lfm2", "qwen3-next", "qwen3.5"])
 @pytest.mark.parametrize(
-    ("proposer", "drafts", "page_size", "chunk", "prefix_caching"),
+    ("name", "proposer", "drafts", "page_size", "chunk", "prefix_caching"),
     [
-        ("lookup", 4, 4, UNLIMITED, False),
-        ("right", 4, 16, 7, True),
-        ("right", 8, 1, UNLIMITED, True),
-        ("chains", 1, 16, UNLIMITED, True),
-        ("chains", 8, 4, 7, False),
-        ("chains", 4, 1, 7, True),
+        ("granite-4-h-moe", "right", 8, 1, UNLIMITED, True),
+        ("granite-4-h-moe", "chains", 4, 1, 7, True),
+        ("lfm2", "lookup", 4, 4, UNLIMITED, False),
+        ("lfm2", "right", 4, 16, 7, True),
+        ("lfm2", "chains", 8, 4, 7, False),
+        ("qwen3-next", "right", 8, 1, UNLIMITED, True),
+        ("qwen3-next", "chains", 1, 16, UNLIMITED, True),
+        ("qwen3-next", "chains", 4, 1, 7, True),
+        ("qwen3.5", "right", 4, 16, 7, True),
+        ("qwen3.5", "chains", 8, 4, 7, False),
     ],
 )
 def test_guesses_are_remembered_once_they_are_right(

@@ -2,6 +2,7 @@
 is cut, whether it pauses, what is cached, or what is guessed: tokens and log-probabilities are equal, not close."""
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -102,8 +103,7 @@ def test_a_crowd_in_a_tiny_pool(page_size: int, chunk: int, dtype: str) -> None:
     assert at_rest(own)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", FAMILIES[1:])
+@pytest.mark.parametrize(("name", "dtype"), zip(FAMILIES[1:], itertools.cycle(("bfloat16", "float32"))))
 def test_families(name: str, dtype: str) -> None:
     world = drive(engine(name, dtype, page_size=4), crowd(), Habits(9, pause=0.03), seed=3)
     assert differences(world, calm(name, dtype)) == []
