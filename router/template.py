@@ -7,7 +7,7 @@ import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
 from typing import Any, NoReturn
@@ -42,6 +42,7 @@ class Chat:
     variables: Mapping[str, Any] = field(default_factory=dict)  # `chat_template_kwargs`: enable_thinking...
     add_generation_prompt: bool = True
     continue_final_message: bool = False  # the prompt ends where the last message's own text ends
+    folds_system: bool = False  # a later system message joins the one before it, where the template has no place for it
 
 
 class ChatTemplate:
@@ -67,6 +68,8 @@ class ChatTemplate:
         """The prompt's text. Raises Refused."""
         if not chat.messages:
             raise Refused("`messages` cannot be empty", "messages")
+        if chat.folds_system and not self._takes_later_system:
+            chat = replace(chat, messages=_folded(chat.messages))
         messages = [self._message(message) for message in chat.messages]
         if not chat.continue_final_message:
             return self._run(chat, messages, chat.add_generation_prompt)
@@ -117,6 +120,17 @@ class ChatTemplate:
             return True
         found = self._writes({"role": "user", "content": MARK})
         return self._asks if found is None else found
+
+    @cached_property
+    def _takes_later_system(self) -> bool:
+        """Whether it writes system messages where they are. Many refuse those behind others, leave them out, or put them first."""
+        said = [(role, f"{MARK}{place}") for place, role in enumerate(("system", "user", "assistant", "user", "system"))]
+        try:
+            text = self._run(Chat(messages=()), [self._message({"role": role, "content": word}) for role, word in said], True)
+        except Refused:
+            return False
+        places = [-1, *(text.find(word) for _, word in said)]
+        return places == sorted(set(places))
 
     @cached_property
     def _text_arguments(self) -> bool:
@@ -255,6 +269,28 @@ def _with_text_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
     arguments = call["function"]["arguments"]
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return {**call, "function": {**call["function"], "arguments": text}}
+
+
+def _folded(messages: Sequence[Message]) -> list[Message]:
+    """Without system messages behind others. Claude Code tells models that know none the same in such a reminder; a message of its
+    own would end a turn, and templates leave out what was thought in turns before the last."""
+    found = [messages[0]]
+    for message in messages[1:]:
+        last = found[-1]
+        if message.get("role") != "system":
+            found.append(message)
+            continue
+        content = message.get("content") or ""
+        text = content if isinstance(content, str) else "".join(map(_part_text, content))
+        if last.get("role") != "system":
+            text = f"<system-reminder>\n{text}\n</system-reminder>"
+        if last.get("role") == "assistant":
+            found.append({"role": "user", "content": text})
+        elif _last_text(last) is not None:
+            found[-1] = _marked(last, f"\n\n{text}")
+        else:
+            found[-1] = {**last, "content": [*(last.get("content") or ()), {"type": "text", "text": text}]}
+    return found
 
 
 def _last_text(message: Message) -> str | None:

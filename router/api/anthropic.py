@@ -63,6 +63,12 @@ class MessagesBody(Common, kw_only=True):
 UNSUPPORTED = ("stop", *MessagesBody.__struct_fields__[MessagesBody.__struct_fields__.index("container") :])
 
 
+class Conversation(ChatBody, kw_only=True):
+    """As a chat. Claude Code has system messages in the middle of almost each."""
+
+    folds_system = True
+
+
 class Anthropic:
     """The handlers."""
 
@@ -149,7 +155,7 @@ def _parameters(http: web.Request, body: MessagesBody, truncate: int | None) -> 
     return parameters(http, meant, max_new_tokens=body.max_tokens, truncate=truncate)
 
 
-def _chat(body: MessagesBody) -> ChatBody:
+def _chat(body: MessagesBody) -> Conversation:
     """The same as a chat."""
     same = {name: getattr(body, name) for name in Common.__struct_fields__}
     output = body.output_config or {}
@@ -159,7 +165,7 @@ def _chat(body: MessagesBody) -> ChatBody:
             raise Refused('`output_config.format` must have the type "json_schema", and a `schema`', "output_config.format")
         same["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": format["schema"]}}
     choice, parallel = choice_of(body.tool_choice)
-    return ChatBody(
+    return Conversation(
         **same,
         messages=messages_of(body.messages, body.system),
         tools=tools_of(body.tools),

@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from aiohttp import web
@@ -162,6 +162,8 @@ class CompletionBody(Body, kw_only=True):
 
 class ChatBody(Body, kw_only=True):
     """Of /v1/chat/completions."""
+
+    folds_system: ClassVar[bool] = False  # see `Chat`
 
     messages: list[dict[str, Any]]
     documents: list[dict[str, Any]] | None = None

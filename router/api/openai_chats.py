@@ -80,6 +80,7 @@ class Chats:
             variables=effort | (body.chat_template_kwargs or {}),
             add_generation_prompt=body.add_generation_prompt is not False,
             continue_final_message=_continues(body, given[-1]),
+            folds_system=body.folds_system,
         )
         return await self._tokenizer.chat_prompt(chat, body.chat_template)
 

@@ -94,6 +94,44 @@ def test_a_template_may_write_a_role_in_its_own_way() -> None:
         template.check_roles(Chat(messages=[{"role": "Critic", "content": "hm"}, QUESTION]))
 
 
+LEAVES_OUT = "{% for m in messages %}{% if m.role != 'system' or loop.first %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"
+LATER = {"role": "system", "content": "so"}
+REMINDER = "<system-reminder>\nso\n</system-reminder>"
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ([LATER, QUESTION], "[system]so[user]What <|is> e?"),
+        ([QUESTION, LATER], f"[user]What <|is> e?\n\n{REMINDER}"),
+        ([QUESTION, LATER, LATER], f"[user]What <|is> e?\n\n{REMINDER}\n\n{REMINDER}"),
+        ([LATER, LATER, QUESTION], "[system]so\n\nso[user]What <|is> e?"),
+        ([FOUND, {"role": "system", "content": [{"type": "text", "text": "so"}]}], f"[tool]21 °C\n\n{REMINDER}"),
+        ([{"role": "user", "content": [{"type": "text", "text": "a"}]}, LATER], f"[user]a\n\n{REMINDER}"),
+        ([{"role": "user", "content": []}, LATER], f"[user]{REMINDER}"),
+        ([QUESTION, {"role": "assistant", "content": "2"}, LATER], f"[user]What <|is> e?[assistant]2[user]{REMINDER}"),
+    ],
+)
+def test_a_later_system_message_may_join_the_one_before(messages: list[dict[str, Any]], said: str) -> None:
+    assert ChatTemplate(LEAVES_OUT, {}).render(Chat(messages=messages, folds_system=True)) == said
+
+
+@pytest.mark.parametrize(
+    ("source", "folds"),
+    [
+        (TEMPLATES["chatml"], False),
+        (TEMPLATES["qwen3"], False),
+        (LEAVES_OUT, True),
+        (TEMPLATES["mistral"], True),  # refuses it
+        (TEMPLATES["deepseek"], True),  # puts it first, instead of the first
+        (LEAVES_OUT.replace("m.content", "m.content[0].text"), True),
+    ],
+)
+def test_it_joins_only_where_the_template_has_no_place_for_it(source: str, folds: bool) -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+    assert (REMINDER in ChatTemplate(source, SPECIAL).render(Chat(messages=[*parts, LATER], folds_system=True))) == folds
+
+
 def rendered_by_transformers(source: str, chat: Chat) -> str:
     """Raises whatever it raises."""
     reference = pytest.importorskip("transformers.utils.chat_template_utils")
