@@ -10,11 +10,15 @@ Json = dict[str, Any]
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # of tools, by type
 ROLES = ("user", "assistant", "system")
 SILENT = "redacted_thinking"  # of somebody else's model: nobody here can read it
+# How Claude Code's first block of `system` begins, for Anthropic's bills. No model is meant to read it, and it may differ in each
+# request, so that nothing behind it would be found in the cache.
+BILLING = "x-anthropic-billing-header:"
 
 
 def messages_of(given: Sequence[Json], system: str | list[Json] | None) -> list[Json]:
     """A chat's. What tools have found becomes messages of its own. Raises Refused."""
-    found = [] if not system else [{"role": "system", "content": _texts(system, "system")}]
+    told = _texts(system or "", "system")
+    found = [{"role": "system", "content": told}] if told else []
     for index, message in enumerate(given):
         role, content, place = message.get("role"), message.get("content"), f"messages[{index}]"
         if role not in ROLES:
@@ -76,12 +80,14 @@ def _said(blocks: Sequence[tuple[Json, str]]) -> Json:
 
 
 def _part(block: Json, place: str) -> Json:
-    """Of a message: a text or an image."""
+    """Of a message: a text, an image, or a tool that a search among tools has found."""
     match block["type"]:
         case "text":
             return {"type": "text", "text": _text(block, "text", place)}
         case "image":
             return {"type": "image_url", "image_url": {"url": _url(block.get("source"), place)}}
+        case "tool_reference":
+            return {"type": "text", "text": f"Found the tool {_text(block, 'tool_name', place)}.\n"}
         case kind:
             raise _unknown(kind, place)
 
@@ -98,7 +104,8 @@ def _url(source: Any, place: str) -> str:
 def _texts(said: str | list[Json], name: str) -> str:
     if isinstance(said, str):
         return said
-    return "".join(_text(block, "text", f"{name}[{index}]") for index, block in enumerate(said))
+    texts = [_text(block, "text", f"{name}[{index}]") for index, block in enumerate(said)]
+    return "".join(text for text in texts if not text.startswith(BILLING))
 
 
 def _text(block: Json, name: str, place: str) -> str:
