@@ -212,6 +212,15 @@ class Refused(Failure):
         self.parameter = parameter
 
 
+class TooLong(Refused):
+    """The prompt has more tokens than there may be. `found`: how many these are."""
+
+    def __init__(self, message: str, found: str, most: int) -> None:
+        super().__init__(message, "inputs")
+        self.found = found
+        self.most = most
+
+
 class Overloaded(Failure):
     """There is no room for the request, or nobody free to look into it. `retry_after`: seconds until there probably is."""
 

@@ -19,7 +19,7 @@ import msgspec
 from .config import Misconfigured, RouterConfig
 from .grammar import Grammars
 from .pictures import NO_IMAGES, Pictures
-from .request import Beams, Expired, Grammar, Image, Limits, Overloaded, Priority, Refused, Request, Sampling, Stopping
+from .request import Beams, Expired, Grammar, Image, Limits, Overloaded, Priority, Refused, Request, Sampling, Stopping, TooLong
 from .scheduler import most_pages
 from .text import LONG_TEXT, Tokenizer
 
@@ -59,6 +59,7 @@ class Parameters(msgspec.Struct, frozen=True, kw_only=True):
     do_sample: bool = False
     seed: int | None = None
     max_new_tokens: int | None = None
+    fitting: bool = False  # so many are the most that is wanted: all that fit, if these are fewer
     truncate: int | None = None
     stop: Sequence[str] = ()
     include_stop: bool = True
@@ -210,9 +211,10 @@ class Validator:
         """Of a long text, before it is tokenized, which is dear."""
         room = most * self._tokenizer.longest
         if len(text) > max(room, LONG_TEXT) and room:
-            raise Refused(
+            raise TooLong(
                 f"`inputs` must have at most {most} tokens, which are at most {room} characters. Given: {len(text)} characters",
-                "inputs",
+                f"at least {math.ceil(len(text) / self._tokenizer.longest)}",
+                most,
             )
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -245,7 +247,9 @@ class Validator:
         """What ends an answer to a prompt of this length (strings, tokens), how many there are, and how long each may be."""
         stop, end_ids = self._ends(given, beams, limits)
         choices = (given.choices if beams is None else given.num_return_sequences) or 1
-        longest = _max_new_tokens(length, given.max_new_tokens, choices, beams, limits)
+        longest = _max_new_tokens(length, None if given.fitting else given.max_new_tokens, choices, beams, limits)
+        if given.fitting and given.max_new_tokens is not None:
+            longest = min(longest, given.max_new_tokens)
         if given.min_new_tokens > longest:
             raise Refused(
                 f"`min_tokens` must be at most {longest}, the tokens that the answer may have. Given: {given.min_new_tokens}",
@@ -493,8 +497,10 @@ def _max_new_tokens(length: int, given: int | None, choices: int, beams: Beams |
 
 
 def _check_prompt(length: int, limits: Limits) -> None:
-    if not 0 < length <= min(limits.max_input_tokens, limits.max_total_tokens - 1):
-        raise Refused(f"`inputs` must have less than {limits.max_input_tokens} tokens. Given: {length}", "inputs")
+    most = min(limits.max_input_tokens, limits.max_total_tokens - 1)
+    if not 0 < length <= most:
+        message = f"`inputs` must have less than {limits.max_input_tokens} tokens. Given: {length}"
+        raise TooLong(message, str(length), most) if length else Refused(message, "inputs")
 
 
 def _sampling(given: Parameters, limits: Limits) -> Sampling:

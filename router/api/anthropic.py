@@ -1,6 +1,7 @@
 """Anthropic's Messages API: its messages to a chat's, a stream of items to its events."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -8,7 +9,7 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from ..config import RouterConfig
-from ..request import Finish, Grown, Item, Prompt, Refused, Token
+from ..request import Finish, Grown, Item, Prompt, Refused, Token, TooLong
 from ..text import Tokenizer
 from ..validation import Parameters, Validator
 from .anthropic_messages import choice_of, messages_of, tools_of
@@ -88,20 +89,21 @@ class Anthropic:
         refuse_unsupported(body, UNSUPPORTED)
         limits = limits_of(self._batcher)
         chat = _chat(body)
-        with naming(**NAMES):
+        with _wording():
             asked = _parameters(http, body, truncation(body, limits.max_input_tokens))
             request, make = await self._chats.request(chat, chat.messages, asked, limits)
         clock.valid()
         blocks = Blocks(speaker_of(make))
         message, usage = Message(body.model or self._config.model), Usage(len(request.prompt))
+        full = body.max_tokens is None or body.max_tokens > request.max_new_tokens
         if body.stream:
-            events = Events(message, blocks, usage)
+            events = Events(message, blocks, usage, full)
             return await send(http, self._batcher, [request], events, stream_headers_of(clock, [request]) | headers)
         [[answer]] = await fold([self._batcher.submit(request)])
         items: list[Token | Finish] = [*answer.tokens, answer.finish]
         await self._scribe.each(len(items), 0, lambda places: [None for place in places for _ in blocks.read(items[place])])
         usage.cached_tokens, usage.completion_tokens = answer.prompt.cached_tokens, len(answer.tokens)
-        content = message.json(blocks.blocks, usage, end_of(answer.finish, blocks.speaker))
+        content = message.json(blocks.blocks, usage, end_of(answer.finish, blocks.speaker, full))
         return json_response(content, headers_of(clock, [request], [answer]) | headers)
 
     async def count_tokens(self, http: web.Request) -> web.Response:
@@ -109,7 +111,7 @@ class Anthropic:
         body = await read(http, self._decoder, self._config.payload_limit)
         refuse_unsupported(body, UNSUPPORTED)
         chat = _chat(body)
-        with naming(**NAMES):
+        with _wording():
             ids = await self._validator.encode(await self._chats.text(chat, chat.messages), bool(body.add_special_tokens))
         return json_response({"input_tokens": len(ids)})
 
@@ -117,10 +119,12 @@ class Anthropic:
 class Events:
     """The events of one stream."""
 
-    def __init__(self, message: Message, blocks: Blocks, usage: Usage) -> None:
+    def __init__(self, message: Message, blocks: Blocks, usage: Usage, full: bool) -> None:
+        """full: see `end_of`."""
         self._message = message
         self._blocks = blocks
         self._usage = usage
+        self._full = full
 
     def of(self, stream: int, items: Sequence[Item]) -> bytes:
         """See `stream.Events`."""
@@ -143,7 +147,7 @@ class Events:
             usage.completion_tokens += isinstance(item, Token)
             yield from self._blocks.read(item)
             if isinstance(item, Finish):
-                end = end_of(item, self._blocks.speaker)
+                end = end_of(item, self._blocks.speaker, self._full)
                 yield {"type": "message_delta", "delta": end, "usage": usage_json(usage)}
                 yield {"type": "message_stop"}
 
@@ -152,7 +156,17 @@ def _parameters(http: web.Request, body: MessagesBody, truncate: int | None) -> 
     tier = None if body.service_tier is None else TIERS.get(body.service_tier, body.service_tier)
     user = (body.metadata or {}).get("user_id") if body.user is None else body.user
     meant = replace(body, stop=body.stop_sequences, service_tier=tier, user=user)
-    return parameters(http, meant, max_new_tokens=body.max_tokens, truncate=truncate)
+    return parameters(http, meant, max_new_tokens=body.max_tokens, fitting=True, truncate=truncate)
+
+
+@contextmanager
+def _wording() -> Iterator[None]:
+    """Refusals in Anthropic's words: clients look for those about a prompt that is too long, and shorten it."""
+    try:
+        with naming(**NAMES):
+            yield
+    except TooLong as refused:
+        raise Refused(f"prompt is too long: {refused.found} tokens > {refused.most} maximum", "messages") from refused
 
 
 def _chat(body: MessagesBody) -> Conversation:

@@ -47,10 +47,12 @@ def usage_json(usage: Usage) -> Json:
     }
 
 
-def end_of(finish: Finish, speaker: Speaker) -> Json:
+def end_of(finish: Finish, speaker: Speaker, full: bool) -> Json:
+    """full: it might have had all the tokens for which there was room, and was to have more."""
     if speaker.reason(finish) == CALLED:
         return {"stop_reason": "tool_use", "stop_sequence": None}
-    reason = {"length": "max_tokens", "stop_sequence": "stop_sequence"}.get(finish.reason, "end_turn")
+    length = "model_context_window_exceeded" if full else "max_tokens"
+    reason = {"length": length, "stop_sequence": "stop_sequence"}.get(finish.reason, "end_turn")
     return {"stop_reason": reason, "stop_sequence": finish.stop or None}
 
 

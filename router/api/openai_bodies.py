@@ -303,7 +303,8 @@ def naming(**names: str) -> Iterator[None]:
         for name, theirs in names.items():
             message = re.sub(f"`{name}([`.])", rf"`{theirs}\1", message)
         name, dot, rest = (refused.parameter or "").partition(".")
-        raise Refused(message, names.get(name, name) + dot + rest or None) from refused
+        refused.args, refused.parameter = (message,), names.get(name, name) + dot + rest or None
+        raise
 
 
 def effort_of(given: object, name: str) -> str | None:
