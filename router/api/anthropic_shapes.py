@@ -10,10 +10,14 @@ from ..parsing import Call, Part, Reasoning, Text
 from ..request import Finish, Token
 from .openai_shapes import CALLED, Json, Speaker, Usage
 
+# Of what was thought. Nobody checks it, but clients (OpenCode, Vercel's AI SDK) that get none take thoughts for text, or leave them
+# out, when they send the conversation again.
+SIGNATURE = "unsigned"
 DELTAS = {
     "text": ("text_delta", "text"),
     "thinking": ("thinking_delta", "thinking"),
     "tool_use": ("input_json_delta", "partial_json"),
+    "signature": ("signature_delta", "signature"),
 }
 
 
@@ -85,8 +89,11 @@ class Blocks:
             case _:
                 text = part.text
         self._pieces.append(text)
-        kind, name = DELTAS[self._open]
-        yield {"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": {"type": kind, name: text}}
+        yield self._delta(self._open, text)
+
+    def _delta(self, what: str, text: str) -> Json:
+        kind, name = DELTAS[what]
+        return {"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": {"type": kind, name: text}}
 
     def _begin(self, kind: str, **content: object) -> Iterator[Json]:
         """A new block, unless the last one is of this type and still grows."""
@@ -105,6 +112,9 @@ class Blocks:
             self.blocks[-1]["input"] = _arguments(text)
         else:
             self.blocks[-1][self._open] = text
+        if self._open == "thinking":
+            self.blocks[-1]["signature"] = SIGNATURE
+            yield self._delta("signature", SIGNATURE)
         self._open = ""
         yield {"type": "content_block_stop", "index": len(self.blocks) - 1}
 
