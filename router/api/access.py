@@ -15,8 +15,10 @@ from aiohttp.typedefs import Handler, Middleware
 
 from ..record import Record, Run, current
 from ..tracing import Tracing
+from .errors import ANTHROPIC_PATH
 
 REQUEST_ID = "X-Request-ID"
+ANTHROPIC_ID = "request-id"  # the same where Anthropic's clients look for it
 ECHOED = ("X-Correlation-ID", "X-Session-Affinity")  # by which load generators and proxies know what belongs together
 SAYABLE = re.compile(r"[\x21-\x7e]{1,256}")  # in a header and in a line of a log
 GONE = 499  # in the log, where a client left before there was a status; nginx's number
@@ -58,6 +60,8 @@ async def add_headers(http: web.Request, response: web.StreamResponse) -> None:
     if record is not None:  # else HTTP itself was wrong
         record.begun = True
         response.headers[REQUEST_ID] = record.id
+        if http.path.startswith(ANTHROPIC_PATH):
+            response.headers[ANTHROPIC_ID] = record.id
     for name in ECHOED:
         if _sayable(value := http.headers.get(name, "")):
             response.headers[name] = value

@@ -46,6 +46,7 @@ class MessagesBody(Common, kw_only=True):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None  # what `output_config.format` was called first
     metadata: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -173,7 +174,7 @@ def _chat(body: MessagesBody) -> Conversation:
     """The same as a chat."""
     same = {name: getattr(body, name) for name in Common.__struct_fields__}
     output = body.output_config or {}
-    format = output.get("format")
+    format = output.get("format", body.output_format)
     if format is not None:
         if not isinstance(format, dict) or format.get("type") != "json_schema" or "schema" not in format:
             raise Refused('`output_config.format` must have the type "json_schema", and a `schema`', "output_config.format")

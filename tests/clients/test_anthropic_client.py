@@ -97,7 +97,9 @@ def test_many_at_once_get_what_each_gets_alone(client: Any) -> None:
 
 def test_failures_are_those_that_the_client_knows(client: Any) -> None:
     with pytest.raises(anthropic.BadRequestError, match=r"`max_tokens`"):
-        client.messages.create(**asked(max_tokens=10**6))
+        client.messages.create(**asked(max_tokens=0))
+    with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+        client.messages.create(**asked(messages=[{"role": "user", "content": "many words " * 5000}]))
     with pytest.raises(anthropic.BadRequestError, match=r"`tools\[0\].type`"):
         client.messages.create(**asked(tools=[{"type": "web_search_20250305", "name": "web_search"}]))
     with pytest.raises(anthropic.NotFoundError):

@@ -1,6 +1,7 @@
 """/v1/messages: messages of blocks to a chat, an answer to blocks, and the events in which these grow."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,6 +46,10 @@ def grown(events: list[dict[str, Any]]) -> dict[str, Any]:
                 message["content"].append(block)
             case {"type": "content_block_delta", "index": index, "delta": delta}:
                 assert index == len(message["content"]) - 1
+                assert open_block is not None
+                if delta["type"] == "signature_delta":
+                    open_block["signature"] += delta["signature"]
+                    continue
                 name = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}[delta["type"]]
                 pieces += delta[name]
             case {"type": "content_block_stop"}:
@@ -87,10 +92,80 @@ def test_a_text(tokenizer: Tokenizer) -> None:
         }
         assert request.session
         assert response.headers["x-generated-tokens"] == "10"
+        assert response.headers["request-id"] == response.headers["x-request-id"]
         _, body, _ = await server.post(PATH, {**ASKED, "max_tokens": 3})
         assert (body["content"], body["stop_reason"]) == ([{"type": "text", "text": "Hel"}], "max_tokens")
 
     serve(tokenizer, test, cached=4)
+
+
+@pytest.mark.parametrize(
+    ("most", "reason"),
+    [(64_000, "model_context_window_exceeded"), (None, "model_context_window_exceeded"), (117, "max_tokens")],
+)
+def test_more_tokens_than_fit_may_be_asked_for(tokenizer: Tokenizer, most: int | None, reason: str) -> None:
+    """As Claude Code does."""
+
+    async def test(server: Server) -> None:
+        asked = {**ASKED, "max_tokens": most}
+        _, whole, _ = await server.post(PATH, asked)
+        for body in (whole, grown(await server.named_events(PATH, asked))):
+            assert len(server.batcher.requests[-1].prompt) + 117 == 128
+            assert (body["usage"]["output_tokens"], body["stop_reason"]) == (117, reason)
+
+    serve(tokenizer, test, says="x" * 200)
+
+
+def test_a_prompt_that_is_too_long_is_told_in_words_that_clients_look_for(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        for count, said in ((95, "104"), (100_000, "at least 25003")):
+            _, body, _ = await server.post(PATH, {**ASKED, "messages": [{"role": "user", "content": "x" * count}]})
+            assert body["error"]["message"] == f"prompt is too long: {said} tokens > 100 maximum"
+            assert (body["error"]["type"], body["error"]["param"]) == ("invalid_request_error", "messages")
+
+    serve(tokenizer, test)
+
+
+def test_what_claude_code_tells_only_anthropic_is_no_part_of_the_prompt(tokenizer: Tokenizer) -> None:
+    billing = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.197.84c; cc_entrypoint=cli; cch=fa690;"}
+
+    async def test(server: Server) -> None:
+        for system, said in (([billing, {"type": "text", "text": "be"}], "[system]be"), ([billing], "")):
+            await server.post(PATH, {**ASKED, "system": system})
+            assert tokenizer.decode(server.batcher.requests[-1].prompt) == f"{said}[user]hi[a]"
+
+    serve(tokenizer, test)
+
+
+def test_what_a_search_among_tools_has_found_is_named(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        found = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "tool_reference", "tool_name": "f"}]}
+        tools = [{**F, "defer_loading": True}]
+        status, body, _ = await server.post(PATH, {**ASKED, "messages": [{"role": "user", "content": [found]}], "tools": tools})
+        assert status == 200, body
+        assert tokenizer.decode(server.batcher.requests[-1].prompt) == "[tool]<Found the tool f.\n>[a]"
+
+    serve(tokenizer, test)
+
+
+def test_a_system_message_in_the_middle_stays_where_it_is(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Or joins the one before it, where the model's template has no place for it. OpenAI's are the template's affair."""
+    strict = "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('first!') }}{% endif %}"
+    strict = make_tokenizer(tmp_path, strict + "[{{ m.role }}]{{ m.content }}{% endfor %}")
+    asked = {"max_tokens": 9, "system": "be", "messages": [*ASKED["messages"], {"role": "system", "content": "so"}]}
+    reminder = "\n\n<system-reminder>\nso\n</system-reminder>"
+    for own, said in ((tokenizer, "[system]be[user]hi[system]so[a]"), (strict, f"[system]be[user]hi{reminder}")):
+
+        async def test(server: Server, own: Tokenizer = own, said: str = said) -> None:
+            status, body, _ = await server.post(PATH, asked)
+            assert status == 200, body
+            assert own.decode(server.batcher.requests[-1].prompt) == said
+            _, body, _ = await server.post(COUNT, asked)
+            assert body == {"input_tokens": len(server.batcher.requests[-1].prompt)}
+            status, _, _ = await server.post("/v1/chat/completions", {"messages": [*asked["messages"]]})
+            assert status == (200 if own is tokenizer else 400)
+
+        serve(own, test)
 
 
 def test_a_stop_sequence_is_named(tokenizer: Tokenizer) -> None:
@@ -109,7 +184,7 @@ def test_a_stream_grows_into_the_same(tokenizer: Tokenizer) -> None:
         asked = {**ASKED, "tools": [F]}
         _, whole, _ = await server.post(PATH, asked)
         assert plain(whole)["content"] == [
-            {"type": "thinking", "thinking": "Hm?", "signature": ""},
+            {"type": "thinking", "thinking": "Hm?", "signature": "unsigned"},
             {"type": "text", "text": "Oh."},
             {"type": "tool_use", "name": "f", "input": {"x": 1}},
         ]
@@ -196,10 +271,11 @@ def test_choices_of_tools_and_formats(tokenizer: Tokenizer) -> None:
         assert '"g' in grammar.source
         assert '"f' not in grammar.source
         format = {"type": "json_schema", "schema": {"type": "object", "properties": {"n": {"type": "integer"}}}}
-        await server.post(PATH, {**ASKED, "output_config": {"format": format}})
-        grammar = server.batcher.requests[-1].grammar
-        assert grammar is not None
-        assert grammar.kind == "json_schema"
+        for given in ({"output_config": {"format": format}}, {"output_format": format}):
+            await server.post(PATH, {**ASKED, **given})
+            grammar = server.batcher.requests[-1].grammar
+            assert grammar is not None
+            assert grammar.kind == "json_schema"
 
     serve(tokenizer, test)
 
@@ -233,7 +309,6 @@ def test_tools_may_be_used_one_at_a_time(tokenizer: Tokenizer) -> None:
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "messages[0].tool_calls[0].function"),
         ({"system": [{"text": 3}]}, "system[0].text"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": 100_000}, "max_tokens"),
         ({"temperature": -1}, "temperature"),
         ({"stop": ["x"]}, "stop_sequences"),
         ({"stop_sequences": ["a", "b", "c", "d", "e"]}, "stop_sequences"),
