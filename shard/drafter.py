@@ -12,7 +12,7 @@ computed, what it made of their parents itself is put there until the target com
 place the token behind it is part, which others that share the page may not have: they take what is there.
 """
 
-import time
+from collections.abc import Callable
 from collections.abc import Sequence as Listing
 
 import torch
@@ -22,9 +22,10 @@ from torch.nn import functional
 from .cache import Cache
 from .decoding.growth import Frontier
 from .decoding.tree import ROOT
-from .forward import Forward
+from .forward import Extent, Forward, Record
 from .made import Made
 from .models.decoder import Decoder
+from .rounds import Rounds
 from .sequence import Sequence
 from .sketch import Sketch
 from .step import Span
@@ -33,24 +34,23 @@ SHORT = 64  # tokens that a sequence may lack when drafts are wanted: they are c
 CATCH_UP = 512  # tokens beyond that which are computed in a step; sequences that lack more have to wait for their drafts
 
 
-class Drafter:
-    """See `growth.Model`. `rounds` counts forwards that drafts were grown from; `later` are the seconds of those that were not a
-    step's first, which has to catch up with the model, with all that was done since the one before."""
+class Drafter(Rounds):
+    """See `guesses.DraftModel`."""
+
+    recorded = True
 
     def __init__(self, decoder: Decoder, vocabulary: int, device: torch.device, reach: int) -> None:
         """vocabulary: the target's; reach: how deep a tree may be, so that its nodes have positions that the draft model knows."""
+        super().__init__()
         self.decoder = decoder
         self.device = device
-        self.rounds = 0
-        self.later = 0.0
-        self._ended = 0.0
         self._vocabulary = vocabulary
         self._longest = decoder.shape.max_positions - reach + 1  # sequence with drafts; the last of these it does not compute
         self._skipped = int(decoder.shape.features is not None)  # tokens of each sequence that it knows nothing of
         self.resize(0, 1)
 
     def resize(self, pages: int, page_size: int, features: Tensor | None = None) -> None:
-        """Starts anew with an empty cache of that size. features: where the target's are, if the draft model goes by them."""
+        """See DraftModel."""
         self.cache = Cache(self.decoder.shape, 1, pages, page_size, self.decoder.embedding.dtype, self.device)
         self.cache.features = features
         self._made = Made(features, page_size) if features is not None else None
@@ -60,19 +60,27 @@ class Drafter:
 
     @property
     def token_bytes(self) -> int:
-        """What keys and values of a token take, and its features."""
+        """See DraftModel."""
         shape = self.decoder.shape
         return (shape.kv_elements(1) + shape.feature_elements) * self.decoder.embedding.dtype.itemsize
 
     @property
     def features(self) -> int:
-        """How many the target has to keep of each token."""
+        """See DraftModel."""
         return self.decoder.shape.feature_elements
 
     def forget(self, pages: Listing[int]) -> None:
-        """What is in these pages is nobody's any more."""
+        """See DraftModel."""
         self._full.difference_update(pages)
         self.cache.clear(pages)
+
+    def compile(self, rows: int) -> None:
+        """See DraftModel."""
+        self.decoder.compile(rows)
+
+    def record(self, record: Record, extent: Extent, progress: Callable[[str], None]) -> None:
+        """See DraftModel."""
+        self.forward.record(record, extent, progress)
 
     def ready(self, sequences: Listing[Sequence]) -> list[bool]:
         """See `growth.Model`."""
@@ -108,7 +116,6 @@ class Drafter:
 
     def logits(self, wanted: Listing[Frontier]) -> Tensor:
         """See `growth.Model`. Pages for all nodes are there."""
-        self.rounds += 1
         spans: list[Span] = []
         nodes: list[Listing[int]] = []  # of each span's wanted rows
         rows: list[int] = []
@@ -127,9 +134,7 @@ class Drafter:
             self._made.keep(wanted, hidden)
         found = self.decoder.logits(hidden)
         assert found is not None
-        now = time.perf_counter()
-        self.later += now - self._ended if wanted[0].nodes[0] != ROOT else 0.0
-        self._ended = now
+        self.ran(first=wanted[0].nodes[0] == ROOT)
         lacking = self._vocabulary - found.shape[1]
         return functional.pad(found, (0, lacking), value=-torch.inf) if lacking > 0 else found[:, : self._vocabulary]
 

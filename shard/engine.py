@@ -109,7 +109,7 @@ class Engine:
 
     @property
     def token_bytes(self) -> int:
-        """What keys and values of a token take on this rank, a draft model's included."""
+        """What keys and values of a token take on this rank, and what a draft model has of it."""
         drafts = self.guesses.drafter.token_bytes if self.guesses.drafter else 0
         return self.decoder.shape.kv_elements(self.decoder.ranks.size) * self._cache_dtype.itemsize + drafts
 
@@ -139,14 +139,14 @@ class Engine:
         if triton_on(self.device) and self.decoder.ranks.rank == 0:
             compile_kernels(self.decoder.shape.vocabulary, self.device)
         if self.guesses.drafter:
-            self.guesses.drafter.decoder.compile(rows)
+            self.guesses.drafter.compile(rows)
 
     @torch.inference_mode()
     def record(self, record: Record, extent: Extent, progress: Callable[[str], None]) -> None:
         """Makes graphs of steps over the pool as it is now; see `forward`."""
         self.forward.record(record, extent, progress)
         if self.guesses.drafter:
-            self.guesses.drafter.forward.record(record, extent, lambda stage: progress(f"the draft model: {stage}"))
+            self.guesses.drafter.record(record, extent, lambda stage: progress(f"the draft model: {stage}"))
 
     def clear(self) -> None:
         """Drops every batch and forgets every prefix."""

@@ -3,7 +3,9 @@
 Where there is a draft model only rank 0 asks it, and tells the others. Pages for what it computes are taken by all.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Listing
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from .decoding.growth import BestFirst, Drafting, Growth, Layered, Model
 from .decoding.proposers import Asked, Lookup, Merged, Proposed, Proposer
 from .decoding.tree import Tree
 from .decoding.verify import Draft, Rule, room
-from .drafter import Drafter
+from .forward import Extent, Record
 from .masks import Masks
 from .pages import OutOfPages, PagePool
 from .parallel import Ranks
@@ -22,6 +24,35 @@ from .sequence import Group, Sequence
 
 # Runs of the draft model for a tree that grows best first.
 ROUNDS = 8
+
+
+class DraftModel(Model, Protocol):
+    """A draft model as an engine has it, on the rank that samples. `rounds` counts its runs; `later` are the seconds of those that
+    were not a step's first."""
+
+    rounds: int
+    later: float
+    recorded: bool  # whether its steps are worth graphs of their own
+
+    @property
+    def features(self) -> int:
+        """How many the target has to keep of each token; 0: it goes by none."""
+
+    @property
+    def token_bytes(self) -> int:
+        """What a token takes for it: keys and values of its own, and features."""
+
+    def resize(self, pages: int, page_size: int, features: Tensor | None = None) -> None:
+        """Starts anew with an empty cache of that size. features: where the target's are, [slots, features], if it goes by them."""
+
+    def forget(self, pages: Listing[int]) -> None:
+        """What is in these pages is nobody's any more."""
+
+    def compile(self, rows: int) -> None:
+        """Makes steps of up to so many tokens ready to run."""
+
+    def record(self, record: Record, extent: Extent, progress: Callable[[str], None]) -> None:
+        """Makes graphs of its steps, if that is worth it; see `forward`."""
 
 
 class Guesses:
@@ -32,10 +63,12 @@ class Guesses:
         ranks: Ranks,
         device: torch.device,
         speculation: Speculation | None = None,
-        drafter: Drafter | None = None,
+        drafter: DraftModel | None = None,
         masks: Masks | None = None,
+        levels: int = 0,
     ) -> None:
-        """drafter: on rank 0, if there is a draft model; masks: what its guesses keep grammars by."""
+        """drafter: on rank 0, if there is a draft model; masks: what its guesses keep grammars by; levels: how deep its trees may
+        be, known to all ranks; 0: as deep as they grow."""
         self._speculation = speculation or Speculation()
         self._ranks = ranks
         self._device = device
@@ -43,7 +76,8 @@ class Guesses:
         self._probes = Probes()
         self.drafter = drafter
         self.rule = Rule(self._speculation.verify)
-        self.proposer = _proposer(self._speculation, masks.kept_by(drafter) if masks and drafter else drafter)
+        self._deepest = min(levels or ROUNDS, ROUNDS)  # of a tree that grows best first
+        self.proposer = _proposer(self._speculation, masks.kept_by(drafter) if masks and drafter else drafter, self._deepest)
         self.probabilities: Tensor | None = None
 
     @property
@@ -113,7 +147,7 @@ class Guesses:
         asked = self._speculation
         if not asked.nodes and max(asked.widths, default=1) == 1:
             return acceptance.chain(min(nodes, depth, max(len(asked.widths), asked.ngram) or nodes))
-        layers = max(ROUNDS if asked.nodes else len(asked.widths), asked.ngram)
+        layers = max(self._deepest if asked.nodes else len(asked.widths), asked.ngram)
         return acceptance.tree(nodes, min(depth, layers), max(asked.widths, default=nodes))
 
     def _told(self, asked: Listing[Asked]) -> Proposed:
@@ -131,10 +165,10 @@ class Guesses:
         return Proposed([Draft(_read(next(told), [next(told) for _ in range(2 * one.nodes)])) for one in asked])
 
 
-def _proposer(asked: Speculation, model: Model | None) -> Proposer:
+def _proposer(asked: Speculation, model: Model | None, deepest: int) -> Proposer:
     if model is None:
         return Lookup()
-    growth: Growth = BestFirst(ROUNDS) if asked.nodes else Layered(asked.widths)
+    growth: Growth = BestFirst(ROUNDS, deepest) if asked.nodes else Layered(asked.widths)
     drafting = Drafting(model, growth, Rule(asked.verify))
     return Merged([drafting, Lookup()]) if asked.ngram else drafting
 

@@ -115,8 +115,9 @@ class Service:
         graphs = engine.device.type == "cuda" and triton_on(engine.device)  # the plain operations wait for the device on the way
         chosen = parse(config.cuda_graphs) if graphs else ()
         drafts = engine.guesses.most > 0
-        shapes = [shape, engine.guesses.drafter.decoder.shape] if engine.guesses.drafter else [shape]
-        sizes = recorded(chosen, rows, tokens, drafts, [one.remembering is not None for one in shapes])
+        remembers = [shape.remembering is not None]
+        remembers += [False] if engine.guesses.drafter and engine.guesses.drafter.recorded else []
+        sizes = recorded(chosen, rows, tokens, drafts, remembers)
         self.stage = "compiling products"
         engine.compile(min(tokens, COMPILED))
         if config.batch_invariant:

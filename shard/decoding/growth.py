@@ -33,7 +33,7 @@ class Frontier:
 
 
 class Model(Protocol):
-    """A draft model with keys and values of its own, of a sequence's tokens as far as it has been asked for them."""
+    """A draft model. What it computes of a sequence it may keep, as far as it has been asked for that."""
 
     def ready(self, sequences: Listing[Sequence]) -> list[bool]:
         """Which of them it can draft for in this step. Others lack too much to be computed at once; some of it is, here."""
@@ -146,15 +146,17 @@ class BestFirst:
     """In every round the most probable nodes that have none get children; of all nodes the most probable stay. Not for
     `rejection`: what is expanded and what stays depends on what was drawn."""
 
-    def __init__(self, rounds: int, together: int = 4, width: int = 4) -> None:
-        """together: nodes that get children in one round; width: children."""
+    def __init__(self, rounds: int, deepest: int = 0, together: int = 4, width: int = 4) -> None:
+        """deepest: layers, if not as many as rounds; together: nodes that get children in one round; width: children."""
         self.rounds = rounds
+        self._deepest = deepest or rounds
         self._together = together
         self._width = width
 
     def children(self, growing: Growing) -> list[tuple[int, int]]:
         """See Growth. Nodes whose children couldn't stay get none."""
-        own = {node: growing.logprobs[node] if node != ROOT else 0.0 for node in growing.best(growing.open)}
+        able = [node for node in growing.open if node == ROOT or growing.depths[node] + 1 < self._deepest]
+        own = {node: growing.logprobs[node] if node != ROOT else 0.0 for node in growing.best(able)}
         best = sorted(own, key=lambda node: (-own[node], node))
         return [(node, self._width) for node in best[: self._together]]
 
