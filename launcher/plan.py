@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..shard import rooms
-from ..shard.models.draft_families import draft_shape
+from ..shard.models.draft_families import DraftShape, borrowed, cached, draft_shape
 from ..shard.models.families import shape
 from ..shard.models.shape import Shape
 from . import machine, replicas, sight
@@ -47,7 +47,7 @@ class Plan:
     sight_bytes: int = 0  # of what encodes images, beside the weights
     token_bytes: int  # of one token's keys and values
     state_bytes: int = 0  # of all sequences that run at once, beside that
-    draft: Shape | None = None  # the draft model, which is whole on rank 0
+    draft: DraftShape | None = None  # the draft model, which is whole on rank 0
     draft_bytes: int = 0  # its weights
     draft_token_bytes: int = 0
     memory: int  # that the rank may use
@@ -89,11 +89,8 @@ def divide(
     adapted = 2 * len(changes) * max((change.elements for change in changes), default=0) * item
     token = form.kv_elements(ranks) * (item if options.kv_cache_dtype == "auto" else 1)
     small = draft_shape(draft.config, form, own=draft is model) if draft else None
-    draft_bytes = small.weight_bytes(1, item, device, dtype, packed) if small else 0
-    if small and small.features and ranks > 1:  # of its model's tables a rank has a part
-        tables = 1 if small.features.table or form.tied else 2
-        draft_bytes += tables * form.vocabulary * form.hidden * item
-    draft_token = (small.kv_elements(1) + small.feature_elements) * item if small else 0
+    draft_bytes = small.weight_bytes(1, item, device, dtype, packed) + borrowed(small, form, ranks) * item if small else 0
+    draft_token = cached(small) * item if small else 0
     total = min(machine.gpu_memory[:local]) if device == "cuda" else machine.memory // local
     usable = int(total * options.cuda_memory_fraction)
     graphs = _graphs(options, form, small) if device == "cuda" else 0
@@ -171,12 +168,12 @@ def _threads(options: Options, device: str, parameters: int, cores: int) -> int:
     return options.threads or max(1, cores if device == "cuda" else min(cores, parameters // PER_THREAD))
 
 
-def _graphs(options: Options, form: Shape, draft: Shape | None) -> int:
+def _graphs(options: Options, form: Shape, draft: DraftShape | None) -> int:
     """How many steps will be recorded."""
     chosen = rooms.parse(options.cuda_graphs)
     speculation = options.speculation
     tokens = options.max_batch_prefill_tokens or rooms.MIXED[-1]
-    remembers = [one.remembering is not None for one in (form, draft) if one]
+    remembers = [one.remembering is not None for one in (form, draft) if isinstance(one, Shape)]
     return len(rooms.recorded(chosen, options.sequences, tokens, speculation.most > 0, remembers))
 
 
@@ -287,13 +284,14 @@ def _draft(plan: Plan) -> list[tuple[str, str]]:
     if plan.draft is None:
         return []
     cache = plan.pages * plan.page_size * plan.draft_token_bytes
-    with_features = " with the model's features" if plan.draft.features else ""
+    keyed = isinstance(plan.draft, Shape)
+    with_features = " with the model's features" if isinstance(plan.draft, Shape) and plan.draft.features else ""
     return [
         ("", ""),
         ("draft model", plan.draft.described),
         ("  weights", f"{size(plan.draft_bytes):>10}  on rank 0 alone"),
         (
-            "  keys/values",
+            "  keys/values" if keyed else "  features",
             f"{size(cache):>10}  {size(plan.draft_token_bytes)} per token{with_features}, in pages of the same numbers",
         ),
     ]

@@ -19,17 +19,21 @@ from .decoding.grammar import Grammars
 from .decoding.stops import Stops
 from .drafter import Drafter
 from .engine import Engine
-from .guesses import Guesses
+from .guesses import DraftModel, Guesses
 from .masks import Masks
 from .models.decoder import Decoder
-from .models.draft_families import check_guesses, draft_shape
+from .models.draft_families import DraftShape, check_guesses, draft_shape, heard, levels, shaped
 from .models.draft_head import Eagle3, NextTokens
 from .models.families import beside, shape
 from .models.fields import Config
+from .models.readout_families import ReadoutShape
+from .models.readout_heads import readout_head
+from .models.renamed import Older
 from .models.shape import Shape, Unsupported
 from .models.sight import Sight
 from .models.taps import Taps
 from .parallel import Ranks
+from .readout import Readout
 from .weights import DummyWeights, Source, Weights
 
 log = logging.getLogger(__name__)
@@ -94,8 +98,9 @@ def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
         stage("loading what encodes images")
         decoder.sight = _sight(config, said, source, model)
     stops = Stops(grammars) if grammars else None
-    drafter = _drafter(config, speculation, decoder, source, stage) if speculation.draft else None
-    guesses = Guesses(ranks, device, speculation, drafter, masks)
+    small = _draft_shape(config, speculation, model) if speculation.draft else None
+    drafter = _drafter(config, speculation, small, decoder, source, stage) if small else None
+    guesses = Guesses(ranks, device, speculation, drafter, masks, levels(small) if small else 0)
     ahead = config.overlap == "on" or (config.overlap == "auto" and device.type == "cuda")
     return Engine(decoder, device, config.page_size, config.prefix_caching, cache_dtype, masks, stops, guesses, ahead)
 
@@ -190,27 +195,42 @@ def _config(folder: Path) -> Config:
     return beside(config, folder)
 
 
+def _draft_shape(config: ShardConfig, speculation: Speculation, target: Shape) -> DraftShape:
+    """Of the draft model. Raises Unsupported."""
+    own = speculation.draft == OWN
+    found = draft_shape(_config(Path(config.folder if own else speculation.draft)), target, own)
+    shaped(found, speculation)
+    return found.within(config.longest) if isinstance(found, Shape) else found
+
+
 def _drafter(
-    config: ShardConfig, speculation: Speculation, target: Decoder, whole: Source, stage: Callable[[str], None]
-) -> Drafter | None:
+    config: ShardConfig,
+    speculation: Speculation,
+    model: DraftShape,
+    target: Decoder,
+    whole: Source,
+    stage: Callable[[str], None],
+) -> DraftModel | None:
     """The draft model, whole, on rank 0: it is small, and other ranks would have to wait for each other in each of its rounds. They
     only learn what it goes by. whole: all of the target's weights."""
-    own = speculation.draft == OWN
-    folder = Path(config.folder if own else speculation.draft)
-    model = draft_shape(_config(folder), target.shape, own).within(config.longest)
-    if model.features:
-        target.kept = Taps(model.features.layers)
+    own, device, taps = speculation.draft == OWN, whole.device, heard(model)
+    if taps is not None:
+        target.kept = Taps(taps)
     if config.rank:
         return None
     stage("loading the draft model")
+    whole = Older(whole, target.shape, target.shape.layout) if target.shape.layout else whole
+    few = taps is None and device.type == "cpu" and model.parameters() <= SMALL_DRAFT
+    dtype = torch.float32 if few else whole.dtype
+    folder = Path(config.folder if own else speculation.draft)
+    source = _source(config.load_format, folder, dtype, device, Progress(model.parameters(), stage))
+    if isinstance(model, ReadoutShape):
+        return Readout(readout_head(model, source, target, whole), dtype, device)
     if model.remembering is not None:
         raise Unsupported(
             f"--speculate draft={speculation.draft}: with {model.remembering.name} it can't take guesses back: take another"
         )
-    device, progress = whole.device, Progress(model.parameters(), stage)
-    small = device.type == "cpu" and model.parameters() <= SMALL_DRAFT and not model.features
-    source = _source(config.load_format, folder, torch.float32 if small else whole.dtype, device, progress)
-    if model.features:
+    if taps is not None:
         made_up = config.load_format == "dummy"
         head = NextTokens(model, target, source, made_up) if own else Eagle3(model, source, target, whole)
         target.kept = head.taps

@@ -23,7 +23,13 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "router": ("proto",),
     "launcher": (
         *("proto", "router.config", "shard.config", "shard.rooms"),
-        *("shard.models.families", "shard.models.draft_families", "shard.models.shape", "bench.command"),
+        *(
+            "shard.models.families",
+            "shard.models.draft_families",
+            "shard.models.readout_families",
+            "shard.models.shape",
+            "bench.command",
+        ),
     ),
     "demo": (),
     "bench": (),

@@ -300,8 +300,10 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor | None:
         """hidden: [rows, hidden]; on rank 0 [rows, vocabulary] in float32, elsewhere None."""
         joined = self.ranks.join(self.head(hidden))
-        if joined is None:
-            return None
+        return None if joined is None else self.scaled(joined)
+
+    def scaled(self, joined: Tensor) -> Tensor:
+        """Logits, of products with the whole output matrix: [rows, vocabulary or more] each."""
         logits, cap, divisor = joined[:, : self.shape.vocabulary].float(), self.shape.final_softcap, self.shape.logit_divisor
         if divisor != 1:
             logits.div_(divisor)
@@ -369,3 +371,8 @@ def root_of(source: Source, shape: Shape) -> str:
 def table_of(source: Source, shape: Shape) -> str:
     """What its embedding table is named."""
     return f"{root_of(source, shape)}{shape.table}.weight"
+
+
+def output_of(source: Source, shape: Shape) -> str:
+    """What its output matrix is named, be it its embedding table."""
+    return table_of(source, shape) if shape.tied else next(filter(source.has, OUTPUTS), OUTPUTS[0])

@@ -6,7 +6,8 @@ from typing import Any
 from ...proto.speculation import Speculation, written
 from .dense_families import llama
 from .families import shape
-from .fields import AGAIN, Config, check, shown
+from .fields import AGAIN, ELSE, Config, check, shown
+from .readout_families import MedusaShape, ReadoutShape, is_readout, readout_shape
 from .shape import Features, Shape, Unsupported
 
 EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
@@ -55,14 +56,17 @@ OWN_LAYERS = {
     **dict.fromkeys(("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM"), DEEPSEEK),
     **dict.fromkeys(("Glm4vMoeForConditionalGeneration", "Glm46VForConditionalGeneration"), DEEPSEEK),
 }
-ELSE = "take a draft model that was made for this one, or a small model of the same family"
+
+DraftShape = Shape | ReadoutShape
 
 
-def draft_shape(config: Config, target: Shape, own: bool = False) -> Shape:
+def draft_shape(config: Config, target: Shape, own: bool = False) -> DraftShape:
     """Of the draft model that `config` (a parsed config.json) describes, to guess for `target`. own: it is that model's own, whose
     layer for predicting several tokens guesses. Raises Unsupported."""
     if own:
         return _next(config, target)
+    if is_readout(config):
+        return readout_shape(config, target.hidden, target.vocabulary)
     return _eagle3(_flat(config), target) if is_head(config) else shape(config)
 
 
@@ -75,10 +79,53 @@ def check_guesses(target: Shape, speculation: Speculation) -> None:
         )
 
 
+def shaped(draft: DraftShape, speculation: Speculation, said: bool = True) -> Speculation:
+    """The same. said: whether its shape was; else heads guess a token each. Raises Unsupported for more layers than heads."""
+    if not isinstance(draft, ReadoutShape):
+        return speculation
+    if not said:
+        return replace(speculation, widths=(1,) * draft.levels)
+    if len(speculation.widths) > draft.levels:
+        raise Unsupported(
+            f"{len(speculation.widths)} tokens one behind the other are asked for, and its {draft.levels} heads guess one each: "
+            f"say tokens={draft.levels}, or a tree= of at most {draft.levels} numbers"
+        )
+    return speculation
+
+
+def heard(draft: DraftShape) -> tuple[int, ...] | None:
+    """Of its target, what enters these layers it goes by; (): what the last norm gives; None: nothing."""
+    if isinstance(draft, ReadoutShape):
+        return ()
+    return draft.features.layers if draft.features else None
+
+
+def levels(draft: DraftShape) -> int:
+    """How deep its trees may be; 0: as deep as they grow."""
+    return draft.levels if isinstance(draft, ReadoutShape) else 0
+
+
+def cached(draft: DraftShape) -> int:
+    """Numbers that a token takes for it beside the model's keys and values: its own, and the model's features."""
+    return draft.hidden if isinstance(draft, ReadoutShape) else draft.kv_elements(1) + draft.feature_elements
+
+
+def borrowed(draft: DraftShape, target: Shape, ranks: int) -> int:
+    """Elements of the target's tables that it needs, as far as a rank of these lacks them: it has a part."""
+    if ranks == 1:
+        return 0
+    tables = 0
+    if isinstance(draft, MedusaShape):
+        tables = 0 if draft.outputs else 1
+    elif isinstance(draft, Shape) and draft.features:
+        tables = 1 if draft.features.table or target.tied else 2
+    return tables * target.vocabulary * target.hidden
+
+
 def is_head(config: Config) -> bool:
-    """Whether it is EAGLE's, made for one model, whose tokens it has."""
+    """Whether it is made for one model, whose tokens it has."""
     names = config.get("architectures")
-    return isinstance(names, list) and any(name in EAGLE3 for name in names)
+    return is_readout(config) or (isinstance(names, list) and any(name in EAGLE3 for name in names))
 
 
 def _next(config: Config, target: Shape) -> Shape:

@@ -18,7 +18,7 @@ from ..cache import Cache
 from ..parallel import Ranks
 from ..step import Step
 from ..weights import Source
-from .decoder import OUTPUTS, ROOTS, Decoder, Layer, root_of, table_of
+from .decoder import OUTPUTS, ROOTS, Decoder, Layer, output_of, root_of, table_of
 from .heads import Heads
 from .loader import Loader
 from .renamed import Prefixed
@@ -172,8 +172,7 @@ class NextTokens(DraftHead):
     def _output(self, load: Loader) -> Weight:
         """The target's, if it has no other: checkpoints may have that once more."""
         size = self.shape.vocabulary, self.shape.hidden
-        names = [table_of(self._whole, self._target.shape)] if self._target.shape.tied else OUTPUTS
-        name = next(filter(self._whole.has, names), names[0])
+        name = output_of(self._whole, self._target.shape)
         found = load.source.tensor(OUTPUTS[0], size) if load.source.has(OUTPUTS[0]) else None
         if self._target.ranks.size == 1 and (found is None or found.equal(self._whole.tensor(name, size))):
             return self._target.head

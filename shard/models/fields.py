@@ -105,6 +105,7 @@ NULL_OF = {  # the same, of a model_type: it may have no experts, or the usual n
     "gemma4_text": ("num_experts", "moe_intermediate_size"),
 }
 AGAIN = "is it the model's own? Download it again"
+ELSE = "take a draft model that was made for this one, or a small model of the same family"
 # Of `layer_types`.
 FULL, SLIDING, INDEXED, LINEAR = "full_attention", "sliding_attention", "indexed_attention", "linear_attention"
 CHUNKED = "chunked_attention"  # Llama 4's
