@@ -46,7 +46,7 @@ def read(folder: Path, load_format: str, ask: Callable[[], Remote] | None = None
 
     The weights need not be there with `load_format` "dummy", nor if there is somebody to `ask` about them. text: a tokenizer must.
     """
-    config = _config(folder)
+    config = config_of(folder)
     if load_format == "dummy":
         return Checkpoint(folder=folder, config=config, dtype=_named_dtype(config), bytes=0, files=0, random=True)
     if text:
@@ -68,7 +68,8 @@ def read(folder: Path, load_format: str, ask: Callable[[], Remote] | None = None
     return Checkpoint(folder=folder, config=config, dtype=dtype, bytes=sizes.total(), files=len(named), encoder=encoder)
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def config_of(folder: Path) -> dict[str, Any]:
+    """Its config.json. Raises Mistake."""
     config = _json(folder / "config.json", "name a folder that holds a Hugging Face model")
     try:
         return beside(config, folder)
@@ -135,8 +136,15 @@ def _stored_dtype(folder: Path, sizes: Counter[str]) -> str:
     return FLOATS[floats[0]]
 
 
+def elements(folder: Path) -> dict[str, int]:
+    """How many numbers each tensor has, of weights that are there. Raises Mistake."""
+    headers = [header(path) for path in _weight_files(folder)]
+    return {name: length // ITEM_BYTES.get(dtype, 1) for own in headers for name, (dtype, length) in own.items()}
+
+
 def _weight_files(folder: Path) -> dict[Path, list[str]]:
-    """Every safetensors file of the model, all there, with the tensors that an index puts into it. A single file counts more."""
+    """Every safetensors file of the model, all there, with the tensors that an index puts into it. A single file counts more, and
+    files of other names only where there is neither."""
     if (folder / SINGLE).is_file():
         return {folder / SINGLE: []}
     if (folder / INDEX).is_file():
@@ -147,6 +155,8 @@ def _weight_files(folder: Path) -> dict[Path, list[str]]:
         if missing:
             raise Mistake(f"{folder} lacks {', '.join(missing)}, which its index names: complete the download")
         return {folder / file: names for file, names in sorted(files.items())}
+    if others := sorted(folder.glob("*.safetensors")):
+        return {path: [] for path in others}
     pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     if pickles:
         raise Mistake(

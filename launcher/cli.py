@@ -156,6 +156,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
 
 def _plan(asked: Options, environment: Mapping[str, str]) -> int:
     name, folder = hub.locate(asked.model_id, asked.revision, asked.huggingface_hub_cache, not asked.json_output, weights=False)
+    asked, folder = drafts.based(asked, folder, weights=False)
     ask = functools.partial(hub.remote, asked.model_id, asked.revision) if hub.on_hub(asked.model_id) else None
     model = checkpoint.read(folder, asked.load_format, ask)
     _, draft = drafts.resolve(asked, model, weights=False)

@@ -1,4 +1,5 @@
-"""The draft model that `--speculate draft=...` names: where it is, and whether it can guess for the model that is served."""
+"""The draft model that `--speculate draft=...` names, or that stands in the place of a model: where it is, and whether it can guess
+for the model that is served."""
 
 import dataclasses
 import functools
@@ -6,9 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..proto.speculation import OWN, Speculation
-from ..shard.models.draft_families import check_guesses, draft_shape, is_head
+from ..proto.speculation import OWN, Speculation, says_shape
+from ..shard.models.draft_families import check_guesses, draft_shape, is_head, shaped
 from ..shard.models.families import shape
+from ..shard.models.readout_families import is_readout, levels_of, stands_alone, with_sizes
 from ..shard.models.shape import Shape
 from . import checkpoint, hub
 from .checkpoint import Checkpoint
@@ -19,8 +21,38 @@ TOKENIZER = "tokenizer.json"
 REMEDY = "take a draft model of the same family, made with the same tokenizer"
 
 
+def based(asked: Options, folder: Path, weights: bool = True) -> tuple[Options, Path]:
+    """The same, unless MODEL, which is in that folder, only guesses for another one, as text-generation-inference takes heads: then
+    options that name both, and the other's folder. Raises Mistake.
+
+    weights: whether the other's are needed.
+    """
+    config = checkpoint.config_of(folder)
+    if not stands_alone(config):
+        return asked, folder
+    name, base = asked.model_id, config.get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise Mistake(
+            f"{name} only guesses for another model, which its config.json does not name (base_model_name_or_path): say penstock "
+            f"serve MODEL --speculate draft={name}"
+        )
+    named = f"{name} only guesses for {base}"
+    if asked.revision or asked.speculation.draft or "," in name:
+        what = "--revision is said" if asked.revision else "its name has a comma" if "," in name else "--speculate names others"
+        raise Mistake(f"{named}, and {what}: name that model, and with --speculate draft= the folder of what guesses for it")
+    try:
+        heads = levels_of(config)
+        _, there = hub.locate(base, "", asked.huggingface_hub_cache, not asked.json_output, weights)
+    except (Mistake, ValueError) as error:
+        raise Mistake(f"{named}: {error}") from None
+    said = asked.speculate
+    tokens, others = (int(said), "") if said.isdigit() else (heads, f",{said}" if said else "")
+    return dataclasses.replace(asked, model_id=base, speculate=f"draft={name},tokens={tokens}{others}"), there
+
+
 def resolve(asked: Options, model: Checkpoint, weights: bool = True) -> tuple[Speculation, Checkpoint | None]:
-    """What `--speculate` says, with the draft model's folder instead of its name; and that model, if there is one. Raises Mistake.
+    """What `--speculate` says, with the draft model's folder instead of its name, and a token for each of its heads where no shape
+    is said; and that model, if there is one. Raises Mistake.
 
     weights: whether they are needed; without, a download takes the small files only.
     """
@@ -32,7 +64,8 @@ def resolve(asked: Options, model: Checkpoint, weights: bool = True) -> tuple[Sp
         return said, None
     try:
         draft = model if said.draft == OWN else _located(said.draft, asked, model, weights)
-        draft_shape(draft.config, target, own=draft is model)
+        found = draft_shape(draft.config, target, own=said.draft == OWN)
+        said = shaped(found, said, says_shape(asked.speculate))
     except (Mistake, ValueError) as error:
         raise Mistake(f"--speculate draft={said.draft}: {error}") from None
     return said if draft is model else dataclasses.replace(said, draft=str(draft.folder)), draft
@@ -59,7 +92,10 @@ def _located(name: str, asked: Options, model: Checkpoint, weights: bool) -> Che
         if not draft.random:
             checkpoint.check_tokenizer(folder)
         check_vocabulary(folder, model.folder)
-    return draft
+    if not is_readout(draft.config) or not draft.here:
+        return draft
+    sizes = {} if draft.random else checkpoint.elements(folder)
+    return dataclasses.replace(draft, config=with_sizes(draft.config, sizes))
 
 
 def check_vocabulary(draft: Path, model: Path) -> None:

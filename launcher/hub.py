@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .mistake import Mistake
 
@@ -67,13 +68,10 @@ def on_hub(model: str) -> bool:
 
 def remote(model: str, revision: str) -> Remote:
     """What the hub says of a model's weights, without a download: it reads the headers of the files. Raises Mistake."""
-    import huggingface_hub
-    from huggingface_hub import errors
-
     try:
-        found = huggingface_hub.get_safetensors_metadata(model, revision=revision or None).files_metadata
-    except errors.NotASafetensorsRepoError:
-        raise Mistake(f"{model} has no weights as safetensors on the hub: take another model, or convert it") from None
+        found = _headers(model, revision)
+    except Mistake:
+        raise
     except Exception:  # offline, a strange header, a hub that is no hub: then a plan does with an estimate
         return Remote(Counter(), 0)
     sizes: Counter[str] = Counter()
@@ -81,6 +79,21 @@ def remote(model: str, revision: str) -> Remote:
         for tensor in file.tensors.values():
             sizes[tensor.dtype] += tensor.data_offsets[1] - tensor.data_offsets[0]
     return Remote(sizes, len(found))
+
+
+def _headers(model: str, revision: str) -> dict[str, Any]:
+    """Of its safetensors files, by name; those of a model, or else, as heads are stored, whatever files there are."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        return dict(huggingface_hub.get_safetensors_metadata(model, revision=revision or None).files_metadata)
+    except errors.NotASafetensorsRepoError:
+        names = huggingface_hub.list_repo_files(model, revision=revision or None)
+    found = [name for name in names if name.endswith(".safetensors") and "/" not in name]
+    if not found:
+        raise Mistake(f"{model} has no weights as safetensors on the hub: take another model, or convert it")
+    return {name: huggingface_hub.parse_safetensors_file_metadata(model, name, revision=revision or None) for name in found}
 
 
 def _download(model: str, revision: str, cache: str, progress: bool, patterns: list[str]) -> Path:

@@ -5,10 +5,11 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from ..proto import settings
-from ..proto.speculation import LOSSY, Speculation
+from ..proto.speculation import LOSSY, Speculation, written
 from ..shard.config import ShardConfig
 from ..shard.models.families import shape
 from . import (
@@ -50,17 +51,17 @@ def run(asked: Options, environment: Mapping[str, str]) -> int:
     multi_node.checked(asked, asked.master_addr if node else asked.shard_listen.rpartition(":")[0])
     if not asked.node_rank and not asked.no_router:
         machine.check_port(asked.hostname, asked.port)
-    name, folder = hub.locate(
-        asked.model_id,
-        asked.revision,
-        asked.huggingface_hub_cache,
-        not asked.json_output,
-        asked.local_replicas > 0 and asked.load_format != "dummy",
-    )
+    weights = asked.local_replicas > 0 and asked.load_format != "dummy"
+    name, folder = hub.locate(asked.model_id, asked.revision, asked.huggingface_hub_cache, not asked.json_output, weights)
+    meant, folder = drafts.based(asked, folder, weights)
+    if meant is not asked:
+        console.say(f"{name} only guesses for {meant.model_id}, which is served with --speculate {meant.speculate}")
+    asked = meant
     if not asked.local_replicas:
         return _route(asked, name, folder, environment, console, began)
     model = checkpoint.read(folder, asked.load_format)
     speculation, draft = drafts.resolve(asked, model, weights=asked.load_format != "dummy")
+    asked = replace(asked, speculate=written(replace(speculation, draft=asked.speculation.draft)))  # now with a shape
     loras = adapters.resolve(asked, name)
     planned = plan.make(asked, model, draft, loras)
     text = text_folder(planned)

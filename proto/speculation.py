@@ -2,7 +2,7 @@
 
     3                                       look-up, 3 drafts: as TGI's integer
     ngram=8                                 the same, 8 drafts
-    draft=PATH,tokens=4                     a draft model, or an EAGLE-3 head; a chain of 4
+    draft=PATH,tokens=4                     a draft model, or heads; a chain of 4
     draft=mtp,tokens=2                      the model's own layer for predicting several tokens
     draft=PATH,tree=4x2x2x1                 a tree: 4 children of the last token, 2 of each of these, ...
     draft=PATH,nodes=16,ngram=8             the 16 most probable nodes, one tree with what was looked up
@@ -18,6 +18,7 @@ MOST_DRAFTS = 127  # of a sequence in a step: with its last token they are the 1
 OWN = "mtp"  # in the place of a draft model: the model's own layer for predicting several tokens
 RULES = ("gumbel", "rejection", "typical")
 LOSSY = ("typical",)  # those of them that change what is said
+SHAPES = ("tokens", "tree", "nodes")
 DRAFT_TOKENS = 4  # of a draft model's chain, where no shape is said
 
 
@@ -57,7 +58,7 @@ def parse(text: str) -> Speculation:
     values: dict[str, str] = {}
     for part in text.split(","):
         key, equals, value = part.strip().partition("=")
-        if not equals or not value or key not in ("draft", "tokens", "tree", "nodes", "ngram", "verify"):
+        if not equals or not value or key not in ("draft", *SHAPES, "ngram", "verify"):
             raise ValueError(
                 f"{part.strip()!r} is no whole number, and none of draft=PATH, tokens=K, tree=4x2x2x1, nodes=N, ngram=K, "
                 f"verify={'|'.join(RULES)}"
@@ -68,8 +69,13 @@ def parse(text: str) -> Speculation:
     return _checked(values)
 
 
+def says_shape(text: str) -> bool:
+    """Whether one is said of the draft model's drafts. text: as of `parse`."""
+    return any(part.strip().partition("=")[0] in SHAPES for part in text.split(","))
+
+
 def _checked(values: dict[str, str]) -> Speculation:
-    shapes = [key for key in ("tokens", "tree", "nodes") if key in values]
+    shapes = [key for key in SHAPES if key in values]
     if shapes and "draft" not in values:
         raise ValueError(f"{shapes[0]}= is the shape of a draft model's drafts: add draft=PATH, or take ngram=K, which needs none")
     if len(shapes) > 1:

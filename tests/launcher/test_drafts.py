@@ -1,6 +1,7 @@
 """Draft models: found, and compared with the model that they guess for."""
 
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -205,6 +206,98 @@ def test_a_head_has_its_models_tokens(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(Mistake, match=r"lacks tokenizer.json"):
         resolve(Options(speculate=f"draft={tmp_path}"), DEMO)
+
+
+def heads(folder: Path, hidden: int = 256, **more: Any) -> Path:
+    """Medusa's, two of them, for the demo model."""
+    folder.mkdir(exist_ok=True)
+    config = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": str(hub.DEMO_FOLDER)} | more
+    (folder / "config.json").write_text(json.dumps(config))
+    shapes = {"0.linear.weight": (hidden, hidden), "0.linear.bias": (hidden,), "1.weight": (2048, hidden)}
+    tensors = {f"{level}.{name}": numpy.zeros(size, numpy.float16) for level in range(2) for name, size in shapes.items()}
+    save_file(tensors, folder / "medusa_lm_head.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("shape", "widths", "nodes"), [("", (1, 1), 0), (",tokens=1", (1,), 0), (",tree=3x2", (3, 2), 0), (",nodes=9", (), 9)]
+)
+def test_heads_guess_a_token_each(shape: str, widths: tuple[int, ...], nodes: int, tmp_path: Path) -> None:
+    asked = Options(speculate=f"draft={heads(tmp_path)}{shape}")
+    said, draft = resolve(asked, DEMO)
+    assert said == Speculation(draft=str(tmp_path), widths=widths, nodes=nodes)
+    planned = plan.divide(asked, DEMO, Machine(cores=2, memory=1 << 32, fast_bfloat16=False), draft)
+    assert planned.draft_bytes == 4 * 2 * (256 * 256 + 256 + 2048 * 256)
+    assert planned.draft_token_bytes == 4 * 256
+
+
+def test_heads_that_do_not_fit(tmp_path: Path) -> None:
+    """Medusa's config.json names no sizes: tensors have them."""
+    for said, words in (
+        ("tokens=3", "3 tokens one behind the other are asked for, and its 2 heads guess one each: say tokens=2, or a tree= of"),
+        ("tree=4x2x1", "3 tokens one behind the other"),
+    ):
+        with pytest.raises(Mistake, match=f"^--speculate draft={tmp_path}: {words}"):
+            resolve(Options(speculate=f"draft={heads(tmp_path)},{said}"), DEMO)
+    with pytest.raises(
+        Mistake, match=r": hidden_size of Medusa's heads is 128, and for this model it must be 256: take a draft model"
+    ):
+        resolve(Options(speculate=f"draft={heads(tmp_path, 128)}"), DEMO)
+    save_file({"blocks.0.layers.0.weight": numpy.zeros(4, numpy.float32)}, tmp_path / "medusa_lm_head.safetensors")
+    with pytest.raises(Mistake, match=r": config.json says medusa_num_heads 2, and no tensor is named 0.0.linear.weight"):
+        resolve(Options(speculate=f"draft={tmp_path}"), DEMO)
+
+
+@pytest.mark.parametrize(
+    ("said", "widths", "ngram"), [([], (1, 1), 0), (["--speculate", "1"], (1,), 0), (["--speculate", "ngram=3"], (1, 1), 3)]
+)
+def test_heads_in_the_place_of_a_model(
+    said: list[str],
+    widths: tuple[int, ...],
+    ngram: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """As text-generation-inference takes them: their model is served."""
+    seen = dict[str, Any]()
+    router, shards = children.router_config, children.shard_configs
+    monkeypatch.setattr(children, "router_config", lambda *given: seen.setdefault("router", router(*given)))
+    monkeypatch.setattr(children, "shard_configs", lambda *given: seen.setdefault("shards", shards(*given)))
+    monkeypatch.setattr(serve, "Supervisor", lambda **given: type("Supervisor", (), {"run": lambda self: 0})())
+    assert cli.main(["serve", str(heads(tmp_path)), "--port", str(machine.free_port()), *said]) == 0
+    assert (
+        f"{tmp_path} only guesses for {hub.DEMO_FOLDER}, which is served with --speculate draft={tmp_path}"
+        in capfd.readouterr().out
+    )
+    assert (seen["router"].folder, seen["router"].speculate) == (str(hub.DEMO_FOLDER), len(widths) + ngram)
+    [shard] = seen["shards"]
+    assert shard.folder == str(hub.DEMO_FOLDER)
+    assert parse(shard.speculate) == Speculation(draft=str(tmp_path), widths=widths, ngram=ngram)
+    assert cli.main(["plan", str(tmp_path), *said]) == 0
+    assert "Medusa, 2 heads" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "said", "words"),
+    [
+        (
+            {"base_model_name_or_path": None},
+            [],
+            "which its config.json does not name .*say penstock serve MODEL --speculate draft=HEADS",
+        ),
+        ({"base_model_name_or_path": "/no/where"}, [], "HEADS only guesses for /no/where: no folder /no/where"),
+        ({"medusa_num_heads": "two"}, [], "only guesses for .*config.json says medusa_num_heads 'two'"),
+        ({}, ["--speculate", "draft=demo-draft"], "only guesses for .*, and --speculate names others: name that model, and with"),
+        ({}, ["--speculate", "7"], "--speculate draft=HEADS: 7 tokens one behind the other .* say tokens=2"),
+    ],
+)
+def test_heads_whose_model_is_not_known(
+    more: dict[str, Any], said: list[str], words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", str(heads(tmp_path, **more)), *said]) == 2
+    [line] = capfd.readouterr().err.splitlines()
+    assert re.search(words.replace("HEADS", str(tmp_path)), line), line
 
 
 def test_the_hub_is_asked_once_for_what_a_draft_model_weighs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -57,12 +57,15 @@ def test_what_is_downloaded() -> None:
 
 
 def test_what_the_hub_says_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    def answer(repository: str, revision: str | None) -> Any:
+    def parse(repository: str, name: str, revision: str | None) -> Any:
         tensors = {
             "a": SimpleNamespace(dtype="BF16", data_offsets=(0, 20)),
             "b": SimpleNamespace(dtype="F32", data_offsets=(20, 24)),
         }
-        return SimpleNamespace(files_metadata={"model.safetensors": SimpleNamespace(tensors=tensors)})
+        return SimpleNamespace(tensors=tensors)
+
+    def answer(repository: str, revision: str | None) -> Any:
+        return SimpleNamespace(files_metadata={"model.safetensors": parse(repository, "model.safetensors", revision)})
 
     def fail(repository: str, revision: str | None) -> Any:
         raise OSError
@@ -75,6 +78,10 @@ def test_what_the_hub_says_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", fail)
     assert hub.remote("owner/name", "") == hub.Remote(Counter(), 0)
     monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", refuse)
+    monkeypatch.setattr(huggingface_hub, "parse_safetensors_file_metadata", parse)
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda *where, **more: ["config.json", "medusa_lm_head.safetensors"])
+    assert hub.remote("owner/name", "") == hub.Remote(Counter(BF16=20, F32=4), 1)
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda *where, **more: ["config.json", "deeper/model.safetensors"])
     with pytest.raises(Mistake, match="owner/name has no weights as safetensors"):
         hub.remote("owner/name", "")
 
