@@ -20,7 +20,6 @@ from penstock.launcher.machine import Machine
 from penstock.launcher.options import Options
 from penstock.proto.speculation import parse
 from penstock.shard.config import ShardConfig
-from penstock.shard.decoding.growth import BestFirst
 from penstock.shard.engine import Engine
 from penstock.shard.guesses import Guesses
 from penstock.shard.loading import load
@@ -169,7 +168,7 @@ def check(own: Engine, oracle: Oracle, groups: Sequence[Group], habits: Habits) 
         ("medusa", "nodes=20", 16, 9),
         ("medusa without outputs", "tokens=3", 1, UNLIMITED),
         ("speculator", "tree=3x2x1", 1, 7),
-        ("speculator", "nodes=20,ngram=3", 4, 5),
+        ("speculator", "nodes=20,ngram=6", 4, 5),
         ("tied speculator", "tokens=3", 16, 7),
     ],
 )
@@ -186,14 +185,14 @@ def test_what_they_compute_is_what_the_papers_say(
 
 def test_beside_linear_attention(folders: dict[str, Path]) -> None:
     """Where right guesses are computed once more with the next step."""
-    groups = [group for group in asked(3) if len(group.waiting) == 1][:6]
+    groups = [group for group in asked(3) if len(group.waiting) == 1][:3]
     own = free(engine(folders["speculator"], "tokens=3", 4, name="qwen3.5"))
     off = watched(own, Oracle("speculator", "qwen3.5"))
     world = drive(own, groups, Habits(7, pause=0.05), seed=2)
     plain = drive(tiny.engine("qwen3.5", 16, 2000, prefix_caching=False), [replace(group, drafts=0) for group in groups], Habits())
     assert max(off) < 5e-3
     assert world.tokens == plain.tokens
-    assert world.drafted > 50
+    assert world.drafted > 30
 
 
 @pytest.mark.parametrize(
@@ -266,8 +265,8 @@ def test_heads_that_are_right_are_believed(kind: str, tmp_path: Path) -> None:
     assert world.accepted > 25
 
 
-@pytest.mark.parametrize("said", ["tokens=3", "nodes=9"])
-def test_grammars_are_kept(said: str, folders: dict[str, Path]) -> None:
+def test_grammars_are_kept(folders: dict[str, Path]) -> None:
+    said = "nodes=9"
     own = free(engine(folders["medusa without outputs"], said, 4, name="words"))
     masks, plain = Masks(grammars.GRAMMAR_TOKENS, grammars.VOCABULARY), grammars.with_masks(tiny.engine("words"))
     own.guesses = Guesses(own.decoder.ranks, tiny.CPU, parse(f"draft=x,{said}"), own.guesses.drafter, masks, LEVELS)
@@ -277,7 +276,7 @@ def test_grammars_are_kept(said: str, folders: dict[str, Path]) -> None:
     assert world.accepted > 10
 
 
-@pytest.mark.parametrize(("said", "count"), [("tree=3x2,verify=rejection", 300), ("tree=2x2", 150)])
+@pytest.mark.parametrize(("said", "count"), [("tree=3x2,verify=rejection", 250), ("tree=2x2", 100)])
 def test_answers_have_the_distribution_of_plain_sampling(
     said: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,12 +330,6 @@ def test_weights_that_are_made_up(kind: str, folders: dict[str, Path]) -> None:
     own.resize(100)
     world = drive(free(own), [tiny.group(1, [1, 2, 3], 6, drafts=2)], Habits())
     assert world.drafted > 2
-
-
-def test_trees_are_no_deeper_than_there_are_heads() -> None:
-    guesses = Guesses(tiny.decoder("llama").ranks, tiny.CPU, parse("draft=x,nodes=9"), levels=2)
-    assert guesses._deepest == 2
-    assert BestFirst(5, 2)._deepest == 2
 
 
 @pytest.mark.parametrize(
