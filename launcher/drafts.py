@@ -27,7 +27,8 @@ def based(asked: Options, folder: Path, weights: bool = True) -> tuple[Options, 
 
     weights: whether the other's are needed.
     """
-    config = checkpoint.config_of(folder)
+    # A router alone may have a folder with a tokenizer and no more.
+    config = checkpoint.config_of(folder) if (folder / "config.json").is_file() else {}
     if not stands_alone(config):
         return asked, folder
     name, base = asked.model_id, config.get("base_model_name_or_path")
