@@ -114,10 +114,10 @@ class Options:
     speculate: str = option(
         REQUESTS,
         "guesses what follows, and checks all guesses in one step: that saves steps and changes no token. N: tokens of each answer "
-        "that are looked up, by what followed its last ones before. Or some of draft=MODEL (a smaller model or an EAGLE-3 head: a "
-        "folder, a hub id, demo-draft or demo-eagle; mtp: the model's own layer for predicting several tokens), tokens=K (a chain "
-        "of guesses), tree=4x2x2x1 (children by depth), nodes=N (a tree of the most probable), ngram=N, "
-        "verify=gumbel|rejection|typical (typical is lossy: it changes answers), with commas between them, such as "
+        "that are looked up, by what followed its last ones before. Or some of draft=MODEL (a smaller model, or heads of EAGLE-3, "
+        "Medusa or an MLP speculator: a folder, a hub id, demo-draft or demo-eagle; mtp: the model's own layer for predicting "
+        "several tokens), tokens=K (a chain of guesses), tree=4x2x2x1 (children by depth), nodes=N (a tree of the most probable), "
+        "ngram=N, verify=gumbel|rejection|typical (typical is lossy: it changes answers), with commas between them, such as "
         "draft=demo-draft,tokens=4. `speculate` in a request lowers it; 0: none",
         default="",
         kind=kinds.speculation,
