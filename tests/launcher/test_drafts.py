@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from penstock.launcher import checkpoint, children, cli, hub, machine, plan, serve
-from penstock.launcher.drafts import check_vocabulary, resolve
+from penstock.launcher.drafts import based, check_vocabulary, resolve
 from penstock.launcher.machine import Machine
 from penstock.launcher.mistake import Mistake
 from penstock.launcher.options import Options
@@ -276,6 +276,12 @@ def test_heads_in_the_place_of_a_model(
     assert parse(shard.speculate) == Speculation(draft=str(tmp_path), widths=widths, ngram=ngram)
     assert cli.main(["plan", str(tmp_path), *said]) == 0
     assert "Medusa, 2 heads" in capfd.readouterr().out
+
+
+def test_models_stay_as_they_are(tmp_path: Path) -> None:
+    """Also where only their tokenizer is here, for a router alone."""
+    for place in (hub.DEMO_FOLDER, tmp_path):
+        assert based(Options(), place) == (Options(), place)
 
 
 @pytest.mark.parametrize(
