@@ -53,6 +53,7 @@ EXACT = 2**53  # integers beyond lose digits in llguidance
 SCHEMAS = {"items", "additionalProperties"}  # keywords of JSON Schema: of a schema,
 LISTS_OF_SCHEMAS = {"allOf", "anyOf", "oneOf", "prefixItems"}
 NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}
+ANY_NAME: tuple[Any, ...] = ({}, True, {"type": "string"})  # of a property
 DIGITS = 10  # fewer has the index of a list that fits into a body
 SCALARS = ("string", "number", "integer", "boolean", "null")
 
@@ -71,19 +72,44 @@ def json_schema(schema: Mapping[str, Any] | bool) -> Grammar:
 def objects(schema: Any) -> Any:
     """The schema, with bounds that can be kept, and of objects wherever it speaks of properties. JSON Schema would let any number
     through there, if no type is named; nobody who asks for an answer means that, and text-generation-inference's clients leave the
-    type out.
+    type out. That names of properties are strings, as zod writes, says nothing, and llguidance knows no `propertyNames`.
     """
+    return _changed(schema, _meant)
+
+
+def _meant(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema as `objects` says, but for those in it."""
+    meant = _bounded(schema)
+    if meant.get("propertyNames") in ANY_NAME:
+        del meant["propertyNames"]
+    return {"type": "object", **meant} if "properties" in meant and not meant.keys() & {"type", "$ref"} else meant
+
+
+def _changed(schema: Any, change: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Any:
+    """The schema, changed, and then all schemas in it."""
     if not isinstance(schema, Mapping):
         return schema
-    meant = _bounded(schema)
+    meant = change(schema)
     for name in SCHEMAS & meant.keys():
-        meant[name] = objects(meant[name])
+        meant[name] = _changed(meant[name], change)
     for name in LISTS_OF_SCHEMAS & meant.keys():
-        meant[name] = [*map(objects, meant[name])] if isinstance(meant[name], list) else meant[name]
+        meant[name] = [_changed(one, change) for one in meant[name]] if isinstance(meant[name], list) else meant[name]
     for name in NAMED_SCHEMAS & meant.keys():
         if isinstance(meant[name], Mapping):
-            meant[name] = {key: objects(one) for key, one in meant[name].items()}
-    return {"type": "object", **meant} if "properties" in meant and not meant.keys() & {"type", "$ref"} else meant
+            meant[name] = {key: _changed(one, change) for key, one in meant[name].items()}
+    return meant
+
+
+def _all(schema: Any) -> list[Mapping[str, Any]]:
+    """The schema and those in it."""
+    found: list[Mapping[str, Any]] = []
+
+    def seen(one: Mapping[str, Any]) -> dict[str, Any]:
+        found.append(one)
+        return dict(one)
+
+    _changed(schema, seen)
+    return found
 
 
 def _bounded(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -251,7 +277,8 @@ def problem(grammar: Grammar, specials: Sequence[str] = ()) -> str:
         source = written(grammar)
         if not all(_Schema(schema).ends for schema in _schemas(grammar)):
             return "the schema refers to itself without end: no text of finite length validates"
-        for said in itertools.chain.from_iterable(map(_lost, _schemas(grammar))):
+        each = itertools.chain.from_iterable(map(_all, _schemas(grammar)))
+        for said in itertools.chain.from_iterable(map(_lost, each)):
             return said
     except UnicodeEncodeError:
         return HALF
@@ -322,23 +349,14 @@ def _schemas(grammar: Grammar) -> Iterator[Any]:
             yield json.JSONDecoder().raw_decode(grammar.source, part.end())[0]
 
 
-def _lost(schema: Any) -> Iterator[str]:
-    """What is wrong with integers in a schema, or in its parts, for which llguidance would allow others."""
-    if not isinstance(schema, Mapping):
-        return
+def _lost(schema: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with a schema's own integers, for which llguidance would allow others."""
     for number in _integers([schema.get("const"), schema.get("enum")]):
         if abs(number) > EXACT:
             yield f"{number} can't be kept to its last digit: write it as a string"
     for name in LEAST & schema.keys():
         if _is_number(schema[name]) and schema[name] >= HIGHEST:
             yield f"{name} {schema[name]} is beyond integers of 64 bits"
-    parts = [schema[name] for name in SCHEMAS & schema.keys()]
-    for name in LISTS_OF_SCHEMAS & schema.keys():
-        parts += schema[name] if isinstance(schema[name], list) else ()
-    for name in NAMED_SCHEMAS & schema.keys():
-        parts += schema[name].values() if isinstance(schema[name], Mapping) else ()
-    for part in parts:
-        yield from _lost(part)
 
 
 def _integers(value: Any) -> Iterator[int]:

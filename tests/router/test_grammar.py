@@ -492,6 +492,17 @@ def test_who_speaks_of_properties_means_an_object() -> None:
     ]
 
 
+@pytest.mark.parametrize("names", [{"type": "string"}, {}, True])
+def test_names_that_may_be_any_are_nobodys_affair(checked: Callable[[Grammar], str], names: object) -> None:
+    """As zod writes records, within Claude Code's tools. Names that are bound are refused, as llguidance does."""
+    record = {"type": "object", "propertyNames": names, "additionalProperties": {"propertyNames": names}}
+    given = json_schema({"properties": {"metadata": record, "propertyNames": {"const": 1}}})
+    assert "propertyNames" not in str(json.loads(given.source)["properties"]["metadata"])
+    assert json.loads(given.source)["properties"]["propertyNames"] == {"const": 1}
+    assert checked(given) == ""
+    assert "propertyNames" in checked(json_schema({"type": "object", "propertyNames": {"pattern": "a"}}))
+
+
 def test_what_is_nested_too_deeply_is_refused() -> None:
     schema: dict[str, object] = {}
     for _ in range(5_000):
