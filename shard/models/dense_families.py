@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from .fields import AGAIN, FULL, SLIDING, Config, number, shown
+from .fields import AGAIN, FULL, SLIDING, Config, expect, number, shown
 from .parts import all_alike, biased, cap, common, kinds_of, pattern_of, unturned_of, windows_of
 from .ropes import MISTRAL_YARN, check_factors, rope_of, ropes_by_kind, rotary_size, stretched, with_rope
 from .shape import Shape, Unsupported
@@ -160,11 +160,7 @@ def _helium(config: Config) -> Shape:
 
 def hunyuan(config: Config) -> Shape:
     """Llama, with norms of heads that are turned already."""
-    for name, usual in (("use_qk_norm", True), ("use_cla", False)):
-        if config.get(name, usual) is not usual:
-            raise Unsupported(
-                f"{name} {shown(config[name])} is not supported: for this family the decoder has {str(usual).lower()}"
-            )
+    expect(config, use_qk_norm=True, use_cla=False)
     base = _at_length(biased(common(HUNYUAN | config), config))
     return replace(
         base,
@@ -186,9 +182,7 @@ def _internlm3(config: Config) -> Shape:
 
 def _iquest(config: Config) -> Shape:
     """Llama."""
-    for name in ("clip_qkv", "use_sliding_window"):
-        if config.get(name):
-            raise Unsupported(f"{name} {shown(config[name])} is not supported: for this family the decoder has none")
+    expect(config, clip_qkv=None, use_sliding_window=False)
     return llama(IQUEST | config)
 
 
@@ -317,8 +311,7 @@ def _seed_oss(config: Config) -> Shape:
 
 def ernie(config: Config) -> Shape:
     """Llama, but that neighbours turn together."""
-    if config.get("use_bias"):
-        raise Unsupported("use_bias is not supported: for this family the decoder has no biases")
+    expect(config, use_bias=False)
     return replace(common(ERNIE | config), rotary_neighbours=True)
 
 

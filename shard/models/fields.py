@@ -208,5 +208,15 @@ def number(values: Mapping[str, Any], name: str, default: float | None = None, m
     return float(value)
 
 
+def expect(config: Config, **usual: object) -> None:
+    """Raises Unsupported if one of these fields says anything but the usual, which is also meant where it says null or nothing."""
+    for name, value in usual.items():
+        found = config.get(name)
+        if found not in (None, value) and (found or value):
+            has = shown(value) if value else "none"
+            raise Unsupported(f"{name} {shown(found)} is not supported: for this family the decoder has {has}")
+
+
 def shown(value: object) -> str:
-    return repr(value)[:40]
+    """As config.json has it, if it is one word there."""
+    return {True: "true", False: "false"}[value] if isinstance(value, bool) else "null" if value is None else repr(value)[:40]

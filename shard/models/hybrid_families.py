@@ -6,7 +6,7 @@ from math import inf
 from typing import Any
 
 from .dense_families import granite, llama
-from .fields import AGAIN, FULL, LINEAR, SHORT, Config, number, shown
+from .fields import AGAIN, FULL, LINEAR, SHORT, Config, expect, number, shown
 from .parts import biased, common, kinds_of
 from .remembering import Convolution, Linear
 from .ropes import rotary_size
@@ -52,7 +52,7 @@ LFM2_MOE: Config = {
     "moe_intermediate_size": 1792,
     "num_dense_layers": 2,
 }
-ALWAYS = ("attn_output_gate", "norm_topk_prob")  # what Qwen 3.5 may say of itself, and transformers doesn't read
+ALWAYS = {"attn_output_gate": True, "norm_topk_prob": True}  # what Qwen 3.5 may say of itself, and transformers doesn't read
 
 
 def _qwen3_next(config: Config) -> Shape:
@@ -63,22 +63,16 @@ def _qwen3_next(config: Config) -> Shape:
 
 
 def _qwen3_5(config: Config) -> Shape:
-    _check(config)
+    expect(config, **ALWAYS)
     return replace(_hybrid(QWEN3_5 | config), joined=("in_proj_qkv",))
 
 
 def _qwen3_5_moe(config: Config) -> Shape:
     """Experts in every layer."""
-    _check(config)
+    expect(config, **ALWAYS)
     given = QWEN3_5_MOE | config
     base = _hybrid(given | {"intermediate_size": given["moe_intermediate_size"]})
     return replace(base, joined=("in_proj_qkv",), mixtures=(one_for_all(given, normalized=True),) * base.layers)
-
-
-def _check(config: Config) -> None:
-    for name in ALWAYS:
-        if config.get(name, True) is not True:
-            raise Unsupported(f"{name} {shown(config[name])} is not supported: for this family the decoder has true")
 
 
 def _hybrid(config: Config) -> Shape:
@@ -170,9 +164,7 @@ def state_spaces(config: Config, layers: frozenset[int], features: int) -> Linea
         raise Unsupported(
             f"config.json says mamba_n_heads {heads} and mamba_n_groups {groups}, of which the first must be a multiple: {AGAIN}"
         )
-    for name, usual in (("mamba_conv_bias", True), ("mamba_proj_bias", False)):
-        if config.get(name, usual) is not usual:
-            raise Unsupported(f"{name} {shown(config[name])} is not supported: the decoder has {str(usual).lower()}")
+    expect(config, mamba_conv_bias=True, mamba_proj_bias=False)
     return Linear(
         layers=layers,
         key_heads=groups,
@@ -261,12 +253,10 @@ def _falcon_h1(config: Config) -> Shape:
     """State spaces and attention side by side in every layer, and factors of all that is computed (Zuo et al. 2025,
     arXiv:2507.22448)."""
     given = FALCON_H1 | config
-    for name in ("attention_bias", "mlp_bias", "projectors_bias"):
-        if given.get(name):
-            raise Unsupported(f"{name} is not supported: for this family the decoder has no biases")
+    expect(given, attention_bias=False, mlp_bias=False, projectors_bias=False)
     normal = given.get("mamba_rms_norm", False)
     if normal and given.get("mamba_norm_before_gate", True):
-        raise Unsupported("mamba_norm_before_gate True is not supported where mamba_rms_norm is true: the decoder has false")
+        raise Unsupported("mamba_norm_before_gate true is not supported where mamba_rms_norm is true: the decoder has false")
     base = common(given)
     features = given["mamba_d_ssm"] or given["mamba_expand"] * base.hidden
     before, into, asked, out, behind = (

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from .dense_families import DENSE
-from .fields import AGAIN, Config, shown
+from .fields import AGAIN, Config, expect, shown
 from .gemma4_families import GEMMA4
 from .hybrid_families import HYBRID
 from .latent_families import LATENT
@@ -67,8 +67,7 @@ def _qwen3_vl(config: Config) -> Shape:
 
 
 def _qwen3_vl_moe(config: Config) -> Shape:
-    if config.get("norm_topk_prob") is False:
-        raise Unsupported("norm_topk_prob false is not supported: for this family the decoder has true")
+    expect(config, norm_topk_prob=True)
     head = {"head_dim": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]}
     return SPARSE["Qwen3MoeForCausalLM"](QWEN3_VL_MOE | config | head)
 

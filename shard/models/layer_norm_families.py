@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from .fields import FULL, SLIDING, Config, number, shown
+from .fields import FULL, SLIDING, Config, expect, number, shown
 from .parts import all_alike, biased, cap, common, kinds_of, pattern_of, windows_of
 from .ropes import check_factors, rotary_size, with_amplitude
 from .shape import Mixture, Shape, Unsupported
@@ -45,8 +45,7 @@ def _common(config: Config, epsilon: str, activation: str = "silu") -> Shape:
 
 def _cohere(config: Config) -> Shape:
     """Command R. Neighbours turn together."""
-    if config.get("use_qk_norm"):
-        raise Unsupported("use_qk_norm is not supported: for this family the decoder has none")
+    expect(config, use_qk_norm=False)
     base = biased(_common(COHERE | config, "layer_norm_eps"), config)
     return replace(
         base,
@@ -75,8 +74,7 @@ def _olmo(config: Config) -> Shape:
 
 def _phi(config: Config) -> Shape:
     """Phi 1 to 2: an MLP without gates beside attention, and biases everywhere. Half of each head turns."""
-    if config.get("qk_layernorm"):
-        raise Unsupported("qk_layernorm is not supported: for this family the decoder has none")
+    expect(config, qk_layernorm=False)
     base = _common(config, "layer_norm_eps", "gelu_new")
     return replace(
         base,
@@ -126,8 +124,7 @@ def _phimoe(config: Config) -> Shape:
 
 def _stablelm(config: Config) -> Shape:
     """A quarter of each head turns."""
-    if config.get("qk_layernorm"):
-        raise Unsupported("qk_layernorm is not supported: for this family the decoder has none")
+    expect(config, qk_layernorm=False)
     base = _common(STABLELM | config, "layer_norm_eps")
     parallel = config.get("use_parallel_residual", False)
     return replace(

@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
-from .fields import AGAIN, FULL, LINEAR, Config, number, shown
+from .fields import AGAIN, FULL, LINEAR, Config, expect, number, shown
 from .hybrid_families import limits, state_spaces
 from .parts import common
 from .remembering import Linear
@@ -52,9 +52,7 @@ def _nemotron_h(config: Config) -> Shape:
     """Queries and keys don't turn."""
     given = NEMOTRON | config
     given |= {name: given.get(other, given.get(name, usual)) for name, (other, usual) in FORMERLY.items()}
-    for name, only in ALWAYS.items():
-        if given.get(name, only) != only:
-            raise Unsupported(f"{name} {shown(given[name])} is not supported: for this family the decoder has {only!r}")
+    expect(given, **ALWAYS)
     kinds = _kinds(given)
     base = common(
         given | {"num_hidden_layers": len(kinds), "rms_norm_eps": number(given, "layer_norm_epsilon"), "hidden_act": "silu"}

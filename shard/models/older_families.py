@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from .fields import AGAIN, Config, boolean, number, shown
+from .fields import AGAIN, Config, boolean, expect, number, shown
 from .layer_norm_families import BEFORE_BOTH
 from .parts import cap, common
 from .ropes import rotary_size
@@ -99,6 +99,10 @@ FALCON_NAMES = (
 )
 BLOOM_NAMES = (*FALCON_NAMES, ("embed_norm", "word_embeddings_layernorm"))
 MPT = {  # what there is
+    "prefix_lm": False,
+    "qk_ln": False,
+    "alibi": True,
+    "no_bias": True,
     "attn_type": "multihead_attention",
     "norm_type": "low_precision_layernorm",
     "expansion_ratio": 4,
@@ -174,12 +178,6 @@ def _switch(config: Config, name: str, usual: bool) -> bool:
     return usual if value is None else boolean(name, value)
 
 
-def _without(config: Config, name: str, value: bool = True) -> None:
-    """Raises Unsupported if a switch stands so."""
-    if _switch(config, name, not value) == value:
-        raise Unsupported(f"{name} {str(value).lower()} is not supported: for this family the decoder has {str(not value).lower()}")
-
-
 def _learned(base: Shape, first: int = 0) -> Shape:
     """With vectors of positions instead of a rotary embedding."""
     return replace(base, learned=first, unturned=frozenset(range(base.layers)))
@@ -206,14 +204,14 @@ def _slopes(heads: int, steepest: float) -> tuple[float, ...]:
 
 def _blocks(config: Config, activation: str, layout: Layout) -> Shape:
     """As GPT-2 has them."""
-    _without(config, "add_cross_attention")
+    expect(config, add_cross_attention=False)
     base = _common(GPT2 | config, activation, layout, biases=True)
     return _learned(base if _switch(config, "scale_attn_weights", True) else replace(base, attention_scale=1.0))
 
 
 def _gpt2(config: Config) -> Shape:
     """Radford et al. 2019."""
-    _without(config, "scale_attn_by_inverse_layer_idx")
+    expect(config, scale_attn_by_inverse_layer_idx=False)
     return _blocks(config, "gelu_new", replace(BLOCKS, turned=True))
 
 
@@ -226,7 +224,7 @@ def _gpt_bigcode(config: Config) -> Shape:
 
 def _bloom(config: Config) -> Shape:
     """BLOOM (Workshop 2022, arXiv:2211.05100). A norm is in front of all layers."""
-    _without(config, "apply_residual_connection_post_layernorm")
+    expect(config, apply_residual_connection_post_layernorm=False)
     layout = Layout(roots=("transformer.", ""), layers="h", names=BLOOM_NAMES, joint=True, grouped=True)
     base = _common({"tie_word_embeddings": True} | config, "gelu_pytorch_tanh", layout, biases=True)
     return _leaning(replace(base, first_norm="embed_norm"))
@@ -234,13 +232,7 @@ def _bloom(config: Config) -> Shape:
 
 def _mpt(config: Config) -> Shape:
     """MPT (MosaicML 2023). Nothing has biases."""
-    for name in ("prefix_lm", "qk_ln"):
-        _without(config, name)
-    for name in ("alibi", "no_bias"):
-        _without(config, name, value=False)
-    for name, has in MPT.items():
-        if config.get(name, has) != has:
-            raise Unsupported(f"{name} {shown(config[name])} is not supported: for this family the decoder has {has or 'none'}")
+    expect(config, **MPT)
     layout = Layout(roots=("transformer.",), layers="blocks", names=MPT_NAMES, joint=True)
     base = _common({"tie_word_embeddings": True} | config, "gelu", layout, biases=False)
     scale = cap(config, "softmax_scale", None) or base.attention_scale
@@ -357,8 +349,7 @@ def _falcon(config: Config) -> Shape:
 
 def _opt(config: Config) -> Shape:
     """OPT and Galactica (Zhang et al. 2022, arXiv:2205.01068)."""
-    _without(config, "do_layer_norm_before", value=False)
-    _without(config, "_remove_final_layer_norm")
+    expect(config, do_layer_norm_before=True, _remove_final_layer_norm=False)
     embedded = config.get("word_embed_proj_dim") or config["hidden_size"]
     if embedded != config["hidden_size"]:
         raise Unsupported(f"word_embed_proj_dim {shown(embedded)} is not supported: for this family the decoder has hidden_size")

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from .dense_families import BEHIND, MISTRAL, OLMO, ernie, exaone4, granite, hunyuan, qwen3
-from .fields import AGAIN, SLIDING, Config, number, shown
+from .fields import AGAIN, SLIDING, Config, expect, number, shown
 from .parts import all_alike, biased, cap, common, kinds_of, windows_of
 from .ropes import rope_of, ropes_by_kind, rotary_size, with_rope
 from .shape import PLAIN, Mixture, Quantization, Shape, Unsupported
@@ -209,9 +209,7 @@ def _exaone_moe(config: Config) -> Shape:
 def _afmoe(config: Config) -> Shape:
     """Arcee's Trinity: gates of attention, norms around it and the MLP, and experts behind the first layers. Layers that see all
     have no rotary embedding."""
-    for name, usual in (("attention_bias", False), ("route_norm", True), ("score_func", "sigmoid"), ("n_group", 1)):
-        if config.get(name, usual) != usual:
-            raise Unsupported(f"{name} {shown(config[name])} is not supported: for this family the decoder has {shown(usual)}")
+    expect(config, attention_bias=False, route_norm=True, score_func="sigmoid", n_group=1)
     given = AFMOE | config
     base, every = common(given), given["global_attn_every_n_layers"]
     kinds = kinds_of(given, base.layers, lambda layer: (layer + 1) % every > 0)
@@ -245,8 +243,7 @@ def _solar_open(config: Config) -> Shape:
 def _hy_v3(config: Config) -> Shape:
     """Tencent's Hy 3: Qwen 3's attention, and experts behind the first layer."""
     shared = config.get("num_shared_experts", 1)
-    if config.get("mlp_bias"):
-        raise Unsupported("mlp_bias is not supported: for this family the decoder has none")
+    expect(config, mlp_bias=False)
     base = replace(biased(common(HY_3 | config), config), qk_norm=True)
     fields = {"n_routed_experts": config.get("num_experts", 192), "n_shared_experts": shared}
     factor = {"routed_scaling_factor": number(config, "router_scaling_factor", 2.826)}

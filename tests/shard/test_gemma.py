@@ -128,7 +128,7 @@ def test_gains_are_not_rounded_with_what_they_lack() -> None:
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"hidden_activation": "gelu"}, "hidden_activation 'gelu' is not supported"),
         ({"sliding_window_pattern": 0}, "sliding_window_pattern 0"),
-        ({"sliding_window": None}, "sliding_window None, and there are layers that slide"),
+        ({"sliding_window": None}, "sliding_window null, and there are layers that slide"),
         ({"sliding_window": 0}, "sliding_window 0, and there are layers that slide"),
         ({"attn_logit_softcapping": -1.0}, "attn_logit_softcapping -1.0"),
         ({"rope_scaling": "linear"}, "rope_scaling 'linear'"),

@@ -215,7 +215,7 @@ def test_youtu_by_its_first_name() -> None:
     ("name", "field", "words"),
     [
         ("DeepseekV3", {"qk_rope_head_dim": 63}, "qk_rope_head_dim 63, an even number is needed"),
-        ("DeepseekV3", {"kv_lora_rank": None}, "kv_lora_rank None, an integer from 1"),
+        ("DeepseekV3", {"kv_lora_rank": None}, "kv_lora_rank null, an integer from 1"),
         ("DeepseekV3", {"v_head_dim": 0}, "v_head_dim 0, an integer from 1"),
         (
             "DeepseekV3",
@@ -226,7 +226,7 @@ def test_youtu_by_its_first_name() -> None:
         ("DeepseekV3", {"rope_interleave": 1}, "rope_interleave 1, true or false is needed"),
         ("DeepseekV3", {"model_type": "kimi_k3"}, "model_type 'kimi_k3'"),
         ("DeepseekV32", {"index_topk": 0}, "index_topk 0, an integer from 1"),
-        ("DeepseekV32", {"q_lora_rank": None}, "q_lora_rank None, index_head_dim 128 and .* needs latents of queries"),
+        ("DeepseekV32", {"q_lora_rank": None}, "q_lora_rank null, index_head_dim 128 and .* needs latents of queries"),
         ("DeepseekV32", {"index_head_dim": 32}, "index_head_dim 32 and qk_rope_head_dim 64: .* heads as large as what turns"),
         ("DeepseekV32", {"topk_method": "greedy"}, "topk_method 'greedy' is not supported"),
         ("DeepseekV32", {"layer_types": ["full_attention"] * 5}, "layer_types full_attention are not supported"),
@@ -234,7 +234,7 @@ def test_youtu_by_its_first_name() -> None:
         ("GlmMoeDsa", {"index_topk_freq": 4}, "indexer_types. are not supported"),
         ("GlmMoeDsa", {"index_topk_pattern": "FSFSF"}, "indexer_types. are not supported"),
         ("DeepseekV2", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported: the decoder has greedy and group"),
-        ("DeepseekV2", {"norm_topk_prob": True}, "norm_topk_prob True is not supported"),
+        ("DeepseekV2", {"norm_topk_prob": True}, "norm_topk_prob true is not supported"),
         ("Glm4MoeLite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types .'dense'., 'dense' or 'sparse' is needed for each of"),
         ("Glm4MoeLite", {"mlp_layer_types": ["dense"] * 4 + ["other"]}, "'dense' or 'sparse' is needed for each"),
     ],

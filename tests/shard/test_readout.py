@@ -336,7 +336,7 @@ def test_weights_that_are_made_up(kind: str, folders: dict[str, Path]) -> None:
     ("config", "words"),
     [
         (MEDUSA | {"medusa_num_heads": 0}, "medusa_num_heads 0, an integer from 1 to 127 is needed"),
-        (MEDUSA | {"medusa_num_layers": None}, "medusa_num_layers None, an integer"),
+        (MEDUSA | {"medusa_num_layers": None}, "medusa_num_layers null, an integer"),
         (
             MEDUSA | {"hidden_size": 128},
             "hidden_size of Medusa's heads is 128, and for this model it must be 64: take a draft model",
