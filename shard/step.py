@@ -145,6 +145,29 @@ class Step:
         self.attention.become(other.attention)
 
 
+@dataclass(slots=True)
+class _Lists:
+    """What a step's tensors are made of; see `Step`."""
+
+    tokens: list[int]
+    positions: list[int]
+    slots: list[int]
+    numbers: list[int]  # of adapters; []: no token goes by one
+    wanted: list[int]
+
+    def pad(self, room: Room, adapted: bool) -> None:
+        """Raises ragged.Full if there is no room. adapted: see `plan`."""
+        lacking, unused = room.tokens - len(self.tokens), room.rows - len(self.wanted)
+        if lacking < 0 or unused < 0:
+            found = f"{len(self.tokens)} tokens and {len(self.wanted)} rows"
+            raise ragged.Full(f"{found}, with room for {room.tokens} and {room.rows}")
+        self.numbers += [-1] * lacking if adapted else ()
+        self.tokens += [0] * lacking
+        self.positions += [0] * lacking
+        self.slots += [-1] * lacking
+        self.wanted += [0] * unused
+
+
 def plan(
     spans: Listing[Span],
     layout: Layout,
@@ -158,20 +181,42 @@ def plan(
     do, so a room is for spans of one token; narrows: and last layers without keys. Raises ragged.Full if there is no room."""
     spans = [part for span in spans for part in _within(span, layout.chunk)] if layout.chunk else spans
     fronts = picked is not None and any(span.front for span in spans)
-    later = fronts and ragged.by_triton(layout)  # only the device is told who continues whom
-    rows = [
-        attention.Row(
-            len(span.tokens), span.start, pages, span.parents, span.front.settled if later and span.front else None, span.whole
-        )
-        for span, pages in zip(spans, _tables(spans, picked if fronts and not later else None), strict=True)
-    ]
-    tokens: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    numbers: list[int] = []  # of adapters
-    starts = [0] * len(spans)
-    size = layout.page_size
+    later = fronts and ragged.by_triton(layout)  # only the device knows who continues whom
+    tables = _tables(spans, picked if fronts and not later else None)
+    rows = [_row(span, pages, later) for span, pages in zip(spans, tables, strict=True)]
     order, attended = ragged.plan(rows, layout, room.attention if room else None)
+    lists, starts = _listed(spans, order, layout.page_size, adapted)
+    if room is not None:
+        lists.pad(room, adapted)
+    elif not any(number >= 0 for number in lists.numbers):
+        lists.numbers = []
+    lengths, states = _states(spans, order, room) if remembers else ((), [])
+    showing = [(starts[i], spans[i]) for i in order if spans[i].sequence.shows(spans[i].start)]
+    marks = [mark for first, span in showing for mark in _marks(first, span)]
+    for token in chain.from_iterable(tokens for _, tokens, _ in marks):
+        lists.tokens[token] = 0  # which every vocabulary has: features will take its place
+    step = _step(lists, attended, layout, lengths, states)
+    if showing:
+        step = replace(step, turned=_turned(lists.positions, showing, layout), shown=[_shown(*mark, layout) for mark in marks])
+    if narrows and room is None and not fronts and len(lists.wanted) < len(lists.tokens):
+        step = replace(step, last=_last(spans, starts, layout))
+    if picked is not None:
+        _fill_in(step, spans, starts, picked)
+        if later:
+            _inherit(step, rows, spans, layout.page_size, picked)
+    return step
+
+
+def _row(span: Span, pages: Listing[int], later: bool) -> attention.Row:
+    """later: whose pages it goes on with is told to the device alone."""
+    settled = span.front.settled if later and span.front else None
+    return attention.Row(len(span.tokens), span.start, pages, span.parents, settled, span.whole)
+
+
+def _listed(spans: Listing[Span], order: Listing[int], size: int, adapted: bool) -> tuple[_Lists, list[int]]:
+    """And each span's first token in the step. size: of a page."""
+    tokens, positions, slots, numbers = list[int](), list[int](), list[int](), list[int]()
+    starts = [0] * len(spans)
     for i in order:
         span, start, own = spans[i], spans[i].start, spans[i].sequence.pages
         starts[i] = len(tokens)
@@ -180,34 +225,11 @@ def plan(
         positions += places if span.parents is None and span.sequence.pictures is None else _positions(span)
         slots += [own[place // size] * size + place % size for place in places]
         numbers += [span.sequence.adapter] * len(span.tokens) if adapted else ()
-    wanted = _wanted(spans, starts)
-    if room is not None:
-        lacking, unused = room.tokens - len(tokens), room.rows - len(wanted)
-        if lacking < 0 or unused < 0:
-            raise ragged.Full(f"{len(tokens)} tokens and {len(wanted)} rows, with room for {room.tokens} and {room.rows}")
-        tokens, positions, slots = tokens + [0] * lacking, positions + [0] * lacking, slots + [-1] * lacking
-        wanted += [0] * unused
-        numbers += [-1] * lacking if adapted else ()
-    elif not any(number >= 0 for number in numbers):
-        numbers = []
-    lengths, states = _states(spans, order, room) if remembers else ((), [])
-    showing = [(starts[i], spans[i]) for i in order if spans[i].sequence.shows(spans[i].start)]
-    marks = [mark for first, span in showing for mark in _marks(first, span)]
-    for row in chain.from_iterable(rows for _, rows, _ in marks):
-        tokens[row] = 0  # which every vocabulary has: features will take its place
-    step = _step(tokens, positions, slots, wanted, numbers, attended, layout, lengths, states)
-    if showing:
-        shown = [
-            Shown(picture, *to_device(torch.tensor([rows, numbers]), layout.device).unbind()) for picture, rows, numbers in marks
-        ]
-        step = replace(step, turned=_turned(positions, showing, layout), shown=shown)
-    if narrows and room is None and not fronts and len(wanted) < len(tokens):
-        step = replace(step, last=_last(spans, starts, layout))
-    if picked is not None:
-        _fill_in(step, spans, starts, picked)
-        if later:
-            _inherit(step, rows, spans, size, picked)
-    return step
+    return _Lists(tokens, positions, slots, numbers, _wanted(spans, starts)), starts
+
+
+def _shown(picture: Picture, tokens: list[int], numbers: list[int], layout: Layout) -> Shown:
+    return Shown(picture, *to_device(torch.tensor([tokens, numbers]), layout.device).unbind())
 
 
 def parted(spans: Listing[Span]) -> list[Span]:
@@ -346,26 +368,16 @@ def follow(before: Step, spans: Listing[Span], layout: Layout) -> Step | None:
     wanted = sorted(range(len(order)), key=order.__getitem__)
     attended = shared_prefixes.follow(before.attention, torch.tensor(slots, device=layout.device))
     numbers = [spans[i].sequence.adapter for i in order] if before.adapters is not None else []
-    return _step(tokens, positions, slots, wanted, numbers, attended, layout) if attended is not None else None
+    return _step(_Lists(tokens, positions, slots, numbers, wanted), attended, layout) if attended is not None else None
 
 
-def _step(
-    tokens: list[int],
-    positions: list[int],
-    slots: list[int],
-    wanted: list[int],
-    numbers: list[int],
-    attended: ragged.Plan,
-    layout: Layout,
-    lengths: tuple[int, ...] = (),
-    states: Listing[int] = (),
-) -> Step:
+def _step(lists: _Lists, attended: ragged.Plan, layout: Layout, lengths: tuple[int, ...] = (), states: Listing[int] = ()) -> Step:
     """lengths: of spans, with `states`: see `_states`; (): nobody asks for them."""
-    parts = (tokens, positions, slots, wanted, numbers, states)
+    parts = (lists.tokens, lists.positions, lists.slots, lists.wanted, lists.numbers, states)
     buffer = to_device(torch.tensor(list(chain(*parts)), dtype=torch.int64), layout.device)
-    tokens_of, positions_of, slots_of, rows_of, adapters, own = torch.split(buffer, [*map(len, parts)])
+    tokens, positions, slots, rows, adapters, own = torch.split(buffer, [*map(len, parts)])
     found = Spans(lengths, *torch.split(own, [len(lengths) + 1, *[len(lengths)] * 3])) if lengths else None
-    return Step(buffer, tokens_of, positions_of, slots_of, rows_of, attended, adapters if numbers else None, found)
+    return Step(buffer, tokens, positions, slots, rows, attended, adapters if lists.numbers else None, found)
 
 
 def _states(spans: Listing[Span], order: Listing[int], room: Room | None) -> tuple[tuple[int, ...], list[int]]:
