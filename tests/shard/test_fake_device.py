@@ -170,7 +170,6 @@ def overlapped(engine: Engine, groups: Sequence[Group], step: Callable[[], objec
     ("speculate", "more"),
     [
         ("", {"kv_cache_dtype": "fp8_e4m3fn"}),
-        ("ngram=4", {}),
         ("draft=DRAFT,tree=2x2,ngram=3", {}),
         ("draft=DRAFT,tokens=2,verify=rejection", {}),
         ("draft=EAGLE,tree=2x2", {}),
@@ -297,9 +296,7 @@ def test_noise_takes_one_launch(noted: Noted) -> None:
         assert noted.operations - before < 10
 
 
-@pytest.mark.parametrize(
-    ("speculate", "graphs"), [("", True), ("", False), ("draft=DRAFT,tokens=2", True), ("draft=EAGLE,tokens=2", True)]
-)
+@pytest.mark.parametrize(("speculate", "graphs"), [("", True), ("", False), ("draft=EAGLE,tokens=2", True)])
 def test_kernels_are_compiled_before_the_first_request(noted: Noted, speculate: str, graphs: bool) -> None:
     """Whatever the number of rows. Those that copy and move keys and values take no time worth mentioning."""
     engine = engine_of(speculate, graphs)

@@ -152,6 +152,7 @@ def test_two_ranks_see_what_one_does(world: Made) -> None:
     assert world_of_two == twin == drive(seeing.engine(world[2], 128, 4), groups(), Habits(7), seed=2).tokens
 
 
+@pytest.mark.parametrize("world", ["Qwen2_5_VL", "Gemma3"], indirect=True)
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -72,6 +72,7 @@ GPT2 = ENDS | {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 8
 BLOOM = ENDS | {"vocab_size": VOCABULARY, "hidden_size": 64, "n_layer": 2, "n_head": 8}
 MPT = ENDS | {"vocab_size": VOCABULARY, "d_model": 72, "n_layers": 2, "n_heads": 6, "max_seq_len": 512}
 DBRX = {"vocab_size": VOCABULARY, "d_model": 64, "n_layers": 2, "n_heads": 8, "max_seq_len": 512}
+PIECE = 16  # tokens that transformers has state spaces go through at once; it fills up what is shorter
 WINDOW = 8  # less than the context of every test
 CHUNK = 16  # of positions, of which some layers see no others
 GPT_NEO = ENDS | {
@@ -200,12 +201,14 @@ GRANITE4 = GRANITE | {
     "layer_types": ["mamba", "attention", "mamba"],
     "mamba_n_heads": 8,
     "mamba_d_state": 12,
+    "mamba_chunk_size": PIECE,
     "shared_intermediate_size": 36,
 }
 FALCON_H1 = SMALL | {
     "mamba_n_heads": 8,
     "mamba_d_ssm": 80,
     "mamba_d_state": 12,
+    "mamba_chunk_size": PIECE,
     "embedding_multiplier": 2.5,
     "lm_head_multiplier": 0.6,
     "key_multiplier": 0.7,
@@ -220,6 +223,7 @@ LFM2 = SMALL | {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"
 NEMOTRON = {name: value for name, value in SMALL.items() if name != "num_hidden_layers"} | {
     "head_dim": 12,
     "ssm_state_size": 12,
+    "chunk_size": PIECE,
     "mamba_num_heads": 8,
     "mamba_head_dim": 10,
     "n_groups": 2,
@@ -241,7 +245,11 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "apertus": lambda: transformers.ApertusConfig(**SMALL, attention_bias=True),
     "arcee": lambda: transformers.ArceeConfig(**SMALL, mlp_bias=True),
     "bamba": lambda: transformers.BambaConfig(
-        **SMALL | {"num_hidden_layers": 3}, attn_layer_indices=[1], mamba_n_heads=8, mamba_n_groups=4, mamba_d_state=12
+        **SMALL | {"num_hidden_layers": 3, "mamba_chunk_size": PIECE},
+        attn_layer_indices=[1],
+        mamba_n_heads=8,
+        mamba_n_groups=4,
+        mamba_d_state=12,
     ),
     "bloom": lambda: transformers.BloomConfig(**BLOOM),
     "cohere": lambda: transformers.CohereConfig(**SMALL, logit_scale=0.3, attention_bias=True, pad_token_id=0, **ENDS),

@@ -289,7 +289,7 @@ def test_arguments_are_valid(parser: str, way: str) -> None:
     ended: set[str] = set()
     every = {"type": "object", "properties": PROPERTIES, "required": [*PROPERTIES]}
     jsonschema.Draft202012Validator.check_schema(wrapped(every, way))  # once: it takes longer than all below
-    for round in range(60):
+    for round in range(30):
         names = [[*PROPERTIES][round % len(PROPERTIES)], *luck.sample([*PROPERTIES], luck.randrange(2))]
         properties = {"digit": DIGIT, **{name: PROPERTIES[name] for name in names}}
         required = [name for name in properties if name != "never" and luck.random() < 0.7]
