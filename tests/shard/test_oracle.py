@@ -23,6 +23,7 @@ from penstock.tests.shard.tiny import VOCABULARY, WINDOW
 
 FAMILIES = sorted(tiny.FAMILIES)
 COUNT = 12  # tokens generated
+SOME = 7, 50  # prompts for every family, and the longest
 TOLERANCE = 1e-4
 
 
@@ -204,7 +205,7 @@ def test_64_staggered_requests_get_transformers_tokens(page_size: int, chunk: in
 
 @pytest.mark.parametrize("name", [*FAMILIES, "demo"])
 def test_every_family_gets_transformers_tokens(name: str) -> None:
-    check_greedy(name, tiny.engine(name), prompts(10), Habits(chunk=7, pause=0.1))
+    check_greedy(name, tiny.engine(name), prompts(*SOME), Habits(chunk=7, pause=0.1))
 
 
 def test_64_staggered_requests_get_the_trained_models_tokens() -> None:
@@ -214,7 +215,7 @@ def test_64_staggered_requests_get_the_trained_models_tokens() -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_on_two_ranks(name: str) -> None:
     """Ranks as threads; test_processes.py has them as processes."""
-    asked = prompts(6, 40)
+    asked = prompts(*SOME)
 
     def work(ranks: Ranks) -> dict[int, list[int]]:
         engine = tiny.engine_of(name, ranks)
