@@ -1,5 +1,7 @@
 """Tiny random models that see, pictures for them, and what transformers computes with both."""
 
+import copy
+import functools
 import json
 import random
 from dataclasses import dataclass, replace
@@ -14,6 +16,7 @@ from penstock.proto.images import FORMS, MISTRAL
 from penstock.proto.tiling import Tiling
 from penstock.shard.config import ShardConfig
 from penstock.shard.engine import Engine
+from penstock.shard.gallery import Gallery
 from penstock.shard.loading import load
 from penstock.shard.models.decoder import Decoder
 from penstock.shard.models.families import shape
@@ -219,10 +222,27 @@ WHOLE = (*OTHERS,)  # pixels are no patches
 
 
 def engine(folder: Path, pages: int = 64, page_size: int = 16, image_pixels: int = 1 << 20, **more: Any) -> Engine:
-    config = ShardConfig(folder=str(folder), model="m", image_pixels=image_pixels, page_size=page_size, **more)
-    found = load(config, lambda stage: None)
+    """A fresh one. more: settings of the shard."""
+    if more.keys() <= {"prefix_caching", "overlap"}:
+        decoder = copy.copy(_decoder(folder, image_pixels))
+        if decoder.sight is not None:
+            decoder.sight = copy.copy(decoder.sight)
+            decoder.sight._gallery = Gallery()
+        found = Engine(decoder, CPU, page_size, more.get("prefix_caching", True), ahead=more.get("overlap") == "on")
+    else:
+        found = _loaded(folder, image_pixels, page_size=page_size, **more)
     found.resize(pages)
     return found
+
+
+@functools.cache
+def _decoder(folder: Path, image_pixels: int) -> Decoder:
+    """What fresh engines share: weights."""
+    return _loaded(folder, image_pixels).decoder
+
+
+def _loaded(folder: Path, image_pixels: int, **more: Any) -> Engine:
+    return load(ShardConfig(folder=str(folder), model="m", image_pixels=image_pixels, **more), lambda stage: None)
 
 
 def half(folder: Path, ranks: Ranks, page_size: int) -> Engine:
