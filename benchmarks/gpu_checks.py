@@ -42,7 +42,7 @@ from penstock.kernels import (
     short_convolution,
     state_space,
 )
-from penstock.kernels.attention import Row, ancestry
+from penstock.kernels.attention import How, Row, ancestry
 from penstock.kernels.fused_routing import PAIRS, sort
 from penstock.kernels.fused_sampling import sample
 from penstock.kernels.gated_delta import Spans, States
@@ -234,7 +234,7 @@ def _attended(bench: Bench, shape: Shape, rows: Sequence[Row], window: int, soft
     with poisoned():
         kind = replace(shape.kind(window), joined=True)
         plan = paged_attention.plan(rows, shape.page_size, [kind], bench.device, dtype=shape.dtype)
-        found = paged_attention.attention(query, cache, plan, window, shape.size**-0.5, softcap, scales, sinks)
+        found = paged_attention.attention(query, cache, plan, How(window, shape.size**-0.5, softcap, scales, sinks))
     return error(found, _exact(query, cache, scales, sinks, rows, shape.page_size, window, softcap), TOLERANCES[shape.dtype])
 
 
@@ -310,11 +310,11 @@ def replayed(bench: Bench, chance: random.Random) -> float:
     cache = torch.randn(joint * shape.page_size, 2, shape.kv_heads, shape.size, device=bench.device).to(shape.dtype)
     query = torch.randn(tokens, shape.heads, shape.size, device=bench.device).to(shape.dtype)
     plan = paged_attention.plan(steps[0], *sizes, **options)
-    paged_attention.attention(query, cache, plan, 0, shape.size**-0.5)
+    paged_attention.attention(query, cache, plan, How(0, shape.size**-0.5))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        output = paged_attention.attention(query, cache, plan, 0, shape.size**-0.5)
+        output = paged_attention.attention(query, cache, plan, How(0, shape.size**-0.5))
     worst = 0.0
     for rows in steps[::-1]:
         output.fill_(torch.nan)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels import paged_attention
-from penstock.kernels.attention import Row, ancestry
+from penstock.kernels.attention import How, Row, ancestry
 from penstock.kernels.layout import Kind
 from penstock.kernels.paged_attention import Plan
 
@@ -84,7 +84,7 @@ class World:
 
     def attend(self, plan: Plan) -> Tensor:
         """[tokens, heads, size], by our kernels."""
-        return paged_attention.attention(self.query, self.cache, plan, 0, self.shape.size**-0.5, scales=self.scales)
+        return paged_attention.attention(self.query, self.cache, plan, How(0, self.shape.size**-0.5, scales=self.scales))
 
     @property
     def bytes(self) -> int:

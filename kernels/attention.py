@@ -52,6 +52,19 @@ class Row:
     whole: bool = False  # a chain of which, in layers where that is so, each query sees those behind it, too: an image
 
 
+@dataclass(slots=True)  # many a step: frozen ones take three times as long to make
+class How:
+    """How a layer attends, by its plan."""
+
+    window: int
+    scale: float  # of logits
+    softcap: float = 0.0  # these become softcap * tanh(logit / softcap); 0: they don't
+    scales: Tensor | None = None  # [2, kv_heads] float32: what cached keys and values are to be multiplied by
+    sinks: Tensor | None = None  # [heads] float32: of each head a logit more, which no value belongs to
+    latent: int = 0  # so many features of all heads' keys, the first, are values; 0: these are apart
+    asked: Choosing | None = None  # by which tokens choose those that they attend to, whose keys stand behind the latents
+
+
 @dataclass(frozen=True, slots=True)
 class View:
     """What a block sees through a window: from where its first query may look to its last query."""
@@ -189,28 +202,15 @@ def depths(parents: Iterable[int]) -> list[int]:
     return found
 
 
-def attention(
-    query: Tensor,
-    cache: Tensor,
-    plan: Sequence[Block],
-    window: int,
-    scale: float,
-    softcap: float = 0.0,
-    scales: Tensor | None = None,
-    sinks: Tensor | None = None,
-    asked: Choosing | None = None,
-) -> Tensor:
-    """Softmax attention of every row of `plan`.
+def attention(query: Tensor, cache: Tensor, plan: Sequence[Block], how: How) -> Tensor:
+    """Softmax attention of every row of `plan`: [tokens, heads, size].
 
-    query: [tokens, heads, size]; cache: [slots, 2, kv_heads, size], keys first, in the query's dtype or one of 8 bits; softcap:
-    logits become softcap * tanh(logit / softcap), 0 is off; scales: [2, kv_heads] float32, what cached keys and values are to be
-    multiplied by; sinks: [heads] float32, of each head a logit more, which no value belongs to; result: [tokens, heads, size].
-    Of a cache of latents, [slots, 1, 1, size], keys are values, too; asked: by which tokens choose those they attend to, whose keys
-    stand behind the latents.
+    query: [tokens, heads, size]; cache: [slots, 2, kv_heads, size], keys first, in the query's dtype or one of 8 bits; of latents,
+    [slots, 1, 1, size], keys are values, too.
     """
-    special = softcap > 0 or sinks is not None
-    attended = partial(_attend_specially, softcap=softcap) if special else functional.scaled_dot_product_attention
-    outputs = [_attend(partial(attended, scale=scale), query, cache, block, window, scales, sinks, asked) for block in plan]
+    special = how.softcap > 0 or how.sinks is not None
+    attended = partial(_attend_specially, softcap=how.softcap) if special else functional.scaled_dot_product_attention
+    outputs = [_attend(partial(attended, scale=how.scale), query, cache, block, how) for block in plan]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -237,26 +237,17 @@ def _select(rows: Tensor, indices: Tensor) -> Tensor:
     return torch.from_numpy(rows.view(torch.uint8).numpy().take(indices.numpy(), 0)).view(rows.dtype)  # numpy knows no bfloat16
 
 
-def _attend(
-    attended: Callable[..., Tensor],
-    query: Tensor,
-    cache: Tensor,
-    block: Block,
-    window: int,
-    scales: Tensor | None,
-    sinks: Tensor | None,
-    asked: Choosing | None,
-) -> Tensor:
+def _attend(attended: Callable[..., Tensor], query: Tensor, cache: Tensor, block: Block, how: How) -> Tensor:
     """attended: as torch's own, its scale given."""
     heads, size = query.shape[1:]
     kv_heads = cache.shape[2]
-    count, queries, view = block.rows, block.queries, block.views[window]
-    keys, values = gather(cache, view.slots, count, query.dtype, scales)
+    count, queries, view, sinks = block.rows, block.queries, block.views[how.window], how.sinks
+    keys, values = gather(cache, view.slots, count, query.dtype, how.scales)
     own = query[block.start : block.start + count * queries]
     mask = view.mask if view.mask is None else view.mask.to(query.dtype)
     choose: Callable[[int, int, Tensor | None], Tensor | None] = _all
-    if asked is not None:
-        choose = partial(narrowed, asked, keys[:, 0, :, size:])
+    if how.asked is not None:
+        choose = partial(narrowed, how.asked, keys[:, 0, :, size:])
     if cache.shape[3] > size:  # an index has its own keys behind these
         keys = values = keys[..., :size]
     if not view.tiled:

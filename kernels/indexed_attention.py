@@ -13,8 +13,7 @@ from torch import Tensor
 
 from . import paged_attention as paged
 from . import work
-from .attention import Row
-from .indexed import Choosing
+from .attention import How, Row
 from .transfer import to_device
 
 # Scores that are computed at once, and how many bytes one takes with what picking the best of them does.
@@ -61,11 +60,13 @@ def plan(whole: paged.Plan, rows: Sequence[Row], most: int, dtype: torch.dtype) 
     return Plan(**{field.name: getattr(whole, field.name) for field in fields(whole)}, parts=tuple(parts))
 
 
-def attention(query: Tensor, cache: Tensor, plan: Plan, scale: float, latent: int, asked: Choosing) -> Tensor:
+def attention(query: Tensor, cache: Tensor, plan: Plan, how: How) -> Tensor:
     """As `paged_attention.attention`, of a cache of latents with an index's keys behind them."""
     from .fused_index import scores
 
-    found = query.new_empty(*query.shape[:2], latent) if len(plan.parts) > 1 else None
+    asked = how.asked
+    assert asked is not None
+    found = query.new_empty(*query.shape[:2], how.latent) if len(plan.parts) > 1 else None
     for part in plan.parts:
         count = len(part.tables)
         best = scores(asked, cache[..., query.shape[2] :], plan, part.first, count, part.length).topk(asked.most).indices
@@ -73,7 +74,7 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, scale: float, latent: in
         places = (part.tables + best // plan.page_size).clamp_(max=len(plan.pages) - 1)
         slots = plan.pages[places] * plan.page_size + best % plan.page_size
         own = part.plan.chosen(slots.int().flatten())
-        answer = paged.attention(query[part.first : part.first + count], cache, own, 0, scale, latent=latent)
+        answer = paged.attention(query[part.first : part.first + count], cache, own, how)
         if found is None:
             return answer
         found[part.first : part.first + count] = answer  # at once: all parts' and the whole take twice the memory

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton import knobs
 
 from . import work as cutting
-from .attention import Full, Row
+from .attention import Full, How, Row
 from .compilation import Compilation
 from .early import on, options
 from .layout import Kind
@@ -304,33 +304,21 @@ def _launch(writer: _Writer, window: int, work: Work, capacity: Capacity | None)
     return items, writer.add(entries, _room(capacity, "entries")), writer.add(work.pieces, _room(capacity, "pieces"))
 
 
-def attention(
-    query: Tensor,
-    cache: Tensor,
-    plan: Plan,
-    window: int,
-    scale: float,
-    softcap: float = 0.0,
-    scales: Tensor | None = None,
-    sinks: Tensor | None = None,
-    latent: int = 0,
-) -> Tensor:
-    """Softmax attention of every row of `plan`: [tokens, heads, size], contiguous.
+def attention(query: Tensor, cache: Tensor, plan: Plan, how: How) -> Tensor:
+    """Softmax attention of every row of `plan`: [tokens, heads, size], contiguous; of latents [tokens, heads, latent].
 
     query: [tokens, heads, size], tokens may be apart; cache: [slots, 2, kv_heads, size], keys first, in the query's dtype or
-    float8_e4m3fn; softcap: logits become softcap * tanh(logit / softcap), 0 is off; scales: [2, kv_heads] float32, what cached
-    keys and values are to be multiplied by; sinks: [heads] float32, of each head a logit more, which no value belongs to; latent:
-    the cache is [slots, 1, 1, size or more], and values are so many features of all heads' keys, the first: [tokens, heads,
-    latent].
+    float8_e4m3fn; of latents [slots, 1, 1, size or more]. Nothing is chosen here: see `indexed_attention`.
     """
     tokens, heads, size = query.shape
+    latent, sinks = how.latent, how.sinks
     turned, values = (size - latent, latent) if latent else (0, size)
     if query.stride(1) != size or query.stride(2) != 1 or not cache.is_contiguous():
         raise ValueError("a token's heads and a slot's keys and values must lie side by side")
-    launch = plan.launches[window]
-    window = 0 if launch.kind.chunked else window  # then items begin where it does
+    launch = plan.launches[how.window]
+    window = 0 if launch.kind.chunked else how.window  # then items begin where it does
     kv_heads, ratio = launch.kind.kv_heads, launch.kind.ratio
-    scaled, early = scales is not None, on(query.device)
+    scaled, early = how.scales is not None, on(query.device)
     output = torch.empty((tokens, heads, values), dtype=query.dtype, device=query.device)
     pieces = len(launch.pieces)
     partials = torch.empty((pieces, heads, values), dtype=torch.float32, device=query.device)
@@ -349,11 +337,11 @@ def attention(
                 plan.positions,
                 plan.masks,
                 plan.pages,
-                scales if scales is not None else weights,
+                how.scales if how.scales is not None else weights,
                 sinks if sinks is not None else weights,
                 query.stride(0),
-                scale,
-                softcap,
+                how.scale,
+                how.softcap,
                 window,
                 **_constants(
                     kv_heads,
@@ -364,7 +352,7 @@ def attention(
                     plan.page_size,
                     tile,
                     window,
-                    softcap,
+                    how.softcap,
                     trees,
                     scaled,
                     sinks is not None,

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, TypeAlias
 from torch import Tensor
 
 from . import shared_prefixes, steady
-from .attention import Full, Row
+from .attention import Full, How, Row
 from .choose import triton_on
-from .indexed import Choosing
 from .layout import Kind, Layout
 from .work import ITEMS_PER_PROCESSOR, tile_of
 
-__all__ = ["Full", "Plan", "Row", "attention", "capacity", "narrows", "plan"]
+__all__ = ["Full", "How", "Plan", "Row", "attention", "capacity", "narrows", "plan"]
 
 if TYPE_CHECKING:
     from . import paged_attention as paged
@@ -108,36 +107,21 @@ def narrows(plan: Plan, most: int) -> bool:
     return isinstance(plan, indexed_attention.Plan)
 
 
-def attention(
-    query: Tensor,
-    cache: Tensor,
-    plan: Plan,
-    window: int,
-    scale: float,
-    softcap: float = 0.0,
-    scales: Tensor | None = None,
-    sinks: Tensor | None = None,
-    latent: int = 0,
-    asked: Choosing | None = None,
-) -> Tensor:
-    """Softmax attention of every row of `plan`: [tokens, heads, size].
+def attention(query: Tensor, cache: Tensor, plan: Plan, how: How) -> Tensor:
+    """Softmax attention of every row of `plan`: [tokens, heads, size]; of latents [tokens, heads, latent].
 
-    query: [tokens, heads, size]; cache: a layer [slots, 2, kv_heads, size], keys first, in the query's dtype or float8_e4m3fn;
-    softcap: logits become softcap * tanh(logit / softcap), 0 is off; scales: [2, kv_heads] float32, what cached keys and values
-    are to be multiplied by; sinks: [heads] float32, of each head a logit more, which no value belongs to; latent: the cache is
-    [slots, 1, 1, size], and values are so many features of all heads' keys, the first: [tokens, heads, latent]; asked: by which
-    tokens choose those that they attend to, where a plan `narrows` these; the index's keys stand behind the latents.
+    query: [tokens, heads, size]; cache: a layer [slots, 2, kv_heads, size], keys first, in the query's dtype or float8_e4m3fn; of
+    latents [slots, 1, 1, size]. Tokens choose what they attend to where a plan `narrows` that.
     """
     if isinstance(plan, shared_prefixes.Plan):
-        found = shared_prefixes.attention(query, cache, plan, window, scale, softcap, scales, sinks, asked)
-        return found[..., :latent] if latent else found
+        found = shared_prefixes.attention(query, cache, plan, how)
+        return found[..., : how.latent] if how.latent else found
     if isinstance(plan, steady.Plan):
-        found = steady.attention(query, cache, plan, window, scale, softcap, scales, sinks)
-        return found[..., :latent] if latent else found
+        found = steady.attention(query, cache, plan, how)
+        return found[..., : how.latent] if how.latent else found
     from . import indexed_attention
     from . import paged_attention as paged
 
     if isinstance(plan, indexed_attention.Plan):
-        assert asked is not None
-        return indexed_attention.attention(query, cache, plan, scale, latent, asked)
-    return paged.attention(query, cache, plan, window, scale, softcap, scales, sinks, latent)
+        return indexed_attention.attention(query, cache, plan, how)
+    return paged.attention(query, cache, plan, how)

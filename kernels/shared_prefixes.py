@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from . import attention as plain
-from .attention import Block, Row, View
-from .indexed import Choosing
+from .attention import Block, How, Row, View
 from .layout import Layout
 from .work import Run, runs_of, width
 
@@ -150,29 +149,19 @@ def _longer(block: Block, slots: Tensor, count: int, mask: Tensor | None) -> Vie
     return View(view.length + count, torch.cat((view.slots.view(block.rows, -1), own), 1).flatten(), mask)
 
 
-def attention(
-    query: Tensor,
-    cache: Tensor,
-    plan: Plan,
-    window: int,
-    scale: float,
-    softcap: float = 0.0,
-    scales: Tensor | None = None,
-    sinks: Tensor | None = None,
-    asked: Choosing | None = None,
-) -> Tensor:
+def attention(query: Tensor, cache: Tensor, plan: Plan, how: How) -> Tensor:
     """As `attention.attention`."""
     if not plan.levels:
-        return plain.attention(query, cache, [*plan.bundles, *plan.blocks], window, scale, softcap, scales, sinks, asked)
-    assert not softcap
-    assert sinks is None
-    assert asked is None
+        return plain.attention(query, cache, [*plan.bundles, *plan.blocks], how)
+    assert not how.softcap
+    assert how.sinks is None
+    assert how.asked is None
     single = [block for block in plan.blocks if block.queries == 1]
-    answer, weight = _find(query, cache, [*plan.bundles, *single], scale, scales)
+    answer, weight = _find(query, cache, [*plan.bundles, *single], how.scale, how.scales)
     for level in plan.levels:
-        _merge(answer, weight, level.tokens, *_find(query[level.tokens], cache, level.blocks, scale, scales))
+        _merge(answer, weight, level.tokens, *_find(query[level.tokens], cache, level.blocks, how.scale, how.scales))
     others = plan.blocks[len(single) :]
-    return torch.cat((answer, plain.attention(query, cache, others, window, scale, scales=scales))) if others else answer
+    return torch.cat((answer, plain.attention(query, cache, others, how))) if others else answer
 
 
 Found = tuple[Tensor, Tensor]

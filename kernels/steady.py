@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .attention import BLOCK_ELEMENTS, TILE, Row, folded, gather, slots_of, unfolded
+from .attention import BLOCK_ELEMENTS, TILE, How, Row, folded, gather, slots_of, unfolded
 from .layout import Kind, Layout
 
 # Keys that torch's attention on a CPU goes through at once, if there are as many.
@@ -91,25 +91,16 @@ def _alike(rows: Sequence[Row], tile: int, elements: int) -> Iterator[Sequence[R
         yield from (part[first : first + most] for first in range(0, len(part), most))
 
 
-def attention(
-    query: Tensor,
-    cache: Tensor,
-    plan: Plan,
-    window: int,
-    scale: float,
-    softcap: float = 0.0,
-    scales: Tensor | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """As `attention.attention`."""
-    attended: Callable[..., Tensor] = partial(functional.scaled_dot_product_attention, scale=scale)
-    kind, heads, kv_heads = plan.kinds[window], query.shape[1], cache.shape[2]
-    if softcap or sinks is not None:
-        own = sinks.view(kv_heads, -1).repeat(1, plan.tile).unsqueeze(2) if sinks is not None else None
-        attended = partial(_specially, scale=scale, softcap=softcap, sinks=own)
+def attention(query: Tensor, cache: Tensor, plan: Plan, how: How) -> Tensor:
+    """As `attention.attention`, but that no index chooses."""
+    attended: Callable[..., Tensor] = partial(functional.scaled_dot_product_attention, scale=how.scale)
+    kind, heads, kv_heads = plan.kinds[how.window], query.shape[1], cache.shape[2]
+    if how.softcap or how.sinks is not None:
+        own = how.sinks.view(kv_heads, -1).repeat(1, plan.tile).unsqueeze(2) if how.sinks is not None else None
+        attended = partial(_specially, scale=how.scale, softcap=how.softcap, sinks=own)
     answers = []
     for block in plan.blocks:
-        keys, values = gather(cache, block.slots, block.rows, query.dtype, scales)
+        keys, values = gather(cache, block.slots, block.rows, query.dtype, how.scales)
         asking = query[block.start : block.start + block.rows * block.queries].view(block.rows, block.queries, heads, -1)
         many = TILE // plan.tile * plan.tile  # of a long row so many at once
         last = block.last if block.last is not None and kind.joined else block.positions

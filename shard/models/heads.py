@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.operations import rotate, rotate_and_write
-from ...kernels.ragged import attention
+from ...kernels.ragged import How, attention
 from ...kernels.reference import by_lanes
 from ..parallel import Ranks
 from ..step import Step
@@ -87,8 +87,8 @@ class Heads:
             query.mul_(places.growth)
         if self.gains is not None:
             query.mul_(self.gains)
-        how = self.window, shape.attention_scale, shape.softcap
-        found = attention(query, layer, step.attention, *how, scales, self.sinks)
+        how = How(self.window, shape.attention_scale, shape.softcap, scales, self.sinks)
+        found = attention(query, layer, step.attention, how)
         found = (found if places.leaning is None else found[..., : self.size]).flatten(1)
         return found.mul_(by_lanes(torch.sigmoid, gates)) if self.gates else found
 
@@ -116,7 +116,7 @@ class Queries:
         shape = self.shape
         query = rotate(stream.through(norm, self.inward), places.rotary, self.query_norm, shape.norm_epsilon)
         scales = self.scales if layer.dtype != query.dtype else None
-        return attention(query, layer, step.attention, self.window, shape.attention_scale, shape.softcap, scales).flatten(1)
+        return attention(query, layer, step.attention, How(self.window, shape.attention_scale, shape.softcap, scales)).flatten(1)
 
 
 def normalize_parts(joint: Tensor, gains: tuple[Tensor, Tensor], epsilon: float, ranks: Ranks) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...kernels.codes import Codes
 from ...kernels.linear import Exact, Weight
 from ...kernels.operations import rms_norm, rotate_and_write_latents
-from ...kernels.ragged import attention
+from ...kernels.ragged import How, attention
 from ..step import Step
 from .index import Chooser
 from .loader import Loader
@@ -92,8 +92,8 @@ class Latents:
         rotate_and_write_latents(query, latents, self.latent_norm, places.rotary, step.slots, layer[..., :width], EPSILON)
         if places.growth is not None:
             query.mul_(places.growth)
-        scale = self.shape.attention_scale
-        found = attention(query, layer, step.attention, self.window, scale, latent=latent.size, asked=chosen)
+        how = How(self.window, self.shape.attention_scale, latent=latent.size, asked=chosen)
+        found = attention(query, layer, step.attention, how)
         return self.to_values(found).flatten(1)
 
     def _ordered(self, weight: Tensor | Codes, plain: int) -> Tensor | Codes:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.kernels import attention as kernel
 from penstock.kernels import shared_prefixes
-from penstock.kernels.attention import BLOCK_ELEMENTS, PADDING, Row, ancestry, attention, blocks, order
+from penstock.kernels.attention import BLOCK_ELEMENTS, PADDING, How, Row, ancestry, attention, blocks, order
 from penstock.kernels.layout import Kind, Layout
 
 CPU = torch.device("cpu")
@@ -84,7 +84,9 @@ class Paged:
         """The answers of `query`, whose tokens stand in the order of the rows, and how they were computed."""
         order, plan = shared_prefixes.plan(self.rows, self.layout(query.shape[1] // KV_HEADS, window, sinks is not None))
         parts = query.split([row.queries for row in self.rows])
-        answers = shared_prefixes.attention(torch.cat([parts[i] for i in order]), self.cache, plan, window, SIZE**-0.5, sinks=sinks)
+        answers = shared_prefixes.attention(
+            torch.cat([parts[i] for i in order]), self.cache, plan, How(window, SIZE**-0.5, sinks=sinks)
+        )
         found = dict(zip(order, answers.split([self.rows[i].queries for i in order]), strict=True))
         return torch.cat([found[i] for i in range(len(found))]), plan
 
@@ -282,7 +284,7 @@ def test_one_token_more(widths: Sequence[int]) -> None:
     following = shared_prefixes.follow(plan, torch.tensor([paged.slots(longer[i])[-1] for i in order]))
     assert following is not None
     query = torch.randn(len(longer), 2 * KV_HEADS, SIZE)
-    answers = shared_prefixes.attention(query[order], paged.cache, following, 0, SIZE**-0.5)
+    answers = shared_prefixes.attention(query[order], paged.cache, following, How(0, SIZE**-0.5))
     torch.testing.assert_close(answers[torch.tensor(order).argsort()], paged.found(query, 0)[0])
 
 
@@ -334,7 +336,9 @@ def test_beginnings_in_other_numbers(
     def found() -> Tensor:
         order, plan = shared_prefixes.plan(paged.rows, paged.layout())
         assert bool(plan.bundles if bundled else plan.levels) == (shared_prefixes.runs_of is honest)
-        return shared_prefixes.attention(query[order], cache, plan, 0, SIZE**-0.5, scales=scales)[torch.tensor(order).argsort()]
+        return shared_prefixes.attention(query[order], cache, plan, How(0, SIZE**-0.5, scales=scales))[
+            torch.tensor(order).argsort()
+        ]
 
     honest = shared_prefixes.runs_of
     together = found()
@@ -367,10 +371,10 @@ def test_what_a_row_does_not_see_may_be_anything() -> None:
     paged = Paged(SHAPES, 16, spare=2)
     query = torch.randn(sum(row.queries for row in paged.rows), KV_HEADS, SIZE)
     plan = blocks(paged.rows, paged.layout())
-    before = attention(query, paged.cache, plan, 0, 1.0)
+    before = attention(query, paged.cache, plan, How(0, 1.0))
     used = {slot for row in paged.rows for slot in paged.slots(row)}
     paged.cache[[slot for slot in range(len(paged.cache)) if slot not in used]] = 1e30
-    assert attention(query, paged.cache, plan, 0, 1.0).equal(before)
+    assert attention(query, paged.cache, plan, How(0, 1.0)).equal(before)
 
 
 def test_blocks_are_of_equal_rows_and_bounded_size() -> None:

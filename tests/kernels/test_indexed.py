@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from penstock.kernels import attention as plain
 from penstock.kernels import choose, fused_index, indexed, indexed_attention, operations, paged_attention, ragged
-from penstock.kernels.attention import Row
+from penstock.kernels.attention import How, Row
 from penstock.kernels.indexed import Choosing
 from penstock.kernels.layout import Kind, Layout
 
@@ -73,7 +73,7 @@ class World:
         self.asked = Choosing(queries.to(DEVICE), weights.to(DEVICE), most)
 
     def check(self) -> None:
-        found = ragged.attention(self.query, self.cache, self.plan, 0, 0.3, latent=LATENT, asked=self.asked)
+        found = ragged.attention(self.query, self.cache, self.plan, How(0, 0.3, latent=LATENT, asked=self.asked))
         expected, start = [], 0
         for row in self.rows:
             cached = self.cache[slots_of(row, self.page_size)].double().cpu().flatten(1)

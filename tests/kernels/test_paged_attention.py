@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 
 from penstock.kernels import attention as plain
 from penstock.kernels import paged_attention, ragged, work
-from penstock.kernels.attention import Row
+from penstock.kernels.attention import How, Row
 from penstock.kernels.layout import Kind, Layout
 from penstock.kernels.paged_attention import Capacity, attention, plan, tiles_of
 from penstock.kernels.work import NODES, SHORTEST_RUN, Item, Segment, Table, Tile, Work
@@ -148,7 +148,7 @@ class World:
         return plan(self.rows, self.page_size, kinds, DEVICE, **{**defaults, **options})  # type: ignore[arg-type]
 
     def found(self, step: paged_attention.Plan, window: int = 0, softcap: float = 0.0) -> Tensor:
-        return attention(self.query, self.cache, step, window, self.size**-0.5, softcap, self.scales, self.sinks, self.latent)
+        return attention(self.query, self.cache, step, How(window, self.size**-0.5, softcap, self.scales, self.sinks, self.latent))
 
     def expected(self, window: int = 0, softcap: float = 0.0) -> Tensor:
         cache = self.cache.double().cpu()
@@ -345,7 +345,7 @@ def test_it_agrees_with_what_a_cpu_computes() -> None:
     kinds = tuple(Kind(window, 2, 2, world.size) for window in (0, 40))
     blocks = plain.blocks(rows, Layout(16, kinds, torch.float32, torch.device("cpu")))
     for window in (0, 40):
-        expected = plain.attention(world.query.cpu(), world.cache.cpu(), blocks, window, world.size**-0.5)
+        expected = plain.attention(world.query.cpu(), world.cache.cpu(), blocks, How(window, world.size**-0.5))
         torch.testing.assert_close(world.found(world.plan(window), window).cpu(), expected, rtol=1e-5, atol=1e-5)
 
 

@@ -4,14 +4,13 @@ exactly, however a row is cut and whoever is beside it."""
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from penstock.kernels import attention, steady
-from penstock.kernels.attention import Row
+from penstock.kernels.attention import How, Row
 from penstock.kernels.layout import Kind, Layout
 
 CPU = torch.device("cpu")
@@ -83,8 +82,8 @@ class World:
         case = self.case
         order, plan = steady.plan(rows, case.layout)
         parts = query.split([row.queries for row in rows])
-        how: Any = case.window, case.size**-0.5, case.softcap, self.scales, self.sinks
-        answers = steady.attention(torch.cat([parts[i] for i in order]), self.cache, plan, *how)
+        how = How(case.window, case.size**-0.5, case.softcap, self.scales, self.sinks)
+        answers = steady.attention(torch.cat([parts[i] for i in order]), self.cache, plan, how)
         found = dict(zip(order, answers.split([rows[i].queries for i in order]), strict=True))
         return torch.cat([found[i] for i in range(len(rows))])
 
@@ -110,8 +109,8 @@ def test_it_is_attention(case: Case) -> None:
     ]  # within chunks, of which the last is short
     parts = attention.blocks(rows, case.layout)
     plan = sorted(parts, key=lambda block: block.start)
-    how: Any = case.window, case.size**-0.5, case.softcap, world.scales, world.sinks
-    expected = attention.attention(world.query, world.cache, plan, *how).float()
+    how = How(case.window, case.size**-0.5, case.softcap, world.scales, world.sinks)
+    expected = attention.attention(world.query, world.cache, plan, how).float()
     found = world.attend([world.row(0, 700)], world.query)
     assert found.dtype == case.dtype
     torch.testing.assert_close(found.float(), expected, rtol=0, atol={4: 2e-6, 2: 2e-2}[case.dtype.itemsize])
@@ -135,9 +134,9 @@ def test_whole_rows(case: Case) -> None:
     rows = [world.row(0, 30), world.row(30, 600, whole=True), world.row(600, 700)]
     plan = attention.blocks(attention_order(rows), case.layout)
     parts = [world.query[row.context : row.context + row.queries] for row in attention_order(rows)]
-    how: Any = case.window, case.size**-0.5, case.softcap
+    how = How(case.window, case.size**-0.5, case.softcap)
     found = world.attend(rows, world.query)
-    expected = attention.attention(torch.cat(parts), world.cache, plan, *how)
+    expected = attention.attention(torch.cat(parts), world.cache, plan, how)
     answers = torch.cat([found[row.context : row.context + row.queries] for row in attention_order(rows)])
     torch.testing.assert_close(answers, expected, rtol=0, atol=2e-6)
     plain = world.attend([world.row(0, 700)], world.query)
