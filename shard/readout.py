@@ -52,6 +52,10 @@ class Readout(Rounds):
     def compile(self, rows: int) -> None:
         """See DraftModel."""
         compile_products(self.head.weights(), rows)
+        states, token = self._features.new_zeros(1, self.features), torch.zeros(1, dtype=torch.int64, device=self._device)
+        for level in range(self.head.shape.levels):  # few rows go by kernels of their own
+            states = self.head.after(level, states, token)
+            self.head.logits(level, states)
 
     def record(self, record: Record, extent: Extent, progress: Callable[[str], None]) -> None:
         """See DraftModel: there is nothing to be recorded."""

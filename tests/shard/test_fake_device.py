@@ -14,8 +14,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import llguidance
+import numpy
 import pytest
 import torch
+from safetensors.numpy import save_file
 
 from penstock.kernels import choose, early, noise
 from penstock.proto import shard_pb2 as wire
@@ -307,6 +309,37 @@ def test_kernels_are_compiled_before_the_first_request(noted: Noted, speculate: 
         run(engine, [group(uid, hot(top_p=0.9)) for uid in range(rows)])
     later = {one for one in noted.launches if one.kernel not in ("copy_kernel", "move_kernel")} - known
     assert not later
+
+
+@pytest.mark.parametrize(
+    ("fields", "sizes"),
+    [
+        (
+            {"medusa_num_heads": 1, "medusa_num_layers": 1},
+            {"0.0.linear.weight": (256, 256), "0.0.linear.bias": (256,), "0.1.weight": (2048, 256)},
+        ),
+        (
+            {"model_type": "mlp_speculator", "emb_dim": 256, "inner_dim": 96, "vocab_size": 2048, "n_predict": 1},
+            {f"speculator.{name}.0.weight": size for name, size in {"emb": (2048, 96), "head": (2048, 96), "ln": (96,)}.items()}
+            | {"speculator.proj.0.weight": (96, 256), "speculator.ln.0.bias": (96,)},
+        ),
+    ],
+)
+def test_heads_without_keys_are_compiled_before_the_first_request(
+    noted: Noted, fields: dict[str, Any], sizes: dict[str, tuple[int, ...]], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    save_file({name: numpy.zeros(size, numpy.float32) for name, size in sizes.items()}, tmp_path / "model.safetensors")
+    engine = engine_of(f"draft={tmp_path},tree=2")
+    products = [one for one in noted.launches if one.kernel == "product_kernel"]
+    known = {(one.types, one.constants) for one in products}
+    for name in DRAFTED:
+        run(engine, SCENARIOS[name]())
+    assert engine.guesses.drafter is not None
+    assert engine.guesses.drafter.rounds > 10
+    later = [one for one in noted.launches if one.kernel == "product_kernel"][len(products) :]
+    assert len(later) > 20
+    assert not {(one.types, one.constants) for one in later} - known
 
 
 @pytest.mark.parametrize("name", ["words-wide", "qwen3-moe", "bloom"])
