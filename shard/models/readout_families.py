@@ -7,7 +7,7 @@ gives.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isqrt
 
@@ -18,6 +18,7 @@ SPECULATOR = "MLPSpeculatorPreTrainedModel"
 HEADS = "medusa_num_heads"
 OUTPUTS = "medusa_outputs"  # no field of any config.json: whether heads have output matrices; see `with_sizes`
 PREFIXES = ("", "medusa_head.", "medusa_heads.", "medusa.")  # of names of Medusa's tensors, which its makers have none of
+FIRST = "0.0.linear.weight"  # of these
 MOST_LEVELS = 127  # as many drafts as a step may have
 MOST_BLOCKS = 1 << 6
 MOST_SIZE = 1 << 20
@@ -101,15 +102,20 @@ def with_sizes(config: Config, elements: Mapping[str, int]) -> Config:
         return config
     if not elements:
         return config | {OUTPUTS: False}
-    prefix = next((prefix for prefix in PREFIXES if f"{prefix}0.0.linear.weight" in elements), None)
+    prefix = prefix_of(elements.__contains__)
     if prefix is None:
         raise Unsupported(
-            f"config.json says {HEADS} {shown(config[HEADS])}, and no tensor is named 0.0.linear.weight, as Medusa's first is: is "
-            "the download complete?"
+            f"config.json says {HEADS} {shown(config[HEADS])}, and no tensor is named {FIRST}, as Medusa's first is: is the "
+            "download complete?"
         )
-    hidden = isqrt(elements[f"{prefix}0.0.linear.weight"])
+    hidden = isqrt(elements[f"{prefix}{FIRST}"])
     output = elements.get(f"{prefix}0.{_blocks(config)}.weight", 0)
-    return config | {"hidden_size": hidden, OUTPUTS: output > 0} | ({"vocab_size": output // hidden} if output else {})
+    return config | {"hidden_size": hidden, OUTPUTS: output > 0} | ({"vocab_size": output // max(1, hidden)} if output else {})
+
+
+def prefix_of(has: Callable[[str], bool]) -> str | None:
+    """What names of Medusa's tensors begin with. has: whether there is one of that name; None: there is none of Medusa's."""
+    return next((prefix for prefix in PREFIXES if has(f"{prefix}{FIRST}")), None)
 
 
 def _is_speculator(config: Config) -> bool:
@@ -126,7 +132,7 @@ def _medusa(config: Config, hidden: int, vocabulary: int) -> ReadoutShape:
         vocabulary=vocabulary,
         levels=levels_of(config),
         blocks=_blocks(config),
-        outputs=config.get(OUTPUTS, True),
+        outputs=boolean(OUTPUTS, config.get(OUTPUTS, True)),
     )
 
 

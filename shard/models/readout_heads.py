@@ -14,7 +14,7 @@ from torch.nn import functional
 from ...kernels.linear import Exact, Weight
 from ..weights import Source
 from .decoder import OUTPUTS, Decoder, output_of
-from .readout_families import PREFIXES, MedusaShape, ReadoutShape, SpeculatorShape
+from .readout_families import MedusaShape, ReadoutShape, SpeculatorShape, prefix_of
 
 EPSILON = 1e-6  # of the MLP speculator's norms
 
@@ -50,7 +50,7 @@ class Medusa(ReadoutHead):
         """whole: the target's weights, of whose output matrix several ranks have parts."""
         super().__init__(shape)
         hidden, size = (shape.hidden, shape.hidden), (shape.vocabulary, shape.hidden)
-        prefix = next((prefix for prefix in PREFIXES if source.has(f"{prefix}0.0.linear.weight")), PREFIXES[0])
+        prefix = prefix_of(source.has) or ""
         names = [[f"{prefix}{level}.{block}" for block in range(shape.blocks + 1)] for level in range(shape.levels)]
         self._blocks = [
             [

@@ -341,6 +341,7 @@ def test_weights_that_are_made_up(kind: str, folders: dict[str, Path]) -> None:
             MEDUSA | {"hidden_size": 128},
             "hidden_size of Medusa's heads is 128, and for this model it must be 64: take a draft model",
         ),
+        (MEDUSA | {"medusa_outputs": "yes"}, "medusa_outputs 'yes', true or false is needed"),
         (MEDUSA | {"vocab_size": 132}, "vocab_size of Medusa's heads is 132, and for this model it must be 131"),
         (SPECULATOR | {"emb_dim": 128}, "emb_dim of the MLP speculator is 128, and for this model it must be 64"),
         (SPECULATOR | {"vocab_size": 130}, "vocab_size of the MLP speculator is 130, and for this model it must be 131"),
