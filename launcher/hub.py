@@ -3,6 +3,8 @@
 Knows nothing of what is in the files.
 """
 
+import fnmatch
+import os
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -19,8 +21,8 @@ DRAFT_FOLDER = DEMO_FOLDER.with_name("draft")
 DRAFTS = {"demo-draft": DRAFT_FOLDER, "demo-eagle": DEMO_FOLDER.with_name("eagle")}
 
 SMALL = ["*.json", "*.jinja", "tokenizer*"]
-# Weights only as safetensors: other formats are pickles, which run code when they are loaded.
-PATTERNS = ["*.safetensors", *SMALL]
+WEIGHTS = "*.safetensors"  # no other formats: these are pickles, which run code when they are loaded
+PATTERNS = [WEIGHTS, *SMALL]
 # The same once more: in Mistral's own format, or in folders for other programs. Chat templates may have a folder.
 IGNORED = ["consolidated*", "*/*.safetensors", "*/*.json", "*/tokenizer*"]
 
@@ -51,7 +53,7 @@ def locate(
         if not DRAFTS[model].is_dir():
             raise Mistake(f"this installation lacks the embedded {model}: install it again")
         return model, DRAFTS[model]
-    folder = Path(model).expanduser()
+    folder = _folder(model)
     if folder.is_dir():
         return model, folder.resolve()
     if folder.exists():
@@ -63,7 +65,11 @@ def locate(
 
 def on_hub(model: str) -> bool:
     """Whether `model`, if there is one, is a model of the hub."""
-    return model not in ("", *DRAFTS) and not Path(model).expanduser().is_dir()
+    return model not in ("", *DRAFTS) and not _folder(model).is_dir()
+
+
+def _folder(model: str) -> Path:
+    return Path(os.path.expanduser(model))  # Path's own raises for users that nobody knows, which a config.json may name
 
 
 def remote(model: str, revision: str) -> Remote:
@@ -82,7 +88,7 @@ def remote(model: str, revision: str) -> Remote:
 
 
 def _headers(model: str, revision: str) -> dict[str, Any]:
-    """Of its safetensors files, by name; those of a model, or else, as heads are stored, whatever files there are."""
+    """Of its safetensors files, by name; those of a model, or else, as heads are stored, whatever files a download takes."""
     import huggingface_hub
     from huggingface_hub import errors
 
@@ -90,7 +96,7 @@ def _headers(model: str, revision: str) -> dict[str, Any]:
         return dict(huggingface_hub.get_safetensors_metadata(model, revision=revision or None).files_metadata)
     except errors.NotASafetensorsRepoError:
         names = huggingface_hub.list_repo_files(model, revision=revision or None)
-    found = [name for name in names if name.endswith(".safetensors") and "/" not in name]
+    found = [name for name in fnmatch.filter(names, WEIGHTS) if not any(fnmatch.fnmatch(name, other) for other in IGNORED)]
     if not found:
         raise Mistake(f"{model} has no weights as safetensors on the hub: take another model, or convert it")
     return {name: huggingface_hub.parse_safetensors_file_metadata(model, name, revision=revision or None) for name in found}

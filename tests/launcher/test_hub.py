@@ -81,7 +81,9 @@ def test_what_the_hub_says_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "parse_safetensors_file_metadata", parse)
     monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda *where, **more: ["config.json", "medusa_lm_head.safetensors"])
     assert hub.remote("owner/name", "") == hub.Remote(Counter(BF16=20, F32=4), 1)
-    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda *where, **more: ["config.json", "deeper/model.safetensors"])
+    monkeypatch.setattr(
+        huggingface_hub, "list_repo_files", lambda *where, **more: ["deeper/model.safetensors", "consolidated.safetensors"]
+    )
     with pytest.raises(Mistake, match="owner/name has no weights as safetensors"):
         hub.remote("owner/name", "")
 
