@@ -98,7 +98,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 def _has_weights(folder: Path) -> bool:
     if (folder / SINGLE).is_file() or not (folder / INDEX).is_file():
-        return (folder / SINGLE).is_file()
+        return any(path.is_file() for path in folder.glob("*.safetensors"))
     return all((folder / name).is_file() for name in _index(folder)[1].values())
 
 

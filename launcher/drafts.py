@@ -12,7 +12,7 @@ from ..shard.models.draft_families import check_guesses, draft_shape, is_head, s
 from ..shard.models.families import shape
 from ..shard.models.readout_families import is_readout, levels_of, stands_alone, with_sizes
 from ..shard.models.shape import Shape
-from . import checkpoint, hub
+from . import checkpoint, hub, kinds, options
 from .checkpoint import Checkpoint
 from .mistake import Mistake
 from .options import Options
@@ -42,13 +42,21 @@ def based(asked: Options, folder: Path, weights: bool = True) -> tuple[Options, 
         what = "--revision is said" if asked.revision else "its name has a comma" if "," in name else "--speculate names others"
         raise Mistake(f"{named}, and {what}: name that model, and with --speculate draft= the folder of what guesses for it")
     try:
-        heads = levels_of(config)
+        speculate = kinds.speculation(_with_heads(name, levels_of(config), asked.speculate))
+        meant = options.check(dataclasses.replace(asked, model_id=base, speculate=speculate))
         _, there = hub.locate(base, "", asked.huggingface_hub_cache, not asked.json_output, weights)
     except (Mistake, ValueError) as error:
         raise Mistake(f"{named}: {error}") from None
-    said = asked.speculate
-    tokens, others = (int(said), "") if said.isdigit() else (heads, f",{said}" if said else "")
-    return dataclasses.replace(asked, model_id=base, speculate=f"draft={name},tokens={tokens}{others}"), there
+    return meant, there
+
+
+def _with_heads(name: str, heads: int, said: str) -> str:
+    """What `--speculate` means where it doesn't name the heads. Raises ValueError."""
+    if not said.isdigit():
+        return f"draft={name},tokens={heads}" + (f",{said}" if said else "")
+    if int(said) > heads:
+        raise ValueError(f"its {heads} heads guess a token each: say --speculate {heads}, or less")
+    return f"draft={name},tokens={said}" if int(said) else said
 
 
 def resolve(asked: Options, model: Checkpoint, weights: bool = True) -> tuple[Speculation, Checkpoint | None]:

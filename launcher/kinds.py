@@ -133,7 +133,8 @@ def speculation(text: str) -> str:
     """As the shards read it, but for the draft model's name."""
     if text.isascii() and text.isdigit():
         text = str(_whole(text, 0, MOST_DRAFTS))
-    return text if parse_speculation(text).most else ""
+    parse_speculation(text)
+    return text
 
 
 def rank_groups(text: str) -> str:

@@ -11,7 +11,7 @@ import numpy
 import pytest
 from safetensors.numpy import save_file
 
-from penstock.launcher import checkpoint, children, cli, hub, machine, plan, serve
+from penstock.launcher import checkpoint, children, cli, command_line, hub, machine, plan, serve
 from penstock.launcher.drafts import based, check_vocabulary, resolve
 from penstock.launcher.machine import Machine
 from penstock.launcher.mistake import Mistake
@@ -243,9 +243,22 @@ def test_heads_that_do_not_fit(tmp_path: Path) -> None:
         Mistake, match=r": hidden_size of Medusa's heads is 128, and for this model it must be 256: take a draft model"
     ):
         resolve(Options(speculate=f"draft={heads(tmp_path, 128)}"), DEMO)
+    none = {"0.0.linear.weight": numpy.zeros((0, 0), numpy.float32), "0.1.weight": numpy.zeros(4, numpy.float32)}
+    save_file(none, tmp_path / "medusa_lm_head.safetensors")
+    with pytest.raises(Mistake, match=r": hidden_size of Medusa's heads is 0, and for this model it must be 256"):
+        resolve(Options(speculate=f"draft={tmp_path}"), DEMO)
     save_file({"blocks.0.layers.0.weight": numpy.zeros(4, numpy.float32)}, tmp_path / "medusa_lm_head.safetensors")
     with pytest.raises(Mistake, match=r": config.json says medusa_num_heads 2, and no tensor is named 0.0.linear.weight"):
         resolve(Options(speculate=f"draft={tmp_path}"), DEMO)
+
+
+def test_heads_that_are_in_the_cache_are_planned_by_their_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though only a plan is wanted, for which nothing would be downloaded."""
+    monkeypatch.setattr(hub, "locate", lambda name, *rest: (name, heads(tmp_path)))
+    monkeypatch.setattr(hub, "remote", lambda *rest: pytest.fail("they are here"))
+    _, draft = resolve(Options(speculate="draft=owner/name"), DEMO, weights=False)
+    assert draft is not None
+    assert draft.config["medusa_outputs"]
 
 
 @pytest.mark.parametrize(
@@ -278,6 +291,16 @@ def test_heads_in_the_place_of_a_model(
     assert "Medusa, 2 heads" in capfd.readouterr().out
 
 
+@pytest.mark.parametrize("said", ["0", "verify=typical"])
+def test_what_is_said_of_heads_in_the_place_of_a_model_counts(said: str, tmp_path: Path) -> None:
+    """Also where it guesses nothing by itself."""
+    asked = command_line.parse(cli._parsers()[1]["serve"], [str(heads(tmp_path)), "--speculate", said], {})
+    meant, folder = based(asked, tmp_path)
+    assert folder == hub.DEMO_FOLDER
+    heard = Speculation() if said == "0" else Speculation(draft=str(tmp_path), widths=(1, 1), verify="typical")
+    assert meant.speculation == heard
+
+
 def test_models_stay_as_they_are(tmp_path: Path) -> None:
     """Also where only their tokenizer is here, for a router alone."""
     for place in (hub.DEMO_FOLDER, tmp_path):
@@ -295,7 +318,14 @@ def test_models_stay_as_they_are(tmp_path: Path) -> None:
         ({"base_model_name_or_path": "/no/where"}, [], "HEADS only guesses for /no/where: no folder /no/where"),
         ({"medusa_num_heads": "two"}, [], "only guesses for .*config.json says medusa_num_heads 'two'"),
         ({}, ["--speculate", "draft=demo-draft"], "only guesses for .*, and --speculate names others: name that model, and with"),
-        ({}, ["--speculate", "7"], "--speculate draft=HEADS: 7 tokens one behind the other .* say tokens=2"),
+        ({}, ["--speculate", "7"], "HEADS only guesses for .*: its 2 heads guess a token each: say --speculate 2, or less"),
+        ({}, ["--speculate", "ngram=3,verify=rejection"], "only guesses for .*: verify=rejection takes one proposer: drop ngram="),
+        ({}, ["--batch-invariant", "--speculate", "ngram=3"], "only guesses for .*: --batch-invariant is for guesses that follow"),
+        (
+            {"base_model_name_or_path": "~nobody-at-all/x"},
+            [],
+            "HEADS only guesses for ~nobody-at-all/x: no folder ~nobody-at-all/x",
+        ),
     ],
 )
 def test_heads_whose_model_is_not_known(

@@ -86,6 +86,7 @@ EXPECTED = Options(
     num_shard=1,
     quantize="gptq",
     lora_adapters="a/b,c=d/e@f",
+    speculate="0",
     dtype="bfloat16",
     kv_cache_dtype="fp8_e4m3fn",
     cuda_graphs="1,2,4",
@@ -187,7 +188,7 @@ def test_the_flag_wins_and_a_false_switch_is_silent() -> None:
     assert asked.port == 81
     assert not asked.disable_grammar_support
     assert remarks == []
-    assert parse("--speculate", "0", SPECULATE="3")[0].speculate == ""
+    assert not parse("--speculate", "0", SPECULATE="3")[0].speculation.most
 
 
 def test_variables_that_are_no_flags() -> None:
