@@ -95,6 +95,8 @@ def _target(model: Checkpoint, said: Speculation) -> Shape:
 
 def _located(name: str, asked: Options, model: Checkpoint, weights: bool) -> Checkpoint:
     _, folder = hub.locate(name, "", asked.huggingface_hub_cache, not asked.json_output, weights)
+    if "," in str(folder):  # which the shards are told among others
+        raise Mistake(f"{folder} has a comma in its name: copy it to where there is none")
     ask = functools.partial(hub.remote, name, "") if hub.on_hub(name) and not weights else None
     draft = checkpoint.read(folder, asked.load_format, ask, text=False)
     if not is_head(draft.config):  # which is made for its model's tokens

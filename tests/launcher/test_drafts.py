@@ -231,6 +231,17 @@ def test_heads_guess_a_token_each(shape: str, widths: tuple[int, ...], nodes: in
     assert planned.draft_token_bytes == 4 * 256
 
 
+def test_folders_that_the_shards_could_not_be_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where only the folder has a comma that one is in."""
+    (tmp_path / "a,b").mkdir()
+    monkeypatch.chdir(tmp_path / "a,b")
+    heads(Path("heads"))
+    with pytest.raises(
+        Mistake, match=r"^--speculate draft=heads: \S+/a,b/heads has a comma in its name: copy it to where there is none"
+    ):
+        resolve(Options(speculate="draft=heads"), DEMO)
+
+
 def test_heads_that_do_not_fit(tmp_path: Path) -> None:
     """Medusa's config.json names no sizes: tensors have them."""
     for said, words in (
