@@ -156,7 +156,7 @@ def test_a_size_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str],
     shutil.copy(hub.DEMO_FOLDER / "config.json", tmp_path)
     for value in (0, -1, 10**30, 1.5, "64", [1], {}, True, None, float("nan")):
         config(**{name: value})(tmp_path)
-        words = [f"config.json says {name} {value!r}", f"an integer from 1 to {fields.SIZES[name]}"]
+        words = [f"config.json says {name} {fields.shown(value)}", f"an integer from 1 to {fields.SIZES[name]}"]
         check(["plan", str(tmp_path), "--load-format", "dummy"], words, capsys)
 
 

@@ -53,7 +53,7 @@ def test_images_of_one_size(model: Checkpoint) -> None:
     assert sight.resolve(Options(max_images=50, max_image_pixels=100), gemma).images == 50
     with pytest.raises(Mistake, match=r"images 60 and the model's 802816 pixels of each are 144506880 bytes .* lower the first"):
         sight.resolve(Options(max_images=60, max_image_pixels=100), gemma)
-    assert "image_size null" in sight.resolve(Options(), replace(gemma, config={"model_type": "gemma3", "vision_config": {}})).why
+    assert "image_size None" in sight.resolve(Options(), replace(gemma, config={"model_type": "gemma3", "vision_config": {}})).why
 
 
 def test_models_of_text_have_none() -> None:
