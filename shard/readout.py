@@ -34,7 +34,7 @@ class Readout(Rounds):
         """dtype: of features."""
         super().__init__()
         self.head = head
-        self.features = head.shape.hidden
+        self.features = head.shape.feature_elements
         self.token_bytes = self.features * dtype.itemsize
         self._device = device
         self._states = torch.empty(0, device=device)  # of all nodes of a step so far, [states, ...]

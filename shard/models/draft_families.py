@@ -105,11 +105,6 @@ def levels(draft: DraftShape) -> int:
     return draft.levels if isinstance(draft, ReadoutShape) else 0
 
 
-def cached(draft: DraftShape) -> int:
-    """Numbers that a token takes for it beside the model's keys and values: its own, and the model's features."""
-    return draft.hidden if isinstance(draft, ReadoutShape) else draft.kv_elements(1) + draft.feature_elements
-
-
 def borrowed(draft: DraftShape, target: Shape, ranks: int) -> int:
     """Elements of the target's tables that it needs, as far as a rank of these lacks them: it has a part."""
     if ranks == 1:

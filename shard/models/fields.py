@@ -182,13 +182,19 @@ def check(config: Config, architecture: str, types: Sequence[str]) -> None:
         value = config.get(name, least)
         if value is None and name in (*MAY_BE_NULL, *NULL_OF.get(types[0], ())):
             continue
-        if type(value) is not int or not least <= value <= most:
-            raise Unsupported(f"config.json says {name} {shown(value)}, an integer from {least} to {most} is needed: {AGAIN}")
+        whole(name, value, least, most)
     for name in SWITCHES:
         boolean(name, config.get(name, False))
     kinds = config.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or len(kinds) != config["num_hidden_layers"]):
         raise Unsupported(f"config.json says layer_types {shown(kinds)}, a name for each of num_hidden_layers is needed: {AGAIN}")
+
+
+def whole(name: str, value: object, least: int, most: int) -> int:
+    """The value of that field. Raises Unsupported if it is no integer between these."""
+    if type(value) is not int or not least <= value <= most:
+        raise Unsupported(f"config.json says {name} {shown(value)}, an integer from {least} to {most} is needed: {AGAIN}")
+    return value
 
 
 def boolean(name: str, value: object) -> bool:
@@ -209,12 +215,17 @@ def number(values: Mapping[str, Any], name: str, default: float | None = None, m
 
 
 def expect(config: Config, **usual: object) -> None:
-    """Raises Unsupported if one of these fields says anything but the usual, which is also meant where it says null or nothing."""
+    """Raises Unsupported if one of these fields is there and says anything but the usual."""
     for name, value in usual.items():
-        found = config.get(name)
-        if found not in (None, value) and (found or value):
+        found = config.get(name, value)
+        if found != value or isinstance(found, bool) is not isinstance(value, bool):
             has = shown(value) if value else "none"
             raise Unsupported(f"{name} {shown(found)} is not supported: for this family the decoder has {has}")
+
+
+def said(config: Config) -> Config:
+    """The same without what is null, where transformers takes that for nothing."""
+    return {name: value for name, value in config.items() if value is not None}
 
 
 def shown(value: object) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from .fields import AGAIN, Config, expect, shown
+from .fields import AGAIN, Config, expect, said, shown
 from .parts import biased, common
 from .ropes import MISTRAL_YARN, sharpness, with_rope
 from .shape import Index, Latent, Shape, Unsupported
@@ -92,7 +92,7 @@ def _latent(config: Config) -> Shape:
 
 def _deepseek_v3(config: Config) -> Shape:
     """DeepSeek-AI 2024, arXiv:2412.19437, and Kimi K2. Experts are chosen by scores of their own."""
-    expect(config, scoring_func="sigmoid", topk_method="noaux_tc")
+    expect(said(config), scoring_func="sigmoid", topk_method="noaux_tc")
     return scored(_latent(DEEPSEEK_V3 | config), DEEPSEEK_V3 | config)
 
 
@@ -118,7 +118,7 @@ def _glm_5(config: Config) -> Shape:
 
 
 def _indexed(given: Config, neighbours: bool) -> Shape:
-    expect(given, scoring_func="sigmoid", topk_method="noaux_tc")
+    expect(said(given), scoring_func="sigmoid", topk_method="noaux_tc")
     base = _latent(given)
     index = Index(heads=given["index_n_heads"], size=given["index_head_dim"], most=given["index_topk"], neighbours=neighbours)
     if base.latent is None or not base.latent.queries or index.size < base.latent.turned:
@@ -131,7 +131,7 @@ def _indexed(given: Config, neighbours: bool) -> Shape:
 
 def _deepseek_v2(config: Config) -> Shape:
     """DeepSeek-AI 2024, arXiv:2405.04434. Scores are a softmax's, and sets of experts are as good as their best one."""
-    expect(config, scoring_func="softmax", norm_topk_prob=False, mlp_bias=False)
+    expect(said(config), scoring_func="softmax", norm_topk_prob=False, mlp_bias=False)
     given = (
         FEATURES
         | {"first_k_dense_replace": 0, "n_routed_experts": 64, "moe_intermediate_size": 1407, "n_shared_experts": 2}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from .fields import AGAIN, Config, boolean, expect, number, shown
+from .fields import AGAIN, Config, boolean, expect, number, said, shown
 from .layer_norm_families import BEFORE_BOTH
 from .parts import cap, common
 from .ropes import rotary_size
@@ -99,10 +99,6 @@ FALCON_NAMES = (
 )
 BLOOM_NAMES = (*FALCON_NAMES, ("embed_norm", "word_embeddings_layernorm"))
 MPT = {  # what there is
-    "prefix_lm": False,
-    "qk_ln": False,
-    "alibi": True,
-    "no_bias": True,
     "attn_type": "multihead_attention",
     "norm_type": "low_precision_layernorm",
     "expansion_ratio": 4,
@@ -204,14 +200,14 @@ def _slopes(heads: int, steepest: float) -> tuple[float, ...]:
 
 def _blocks(config: Config, activation: str, layout: Layout) -> Shape:
     """As GPT-2 has them."""
-    expect(config, add_cross_attention=False)
+    expect(said(config), add_cross_attention=False)
     base = _common(GPT2 | config, activation, layout, biases=True)
     return _learned(base if _switch(config, "scale_attn_weights", True) else replace(base, attention_scale=1.0))
 
 
 def _gpt2(config: Config) -> Shape:
     """Radford et al. 2019."""
-    expect(config, scale_attn_by_inverse_layer_idx=False)
+    expect(said(config), scale_attn_by_inverse_layer_idx=False)
     return _blocks(config, "gelu_new", replace(BLOCKS, turned=True))
 
 
@@ -224,7 +220,7 @@ def _gpt_bigcode(config: Config) -> Shape:
 
 def _bloom(config: Config) -> Shape:
     """BLOOM (Workshop 2022, arXiv:2211.05100). A norm is in front of all layers."""
-    expect(config, apply_residual_connection_post_layernorm=False)
+    expect(said(config), apply_residual_connection_post_layernorm=False)
     layout = Layout(roots=("transformer.", ""), layers="h", names=BLOOM_NAMES, joint=True, grouped=True)
     base = _common({"tie_word_embeddings": True} | config, "gelu_pytorch_tanh", layout, biases=True)
     return _leaning(replace(base, first_norm="embed_norm"))
@@ -232,6 +228,7 @@ def _bloom(config: Config) -> Shape:
 
 def _mpt(config: Config) -> Shape:
     """MPT (MosaicML 2023). Nothing has biases."""
+    expect(said(config), prefix_lm=False, qk_ln=False, alibi=True, no_bias=True)
     expect(config, **MPT)
     layout = Layout(roots=("transformer.",), layers="blocks", names=MPT_NAMES, joint=True)
     base = _common({"tie_word_embeddings": True} | config, "gelu", layout, biases=False)
@@ -349,7 +346,7 @@ def _falcon(config: Config) -> Shape:
 
 def _opt(config: Config) -> Shape:
     """OPT and Galactica (Zhang et al. 2022, arXiv:2205.01068)."""
-    expect(config, do_layer_norm_before=True, _remove_final_layer_norm=False)
+    expect(said(config), do_layer_norm_before=True, _remove_final_layer_norm=False)
     embedded = config.get("word_embed_proj_dim") or config["hidden_size"]
     if embedded != config["hidden_size"]:
         raise Unsupported(f"word_embed_proj_dim {shown(embedded)} is not supported: for this family the decoder has hidden_size")

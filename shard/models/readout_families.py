@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isqrt
 
-from .fields import AGAIN, ELSE, Config, boolean, shown
+from .fields import ELSE, Config, boolean, shown, whole
 from .shape import Unsupported
 
 SPECULATOR = "MLPSpeculatorPreTrainedModel"
@@ -36,6 +36,15 @@ class ReadoutShape(ABC):
     @abstractmethod
     def parameters(self) -> int:
         """Elements of all weights."""
+
+    @property
+    def feature_elements(self) -> int:
+        """As of `Shape`."""
+        return self.hidden
+
+    def kv_elements(self, ranks: int) -> int:
+        """As of `Shape`: none."""
+        return 0
 
     def weight_bytes(self, ranks: int, item: int, device: str, dtype: str, packed: bool) -> int:
         """As of `Shape`: no table is held twice, and none has fewer bits."""
@@ -87,7 +96,8 @@ def stands_alone(config: Config) -> bool:
 
 def levels_of(config: Config) -> int:
     """How many heads it describes. Raises Unsupported."""
-    return _whole(config, "n_predict" if _is_speculator(config) else HEADS, MOST_LEVELS)
+    name = "n_predict" if _is_speculator(config) else HEADS
+    return whole(name, config.get(name), 1, MOST_LEVELS)
 
 
 def readout_shape(config: Config, hidden: int, vocabulary: int) -> ReadoutShape:
@@ -137,7 +147,7 @@ def _medusa(config: Config, hidden: int, vocabulary: int) -> ReadoutShape:
 
 
 def _blocks(config: Config) -> int:
-    return _whole(config, "medusa_num_layers", MOST_BLOCKS)
+    return whole("medusa_num_layers", config.get("medusa_num_layers"), 1, MOST_BLOCKS)
 
 
 def _speculator(config: Config, hidden: int, vocabulary: int) -> ReadoutShape:
@@ -148,7 +158,7 @@ def _speculator(config: Config, hidden: int, vocabulary: int) -> ReadoutShape:
         hidden=hidden,
         vocabulary=vocabulary,
         levels=levels_of(config),
-        inner=_whole(config, "inner_dim", MOST_SIZE, 0) or hidden,
+        inner=whole("inner_dim", config.get("inner_dim"), 0, MOST_SIZE) or hidden,
         tied=boolean("tie_weights", config.get("tie_weights", False)),
         scaled=boolean("scale_input", config.get("scale_input", False)),
     )
@@ -157,10 +167,3 @@ def _speculator(config: Config, hidden: int, vocabulary: int) -> ReadoutShape:
 def _check_fit(what: str, name: str, own: object, wanted: int) -> None:
     if own != wanted:
         raise Unsupported(f"{name} of {what} is {shown(own)}, and for this model it must be {wanted}: {ELSE}")
-
-
-def _whole(config: Config, name: str, most: int, least: int = 1) -> int:
-    value = config.get(name)
-    if type(value) is not int or not least <= value <= most:
-        raise Unsupported(f"config.json says {name} {shown(value)}, an integer from {least} to {most} is needed: {AGAIN}")
-    return value

@@ -571,6 +571,7 @@ def test_ranks_divide_what_is_there() -> None:
         (config("StableLmForCausalLM", use_parallel_residual=1), "use_parallel_residual 1, true or false"),
         (config("Starcoder2ForCausalLM", hidden_act="relu"), "hidden_act 'relu' is not supported"),
         (config("AfmoeForCausalLM", attention_bias=True), "attention_bias true is not supported"),
+        (config("AfmoeForCausalLM", score_func=None), "score_func null is not supported"),
         (config("AfmoeForCausalLM", score_func="softmax"), "score_func 'softmax' is not supported"),
         (config("ArceeForCausalLM", hidden_act="silu"), "hidden_act 'silu' is not supported: .* relu2"),
         (config("Glm4MoeForCausalLM", n_group=3), "n_group 3 and topk_group 1, of 128 experts"),

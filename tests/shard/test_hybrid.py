@@ -417,6 +417,8 @@ def test_what_is_kept_of_a_sequence_by_short_convolutions() -> None:
         (nemotron(layers_block_type="M*"), "config.json says layers 'M.'"),
         (nemotron(mlp_hidden_act="silu"), "mlp_hidden_act 'silu' is not supported: for this family the decoder has 'relu2'"),
         (nemotron(mlp_bias=True), "mlp_bias true is not supported"),
+        (nemotron(mlp_hidden_act=None), "mlp_hidden_act null is not supported"),
+        (nemotron(sliding_window=0), "sliding_window 0 is not supported"),
         (nemotron(mamba_conv_bias=False), "use_conv_bias false is not supported"),
         (nemotron(moe_latent_size=0), "moe_latent_size 0, an integer from 1"),
         (nemotron(sliding_window=64), "sliding_window 64 is not supported: for this family the decoder has none"),
@@ -478,6 +480,8 @@ def test_what_is_kept_of_a_sequence_by_short_convolutions() -> None:
         (config(num_experts=8, num_experts_per_tok=9), "num_experts_per_tok 9, of 8 experts"),
         (config("Qwen3_5MoeForCausalLM", norm_topk_prob=False), "norm_topk_prob false is not supported"),
         (config("Qwen3_5ForCausalLM", attn_output_gate=False), "attn_output_gate false is not supported"),
+        (config("Qwen3_5ForCausalLM", attn_output_gate=None), "attn_output_gate null is not supported"),
+        (config("Qwen3_5ForCausalLM", attn_output_gate=1), "attn_output_gate 1 is not supported"),
         (config("Qwen3_5ForCausalLM", model_type="qwen3_next"), "which is 'qwen3_5_text'"),
         (
             config("LlamaForCausalLM", layer_types=["linear_attention"] * 9),

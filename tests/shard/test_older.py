@@ -159,6 +159,8 @@ def test_positions_end_where_their_table_does(load_format: str) -> None:
         ("MptForCausalLM", {"logit_scale": "inv_sqrt_d_model"}, "logit_scale 'inv_sqrt_d_model' is not supported"),
         ("MptForCausalLM", {"norm_type": "rmsnorm"}, "norm_type 'rmsnorm' is not supported"),
         ("MptForCausalLM", {"no_bias": False}, "no_bias false is not supported"),
+        ("MptForCausalLM", {"expansion_ratio": None}, "expansion_ratio null is not supported: for this family the decoder has 4"),
+        ("MptForCausalLM", {"logit_scale": 0}, "logit_scale 0 is not supported: for this family the decoder has none"),
         ("OPTForCausalLM", {"do_layer_norm_before": False}, "do_layer_norm_before false is not supported"),
         ("OPTForCausalLM", {"word_embed_proj_dim": 128}, "word_embed_proj_dim 128 is not supported"),
     ],
