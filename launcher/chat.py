@@ -22,6 +22,7 @@ from rich.markup import escape
 
 from .command_line import Parser
 from .mistake import Mistake
+from .paths import expanded
 from .url import split
 
 DEFAULT_URL = "http://localhost:3000"
@@ -311,7 +312,7 @@ class Terminal:
             self._say("which file?")
             return
         try:
-            do(Path(name).expanduser())
+            do(expanded(name))
             self._say(f"{done} {name}")
         except (OSError, ValueError) as error:
             self._complain(str(error))

@@ -4,7 +4,6 @@ Knows nothing of what is in the files.
 """
 
 import fnmatch
-import os
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .mistake import Mistake
+from .paths import expanded
 
 DEMO = "penstock-demo"  # the name under which clients see the embedded model
 DEMO_FOLDER = Path(__file__).resolve().parents[1] / "demo" / "model"
@@ -53,7 +53,7 @@ def locate(
         if not DRAFTS[model].is_dir():
             raise Mistake(f"this installation lacks the embedded {model}: install it again")
         return model, DRAFTS[model]
-    folder = _folder(model)
+    folder = expanded(model)
     if folder.is_dir():
         return model, folder.resolve()
     if folder.exists():
@@ -65,11 +65,7 @@ def locate(
 
 def on_hub(model: str) -> bool:
     """Whether `model`, if there is one, is a model of the hub."""
-    return model not in ("", *DRAFTS) and not _folder(model).is_dir()
-
-
-def _folder(model: str) -> Path:
-    return Path(os.path.expanduser(model))  # Path's own raises for users that nobody knows, which a config.json may name
+    return model not in ("", *DRAFTS) and not expanded(model).is_dir()
 
 
 def remote(model: str, revision: str) -> Remote:

@@ -3,13 +3,13 @@
 import ipaddress
 import os
 import re
-from pathlib import Path
 from typing import Any
 
 from ..proto.speculation import MOST_DRAFTS
 from ..proto.speculation import parse as parse_speculation
 from ..router.config import ANY_ORIGIN, NO_ORIGIN, addresses_of
 from ..shard.rooms import parse as parse_sizes
+from .paths import expanded
 
 MOST = 1 << 31  # of tokens, pages, requests...
 LONGEST = 1e9  # seconds: more than anybody waits, and less than clocks and locks can count
@@ -155,7 +155,7 @@ def place(text: str) -> str:
 
 def file(text: str) -> str:
     """One that is there, wherever the server is started from."""
-    found = Path(text).expanduser().resolve()
+    found = expanded(text).resolve()
     if not found.is_file():
         raise ValueError("there is no such file")
     return str(found)

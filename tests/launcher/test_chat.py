@@ -256,7 +256,9 @@ def test_a_failed_answer_leaves_the_talk_as_it_was() -> None:
 def test_talks_are_kept_in_files(tmp_path: Path) -> None:
     path = tmp_path / "talk.json"
     with saying() as url:
-        typed(url, ["Hi", "/system Be kind.", f"/save {path}", "/save", "/save /nowhere/talk.json"])
+        typed(
+            url, ["Hi", "/system Be kind.", f"/save {path}", "/save", "/save /nowhere/talk.json", "/save ~nobody-has-this-name/x"]
+        )
         shown, talk = typed(url, [f"/load {path}", "/load nowhere.json"])
     assert talk.messages == [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     assert talk.system == "Be kind."

@@ -177,7 +177,8 @@ def test_settings_that_the_machine_does_not_have(runs: Path, capsys: pytest.Capt
     port = str(machine.free_port())
     check(["serve", "--device", "cuda", "--port", port], ["nvidia-smi shows no GPU here", "use --device cpu"], capsys)
     check(["serve", "--kv-pages", "999999999", "--port", port], ["may be used", "lower --kv-pages"], capsys)
-    check(["serve", "--chat-template", "/nowhere", "--port", port], ["there is no such file"], capsys)
+    for nowhere in ("/nowhere", "~nobody-has-this-name/x"):
+        check(["serve", "--chat-template", nowhere, "--port", port], ["there is no such file"], capsys)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         check(["serve", "--hostname", "127.0.0.1", "--port", port], [f"port {port} is in use by process", "--port"], capsys)
