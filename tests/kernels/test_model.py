@@ -24,7 +24,7 @@ from penstock.shard.models import stream
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling
 from penstock.tests.kernels import sanitizer
-from penstock.tests.shard import test_invariance, tiny
+from penstock.tests.shard import configurations, test_invariance, tiny
 from penstock.tests.shard.driver import Driver, Flying, Habits, World, drive, message
 
 # What padding computes is said nowhere, and nobody sees it.
@@ -179,7 +179,7 @@ def test_steps_with_drafts_fit_graphs(said: str, name: str, monkeypatch: pytest.
     choose.force("triton")
     engine = tiny.engine(name, 4, PAGES)
     speculation = parse(f"draft=x,{said}")
-    drafter = Drafter(engine.decoder, tiny.VOCABULARY, tiny.CPU, speculation.most)
+    drafter = Drafter(engine.decoder, configurations.VOCABULARY, tiny.CPU, speculation.most)
     engine.guesses = Guesses(engine.decoder.ranks, tiny.CPU, speculation, drafter)
     engine.resize(PAGES)
     asked = groups()

@@ -25,8 +25,9 @@ from penstock.shard.parallel import Ranks
 from penstock.shard.pictures import Picture
 from penstock.shard.weights import Weights
 
+from .configurations import GEMMA, GEMMA4, GEMMA4_E, SMALL, VOCABULARY
 from .test_images import TEXTS, model
-from .tiny import CPU, GEMMA, GEMMA4, GEMMA4_E, MAKING, SMALL, VOCABULARY
+from .tiny import CPU, MAKING
 
 PATCH, MERGE, SIDE = 2, 2, 4  # pixels of a patch, patches of a token, pixels of a token: each along one side
 PLACEHOLDER, BREAK, END = 7, 8, 9  # ids of the vocabulary

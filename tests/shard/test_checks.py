@@ -10,7 +10,7 @@ import pytest
 
 from penstock.proto import shard_pb2 as wire
 from penstock.shard.checks import LAST, MOST_CHOICES
-from penstock.tests.shard import tiny
+from penstock.tests.shard import configurations
 from penstock.tests.shard.test_service import WARMUP, Process
 
 MOST = (1 << 32) - 1
@@ -221,4 +221,4 @@ def test_a_largest_step_of_nothing_is_refused(tmp_path: Path, fields: dict[str, 
 
 def test_the_vocabulary_is_the_tables() -> None:
     """Which numbers above are beyond it follows from that."""
-    assert tiny.VOCABULARY == 131
+    assert configurations.VOCABULARY == 131

@@ -14,7 +14,7 @@ from penstock.shard.decoding.verify import Draft, Rule
 from penstock.shard.engine import Engine
 from penstock.shard.sequence import Group, Sampling
 from penstock.shard.step import Span
-from penstock.tests.shard import tiny
+from penstock.tests.shard import configurations, tiny
 
 PROMPT = [5, 17, 99, 3, 42, 42, 7, 23, 64]
 COUNT = 40
@@ -77,7 +77,9 @@ def speculatively(sampling: Sampling, page_size: int, text: Sequence[int]) -> tu
     while sequence.generated < COUNT:
         room = verify.room(group, sequence)
         right = text[len(sequence.tokens) :][: min(room, chance.randint(0, 5))]
-        wrong = [[*right[: chance.randint(0, 3)], *(chance.randrange(tiny.VOCABULARY) for _ in range(4))] for _ in range(4)]
+        wrong = [
+            [*right[: chance.randint(0, 3)], *(chance.randrange(configurations.VOCABULARY) for _ in range(4))] for _ in range(4)
+        ]
         trees = [chain(path, [-chance.random() for _ in path]) for path in (some[:room] for some in wrong)]
         drafts = merge([chain(right, [-1.5 for _ in right]), *trees])
         path = step(engine, group, drafts)

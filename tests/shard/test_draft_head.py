@@ -37,7 +37,7 @@ from penstock.shard.models.families import shape
 from penstock.shard.models.shape import Features, Shape, Unsupported
 from penstock.shard.parallel import Ranks
 from penstock.shard.weights import Weights
-from penstock.tests.shard import tiny
+from penstock.tests.shard import configurations, tiny
 from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
 from penstock.tests.shard.test_drafter import all_of, free
 from penstock.tests.shard.test_oracle import at_rest
@@ -49,7 +49,7 @@ LAYERS = [0, 1]
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLMEagle3"],
     "model_type": "llama",
-    "vocab_size": tiny.VOCABULARY,
+    "vocab_size": configurations.VOCABULARY,
     "draft_vocab_size": KNOWN,
     "hidden_size": 64,
     "intermediate_size": 80,
@@ -82,8 +82,8 @@ SHAPES = {
 def weights() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(7)
     found = {name: torch.randn(size, generator=generator) * 0.3 + ("norm" in name) for name, size in SHAPES.items()}
-    targets = torch.randperm(tiny.VOCABULARY, generator=generator)[:KNOWN].sort().values
-    return found | {"d2t": targets - torch.arange(KNOWN), "t2d": torch.isin(torch.arange(tiny.VOCABULARY), targets)}
+    targets = torch.randperm(configurations.VOCABULARY, generator=generator)[:KNOWN].sort().values
+    return found | {"d2t": targets - torch.arange(KNOWN), "t2d": torch.isin(torch.arange(configurations.VOCABULARY), targets)}
 
 
 def written(folder: Path, config: dict[str, Any] = CONFIG, tensors: dict[str, Tensor] | None = None) -> Path:
@@ -127,7 +127,7 @@ class Oracle:
         return self._logits(hidden[-1])
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        whole = torch.full((tiny.VOCABULARY,), -torch.inf)
+        whole = torch.full((configurations.VOCABULARY,), -torch.inf)
         whole[self.own["d2t"] + torch.arange(KNOWN)] = self.own["lm_head.weight"] @ self._norm(hidden, "norm")
         return whole
 
@@ -312,15 +312,15 @@ class NextOracle(Oracle):
         mask = torch.full((1, 1, len(tokens), len(tokens)), -torch.inf).triu(1) if self.name == "glm-5" else None  # it needs one
         found = self.larger.model.layers[-1](x, attention_mask=mask, position_embeddings=turning)
         found = found[0][0] if isinstance(found, tuple) else found[0]
-        return self._norm(found, "shared_head.norm") if self.name in tiny.HYBRIDS else found
+        return self._norm(found, "shared_head.norm") if self.name in configurations.HYBRIDS else found
 
     @torch.inference_mode()
     def _logits(self, hidden: Tensor) -> Tensor:
         output = self.own.get("shared_head.head.weight", tiny.reference(self.name).get_output_embeddings().weight)
-        return (hidden if self.name in tiny.HYBRIDS else self._norm(hidden, "shared_head.norm")) @ output.t()
+        return (hidden if self.name in configurations.HYBRIDS else self._norm(hidden, "shared_head.norm")) @ output.t()
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        gains = self.own[f"{name}.weight"] + (self.name in tiny.HYBRIDS)  # Qwen's are stored less 1
+        gains = self.own[f"{name}.weight"] + (self.name in configurations.HYBRIDS)  # Qwen's are stored less 1
         return functional.rms_norm(x, (64,), gains, tiny.reference(self.name).config.rms_norm_eps)
 
 
@@ -332,20 +332,24 @@ def predicting(name: str, folder: Path, tables: bool) -> NextOracle:
     kinds = [one for one in ("layer_types", "mlp_layer_types", "indexer_types") if getattr(config, one, None)]
     fields = config.to_dict() | {"num_hidden_layers": count + 1}
     for one in kinds:
-        fields[one] = [*getattr(config, one), "full_attention" if name in tiny.HYBRIDS else getattr(config, one)[-1]]
+        fields[one] = [*getattr(config, one), "full_attention" if name in configurations.HYBRIDS else getattr(config, one)[-1]]
     larger = type(tiny.reference(name))(type(config)(**fields)).eval()
     generator = torch.Generator().manual_seed(3)
     for key, value in larger.state_dict().items():
         value.normal_("norm" in key, 0.3, generator=generator)
     sizes = {"enorm": (64,), "hnorm": (64,), "eh_proj": (64, 128), "shared_head.norm": (64,)}
-    sizes |= {"shared_head.head": (tiny.VOCABULARY, 64), "embed_tokens": (tiny.VOCABULARY, 64)} if tables else {}
+    sizes |= (
+        {"shared_head.head": (configurations.VOCABULARY, 64), "embed_tokens": (configurations.VOCABULARY, 64)} if tables else {}
+    )
     own = {f"{key}.weight": torch.randn(size, generator=generator) * 0.3 + ("norm" in key) for key, size in sizes.items()}
     stored = safetensors.torch.load_file(tiny.folder(name) / "model.safetensors")
     larger.save_pretrained(folder / "larger")  # experts as checkpoints have them
     saved = safetensors.torch.load_file(folder / "larger" / "model.safetensors")
     layer = {key: value for key, value in saved.items() if key.startswith(prefix)}
     added = layer | {prefix + key: value for key, value in own.items()}
-    whole = stored | ({in_qwen(key.removeprefix(prefix)): value for key, value in added.items()} if name in tiny.HYBRIDS else added)
+    whole = stored | (
+        {in_qwen(key.removeprefix(prefix)): value for key, value in added.items()} if name in configurations.HYBRIDS else added
+    )
     fields = json.loads((tiny.folder(name) / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
     written(folder, fields, {key: value.contiguous() for key, value in whole.items()})
     return NextOracle(name, own, larger)
@@ -376,7 +380,7 @@ def test_a_layer_for_predicting_several_tokens(name: str, tables: bool, said: st
     config = ShardConfig(folder=str(tmp_path), model=name, speculate=f"draft=mtp,{said}", prefix_caching=False, page_size=4)
     own = free(load(config, lambda stage: None))
     own.resize(500)
-    off, most = watched(own, oracle), 5e-3 if name in tiny.HYBRIDS else 1e-3
+    off, most = watched(own, oracle), 5e-3 if name in configurations.HYBRIDS else 1e-3
     world = drive(own, groups, Habits(7, pause=0.05), seed=3)
     plain = drive(
         tiny.engine(name, 16, 2000, prefix_caching=False),
@@ -390,7 +394,7 @@ def test_a_layer_for_predicting_several_tokens(name: str, tables: bool, said: st
 
 
 def test_a_table_of_its_own_is_kept(head: Path, tmp_path: Path) -> None:
-    table = torch.randn(tiny.VOCABULARY, 64)
+    table = torch.randn(configurations.VOCABULARY, 64)
     own = engine(written(tmp_path, CONFIG, weights() | {"embed_tokens.weight": table}), "tokens=2")
     assert own.guesses.drafter is not None
     assert own.guesses.drafter.decoder.embedding.equal(table)

@@ -20,7 +20,7 @@ from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling
 from penstock.shard.sketch import Sketch
 from penstock.shard.step import Span, Step
-from penstock.tests.shard import tiny
+from penstock.tests.shard import configurations, tiny
 from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
 from penstock.tests.shard.test_oracle import at_rest, prompt
 from penstock.tests.shard.test_sharing import room
@@ -30,7 +30,7 @@ from penstock.tests.shard.test_speculation import asked, expected
 def engine(said: str, page_size: int = 16, pages: int = 1024, prefix_caching: bool = True, draft: str = "llama") -> Engine:
     """A tiny model with another, or itself, as its draft model."""
     target = tiny.decoder("llama")
-    drafter = Drafter(tiny.decoder(draft), tiny.VOCABULARY, tiny.CPU, all_of(said))
+    drafter = Drafter(tiny.decoder(draft), configurations.VOCABULARY, tiny.CPU, all_of(said))
     guesses = Guesses(target.ranks, tiny.CPU, parse(f"draft=x,{said}"), drafter)
     result = Engine(target, tiny.CPU, page_size, prefix_caching, guesses=guesses)
     result.resize(pages)
@@ -107,7 +107,7 @@ def test_trees_contain_what_the_target_says() -> None:
 def test_chains_that_go_on_see_what_plain_forwards_would(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds are planned from those before them: for sequences of different lengths, two of which share their first pages, and of
     which two have more to compute at first."""
-    drafter = Drafter(tiny.decoder("llama"), tiny.VOCABULARY, tiny.CPU, 8)
+    drafter = Drafter(tiny.decoder("llama"), configurations.VOCABULARY, tiny.CPU, 8)
     drafter.resize(500, page_size)
     shared = prompt(1, 2 * SHORTEST_RUN)
     texts = [[*shared, *prompt(2, 5)], prompt(3, 9), [*shared, *prompt(4, 30)], prompt(5, 40)]
@@ -149,7 +149,7 @@ def test_long_prompts_are_caught_up_with_in_parts(monkeypatch: pytest.MonkeyPatc
 def test_who_finds_no_room_to_catch_up_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """No span without tokens is computed for it."""
     monkeypatch.setattr("penstock.shard.drafter.CATCH_UP", 100)
-    drafter = Drafter(tiny.decoder("llama"), tiny.VOCABULARY, tiny.CPU, 8)
+    drafter = Drafter(tiny.decoder("llama"), configurations.VOCABULARY, tiny.CPU, 8)
     drafter.resize(200, 16)
     sequences = [tiny.group(uid, prompt(uid, 100 + 2 * SHORT), 20).sequences[0] for uid in range(3)]
     for uid, sequence in enumerate(sequences):
@@ -209,7 +209,7 @@ def test_a_draft_model_with_fewer_positions_helps_as_far_as_these_go() -> None:
 
 def test_drafts_see_what_the_target_would() -> None:
     """Its logits after a tree's nodes are those of plain forwards over the same tokens."""
-    drafter = Drafter(tiny.decoder("llama"), tiny.VOCABULARY + 3, tiny.CPU, 8)
+    drafter = Drafter(tiny.decoder("llama"), configurations.VOCABULARY + 3, tiny.CPU, 8)
     drafter.resize(64, 4)
     tokens = prompt(1, 21)
     sequence = tiny.group(0, tokens, 20).sequences[0]
@@ -220,24 +220,24 @@ def test_drafts_see_what_the_target_would() -> None:
     layer = drafter.logits([Frontier(sequence, nodes, parents, [0, 1])])
     leaves = drafter.logits([Frontier(sequence, nodes, parents, [2, 3])])
     for found, text in zip([first[0], *layer, *leaves], [[], [5], [6], [5, 7], [6, 8]], strict=True):
-        assert torch.allclose(found[: tiny.VOCABULARY], tiny.expected_logits("llama", [*tokens, *text])[-1], atol=1e-4)
-        assert found[tiny.VOCABULARY :].tolist() == [-torch.inf] * 3
+        assert torch.allclose(found[: configurations.VOCABULARY], tiny.expected_logits("llama", [*tokens, *text])[-1], atol=1e-4)
+        assert found[configurations.VOCABULARY :].tolist() == [-torch.inf] * 3
 
 
 def test_a_draft_model_with_another_vocabulary_only_guesses_worse() -> None:
-    small = Drafter(tiny.decoder("llama"), tiny.VOCABULARY - 20, tiny.CPU, 8)
+    small = Drafter(tiny.decoder("llama"), configurations.VOCABULARY - 20, tiny.CPU, 8)
     small.resize(8, 16)
     sequence = tiny.group(0, [1, 2, 3], 20).sequences[0]
     sequence.pages = [1]
     small.ready([sequence])
-    assert small.logits([Frontier(sequence, [], [], [-1])]).shape == (1, tiny.VOCABULARY - 20)
+    assert small.logits([Frontier(sequence, [], [], [-1])]).shape == (1, configurations.VOCABULARY - 20)
 
 
 def test_two_ranks_draft_the_same() -> None:
     plain = expected()
 
     def work(ranks: Ranks) -> World:
-        drafter = Drafter(tiny.decoder("llama"), tiny.VOCABULARY, tiny.CPU, 10) if ranks.rank == 0 else None
+        drafter = Drafter(tiny.decoder("llama"), configurations.VOCABULARY, tiny.CPU, 10) if ranks.rank == 0 else None
         half = tiny.engine_of("llama", ranks, 4, 300)
         half.guesses = Guesses(ranks, tiny.CPU, parse("draft=x,tree=2x2x1"), drafter)
         half.resize(300)
@@ -256,7 +256,9 @@ def test_other_rules_are_greedy_without_a_temperature_and_alike_on_all_ranks(sai
     plain = drive(engine("tokens=1"), [tiny.group(uid, prompt(uid, 9), 20) for uid in range(6)], Habits())
 
     def work(ranks: Ranks) -> World:
-        drafter = Drafter(tiny.decoder("llama-tied"), tiny.VOCABULARY, tiny.CPU, all_of(said)) if ranks.rank == 0 else None
+        drafter = (
+            Drafter(tiny.decoder("llama-tied"), configurations.VOCABULARY, tiny.CPU, all_of(said)) if ranks.rank == 0 else None
+        )
         half = tiny.engine_of("llama", ranks, 4, 300)
         half.guesses = Guesses(ranks, tiny.CPU, parse(f"draft=x,{said}"), drafter)
         half.resize(300)

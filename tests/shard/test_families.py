@@ -20,10 +20,10 @@ from penstock.shard.models.mlp import Sparse
 from penstock.shard.models.shape import Mixture, Unsupported
 from penstock.shard.sequence import sequences
 from penstock.shard.step import Span
-from penstock.tests.shard import tiny
+from penstock.tests.shard import configurations, tiny
+from penstock.tests.shard.configurations import LONGROPE, SMALL, YARN
 from penstock.tests.shard.test_oracle import close, prompt
 from penstock.tests.shard.test_weights import same
-from penstock.tests.shard.tiny import LONGROPE, SMALL, YARN
 
 
 def config(architecture: str, **more: Any) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def test_layers_of_command_a_plus_are_of_transformers_kinds(pattern: int, dense:
     assert [mixture is None for mixture in found.mixtures] == [kind == "dense" for kind in theirs.mlp_layer_types]
 
 
-@pytest.mark.parametrize("name", sorted(tiny.FAMILIES))
+@pytest.mark.parametrize("name", sorted(configurations.FAMILIES))
 def test_parameters_are_counted_as_transformers_has_them(name: str) -> None:
     theirs = tiny.reference(name)
     corrections = [values for key, values in theirs.named_buffers() if "correction" in key or "expert_bias" in key]

@@ -30,7 +30,7 @@ from penstock.shard.models.shape import Unsupported
 from penstock.shard.models.short_convolutions import ShortConvolutions
 from penstock.shard.service import Service
 from penstock.shard.weights import DummyWeights
-from penstock.tests.shard import fake_cuda, lora, packing, test_speculation, tiny
+from penstock.tests.shard import configurations, fake_cuda, lora, packing, test_speculation, tiny
 from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
 from penstock.tests.shard.test_oracle import at_rest, prompt
 from penstock.tests.shard.test_quantized import WHOLE, logits, made
@@ -562,7 +562,7 @@ def test_others_are_kept_in_few_bits(form: str, name: str, tmp_path: Path, monke
 
 
 def test_random_weights_need_a_config_alone(tmp_path: Path) -> None:
-    for name in tiny.HYBRIDS:
+    for name in configurations.HYBRIDS:
         said = json.loads((tiny.folder(name) / "config.json").read_text())
         model = shape(said)
         source = DummyWeights(torch.float32, tiny.CPU, lambda read: None)

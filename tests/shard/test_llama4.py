@@ -31,13 +31,13 @@ from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling, sequences
 from penstock.shard.step import Span
 from penstock.shard.weights import Weights
-from penstock.tests.shard import tiny
+from penstock.tests.shard import configurations, tiny
+from penstock.tests.shard.configurations import CHUNK
 from penstock.tests.shard.driver import Habits, World, drive
 from penstock.tests.shard.test_drafter import free
 from penstock.tests.shard.test_oracle import Bench, at_rest, check_greedy, close, prompt
 from penstock.tests.shard.test_quantized import made
 from penstock.tests.shard.test_weights import Alone, change, same
-from penstock.tests.shard.tiny import CHUNK
 
 # As on the hub, but for what doesn't matter here.
 SCOUT = {
@@ -202,14 +202,14 @@ def random_config(chance: random.Random) -> Any:
         more["layer_types"] = [chance.choice(["chunked_attention", "full_attention"]) for _ in range(layers)]
     sizes = {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": chance.choice([2, 4])}
     return transformers.Llama4TextConfig(
-        **tiny.LLAMA4 | sizes | {"intermediate_size": chance.choice([20, 32, 64]), "num_local_experts": experts},
+        **configurations.LLAMA4 | sizes | {"intermediate_size": chance.choice([20, 32, 64]), "num_local_experts": experts},
         **more,
         num_experts_per_tok=chance.choice([1, 1, experts]),
         use_qk_norm=chance.random() < 0.6,
         attn_temperature_tuning=chance.random() < 0.7,
         floor_scale=chance.choice([3, 20]),
         attention_bias=chance.random() < 0.4,
-        rope_parameters=chance.choice([None, dict(tiny.LLAMA3), dict(tiny.LINEAR)]),
+        rope_parameters=chance.choice([None, dict(configurations.LLAMA3), dict(configurations.LINEAR)]),
     )
 
 
@@ -350,7 +350,7 @@ def test_guesses_change_no_token(said: str, page_size: int, draft: str, plain: W
 
 def guessing(name: str, draft: str, said: str, page_size: int) -> Engine:
     speculation = parse(f"draft=x,{said}")
-    drafter = Drafter(tiny.decoder(draft), tiny.VOCABULARY, tiny.CPU, speculation.most)
+    drafter = Drafter(tiny.decoder(draft), configurations.VOCABULARY, tiny.CPU, speculation.most)
     guesses = Guesses(tiny.decoder(name).ranks, tiny.CPU, speculation, drafter)
     engine = Engine(tiny.decoder(name), tiny.CPU, page_size, guesses=guesses)
     engine.resize(2000 // page_size)

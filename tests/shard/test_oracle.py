@@ -17,11 +17,11 @@ from penstock.shard.scores import _score
 from penstock.shard.sequence import Group, Sampling
 from penstock.shard.sequence import Sequence as Tokens
 from penstock.shard.sequence import sequences as tokens_of
-from penstock.tests.shard import tiny
+from penstock.tests.shard import configurations, tiny
+from penstock.tests.shard.configurations import VOCABULARY, WINDOW
 from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
-from penstock.tests.shard.tiny import VOCABULARY, WINDOW
 
-FAMILIES = sorted(tiny.FAMILIES)
+FAMILIES = sorted(configurations.FAMILIES)
 COUNT = 12  # tokens generated
 SOME = 7, 50  # prompts for every family, and the longest
 TOLERANCE = 1e-4

@@ -25,7 +25,7 @@ from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import sequences
 from penstock.shard.step import Span
 from penstock.shard.weights import Weights
-from penstock.tests.shard import packing, tiny
+from penstock.tests.shard import configurations, packing, tiny
 from penstock.tests.shard.test_oracle import prompt
 from penstock.tests.shard.test_weights import WEIGHTS, Alone, change, decoder, refuses, same
 
@@ -579,7 +579,7 @@ def test_a_config_as_it_is_written_today(tmp_path: Path) -> None:
         "gpt-oss",
         "nanochat",
         "olmo",
-        *tiny.HYBRIDS,
+        *configurations.HYBRIDS,
     ],
 )
 def test_the_plan_knows_each_byte(name: str, dtype: str) -> None:

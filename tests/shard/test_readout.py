@@ -30,7 +30,7 @@ from penstock.shard.models.shape import Unsupported
 from penstock.shard.parallel import Ranks
 from penstock.shard.readout import Readout
 from penstock.shard.sequence import Group
-from penstock.tests.shard import test_distribution, tiny
+from penstock.tests.shard import configurations, test_distribution, tiny
 from penstock.tests.shard import test_speculation_grammar as grammars
 from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
 from penstock.tests.shard.test_draft_head import engine, watched, written
@@ -50,7 +50,7 @@ SPECULATOR = {
     "model_type": "mlp_speculator",
     "emb_dim": 64,
     "inner_dim": INNER,
-    "vocab_size": tiny.VOCABULARY,
+    "vocab_size": configurations.VOCABULARY,
     "n_predict": LEVELS,
     "n_candidates": 5,
     "top_k_tokens_per_head": [4, 3, 2],
@@ -70,11 +70,11 @@ def sizes(kind: str) -> dict[str, tuple[int, ...]]:
         found = {
             f"{i}.{j}.linear.{part}": (64, 64)[: 2 - (part == "bias")] for i in range(LEVELS) for j in blocks for part in PARTS
         }
-        outputs = {} if "without" in kind else {f"{i}.{len(blocks)}.weight": (tiny.VOCABULARY, 64) for i in range(LEVELS)}
+        outputs = {} if "without" in kind else {f"{i}.{len(blocks)}.weight": (configurations.VOCABULARY, 64) for i in range(LEVELS)}
         return found | outputs
     inner = config["inner_dim"] or 64
     sets = 1 if "tied" in kind else LEVELS
-    found = {f"speculator.{part}.{i}.weight": (tiny.VOCABULARY, inner) for i in range(sets) for part in ("emb", "head")}
+    found = {f"speculator.{part}.{i}.weight": (configurations.VOCABULARY, inner) for i in range(sets) for part in ("emb", "head")}
     found |= {f"speculator.ln.{i}.{part}": (inner,) for i in range(sets) for part in PARTS}
     return found | {f"speculator.proj.{i}.weight": (inner, inner if i else 64) for i in range(2 if "tied" in kind else LEVELS)}
 
@@ -247,7 +247,7 @@ def planted(kind: str, texts: Sequence[Sequence[int]], begins: int) -> dict[str,
             for end in range(begins, len(text) - level):
                 states.append(Oracle(kind, own=own)(text[:end], text[end : end + level]))
                 said.append(text[end + level])
-        wanted = functional.one_hot(torch.tensor(said), tiny.VOCABULARY).double()
+        wanted = functional.one_hot(torch.tensor(said), configurations.VOCABULARY).double()
         own[name] = torch.linalg.lstsq(torch.stack(states).double(), wanted, driver="gelsd").solution.t().float().contiguous()
     return own
 
@@ -316,7 +316,7 @@ def test_what_they_take_is_planned(kind: str, folders: dict[str, Path]) -> None:
     one, two = (plan.divide(Options(dtype="float32", num_shard=ranks), model, machine, draft) for ranks in (1, 2))
     assert one.draft_token_bytes == drafter.token_bytes
     assert one.draft_bytes == bytes
-    assert two.draft_bytes - bytes == (4 * tiny.VOCABULARY * 64 if "without" in kind else 0)
+    assert two.draft_bytes - bytes == (4 * configurations.VOCABULARY * 64 if "without" in kind else 0)
     assert "3 heads" in plan.table(one, "llama")
     assert "\n  features " in plan.table(one, "llama")
 

@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from penstock.shard.models.families import shape
 from penstock.shard.models.rotary import frequencies, table_of
 from penstock.shard.models.shape import Unsupported
-from penstock.tests.shard import tiny
+from penstock.tests.shard import configurations, tiny
 
 TABLE = 2, 1  # cosines and sines, for every head
 
@@ -44,7 +44,7 @@ def test_waves_are_those_of_transformers(kind: str) -> None:
     chance = random.Random(kind)
     for _ in range(1 if kind == "default" else 60):
         size = chance.choice([8, 64, 128])
-        config = transformers.LlamaConfig(**tiny.SMALL, head_dim=size, rope_parameters=settings(kind, chance))
+        config = transformers.LlamaConfig(**configurations.SMALL, head_dim=size, rope_parameters=settings(kind, chance))
         rope = shape(json.loads(config.to_json_string()) | {"architectures": ["LlamaForCausalLM"]}).rope
         if kind == "default":
             expected, amplitude = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config).inv_freq, 1.0
@@ -62,8 +62,8 @@ def test_both_sets_of_longropes_waves_are_those_of_transformers(original: int) -
     chance = random.Random(original)
     for _ in range(20):
         more = {"factor": chance.choice([1.0, 4, 32.0]), "attention_factor": chance.choice([0.8, 1.3])}
-        settings = tiny.LONGROPE | {name: value for name, value in more.items() if chance.random() < 0.4 or original == 1}
-        config = transformers.Phi3Config(**tiny.PHI4, original_max_position_embeddings=original, rope_parameters=settings)
+        settings = configurations.LONGROPE | {name: value for name, value in more.items() if chance.random() < 0.4 or original == 1}
+        config = transformers.Phi3Config(**configurations.PHI4, original_max_position_embeddings=original, rope_parameters=settings)
         rope = shape(json.loads(config.to_json_string()) | {"architectures": ["Phi3ForCausalLM"]}).rope
         for positions in (original, original + 1):
             expected, amplitude = ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"), seq_len=positions)
@@ -92,4 +92,4 @@ def test_yarn_is_added_to_a_config_whose_positions_stay() -> None:
 def test_settings_that_can_not_be(wrong: dict[str, Any], word: str) -> None:
     config = json.loads((tiny.folder("qwen2") / "config.json").read_text())
     with pytest.raises(Unsupported, match=word):
-        shape(config | {"rope_parameters": tiny.YARN | wrong})
+        shape(config | {"rope_parameters": configurations.YARN | wrong})

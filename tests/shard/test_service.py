@@ -23,7 +23,7 @@ from penstock.shard.outcome import Outcome
 from penstock.shard.relay import Sender
 from penstock.shard.sequence import Sampling
 from penstock.shard.service import Service
-from penstock.tests.shard import tiny
+from penstock.tests.shard import configurations, tiny
 from penstock.tests.shard.driver import Habits, Remote, drive, message
 from penstock.tests.shard.test_oracle import COUNT, prompt, prompts, requests
 
@@ -85,7 +85,7 @@ def test_info_and_health_answer_before_the_model_is_there(process: Process) -> N
     assert process.stub.Health(wire.HealthRequest(), timeout=5) == wire.HealthReply()
     process.start()
     info = process.stub.Info(wire.InfoRequest(), timeout=5)
-    assert (info.loaded, info.vocabulary, info.max_positions) == (True, tiny.VOCABULARY, 512)
+    assert (info.loaded, info.vocabulary, info.max_positions) == (True, configurations.VOCABULARY, 512)
 
 
 def test_warmup_sizes_the_pool_and_repeats_its_answer(warm: Process) -> None:
@@ -364,7 +364,7 @@ def test_columns_hold_log_probabilities_of_transformers(warm: Process) -> None:
 
 def test_failures_are_columns_too(warm: Process) -> None:
     request = prefill(1, 1, [1, 2])
-    request.groups.append(wire.Group(uid=2, tokens=[tiny.VOCABULARY], max_new_tokens=1))
+    request.groups.append(wire.Group(uid=2, tokens=[configurations.VOCABULARY], max_new_tokens=1))
     request.chunk_uids.append(2)
     request.chunk_lengths.append(1)
     reply = warm.stub.Prefill(request, timeout=5)

@@ -13,7 +13,7 @@ from penstock.shard.decoding.verify import Draft
 from penstock.shard.engine import Engine
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling
-from penstock.tests.shard import tiny
+from penstock.tests.shard import configurations, tiny
 from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
 from penstock.tests.shard.test_oracle import at_rest, prompt
 from penstock.tests.shard.test_sharing import room
@@ -39,7 +39,9 @@ class Oracle:
         count = chance.randint(0, asked.depth)
         paths = []
         for _ in range(self._width):
-            guesses = [token if chance.random() < self._right else chance.randrange(tiny.VOCABULARY) for token in said[:count]]
+            guesses = [
+                token if chance.random() < self._right else chance.randrange(configurations.VOCABULARY) for token in said[:count]
+            ]
             paths.append(chain(guesses, [-chance.random() for _ in guesses]))
         return merge(paths).cut(asked.nodes)
 

@@ -21,7 +21,7 @@ from penstock.shard.models.families import shape
 from penstock.shard.models.shape import Unsupported
 from penstock.shard.parallel import Ranks
 from penstock.shard.weights import INDEX, DummyWeights, Weights
-from penstock.tests.shard import tiny
+from penstock.tests.shard import configurations, tiny
 
 WEIGHTS = "model.safetensors"
 
@@ -417,7 +417,7 @@ def test_rotary_settings_of_older_configs() -> None:
     assert shape(theta | {"rope_scaling": None}) == shape(theta)
     linear = shape(theta | {"rope_scaling": {"type": "linear", "factor": 4.0}})
     assert linear.rope == tiny.decoder("llama-linear").shape.rope
-    llama3 = {key: value for key, value in tiny.LLAMA3.items() if key != "rope_theta"}
+    llama3 = {key: value for key, value in configurations.LLAMA3.items() if key != "rope_theta"}
     assert shape(theta | {"rope_theta": 10000.0, "rope_scaling": llama3}).rope == tiny.decoder("llama-3.1").shape.rope
 
 
@@ -434,8 +434,8 @@ def test_kinds_of_layers_that_contradict_the_windows() -> None:
     """transformers' Mistral slides in all layers, whatever they are called; its Qwen stops."""
     config = json.loads((tiny.folder("mistral") / "config.json").read_text())
     kinds = ["sliding_attention", "full_attention"]
-    assert shape(config | {"layer_types": kinds[:1] * 2}).windows == (tiny.WINDOW,) * 2
-    with pytest.raises(Unsupported, match=f"'full_attention' for layer 1, .*window is {tiny.WINDOW}"):
+    assert shape(config | {"layer_types": kinds[:1] * 2}).windows == (configurations.WINDOW,) * 2
+    with pytest.raises(Unsupported, match=f"'full_attention' for layer 1, .*window is {configurations.WINDOW}"):
         shape(config | {"layer_types": kinds})
     config = json.loads((tiny.folder("qwen2-window") / "config.json").read_text())
     with pytest.raises(Unsupported, match=r"'sliding_attention' for layer 1, .*window is none"):
@@ -456,6 +456,6 @@ def test_windows_of_older_configs() -> None:
     """Without `layer_types`: by the layer's number."""
     config = json.loads((tiny.folder("qwen2-window") / "config.json").read_text())
     del config["layer_types"]
-    assert shape(config).windows == tiny.decoder("qwen2-window").shape.windows == (0, tiny.WINDOW)
+    assert shape(config).windows == tiny.decoder("qwen2-window").shape.windows == (0, configurations.WINDOW)
     assert shape(config | {"use_sliding_window": False}).windows == (0, 0)
-    assert tiny.decoder("mistral").shape.windows == (tiny.WINDOW,) * 2
+    assert tiny.decoder("mistral").shape.windows == (configurations.WINDOW,) * 2
