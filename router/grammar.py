@@ -114,7 +114,7 @@ def _all(schema: Any) -> list[Mapping[str, Any]]:
 
 def _bounded(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The schema, with bounds of its own that llguidance keeps: where it had others they are a little narrower."""
-    bounds: dict[str, float] = {name: bound for name in (LEAST | MOST) & schema.keys() if _is_number(bound := schema[name])}
+    bounds = {name: _inward(name, bound) for name, bound in _bounds(schema).items()}
     types = schema.get("type", "number")
     whole = "number" not in (types if isinstance(types, list) else [types])
     for name in bounds:
@@ -123,17 +123,47 @@ def _bounded(schema: Mapping[str, Any]) -> dict[str, Any]:
         elif not whole:
             bounds[name] = min(bounds[name], FARTHEST)
     # Above 2 and up to 2.5 llguidance has 2, too; above 2 alone, or with integers, it has not.
-    low, high = bounds.get("exclusiveMinimum", -1), bounds.get("exclusiveMaximum", 1)
-    least = max((bounds[name] for name in LEAST & bounds.keys()), default=-math.inf)
-    most = min((bounds[name] for name in MOST & bounds.keys()), default=math.inf)
+    every = _narrowest([bounds, *map(_bounds_of_all, _parts(schema, "allOf"))])
+    low, high = every.get("exclusiveMinimum", -1), every.get("exclusiveMaximum", 1)
+    least = max((every[name] for name in LEAST & every.keys()), default=-math.inf)
+    most = min((every[name] for name in MOST & every.keys()), default=math.inf)
     if not whole and 0 <= low <= FARTHEST and low % 1 == 0 and most < low + 1:
         bounds["minimum"] = max(least, low * (1 + NEAR) or NEAREST)
-        del bounds["exclusiveMinimum"]
+        bounds.pop("exclusiveMinimum", None)
     if not whole and -FARTHEST <= high <= 0 and high % 1 == 0 and least > high - 1:
         bounds["maximum"] = min(most, high * (1 + NEAR) or -NEAREST)
-        del bounds["exclusiveMaximum"]
+        bounds.pop("exclusiveMaximum", None)
     others = {name: value for name, value in schema.items() if name not in LEAST | MOST or not _is_number(value)}
     return others | bounds
+
+
+def _bounds(schema: Any) -> dict[str, float]:
+    """Of numbers, its own."""
+    names = (LEAST | MOST) & schema.keys() if isinstance(schema, Mapping) else ()
+    return {name: bound for name in names if _is_number(bound := schema[name])}
+
+
+def _bounds_of_all(schema: Any) -> dict[str, float]:
+    """And those of all that it asks for beside them."""
+    parts = _parts(schema, "allOf") if isinstance(schema, Mapping) else ()
+    return _narrowest([_bounds(schema), *map(_bounds_of_all, parts)])
+
+
+def _narrowest(some: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of each of the bounds."""
+    names = {name for bounds in some for name in bounds}
+    each = {name: [bounds[name] for bounds in some if name in bounds] for name in names}
+    return {name: max(found) if name in LEAST else min(found) for name, found in each.items()}
+
+
+def _inward(name: str, bound: float) -> float:
+    """A number that llguidance has as it is, within this bound and as near as can be. It has all of them as floats of 64 bits,
+    takes long exclusive ones for inclusive ones, and is out by a bit for long ones that are written with a point."""
+    if not EXACT < abs(bound) < HIGHEST + (name == "exclusiveMaximum"):
+        return bound
+    near, out, far = float(bound), name.startswith("exclusive"), math.inf if name in LEAST else -math.inf
+    within = near >= bound + out if name in LEAST else near <= bound - out
+    return int(near if within else math.nextafter(near, far))
 
 
 def _is_number(value: object) -> bool:

@@ -394,6 +394,13 @@ def allows(grammar: Grammar, text: str) -> bool:
         ({"exclusiveMinimum": -0.5, "exclusiveMaximum": 0}, ["-0.25"], ["0", "-0", "-0.5"]),
         ({"minimum": -3.4028234663852886e38, "maximum": 3.4028234663852886e38}, ["0", "-1.5", "123456789"], []),
         ({"minimum": -(10**400), "exclusiveMaximum": 10**400}, ["0", "1.5"], []),
+        ({"allOf": [{"exclusiveMinimum": 0}, {"maximum": 0.5}]}, ["0.5", "0.01"], ["0", "0.0", "0.51"]),
+        (
+            {"allOf": [{"allOf": [{"exclusiveMaximum": 0, "maximum": 7}]}, {"minimum": -1}], "minimum": -0.5},
+            ["-0.5"],
+            ["0", "-0.6"],
+        ),
+        ({"allOf": [{"exclusiveMinimum": 2}, True], "maximum": 2.5}, ["2.5", "2.001"], ["2", "2.51"]),
     ],
     ids=str,
 )
@@ -404,6 +411,28 @@ def test_bounds_of_numbers_are_kept(
     grammar = json_schema({"type": "number", **bounds})
     assert checked(grammar) == ""
     assert [text for text in valid + invalid if allows(grammar, text)] == valid
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(("least", "most"), [("minimum", "maximum"), ("exclusiveMinimum", "exclusiveMaximum")])
+def test_long_bounds_of_integers_let_nothing_through_beyond_them(
+    checked: Callable[[Grammar], str], least: str, most: str, sign: int
+) -> None:
+    """llguidance has them as floats, of which none is between these and the next number that is one, inside or outside."""
+    for low, high in ((2**60 + 1, 2**61 + 300), (2**60 + 200, 2**62), (2**53 + 1, 2**53 + 7), (2**62, 2**63 - 1)):
+        first, last = sorted((sign * low, sign * high))
+        grammar = json_schema({"type": "integer", least: first, most: last})
+        assert checked(grammar) == ""
+        exclusive = least != "minimum"
+        around = [
+            number
+            for bound in (first, last)
+            for number in (*range(bound - 1100, bound + 1101, 7), *range(bound - 9, bound + 10))
+            if abs(number) < 2**63
+        ]
+        allowed = [number for number in around if allows(grammar, str(number))]
+        assert allowed
+        assert all(first + exclusive <= number <= last - exclusive for number in allowed)
 
 
 def test_bounds_that_nothing_keeps_are_refused(checked: Callable[[Grammar], str]) -> None:
