@@ -816,17 +816,19 @@ def test_sigint_lets_who_came_before_end_and_dummy_weights_need_only_a_config_an
     body = {"inputs": "x", "parameters": {"max_new_tokens": count, "details": True, "logit_bias": reference.endless}}
 
     async def work(session: aiohttp.ClientSession) -> None:
-        drains = asyncio.Event()
+        came, drains = asyncio.Event(), asyncio.Event()
 
         async def slowly() -> AsyncIterator[bytes]:
+            came.set()  # the server has said that it waits for this
             yield b'{"inputs":'
             await drains.wait()
             yield b'"x","parameters":{"max_new_tokens":3}}'
 
-        before = asyncio.create_task(session.post("/generate", data=slowly()))
+        before = asyncio.create_task(session.post("/generate", data=slowly(), expect100=True))
         async with session.post("/generate_stream", json=body) as response:
             found = events(response)
             first = json.loads(await anext(found))
+            await came.wait()
             server.process.send_signal(signal.SIGINT)
             _, others = await asyncio.gather(draining(session), rest(found))
             drains.set()

@@ -201,7 +201,8 @@ def test_a_request_that_takes_too_long(tmp_path: Path) -> None:
 
 def test_a_stage_in_which_nothing_counts(tmp_path: Path) -> None:
     """It lasted as long as it did, and not since the machine's clock began."""
-    for flags in (["--rate", "0.001"], ["--concurrency", "1", "--warm-up", "1.5s", "--output", "40"]):
+    answered = ["--concurrency", "1", "--warm-up", "9", "--output", "40"]
+    for flags in (["--rate", "0.001"], ["--rate", "0.001", "--warm-up", "1s"], answered):
         [stage], _ = bench(Manner(gap=0.05), tmp_path, *flags, "--duration", "0.3", code=1)
         assert stage["requests"]["counted"] == 0
         assert 0.0 < stage["seconds"] < 9
