@@ -8,9 +8,11 @@ ANY_ORIGIN, NO_ORIGIN = "*", "none"  # what --cors-allow-origin may say beside o
 AUTO, NONE = "auto", "none"
 TOOL_CALL_PARSERS = (
     *(AUTO, NONE, "hermes", "llama3_json", "json", "granite", "jamba", "internlm", "phi4_mini_json", "mistral", "mistral_args"),
-    *("pythonic", "deepseek_v3", "deepseek_v31", "kimi_k2", "qwen3_coder", "glm45", "harmony"),
+    *("pythonic", "deepseek_v3", "deepseek_v31", "kimi_k2", "qwen3_coder", "glm45", "gemma4", "harmony"),
 )
-REASONING_PARSERS = (AUTO, NONE, "deepseek_r1", "qwen3", "glm45", "kimi_k2", "mistral", "granite", "seed_oss", "cohere", "harmony")
+REASONING_PARSERS = (
+    *(AUTO, NONE, "deepseek_r1", "qwen3", "glm45", "kimi_k2", "mistral", "granite", "seed_oss", "cohere", "gemma4", "harmony"),
+)
 BACKLOG = 1024  # connections that wait to be accepted
 USUAL_BATCH = 1024  # sequences that run at once where only requests in flight are limited: each needs memory for its logits
 ADDRESS = re.compile(r"unix:/[^,;\s]+|[\w.-]+:\d{1,5}|\[[\da-fA-F:.]+\]:\d{1,5}", re.ASCII)  # of a rank's service

@@ -3,15 +3,14 @@
 Knows the forms' markers; knows no tokenizer but the markers that are tokens, which a grammar has to name as such.
 """
 
-import json
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..grammar import MOST_CHARACTERS, objects
+from ..grammar import objects
 from ..request import Grammar, Refused
-from . import harmony
+from . import gemma, harmony
 from .calls import MAX_NAME
+from .lark import MOST_KEYWORDS, Lark, Special, quoted
 from .marked import MarkedForm
 from .parameters import TYPES, Parameters
 from .pythonic import KEY
@@ -20,11 +19,7 @@ from .tagged import CALL, CALL_END, TaggedForm
 from .values import dump, typed
 
 Json = Mapping[str, Any]
-MOST_KEYWORDS = 32  # of a call, whose order and number a grammar spells out: as many rules as half of their square
-Special = Callable[[str], int | None]
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
-TOKEN_NAME = re.compile(r"<[^<>\s]+>")  # as llguidance spells tokens
-COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # no room to ramble in spaces
 
 
 def constraint(
@@ -46,7 +41,7 @@ def constraint(
     """
     functions = [tool["function"] for tool in tools if named is None or tool["function"]["name"] == named]
     assert functions, "no such tool"
-    lark = _Lark(special)
+    lark = Lark(special)
     header = parser == HARMONY and bool(harmony.begun(prompt))
     try:
         calls = [_call(lark, parser, function, header) for function in functions]
@@ -59,59 +54,7 @@ def constraint(
     return Grammar("lark", lark.source)
 
 
-class _Lark:
-    """Rules as they are made, each under a name of its own."""
-
-    def __init__(self, special: Special) -> None:
-        self._special = special
-        self._rules: list[str] = []
-        self._size = 0  # characters of them
-
-    @property
-    def source(self) -> str:
-        return "\n".join(self._rules)
-
-    def rule(self, name: str, body: str, options: str = "") -> str:
-        """Raises Refused where the rules come to more than a grammar may have, before they take more memory."""
-        self._rules.append(f"{name}{options}: {body}")
-        self._size += len(self._rules[-1]) + 1
-        if self._size > MOST_CHARACTERS:
-            raise Refused(f"`tools` are not possible: their grammar has more than {MOST_CHARACTERS} characters", "tools")
-        return name
-
-    def new(self, body: str, options: str = "") -> str:
-        """A rule of any name."""
-        return self.rule(f"r{len(self._rules)}", body, options)
-
-    def text(self, *texts: str) -> str:
-        """Literals one after the other; one that is a token is that token."""
-        return " ".join(map(self._one, filter(None, texts)))
-
-    def _one(self, text: str) -> str:
-        id = self._special(text)
-        if id is None:
-            return _quoted(text)
-        return text if TOKEN_NAME.fullmatch(text) else f"<[{id}]>"
-
-    def up_to(self, text: str) -> str:
-        """Anything up to the first such text, and that."""
-        if self._special(text) is not None:
-            return f"{self.new('/(?s:.*)/')} {self.text(text)}"
-        return self.new("/(?s:.*)/", f"[suffix={_quoted(text)}]")
-
-    def without(self, text: str, least: int, most: int | None) -> str:
-        """So many characters, and not this text among them."""
-        anything = "/(?s:.*)/"
-        name = f"T{len(self._rules)}"
-        return self.rule(name, f"/(?s:.{{{least},{'' if most is None else most}}})/ & ~({anything} {_quoted(text)} {anything})")
-
-    def json(self, schema: Any) -> str:
-        """A value of the schema."""
-        schema = schema if isinstance(schema, Mapping) else {}
-        return self.new(f"%json {json.dumps({**schema, 'x-guidance': COMPACT})}")
-
-
-def _call(lark: _Lark, parser: str, function: Json, header: bool) -> str:
+def _call(lark: Lark, parser: str, function: Json, header: bool) -> str:
     """The rule of one call of this function. `header`: behind a role, which gpt-oss likes to go on with what it calls."""
     name, schema = function["name"], function.get("parameters") or NO_PARAMETERS
     schema = objects(schema if "$ref" in schema else {**schema, "type": "object"})
@@ -126,16 +69,18 @@ def _call(lark: _Lark, parser: str, function: Json, header: bool) -> str:
         return lark.new(_marked(lark, parser, form, name, schema))
     if isinstance(form, TaggedForm):
         return lark.new(_tagged(lark, form, name, schema))
+    if parser == "gemma4":
+        return lark.new(gemma.call(lark, name, schema))
     if parser == "pythonic":
         return lark.new(f"{lark.text(f'{name}(')} {_keywords(lark, schema)} {lark.text(')')}")
     if parser == MISTRAL_ARGS:
         return lark.new(f"{lark.text('[TOOL_CALLS]', name, '[ARGS]')} {lark.json(schema)}")
     key = "parameters" if parser in ("llama3_json", "internlm") else "arguments"
-    head = f'{{"name": {_quoted(name)}, "{key}": '
+    head = f'{{"name": {quoted(name)}, "{key}": '
     return lark.new(f"{lark.text(head)} {lark.json(schema)} {lark.text('}')}")
 
 
-def _around(lark: _Lark, parser: str, several: bool) -> str:
+def _around(lark: Lark, parser: str, several: bool) -> str:
     """One or several calls, with what stands before, between and after them."""
     form = None if parser == HARMONY else FORMS[parser]
     before, between, after = [], "", []
@@ -166,13 +111,13 @@ def _around(lark: _Lark, parser: str, several: bool) -> str:
     return f"{lark.text(*before)} call {more} {lark.text(*after)}"
 
 
-def _each(lark: _Lark, several: bool, before: list[str], after: list[str]) -> str:
+def _each(lark: Lark, several: bool, before: list[str], after: list[str]) -> str:
     """Each call between markers of its own, on lines of their own."""
     one = f"{lark.text(*before)} call {lark.text(*after)}"
     return f"{one} ({lark.text(chr(10))} {one})*" if several else one
 
 
-def _marked(lark: _Lark, parser: str, form: MarkedForm, name: str, schema: Json) -> str:
+def _marked(lark: Lark, parser: str, form: MarkedForm, name: str, schema: Json) -> str:
     arguments = lark.json(schema)
     if parser == "kimi_k2":
         head = f"{lark.text(form.call, f'functions.{name}:')} /[0-9]{{1,3}}/ {lark.text(form.separator)}"
@@ -183,18 +128,18 @@ def _marked(lark: _Lark, parser: str, form: MarkedForm, name: str, schema: Json)
     return f"{lark.text(form.call, name, form.separator)} {arguments} {lark.text(form.end)}"
 
 
-def _tagged(lark: _Lark, form: TaggedForm, name: str, schema: Json) -> str:
+def _tagged(lark: Lark, form: TaggedForm, name: str, schema: Json) -> str:
     """In tags or, where these can't hold all that the schema allows and nothing else, as Hermes: the form's reader knows both."""
     arguments = _in_tags(lark, form, Parameters(schema))
     if arguments is None:
-        head = lark.text(CALL, f'\n{{"name": {_quoted(name)}, "arguments": ')
+        head = lark.text(CALL, f'\n{{"name": {quoted(name)}, "arguments": ')
         return f"{head} {lark.json(schema)} {lark.text(f'}}{chr(10)}', CALL_END)}"
     head = lark.text(CALL, "\n" if form.function else "", form.function, name, form.function_end, "\n")
     ends = [form.end] if form.end == CALL_END else [form.end, "\n", CALL_END]
     return f"{head} {arguments} {lark.text(*ends)}"
 
 
-def _in_tags(lark: _Lark, form: TaggedForm, parameters: Parameters) -> str | None:
+def _in_tags(lark: Lark, form: TaggedForm, parameters: Parameters) -> str | None:
     """All arguments, in their order; None if there are others than can be written so."""
     rules = []
     plain = parameters.plain
@@ -208,7 +153,7 @@ def _in_tags(lark: _Lark, form: TaggedForm, parameters: Parameters) -> str | Non
     return None if plain is None else " ".join(rules)
 
 
-def _bare(lark: _Lark, form: TaggedForm, schema: Any, parameters: Parameters) -> str | None:
+def _bare(lark: Lark, form: TaggedForm, schema: Any, parameters: Parameters) -> str | None:
     """A value, strings without quotes, and its end; None if not every string of the schema, or more than these, would be read."""
     end = lark.text("\n" if form.lines else "", form.value_end)
     types = parameters.types_of(schema)
@@ -218,29 +163,23 @@ def _bare(lark: _Lark, form: TaggedForm, schema: Any, parameters: Parameters) ->
     if listed is not None:
         texts = [value if isinstance(value, str) else dump(value) for value in listed]
         read = [form.value_end not in text and typed(text, types) == dump(value) for text, value in zip(texts, listed, strict=True)]
-        return f"({' | '.join(map(_quoted, texts))}) {end}" if texts and all(read) else None
+        return f"({' | '.join(map(quoted, texts))}) {end}" if texts and all(read) else None
     lengths = parameters.lengths(schema)
     if lengths is None or types & {"array", "object"}:
         return None
     return lark.up_to(form.value_end) if lengths == (0, None) else f"{lark.without(form.value_end, *lengths)} {end}"
 
 
-def _keywords(lark: _Lark, schema: Json) -> str:
+def _keywords(lark: Lark, schema: Json) -> str:
     """`a=1, b=2`: what is required first, of the rest any, in their order. `**{"a": 1}` where that can't say it all."""
     plain = Parameters(schema).plain
     if plain is None or len(plain) > MOST_KEYWORDS or not all(map(KEY.fullmatch, plain)):
         return f"{lark.text('**')} {lark.json(schema)}"
     rules = [(f"{lark.text(f'{key}=')} {lark.json(value)}", required) for key, (value, required) in plain.items()]
-    first = [rule for rule, required in rules if required]
-    rest = [rule for rule, required in rules if not required]
-    comma = lark.text(", ")
-    if first:
-        return " ".join([f" {comma} ".join(first), *(f"({comma} {rule})?" for rule in rest)])
-    chains = [" ".join([rule, *(f"({comma} {other})?" for other in rest[index:])]) for index, rule in enumerate(rest, 1)]
-    return f"({' | '.join(chains)})?" if chains else ""
+    return lark.some(rules, ", ")
 
 
-def _thinking(lark: _Lark, parser: str, reasoning: str | None, prompt: str, continued: str) -> str:
+def _thinking(lark: Lark, parser: str, reasoning: str | None, prompt: str, continued: str) -> str:
     """What may stand before the calls."""
     if parser == HARMONY:
         thinking = f"{lark.up_to(harmony.END)} {lark.text(harmony.START, 'assistant')}"
@@ -251,7 +190,3 @@ def _thinking(lark: _Lark, parser: str, reasoning: str | None, prompt: str, cont
     thoughts = THOUGHTS[reasoning]
     thinking = f"{lark.up_to(thoughts.closes[0])} /[ \\n]{{0,4}}/"
     return thinking if thoughts.begun(prompt, continued) else f"({lark.text(thoughts.opens[0])} {thinking})?"
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)

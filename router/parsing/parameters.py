@@ -84,7 +84,7 @@ class Parameters:
     def listed(self, schema: Any) -> list[Any] | None:
         """All values that a part of the schema allows, if it lists them."""
         found: list[Any] = []
-        for part in self._alternatives(schema):
+        for part in self.alternatives(schema):
             values = None if part is None else _listed(part)
             if values is None:
                 return None
@@ -93,12 +93,12 @@ class Parameters:
 
     def lengths(self, schema: Any) -> tuple[int, int | None] | None:
         """The least and the most characters of strings of which a part of the schema allows any; None if there are none."""
-        for part in self._alternatives(schema):
+        for part in self.alternatives(schema):
             if part is not None and "string" in _own_types(part) and not part.keys() & LISTING:
                 return part.get("minLength", 0), part.get("maxLength")
         return None
 
-    def _alternatives(self, schema: Any) -> list[Json | None]:
+    def alternatives(self, schema: Any) -> list[Json | None]:
         """A value of the schema is one of any of these, which have no references; None: one of what can't be told so simply."""
         found = self._merged(schema)
         either = EITHER & found.keys() if found else EITHER

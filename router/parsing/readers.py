@@ -9,6 +9,7 @@ from typing import Protocol
 from ..config import AUTO, NONE
 from . import harmony
 from .calls import Calls, Schemas, mistral_id, openai_id
+from .gemma import GemmaForm
 from .json_forms import JsonForm, MistralForm
 from .marked import MarkedForm
 from .parts import Part, Reader, Text
@@ -52,6 +53,7 @@ THOUGHTS = {
     ),
     "seed_oss": Thoughts(("<seed:think>",), ("</seed:think>",)),
     "cohere": Thoughts(("<|START_THINKING|>",), ("<|END_THINKING|>",)),
+    "gemma4": Thoughts(("<|channel>",), ("<channel|>",), name="thought"),
 }
 DEEPSEEK = MarkedForm(
     "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
@@ -78,6 +80,7 @@ FORMS: dict[str, Form] = {
         "<|tool_calls_section_end|>",
     ),
     "qwen3_coder": TaggedForm("<function=", ">", "<parameter=", ">", "", "</parameter>", "</function>", lines=True),
+    "gemma4": GemmaForm(),
     "glm45": TaggedForm("", "", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>", lines=False),
 }
 HARMONY = "harmony"  # both: channels are not divided into reasoning and calls
@@ -87,6 +90,7 @@ TOOL_PARSERS = (*FORMS, HARMONY)
 # What a chat template has to hold, all of it; the first line that fits counts.
 TOOL_HINTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (HARMONY, ("<|channel|>", "<|start|>")),
+    ("gemma4", ("<|tool_call>", "<tool_call|>")),
     ("kimi_k2", ("<|tool_call_argument_begin|>",)),
     ("deepseek_v3", ("<｜tool▁call▁begin｜>", "```json")),
     ("deepseek_v31", ("<｜tool▁call▁begin｜>",)),
@@ -107,6 +111,7 @@ TOOL_HINTS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 REASONING_HINTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (HARMONY, ("<|channel|>", "<|start|>")),
+    ("gemma4", ("<|channel>", "<channel|>")),
     ("mistral", ("[THINK]",)),
     ("seed_oss", ("<seed:think>",)),
     ("cohere", ("<|START_THINKING|>",)),

@@ -17,6 +17,7 @@ NOT_SPACE = re.compile(r"[^ \t\r\n]")
 Result = TypeVar("Result")
 Steps = Generator[Part | None, None, Result]
 Pieces = Generator[str | None, None, Result]
+Waits = Generator[None, None, Result]  # nothing comes of it but what it returns
 
 
 class Source:
@@ -124,7 +125,7 @@ def before(source: Source, markers: Markers, make: Callable[[str], Part], spaces
         yield None
 
 
-def space(source: Source) -> Steps[str]:
+def space(source: Source) -> Waits[str]:
     """Reads over whitespace. Returns the character that follows, "" at the end."""
     while True:
         match = NOT_SPACE.search(source.text, source.at)
@@ -137,7 +138,7 @@ def space(source: Source) -> Steps[str]:
         yield None
 
 
-def expect(source: Source, literal: str) -> Steps[bool]:
+def expect(source: Source, literal: str) -> Waits[bool]:
     """Reads the literal if it comes next, otherwise nothing."""
     while not source.text.startswith(literal, source.at):
         rest = source.text[source.at : source.at + len(literal)]
@@ -148,7 +149,7 @@ def expect(source: Source, literal: str) -> Steps[bool]:
     return True
 
 
-def after_space(source: Source, literal: str) -> Steps[bool]:
+def after_space(source: Source, literal: str) -> Waits[bool]:
     """Reads whitespace and the literal if they come next, otherwise nothing."""
     start = source.at
     yield from space(source)
@@ -158,7 +159,7 @@ def after_space(source: Source, literal: str) -> Steps[bool]:
     return False
 
 
-def up_to(source: Source, literal: str, limit: int) -> Steps[str | None]:
+def up_to(source: Source, literal: str, limit: int) -> Waits[str | None]:
     """Reads the text up to the literal, and over it. None, and nothing is read, if there is none within `limit` characters."""
     while True:
         stop = source.text.find(literal, source.at, source.at + limit + len(literal))

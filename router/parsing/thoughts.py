@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from .parts import Reasoning
-from .source import Markers, Source, Steps, before, expect, space
+from .source import Markers, Source, Steps, after_space, before, expect, space
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,6 +12,7 @@ class Thoughts:
 
     opens: tuple[str, ...]
     closes: tuple[str, ...]
+    name: str = ""  # behind a marker, of what it opens
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -36,6 +37,7 @@ class Thoughts:
                 source.at = 0
                 return
         if not begun or self.begun(prompt, ""):  # a marker has just been there
+            yield from after_space(source, self.name)
             yield from space(source)
         marker = yield from before(source, Markers(*self.closes), Reasoning)
         if marker:

@@ -73,7 +73,7 @@ class World:
         self.tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         self.tokenizer.decoder = decoders.ByteLevel()
         self.tokenizer.add_special_tokens(["<end>", *special])
-        words = [] if special else ["\n</parameter>", "</arg_value>"]  # a monkey would not find these letter by letter
+        words = [] if special else ["\n</parameter>", "</arg_value>", '<|"|>']  # a monkey would not find these letter by letter
         self.tokenizer.add_tokens(words)
         self.end = self.tokenizer.token_to_id("<end>")
         self.size = self.tokenizer.get_vocab_size()
@@ -218,6 +218,10 @@ def test_gpt_oss_may_call_at_once_where_the_prompt_names_its_role() -> None:
         ),
         ("glm45", "<tool_call>pick\n<arg_key>b</arg_key>\n<arg_value>true</arg_value>\n</tool_call>"),
         ("pythonic", '[weather(city="Paris", place=[true, false]), now(), pick(b=true)]'),
+        (
+            "gemma4",
+            '<|tool_call>call:weather{city:<|"|>Paris<|"|>,place:[true],unit:<|"|>F<|"|>}<tool_call|><|tool_call>call:now{}<tool_call|>',
+        ),
     ],
 )
 def test_what_models_were_trained_to_write_is_allowed(parser: str, text: str) -> None:
@@ -281,7 +285,7 @@ def wrapped(schema: dict[str, Any], way: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("way", ["plain", "reference", "all", "twice", "any", "undeclared", "map"])
-@pytest.mark.parametrize("parser", ["qwen3_coder", "glm45", "pythonic", "hermes"])
+@pytest.mark.parametrize("parser", ["gemma4", "qwen3_coder", "glm45", "pythonic", "hermes"])
 def test_arguments_are_valid(parser: str, way: str) -> None:
     """Whatever a schema says, and however: what is written under the grammar validates when it was read."""
     luck = random.Random(f"{parser} {way}")

@@ -163,6 +163,21 @@ CASES: list[tuple[str, str, list[Part]]] = [
         [Reasoning("Hm "), Text("Yes \n")],
     ),
     ("harmony", "just text", [Text("just text")]),
+    ("gemma4", '<|tool_call>call:weather{city:<|"|>Paris<|"|>,days:3}<tool_call|>', calls(("weather", PARIS))),
+    (
+        "gemma4",
+        'Let me look.\n<|tool_call>call:weather{city:<|"|>a "b" {c}, \\d\n<|"|>,days:-1.5e3}<tool_call|>'
+        "<|tool_call>call:now{}<tool_call|>",
+        [Text("Let me look."), *calls(("weather", '{"city": "a \\"b\\" {c}, \\\\d\\n", "days": -1.5e3}'), ("now", "{}"))],
+    ),
+    (
+        "gemma4",
+        '<|tool_call>call:weather{tags:[<|"|>a<|"|>,[],{x y:None, <|"|>p:q<|"|> : [1,true ]}],any:{ }, "k":"v"}<tool_call|> Done.',
+        [*calls(("weather", '{"tags": ["a", [], {"x y": null, "p:q": [1, true]}], "any": {}, "k": "v"}')), Text("Done.")],
+    ),
+    # What lacks its quotes is a string, and what lacks its end a call.
+    ("gemma4", "<|tool_call>\ncall: now {a:New York,b:[x, 01]}", calls(("now", '{"a": "New York", "b": ["x", "01"]}'))),
+    ("gemma4", "<|tool_call>call:srv:get-it{größe:1}<tool_call|>", calls(("srv:get-it", '{"größe": 1}'))),
 ]
 # What only looks like a call, or is a broken one: all of it is text.
 TEXTS: list[tuple[str, str]] = [
@@ -195,6 +210,10 @@ TEXTS: list[tuple[str, str]] = [
     ("pythonic", "[print(a=1)]"),  # no such tool
     ("harmony", "<|channel|>analysis"),
     ("harmony", "a <|start|>b <|mess"),
+    ("gemma4", "<|tool_call>weather{days:3}<tool_call|>"),
+    ("gemma4", "<|tool_call>call:weather<tool_call|>"),
+    ("gemma4", "<|tool_call>call:{}<tool_call|>"),
+    ("gemma4", "call:weather{days:3}"),
 ]
 
 
@@ -406,7 +425,7 @@ def generated(parser: str, luck: random.Random) -> tuple[str, list[Part]]:
     return text, parts
 
 
-@pytest.mark.parametrize("parser", ["hermes", "mistral", "deepseek_v3", "kimi_k2", "glm45", "qwen3_coder"])
+@pytest.mark.parametrize("parser", ["hermes", "mistral", "deepseek_v3", "kimi_k2", "gemma4", "glm45", "qwen3_coder"])
 def test_text_around_calls_is_kept(parser: str) -> None:
     luck = random.Random(parser)
     for _ in range(200):
@@ -439,6 +458,19 @@ def test_reasoning(name: str) -> None:
     assert parts_of(list(f"Yes {opened}"), name, None) == [Text(f"Yes {opened}")]
     assert parts_of(list(f"{opened}Hm \n"), name, None) == [Reasoning("Hm \n")]
     assert parts_of([], name, None) == []
+
+
+def test_gemmas_thoughts_have_a_name() -> None:
+    told = [Reasoning("Hm"), *calls(("now", "{}"))]
+    for text in (
+        "<|channel>thought\nHm\n<channel|><|tool_call>call:now{}<tool_call|>",
+        "<|channel>Hm<channel|><|tool_call>call:now{}",
+    ):
+        for deltas in ([text], list(text)):
+            assert parts_of(deltas, "gemma4", "gemma4", schemas=SCHEMAS) == told
+    assert parts_of(list("<|channel>thought\n<channel|>Yes"), "gemma4", "gemma4") == [Text("Yes")]
+    assert parts_of(list("Yes"), "gemma4", "gemma4", prompt="<|turn>model\n<|channel>thought\n<channel|>") == [Text("Yes")]
+    assert set(markers("gemma4", "gemma4")) == {"<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>'}
 
 
 ASSISTANT = "<|start|>user<|message|>Hi<|end|><|start|>assistant"
@@ -495,6 +527,14 @@ def test_arguments_stream_as_they_grow() -> None:
     assert read.push('o"') == [Arguments(0, 'o"')]
     assert read.push("}}</tool") == [Arguments(0, "}")]
     assert read.push("_call>") == []
+    read = reader(None, "gemma4")
+    assert read.push("<|tool_call>call:now") == []
+    [call, begun] = read.push('{a:<|"|>on')
+    assert isinstance(call, Call)
+    assert begun == Arguments(0, '{"a": "on')
+    assert read.push('e "tw<|') == [Arguments(0, 'e \\"tw')]
+    assert read.push('"|>') == [Arguments(0, '"')]
+    assert read.push("}<tool") == [Arguments(0, "}")]
     read = reader(None, "qwen3_coder", schemas=SCHEMAS)
     read.push("<tool_call>\n<function=weather>\n<parameter=city>\n")
     assert read.push("New Yo") == [Arguments(0, "New Yo")]
@@ -561,6 +601,7 @@ def test_reading_text_is_cheap() -> None:
         ("{% if tools %}<tool_call>{% endif %}</think>", ("hermes", "deepseek_r1")),
         ("<tool_call> <function=f> <parameter=x>", ("qwen3_coder", None)),
         ("<tool_call> <arg_key> <think>", ("glm45", "deepseek_r1")),
+        ("'<|tool_call>call:' + name + '}<tool_call|>' <|channel>thought <channel|>", ("gemma4", "gemma4")),
         ("[AVAILABLE_TOOLS] [TOOL_CALLS] [THINK]", ("mistral", "mistral")),
         ("<|start|>assistant<|channel|>final", ("harmony", "harmony")),
         ("Environment: ipython", ("llama3_json", None)),

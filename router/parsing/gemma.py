@@ -1,0 +1,193 @@
+"""Calls as Gemma 4 writes them: `<|tool_call>call:f{a:<|"|>x<|"|>,b:[1,{c:true}]}<tool_call|>`. Strings stand between tokens of
+their own and have no escapes, keys need none. JSON is read as well.
+
+How a call is read stands here, and the rules by which one is written that must come.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from .calls import MAX_NAME, Calls, stream, usable
+from .lark import MOST_KEYWORDS, Lark, quoted
+from .parameters import LISTING, Parameters
+from .source import Markers, Pieces, Source, Steps, after_space, space, up_to
+from .values import CLOSING, NUMBER_OR_NAME, dump, string
+
+OPEN, CLOSE, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
+CALL = "call:"
+QUOTES = Markers(QUOTE)
+BARE = re.compile(r'[^:,<>{}\[\]"\s](?:[^:,<>{}\[\]"\n\r\t]*[^:,<>{}\[\]"\s])?')  # a key that stands without quotes
+ATOM = re.compile(rf"[^,<>{{}}\[\]\"]{{0,{MAX_NAME + 1}}}")  # what is neither a string nor in brackets, and what may follow it
+NULL = "None"  # as its template shows it
+Json = Mapping[str, Any]
+
+
+class GemmaForm:
+    """Each call between markers of its own."""
+
+    opens = (OPEN,)
+    markers = (OPEN, CLOSE, QUOTE)
+
+    def first(self, source: Source, calls: Calls) -> Steps[bool]:
+        return False
+        yield
+
+    def read(self, source: Source, calls: Calls, marker: str) -> Steps[bool]:
+        if not (yield from after_space(source, CALL)):
+            return False
+        name = yield from up_to(source, "{", MAX_NAME)
+        if name is None or not usable(name.strip()):
+            return False
+        source.at -= 1
+        yield calls.begin(name.strip())
+        if (yield from stream(_value(source), calls)):
+            yield from after_space(source, CLOSE)
+        return True
+
+
+def _value(source: Source) -> Pieces[bool]:
+    """One value as JSON, piece by piece. Returns False where it is broken or the text ends in it."""
+    closing: list[str] = []  # brackets that are still to come
+    while True:
+        char = yield from space(source)
+        if char in CLOSING:
+            source.at += 1
+            yield char
+            closing.append(CLOSING[char])
+            char = yield from space(source)
+            if char != closing[-1]:
+                if closing[-1] == "}" and not (yield from _key(source)):
+                    return False
+                continue
+        elif not (yield from _scalar(source)):
+            return False
+        while closing and (char := (yield from space(source))) == closing[-1]:
+            source.at += 1
+            yield closing.pop()
+        if not closing:
+            return True
+        if char != ",":
+            return False
+        source.at += 1
+        yield ", "
+        if closing[-1] == "}" and not (yield from _key(source)):
+            return False
+
+
+def _key(source: Source) -> Pieces[bool]:
+    """A key and its colon."""
+    char = yield from space(source)
+    if char in ('"', "<"):
+        if not (yield from _quoted(source)):
+            return False
+        if (yield from space(source)) != ":":
+            return False
+        source.at += 1
+        yield ": "
+        return True
+    start = source.at
+    key = yield from up_to(source, ":", MAX_NAME)
+    if key is None or not BARE.fullmatch(key.rstrip()):
+        source.at = start
+        return False
+    yield f"{dump(key.rstrip())}: "
+    return True
+
+
+def _scalar(source: Source) -> Pieces[bool]:
+    """A string, a number, true, false or null. What is none of them is a string that lacks its quotes."""
+    if source.text[source.at : source.at + 1] in ('"', "<"):
+        return (yield from _quoted(source))
+    while True:
+        match = ATOM.match(source.text, source.at)
+        assert match
+        if match.end() < len(source.text) or source.ended or len(match[0]) > MAX_NAME:
+            break
+        yield None
+    text = match[0].strip()
+    if not text or match.end() == len(source.text) or len(match[0]) > MAX_NAME:
+        return False
+    source.at = match.end()
+    yield "null" if text == NULL else text if NUMBER_OR_NAME.fullmatch(text) else dump(text)
+    return True
+
+
+def _quoted(source: Source) -> Pieces[bool]:
+    """A string between its own quotes or JSON's."""
+    if source.text[source.at] == '"':
+        return (yield from string(source))
+    if not (yield from after_space(source, QUOTE)):
+        return False
+    yield '"'
+    while True:
+        found = QUOTES.find(source.text, source.at)
+        stop = found[0] if found else len(source.text) if source.ended else QUOTES.begun(source.text, source.at)
+        if stop > source.at:
+            yield json.dumps(source.text[source.at : stop], ensure_ascii=False)[1:-1]
+            source.at = stop
+        if found:
+            source.at = found[1]
+            yield '"'
+            return True
+        if source.ended:
+            return False
+        yield None
+
+
+def call(lark: Lark, name: str, schema: Json) -> str:
+    """The rule of a call whose arguments keep the schema. What of it this notation can't say is written as JSON."""
+    return f"{lark.text(OPEN, f'{CALL}{name}')} {_object(lark, schema) or lark.json(schema)} {lark.text(CLOSE)}"
+
+
+def _object(lark: Lark, schema: Json) -> str | None:
+    plain = Parameters(schema).plain
+    if plain is None or len(plain) > MOST_KEYWORDS:
+        return None
+    rules = [(f"{lark.text(*_named(key), ':')} {_any(lark, value)}", required) for key, (value, required) in plain.items()]
+    return f"{lark.text('{')} {lark.some(rules, ',')} {lark.text('}')}"
+
+
+def _named(key: str) -> tuple[str, ...]:
+    if BARE.fullmatch(key) and len(key) < MAX_NAME:
+        return (key,)
+    return (dump(key),) if QUOTE in key else (QUOTE, key, QUOTE)
+
+
+def _any(lark: Lark, schema: Any) -> str:
+    """Of a schema that refers to nothing outside."""
+    exclusive = isinstance(schema, Mapping) and "oneOf" in json.dumps(schema)  # of which values must not be more than one
+    rules = [_one(lark, part) for part in ([None] if exclusive else Parameters(schema).alternatives(schema))]
+    found = [rule for rule in rules if rule is not None]
+    return lark.json(schema) if len(found) < len(rules) else f"({' | '.join(found)})"
+
+
+def _one(lark: Lark, schema: Json | None) -> str | None:
+    """None: it takes JSON."""
+    if schema is None or '"$ref": ' in json.dumps(schema):
+        return None
+    if schema.keys() & LISTING:
+        return _listed(lark, Parameters(schema).listed(schema) or [])
+    kind = schema.get("type")
+    if isinstance(kind, list):
+        rules = [_one(lark, {**schema, "type": one}) for one in kind]
+        found = [rule for rule in rules if rule is not None]
+        return f"({' | '.join(found)})" if rules and len(found) == len(rules) else None
+    if kind == "string":
+        lengths = Parameters(schema).lengths(schema)
+        return f"{lark.text(QUOTE)} {lark.without(QUOTE, *lengths)} {lark.text(QUOTE)}" if lengths is not None else None
+    if kind == "object":
+        return _object(lark, schema) if schema.get("properties") else None
+    if kind == "array" and schema.keys() == {"type", "items"}:
+        one = lark.new(_any(lark, schema["items"]))
+        return f"{lark.text('[')} ({one} ({lark.text(',')} {one})*)? {lark.text(']')}"
+    return lark.json(schema)
+
+
+def _listed(lark: Lark, values: list[Any]) -> str | None:
+    """One of some values."""
+    if not values or any(isinstance(value, str) and QUOTE in value for value in values):
+        return None
+    rules = [lark.text(QUOTE, value, QUOTE) if isinstance(value, str) else quoted(dump(value)) for value in values]
+    return f"({' | '.join(rules)})"
