@@ -14,9 +14,9 @@ from .values import encodable, follow, string, whole
 Schemas = Mapping[str, Mapping[str, Any]]  # a tool's name to the JSON schema of its parameters
 MAX_NAME = 256  # characters; a longer one is none
 
-NAME_KEYS = ("name", "function")
+NAME_KEYS = ("name", "function", "tool_name")
 ARGUMENTS_KEYS = ("arguments", "parameters")
-OTHER_KEYS = ("type", "id")
+OTHER_KEYS = ("type", "id", "tool_call_id")
 
 
 class Calls:

@@ -13,9 +13,9 @@ from .calls import MAX_NAME
 from .lark import MOST_KEYWORDS, Lark, Special, quoted
 from .marked import MarkedForm
 from .parameters import TYPES, Parameters
-from .pythonic import KEY
+from .pythonic import KEY, PythonicForm
 from .readers import FORMS, HARMONY, MISTRAL_ARGS, THOUGHTS
-from .tagged import CALL, CALL_END, TaggedForm
+from .tagged import TaggedForm
 from .values import dump, typed
 
 Json = Mapping[str, Any]
@@ -71,12 +71,13 @@ def _call(lark: Lark, parser: str, function: Json, header: bool) -> str:
         return lark.new(_tagged(lark, form, name, schema))
     if parser == "gemma4":
         return lark.new(gemma.call(lark, name, schema))
-    if parser == "pythonic":
+    if isinstance(form, PythonicForm):
         return lark.new(f"{lark.text(f'{name}(')} {_keywords(lark, schema)} {lark.text(')')}")
     if parser == MISTRAL_ARGS:
         return lark.new(f"{lark.text('[TOOL_CALLS]', name, '[ARGS]')} {lark.json(schema)}")
-    key = "parameters" if parser in ("llama3_json", "internlm") else "arguments"
-    head = f'{{"name": {quoted(name)}, "{key}": '
+    key = "parameters" if parser in ("llama3_json", "internlm", "cohere") else "arguments"
+    named = '"tool_call_id": "0", "tool_name"' if parser == "cohere" else '"name"'
+    head = f'{{{named}: {quoted(name)}, "{key}": '
     return lark.new(f"{lark.text(head)} {lark.json(schema)} {lark.text('}')}")
 
 
@@ -86,7 +87,7 @@ def _around(lark: Lark, parser: str, several: bool) -> str:
     before, between, after = [], "", []
     match parser:
         case "hermes":
-            return _each(lark, several, [CALL, "\n"], ["\n", CALL_END])
+            return _each(lark, several, ["<tool_call>", "\n"], ["\n", "</tool_call>"])
         case "internlm":
             return _each(lark, several, ["<|action_start|>", "<|plugin|>", "\n"], ["<|action_end|>"])
         case "llama3_json":
@@ -95,6 +96,14 @@ def _around(lark: Lark, parser: str, several: bool) -> str:
             several = False  # gpt-oss ends its turn with a call
         case "json" | "pythonic":
             before, between, after = ["["], ", ", ["]"]
+        case "lfm2":
+            before, between, after = ["<|tool_call_start|>", "["], ", ", ["]", "<|tool_call_end|>"]
+        case "olmo3":
+            before, between, after = ["<function_calls>"], "\n", ["</function_calls>"]
+        case "cohere":
+            before, between, after = ["<|START_ACTION|>", "["], ", ", ["]", "<|END_ACTION|>"]
+        case "nemotron_json":
+            before, between, after = ["<TOOLCALL>", "["], ", ", ["]", "</TOOLCALL>"]
         case "granite":
             before, between, after = ["<|tool_call|>", "["], ", ", ["]"]
         case "jamba":
@@ -132,10 +141,10 @@ def _tagged(lark: Lark, form: TaggedForm, name: str, schema: Json) -> str:
     """In tags or, where these can't hold all that the schema allows and nothing else, as Hermes: the form's reader knows both."""
     arguments = _in_tags(lark, form, Parameters(schema))
     if arguments is None:
-        head = lark.text(CALL, f'\n{{"name": {quoted(name)}, "arguments": ')
-        return f"{head} {lark.json(schema)} {lark.text(f'}}{chr(10)}', CALL_END)}"
-    head = lark.text(CALL, "\n" if form.function else "", form.function, name, form.function_end, "\n")
-    ends = [form.end] if form.end == CALL_END else [form.end, "\n", CALL_END]
+        head = lark.text(form.call, f'\n{{"name": {quoted(name)}, "arguments": ')
+        return f"{head} {lark.json(schema)} {lark.text(f'}}{chr(10)}', form.call_end)}"
+    head = lark.text(form.call, "\n" if form.function else "", form.function, name, form.function_end, "\n")
+    ends = [form.end] if form.end == form.call_end else [form.end, "\n", form.call_end]
     return f"{head} {arguments} {lark.text(*ends)}"
 
 
@@ -147,7 +156,7 @@ def _in_tags(lark: Lark, form: TaggedForm, parameters: Parameters) -> str | None
         value = _bare(lark, form, schema, parameters)
         if value is None or key != key.strip() or form.key_end in key or len(key) > MAX_NAME:
             return None
-        head = lark.text(form.key, key, form.key_end, "" if form.lines else "\n", form.value, "\n" if form.lines else "")
+        head = lark.text(form.key, key, form.key_end, "\n" if form.value else "", form.value, "\n" if form.lines else "")
         argument = f"{head} {value} {lark.text(chr(10))}"
         rules.append(argument if required else f"({argument})?")
     return None if plain is None else " ".join(rules)
@@ -155,7 +164,8 @@ def _in_tags(lark: Lark, form: TaggedForm, parameters: Parameters) -> str | None
 
 def _bare(lark: Lark, form: TaggedForm, schema: Any, parameters: Parameters) -> str | None:
     """A value, strings without quotes, and its end; None if not every string of the schema, or more than these, would be read."""
-    end = lark.text("\n" if form.lines else "", form.value_end)
+    ends = ["\n"] * form.lines + [form.value_end]
+    end = lark.text(*ends)
     types = parameters.types_of(schema)
     if "string" not in types or types == TYPES:
         return f"{lark.json(schema)} {end}"
@@ -167,7 +177,7 @@ def _bare(lark: Lark, form: TaggedForm, schema: Any, parameters: Parameters) -> 
     lengths = parameters.lengths(schema)
     if lengths is None or types & {"array", "object"}:
         return None
-    return lark.up_to(form.value_end) if lengths == (0, None) else f"{lark.without(form.value_end, *lengths)} {end}"
+    return lark.up_to(form.value_end) if lengths == (0, None) else lark.bounded(ends, *lengths)
 
 
 def _keywords(lark: Lark, schema: Json) -> str:

@@ -176,7 +176,7 @@ def _one(lark: Lark, schema: Json | None) -> str | None:
         return f"({' | '.join(found)})" if rules and len(found) == len(rules) else None
     if kind == "string":
         lengths = Parameters(schema).lengths(schema)
-        return f"{lark.text(QUOTE)} {lark.without(QUOTE, *lengths)} {lark.text(QUOTE)}" if lengths is not None else None
+        return f"{lark.text(QUOTE)} {lark.bounded([QUOTE], *lengths)}" if lengths is not None else None
     if kind == "object":
         return _object(lark, schema) if schema.get("properties") else None
     if kind == "array" and schema.keys() == {"type", "items"}:

@@ -55,11 +55,15 @@ class Lark:
             return f"{self.new('/(?s:.*)/')} {self.text(text)}"
         return self.new("/(?s:.*)/", f"[suffix={quoted(text)}]")
 
-    def without(self, text: str, least: int, most: int | None) -> str:
-        """So many characters, and not this text among them."""
-        anything = "/(?s:.*)/"
+    def bounded(self, ends: Sequence[str], least: int, most: int | None) -> str:
+        """So many characters, and these texts, the last of which is not among them. All in one, unless that is a token: a literal
+        of its own would be asked for when most of it has been taken for characters."""
+        last, anything = ends[-1], "/(?s:.*)/"
+        text = f"/(?s:.{{{least},{'' if most is None else most}}})/ & ~({anything} {quoted(last)} {anything})"
         name = f"T{len(self._rules)}"
-        return self.rule(name, f"/(?s:.{{{least},{'' if most is None else most}}})/ & ~({anything} {quoted(text)} {anything})")
+        if self._special(last) is not None:
+            return f"{self.rule(name, text)} {self.text(*ends)}"
+        return self.rule(name, f"({text}) {quoted(''.join(ends))}")
 
     def json(self, schema: Any) -> str:
         """A value of the schema."""

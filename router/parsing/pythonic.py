@@ -1,6 +1,7 @@
-"""Calls as Python writes them: `[f(a=1, b="x"), g()]`. Llama 3.2 and 4, OLMo. An argument comes out when it is whole."""
+"""Calls as Python writes them: `[f(a=1, b="x"), g()]`. Llama 3.2 and 4, LFM 2, OLMo. An argument comes out when it is whole."""
 
 import re
+from dataclasses import dataclass
 
 from .calls import MAX_NAME, Calls
 from .source import Source, Steps, after_space, expect, space
@@ -13,36 +14,46 @@ WORD = re.compile(rf"{CHARACTER}{{0,{MAX_NAME + 1}}}")
 BRACKETS = {"(": ")", "[": "]", "{": "}"}
 
 
+@dataclass(frozen=True, slots=True)
 class PythonicForm:
-    """At the beginning of an answer, or between Llama 4's markers."""
+    """A list of calls between these markers or, where there is a bracket, at the beginning of an answer; or each on a line."""
 
-    opens = ("<|python_start|>",)
-    markers = ("<|python_start|>", "<|python_end|>")
+    open: str
+    close: str  # may be missing
+    listed: bool = True
+
+    @property
+    def opens(self) -> tuple[str, ...]:
+        return (self.open,)
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return (self.open, self.close)
 
     def first(self, source: Source, calls: Calls) -> Steps[bool]:
-        return (yield from self._list(source, calls, strict=True))
+        return self.listed and (yield from self._all(source, calls, strict=True))
 
     def read(self, source: Source, calls: Calls, marker: str) -> Steps[bool]:
-        found = yield from self._list(source, calls, strict=False)
+        found = yield from self._all(source, calls, strict=False)
         if found:
-            yield from after_space(source, "<|python_end|>")
+            yield from after_space(source, self.close)
         return found
 
-    def _list(self, source: Source, calls: Calls, strict: bool) -> Steps[bool]:
+    def _all(self, source: Source, calls: Calls, strict: bool) -> Steps[bool]:
         yield from space(source)
-        if not (yield from expect(source, "[")):
+        if self.listed and not (yield from expect(source, "[")):
             return False
         found = False
         while True:
             start = source.at
-            if found and not (yield from after_space(source, ",")):
+            if found and not (yield from after_space(source, ",")) and self.listed:
                 break
             yield from space(source)
             if not (yield from _call(source, calls, strict)):
                 source.at = start
                 break
             found = True
-        if found:
+        if found and self.listed:
             yield from after_space(source, "]")
         return found
 

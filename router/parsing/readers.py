@@ -69,7 +69,11 @@ FORMS: dict[str, Form] = {
     "phi4_mini_json": JsonForm(("functools",)),
     "mistral": MistralForm(),
     MISTRAL_ARGS: MistralForm(),
-    "pythonic": PythonicForm(),
+    "cohere": JsonForm(("<|START_ACTION|>",), "<|END_ACTION|>"),
+    "nemotron_json": JsonForm(("<TOOLCALL>",), "</TOOLCALL>"),
+    "pythonic": PythonicForm("<|python_start|>", "<|python_end|>"),
+    "lfm2": PythonicForm("<|tool_call_start|>", "<|tool_call_end|>"),
+    "olmo3": PythonicForm("<function_calls>", "</function_calls>", listed=False),
     "deepseek_v3": DEEPSEEK,
     "deepseek_v31": DEEPSEEK,
     "kimi_k2": MarkedForm(
@@ -80,6 +84,13 @@ FORMS: dict[str, Form] = {
         "<|tool_calls_section_end|>",
     ),
     "qwen3_coder": TaggedForm("<function=", ">", "<parameter=", ">", "", "</parameter>", "</function>", lines=True),
+    "seed_oss": TaggedForm(
+        "<function=", ">", "<parameter=", ">", "", "</parameter>", "</function>", False, "<seed:tool_call>", "</seed:tool_call>"
+    ),
+    "minimax_m2": TaggedForm(
+        *('<invoke name="', '">', '<parameter name="', '">', "", "</parameter>", "</invoke>"),
+        *(False, "<minimax:tool_call>", "</minimax:tool_call>"),
+    ),
     "gemma4": GemmaForm(),
     "glm45": TaggedForm("", "", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>", lines=False),
 }
@@ -91,6 +102,13 @@ TOOL_PARSERS = (*FORMS, HARMONY)
 TOOL_HINTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (HARMONY, ("<|channel|>", "<|start|>")),
     ("gemma4", ("<|tool_call>", "<tool_call|>")),
+    ("minimax_m2", ("<minimax:tool_call>",)),
+    ("seed_oss", ("<seed:tool_call>",)),
+    ("cohere", ("<|START_ACTION|>",)),
+    ("nemotron_json", ("<TOOLCALL>",)),
+    ("lfm2", ("<|tool_call_start|>",)),
+    ("lfm2", ("<|tool_list_start|>",)),
+    ("olmo3", ("<function_calls>",)),
     ("kimi_k2", ("<|tool_call_argument_begin|>",)),
     ("deepseek_v3", ("<｜tool▁call▁begin｜>", "```json")),
     ("deepseek_v31", ("<｜tool▁call▁begin｜>",)),

@@ -1,4 +1,4 @@
-"""Calls whose arguments stand in tags, without quotes: Qwen3-Coder's and GLM's. The tool's schema tells the types."""
+"""Calls whose arguments stand in tags, without quotes: Qwen3-Coder's, GLM's, MiniMax's. The tool's schema tells the types."""
 
 import json
 from dataclasses import dataclass
@@ -9,12 +9,10 @@ from .parts import Arguments
 from .source import Markers, Source, Steps, after_space, before, space, up_to
 from .values import dump, typed
 
-CALL, CALL_END = "<tool_call>", "</tool_call>"
-
 
 @dataclass(frozen=True, slots=True)
 class TaggedForm:
-    """`<tool_call>{function}f{function_end} ({key}k{key_end}{value}v{value_end})* {end}</tool_call>`."""
+    """`{call}{function}f{function_end} ({key}k{key_end}{value}v{value_end})* {end}{call_end}`; there may be several within."""
 
     function: str  # "": the name stands by itself
     function_end: str
@@ -24,24 +22,26 @@ class TaggedForm:
     value_end: str
     end: str
     lines: bool  # a value stands on lines of its own
+    call: str = "<tool_call>"
+    call_end: str = "</tool_call>"
 
     @property
     def opens(self) -> tuple[str, ...]:
-        return (CALL, self.function) if self.function else (CALL,)
+        return (self.call, self.function) if self.function else (self.call,)
 
     @property
     def markers(self) -> tuple[str, ...]:
-        return tuple(filter(None, (*self.opens, self.key, self.key_end, self.value, self.value_end, self.end, CALL_END)))
+        return tuple(filter(None, (*self.opens, self.key, self.key_end, self.value, self.value_end, self.end, self.call_end)))
 
     def first(self, source: Source, calls: Calls) -> Steps[bool]:
         return False
         yield
 
     def read(self, source: Source, calls: Calls, marker: str) -> Steps[bool]:
-        if marker == CALL and (yield from space(source)) == "{":  # as Hermes writes it: such models do, too
+        if marker == self.call and (yield from space(source)) == "{":  # as Hermes writes it: such models do, too
             if not (yield from json_call(source, calls, strict=False)):
                 return False
-            yield from after_space(source, CALL_END)
+            yield from after_space(source, self.call_end)
             return True
         name = yield from self._name(source, marker)
         if not usable(name):
@@ -50,14 +50,14 @@ class TaggedForm:
         yield calls.arguments("{")
         if (yield from self._arguments(source, calls, name)):
             yield calls.arguments("}")
-            if self.end != CALL_END:
-                yield from after_space(source, CALL_END)
+            if self.end != self.call_end:
+                yield from after_space(source, self.call_end)
         return True
 
     def _name(self, source: Source, marker: str) -> Steps[str]:
         """ "" if there is none."""
         if self.function:
-            if marker == CALL and not (yield from after_space(source, self.function)):
+            if marker == self.call and not (yield from after_space(source, self.function)):
                 return ""
             return ((yield from up_to(source, self.function_end, MAX_NAME)) or "").strip()
         start = source.at

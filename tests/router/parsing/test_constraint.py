@@ -64,16 +64,20 @@ def test_definitions_are_not_repeated_without_an_end(parser: str) -> None:
         source({f"p{i}": {"$ref": "#/$defs/x"} for i in range(1000)}, {"x": BIG})
 
 
+# Ends of texts, which a monkey would not find letter by letter.
+WORDS: dict[str, list[str]] = {"letters": [], "gemma4": ['<|"|>'], "minimax_m2": ["</parameter>"], "seed_oss": ["</parameter>"]}
+
+
 class World:
     """A byte-level tokenizer in which some markers are special tokens, and a model that writes anything that is allowed."""
 
-    def __init__(self, special: list[str]) -> None:
+    def __init__(self, special: list[str], parser: str = "") -> None:
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
         self.tokenizer = tokenizers.Tokenizer(models.BPE({char: index for index, char in enumerate(alphabet)}, []))
         self.tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         self.tokenizer.decoder = decoders.ByteLevel()
         self.tokenizer.add_special_tokens(["<end>", *special])
-        words = [] if special else ["\n</parameter>", "</arg_value>", '<|"|>']  # a monkey would not find these letter by letter
+        words = [] if special else WORDS.get(parser, ["\n</parameter>", "</arg_value>"])
         self.tokenizer.add_tokens(words)
         self.end = self.tokenizer.token_to_id("<end>")
         self.size = self.tokenizer.get_vocab_size()
@@ -134,7 +138,7 @@ def check(parts: list[Part]) -> list[str]:
 @pytest.mark.parametrize("parser", TOOL_PARSERS)
 def test_what_is_allowed_is_read(parser: str, special: bool) -> None:
     luck = random.Random(parser)
-    world = World([marker for marker in markers(None, parser) if (special and marker[0] in "<[") or parser == "harmony"])
+    world = World([marker for marker in markers(None, parser) if (special and marker[0] in "<[") or parser == "harmony"], parser)
     several = constraint(parser, TOOLS, None, True, special=world.special.get)
     assert several.kind == "lark"
     one = constraint(parser, TOOLS, None, False, special=world.special.get)
@@ -232,6 +236,29 @@ def test_what_models_were_trained_to_write_is_allowed(parser: str, text: str) ->
     assert not world.accepts(source, f"{text} So.")
 
 
+@pytest.mark.parametrize("schema", [{}, {"maxLength": 9}, {"minLength": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n<b>\n</parameter>\n</function>\n</tool_call>"),
+        (
+            "minimax_m2",
+            '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a"><b></parameter>\n</invoke>\n</minimax:tool_call>',
+        ),
+        ("glm45", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value><b></arg_value>\n</tool_call>"),
+        ("gemma4", '<|tool_call>call:f{a:<|"|><b><|"|>}<tool_call|>'),
+    ],
+)
+def test_a_string_ends_also_where_its_end_is_no_token(parser: str, text: str, schema: dict[str, Any]) -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "string", **schema}}, "required": ["a"]}
+    world = World([], "letters")
+    source = constraint(parser, [{"type": "function", "function": {"name": "f", "parameters": parameters}}], None, False).source
+    assert world.accepts(source, text)
+    assert world.accepts(source, text.replace("<b>", "</bb>"))
+    assert world.accepts(source, text.replace("<b>", "<")) == (schema != {"minLength": 2})
+    assert world.accepts(source, text.replace("<b>", "nine letters")) == (schema != {"maxLength": 9})
+
+
 DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
 PROPERTIES: dict[str, Any] = {
     "digit": DIGIT,
@@ -285,16 +312,18 @@ def wrapped(schema: dict[str, Any], way: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("way", ["plain", "reference", "all", "twice", "any", "undeclared", "map"])
-@pytest.mark.parametrize("parser", ["gemma4", "qwen3_coder", "glm45", "pythonic", "hermes"])
+@pytest.mark.parametrize("parser", ["gemma4", "qwen3_coder", "minimax_m2", "glm45", "pythonic", "hermes"])
 def test_arguments_are_valid(parser: str, way: str) -> None:
     """Whatever a schema says, and however: what is written under the grammar validates when it was read."""
     luck = random.Random(f"{parser} {way}")
-    world = World([])
+    world = World([], parser)
     ended: set[str] = set()
     every = {"type": "object", "properties": PROPERTIES, "required": [*PROPERTIES]}
     jsonschema.Draft202012Validator.check_schema(wrapped(every, way))  # once: it takes longer than all below
     for round in range(30):
         names = [[*PROPERTIES][round % len(PROPERTIES)], *luck.sample([*PROPERTIES], luck.randrange(2))]
+        # llguidance 1.9.1 offers a token whose text stands in a constant, and doesn't take it.
+        names = [name for name in names if PROPERTIES[name] != {"const": [*world.special][-1]}]
         properties = {"digit": DIGIT, **{name: PROPERTIES[name] for name in names}}
         required = [name for name in properties if name != "never" and luck.random() < 0.7]
         schema = wrapped({"type": "object", "properties": properties, "required": required}, way)
@@ -311,7 +340,7 @@ def test_arguments_are_valid(parser: str, way: str) -> None:
             [arguments] = rest
             assert isinstance(arguments, Arguments)
             jsonschema.Draft202012Validator(schema).validate(json.loads(arguments.text))
-    assert ended == set(PROPERTIES)
+    assert ended == set(PROPERTIES) - ({"tag"} if "</parameter>" in world.special else set())
 
 
 @pytest.mark.parametrize("parser", TOOL_PARSERS)

@@ -59,6 +59,7 @@ def calls(*found: tuple[str, str], first: int = 0) -> list[Part]:
     return [part for index, (name, text) in enumerate(found, first) for part in (Call(index, "", name), Arguments(index, text))]
 
 
+LFM2 = [*calls(("weather", PARIS), ("now", "{}")), Text("Soon.")]
 # parser, text, parts
 CASES: list[tuple[str, str, list[Part]]] = [
     ("hermes", f'<tool_call>\n{{"name": "weather", "arguments": {PARIS}}}\n</tool_call>', calls(("weather", PARIS))),
@@ -163,6 +164,36 @@ CASES: list[tuple[str, str, list[Part]]] = [
         [Reasoning("Hm "), Text("Yes \n")],
     ),
     ("harmony", "just text", [Text("just text")]),
+    (
+        "cohere",
+        f'<|START_ACTION|>[\n    {{"tool_call_id": "0", "tool_name": "weather", "parameters": {PARIS}}},\n'
+        '    {"tool_call_id": "1", "tool_name": "now", "parameters": {}}\n]<|END_ACTION|>',
+        calls(("weather", PARIS), ("now", "{}")),
+    ),
+    (
+        "nemotron_json",
+        f'So.\n\n<TOOLCALL>[{{"name": "weather", "arguments": {PARIS}}}, {{"name": "now", "arguments": {{}}}}]</TOOLCALL>',
+        [Text("So."), *calls(("weather", PARIS), ("now", "{}"))],
+    ),
+    ("lfm2", "<|tool_call_start|>[weather(city='Paris', days=3), now()]<|tool_call_end|>Soon.", LFM2),
+    ("lfm2", "[weather(city='Paris', days=3), now()] Soon.", LFM2),
+    (
+        "olmo3",
+        'So:\n<function_calls>weather(city="Paris", days=3)\nnow()\n\nweather(any=true, tags=["a"])</function_calls>',
+        [Text("So:"), *calls(("weather", PARIS), ("now", "{}"), ("weather", '{"any": true, "tags": ["a"]}'))],
+    ),
+    (
+        "seed_oss",
+        "<seed:tool_call>\n<function=weather>\n<parameter=city>New\nYork </parameter>\n<parameter=days>3</parameter>\n"
+        "</function>\n</seed:tool_call>",
+        calls(("weather", '{"city": "New\\nYork ", "days": 3}')),
+    ),
+    (
+        "minimax_m2",
+        'So.\n<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Paris</parameter>\n'
+        '<parameter name="tags">["a"]</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>\n',
+        [Text("So."), *calls(("weather", '{"city": "Paris", "tags": ["a"]}'), ("now", "{}"))],
+    ),
     ("gemma4", '<|tool_call>call:weather{city:<|"|>Paris<|"|>,days:3}<tool_call|>', calls(("weather", PARIS))),
     (
         "gemma4",
@@ -214,6 +245,11 @@ TEXTS: list[tuple[str, str]] = [
     ("gemma4", "<|tool_call>call:weather<tool_call|>"),
     ("gemma4", "<|tool_call>call:{}<tool_call|>"),
     ("gemma4", "call:weather{days:3}"),
+    ("olmo3", "weather(city='Paris')"),
+    ("olmo3", "<function_calls>\n</function_calls>"),
+    ("lfm2", "<|tool_call_start|>now()<|tool_call_end|>"),
+    ("minimax_m2", "<minimax:tool_call>\n</minimax:tool_call>"),
+    ("seed_oss", "<tool_call>\n<functions>"),
 ]
 
 
@@ -425,7 +461,7 @@ def generated(parser: str, luck: random.Random) -> tuple[str, list[Part]]:
     return text, parts
 
 
-@pytest.mark.parametrize("parser", ["hermes", "mistral", "deepseek_v3", "kimi_k2", "gemma4", "glm45", "qwen3_coder"])
+@pytest.mark.parametrize("parser", ["hermes", "mistral", "deepseek_v3", "kimi_k2", "gemma4", "glm45", "qwen3_coder", "seed_oss"])
 def test_text_around_calls_is_kept(parser: str) -> None:
     luck = random.Random(parser)
     for _ in range(200):
@@ -602,6 +638,12 @@ def test_reading_text_is_cheap() -> None:
         ("<tool_call> <function=f> <parameter=x>", ("qwen3_coder", None)),
         ("<tool_call> <arg_key> <think>", ("glm45", "deepseek_r1")),
         ("'<|tool_call>call:' + name + '}<tool_call|>' <|channel>thought <channel|>", ("gemma4", "gemma4")),
+        ("<minimax:tool_call> <invoke name= </think>", ("minimax_m2", "deepseek_r1")),
+        ("<seed:tool_call> <function=f> <parameter=x> <seed:think>", ("seed_oss", "seed_oss")),
+        ("<|START_ACTION|> <|START_THINKING|>", ("cohere", "cohere")),
+        ("<TOOLCALL> <think>", ("nemotron_json", "deepseek_r1")),
+        ("<|tool_list_start|> tools", ("lfm2", None)),
+        ("<function_calls> tools", ("olmo3", None)),
         ("[AVAILABLE_TOOLS] [TOOL_CALLS] [THINK]", ("mistral", "mistral")),
         ("<|start|>assistant<|channel|>final", ("harmony", "harmony")),
         ("Environment: ipython", ("llama3_json", None)),
