@@ -139,7 +139,7 @@ def checks(bench: Bench) -> dict[str, Check]:
         found[f"products whose rows depend on no other, {name}"] = partial(steady_products, dtype=dtype)
     found["routes to experts"] = routes
     found["products of experts"] = mixtures
-    for kind in codes.EXPERTS_BITS:
+    for kind in codes.BITS:
         found[f"products of experts of few bits, {kind}"] = partial(mixtures, kind=kind)
     found["products of adapters"] = adapted
     for rule in REMEMBERED:
@@ -424,7 +424,8 @@ def few_bits(bench: Bench, chance: random.Random, kind: str) -> float:
     for dtype, rows in itertools.product((torch.bfloat16, torch.float16), (1, 40, fused_quantized.MOST + 1)):
         inputs, outputs = (64, 17) if bench.tiny else (chance.choice([2048, 4096, 14336]), chance.randint(1, 6144))
         rounded = codes.quantize(torch.randn(outputs, inputs, device=bench.device) * inputs**-0.5, kind)
-        rounded = rounded.refined(rounded.block // chance.choice([1, 2]))
+        if kind not in codes.FP4_BLOCKS:
+            rounded = rounded.refined(rounded.block // chance.choice([1, 2]))
         bias = _wide(outputs, dtype=dtype, device=bench.device) if chance.random() < 0.5 else None
         x = _wide(rows, inputs, dtype=dtype, device=bench.device)
         expected = x.double() @ codes.unpacked(rounded, torch.float64).T + (bias.double() if bias is not None else 0)

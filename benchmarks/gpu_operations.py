@@ -88,7 +88,7 @@ def _rotary(bench: Bench, tokens: int) -> None:
 def mixture(bench: Bench, tokens: int) -> None:
     """A layer of Qwen3-30B-A3B, against the weights of those experts that are chosen; as it is, and of few bits."""
     number, count, hidden, size = (4, 2, 64, 32) if bench.tiny else (128, 8, 2048, 768)
-    for kind in ("", *codes.EXPERTS_BITS):
+    for kind in ("", *codes.BITS):
         gate_ups = [_stored(bench, kind, 2 * size, hidden)] * number  # alike: laid out each has memory of its own
         downs = [_stored(bench, kind, hidden, size)] * number
         _experts(bench, experts.lay_out(gate_ups, downs, torch.bfloat16), kind, tokens, (number, count, hidden))

@@ -1,12 +1,12 @@
 """Products with weights of few bits, by Triton. Knows tensors only.
 
-Codes are multiplied as they are, integers less what means 0 or floats of 8 bits, which bfloat16 and float16 hold exactly; sums of a
-block are scaled in float32. Up to MOST rows every program unpacks its outputs' codes as it reads them; for more rows the whole
+Codes are multiplied as they are, integers less what means 0 or small floats, which bfloat16 and float16 hold exactly; sums of a
+block are scaled in float32. Blocks of 16 would be short products, so codes of NVFP4 are scaled first, which is exact, too
+(`small_floats`). Up to MOST rows every program unpacks its outputs' codes as it reads them; for more rows the whole
 weight is unpacked first, for torch's own product. Where that begins is a guess: it was not measured yet.
 
 Two codes of 4 bits share a byte, those of a run's first half with those of its second, so that each half is a product of its own
-and nothing has to be interleaved. Floats of 8 bits are moved into float16, which has the same numbers 2**8 times smaller: every
-accelerator can do that, also where it knows no such floats.
+and nothing has to be interleaved.
 """
 
 import itertools
@@ -20,16 +20,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from .choose import on_nvidia
-from .codes import BITS, MIDDLES, Codes
+from .codes import BITS, FP4_BLOCKS, MIDDLES, Codes, factors_of
 from .compilation import AMD, NVIDIA, Compilation
 from .fused_product import INTERPRET, dot
 from .linear import Product
+from .small_floats import FP8_FACTOR, in_blocks, scale_at, smaller, tiny, tiny_pair, words
 
 MOST = 256  # rows
 TYPES = {torch.bfloat16, torch.float16}  # of rows
-RUN = 128  # inputs at a time, at most; they share a scale
+RUN = 128  # inputs at a time, at most; they share a scale, or are whole blocks of NVFP4
 LEAST_RUN = 32
-FP8_FACTOR = 256.0  # of a float of 8 bits to that float16
 PROGRAMS = 128  # below which they are made of fewer outputs, so that more processors have one
 UNPACKED = 32  # outputs of a program that unpacks
 WARPS = 4
@@ -40,8 +40,9 @@ def quantized_kernel(
     out: tl.tensor,  # [rows, OUTPUTS], dense
     x: tl.tensor,  # [rows, INPUTS]
     codes: tl.tensor,  # [OUTPUTS, INPUTS] bytes, or half as many
-    scales: tl.tensor,  # [INPUTS / BLOCK, OUTPUTS] float32
+    scales: tl.tensor,  # [INPUTS / BLOCK, OUTPUTS] float32, of floats of 4 bits bytes or `words`
     zeros: tl.tensor,  # the same, bytes; unused without ZEROS
+    factors: tl.tensor,  # [OUTPUTS] float32; unused without FACTORS
     bias: tl.tensor,  # [OUTPUTS]; unused without BIASED
     rows: tl.tensor,
     x_stride: tl.tensor,
@@ -49,10 +50,11 @@ def quantized_kernel(
     OUTPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
     RUN: tl.constexpr,
-    BITS: tl.constexpr,
-    FLOATS: tl.constexpr,
+    WIDTH: tl.constexpr,  # bytes of a run
+    KIND: tl.constexpr,
     ZEROS: tl.constexpr,
     MIDDLE: tl.constexpr,
+    FACTORS: tl.constexpr,
     BIASED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -64,30 +66,31 @@ def quantized_kernel(
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     output = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     asked, wanted = row < rows, output < OUTPUTS
-    WIDTH: tl.constexpr = RUN * BITS // 8  # bytes of a run
     place = tl.arange(0, WIDTH)
     from_x = x + row.to(tl.int64)[:, None] * x_stride + place[None, :]
-    from_codes = codes + output.to(tl.int64)[:, None] * (INPUTS * BITS // 8) + place[None, :]
+    from_codes = codes + output.to(tl.int64)[:, None] * (INPUTS // RUN * WIDTH) + place[None, :]
     result = tl.zeros([ROWS, COLUMNS], tl.float32)
     for run in tl.range(0, INPUTS // RUN, num_stages=STAGES):
         held = tl.load(from_codes + run * WIDTH, mask=wanted[:, None], other=0)
         block = run * RUN // BLOCK * OUTPUTS + output
-        zero = zeros_at(zeros + block, wanted, ZEROS, MIDDLE)
-        part = tl.zeros([ROWS, COLUMNS], tl.float32)
         first = tl.load(from_x + run * RUN, mask=asked[:, None], other=0.0)
-        if BITS == 4:
+        second = first
+        if WIDTH < RUN:
             second = tl.load(from_x + run * RUN + WIDTH, mask=asked[:, None], other=0.0)
-            if CUDA:
-                low, high = less_pair(held, zero, first.dtype)
-            else:
-                low, high = less(held & 15, zero).to(first.dtype), less(held >> 4, zero).to(first.dtype)
-            part = dot(first, low, part, WIDEN)
-            part = dot(second, high, part, WIDEN)
-        elif FLOATS:
-            part = dot(first, smaller(held).to(first.dtype), part, WIDEN)
+        if KIND == "nvfp4":
+            low, high = in_blocks(held, scales + block, wanted, OUTPUTS, first.dtype, CUDA)
+            result = dot(second, high, dot(first, low, result, WIDEN), WIDEN)
         else:
-            part = dot(first, less(held, zero).to(first.dtype), part, WIDEN)
-        result += part * tl.load(scales + block, mask=wanted, other=0.0)[None, :]
+            zero = zeros_at(zeros + block, wanted, ZEROS, MIDDLE)
+            part = tl.zeros([ROWS, COLUMNS], tl.float32)
+            if WIDTH < RUN:
+                low, high = pair(held, zero, first.dtype, KIND, CUDA)
+                part = dot(second, high, dot(first, low, part, WIDEN), WIDEN)
+            else:
+                part = dot(first, meant(held, zero, KIND).to(first.dtype), part, WIDEN)
+            result += part * scale_at(scales + block, wanted, KIND, CUDA)[None, :]
+    if FACTORS:
+        result *= tl.load(factors + output, mask=wanted, other=0.0)[None, :]
     if BIASED:
         result += tl.load(bias + output, mask=wanted, other=0.0).to(tl.float32)[None, :]
     to = out + row.to(tl.int64)[:, None] * OUTPUTS + output[None, :]
@@ -98,6 +101,24 @@ def quantized_kernel(
 def zeros_at(place: tl.tensor, wanted: tl.tensor, ZEROS: tl.constexpr, MIDDLE: tl.constexpr) -> tl.tensor:
     """The integers that mean 0 for some outputs: [outputs, 1]."""
     return (tl.load(place, mask=wanted, other=0).to(tl.int32) if ZEROS else tl.where(wanted, MIDDLE, 0))[:, None]
+
+
+@triton.jit
+def pair(codes: tl.tensor, zero: tl.tensor, dtype: tl.constexpr, KIND: tl.constexpr, CUDA: tl.constexpr) -> tl.tensor:
+    """What is `meant` by bytes' low halves, and by their high ones."""
+    if not CUDA:
+        low, high = meant(codes & 15, zero, KIND).to(dtype), meant(codes >> 4, zero, KIND).to(dtype)
+    elif KIND == "fp4":
+        low, high = tiny_pair(codes, dtype)
+    else:
+        low, high = less_pair(codes, zero, dtype)
+    return low, high
+
+
+@triton.jit
+def meant(codes: tl.tensor, zero: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    """Codes as numbers, still to be scaled."""
+    return tiny(codes) if KIND == "fp4" else smaller(codes) if KIND == "fp8" else less(codes, zero)
 
 
 @triton.jit
@@ -146,70 +167,67 @@ def less_pair(codes: tl.tensor, zero: tl.tensor, dtype: tl.constexpr) -> tl.tens
 
 
 @triton.jit
-def smaller(bits: tl.tensor) -> tl.tensor:
-    """float8_e4m3fn, 2**8 times smaller, as float16: both have a sign, then the exponent, and the one's range holds the other's."""
-    wide = bits.to(tl.uint16)
-    return (((wide & 128) << 8) | ((wide & 127) << 7)).to(tl.float16, bitcast=True)
-
-
-@triton.jit
 def unpack_kernel(
     out: tl.tensor,  # [outputs, INPUTS]
     codes: tl.tensor,
     scales: tl.tensor,
     zeros: tl.tensor,
+    factors: tl.tensor,
     outputs: tl.tensor,
     INPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
     RUN: tl.constexpr,
-    BITS: tl.constexpr,
-    FLOATS: tl.constexpr,
+    WIDTH: tl.constexpr,  # bytes of a run
+    KIND: tl.constexpr,
     ZEROS: tl.constexpr,
     MIDDLE: tl.constexpr,
+    FACTORS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
     """One program: a run of COLUMNS outputs."""
     run = tl.program_id(1)
     output = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     wanted = output < outputs
-    WIDTH: tl.constexpr = RUN * BITS // 8
     place = tl.arange(0, WIDTH)
     line = output.to(tl.int64)[:, None]
-    held = tl.load(codes + line * (INPUTS * BITS // 8) + run * WIDTH + place[None, :], mask=wanted[:, None], other=0)
+    held = tl.load(codes + line * (INPUTS // RUN * WIDTH) + run * WIDTH + place[None, :], mask=wanted[:, None], other=0)
     block = run * RUN // BLOCK * outputs + output
-    scale = tl.load(scales + block, mask=wanted, other=0.0)[:, None]
-    zero = zeros_at(zeros + block, wanted, ZEROS, MIDDLE)
-    to = out + line * INPUTS + run * RUN + place[None, :]
-    if BITS == 4:
-        first, second = less(held & 15, zero) * scale, less(held >> 4, zero) * scale
-        tl.store(to, first.to(out.dtype.element_ty), mask=wanted[:, None])
-        tl.store(to + WIDTH, second.to(out.dtype.element_ty), mask=wanted[:, None])
-    elif FLOATS:
-        tl.store(to, (smaller(held).to(tl.float32) * scale).to(out.dtype.element_ty), mask=wanted[:, None])
+    if KIND == "nvfp4":
+        first, second = in_blocks(held, scales + block, wanted, outputs, tl.float32, False)
     else:
-        tl.store(to, (less(held, zero) * scale).to(out.dtype.element_ty), mask=wanted[:, None])
+        zero = zeros_at(zeros + block, wanted, ZEROS, MIDDLE)
+        scale = scale_at(scales + block, wanted, KIND, False)[:, None]
+        first = meant(held & 15 if WIDTH < RUN else held, zero, KIND).to(tl.float32) * scale
+        second = meant(held >> 4, zero, KIND).to(tl.float32) * scale if WIDTH < RUN else first
+    if FACTORS:
+        factor = tl.load(factors + output, mask=wanted, other=0.0)[:, None]
+        first, second = first * factor, second * factor
+    to = out + line * INPUTS + run * RUN + place[None, :]
+    tl.store(to, first.to(out.dtype.element_ty), mask=wanted[:, None])
+    if WIDTH < RUN:
+        tl.store(to + WIDTH, second.to(out.dtype.element_ty), mask=wanted[:, None])
 
 
 def by_triton(
     codes: Codes, bias: Tensor | None, dtype: torch.dtype, steady: bool = False
 ) -> tuple[Product, Sequence[Tensor | None]] | None:
-    """The product with rows of `dtype`, and what it reads. None: blocks are too short, rows are not for the matrix units, or codes
-    are none of a layer's one MLP. steady: by one tile for all numbers of rows, so that none depends on others."""
-    run = _run(codes.block)
-    if run < LEAST_RUN or dtype not in TYPES or codes.kind not in BITS:
-        return None
+    """The product with rows of `dtype`, and what it reads. None: blocks are too short, or rows are not for the matrix units.
+    steady: by one tile for all numbers of rows, so that none depends on others."""
     outputs, inputs = codes.codes.shape
-    held = paired(codes.codes, run) if codes.kind == "int4" else codes.codes.contiguous()
-    scales = (codes.scales.t() * (FP8_FACTOR if codes.kind == "fp8" else 1)).contiguous()
+    run = _run(codes.kind, inputs, codes.block)
+    if run < LEAST_RUN or dtype not in TYPES:
+        return None
+    held = paired(codes.codes, run) if BITS[codes.kind] == 4 else codes.codes.contiguous()
+    scales, factors = read_scales(codes, run), read_factors(codes)
     zeros = codes.zeros.t().contiguous() if codes.zeros is not None else None
-    constants = _meaning(codes.kind, inputs, codes.block, zeros is not None)
+    constants = meaning(codes.kind, inputs, codes.block, run, zeros is not None, factors is not None)
 
     def unpacked() -> Tensor:
         weight = torch.empty(outputs, inputs, dtype=dtype, device=held.device)
         grid = triton.cdiv(outputs, UNPACKED), inputs // run
         unpack_kernel[grid](
-            weight, held, scales, zeros if zeros is not None else held, outputs, **constants, COLUMNS=UNPACKED, num_warps=WARPS,
-            enable_fp_fusion=False,
+            weight, held, scales, zeros if zeros is not None else held, factors if factors is not None else scales, outputs,
+            **constants, COLUMNS=UNPACKED, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
         return weight
 
@@ -219,7 +237,7 @@ def by_triton(
             return functional.linear(x, unpacked(), bias)
         assert x.stride(1) == 1
         out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
-        tile = _tile(MOST if steady else rows, outputs, torch.version.hip is not None)
+        tile = _tile(MOST if steady else rows, outputs, codes.kind, torch.version.hip is not None)
         if rows:
             grid = triton.cdiv(outputs, tile["COLUMNS"]), triton.cdiv(rows, tile["ROWS"])
             quantized_kernel[grid](
@@ -228,6 +246,7 @@ def by_triton(
                 held,
                 scales,
                 zeros if zeros is not None else held,
+                factors if factors is not None else scales,
                 bias if bias is not None else out,
                 rows,
                 x.stride(0),
@@ -243,12 +262,34 @@ def by_triton(
             )
         return out
 
-    return product, (held, scales, zeros, bias)
+    return product, (held, scales, zeros, factors, bias)
 
 
-def _run(block: int) -> int:
-    """The largest power of two up to RUN that divides it."""
-    return min(RUN, block & -block)
+def _run(kind: str, inputs: int, block: int) -> int:
+    """The largest power of two up to RUN that divides a block, or, of blocks of NVFP4, that whole ones make among the inputs."""
+    return whole(inputs, block) if kind == "nvfp4" else min(RUN, block & -block)
+
+
+def whole(inputs: int, block: int) -> int:
+    """The largest power of two up to RUN that divides the inputs, where it is in whole blocks of NVFP4; else 0."""
+    return min(RUN, inputs & -inputs) if block % FP4_BLOCKS["nvfp4"] == 0 else 0
+
+
+def read_scales(codes: Codes, run: int) -> Tensor:
+    """Scales as kernels read them."""
+    if codes.kind == "nvfp4":
+        return words(codes.refined(FP4_BLOCKS["nvfp4"]).scales, run)
+    scales = codes.scales.t()
+    if codes.kind == "fp4":  # of these the exponents
+        scales = (scales.view(torch.int32) >> 23).to(torch.uint8)
+    elif codes.kind == "fp8":
+        scales = scales * FP8_FACTOR
+    return scales.contiguous()
+
+
+def read_factors(codes: Codes) -> Tensor | None:
+    """Factors as kernels read them, which make up for what is 2**8 times smaller."""
+    return factors_of(codes) * FP8_FACTOR if codes.kind == "nvfp4" else codes.factors
 
 
 def paired(codes: Tensor, run: int) -> Tensor:
@@ -257,23 +298,29 @@ def paired(codes: Tensor, run: int) -> Tensor:
     return (low | (high << 4)).flatten(1)
 
 
-def _meaning(kind: str, inputs: int, block: int, zeros: bool) -> dict[str, Any]:
+def meaning(kind: str, inputs: int, block: int, run: int, zeros: bool, factors: bool) -> dict[str, Any]:
     """The constants that say what codes mean."""
     return {
         "INPUTS": inputs,
-        "BLOCK": block,
-        "RUN": _run(block),
-        "BITS": 4 if kind == "int4" else 8,
-        "FLOATS": kind == "fp8",
+        "BLOCK": run // 2 if kind == "nvfp4" else block,  # of which scales are a word
+        "RUN": run,
+        "WIDTH": run * BITS[kind] // 8,
+        "KIND": kind,
         "ZEROS": zeros,
         "MIDDLE": MIDDLES.get(kind, 0),
+        "FACTORS": factors,
     }
 
 
-def _tile(rows: int, outputs: int, amd: bool) -> dict[str, int]:
+def scale_type(kind: str, run: int) -> str:
+    """Of the pointer to what scales are read as."""
+    return {"fp4": "*u8", "nvfp4": f"*{'u' if run == 32 else 'i'}{run // 4}"}.get(kind, "*fp32")
+
+
+def _tile(rows: int, outputs: int, kind: str, amd: bool) -> dict[str, int]:
     """Few rows cost what reading the codes costs: small tiles, of which many are under way."""
     high = 16 if rows <= 16 else 64
-    wide = 64
+    wide = 32 if kind == "fp4" and high == 64 else 64  # where ptxas would spill
     while wide > 16 and high == 16 and outputs < wide * PROGRAMS:
         wide //= 2
     return {"ROWS": high, "COLUMNS": wide, "STAGES": 2 if amd else 4 if high == 16 else 3}
@@ -288,13 +335,17 @@ def compilations() -> list[Compilation]:
         "int8": ("int8", 14336, False, 14336, 4096, "bf16"),
         "fp8": ("fp8", 4096, False, 4096, 28672, "bf16"),
         "fp8, blocks": ("fp8", 128, False, 14336, 4096, "bf16"),
+        "fp4": ("fp4", 32, False, 4096, 6144, "bf16"),
+        "nvfp4": ("nvfp4", 16, False, 4096, 6144, "bf16"),
+        "nvfp4, short runs": ("nvfp4", 16, False, 2720, 1000, "fp16"),
     }
     kinds = {"": NVIDIA, "amd": AMD}
     found = []
     for (name, (kind, block, zeros, inputs, outputs, dtype)), (kindred, targets) in itertools.product(cases.items(), kinds.items()):
-        meaning = _meaning(kind, inputs, block, zeros)
-        pointers = {"out": f"*{dtype}", "codes": "*u8", "scales": "*fp32", "zeros": "*u8"}
-        unpacking = {**meaning, "COLUMNS": UNPACKED}
+        run = _run(kind, inputs, block)
+        meant_by = meaning(kind, inputs, block, run, zeros, kind == "nvfp4")
+        pointers = {"out": f"*{dtype}", "codes": "*u8", "scales": scale_type(kind, run), "zeros": "*u8", "factors": "*fp32"}
+        unpacking = {**meant_by, "COLUMNS": UNPACKED}
         found.append(
             Compilation(
                 kernel=unpack_kernel,
@@ -306,8 +357,8 @@ def compilations() -> list[Compilation]:
             )
         )
         for rows in (1, MOST):
-            tile = _tile(rows, outputs, kindred == "amd")
-            constants = {**meaning, "OUTPUTS": outputs, "BIASED": zeros, **tile, "WIDEN": False, "CUDA": kindred != "amd"}
+            tile = _tile(rows, outputs, kind, kindred == "amd")
+            constants = {**meant_by, "OUTPUTS": outputs, "BIASED": zeros, **tile, "WIDEN": False, "CUDA": kindred != "amd"}
             numbers = {"rows": "i32", "x_stride": "i32:16"}
             found.append(
                 Compilation(

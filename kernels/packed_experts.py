@@ -16,79 +16,27 @@ import triton.language as tl
 from torch import Tensor
 
 from .choose import on_nvidia
-from .codes import EXPERTS_BITS, MIDDLES, Codes, zeros_of
+from .codes import BITS, Codes, zeros_of
 from .compilation import AMD, NVIDIA, Compilation
 from .fused_activation import activated
 from .fused_experts import few_of, find, limited
 from .fused_product import INTERPRET, dot
-from .fused_quantized import FP8_FACTOR, LEAST_RUN, RUN, TYPES, less, paired, smaller, zeros_at
+from .fused_quantized import (
+    LEAST_RUN,
+    RUN,
+    TYPES,
+    meaning,
+    meant,
+    paired,
+    read_factors,
+    read_scales,
+    scale_type,
+    whole,
+    zeros_at,
+)
+from .small_floats import in_blocks, scale_at, tiny_pair
 
 WARPS = 4
-
-
-def _looked_up(upper: tuple[int, int], lower: tuple[int, int]) -> str:
-    """PTX that makes eight numbers of 16 bits of four bytes: $0 and $1 of their low halves, $2 and $3 of their high ones.
-
-    upper, lower: bytes of what a float of 4 bits without its sign is, 0 to 3 and 4 to 7.
-
-    One `prmt` looks up a byte of four numbers; with pairs and signs it takes some three instructions for each. One number after the
-    other took ten, and experts waited for those instead of memory.
-    """
-    looked_up = "".join(
-        f"""
-        prmt.b32 upper, {upper[0]:#x}, {upper[1]:#x}, {places};
-        prmt.b32 lower, {lower[0]:#x}, {lower[1]:#x}, {places};
-        prmt.b32 {low}, lower, upper, 0x6240;
-        prmt.b32 {high}, lower, upper, 0x7351;
-        prmt.b32 signs, $4, 0, {pair};
-        and.b32 sign, signs, 0x80008000;
-        or.b32 {high}, {high}, sign;
-        shl.b32 signs, signs, 4;
-        and.b32 sign, signs, 0x80008000;
-        or.b32 {low}, {low}, sign;"""
-        for places, pair, low, high in (("first", "0x1404", "$0", "$2"), ("second", "0x3424", "$1", "$3"))
-    )
-    return f"""{{
-        .reg .b32 first, second, upper, lower, signs, sign;
-        and.b32 first, $4, 0x77777777;
-        shr.u32 second, first, 16;{looked_up}
-    }}"""
-
-
-IN_BFLOAT16 = tl.constexpr(_looked_up((0x3F3F3F00, 0x40404040), (0xC0800000, 0xC0804000)))
-IN_FLOAT16 = tl.constexpr(_looked_up((0x3E3C3800, 0x46444240), (0, 0)))
-
-
-@triton.jit
-def tiny_pair(codes: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Floats of 4 bits: those of bytes' low halves, and of their high ones. For NVIDIA's."""
-    ASM: tl.constexpr = IN_BFLOAT16 if dtype == tl.bfloat16 else IN_FLOAT16
-    low, high = tl.inline_asm_elementwise(ASM, "=&r,=&r,=&r,=&r,r", [codes], (tl.int16, tl.int16), is_pure=True, pack=4)
-    return low.to(dtype, bitcast=True), high.to(dtype, bitcast=True)
-
-
-@triton.jit
-def tiny(bits: tl.tensor) -> tl.tensor:
-    """Floats of 4 bits, 2**14 times smaller, as float16: of that the sign, the exponent's last bits and the fraction's first."""
-    wide = bits.to(tl.uint16)
-    return (((wide & 8) << 12) | ((wide & 7) << 9)).to(tl.float16, bitcast=True)
-
-
-@triton.jit
-def meant(codes: tl.tensor, zero: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    """Codes as numbers, still to be scaled."""
-    return tiny(codes) if KIND == "fp4" else smaller(codes) if KIND == "fp8" else less(codes, zero)
-
-
-@triton.jit
-def scale_at(place: tl.tensor, wanted: tl.tensor, KIND: tl.constexpr, CUDA: tl.constexpr) -> tl.tensor:
-    """[1, outputs]. Those of floats of 4 bits are exponents alone, and make up for what is `tiny`."""
-    held = tl.load(place, mask=wanted, other=0)
-    if KIND == "fp4":
-        held = (held.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-        if not CUDA:
-            held *= 16384.0
-    return held[None, :]
 
 
 @triton.jit
@@ -115,7 +63,38 @@ def add_run(
     scales, zeros: of their first block. OUTPUTS: of an expert's matrix, which may be more than are wanted."""
     held = tl.load(codes + run * WIDTH, mask=wanted[:, None], other=0)
     begin = run * RUN // BLOCK * OUTPUTS
-    zero = zeros_at(zeros + begin, wanted, ZEROS, MIDDLE)
+    if KIND == "nvfp4":
+        low, high = in_blocks(held, scales + begin, wanted, OUTPUTS, first.dtype, CUDA)
+        result = dot(second, high, dot(first, low, result, WIDEN), WIDEN)
+    else:
+        result = add_scaled(
+            result, first, second, held, scales + begin, zeros + begin, wanted, OUTPUTS, BLOCK, RUN, WIDTH, KIND, ZEROS, MIDDLE,
+            WIDEN, CUDA,
+        )  # fmt: skip
+    return result
+
+
+@triton.jit
+def add_scaled(
+    result: tl.tensor,
+    first: tl.tensor,
+    second: tl.tensor,
+    held: tl.tensor,
+    scales: tl.tensor,
+    zeros: tl.tensor,
+    wanted: tl.tensor,
+    OUTPUTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RUN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    KIND: tl.constexpr,
+    ZEROS: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    WIDEN: tl.constexpr,
+    CUDA: tl.constexpr,
+) -> tl.tensor:
+    """The same, of codes that are `held`, whose products are scaled a block at a time; scales, zeros: of the run's first block."""
+    zero = zeros_at(zeros, wanted, ZEROS, MIDDLE)
     part = tl.zeros(result.shape, tl.float32)
     if WIDTH == RUN:
         part = dot(first, meant(held, zero, KIND).to(first.dtype), part, WIDEN)
@@ -126,14 +105,14 @@ def add_run(
             low, high = meant(held & 15, zero, KIND).to(first.dtype), held
         part = dot(first, low, part, WIDEN)
         if RUN > BLOCK:  # halves have scales of their own
-            result += part * scale_at(scales + begin, wanted, KIND, CUDA)
-            begin += OUTPUTS
-            zero = zeros_at(zeros + begin, wanted, ZEROS, MIDDLE)
+            result += part * scale_at(scales, wanted, KIND, CUDA)[None, :]
+            scales += OUTPUTS
+            zero = zeros_at(zeros + OUTPUTS, wanted, ZEROS, MIDDLE)
             part = tl.zeros(result.shape, tl.float32)
         if KIND != "fp4" or not CUDA:
             high = meant(held >> 4, zero, KIND).to(first.dtype)
         part = dot(second, high, part, WIDEN)
-    return result + part * scale_at(scales + begin, wanted, KIND, CUDA)
+    return result + part * scale_at(scales, wanted, KIND, CUDA)[None, :]
 
 
 @triton.jit
@@ -141,8 +120,9 @@ def packed_kernel(
     out: tl.tensor,  # [pairs, outputs]
     x: tl.tensor,  # [pairs / TOGETHER, inputs]
     codes: tl.tensor,  # [experts, outputs, inputs] bytes, or half as many; GATED: 2 * outputs, gates first
-    scales: tl.tensor,  # [experts, inputs / BLOCK, outputs] float32, of floats of 4 bits bytes; GATED: 2 * outputs
+    scales: tl.tensor,  # [experts, inputs / BLOCK, outputs] float32, of floats of 4 bits bytes or `words`; GATED: 2 * outputs
     zeros: tl.tensor,  # the same, bytes; unused without ZEROS
+    factors: tl.tensor,  # [experts, outputs] float32, or twice as many; unused without FACTORS
     bias: tl.tensor,  # [experts, outputs], or twice as many; unused without BIASED
     order: tl.tensor,  # [pairs], pairs sorted by expert
     starts: tl.tensor,  # [experts + 1], where each expert's begin in `order`
@@ -161,6 +141,7 @@ def packed_kernel(
     WIDTH: tl.constexpr,  # bytes of a run
     ZEROS: tl.constexpr,
     MIDDLE: tl.constexpr,
+    FACTORS: tl.constexpr,
     GATED: tl.constexpr,
     GELU: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -200,6 +181,11 @@ def packed_kernel(
                     other, first, second, own + OUTPUTS * (INPUTS // RUN * WIDTH), scales + later, zeros + later, wanted, run, ALL,
                     BLOCK, RUN, WIDTH, KIND, ZEROS, MIDDLE, WIDEN, CUDA,
                 )  # fmt: skip
+        if FACTORS:
+            from_factors = factors + expert * ALL + output
+            result *= tl.load(from_factors, mask=wanted, other=0.0)[None, :]
+            if GATED:
+                other *= tl.load(from_factors + OUTPUTS, mask=wanted, other=0.0)[None, :]
         if BIASED:
             from_bias = bias + expert * ALL + output
             result += tl.load(from_bias, mask=wanted, other=0.0).to(tl.float32)[None, :]
@@ -225,13 +211,14 @@ class Packed:
     codes: Tensor
     scales: Tensor
     zeros: Tensor | None
+    factors: Tensor | None
     inputs: int
     block: int
 
     @property
     def tensors(self) -> list[Tensor]:
         """All that it holds."""
-        return [self.codes, self.scales, *([self.zeros] if self.zeros is not None else [])]
+        return [tensor for tensor in (self.codes, self.scales, self.zeros, self.factors) if tensor is not None]
 
 
 def pack(weights: Sequence[Codes], dtype: torch.dtype) -> Packed | None:
@@ -239,31 +226,32 @@ def pack(weights: Sequence[Codes], dtype: torch.dtype) -> Packed | None:
     units."""
     first = weights[0]
     kind, block, inputs = first.kind, first.block, first.codes.shape[1]
-    alike = all(weight.kind == kind and weight.block == block for weight in weights)
+    found = [read_factors(weight) for weight in weights]
+    factors = [one for one in found if one is not None]
+    alike = all(weight.kind == kind and weight.block == block for weight in weights) and len(factors) in (0, len(weights))
     run = _run(kind, inputs, block)
     if not alike or run < LEAST_RUN or dtype not in TYPES:
         return None
     shifted = any(weight.zeros is not None for weight in weights)
-    scales = torch.stack([weight.scales.t() for weight in weights])
-    if kind == "fp4":
-        scales = (scales.view(torch.int32) >> 23).to(torch.uint8)
-    elif kind == "fp8":
-        scales = scales * FP8_FACTOR
     return Packed(
         kind=kind,
-        codes=torch.stack([paired(weight.codes, run) if EXPERTS_BITS[kind] == 4 else weight.codes for weight in weights]),
-        scales=scales.contiguous(),
+        codes=torch.stack([paired(weight.codes, run) if BITS[kind] == 4 else weight.codes for weight in weights]),
+        scales=torch.stack([read_scales(weight, run) for weight in weights]),
         zeros=torch.stack([zeros_of(weight).t() for weight in weights]).contiguous() if shifted else None,
+        factors=torch.stack(factors) if factors else None,
         inputs=inputs,
         block=block,
     )
 
 
 def _run(kind: str, inputs: int, block: int) -> int:
-    """The largest power of two up to RUN that divides the inputs, and a block, or of which each half, where it has some, is one."""
+    """The largest power of two up to RUN that divides the inputs, and a block, or of which each half, where it has some, is one; of
+    NVFP4 as many blocks as there are."""
+    if kind == "nvfp4":
+        return min(RUN, whole(inputs, block))
     run = min(RUN, inputs & -inputs)
     within = block & -block
-    return min(run, 2 * block if EXPERTS_BITS[kind] == 4 and within == block else within)
+    return min(run, 2 * block if BITS[kind] == 4 and within == block else within)
 
 
 def experts(
@@ -307,7 +295,8 @@ def _product(
 ) -> None:
     pairs, outputs = out.shape
     number = len(weight.codes)
-    meaning = _meaning(weight.kind, weight.inputs, weight.block, weight.zeros is not None)
+    run = _run(weight.kind, weight.inputs, weight.block)
+    meant_by = meaning(weight.kind, weight.inputs, weight.block, run, weight.zeros is not None, weight.factors is not None)
     tile = _tile(few_of(pairs, number, steady), how["GATED"], torch.version.hip is not None)
     grid = triton.cdiv(outputs, tile["COLUMNS"]), min(number, pairs) + pairs // tile["ROWS"]
     packed_kernel[grid](
@@ -316,6 +305,7 @@ def _product(
         weight.codes,
         weight.scales,
         weight.zeros if weight.zeros is not None else weight.codes,
+        weight.factors if weight.factors is not None else weight.scales,
         bias if bias is not None else out,
         order,
         starts,
@@ -327,7 +317,7 @@ def _product(
         BIASED=bias is not None,
         WIDEN=INTERPRET,
         CUDA=on_nvidia(x.device),
-        **meaning,
+        **meant_by,
         **tile,
         **how,
         num_warps=WARPS,
@@ -336,32 +326,20 @@ def _product(
     )
 
 
-def _meaning(kind: str, inputs: int, block: int, zeros: bool) -> dict[str, Any]:
-    """The constants that say what codes mean."""
-    run = _run(kind, inputs, block)
-    return {
-        "INPUTS": inputs,
-        "BLOCK": block,
-        "RUN": run,
-        "WIDTH": run * EXPERTS_BITS[kind] // 8,
-        "KIND": kind,
-        "ZEROS": zeros,
-        "MIDDLE": MIDDLES.get(kind, 0),
-    }
-
-
 def _tile(few: bool, gated: bool, amd: bool) -> dict[str, int]:
     """Few pairs for each expert cost what reading its codes costs."""
     return {"ROWS": 16 if few else 64, "COLUMNS": 64 if few and not gated else 32, "STAGES": 2 if amd else 4 if few else 3}
 
 
 def compilations() -> list[Compilation]:
-    """gpt-oss's experts, whole and half of them, Qwen3's 128 in 8 bits and Mixtral's 8 in 4. Nemotron 3 Nano's have no
-    gates."""
+    """gpt-oss's experts, whole and half of them, Qwen3's 128 in 8 bits and as NVFP4, of which an eighth, too, and Mixtral's 8 in 4.
+    Nemotron 3 Nano's have no gates."""
     models = {  # experts, chosen, inputs, outputs, kind, block, zeros
         "32 x 2880 fp4": (32, 4, 2880, 2880, "fp4", 32, False),
         "32 x 1440 fp4": (32, 4, 1440, 2880, "fp4", 32, False),
         "128 x 768 fp8": (128, 8, 2048, 768, "fp8", 128, False),
+        "128 x 768 nvfp4": (128, 8, 2048, 768, "nvfp4", 16, False),
+        "128 x 96 nvfp4": (128, 8, 2048, 96, "nvfp4", 16, False),
         "8 x 14336 int4": (8, 2, 4096, 14336, "int4", 64, True),
         "8 x 14336 int8": (8, 2, 4096, 14336, "int8", 4096, False),
         "128 x 1856 fp8 squared": (128, 6, 2688, 1856, "fp8", 128, False),
@@ -374,6 +352,7 @@ def compilations() -> list[Compilation]:
         gated = inward and not squared
         part = "gated" if gated else "up" if inward else "down"
         tile = _tile(few, gated, kindred == "amd")
+        run = _run(kind, inputs, block)
         constants = {
             "EXPERTS": number,
             "SLOTS": triton.next_power_of_2(number),
@@ -386,11 +365,11 @@ def compilations() -> list[Compilation]:
             "SQUARED": squared,
             "WIDEN": False,
             "CUDA": kindred != "amd",
-            **_meaning(kind, inputs, block, zeros),
+            **meaning(kind, inputs, block, run, zeros, kind == "nvfp4"),
             **tile,
         }
         pointers = dict.fromkeys(("out", "x", "bias"), "*bf16") | dict.fromkeys(("order", "starts"), "*i64")
-        pointers |= {"codes": "*u8", "scales": "*u8" if kind == "fp4" else "*fp32", "zeros": "*u8", "shares": "*fp32"}
+        pointers |= {"codes": "*u8", "scales": scale_type(kind, run), "zeros": "*u8", "shares": "*fp32", "factors": "*fp32"}
         found.append(
             Compilation(
                 kernel=packed_kernel,

@@ -6,7 +6,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from ...kernels.codes import BITS, MIDDLES, Codes, quantize
+from ...kernels.codes import BITS, FP4_BLOCKS, MIDDLES, Codes, quantize
 from ..weights import Source
 from .fields import AGAIN
 from .quantization import REMEDY
@@ -17,6 +17,7 @@ SIGN = 128  # of a byte
 USUAL_BLOCK = 128  # DeepSeek's and Qwen's
 ONES = {4: 0x11111111, 8: 0x01010101}  # side by side in a word
 FLOATS = ("F32", "F16", "BF16")
+FP4_MIDDLE = 127  # of the exponents of scales
 
 
 def matrix(
@@ -64,6 +65,8 @@ def _awq(source: Source, name: str, shape: tuple[int, int], how: Quantization) -
 
 def _packed(source: Source, name: str, shape: tuple[int, int], how: Quantization) -> Codes:
     """compressed-tensors': codes along the inputs, [outputs, inputs / 8], zeros along the outputs."""
+    if how.kind in FP4_BLOCKS:
+        return _fp4(source, name, shape, how)
     bits = BITS[how.kind]
     codes = _words(_stored(source, f"{name}.weight_packed", 2, ("I32",)), bits, 1)[:, : shape[1]]
     scales = _each(_stored(source, f"{name}.weight_scale", 0, FLOATS).float(), shape[0])
@@ -85,6 +88,8 @@ def _packed(source: Source, name: str, shape: tuple[int, int], how: Quantization
 
 def _plain(source: Source, name: str, shape: tuple[int, int], how: Quantization) -> Codes:
     """A number in each byte. Scales of all, of each output, of some inputs of it, or of blocks of both."""
+    if how.kind in FP4_BLOCKS:
+        return _fp4(source, name, shape, how)
     stored = _stored(source, f"{name}.weight", 2, ("F8_E4M3",) if how.kind == "fp8" else ("I8",))
     codes = stored.view(torch.uint8) if how.kind == "fp8" else stored.view(torch.uint8) ^ SIGN
     scale = "weight_scale_inv" if source.has(f"{name}.weight_scale_inv") else "weight_scale"
@@ -93,6 +98,43 @@ def _plain(source: Source, name: str, shape: tuple[int, int], how: Quantization)
     if source.has(f"{name}.weight_zero_point"):
         zeros = _blocks(_stored(source, f"{name}.weight_zero_point", 0, ("I8",)).view(torch.uint8) ^ SIGN, name, shape, how)
     return _codes(how.kind, codes, _blocks(scales, name, shape, how), zeros)
+
+
+def _fp4(source: Source, name: str, shape: tuple[int, int], how: Quantization) -> Codes:
+    """Floats of 4 bits, [outputs, inputs / 2]. Scales of blocks are exponents, or of 8 bits: then one more number is all outputs',
+    which ModelOpt multiplies by, and compressed-tensors divides by."""
+    ours = how.method == "compressed-tensors"
+    codes = fp4(_stored(source, f"{name}.{'weight_packed' if ours else 'weight'}", 2, ("U8",)))
+    if how.kind == "fp4":
+        scales, factors = powers(_stored(source, f"{name}.weight_scale", 2, ("U8",))), None
+    else:
+        scales = _stored(source, f"{name}.weight_scale", 2, ("F8_E4M3",)).float()
+        factors = _factor(source, f"{name}.{'weight_global_scale' if ours else 'weight_scale_2'}", ours).expand(shape[0])
+    if scales.shape[1] * how.group != codes.shape[1]:
+        raise Unsupported(
+            f"{name} has codes {list(codes.shape)}, scales {list(scales.shape)}, by config.json {how.group} inputs share one: they "
+            "belong to different models"
+        )
+    return Codes(how.kind, codes, scales, None, factors.contiguous() if factors is not None else None)
+
+
+def _factor(source: Source, name: str, divisor: bool) -> Tensor:
+    """The tensor's one number, or what dividing by it multiplies by: [1] float32."""
+    found = _stored(source, name, 0, ("F32",)).reshape(-1)
+    factor = 1 / found if divisor else found
+    if len(found) != 1 or not factor.isfinite().all():
+        raise Unsupported(f"tensor {name} is {found[:2].tolist()}{'...' * (len(found) > 2)}, one number is needed: {AGAIN}")
+    return factor
+
+
+def fp4(held: Tensor) -> Tensor:
+    """Of bytes what their lower 4 bits and their upper ones hold, side by side: [..., 2 * n]."""
+    return torch.stack((held & 15, held >> 4), -1).flatten(-2)
+
+
+def powers(exponents: Tensor) -> Tensor:
+    """Scales of which the exponents are stored: float32."""
+    return torch.exp2(exponents.float() - FP4_MIDDLE)
 
 
 def stack(source: Source, name: str, shape: tuple[int, int, int], how: Quantization, inputs_first: bool = False) -> Iterator[Codes]:

@@ -7,16 +7,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...kernels.codes import FP4_BLOCK, Codes, joined, quantize
+from ...kernels.codes import FP4_BLOCKS, Codes, joined, quantize
 from ...kernels.experts import Biases, Weights
 from ..weights import Source
-from .codes import stack
+from .codes import fp4, powers, stack
 from .loader import Loader
 from .shape import Mixture, Quantization, Unsupported
 
 TOGETHER = "mlp"  # what has the experts that are all in one tensor, but where what has them otherwise does, or the layer itself
-SCALES = ("_scale_inv", "_scale", "_blocks")
-FP4_MIDDLE = 127  # of the exponents of scales
+SCALES = ("_scale_inv", "_scale", "_blocks", "_weight_scale")
 
 
 def as_stored(load: Loader, mixture: Mixture) -> Mixture:
@@ -147,13 +146,12 @@ def _stacked(
 def _codes(source: Source, name: str, shape: tuple[int, int, int]) -> Iterator[Codes]:
     """MXFP4's, of each expert: two in a byte, the lower 4 bits first, and of each block's scale the exponent."""
     codes, scales = source.stored(f"{name}_blocks", ("U8",)), source.stored(f"{name}_scales", ("U8",))
-    blocks = shape[2] // FP4_BLOCK
-    if codes.shape != (*shape[:2], blocks, FP4_BLOCK // 2) or scales.shape != codes.shape[:3] or shape[2] % FP4_BLOCK:
+    size = FP4_BLOCKS["fp4"]
+    if codes.shape != (*shape[:2], shape[2] // size, size // 2) or scales.shape != codes.shape[:3] or shape[2] % size:
         raise Unsupported(
             f"{name} has blocks {list(codes.shape)} and scales {list(scales.shape)}, config.json says {list(shape)}: they "
             "belong to different models"
         )
     for held, exponents in zip(codes.flatten(2), scales, strict=True):
         source.progress(2 * held.numel())
-        pairs = torch.stack((held & 15, held >> 4), 2)
-        yield Codes("fp4", pairs.flatten(1), torch.exp2(exponents.float() - FP4_MIDDLE), None)
+        yield Codes("fp4", fp4(held), powers(exponents))

@@ -16,6 +16,10 @@ KINDS = {4: "int4", 8: "int8"}
 # What --quantize calls methods, and what config.json does.
 FP8 = ("fp8", "fbgemm_fp8")
 PACKED, PLAIN = ("pack-quantized",), ("float-quantized", "int-quantized", "naive-quantized")
+FP4 = {"nvfp4-pack-quantized": ("nvfp4", 16), "mxfp4-pack-quantized": ("fp4", 32)}  # kinds, and inputs that share a scale
+MODELOPT = ("modelopt", "modelopt_fp4")
+# Of those with NVFP4 what becomes of inputs is all that differs.
+ALGORITHMS = {"FP8": ("fp8", 0)} | dict.fromkeys(("NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8"), ("nvfp4", 16))
 # Files beside config.json that say it where that is silent, and whose method they mean.
 FILES = {"hf_quant_config.json": "modelopt", "quant_config.json": "awq"}
 OLD_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}  # AWQ's
@@ -58,7 +62,7 @@ def quantization(config: Config) -> Quantization | None:
         return Quantization(method="fp8", kind="fp8", block=block, group=group)
     if method == "compressed-tensors":
         return _compressed(found)
-    if method == "modelopt":
+    if method in MODELOPT:
         return _modelopt(found)
     raise Unsupported(f"quantized checkpoints of quant_method {shown(method)} are not supported: {REMEDY}")
 
@@ -104,6 +108,9 @@ def _compressed(found: Config) -> Quantization:
         return Quantization(
             method="compressed-tensors", kind=kind, block=block, group=group or _group(weights[0].get("group_size"))
         )
+    if form in FP4 and bits == 4 and numbers == "float" and weights[0].get("symmetric", True):
+        kind, size = FP4[form]
+        return Quantization(method="compressed-tensors", kind=kind, group=_only(size, weights[0].get("group_size"), form))
     what = f"of format {shown(form)} with numbers of type {shown(numbers)} and {shown(bits)} bits"
     raise Unsupported(f"compressed-tensors {what} are not supported: {REMEDY}")
 
@@ -116,9 +123,10 @@ def _modelopt(found: Config) -> Quantization | None:
     algorithm = inner.get("quant_algo")
     if algorithm is None and inner.get("kv_cache_quant_algo"):
         return None
-    if algorithm != "FP8":
-        raise Unsupported(f"ModelOpt's quant_algo {shown(algorithm)} is not supported, FP8 is: {REMEDY}")
-    return Quantization(method="modelopt", kind="fp8")
+    if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
+        raise Unsupported(f"ModelOpt's quant_algo {shown(algorithm)} is not supported, {', '.join(ALGORITHMS)} are: {REMEDY}")
+    kind, size = ALGORITHMS[algorithm]
+    return Quantization(method="modelopt", kind=kind, group=_only(size, inner.get("group_size"), algorithm) if size else 0)
 
 
 def _kind(found: Config, name: str = "bits") -> str:
@@ -134,6 +142,13 @@ def _block(found: Config, name: str) -> tuple[int, int]:
     if not isinstance(sizes, list | tuple) or len(sizes) != 2:
         raise Unsupported(f"config.json says {name} {shown(sizes)} in quantization_config, two numbers are needed: {REMEDY}")
     return _size(sizes[0], name), _size(sizes[1], name)
+
+
+def _only(size: int, told: Any, form: str) -> int:
+    """Inputs that share a scale, which in some formats can be no others."""
+    if told not in (None, size) or isinstance(told, bool):
+        raise Unsupported(f"{form} with group_size {shown(told)} is not supported, with {size} it is: {REMEDY}")
+    return size
 
 
 def _group(size: Any) -> int:

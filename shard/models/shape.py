@@ -71,7 +71,7 @@ class Quantization:
     """Of the layers' matrices: fewer bits than what is computed with. Tables are none of it."""
 
     method: str  # "gptq", "awq", "compressed-tensors", "fp8", "modelopt", "mxfp4"; "": weights are rounded when they are loaded
-    kind: str  # "int4", "int8", "fp8", "fp4"
+    kind: str  # "int4", "int8", "fp8", "fp4", "nvfp4"
     group: int = 0  # inputs that share a scale; 0: all
     block: int = 0  # outputs that do; 0: none
     shifted: bool = False  # integers that mean 0 are stored less 1
@@ -89,13 +89,15 @@ class Quantization:
         """Bytes that a weight takes less than its `item`, with its part of a scale and of the integer that means 0; own: of as many
         inputs those that a rank has. Where ranks cut within a group, or the last one is cut off, scales are repeated."""
         shared = gcd(self.group, inputs, own)
-        if not self.kept(device, dtype) or shared % LEAST_GROUP:
+        alike = gcd(inputs, own) if self.kind == "nvfp4" else shared  # products are of whole blocks, however many
+        if not self.kept(device, dtype) or alike % LEAST_GROUP:
             return 0.0
         least = 1 if self.kind in ("int8", "fp8") else 0.5
         if device == "cpu":
             return item - least - 4 / gcd(shared, MOST_ON_CPU)
-        scale = 1 if self.kind == "fp4" else 4 if self.kind == "fp8" else 5
-        return item - least - (scale / shared if self.group else 0)
+        scale = 1 if self.kind in ("fp4", "nvfp4") else 4 if self.kind == "fp8" else 5
+        factor = 4 / own if own and self.kind == "nvfp4" else 0
+        return item - least - (scale / shared if self.group else 0) - factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,14 +11,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-import triton
-import triton.language as tl
-
-from penstock.kernels import choose, fused_experts, fused_routing, packed_experts, reference
-from penstock.kernels.codes import EXPERTS_BITS, Codes, quantize, unpacked
+from penstock.kernels import choose, fused_experts, fused_routing, packed_experts, reference, small_floats
+from penstock.kernels.codes import BITS, FP4_BLOCKS, Codes, quantize, unpacked
 from penstock.kernels.experts import FewBits, Gates, Together, lay_out, route
 from penstock.kernels.linear import Exact
 
+from .floats import looked_up
 from .ptx import unpacked_by
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -32,8 +31,10 @@ def free() -> object:
 
 
 def few(weight: Tensor, kind: str, block: int) -> Codes:
-    """The nearest of few bits; blocks are of that size if there are several."""
-    found = quantize(weight.reshape(-1, block) if kind != "fp4" and weight.shape[1] % block == 0 else weight, kind)
+    """The nearest of few bits; blocks are of that size if there are several, or as the kind has them."""
+    if kind in FP4_BLOCKS:
+        return quantize(weight, kind)
+    found = quantize(weight.reshape(-1, block) if weight.shape[1] % block == 0 else weight, kind)
     zeros = found.zeros.view(len(weight), -1) if found.zeros is not None else None
     return Codes(kind, found.codes.view(weight.shape), found.scales.view(len(weight), -1), zeros)
 
@@ -101,7 +102,7 @@ def test_experts(dtype: torch.dtype, kernels: str, chance: random.Random) -> Non
 
 
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
-@pytest.mark.parametrize("kind", EXPERTS_BITS)
+@pytest.mark.parametrize("kind", BITS)
 def test_experts_of_few_bits(kind: str, kernels: str, chance: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
     """From codes, whose blocks are longer and shorter than what is read at once."""
     for tokens, dtype in ((0, torch.bfloat16), (1, torch.float16), (5, torch.bfloat16), (chance.randint(20, 60), torch.bfloat16)):
@@ -116,7 +117,7 @@ def test_experts_of_few_bits(kind: str, kernels: str, chance: random.Random, mon
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_floats_of_four_bits_are_looked_up(dtype: torch.dtype) -> None:
     """All pairs of bytes in both halves of a word."""
-    code = packed_experts.IN_BFLOAT16 if dtype == torch.bfloat16 else packed_experts.IN_FLOAT16
+    code = small_floats.IN_BFLOAT16 if dtype == torch.bfloat16 else small_floats.IN_FLOAT16
     found, held = unpacked_by(code.value, [], dtype)
     positive = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     table = torch.cat((positive, -positive)).to(dtype)
@@ -124,38 +125,59 @@ def test_floats_of_four_bits_are_looked_up(dtype: torch.dtype) -> None:
         assert torch.equal(found[half].view(torch.int16), table[codes].view(torch.int16))
 
 
-@triton.jit
-def looked_up(codes: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """As `packed_experts.tiny_pair`, which the interpreter can't execute."""
-    low, high = packed_experts.tiny(codes & 15).to(tl.float32), packed_experts.tiny(codes >> 4).to(tl.float32)
-    return (low * 16384.0).to(dtype), (high * 16384.0).to(dtype)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU looks up by itself")
-def test_what_is_looked_up_is_multiplied(chance: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", FP4_BLOCKS)
+def test_what_is_looked_up_is_multiplied(kind: str, chance: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is scaled first in float16 alone: of bfloat16 the interpreter knows no products."""
     monkeypatch.setattr(packed_experts, "on_nvidia", lambda device: True)
-    monkeypatch.setattr(packed_experts, "tiny_pair", looked_up)
-    for tokens, dtype in ((1, torch.float16), (30, torch.bfloat16)):
-        mixture = Mixture(chance, dtype, tokens, 3, "fp4")
+    for module in (packed_experts, small_floats):
+        monkeypatch.setattr(module, "tiny_pair", looked_up)
+    for tokens, dtype in ((1, torch.float16), (30, torch.bfloat16 if kind == "fp4" else torch.float16)):
+        mixture = Mixture(chance, dtype, tokens, 3, kind)
         found, expected = mixture.found("triton"), mixture.expected()
         assert (found.double() - expected).abs().max() <= 2e-2 * max(1.0, expected.abs().max().item())
 
 
-def test_codes_are_multiplied_with_as_they_are(chance: random.Random) -> None:
+@pytest.mark.parametrize("kind", FP4_BLOCKS)
+def test_outputs_have_factors_of_their_own(kind: str, chance: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is right by its own measure, and some scales are 0, or the least there are."""
+    honest = torch.empty
+    poison = {torch.bfloat16: torch.nan}
+    monkeypatch.setattr(torch, "empty", lambda *shape, **how: honest(*shape, **how).fill_(poison.get(how.get("dtype"), 0)))
+    for tokens in (12, 40):
+        mixture = Mixture(chance, torch.bfloat16, tokens, 3, kind)
+        for weights, far in ((mixture.gate_ups, 0), (mixture.downs, 12)):
+            common = [10.0 ** chance.uniform(-far, far) for _ in weights[0].scales]
+            for i, weight in enumerate(weights):
+                scales = weight.scales.clone()
+                scales[0], scales[1:3] = 0, 2.0**-9
+                factors = torch.tensor([one * chance.uniform(0.5, 1.5) for one in common], device=DEVICE)
+                held = weight.factors if weight.factors is not None else 1
+                weights[i] = replace(weight, scales=scales, factors=held * factors)
+        if mixture.biases:
+            mixture.biases = mixture.biases[0], mixture.biases[1] * 0
+        found, expected = mixture.found("triton").double(), mixture.expected()
+        assert isinstance(lay_out(mixture.gate_ups, mixture.downs, torch.bfloat16), FewBits)
+        assert ((found - expected).abs().amax(0) <= 3e-2 * expected.abs().amax(0)).all()
+
+
+@pytest.mark.parametrize(("kind", "bits", "factors"), [("fp4", 4 + 8 / 32, 0), ("nvfp4", 4 + 8 / 16, 32)])
+def test_codes_are_multiplied_with_as_they_are(kind: str, bits: float, factors: int, chance: random.Random) -> None:
     """Where blocks allow it; and they take no more memory than they have to."""
     choose.force("triton")
-    mixture = Mixture(chance, torch.bfloat16, 1, 3, "fp4")
+    mixture = Mixture(chance, torch.bfloat16, 1, 3, kind)
     laid_out = lay_out(mixture.gate_ups, mixture.downs, torch.bfloat16)
     assert type(laid_out) is FewBits
-    numbers = sum(weight.codes.numel() for weight in (*mixture.gate_ups, *mixture.downs))
-    assert sum(tensor.nbytes for tensor in laid_out.weights) == numbers * (0.5 + 1 / 32)
+    weights = [*mixture.gate_ups, *mixture.downs]
+    expected = sum(weight.codes.numel() * bits + len(weight.codes) * factors for weight in weights)
+    assert 8 * sum(tensor.nbytes for tensor in laid_out.weights) == expected
     assert type(lay_out(mixture.gate_ups, mixture.downs, torch.float32)) is Together
     other = few(exact(mixture.downs[0]).float(), "int8", 32)
     assert type(lay_out(mixture.gate_ups, [other, *mixture.downs[1:]], torch.bfloat16)) is Together
 
 
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
-@pytest.mark.parametrize("kind", ["", *EXPERTS_BITS])
+@pytest.mark.parametrize("kind", ["", *BITS])
 def test_steady_ones_depend_on_no_other_token(kind: str, kernels: str, chance: random.Random) -> None:
     """Not by a bit: on how many choose the same experts, and whether these are few."""
     mixture = Mixture(chance, torch.bfloat16 if kind else torch.float32, 60, 2, kind)

@@ -1,6 +1,7 @@
 """Weights of few bits: cut and joined they stay what they were, and products with them are those with what they stand for."""
 
 import random
+from dataclasses import replace
 from math import gcd
 from typing import Any
 
@@ -14,12 +15,13 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from penstock.kernels import choose, fused_quantized
+from penstock.kernels import choose, fused_quantized, small_floats
 from penstock.kernels.codes import BITS, Codes, joined, quantize, unpacked
 from penstock.kernels.fused_quantized import MOST
 from penstock.kernels.linear import Exact, Weight
 from penstock.kernels.quantized import Quantized, lay_out
 
+from .floats import FOUR_BITS, eight_bits, looked_up
 from .ptx import unpacked_by
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -30,14 +32,20 @@ ROUTES = [
     for route, dtype in (("triton", torch.float16), ("triton", torch.bfloat16), ("torch", torch.bfloat16))
     for kind in BITS
 ]
+FLOATS = ("fp8", "fp4", "nvfp4")
 
 
 def some(kind: str, outputs: int, inputs: int, group: int, zeros: bool = False) -> Codes:
     """Random codes of every value there is."""
-    codes = torch.randint(0, 16 if kind == "int4" else 256, (outputs, inputs), dtype=torch.uint8, device=DEVICE)
+    codes = torch.randint(0, 1 << BITS[kind], (outputs, inputs), dtype=torch.uint8, device=DEVICE)
     if kind == "fp8":
         codes[codes & 127 == 127] = 0  # not a number
     scales = torch.rand(outputs, inputs // group, device=DEVICE).add_(0.5).mul_(0.01)
+    if kind == "fp4":
+        scales = torch.exp2(torch.randint_like(scales, -12, 4))
+    elif kind == "nvfp4":
+        scales = eight_bits(scales.shape, DEVICE)
+        return Codes(kind, codes, scales, factors=torch.rand(outputs, device=DEVICE).add_(0.5).mul_(1e-3))
     most = min(256, 1 << BITS[kind] + 1)  # one more than the largest code is a zero of GPTQ's
     return Codes(kind, codes, scales, torch.randint(0, most, scales.shape, dtype=torch.uint8, device=DEVICE) if zeros else None)
 
@@ -49,16 +57,22 @@ def meant(codes: Codes) -> Tensor:
         for column in range(codes.codes.shape[1]):
             group = column // codes.block
             code = codes.codes[row, column]
-            zero = codes.zeros[row, group] if codes.zeros is not None else {"int4": 8, "int8": 128, "fp8": 0}[codes.kind]
-            number = code.view(torch.float8_e4m3fn).double() if codes.kind == "fp8" else code.double() - float(zero)
-            values.append(number * codes.scales[row, group].double())
+            if codes.kind in ("fp4", "nvfp4"):
+                number = torch.tensor(FOUR_BITS[int(code)]).double()
+            elif codes.kind == "fp8":
+                number = code.view(torch.float8_e4m3fn).double()
+            else:
+                zero = codes.zeros[row, group] if codes.zeros is not None else {"int4": 8, "int8": 128}[codes.kind]
+                number = code.double() - float(zero)
+            factor = float(codes.factors[row]) if codes.factors is not None else 1.0
+            values.append(number * codes.scales[row, group].double() * factor)
     return torch.stack(values).view(codes.codes.shape)
 
 
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("kind", BITS)
 def test_what_codes_mean(kind: str, zeros: bool) -> None:
-    codes = some(kind, 5, 24, 8, zeros and kind != "fp8")
+    codes = some(kind, 5, 24, 8, zeros and kind not in FLOATS)
     torch.testing.assert_close(unpacked(codes, torch.float32).double(), meant(codes), rtol=1e-6, atol=0)
 
 
@@ -71,7 +85,11 @@ def test_rounding_goes_to_the_nearest(kind: str, chance: random.Random) -> None:
     codes = quantize(weight, kind)
     found = unpacked(codes, torch.float32)
     off = (found - weight).abs().view(7, -1, codes.block)
-    if kind == "fp8":  # three bits behind the first, or those of the least numbers
+    if kind in ("fp4", "nvfp4"):  # between 4 and 6 there is nothing
+        steps = codes.scales if codes.factors is None else codes.scales * codes.factors[:, None]
+        assert (off <= steps.unsqueeze(2) * 1.0001).all()
+        assert off.mean() < steps.mean() * 0.3
+    elif kind == "fp8":  # three bits behind the first, or those of the least numbers
         assert (off <= (weight.abs() * 2**-4).view_as(off) + codes.scales.unsqueeze(2) * 2**-10).all()
     else:
         assert (off <= codes.scales.unsqueeze(2) * (0.5001 if kind == "int8" else 1.0001)).all()  # 4 bits round zeros, too
@@ -97,6 +115,27 @@ def test_parts_are_parts_of_what_is_meant(zeros: bool, chance: random.Random) ->
     order = torch.tensor([3, 1, 1, 11], device=DEVICE)
     assert unpacked(codes[order], torch.float32).equal(whole[order])
     torch.testing.assert_close(unpacked(codes.scaled(0.3), torch.float32), whole * 0.3)
+
+
+@pytest.mark.parametrize("kind", ["fp4", "nvfp4"])
+def test_parts_of_floats_of_4_bits(kind: str) -> None:
+    """Whose outputs have factors of their own: one part of these and of inputs, with zeros beyond the end."""
+    codes = some(kind, 12, 48, 16)
+    if kind == "fp4":
+        codes = codes.scaled(0.3)
+    whole = unpacked(codes, torch.float32)
+    for dimension, start, stop in ((0, 3, 9), (1, 16, 48), (1, 24, 40), (1, 5, 8), (0, 0, 12)):
+        assert unpacked(codes.part(dimension, start, stop), torch.float32).equal(whole.narrow(dimension, start, stop - start))
+    beyond = unpacked(codes.part(0, 8, 16).part(1, 32, 64), torch.float32)
+    assert beyond[:4, :16].equal(whole[8:, 32:])
+    assert beyond.count_nonzero() == whole[8:, 32:].count_nonzero()
+    order = torch.tensor([3, 1, 1, 11], device=DEVICE)
+    assert unpacked(codes[order], torch.float32).equal(whole[order])
+    more = some(kind, 5, 48, 8)
+    assert unpacked(joined([codes, more]), torch.float32).equal(torch.cat((whole, unpacked(more, torch.float32))))
+    scaled = codes.scaled(0.3)
+    torch.testing.assert_close(unpacked(scaled, torch.float32), whole * 0.3)
+    assert scaled.scales.equal(codes.scales)  # which keep few bits
 
 
 def test_weights_side_by_side() -> None:
@@ -136,7 +175,7 @@ def test_products(
     for _ in range(3):
         group = chance.choice([32, 64, 128, 256, 96])
         inputs, outputs = group * chance.choice([1, 2, 3]), chance.choice([16, 48, 80, 33 if route == "triton" else 64])
-        codes = some(kind, outputs, inputs, group, zeros and kind != "fp8")
+        codes = some(kind, outputs, inputs, group, zeros and kind not in FLOATS)
         bias = torch.randn(outputs, device=DEVICE).to(dtype) if chance.random() < 0.5 else None
         found = laid_out(route, codes, bias, dtype)
         assert isinstance(found, Quantized) == (route == "triton" or kind == "int4")
@@ -175,6 +214,41 @@ def test_pairs_are_multiplied(zeros: bool, monkeypatch: pytest.MonkeyPatch) -> N
     assert (found.double() - expected).abs().max() <= TOLERANCES[torch.bfloat16] * expected.abs().max()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU looks up by itself")
+@pytest.mark.parametrize("kind", ["fp4", "nvfp4"])
+def test_what_is_looked_up_is_multiplied(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float16, of which the interpreter knows products."""
+    monkeypatch.setattr(fused_quantized, "on_nvidia", lambda device: True)
+    for module in (fused_quantized, small_floats):
+        monkeypatch.setattr(module, "tiny_pair", looked_up)
+    codes, x = some(kind, 48, 192, 32), torch.randn(20, 192).half()
+    expected = x.double() @ unpacked(codes, torch.float64).T
+    found = laid_out("triton", codes, None, torch.float16)(x)
+    assert (found.double() - expected).abs().max() <= TOLERANCES[torch.float16] * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scales_of_few_bits_beside_factors(dtype: torch.dtype, chance: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each output is right by its own measure: what is large doesn't hide what is small. Nothing but results is rounded, the least
+    scales included, and those that are 0."""
+    monkeypatch.setattr(fused_quantized.torch, "empty", poisoned)
+    for inputs in (32, 64, 96, 128, 160, 384):
+        outputs, far = chance.choice([1, 7, 33, 100]), 20 if dtype == torch.bfloat16 else 1
+        codes = some("nvfp4", outputs, inputs, 16)
+        factors = torch.tensor([10.0 ** chance.uniform(-far, far) / 1e3 for _ in range(outputs)], device=DEVICE)
+        codes.scales[:, 0], codes.scales[0] = 2.0**-9, 3 * 2.0**-9  # the least there are
+        codes.scales[outputs // 2] = 0
+        scaled = replace(codes, factors=factors)
+        found = laid_out("triton", scaled, None, dtype)
+        assert isinstance(found, Quantized)
+        exact = unpacked(replace(codes, factors=None), torch.float64) * factors.double()[:, None]
+        for rows in (1, 19, MOST + 1):  # of so many the weight is unpacked first, and rounded
+            x = torch.randn(rows, inputs, device=DEVICE).to(dtype)
+            weight = exact if rows <= MOST else unpacked(scaled, dtype).double()
+            bound = TOLERANCES[dtype] * (x.double().abs() @ weight.abs().T).amax(0) + torch.finfo(dtype).smallest_normal * 2**-10
+            assert ((found(x).double() - x.double() @ weight.T).abs() <= bound).all()
+
+
 @pytest.mark.parametrize(("route", "dtype"), [("triton", torch.float16), ("torch", torch.bfloat16)])
 def test_rows_know_no_neighbours(route: str, dtype: torch.dtype) -> None:
     """Not by a bit, whatever else is in the tile."""
@@ -203,6 +277,10 @@ def test_no_rows() -> None:
         ("torch", "int4", 16, torch.bfloat16),
         ("torch", "int4", 64, torch.float32),
         ("torch", "fp8", 64, torch.bfloat16),
+        ("torch", "nvfp4", 16, torch.bfloat16),
+        ("triton", "nvfp4", 8, torch.bfloat16),  # ranks cut within blocks
+        ("triton", "nvfp4", 16, torch.float32),
+        ("triton", "fp4", 16, torch.bfloat16),
     ],
 )
 def test_what_has_no_product_is_unpacked(route: str, kind: str, group: int, dtype: torch.dtype) -> None:
@@ -219,15 +297,25 @@ def test_bytes() -> None:
     codes = some("int4", 32, 128, 64, True)
     assert laid_out("triton", codes, None, torch.float16).bytes == 32 * (64 + 2 * 4 + 2)
     assert laid_out("torch", codes, None, torch.bfloat16).bytes == 32 * (64 + 2 * 2 * 2)
+    for inputs in (96, 128):
+        assert laid_out("triton", some("nvfp4", 32, inputs, 16), None, torch.float16).bytes == 32 * (inputs // 2 + inputs // 16 + 4)
+    assert laid_out("triton", some("fp4", 32, 128, 32), None, torch.float16).bytes == 32 * (64 + 4)
     assert type(laid_out("torch", unpacked(codes, torch.float32), None, torch.float32)) is Weight  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("fault", ["zeros", "halves"])
-def test_a_fault_would_be_seen(fault: str, monkeypatch: pytest.MonkeyPatch, chance: random.Random) -> None:
-    honest, paired = fused_quantized._meaning, fused_quantized.paired
+@pytest.mark.parametrize(
+    ("kind", "fault"), [("int4", "zeros"), ("int4", "halves"), ("nvfp4", "halves"), ("nvfp4", "blocks"), ("nvfp4", "factors")]
+)
+def test_a_fault_would_be_seen(kind: str, fault: str, monkeypatch: pytest.MonkeyPatch, chance: random.Random) -> None:
+    """Another middle, halves the other way round, the scale of the block beside, no factors."""
+    meaning, paired, words = fused_quantized.meaning, fused_quantized.paired, fused_quantized.words
     if fault == "zeros":
-        monkeypatch.setattr(fused_quantized, "_meaning", lambda *given: honest(*given) | {"MIDDLE": 7})
+        monkeypatch.setattr(fused_quantized, "meaning", lambda *given: meaning(*given) | {"MIDDLE": 7})
+    elif fault == "factors":
+        monkeypatch.setattr(fused_quantized, "meaning", lambda *given: meaning(*given) | {"FACTORS": False})
+    elif fault == "blocks":
+        monkeypatch.setattr(fused_quantized, "words", lambda scales, run: words(scales.roll(1, 1), run))
     else:
         monkeypatch.setattr(fused_quantized, "paired", lambda codes, run: paired(codes.flip(1), run))
     with pytest.raises(AssertionError):
-        test_products("triton", "int4", torch.float16, False, chance, monkeypatch)
+        test_products("triton", kind, torch.float16, False, chance, monkeypatch)

@@ -207,6 +207,34 @@ def test_a_checkpoint_of_few_bits(tmp_path: Path) -> None:
     assert estimate(usual) > 1.5 * estimate(few)
 
 
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "format": "nvfp4-pack-quantized",
+    "config_groups": {"all": {"weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}}},
+}
+
+
+@pytest.mark.parametrize("method", [{"quant_method": "modelopt", "quant_algo": "NVFP4"}, COMPRESSED])
+def test_floats_of_4_bits(method: dict[str, Any], tmp_path: Path) -> None:
+    """4.5 bits and a factor of each output on an accelerator; a CPU unpacks them, and so does one in float32."""
+    usual, few = whole(tmp_path), whole(tmp_path, quantization_config=method)
+    columns = (4 + 2 + 2) * 16 + 2 * 128, 64 + 64  # outputs of a layer's matrices: those that ranks divide, and others
+    for device, dtype, less in (
+        ("cuda", "bfloat16", MATRICES * 11.5 / 8 - 2 * sum(columns) * 4),
+        ("cpu", "bfloat16", 0),
+        ("cuda", "float32", 0),
+    ):
+        options = Options(device=device, dtype=dtype)
+        planned = plan.divide(options, few, GPUS)
+        assert plan.divide(options, usual, GPUS).weight_bytes - planned.weight_bytes == int(less)
+        words = f"; nvfp4 by {method['quant_method']}" + ("" if less else f", unpacked to {dtype} when loaded")
+        [line] = [line for line in plan.table(planned, "x").splitlines() if line.startswith("weights")]
+        assert words in line
+    two = Options(device="cuda", dtype="bfloat16", num_shard=2)
+    less = plan.divide(two, usual, GPUS).weight_bytes - plan.divide(two, few, GPUS).weight_bytes
+    assert less == int(MATRICES / 2 * 11.5 / 8 - 2 * (columns[0] // 2 + columns[1]) * 4)
+
+
 def test_groups_that_are_too_short_for_products(tmp_path: Path) -> None:
     """They are unpacked, and no type of numbers would help."""
     method = {"quant_method": "gptq", "bits": 4, "group_size": 16}

@@ -171,6 +171,43 @@ def floats(how: Format, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     return {"weight": codes, how.more["name"]: scale, "input_scale": torch.tensor(0.5)}, plain
 
 
+SIZES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # of floats of 4 bits
+
+
+def halves(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest floats of 4 bits, two in a byte, the first in its lower half; and as numbers, float64."""
+    places = (numbers.abs().unsqueeze(2) - SIZES).abs().argmin(2)
+    codes, found = torch.where(numbers < 0, places + 8, places), torch.where(numbers < 0, -SIZES[places], SIZES[places])
+    return (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8), found.double()
+
+
+def nvfp4(how: Format, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """Each block has a float of 8 bits, and the matrix a number that is multiplied by, or divided by where it is a `divisor`. What
+    has no whole blocks is left out, as those who write such checkpoints leave it out."""
+    if weight.shape[1] % 16:
+        return {"weight": weight}, weight
+    factor = weight.abs().max() / (448 * 6)
+    scales = (weight.view(len(weight), -1, 16).abs().amax(2).double() / 6 / factor.double()).to(torch.float8_e4m3fn)
+    wide = scales.double().repeat_interleave(16, 1)
+    codes, numbers = halves(weight / (wide * factor.double()))
+    if not how.more["divisor"]:
+        tensors = {"weight": codes, "weight_scale": scales, "weight_scale_2": factor, "input_scale": torch.tensor(0.5)}
+        return tensors, (numbers * wide * factor.double()).float()
+    divisor = 1 / factor.view(1)
+    tensors = {"weight_packed": codes, "weight_scale": scales, "weight_global_scale": divisor, "input_global_scale": torch.ones(1)}
+    return tensors, (numbers * wide / divisor.double()).float()
+
+
+def mxfp4(how: Format, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """Each block has an exponent of 2; likewise."""
+    if weight.shape[1] % 32:
+        return {"weight": weight}, weight
+    exponents = weight.view(len(weight), -1, 32).abs().amax(2).double().log2().floor() - 2
+    wide = 2 ** exponents.repeat_interleave(32, 1)
+    codes, numbers = halves(weight / wide)
+    return {"weight_packed": codes, "weight_scale": (exponents + 127).to(torch.uint8)}, (numbers * wide).float()
+
+
 def compressed(form: str, weights: dict[str, Any]) -> dict[str, Any]:
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups, "ignore": ["lm_head"]}
@@ -180,6 +217,7 @@ INTEGERS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 4, 
 TENSOR = {"num_bits": 4, "type": "int", "strategy": "tensor", "symmetric": False}
 BYTES = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
 FLOATS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+TINY = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True, "dynamic": False}
 FORMATS = {
     "gptq": Format(gptq, {"quant_method": "gptq", "bits": 4, "group_size": 4, "desc_act": False}, size=4),
     "gptq-symmetric": Format(
@@ -223,6 +261,9 @@ FORMATS = {
     "modelopt": Format(
         floats, {"quant_method": "modelopt", "quant_algo": "FP8"}, more={"name": "weight_scale", "block": (0, 0), "shape": ()}
     ),
+    "modelopt-nvfp4": Format(nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, more={"divisor": False}),
+    "nvfp4": Format(nvfp4, compressed("nvfp4-pack-quantized", TINY), more={"divisor": True}),
+    "mxfp4": Format(mxfp4, compressed("mxfp4-pack-quantized", TINY | {"strategy": "group", "group_size": 32})),
     "fbgemm": Format(floats, {"quant_method": "fbgemm_fp8"}, more={"name": "weight_scale", "block": (1, 0)}),
 }
 

@@ -32,10 +32,11 @@ from penstock.shard.loading import load
 from penstock.shard.memory import size_pool
 from penstock.shard.models.decoder import Decoder
 from penstock.shard.models.families import Unsupported, shape
+from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling, sequences
 from penstock.shard.service import Service
 from penstock.shard.weights import Weights
-from penstock.tests.shard import fake_cuda, lora, seeing, test_draft_head, tiny
+from penstock.tests.shard import fake_cuda, lora, packing, seeing, test_draft_head, tiny
 from penstock.tests.shard.fake_cuda import Noted
 from penstock.tests.shard.test_weights import Alone
 
@@ -545,6 +546,28 @@ def test_the_plan_knows_what_a_rank_holds(name: str) -> None:
     model = shape(json.loads((path / "config.json").read_text())).quantized("int4")
     decoder = Decoder(model, Weights(path, torch.bfloat16, device, lambda read: None), Alone(1), device)
     assert model.weight_bytes(2, 2, "cuda", "bfloat16", False) == pytest.approx(decoder.weight_bytes, rel=0.003)
+
+
+FEW = [("words-wide", "modelopt-nvfp4"), ("words-wide", "mxfp4"), ("mixtral-wide", "nvfp4"), ("mixtral-wide", "mxfp4")]
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
+    """Checkpoints of floats of 4 bits, made where there is no device."""
+    return {one: packing.checkpoints(*one, tmp_path_factory.mktemp("few"))[0] for one in FEW}
+
+
+@pytest.mark.parametrize("one", FEW)
+@pytest.mark.usefixtures("noted")
+def test_floats_of_4_bits_stay_small(one: tuple[str, str], few: dict[tuple[str, str], Path]) -> None:
+    """As planned, all of them and what one of two ranks has, 96 of 192 inputs."""
+    device = torch.device("cuda", 0)
+    model = shape(json.loads((few[one] / "config.json").read_text()))
+    for ranks in (Ranks(0, 1, device), Alone(1)):
+        decoder = Decoder(model, Weights(few[one], torch.bfloat16, device, lambda read: None), ranks, device)
+        planned = model.weight_bytes(ranks.size, 2, "cuda", "bfloat16", False)
+        assert planned == pytest.approx(decoder.weight_bytes, rel=0.001)
+        assert model.saved(ranks.size, 2, "cuda", "bfloat16") > 0
 
 
 @pytest.fixture(scope="module")

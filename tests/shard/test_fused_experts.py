@@ -90,7 +90,7 @@ def test_another_number_of_experts(saved: Saved, tmp_path: Path) -> None:
     refuses(folder, f"tensor {TENSOR} is [8, 40, 64], config.json says [9, 40, 64]")
 
 
-@pytest.mark.parametrize("end", ["_scale_inv", "_scale", "_blocks"])
+@pytest.mark.parametrize("end", ["_scale_inv", "_scale", "_blocks", "_weight_scale"])
 def test_experts_of_few_bits(end: str, saved: Saved, tmp_path: Path) -> None:
     folder = spoiled(saved("qwen3-moe"), tmp_path, **{f"{TENSOR}{end}": torch.ones(9, 1, 1)})
     refuses(folder, f"{TENSOR}{end} says that experts", "in one tensor", "save_original_format=True")

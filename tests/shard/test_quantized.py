@@ -41,9 +41,10 @@ def made(folder: Path, rank: Ranks = WHOLE, dtype: torch.dtype = torch.float32, 
 def test_every_format_is_the_same_model_in_float32(form: str, tmp_path: Path) -> None:
     """On one rank, and each half of two; of biases, too."""
     few, plain = packing.checkpoints("qwen2", form, tmp_path)
-    same(decoder(few), decoder(plain))
+    tolerance = 1e-6 if form == "nvfp4" else 0.0  # where one number is divided by, and has a reciprocal here
+    same(decoder(few), decoder(plain), tolerance)
     for rank in range(2):
-        same(made(few, Alone(rank)), made(plain, Alone(rank)))
+        same(made(few, Alone(rank)), made(plain, Alone(rank)), tolerance)
 
 
 # With matrices that are stored as one, rotary features in another order, factors of what is added, and norms of their own.
@@ -54,6 +55,10 @@ NAMES = ["phi3", "glm4", "granite", "gemma2", "olmo2", "mixtral", "deepseek-v3",
     ("name", "form"),
     [
         *itertools.product(NAMES, ["gptq", "packed-zeros", "float8"]),
+        *itertools.product(["granite", "mixtral", "phi3", "qwen3-moe", "words-wide"], ["modelopt-nvfp4"]),
+        *itertools.product(["granite", "mixtral-wide"], ["mxfp4"]),
+        ("deepseek-v3", "nvfp4"),
+        ("mixtral-wide", "nvfp4"),
         ("qwen3-moe", "float8"),
         ("qwen2-moe", "packed-zeros"),
         ("falcon-h1", "packed-zeros"),
@@ -70,7 +75,7 @@ NAMES = ["phi3", "glm4", "granite", "gemma2", "olmo2", "mixtral", "deepseek-v3",
 )
 def test_every_family_is_the_same_model(name: str, form: str, tmp_path: Path) -> None:
     few, plain = packing.checkpoints(name, form, tmp_path)
-    tolerance = 1e-6 if name.startswith(("falcon", "granite")) else 0.0  # whose factors go to the scales
+    tolerance = 1e-6 if name.startswith(("falcon", "granite")) or form == "nvfp4" else 0.0  # whose factors go to the scales
     same(decoder(few), decoder(plain), tolerance)
     same(made(few, Alone(1)), made(plain, Alone(1)), tolerance)
 
@@ -183,7 +188,7 @@ def logits(model: Decoder, tokens: tuple[int, ...]) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("form", ["gptq", "awq", "packed", "fp8-blocks"])
+@pytest.mark.parametrize("form", ["gptq", "awq", "packed", "fp8-blocks", "modelopt-nvfp4"])
 def test_logits_are_transformers(form: str, tmp_path: Path) -> None:
     """Of transformers' model with the same numbers."""
     few, plain = packing.checkpoints("llama", form, tmp_path)
@@ -229,8 +234,8 @@ def test_what_is_not_supported_by_awqs_first_names(fields: dict[str, Any], words
 MODELOPT = "hf_quant_config.json"
 
 
-def modelopt(target: Path, name: str = "qwen2", **fields: Any) -> tuple[Path, Path]:
-    few, plain = packing.checkpoints(name, "modelopt", target)
+def modelopt(target: Path, name: str = "qwen2", form: str = "modelopt", **fields: Any) -> tuple[Path, Path]:
+    few, plain = packing.checkpoints(name, form, target)
     change(few, quantization_config=None)
     inner = {"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]} | fields
     (few / MODELOPT).write_text(json.dumps({"producer": {"name": "modelopt", "version": "0.33.0"}, "quantization": inner}))
@@ -242,6 +247,22 @@ def test_a_file_beside_config_json(tmp_path: Path) -> None:
     same(decoder(few), decoder(plain))
     assert len(few_bits(decoder(few, quantize="fp8"))) == 0  # a CPU unpacks them
     refuses(few, "--quantize int4, but the checkpoint is modelopt with fp8 already", quantize="int4")
+
+
+@pytest.mark.parametrize("algorithm", ["NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8"])
+def test_nvfp4_in_a_file_beside_config_json(algorithm: str, tmp_path: Path) -> None:
+    few, plain = modelopt(tmp_path, "words-wide", "modelopt-nvfp4", quant_algo=algorithm, group_size=16)
+    kinds = [tensor.dtype for tensor in safetensors.torch.load_file(few / WEIGHTS).values()]
+    assert kinds.count(torch.uint8) == kinds.count(torch.float8_e4m3fn) == 2 * 7  # all of both layers
+    found = decoder(few)
+    same(found, decoder(plain))
+    assert found.shape.quantization == Quantization(method="modelopt", kind="nvfp4", group=16)
+
+
+def test_another_name_of_modelopts_method(tmp_path: Path) -> None:
+    few, plain = packing.checkpoints("qwen2", "modelopt-nvfp4", tmp_path)
+    broken(few, quant_method="modelopt_fp4")
+    same(decoder(few), decoder(plain))
 
 
 def test_modules_that_are_left_out(tmp_path: Path) -> None:
@@ -271,10 +292,11 @@ def test_scales_of_keys_and_values_by_modelopts_names(tmp_path: Path) -> None:
     assert all(own is not None and own.equal(torch.tensor([[0.5 + i], [0.25 + i]]).expand(2, 4)) for i, own in enumerate(scales))
 
 
-@pytest.mark.parametrize("algorithm", ["NVFP4", "W4A8_AWQ", "MXFP8", "FP8_PB_WO"])
+@pytest.mark.parametrize("algorithm", ["NVFP4_AWQ", "W4A8_AWQ", "MXFP8", "FP8_PB_WO", "MIXED_PRECISION"])
 def test_other_algorithms_of_modelopt(algorithm: str, tmp_path: Path) -> None:
     few, _ = modelopt(tmp_path, quant_algo=algorithm)
-    refuses(few, f"ModelOpt's quant_algo '{algorithm}' is not supported, FP8 is", "use the model's unquantized weights")
+    words = f"ModelOpt's quant_algo '{algorithm}' is not supported, FP8, NVFP4, W4A16_NVFP4, W4A8_NVFP4_FP8 are"
+    refuses(few, words, "use the model's unquantized weights")
 
 
 @pytest.mark.parametrize(
@@ -399,6 +421,13 @@ def told(form: str, size: int) -> dict[str, Any]:
     return {"group_size": size or -1}
 
 
+def test_parts_with_too_few_blocks_for_products() -> None:
+    """Of 160 inputs in blocks of 16 each of two ranks has five of these, each of five has two."""
+    how = Quantization(method="modelopt", kind="nvfp4", group=16)
+    assert [how.saved(2, "cuda", "bfloat16", 160, 160 // ranks) > 0 for ranks in (1, 2, 5)] == [True, False, True]
+    assert how.saved(2, "cuda", "bfloat16", 4096, 4096) == 2 - 4.5 / 8 - 4 / 4096
+
+
 # What is wrong, and what helps
 
 
@@ -406,6 +435,11 @@ def broken(folder: Path, **changes: Any) -> None:
     """Fields of quantization_config; None takes one away."""
     config = json.loads((folder / "config.json").read_text())["quantization_config"] | changes
     change(folder, quantization_config={name: value for name, value in config.items() if value is not None})
+
+
+def told_tiny(form: str, **changes: Any) -> dict[str, Any]:
+    """The same of floats of 4 bits."""
+    return packing.compressed(f"{form}-pack-quantized", packing.TINY | changes)
 
 
 @pytest.mark.parametrize(
@@ -419,7 +453,14 @@ def broken(folder: Path, **changes: Any) -> None:
         ("gptq", {"is_marlin_format": True}, ["checkpoint_format 'marlin'"]),
         ("gptq", {"quant_method": "bitsandbytes"}, ["quant_method 'bitsandbytes'"]),
         ("gptq", {"quant_method": None}, ["quant_method null"]),
-        ("modelopt", {"quant_algo": "NVFP4"}, ["ModelOpt's quant_algo 'NVFP4'", "FP8 is"]),
+        ("modelopt", {"quant_algo": "NVFP4_AWQ"}, ["ModelOpt's quant_algo 'NVFP4_AWQ'", "FP8, NVFP4, W4A16_NVFP4"]),
+        ("modelopt", {"quant_algo": ["NVFP4"]}, ["ModelOpt's quant_algo ['NVFP4']"]),
+        ("modelopt-nvfp4", {"group_size": 32}, ["NVFP4 with group_size 32", "with 16 it is"]),
+        ("nvfp4", told_tiny("nvfp4", group_size=32), ["nvfp4-pack-quantized with group_size 32", "with 16 it is"]),
+        ("nvfp4", told_tiny("nvfp4", num_bits=8), ["format 'nvfp4-pack-quantized'", "type 'float' and 8 bits"]),
+        ("nvfp4", told_tiny("nvfp4", type="int"), ["format 'nvfp4-pack-quantized'", "type 'int'"]),
+        ("nvfp4", {"format": "pack-quantized"}, ["format 'pack-quantized'", "type 'float' and 4 bits"]),
+        ("mxfp4", told_tiny("mxfp4", group_size=True), ["mxfp4-pack-quantized with group_size true", "with 32 it is"]),
         ("modelopt", {"quant_algo": None}, ["quant_algo null"]),
         ("modelopt", {"quantization": ["FP8"]}, ["quantization is ['FP8']"]),
         ("awq", {"version": "gemv"}, ["version 'gemv'", "gemm is"]),
@@ -491,6 +532,34 @@ def test_tensors_that_do_not_fit(
     refuses(few, LAYER, *words)
 
 
+@pytest.mark.parametrize(
+    ("form", "end", "work", "words"),
+    [
+        ("nvfp4", "weight_packed", lambda found: found[1:], ["has codes [63, 192]", "config.json says [64, 192]"]),
+        ("nvfp4", "weight_packed", lambda found: found.int(), ["weight_packed is stored as I32", "it is U8"]),
+        ("nvfp4", "weight_packed", lambda found: None, ["no tensor", "weight_packed"]),
+        ("nvfp4", "weight_scale", lambda found: found[:, ::2], ["scales [64, 6]", "16 inputs share one"]),
+        ("nvfp4", "weight_scale", lambda found: found[1:], ["scales [63, 12]", "config.json says [64, 192]"]),
+        ("nvfp4", "weight_scale", lambda found: found.view(torch.uint8), ["weight_scale is stored as U8", "it is F8_E4M3"]),
+        ("nvfp4", "weight_global_scale", lambda found: None, ["no tensor", "weight_global_scale"]),
+        ("nvfp4", "weight_global_scale", lambda found: found * 0, ["weight_global_scale is [0.0], one number is needed"]),
+        ("nvfp4", "weight_global_scale", lambda found: found.expand(64), ["weight_global_scale is [", "..., one number"]),
+        ("modelopt-nvfp4", "weight", lambda found: found.view(torch.int8), ["weight is stored as I8", "it is U8"]),
+        ("modelopt-nvfp4", "weight", lambda found: found[:, 1:], ["has codes [64, 190], scales [64, 12]", "16 inputs share one"]),
+        ("modelopt-nvfp4", "weight_scale_2", lambda found: None, ["no tensor", "weight_scale_2"]),
+        ("modelopt-nvfp4", "weight_scale_2", lambda found: found / 0, ["weight_scale_2 is [inf], one number is needed"]),
+        ("modelopt-nvfp4", "weight_scale_2", lambda found: found.half(), ["weight_scale_2 is stored as F16", "it is F32"]),
+        ("mxfp4", "weight_scale", lambda found: found[:, 1:], ["scales [64, 5]", "32 inputs share one"]),
+    ],
+)
+def test_floats_of_4_bits_that_do_not_fit(
+    form: str, end: str, work: Callable[[Tensor], Tensor | None], words: list[str], tmp_path: Path
+) -> None:
+    few, _ = packing.checkpoints("words-wide", form, tmp_path)
+    spoil(few, f"{LAYER}.{end}", work)
+    refuses(few, LAYER, *words)
+
+
 ODD: dict[str, Callable[[Tensor], Tensor]] = {
     "empty": lambda part: part.new_empty(0),
     "empty rows": lambda part: part.new_empty(64, 0),
@@ -504,10 +573,10 @@ ODD: dict[str, Callable[[Tensor], Tensor]] = {
 def test_shapes_that_nobody_would_write(form: str, odd: str) -> None:
     """In each part, one line says that it is wrong."""
     how = packing.FORMATS[form]
-    parts, _ = how.pack(how, torch.randn(64, 48))
-    for name in parts.keys() - {"weight_shape", "input_scale"}:
+    parts, _ = how.pack(how, torch.randn(64, 96))
+    for name in parts.keys() - {"weight_shape", "input_scale", "input_global_scale"}:
         with pytest.raises(Unsupported, match=r"^[^\n]*\bm\b[^\n]*$"):
-            read(form, parts | {name: ODD[odd](parts[name])}, (64, 48))
+            read(form, parts | {name: ODD[odd](parts[name])}, (64, 96))
 
 
 def test_zeros_that_mean_nothing_in_a_shape_that_nobody_would_write() -> None:
