@@ -64,11 +64,12 @@ class Weights:
     ) -> Tensor:
         """See Source."""
         stored = self._stored(self._place(name), name, "get_slice")
-        found = tuple(stored.get_shape())
+        found, kind = tuple(stored.get_shape()), stored.get_dtype()
+        if kind not in ("F64", "F32", "F16", "BF16"):  # two numbers in a byte have another shape besides
+            what = "by config.json it is not quantized, or no matrix of a layer, of which alone few bits are read"
+            raise Unsupported(f"tensor {name} is stored as {kind}, and {what}: {AGAIN}")
         if found != shape:
             raise Unsupported(f"tensor {name} is {list(found)}, config.json says {list(shape)}: they belong to different models")
-        if stored.get_dtype() not in ("F64", "F32", "F16", "BF16"):
-            raise Unsupported(f"tensor {name} is stored as {stored.get_dtype()}, and by config.json it is not quantized: {AGAIN}")
         tensor = sliced(stored, cut)
         self.progress(tensor.numel())
         return tensor.to(self.device, dtype or self.dtype)

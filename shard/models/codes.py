@@ -103,13 +103,13 @@ def _plain(source: Source, name: str, shape: tuple[int, int], how: Quantization)
 def _fp4(source: Source, name: str, shape: tuple[int, int], how: Quantization) -> Codes:
     """Floats of 4 bits, [outputs, inputs / 2]. Scales of blocks are exponents, or of 8 bits: then one more number is all outputs',
     which ModelOpt multiplies by, and compressed-tensors divides by."""
-    ours = how.method == "compressed-tensors"
-    codes = fp4(_stored(source, f"{name}.{'weight_packed' if ours else 'weight'}", 2, ("U8",)))
+    divided = how.method == "compressed-tensors"
+    codes = fp4(_stored(source, f"{name}.{'weight_packed' if divided else 'weight'}", 2, ("U8",)))
     if how.kind == "fp4":
         scales, factors = powers(_stored(source, f"{name}.weight_scale", 2, ("U8",))), None
     else:
         scales = _stored(source, f"{name}.weight_scale", 2, ("F8_E4M3",)).float()
-        factors = _factor(source, f"{name}.{'weight_global_scale' if ours else 'weight_scale_2'}", ours).expand(shape[0])
+        factors = _factor(source, f"{name}.{'weight_global_scale' if divided else 'weight_scale_2'}", divided).expand(shape[0])
     if scales.shape[1] * how.group != codes.shape[1]:
         raise Unsupported(
             f"{name} has codes {list(codes.shape)}, scales {list(scales.shape)}, by config.json {how.group} inputs share one: they "

@@ -6,6 +6,7 @@ import functools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,8 +25,9 @@ from penstock.shard.models import stream
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling
 from penstock.tests.kernels import sanitizer
-from penstock.tests.shard import configurations, test_invariance, tiny
+from penstock.tests.shard import configurations, packing, test_invariance, test_quantized, tiny
 from penstock.tests.shard.driver import Driver, Flying, Habits, World, drive, message
+from penstock.tests.shard.test_weights import decoder
 
 # What padding computes is said nowhere, and nobody sees it.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value", "ignore:divide by zero")
@@ -281,3 +283,18 @@ def test_nothing_depends_on_the_batch(name: str, monkeypatch: pytest.MonkeyPatch
     replayed = with_graphs(made(), monkeypatch)
     assert test_invariance.differences(run(replayed), expected) == []
     assert replayed.forward.replayed > replayed.forward.eager
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's tensors are a CPU's")
+@pytest.mark.parametrize("form", ["modelopt-nvfp4", "mxfp4"])
+def test_floats_of_4_bits_are_what_the_checkpoint_says(form: str, tmp_path: Path) -> None:
+    """From the file through the kernels; as near as bfloat16 is to the same numbers in float32."""
+    few, plain = packing.checkpoints("words-wide", form, tmp_path)
+    tokens = tuple(range(3, 15))
+    expected = test_quantized.logits(decoder(plain), tokens)
+    rounded = test_quantized.logits(decoder(plain, dtype="bfloat16"), tokens)
+    choose.force("triton")
+    model = decoder(few, dtype="bfloat16")
+    assert len(test_quantized.few_bits(model)) == 4
+    found = test_quantized.logits(model, tokens)
+    assert (found - expected).norm() < 1.5 * (rounded - expected).norm()

@@ -259,6 +259,13 @@ def test_nvfp4_in_a_file_beside_config_json(algorithm: str, tmp_path: Path) -> N
     assert found.shape.quantization == Quantization(method="modelopt", kind="nvfp4", group=16)
 
 
+def test_an_output_matrix_of_4_bits(tmp_path: Path) -> None:
+    """Of which the shape alone would speak of another model."""
+    few, _ = packing.checkpoints("words-wide", "modelopt-nvfp4", tmp_path)
+    spoil(few, "lm_head.weight", lambda found: packing.halves(found)[0])
+    refuses(few, "tensor lm_head.weight is stored as U8", "no matrix of a layer, of which alone few bits are read")
+
+
 def test_another_name_of_modelopts_method(tmp_path: Path) -> None:
     few, plain = packing.checkpoints("qwen2", "modelopt-nvfp4", tmp_path)
     broken(few, quant_method="modelopt_fp4")
