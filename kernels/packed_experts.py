@@ -196,7 +196,8 @@ def packed_kernel(
         elif SQUARED:
             result = tl.maximum(result, 0.0) * tl.maximum(result, 0.0)
         else:
-            # Loaded once more, in other words lest it, or its place, be kept: ptxas would spill that to fit in one program more.
+            # Loaded once more, in other words lest they, or their places, be kept: ptxas would spill to fit in one program more.
+            asked = first_place + tl.arange(0, ROWS) < tl.load(starts + expert + 1, cache_modifier=".ca").to(tl.int32)
             pair = tl.load(order + first_place + tl.arange(0, ROWS), mask=asked, other=0, cache_modifier=".ca").to(tl.int64)
             result *= tl.load(shares + pair, mask=asked, other=0.0)[:, None]
         to = out + pair[:, None] * OUTPUTS + output[None, :]
