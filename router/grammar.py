@@ -215,7 +215,7 @@ def written(grammar: Grammar) -> str:
         case "lark":
             return llguidance.LLMatcher.grammar_from_lark(grammar.source)
         case "choice":
-            return llguidance.LLMatcher.grammar_from_regex("|".join(map(_literally, _options(grammar.source))))
+            return llguidance.LLMatcher.grammar_from_regex("|".join(map(literally, _options(grammar.source))))
     raise ValueError(f"its kind must be one of {', '.join(KINDS)}. Given: {grammar.kind}")
 
 
@@ -362,7 +362,7 @@ def _options(source: str) -> list[str]:
     return options
 
 
-def _literally(text: str) -> str:
+def literally(text: str) -> str:
     """A pattern that matches this text alone."""
     text.encode()  # llguidance would take half of a surrogate pair for something else
     return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)

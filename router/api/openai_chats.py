@@ -5,8 +5,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..grammar import within
-from ..parsing import constraint, markers, reader
+from ..parsing import constraint, formatted, markers, reader
 from ..request import Grammar, Limits, Refused, Request
 from ..template import Chat
 from ..text import Tokenizer
@@ -42,12 +41,14 @@ class Chats:
         continued = _text(messages[-1]) if _continues(body, messages[-1]) else ""
         format = None if tools.forced else grammar_of(body)
         parser = self._parser if tools.given else None
-        reasoning = None if format else self._reasoning  # an answer with a format is that from the first token on
-        grammar = format
+        reasoning, grammar = self._reasoning, format
         if tools.forced or (format is not None and tools.given):
             parser = parser or PLAIN_FORM
-            calls = self._calls(tools, parser, reasoning, prompt, continued)
-            grammar = calls if format is None else _either(calls, format)
+            grammar = self._calls(tools, parser, format, prompt, continued)
+        elif format is not None and reasoning is not None:
+            grammar = self._formatted(format, reasoning, prompt, continued)
+            if grammar is None:  # then the answer is that from the first token on
+                reasoning, grammar = None, format
         asked = replace(asked, grammar=grammar, shown=self._shown(reasoning, parser))
         with naming(grammar="tools" if tools.forced else format_name(body)):
             async with in_time(asked), self._links.opened(images) as opened:
@@ -89,13 +90,17 @@ class Chats:
         ids = [self._tokenizer.special_id(marker) for marker in markers(reasoning, parser)]
         return tuple(id for id in ids if id is not None)
 
-    def _calls(self, tools: Tools, parser: str, reasoning: str | None, prompt: str, continued: str) -> Grammar:
+    def _formatted(self, format: Grammar, reasoning: str, prompt: str, continued: str) -> Grammar | None:
+        return formatted(format, reasoning, prompt=prompt, continued=continued, special=self._tokenizer.added_id)
+
+    def _calls(self, tools: Tools, parser: str, format: Grammar | None, prompt: str, continued: str) -> Grammar:
         return constraint(
             parser,
             [tool for tool in tools.given if tool["function"]["name"] in tools.schemas],
             tools.named,
             tools.parallel,
-            reasoning=reasoning,
+            format=format,
+            reasoning=self._reasoning,
             prompt=prompt,
             continued=continued,
             special=self._tokenizer.added_id,
@@ -119,11 +124,3 @@ def _text(message: Mapping[str, Any]) -> str:
     """All that a message says."""
     content = message.get("content") or ""
     return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
-
-
-def _either(calls: Grammar, format: Grammar) -> Grammar:
-    """Calls, or an answer in its format."""
-    if format.kind != "json_schema":
-        raise Refused("`tools` together with a format that is no JSON schema is not supported", "tools")
-    head, _, start = calls.source.rpartition("\nstart: ")
-    return Grammar("lark", f"{head}\ncalls: {start}\nanswer: {within(format)}\nstart: calls | answer")

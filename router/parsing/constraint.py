@@ -1,12 +1,15 @@
-"""Grammars under which a model writes calls, and nothing else, in the form that its parser reads. Lark, as llguidance takes it.
+"""Grammars under which a model writes calls in the form that its parser reads, or an answer in a format, behind what it thinks, and
+nothing else. Lark, as llguidance takes it.
 
 Knows the forms' markers; knows no tokenizer but the markers that are tokens, which a grammar has to name as such.
 """
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..grammar import objects
+from ..grammar import literally, objects, within
 from ..request import Grammar, Refused
 from . import gemma, harmony
 from .calls import MAX_NAME
@@ -19,6 +22,7 @@ from .tagged import TaggedForm
 from .values import dump, typed
 
 Json = Mapping[str, Any]
+SLASH = re.compile(r"\\?[\s\S]")  # a character of a pattern, with what escapes it
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -28,12 +32,13 @@ def constraint(
     named: str | None,
     parallel: bool,
     *,
+    format: Grammar | None = None,
     reasoning: str | None = None,
     prompt: str = "",
     continued: str = "",
     special: Special = lambda text: None,
 ) -> Grammar:
-    """The grammar for one call or, if they may be `parallel` and none is named, several.
+    """The grammar for one call or, if they may be `parallel` and none is named, several; or else for an answer in a `format`.
 
     `tools` as OpenAI's requests hold them. A model with a `reasoning` parser may think first; it must end its thoughts if the
     `prompt`, or what of the answer is `continued`, has begun them. `special`: the id of a string that is one token wherever it
@@ -50,8 +55,48 @@ def constraint(
     several = parallel and named is None
     before = _thinking(lark, parser, reasoning, prompt, continued)
     lark.rule("call", " | ".join(calls))
-    lark.rule("start", f"{before} {_around(lark, parser, several)}")
+    written = _around(lark, parser, several)
+    if format is not None:
+        answer = _answer(lark, parser, format, prompt)
+        if answer is None:
+            raise Refused("`tools` together with a format that is a grammar is not supported", "tools")
+        written = f"({written} | {answer})"
+    lark.rule("start", f"{before} {written}")
     return Grammar("lark", lark.source)
+
+
+def formatted(format: Grammar, reasoning: str, *, prompt: str = "", continued: str = "", special: Special) -> Grammar | None:
+    """The grammar for an answer in a format, behind what the model thinks; None for formats that are grammars themselves. The rest
+    as in `constraint`."""
+    lark = Lark(special)
+    within_answer = reasoning == HARMONY and harmony.answers(harmony.begun(prompt))
+    before = "" if within_answer else _thinking(lark, reasoning, reasoning, prompt, continued)
+    answer = _answer(lark, reasoning, format, prompt)
+    if answer is None:
+        return None
+    lark.rule("start", f"{before} {answer}")
+    return Grammar("lark", lark.source)
+
+
+def _answer(lark: Lark, parser: str, format: Grammar, prompt: str) -> str | None:
+    """One in a format."""
+    match format.kind:
+        case "json_schema":
+            rule = lark.rule("answer", within(format))
+        case "regex":
+            rule = lark.rule("answer", f"/(?:{SLASH.sub(_escaped, format.source)})/")
+        case "choice":
+            rule = lark.rule("answer", f"/(?:{'|'.join(map(literally, json.loads(format.source)))})/")
+        case _:
+            return None
+    if parser == HARMONY and not harmony.answers(harmony.begun(prompt)):
+        return f"{lark.text(harmony.CHANNEL, 'final', harmony.MESSAGE)} {rule}"
+    return rule
+
+
+def _escaped(match: re.Match[str]) -> str:
+    """A slash, or a line's end, where a pattern stands between slashes."""
+    return {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}.get(match[0], match[0])
 
 
 def _call(lark: Lark, parser: str, function: Json, header: bool) -> str:

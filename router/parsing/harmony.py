@@ -24,6 +24,11 @@ def begun(prompt: str) -> str:
     return f"{start}{header.rstrip()}{marker}" if start and not BODY_END.find(body, 0) else ""
 
 
+def answers(begun: str) -> bool:
+    """Whether the message that begins so is the answer, neither thoughts nor a call."""
+    return begun.endswith(MESSAGE) and f"{CHANNEL}analysis" not in begun and not RECIPIENT.search(begun)
+
+
 def read(source: Source, calls: Calls, begun: str) -> Steps[None]:
     """The whole answer. What belongs to no message is text. `begun`: the header, or some of it, that the prompt ends with."""
     if begun:

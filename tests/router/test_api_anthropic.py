@@ -275,7 +275,7 @@ def test_choices_of_tools_and_formats(tokenizer: Tokenizer) -> None:
             await server.post(PATH, {**ASKED, **given})
             grammar = server.batcher.requests[-1].grammar
             assert grammar is not None
-            assert grammar.kind == "json_schema"
+            assert "answer: %json" in grammar.source  # behind what the model thinks
 
     serve(tokenizer, test)
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.router.grammar import WHITESPACE
+from penstock.router.parsing import formatted
 from penstock.router.request import Grammar
 from penstock.router.text import Tokenizer
 from penstock.tests.router.fake_batcher import LIMITS, Server, make_tokenizer, serve
@@ -236,7 +237,7 @@ PARAMETERS_TYPE = "tools[0].function.parameters.type"
         ({"tool_choice": "required"}, "tool_choice", '`tool_choice`: "required" needs `tools`'),
         ({"tools": [F], "tool_choice": {"type": "function", "function": {"name": "h"}}}, "tool_choice", ""),
         ({"tools": [F], "tool_choice": {"x": 1}}, "tool_choice", ""),
-        ({"tools": [F], "response_format": {"type": "regex", "value": "a"}}, "tools", ""),
+        ({"tools": [F], "guided_grammar": 'start: "a"'}, "tools", ""),
         ({"tools": [tool("f", x={"type": "string", "pattern": "("})], "tool_choice": "required"}, "tools", ""),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}}, "response_format", ""),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}}, "response_format.json_schema.schema", ""),
@@ -308,14 +309,32 @@ def test_formats_become_grammars(tokenizer: Tokenizer, given: dict[str, Any], gr
         for path, body in ((PATH, CHAT), ("/v1/completions", {"prompt": "hi"})):
             status, answer, _ = await server.post(path, {**body, **given})
             assert status == 200, answer
-            assert server.batcher.requests[-1].grammar == grammar
+            expected = grammar
+            if (
+                path == PATH and grammar is not None
+            ):  # a model that thinks may do so before, but where a grammar is all that there is
+                expected = formatted(grammar, "deepseek_r1", special=tokenizer.added_id) or grammar
+                assert (expected == grammar) == (grammar.kind in ("lark", "ebnf"))
+            assert server.batcher.requests[-1].grammar == expected
 
     serve(tokenizer, test)
 
 
-def test_an_answer_with_a_format_is_no_reasoning(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("more", [{}, {"tools": [F]}])
+def test_a_model_thinks_before_an_answer_with_a_format(tokenizer: Tokenizer, more: dict[str, Any]) -> None:
+    async def test(server: Server) -> None:
+        for given in ({"response_format": {"type": "json_object"}}, {"guided_choice": ["{}", '{"a": "<think>"}']}):
+            message, _ = await both(server, **given, **more)
+            assert message == {"role": "assistant", "content": '{"a": "<think>"}', "reasoning_content": "Hm?"}
+
+    serve(tokenizer, test, says='<think>Hm?</think>\n\n{"a": "<think>"}</s>')
+
+
+def test_of_an_answer_with_a_format_only_its_beginning_is_reasoning(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         message, _ = await both(server, response_format={"type": "json_object"})
+        assert message == {"role": "assistant", "content": '{"a": "<think>"}'}
+        message, _ = await both(server, guided_grammar='start: "{"')  # which says of every token what it may be
         assert message == {"role": "assistant", "content": '{"a": "<think>"}'}
 
     serve(tokenizer, test, says='{"a": "<think>"}</s>')
@@ -337,7 +356,8 @@ def test_tools_and_a_format_allow_either(tokenizer: Tokenizer) -> None:
             "type": "object",
             "x-guidance": {"whitespace_pattern": WHITESPACE},  # as without tools
         }
-        assert start == "start: calls | answer"
+        assert start.startswith('start: ("<think>" ')
+        assert start.endswith(" | answer)")
 
     serve(tokenizer, test, says='{"a": 1}</s>')
 

@@ -10,9 +10,10 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from penstock.router.api.openai_tools import tools_of
-from penstock.router.parsing import Arguments, Call, Part, Reasoning, constraint, markers, reader
-from penstock.router.parsing.readers import THOUGHTS, TOOL_PARSERS
-from penstock.router.request import Refused
+from penstock.router.grammar import choice, json_schema, lark, regex, rules
+from penstock.router.parsing import Arguments, Call, Part, Reasoning, Text, constraint, formatted, markers, reader
+from penstock.router.parsing.readers import REASONING_PARSERS, THOUGHTS, TOOL_PARSERS
+from penstock.router.request import Grammar, Refused
 from penstock.tests.router.parsing.test_readers import parts_of
 
 jsonschema = pytest.importorskip("jsonschema")
@@ -182,6 +183,55 @@ def test_a_model_may_think_before(reasoning: str, special: bool) -> None:
     assert world.accepts(grammar("<bot>", f"{opened}\nH"), f"m < ?\n{closed}\n\n{call}")
     assert not world.accepts(grammar("<bot>", f"{opened}\nH"), call)
     assert world.accepts(grammar("<bot>", f"{opened}\nHm{closed}So"), call)
+
+
+FORMATS = [
+    (json_schema({"properties": {"a": {"type": "integer"}}}), '{"a": 1}', '{"a": "1"}'),
+    (regex("a/b\n\\/c[/\n]"), "a/b\n/c/", "a/b/c/"),
+    (regex("x|"), "", "xx"),
+    (choice(['<b> /"', "b", ""]), '<b> /"', "bb"),
+]
+
+
+@pytest.mark.parametrize(("format", "answer", "other"), FORMATS)
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("reasoning", REASONING_PARSERS)
+def test_a_model_may_think_before_an_answer_with_a_format(
+    reasoning: str, special: bool, format: Grammar, answer: str, other: str
+) -> None:
+    analysis = "<|channel|>analysis<|message|>"
+    opened, closed, user, head = analysis, "<|end|><|start|>assistant", "<|start|>assistant", "<|channel|>final<|message|>"
+    if reasoning != "harmony":
+        [opened, *_], [closed, *_], user, head = THOUGHTS[reasoning].opens, THOUGHTS[reasoning].closes, "<user>", ""
+    world = World([*markers(reasoning, None)] if special or reasoning == "harmony" else [], "letters")
+
+    def accepts(prompt: str, text: str, continued: str = "") -> bool:
+        asked: dict[str, Any] = {"prompt": prompt + continued, "continued": continued, "special": world.special.get}
+        grammar = formatted(format, reasoning, **asked)
+        assert grammar is not None
+        accepted = world.accepts(grammar.source, text)
+        if accepted and answer:
+            last = parts_of(list(text), reasoning, None, prompt=prompt + continued, continued=continued)[-1]
+            assert last == Text(answer)
+        return accepted
+
+    assert accepts(user, head + answer)
+    assert accepts(user, f"{opened}Hm{closed}{head}{answer}")
+    assert accepts(f"{user}{opened}", f"Hm{closed}{head}{answer}")
+    assert not accepts(f"{user}{opened}", head + answer)
+    assert not accepts(user, head + other)
+    assert not accepts(user, f"{opened}Hm{closed}{head}{other}")
+    assert not accepts(user, f"So {answer}")
+    if reasoning == "harmony":
+        assert accepts(f"{user}{head}", answer)
+        assert not accepts(f"{user}{head}", head + answer)
+
+
+def test_of_a_grammar_nobody_knows_what_else_it_names() -> None:
+    for format in (lark('start: "a"'), rules('root ::= "a"')):
+        assert formatted(format, "deepseek_r1", special=lambda text: None) is None
+        with pytest.raises(Refused, match="a format that is a grammar is not supported"):
+            constraint("hermes", TOOLS, None, True, format=format)
 
 
 def test_gpt_oss_may_call_at_once_where_the_prompt_names_its_role() -> None:
